@@ -1,0 +1,334 @@
+"""Typed records of rows, one per stage, and functions on any of them.
+
+B rows, P prompt positions (padded on the left), T response positions (padded on the right), S = P + T.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fppo import tree
+from fppo.tree import state
+
+R = TypeVar("R")
+
+
+class Column(Sequence[Any]):
+    """One Python object per row (ids, ground truth, tool traces), immutable: a leaf of its record."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Sequence[Any] | Iterator[Any] = ()) -> None:
+        self._items = tuple(items)
+
+    def __getitem__(self, index: Any) -> Any:
+        return Column(self._items[index]) if isinstance(index, slice) else self._items[index]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Column) and self._items == other._items
+
+    def __hash__(self) -> int:
+        return hash(self._items)
+
+    def __repr__(self) -> str:
+        return f"Column({list(self._items)!r})"
+
+
+@state
+class Prompts:
+    """What is asked: token ids and what a reward needs to judge an answer."""
+
+    tokens: Tensor  # [B, P] int64, padded on the left
+    attention_mask: Tensor  # [B, P] bool
+    row_ids: Tensor  # [B] int64, unique in the batch
+    ids: Column  # the data row each prompt came from
+    ground_truth: Column
+    source: Column  # name of the data set, for metrics by source
+    extras: Column  # the data row's other fields, as dicts
+
+
+@state
+class Rollout:
+    """Prompts with sampled responses; `groups` holds one number per prompt, so samples of a prompt share it."""
+
+    tokens: Tensor  # [B, S] int64, padded on both sides
+    attention_mask: Tensor  # [B, S] bool
+    response_mask: Tensor  # [B, T] bool: True where the policy chose the token
+    rollout_log_probs: Tensor  # [B, T] float32, of the full distribution at the sampling temperature
+    sampling_log_probs: Tensor  # [B, T] float32, of the distribution sampled from, after top-k and top-p
+    row_ids: Tensor  # [B] int64, unique in the batch
+    groups: Tensor  # [B] int64
+    versions: Tensor  # [B] int64, the policy version that generated the row
+    finish: Column  # "stop" or "length"
+    ids: Column
+    ground_truth: Column
+    source: Column
+    extras: Column
+
+
+@state
+class Scored:
+    """A rollout with one score per row, and the named parts of it."""
+
+    tokens: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    rollout_log_probs: Tensor
+    sampling_log_probs: Tensor
+    row_ids: Tensor
+    groups: Tensor
+    versions: Tensor
+    finish: Column
+    ids: Column
+    ground_truth: Column
+    source: Column
+    extras: Column
+    scores: Tensor  # [B] float32
+    named_scores: dict[str, Tensor]  # each [B] float32
+    baselines: Tensor | None = None  # [B] float32: the score of the greedy response (ReMax)
+
+
+@state
+class Annotated:
+    """Scored rows with what the models before the update say of them; zero outside the response mask."""
+
+    tokens: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    rollout_log_probs: Tensor
+    sampling_log_probs: Tensor
+    row_ids: Tensor
+    groups: Tensor
+    versions: Tensor
+    finish: Column
+    ids: Column
+    ground_truth: Column
+    source: Column
+    extras: Column
+    scores: Tensor
+    named_scores: dict[str, Tensor]
+    old_log_probs: Tensor  # [B, T] float32
+    baselines: Tensor | None = None
+    ref_log_probs: Tensor | None = None  # [B, T] float32
+    values: Tensor | None = None  # [B, T] float32
+    sum_squared_probs: Tensor | None = None  # [B, T] float32
+
+
+@state
+class Experience:
+    """Everything that the losses hold constant. `response_mask` is the loss mask: rejected tokens have left it."""
+
+    tokens: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    rollout_log_probs: Tensor
+    sampling_log_probs: Tensor
+    row_ids: Tensor
+    groups: Tensor
+    versions: Tensor
+    finish: Column
+    ids: Column
+    ground_truth: Column
+    source: Column
+    extras: Column
+    scores: Tensor
+    named_scores: dict[str, Tensor]
+    old_log_probs: Tensor
+    token_rewards: Tensor  # [B, T] float32
+    advantages: Tensor  # [B, T] float32
+    returns: Tensor  # [B, T] float32
+    baselines: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    values: Tensor | None = None
+    sum_squared_probs: Tensor | None = None
+    correction_weights: Tensor | None = None  # [B, T] float32
+
+
+def num_rows(record: Any) -> int:
+    """The number of rows. Raises ValueError if the columns disagree."""
+    sizes = {path: len(leaf) for path, leaf in tree.leaves_with_paths(record)}
+    if len(set(sizes.values())) != 1:
+        raise ValueError(f"the columns of a {type(record).__name__} differ in length: {sizes}")
+    return next(iter(sizes.values()))
+
+
+def _map_columns(fn: Any, record: R) -> R:
+    return pytree.tree_map(fn, record)
+
+
+def rows(record: R, index: Tensor | Sequence[int]) -> R:
+    """The rows at `index` (int64 or bool [N], or a list of numbers), in that order."""
+    index = torch.as_tensor(index, device="cpu")
+    if index.dtype == torch.bool:
+        index = index.nonzero().flatten()
+    numbers = index.long().tolist()
+
+    def take(column: Any) -> Any:
+        if isinstance(column, Tensor):
+            return column[index.long().to(column.device)]
+        return Column([column[i] for i in numbers])
+
+    return _map_columns(take, record)
+
+
+def _slice(record: R, start: int, stop: int) -> R:
+    return _map_columns(lambda column: column[start:stop], record)
+
+
+def split(record: R, size: int) -> list[R]:
+    """Consecutive pieces of `size` rows; the last may be shorter."""
+    if size < 1:
+        raise ValueError(f"split into pieces of {size} rows: give 1 or more")
+    return [_slice(record, i, i + size) for i in range(0, num_rows(record), size)]
+
+
+def concat(records: Sequence[R]) -> R:
+    """The rows of all `records`, which are of one type with the same fields and widths, one after the other."""
+    if not records:
+        raise ValueError("concat of no records: the type and widths are unknown")
+    kinds = {type(r).__name__ for r in records}
+    present = [{path for path, _ in tree.leaves_with_paths(r)} for r in records]
+    if len(kinds) > 1 or any(p != present[0] for p in present):
+        missing = sorted(set.union(*present) - set.intersection(*present))
+        raise ValueError(f"concat of unlike records: types {sorted(kinds)}, fields not in all of them: {missing}")
+
+    def join_columns(first: Any, *others: Any) -> Any:
+        if isinstance(first, Tensor):
+            return torch.cat([first, *others])
+        return Column([item for column in (first, *others) for item in column])
+
+    return pytree.tree_map(join_columns, records[0], *records[1:])
+
+
+def repeat(record: R, n: int, *, interleave: bool = True) -> R:
+    """Every row `n` times: a a b b with `interleave`, else a b a b."""
+    if n < 1:
+        raise ValueError(f"repeat rows {n} times: give 1 or more")
+    index = torch.arange(num_rows(record))
+    return rows(record, index.repeat_interleave(n) if interleave else index.repeat(n))
+
+
+def reorder(record: R, order: Tensor | Sequence[int]) -> R:
+    """The rows in another order, a permutation of them."""
+    order = torch.as_tensor(order)
+    if not torch.equal(order.sort().values.cpu(), torch.arange(num_rows(record))):
+        raise ValueError(f"reorder needs a permutation of {num_rows(record)} rows, got {order.tolist()}")
+    return rows(record, order)
+
+
+def inverse(order: Tensor | Sequence[int]) -> Tensor:
+    """The permutation that undoes `order`: reorder(reorder(x, order), inverse(order)) is x."""
+    return torch.argsort(torch.as_tensor(order))
+
+
+def pad_to_divisor(record: R, divisor: int) -> tuple[R, int]:
+    """The record with its first rows repeated at the end, so that `divisor` divides it; and how many were added."""
+    count = num_rows(record)
+    if count == 0 or divisor < 1:
+        raise ValueError(f"cannot pad {count} rows to a multiple of {divisor}")
+    added = -count % divisor
+    return rows(record, torch.arange(count + added) % count), added
+
+
+def unpad(record: R, added: int) -> R:
+    """The record without its last `added` rows; undoes `pad_to_divisor`."""
+    return _slice(record, 0, num_rows(record) - added)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {f.name: getattr(record, f.name) for f in attrs.fields(type(record))}
+
+
+def _same(a: Any, b: Any) -> bool:
+    left, right = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    return left[1] == right[1] and all(
+        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y
+        for x, y in zip(left[0], right[0], strict=True)
+    )
+
+
+def join(cls: type[R], *records: Any) -> R:
+    """A `cls` with the fields of all `records`. A field held by several must be equal in them, else ValueError."""
+    values: dict[str, Any] = {}
+    for record in records:
+        for name, value in _fields(record).items():
+            if values.get(name) is not None and value is not None and not _same(values[name], value):
+                raise ValueError(f"join to {cls.__name__}: the records hold different values of {name!r}")
+            if value is not None or name not in values:
+                values[name] = value
+    return _make(cls, values)
+
+
+def extend(cls: type[R], record: Any, **fields: Any) -> R:
+    """The next stage's record: a `cls` with `record`'s fields, and `fields` new or in their place."""
+    return _make(cls, _fields(record) | fields)
+
+
+def _make(cls: type[R], values: Mapping[str, Any]) -> R:
+    names = {f.name: f.default is attrs.NOTHING for f in attrs.fields(cls)}  # type: ignore[arg-type]
+    unknown = [n for n, v in values.items() if n not in names and v is not None]
+    missing = [n for n, required in names.items() if required and values.get(n) is None]
+    if unknown or missing:
+        raise ValueError(f"cannot make a {cls.__name__}: unknown fields {unknown}, missing fields {missing}")
+    made = cls(**{n: values[n] for n in names if n in values})
+    num_rows(made)
+    return made
+
+
+def save(record: Any, path: str | os.PathLike[str]) -> None:
+    """Writes the record to one safetensors file; objects per row go to its header as JSON, so they must fit JSON."""
+    tensors: dict[str, Tensor] = {}
+    objects: dict[str, list[Any]] = {}
+    for name, value in _fields(record).items():
+        if isinstance(value, Tensor):
+            tensors[name] = value.detach().cpu().contiguous()
+        elif isinstance(value, Column):
+            objects[name] = list(value)
+        elif isinstance(value, Mapping):
+            tensors |= {f"{name}.{key}": x.detach().cpu().contiguous() for key, x in value.items()}
+    try:
+        text = json.dumps(objects, ensure_ascii=False)
+    except TypeError as error:
+        raise ValueError(f"{path}: a per-row object does not fit JSON: {error}") from error
+    if json.loads(text) != objects:
+        raise ValueError(
+            f"{path}: a per-row object would come back changed from JSON (a tuple, or a key that is no str)"
+        )
+    safetensors.torch.save_file(tensors, path, metadata={"record": type(record).__name__, "objects": text})
+
+
+def load(cls: type[R], path: str | os.PathLike[str]) -> R:
+    """The record that `save` wrote. Raises ValueError for another type of record or a damaged file."""
+    try:
+        with safe_open(Path(path), "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
+    if metadata.get("record") != cls.__name__:
+        raise ValueError(f"{path} holds a {metadata.get('record')}, not a {cls.__name__}")
+    values: dict[str, Any] = {name: Column(items) for name, items in json.loads(metadata["objects"]).items()}
+    for name, tensor in tensors.items():
+        field, _, key = name.partition(".")
+        if key:
+            values.setdefault(field, {})[key] = tensor
+        else:
+            values[field] = tensor
+    for f in attrs.fields(cls):  # type: ignore[arg-type]
+        if f.name not in values and f.type in ("dict[str, Tensor]",):
+            values[f.name] = {}
+    return _make(cls, values)

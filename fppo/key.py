@@ -1,0 +1,61 @@
+"""Random keys as values. A draw depends on its place (purpose, step, row), never on what was drawn before."""
+
+from __future__ import annotations
+
+import hashlib
+
+import attrs
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+
+
+def _mix(x: int) -> int:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014), on a Python integer."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+def _mix_tensor(x: Tensor) -> Tensor:
+    """`_mix` on int64 tensors; products wrap, and the arithmetic shifts are masked to logical ones."""
+    x = x + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+@attrs.frozen
+class Key:
+    """A seed of 64 bits, as a value."""
+
+    seed: int
+
+    def fold(self, *data: int | str) -> Key:
+        """The key of a place below this one; each of `data` names one level."""
+        x = self.seed & _MASK
+        for item in data:
+            if isinstance(item, str):
+                item = int.from_bytes(hashlib.blake2b(item.encode(), digest_size=8).digest(), "little")
+            x = _mix(x ^ _mix(item & _MASK))
+        return Key(x)
+
+    def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
+        """A fresh torch generator in the state that this key stands for."""
+        return torch.Generator(device).manual_seed(self.seed & (_MASK >> 1))
+
+    def uniform(self, rows: Tensor, columns: int | Tensor) -> Tensor:
+        """Numbers in [0, 1), float64 [B, T]: number (i, j) depends on this key, rows[i] and columns[j] alone.
+
+        `rows` is int64 [B]; `columns` is int64 [T], or T for 0 .. T - 1. Counter-based (Salmon et al., 2011).
+        """
+        if isinstance(columns, int):
+            columns = torch.arange(columns, device=rows.device)
+        bits = _mix_tensor(_mix_tensor(rows ^ _signed(self.seed & _MASK))[:, None] ^ columns[None, :])
+        return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53

@@ -1,0 +1,80 @@
+"""Metrics that add: sums with counts until the last moment, so micro-batches and ranks change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Mean(NamedTuple):
+    """A mean as a sum and a count, both 0-d tensors; means add field by field."""
+
+    total: Tensor
+    count: Tensor
+
+
+class Max(NamedTuple):
+    """A maximum, a 0-d tensor."""
+
+    value: Tensor
+
+
+class Min(NamedTuple):
+    """A minimum, a 0-d tensor."""
+
+    value: Tensor
+
+
+Metric = Mean | Max | Min
+Metrics = dict[str, Metric]
+
+
+def mean(value: Tensor | float, count: Tensor | float = 1.0) -> Mean:
+    """The mean of `count` things that add up to `value`; for one number, the number."""
+    total = torch.as_tensor(value).detach().double()
+    return Mean(total, torch.as_tensor(count).detach().to(total))
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Mean:
+    """The mean of `x` where `mask` is True (same shape, any). What stands elsewhere does not matter."""
+    return Mean(x.detach().double().where(mask, 0.0).sum(), mask.sum().double())
+
+
+def masked_max(x: Tensor, mask: Tensor) -> Max:
+    """The maximum of `x` where `mask` is True; -inf if it is nowhere."""
+    kept = x.detach().double().where(mask, -torch.inf).flatten()
+    return Max(torch.cat([kept, kept.new_tensor([-torch.inf])]).amax())
+
+
+def masked_min(x: Tensor, mask: Tensor) -> Min:
+    """The minimum of `x` where `mask` is True; inf if it is nowhere."""
+    return Min(-masked_max(-x, mask).value)
+
+
+def _add(a: Metric, b: Metric) -> Metric:
+    match a, b:
+        case Mean(), Mean():
+            return Mean(a.total + b.total, a.count + b.count)
+        case Max(), Max():
+            return Max(torch.maximum(a.value, b.value))
+        case Min(), Min():
+            return Min(torch.minimum(a.value, b.value))
+        case _:
+            raise ValueError(f"a metric is a {type(a).__name__} in one place and a {type(b).__name__} in another")
+
+
+def merge(*parts: Mapping[str, Metric]) -> Metrics:
+    """The metrics of all `parts` together; a name that stands in several parts is added up."""
+    merged: Metrics = {}
+    for part in parts:
+        for name, metric in part.items():
+            merged[name] = _add(merged[name], metric) if name in merged else metric
+    return merged
+
+
+def report(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Numbers for the log: the only place where metrics wait for the device. A mean of nothing is nan."""
+    return {name: (m.total / m.count if isinstance(m, Mean) else m.value).item() for name, m in metrics.items()}

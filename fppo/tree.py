@@ -1,0 +1,130 @@
+"""Immutable records as trees of tensors: `@state`, and functions on any tree."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, TypeVar, dataclass_transform
+
+import attrs
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+T = TypeVar("T")
+Tree = Any
+
+
+def static(**kwargs: Any) -> Any:
+    """A field of a `@state` class that is part of the tree's structure, not a leaf; it needs == and hash."""
+    return attrs.field(metadata={"static": True}, **kwargs)
+
+
+def _build(cls: type[T], values: dict[str, Any]) -> T:
+    """An instance of `cls` without its `__init__`: leaves may be placeholders while a tree is mapped."""
+    record = object.__new__(cls)
+    for name, value in values.items():
+        object.__setattr__(record, name, value)
+    return record
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(attrs.field, static))
+def state(cls: type[T]) -> type[T]:
+    """Makes `cls` a frozen, keyword-only attrs class and a pytree of its fields that are not static.
+
+    A field that holds None is absent from the tree (torch, unlike JAX, would make it a leaf).
+    """
+    cls = attrs.frozen(kw_only=True, eq=False, slots=True)(cls)  # eq=False: == on tensors has no truth value
+    names = tuple(f.name for f in attrs.fields(cls))  # type: ignore[arg-type]
+    statics = tuple(f.name for f in attrs.fields(cls) if f.metadata.get("static"))  # type: ignore[arg-type]
+
+    def present(record: Any) -> tuple[str, ...]:
+        return tuple(n for n in names if n not in statics and getattr(record, n) is not None)
+
+    def flatten(record: Any) -> tuple[list[Any], Any]:
+        given = present(record)
+        return [getattr(record, n) for n in given], (given, tuple(getattr(record, n) for n in statics))
+
+    def flatten_with_keys(record: Any) -> tuple[list[Any], Any]:
+        leaves, context = flatten(record)
+        return [(pytree.GetAttrKey(n), leaf) for n, leaf in zip(context[0], leaves, strict=True)], context
+
+    def unflatten(children: Any, context: Any) -> Any:
+        given, values = context
+        filled = dict.fromkeys(names) | dict(zip((*given, *statics), (*children, *values), strict=True))
+        return _build(cls, filled)
+
+    pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        flatten_with_keys_fn=flatten_with_keys,
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+    )
+    return cls
+
+
+def replace(record: T, **changes: Any) -> T:
+    """`record` with some fields changed. Unlike `attrs.evolve` it traces under torch.compile."""
+    names = [f.name for f in attrs.fields(type(record))]  # type: ignore[arg-type]
+    unknown = sorted(set(changes) - set(names))
+    if unknown:
+        raise ValueError(f"{type(record).__name__} has no field {unknown}; it has {names}")
+    return _build(type(record), {n: changes[n] if n in changes else getattr(record, n) for n in names})
+
+
+def map(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
+    """The tree with `fn` applied to each tensor; what is not a tensor stays as the first tree has it."""
+    return pytree.tree_map(lambda x, *others: fn(x, *others) if isinstance(x, Tensor) else x, tree, *rest)
+
+
+def add(a: T, b: T) -> T:
+    """The leafwise sum of two trees of tensors."""
+    return map(torch.add, a, b)
+
+
+def copy(tree: T) -> T:
+    """The tree with every tensor cloned."""
+    return map(torch.clone, tree)
+
+
+def donate(tree: T) -> T:
+    """Moves the tensors of `tree` to a tree that its caller may overwrite; `tree` is left empty.
+
+    A later use of the old tree meets tensors of shape [0] and fails. A leaf of shape [] or [1] broadcasts
+    against those, so it alone does not fail.
+    """
+
+    def move(x: Tensor) -> Tensor:
+        moved = x.detach()
+        x.data = x.new_empty(0)
+        return moved
+
+    return map(move, tree)
+
+
+def leaves_with_paths(tree: Tree) -> list[tuple[str, Any]]:
+    """(path, leaf) of every leaf, in the tree's order; a path reads like `.params['lm_head.weight']`."""
+    return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
+
+
+def _digest(leaf: Any) -> str:
+    """128 bits, in hex, of a tensor's dtype, shape and bytes, or of a plain value's repr."""
+    hasher = hashlib.blake2b(digest_size=16)
+    if isinstance(leaf, Tensor):
+        hasher.update(f"{leaf.dtype} {tuple(leaf.shape)} ".encode())
+        # reshape: a 0-d tensor cannot be viewed as bytes; numpy: hashing then reads the memory in place
+        hasher.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    else:
+        hasher.update(repr(leaf).encode())
+    return hasher.hexdigest()
+
+
+def digest(tree: Tree) -> dict[str, str]:
+    """The digest of every leaf by its path. Equal trees have equal digests, bit for bit."""
+    return {path: _digest(leaf) for path, leaf in leaves_with_paths(tree)}
+
+
+def combine(digests: dict[str, str]) -> str:
+    """One digest for a whole tree of them."""
+    return hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).hexdigest()
