@@ -1,0 +1,258 @@
+"""Correction for rollouts sampled by another policy than the one that trains: weights and rejection.
+
+Truncated importance sampling (https://fengyao.notion.site/off-policy-rl), IcePop (arXiv:2510.18855) and rejection by
+divergence, as verl defines them. All of it is about the whole batch; `all_reduce` joins rows held by other ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fppo.losses._common import LOG_RATIO_BOUND, clean, row_mean, unknown
+from fppo.losses._moments import AllReduce, deviation, local, moments, prefixed
+from fppo.losses.mismatch import off_policy_metrics
+from fppo.metrics import Metrics, masked_max, masked_mean, masked_min, mean
+
+LEVELS = ("token", "sequence")
+REJECTIONS = (
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+)
+
+
+class Correction(NamedTuple):
+    """What a correction makes of a batch."""
+
+    weights: Tensor | None  # [B, T], constants, 0 where `mask` is False; None without importance weights
+    mask: Tensor  # [B, T] bool: the tokens that remain
+    metrics: Metrics
+
+
+def _numbers(setting: str, value: str | float | tuple[float, float]) -> tuple[float, ...]:
+    """One or two positive numbers, ascending: from a number, a pair, "2.0" or "0.5_2.0"."""
+    parts = value.split("_") if isinstance(value, str) else value if isinstance(value, tuple) else (value,)
+    try:
+        numbers = tuple(float(part) for part in parts)
+    except ValueError:
+        numbers = ()
+    if len(numbers) not in (1, 2) or not all(n > 0 for n in numbers) or list(numbers) != sorted(numbers):
+        raise ValueError(f"{setting}={value!r} must be a number > 0, or two of them, low first, such as '0.5_2.0'")
+    return numbers
+
+
+def _rejections(reject: str, thresholds: str | float | tuple[float, float]) -> dict[str, tuple[float, float]]:
+    """(low, high) of each option's statistic: logs of the given bounds for k1, (-inf, high) for the others."""
+    options = list(dict.fromkeys(part.strip() for part in reject.split(",") if part.strip()))
+    for option in options:
+        if option not in REJECTIONS:
+            unknown("rejection", option, REJECTIONS)
+    given = thresholds.split(",") if isinstance(thresholds, str) else [thresholds]
+    if not options or len(given) not in (1, len(options)):
+        raise ValueError(
+            f"reject={reject!r} names {len(options)} options and reject_threshold={thresholds!r} {len(given)}: "
+            "give at least one option, and one threshold for all or one for each"
+        )
+    bounds = {}
+    for option, value in zip(options, given * (len(options) // len(given)), strict=True):
+        numbers = _numbers(f"reject_threshold of {option}", value.strip() if isinstance(value, str) else value)
+        if option.endswith("k1"):
+            low = numbers[0] if len(numbers) == 2 else 1 / numbers[0]
+            if low > numbers[-1]:
+                raise ValueError(f"reject_threshold of {option} is {value!r}: a single bound must be >= 1")
+            bounds[option] = (math.log(low), math.log(numbers[-1]))
+        elif len(numbers) == 2:
+            raise ValueError(
+                f"reject_threshold of {option} is {value!r}, but only k1 has a lower bound: give one number"
+            )
+        else:
+            bounds[option] = (-math.inf, numbers[0])
+    return bounds
+
+
+def _outside(x: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    return x < low, x > high
+
+
+def _sequence_metrics(rows: Tensor, valid: Tensor, all_reduce: AllReduce, *, center: float) -> Metrics:
+    return {
+        "seq_mean": masked_mean(rows, valid),
+        "seq_std": deviation(rows, valid, all_reduce, unbiased=True),
+        "seq_max": masked_max(rows, valid),
+        "seq_min": masked_min(rows, valid),
+        "seq_max_deviation": masked_max((rows - center).abs(), valid),
+    }
+
+
+def _weight_metrics(
+    weights: Tensor,
+    raw: Tensor,
+    row_log: Tensor | None,
+    mask: Tensor,
+    bounds: tuple[float, float],
+    all_reduce: AllReduce,
+) -> Metrics:
+    """Of the applied weights; how many are out of bounds, and the sequence level's extremes, of the raw ones."""
+    valid = mask.any(-1)
+    low, high = bounds
+    _, middle, variance = moments(weights, mask, all_reduce)
+    square = variance + middle.square()
+    if row_log is None:
+        extremes: Metrics = {"max": masked_max(weights, mask), "min": masked_min(weights, mask)}
+        over, where = raw, mask
+    else:
+        top = row_log.clamp(max=LOG_RATIO_BOUND).exp()
+        extremes = {"max": masked_max(top, valid), "min": masked_min(row_log.exp(), valid)}
+        over, where = row_log.exp(), valid
+    below, above = _outside(over, low, high)
+    row_below, row_above = _outside(row_mean(raw, mask), low, high)
+    metrics: Metrics = extremes | {
+        "mean": masked_mean(weights, mask),
+        "std": mean(variance.sqrt()),
+        "eff_sample_size": mean(torch.where(square > 0, middle.square() / square.where(square > 0, 1.0), 0.0)),
+        "ratio_fraction_high": masked_mean(above, where),
+        "ratio_fraction_low": masked_mean(below, where),
+        "seq_fraction_high": masked_mean(row_above, valid),
+        "seq_fraction_low": masked_mean(row_below, valid),
+    }
+    metrics |= _sequence_metrics(row_mean(weights, mask), valid, all_reduce, center=1.0)
+    return prefixed("rollout_corr/rollout_is_", metrics)
+
+
+def _importance_weights(
+    delta: Tensor,
+    mask: Tensor,
+    level: str,
+    threshold: str | float | tuple[float, float],
+    batch_normalize: bool,
+    all_reduce: AllReduce,
+) -> tuple[Tensor, Metrics]:
+    """Weights [B, T], float64, and their metrics; `delta` is the clean log-ratio training / rollout."""
+    if level not in LEVELS:
+        unknown("level", level, LEVELS)
+    numbers = _numbers("threshold", threshold)
+    low, high = numbers[0] if len(numbers) == 2 else 1 / numbers[0], numbers[-1]
+    row_log = None
+    if level == "sequence":
+        row_log = delta.sum(-1)
+        delta = row_log[..., None].expand_as(delta)
+    raw = delta.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().where(mask, 0.0)
+    below, above = _outside(raw, low, high)
+    weights = raw.clamp(max=high) if len(numbers) == 1 else raw.where(~(below | above), 0.0)
+    metrics = _weight_metrics(weights, raw, row_log, mask, (low, high), all_reduce)
+    if len(numbers) == 2:
+        metrics["rollout_corr/rollout_is_oob_ratio"] = masked_mean(below | above, mask)
+    if batch_normalize:
+        over = (weights, mask) if level == "token" else (row_mean(weights, mask), mask.any(-1))
+        _, factor, _ = moments(*over, all_reduce)
+        factor = torch.where(factor > 1e-8, factor, 1.0)
+        metrics["rollout_corr/rollout_is_batch_norm_factor"] = mean(factor)
+        weights = weights / factor
+    return weights, metrics
+
+
+def _statistic(delta: Tensor, mask: Tensor, option: str) -> tuple[Tensor, Tensor]:
+    """An option's statistic at each token [B, T] and of each row [B]; a sequence's is equal at its tokens."""
+    x = delta.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    kind = option[-2:]
+    tokens = (-x if kind == "k1" else 0.5 * x.square() if kind == "k2" else x.exp() - 1 - x).where(mask, 0.0)
+    if option.startswith("seq_sum"):
+        rows = tokens.sum(-1)
+    elif option.startswith("seq_max"):
+        rows = torch.cat([tokens, tokens.new_zeros(*tokens.shape[:-1], 1)], -1).amax(-1)  # k2 and k3 are >= 0
+    else:
+        rows = row_mean(tokens, mask)
+    return (tokens if option.startswith("token") else rows[..., None].expand_as(tokens)), rows
+
+
+def _reject(
+    delta: Tensor, mask: Tensor, option: str, bounds: tuple[float, float], all_reduce: AllReduce
+) -> tuple[Tensor, Metrics]:
+    """Which tokens an option keeps, [B, T], and its metrics."""
+    valid = mask.any(-1)
+    tokens, rows = _statistic(delta, mask, option)
+    below, above = _outside(tokens, *bounds)
+    keep = ~(below | above)
+    row_below, row_above = _outside(rows, *bounds)
+    at_tokens = option.startswith("token")
+    x, where = (tokens, mask) if at_tokens else (rows, valid)
+    # what the statistic can be at least bounds the deviation below: a log for k1, else 0
+    floor = 0.0 if bounds[0] == -math.inf else bounds[0]
+    metrics: Metrics = {
+        "mean": masked_mean(tokens, mask),
+        "std": deviation(tokens.clamp(floor, bounds[1]), mask, all_reduce),
+        "max": masked_max(x, where),
+        "min": masked_min(x, where),
+        "fraction_high": masked_mean(above, mask) if at_tokens else masked_mean(row_above, valid),
+        "fraction_low": masked_mean(below, mask) if at_tokens else masked_mean(row_below, valid),
+        "seq_fraction_high": masked_mean(row_above, valid),
+        "seq_fraction_low": masked_mean(row_below, valid),
+        "masked_fraction": masked_mean(~keep, mask),
+        "seq_masked_fraction": masked_mean((~keep & mask).any(-1), valid),
+    }
+    metrics |= _sequence_metrics(rows, valid, all_reduce, center=0.0)
+    return keep, prefixed(f"rollout_corr/rollout_rs_{option}_", metrics)
+
+
+def rollout_correction(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    *,
+    level: str | None = "token",
+    threshold: str | float | tuple[float, float] = 2.0,
+    batch_normalize: bool = False,
+    reject: str | None = None,
+    reject_threshold: str | float | tuple[float, float] | None = None,
+    all_reduce: AllReduce = local,
+) -> Correction:
+    """Importance weights w = training / rollout probability, and the mask without rejected tokens.
+
+    The log-probs are floating [B, T], constants here; the mask is bool [B, T]. What stands outside it does not matter.
+
+    - `level`: "token" (each token's ratio), "sequence" (the product over the row, at each of its tokens) or None.
+      Log-ratios are clamped to +-20.
+    - `threshold`: a number cuts larger weights down to it (truncated importance sampling); a pair, or "low_high",
+      sets weights outside it to 0 (IcePop).
+    - `batch_normalize`: weights over their mean, of tokens or of rows, over the batch on all ranks.
+    - `reject`: options separated by commas, all of which a token must pass: token_k1|k2|k3, seq_sum_k1|k2|k3,
+      seq_mean_k1|k2|k3, seq_max_k2|k3, of k1 = -log w, k2 = (log w)^2 / 2, k3 = w - 1 - log w. A row's statistic
+      rejects the row. `reject_threshold`: one for all or one for each, an upper bound; for k1 a pair "low_high" (low
+      defaults to 1 / high) that bounds rollout / training, 1 / w.
+
+    Rejected tokens leave the mask, so counts and means made from it leave them out. Weights, their normalisation and
+    all metrics ("rollout_corr/...") are over the tokens given. `all_reduce` sums a tensor over the ranks that hold
+    other rows of the batch; deviations and the normalisation use it.
+    """
+    if not old_log_probs.shape == rollout_log_probs.shape == mask.shape:
+        shapes = [tuple(x.shape) for x in (old_log_probs, rollout_log_probs, mask)]
+        raise ValueError(f"old_log_probs, rollout_log_probs and mask need one shape, got {shapes}")
+    if (reject is None) != (reject_threshold is None):
+        raise ValueError(f"reject={reject!r} with reject_threshold={reject_threshold!r}: give both or neither")
+    old, rollout = clean(mask, old_log_probs.detach().double(), rollout_log_probs.detach().double())
+    delta = old - rollout
+    metrics = off_policy_metrics(old, rollout, mask)
+    weights, kept = None, mask
+    if level is not None:
+        weights, weight_metrics = _importance_weights(delta, mask, level, threshold, batch_normalize, all_reduce)
+        metrics |= weight_metrics
+    if reject is not None and reject_threshold is not None:
+        for option, bounds in _rejections(reject, reject_threshold).items():
+            keep, option_metrics = _reject(delta, mask, option, bounds, all_reduce)
+            kept = kept & keep
+            metrics |= option_metrics
+        lost = mask & ~kept
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = masked_mean(lost, mask)
+        metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = masked_mean(lost.any(-1), mask.any(-1))
+    if weights is not None:
+        weights = weights.where(kept, 0.0).to(old_log_probs.dtype)
+    return Correction(weights, kept, metrics)
+
+
+def geometric_mean(weights: Tensor, mask: Tensor) -> Tensor:
+    """The geometric mean of each row's weights at each of its tokens, [B, T]: what weighs a row of `gmpo`."""
+    logs = row_mean((weights.where(mask, 1.0) + 1e-10).log(), mask)
+    return logs.exp()[..., None].expand_as(weights).where(mask, 0.0)

@@ -1,0 +1,105 @@
+"""Divergence from a reference policy: estimators per token, and the controllers of their coefficient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo.losses._common import LOG_RATIO_BOUND, clean, positive, row_mean, unknown
+from fppo.metrics import Mean, Metrics, masked_mean
+from fppo.tree import state
+
+
+def _k3(d: Tensor) -> Tensor:
+    """exp(-d) - 1 + d, clamped twice, the exponent to +-20 and the value to 10: both cut the gradient."""
+    x = (-d).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return (x.exp() - x - 1).clamp(-10.0, 10.0)
+
+
+_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"k1": lambda d: d, "abs": torch.abs, "k2": lambda d: 0.5 * d.square(), "k3": _k3}
+)
+KL_KINDS = (*_ESTIMATORS, *(f"{kind}+" for kind in _ESTIMATORS))
+_OTHER_NAMES = MappingProxyType({"kl": "k1", "mse": "k2", "low_var_kl": "k3"})
+
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, mask: Tensor | None = None) -> Tensor:
+    """KL(policy || reference) at each sampled token, [B, T], from d = log_probs - ref_log_probs.
+
+    - "k1": d. As a loss its expected gradient is zero; it is for rewards.
+    - "abs": |d|
+    - "k2": d^2 / 2, whose gradient is that of the divergence
+    - "k3": exp(-d) - 1 + d, never negative; exponent clamped to +-20, value to 10
+    - with "+" ("k3+"): the value of the kind, the gradient of k2 (straight-through)
+
+    (http://joschu.net/blog/kl-approx.html.) `ref_log_probs` is a constant to the gradient. With `mask` (bool [B, T])
+    the result and the gradient are 0 where it is False, whatever stands there.
+    """
+    if kind not in KL_KINDS:
+        base = kind.removesuffix("+")
+        if base in _OTHER_NAMES:
+            raise ValueError(f"unknown kl kind {kind!r}; here it is {kind.replace(base, _OTHER_NAMES[base])!r}")
+        unknown("kl kind", kind, KL_KINDS)
+    if mask is not None:
+        log_probs, ref_log_probs = clean(mask, log_probs, ref_log_probs)
+    d = log_probs - ref_log_probs.detach()
+    value = _ESTIMATORS[kind.removesuffix("+")](d)
+    if kind.endswith("+"):
+        slope = _ESTIMATORS["k2"](d)
+        value = slope - slope.detach() + value.detach()
+    return value if mask is None else value.where(mask, 0.0)
+
+
+def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, *, kind: str = "k3") -> tuple[Tensor, Metrics]:
+    """`kl_estimate` as a loss per token [B, T], to be added to a policy loss times its coefficient."""
+    per_token = kl_estimate(log_probs, ref_log_probs, kind, mask=mask)
+    return per_token, {"actor/kl_loss": masked_mean(per_token, mask)}
+
+
+def sequence_kl(kl: Tensor, mask: Tensor) -> Mean:
+    """The mean over rows of each row's mean over its tokens, what the adaptive controller looks at.
+
+    `kl` floating [B, T], `mask` bool [B, T]; rows without tokens count nowhere.
+    """
+    return masked_mean(row_mean(kl.detach().double(), mask), mask.any(-1))
+
+
+def _float64(value: float | Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64).detach()
+
+
+@state
+class KLState:
+    """The coefficient of the KL penalty, a 0-d float64 tensor: a leaf, so that checkpoints hold its every bit."""
+
+    coef: Tensor = attrs.field(converter=_float64)
+
+
+def update_kl(
+    state: KLState,
+    kl: float | Tensor,
+    num_sequences: float | Tensor,
+    *,
+    kind: str = "fixed",
+    target: float = 0.1,
+    horizon: float = 10_000,
+) -> KLState:
+    """The controller's next state, having seen a mean divergence `kl` (`sequence_kl`) over `num_sequences` rows.
+
+    "fixed": unchanged. "adaptive": coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon)
+    (arXiv:1909.08593). No rows, no change.
+    """
+    if kind not in ("fixed", "adaptive"):
+        unknown("kl controller", kind, ("fixed", "adaptive"))
+    if kind == "fixed":
+        return state
+    positive("target", target)
+    positive("horizon", horizon)
+    coef = state.coef
+    kl, count = _float64(kl).to(coef.device), _float64(num_sequences).to(coef.device)
+    error = (kl / target - 1).clamp(-0.2, 0.2)
+    return KLState(coef=torch.where(count > 0, coef * (1 + error * count / horizon), coef))

@@ -1,0 +1,67 @@
+"""How far the policy that sampled (the rollout engine's) is from the one that trains: metrics alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fppo.losses._common import LOG_RATIO_BOUND, clean, row_mean
+from fppo.losses._moments import AllReduce, deviation, local, moments
+from fppo.metrics import Metrics, masked_max, masked_mean, masked_min, mean
+
+
+def off_policy_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
+    """Divergences and perplexities under "rollout_corr/"; the log-probs floating [B, T], the mask bool [B, T].
+
+    kl and k3_kl estimate KL(rollout || training) per token; a perplexity is exp of a row's mean negative
+    log-prob, and log_ppl_diff the training policy's less the rollout's; chi2_token and chi2_seq are the means of
+    the squared ratio training / rollout less 1, over tokens and over rows (log-ratios clamped to +-20). Rows
+    without tokens count nowhere.
+    """
+    train, rollout = clean(mask, old_log_probs.detach().double(), rollout_log_probs.detach().double())
+    rows = mask.any(-1)
+    delta = train - rollout
+    train_row, rollout_row = row_mean(train, mask), row_mean(rollout, mask)
+    diff = rollout_row - train_row
+    token_chi2 = (2 * delta.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp() - 1
+    row_chi2 = (2 * delta.sum(-1).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp() - 1
+    return {
+        "rollout_corr/kl": masked_mean(-delta, mask),
+        "rollout_corr/k3_kl": masked_mean(delta.exp() - delta - 1, mask),
+        "rollout_corr/training_ppl": masked_mean((-train_row).exp(), rows),
+        "rollout_corr/training_log_ppl": masked_mean(-train_row, rows),
+        "rollout_corr/rollout_ppl": masked_mean((-rollout_row).exp(), rows),
+        "rollout_corr/rollout_log_ppl": masked_mean(-rollout_row, rows),
+        "rollout_corr/log_ppl_diff": masked_mean(diff, rows),
+        "rollout_corr/log_ppl_abs_diff": masked_mean(diff.abs(), rows),
+        "rollout_corr/log_ppl_diff_max": masked_max(diff, rows),
+        "rollout_corr/log_ppl_diff_min": masked_min(diff, rows),
+        "rollout_corr/ppl_ratio": masked_mean(diff.exp(), rows),
+        "rollout_corr/chi2_token": masked_mean(token_chi2, mask),
+        "rollout_corr/chi2_seq": masked_mean(row_chi2, rows),
+    }
+
+
+def probability_metrics(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, *, all_reduce: AllReduce = local
+) -> Metrics:
+    """The sampled tokens' probabilities under both policies, under "training/": difference and correlation.
+
+    The log-probs are floating [B, T], the mask bool [B, T]. `all_reduce` sums a tensor over ranks that hold other
+    rows. The correlation is Pearson's, 0 where one side does not vary.
+    """
+    train, rollout = (x.detach().double().exp() for x in clean(mask, old_log_probs, rollout_log_probs))
+    diff = (train - rollout).abs()
+    count, train_mean, train_var = moments(train, mask, all_reduce)
+    _, rollout_mean, rollout_var = moments(rollout, mask, all_reduce)
+    product = ((train - train_mean) * (rollout - rollout_mean)).where(mask, 0.0).sum()
+    covariance = all_reduce(product) / count.clamp(min=1)
+    scale = (train_var * rollout_var).sqrt()
+    pearson = torch.where(scale > 0, covariance / scale.where(scale > 0, 1.0), 0.0)
+    return {
+        "training/rollout_probs_diff_valid": mean((count > 0).double()),
+        "training/rollout_probs_diff_max": masked_max(diff, mask),
+        "training/rollout_probs_diff_mean": masked_mean(diff, mask),
+        "training/rollout_probs_diff_std": deviation(diff, mask, all_reduce, unbiased=True),
+        "training/rollout_actor_probs_pearson_corr": mean(pearson),
+    }

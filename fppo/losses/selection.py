@@ -1,0 +1,132 @@
+"""Losses that treat the tokens of highest covariance apart, and the choice of those tokens.
+
+Clip-Cov and KL-Cov (arXiv:2505.22617). The choice is made once over the whole mini-batch, before it is split, and
+given to the loss: made inside a micro-batch it would depend on the split.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fppo.losses._common import Scalar, clean, clip, log_ratio, positive, scalar
+from fppo.metrics import Metrics, masked_mean
+
+
+def _covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """(A - mean A)(log_probs - mean log_probs) over the masked tokens of all rows, float64 [B, T]."""
+    count = mask.sum().clamp(min=1).double()
+    adv, logp = clean(mask, advantages.detach().double(), log_probs.detach().double())
+    return (adv - adv.sum() / count) * (logp - logp.sum() / count)
+
+
+def _smallest(candidates: Tensor, keys: tuple[Tensor, ...], count: Tensor) -> Tensor:
+    """Which `count` of the candidates come first, ordered by the last key, ties by the one before; bool [B, T]."""
+    order = torch.arange(candidates.numel(), device=candidates.device)
+    for key in (*keys, (~candidates).double()):
+        order = order.gather(0, key.flatten().gather(0, order).argsort(stable=True))
+    rank = order.argsort().reshape(candidates.shape)
+    return candidates & (rank < count)
+
+
+def _quota(mask: Tensor, ratio: Scalar) -> Tensor:
+    """max(1, floor(ratio * tokens))."""
+    return (mask.sum().double() * ratio).floor().clamp(min=1)
+
+
+def _noise(noise: Tensor, mask: Tensor) -> Tensor:
+    if noise.shape != mask.shape:
+        raise ValueError(f"noise has shape {tuple(noise.shape)}, but it needs that of mask, {tuple(mask.shape)}")
+    return noise.double()
+
+
+def select_clip_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    noise: Tensor,
+    ratio: Scalar = 0.0002,
+    low: Scalar = 1.0,
+    high: Scalar = 5.0,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.2,
+) -> Tensor:
+    """The tokens whose loss `clip_cov` drops, bool [B, T]: a random max(1, ratio * tokens) of the candidates.
+
+    Candidates have a covariance in (low, high) and are not clipped by PPO's rule already. All tensors are of the
+    whole mini-batch. `noise` [B, T], uniform, is the chance: the candidates of smallest noise are taken, so
+    the choice goes with the rows, not with their order.
+    """
+    positive("ratio", ratio)
+    cov = _covariance(log_probs, advantages, mask)
+    log_probs, old_log_probs, adv = clean(mask, log_probs.detach(), old_log_probs, advantages.detach())
+    r = log_ratio(log_probs, old_log_probs, bound=None).exp()
+    clipped = -adv * clip(r, 1 - clip_low, 1 + clip_high) > -adv * r
+    candidates = mask & ~clipped & (cov > scalar(low, cov)) & (cov < scalar(high, cov))
+    return _smallest(candidates, (_noise(noise, mask),), _quota(mask, ratio))
+
+
+def select_kl_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    noise: Tensor,
+    ratio: Scalar = 0.0002,
+) -> Tensor:
+    """The tokens that `kl_cov` holds back, bool [B, T]: the max(1, ratio * tokens) of highest covariance.
+
+    All tensors are of the whole mini-batch. `noise` [B, T] decides between equal covariances alone, and
+    `old_log_probs` decides nothing: it is there for the signature that all selections have.
+    """
+    positive("ratio", ratio)
+    cov = _covariance(log_probs, advantages, mask)
+    return _smallest(mask, (_noise(noise, mask), -cov), _quota(mask, ratio))
+
+
+def clip_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    selected: Tensor,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.2,
+) -> tuple[Tensor, Metrics]:
+    """PPO's clipped loss, without dual clip, and 0 on the `selected` tokens (bool [B, T], from `select_clip_cov`).
+
+    The selected tokens keep their place in the denominator. The log-ratio is not clamped. "actor/pg_clipfrac" is
+    the fraction of tokens selected.
+    """
+    log_probs, old_log_probs, adv = clean(mask, log_probs, old_log_probs, advantages.detach())
+    delta = log_ratio(log_probs, old_log_probs, bound=None)
+    ratio = delta.exp()
+    loss = torch.maximum(-adv * ratio, -adv * clip(ratio, 1 - clip_low, 1 + clip_high))
+    metrics: Metrics = {
+        "actor/pg_clipfrac": masked_mean(selected, mask),
+        "actor/ppo_kl": masked_mean(-delta, mask),
+    }
+    return loss.where(mask & ~selected, 0.0), metrics
+
+
+def kl_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    selected: Tensor,
+    kl_coef: Scalar = 0.1,
+) -> tuple[Tensor, Metrics]:
+    """-A r, plus kl_coef |log_probs - old_log_probs| on the `selected` tokens (bool [B, T], from `select_kl_cov`).
+
+    The log-ratio is not clamped. "actor/ppo_kl" is the mean of its absolute value here.
+    """
+    log_probs, old_log_probs, adv = clean(mask, log_probs, old_log_probs, advantages.detach())
+    delta = log_ratio(log_probs, old_log_probs, bound=None)
+    held = (scalar(kl_coef, delta) * delta.abs()).where(selected, 0.0)
+    return (-adv * delta.exp() + held).where(mask, 0.0), {"actor/ppo_kl": masked_mean(delta.abs(), mask)}

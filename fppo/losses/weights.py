@@ -1,0 +1,66 @@
+"""One weight per token: how a loss over a global mini-batch becomes a sum that any split leaves unchanged."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fppo.losses._common import Scalar, positive, row_counts, unknown
+
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+class Totals(NamedTuple):
+    """What the global mini-batch holds, as float64 0-d tensors; totals of parts add field by field."""
+
+    tokens: Tensor
+    sequences: Tensor
+
+
+def count_totals(mask: Tensor) -> Totals:
+    """How many tokens count and how many rows hold at least one of them. `mask` is bool [B, T].
+
+    Over several ranks, the sum of their totals is what `loss_weights` takes.
+    """
+    return Totals(mask.sum().double(), mask.any(-1).sum().double())
+
+
+def _reciprocal(x: Tensor) -> Tensor:
+    return torch.where(x > 0, 1.0 / x.where(x > 0, 1.0), 0.0)
+
+
+def loss_weights(mask: Tensor, mode: str, *, totals: Totals, horizon: Scalar | None = None) -> Tensor:
+    """The weight of each token, float64 [B, T], 0 where `mask` is False: the loss is (weights * per_token).sum().
+
+    `mask` holds whole rows of the mini-batch, any of them; `totals` counts all of it, on every rank, so that
+    the parts' losses and gradients add. Per token of a row with n tokens:
+
+    - "token-mean": 1 / tokens
+    - "token-sum": 1
+    - "seq-mean-token-sum": 1 / sequences
+    - "seq-mean-token-mean": 1 / (n * sequences)
+    - "seq-mean-token-sum-norm": 1 / (horizon * sequences), a constant length (Dr. GRPO, arXiv:2503.20783)
+
+    Rows without tokens count nowhere. Totals of zero give weights of zero. `horizon` has no default: the
+    padding width would make the gradient depend on the longest response of the batch.
+    """
+    if mode not in MODES:
+        unknown("loss mode", mode, MODES)
+    if (mode == "seq-mean-token-sum-norm") != (horizon is not None):
+        raise ValueError(
+            f"mode {mode!r} with horizon={horizon}: horizon (the length to divide by, such as the longest allowed "
+            'response) belongs to "seq-mean-token-sum-norm" and to it alone'
+        )
+    if horizon is not None:
+        positive("horizon", horizon)
+    ones = mask.double()
+    sequences = _reciprocal(totals.sequences.to(ones))
+    if mode == "token-sum":
+        return ones
+    if mode == "token-mean":
+        return ones * _reciprocal(totals.tokens.to(ones))
+    if mode == "seq-mean-token-mean":
+        return ones * (sequences / row_counts(mask, ones.dtype))[..., None]
+    return ones * (sequences if horizon is None else sequences / horizon)
