@@ -1,0 +1,92 @@
+"""Timings, sizes and rates of a step, by the names that verl logs."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fppo import metrics
+from fppo.batch import Experience
+from fppo.metrics import Mean, Metrics
+
+GIB = 1024**3
+
+
+def timed(name: str, stage: Callable[..., Any]) -> Callable[..., Any]:
+    """The stage, with its seconds as `timing_s/name` in the metrics that it returns last."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        start = now()
+        *result, report = stage(*args, **kwargs)
+        return (*result, report | {f"timing_s/{name}": metrics.mean(now() - start)})
+
+    return wrapped
+
+
+def now() -> float:
+    """Seconds on a clock that only rises, once the accelerator has done what it was asked to."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def batch_metrics(batch: Experience, *, max_tokens: int) -> Metrics:
+    """Rewards, advantages, returns, values and lengths of a batch. `max_tokens` is the response limit."""
+    mask = batch.response_mask
+    width = mask.shape[1]
+    prompt = batch.attention_mask[:, :-width].sum(1)
+    response = batch.attention_mask[:, -width:].sum(1)
+    rewards = batch.token_rewards.where(mask, 0.0).sum(1)
+    cut = torch.tensor([reason == "length" for reason in batch.finish], device=mask.device)
+    report = {
+        **_spread("critic/score", batch.scores),
+        **_spread("critic/rewards", rewards),
+        **_spread("critic/advantages", batch.advantages, mask),
+        **_spread("critic/returns", batch.returns, mask),
+        **_spread("response_length", response),
+        **_spread("prompt_length", prompt),
+        "response_length/clip_ratio": metrics.masked_mean(cut.double(), torch.ones_like(cut)),
+        "response_length/limit": metrics.mean(float(max_tokens)),
+        "perf/total_num_tokens": metrics.mean(batch.attention_mask.sum()),
+    }
+    for name, score in batch.named_scores.items():
+        report[f"reward/{name}"] = metrics.masked_mean(score, torch.ones_like(score, dtype=torch.bool))
+    if batch.values is not None:
+        report |= _spread("critic/values", batch.values, mask)
+        report["critic/vf_explained_var"] = _explained_variance(batch.values, batch.returns, mask)
+    return report
+
+
+def _spread(name: str, x: Tensor, mask: Tensor | None = None) -> Metrics:
+    mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+    return {
+        f"{name}/mean": metrics.masked_mean(x, mask),
+        f"{name}/max": metrics.masked_max(x, mask),
+        f"{name}/min": metrics.masked_min(x, mask),
+    }
+
+
+def _explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Mean:
+    """1 - var(returns - values) / var(returns) over the mask: 1 for a perfect critic, 0 for a constant one."""
+
+    def variance(x: Tensor) -> Tensor:
+        m = metrics.masked_mean(x, mask)
+        return metrics.masked_mean((x.double() - m.total / m.count).square(), mask).total
+
+    return metrics.mean(1.0 - variance(returns - values) / (variance(returns) + 1e-5))
+
+
+def memory_metrics() -> dict[str, float]:
+    """Peak memory so far in GiB: of this process, and of its accelerator where there is one."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    report = {"perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
+    if torch.cuda.is_available():
+        report["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GIB
+        report["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / GIB
+    return report

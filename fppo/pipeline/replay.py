@@ -1,0 +1,92 @@
+"""Digests of every step, and the recomputation of a step that names the first leaf to differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+
+from fppo import batch as batches
+from fppo import tree
+from fppo.batch import Experience
+from fppo.pipeline.run import Program, RunState
+from fppo.pipeline.train import Draw, StepRecord, iterate
+
+DIGESTS = "digests.jsonl"
+
+
+@attrs.frozen
+class Difference:
+    """Where a recomputed step parts from the recorded one: in its batch or its result, and in which leaf first."""
+
+    step: int
+    part: str
+    leaf: str
+
+
+def digests_of(run: RunState, experience: Experience) -> dict[str, dict[str, str]]:
+    """The digests of a step's batch and of the state it led to, leaf by leaf."""
+    return {"batch": tree.digest(experience), "result": tree.digest(run)}
+
+
+def record_line(record: StepRecord, before: str | None) -> str:
+    """A line for the digests file; `before` is the combined digest of the state that the step started from."""
+    assert record.experience is not None
+    digests = digests_of(record.run, record.experience)
+    return json.dumps({"step": record.run.step, "before": before, "after": tree.combine(digests["result"]), **digests})
+
+
+def read_lines(directory: Path) -> dict[int, dict]:
+    """The recorded steps by number; a torn last line is left out."""
+    lines: dict[int, dict] = {}
+    path = directory / DIGESTS
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        lines[line["step"]] = line
+    return lines
+
+
+def replay(
+    run: RunState, *, program: Program, draw: Draw, recorded: dict[int, dict], until: int
+) -> Iterator[tuple[int, Difference | None]]:
+    """Recomputes the steps after `run.step` up to `until`: each step's number, and where it first differs or None.
+
+    Batch leaves come before result leaves, so a difference in the rollout is named before what follows from it. A step
+    that was not recorded raises ValueError.
+    """
+    missing = [s for s in range(run.step + 1, until + 1) if s not in recorded]
+    if missing:
+        raise ValueError(f"no record of step {missing[0]}; the recorded steps are {_spans(sorted(recorded))}")
+    for after, experience, _ in iterate(run, program=program, draw=draw):
+        new, old = digests_of(after, experience), recorded[after.step]
+        yield after.step, first_difference(after.step, old, new)
+        if after.step >= until:
+            return
+
+
+def first_difference(step: int, old: dict, new: dict) -> Difference | None:
+    """The first leaf, in the tree's order, whose digest differs between two records of one step."""
+    for part in ("batch", "result"):
+        for leaf in [*new[part], *(set(old[part]) - set(new[part]))]:
+            if old[part].get(leaf) != new[part].get(leaf):
+                return Difference(step, part, leaf)
+    return None
+
+
+def dump(record: StepRecord, before: str | None, directory: Path) -> Path:
+    """Writes the batch of a step whose update was not finite, with the digests needed to replay it."""
+    assert record.experience is not None
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"step_{record.run.step:08d}.safetensors"
+    batches.save(record.experience, path)
+    path.with_suffix(".json").write_text(record_line(record, before))
+    return path
+
+
+def _spans(numbers: list[int]) -> str:
+    return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"

@@ -1,0 +1,79 @@
+"""What a run is, what does not change in it, and one step of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from fppo import metrics
+from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored
+from fppo.data.cursor import DataCursor
+from fppo.key import Key
+from fppo.losses import KLState
+from fppo.metrics import Metrics
+from fppo.pipeline.measure import timed
+from fppo.steps.train_state import Params, TrainState
+from fppo.tree import replace, state
+
+
+@state
+class RunState:
+    """What a run is, whole: saving it saves everything, and two runs from equal states are equal."""
+
+    actor: TrainState
+    kl: KLState
+    key: Key
+    cursor: DataCursor
+    step: int
+    critic: TrainState | None = None
+    ref: Params | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Program:
+    """What does not change in a run: the stages, bound to models, kernels, mesh and scalars. A script may swap any.
+
+    rollout(params, prompts, *, key, version) -> (Rollout, Metrics)
+    score(rollout, *, params, prompts) -> (Scored, Metrics)
+    annotate(run, scored) -> (Annotated, Metrics)
+    estimate(annotated, kl) -> (Experience, KLState, Metrics)
+    update_critic(critic, experience, *, key, donate) -> (TrainState, Metrics); update_actor likewise
+    """
+
+    rollout: Callable[..., tuple[Rollout, Metrics]]
+    score: Callable[..., tuple[Scored, Metrics]]
+    annotate: Callable[[RunState, Scored], tuple[Annotated, Metrics]]
+    estimate: Callable[[Annotated, KLState], tuple[Experience, KLState, Metrics]]
+    update_critic: Callable[..., tuple[TrainState, Metrics]]
+    update_actor: Callable[..., tuple[TrainState, Metrics]]
+    critic_warmup: int = 0  # steps at the start that train the critic alone
+
+
+def ppo_step(
+    run: RunState, prompts: Prompts, *, program: Program, donate: bool = False
+) -> tuple[RunState, Experience, Metrics]:
+    """One iteration: roll out, score, annotate, estimate, update the critic, update the actor.
+
+    A run without a critic skips its update; the first `program.critic_warmup` steps skip the actor's. `donate` gives up
+    the memory of `run`'s actor and critic. The cursor is the caller's to move: it says which prompts were drawn.
+    """
+    key = run.key.fold("step", run.step)
+    params = run.actor.params
+    rollout, generated = timed("gen", program.rollout)(params, prompts, key=key.fold("rollout"), version=run.actor.step)
+    scored, judged = timed("reward", program.score)(rollout, params=params, prompts=prompts)
+    annotated, noted = program.annotate(run, scored)
+    experience, kl, estimated = timed("adv", program.estimate)(annotated, run.kl)
+    reports: list[dict[str, Any]] = [generated, judged, noted, estimated]
+    critic, actor = run.critic, run.actor
+    if critic is not None:
+        update = timed("update_critic", program.update_critic)
+        critic, report = update(critic, experience, key=key.fold("critic"), donate=donate)
+        reports.append(report)
+    if run.step >= program.critic_warmup:
+        update = timed("update_actor", program.update_actor)
+        actor, report = update(actor, experience, key=key.fold("actor"), donate=donate)
+        reports.append(report)
+    after = replace(run, actor=actor, critic=critic, kl=kl, step=run.step + 1)
+    return after, experience, metrics.merge(*reports)

@@ -1,0 +1,147 @@
+"""The stages of a step as plain functions: each takes a record and returns the next stage's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fppo import advantages, losses, metrics
+from fppo.advantages import Advantages
+from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored, extend
+from fppo.key import Key
+from fppo.losses import Correction, KLState
+from fppo.metrics import Metrics
+from fppo.models.model import Model
+from fppo.pipeline.measure import batch_metrics, now
+from fppo.pipeline.run import RunState
+from fppo.rollout.engine import Engine, Sampling
+from fppo.runtime.mesh import Mesh
+from fppo.steps.forward import compute_log_probs, compute_outputs, compute_values
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.train_state import Params
+from fppo.steps.update import rollout_gap
+from fppo_kernels.record import Kernels
+
+ScoreFn = Callable[[Rollout], tuple[Scored, Metrics]]
+AdvantageFn = Callable[[Annotated, Tensor], Advantages]
+
+
+def rollout_stage(
+    params: Params, prompts: Prompts, *, key: Key, version: int, engine: Engine, sampling: Sampling
+) -> tuple[Rollout, Metrics]:
+    """Responses to the prompts from the engine, and how far its two kinds of log-probs lie apart."""
+    rollout = engine.generate(params, prompts, sampling, key, version=version)
+    kept = (rollout.rollout_log_probs - rollout.sampling_log_probs).exp()
+    return rollout, {"rollout/kept_mass": metrics.masked_mean(kept, rollout.response_mask)}
+
+
+def score_stage(rollout: Rollout, *, params: Params, prompts: Prompts, score: ScoreFn) -> tuple[Scored, Metrics]:
+    """The rollout with its scores."""
+    del params, prompts
+    return score(rollout)
+
+
+def score_with_greedy(
+    rollout: Rollout, *, params: Params, prompts: Prompts, score: ScoreFn, engine: Engine, sampling: Sampling
+) -> tuple[Scored, Metrics]:
+    """`score_stage`, with the score of each prompt's greedy response as the baseline (ReMax, arXiv:2310.10505)."""
+    scored, report = score(rollout)
+    greedy = engine.generate(params, prompts, sampling, Key(0), version=int(rollout.versions[0]))
+    baselines, _ = score(greedy)
+    per_row = baselines.scores.repeat_interleave(len(rollout.tokens) // len(prompts.tokens))
+    report["critic/baseline/mean"] = metrics.masked_mean(per_row, torch.ones_like(per_row, dtype=torch.bool))
+    return extend(Scored, scored, baselines=per_row), report
+
+
+def annotate(
+    run: RunState,
+    scored: Scored,
+    *,
+    model: Model,
+    critic_model: Model | None,
+    kernels: Kernels,
+    mesh: Mesh,
+    micro_batching: MicroBatching,
+    temperature: float = 1.0,
+    on_policy: bool = False,
+    sum_squared: bool = False,
+    remove_padding: bool = True,
+) -> tuple[Annotated, Metrics]:
+    """Old log-probs, reference log-probs if `run` holds a reference, and values if it holds a critic.
+
+    With `on_policy` the old log-probs are left to the update's own pass, and stand in as the engine's.
+    """
+    shared = {"kernels": kernels, "mesh": mesh, "micro_batching": micro_batching, "remove_padding": remove_padding}
+    times = [now()]
+    old, squared, report = scored.rollout_log_probs, None, {}
+    if not on_policy or sum_squared:
+        outputs = ("log_probs", "sum_squared_probs") if sum_squared else ("log_probs",)
+        out = compute_outputs(run.actor.params, scored, model=model, temperature=temperature, outputs=outputs, **shared)
+        assert out.log_probs is not None
+        old, squared = out.log_probs, out.sum_squared_probs
+        report = rollout_gap(old, scored.rollout_log_probs, scored.response_mask)
+    times.append(now())
+    ref = values = None
+    if run.ref is not None:
+        ref = compute_log_probs(run.ref, scored, model=model, temperature=temperature, **shared)
+    times.append(now())
+    if run.critic is not None and critic_model is not None:
+        values = compute_values(run.critic.params, scored, model=critic_model, **shared)
+    times.append(now())
+    for name, start, end in zip(("old_log_prob", "ref", "values"), times, times[1:], strict=False):
+        report[f"timing_s/{name}"] = metrics.mean(end - start)
+    annotated = extend(
+        Annotated, scored, old_log_probs=old, ref_log_probs=ref, values=values, sum_squared_probs=squared
+    )
+    return annotated, report
+
+
+def estimate(
+    annotated: Annotated,
+    kl: KLState,
+    *,
+    advantage_fn: AdvantageFn,
+    max_tokens: int,
+    kl_in_reward: bool = False,
+    kl_kind: str = "k1",
+    update_kl: Callable[[KLState, Tensor, int], KLState] | None = None,
+    correct: Callable[[Tensor, Tensor, Tensor], Correction] | None = None,
+    whiten: bool = False,
+) -> tuple[Experience, KLState, Metrics]:
+    """Token rewards, advantages and returns; the KL controller's next state; the off-policy correction.
+
+    Advantages are estimated on all response tokens; then what the correction rejects leaves the mask, the whitening
+    and all denominators, so a rejected last token does not take its row's reward with it.
+    """
+    mask, report = annotated.response_mask, {}
+    penalty, coef = None, 0.0
+    if annotated.ref_log_probs is not None:
+        penalty = losses.kl_estimate(annotated.old_log_probs, annotated.ref_log_probs, kl_kind).where(mask, 0.0)
+        per_row = penalty.double().sum(1) / mask.sum(1).clamp(min=1)
+        present = mask.any(1)
+        current = metrics.masked_mean(per_row, present)
+        report |= {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": metrics.mean(kl.coef)}
+        if kl_in_reward:
+            coef = kl.coef
+        if update_kl is not None:
+            kl = update_kl(kl, current.total / current.count.clamp(min=1), len(mask))
+    rewards = advantages.token_rewards(annotated.scores, mask, kl=penalty, kl_coef=coef)
+    result = advantage_fn(annotated, rewards)
+    weights = None
+    if correct is not None:
+        correction = correct(annotated.old_log_probs, annotated.rollout_log_probs, mask)
+        mask, weights = correction.mask, correction.weights
+        report |= correction.metrics
+    estimated = result.advantages.where(mask, 0.0)
+    experience = extend(
+        Experience,
+        annotated,
+        response_mask=mask,
+        token_rewards=rewards,
+        advantages=advantages.whiten(estimated, mask) if whiten else estimated,
+        returns=result.returns.where(mask, 0.0),
+        correction_weights=weights,
+    )
+    return experience, kl, report | batch_metrics(experience, max_tokens=max_tokens)

@@ -1,0 +1,98 @@
+"""The loop around `ppo_step`: prompts in, steps out to observers, until the steps are done or a stop is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import attrs
+import torch
+
+from fppo import metrics
+from fppo.batch import Experience, Prompts
+from fppo.data.cursor import DataCursor
+from fppo.metrics import Metrics
+from fppo.pipeline.measure import memory_metrics, now
+from fppo.pipeline.run import Program, RunState, ppo_step
+from fppo.tree import replace
+
+
+@attrs.frozen(kw_only=True)
+class StepRecord:
+    """What one step was: the state after it, its batch (None for the evaluation before the first), its numbers."""
+
+    run: RunState
+    experience: Experience | None
+    metrics: dict[str, float]
+
+
+Draw = Callable[[DataCursor], tuple[Prompts, DataCursor]]
+Observe = Callable[[StepRecord], None]
+Evaluate = Callable[[RunState], Metrics]
+
+
+def iterate(
+    run: RunState, *, program: Program, draw: Draw, donate: bool = True
+) -> Iterator[tuple[RunState, Experience, Metrics]]:
+    """Steps without end. With `donate` each state is given up to the next step: use it before asking for that."""
+    while True:
+        start = now()
+        prompts, cursor = draw(run.cursor)
+        run, experience, report = ppo_step(run, prompts, program=program, donate=donate)
+        run = replace(run, cursor=cursor)
+        seconds = now() - start
+        tokens = report["perf/total_num_tokens"]
+        assert isinstance(tokens, metrics.Mean)
+        report |= {
+            "timing_s/step": metrics.mean(seconds),
+            "perf/time_per_step": metrics.mean(seconds),
+            "perf/throughput": metrics.mean(tokens.total / seconds),
+        }
+        yield run, experience, report
+
+
+def train(
+    run: RunState,
+    *,
+    program: Program,
+    draw: Draw,
+    steps: int,
+    observers: Sequence[Observe] = (),
+    evaluate: Evaluate | None = None,
+    evaluate_every: int = 0,
+    stop: Callable[[], bool] = lambda: False,
+    donate: bool = True,
+) -> RunState:
+    """The run after step `steps`, or after the step in which `stop` became true.
+
+    Every step's record goes to each of `observers`, in order. `evaluate` runs before the first step of all, after every
+    `evaluate_every` steps (0: never) and after the last; its metrics join that step's. With `donate` the memory of the
+    state that comes in is given up.
+    """
+    if evaluate is not None and run.step == 0:
+        _observe(observers, run, None, _evaluated(evaluate, run))
+    if run.step >= steps or stop():
+        return run
+    for after, experience, report in iterate(run, program=program, draw=draw, donate=donate):
+        run = after
+        last = run.step >= steps
+        due = last or (evaluate_every > 0 and run.step % evaluate_every == 0)
+        if evaluate is not None and due:
+            report = report | _evaluated(evaluate, run)
+        _observe(observers, run, experience, report)
+        if last or stop():
+            return run
+    raise AssertionError("iterate has no end")
+
+
+def _evaluated(evaluate: Evaluate, run: RunState) -> Metrics:
+    start = now()
+    with torch.no_grad():
+        report = evaluate(run)
+    return report | {"timing_s/testing": metrics.mean(now() - start)}
+
+
+def _observe(observers: Sequence[Observe], run: RunState, experience: Experience | None, report: Metrics) -> None:
+    numbers = metrics.report(report) | memory_metrics() | {"training/global_step": float(run.step)}
+    record = StepRecord(run=run, experience=experience, metrics=numbers)
+    for observe in observers:
+        observe(record)

@@ -1,0 +1,1 @@
+"""Where a program runs: the mesh, and what a run writes and reads."""

@@ -1,0 +1,87 @@
+"""The mesh as this process sees it, and sums over its data axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fppo import tree
+from fppo.metrics import Max, Mean, Metrics, Min
+
+T = TypeVar("T")
+AXES = ("replicate", "shard", "sequence", "tensor", "pipeline", "expert")
+DATA_AXES = ("replicate", "shard")  # the axes whose ranks hold different rows
+
+
+@attrs.frozen
+class Axis:
+    """One axis of the mesh; without a group it is one rank wide, and its collectives are the identity."""
+
+    size: int = 1
+    rank: int = 0
+    group: Any = None
+
+
+@attrs.frozen
+class Mesh:
+    """Axis names to axes. An axis that is not named is one rank wide."""
+
+    axes: Mapping[str, Axis] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        unknown = sorted(set(self.axes) - set(AXES))
+        if unknown:
+            raise ValueError(f"unknown mesh axes {unknown}; there are {list(AXES)}")
+
+    def __getitem__(self, name: str) -> Axis:
+        return self.axes.get(name, Axis())
+
+    @staticmethod
+    def local() -> Mesh:
+        """The mesh of one process."""
+        return Mesh()
+
+
+def all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """`x` reduced over the axis, a new tensor; `x` itself on an axis of one rank. Not differentiable."""
+    if axis.size == 1:
+        return x
+    reduced = x.detach().clone()
+    dist.all_reduce(reduced, op=op, group=axis.group)
+    return reduced
+
+
+def data_sum(values: T, mesh: Mesh) -> T:
+    """The tree with every tensor summed over all ranks that hold other rows."""
+    for name in DATA_AXES:
+        if mesh[name].size > 1:
+            axis = mesh[name]
+            values = tree.map(lambda x, axis=axis: all_reduce(x, axis), values)
+    return values
+
+
+def data_metrics(metrics: Metrics, mesh: Mesh) -> Metrics:
+    """Metrics over all data ranks; every rank must hold the same names."""
+    if all(mesh[name].size == 1 for name in DATA_AXES):
+        return metrics
+    reduced: Metrics = {}
+    for name, metric in metrics.items():
+        match metric:
+            case Mean():
+                reduced[name] = Mean(*data_sum(tuple(metric), mesh))
+            case Max(value) | Min(value):
+                op = dist.ReduceOp.MAX if isinstance(metric, Max) else dist.ReduceOp.MIN
+                for axis in DATA_AXES:
+                    value = all_reduce(value, mesh[axis], op)
+                reduced[name] = type(metric)(value)
+    return reduced
+
+
+def device_of(params: Mapping[str, Tensor]) -> torch.device:
+    """The device that the parameters are on."""
+    return next(iter(params.values())).device

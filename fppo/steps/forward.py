@@ -1,0 +1,235 @@
+"""One pass of a model over rows: per-token log-probs, entropies and values, aligned with the response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fppo import batch as batches
+from fppo.models import model as models
+from fppo.models.model import Model
+from fppo.runtime.mesh import Mesh
+from fppo.steps.micro_batching import MicroBatching, partition
+from fppo.steps.train_state import Params
+from fppo_kernels.record import Kernels
+
+OUTPUTS = ("log_probs", "entropy", "sum_squared_probs", "values")
+
+
+class Rows(Protocol):
+    """What a pass reads of a record: a Rollout or any later stage."""
+
+    @property
+    def tokens(self) -> Tensor: ...  # [B, S] int64
+    @property
+    def attention_mask(self) -> Tensor: ...  # [B, S] bool
+    @property
+    def response_mask(self) -> Tensor: ...  # [B, T] bool
+
+
+class TokenOutputs(NamedTuple):
+    """Per-token outputs [B, T], float32 (float64 from float64 parameters), zero outside the response mask."""
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    sum_squared_probs: Tensor | None = None
+    values: Tensor | None = None
+
+
+def forward_micro_batch(
+    params: Params,
+    micro_batch: Rows,
+    *,
+    model: Model,
+    kernels: Kernels,
+    mesh: Mesh,
+    temperature: float = 1.0,
+    outputs: Sequence[str] = ("log_probs",),
+    remove_padding: bool = True,
+) -> TokenOutputs:
+    """The outputs at every position t of the response, computed from the hidden state of the token before it.
+
+    "log_probs" of the response tokens under logits / `temperature`, "entropy" and "sum_squared_probs" of that
+    distribution need a model with a vocabulary head; "values" need one with a value head. Only positions in the
+    response mask reach a head. `remove_padding` packs the rows; without it the padded rows run as they are.
+    """
+    del mesh  # one process holds all rows; the sequence axis will slice them here
+    unknown = [name for name in outputs if name not in OUTPUTS]
+    if unknown:
+        raise ValueError(f"unknown outputs {unknown}; there are {list(OUTPUTS)}")
+    mask = micro_batch.response_mask
+    hidden, before = _hidden_before_responses(params, micro_batch, model, kernels, remove_padding)
+    hidden = hidden[before]
+    index = mask.flatten().nonzero().flatten()
+    head = models.output_head(model, params)
+
+    def place(x: Tensor | None) -> Tensor | None:
+        return None if x is None else kernels.pad(x, index, mask.shape)
+
+    if "values" in outputs:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        bias = None if head.bias is None else head.bias.to(dtype)
+        values = F.linear(hidden.to(dtype), head.weight.to(dtype), bias)[:, 0]
+        return TokenOutputs(values=place(values))
+    labels = micro_batch.tokens[:, -mask.shape[1] :].flatten()[index]
+    result = kernels.log_probs(
+        hidden,
+        head.weight,
+        labels,
+        bias=head.bias,
+        temperature=temperature,
+        softcap=head.softcap,
+        scale=head.scale,
+        entropy="entropy" in outputs,
+        sum_squared="sum_squared_probs" in outputs,
+    )
+    return TokenOutputs(
+        log_probs=place(result.log_probs),
+        entropy=place(result.entropy),
+        sum_squared_probs=place(result.sum_squared),
+    )
+
+
+def _hidden_before_responses(
+    params: Params, rows: Rows, model: Model, kernels: Kernels, remove_padding: bool
+) -> tuple[Tensor, Tensor]:
+    """Hidden states [N, H], and for each response token [M] the place of the token before it among them."""
+    batch, width = rows.tokens.shape
+    length = rows.response_mask.shape[1]
+    columns = torch.arange(width - length, width, device=rows.tokens.device)
+    flat = (torch.arange(batch, device=columns.device)[:, None] * width + columns)[rows.response_mask]
+    if remove_padding:
+        packed = kernels.unpad(rows.tokens, rows.attention_mask)
+        attend = models.packed_attention(kernels.attention, packed.lengths)
+        hidden = models.hidden_states(model, params, packed.tokens, packed.positions, attend=attend)
+        place = rows.attention_mask.flatten().cumsum(0) - 1
+        return hidden, place[flat] - 1
+    positions = (rows.attention_mask.cumsum(1) - 1).clamp(min=0)
+    attend = models.padded_attention(rows.attention_mask)
+    hidden = models.hidden_states(model, params, rows.tokens, positions, attend=attend)
+    return hidden.flatten(0, 1), flat - 1
+
+
+def row_lengths(rows: Rows) -> list[int]:
+    """The number of real tokens of each row, on the host."""
+    return rows.attention_mask.sum(1).tolist()
+
+
+def compute_outputs(
+    params: Params,
+    batch: Rows,
+    *,
+    model: Model,
+    kernels: Kernels,
+    mesh: Mesh,
+    micro_batching: MicroBatching,
+    temperature: float = 1.0,
+    outputs: Sequence[str] = ("log_probs",),
+    remove_padding: bool = True,
+) -> TokenOutputs:
+    """`forward_micro_batch` over all rows without gradients, in micro-batches; rows come back in their order."""
+    parts = partition(row_lengths(batch), micro_batching)
+    results: list[TokenOutputs] = []
+    with torch.no_grad():
+        for part in parts:
+            results.append(
+                forward_micro_batch(
+                    params,
+                    batches.rows(batch, part),
+                    model=model,
+                    kernels=kernels,
+                    mesh=mesh,
+                    temperature=temperature,
+                    outputs=outputs,
+                    remove_padding=remove_padding,
+                )
+            )
+    order = batches.inverse([i for part in parts for i in part]).to(batch.tokens.device)
+    joined = {
+        name: torch.cat([x for r in results if (x := getattr(r, name)) is not None])[order]
+        for name in TokenOutputs._fields
+        if getattr(results[0], name) is not None
+    }
+    return TokenOutputs(**joined)
+
+
+def compute_log_probs(
+    params: Params,
+    batch: Rows,
+    *,
+    model: Model,
+    kernels: Kernels,
+    mesh: Mesh,
+    micro_batching: MicroBatching,
+    temperature: float = 1.0,
+    remove_padding: bool = True,
+) -> Tensor:
+    """Log-probs [B, T] of the response tokens under the policy or the reference; zero outside the response mask."""
+    out = compute_outputs(
+        params,
+        batch,
+        model=model,
+        kernels=kernels,
+        mesh=mesh,
+        micro_batching=micro_batching,
+        temperature=temperature,
+        outputs=("log_probs",),
+        remove_padding=remove_padding,
+    )
+    assert out.log_probs is not None
+    return out.log_probs
+
+
+def compute_values(
+    params: Params,
+    batch: Rows,
+    *,
+    model: Model,
+    kernels: Kernels,
+    mesh: Mesh,
+    micro_batching: MicroBatching,
+    remove_padding: bool = True,
+) -> Tensor:
+    """The critic's values [B, T] before each response token; zero outside the response mask."""
+    out = compute_outputs(
+        params,
+        batch,
+        model=model,
+        kernels=kernels,
+        mesh=mesh,
+        micro_batching=micro_batching,
+        outputs=("values",),
+        remove_padding=remove_padding,
+    )
+    assert out.values is not None
+    return out.values
+
+
+def compute_reward_scores(
+    params: Params,
+    batch: Rows,
+    *,
+    model: Model,
+    kernels: Kernels,
+    mesh: Mesh,
+    micro_batching: MicroBatching,
+) -> Tensor:
+    """A reward model's score [B] of each row: its head at the row's last real token. The model has a value head."""
+    parts = partition(row_lengths(batch), micro_batching)
+    head = models.output_head(model, params)
+    scores: list[Tensor] = []
+    with torch.no_grad():
+        for part in parts:
+            rows = batches.rows(batch, part)
+            packed = kernels.unpad(rows.tokens, rows.attention_mask)
+            attend = models.packed_attention(kernels.attention, packed.lengths)
+            hidden = models.hidden_states(model, params, packed.tokens, packed.positions, attend=attend)
+            last = hidden[packed.lengths.cu_seqlens[1:].long() - 1].to(head.weight.dtype)
+            scores.append(F.linear(last, head.weight, head.bias)[:, 0].float())
+    del mesh
+    order = batches.inverse([i for part in parts for i in part]).to(batch.tokens.device)
+    return torch.cat(scores)[order]

@@ -1,0 +1,48 @@
+"""Learning rates as functions of the number of updates done. Warm-up starts at a non-zero rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+Schedule = Callable[[int], float]
+KINDS = ("constant", "linear", "cosine", "wsd")
+
+
+def schedule(
+    kind: str,
+    peak: float,
+    *,
+    total_steps: int | None = None,
+    warmup_steps: int = 0,
+    min_ratio: float = 0.0,
+    decay_ratio: float = 0.2,
+) -> Schedule:
+    """The rate for update `step` (0 is the first): (step + 1) / (warmup_steps + 1) of the peak while warming up, then
+
+    constant: the peak; linear: down to `min_ratio * peak` at `total_steps`; cosine: half a cosine to there; wsd: the
+    peak until the last `decay_ratio` of all steps, then linear (warm-up, stable, decay: Hu et al., 2024,
+    arXiv:2404.06395). Raises ValueError for an unknown kind, and where a decaying one has no `total_steps`.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"unknown schedule {kind!r}; there are {list(KINDS)}")
+    if kind != "constant" and total_steps is None:
+        raise ValueError(f"a {kind} schedule needs total_steps")
+    total = max(total_steps or 0, warmup_steps + 1)
+
+    def rate(step: int) -> float:
+        if step < warmup_steps:
+            return peak * (step + 1) / (warmup_steps + 1)
+        progress = min(max((step - warmup_steps) / max(total - warmup_steps, 1), 0.0), 1.0)
+        match kind:
+            case "linear":
+                ratio = 1.0 - progress
+            case "cosine":
+                ratio = 0.5 * (1.0 + math.cos(math.pi * progress))
+            case "wsd":
+                ratio = min((1.0 - progress) / decay_ratio, 1.0)
+            case _:
+                return peak
+        return peak * (min_ratio + (1.0 - min_ratio) * ratio)
+
+    return rate

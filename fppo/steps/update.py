@@ -1,0 +1,203 @@
+"""The updates of actor and critic. What they compute does not depend on the split into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fppo import batch as batches
+from fppo import losses, metrics
+from fppo.batch import Experience
+from fppo.key import Key
+from fppo.metrics import Metrics
+from fppo.models.model import Model
+from fppo.runtime.mesh import Mesh
+from fppo.steps.epochs import update_epochs, weighted
+from fppo.steps.forward import forward_micro_batch
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizer import Optimizer
+from fppo.steps.train_state import Params, TrainState
+from fppo_kernels.record import Kernels
+
+SelectFn = Callable[..., Tensor]
+
+
+def update_actor(
+    state: TrainState,
+    batch: Experience,
+    *,
+    model: Model,
+    loss_fn: Callable[..., tuple[Tensor, Metrics]],
+    optimizer: Optimizer,
+    kernels: Kernels,
+    mesh: Mesh,
+    mini_batch_size: int,
+    micro_batching: MicroBatching,
+    epochs: int = 1,
+    temperature: float = 1.0,
+    weight_mode: str = "token-mean",
+    horizon: int | None = None,
+    entropy_coef: float = 0.0,
+    kl_coef: float = 0.0,
+    kl_kind: str = "k3",
+    select_fn: SelectFn | None = None,
+    on_policy: bool = False,
+    key: Key | None = None,
+    remove_padding: bool = True,
+    donate: bool = False,
+) -> tuple[TrainState, Metrics]:
+    """The policy after `epochs` passes over `batch`: an optimizer step per mini-batch of `mini_batch_size` sequences.
+
+    The objective of a mini-batch is sum(weights * (policy loss * correction - entropy_coef * entropy + kl_coef * KL
+    to the reference)), with weights [B, T] from `losses.loss_weights` over the whole mini-batch and all data ranks.
+    `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss with its scalars bound. One that selects
+    tokens over the mini-batch comes with `select_fn`, which sees the whole mini-batch's current log-probs first.
+    `on_policy` takes old log-probs from the same pass: right when one mini-batch and one epoch make the ratio 1.
+    Mini-batches are drawn by `key`, or taken in order without one. `donate` gives up the memory of `state`.
+    """
+    outputs = ("log_probs", "entropy")
+
+    def micro_loss(params: Params, rows: Experience, weights: Tensor, selected: Tensor | None):
+        out = forward_micro_batch(
+            params,
+            rows,
+            model=model,
+            kernels=kernels,
+            mesh=mesh,
+            temperature=temperature,
+            outputs=outputs,
+            remove_padding=remove_padding,
+        )
+        assert out.log_probs is not None
+        assert out.entropy is not None
+        old = out.log_probs.detach() if on_policy else rows.old_log_probs
+        chosen = {} if selected is None else {"selected": selected}
+        mask = rows.response_mask
+        policy, report = loss_fn(out.log_probs, old, rows.advantages, mask, **chosen)
+        if rows.correction_weights is not None:
+            policy = policy * rows.correction_weights
+        terms = {"actor/pg_loss": policy}
+        if entropy_coef:
+            terms["actor/entropy_loss"] = -entropy_coef * out.entropy
+        if kl_coef:
+            if rows.ref_log_probs is None:
+                raise ValueError(f"kl_coef={kl_coef} needs ref_log_probs in the batch: give a reference policy")
+            kl = losses.kl_estimate(out.log_probs, rows.ref_log_probs, kl_kind).where(mask, 0.0)
+            terms["actor/kl_loss"] = kl_coef * kl
+        report |= {"actor/entropy": metrics.masked_mean(out.entropy, mask)}
+        if on_policy:
+            report |= rollout_gap(out.log_probs, rows.rollout_log_probs, mask)
+        return weighted(terms, weights, report)
+
+    def log_probs_of(params: Params, rows: Experience) -> Tensor:
+        with torch.no_grad():
+            out = forward_micro_batch(
+                params,
+                rows,
+                model=model,
+                kernels=kernels,
+                mesh=mesh,
+                temperature=temperature,
+                outputs=("log_probs",),
+                remove_padding=remove_padding,
+            ).log_probs
+        assert out is not None
+        return out
+
+    def select(params: Params, rows: Experience, parts: list[list[int]], place: Key) -> Tensor | None:
+        if select_fn is None:
+            return None
+        log_probs = torch.zeros_like(rows.old_log_probs)
+        for part in parts:
+            index = torch.tensor(part, device=log_probs.device)
+            log_probs = log_probs.index_copy(0, index, log_probs_of(params, batches.rows(rows, part)).to(log_probs))
+        noise = place.uniform(rows.row_ids, rows.response_mask.shape[1])
+        return select_fn(log_probs, rows.old_log_probs, rows.advantages, rows.response_mask, noise=noise)
+
+    return update_epochs(
+        state,
+        batch,
+        micro_loss=micro_loss,
+        select=select,
+        optimizer=optimizer,
+        kernels=kernels,
+        mesh=mesh,
+        mini_batch_size=mini_batch_size,
+        micro_batching=micro_batching,
+        epochs=epochs,
+        weight_mode=weight_mode,
+        horizon=horizon,
+        prefix="actor",
+        key=key,
+        donate=donate,
+    )
+
+
+def update_critic(
+    state: TrainState,
+    batch: Experience,
+    *,
+    model: Model,
+    optimizer: Optimizer,
+    kernels: Kernels,
+    mesh: Mesh,
+    mini_batch_size: int,
+    micro_batching: MicroBatching,
+    epochs: int = 1,
+    clip: float = 0.5,
+    weight_mode: str = "token-mean",
+    horizon: int | None = None,
+    key: Key | None = None,
+    remove_padding: bool = True,
+    donate: bool = False,
+) -> tuple[TrainState, Metrics]:
+    """The critic after `epochs` passes over `batch`, with `losses.value_loss` clipped at `clip`; see `update_actor`."""
+
+    def micro_loss(params: Params, rows: Experience, weights: Tensor, selected: Tensor | None):
+        del selected
+        if rows.values is None:
+            raise ValueError("update_critic needs values in the batch: annotate it with compute_values first")
+        out = forward_micro_batch(
+            params,
+            rows,
+            model=model,
+            kernels=kernels,
+            mesh=mesh,
+            outputs=("values",),
+            remove_padding=remove_padding,
+        )
+        assert out.values is not None
+        loss, report = losses.value_loss(out.values, rows.values, rows.returns, rows.response_mask, clip=clip)
+        report |= {"critic/vpred_mean": metrics.masked_mean(out.values, rows.response_mask)}
+        return weighted({"critic/vf_loss": loss}, weights, report)
+
+    return update_epochs(
+        state,
+        batch,
+        micro_loss=micro_loss,
+        optimizer=optimizer,
+        kernels=kernels,
+        mesh=mesh,
+        mini_batch_size=mini_batch_size,
+        micro_batching=micro_batching,
+        epochs=epochs,
+        weight_mode=weight_mode,
+        horizon=horizon,
+        prefix="critic",
+        key=key,
+        donate=donate,
+    )
+
+
+def rollout_gap(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
+    """How far the engine's probabilities are from the trainer's, over the mask; zero if they run the same numbers."""
+    gap = (log_probs.detach().exp() - rollout_log_probs.exp()).abs()
+    ratio = (log_probs.detach() - rollout_log_probs).where(mask, 0.0).exp()
+    return {
+        "training/rollout_probs_diff_mean": metrics.masked_mean(gap, mask),
+        "training/rollout_probs_diff_max": metrics.masked_max(gap, mask),
+        "training/rollout_ratio_mean": metrics.masked_mean(ratio, mask),
+        "training/rollout_ratio_max": metrics.masked_max(ratio, mask),
+    }

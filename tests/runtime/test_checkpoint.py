@@ -1,0 +1,121 @@
+"""Checkpoints: whole, atomic, checked."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from fppo import tree
+from fppo.key import Key
+from fppo.runtime import checkpoint
+
+
+def _state(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "params": {"w": torch.randn(5, 3, generator=generator), "h": torch.randn(2, generator=generator).bfloat16()},
+        "count": torch.tensor(3.0),
+        "key": Key(2**64 - 1),
+        "step": 7,
+        "coef": 0.1 + 0.2,
+    }
+
+
+def test_round_trip_is_bit_for_bit(tmp_path):
+    checkpoint.save(_state(), tmp_path, 7)
+    found = checkpoint.newest(_state(1), tmp_path)
+    assert found is not None
+    loaded, step = found
+    assert step == 7
+    assert tree.digest(loaded) == tree.digest(_state())
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for step in range(5):
+        checkpoint.save(_state(step), tmp_path, step, keep=2)
+    assert checkpoint.steps(tmp_path) == [3, 4]
+    assert {p.name for p in tmp_path.iterdir()} == {"step_00000003", "step_00000004"}
+
+
+def test_the_same_state_is_saved_once_and_another_does_not_replace_it(tmp_path):
+    checkpoint.save(_state(), tmp_path, 1)
+    checkpoint.save(_state(), tmp_path, 1)
+    with pytest.raises(checkpoint.CheckpointError):
+        checkpoint.save(_state(1), tmp_path, 1)
+    assert tree.digest(checkpoint.load(_state(2), tmp_path, 1)) == tree.digest(_state())
+
+
+def test_another_models_checkpoint_names_the_leaves(tmp_path):
+    checkpoint.save(_state(), tmp_path, 1)
+    other = _state()
+    other["params"]["w"] = torch.zeros(4, 3)
+    other["params"]["new"] = torch.zeros(1)
+    with pytest.raises(checkpoint.CheckpointError, match=r"2 leaves differ.*\['w'\].*new.*missing|new.*\['w'\]"):
+        checkpoint.load(other, tmp_path, 1)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "json", "missing"])
+def test_damage_is_found_and_the_way_out_named(tmp_path, damage):
+    checkpoint.save(_state(), tmp_path, 1)
+    path = checkpoint.save(_state(1), tmp_path, 2)
+    tensors = path / "state.safetensors"
+    data = bytearray(tensors.read_bytes())
+    match damage:
+        case "truncate":
+            tensors.write_bytes(data[: len(data) // 2])
+        case "flip":
+            data[-1] ^= 1
+            tensors.write_bytes(data)
+        case "json":
+            (path / "state.json").write_text("{")
+        case "missing":
+            tensors.unlink()
+    with pytest.raises(checkpoint.CheckpointError, match="damaged"):
+        checkpoint.load(_state(), tmp_path, 2)
+
+
+def test_a_full_disk_is_an_error_that_leaves_the_last_one(tmp_path, monkeypatch):
+    checkpoint.save(_state(), tmp_path, 1)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", full)
+    with pytest.raises(checkpoint.CheckpointError, match="No space left.*last complete one is of step 1"):
+        checkpoint.save(_state(1), tmp_path, 2)
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
+    assert tree.digest(checkpoint.load(_state(2), tmp_path, 1)) == tree.digest(_state())
+
+
+WRITER = """
+import sys, pathlib, torch
+from fppo.runtime import checkpoint
+for step in range(10_000):
+    checkpoint.save({"x": torch.full((50_000,), float(step)), "step": step}, pathlib.Path(sys.argv[1]), step, keep=2)
+    print(step, flush=True)
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    template = {"x": torch.zeros(50_000), "step": 0}
+    for trial in range(5):
+        directory = tmp_path / str(trial)
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(directory)], stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        time.sleep(0.05 + 0.1 * torch.rand((), generator=generator).item())
+        os.kill(writer.pid, signal.SIGKILL)
+        printed = [int(line) for line in writer.communicate()[0].split()]
+        found = checkpoint.newest(template, directory)
+        assert found is not None
+        assert found[1] >= max(printed, default=0)
+        assert found[0]["step"] == found[1]
+        assert bool((found[0]["x"] == found[1]).all())
+        assert json.loads((checkpoint.path_of(directory, found[1]) / "state.json").read_text())["step"] == found[1]

@@ -1,0 +1,31 @@
+"""Learning rates: the first update moves, warm-up rises, decay ends where it should."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fppo.steps.schedules import KINDS, schedule
+
+
+@given(st.sampled_from(KINDS), st.integers(0, 10), st.integers(11, 50), st.floats(0, 1))
+def test_every_schedule_starts_above_zero_rises_to_the_peak_and_stays_in_bounds(kind, warmup, total, ratio):
+    rate = schedule(kind, 0.5, total_steps=total, warmup_steps=warmup, min_ratio=ratio)
+    rates = [rate(step) for step in range(total + 1)]
+    assert rates[0] > 0
+    assert all(a < b for a, b in zip(rates[:warmup], rates[1 : warmup + 1], strict=True))
+    assert rates[warmup] == pytest.approx(0.5)
+    assert all(a >= b - 1e-12 for a, b in zip(rates[warmup:], rates[warmup + 1 :], strict=False))
+    assert rates[-1] == pytest.approx(0.5 if kind == "constant" else 0.5 * ratio)
+
+
+def test_wsd_is_flat_until_the_decay():
+    rate = schedule("wsd", 1.0, total_steps=100, decay_ratio=0.2)
+    assert rate(79) == 1.0
+    assert rate(90) == pytest.approx(0.5)
+
+
+def test_unknown_kind_and_missing_total_are_errors():
+    with pytest.raises(ValueError, match="there are"):
+        schedule("step", 1.0)
+    with pytest.raises(ValueError, match="total_steps"):
+        schedule("cosine", 1.0)
