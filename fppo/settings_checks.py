@@ -1,0 +1,295 @@
+"""What is wrong with a run's settings: every problem at once, each with its place, its value, and what to do."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from fppo.settings import ActorSettings, CriticSettings, LossSettings, TrainSettings
+
+# for each policy loss: the setting and the keyword that the loss calls it by
+LOSS_KEYWORDS: dict[str, dict[str, str]] = {
+    "ppo_clip": {"clip_low": "clip_low", "clip_high": "clip_high", "dual_clip": "dual_clip"},
+    "gspo": {"clip_low": "clip_low", "clip_high": "clip_high"},
+    "sapo": {"tau_positive": "tau_positive", "tau_negative": "tau_negative"},
+    "gpg": {},
+    "cispo": {"clip_low": "clip_low", "clip_high": "clip_high"},
+    "gmpo": {"clip_low": "clip_low", "clip_high": "clip_high"},
+    "clip_cov": {"clip_low": "clip_low", "clip_high": "clip_high"},
+    "kl_cov": {"cov_kl_coef": "coef"},
+    "dppo_tv": {"clip_low": "clip_low", "clip_high": "clip_high", "ratio_cap": "ratio_cap"},
+    "dppo_kl": {"clip_low": "clip_low", "clip_high": "clip_high", "ratio_cap": "ratio_cap"},
+    "dro": {"beta": "beta"},
+}
+# the same for the function that selects tokens over a mini-batch, for the losses that have one
+SELECTION_KEYWORDS: dict[str, dict[str, str]] = {
+    "clip_cov": {
+        "select_ratio": "ratio",
+        "cov_low": "low",
+        "cov_high": "high",
+        "clip_low": "clip_low",
+        "clip_high": "clip_high",
+    },
+    "kl_cov": {"select_ratio": "ratio"},
+}
+GROUP_ADVANTAGES = (
+    "grpo",
+    "rloo",
+    "opo",
+    "gpg",
+    "grpo_passk",
+    "reinforce_plus_plus_baseline",
+    "optimal_token_baseline",
+    "gdpo",
+)
+REJECTIONS = (
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+)
+_FUNCTION = re.compile(r"[\w.]+:[\w.]+")
+Problems = Iterator[str]
+
+
+def problems(settings: TrainSettings) -> list[str]:
+    """Every problem as "section.setting = value: what is wrong; what to do"; none if the settings can run.
+
+    Conflicts between fields are sought also where a single value is wrong, so that one run of the command names all.
+    """
+    conflicts = (_run, _model, _data, _rollout, _reward, _algorithm, _correction, _loss, _eval)
+    found = list(_values(settings, ""))
+    for conflict in conflicts:
+        found += conflict(settings)
+    found += _updates(settings, "actor", settings.actor)
+    if settings.algorithm.advantage == "gae":
+        found += _updates(settings, "critic", settings.critic)
+    return list(dict.fromkeys(found))
+
+
+def uses_critic(settings: TrainSettings) -> bool:
+    """Whether the run trains a critic."""
+    return settings.algorithm.advantage == "gae"
+
+
+def uses_reference(settings: TrainSettings) -> bool:
+    """Whether the run needs a reference model."""
+    return settings.actor.kl_coef > 0 or settings.algorithm.kl.coef > 0
+
+
+def _problem(path: str, value: Any, text: str) -> str:
+    return f"{path} = {value!r}: {text}"
+
+
+def _values(section: Any, prefix: str) -> Problems:
+    """The checks that the fields carry, through all sections."""
+    for field in attrs.fields(type(section)):
+        value, path = getattr(section, field.name), f"{prefix}{field.name}"
+        if attrs.has(type(value)):
+            yield from _values(value, f"{path}.")
+            continue
+        wrong = [check(value) for check in field.metadata.get("checks", ())]
+        yield from (_problem(path, value, text) for text in wrong if text)
+
+
+def _unread(path: str, value: Any, default: Any, reader: str) -> Problems:
+    """A setting that was given and that nothing would read."""
+    if value != default:
+        yield _problem(path, value, f"nothing reads it here: it is for {reader}; leave it out")
+
+
+def _run(s: TrainSettings) -> Problems:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", s.device) and s.device:
+        yield _problem("device", s.device, "must be auto, cpu, cuda or cuda:N")
+    if len(set(s.log.loggers)) < len(s.log.loggers):
+        yield _problem("log.loggers", list(s.log.loggers), "names a logger twice")
+
+
+def _model(s: TrainSettings) -> Problems:
+    if not uses_critic(s):
+        yield from _unread("model.critic_path", s.model.critic_path, None, 'algorithm.advantage = "gae"')
+    if not uses_reference(s):
+        readers = "a KL term; actor.kl_coef and algorithm.kl.coef are both 0"
+        yield from _unread("model.ref_path", s.model.ref_path, None, readers)
+
+
+def _template_fields(text: str) -> list[str]:
+    return [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+
+
+def _data(s: TrainSettings) -> Problems:
+    try:
+        if any(not re.match(r"\w", name) for name in _template_fields(s.data.prompt)):
+            hint = "a {} without the name of a field; write {{ and }} for plain braces"
+            yield _problem("data.prompt", s.data.prompt, hint)
+    except ValueError as error:
+        hint = f"not a template: {error}; write {{{{ and }}}} for plain braces"
+        yield _problem("data.prompt", s.data.prompt, hint)
+    same = sorted(set(s.data.path) & set(s.data.eval_path))
+    if same and (s.data.split == s.data.eval_split or any("." in path for path in same)):
+        text = f"{same} are trained on too (data.path); held-out prompts must be others"
+        yield _problem("data.eval_path", list(s.data.eval_path), text)
+
+
+def _rollout(s: TrainSettings) -> Problems:
+    size, n = s.rollout.batch_size, s.rollout.n
+    if n >= 1 and size % n:
+        near = [max(size // n, 1) * n, (size // n + 1) * n]
+        text = f"must be a multiple of rollout.n = {n}, since it counts sequences; {_choices(near)} would do"
+        yield _problem("rollout.batch_size", size, text)
+    if s.algorithm.advantage in GROUP_ADVANTAGES and n == 1:
+        text = f"algorithm.advantage = {s.algorithm.advantage!r} compares responses to one prompt; give 2 or more"
+        yield _problem("rollout.n", n, text)
+
+
+def _choices(numbers: list[int]) -> str:
+    return " or ".join(str(n) for n in dict.fromkeys(numbers))
+
+
+def _reward(s: TrainSettings) -> Problems:
+    names, weights = s.reward.functions, s.reward.weights
+    if not names and s.model.reward_path is None:
+        text = "nothing scores the responses; give reward functions, or model.reward_path"
+        yield _problem("reward.functions", list(names), text)
+    for name in names:
+        if ":" in name and not _FUNCTION.fullmatch(name):
+            yield _problem("reward.functions", list(names), f"{name!r} is not of the form module:function")
+    if weights and len(weights) != len(names):
+        text = f"needs one weight for each of the {len(names)} reward.functions, or none"
+        yield _problem("reward.weights", list(weights), text)
+    if "regular_expression" in names and s.reward.pattern is None:
+        yield _problem("reward.pattern", None, "regular_expression in reward.functions needs a pattern")
+    if "regular_expression" not in names:
+        yield from _unread("reward.pattern", s.reward.pattern, None, "regular_expression in reward.functions")
+    if s.reward.pattern is not None:
+        try:
+            re.compile(s.reward.pattern)
+        except re.error as error:
+            yield _problem("reward.pattern", s.reward.pattern, f"not a regular expression: {error}")
+    if s.reward.overlong_buffer == 0:
+        yield from _unread("reward.overlong_penalty", s.reward.overlong_penalty, None, "reward.overlong_buffer > 0")
+    if s.reward.overlong_buffer >= s.rollout.max_tokens:
+        text = f"must be less than rollout.max_tokens = {s.rollout.max_tokens}"
+        yield _problem("reward.overlong_buffer", s.reward.overlong_buffer, text)
+
+
+def _algorithm(s: TrainSettings) -> Problems:
+    a, default = s.algorithm, TrainSettings().algorithm
+    if a.advantage not in ("gae", "reinforce_plus_plus"):
+        yield from _unread("algorithm.gamma", a.gamma, default.gamma, "gae and reinforce_plus_plus")
+    if a.advantage != "gae":
+        yield from _unread("algorithm.lam", a.lam, default.lam, "gae")
+        yield from _unread("algorithm.whiten", a.whiten, default.whiten, "gae")
+    if a.advantage not in ("grpo", "grpo_passk"):
+        yield from _unread("algorithm.scale", a.scale, default.scale, "grpo and grpo_passk")
+    if a.kl.controller == "adaptive" and a.kl.coef == 0:
+        text = "the adaptive controller multiplies coef, which is 0; give a first algorithm.kl.coef"
+        yield _problem("algorithm.kl.controller", a.kl.controller, text)
+    if a.kl.controller == "fixed":
+        yield from _unread("algorithm.kl.target", a.kl.target, default.kl.target, "the adaptive controller")
+        yield from _unread("algorithm.kl.horizon", a.kl.horizon, default.kl.horizon, "the adaptive controller")
+    if a.kl.coef == 0:
+        yield from _unread("algorithm.kl.kind", a.kl.kind, default.kl.kind, "algorithm.kl.coef > 0")
+    if s.actor.kl_coef == 0:
+        yield from _unread("actor.kl_kind", s.actor.kl_kind, ActorSettings().kl_kind, "actor.kl_coef > 0")
+
+
+def _correction(s: TrainSettings) -> Problems:
+    c, default = s.algorithm.correction, TrainSettings().algorithm.correction
+    path = "algorithm.correction"
+    if c.mode == "none":
+        for name in ("high", "low", "batch_normalize"):
+            yield from _unread(
+                f"{path}.{name}", getattr(c, name), getattr(default, name), 'mode = "token" or "sequence"'
+            )
+    if c.low is not None and c.low >= c.high:
+        yield _problem(f"{path}.low", c.low, f"must be less than {path}.high = {c.high}")
+    for name in c.rejection:
+        if name not in REJECTIONS:
+            yield _problem(f"{path}.rejection", list(c.rejection), f"{name!r} is none of {list(REJECTIONS)}")
+    if len(c.rejection_high) != len(c.rejection):
+        text = f"needs one bound for each of the {len(c.rejection)} statistics in {path}.rejection"
+        yield _problem(f"{path}.rejection_high", list(c.rejection_high), text)
+    ratios = [name for name in c.rejection if name.endswith("_k1")]
+    if c.rejection_low and len(c.rejection_low) != len(ratios):
+        text = f"needs one bound for each of the {len(ratios)} k1 statistics in {path}.rejection, or none"
+        yield _problem(f"{path}.rejection_low", list(c.rejection_low), text)
+    if any(x <= 0 for x in (*c.rejection_high, *c.rejection_low)):
+        yield _problem(f"{path}.rejection_high", list(c.rejection_high), "bounds must be greater than 0")
+
+
+def _loss(s: TrainSettings) -> Problems:
+    loss = s.actor.loss
+    if _FUNCTION.fullmatch(loss.name):
+        read: set[str] = set()
+        reader = "built-in losses; bind your own function's numbers in its module"
+    elif loss.name in LOSS_KEYWORDS:
+        read = {*LOSS_KEYWORDS[loss.name], *SELECTION_KEYWORDS.get(loss.name, {})}
+        reader = f"other losses; {loss.name} reads {sorted(read) or 'none of these'}"
+    else:
+        text = f"there is no such loss; there are {list(LOSS_KEYWORDS)} and module:function"
+        yield _problem("actor.loss.name", loss.name, text)
+        return
+    for field in attrs.fields(LossSettings):
+        if field.name != "name" and field.name not in read:
+            yield from _unread(f"actor.loss.{field.name}", getattr(loss, field.name), None, reader)
+    if loss.dual_clip is not None and 0 < loss.dual_clip <= 1:
+        yield _problem("actor.loss.dual_clip", loss.dual_clip, "must be greater than 1, or 0 for none")
+    if loss.cov_low is not None and loss.cov_high is not None and loss.cov_low >= loss.cov_high:
+        yield _problem("actor.loss.cov_low", loss.cov_low, f"must be less than actor.loss.cov_high = {loss.cov_high}")
+
+
+def _updates(s: TrainSettings, name: str, section: ActorSettings | CriticSettings) -> Problems:
+    """Batch sizes, weights and warm-up of the actor or the critic."""
+    size = s.rollout.batch_size
+    mini = size if section.mini_batch_size is None else section.mini_batch_size
+    if mini >= 1 and size % mini:
+        text = f"must divide rollout.batch_size = {size}; both count sequences"
+        yield _problem(f"{name}.mini_batch_size", section.mini_batch_size, text)
+    if section.micro_batch_size and section.token_budget:
+        text = f"{name}.token_budget = {section.token_budget} is given too; give one of the two, 0 turns the other off"
+        yield _problem(f"{name}.micro_batch_size", section.micro_batch_size, text)
+    if section.token_budget == 0 and not section.micro_batch_size:
+        text = f"{name}.micro_batch_size is off too; give one of the two"
+        yield _problem(f"{name}.token_budget", section.token_budget, text)
+    if section.micro_batch_size and section.micro_batch_size > mini:
+        text = f"must be at most the mini-batch of {mini} sequences"
+        yield _problem(f"{name}.micro_batch_size", section.micro_batch_size, text)
+    if section.weight_mode == "seq-mean-token-sum-norm":
+        if section.horizon is None:
+            text = f'{name}.weight_mode = "seq-mean-token-sum-norm" divides by it; give one, as rollout.max_tokens'
+            yield _problem(f"{name}.horizon", None, text)
+    else:
+        reader = f'{name}.weight_mode = "seq-mean-token-sum-norm"'
+        yield from _unread(f"{name}.horizon", section.horizon, None, reader)
+    yield from _warmup(s, name, section, updates=-(-size // max(mini, 1)) * max(section.epochs, 1))
+
+
+def _warmup(s: TrainSettings, name: str, section: ActorSettings | CriticSettings, *, updates: int) -> Problems:
+    steps = s.steps
+    if name == "critic" and s.critic.warmup_steps >= steps:
+        text = f"the actor would never be updated in {steps} steps; give fewer than steps"
+        yield _problem("critic.warmup_steps", s.critic.warmup_steps, text)
+    elif name == "actor" and uses_critic(s):
+        steps = max(steps - s.critic.warmup_steps, 1)
+    total = steps * updates
+    if section.optimizer.warmup_steps >= total:
+        text = f"must be less than the run's {total} updates ({steps} steps of {updates})"
+        yield _problem(f"{name}.optimizer.warmup_steps", section.optimizer.warmup_steps, text)
+    if section.optimizer.schedule == "constant":
+        reader = "the linear, cosine and wsd schedules"
+        yield from _unread(f"{name}.optimizer.min_lr_ratio", section.optimizer.min_lr_ratio, 0.0, reader)
+
+
+def _eval(s: TrainSettings) -> Problems:
+    if s.eval.every and not s.data.eval_path:
+        yield _problem("eval.every", s.eval.every, "there are no held-out prompts; give data.eval_path")
+    if not s.data.eval_path:
+        yield from _unread("eval.n", s.eval.n, 1, "held-out prompts, data.eval_path")
+        yield from _unread("eval.temperature", s.eval.temperature, 0.0, "held-out prompts, data.eval_path")
+        yield from _unread("eval.max_prompts", s.eval.max_prompts, None, "held-out prompts, data.eval_path")
+    if s.eval.n > 1 and s.eval.temperature == 0:
+        text = f"the likeliest response is the same all {s.eval.n} times; give a temperature, or eval.n = 1"
+        yield _problem("eval.temperature", s.eval.temperature, text)

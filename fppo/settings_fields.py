@@ -1,0 +1,58 @@
+"""Fields of settings classes with the checks of their own values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+Check = Callable[[Any], str | None]  # what is wrong with a value and what to do, or None
+
+
+def setting(default: Any, *checks: Check, unbounded: bool = False) -> Any:
+    """A field with the checks of its value; a `default` that is a class makes a section of it.
+
+    A number must be finite, unless the field is `unbounded`: then inf turns a bound off.
+    """
+    if isinstance(default, type):
+        return attrs.field(factory=default)
+    return attrs.field(default=default, metadata={"checks": (*checks, _number if unbounded else _finite)})
+
+
+def at_least(low: float) -> Check:
+    """The number is `low` or more."""
+    return lambda x: None if x is None or x >= low else f"must be {low} or more"
+
+
+def above(low: float) -> Check:
+    """The number is greater than `low`."""
+    return lambda x: None if x is None or x > low else f"must be greater than {low}"
+
+
+def at_most(high: float) -> Check:
+    """The number is `high` or less."""
+    return lambda x: None if x is None or x <= high else f"must be {high} or less"
+
+
+def below(high: float) -> Check:
+    """The number is less than `high`."""
+    return lambda x: None if x is None or x < high else f"must be less than {high}"
+
+
+def given(what: str) -> Check:
+    """The text or list is not empty."""
+    return lambda x: None if x else f"is not set; {what}"
+
+
+def _numbers(value: Any) -> list[float]:
+    return [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, float)]
+
+
+def _finite(value: Any) -> str | None:
+    return None if all(map(math.isfinite, _numbers(value))) else "must be finite"
+
+
+def _number(value: Any) -> str | None:
+    return "must be a number or inf" if any(map(math.isnan, _numbers(value))) else None
