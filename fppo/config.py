@@ -18,7 +18,7 @@ import attrs
 import cattrs
 
 from fppo import settings_checks
-from fppo.settings import ActorSettings, CriticSettings, LossSettings, TrainSettings
+from fppo.settings import ActorSettings, CorrectionSettings, CriticSettings, LossSettings, TrainSettings
 
 DEFAULT_TOKEN_BUDGET = 16384
 
@@ -145,6 +145,24 @@ def selection_scalars(loss: LossSettings) -> dict[str, float | None]:
 def _keywords(loss: LossSettings, names: Mapping[str, str]) -> dict[str, float | None]:
     given = {keyword: getattr(loss, name) for name, keyword in names.items() if getattr(loss, name) is not None}
     return {k: None if k == "dual_clip" and v == 0 else v for k, v in given.items()}
+
+
+def correction_keywords(correction: CorrectionSettings) -> dict[str, Any] | None:
+    """The keywords of `losses.rollout_correction`; None if nothing is to be corrected."""
+    if correction.mode == "none" and not correction.rejection:
+        return None
+    lows = iter(correction.rejection_low)
+    pairs = [
+        f"{next(lows)}_{high}" if name.endswith("_k1") and correction.rejection_low else str(high)
+        for name, high in zip(correction.rejection, correction.rejection_high, strict=True)
+    ]
+    return {
+        "level": None if correction.mode == "none" else correction.mode,
+        "threshold": correction.high if correction.low is None else (correction.low, correction.high),
+        "batch_normalize": correction.batch_normalize,
+        "reject": ",".join(correction.rejection) or None,
+        "reject_threshold": ",".join(pairs) or None,
+    }
 
 
 def micro_batching(section: ActorSettings | CriticSettings) -> tuple[int | None, int | None]:

@@ -194,11 +194,11 @@ class LossSettings:
     """How far the ratio may rise above 1."""
     dual_clip: float | None = setting(None, at_least(0))
     """The bound of the ratio where the advantage is negative (ppo_clip): above 1, or 0 for none."""
-    ratio_cap: float | None = setting(None, above(1), unbounded=True)
+    max_ratio: float | None = setting(None, above(1), unbounded=True)
     """The largest importance ratio (dppo_tv, dppo_kl)."""
-    tau_positive: float | None = setting(None, above(0))
+    tau_pos: float | None = setting(None, above(0))
     """The sharpness of sapo's gate where the advantage is positive."""
-    tau_negative: float | None = setting(None, above(0))
+    tau_neg: float | None = setting(None, above(0))
     """The sharpness of sapo's gate elsewhere."""
     select_ratio: float | None = setting(None, above(0), at_most(1))
     """The share of tokens that clip_cov and kl_cov select from a mini-batch."""

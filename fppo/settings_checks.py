@@ -15,14 +15,14 @@ from fppo.settings import ActorSettings, CriticSettings, LossSettings, TrainSett
 LOSS_KEYWORDS: dict[str, dict[str, str]] = {
     "ppo_clip": {"clip_low": "clip_low", "clip_high": "clip_high", "dual_clip": "dual_clip"},
     "gspo": {"clip_low": "clip_low", "clip_high": "clip_high"},
-    "sapo": {"tau_positive": "tau_positive", "tau_negative": "tau_negative"},
+    "sapo": {"tau_pos": "tau_pos", "tau_neg": "tau_neg"},
     "gpg": {},
     "cispo": {"clip_low": "clip_low", "clip_high": "clip_high"},
     "gmpo": {"clip_low": "clip_low", "clip_high": "clip_high"},
     "clip_cov": {"clip_low": "clip_low", "clip_high": "clip_high"},
-    "kl_cov": {"cov_kl_coef": "coef"},
-    "dppo_tv": {"clip_low": "clip_low", "clip_high": "clip_high", "ratio_cap": "ratio_cap"},
-    "dppo_kl": {"clip_low": "clip_low", "clip_high": "clip_high", "ratio_cap": "ratio_cap"},
+    "kl_cov": {"cov_kl_coef": "kl_coef"},
+    "dppo_tv": {"clip_low": "clip_low", "clip_high": "clip_high", "max_ratio": "max_ratio"},
+    "dppo_kl": {"clip_low": "clip_low", "clip_high": "clip_high", "max_ratio": "max_ratio"},
     "dro": {"beta": "beta"},
 }
 # the same for the function that selects tokens over a mini-batch, for the losses that have one
@@ -216,8 +216,14 @@ def _correction(s: TrainSettings) -> Problems:
     if c.rejection_low and len(c.rejection_low) != len(ratios):
         text = f"needs one bound for each of the {len(ratios)} k1 statistics in {path}.rejection, or none"
         yield _problem(f"{path}.rejection_low", list(c.rejection_low), text)
-    if any(x <= 0 for x in (*c.rejection_high, *c.rejection_low)):
-        yield _problem(f"{path}.rejection_high", list(c.rejection_high), "bounds must be greater than 0")
+    for name, bounds in (("rejection_high", c.rejection_high), ("rejection_low", c.rejection_low)):
+        if any(x <= 0 for x in bounds):
+            yield _problem(f"{path}.{name}", list(bounds), "each bound must be greater than 0")
+    highs = [high for name, high in zip(c.rejection, c.rejection_high) if name.endswith("_k1")]
+    lows = c.rejection_low or [1 / high for high in highs if high > 0]
+    if any(low > high for low, high in zip(lows, highs)):
+        text = "a k1 bound must be at least the lower one, which is 1 / it unless rejection_low is given"
+        yield _problem(f"{path}.rejection_high", list(c.rejection_high), text)
 
 
 def _loss(s: TrainSettings) -> Problems:

@@ -9,10 +9,11 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fppo import config, settings, settings_checks
+from fppo import config, losses, settings, settings_checks
 from fppo.settings import TrainSettings
 
 BASE = {"model.path": "m", "data.path": ["a.jsonl"], "reward.functions": ["exact_match"]}
@@ -143,6 +144,10 @@ CONFLICTS = [
     ({"algorithm.correction.mode": "token", "algorithm.correction.low": 3.0}, "algorithm.correction.low"),
     ({"algorithm.correction.rejection": ["seq_k9"]}, "algorithm.correction.rejection"),
     ({"algorithm.correction.rejection": ["seq_max_k3"]}, "algorithm.correction.rejection_high"),
+    (
+        {"algorithm.correction.rejection": ["token_k1"], "algorithm.correction.rejection_high": [0.5]},
+        "algorithm.correction.rejection_high",
+    ),
     ({"steps": 5, "critic.warmup_steps": 5}, "critic.warmup_steps"),
     ({"steps": 5, "actor.optimizer.warmup_steps": 5}, "actor.optimizer.warmup_steps"),
     ({"critic.optimizer.min_lr_ratio": 0.1}, "critic.optimizer.min_lr_ratio"),
@@ -260,6 +265,37 @@ def test_scalars_are_only_those_given():
     assert config.loss_scalars(loss) == {"clip_low": 0.1}
     assert config.selection_scalars(loss) == {"clip_low": 0.1, "ratio": 0.5}
     assert config.loss_scalars(make({"actor.loss.dual_clip": 0.0}).actor.loss) == {"dual_clip": None}
+
+
+def test_every_loss_reads_the_scalars_that_settings_give_it():
+    """Settings name the losses' keywords: all of them, and no other."""
+
+    def keywords(function: Any) -> set[str]:
+        parameters = inspect.signature(function).parameters.values()
+        return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"selected", "noise"}
+
+    for name, known in settings_checks.LOSS_KEYWORDS.items():
+        assert keywords(getattr(losses, name)) == set(known.values()), name
+    for name, known in settings_checks.SELECTION_KEYWORDS.items():
+        assert keywords(getattr(losses, f"select_{name}")) == set(known.values()), name
+
+
+def test_correction_keywords_are_those_of_the_correction():
+    assert config.correction_keywords(make().algorithm.correction) is None
+    path = "algorithm.correction"
+    changes = {
+        f"{path}.mode": "sequence",
+        f"{path}.low": 0.5,
+        f"{path}.rejection": ["token_k1", "seq_max_k3", "seq_sum_k1"],
+        f"{path}.rejection_high": [2.0, 1.0, 3.0],
+        f"{path}.rejection_low": [0.1, 0.2],
+    }
+    keywords = config.correction_keywords(config.check(make(changes)).algorithm.correction)
+    assert keywords is not None
+    assert keywords["reject_threshold"] == "0.1_2.0,1.0,0.2_3.0"
+    log_probs = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    assert losses.rollout_correction(log_probs, log_probs, mask, **keywords).mask.all()
 
 
 def test_micro_batching_is_by_size_or_by_budget():
