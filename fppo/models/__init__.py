@@ -1,0 +1,20 @@
+"""A model as a pure function of its parameters."""
+
+from fppo.models.heads import Head, check_head, output_head
+from fppo.models.init import init_params
+from fppo.models.model import Model, build, packed_attention, padded_attention
+from fppo.models.run import bind, forward, hidden_states
+
+__all__ = [
+    "Head",
+    "Model",
+    "bind",
+    "build",
+    "check_head",
+    "forward",
+    "hidden_states",
+    "init_params",
+    "output_head",
+    "packed_attention",
+    "padded_attention",
+]

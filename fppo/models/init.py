@@ -1,0 +1,26 @@
+"""Fresh parameters."""
+
+from __future__ import annotations
+
+import torch
+
+from fppo.key import Key
+from fppo.models.model import SCORE_BIAS, SCORE_WEIGHT, Model, Params, causal_lm
+
+
+def init_params(model: Model, key: Key, dtype: torch.dtype = torch.float32) -> Params:
+    """Parameters as transformers initialises this model, on the CPU, from `key` alone; a value head as `init_value_head`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key.fold("init").seed & ((1 << 63) - 1))
+        module = causal_lm(model.config, "cpu")
+    named = dict(module.named_parameters())
+    params = {name: named[name].detach().to(dtype) for name in model.shapes if name in named}
+    return params | (init_value_head(model, key, dtype) if model.head == "value" else {})
+
+
+def init_value_head(model: Model, key: Key, dtype: torch.dtype = torch.float32) -> Params:
+    """A value head: weight [1, H] normal with the config's initializer_range, bias [1] zero."""
+    shape = model.shapes[SCORE_WEIGHT]
+    std = getattr(model.config, "initializer_range", None) or 0.02
+    weight = torch.randn(shape, generator=key.fold("score").generator(), dtype=torch.float64) * std
+    return {SCORE_WEIGHT: weight.to(dtype), SCORE_BIAS: torch.zeros(model.shapes[SCORE_BIAS], dtype=dtype)}

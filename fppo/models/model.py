@@ -1,0 +1,140 @@
+"""Models as values: a Hugging Face module on the meta device that holds no state, and what goes with it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import attrs
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from fppo.models import seams
+from fppo.models.seams import packed_attention, padded_attention
+
+__all__ = ["HeadKind", "Model", "Params", "build", "packed_attention", "padded_attention"]
+
+Params = dict[str, Tensor]
+HeadKind = Literal["lm", "value"]
+SCORE_WEIGHT, SCORE_BIAS = "score.weight", "score.bias"
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Model:
+    """A decoder-only language model without its parameters.
+
+    `compute_dtype` is the type parameters are cast to inside a pass, and `checkpoint_layers` whether a layer's inner
+    results are computed again in the backward pass; `attrs.evolve(model, checkpoint_layers=True)` changes them.
+    Passes of one Model must not run in several threads at once: the skeleton's tensors are swapped in place.
+    """
+
+    config: PreTrainedConfig
+    skeleton: PreTrainedModel  # the base model on meta, with layer seams
+    prefix: str  # of the base model's parameters, such as "model."
+    layers: tuple[str, ...]  # paths of the decoder layers in the skeleton
+    head: HeadKind
+    shapes: Mapping[str, torch.Size]  # of every parameter; of tied parameters only the first name
+    constants: Mapping[str, Tensor]  # the skeleton's buffers by path, such as "rotary_emb.inv_freq"
+    compute_dtype: torch.dtype | None = None
+    checkpoint_layers: bool = False
+
+
+def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of `config` without dropout. Raises ValueError for attention patterns that have no kernel."""
+    config = copy.deepcopy(config)
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise ValueError(
+            f"model type {config.model_type!r} has layers of kind {sorted(kinds) or ['bidirectional']}; "
+            "fppo runs full and sliding causal attention"
+        )
+    return config
+
+
+def causal_lm(config: PreTrainedConfig, device: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The plain Hugging Face model, freshly initialised on "cpu", or without storage on "meta"."""
+    with torch.device(device):
+        module = AutoModelForCausalLM.from_config(plain_config(config), dtype=dtype, trust_remote_code=False)
+    module.tie_weights()
+    return module.eval()
+
+
+def build(
+    config: PreTrainedConfig,
+    head: HeadKind = "lm",
+    *,
+    compute_dtype: torch.dtype | None = None,
+    checkpoint_layers: bool = False,
+) -> Model:
+    """The model of a Hugging Face config, with a vocabulary head ("lm") or one value per token ("value").
+
+    Raises ValueError for a model that is not a plain decoder-only causal language model.
+    """
+    if head not in ("lm", "value"):
+        raise ValueError(f"unknown head {head!r}; there are ['lm', 'value']")
+    module = causal_lm(config, "meta")
+    base = module.base_model
+    prefix = f"{module.base_model_prefix}."
+    shapes = {name: p.shape for name, p in module.named_parameters()}
+    if base is module or not any(name.startswith(prefix) for name in shapes):
+        raise ValueError(f"model type {config.model_type!r}: {type(module).__name__} has no base model inside")
+    if head == "value":
+        width = module.get_output_embeddings().weight.shape[1]
+        shapes = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
+        shapes |= {SCORE_WEIGHT: torch.Size((1, width)), SCORE_BIAS: torch.Size((1,))}
+    constants = compute_constants(base)
+    layers = seams.find_layers(base)
+    seams.put_seams(base, layers)
+    base.requires_grad_(False)
+    base.config._attn_implementation = seams.ATTENTION
+    return Model(
+        config=base.config,
+        skeleton=base,
+        prefix=prefix,
+        layers=layers,
+        head=head,
+        shapes=shapes,
+        constants=constants,
+        compute_dtype=compute_dtype,
+        checkpoint_layers=checkpoint_layers,
+    )
+
+
+def compute_constants(base: PreTrainedModel) -> dict[str, Tensor]:
+    """The values of the buffers of `base` (on meta), as transformers computes them when it loads a checkpoint."""
+    constants: dict[str, Tensor] = {}
+    state = set(base.state_dict())
+    for path, module in base.named_modules():
+        names = [name for name, buffer in module._buffers.items() if buffer is not None]
+        stored = [f"{path}.{name}" for name in names if f"{path}.{name}" in state]
+        if stored:
+            raise ValueError(
+                f"model type {base.config.model_type!r} keeps state in buffers: {stored}; fppo cannot run it"
+            )
+        if names:
+            constants |= {f"{path}.{name}".lstrip("."): x for name, x in _fill(base, module, names).items()}
+    return constants
+
+
+@torch.no_grad()
+def _fill(base: PreTrainedModel, module: nn.Module, names: list[str]) -> dict[str, Tensor]:
+    empty = {name: module._buffers[name] for name in names}
+    for name, buffer in empty.items():
+        assert buffer is not None
+        value = torch.full(
+            buffer.shape, math.nan if buffer.is_floating_point() else 0, dtype=buffer.dtype, device="cpu"
+        )
+        module._buffers[name] = value
+    base._init_weights(module)
+    filled = {name: module._buffers[name] for name in names}
+    module._buffers.update(empty)
+    unknown = [name for name, x in filled.items() if x is None or x.isnan().any()]
+    if unknown:
+        raise ValueError(f"{type(module).__name__} does not say how to compute its buffers {unknown}")
+    return {name: x for name, x in filled.items() if x is not None}

@@ -1,0 +1,127 @@
+"""Running a model on parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from fppo.models.model import Model, Params
+from fppo.models.seams import ApplyLayer, Attend
+
+T = TypeVar("T")
+
+
+class _Call(nn.Module):
+    """`fn(skeleton)` as a module, so that functional_call binds the skeleton's parameters around it."""
+
+    def __init__(self, skeleton: PreTrainedModel) -> None:
+        super().__init__()
+        self.skeleton = skeleton
+
+    def forward(self, fn: Callable[[PreTrainedModel], Any]) -> Any:
+        return fn(self.skeleton)
+
+
+def bind(model: Model, params: Params, fn: Callable[[PreTrainedModel], T], *, partial: bool = False) -> T:
+    """`fn(skeleton)` with `params` in the skeleton for as long as `fn` runs.
+
+    Raises ValueError if a parameter is missing, unless `partial`: then whoever applies the layers brings the rest.
+    """
+    if not partial:
+        missing = [name for name in model.shapes if name.startswith(model.prefix) and name not in params]
+        if missing:
+            raise ValueError(f"the model needs parameters that are not there: {missing}")
+    return _bind(model, _base_params(model, params), fn)
+
+
+def _base_params(model: Model, params: Params) -> Params:
+    """The base model's parameters by their names in the skeleton, in the compute dtype."""
+    start = len(model.prefix)
+    return {name[start:]: _cast(x, model.compute_dtype) for name, x in params.items() if name.startswith(model.prefix)}
+
+
+def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return x.to(dtype) if dtype is not None and x.is_floating_point() else x
+
+
+def _bind(model: Model, base_params: Params, fn: Callable[[PreTrainedModel], T]) -> T:
+    device = next(iter(base_params.values())).device
+    constants = {name: x.to(device) for name, x in model.constants.items()}
+    tensors = {f"skeleton.{name}": x for name, x in {**base_params, **constants}.items()}
+    return functional_call(_Call(model.skeleton), tensors, (fn,))
+
+
+def forward(
+    skeleton: PreTrainedModel,
+    tokens: Tensor,
+    positions: Tensor,
+    *,
+    attend: Attend,
+    apply_layer: ApplyLayer | None = None,
+) -> Tensor:
+    """Hidden states [B, S, H] after the last norm, of tokens and positions [B, S], from inside `bind`."""
+    out = skeleton(
+        input_ids=tokens,
+        position_ids=positions,
+        use_cache=False,
+        attend=attend,
+        apply_layer=apply_layer,
+        return_dict=True,
+    )
+    return out.last_hidden_state
+
+
+def hidden_states(
+    model: Model,
+    params: Params,
+    tokens: Tensor,
+    positions: Tensor,
+    *,
+    attend: Attend,
+    apply_layer: ApplyLayer | None = None,
+) -> Tensor:
+    """Hidden states after the last norm: [N, H] of packed tokens [N], or [B, S, H] of rows [B, S].
+
+    With `apply_layer` the layers' parameters need not be in `params`; casting and checkpointing are then its business.
+    """
+    packed = tokens.ndim == 1
+    if packed:
+        tokens, positions = tokens[None], positions[None]
+
+    def run(skeleton: PreTrainedModel) -> Tensor:
+        return forward(skeleton, tokens, positions, attend=attend, apply_layer=apply_layer)
+
+    if apply_layer is None and model.checkpoint_layers:
+        names = [name[len(model.prefix) :] for name in params if name.startswith(model.prefix)]
+        inner = {name for name in names if name.startswith(tuple(f"{path}." for path in model.layers))}
+        apply_layer = checkpointed_layers(model, {name: params[model.prefix + name] for name in inner})
+        out = bind(model, {n: x for n, x in params.items() if n[len(model.prefix) :] not in inner}, run, partial=True)
+    else:
+        out = bind(model, params, run, partial=apply_layer is not None)
+    return out[0] if packed else out
+
+
+def checkpointed_layers(model: Model, layer_params: Mapping[str, Tensor]) -> ApplyLayer:
+    """`apply_layer` that keeps only each layer's input for the backward pass; parameters by their names in the skeleton.
+
+    The cast to the compute dtype is inside: no low-precision copy of the weights outlives its layer.
+    """
+
+    def apply_layer(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        start = f"{model.layers[index]}."
+        own = {name[len(start) :]: x for name, x in layer_params.items() if name.startswith(start)}
+
+        def run(tensors: Params, *args: Any, **kwargs: Any) -> Any:
+            cast = {name: _cast(x, model.compute_dtype) for name, x in tensors.items()}
+            return functional_call(layer, cast, args, dict(kwargs))
+
+        # deterministic: dropout is off, so there is no random state to keep
+        return checkpoint(run, own, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return apply_layer

@@ -1,0 +1,169 @@
+"""The two seams of a skeleton: how a layer is applied, and what computes attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from fppo_kernels.attention.sdpa import batch_attention
+from fppo_kernels.padding import Lengths
+
+ATTENTION = "fppo"
+
+
+class Attend(Protocol):
+    """Attention [B, S, Hq, Dv] of query [B, S, Hq, D], key [B, S, Hkv, D] and value [B, S, Hkv, Dv].
+
+    These are the projections of the tokens in this call, after rotation; a packed row comes as B = 1. The function
+    knows which tokens may see which: from packed lengths, a padding mask, or its own cache of keys and values. With
+    `window` w a token sees itself and w - 1 before it.
+    """
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        layer: int,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor: ...
+
+
+class ApplyLayer(Protocol):
+    """What applying layer `index` means; the plain meaning is `layer(*args, **kwargs)`."""
+
+    def __call__(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
+
+
+class LayerSeam(nn.Module):
+    """Stands in a decoder layer's place, under the layer's parameter names, and lets the caller apply the layer."""
+
+    def __init__(self, index: int, layer: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():  # the model's loop reads attention_type and the like off its layers
+            if not name.startswith("_") and name not in vars(self):
+                setattr(self, name, value)
+        self._modules, self._parameters, self._buffers = layer._modules, layer._parameters, layer._buffers
+        self._non_persistent_buffers_set = layer._non_persistent_buffers_set
+        self._seam = (index, layer)  # in a tuple, the layer is no child
+
+    def forward(self, *args: Any, apply_layer: ApplyLayer | None = None, **kwargs: Any) -> Any:
+        index, layer = self._seam
+        return layer(*args, **kwargs) if apply_layer is None else apply_layer(index, layer, args, kwargs)
+
+
+def attention_seam(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    attend: Attend | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature, for query [B, Hq, S, D]; hands the work to `attend`."""
+    name = type(module).__name__
+    if attend is None:
+        raise ValueError(f"{name} does not hand keyword arguments on to its attention: fppo cannot run this model")
+    if position_bias is not None or attention_mask is not None or not getattr(module, "is_causal", True):
+        raise ValueError(f"{name} is no plain causal self-attention (position bias, own mask): fppo cannot run it")
+    out = attend(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        layer=module.layer_idx,  # type: ignore[arg-type]
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out, None
+
+
+# No mask function goes with it: without one, transformers builds no masks and does not look for packed sequences.
+AttentionInterface.register(ATTENTION, attention_seam)
+
+
+def find_layers(base: PreTrainedModel) -> tuple[str, ...]:
+    """The paths of the decoder layers in `base`, in order. Raises ValueError if there is not one list of them."""
+    count = base.config.num_hidden_layers
+    lists = [
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count and "." not in name
+    ]
+    if len(lists) != 1:
+        raise ValueError(
+            f"model type {base.config.model_type!r}: expected one list of {count} decoder layers in "
+            f"{type(base).__name__}, found {lists}; fppo runs decoder-only language models"
+        )
+    return tuple(f"{lists[0]}.{i}" for i in range(count))
+
+
+def put_seams(base: PreTrainedModel, layers: tuple[str, ...]) -> None:
+    """Replaces each of `layers` in `base` by its seam."""
+    parent = base.get_submodule(layers[0].rpartition(".")[0])
+    for i, layer in enumerate(list(parent.children())):
+        parent[i] = LayerSeam(i, layer)  # type: ignore[index]
+
+
+def packed_attention(attention: Callable[..., Tensor], lengths: Lengths) -> Attend:
+    """`attend` for packed tokens, from an attention kernel over query [N, Hq, D] and the packed lengths."""
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        layer: int,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        del layer
+        q, k, v = query.squeeze(0), key.squeeze(0), value.squeeze(0)
+        out = attention(q, k, v, lengths=lengths, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return out.unsqueeze(0)
+
+    return attend
+
+
+def padded_attention(attention_mask: Tensor) -> Attend:
+    """`attend` for padded rows with real tokens where `attention_mask` (bool [B, S]) is True; for tests and checks."""
+    width = attention_mask.shape[1]
+    place = torch.arange(width, device=attention_mask.device)
+    distance = place[:, None] - place[None, :]
+    # a padding token sees itself, so that no softmax is empty
+    visible = (attention_mask.bool()[:, None, :] & (distance >= 0)) | (distance == 0)
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        layer: int,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        del layer
+        mask = (visible if window is None else visible & (distance < window))[:, None]
+        return batch_attention(query, key, value, scale=scale, softcap=softcap, sinks=sinks, mask=mask)
+
+    return attend

@@ -1,0 +1,45 @@
+"""AdamW in place on lists of tensors."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+
+def adamw_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One step of AdamW (Loshchilov and Hutter, 2019, algorithm 2) on every parameter, in place, by torch's fused kernel.
+
+    `steps` holds one float32 0-d count per parameter, raised by 1 here. The gradients are divided by `grad_scale` (0-d
+    float32). Where `found_inf` (0-d float32) is 1, parameters, moments and steps stay bit for bit as they were.
+    """
+    adamw(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        fused=True,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        amsgrad=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=False,
+    )

@@ -1,0 +1,63 @@
+"""The slow programs: dense masked attention, and packed attention as one block-diagonal mask."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fppo_kernels.padding import Lengths
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`softmax(query @ key.T * scale, where mask) @ value` over tensors [..., H, L, D]; softmax in float32 or wider.
+
+    Query head h reads key head h // (Hq / Hkv). `softcap` c turns scores s to c * tanh(s / c) (Gemma 2). `sinks` [Hq]
+    adds exp(sink) to the softmax's denominator (GPT-OSS). `mask` bool broadcasts to [..., Hq, L, Lk].
+    """
+    groups = query.shape[-3] // key.shape[-3]
+    key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = (query @ key.transpose(-1, -2)).to(wide) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        sink = sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], -1)
+    weights = torch.softmax(scores, -1)[..., : key.shape[-2]]
+    return weights.to(value.dtype) @ value
+
+
+def eager(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    lengths: Lengths,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention [N, Hq, Dv] of packed query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, Dv], causal in each sequence.
+
+    With `window` w a token sees itself and the w - 1 tokens before it.
+    """
+    sizes = torch.tensor(lengths.lengths, device=query.device, dtype=torch.int64)
+    sequence = torch.arange(len(sizes), device=query.device).repeat_interleave(sizes)
+    place = torch.arange(len(query), device=query.device)
+    distance = place[:, None] - place[None, :]
+    mask = (sequence[:, None] == sequence[None, :]) & (distance >= 0)
+    if window is not None:
+        mask = mask & (distance < window)
+    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks).transpose(0, 1)

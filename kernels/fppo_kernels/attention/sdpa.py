@@ -1,0 +1,75 @@
+"""Packed attention by torch's scaled_dot_product_attention, one call for all sequences of one length."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fppo_kernels.attention.eager import masked_attention
+from fppo_kernels.padding import Lengths
+
+
+def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """bool [L, L], True where a query (row) may see a key (column): itself and at most `window` - 1 before it."""
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place[None, :]
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)
+
+
+def batch_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Causal attention [B, L, Hq, Dv] of query [B, L, Hq, D], key [B, L, Hkv, D], value [B, L, Hkv, Dv] without padding.
+
+    A given `mask` (bool, broadcast to [B, Hq, L, L]) stands in for the causal one and its window.
+    """
+    length = query.shape[1]
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if mask is None and (softcap is not None or sinks is not None or (window is not None and window < length)):
+        mask = causal_mask(length, window, query.device)
+    if softcap is not None or sinks is not None:
+        assert mask is not None
+        return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks).transpose(1, 2)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2)
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    lengths: Lengths,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention [N, Hq, Dv] of packed query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, Dv], causal in each sequence."""
+    starts: dict[int, list[int]] = {}
+    start = 0
+    for length in lengths.lengths:
+        starts.setdefault(length, []).append(start)
+        start += length
+    outputs, places = [], []
+    for length, begins in starts.items():
+        place = torch.tensor(begins, device=query.device)[:, None] + torch.arange(length, device=query.device)
+        places.append(place.flatten())
+        parts = [x[places[-1]].view(len(begins), length, *x.shape[1:]) for x in (query, key, value)]
+        out = batch_attention(*parts, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        outputs.append(out.flatten(0, 1))
+    if not outputs:
+        return query.new_zeros(0, query.shape[1], value.shape[2])
+    return torch.cat(outputs)[torch.argsort(torch.cat(places))]

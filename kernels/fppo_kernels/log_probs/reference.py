@@ -1,0 +1,67 @@
+"""The obvious program: all logits at once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LogProbs(NamedTuple):
+    """What the next-token distribution says, float32 [N] (float64 from float64 inputs); None if not asked for."""
+
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    sum_squared: Tensor | None = None
+
+
+def compute_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    scale: float,
+) -> Tensor:
+    """softcap * tanh((hidden @ weight.T + bias) * scale / softcap) / temperature, [N, V] in float32 or float64."""
+    wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+    logits = hidden.to(wide) @ weight.to(wide).T
+    if bias is not None:
+        logits = logits + bias.to(wide)
+    logits = logits * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if isinstance(temperature, Tensor) and temperature.ndim:
+        temperature = temperature.to(wide)[:, None]
+    return logits / temperature
+
+
+def reference(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    entropy: bool = False,
+    sum_squared: bool = False,
+) -> LogProbs:
+    """`log_softmax(logits)[labels]` of hidden [N, H] and weight [V, H], and moments of that distribution.
+
+    `temperature` is a number or one per token [N], a constant to the gradient. entropy is -sum p log p in nats,
+    sum_squared is sum p^2.
+    """
+    if isinstance(temperature, Tensor):
+        temperature = temperature.detach()
+    logits = compute_logits(hidden, weight, bias, temperature, softcap, scale)
+    log_probs = torch.log_softmax(logits, -1)
+    probs = log_probs.exp()
+    finite = log_probs.where(probs > 0, 0.0)  # 0 * -inf
+    return LogProbs(
+        log_probs.gather(1, labels[:, None])[:, 0],
+        -(probs * finite).sum(-1) if entropy else None,
+        probs.square().sum(-1) if sum_squared else None,
+    )

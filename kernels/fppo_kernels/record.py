@@ -1,0 +1,35 @@
+"""Kernels: one function per operation, chosen once and handed down as an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+
+from fppo_kernels import table as tables
+from fppo_kernels.log_probs.reference import LogProbs
+from fppo_kernels.padding import Packed
+
+
+@attrs.frozen
+class Kernels:
+    """The functions that the steps call for the work on tensors. `attrs.evolve` swaps one for any of the same signature."""
+
+    unpad: Callable[..., Packed]
+    pad: Callable
+    attention: Callable
+    log_probs: Callable[..., LogProbs]
+    adamw: Callable[..., None]
+
+    @classmethod
+    def named(
+        cls, *, attention: str = "sdpa", log_probs: str = "reference", table: tables.Table = tables.BUILTIN
+    ) -> Kernels:
+        """The kernels of these names. Raises ValueError, naming the alternatives, if one does not exist or cannot run."""
+        return cls(
+            unpad=tables.get("unpad", "torch", table=table),
+            pad=tables.get("pad", "torch", table=table),
+            attention=tables.get("attention", attention, table=table),
+            log_probs=tables.get("log_probs", log_probs, table=table),
+            adamw=tables.get("adamw", "torch", table=table),
+        )

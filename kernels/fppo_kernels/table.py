@@ -1,0 +1,62 @@
+"""Operations and their implementations, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import attrs
+
+from fppo_kernels import adamw, padding
+from fppo_kernels.attention import eager, sdpa
+from fppo_kernels.log_probs import reference
+
+
+def _never() -> str | None:
+    return None
+
+
+@attrs.frozen
+class Implementation:
+    """One way to compute an operation. `refuse()` says why it cannot run on this machine, or None."""
+
+    fn: Callable
+    refuse: Callable[[], str | None] = _never
+
+
+Table = Mapping[str, Mapping[str, Implementation]]
+
+BUILTIN: Table = MappingProxyType(
+    {
+        "unpad": {"torch": Implementation(padding.unpad)},
+        "pad": {"torch": Implementation(padding.pad)},
+        "attention": {"sdpa": Implementation(sdpa.sdpa), "eager": Implementation(eager.eager)},
+        "log_probs": {"reference": Implementation(reference.reference)},
+        "adamw": {"torch": Implementation(adamw.adamw_)},
+    }
+)
+
+
+def register(op: str, name: str, implementation: Implementation, *, table: Table = BUILTIN) -> Table:
+    """A table with one more implementation; `table` itself stays as it is. Raises ValueError if the name is taken."""
+    if name in table.get(op, {}):
+        raise ValueError(f"kernel {op}/{name} is in the table already: {table[op][name].fn}")
+    return {**table, op: {**table.get(op, {}), name: implementation}}
+
+
+def available(op: str, *, table: Table = BUILTIN) -> dict[str, str | None]:
+    """The implementations of `op` by name, each with the reason why it cannot run here, or None."""
+    if op not in table:
+        raise ValueError(f"no operation {op!r}; there are {sorted(table)}")
+    return {name: implementation.refuse() for name, implementation in table[op].items()}
+
+
+def get(op: str, name: str, *, table: Table = BUILTIN) -> Callable:
+    """The implementation `name` of `op`. Raises ValueError if there is none, or if it cannot run here."""
+    reasons = available(op, table=table)
+    if name not in reasons:
+        raise ValueError(f"no kernel {op}/{name}; there are {sorted(reasons)}")
+    if reasons[name]:
+        others = sorted(other for other, reason in reasons.items() if reason is None)
+        raise ValueError(f"kernel {op}/{name} cannot run here: {reasons[name]}; there are {others}")
+    return table[op][name].fn
