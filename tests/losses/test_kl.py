@@ -1,0 +1,145 @@
+"""KL estimators in value and gradient, and the controllers."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fppo import losses, tree
+from fppo.losses import KLState
+from fppo.metrics import report
+
+from .batches import batches, clip, gradient, kept, mean, spoil
+
+
+def slow(kind, x, ref):
+    d = x - ref
+    if kind == "k3":
+        k = clip(-d, -20, 20)
+        return clip(math.exp(k) - k - 1, -10, 10)
+    return {"k1": d, "abs": abs(d), "k2": d * d / 2}[kind]
+
+
+@pytest.mark.parametrize("kind", losses.KL_KINDS)
+@given(batches(spread=3.0))
+def test_value_is_the_loop_s_with_and_without_plus(kind, batch):
+    found = losses.kl_estimate(batch.log_probs, batch.old_log_probs, kind)
+    for f, x, ref in zip(found.flatten(), batch.log_probs.flatten(), batch.old_log_probs.flatten(), strict=True):
+        assert f.item() == pytest.approx(slow(kind.rstrip("+"), x.item(), ref.item()), rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("kind", losses.KL_KINDS)
+@given(batches(spread=3.0))
+def test_gradient(kind, batch):
+    d = batch.log_probs - batch.old_log_probs
+    expected = {
+        "k1": torch.ones_like(d),
+        "abs": d.sign(),
+        "k2": d,
+        "k3": torch.where((-d).exp() + d - 1 < 10, 1 - (-d).exp(), 0.0),
+    }
+    found = gradient(lambda x: losses.kl_estimate(x, batch.old_log_probs, kind), batch.log_probs)
+    torch.testing.assert_close(found, d if kind.endswith("+") else expected[kind])
+    reference = batch.old_log_probs.clone().requires_grad_()
+    assert not losses.kl_estimate(batch.log_probs, reference, kind).requires_grad
+
+
+@given(batches(spread=3.0))
+def test_signs(batch):
+    lp, ref = batch.log_probs, batch.old_log_probs
+    assert (losses.kl_estimate(lp, ref, "k3") >= 0).all()
+    assert (losses.kl_estimate(lp, ref, "k2") >= 0).all()
+    assert torch.equal(losses.kl_estimate(lp, ref, "k1"), -losses.kl_estimate(ref, lp, "k1"))
+    for kind in losses.KL_KINDS:
+        assert (losses.kl_estimate(lp, lp, kind) == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_expectation_is_the_divergence(kind):
+    """Summed over the vocabulary with the policy's probabilities, as is the expected k2+ gradient."""
+    g = torch.Generator().manual_seed(0)
+    logits, other = (0.3 * torch.randn(50, generator=g, dtype=torch.float64) for _ in range(2))
+    lp, ref = logits.log_softmax(0), other.log_softmax(0)
+    exact = (lp.exp() * (lp - ref)).sum()
+    assert (lp.exp() * losses.kl_estimate(lp, ref, kind)).sum().item() == pytest.approx(exact.item())
+    divergence = gradient(lambda x: x.softmax(0) * (x.log_softmax(0) - ref), logits)
+    sampled = gradient(lambda x: lp.exp() * losses.kl_estimate(x.log_softmax(0), ref, f"{kind}+"), logits)
+    torch.testing.assert_close(sampled, divergence)
+
+
+def test_k3_clamps_both_exponent_and_value():
+    ref = torch.zeros(3, dtype=torch.float64)
+    lp = torch.tensor([-3.0, -50.0, 50.0], dtype=torch.float64)
+    found = losses.kl_estimate(lp, ref, "k3")
+    assert found.tolist() == [10.0, 10.0, 10.0]
+    assert (gradient(lambda x: losses.kl_estimate(x, ref, "k3"), lp) == 0).all()
+
+
+@pytest.mark.parametrize("kind", losses.KL_KINDS)
+@given(batches())
+def test_what_is_masked_changes_nothing(kind, batch):
+    lp, ref, _, mask = batch
+    dirty, dirty_ref = spoil(lp, mask), spoil(ref, mask)
+    found, metrics = losses.kl_loss(dirty, dirty_ref, mask, kind=kind)
+    expected = losses.kl_estimate(lp, ref, kind).where(mask, 0.0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    grad = gradient(lambda x: losses.kl_loss(x, dirty_ref, mask, kind=kind)[0], dirty)
+    plain = gradient(lambda x: losses.kl_estimate(x, ref, kind), lp)
+    torch.testing.assert_close(grad, plain.where(mask, 0.0), rtol=0, atol=0)
+    if mask.any():
+        assert report(metrics)["actor/kl_loss"] == pytest.approx(expected[mask].mean().item())
+
+
+@pytest.mark.parametrize(
+    ("kind", "near"), [("k4", "k"), ("K3+", "k3+"), ("low_var_kl", "'k3'"), ("mse+", "'k2+'"), ("full", "abs")]
+)
+def test_unknown_kinds_name_a_near_one(kind, near):
+    x = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=f"unknown kl kind .*{near.replace('+', '[+]')}"):
+        losses.kl_estimate(x, x, kind)
+
+
+@given(batches())
+def test_sequence_kl_is_a_mean_of_rows(batch):
+    rows = [row for row in kept(batch.advantages, batch.mask) if row]
+    found = losses.sequence_kl(spoil(batch.advantages, batch.mask), batch.mask)
+    assert found.count.item() == len(rows)
+    assert found.total.item() == pytest.approx(sum(mean(row) for row in rows), abs=1e-13)
+
+
+@given(st.floats(1e-4, 1.0), st.floats(-1.0, 2.0), st.integers(0, 4096), st.floats(0.01, 1.0), st.integers(1, 20000))
+def test_adaptive_controller(coef, kl, count, target, horizon):
+    state = KLState(coef=coef)
+    found = losses.update_kl(state, kl, count, kind="adaptive", target=target, horizon=horizon)
+    expected = coef * (1 + clip(kl / target - 1, -0.2, 0.2) * count / horizon)
+    assert found.coef.item() == pytest.approx(expected, rel=1e-13)
+    assert state.coef.item() == coef
+    seen = torch.tensor(kl, dtype=torch.float64), torch.tensor(count)
+    tensors = losses.update_kl(state, *seen, kind="adaptive", target=target, horizon=horizon)
+    assert tree.digest(tensors) == tree.digest(found)
+
+
+def test_controllers_at_the_edges():
+    state = KLState(coef=0.3)
+    assert losses.update_kl(state, 5.0, 100) is state
+    assert losses.update_kl(state, math.nan, 0, kind="adaptive").coef.item() == 0.3
+    assert losses.update_kl(state, math.nan, 4, kind="adaptive").coef.isnan()
+    assert tree.leaves_with_paths(state)[0][0] == ".coef"
+    assert state.coef.dtype == torch.float64
+    with pytest.raises(ValueError, match="'adaptive'"):
+        losses.update_kl(state, 0.1, 4, kind="adaptiv")
+    with pytest.raises(ValueError, match="horizon"):
+        losses.update_kl(state, 0.1, 4, kind="adaptive", horizon=0)
+
+
+@given(batches())
+def test_entropy_loss_is_minus_the_entropy(batch):
+    entropy, mask = batch.advantages.abs(), batch.mask
+    found, metrics = losses.entropy_loss(spoil(entropy, mask), mask)
+    assert torch.equal(found, torch.where(mask, -entropy, 0.0))
+    grad = gradient(lambda x: losses.entropy_loss(x, mask)[0], spoil(entropy, mask))
+    assert torch.equal(grad, -mask.double())
+    if mask.any():
+        assert report(metrics)["actor/entropy"] == pytest.approx(entropy[mask].mean().item())

@@ -1,0 +1,329 @@
+"""Policy losses against loops over the papers' formulas, and the laws that all of them keep."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fppo import losses
+from fppo.metrics import report
+
+from .batches import batches, clip, gradient, kept, mean, spoil
+
+LOW, HIGH = 0.3, 0.4
+
+
+def slow_ppo(lp, old, adv, *, clip_low=LOW, clip_high=HIGH, dual_clip=3.0):
+    out = []
+    for x, y, a in zip(lp, old, adv, strict=True):
+        r = math.exp(clip(x - y, -20, 20))
+        loss = max(-a * r, -a * clip(r, 1 - clip_low, 1 + clip_high))
+        if a < 0 and dual_clip is not None:
+            loss = min(loss, -a * dual_clip)
+        out.append(loss)
+    return out
+
+
+def slow_gspo(lp, old, adv):
+    s = math.exp(min(mean(x - y for x, y in zip(lp, old, strict=True)), 10.0))
+    return [max(-a * s, -a * clip(s, 1 - LOW, 1 + HIGH)) for a in adv]
+
+
+def slow_sapo(lp, old, adv):
+    out = []
+    for x, y, a in zip(lp, old, adv, strict=True):
+        r, tau = math.exp(clip(x - y, -20, 20)), 0.8 if a > 0 else 1.3
+        out.append(-a * 4 / tau / (1 + math.exp(-tau * (r - 1))))
+    return out
+
+
+def slow_gpg(lp, old, adv):
+    return [-a * x for x, a in zip(lp, adv, strict=True)]
+
+
+def slow_cispo(lp, old, adv):
+    return [
+        -a * clip(math.exp(clip(x - y, -20, 20)), 1 - LOW, 1 + HIGH) * x for x, y, a in zip(lp, old, adv, strict=True)
+    ]
+
+
+def slow_gmpo(lp, old, adv):
+    total = 0.0
+    for x, y, a in zip(lp, old, adv, strict=True):
+        d = x - y
+        # the objective's side: with A > 0 only the upper bound binds, with A < 0 only the lower
+        total += min(d, HIGH) if a > 0 else max(d, -LOW) if a < 0 else 0.0
+    return [-mean(adv) * math.exp(total / len(lp))] * len(lp)
+
+
+def slow_dppo_tv(lp, old, adv):
+    out = []
+    for x, y, a in zip(lp, old, adv, strict=True):
+        moved = math.exp(x) - math.exp(y)
+        valid = moved <= HIGH if a > 0 else moved >= -LOW
+        out.append(-a * min(math.exp(clip(x - y, -20, 20)), 2.0) * x * valid)
+    return out
+
+
+def slow_dppo_kl(lp, old, adv):
+    out = []
+    for x, y, a in zip(lp, old, adv, strict=True):
+        p, q = math.exp(x), math.exp(y)
+        kl = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+        valid = (kl <= HIGH or p <= q) if a > 0 else (kl <= LOW or p >= q)
+        out.append(-a * min(math.exp(clip(x - y, -20, 20)), 2.0) * x * valid)
+    return out
+
+
+def slow_dro(lp, old, adv):
+    return [-(x * a - 0.7 / 2 * (x - y) ** 2) for x, y, a in zip(lp, old, adv, strict=True)]
+
+
+BOUNDS = {"clip_low": LOW, "clip_high": HIGH}
+CASES = {
+    "ppo_clip": (partial(losses.ppo_clip, **BOUNDS), slow_ppo),
+    "ppo_clip_single": (partial(losses.ppo_clip, **BOUNDS, dual_clip=None), partial(slow_ppo, dual_clip=None)),
+    "gspo": (partial(losses.gspo, **BOUNDS), slow_gspo),
+    "sapo": (partial(losses.sapo, tau_pos=0.8, tau_neg=1.3), slow_sapo),
+    "gpg": (losses.gpg, slow_gpg),
+    "cispo": (partial(losses.cispo, **BOUNDS), slow_cispo),
+    "gmpo": (partial(losses.gmpo, **BOUNDS), slow_gmpo),
+    "dppo_tv": (partial(losses.dppo_tv, **BOUNDS, max_ratio=2.0), slow_dppo_tv),
+    "dppo_kl": (partial(losses.dppo_kl, **BOUNDS, max_ratio=2.0), slow_dppo_kl),
+    "dro": (partial(losses.dro, beta=0.7), slow_dro),
+}
+every_loss = pytest.mark.parametrize("loss_fn", [fn for fn, _ in CASES.values()], ids=CASES)
+
+
+@pytest.mark.parametrize(("loss_fn", "slow"), CASES.values(), ids=CASES)
+@given(batches())
+def test_equals_the_loop(loss_fn, slow, batch):
+    per_token, _ = loss_fn(*batch)
+    rows = [kept(x, batch.mask) for x in (batch.log_probs, batch.old_log_probs, batch.advantages)]
+    for found, lp, old, adv in zip(kept(per_token, batch.mask), *rows, strict=True):
+        assert found == pytest.approx(slow(lp, old, adv) if lp else [], rel=1e-12, abs=1e-14)
+    assert (per_token[~batch.mask] == 0).all()
+
+
+@pytest.mark.parametrize(("loss_fn", "slow"), CASES.values(), ids=CASES)
+@given(batches(rows=(1, 1), columns=(1, 4)))
+def test_gradient_is_the_loop_s(loss_fn, slow, batch):
+    """By central differences of the loop; the losses that hold a ratio constant get it from the old log-probs."""
+    if slow in (slow_cispo, slow_dppo_tv, slow_dppo_kl, slow_gspo) or not batch.mask.any():
+        return
+    (lp,), (old,), (adv,) = (kept(x, batch.mask) for x in batch[:3])
+    found = gradient(lambda x: loss_fn(x, *batch[1:])[0], batch.log_probs)[batch.mask].tolist()
+    h = 1e-6
+    for i, g in enumerate(found):
+        up, down = list(lp), list(lp)
+        up[i], down[i] = lp[i] + h, lp[i] - h
+        assert g == pytest.approx((sum(slow(up, old, adv)) - sum(slow(down, old, adv))) / (2 * h), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["cispo", "dppo_tv", "dppo_kl"])
+@given(batches())
+def test_gradient_of_constant_ratios_is_loss_over_log_prob(name, batch):
+    loss_fn, _ = CASES[name]
+    found = gradient(lambda x: loss_fn(x, *batch[1:])[0], batch.log_probs)
+    torch.testing.assert_close(found, loss_fn(*batch)[0] / batch.log_probs)
+
+
+@given(batches())
+def test_gspo_gradient_is_the_row_s_ratio_where_unclipped(batch):
+    lp, old, adv, mask = batch
+    found = gradient(lambda x: CASES["gspo"][0](x, old, adv, mask)[0], lp)
+    expected = torch.zeros_like(lp)
+    for i in range(len(lp)):
+        if mask[i].any():
+            s = (lp - old)[i][mask[i]].mean().exp()
+            bound = torch.where(adv[i] > 0, s < 1 + HIGH, s > 1 - LOW)
+            expected[i] = torch.where(mask[i] & bound, -adv[i] * s, 0.0)
+    torch.testing.assert_close(found, expected)
+
+
+@every_loss
+@given(batches())
+def test_what_is_masked_changes_nothing(loss_fn, batch):
+    lp, old, adv, mask = batch
+    dirty = [spoil(x, mask) for x in (lp, old, adv)]
+    clean, clean_metrics = loss_fn(*batch)
+    found, metrics = loss_fn(*dirty, mask)
+    torch.testing.assert_close(found, clean, rtol=0, atol=0)
+    assert report(metrics) == pytest.approx(report(clean_metrics), nan_ok=True)
+    grad = gradient(lambda x: loss_fn(x, dirty[1], dirty[2], mask)[0], dirty[0])
+    assert (grad[~mask] == 0).all()
+    torch.testing.assert_close(grad, gradient(lambda x: loss_fn(x, old, adv, mask)[0], lp), rtol=0, atol=0)
+
+
+@every_loss
+@given(batches())
+def test_old_equal_new_is_reinforce(loss_fn, batch):
+    lp, _, adv, mask = batch
+    adv = adv[:, :1].expand_as(adv)  # one advantage per row: what gmpo is defined for
+    grad = gradient(lambda x: loss_fn(x, lp, adv, mask)[0], lp)
+    torch.testing.assert_close(grad, torch.where(mask, -adv, 0.0))
+    numbers = report(loss_fn(lp, lp, adv, mask)[1])
+    assert all(value == 0 for value in numbers.values() if mask.any())
+
+
+@every_loss
+@given(batches(rows=(2, 5)))
+def test_old_log_probs_and_advantages_are_constants(loss_fn, batch):
+    lp, old, adv, mask = batch
+    inputs = [lp.clone().requires_grad_(), old.clone().requires_grad_(), adv.clone().requires_grad_()]
+    per_token, metrics = loss_fn(*inputs, mask)
+    grads = torch.autograd.grad(per_token.sum(), inputs, allow_unused=True)
+    assert grads[1] is None
+    assert grads[2] is None
+    assert not any(x.requires_grad for metric in metrics.values() for x in metric)
+    for given_input, before in zip(inputs, (lp, old, adv), strict=True):
+        assert torch.equal(given_input.detach(), before)
+
+
+@every_loss
+@given(batches(rows=(2, 5)), st.randoms(use_true_random=False))
+def test_rows_are_independent(loss_fn, batch, random):
+    order = list(range(len(batch.mask)))
+    random.shuffle(order)
+    per_token, metrics = loss_fn(*batch)
+    shuffled, shuffled_metrics = loss_fn(*(x[order] for x in batch))
+    torch.testing.assert_close(shuffled, per_token[order], rtol=1e-14, atol=0)
+    assert report(shuffled_metrics) == pytest.approx(report(metrics), nan_ok=True)
+    single = torch.cat([loss_fn(*(x[i : i + 1] for x in batch))[0] for i in range(len(batch.mask))])
+    torch.testing.assert_close(single, per_token, rtol=1e-14, atol=0)
+
+
+@every_loss
+def test_loss_of_float32_is_float32_and_of_no_rows_is_empty(loss_fn):
+    x = torch.full((2, 3), -1.0)
+    assert loss_fn(x, x, x, torch.ones(2, 3, dtype=torch.bool))[0].dtype == torch.float32
+    assert loss_fn(x[:0], x[:0], x[:0], torch.ones(0, 3, dtype=torch.bool))[0].shape == (0, 3)
+
+
+@given(batches())
+def test_ppo_gradient_is_zero_where_clipped_and_the_dual_clip_bounds(batch):
+    lp, old, adv, mask = batch
+    ratio = (lp - old).exp()
+    per_token, _ = losses.ppo_clip(*batch, **BOUNDS)
+    grad = gradient(lambda x: losses.ppo_clip(x, old, adv, mask, **BOUNDS)[0], lp)
+    clipped = torch.where(adv > 0, ratio > 1 + HIGH, (ratio < 1 - LOW) | (ratio > 3.0))
+    assert (grad[clipped] == 0).all()
+    torch.testing.assert_close(grad, torch.where(mask & ~clipped, -adv * ratio, 0.0))
+    assert (per_token <= torch.where(adv < 0, -adv * 3.0, torch.inf)).all()
+    single, _ = losses.ppo_clip(*batch, **BOUNDS, dual_clip=None)
+    assert (per_token <= single).all()
+    assert (single >= torch.where(mask, -adv * ratio, 0.0)).all()
+
+
+@given(batches())
+def test_ppo_metrics(batch):
+    lp, old, adv, mask = batch
+    if not mask.any():
+        return
+    numbers = report(losses.ppo_clip(*batch, **BOUNDS)[1])
+    x, y, a = lp[mask], old[mask], adv[mask]
+    r = (x - y).exp()
+    assert numbers["actor/ppo_kl"] == pytest.approx((y - x).mean().item())
+    clipped = torch.where(a > 0, r > 1 + HIGH, r < 1 - LOW)
+    assert numbers["actor/pg_clipfrac"] == pytest.approx(clipped.double().mean().item())
+    assert numbers["actor/pg_clipfrac_lower"] == pytest.approx(((a < 0) & (r > 3)).double().mean().item())
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "cispo", "gspo", "gmpo"])
+@given(batches())
+def test_clip_fraction_is_the_tokens_without_their_full_gradient(name, batch):
+    lp, old, adv, mask = batch
+    if not mask.any():
+        return
+    numbers = report(CASES[name][0](*batch)[1])
+    r = (lp - old).exp()
+    if name == "cispo":
+        clipped = (r < 1 - LOW) | (r > 1 + HIGH)
+    elif name == "gmpo":
+        clipped = (adv > 0) & ((lp - old > HIGH) | (lp - old < -LOW))
+    else:
+        clipped = gradient(lambda x: CASES[name][0](x, old, adv, mask)[0], lp) == 0
+    assert numbers["actor/pg_clipfrac"] == pytest.approx(clipped[mask].double().mean().item())
+
+
+@every_loss
+def test_far_off_policy_is_finite(loss_fn):
+    if loss_fn in (CASES["gmpo"][0],):
+        return  # its exponent is not clamped
+    lp = torch.tensor([[-1e4, -1e-4, -1.0]])
+    old = torch.tensor([[-1e-4, -1e4, -1.0]])
+    for sign in (1.0, -1.0):
+        adv = torch.full_like(lp, sign)
+        mask = torch.ones_like(lp, dtype=torch.bool)
+        assert loss_fn(lp, old, adv, mask)[0].isfinite().all()
+        assert gradient(lambda x, adv=adv, mask=mask: loss_fn(x, old, adv, mask)[0], lp).isfinite().all()
+
+
+VMAPPED = ["ppo_clip", "gspo", "cispo", "gmpo", "dppo_tv", "dppo_kl"]
+
+
+@pytest.mark.parametrize("name", VMAPPED)
+@given(batches())
+def test_vmap_over_clip_ranges_is_a_loop(name, batch):
+    loss_fn = getattr(losses, name)
+    lows = torch.tensor([0.05, 0.2, 0.5], dtype=torch.float64)
+    highs = torch.tensor([0.1, 0.3, 0.9], dtype=torch.float64)
+
+    def value_and_grad(low, high):
+        def total(lp):
+            per_token, metrics = loss_fn(lp, *batch[1:], clip_low=low, clip_high=high)
+            return per_token.sum(), metrics["actor/pg_clipfrac"].total
+
+        return torch.func.grad(total, has_aux=True)(batch.log_probs)
+
+    grads, fractions = torch.func.vmap(value_and_grad)(lows, highs)
+    for i, (low, high) in enumerate(zip(lows.tolist(), highs.tolist(), strict=True)):
+        grad, fraction = value_and_grad(low, high)
+        torch.testing.assert_close(grads[i], grad)
+        torch.testing.assert_close(fractions[i], fraction)
+
+
+@pytest.mark.parametrize(
+    ("name", "scalar"),
+    [("ppo_clip", "dual_clip"), ("sapo", "tau_pos"), ("sapo", "tau_neg"), ("dro", "beta"), ("dppo_tv", "max_ratio")],
+)
+@given(batches())
+def test_vmap_over_other_scalars_is_a_loop(name, scalar, batch):
+    loss_fn = getattr(losses, name)
+    values = torch.tensor([1.1, 2.0, 5.0], dtype=torch.float64)
+    found = torch.func.vmap(lambda v: loss_fn(*batch, **{scalar: v})[0])(values)
+    for i, v in enumerate(values.tolist()):
+        torch.testing.assert_close(found[i], loss_fn(*batch, **{scalar: v})[0])
+
+
+def test_vmap_over_batches():
+    g = torch.Generator().manual_seed(0)
+    lp, old, adv = (torch.randn(3, 4, 5, generator=g, dtype=torch.float64) for _ in range(3))
+    mask = torch.rand(3, 4, 5, generator=g) < 0.6
+    for loss_fn, _ in CASES.values():
+        found = torch.func.vmap(lambda *x, f=loss_fn: f(*x)[0])(lp, old, adv, mask)
+        torch.testing.assert_close(found, torch.stack([loss_fn(*x)[0] for x in zip(lp, old, adv, mask)]))
+
+
+def test_gmpo_counts_a_row_once():
+    g = torch.Generator().manual_seed(1)
+    lp, old = (-torch.rand(3, 4, generator=g, dtype=torch.float64) for _ in range(2))
+    adv = torch.tensor([[1.0], [-0.5], [2.0]], dtype=torch.float64).expand(3, 4)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]], dtype=torch.bool)
+    per_token, _ = losses.gmpo(lp, old, adv, mask, clip_low=9.0, clip_high=9.0)
+    weights = losses.loss_weights(mask, "seq-mean-token-mean", totals=losses.count_totals(mask))
+    rows = [-a * (lp - old)[i][mask[i]].mean().exp().item() for i, a in ((0, 1.0), (1, -0.5))]
+    assert (weights * per_token).sum().item() == pytest.approx(mean(rows))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "setting"),
+    [(partial(losses.ppo_clip, dual_clip=1.0), "dual_clip"), (partial(losses.dro, beta=0.0), "beta")],
+)
+def test_impossible_scalars_are_named(loss_fn, setting):
+    x = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=setting):
+        loss_fn(x, x, x, x.bool())

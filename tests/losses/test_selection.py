@@ -1,0 +1,193 @@
+"""Clip-Cov and KL-Cov: the losses given a choice, and the choice over the mini-batch."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fppo import losses
+from fppo.metrics import report
+
+from .batches import batches, clip, gradient, mean, spoil
+
+LOW, HIGH = 0.3, 0.4
+BOUNDS = {"clip_low": LOW, "clip_high": HIGH}
+
+
+def uniform(mask, seed):
+    return torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def flat(batch):
+    """(row, column, log-prob, old log-prob, advantage) of every masked-in token."""
+    lp, old, adv, mask = (x.tolist() for x in batch)
+    return [(i, t, lp[i][t], old[i][t], adv[i][t]) for i in range(len(mask)) for t in range(len(mask[0])) if mask[i][t]]
+
+
+def covariances(tokens):
+    a, x = mean(t[4] for t in tokens), mean(t[2] for t in tokens)
+    return [(t[4] - a) * (t[2] - x) for t in tokens]
+
+
+def as_mask(places, like):
+    out = torch.zeros_like(like)
+    for i, t in places:
+        out[i, t] = True
+    return out
+
+
+def slow_clip_cov_choice(batch, noise, ratio, low, high):
+    tokens = flat(batch)
+    if not tokens:
+        return as_mask([], batch.mask)
+    candidates = []
+    for (i, t, x, y, a), cov in zip(tokens, covariances(tokens), strict=True):
+        r = math.exp(x - y)
+        if low < cov < high and not -a * clip(r, 1 - LOW, 1 + HIGH) > -a * r:
+            candidates.append((noise[i, t].item(), i, t))
+    count = max(int(ratio * len(tokens)), 1)
+    return as_mask([c[1:] for c in sorted(candidates)[:count]], batch.mask)
+
+
+def slow_kl_cov_choice(batch, noise, ratio):
+    tokens = flat(batch)
+    if not tokens:
+        return as_mask([], batch.mask)
+    ranked = sorted(
+        (-cov, noise[i, t].item(), i, t) for (i, t, *_), cov in zip(tokens, covariances(tokens), strict=True)
+    )
+    return as_mask([c[2:] for c in ranked[: max(1, int(len(tokens) * ratio))]], batch.mask)
+
+
+@given(batches(), st.integers(0, 999), st.sampled_from([0.0002, 0.3, 1.0]), st.sampled_from([(0.0, 0.5), (-9.0, 9.0)]))
+def test_clip_cov_choice_is_the_loop_s(batch, seed, ratio, bounds):
+    noise = uniform(batch.mask, seed)
+    low, high = bounds
+    found = losses.select_clip_cov(*batch, noise=noise, ratio=ratio, low=low, high=high, **BOUNDS)
+    assert torch.equal(found, slow_clip_cov_choice(batch, noise, ratio, low, high))
+
+
+@given(batches(), st.integers(0, 999), st.sampled_from([0.0002, 0.3, 1.0]))
+def test_kl_cov_choice_is_the_loop_s(batch, seed, ratio):
+    noise = uniform(batch.mask, seed)
+    found = losses.select_kl_cov(*batch, noise=noise, ratio=ratio)
+    assert torch.equal(found, slow_kl_cov_choice(batch, noise, ratio))
+
+
+SELECTIONS = [
+    partial(losses.select_clip_cov, ratio=0.3, low=-9.0, high=9.0),
+    partial(losses.select_kl_cov, ratio=0.3),
+]
+every_selection = pytest.mark.parametrize("select", SELECTIONS, ids=["clip_cov", "kl_cov"])
+
+
+@every_selection
+@given(batches(rows=(2, 6)), st.integers(0, 999), st.randoms(use_true_random=False))
+def test_choice_goes_with_the_rows(select, batch, seed, random):
+    noise = uniform(batch.mask, seed)
+    order = list(range(len(batch.mask)))
+    random.shuffle(order)
+    found = select(*(x[order] for x in batch), noise=noise[order])
+    assert torch.equal(found, select(*batch, noise=noise)[order])
+
+
+@every_selection
+@given(batches(), st.integers(0, 999))
+def test_choice_does_not_look_outside_the_mask(select, batch, seed):
+    noise = uniform(batch.mask, seed)
+    dirty = [spoil(x, batch.mask) for x in batch[:3]]
+    found = select(*dirty, batch.mask, noise=spoil(noise, batch.mask))
+    assert torch.equal(found, select(*batch, noise=noise))
+    assert not (found & ~batch.mask).any()
+
+
+def test_noise_decides_between_equal_covariances():
+    x, mask = torch.zeros(3, 4), torch.ones(3, 4, dtype=torch.bool)
+    noise = torch.arange(12.0).reshape(3, 4).flip(0)
+    found = losses.select_kl_cov(x, x, x, mask, noise=noise, ratio=0.25)
+    assert torch.equal(found, noise < 3)
+
+
+def test_default_bounds_take_covariances_between_one_and_five():
+    lp = torch.tensor([[-4.0, -0.5, -0.5, -4.0]], dtype=torch.float64)
+    adv = torch.tensor([[-1.0, 1.0, -1.0, 1.0]], dtype=torch.float64)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    noise = torch.tensor([[0.5, 0.4, 0.1, 0.2]])
+    assert losses.select_clip_cov(lp, lp, adv, mask, noise=noise).tolist() == [[False, True, False, False]]
+    assert not losses.select_clip_cov(lp, lp, 9 * adv, mask, noise=noise).any()
+
+
+@given(batches(), st.integers(0, 999))
+def test_clip_cov_is_ppo_without_the_selected(batch, seed):
+    lp, old, adv, mask = batch
+    selected = uniform(mask, seed) < 0.4
+    per_token, metrics = losses.clip_cov(*batch, selected=selected, **BOUNDS)
+    for i, t, x, y, a in flat(batch):
+        r = math.exp(x - y)
+        expected = 0.0 if selected[i, t] else max(-a * r, -a * clip(r, 1 - LOW, 1 + HIGH))
+        assert per_token[i, t].item() == pytest.approx(expected, rel=1e-12)
+    assert (per_token[~mask] == 0).all()
+    plain = gradient(lambda x: losses.ppo_clip(x, old, adv, mask, **BOUNDS, dual_clip=None)[0], lp)
+    found = gradient(lambda x: losses.clip_cov(x, old, adv, mask, selected=selected, **BOUNDS)[0], lp)
+    torch.testing.assert_close(found, torch.where(selected, 0.0, plain))
+    if mask.any():
+        assert report(metrics)["actor/pg_clipfrac"] == pytest.approx(selected[mask].double().mean().item())
+
+
+@given(batches(), st.integers(0, 999))
+def test_kl_cov_holds_the_selected_back(batch, seed):
+    lp, old, adv, mask = batch
+    selected = uniform(mask, seed) < 0.4
+    per_token, metrics = losses.kl_cov(*batch, selected=selected, kl_coef=0.7)
+    for i, t, x, y, a in flat(batch):
+        expected = -a * math.exp(x - y) + 0.7 * abs(x - y) * selected[i, t].item()
+        assert per_token[i, t].item() == pytest.approx(expected, rel=1e-12)
+    found = gradient(lambda x: losses.kl_cov(x, old, adv, mask, selected=selected, kl_coef=0.7)[0], lp)
+    expected = -adv * (lp - old).exp() + torch.where(selected, 0.7 * (lp - old).sign(), 0.0)
+    torch.testing.assert_close(found, torch.where(mask, expected, 0.0))
+    if mask.any():
+        assert report(metrics)["actor/ppo_kl"] == pytest.approx((lp - old).abs()[mask].mean().item())
+
+
+@pytest.mark.parametrize("loss_fn", [losses.clip_cov, losses.kl_cov])
+@given(batches(), st.integers(0, 999))
+def test_what_is_masked_changes_nothing_and_old_equal_new_is_reinforce(loss_fn, batch, seed):
+    lp, old, adv, mask = batch
+    selected = uniform(mask, seed) < 0.4
+    dirty = [spoil(x, mask) for x in batch[:3]]
+    found = loss_fn(*dirty, mask, selected=selected)[0]
+    torch.testing.assert_close(found, loss_fn(*batch, selected=selected)[0], rtol=0, atol=0)
+    grad = gradient(lambda x: loss_fn(x, *dirty[1:], mask, selected=selected)[0], dirty[0])
+    clean = gradient(lambda x: loss_fn(x, old, adv, mask, selected=selected)[0], lp)
+    torch.testing.assert_close(grad, clean, rtol=0, atol=0)
+    on_policy = gradient(lambda x: loss_fn(x, lp, adv, mask, selected=torch.zeros_like(mask))[0], lp)
+    torch.testing.assert_close(on_policy, torch.where(mask, -adv, 0.0))
+
+
+@given(batches(), st.integers(0, 999))
+def test_vmap_is_a_loop(batch, seed):
+    noise = uniform(batch.mask, seed)
+    values = torch.tensor([0.1, 0.4, 0.9], dtype=torch.float64)
+
+    def both(v):
+        kl_choice = losses.select_kl_cov(*batch, noise=noise, ratio=v)
+        choice = losses.select_clip_cov(*batch, noise=noise, ratio=v, low=-v, high=v, clip_low=v)
+        loss = losses.clip_cov(*batch, selected=choice, clip_low=v, clip_high=v)[0]
+        return loss, losses.kl_cov(*batch, selected=kl_choice, kl_coef=v)[0]
+
+    found = torch.func.vmap(both)(values)
+    for i, v in enumerate(values.tolist()):
+        for a, b in zip(found, both(v), strict=True):
+            torch.testing.assert_close(a[i], b)
+
+
+def test_settings_that_cannot_be_meant():
+    x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    for select in (losses.select_clip_cov, losses.select_kl_cov):
+        with pytest.raises(ValueError, match="ratio must be > 0"):
+            select(x, x, x, mask, noise=x, ratio=0.0)
+        with pytest.raises(ValueError, match="noise has shape"):
+            select(x, x, x, mask, noise=x[:1])
