@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fppo import batch as batches
-from fppo.models import model as models
+from fppo import models
 from fppo.models.model import Model
 from fppo.runtime.mesh import Mesh
 from fppo.steps.micro_batching import MicroBatching, partition

@@ -86,7 +86,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_last_one(tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", full)
-    with pytest.raises(checkpoint.CheckpointError, match="No space left.*last complete one is of step 1"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"No space left.*last complete one is of step 1"):
         checkpoint.save(_state(1), tmp_path, 2)
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]

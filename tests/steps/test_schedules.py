@@ -1,5 +1,7 @@
 """Learning rates: the first update moves, warm-up rises, decay ends where it should."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +14,9 @@ def test_every_schedule_starts_above_zero_rises_to_the_peak_and_stays_in_bounds(
     rate = schedule(kind, 0.5, total_steps=total, warmup_steps=warmup, min_ratio=ratio)
     rates = [rate(step) for step in range(total + 1)]
     assert rates[0] > 0
-    assert all(a < b for a, b in zip(rates[:warmup], rates[1 : warmup + 1], strict=True))
+    assert all(a < b for a, b in itertools.pairwise(rates[: warmup + 1]))
     assert rates[warmup] == pytest.approx(0.5)
-    assert all(a >= b - 1e-12 for a, b in zip(rates[warmup:], rates[warmup + 1 :], strict=False))
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(rates[warmup:]))
     assert rates[-1] == pytest.approx(0.5 if kind == "constant" else 0.5 * ratio)
 
 

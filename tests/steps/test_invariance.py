@@ -1,0 +1,194 @@
+"""The laws of the updates: gradient, state and metrics do not depend on how the batch is cut, ordered or padded."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fppo import batch as batches
+from fppo import losses, metrics, tree
+from fppo.key import Key
+from fppo.runtime.mesh import Mesh
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizer import Optimizer
+from fppo.steps.schedules import schedule
+from fppo.steps.train_state import init_state
+from fppo.steps.update import update_actor, update_critic
+from fppo_kernels.record import Kernels
+from tests import tiny
+
+POLICY_LOSSES = {
+    "ppo_clip": losses.ppo_clip,
+    "gspo": partial(losses.gspo, clip_low=0.1, clip_high=0.2),
+    "sapo": losses.sapo,
+    "gpg": losses.gpg,
+    "cispo": losses.cispo,
+    "gmpo": losses.gmpo,
+    "clip_cov": losses.clip_cov,
+    "kl_cov": losses.kl_cov,
+    "dppo_tv": losses.dppo_tv,
+    "dppo_kl": losses.dppo_kl,
+    "dro": losses.dro,
+}
+SELECT = {
+    "clip_cov": partial(losses.select_clip_cov, ratio=0.2, low=0.0, high=50.0),
+    "kl_cov": partial(losses.select_kl_cov, ratio=0.2),
+}
+CUTS = (
+    MicroBatching(size=1),
+    MicroBatching(size=3),
+    MicroBatching(token_budget=1),
+    MicroBatching(token_budget=17),
+)
+WHOLE = MicroBatching(size=1000)
+OPTIMIZER = Optimizer(schedule=schedule("constant", 1e-3), max_grad_norm=None)
+ACTOR, ACTOR_PARAMS = tiny.model_and_params("lm")
+CRITIC, CRITIC_PARAMS = tiny.model_and_params("value", seed=1)
+COMMON = {"optimizer": OPTIMIZER, "kernels": Kernels.named(), "mesh": Mesh.local(), "mini_batch_size": 1000}
+
+
+def _actor(batch, name, mode, **changes):
+    arguments = {
+        "model": ACTOR,
+        "loss_fn": POLICY_LOSSES[name],
+        "select_fn": SELECT.get(name),
+        "weight_mode": mode,
+        "horizon": 9 if mode == "seq-mean-token-sum-norm" else None,
+        "entropy_coef": 0.01,
+        "kl_coef": 0.1,
+        "micro_batching": WHOLE,
+        **COMMON,
+        **changes,
+    }
+    return update_actor(init_state(ACTOR_PARAMS), batch, **arguments)
+
+
+def _critic(batch, mode, **changes):
+    arguments = {
+        "model": CRITIC,
+        "weight_mode": mode,
+        "horizon": 9 if mode == "seq-mean-token-sum-norm" else None,
+        "micro_batching": WHOLE,
+        **COMMON,
+        **changes,
+    }
+    return update_critic(init_state(CRITIC_PARAMS), batch, **arguments)
+
+
+def _assert_same(got, expected):
+    """Equal gradients (a tenth of them is the first moment after one step) and equal metrics, to 1e-10."""
+    (state, report), (state_, report_) = got, expected
+    for (path, a), (_, b) in zip(
+        tree.leaves_with_paths(state.opt.mu), tree.leaves_with_paths(state_.opt.mu), strict=True
+    ):
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-9, msg=lambda m, path=path: f"gradient of {path}: {m}")
+    numbers, numbers_ = metrics.report(report), metrics.report(report_)
+    assert numbers.keys() == numbers_.keys()
+    for name, number in numbers.items():
+        assert number == pytest.approx(numbers_[name], abs=1e-10, rel=1e-8, nan_ok=True), name
+
+
+def _variants(run, batch, seed):
+    """The same update, cut, ordered, padded and packed in other ways."""
+    order = torch.randperm(batches.num_rows(batch), generator=torch.Generator().manual_seed(seed))
+    shuffled, wide = batches.reorder(batch, order), tiny.widened(batch, 2, 3)
+    yield from (run(batch, micro_batching=cut) for cut in CUTS)
+    yield run(shuffled, micro_batching=CUTS[seed % len(CUTS)])
+    yield run(wide, micro_batching=CUTS[(seed + 1) % len(CUTS)])
+    yield run(wide, remove_padding=False)
+
+
+@pytest.mark.parametrize("mode", losses.MODES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@settings(max_examples=3)
+@given(rows=st.integers(1, 7), seed=st.integers(0, 10_000))
+def test_the_actors_update_is_one_function_of_the_batch(name, mode, rows, seed):
+    batch = tiny.experience(seed, rows)
+    run = partial(_actor, name=name, mode=mode)
+    expected = run(batch)
+    for got in _variants(run, batch, seed):
+        _assert_same(got, expected)
+
+
+@pytest.mark.parametrize("mode", losses.MODES)
+@settings(max_examples=5)
+@given(rows=st.integers(1, 7), seed=st.integers(0, 10_000))
+def test_the_critics_update_is_one_function_of_the_batch(mode, rows, seed):
+    batch = tiny.experience(seed, rows)
+    run = partial(_critic, mode=mode)
+    expected = run(batch)
+    for got in _variants(run, batch, seed):
+        _assert_same(got, expected)
+
+
+@settings(max_examples=5)
+@given(rows=st.integers(4, 9), seed=st.integers(0, 10_000))
+def test_mini_batches_drawn_by_a_key_do_not_depend_on_the_order_of_rows(rows, seed):
+    batch = tiny.experience(seed, rows)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+    run = partial(_actor, name="ppo_clip", mode="token-mean", mini_batch_size=3, epochs=2, key=Key(seed))
+    state, _ = run(batch)
+    state_, _ = run(batches.reorder(batch, order), micro_batching=CUTS[0])
+    for (path, a), (_, b) in zip(
+        tree.leaves_with_paths(state.opt.mu), tree.leaves_with_paths(state_.opt.mu), strict=True
+    ):
+        torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-6, msg=lambda m, path=path: f"{path}: {m}")
+
+
+def test_correction_weights_multiply_the_policy_term():
+    batch = tiny.experience(3, 6)
+    doubled = batches.extend(type(batch), batch, correction_weights=torch.full_like(batch.advantages, 2.0))
+    one, _ = _actor(batch, "ppo_clip", "token-mean", entropy_coef=0.0, kl_coef=0.0)
+    two, _ = _actor(doubled, "ppo_clip", "token-mean", entropy_coef=0.0, kl_coef=0.0)
+    for a, b in zip(one.opt.mu.values(), two.opt.mu.values(), strict=True):
+        torch.testing.assert_close(2 * a, b, atol=1e-12, rtol=1e-9)
+
+
+def test_on_policy_is_the_reinforce_gradient():
+    batch = tiny.experience(4, 6)
+    got, report = _actor(batch, "ppo_clip", "token-mean", entropy_coef=0.0, kl_coef=0.0, on_policy=True)
+    expected, _ = _actor(batch, "gpg", "token-mean", entropy_coef=0.0, kl_coef=0.0)
+    for a, b in zip(got.opt.mu.values(), expected.opt.mu.values(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-9)
+    assert metrics.report(report)["actor/pg_clipfrac"] == 0.0
+
+
+def test_a_batch_with_every_token_masked_gives_zero_gradients_and_finite_metrics():
+    batch = tiny.experience(5, 4)
+    empty = batches.extend(type(batch), batch, response_mask=torch.zeros_like(batch.response_mask))
+    for state, report in (_actor(empty, "ppo_clip", "token-mean"), _critic(empty, "seq-mean-token-mean")):
+        assert all(bool((g == 0).all()) for g in state.opt.mu.values())
+        numbers = metrics.report(report)
+        assert numbers[next(n for n in numbers if n.endswith("grad_norm"))] == 0.0
+
+
+def test_no_argument_is_changed_and_donation_changes_no_bit():
+    batch = tiny.experience(6, 7)
+    state = init_state(tree.copy(ACTOR_PARAMS))
+    before = tree.digest((state, batch))
+    arguments = {
+        "model": ACTOR,
+        "loss_fn": losses.ppo_clip,
+        "micro_batching": CUTS[1],
+        **COMMON,
+        "mini_batch_size": 3,
+        "epochs": 2,
+    }
+    kept, _ = update_actor(state, batch, **arguments)
+    assert tree.digest((state, batch)) == before
+    again, _ = update_actor(state, batch, **arguments)
+    donated, _ = update_actor(state, batch, donate=True, **arguments)
+    assert tree.digest(kept) == tree.digest(again) == tree.digest(donated)
+    assert all(p.numel() == 0 for p in state.params.values())
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_state_as_it_was_and_is_counted():
+    batch = tiny.experience(7, 4)
+    broken = batches.extend(type(batch), batch, advantages=batch.advantages * float("inf"))
+    state = init_state(ACTOR_PARAMS)
+    after, report = _actor(broken, "ppo_clip", "token-mean")
+    assert tree.digest((after.params, after.opt)) == tree.digest((state.params, state.opt))
+    assert after.step == 1
+    assert metrics.report(report)["actor/skipped"] == 1.0
