@@ -1,0 +1,99 @@
+"""What the estimators share: the result record, checks of shapes, statistics of groups of rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Advantages(NamedTuple):
+    """What an estimator returns: both [B, T], 0 where the mask is False, no gradient.
+
+    `returns` is the reward-to-go: what a critic learns (gae: advantage + value), for outcome scores the score itself.
+    """
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def check_mask(mask: Tensor) -> None:
+    """ValueError unless `mask` is bool [B, T]."""
+    if mask.dtype != torch.bool or mask.dim() != 2:
+        raise ValueError(f"mask must be bool [B, T], got {mask.dtype} {list(mask.shape)}; a 0/1 mask: mask.bool()")
+
+
+def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
+    """ValueError unless every tensor is floating and of the mask's shape [B, T]."""
+    check_mask(mask)
+    for name, x in tensors.items():
+        if x.shape != mask.shape or not x.is_floating_point():
+            raise ValueError(
+                f"{name} must be floating [B, T] = {list(mask.shape)} as the mask, got {x.dtype} {list(x.shape)}"
+            )
+
+
+def check_rows(mask: Tensor, groups: Tensor | None = None, **tensors: Tensor) -> None:
+    """ValueError unless every tensor is floating [B], `groups` is an integer [B], with the mask's B."""
+    check_mask(mask)
+    for name, x in tensors.items():
+        if x.shape != mask.shape[:1] or not x.is_floating_point():
+            raise ValueError(f"{name} must be floating [B] = [{len(mask)}], got {x.dtype} {list(x.shape)}")
+    if groups is not None and (groups.shape != mask.shape[:1] or groups.is_floating_point()):
+        raise ValueError(f"groups must be int64 [B] = [{len(mask)}], got {groups.dtype} {list(groups.shape)}")
+
+
+def spread(x: Tensor, scores: Tensor, mask: Tensor) -> Advantages:
+    """One number per row at each of its tokens: advantages `x` [B] float64, returns `scores` [B], in scores' dtype."""
+    dtype = scores.dtype
+    return Advantages(x.to(dtype)[:, None].where(mask, 0.0), scores.detach()[:, None].where(mask, 0.0))
+
+
+class Groups(NamedTuple):
+    """Rows by group: `order` [B] sorts rows by group, `lengths` [G] rows in each, `index` [B] each row's group."""
+
+    order: Tensor
+    lengths: Tensor
+    index: Tensor
+
+    def reduce(self, x: Tensor, how: str) -> Tensor:
+        """The "sum", "max" or "min" of `x` [B, ...] over the rows of each row's group, [B, ...]; order-stable."""
+        if not x.numel():
+            return x
+        return torch.segment_reduce(x[self.order], how, lengths=self.lengths)[self.index]
+
+
+def group_rows(groups: Tensor) -> Groups:
+    """The groups of rows with equal ids, int64 [B], any ids in any order."""
+    order = torch.argsort(groups, stable=True)
+    _, index, lengths = torch.unique(groups, return_inverse=True, return_counts=True)
+    return Groups(order, lengths, index)
+
+
+class Centred(NamedTuple):
+    """Scores against their group, each float64 [B]: deviation from the mean, unbiased std, rows in the group."""
+
+    deviation: Tensor
+    std: Tensor
+    count: Tensor
+
+
+def centre(scores: Tensor, present: Tensor, groups: Groups, weights: Tensor | None = None) -> Centred:
+    """Deviations from the (weighted) mean of the group over the rows that are `present`; 0 for the others.
+
+    Counted from the lowest score of the group, so that equal scores give exactly 0. The only row of a group has
+    nothing to be compared with: its deviation is its score, its std 1.
+    """
+    scores = scores.detach().double()
+    lowest = groups.reduce(scores.where(present, torch.inf), "min")
+    above = (scores - lowest).where(present, 0.0)
+    weights = present.double() if weights is None else weights.double().where(present, 0.0)
+    total = groups.reduce(weights, "sum")
+    deviation = above - groups.reduce(above * weights, "sum") / total.where(total > 0, 1.0)
+    deviation = deviation.where(present, 0.0)
+    count = groups.reduce(present.double(), "sum")
+    mean_square = groups.reduce(deviation.square(), "sum") / (count - 1).clamp(min=1)
+    alone = count == 1
+    deviation = torch.where(alone, scores, deviation).where(present, 0.0)
+    return Centred(deviation, mean_square.sqrt().where(~alone, 1.0), count)

@@ -1,0 +1,53 @@
+"""A baseline for every token position, weighted by the variance each response has accumulated so far."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fppo.advantages._common import Advantages, check_rows, check_tokens, group_rows
+from fppo.advantages.temporal import discounted_returns
+
+
+def optimal_token_baseline(
+    rewards: Tensor,
+    mask: Tensor,
+    groups: Tensor,
+    *,
+    log_probs: Tensor,
+    sum_squared_probs: Tensor,
+    correction: Tensor | None = None,
+) -> Advantages:
+    """G_k - B_k with B_k = sum_i G_ik W_ik / sum_i W_ik over the group's rows that have a k-th token.
+
+    G is the undiscounted reward-to-go of the token `rewards` [B, T], W_k the sum over the row's first k tokens of
+    1 - 2 pi + sum pi^2: pi = exp(log_probs) of the token taken, sum_squared_probs over the vocabulary, both [B, T]
+    under the policy that is trained. `correction` [B, T], the importance weights of the rollout, multiplies each
+    term by its square. Tokens are counted along the mask, so what lies between two turns does not matter. Where
+    a single row has a k-th token, its baseline is 0; where all weights are 0, rows weigh the same.
+    """
+    check_tokens(mask, rewards=rewards, log_probs=log_probs, sum_squared_probs=sum_squared_probs)
+    check_rows(mask, groups)
+    terms = 1.0 - 2.0 * log_probs.detach().double().exp() + sum_squared_probs.detach().double()
+    if correction is not None:
+        check_tokens(mask, correction=correction)
+        terms = terms * correction.detach().double().square()
+    energy = terms.where(mask, 0.0).clamp(min=0).cumsum(1)
+    returns = discounted_returns(rewards.double(), mask)
+
+    first = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)  # the tokens of the mask, in their order
+    alive = mask.gather(1, first)
+    value, weight = returns.gather(1, first), energy.gather(1, first).where(alive, 0.0)
+    members = group_rows(groups)
+    count = members.reduce(alive.double(), "sum")
+    weight = torch.where(members.reduce(weight, "sum") > 0, weight, alive.double())
+    # Counted from the lowest return, so that equal returns give exactly 0.
+    lowest = members.reduce(value.where(alive, torch.inf), "min").where(count > 0, 0.0)
+    above = (value - lowest).where(alive, 0.0)
+    total = members.reduce(weight, "sum")
+    deviation = above - members.reduce(above * weight, "sum") / total.where(total > 0, 1.0)
+    packed = torch.where(count > 1, deviation, value)
+
+    place = (mask.cumsum(1) - 1).clamp(min=0)
+    advantages = packed.gather(1, place).where(mask, 0.0)
+    return Advantages(advantages.to(rewards.dtype), returns.to(rewards.dtype))

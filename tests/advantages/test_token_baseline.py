@@ -1,0 +1,76 @@
+import torch
+from hypothesis import given
+
+from fppo.advantages import optimal_token_baseline, token_rewards
+from tests.advantages._data import cases, close, spoil
+
+
+def inputs(case):
+    rewards, a, b = case.tokens
+    log_probs = -a.abs() - 0.01
+    return rewards, log_probs, log_probs.exp().square() + 0.1 * torch.sigmoid(b)
+
+
+def slow(case, rewards, log_probs, squares, correction=None):
+    """Token by token: G_k - sum_i G_ik W_ik / sum_i W_ik over the rows of the group that have a k-th token."""
+    result = torch.zeros_like(rewards)
+    at = [[t for t in range(len(row)) if row[t]] for row in case.mask]
+    for b, places in enumerate(at):
+        for k, t in enumerate(places):
+            above = below = 0.0
+            rows = [i for i in range(len(at)) if case.groups[i] == case.groups[b] and len(at[i]) > k]
+            for i in rows:
+                energy = 0.0
+                for s in at[i][: k + 1]:
+                    rho = 1.0 if correction is None else correction[i, s].item()
+                    energy += rho**2 * (1 - 2 * log_probs[i, s].exp().item() + squares[i, s].item())
+                above += sum(rewards[i, s].item() for s in at[i][k:]) * energy
+                below += energy
+            baseline = above / below if len(rows) > 1 else 0.0
+            result[b, t] = sum(rewards[b, s].item() for s in places[k:]) - baseline
+    return result
+
+
+@given(cases())
+def test_is_its_definition(case):
+    rewards, log_probs, squares = inputs(case)
+    run = optimal_token_baseline(rewards, case.mask, case.groups, log_probs=log_probs, sum_squared_probs=squares)
+    close(run.advantages, slow(case, rewards, log_probs, squares))
+    rho = torch.rand(rewards.shape, generator=case.generator).double() + 0.5
+    run = optimal_token_baseline(
+        rewards, case.mask, case.groups, log_probs=log_probs, sum_squared_probs=squares, correction=rho
+    )
+    close(run.advantages, slow(case, rewards, log_probs, squares, rho))
+
+
+@given(cases())
+def test_garbage_row_order_and_padding_change_nothing(case):
+    tensors = [*inputs(case), case.tokens[1].abs()]
+
+    def run(mask, groups, rewards, log_probs, squares, rho):
+        return optimal_token_baseline(
+            rewards, mask, groups, log_probs=log_probs, sum_squared_probs=squares, correction=rho
+        )
+
+    plain = run(case.mask, case.groups, *tensors)
+    spoiled = run(case.mask, case.groups, *(spoil(x, ~case.mask, case.generator) for x in tensors))
+    assert torch.equal(plain.advantages, spoiled.advantages)
+    assert not plain.advantages[~case.mask].any()
+    order = torch.randperm(len(case.mask), generator=case.generator)
+    close(run(case.mask[order], case.groups[order], *(x[order] for x in tensors)).advantages, plain.advantages[order])
+    wide = run(
+        torch.nn.functional.pad(case.mask, (1, 2)), case.groups, *(torch.nn.functional.pad(x, (1, 2)) for x in tensors)
+    )
+    close(wide.advantages[:, 1:-2], plain.advantages)
+
+
+@given(cases(min_group=2))
+def test_equal_rewards_give_exactly_zero(case):
+    """Also where the policy is certain, so that every weight is 0."""
+    scores = (case.groups.double() + 0.1) / 3.0
+    mask = torch.ones_like(case.mask)
+    for log_probs, squares in (inputs(case)[1:], (torch.zeros(mask.shape).double(), torch.ones(mask.shape).double())):
+        result = optimal_token_baseline(
+            token_rewards(scores, mask), mask, case.groups, log_probs=log_probs, sum_squared_probs=squares
+        )
+        assert not result.advantages.any()
