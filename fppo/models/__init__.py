@@ -2,8 +2,10 @@
 
 from fppo.models.heads import Head, check_head, output_head
 from fppo.models.init import init_params
+from fppo.models.load import load
 from fppo.models.model import Model, build, packed_attention, padded_attention
 from fppo.models.run import bind, forward, hidden_states
+from fppo.models.save import save
 
 __all__ = [
     "Head",
@@ -14,7 +16,9 @@ __all__ = [
     "forward",
     "hidden_states",
     "init_params",
+    "load",
     "output_head",
     "packed_attention",
     "padded_attention",
+    "save",
 ]

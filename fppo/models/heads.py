@@ -22,7 +22,10 @@ class Head(NamedTuple):
 
 
 def output_head(model: Model, params: Params) -> Head:
-    """The model's head, a view of `params`: the vocabulary head (tied to the embeddings or not) or the value head."""
+    """The model's head in `params`: the vocabulary head (tied to the embeddings or not) or the value head.
+
+    The vocabulary head's weight is in the compute dtype, the value head stays as it is.
+    """
     if model.head == "value":
         return Head(params[SCORE_WEIGHT], params[SCORE_BIAS])
     name = next((n for n in ("lm_head.weight", "embed_out.weight", "output.weight") if n in model.shapes), None)
@@ -32,7 +35,10 @@ def output_head(model: Model, params: Params) -> Head:
     config = model.config
     scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
-    return Head(params[name], params.get(bias), getattr(config, "final_logit_softcapping", None), scale)
+    weight, offset = params[name], params.get(bias)
+    if model.compute_dtype is not None:
+        weight = weight.to(model.compute_dtype)
+    return Head(weight, offset, getattr(config, "final_logit_softcapping", None), scale)
 
 
 def embedding_name(model: Model) -> str:
@@ -46,8 +52,8 @@ def embedding_name(model: Model) -> str:
 def check_head(model: Model, params: Params, *, tokens: int = 4) -> None:
     """Holds hidden states and head against the plain Hugging Face forward on a few tokens of float32 parameters.
 
-    Raises ValueError, naming the model type, if the logits differ. It makes a second copy of the parameters' modules, not
-    of the parameters. A value head has nothing to be held against.
+    Raises ValueError, naming the model type, if the logits differ. Nothing is copied. A value head
+    has nothing to be held against.
     """
     if model.head == "value":
         return
@@ -63,7 +69,7 @@ def check_head(model: Model, params: Params, *, tokens: int = 4) -> None:
     )
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
-    module = causal_lm(model.config, "meta")
+    module = causal_lm(model.config, "meta", trust_remote_code=model.trust_remote_code)
     module.config._attn_implementation = "eager"
     buffers = {model.prefix + name: x.to(device) for name, x in model.constants.items()}
     expected = torch.func.functional_call(

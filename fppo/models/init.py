@@ -9,10 +9,10 @@ from fppo.models.model import SCORE_BIAS, SCORE_WEIGHT, Model, Params, causal_lm
 
 
 def init_params(model: Model, key: Key, dtype: torch.dtype = torch.float32) -> Params:
-    """Parameters as transformers initialises this model, on the CPU, from `key` alone; a value head as `init_value_head`."""
+    """Parameters as transformers initialises this model, on the CPU, from `key` alone; a value head as below."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key.fold("init").seed & ((1 << 63) - 1))
-        module = causal_lm(model.config, "cpu")
+        module = causal_lm(model.config, "cpu", trust_remote_code=model.trust_remote_code)
     named = dict(module.named_parameters())
     params = {name: named[name].detach().to(dtype) for name in model.shapes if name in named}
     return params | (init_value_head(model, key, dtype) if model.head == "value" else {})

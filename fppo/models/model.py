@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, cast
 
 import attrs
 import torch
@@ -40,6 +40,7 @@ class Model:
     constants: Mapping[str, Tensor]  # the skeleton's buffers by path, such as "rotary_emb.inv_freq"
     compute_dtype: torch.dtype | None = None
     checkpoint_layers: bool = False
+    trust_remote_code: bool = False
 
 
 def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -57,10 +58,12 @@ def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def causal_lm(config: PreTrainedConfig, device: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def causal_lm(config: PreTrainedConfig, device: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The plain Hugging Face model, freshly initialised on "cpu", or without storage on "meta"."""
     with torch.device(device):
-        module = AutoModelForCausalLM.from_config(plain_config(config), dtype=dtype, trust_remote_code=False)
+        module = AutoModelForCausalLM.from_config(
+            plain_config(config), dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
     module.tie_weights()
     return module.eval()
 
@@ -71,6 +74,7 @@ def build(
     *,
     compute_dtype: torch.dtype | None = None,
     checkpoint_layers: bool = False,
+    trust_remote_code: bool = False,
 ) -> Model:
     """The model of a Hugging Face config, with a vocabulary head ("lm") or one value per token ("value").
 
@@ -78,14 +82,14 @@ def build(
     """
     if head not in ("lm", "value"):
         raise ValueError(f"unknown head {head!r}; there are ['lm', 'value']")
-    module = causal_lm(config, "meta")
-    base = module.base_model
+    module = causal_lm(config, "meta", trust_remote_code=trust_remote_code)
+    base = cast(PreTrainedModel, module.base_model)
     prefix = f"{module.base_model_prefix}."
     shapes = {name: p.shape for name, p in module.named_parameters()}
     if base is module or not any(name.startswith(prefix) for name in shapes):
         raise ValueError(f"model type {config.model_type!r}: {type(module).__name__} has no base model inside")
     if head == "value":
-        width = module.get_output_embeddings().weight.shape[1]
+        width = cast(nn.Linear, module.get_output_embeddings()).weight.shape[1]
         shapes = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
         shapes |= {SCORE_WEIGHT: torch.Size((1, width)), SCORE_BIAS: torch.Size((1,))}
     constants = compute_constants(base)
@@ -94,7 +98,7 @@ def build(
     base.requires_grad_(False)
     base.config._attn_implementation = seams.ATTENTION
     return Model(
-        config=base.config,
+        config=copy.deepcopy(config),
         skeleton=base,
         prefix=prefix,
         layers=layers,
@@ -103,6 +107,7 @@ def build(
         constants=constants,
         compute_dtype=compute_dtype,
         checkpoint_layers=checkpoint_layers,
+        trust_remote_code=trust_remote_code,
     )
 
 

@@ -108,7 +108,7 @@ def hidden_states(
 
 
 def checkpointed_layers(model: Model, layer_params: Mapping[str, Tensor]) -> ApplyLayer:
-    """`apply_layer` that keeps only each layer's input for the backward pass; parameters by their names in the skeleton.
+    """`apply_layer` that keeps only each layer's input for the backward pass. Parameters by their skeleton names.
 
     The cast to the compute dtype is inside: no low-precision copy of the weights outlives its layer.
     """

@@ -20,10 +20,10 @@ def adamw_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One step of AdamW (Loshchilov and Hutter, 2019, algorithm 2) on every parameter, in place, by torch's fused kernel.
+    """One step of AdamW (Loshchilov and Hutter, 2019, algorithm 2) on every parameter, in place, by torch's kernel.
 
     `steps` holds one float32 0-d count per parameter, raised by 1 here. The gradients are divided by `grad_scale` (0-d
-    float32). Where `found_inf` (0-d float32) is 1, parameters, moments and steps stay bit for bit as they were.
+    float32), in place too. Where `found_inf` (0-d float32) is 1, parameters, moments and steps keep every bit.
     """
     adamw(
         params,

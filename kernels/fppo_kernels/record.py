@@ -13,7 +13,7 @@ from fppo_kernels.padding import Packed
 
 @attrs.frozen
 class Kernels:
-    """The functions that the steps call for the work on tensors. `attrs.evolve` swaps one for any of the same signature."""
+    """The functions that the steps call for the work on tensors. `attrs.evolve` swaps one for another."""
 
     unpad: Callable[..., Packed]
     pad: Callable
@@ -25,7 +25,7 @@ class Kernels:
     def named(
         cls, *, attention: str = "sdpa", log_probs: str = "reference", table: tables.Table = tables.BUILTIN
     ) -> Kernels:
-        """The kernels of these names. Raises ValueError, naming the alternatives, if one does not exist or cannot run."""
+        """The kernels of these names. Raises ValueError, naming the others, if one does not exist or cannot run."""
         return cls(
             unpad=tables.get("unpad", "torch", table=table),
             pad=tables.get("pad", "torch", table=table),

@@ -9,7 +9,7 @@ import attrs
 
 from fppo_kernels import adamw, padding
 from fppo_kernels.attention import eager, sdpa
-from fppo_kernels.log_probs import reference
+from fppo_kernels.log_probs import chunked, reference
 
 
 def _never() -> str | None:
@@ -31,7 +31,10 @@ BUILTIN: Table = MappingProxyType(
         "unpad": {"torch": Implementation(padding.unpad)},
         "pad": {"torch": Implementation(padding.pad)},
         "attention": {"sdpa": Implementation(sdpa.sdpa), "eager": Implementation(eager.eager)},
-        "log_probs": {"reference": Implementation(reference.reference)},
+        "log_probs": {
+            "reference": Implementation(reference.reference),
+            "chunked": Implementation(chunked.chunked),
+        },
         "adamw": {"torch": Implementation(adamw.adamw_)},
     }
 )

@@ -29,7 +29,7 @@ def batch_attention(
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention [B, L, Hq, Dv] of query [B, L, Hq, D], key [B, L, Hkv, D], value [B, L, Hkv, Dv] without padding.
+    """Causal attention [B, L, Hq, Dv] of query [B, L, Hq, D], key [B, L, Hkv, D], value [B, L, Hkv, Dv], no padding.
 
     A given `mask` (bool, broadcast to [B, Hq, L, L]) stands in for the causal one and its window.
     """
@@ -57,7 +57,7 @@ def sdpa(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention [N, Hq, Dv] of packed query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, Dv], causal in each sequence."""
+    """Attention [N, Hq, Dv] of packed query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, Dv], causal per sequence."""
     starts: dict[int, list[int]] = {}
     start = 0
     for length in lengths.lengths:

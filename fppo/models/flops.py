@@ -1,0 +1,111 @@
+"""Floating-point operations of a pass, from the shapes alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+from fppo.models.heads import embedding_name
+from fppo.models.model import SCORE_WEIGHT, Model
+
+# dense bfloat16 peaks in FLOP/s, from the makers' data sheets
+PEAKS = {
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "H100 PCIe": 7.56e14,
+    "H100 NVL": 8.35e14,
+    "H100": 9.89e14,
+    "H200": 9.89e14,
+    "GH200": 9.89e14,
+    "H800": 9.89e14,
+    "H20": 1.48e14,
+    "A100": 3.12e14,
+    "A800": 3.12e14,
+    "A40": 1.497e14,
+    "A10G": 7.0e13,
+    "A10": 1.25e14,
+    "L40S": 3.62e14,
+    "L40": 1.81e14,
+    "L20": 1.195e14,
+    "L4": 1.21e14,
+    "MI300X": 1.307e15,
+}
+
+
+def forward_flops(model: Model, lengths: Sequence[int], *, head_tokens: int | None = None) -> float:
+    """FLOPs of one forward pass over packed sequences of these lengths, 2 for each multiply-add.
+
+    Matrix products of every token with the layers' weights, of `head_tokens` tokens (all by default) with the head, and
+    the scores and sums of causal attention, on the visible pairs alone. Of experts only the active count.
+    """
+    tokens = sum(lengths)
+    head_tokens = tokens if head_tokens is None else head_tokens
+    return (
+        2.0 * _layer_weights(model) * tokens
+        + 2.0 * _head_weights(model) * head_tokens
+        + sum(_attention(model, layer, lengths) for layer in range(len(model.layers)))
+    )
+
+
+def train_flops(model: Model, lengths: Sequence[int], *, head_tokens: int | None = None) -> float:
+    """FLOPs of forward and backward pass: three times the forward's. Recomputation is no model FLOP and is left out."""
+    return 3.0 * forward_flops(model, lengths, head_tokens=head_tokens)
+
+
+def peak_flops(device: str | torch.device) -> float | None:
+    """The dense bfloat16 peak of a device, or of a name as torch.cuda.get_device_name gives it; None if unknown."""
+    if isinstance(device, torch.device):
+        if device.type != "cuda":
+            return None
+        device = torch.cuda.get_device_name(device)
+    for name, peak in PEAKS.items():
+        words = ".*".join(rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])" for word in name.split())
+        if re.search(words, device, re.IGNORECASE):
+            return peak
+    return None
+
+
+def mfu(flops: float, seconds: float, device: str | torch.device, *, devices: int = 1) -> float | None:
+    """The share of the devices' peak that `flops` in `seconds` are; None if the peak is unknown."""
+    peak = peak_flops(device)
+    return None if peak is None else flops / (seconds * peak * devices)
+
+
+def _layer_weights(model: Model) -> float:
+    """The weights that each token meets in a matrix product, the head left out."""
+    config = model.config
+    experts = next((n for k in ("num_experts", "num_local_experts") if (n := getattr(config, k, None))), 0)
+    active = getattr(config, "num_experts_per_tok", None) or experts
+    starts = tuple(f"{model.prefix}{layer}." for layer in model.layers)
+    total = 0.0
+    for name, shape in model.shapes.items():
+        if name.startswith(starts) and len(shape) > 1:
+            routed = len(shape) == 3 and shape[0] == experts
+            total += shape.numel() * (active / experts if routed else 1.0)
+    return total
+
+
+def _head_weights(model: Model) -> int:
+    name = SCORE_WEIGHT if model.head == "value" else embedding_name(model)  # the vocabulary head has that shape too
+    return model.shapes[name].numel()
+
+
+def _attention(model: Model, layer: int, lengths: Sequence[int]) -> float:
+    """2 FLOPs per feature and visible key for the scores, and 2 for the weighted sum."""
+    config = model.config
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[layer] != "sliding_attention":
+        window = None
+    return 4.0 * width * sum(_visible(n, window) for n in lengths)
+
+
+def _visible(length: int, window: int | None) -> float:
+    """The number of (query, key) pairs in a causal sequence."""
+    if window is None or window >= length:
+        return length * (length + 1) / 2
+    return window * (window + 1) / 2 + (length - window) * window

@@ -1,0 +1,168 @@
+"""Models from Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from fppo.key import Key
+from fppo.models.init import init_value_head
+from fppo.models.model import SCORE_BIAS, SCORE_WEIGHT, HeadKind, Model, Params, build, plain_config
+
+# where a value head stands: token and sequence classification, GPT-2's token classification, TRL
+VALUE_HEADS = ("score", "classifier", "v_head.summary")
+
+
+def load(
+    path: str | os.PathLike[str],
+    head: HeadKind = "lm",
+    *,
+    dtype: torch.dtype = torch.float32,
+    key: Key | None = None,
+    compute_dtype: torch.dtype | None = None,
+    checkpoint_layers: bool = False,
+    trust_remote_code: bool = False,
+) -> tuple[Model, Params]:
+    """The model in a directory or on the Hugging Face hub, with its parameters on the CPU in `dtype`.
+
+    A value head is read from token- or sequence-classification checkpoints (`score`, `classifier`) and TRL's
+    (`v_head.summary`). A checkpoint without one gets a head drawn from `key`, or zeros without a key. Only safetensors
+    files are read. Raises ValueError that lists every parameter that is missing, unknown or of another shape.
+    """
+    directory = find_directory(path)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    model = build(
+        config,
+        head,
+        compute_dtype=compute_dtype,
+        checkpoint_layers=checkpoint_layers,
+        trust_remote_code=trust_remote_code,
+    )
+    params, problems = _read(model, directory, config, dtype)
+    if head == "value":
+        found = read_value_head(directory, dtype)
+        params |= found or _fresh_head(model, key, dtype)
+        problems += _compare(model, {name: params[name] for name in (SCORE_WEIGHT, SCORE_BIAS)})
+    if problems:
+        raise ValueError(f"{path} does not hold a whole {config.model_type!r} model: " + "; ".join(problems))
+    return model, {name: params[name] for name in model.shapes}
+
+
+def find_directory(path: str | os.PathLike[str]) -> Path:
+    """The directory of a checkpoint: `path` itself, or the hub's files of that name, downloaded once."""
+    directory = Path(path)
+    if not directory.is_dir():
+        if directory.exists() or directory.is_absolute() or str(path).startswith("."):
+            raise ValueError(f"{path} is not a directory with a model")
+        from huggingface_hub import snapshot_download
+
+        directory = Path(
+            snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.py"])
+        )
+    if not list_files(directory):
+        pickled = sorted(file.name for file in directory.glob("*.bin"))
+        raise ValueError(
+            f"{path} has no model.safetensors"
+            + (
+                f"; {pickled} are pickles, which fppo does not open: save the model as safetensors first"
+                if pickled
+                else ""
+            )
+        )
+    return directory
+
+
+def list_files(directory: Path) -> list[Path]:
+    """The checkpoint's safetensors files."""
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        return sorted({directory / name for name in json.loads(index.read_text())["weight_map"].values()})
+    return [file for file in [directory / "model.safetensors"] if file.exists()]
+
+
+def _read(model: Model, directory: Path, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[Params, list[str]]:
+    """The model's parameters without a value head, and what is wrong with the files."""
+    absent = [file.name for file in list_files(directory) if not file.exists()]
+    if absent:
+        raise ValueError(f"{directory} lacks files that its index names: {absent}")
+    with torch.random.fork_rng(devices=[]), _QuietTransformers():  # what is missing gets drawn
+        loaded = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=plain_config(config),
+            dtype=dtype,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            trust_remote_code=model.trust_remote_code,
+        )
+    module, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
+    named = {name: p.detach() for name, p in module.named_parameters() if name in model.shapes}
+    wanted = {name for name in model.shapes if name not in (SCORE_WEIGHT, SCORE_BIAS)}
+    missing = sorted(wanted & set(info["missing_keys"]) | (wanted - set(named)))
+    unknown = sorted(name for name in info["unexpected_keys"] if not _expected(name, model))
+    problems = [f"missing {missing}"] if missing else []
+    problems += [f"unknown {unknown}"] if unknown else []
+    problems += [
+        f"{name} has shape {tuple(stored)}, expected {tuple(shape)}"
+        for name, stored, shape in sorted(info["mismatched_keys"])
+        if name in wanted
+    ]
+    if model.head == "lm" and "lm_head.weight" not in model.shapes:
+        extra = dict(module.named_parameters()).keys() - model.shapes.keys()
+        problems += [f"{sorted(extra)} are tied by the config but stored apart"] if extra else []
+    return named, problems
+
+
+def _expected(name: str, model: Model) -> bool:
+    """Whether a stored parameter that the causal language model lacks may stand there: value heads, old buffers."""
+    if name.rpartition(".")[0] in VALUE_HEADS or name.endswith(("rotary_emb.inv_freq", "masked_bias", "attn.bias")):
+        return True
+    return model.head == "value" and not name.startswith(model.prefix)
+
+
+def read_value_head(directory: Path, dtype: torch.dtype) -> Params:
+    """The value head in a checkpoint as score.weight [1, H] and score.bias [1] (zero if it has none), or {}."""
+    found: dict[str, Tensor] = {}
+    for file in list_files(directory):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if name.rpartition(".")[0] in VALUE_HEADS:
+                    found[name] = tensors.get_tensor(name).to(dtype)
+    for place in VALUE_HEADS:
+        if f"{place}.weight" in found:
+            weight = found[f"{place}.weight"]
+            return {SCORE_WEIGHT: weight, SCORE_BIAS: found.get(f"{place}.bias", weight.new_zeros(len(weight)))}
+    return {}
+
+
+def _fresh_head(model: Model, key: Key | None, dtype: torch.dtype) -> Params:
+    if key is not None:
+        return init_value_head(model, key, dtype)
+    return {name: torch.zeros(model.shapes[name], dtype=dtype) for name in (SCORE_WEIGHT, SCORE_BIAS)}
+
+
+def _compare(model: Model, params: Params) -> list[str]:
+    return [
+        f"{name} has shape {tuple(x.shape)}, expected {tuple(model.shapes[name])}"
+        for name, x in params.items()
+        if x.shape != model.shapes[name]
+    ]
+
+
+class _QuietTransformers:
+    """transformers reports what does not fit on its log; here that is an error, raised by us."""
+
+    def __enter__(self) -> None:
+        self.verbosity = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()
+
+    def __exit__(self, *_: Any) -> None:
+        transformers_logging.set_verbosity(self.verbosity)
