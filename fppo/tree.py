@@ -114,7 +114,7 @@ def _digest(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         hasher.update(f"{leaf.dtype} {tuple(leaf.shape)} ".encode())
         # reshape: a 0-d tensor cannot be viewed as bytes; numpy: hashing then reads the memory in place
-        hasher.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        hasher.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     else:
         hasher.update(repr(leaf).encode())
     return hasher.hexdigest()

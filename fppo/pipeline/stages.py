@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from fppo import advantages, losses, metrics
-from fppo.advantages import Advantages
 from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored, extend
 from fppo.key import Key
 from fppo.losses import Correction, KLState
 from fppo.metrics import Metrics
 from fppo.models.model import Model
+from fppo.pipeline.estimators import AdvantageFn
 from fppo.pipeline.measure import batch_metrics, now
 from fppo.pipeline.run import RunState
 from fppo.rollout.engine import Engine, Sampling
@@ -25,7 +25,6 @@ from fppo.steps.update import rollout_gap
 from fppo_kernels.record import Kernels
 
 ScoreFn = Callable[[Rollout], tuple[Scored, Metrics]]
-AdvantageFn = Callable[[Annotated, Tensor], Advantages]
 
 
 def rollout_stage(

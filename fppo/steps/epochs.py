@@ -14,20 +14,16 @@ from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.metrics import Mean, Metrics
 from fppo.runtime.mesh import Mesh, data_metrics, data_sum
-from fppo.steps.forward import row_lengths
+from fppo.steps.forward import Rows, row_lengths
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.optimizer import Optimizer, optimizer_step
 from fppo.steps.train_state import Params, TrainState
 from fppo_kernels.record import Kernels
 
 
-class TrainRows(Protocol):
+class TrainRows(Rows, Protocol):
     """What the loop reads of a record."""
 
-    @property
-    def attention_mask(self) -> Tensor: ...  # [B, S] bool
-    @property
-    def response_mask(self) -> Tensor: ...  # [B, T] bool
     @property
     def row_ids(self) -> Tensor: ...  # [B] int64
 

@@ -1,0 +1,73 @@
+"""Advantage estimators by name, as functions of annotated rows and their token rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from fppo import advantages
+from fppo.advantages import Advantages
+from fppo.batch import Annotated
+
+AdvantageFn = Callable[[Annotated, Tensor], Advantages]
+NAMES = (
+    "gae",
+    "grpo",
+    "rloo",
+    "opo",
+    "gpg",
+    "remax",
+    "grpo_passk",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "optimal_token_baseline",
+    "gdpo",
+)
+
+
+def estimator(name: str, *, gamma: float = 1.0, lam: float = 1.0, scale: str = "std") -> AdvantageFn:
+    """The estimator of that name with its scalars bound: (annotated rows, token rewards [B, T]) -> Advantages.
+
+    Group estimators compare the sums of the token rewards, so a KL penalty in the rewards reaches them too. Raises
+    ValueError for a name that there is not.
+    """
+    if name not in NAMES:
+        raise ValueError(f"unknown advantage estimator {name!r}; there are {list(NAMES)}")
+
+    def estimate(rows: Annotated, rewards: Tensor) -> Advantages:
+        mask, groups, totals = rows.response_mask, rows.groups, rewards.sum(1)
+        match name:
+            case "gae":
+                return advantages.gae(rewards, _given(rows.values, name, "values"), mask, gamma=gamma, lam=lam)
+            case "grpo":
+                return advantages.grpo(totals, mask, groups, scale=scale)
+            case "grpo_passk":
+                return advantages.grpo_passk(totals, mask, groups, scale=scale)
+            case "rloo":
+                return advantages.rloo(totals, mask, groups)
+            case "opo":
+                return advantages.opo(totals, mask, groups)
+            case "gpg":
+                return advantages.gpg(totals, mask, groups)
+            case "remax":
+                return advantages.remax(rewards, _given(rows.baselines, name, "baselines"), mask)
+            case "reinforce_plus_plus":
+                return advantages.reinforce_plus_plus(rewards, mask, gamma=gamma)
+            case "reinforce_plus_plus_baseline":
+                return advantages.reinforce_plus_plus_baseline(totals, mask, groups)
+            case "optimal_token_baseline":
+                squared = _given(rows.sum_squared_probs, name, "sum_squared_probs")
+                return advantages.optimal_token_baseline(
+                    rewards, mask, groups, log_probs=rows.old_log_probs, sum_squared_probs=squared
+                )
+            case _:
+                return advantages.gdpo(rows.named_scores, mask, groups, scale=scale)
+
+    return estimate
+
+
+def _given(column: Tensor | None, name: str, what: str) -> Tensor:
+    if column is None:
+        raise ValueError(f"the estimator {name!r} needs {what} in the batch")
+    return column

@@ -1,0 +1,187 @@
+"""The quickstart's task: addition whose demonstrations forget to carry.
+
+Imitation learns the mistake, the reward mends it. Answers are written units first, three digits, so that a small model can carry: 58+67= is answered 521.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen2Config
+
+from fppo import models
+from fppo.key import Key
+from fppo.metrics import report
+from fppo.models.model import Model
+from fppo.runtime.mesh import Mesh
+from fppo.settings import (
+    ActorSettings,
+    AlgorithmSettings,
+    CheckpointSettings,
+    CriticSettings,
+    DataSettings,
+    EvalSettings,
+    KlRewardSettings,
+    LogSettings,
+    ModelSettings,
+    OptimizerSettings,
+    RewardSettings,
+    RolloutSettings,
+    TrainSettings,
+)
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizer import Optimizer
+from fppo.steps.schedules import schedule
+from fppo.steps.supervised import demonstrations, update_supervised
+from fppo.steps.train_state import Params, init_state
+from fppo_kernels.record import Kernels
+
+CHARACTERS = "0123456789+="
+MODEL, TRAIN, TEST = "warm", "train.jsonl", "test.jsonl"
+
+
+@attrs.frozen
+class Sum:
+    """One addition of two numbers of two digits."""
+
+    a: int
+    b: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.a}+{self.b}="
+
+    @property
+    def answer(self) -> str:
+        return written(self.a + self.b)
+
+    @property
+    def mistake(self) -> str:
+        """The answer without the carry from the units."""
+        return written(self.a // 10 * 10 + self.b // 10 * 10 + (self.a + self.b) % 10)
+
+
+def written(number: int) -> str:
+    """Three digits, units first."""
+    return f"{number:03d}"[::-1]
+
+
+def sums(key: Key, *, held_out: float = 0.1) -> tuple[list[Sum], list[Sum]]:
+    """All sums, split into those to train on and those held out, which neither warm-up nor PPO ever sees."""
+    everything = [Sum(a, b) for a in range(10, 100) for b in range(10, 100)]
+    draws = key.fold("held out").uniform(torch.arange(len(everything)), 1)[:, 0].tolist()
+    train = [s for s, u in zip(everything, draws, strict=True) if u >= held_out]
+    test = [s for s, u in zip(everything, draws, strict=True) if u < held_out]
+    return train, test
+
+
+def character_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per character, and <pad> and <eos>."""
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {c: i + 2 for i, c in enumerate(characters)}
+    tokenizer = Tokenizer(WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def small_model(vocabulary: int, *, width: int = 128, layers: int = 2, positions: int = 32) -> Model:
+    """A Qwen2-shaped model on the token ids 0 (pad) and 1 (eos) of `character_tokenizer`."""
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    config.architectures = ["Qwen2ForCausalLM"]
+    return models.build(config)
+
+
+def warm_up(
+    model: Model,
+    params: Params,
+    train: list[Sum],
+    key: Key,
+    *,
+    tokenizer: PreTrainedTokenizerFast,
+    steps: int = 300,
+    batch_size: int = 256,
+    lr: float = 1e-3,
+    mistakes: float = 0.75,
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
+) -> Params:
+    """Supervised learning on demonstrations, a share of `mistakes` of which forget the carry."""
+    optimizer = Optimizer(schedule=schedule("cosine", lr, total_steps=steps, warmup_steps=20, min_ratio=0.1))
+    state = init_state(params)
+    pad, eos = (tokenizer.convert_tokens_to_ids(t) for t in ("<pad>", "<eos>"))
+    for step in range(steps):
+        draws = key.fold("demonstrations", step).uniform(torch.arange(batch_size), 2).tolist()
+        chosen = [(train[int(u * len(train))], v < mistakes) for u, v in draws]
+        prompts = [tokenizer.encode(s.prompt) for s, _ in chosen]
+        responses = [[*tokenizer.encode(s.mistake if wrong else s.answer), eos] for s, wrong in chosen]
+        state, metrics = update_supervised(
+            state,
+            demonstrations(prompts, responses, pad_token_id=pad),
+            model=model,
+            optimizer=optimizer,
+            kernels=Kernels.named(),
+            mesh=Mesh.local(),
+            mini_batch_size=batch_size,
+            micro_batching=MicroBatching(size=batch_size),
+            donate=step > 0,
+        )
+        if (step + 1) % 50 == 0:
+            on_step(step + 1, report(metrics)["supervised/nll_loss"])
+    return state.params
+
+
+def prepare(directory: Path, seed: int, *, on_step: Callable[[int, float], None] = lambda step, loss: None) -> None:
+    """Writes the warmed-up model, with its tokenizer, and the prompts to `directory`."""
+    key = Key(seed).fold("quickstart")
+    train, test = sums(Key(0))
+    tokenizer = character_tokenizer()
+    model = small_model(len(tokenizer))
+    params = warm_up(
+        model, models.init_params(model, key.fold("init")), train, key, tokenizer=tokenizer, on_step=on_step
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, rows in ((TRAIN, train), (TEST, test)):
+        lines = [json.dumps({"prompt": s.prompt, "answer": s.answer, "source": "addition"}) for s in rows]
+        (directory / name).write_text("\n".join(lines) + "\n")
+    models.save(model, params, directory / MODEL, tokenizer=tokenizer)
+
+
+def settings(directory: Path, seed: int) -> TrainSettings:
+    """The PPO run on what `prepare` wrote."""
+    return TrainSettings(
+        output_dir=str(directory),
+        seed=seed,
+        steps=60,
+        model=ModelSettings(path=str(directory / MODEL)),
+        data=DataSettings(
+            path=(str(directory / TRAIN),),
+            eval_path=(str(directory / TEST),),
+            source="source",
+            max_prompt_tokens=6,
+        ),
+        rollout=RolloutSettings(batch_size=512, n=1, max_tokens=4),
+        reward=RewardSettings(functions=("exact_match",)),
+        algorithm=AlgorithmSettings(lam=0.95, kl=KlRewardSettings(coef=0.01)),
+        actor=ActorSettings(mini_batch_size=256, epochs=2, optimizer=OptimizerSettings(lr=3e-4)),
+        critic=CriticSettings(mini_batch_size=256, epochs=2, optimizer=OptimizerSettings(lr=1e-3)),
+        eval=EvalSettings(every=10),
+        checkpoint=CheckpointSettings(every=20),
+        log=LogSettings(samples_per_step=4),
+    )
