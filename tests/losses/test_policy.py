@@ -262,6 +262,15 @@ def test_far_off_policy_is_finite(loss_fn):
         assert gradient(lambda x, adv=adv, mask=mask: loss_fn(x, old, adv, mask)[0], lp).isfinite().all()
 
 
+def test_gspo_caps_the_log_ratio_at_ten():
+    lp, old = torch.zeros(1, 2, dtype=torch.float64), torch.full((1, 2), -30.0, dtype=torch.float64)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    adv = torch.tensor([[1.0, -1.0]], dtype=torch.float64)
+    per_token, _ = losses.gspo(lp, old, adv, mask, **BOUNDS)
+    assert per_token[0].tolist() == pytest.approx([-(1 + HIGH), math.exp(10)])
+    assert (gradient(lambda x: losses.gspo(x, old, adv, mask, **BOUNDS)[0], lp) == 0).all()
+
+
 VMAPPED = ["ppo_clip", "gspo", "cispo", "gmpo", "dppo_tv", "dppo_kl"]
 
 
