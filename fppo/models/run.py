@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from fppo.models.model import Model, Params
+from fppo.models.precision import KeepDouble
 from fppo.models.seams import ApplyLayer, Attend
 
 T = TypeVar("T")
@@ -54,7 +56,12 @@ def _bind(model: Model, base_params: Params, fn: Callable[[PreTrainedModel], T])
     device = next(iter(base_params.values())).device
     constants = {name: x.to(device) for name, x in model.constants.items()}
     tensors = {f"skeleton.{name}": x for name, x in {**base_params, **constants}.items()}
-    return functional_call(_Call(model.skeleton), tensors, (fn,))
+    with _precision(base_params):
+        return functional_call(_Call(model.skeleton), tensors, (fn,))
+
+
+def _precision(params: Params) -> AbstractContextManager[Any]:
+    return KeepDouble() if any(x.dtype == torch.float64 for x in params.values()) else nullcontext()
 
 
 def forward(
@@ -119,7 +126,8 @@ def checkpointed_layers(model: Model, layer_params: Mapping[str, Tensor]) -> App
 
         def run(tensors: Params, *args: Any, **kwargs: Any) -> Any:
             cast = {name: _cast(x, model.compute_dtype) for name, x in tensors.items()}
-            return functional_call(layer, cast, args, dict(kwargs))
+            with _precision(cast):
+                return functional_call(layer, cast, args, dict(kwargs))
 
         # deterministic: dropout is off, so there is no random state to keep
         return checkpoint(run, own, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

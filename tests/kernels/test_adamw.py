@@ -1,0 +1,78 @@
+"""adamw_ is torch.optim.AdamW; a found infinity changes no bit."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fppo_kernels.adamw import adamw_
+
+
+def draw(seed, shapes=((3, 2), (4,), ())):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    lr=st.floats(1e-5, 1e-1),
+    weight_decay=st.sampled_from([0.0, 0.1]),
+    beta2=st.sampled_from([0.95, 0.999]),
+    as_tensor=st.booleans(),
+    grad_scale=st.sampled_from([None, 4.0]),
+)
+def test_equals_torch_over_several_steps(seed, lr, weight_decay, beta2, as_tensor, grad_scale):
+    params = draw(seed)
+    modules = [torch.nn.Parameter(p.clone()) for p in params]
+    optimizer = torch.optim.AdamW(modules, lr=lr, betas=(0.9, beta2), weight_decay=weight_decay, fused=True)
+    mu, nu, steps = draw(0), draw(0), [torch.zeros(()) for _ in params]
+    for x in (*mu, *nu):
+        x.zero_()
+    for i in range(3):
+        grads = draw(seed + i + 1)
+        for module, grad in zip(modules, grads, strict=True):
+            module.grad = grad.clone()
+        optimizer.step()
+        scale = 1.0 if grad_scale is None else grad_scale
+        adamw_(
+            params,
+            [g * scale for g in grads],
+            mu,
+            nu,
+            steps,
+            lr=torch.tensor(lr, dtype=torch.float64) if as_tensor else lr,
+            betas=(0.9, beta2),
+            weight_decay=weight_decay,
+            grad_scale=None if grad_scale is None else torch.tensor(grad_scale),
+            found_inf=torch.zeros(()),
+        )
+    assert [s.item() for s in steps] == [3.0] * 3
+    torch.testing.assert_close(params, [m.detach() for m in modules], rtol=0, atol=0)
+
+
+def test_equals_the_paper_for_one_step():
+    p, g, lr, decay, eps = 2.0, 0.5, 0.1, 0.3, 1e-8
+    params = [torch.tensor(p)]
+    adamw_(
+        params,
+        [torch.tensor(g)],
+        [torch.zeros(())],
+        [torch.zeros(())],
+        [torch.zeros(())],
+        lr=lr,
+        weight_decay=decay,
+        eps=eps,
+    )
+    torch.testing.assert_close(params[0], torch.tensor(p - lr * decay * p - lr * g / (abs(g) + eps)))
+
+
+def test_found_inf_changes_no_bit():
+    state = [draw(seed) for seed in range(3)] + [[torch.tensor(5.0) for _ in range(3)]]
+    for x in state[2]:
+        x.abs_()
+    before = [[x.clone() for x in part] for part in state]
+    grads = [torch.full_like(x, torch.inf) for x in state[0]]
+    settings = {"lr": 0.1, "weight_decay": 0.1, "grad_scale": torch.tensor(2.0)}
+    adamw_(state[0], grads, *state[1:], found_inf=torch.ones(()), **settings)
+    torch.testing.assert_close(state, before, rtol=0, atol=0)
+    adamw_(state[0], draw(9), *state[1:], found_inf=torch.zeros(()), **settings)
+    assert all(not torch.equal(a, b) for part, old in zip(state, before) for a, b in zip(part, old))

@@ -1,0 +1,152 @@
+"""Every log-prob kernel is at most twice as far from the exact result as the reference is, for values and gradients."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fppo_kernels import table
+from fppo_kernels.log_probs import chunked as chunked_module
+
+KERNELS = [name for name, reason in table.available("log_probs").items() if reason is None]
+
+
+def slow(hidden, weight, labels, *, bias, temperature, softcap, scale):
+    """log p(label), entropy and sum p^2 token by token."""
+    rows = []
+    for n, label in enumerate(labels.tolist()):
+        logits = torch.stack([hidden[n] @ weight[v] + (0 if bias is None else bias[v]) for v in range(len(weight))])
+        logits = logits * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits / (temperature[n] if isinstance(temperature, torch.Tensor) else temperature)
+        probs = logits.exp() / logits.exp().sum()
+        rows.append(torch.stack([probs[label].log(), -(probs * probs.log()).sum(), (probs**2).sum()]))
+    return torch.stack(rows, 1)
+
+
+def problem(seed, tokens, width, vocab, with_bias, temperature, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    leaves = [draw(tokens, width), draw(vocab, width)] + ([draw(vocab)] if with_bias else [])
+    leaves = [x.to(dtype).requires_grad_() for x in leaves]
+    labels = torch.randint(vocab, (tokens,), generator=generator)
+    if temperature == "per token":
+        temperature = torch.rand(tokens, generator=generator, dtype=torch.float64) + 0.5
+    return leaves, labels, temperature, draw(3, tokens)
+
+
+def run(fn, leaves, labels, temperature, weights, *, softcap, scale):
+    hidden, weight, *bias = leaves
+    bias = bias[0] if bias else None
+    settings = {"bias": bias, "temperature": temperature, "softcap": softcap, "scale": scale}
+    if fn is slow:
+        out = fn(hidden, weight, labels, **settings)
+    else:
+        out = torch.stack(fn(hidden, weight, labels, entropy=True, sum_squared=True, **settings))
+    grads = [torch.autograd.grad((out[i] * weights[i]).sum(), leaves, retain_graph=True) for i in range(3)]
+    return out.detach(), grads
+
+
+settings = {
+    "tokens": st.integers(1, 9),
+    "width": st.integers(1, 6),
+    "vocab": st.integers(2, 12),
+    "with_bias": st.booleans(),
+    "temperature": st.sampled_from([1.0, 0.6, "per token"]),
+    "softcap": st.sampled_from([None, 3.0]),
+    "scale": st.sampled_from([1.0, 0.25]),
+    "seed": st.integers(0, 2**31),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@given(**settings, at_once=st.integers(1, 60))
+def test_float64_equals_the_slow_program(
+    name, at_once, tokens, width, vocab, with_bias, temperature, softcap, scale, seed
+):
+    parts = problem(seed, tokens, width, vocab, with_bias, temperature)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked_module, "LOGITS_AT_ONCE", at_once)
+        got = run(table.get("log_probs", name), *parts, softcap=softcap, scale=scale)
+    expected = run(slow, *parts, softcap=softcap, scale=scale)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if name != "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@given(**settings)
+def test_rounds_no_worse_than_the_reference(
+    name, dtype, tokens, width, vocab, with_bias, temperature, softcap, scale, seed
+):
+    leaves, *rest = problem(seed, tokens, width, vocab, with_bias, temperature, dtype)
+    exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
+    reference = table.get("log_probs", "reference")
+    exact, rounded, got = (
+        run(fn, xs, *rest, softcap=softcap, scale=scale)
+        for fn, xs in ((reference, exact_leaves), (reference, leaves), (table.get("log_probs", name), leaves))
+    )
+    flat = [[r[0], *(g for grads in r[1] for g in grads)] for r in (exact, rounded, got)]
+    for i, (e, r, g) in enumerate(zip(*flat, strict=True)):
+        assert g.dtype == (torch.float32 if i == 0 else dtype)
+        eps = torch.finfo(g.dtype).eps
+        slack = 8 * eps * e.abs().max() + 8 * torch.finfo(torch.float32).eps * max(1.0, math.log(vocab))
+        assert (g - e).abs().max() <= 2 * (r - e).abs().max() + slack
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_tokens_and_a_vocabulary_of_one(name):
+    kernel = table.get("log_probs", name)
+    hidden, weight = torch.zeros(0, 3, requires_grad=True), torch.ones(5, 3, requires_grad=True)
+    out = kernel(hidden, weight, torch.zeros(0, dtype=torch.int64), entropy=True)
+    assert out.log_probs.shape == out.entropy.shape == (0,)
+    assert out.sum_squared is None
+    grads = torch.autograd.grad(out.log_probs.sum(), [hidden, weight])
+    assert grads[0].shape == (0, 3)
+    assert not grads[1].any()
+    sure = kernel(torch.randn(2, 3), torch.randn(1, 3), torch.zeros(2, dtype=torch.int64), entropy=True)
+    assert not sure.log_probs.any()
+    assert not sure.entropy.any()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_extreme_logits_stay_finite(name):
+    hidden = torch.tensor([[300.0], [-300.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0], [0.0]], requires_grad=True)
+    out = table.get("log_probs", name)(hidden, weight, torch.tensor([0, 0]), entropy=True, sum_squared=True)
+    assert out.log_probs.tolist() == [0.0, -600.0]
+    grads = torch.autograd.grad(sum(x.sum() for x in out), [hidden, weight])
+    assert all(x.isfinite().all() for x in [*out, *grads])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_log_probs_and_entropy_are_in_their_range(name):
+    out = table.get("log_probs", name)(
+        torch.randn(50, 4) * 3, torch.randn(7, 4), torch.randint(7, (50,)), entropy=True, sum_squared=True
+    )
+    assert (out.log_probs <= 0).all()
+    assert ((out.entropy >= 0) & (out.entropy <= math.log(7) + 1e-6)).all()
+    assert ((out.sum_squared >= 1 / 7 - 1e-6) & (out.sum_squared <= 1 + 1e-6)).all()
+
+
+def test_chunked_holds_no_full_logits():
+    tokens, vocab = 4096, 4 * chunked_module.LOGITS_AT_ONCE // 4096
+    shapes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            shapes.extend(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor))
+            return out
+
+    with Watch():
+        hidden = torch.zeros(tokens, 1, requires_grad=True)
+        weight = torch.zeros(vocab, 1, requires_grad=True)
+        out = table.get("log_probs", "chunked")(hidden, weight, torch.zeros(tokens, dtype=torch.int64))
+        torch.autograd.grad(out.log_probs.sum(), [hidden, weight])
+    assert max(shapes) <= chunked_module.LOGITS_AT_ONCE

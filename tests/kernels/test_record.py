@@ -1,0 +1,33 @@
+"""Kernels are looked up by name once; what does not exist or cannot run says why."""
+
+import attrs
+import pytest
+
+from fppo_kernels import table
+from fppo_kernels.record import Kernels
+
+
+def test_named_kernels():
+    kernels = Kernels.named(attention="eager", log_probs="chunked")
+    assert kernels.attention is table.get("attention", "eager")
+    assert kernels.log_probs is table.get("log_probs", "chunked")
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        kernels.attention = None
+
+
+def test_an_unknown_name_is_told_the_others():
+    with pytest.raises(ValueError, match=r"no kernel attention/flash; there are \['eager', 'sdpa'"):
+        Kernels.named(attention="flash")
+    with pytest.raises(ValueError, match="no operation 'softmax'"):
+        table.get("softmax", "fast")
+
+
+def test_a_registered_kernel_is_found_and_its_refusal_told():
+    fast = table.Implementation(lambda: None, lambda: "no GPU here")
+    extended = table.register("attention", "fast", fast)
+    assert table.available("attention", table=extended)["fast"] == "no GPU here"
+    assert "fast" not in table.available("attention")
+    with pytest.raises(ValueError, match=r"attention/fast cannot run here: no GPU here; there are \['eager', 'sdpa'"):
+        Kernels.named(attention="fast", table=extended)
+    with pytest.raises(ValueError, match="is in the table already"):
+        table.register("attention", "fast", fast, table=extended)

@@ -1,0 +1,93 @@
+"""Tiny random models of many families."""
+
+from __future__ import annotations
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
+
+from fppo import models
+from fppo.key import Key
+from fppo.models.model import Model, Params
+
+COMMON = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+CONFIGS = {
+    "llama": LlamaConfig(**COMMON, attention_bias=True, tie_word_embeddings=False, attention_dropout=0.1),
+    "llama3-rope": LlamaConfig(
+        **COMMON,
+        tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "qwen2": Qwen2Config(**COMMON, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**COMMON, head_dim=6, tie_word_embeddings=False),
+    "mistral": MistralConfig(**COMMON, sliding_window=3),
+    "gemma2": Gemma2Config(**COMMON, head_dim=6, sliding_window=3, query_pre_attn_scalar=5),
+    "gemma3": Gemma3TextConfig(
+        **COMMON,
+        head_dim=6,
+        sliding_window=3,
+        final_logit_softcapping=4.0,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "phi3": Phi3Config(**COMMON, resid_pdrop=0.1),
+    "olmo2": Olmo2Config(**COMMON),
+    "smollm3": SmolLM3Config(**COMMON, no_rope_layers=[1, 0]),
+    "gpt2": GPT2Config(vocab_size=31, n_embd=16, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2),
+    "gpt_neox": GPTNeoXConfig(**{k: v for k, v in COMMON.items() if k != "num_key_value_heads"}),
+    "cohere": CohereConfig(**COMMON, logit_scale=0.25),
+    "granite": GraniteConfig(**COMMON, logits_scaling=3.0, embedding_multiplier=2.0),
+}
+
+
+def make(name: str, *, head: str = "lm", dtype: torch.dtype = torch.float64, **changes) -> tuple[Model, Params]:
+    """The model with random parameters, large enough that attention patterns matter."""
+    model = models.build(CONFIGS[name], head, **changes)
+    generator = Key(5).fold(name).generator()
+
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        return x.double() + 0.3 * torch.randn(x.shape, generator=generator, dtype=torch.float64)
+
+    return model, {key: spread(x).to(dtype) for key, x in models.init_params(model, Key(3)).items()}
+
+
+def plain(model: Model, params: Params):
+    """transformers' own module with these parameters, in their dtype; eager attention."""
+    dtype = next(iter(params.values())).dtype
+    module = AutoModelForCausalLM.from_config(model.config, dtype=dtype, attn_implementation="eager").eval()
+    missing, unexpected = module.load_state_dict(params, strict=False)
+    assert not unexpected
+    module.tie_weights()
+    return module
