@@ -58,12 +58,13 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             kept = [record for record in read(path) if record.get("step", 0) < first_step]
-            text = "".join(_line(record) for record in kept).encode()
+            text = "".join(_line(record) for record in kept).encode(errors="backslashreplace")
             if text != path.read_bytes():
                 temporary = path.with_name(f".{path.name}.new")
                 temporary.write_bytes(text)
                 os.replace(temporary, path)
-        self._file = path.open("a", encoding="utf-8", newline="\n")
+        # a lone surrogate has no UTF-8; its backslash form is what JSON writes for it
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
 
     def write(self, *records: Mapping[str, Any]) -> None:
         """Appends the objects."""

@@ -1,6 +1,7 @@
 """The quickstart's task: addition whose demonstrations forget to carry.
 
-Imitation learns the mistake, the reward mends it. Answers are written units first, three digits, so that a small model can carry: 58+67= is answered 521.
+Imitation learns the mistake, the reward mends it. Answers are written units first, three digits, so that a small
+model can carry: 58+67= is answered 521.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ def warm_up(
     """Supervised learning on demonstrations, a share of `mistakes` of which forget the carry."""
     optimizer = Optimizer(schedule=schedule("cosine", lr, total_steps=steps, warmup_steps=20, min_ratio=0.1))
     state = init_state(params)
-    pad, eos = (tokenizer.convert_tokens_to_ids(t) for t in ("<pad>", "<eos>"))
+    vocabulary = tokenizer.get_vocab()
+    pad, eos = vocabulary["<pad>"], vocabulary["<eos>"]
     for step in range(steps):
         draws = key.fold("demonstrations", step).uniform(torch.arange(batch_size), 2).tolist()
         chosen = [(train[int(u * len(train))], v < mistakes) for u, v in draws]

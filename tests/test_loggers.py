@@ -38,6 +38,9 @@ def ticking(seconds: float = 2.0):
 
 def test_each_line_is_on_disk_when_log_returns(tmp_path):
     log = JsonLines(tmp_path / "sub" / "metrics.jsonl")
+    log.write({"step": 0, "text": "€ \ud800 \n"})
+    assert jsonl.read(tmp_path / "sub" / "metrics.jsonl") == [{"step": 0, "text": "€ \ud800 \n"}]
+    log = JsonLines(tmp_path / "sub" / "metrics.jsonl")
     log.log(1, {"a": 0.1, "b": float("nan"), "c": float("inf")})
     text = (tmp_path / "sub" / "metrics.jsonl").read_text()
     assert text == '{"step": 1, "a": 0.1, "b": null, "c": null}\n'

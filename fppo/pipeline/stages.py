@@ -105,7 +105,7 @@ def estimate(
     max_tokens: int,
     kl_in_reward: bool = False,
     kl_kind: str = "k1",
-    update_kl: Callable[[KLState, Tensor, int], KLState] | None = None,
+    update_kl: Callable[[KLState, Tensor, Tensor], KLState] | None = None,
     correct: Callable[[Tensor, Tensor, Tensor], Correction] | None = None,
     whiten: bool = False,
 ) -> tuple[Experience, KLState, Metrics]:
@@ -117,15 +117,13 @@ def estimate(
     mask, report = annotated.response_mask, {}
     penalty, coef = None, 0.0
     if annotated.ref_log_probs is not None:
-        penalty = losses.kl_estimate(annotated.old_log_probs, annotated.ref_log_probs, kl_kind).where(mask, 0.0)
-        per_row = penalty.double().sum(1) / mask.sum(1).clamp(min=1)
-        present = mask.any(1)
-        current = metrics.masked_mean(per_row, present)
+        penalty = losses.kl_estimate(annotated.old_log_probs, annotated.ref_log_probs, kl_kind, mask=mask)
+        current = losses.sequence_kl(penalty, mask)
         report |= {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": metrics.mean(kl.coef)}
         if kl_in_reward:
             coef = kl.coef
         if update_kl is not None:
-            kl = update_kl(kl, current.total / current.count.clamp(min=1), len(mask))
+            kl = update_kl(kl, current.total / current.count.clamp(min=1), current.count)
     rewards = advantages.token_rewards(annotated.scores, mask, kl=penalty, kl_coef=coef)
     result = advantage_fn(annotated, rewards)
     weights = None

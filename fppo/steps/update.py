@@ -84,7 +84,7 @@ def update_actor(
         if kl_coef:
             if rows.ref_log_probs is None:
                 raise ValueError(f"kl_coef={kl_coef} needs ref_log_probs in the batch: give a reference policy")
-            kl = losses.kl_estimate(out.log_probs, rows.ref_log_probs, kl_kind).where(mask, 0.0)
+            kl = losses.kl_estimate(out.log_probs, rows.ref_log_probs, kl_kind, mask=mask)
             terms["actor/kl_loss"] = kl_coef * kl
         report |= {"actor/entropy": metrics.masked_mean(out.entropy, mask)}
         if on_policy:

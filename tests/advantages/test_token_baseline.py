@@ -74,3 +74,11 @@ def test_equal_rewards_give_exactly_zero(case):
             token_rewards(scores, mask), mask, case.groups, log_probs=log_probs, sum_squared_probs=squares
         )
         assert not result.advantages.any()
+
+
+def test_rows_weigh_the_same_where_the_policy_is_certain():
+    mask, groups = torch.ones(2, 2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 3.0]], dtype=torch.float64)
+    certain = torch.zeros(2, 2, dtype=torch.float64)
+    run = optimal_token_baseline(rewards, mask, groups, log_probs=certain, sum_squared_probs=certain + 1.0)
+    assert run.advantages.tolist() == [[-1.0, -1.0], [1.0, 1.0]]
