@@ -1,0 +1,14 @@
+"""Laws that users run on their own functions in one line; a failure shows the smallest counter-example."""
+
+from fppo.laws._search import LawViolation
+from fppo.laws.estimators import check_advantages, check_gae, check_whiten
+from fppo.laws.losses import check_policy_loss, check_value_loss
+
+__all__ = [
+    "LawViolation",
+    "check_advantages",
+    "check_gae",
+    "check_policy_loss",
+    "check_value_loss",
+    "check_whiten",
+]

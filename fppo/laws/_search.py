@@ -1,0 +1,150 @@
+"""Searching for the smallest counter-example: sizes ascending, a few seeds each, the same ones in every run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (3, 2), (3, 3), (4, 5), (6, 7))
+SEEDS = 6
+GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e300)
+
+
+class LawViolation(AssertionError):
+    """A function broke a law: `law` is its name, `example` the smallest inputs found on which it does."""
+
+    def __init__(self, message: str, law: str, example: dict[str, Tensor]) -> None:
+        super().__init__(message)
+        self.law = law
+        self.example = example
+
+
+class Law(NamedTuple):
+    """What must hold. `breach(fn, example, generator)` says what is wrong on an example, or gives None."""
+
+    name: str
+    statement: str
+    breach: Callable[[Callable, Any, torch.Generator], str | None]
+
+
+class Example(NamedTuple):
+    """Inputs of a function: `inputs` in the order of its arguments, `extras` its keywords, `weights` [B, T]."""
+
+    inputs: dict[str, Tensor]
+    extras: dict[str, Tensor]
+    weights: Tensor
+
+    @property
+    def mask(self) -> Tensor:
+        return self.inputs["mask"]
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Example:
+        """The example with `fn` applied to every tensor."""
+        inputs, extras = ({k: fn(v) for k, v in part.items()} for part in (self.inputs, self.extras))
+        return Example(inputs, extras, fn(self.weights))
+
+    def put(self, **changes: Tensor) -> Example:
+        """The example with some of its inputs or extras changed."""
+        inputs = {k: changes.get(k, v) for k, v in self.inputs.items()}
+        return self._replace(inputs=inputs, extras={k: changes.get(k, v) for k, v in self.extras.items()})
+
+
+def draw_mask(rows: int, width: int, seed: int, generator: torch.Generator) -> Tensor:
+    """A mask of one of three kinds, by the seed: full, ragged on the right, with holes and empty rows."""
+    kind = seed % 3
+    if kind == 0:
+        return torch.ones(rows, width, dtype=torch.bool)
+    if kind == 1:
+        lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
+        return torch.arange(width) < lengths
+    return torch.rand(rows, width, generator=generator) < 0.6
+
+
+def normal(generator: torch.Generator, *shape: int) -> Tensor:
+    """Standard normal numbers in float64."""
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def spoil(x: Tensor, where: Tensor, generator: torch.Generator, kind: str = "mixed") -> Tensor:
+    """`x` with NaN (kind "nan"), or with infinities and huge numbers too, where `where` is True; some bools
+    are flipped, integers left."""
+    if x.dtype == torch.bool:
+        return x ^ (where & (torch.rand(x.shape, generator=generator) < 0.5))
+    if not x.is_floating_point():
+        return x
+    if kind == "nan":
+        return x.where(~where, torch.nan)
+    picks = torch.randint(len(GARBAGE), x.shape, generator=generator)
+    return torch.tensor(GARBAGE, dtype=x.dtype)[picks].where(where, x)
+
+
+def widen(x: Tensor, columns: int) -> Tensor:
+    """[B, T] with columns of padding on the right: False in a mask, NaN elsewhere; [B] unchanged."""
+    if x.dim() < 2:
+        return x
+    fill = float("nan") if x.is_floating_point() else 0
+    return torch.nn.functional.pad(x, (0, columns), value=fill)
+
+
+def differ(what: str, expected: Tensor, actual: Tensor, tolerance: float = 1e-9) -> str | None:
+    """The place where two tensors differ most, in words; None if they agree (NaN agrees with NaN)."""
+    if expected.shape != actual.shape:
+        return f"{what} has the shape {list(actual.shape)}, expected {list(expected.shape)}"
+    expected, actual = expected.detach().double(), actual.detach().double()
+    same = torch.isclose(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    if same.all():
+        return None
+    gap = (actual - expected).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).where(~same, -1.0)
+    place = [int(i) for i in torch.unravel_index(gap.argmax(), gap.shape)] if gap.dim() else []
+    found, wanted = (x[tuple(place)].item() for x in (actual, expected))
+    return f"{what}{place or ''} is {found:.9g}, expected {wanted:.9g}"
+
+
+def fn_name(fn: Callable) -> str:
+    """The name of a function, also of a partial one."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _describe(example: Example) -> str:
+    tensors = {**example.inputs, **example.extras}
+    width = max((len(name) for name in tensors), default=0)
+    return "\n".join(f"    {name:<{width}} = {value.tolist()}" for name, value in tensors.items())
+
+
+def _first_breach(fn: Callable, law: Law, examples: Sequence[tuple[int, Example]]) -> tuple[Example, str] | None:
+    for seed, example in examples:
+        try:
+            reason = law.breach(fn, example.map(torch.clone), torch.Generator().manual_seed(seed))
+        except Exception as error:
+            reason = f"it raised {type(error).__name__}: {error}"
+        if reason is not None:
+            return example, reason
+    return None
+
+
+def check(fn: Callable, laws: Sequence[Law], make_example: Callable[[int, int, int], Example]) -> None:
+    """Put `fn` through every law on `make_example(rows, width, seed)`; LawViolation for the first that is broken.
+
+    The message holds the smallest counter-example, and the names of the other laws that do not hold.
+    """
+    examples = [(seed, make_example(rows, width, seed)) for rows, width in SIZES for seed in range(SEEDS)]
+    broken = [(law, found) for law in laws if (found := _first_breach(fn, law, examples)) is not None]
+    if not broken:
+        return
+    law, (example, reason) = broken[0]
+    rows, width = example.mask.shape
+    lines = [
+        f'{fn_name(fn)} breaks the law "{law.name}": {law.statement}.',
+        f"  {reason}",
+        f"  The smallest counter-example, {rows} x {width}:",
+        _describe(example),
+    ]
+    if broken[1:]:
+        lines.append("  It also breaks: " + ", ".join(f'"{other.name}"' for other, _ in broken[1:]))
+    raise LawViolation("\n".join(lines), law.name, {**example.inputs, **example.extras})

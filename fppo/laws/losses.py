@@ -1,0 +1,249 @@
+"""Laws of losses per token: what makes (weights * loss).sum() independent of how a batch is cut, padded and ordered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fppo.laws._search import Example, Law, check, differ, draw_mask, normal, spoil, widen
+from fppo.metrics import Max, Mean, Metrics, Min, merge
+
+LossFn = Callable[..., tuple[Tensor, Metrics]]
+
+
+class _Outcome(NamedTuple):
+    loss: Tensor  # [B, T]
+    grad: Tensor  # of (weights * loss).sum() by the first input, [B, T]
+    metrics: Metrics
+
+
+def _call(fn: LossFn, example: Example) -> tuple[Tensor, Metrics]:
+    return fn(*example.inputs.values(), **example.extras)
+
+
+def _evaluate(fn: LossFn, example: Example) -> _Outcome:
+    name = next(iter(example.inputs))
+    carried = example.inputs[name].detach().clone().requires_grad_()
+    loss, metrics = _call(fn, example.put(**{name: carried}))
+    total = (example.weights * loss).sum()
+    if not total.requires_grad:
+        return _Outcome(loss, torch.zeros_like(carried), metrics)
+    return _Outcome(loss.detach(), torch.autograd.grad(total, carried)[0], metrics)
+
+
+def _metrics_differ(expected: Metrics, actual: Metrics) -> str | None:
+    if expected.keys() != actual.keys():
+        return f"metrics are {sorted(actual)}, expected {sorted(expected)}"
+    for name, metric in expected.items():
+        for field, a, b in zip(metric._fields, metric, actual[name], strict=True):
+            if reason := differ(f"metric {name}, {field}", a, b):
+                return reason
+    return None
+
+
+def _outcomes_differ(expected: _Outcome, actual: _Outcome, tolerance: float = 1e-9) -> str | None:
+    return (
+        differ("the loss", expected.loss, actual.loss, tolerance)
+        or differ("the gradient", expected.grad, actual.grad, tolerance)
+        or _metrics_differ(expected.metrics, actual.metrics)
+    )
+
+
+def _per_token(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+    name = next(iter(example.inputs))
+    result = _call(fn, example.put(**{name: example.inputs[name].requires_grad_()}))
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
+        return f"it returned a {type(result).__name__}, expected the tuple (loss [B, T], metrics)"
+    loss, metrics = result
+    if loss.shape != example.mask.shape:
+        return f"the loss has shape {list(loss.shape)}, expected [B, T] = {list(example.mask.shape)}"
+    if not isinstance(metrics, dict):
+        return f"metrics are a {type(metrics).__name__}, expected a dict"
+    for name, metric in metrics.items():
+        if not isinstance(metric, Mean | Max | Min):
+            return f"metric {name} is a {type(metric).__name__}, expected a Mean, Max or Min of fppo.metrics"
+        if any(x.requires_grad for x in metric):
+            return f"metric {name} carries a gradient; detach it"
+    return None
+
+
+def _purity(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+    kept, state = example.map(torch.clone), torch.get_rng_state()
+    first = _evaluate(fn, example)
+    if not torch.equal(state, torch.get_rng_state()):
+        return "it drew from torch's global generator"
+    for name, value in {**example.inputs, **example.extras}.items():
+        if not torch.equal(value, {**kept.inputs, **kept.extras}[name]):
+            return f"it changed its argument {name}"
+    reason = _outcomes_differ(first, _evaluate(fn, example), 0.0)
+    return reason and f"a second call gave another result: {reason}"
+
+
+def _masked_garbage(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+    def dirty(x: Tensor, kind: str) -> Tensor:
+        return spoil(x, ~mask if x.dim() == 2 else ~mask.any(1), generator, kind)
+
+    mask, plain = example.mask, _evaluate(fn, example)
+    for kind, words in (("nan", "NaN"), ("mixed", "NaN, inf or 1e300")):
+        spoiled = example.map(partial(dirty, kind=kind))._replace(weights=example.weights).put(mask=mask)
+        if reason := _outcomes_differ(plain, _evaluate(fn, spoiled), 0.0):
+            return f"with {words} where the mask is False, {reason}"
+    return None
+
+
+def _zero_outside(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+    outcome, zero = _evaluate(fn, example), torch.zeros_like(example.weights)
+    for what, x in (("the loss", outcome.loss), ("the gradient", outcome.grad)):
+        if reason := differ(f"outside the mask {what}", zero, x.where(~example.mask, 0.0), 0.0):
+            return reason
+    return None
+
+
+def _all_masked(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+    empty = example.put(mask=torch.zeros_like(example.mask))
+    outcome, zero = _evaluate(fn, empty), torch.zeros_like(example.weights)
+    return differ("the loss of an empty mask", zero, outcome.loss, 0.0) or differ(
+        "the gradient of an empty mask", zero, outcome.grad, 0.0
+    )
+
+
+def _constants(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+    carried, *others = (name for name in example.inputs if name != "mask")
+    leaves = {name: example.inputs[name].detach().clone().requires_grad_() for name in (carried, *others)}
+    loss, _ = _call(fn, example.put(**leaves))
+    total = (example.weights * loss).sum()
+    if not total.requires_grad:
+        return None
+    grads = torch.autograd.grad(total, [leaves[name] for name in others], allow_unused=True)
+    for name, grad in zip(others, grads, strict=True):
+        if grad is not None and (reason := differ("it", torch.zeros_like(grad), grad, 0.0)):
+            return f"a gradient reaches {name}; detach it. {reason}"
+    return None
+
+
+def _micro_batches(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+    whole, rows = _evaluate(fn, example), len(example.mask)
+    for size in range(1, rows):
+        pieces = [_evaluate(fn, example.map(lambda x, i=i, n=size: x[i : i + n])) for i in range(0, rows, size)]
+        total = (example.weights * whole.loss).sum()
+        parts = torch.cat([piece.loss for piece in pieces])
+        reason = differ("sum(weights * loss)", total, (example.weights * parts).sum()) or differ(
+            "the gradient", whole.grad, torch.cat([piece.grad for piece in pieces])
+        )
+        if reason:
+            return f"in micro-batches of {size}, {reason} from the whole batch"
+    return None
+
+
+def _metrics_add(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+    whole = _call(fn, example)[1]
+    parts = [_call(fn, example.map(lambda x, i=i: x[i : i + 1]))[1] for i in range(len(example.mask))]
+    reason = _metrics_differ(whole, merge(*parts))
+    return reason and f"merged over single rows, {reason} from the whole batch"
+
+
+def _row_order(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+    order = torch.randperm(len(example.mask), generator=generator)
+    plain, moved = _evaluate(fn, example), _evaluate(fn, example.map(lambda x: x[order]))
+    expected = plain._replace(loss=plain.loss[order], grad=plain.grad[order])
+    reason = _outcomes_differ(expected, moved)
+    return reason and f"with the rows in the order {order.tolist()}, {reason}"
+
+
+def _padding(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+    width = example.mask.shape[1]
+    for columns in (1, 3):
+        wide = example.map(partial(widen, columns=columns))._replace(
+            weights=torch.nn.functional.pad(example.weights, (0, columns))
+        )
+        outcome = _evaluate(fn, wide)
+        cut = outcome._replace(loss=outcome.loss[:, :width], grad=outcome.grad[:, :width])
+        if reason := _outcomes_differ(_evaluate(fn, example), cut):
+            return f"with {columns} more columns of padding, {reason}"
+    return None
+
+
+def _reinforce(fn: LossFn, example: Example, generator: torch.Generator, *, by_row: bool) -> str | None:
+    log_probs, _, advantages, mask = list(example.inputs.values())[:4]
+    if by_row:
+        advantages = advantages[:, :1].expand_as(advantages).clone()
+        example = example._replace(weights=example.weights.amax(1, keepdim=True).where(mask, 0.0))
+    example = example.put(old_log_probs=log_probs.clone(), advantages=advantages)
+    expected = (-example.weights * advantages).where(mask, 0.0)
+    return differ("the gradient at old == new", expected, _evaluate(fn, example).grad)
+
+
+def _error_gradient(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+    values, _, returns, mask = list(example.inputs.values())[:4]
+    expected = (example.weights * (values - returns)).where(mask, 0.0)
+    return differ("the gradient at old == new", expected, _evaluate(fn, example.put(old_values=values.clone())).grad)
+
+
+_COMMON = (
+    Law("per token", "it returns (loss [B, T], metrics that are Mean, Max or Min, without gradient)", _per_token),
+    Law("purity", "arguments stay as they are, and equal arguments give equal bits", _purity),
+    Law("empty mask", "with nothing in the mask, loss and gradient are 0", _all_masked),
+    Law("masked garbage", "what stands where the mask is False changes no bit", _masked_garbage),
+    Law("zero outside the mask", "loss and gradient are exactly 0 where the mask is False", _zero_outside),
+    Law("constants", "the gradient reaches the first argument alone", _constants),
+    Law("micro-batches", "the sum of weights * loss and its gradient do not depend on the split", _micro_batches),
+    Law("row order", "loss, gradient and metrics go with their rows", _row_order),
+    Law("padding width", "columns outside the mask change nothing", _padding),
+    Law("metrics add", "the metrics of the parts, merged, are those of the whole", _metrics_add),
+)
+
+
+def _example(
+    names: tuple[str, str, str], extras: Callable[..., dict[str, Tensor]] | None, rows: int, width: int, seed: int
+) -> Example:
+    generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
+    mask = draw_mask(rows, width, seed, generator)
+    first = -normal(generator, rows, width).abs() - 0.05
+    second = first + normal(generator, rows, width) * (0.1 if seed % 2 else 0.8)
+    inputs = dict(zip(names, (first, second.clamp(max=-0.01), normal(generator, rows, width)), strict=True))
+    weights = torch.rand(rows, width, generator=generator, dtype=torch.float64).add(0.1).where(mask, 0.0)
+    inputs["mask"] = mask
+    return Example(inputs, {} if extras is None else extras(*inputs.values()), weights)
+
+
+def check_policy_loss(
+    loss_fn: LossFn, *, reinforce: str | None = "token", extras: Callable[..., dict[str, Any]] | None = None
+) -> None:
+    """Put a policy loss through its laws: `laws.check_policy_loss(my_loss)`. LawViolation for the first that fails.
+
+    `loss_fn(log_probs, old_log_probs, advantages, mask)` returns the loss per token [B, T] and metrics; bind its
+    scalars with functools.partial. In float64, on small batches with ragged rows, holes and empty rows:
+
+    masked garbage changes nothing, loss and gradient are 0 outside the mask, only log_probs gets a gradient,
+    micro-batch split, row order and padding width change neither sum(weights * loss) nor its gradient, metrics add,
+    arguments stay as they are, and at old == new the gradient is REINFORCE's, -weights * advantages.
+
+    `reinforce="row"` holds the last one for advantages that are equal along a row (a loss that averages over the row),
+    None leaves it out. `extras(log_probs, old_log_probs, advantages, mask)` gives further keyword tensors [B, T] or
+    [B] of the loss, which go with their rows.
+    """
+    if reinforce not in ("token", "row", None):
+        raise ValueError(f"reinforce must be 'token', 'row' or None, got {reinforce!r}")
+    laws = _COMMON
+    if reinforce is not None:
+        law = partial(_reinforce, by_row=reinforce == "row")
+        laws += (Law("REINFORCE", "at old == new the gradient is -weights * advantages", law),)
+    check(loss_fn, laws, partial(_example, ("log_probs", "old_log_probs", "advantages"), extras))
+
+
+def check_value_loss(loss_fn: LossFn, *, squared: bool = True) -> None:
+    """Put a value loss through its laws: `laws.check_value_loss(my_loss)`. LawViolation for the first that fails.
+
+    `loss_fn(values, old_values, returns, mask)` returns the loss per token [B, T] and metrics. The laws are those of
+    `check_policy_loss`; the last one: at old == new the gradient is weights * (values - returns), that of half the
+    squared error (`squared=False` leaves it out).
+    """
+    laws = _COMMON
+    if squared:
+        statement = "at old == new the gradient is weights * (values - returns)"
+        laws += (Law("squared error", statement, _error_gradient),)
+    check(loss_fn, laws, partial(_example, ("values", "old_values", "returns"), None))

@@ -1,0 +1,197 @@
+"""Our estimators keep the laws, and every law catches the mistake it is there for."""
+
+import pytest
+import torch
+
+from fppo import advantages, laws
+from fppo.advantages import Advantages
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
+def test_group_estimators_keep_the_laws(name):
+    laws.check_advantages(getattr(advantages, name))
+
+
+def test_others_keep_the_laws():
+    laws.check_advantages(advantages.grpo_passk, group_rows=2)
+    laws.check_advantages(lambda s, m, g: advantages.gdpo({"a": s, "b": s.abs()}, m, g))
+    laws.check_gae(advantages.gae)
+    laws.check_whiten(advantages.whiten)
+
+
+def plain_reinforce(scores, mask, groups):
+    return scores.detach()[:, None].where(mask, 0.0)
+
+
+def test_equal_rewards_can_be_left_out():
+    with pytest.raises(laws.LawViolation, match="equal rewards"):
+        laws.check_advantages(plain_reinforce)
+    laws.check_advantages(plain_reinforce, equal_rewards=False)
+
+
+def amplified_noise(scores, mask, groups):
+    """verl's grpo: the mean's rounding over 1e-6."""
+    result = torch.zeros_like(scores)
+    for g in groups.unique():
+        rows = (groups == g) & mask.any(1)
+        s = scores.detach()[rows]
+        if rows.sum() > 1:
+            result = result.masked_scatter(rows, (s - s.sum() / len(s) * (1 + 1e-16) + 1e-17) / (s.std() + 1e-6))
+    return result[:, None].where(mask, 0.0)
+
+
+def counts_empty_rows(scores, mask, groups):
+    mean = torch.stack([scores.detach()[groups == g].mean() for g in groups])
+    return (scores.detach() - mean)[:, None].where(mask, 0.0)
+
+
+def multiplied_mask(scores, mask, groups):
+    return scores.detach()[:, None] * mask
+
+
+def not_masked(scores, mask, groups):
+    present = mask.any(1)
+    return scores.detach().where(present, 0.0)[:, None].expand(mask.shape)
+
+
+def contiguous_groups(scores, mask, groups):
+    starts = torch.cat([torch.ones(1, dtype=torch.bool), groups[1:] != groups[:-1]])
+    return advantages.rloo(scores, mask, starts.cumsum(0))
+
+
+def ordered_names(scores, mask, groups):
+    return advantages.rloo(scores * (groups + 1), mask, groups)
+
+
+def padded_mean(scores, mask, groups):
+    result = advantages.rloo(scores, mask, groups)
+    return Advantages(result.advantages / mask.shape[1], result.returns)
+
+
+def attached(scores, mask, groups):
+    return scores[:, None].where(mask, 0.0)
+
+
+def one_column(scores, mask, groups):
+    return scores.detach()
+
+
+def single_precision(scores, mask, groups):
+    return advantages.rloo(scores.float(), mask, groups)
+
+
+def in_place(scores, mask, groups):
+    scores.detach().sub_(scores.detach().mean())
+    return advantages.rloo(scores, mask, groups)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "law"),
+    [
+        (amplified_noise, "equal rewards"),
+        (counts_empty_rows, "masked garbage"),
+        (multiplied_mask, "masked garbage"),
+        (not_masked, "zero outside the mask"),
+        (contiguous_groups, "row order"),
+        (ordered_names, "group names"),
+        (padded_mean, "padding width"),
+        (attached, "shape"),
+        (one_column, "shape"),
+        (single_precision, "shape"),
+        (in_place, "purity"),
+    ],
+)
+def test_each_mistake_of_a_group_estimator_breaks_its_law(mistake, law):
+    with pytest.raises(laws.LawViolation, match=mistake.__name__) as caught:
+        laws.check_advantages(mistake)
+    assert caught.value.law == law
+    assert "scores" in caught.value.example
+
+
+def arithmetic_carry(rewards, values, mask, *, gamma, lam):
+    """verl's carry, V m + (1 - m) next: a NaN at a masked token reaches every token before it."""
+    m, following, carry = mask.double(), torch.zeros(len(mask)).double(), torch.zeros(len(mask)).double()
+    columns = []
+    for t in reversed(range(mask.shape[1])):
+        delta = rewards.detach()[:, t] + gamma * following - values.detach()[:, t]
+        carry = m[:, t] * (delta + gamma * lam * carry) + (1 - m[:, t]) * carry
+        following = m[:, t] * values.detach()[:, t] + (1 - m[:, t]) * following
+        columns.append(carry.where(mask[:, t], 0.0))
+    result = torch.stack(columns[::-1], 1)
+    return Advantages(result, (result + values.detach()).where(mask, 0.0))
+
+
+def reset_at_holes(rewards, values, mask, *, gamma, lam):
+    following, carry = torch.zeros(len(mask)).double(), torch.zeros(len(mask)).double()
+    columns = []
+    rewards, values = (x.detach().where(mask, 0.0) for x in (rewards, values))
+    for t in reversed(range(mask.shape[1])):
+        carry = (rewards[:, t] + gamma * following - values[:, t] + gamma * lam * carry).where(mask[:, t], 0.0)
+        following = values[:, t]
+        columns.append(carry)
+    result = torch.stack(columns[::-1], 1)
+    return Advantages(result, (result + values).where(mask, 0.0))
+
+
+def whitened(rewards, values, mask, *, gamma, lam):
+    result = advantages.gae(rewards, values, mask, gamma=gamma, lam=lam)
+    return Advantages(advantages.whiten(result.advantages, mask), result.returns)
+
+
+def raw_returns(rewards, values, mask, *, gamma, lam):
+    result = advantages.gae(rewards, values, mask, gamma=gamma, lam=lam)
+    return Advantages(result.advantages, advantages.discounted_returns(rewards, mask, gamma=gamma))
+
+
+def swapped(rewards, values, mask, *, gamma, lam):
+    return advantages.gae(rewards, values, mask, gamma=lam, lam=gamma)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "law"),
+    [
+        (arithmetic_carry, "masked garbage"),
+        (reset_at_holes, "return minus value"),
+        (whitened, "return minus value"),
+        (raw_returns, "definition"),
+        (swapped, "definition"),
+    ],
+)
+def test_each_mistake_of_gae_breaks_its_law(mistake, law):
+    with pytest.raises(laws.LawViolation, match=mistake.__name__) as caught:
+        laws.check_gae(mistake)
+    assert caught.value.law == law
+
+
+def verl_whiten(x, mask):
+    x = x.detach().where(mask, 0.0)
+    count = mask.sum().clamp(min=1)
+    mean = x.sum() / count
+    variance = (x - mean).where(mask, 0.0).square().sum() / (count - 1).clamp(min=1)
+    return ((x - mean) * (variance + 1e-8).rsqrt()).where(mask, 0.0)
+
+
+def biased_whiten(x, mask):
+    result = advantages.whiten(x, mask)
+    return result * 1.01
+
+
+def noisy_whiten(x, mask):
+    x, count = x.detach().where(mask, 0.0), mask.sum().clamp(min=2)
+    deviation = (x - x.sum() / mask.sum().clamp(min=1)).where(mask, 0.0)
+    std = (deviation.square().sum() / (count - 1)).sqrt()
+    return deviation / std.where(std > 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "law"),
+    [
+        (verl_whiten, "mean and variance"),
+        (biased_whiten, "mean and variance"),
+        (noisy_whiten, "equal numbers"),
+    ],
+)
+def test_each_mistake_of_whitening_breaks_its_law(mistake, law):
+    with pytest.raises(laws.LawViolation, match=mistake.__name__) as caught:
+        laws.check_whiten(mistake)
+    assert caught.value.law == law

@@ -1,0 +1,229 @@
+"""Our losses keep the laws, and every law catches the mistake it is there for."""
+
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from fppo import laws, losses
+from fppo.laws.losses import _COMMON
+from fppo.metrics import masked_max, masked_mean
+
+
+def selected(log_probs, old_log_probs, advantages, mask):
+    return {"selected": (advantages > 0.3) & mask}
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl", "dro"])
+def test_policy_losses_keep_the_laws(name):
+    laws.check_policy_loss(getattr(losses, name))
+
+
+def test_losses_with_opt_outs_keep_the_other_laws():
+    laws.check_policy_loss(losses.gmpo, reinforce="row")
+    laws.check_policy_loss(losses.kl_cov, extras=selected)
+    laws.check_policy_loss(losses.clip_cov, extras=selected, reinforce=None)
+    laws.check_value_loss(losses.value_loss)
+    laws.check_value_loss(partial(losses.value_loss, clip=None))
+
+
+def reinforce(log_probs, old_log_probs, advantages, mask):
+    """The smallest loss that keeps every law; the mistakes below are changes of it."""
+    log_probs, advantages = (x.where(mask, 0.0) for x in (log_probs, advantages.detach()))
+    return (-advantages * log_probs).where(mask, 0.0), {"loss": masked_mean(log_probs, mask)}
+
+
+def mean_of_micro_batch(log_probs, old, advantages, mask):
+    loss, metrics = reinforce(log_probs, old, advantages, mask)
+    return loss / mask.sum().clamp(min=1), metrics
+
+
+def scalar_loss(log_probs, old, advantages, mask):
+    loss, metrics = reinforce(log_probs, old, advantages, mask)
+    return loss.sum() / mask.sum().clamp(min=1), metrics
+
+
+def no_metrics(log_probs, old, advantages, mask):
+    return reinforce(log_probs, old, advantages, mask)[0]
+
+
+def float_metrics(log_probs, old, advantages, mask):
+    return reinforce(log_probs, old, advantages, mask)[0], {"loss": 0.0}
+
+
+def attached_metrics(log_probs, old, advantages, mask):
+    return reinforce(log_probs, old, advantages, mask)[0], {
+        "loss": masked_max(log_probs, mask)._replace(value=log_probs.sum())
+    }
+
+
+def multiplied_mask(log_probs, old, advantages, mask):
+    return -advantages.detach() * log_probs * mask, {}
+
+
+def where_after_exp(log_probs, old, advantages, mask):
+    ratio = (log_probs - old.detach()).exp().where(mask, 0.0)
+    return (-advantages.detach().where(mask, 0.0) * ratio), {}
+
+
+def forgotten_mask(log_probs, old, advantages, mask):
+    log_probs, advantages = log_probs.nan_to_num(0, 0, 0), advantages.detach().nan_to_num(0, 0, 0)
+    return -advantages * log_probs, {}
+
+
+def attached_old(log_probs, old, advantages, mask):
+    log_probs, old, advantages = (x.where(mask, 0.0) for x in (log_probs, old, advantages.detach()))
+    return (-advantages * (log_probs - old).exp()).where(mask, 0.0), {}
+
+
+def attached_advantages(log_probs, old, advantages, mask):
+    log_probs, advantages = (x.where(mask, 0.0) for x in (log_probs, advantages))
+    return (-advantages * log_probs).where(mask, 0.0), {}
+
+
+def whitened_inside(log_probs, old, advantages, mask):
+    advantages = advantages.detach().where(mask, 0.0)
+    mean = advantages.sum() / mask.sum().clamp(min=1)
+    return reinforce(log_probs, old, advantages - mean, mask)
+
+
+def padded_width(log_probs, old, advantages, mask):
+    loss, metrics = reinforce(log_probs, old, advantages, mask)
+    return loss / mask.shape[1], metrics
+
+
+def weights_by_place(log_probs, old, advantages, mask):
+    loss, metrics = reinforce(log_probs, old, advantages, mask)
+    return loss * torch.arange(1, len(loss) + 1)[:, None], metrics
+
+
+def width_in_metrics(log_probs, old, advantages, mask):
+    loss, _ = reinforce(log_probs, old, advantages, mask)
+    return loss, {"loss": masked_mean(loss, torch.ones_like(mask))}
+
+
+def mean_of_means(log_probs, old, advantages, mask):
+    loss, metrics = reinforce(log_probs, old, advantages, mask)
+    whole = metrics["loss"]
+    return loss, {
+        "loss": whole._replace(total=whole.total / whole.count.clamp(min=1), count=torch.ones_like(whole.count))
+    }
+
+
+def in_place(log_probs, old, advantages, mask):
+    advantages.detach().masked_fill_(~mask, 0.0).clamp_(-1.0, 1.0)
+    return reinforce(log_probs, old, advantages, mask)
+
+
+def global_noise(log_probs, old, advantages, mask):
+    loss, metrics = reinforce(log_probs, old, advantages, mask)
+    return loss * (torch.rand(loss.shape) < 0.9), metrics
+
+
+def fills_padding(log_probs, old, advantages, mask):
+    loss, metrics = reinforce(log_probs, old, advantages, mask)
+    return loss.where(mask, mask.any().double()), metrics
+
+
+def first_row_metric(log_probs, old, advantages, mask):
+    loss, _ = reinforce(log_probs, old, advantages, mask)
+    return loss, {"loss": masked_mean(loss[:1], mask[:1])}
+
+
+def nan_when_empty(log_probs, old, advantages, mask):
+    loss, metrics = reinforce(log_probs, old, advantages, mask)
+    return loss / mask.any(), metrics
+
+
+def wrong_sign(log_probs, old, advantages, mask):
+    loss, metrics = reinforce(log_probs, old, advantages, mask)
+    return -loss, metrics
+
+
+def crashes(log_probs, old, advantages, mask):
+    raise RuntimeError("no kernel image")
+
+
+MISTAKES = [
+    (mean_of_micro_batch, "micro-batches", 2, r"in micro-batches of 1, sum\(weights \* loss\) is"),
+    (scalar_loss, "per token", 1, r"the loss has shape \[\]"),
+    (no_metrics, "per token", 1, "returned a Tensor, expected the tuple"),
+    (float_metrics, "per token", 1, "metric loss is a float, expected a Mean"),
+    (attached_metrics, "per token", 1, "carries a gradient"),
+    (multiplied_mask, "masked garbage", 1, r"with NaN where the mask is False, the loss\[0, \d\] is nan"),
+    (where_after_exp, "masked garbage", 1, "the gradient.* is nan, expected"),
+    (forgotten_mask, "empty mask", 1, "the loss of an empty mask"),
+    (fills_padding, "zero outside the mask", 1, "outside the mask the loss"),
+    (first_row_metric, "row order", 2, "with the rows in the order"),
+    (attached_old, "constants", 1, "a gradient reaches old_log_probs"),
+    (attached_advantages, "constants", 1, "a gradient reaches advantages"),
+    (whitened_inside, "micro-batches", 2, "in micro-batches of 1"),
+    (padded_width, "padding width", 1, "with 1 more columns"),
+    (weights_by_place, "micro-batches", 2, '"row order"'),
+    (width_in_metrics, "padding width", 1, "metric loss, count is 2, expected 1"),
+    (mean_of_means, "metrics add", 2, "merged over single rows, metric loss"),
+    (in_place, "purity", 1, "it changed its argument advantages"),
+    (global_noise, "purity", 1, "global generator"),
+    (nan_when_empty, "empty mask", 1, "is nan, expected 0"),
+    (wrong_sign, "REINFORCE", 1, "the gradient at old == new"),
+    (crashes, "per token", 1, "it raised RuntimeError: no kernel image"),
+]
+
+
+def test_every_law_is_broken_by_a_mistake():
+    names = {law.name for law in _COMMON} | {"REINFORCE"}
+    assert names == {law for _, law, _, _ in MISTAKES}
+
+
+def test_the_smallest_loss_keeps_the_laws():
+    laws.check_policy_loss(reinforce)
+
+
+@pytest.mark.parametrize(("mistake", "law", "rows", "words"), MISTAKES, ids=lambda x: getattr(x, "__name__", ""))
+def test_each_mistake_breaks_its_law(mistake, law, rows, words):
+    with pytest.raises(laws.LawViolation, match=words) as caught:
+        laws.check_policy_loss(mistake)
+    error = caught.value
+    assert error.law == law
+    assert f'{mistake.__name__} breaks the law "{law}"' in str(error)
+    assert error.example["mask"].shape[0] == rows
+    for name, value in error.example.items():
+        assert f"{name}" in str(error)
+        assert str(value.tolist()) in str(error)
+
+
+def test_a_value_loss_without_the_half_breaks_the_last_law():
+    def doubled(values, old_values, returns, mask):
+        loss, metrics = losses.value_loss(values, old_values, returns, mask)
+        return 2.0 * loss, metrics
+
+    with pytest.raises(laws.LawViolation, match="gradient at old == new") as caught:
+        laws.check_value_loss(doubled)
+    assert caught.value.law == "squared error"
+    laws.check_value_loss(doubled, squared=False)
+
+
+def test_gmpo_keeps_reinforce_along_rows_alone():
+    with pytest.raises(laws.LawViolation, match="REINFORCE"):
+        laws.check_policy_loss(losses.gmpo)
+    with pytest.raises(ValueError, match="'token', 'row' or None"):
+        laws.check_policy_loss(losses.gmpo, reinforce="rows")
+
+
+def test_a_breach_is_the_same_in_every_run():
+    texts = set()
+    for _ in range(2):
+        with pytest.raises(laws.LawViolation) as caught:
+            laws.check_policy_loss(mean_of_micro_batch)
+        texts.add(str(caught.value))
+    assert len(texts) == 1
+
+
+def test_laws_import_without_the_test_extra():
+    code = (
+        "import sys; import fppo.laws; print([m for m in ('hypothesis', 'pytest', 'transformers') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
