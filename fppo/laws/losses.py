@@ -135,7 +135,7 @@ def _micro_batches(fn: LossFn, example: Example, generator: torch.Generator) -> 
             "the gradient", whole.grad, torch.cat([piece.grad for piece in pieces])
         )
         if reason:
-            return f"in micro-batches of {size}, {reason} from the whole batch"
+            return f"in micro-batches of {size}, {reason}, as in the whole batch"
     return None
 
 
@@ -143,7 +143,7 @@ def _metrics_add(fn: LossFn, example: Example, generator: torch.Generator) -> st
     whole = _call(fn, example)[1]
     parts = [_call(fn, example.map(lambda x, i=i: x[i : i + 1]))[1] for i in range(len(example.mask))]
     reason = _metrics_differ(whole, merge(*parts))
-    return reason and f"merged over single rows, {reason} from the whole batch"
+    return reason and f"merged over single rows, {reason}, as in the whole batch"
 
 
 def _row_order(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:

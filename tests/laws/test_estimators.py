@@ -133,6 +133,14 @@ def reset_at_holes(rewards, values, mask, *, gamma, lam):
     return Advantages(result, (result + values).where(mask, 0.0))
 
 
+def discounts_holes(rewards, values, mask, *, gamma, lam):
+    """Right without discount; with one, a masked step costs a factor."""
+    plain = advantages.gae(rewards, values, mask, gamma=gamma, lam=lam)
+    holes = (mask.cumsum(1) < mask.sum(1, keepdim=True)) & ~mask
+    scale = gamma ** holes.flip(1).cumsum(1).flip(1)
+    return Advantages(plain.advantages * scale, plain.returns)
+
+
 def whitened(rewards, values, mask, *, gamma, lam):
     result = advantages.gae(rewards, values, mask, gamma=gamma, lam=lam)
     return Advantages(advantages.whiten(result.advantages, mask), result.returns)
@@ -153,6 +161,7 @@ def swapped(rewards, values, mask, *, gamma, lam):
         (arithmetic_carry, "masked garbage"),
         (reset_at_holes, "return minus value"),
         (whitened, "return minus value"),
+        (discounts_holes, "masked steps"),
         (raw_returns, "definition"),
         (swapped, "definition"),
     ],
@@ -183,9 +192,14 @@ def noisy_whiten(x, mask):
     return deviation / std.where(std > 0, 1.0)
 
 
+def signed_whiten(x, mask):
+    return advantages.whiten(x, mask) * x.detach().where(mask, 0.0).sum().sign()
+
+
 @pytest.mark.parametrize(
     ("mistake", "law"),
     [
+        (signed_whiten, "shift and scale"),
         (verl_whiten, "mean and variance"),
         (biased_whiten, "mean and variance"),
         (noisy_whiten, "equal numbers"),
