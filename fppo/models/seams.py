@@ -104,7 +104,9 @@ def find_layers(base: PreTrainedModel) -> tuple[str, ...]:
     lists = [
         name
         for name, module in base.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count and "." not in name
+        if isinstance(module, nn.ModuleList)
+        and len(module) == count
+        and not any(part.isdigit() for part in name.split("."))
     ]
     if len(lists) != 1:
         raise ValueError(

@@ -26,7 +26,7 @@ def test_unpad_lists_each_rows_tokens_in_order(rows, width, density, seed):
     tokens = torch.arange(rows * width).view(rows, width)
     packed = padding.unpad(tokens, mask)
     kept = [[t for t, m in zip(row, keep, strict=True) if m] for row, keep in zip(tokens.tolist(), mask.tolist())]
-    assert packed.tokens.tolist() == sum(kept, [])
+    assert packed.tokens.tolist() == [t for row in kept for t in row]
     assert packed.positions.tolist() == [i for row in kept for i in range(len(row))]
     assert packed.lengths.lengths == tuple(len(row) for row in kept if row)
     assert packed.lengths.max_length == max(map(len, kept))

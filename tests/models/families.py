@@ -87,7 +87,7 @@ def plain(model: Model, params: Params):
     """transformers' own module with these parameters, in their dtype; eager attention."""
     dtype = next(iter(params.values())).dtype
     module = AutoModelForCausalLM.from_config(model.config, dtype=dtype, attn_implementation="eager").eval()
-    missing, unexpected = module.load_state_dict(params, strict=False)
+    _, unexpected = module.load_state_dict(params, strict=False)
     assert not unexpected
     module.tie_weights()
     return module

@@ -1,0 +1,52 @@
+"""FLOPs from shapes equal a count of what runs."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fppo import models
+from fppo.models import flops
+from fppo_kernels.padding import make_lengths
+from fppo_kernels.record import Kernels
+from tests.models.families import CONFIGS, make
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_matrix_products_equal_those_counted(name):
+    model, params = make(name, dtype=torch.float32)
+    lengths = [4, 2, 5]
+    kernels = Kernels.named(attention="eager")
+    attend = models.packed_attention(kernels.attention, make_lengths(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        hidden = models.hidden_states(model, params, torch.ones(11, dtype=torch.int64), positions, attend=attend)
+        head = models.output_head(model, params)
+        _ = hidden @ head.weight.T
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in counted.items() if op is not torch.ops.aten.bmm)  # bmm: attention and rotations
+    attention = sum(flops._attention(model, layer, lengths) for layer in range(2))
+    assert flops.forward_flops(model, lengths) == products + attention
+    width = model.config.num_attention_heads * (getattr(model.config, "head_dim", None) or 4)
+    visible = {None: 4 * 5 / 2 + 2 * 3 / 2 + 5 * 6 / 2, 3: (6 + 3) + 3 + (6 + 6)}
+    kinds = getattr(model.config, "layer_types", None) or ["sliding_attention"] * 2
+    window = getattr(model.config, "sliding_window", None)
+    pairs = sum(visible[window if kind == "sliding_attention" else None] for kind in kinds)
+    assert attention == 4 * width * pairs
+
+
+def test_head_tokens_and_training():
+    model, _ = make("qwen2")
+    full, few = flops.forward_flops(model, [10]), flops.forward_flops(model, [10], head_tokens=3)
+    assert full - few == 2 * 31 * 16 * 7
+    assert flops.train_flops(model, [10]) == 3 * full
+
+
+def test_peaks_and_mfu():
+    assert flops.peak_flops("NVIDIA H200") == flops.peak_flops("NVIDIA H100 80GB HBM3") == 9.89e14
+    assert flops.peak_flops("NVIDIA H100 PCIe") == 7.56e14
+    assert flops.peak_flops("NVIDIA H20") == 1.48e14
+    assert flops.peak_flops("NVIDIA A100-SXM4-80GB") == 3.12e14
+    assert flops.peak_flops("NVIDIA GB200") == 2.5e15
+    assert flops.peak_flops(torch.device("cpu")) is None
+    assert flops.mfu(1e15, 1.0, "Some Processor") is None
+    assert flops.mfu(9.89e14, 2.0, "NVIDIA H200", devices=2) == pytest.approx(0.25)
