@@ -175,7 +175,7 @@ class AlgorithmSettings:
     whiten: bool = setting(True)
     """Give gae's advantages mean 0 and variance 1 over the whole batch."""
     scale: Literal["std", "none"] = setting("std")
-    """Divide by the group's standard deviation or not (grpo, grpo_passk)."""
+    """Divide by the group's standard deviation or not (grpo, grpo_passk, gdpo)."""
     kl: KlRewardSettings = setting(KlRewardSettings)
     """A penalty in the token rewards for leaving the reference."""
     correction: CorrectionSettings = setting(CorrectionSettings)

@@ -182,8 +182,8 @@ def _algorithm(s: TrainSettings) -> Problems:
     if a.advantage != "gae":
         yield from _unread("algorithm.lam", a.lam, default.lam, "gae")
         yield from _unread("algorithm.whiten", a.whiten, default.whiten, "gae")
-    if a.advantage not in ("grpo", "grpo_passk"):
-        yield from _unread("algorithm.scale", a.scale, default.scale, "grpo and grpo_passk")
+    if a.advantage not in ("grpo", "grpo_passk", "gdpo"):
+        yield from _unread("algorithm.scale", a.scale, default.scale, "grpo, grpo_passk and gdpo")
     if a.kl.controller == "adaptive" and a.kl.coef == 0:
         text = "the adaptive controller multiplies coef, which is 0; give a first algorithm.kl.coef"
         yield _problem("algorithm.kl.controller", a.kl.controller, text)

@@ -1,0 +1,176 @@
+"""The command line: reads arguments, loads settings, and hands them to `commands`."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import attrs
+import tyro
+
+from fppo import config
+
+TRACEBACK = "--traceback"
+
+
+@attrs.frozen(kw_only=True)
+class Quickstart:
+    """Trains a small model on an addition task, from nothing to a report, in a few minutes."""
+
+    output_dir: str = "runs/quickstart"
+    """The directory for everything that the run writes."""
+    seed: int = 0
+    """What every random draw of the run follows from."""
+
+
+@attrs.frozen(kw_only=True)
+class Replay:
+    """Computes a step of a run again from the nearest checkpoint and names the first number that differs."""
+
+    run: tyro.conf.Positional[str]
+    """The output_dir of the run."""
+    step: int
+    """The step."""
+
+
+@attrs.frozen(kw_only=True)
+class Export:
+    """Writes the policy of a run as a Hugging Face directory."""
+
+    run: tyro.conf.Positional[str]
+    """The output_dir of the run."""
+    target: tyro.conf.Positional[str]
+    """The directory to write."""
+    step: int | None = None
+    """The step of the checkpoint; None: the last."""
+
+
+@attrs.frozen(kw_only=True)
+class Report:
+    """Draws the curves of a run and writes its report.html."""
+
+    run: tyro.conf.Positional[str]
+    """The output_dir of the run."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command that the arguments (none: those of the process) name; the exit status.
+
+    What a user can mend is one message without a traceback; `--traceback` shows where it came from.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    show = TRACEBACK in given
+    given = [argument for argument in given if argument != TRACEBACK]
+    if not given or given[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if given else 2
+    name, *rest = given
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        print(f"fppo: there is no command {name!r}; {hint}", file=sys.stderr)
+        return 2
+    try:
+        return COMMANDS[name](rest) or 0
+    except KeyboardInterrupt:
+        print(f"fppo {name}: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if not _is_for_the_user(error):
+            raise
+        if show:
+            traceback.print_exc()
+        hint = "" if show or isinstance(error, config.SettingsError) else f"\n({TRACEBACK} shows where)"
+        print(f"fppo {name}: {error}{hint}", file=sys.stderr)
+        return 2
+
+
+def _is_for_the_user(error: Exception) -> bool:
+    """Whether the message alone says what to do."""
+    if isinstance(error, ValueError | OSError):
+        return True
+    from fppo.runtime.checkpoint import CheckpointError
+
+    return isinstance(error, CheckpointError)
+
+
+def usage() -> str:
+    """The commands with one line on each."""
+    lines = "\n".join(f"  {name:<12}{(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items())
+    return f"usage: fppo COMMAND ...\n\n{lines}\n\nfppo COMMAND --help shows a command's arguments."
+
+
+def _quickstart(rest: Sequence[str]) -> int | None:
+    """Trains a small model on an addition task, from nothing to a report, in a few minutes."""
+    given = tyro.cli(Quickstart, args=rest, prog="fppo quickstart")
+    from fppo import commands  # here, as below: --help answers before torch and transformers are loaded
+
+    return commands.quickstart(Path(given.output_dir), given.seed)
+
+
+def _train(rest: Sequence[str]) -> int | None:
+    """Trains on your own: fppo train FILE.toml [--actor.optimizer.lr 1e-6 ...]"""
+    settings = config.load(*_file_and_overrides(rest), prog="fppo train FILE.toml")
+    from fppo import commands
+
+    return commands.train(settings)
+
+
+def _eval(rest: Sequence[str]) -> int | None:
+    """Answers and scores the held-out prompts with a run's last checkpoint: fppo eval RUN [--eval.n 8 ...]"""
+    run, overrides = _file_and_overrides(rest)
+    if run is None and not overrides:
+        raise ValueError("give the output_dir of a run: fppo eval RUN")
+    file = None if run is None else Path(run) / "settings.toml"
+    if file is not None and not file.exists():
+        raise ValueError(f"{file}: there is no such file; give the output_dir of a run")
+    settings = config.load(file, overrides, prog="fppo eval RUN")
+    from fppo import commands
+
+    return commands.evaluate(settings)
+
+
+def _replay(rest: Sequence[str]) -> int | None:
+    """Computes a step of a run again and names the first number that differs: fppo replay RUN --step N"""
+    given = tyro.cli(Replay, args=rest, prog="fppo replay")
+    from fppo import commands
+
+    return commands.replay(Path(given.run), given.step)
+
+
+def _export(rest: Sequence[str]) -> int | None:
+    """Writes the policy of a run as a Hugging Face directory: fppo export RUN TARGET"""
+    given = tyro.cli(Export, args=rest, prog="fppo export")
+    from fppo import commands
+
+    return commands.export(Path(given.run), Path(given.target), given.step)
+
+
+def _report(rest: Sequence[str]) -> None:
+    """Draws the curves of a run and writes its report.html: fppo report RUN"""
+    given = tyro.cli(Report, args=rest, prog="fppo report")
+    from fppo import report
+
+    print(report.write_report(given.run))
+
+
+def _file_and_overrides(rest: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The argument before the first flag, if there is one, and the rest."""
+    return (rest[0], list(rest[1:])) if rest and not rest[0].startswith("-") else (None, list(rest))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
+    "quickstart": _quickstart,
+    "train": _train,
+    "eval": _eval,
+    "replay": _replay,
+    "export": _export,
+    "report": _report,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""The command line: arguments reach their command, and mistakes are one message."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fppo import cli, config
+
+MINIMAL = 'model.path = "m"\ndata.path = "a.jsonl"\nreward.functions = "exact_match"\n'
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[Any, ...]]:
+    """What reaches the commands; each returns 3."""
+    made: list[tuple[Any, ...]] = []
+
+    def command(name: str) -> Any:
+        return lambda *arguments: made.append((name, *arguments)) or 3
+
+    names = ("quickstart", "train", "evaluate", "replay", "export")
+    module = types.SimpleNamespace(**{name: command(name) for name in names})
+    monkeypatch.setitem(sys.modules, "fppo.commands", module)
+    monkeypatch.setattr("fppo.commands", module, raising=False)
+    return made
+
+
+def test_arguments_reach_their_command(calls, tmp_path):
+    file = tmp_path / "settings.toml"
+    file.write_text(MINIMAL)
+    settings = config.load(file)
+    assert cli.main(["quickstart", "--seed", "4"]) == 3
+    assert cli.main(["train", str(file), "--steps", "9"]) == 3
+    assert (
+        cli.main(
+            [
+                "train",
+                *["--steps", "9", "--model.path", "m", "--data.path", "a.jsonl", "--reward.functions", "exact_match"],
+            ]
+        )
+        == 3
+    )
+    assert cli.main(["eval", str(tmp_path), "--steps", "9"]) == 3
+    assert cli.main(["replay", "r", "--step", "7"]) == 3
+    assert cli.main(["export", "r", "out"]) == 3
+    changed = config.replace(settings, {"steps": 9})
+    assert calls == [
+        ("quickstart", Path("runs/quickstart"), 4),
+        ("train", changed),
+        ("train", changed),
+        ("evaluate", changed),
+        ("replay", Path("r"), 7),
+        ("export", Path("r"), Path("out"), None),
+    ]
+
+
+def test_settings_that_conflict_stop_before_any_work(calls, tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text(MINIMAL + "[rollout]\nn = 3\nbatch_sise = 4\n")
+    assert cli.main(["train", str(file)]) == 2
+    assert calls == []
+    error = capsys.readouterr().err
+    assert "2 problems" in error
+    assert "did you mean rollout.batch_size?" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "did you mean train?"),
+        (["zzz"], "there are quickstart"),
+        (["train", "no_such.toml"], "no such file"),
+        (["eval", "no_such_run"], "no such file"),
+        (["eval"], "output_dir"),
+        (["report", "no_such_run"], "no such directory"),
+    ],
+)
+def test_mistakes_are_one_message(arguments, message, capsys):
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_a_traceback_is_shown_on_request(capsys):
+    assert cli.main(["report", "no_such_run", "--traceback"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_help_names_every_command_without_loading_torch(capsys):
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in cli.COMMANDS)
+    assert cli.main([]) == 2
+    program = "import sys; from fppo import cli; cli.main(['--help']); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_a_report_is_written(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n')
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
