@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fppo import cli, config
+from fppo.runtime.checkpoint import CheckpointError
 
 MINIMAL = 'model.path = "m"\ndata.path = "a.jsonl"\nreward.functions = "exact_match"\n'
 
@@ -36,15 +37,8 @@ def test_arguments_reach_their_command(calls, tmp_path):
     settings = config.load(file)
     assert cli.main(["quickstart", "--seed", "4"]) == 3
     assert cli.main(["train", str(file), "--steps", "9"]) == 3
-    assert (
-        cli.main(
-            [
-                "train",
-                *["--steps", "9", "--model.path", "m", "--data.path", "a.jsonl", "--reward.functions", "exact_match"],
-            ]
-        )
-        == 3
-    )
+    flags = "--steps 9 --model.path m --data.path a.jsonl --reward.functions exact_match"
+    assert cli.main(["train", *flags.split()]) == 3
     assert cli.main(["eval", str(tmp_path), "--steps", "9"]) == 3
     assert cli.main(["replay", "r", "--step", "7"]) == 3
     assert cli.main(["export", "r", "out"]) == 3
@@ -91,6 +85,24 @@ def test_mistakes_are_one_message(arguments, message, capsys):
 def test_a_traceback_is_shown_on_request(capsys):
     assert cli.main(["report", "no_such_run", "--traceback"]) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(CheckpointError("torn"), 2), (OSError("disk full"), 2), (KeyboardInterrupt(), 130)]
+)
+def test_errors_of_commands_are_one_message(calls, monkeypatch, capsys, error, status):
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(sys.modules["fppo.commands"], "replay", fail)
+    assert cli.main(["replay", "r", "--step", "7"]) == status
+    assert capsys.readouterr().err.startswith(f"fppo replay: {str(error) or 'interrupted'}")
+
+
+def test_a_defect_keeps_its_traceback(calls, monkeypatch):
+    monkeypatch.setattr(sys.modules["fppo.commands"], "replay", lambda *arguments: {}["x"])
+    with pytest.raises(KeyError):
+        cli.main(["replay", "r", "--step", "7"])
 
 
 def test_help_names_every_command_without_loading_torch(capsys):
