@@ -185,6 +185,12 @@ def test_a_character_of_several_tokens_stands_with_the_last(tokenizer):
     assert pieces(tokenizer, ids) == ["a", "", "", "€", "b"]
 
 
+def test_pieces_keep_the_space_that_a_first_word_loses():
+    words = ["two", " plus", " two"]
+    decode = lambda ids, **options: "".join(words[i] for i in ids).removeprefix(" ")  # noqa: E731
+    assert pieces(types.SimpleNamespace(decode=decode), [0, 1, 2]) == words
+
+
 def experience(tokenizer: Any, *, critic: bool = True) -> Experience:
     """Two prompts, padded on the left; responses of 3 and 2 tokens; the first's second token is an observation."""
     pad = tokenizer.pad_token_id
