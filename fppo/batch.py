@@ -171,10 +171,14 @@ def _map_columns(fn: Any, record: R) -> R:
 
 
 def rows(record: R, index: Tensor | Sequence[int]) -> R:
-    """The rows at `index` (int64 or bool [N], or a list of numbers), in that order."""
+    """The rows at `index` (int64 [N], a list of numbers, or bool [B] for the rows to keep), in that order."""
     index = torch.as_tensor(index, device="cpu")
     if index.dtype == torch.bool:
+        if len(index) != num_rows(record):
+            raise ValueError(f"a bool index of {len(index)} entries for {num_rows(record)} rows")
         index = index.nonzero().flatten()
+    elif index.is_floating_point() and len(index):
+        raise ValueError(f"rows are picked by whole numbers or by bool, not by {index.dtype}")
     numbers = index.long().tolist()
 
     def take(column: Any) -> Any:
@@ -205,6 +209,13 @@ def concat(records: Sequence[R]) -> R:
     if len(kinds) > 1 or any(p != present[0] for p in present):
         missing = sorted(set.union(*present) - set.intersection(*present))
         raise ValueError(f"concat of unlike records: types {sorted(kinds)}, fields not in all of them: {missing}")
+    shapes = [
+        {p: (x.dtype, *x.shape[1:]) for p, x in tree.leaves_with_paths(r) if isinstance(x, Tensor)} for r in records
+    ]
+    for path in shapes[0]:
+        found = list(dict.fromkeys(s[path] for s in shapes))
+        if len(found) > 1:
+            raise ValueError(f"concat of unlike records: {path} differs in dtype or width: {found}")
 
     def join_columns(first: Any, *others: Any) -> Any:
         if isinstance(first, Tensor):
@@ -224,8 +235,8 @@ def repeat(record: R, n: int, *, interleave: bool = True) -> R:
 
 def reorder(record: R, order: Tensor | Sequence[int]) -> R:
     """The rows in another order, a permutation of them."""
-    order = torch.as_tensor(order)
-    if not torch.equal(order.sort().values.cpu(), torch.arange(num_rows(record))):
+    order = torch.as_tensor(order, device="cpu")
+    if sorted(order.tolist()) != list(range(num_rows(record))):
         raise ValueError(f"reorder needs a permutation of {num_rows(record)} rows, got {order.tolist()}")
     return rows(record, order)
 
@@ -246,6 +257,8 @@ def pad_to_divisor(record: R, divisor: int) -> tuple[R, int]:
 
 def unpad(record: R, added: int) -> R:
     """The record without its last `added` rows; undoes `pad_to_divisor`."""
+    if not 0 <= added <= num_rows(record):
+        raise ValueError(f"cannot take {added} added rows off {num_rows(record)}")
     return _slice(record, 0, num_rows(record) - added)
 
 
@@ -253,12 +266,17 @@ def _fields(record: Any) -> dict[str, Any]:
     return {f.name: getattr(record, f.name) for f in attrs.fields(type(record))}
 
 
+def _equal(a: Any, b: Any) -> bool:
+    if a is b or not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return a is b or a == b
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all())  # nan is nan here: padding may hold it
+
+
 def _same(a: Any, b: Any) -> bool:
     left, right = pytree.tree_flatten(a), pytree.tree_flatten(b)
-    return left[1] == right[1] and all(
-        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y
-        for x, y in zip(left[0], right[0], strict=True)
-    )
+    return left[1] == right[1] and all(_equal(x, y) for x, y in zip(left[0], right[0], strict=True))
 
 
 def join(cls: type[R], *records: Any) -> R:
@@ -289,17 +307,22 @@ def _make(cls: type[R], values: Mapping[str, Any]) -> R:
     return made
 
 
+def _owned(x: Tensor) -> Tensor:
+    """`x` in host memory of its own: safetensors refuses two fields that share one tensor."""
+    return x.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
 def save(record: Any, path: str | os.PathLike[str]) -> None:
     """Writes the record to one safetensors file; objects per row go to its header as JSON, so they must fit JSON."""
     tensors: dict[str, Tensor] = {}
     objects: dict[str, list[Any]] = {}
     for name, value in _fields(record).items():
         if isinstance(value, Tensor):
-            tensors[name] = value.detach().cpu().contiguous()
+            tensors[name] = _owned(value)
         elif isinstance(value, Column):
             objects[name] = list(value)
         elif isinstance(value, Mapping):
-            tensors |= {f"{name}.{key}": x.detach().cpu().contiguous() for key, x in value.items()}
+            tensors |= {f"{name}.{key}": _owned(x) for key, x in value.items()}
     try:
         text = json.dumps(objects, ensure_ascii=False)
     except TypeError as error:

@@ -57,5 +57,6 @@ class Key:
         """
         if isinstance(columns, int):
             columns = torch.arange(columns, device=rows.device)
-        bits = _mix_tensor(_mix_tensor(rows ^ _signed(self.seed & _MASK))[:, None] ^ columns[None, :])
+        seed = _signed(_mix(self.seed & _MASK))  # mixed, or keys 0 and 1 would hold the same numbers in other rows
+        bits = _mix_tensor(_mix_tensor(rows ^ seed)[:, None] ^ columns[None, :])
         return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53

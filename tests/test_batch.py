@@ -1,0 +1,205 @@
+"""Batch records: functions on rows hold on any record, and files bring back what was saved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fppo import batch, tree
+from fppo.batch import Annotated, Column, Experience, Prompts, Rollout, Scored
+from tests import tiny
+
+
+def prompts(count: int, width: int = 3) -> Prompts:
+    numbers = torch.arange(count)
+    return Prompts(
+        tokens=numbers[:, None] * 10 + torch.arange(width),
+        attention_mask=torch.ones(count, width, dtype=torch.bool),
+        row_ids=numbers,
+        ids=Column([f"row {i}" for i in range(count)]),
+        ground_truth=Column([{"answer": i} for i in range(count)]),
+        source=Column(["a"] * count),
+        extras=Column([{"trace": [i, None]} for i in range(count)]),
+    )
+
+
+def scored(count: int, width: int = 3, names: tuple[str, ...] = ("exact", "format.strict")) -> Scored:
+    asked = prompts(count, width)
+    rollout = batch.join(
+        Rollout,
+        asked,
+        batch.extend(
+            Rollout,
+            asked,
+            response_mask=torch.ones(count, 2, dtype=torch.bool),
+            rollout_log_probs=torch.randn(count, 2),
+            sampling_log_probs=torch.randn(count, 2),
+            groups=torch.arange(count),
+            versions=torch.zeros(count, dtype=torch.int64),
+            finish=Column(["stop"] * count),
+        ),
+    )
+    named = {name: torch.arange(count).float() for name in names}
+    return batch.extend(Scored, rollout, scores=torch.arange(count).float(), named_scores=named)
+
+
+def same(a, b) -> bool:
+    return type(a) is type(b) and tree.digest(a) == tree.digest(b)
+
+
+def row_names(record) -> list[str]:
+    return list(record.ids)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 99))
+def test_split_and_concat_undo_each_other(count, size, seed):
+    record = tiny.experience(seed, count)
+    pieces = batch.split(record, size)
+    assert [batch.num_rows(p) for p in pieces[:-1]] == [size] * (len(pieces) - 1)
+    assert 1 <= batch.num_rows(pieces[-1]) <= size
+    assert same(batch.concat(pieces), record)
+
+
+@given(st.integers(1, 9), st.integers(1, 5))
+def test_padding_to_a_divisor_and_back(count, divisor):
+    record = prompts(count)
+    padded, added = batch.pad_to_divisor(record, divisor)
+    assert batch.num_rows(padded) % divisor == 0
+    assert 0 <= added < divisor
+    assert row_names(padded)[count:] == [f"row {i % count}" for i in range(added)]
+    assert same(batch.unpad(padded, added), record)
+
+
+@given(st.integers(0, 9), st.integers(0, 99))
+def test_reorder_and_its_inverse(count, seed):
+    record = prompts(count)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    shuffled = batch.reorder(record, order)
+    assert shuffled.row_ids.tolist() == order.tolist()
+    assert row_names(shuffled) == [f"row {i}" for i in order.tolist()]
+    assert same(batch.reorder(shuffled, batch.inverse(order)), record)
+
+
+def test_rows_moves_tensors_and_objects_together():
+    record = scored(4)
+    for index in (torch.tensor([2, 0]), [2, 0], torch.tensor([-2, 0])):
+        picked = batch.rows(record, index)
+        assert picked.tokens[:, 0].tolist() == [20, 0]
+        assert row_names(picked) == ["row 2", "row 0"]
+        assert picked.named_scores["exact"].tolist() == [2.0, 0.0]
+        assert picked.ground_truth == Column([{"answer": 2}, {"answer": 0}])
+    kept = batch.rows(record, torch.tensor([True, False, False, True]))
+    assert row_names(kept) == ["row 0", "row 3"]
+    assert batch.num_rows(batch.rows(record, [])) == 0
+
+
+@pytest.mark.parametrize("index", [torch.tensor([True, False]), [0.5]])
+def test_rows_refuses_what_is_no_index(index):
+    with pytest.raises(ValueError, match=r"index|whole numbers"):
+        batch.rows(prompts(3), index)
+
+
+def test_repeat_interleaved_or_not():
+    assert row_names(batch.repeat(prompts(2), 2)) == ["row 0", "row 0", "row 1", "row 1"]
+    assert row_names(batch.repeat(prompts(2), 2, interleave=False)) == ["row 0", "row 1", "row 0", "row 1"]
+
+
+def test_functions_leave_their_argument_alone():
+    record = scored(3)
+    before = tree.digest(record)
+    batch.reorder(record, [2, 1, 0])
+    batch.repeat(record, 2)
+    batch.pad_to_divisor(record, 2)
+    batch.concat([record, record])
+    assert tree.digest(record) == before
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: batch.split(prompts(2), 0), "1 or more"),
+        (lambda: batch.repeat(prompts(2), 0), "1 or more"),
+        (lambda: batch.concat([]), "no records"),
+        (lambda: batch.concat([prompts(1), scored(1)]), "unlike"),
+        (lambda: batch.concat([prompts(1, 3), prompts(1, 4)]), "tokens differs in dtype or width"),
+        (lambda: batch.concat([scored(1, names=("a",)), scored(1, names=("b",))]), "unlike"),
+        (lambda: batch.reorder(prompts(3), [0, 0, 1]), "permutation"),
+        (lambda: batch.reorder(prompts(3), [0, 1]), "permutation"),
+        (lambda: batch.unpad(prompts(3), 5), "5"),
+        (lambda: batch.pad_to_divisor(batch.rows(prompts(3), []), 2), "pad 0 rows"),
+        (lambda: batch.extend(Rollout, prompts(2)), "missing fields .*response_mask"),
+        (lambda: batch.extend(Prompts, prompts(2), colour=1), "unknown fields .*colour"),
+        (lambda: batch.extend(Prompts, prompts(2), ids=Column(["a"])), "differ in length"),
+    ],
+)
+def test_bad_calls_say_what_is_wrong(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
+
+
+def test_join_takes_equal_fields_and_refuses_conflicts():
+    record = scored(3)
+    log_probs = torch.tensor([[torch.nan, 1.0]] * 3)
+    left = batch.extend(Annotated, record, old_log_probs=log_probs)
+    right = batch.extend(Annotated, record, old_log_probs=log_probs.clone(), values=torch.ones(3, 2))
+    joined = batch.join(Annotated, left, right)
+    assert joined.values is right.values
+    assert joined.ref_log_probs is None
+    with pytest.raises(ValueError, match="different values of 'old_log_probs'"):
+        batch.join(Annotated, left, tree.replace(right, old_log_probs=log_probs + 1))
+    with pytest.raises(ValueError, match="'ids'"):
+        batch.join(Prompts, prompts(3), tree.replace(prompts(3), ids=Column(["x", "y", "z"])))
+    with pytest.raises(ValueError, match="'scores'"):  # equal numbers of another dtype are another value
+        batch.join(Scored, record, tree.replace(record, scores=record.scores.double()))
+
+
+@pytest.mark.parametrize("names", [(), ("exact",), ("exact", "format.strict")])
+def test_save_and_load_are_the_identity(tmp_path, names):
+    record = scored(3, names=names)
+    batch.save(record, tmp_path / "batch.safetensors")
+    assert same(batch.load(Scored, tmp_path / "batch.safetensors"), record)
+
+
+def test_a_record_with_one_tensor_in_two_fields_is_saved(tmp_path):
+    record = scored(3)
+    record = batch.extend(
+        Annotated, record, old_log_probs=record.rollout_log_probs, values=record.rollout_log_probs.T.T
+    )
+    batch.save(record, tmp_path / "batch.safetensors")
+    assert same(batch.load(Annotated, tmp_path / "batch.safetensors"), record)
+
+
+def test_an_experience_of_no_rows_is_saved(tmp_path):
+    record = batch.rows(tiny.experience(0, 3), [])
+    batch.save(record, tmp_path / "batch.safetensors")
+    assert same(batch.load(Experience, tmp_path / "batch.safetensors"), record)
+
+
+def test_loading_says_what_is_wrong_with_a_file(tmp_path):
+    path = tmp_path / "batch.safetensors"
+    batch.save(prompts(3), path)
+    with pytest.raises(ValueError, match="holds a Prompts, not a Rollout"):
+        batch.load(Rollout, path)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        batch.load(Prompts, path)
+
+
+@pytest.mark.parametrize("item", [{"when": object()}, {"pair": (1, 2)}, {1: "a"}])
+def test_objects_that_json_would_change_are_refused(tmp_path, item):
+    record = tree.replace(prompts(1), extras=Column([item]))
+    with pytest.raises(ValueError, match="JSON"):
+        batch.save(record, tmp_path / "batch.safetensors")
+
+
+def test_column_is_an_immutable_sequence():
+    column = Column(x for x in "abc")
+    assert list(column) == ["a", "b", "c"]
+    assert column[1:] == Column("bc")
+    assert column[-1] == "c"
+    assert hash(column) == hash(Column("abc"))
+    assert column != ["a", "b", "c"]
+    with pytest.raises(TypeError):
+        column[0] = "z"  # type: ignore[index]

@@ -1,0 +1,219 @@
+"""Trees, keys, metrics and gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+
+from fppo import metrics, tree
+from fppo.grad import value_and_grad
+from fppo.key import Key
+from fppo.tree import state, static
+
+
+@state
+class Pair:
+    """A record with all kinds of fields."""
+
+    params: dict[str, torch.Tensor]
+    count: torch.Tensor
+    step: int = 0
+    name: str = static(default="pair")
+    absent: torch.Tensor | None = None
+
+
+def pair(**changes) -> Pair:
+    made = Pair(params={"w": torch.ones(2, 3), "b": torch.zeros(3)}, count=torch.tensor(4.0))
+    return tree.replace(made, **changes)
+
+
+# trees
+
+
+def test_a_state_is_frozen_and_keyword_only():
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        pair().step = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Pair({}, torch.ones(1))  # type: ignore[misc]
+
+
+def test_map_touches_tensors_only_and_keeps_structure():
+    doubled = tree.map(lambda x: x * 2, pair(step=3, name="other"))
+    assert doubled.count.item() == 8
+    assert doubled.params["w"].sum() == 12
+    assert (doubled.step, doubled.name, doubled.absent) == (3, "other", None)
+
+
+def test_absent_and_static_fields_are_no_leaves_and_come_back():
+    leaves, spec = pytree.tree_flatten(pair())
+    assert len(leaves) == 4
+    again = pytree.tree_unflatten(leaves, spec)
+    assert (again.absent, again.name) == (None, "pair")
+    present = pytree.tree_flatten(pair(absent=torch.ones(1)))
+    assert len(present[0]) == 5
+    assert present[1] != spec
+    assert pytree.tree_flatten(pair(name="other"))[1] != spec
+
+
+def test_paths_read_like_code():
+    assert [p for p, _ in tree.leaves_with_paths(pair())] == [".params['w']", ".params['b']", ".count", ".step"]
+
+
+def test_replace_makes_a_new_record_and_refuses_unknown_fields():
+    old = pair()
+    assert tree.replace(old, step=5).step == 5
+    assert old.step == 0
+    with pytest.raises(ValueError, match=r"no field \['stpe'\]"):
+        tree.replace(old, stpe=1)
+
+
+def test_add_and_copy():
+    a = pair()
+    both = tree.add(a, tree.map(torch.ones_like, a))
+    assert both.count.item() == 5
+    copied = tree.copy(a)
+    copied.params["w"].add_(1)
+    assert a.params["w"].sum() == 6
+
+
+def test_donate_moves_the_memory_and_leaves_nothing():
+    old = pair()
+    address = old.params["w"].data_ptr()
+    moved = tree.donate(old)
+    assert moved.params["w"].data_ptr() == address
+    assert moved.params["w"].sum() == 6
+    assert old.params["w"].numel() == 0
+    with pytest.raises(RuntimeError):
+        old.params["w"] @ torch.ones(3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+def test_digest_sees_every_bit(dtype):
+    x = torch.zeros(3, 2).to(dtype)
+    y = x.clone()
+    y[2, 1] = 1
+    digests = {
+        tree.digest({"x": v})["['x']"] for v in (x, y, x.reshape(2, 3), x.to(torch.int8), x[:0], torch.tensor(0.0))
+    }
+    assert len(digests) == 6
+    assert tree.digest({"x": x}) == tree.digest({"x": torch.zeros(2, 3).to(dtype).T})
+    assert tree.combine(tree.digest({"x": x})) != tree.combine(tree.digest({"x": y}))
+
+
+# keys
+
+
+def test_folding_names_places():
+    key = Key(7)
+    assert key.fold("step", 3) == key.fold("step").fold(3)
+    places = [key, key.fold(0), key.fold(1), key.fold(-1), key.fold("a"), key.fold("b"), key.fold(1, 2), key.fold(2, 1)]
+    assert len({k.seed for k in places}) == len(places)
+
+
+def test_generators_of_equal_keys_are_equal_and_fresh():
+    key = Key(3).fold("noise")
+    assert torch.equal(torch.rand(4, generator=key.generator()), torch.rand(4, generator=key.generator()))
+    assert not torch.equal(torch.rand(4, generator=key.generator()), torch.rand(4, generator=key.fold("x").generator()))
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(1, 6), st.integers(1, 6), st.integers(0, 99))
+def test_a_draw_depends_on_its_key_row_and_column_alone(seed, rows, columns, order_seed):
+    key, numbers = Key(seed), torch.arange(rows) * 1000 - 2
+    draws = key.uniform(numbers, columns)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(order_seed))
+    assert torch.equal(key.uniform(numbers[order], columns), draws[order])
+    assert torch.equal(key.uniform(numbers, columns + 3)[:, :columns], draws)
+    assert torch.equal(key.uniform(numbers, torch.tensor([columns - 1])), draws[:, -1:])
+    assert draws.dtype == torch.float64
+    assert ((draws >= 0) & (draws < 1)).all()
+
+
+def test_draws_are_uniform_and_uncorrelated():
+    draws = Key(0).uniform(torch.arange(400), 400)
+    counts = torch.histc(draws.float(), bins=16, min=0, max=1)
+    assert ((counts - 10000).abs() < 5 * 100).all()
+    centred = draws - 0.5
+    for other in (centred.roll(1, 0), centred.roll(1, 1), Key(1).uniform(torch.arange(400), 400) - 0.5):
+        assert (centred * other).mean().abs() < 5 / 12 / 400
+
+
+def test_neighbouring_seeds_share_no_numbers():
+    draws = [set(Key(seed).uniform(torch.arange(64), 8).flatten().tolist()) for seed in range(4)]
+    assert len(set.union(*draws)) == 4 * 64 * 8
+
+
+# metrics
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(0, 99))
+def test_metrics_add_over_any_split(count, pieces, seed):
+    g = torch.Generator().manual_seed(seed)
+    x, mask = torch.randn(count, 3, generator=g), torch.rand(count, 3, generator=g) < 0.7
+    mask[0, 0] = True
+
+    def measure(a, m):
+        return {
+            "mean": metrics.masked_mean(a, m),
+            "max": metrics.masked_max(a, m),
+            "min": metrics.masked_min(a, m),
+        }
+
+    merged = metrics.merge(*(measure(a, m) for a, m in zip(x.chunk(pieces), mask.chunk(pieces), strict=True)))
+    whole = metrics.report(measure(x, mask))
+    assert metrics.report(merged) == pytest.approx(whole)
+    assert whole["mean"] == pytest.approx(x[mask].mean().item(), abs=1e-6)
+    assert (whole["max"], whole["min"]) == (x[mask].max().item(), x[mask].min().item())
+
+
+def test_what_is_masked_does_not_matter():
+    x, mask = torch.tensor([1.0, torch.nan, torch.inf, 3.0]), torch.tensor([True, False, False, True])
+    found = metrics.report(
+        {"a": metrics.masked_mean(x, mask), "b": metrics.masked_max(x, mask), "c": metrics.masked_min(x, mask)}
+    )
+    assert found == {"a": 2.0, "b": 3.0, "c": 1.0}
+    empty = metrics.report({"a": metrics.masked_mean(x, mask & False), "b": metrics.masked_max(x, mask & False)})
+    assert empty["a"] != empty["a"]
+    assert empty["b"] == -torch.inf
+
+
+def test_a_metric_has_one_kind():
+    x = torch.ones(1)
+    with pytest.raises(ValueError, match="a Mean in one place and a Max in another"):
+        metrics.merge({"a": metrics.mean(1.0)}, {"a": metrics.masked_max(x, x > 0)})
+
+
+def test_metrics_hold_no_graph():
+    x = torch.ones(2, requires_grad=True)
+    made = (metrics.masked_mean(x, x > 0).total, metrics.masked_max(x, x > 0).value, metrics.mean(x.sum()).total)
+    assert not any(t.requires_grad for t in made)
+
+
+# gradients
+
+
+def test_value_and_grad_is_torchs_gradient_as_a_tree():
+    params = {"w": torch.tensor([1.0, 2.0]), "unused": torch.ones(3)}
+    before = copy.deepcopy(params)
+    (loss, aux), grads = value_and_grad(lambda p, y: ((p["w"] * y).square().sum(), {"y": p["w"]}), has_aux=True)(
+        params, 3.0
+    )
+    assert loss.item() == 45.0
+    assert not loss.requires_grad
+    assert not aux["y"].requires_grad
+    assert grads["w"].tolist() == [18.0, 36.0]
+    assert grads["unused"].tolist() == [0.0] * 3
+    assert not params["w"].requires_grad
+    assert tree.digest(params) == tree.digest(before)
+
+
+def test_value_and_grad_of_a_constant_is_zero_and_works_under_no_grad():
+    with torch.no_grad():
+        loss, grads = value_and_grad(lambda p: p.square().sum())(torch.tensor([3.0]))
+    assert (loss.item(), grads.item()) == (9.0, 6.0)
+    assert value_and_grad(lambda p: torch.tensor(2.0))(torch.ones(2))[1].tolist() == [0.0, 0.0]
