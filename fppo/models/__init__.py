@@ -4,7 +4,7 @@ from fppo.models.heads import Head, check_head, output_head
 from fppo.models.init import init_params
 from fppo.models.load import load
 from fppo.models.model import Model, build, packed_attention, padded_attention
-from fppo.models.run import bind, forward, hidden_states
+from fppo.models.run import bind, call_layer, forward, hidden_states
 from fppo.models.save import save
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Model",
     "bind",
     "build",
+    "call_layer",
     "check_head",
     "forward",
     "hidden_states",

@@ -81,7 +81,7 @@ def _layer_weights(model: Model) -> float:
     starts = tuple(f"{model.prefix}{layer}." for layer in model.layers)
     total = 0.0
     for name, shape in model.shapes.items():
-        if name.startswith(starts) and len(shape) > 1:
+        if name.startswith(starts) and len(shape) > 1 and not name.endswith("bias"):
             routed = len(shape) == 3 and shape[0] == experts
             total += shape.numel() * (active / experts if routed else 1.0)
     return total

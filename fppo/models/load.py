@@ -64,9 +64,9 @@ def find_directory(path: str | os.PathLike[str]) -> Path:
             raise ValueError(f"{path} is not a directory with a model")
         from huggingface_hub import snapshot_download
 
-        directory = Path(
-            snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.py"])
-        )
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+        others = ["original/*", "consolidated*"]  # the same weights in the makers' own layouts
+        directory = Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns=others))
     if not list_files(directory):
         pickled = sorted(file.name for file in directory.glob("*.bin"))
         raise ValueError(

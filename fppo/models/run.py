@@ -114,6 +114,26 @@ def hidden_states(
     return out[0] if packed else out
 
 
+def call_layer(
+    model: Model,
+    index: int,
+    layer: nn.Module,
+    layer_params: Params,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """The layer's output on `layer_params`, named as inside the layer and cast here to the compute dtype.
+
+    It needs no `bind` around it, so it may run again in a backward pass.
+    """
+    start = f"{model.layers[index]}."
+    tensors = {name: _cast(x, model.compute_dtype) for name, x in layer_params.items()}
+    device = next(iter(tensors.values())).device
+    constants = {name[len(start) :]: x.to(device) for name, x in model.constants.items() if name.startswith(start)}
+    with _precision(tensors):
+        return functional_call(layer, {**tensors, **constants}, args, dict(kwargs))
+
+
 def checkpointed_layers(model: Model, layer_params: Mapping[str, Tensor]) -> ApplyLayer:
     """`apply_layer` that keeps only each layer's input for the backward pass. Parameters by their skeleton names.
 
@@ -125,9 +145,7 @@ def checkpointed_layers(model: Model, layer_params: Mapping[str, Tensor]) -> App
         own = {name[len(start) :]: x for name, x in layer_params.items() if name.startswith(start)}
 
         def run(tensors: Params, *args: Any, **kwargs: Any) -> Any:
-            cast = {name: _cast(x, model.compute_dtype) for name, x in tensors.items()}
-            with _precision(cast):
-                return functional_call(layer, cast, args, dict(kwargs))
+            return call_layer(model, index, layer, tensors, args, kwargs)
 
         # deterministic: dropout is off, so there is no random state to keep
         return checkpoint(run, own, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -10,13 +10,16 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    OPTConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -36,6 +39,8 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 CONFIGS = {
     "llama": LlamaConfig(**COMMON, attention_bias=True, tie_word_embeddings=False, attention_dropout=0.1),
@@ -67,6 +72,20 @@ CONFIGS = {
     "smollm3": SmolLM3Config(**COMMON, no_rope_layers=[1, 0]),
     "gpt2": GPT2Config(vocab_size=31, n_embd=16, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2),
     "gpt_neox": GPTNeoXConfig(**{k: v for k, v in COMMON.items() if k != "num_key_value_heads"}),
+    "opt": OPTConfig(
+        vocab_size=31,
+        hidden_size=16,
+        num_hidden_layers=2,
+        ffn_dim=24,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        word_embed_proj_dim=16,
+        dropout=0.1,
+    ),
+    "qwen3_moe": Qwen3MoeConfig(**COMMON, head_dim=6, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8),
+    "gpt_oss": GptOssConfig(
+        **COMMON, head_dim=6, num_local_experts=4, num_experts_per_tok=2, sliding_window=3, rope_parameters=ROPE
+    ),
     "cohere": CohereConfig(**COMMON, logit_scale=0.25),
     "granite": GraniteConfig(**COMMON, logits_scaling=3.0, embedding_multiplier=2.0),
 }
@@ -75,6 +94,7 @@ CONFIGS = {
 def make(name: str, *, head: str = "lm", dtype: torch.dtype = torch.float64, **changes) -> tuple[Model, Params]:
     """The model with random parameters, large enough that attention patterns matter."""
     model = models.build(CONFIGS[name], head, **changes)
+    model.skeleton.config._experts_implementation = "eager"  # the default knows no float64
     generator = Key(5).fold(name).generator()
 
     def spread(x: torch.Tensor) -> torch.Tensor:
@@ -87,6 +107,7 @@ def plain(model: Model, params: Params):
     """transformers' own module with these parameters, in their dtype; eager attention."""
     dtype = next(iter(params.values())).dtype
     module = AutoModelForCausalLM.from_config(model.config, dtype=dtype, attn_implementation="eager").eval()
+    module.config._experts_implementation = "eager"
     _, unexpected = module.load_state_dict(params, strict=False)
     assert not unexpected
     module.tie_weights()

@@ -64,6 +64,7 @@ def test_saving_again_replaces_all(tmp_path):
     assert_same(models.load(tmp_path / "m")[1], changed)
     assert GenerationConfig.from_pretrained(tmp_path / "m").max_new_tokens == 3
     assert len(list((tmp_path / "m").glob("*.safetensors"))) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 def test_a_failed_save_leaves_the_old_one(tmp_path):

@@ -10,6 +10,7 @@ from fppo import models, tree
 from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.models.run import checkpointed_layers
+from fppo.models.seams import LayerSeam
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.record import Kernels
 from tests.models.families import CONFIGS, make, plain
@@ -103,7 +104,6 @@ def test_decoding_with_a_cache_in_one_bind_equals_the_whole_pass(name):
     cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attend(query, key, value, *, layer, scale, window, softcap, sinks):
-        assert sinks is None
         if layer in cache:
             key, value = torch.cat([cache[layer][0], key], 1), torch.cat([cache[layer][1], value], 1)
         cache[layer] = key, value
@@ -112,13 +112,28 @@ def test_decoding_with_a_cache_in_one_bind_equals_the_whole_pass(name):
         k, v = (x[:, seen].repeat_interleave(groups, 2) for x in (key, value))
         scores = torch.einsum("bshd,bkhd->bhsk", query, k) * scale
         scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-        return torch.einsum("bhsk,bkhd->bshd", scores.softmax(-1), v)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[None, :, None, None].expand(2, -1, 1, 1)], -1)
+        return torch.einsum("bhsk,bkhd->bshd", scores.softmax(-1)[..., : k.shape[1]], v)
 
     def decode(skeleton):
         steps = [models.forward(skeleton, tokens[:, i, None], positions[:, i, None], attend=attend) for i in range(6)]
         return torch.cat(steps, 1)
 
     torch.testing.assert_close(models.bind(model, params, decode), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_seam_shows_the_layers_attributes_and_names():
+    layer = torch.nn.Module()
+    layer.attention_type, layer.weight = "sliding_attention", torch.nn.Parameter(torch.ones(2))
+    layer.inner = torch.nn.Linear(2, 3)
+    seam = LayerSeam(4, layer)
+    assert seam.attention_type == "sliding_attention"
+    assert dict(seam.named_parameters()).keys() == {"weight", "inner.weight", "inner.bias"}
+    layer.forward = lambda x, **kwargs: (x, kwargs)
+    assert seam(1, scale=2) == (1, {"scale": 2})
+    seen = seam(1, scale=2, apply_layer=lambda *arguments: arguments)
+    assert seen == (4, layer, (1,), {"scale": 2})
 
 
 def test_models_that_do_not_fit_are_refused():

@@ -63,6 +63,9 @@ def sdpa(
     for length in lengths.lengths:
         starts.setdefault(length, []).append(start)
         start += length
+    if len(starts) == 1:
+        parts = [x.view(-1, lengths.max_length, *x.shape[1:]) for x in (query, key, value)]
+        return batch_attention(*parts, scale=scale, window=window, softcap=softcap, sinks=sinks).flatten(0, 1)
     outputs, places = [], []
     for length, begins in starts.items():
         place = torch.tensor(begins, device=query.device)[:, None] + torch.arange(length, device=query.device)

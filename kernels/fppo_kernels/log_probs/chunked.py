@@ -64,7 +64,7 @@ class _Chunked(torch.autograd.Function):
             if moments:
                 out[1, rows], out[2, rows] = _moments(log_probs)
         ctx.save_for_backward(hidden, weight, bias, labels, temperature)
-        ctx.shape = shape
+        ctx.shape, ctx.moments = shape, moments
         return out[0], out[1], out[2]
 
     @staticmethod
@@ -79,7 +79,7 @@ class _Chunked(torch.autograd.Function):
         d_bias = torch.zeros(len(weight), dtype=shape.wide, device=weight.device) if need_bias else None
         for rows in _chunks(len(hidden), len(weight)):
             d_logits = _d_logits(
-                hidden[rows], head, bias, labels[rows], temperature[rows], shape, [g[rows] for g in grads]
+                hidden[rows], head, bias, labels[rows], temperature[rows], shape, [g[rows] for g in grads], ctx.moments
             )
             narrow = d_logits.to(hidden.dtype) if hidden.is_cuda else d_logits
             if d_hidden is not None:
@@ -107,6 +107,7 @@ def _d_logits(
     temperature: Tensor,
     shape: _Shape,
     grads: list[Tensor],
+    moments: bool,
 ) -> Tensor:
     """The gradient [n, V] of hidden @ weight.T + bias, from those of label log-prob, entropy and sum of squares [n].
 
@@ -114,12 +115,15 @@ def _d_logits(
     """
     capped = _logits(hidden, weight, bias, shape)
     log_probs = torch.log_softmax(capped / temperature[:, None], -1)
-    entropy, sum_squared = _moments(log_probs)
     probs = log_probs.exp()
-    d_label, d_entropy, d_squared = (g[:, None] for g in grads)
-    finite = log_probs.where(probs > 0, 0.0)
-    inner = d_squared * 2 * (probs - sum_squared[:, None]) - d_entropy * (finite + entropy[:, None]) - d_label
-    d_logits = probs * inner
+    d_label, *d_moments = (g[:, None] for g in grads)
+    if moments:
+        d_entropy, d_squared = d_moments
+        entropy, sum_squared = (x[:, None] for x in _moments(log_probs))
+        finite = log_probs.where(probs > 0, 0.0)
+        d_logits = probs * (d_squared * 2 * (probs - sum_squared) - d_entropy * (finite + entropy) - d_label)
+    else:
+        d_logits = probs * -d_label
     d_logits.scatter_add_(1, labels[:, None], d_label)
     d_logits *= shape.scale / temperature[:, None]
     return d_logits if shape.softcap is None else d_logits * (1 - (capped / shape.softcap).square())
