@@ -1,0 +1,296 @@
+"""Rows to prompts: templates, chat templates, length limits; every faulty row is named before anything runs."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+
+from fppo.data.problems import Problems
+from fppo.data.prompt_set import PromptSet, check_prompt_set, share
+from fppo.data.read import PathLike, Row, read_rows
+from fppo.data.tokenizers import check_chat_template, check_tokenizer
+
+OverLong = Literal["error", "drop", "truncate"]
+
+
+class _Bad(Exception):
+    """What is wrong with one field of one row."""
+
+
+def load_prompts(
+    paths: PathLike | Sequence[PathLike],
+    tokenizer: Any,
+    *,
+    prompt: str = "prompt",
+    ground_truth: str | None = "answer",
+    source: str | None = None,
+    source_name: str | None = None,
+    split: str = "train",
+    chat: bool = False,
+    max_prompt_tokens: int = 512,
+    over_long: OverLong = "error",
+    pad_token: str | None = None,
+) -> PromptSet:
+    """`encode_rows` of `read_rows`: prompts from files, directories or a data set's name. One error names all."""
+    problems = Problems()
+    return encode_rows(
+        read_rows(paths, split=split, problems=problems),
+        tokenizer,
+        prompt=prompt,
+        ground_truth=ground_truth,
+        source=source,
+        source_name=source_name,
+        chat=chat,
+        max_prompt_tokens=max_prompt_tokens,
+        over_long=over_long,
+        pad_token=pad_token,
+        problems=problems,
+    )
+
+
+def encode_rows(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    *,
+    prompt: str = "prompt",
+    ground_truth: str | None = "answer",
+    source: str | None = None,
+    source_name: str | None = None,
+    chat: bool = False,
+    max_prompt_tokens: int = 512,
+    over_long: OverLong = "error",
+    pad_token: str | None = None,
+    problems: Problems | None = None,
+) -> PromptSet:
+    """The prompt set of `rows`.
+
+    prompt: a field, or a template like "Question: {question}". A dot reaches into a field: "reward_model.style".
+    ground_truth: the field that a reward compares with, any JSON value but null; None: there is none.
+    source: the field that names the row's data set; else `source_name`, else the file's name.
+    chat: apply the tokenizer's chat template to the field's messages, or to its text as one message of the user.
+    over_long: what happens to prompts of more than `max_prompt_tokens`: "error" names them, "drop" leaves them out,
+        "truncate" keeps their last tokens; both are counted in the result.
+    pad_token: the token to pad with, for a tokenizer that has none of its own.
+    problems: what was wrong with rows that are not among `rows`, to be named in the same error.
+
+    The row's other fields become `extras`. Raises ValueError naming file, line and field of every faulty row, and for a
+    tokenizer that lacks what is needed.
+    """
+    if over_long not in ("error", "drop", "truncate"):
+        raise ValueError(f"over_long = {over_long!r}; there are 'error', 'drop' and 'truncate'")
+    special = check_tokenizer(tokenizer, pad_token=pad_token)
+    if chat:
+        check_chat_template(tokenizer)
+    problems = Problems() if problems is None else problems
+    read = _Reader(prompt=prompt, ground_truth=ground_truth, source=source, source_name=source_name, chat=chat)
+    asked = [(row, example) for row in rows if (example := read.example(row, problems)) is not None]
+    tokens = _tokens(asked, tokenizer, problems)
+    if over_long == "error":
+        for (row, _), ids in zip(asked, tokens, strict=True):
+            if len(ids) > max_prompt_tokens:
+                text = f"the prompt has {len(ids)} tokens, more than max_prompt_tokens = {max_prompt_tokens}"
+                problems.add(f"{row.place}: {text} (over_long can drop or truncate it)")
+    problems.check("data")
+    return _assemble(asked, tokens, special.pad_token_id, max_prompt_tokens, drop=over_long == "drop")
+
+
+@attrs.frozen(kw_only=True)
+class _Example:
+    prompt: str | list[dict[str, Any]]
+    ground_truth: Any
+    source: str
+    extras: dict[str, Any]
+    left_out: tuple[str, ...]
+
+
+@attrs.frozen(kw_only=True)
+class _Reader:
+    prompt: str
+    ground_truth: str | None
+    source: str | None
+    source_name: str | None
+    chat: bool
+
+    def example(self, row: Row, problems: Problems) -> _Example | None:
+        """What a row says; None, and its problems noted, if something is wrong with it."""
+        found: dict[str, Any] = {}
+        parts: tuple[tuple[str, Callable[[dict[str, Any]], Any]], ...] = (
+            ("prompt", self._prompt),
+            ("ground_truth", self._ground_truth),
+            ("source", lambda fields: self._source(fields, row)),
+        )
+        for name, part in parts:
+            try:
+                found[name] = part(row.fields)
+            except _Bad as error:
+                problems.add(f"{row.place}: {error}")
+        if len(found) < len(parts):
+            return None
+        used = {self.prompt, self.ground_truth, self.source}
+        extras, left_out = {}, []
+        for name, value in row.fields.items():
+            if name in used:
+                continue
+            try:
+                extras[name] = plain(value)
+            except ValueError:
+                left_out.append(name)
+        return _Example(extras=extras, left_out=tuple(left_out), **found)
+
+    def _prompt(self, fields: dict[str, Any]) -> str | list[dict[str, Any]]:
+        if "{" in self.prompt:
+            text = fill(self.prompt, fields)
+            return [{"role": "user", "content": text}] if self.chat else text
+        value = lookup(fields, self.prompt)
+        if isinstance(value, str):
+            if not value:
+                raise _Bad(f"field {self.prompt!r}: empty")
+            return [{"role": "user", "content": value}] if self.chat else value
+        if isinstance(value, (list, tuple)) and self.chat:
+            return _messages(value, self.prompt)
+        hint = "; messages need the chat template (chat = true)" if isinstance(value, list) else ""
+        raise _Bad(f"field {self.prompt!r}: a {_kind(value)}, not text{hint}")
+
+    def _ground_truth(self, fields: dict[str, Any]) -> Any:
+        if self.ground_truth is None:
+            return None
+        value = lookup(fields, self.ground_truth)
+        if value is None:
+            raise _Bad(f"field {self.ground_truth!r}: null")
+        try:
+            return plain(value)
+        except ValueError as error:
+            raise _Bad(f"field {self.ground_truth!r}: {error}") from error
+
+    def _source(self, fields: dict[str, Any], row: Row) -> str:
+        if self.source is None:
+            return row.source if self.source_name is None else self.source_name
+        value = lookup(fields, self.source)
+        if not isinstance(value, str) or not value:
+            raise _Bad(f"field {self.source!r}: a {_kind(value)}, not the name of a source")
+        return value
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    return "empty text" if value == "" else type(value).__name__
+
+
+def lookup(fields: Mapping[str, Any], name: str) -> Any:
+    """A field by its name, or by a path with dots into nested fields."""
+    if name in fields:
+        return fields[name]
+    value: Any = fields
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise _Bad(f"field {name!r}: missing; the row has {sorted(map(str, fields))}")
+        value = value[part]
+    return value
+
+
+def fill(template: str, fields: Mapping[str, Any]) -> str:
+    """The template with each {field} replaced by its text; {{ and }} are braces."""
+    parts = []
+    try:
+        pieces = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"prompt = {template!r} is not a template: {error}; write {{{{ for a brace") from error
+    for text, name, specification, conversion in pieces:
+        parts.append(text)
+        if name is None:
+            continue
+        if not name or specification or conversion:
+            raise ValueError(f"prompt = {template!r}: each {{}} holds the name of a field and nothing else")
+        value = lookup(fields, name)
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise _Bad(f"field {name!r}: a {_kind(value)}, not text")
+        parts.append(str(value))
+    return "".join(parts)
+
+
+def _messages(value: Sequence[Any], name: str) -> list[dict[str, Any]]:
+    if not value:
+        raise _Bad(f"field {name!r}: no messages")
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise _Bad(f"field {name!r}: message {number} has no text as 'role' and 'content'")
+    return [{k: v for k, v in message.items() if v is not None} for message in value]
+
+
+def _tokens(asked: Sequence[tuple[Row, _Example]], tokenizer: Any, problems: Problems) -> list[list[int]]:
+    """The token ids of every prompt; [] for one that the tokenizer or its chat template refuses, with a problem."""
+    texts = [example.prompt for _, example in asked if isinstance(example.prompt, str)]
+    try:
+        at_once = iter(tokenizer(texts)["input_ids"] if texts else ())
+    except Exception:  # one at a time, then, to name those at fault
+        at_once = None
+    if texts and at_once is not None:
+        _check_open_end(texts[0], tokenizer)
+    result: list[list[int]] = []
+    for row, example in asked:
+        ids: list[int] = []
+        try:
+            if not isinstance(example.prompt, str):
+                chat = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+                ids = list(tokenizer.apply_chat_template(example.prompt, **chat))
+            else:
+                ids = list(next(at_once) if at_once is not None else tokenizer(example.prompt)["input_ids"])
+            if not ids:
+                problems.add(f"{row.place}: the prompt has no tokens")
+        except Exception as error:  # tokenizers and chat templates raise what they like
+            problems.add(f"{row.place}: the tokenizer refuses the prompt: {error}")
+        result.append(ids)
+    return result
+
+
+def _check_open_end(text: str, tokenizer: Any) -> None:
+    """Raises ValueError for a tokenizer that ends every text with its end token: a prompt is to be continued."""
+    eos = [tokenizer.eos_token_id]
+    bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if tokenizer(text)["input_ids"][-1:] == eos and bare[-1:] != eos:
+        raise ValueError("the tokenizer ends every text with its end token; set add_eos_token=False and save it")
+
+
+def _assemble(
+    asked: Sequence[tuple[Row, _Example]], tokens: Sequence[list[int]], pad_token_id: int, limit: int, *, drop: bool
+) -> PromptSet:
+    """The prompt set, without the prompts of more than `limit` tokens or with the last `limit` tokens of them."""
+    long = [len(ids) > limit for ids in tokens]
+    kept = [i for i, over in enumerate(long) if not (over and drop)]
+    shared: dict[int, int] = {}
+    return check_prompt_set(
+        PromptSet(
+            tokens=tuple(share(tokens[i][-limit:], shared) for i in kept),
+            ids=tuple(asked[i][0].name for i in kept),
+            ground_truths=tuple(asked[i][1].ground_truth for i in kept),
+            sources=tuple(asked[i][1].source for i in kept),
+            extras=tuple(asked[i][1].extras for i in kept),
+            pad_token_id=pad_token_id,
+            num_dropped=len(tokens) - len(kept),
+            num_truncated=0 if drop else sum(long),
+            left_out=tuple(sorted({name for i in kept for name in asked[i][1].left_out})),
+        )
+    )
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON would bring it back: nan is None, a date is text, a tuple a list. Else ValueError."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if hasattr(value, "tolist"):  # numpy's numbers and arrays
+        return plain(value.tolist())
+    raise ValueError(f"a {type(value).__name__} does not fit JSON")

@@ -1,0 +1,166 @@
+"""Rows from files and data sets, each with the place that it came from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from fppo.data.problems import Problems
+
+PathLike = str | os.PathLike[str]
+FORMATS = (".jsonl", ".json", ".parquet")
+
+
+@attrs.frozen
+class Row:
+    """One row and where it stands: a line of a file that has lines, else the number of the row, both from 1."""
+
+    file: str
+    line: int
+    fields: dict[str, Any]
+    source: str  # the file's or data set's name
+
+    @property
+    def place(self) -> str:
+        """As an editor takes it: file:line."""
+        return f"{self.file}:{self.line}"
+
+    @property
+    def name(self) -> str:
+        """`place` without the file's directory."""
+        return f"{Path(self.file).name}:{self.line}"
+
+
+def read_rows(
+    paths: PathLike | Sequence[PathLike], *, split: str = "train", problems: Problems | None = None
+) -> list[Row]:
+    """The rows of all `paths`, in order.
+
+    A path is a jsonl, json (an array of objects, or lines) or parquet file; a directory that the datasets library
+    saved or can read; or the name of a data set, as "openai/gsm8k:main" where it has several configurations. Of the
+    last two, `split` is read. Raises ValueError for what cannot be read, naming every malformed line, and for no rows
+    at all; with `problems`, malformed lines are noted there instead.
+    """
+    many = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    noted = Problems() if problems is None else problems
+    rows = [row for path in many for row in _read(path, split, noted)]
+    if problems is None:
+        noted.check("data")
+    if not rows and not noted.count:
+        raise ValueError(f"the data set is empty: no rows in {', '.join(map(str, many)) or 'no files'}")
+    return rows
+
+
+def _read(path: PathLike, split: str, problems: Problems) -> Iterator[Row]:
+    file, text = Path(path), os.fspath(path)
+    suffix = file.suffix.lower()
+    if file.is_file():
+        if suffix == ".parquet":
+            return _parquet(file)
+        if suffix in (".jsonl", ".json"):
+            return _json(file, problems, lines=suffix == ".jsonl")
+        raise ValueError(f"{text}: unknown kind of file {suffix!r}; there are {', '.join(FORMATS)}")
+    if file.is_dir():
+        return _directory(file, split)
+    if suffix in FORMATS or text.startswith((".", "/", "~")):
+        raise ValueError(f"{text}: no such file")
+    return _named(text, split)
+
+
+def _json(file: Path, problems: Problems, *, lines: bool) -> Iterator[Row]:
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        problems.add(f"{file}:{_line_of(file, error.start)}: not UTF-8: {error.reason}")
+        return
+    if not lines and text.lstrip().startswith("["):
+        yield from _array(file, text, problems)
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield from _object(file, number, line, problems)
+
+
+def _line_of(file: Path, position: int) -> int:
+    return file.read_bytes()[:position].count(b"\n") + 1
+
+
+def _object(file: Path, number: int, line: str, problems: Problems) -> Iterator[Row]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        problems.add(f"{file}:{number}: not JSON: {error}")
+        return
+    if isinstance(value, dict):
+        yield Row(str(file), number, value, file.stem)
+    else:
+        problems.add(f"{file}:{number}: a {type(value).__name__}, not an object with fields")
+
+
+def _array(file: Path, text: str, problems: Problems) -> Iterator[Row]:
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        problems.add(f"{file}:{error.lineno}: not JSON: {error.msg} (column {error.colno})")
+        return
+    for number, value in enumerate(values, start=1):
+        if isinstance(value, dict):
+            yield Row(str(file), number, value, file.stem)
+        else:
+            problems.add(f"{file}:{number}: a {type(value).__name__}, not an object with fields")
+
+
+def _parquet(file: Path) -> Iterator[Row]:
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(file)
+    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+        raise ValueError(f"{file}: not a whole parquet file: {error}") from error
+    for number, value in enumerate(table.to_pylist(), start=1):
+        yield Row(str(file), number, value, file.stem)
+
+
+def _directory(directory: Path, split: str) -> Iterator[Row]:
+    import datasets
+
+    saved = any((directory / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    try:
+        if saved:
+            found = datasets.load_from_disk(str(directory))
+        else:
+            found = datasets.load_dataset(str(directory))
+    except Exception as error:
+        raise ValueError(f"{directory}: the datasets library cannot read this directory: {error}") from error
+    return _rows(_split(found, split, str(directory)), f"{directory}[{split}]", directory.name)
+
+
+def _named(name: str, split: str) -> Iterator[Row]:
+    import datasets
+
+    repository, _, configuration = name.partition(":")
+    try:
+        found = datasets.load_dataset(repository, configuration or None)
+    except Exception as error:  # the library raises its own, the hub's, http's and the file system's
+        raise ValueError(
+            f"{name}: neither a file nor a data set that could be loaded ({type(error).__name__}): {error}"
+        ) from error
+    return _rows(_split(found, split, name), f"{repository}[{split}]", repository)
+
+
+def _split(found: Any, split: str, name: str) -> Any:
+    if not isinstance(found, dict):  # a single data set has no splits
+        return found
+    if split not in found:
+        raise ValueError(f"{name}: there is no split {split!r}; there are {sorted(found)}")
+    return found[split]
+
+
+def _rows(dataset: Any, file: str, source: str) -> Iterator[Row]:
+    for number, value in enumerate(dataset, start=1):
+        yield Row(file, number, dict(value), source)

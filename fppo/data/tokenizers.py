@@ -1,0 +1,77 @@
+"""What a tokenizer must have, and whether models share its vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class SpecialTokens(NamedTuple):
+    """The ids that padding and stopping use."""
+
+    pad_token_id: int
+    eos_token_id: int
+
+
+def check_tokenizer(tokenizer: Any, *, pad_token: str | None = None) -> SpecialTokens:
+    """The tokenizer's padding and end token.
+
+    Raises ValueError if it has no end token, or no padding token and none is given as `pad_token`: a token of its
+    vocabulary.
+    """
+    name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise ValueError(f"the tokenizer {name} has no end-of-sequence token; set tokenizer.eos_token and save it")
+    pad = tokenizer.pad_token_id
+    if pad_token is not None:
+        pad = tokenizer.get_vocab().get(pad_token)
+        if pad is None:
+            raise ValueError(f"pad_token = {pad_token!r} is no token of the tokenizer {name}")
+    if pad is None:
+        raise ValueError(
+            f"the tokenizer {name} has no padding token; name a token to pad with (pad_token), "
+            f"as its end token {tokenizer.eos_token!r}: padding is masked, so any will do"
+        )
+    return SpecialTokens(pad, eos)
+
+
+def check_chat_template(tokenizer: Any) -> None:
+    """Raises ValueError if the tokenizer has no chat template."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        raise ValueError(
+            f"the tokenizer {name} has no chat template; use a chat model, or a plain prompt template (chat = false)"
+        )
+
+
+def vocabulary_size(config: Any) -> int:
+    """The rows of a model's embedding, by its Hugging Face configuration."""
+    return config.get_text_config().vocab_size
+
+
+def check_vocabulary(
+    tokenizer: Any, configs: Mapping[str, Any], *, tokenizers: Mapping[str, Any] | None = None
+) -> None:
+    """Raises ValueError if models do not fit the tokenizer or each other, naming all that is wrong.
+
+    `configs` holds the models' Hugging Face configurations by name (actor, reference, critic); the first is the one
+    that the others are held against. `tokenizers` holds those that came with the others, where there are any: an equal
+    vocabulary then allows embeddings padded to another size.
+    """
+    highest = max(tokenizer.get_vocab().values())
+    sizes = {name: vocabulary_size(config) for name, config in configs.items()}
+    wrong = [
+        f"the {name} has {size} tokens, but the tokenizer's ids go up to {highest}"
+        for name, size in sizes.items()
+        if size <= highest
+    ]
+    first = next(iter(sizes), "")
+    for name, size in list(sizes.items())[1:]:
+        other = (tokenizers or {}).get(name)
+        if other is not None and other.get_vocab() != tokenizer.get_vocab():
+            wrong.append(f"the {name} has another tokenizer's vocabulary than the {first}")
+        elif other is None and size != sizes[first]:
+            wrong.append(f"the {name} has {size} tokens, but the {first} has {sizes[first]}")
+    if wrong:
+        raise ValueError("the models' vocabularies do not match: " + "; ".join(wrong))

@@ -1,0 +1,133 @@
+"""Batches: every row once per epoch, the same stream from any cursor, left padding."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fppo import batch, data
+from fppo.data import DataCursor
+from fppo.key import Key
+from fppo.runtime import checkpoint
+from tests.data.rows import tokenizer
+
+
+def prompts(count: int) -> data.PromptSet:
+    return data.prompt_set(
+        [[i % 7 + 1] * (i % 4 + 1) for i in range(count)],
+        ground_truths=[{"n": i} for i in range(count)],
+        extras=[{"i": i} for i in range(count)],
+        pad_token_id=0,
+    )
+
+
+def stream(dataset, cursor, *, size, key, steps, shuffle=True):
+    drawn = []
+    for _ in range(steps):
+        found, cursor = data.next_batch(dataset, cursor, size=size, key=key, shuffle=shuffle)
+        drawn.append(list(found.ids))
+    return drawn, cursor
+
+
+sizes = {"count": st.integers(1, 12), "size": st.integers(1, 30), "seed": st.integers(0, 2**63)}
+
+
+@given(**sizes, shuffle=st.booleans())
+def test_every_row_comes_once_per_epoch(count, size, seed, shuffle):
+    epochs = 4
+    steps = -(-epochs * count // size)
+    drawn, cursor = stream(prompts(count), DataCursor(), size=size, key=Key(seed), steps=steps, shuffle=shuffle)
+    flat = [row for rows in drawn for row in rows]
+    everything = {str(i) for i in range(count)}
+    for epoch in range(epochs):
+        assert Counter(flat[epoch * count : (epoch + 1) * count]) == Counter(everything)
+    assert (cursor.epoch, cursor.position) == divmod(steps * size, count)
+
+
+@given(**sizes, before=st.integers(0, 6), after=st.integers(1, 6))
+def test_resuming_gives_the_same_stream(count, size, seed, before, after):
+    dataset, key = prompts(count), Key(seed)
+    whole, end = stream(dataset, DataCursor(), size=size, key=key, steps=before + after)
+    first, cursor = stream(dataset, DataCursor(), size=size, key=key, steps=before)
+    again = DataCursor(epoch=cursor.epoch, position=cursor.position)
+    rest, resumed = stream(dataset, again, size=size, key=key, steps=after)
+    assert first + rest == whole
+    assert (resumed.epoch, resumed.position) == (end.epoch, end.position)
+
+
+@given(count=st.integers(1, 40), position=st.integers(0, 10**6), size=st.integers(1, 7), seed=st.integers(0, 99))
+def test_any_cursor_continues_the_one_stream(count, position, size, seed):
+    epoch, start = divmod(position, count)
+    picked, _ = data.next_indices(count, DataCursor(epoch=epoch, position=start), size=size, key=Key(seed))
+    orders = {e: data.epoch_order(count, Key(seed), e) for e in range(epoch, epoch + size // count + 2)}
+    assert picked == [orders[(position + i) // count][(position + i) % count] for i in range(size)]
+
+
+def test_epochs_and_keys_have_their_own_orders():
+    orders = [data.epoch_order(50, Key(s), e) for s in (0, 1) for e in (0, 1)]
+    assert all(a != b for i, a in enumerate(orders) for b in orders[i + 1 :])
+    assert data.epoch_order(50, Key(0), 3, shuffle=False) == list(range(50))
+    firsts = Counter(data.epoch_order(4, Key(0), e)[0] for e in range(2000))
+    assert all(abs(n - 500) < 100 for n in firsts.values())
+
+
+def test_a_cursor_survives_a_checkpoint(tmp_path):
+    checkpoint.save({"cursor": DataCursor(epoch=3, position=2)}, tmp_path, 1)
+    found = checkpoint.load({"cursor": DataCursor()}, tmp_path, 1)["cursor"]
+    assert (found.epoch, found.position) == (3, 2)
+
+
+@pytest.mark.parametrize("cursor", [DataCursor(position=5), DataCursor(epoch=-1), DataCursor(position=-1)])
+def test_a_cursor_of_other_data_is_refused(cursor):
+    with pytest.raises(ValueError, match="the data set has 5 prompts"):
+        data.next_batch(prompts(5), cursor, size=1, key=Key(0))
+    with pytest.raises(ValueError, match="both must be 1 or more"):
+        data.next_batch(prompts(5), DataCursor(), size=0, key=Key(0))
+
+
+@given(st.integers(1, 12), st.integers(1, 13))
+def test_evaluation_batches_hold_every_row_once_in_order(count, size):
+    found = list(data.batches(prompts(count), size))
+    assert [i for b in found for i in b.ids] == [str(i) for i in range(count)]
+    assert torch.cat([b.row_ids for b in found]).tolist() == list(range(count))
+    assert all(len(a.tokens) == size for a, _ in pairwise(found))
+
+
+def test_collate_pads_on_the_left():
+    found = data.collate(prompts(6), [3, 0, 3], row_offset=10)
+    assert found.tokens.tolist() == [[4, 4, 4, 4], [0, 0, 0, 1], [4, 4, 4, 4]]
+    assert found.attention_mask.tolist() == [[True] * 4, [False] * 3 + [True], [True] * 4]
+    assert found.attention_mask.dtype == torch.bool
+    assert found.row_ids.tolist() == [10, 11, 12]
+    assert found.ids == batch.Column(["3", "0", "3"])
+    assert found.ground_truth == batch.Column([{"n": 3}, {"n": 0}, {"n": 3}])
+    assert found.extras[1] == {"i": 0}
+    assert data.collate(prompts(6), [0], width=3).tokens.tolist() == [[0, 0, 1]]
+    with pytest.raises(ValueError, match="4 tokens does not fit the width of 3"):
+        data.collate(prompts(6), [3], width=3)
+
+
+def test_prompt_sets_from_lists():
+    words = data.prompt_set(["1 2", "3"], tokenizer(), ground_truths=["3", "3"], sources=["a", "b"], ids=["p", "q"])
+    assert (words.tokens, words.ids, words.sources, words.pad_token_id) == (
+        ((11, 12), (13,)),
+        ("p", "q"),
+        ("a", "b"),
+        0,
+    )
+    assert data.select(words, [1]).tokens == ((13,),)
+    for call, text in (
+        (lambda: data.prompt_set("1 2", tokenizer()), "one string"),
+        (lambda: data.prompt_set(["1"], pad_token_id=0), "need a tokenizer"),
+        (lambda: data.prompt_set([[1]]), "no padding token"),
+        (lambda: data.prompt_set([], pad_token_id=0), "holds no prompts"),
+        (lambda: data.prompt_set([[1], []], pad_token_id=0), "1: the prompt has no tokens"),
+        (lambda: data.prompt_set([[1]], pad_token_id=0, ground_truths=["a", "b"]), "differ in length"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()

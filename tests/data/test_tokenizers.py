@@ -1,0 +1,54 @@
+"""Tokenizers and vocabularies that do not fit."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import LlamaConfig
+
+from fppo import data
+from tests.data.rows import tokenizer
+
+
+def config(size: int) -> LlamaConfig:
+    return LlamaConfig(vocab_size=size)
+
+
+def test_special_tokens():
+    assert data.check_tokenizer(tokenizer()) == (0, 1)
+    assert data.check_tokenizer(tokenizer(pad_token=None), pad_token="<eos>") == (1, 1)
+    with pytest.raises(ValueError, match="no padding token; name a token"):
+        data.check_tokenizer(tokenizer(pad_token=None))
+    with pytest.raises(ValueError, match="no end-of-sequence token"):
+        data.check_tokenizer(tokenizer(eos_token=None))
+    with pytest.raises(ValueError, match="pad_token = '<nope>' is no token"):
+        data.check_tokenizer(tokenizer(), pad_token="<nope>")
+
+
+def test_a_tokenizer_that_ends_every_text_is_refused():
+    ending = tokenizer()
+    ending.backend_tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
+    rows = [data.Row("a", 1, {"prompt": "1", "answer": "1"}, "a")]
+    with pytest.raises(ValueError, match="ends every text"):
+        data.encode_rows(rows, ending)
+
+
+def test_vocabularies():
+    words = tokenizer()
+    data.check_vocabulary(words, {"actor": config(20), "critic": config(20)})
+    data.check_vocabulary(words, {"actor": config(20), "critic": config(32)}, tokenizers={"critic": tokenizer()})
+    with pytest.raises(ValueError, match=r"the actor has 19 tokens, but the tokenizer's ids go up to 19"):
+        data.check_vocabulary(words, {"actor": config(19)})
+    with pytest.raises(ValueError, match=r"reference has 32 tokens, but the actor has 20; the critic has 24"):
+        data.check_vocabulary(words, {"actor": config(20), "reference": config(32), "critic": config(24)})
+    other = tokenizer()
+    other.add_tokens(["more"])
+    with pytest.raises(ValueError, match="the critic has another tokenizer's vocabulary"):
+        data.check_vocabulary(words, {"actor": config(20), "critic": config(20)}, tokenizers={"critic": other})
+
+
+def test_token_ids_outside_the_model():
+    prompts = data.prompt_set([[1, 2], [3, 30]], pad_token_id=0)
+    data.check_tokens(prompts, 31)
+    with pytest.raises(ValueError, match="1: token id 30 is outside the model's vocabulary of 30"):
+        data.check_tokens(prompts, 30)
