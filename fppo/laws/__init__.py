@@ -3,12 +3,19 @@
 from fppo.laws._search import LawViolation
 from fppo.laws.estimators import check_advantages, check_gae, check_whiten
 from fppo.laws.losses import check_policy_loss, check_value_loss
+from fppo.laws.states import check_donation, check_purity, check_resume
+from fppo.laws.updates import check_update, check_update_fn
 
 __all__ = [
     "LawViolation",
     "check_advantages",
+    "check_donation",
     "check_gae",
     "check_policy_loss",
+    "check_purity",
+    "check_resume",
+    "check_update",
+    "check_update_fn",
     "check_value_loss",
     "check_whiten",
 ]

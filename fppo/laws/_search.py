@@ -32,11 +32,13 @@ class Law(NamedTuple):
 
 
 class Example(NamedTuple):
-    """Inputs of a function: `inputs` in the order of its arguments, `extras` its keywords, `weights` [B, T]."""
+    """Inputs of a function: `inputs` in the order of its arguments, `extras` its keywords, `weights` [B, T]; and the
+    weight mode of an update."""
 
     inputs: dict[str, Tensor]
     extras: dict[str, Tensor]
     weights: Tensor
+    mode: str | None = None
 
     @property
     def mask(self) -> Tensor:
@@ -45,7 +47,7 @@ class Example(NamedTuple):
     def map(self, fn: Callable[[Tensor], Tensor]) -> Example:
         """The example with `fn` applied to every tensor."""
         inputs, extras = ({k: fn(v) for k, v in part.items()} for part in (self.inputs, self.extras))
-        return Example(inputs, extras, fn(self.weights))
+        return Example(inputs, extras, fn(self.weights), self.mode)
 
     def put(self, **changes: Tensor) -> Example:
         """The example with some of its inputs or extras changed."""
@@ -114,7 +116,8 @@ def fn_name(fn: Callable) -> str:
 def _describe(example: Example) -> str:
     tensors = {**example.inputs, **example.extras}
     width = max((len(name) for name in tensors), default=0)
-    return "\n".join(f"    {name:<{width}} = {value.tolist()}" for name, value in tensors.items())
+    lines = [f"    {name:<{width}} = {value.tolist()}" for name, value in tensors.items()]
+    return "\n".join(lines if example.mode is None else [f"    weight_mode = {example.mode!r}", *lines])
 
 
 def _first_breach(fn: Callable, law: Law, examples: Sequence[tuple[int, Example]]) -> tuple[Example, str] | None:
@@ -128,19 +131,28 @@ def _first_breach(fn: Callable, law: Law, examples: Sequence[tuple[int, Example]
     return None
 
 
-def check(fn: Callable, laws: Sequence[Law], make_example: Callable[[int, int, int], Example]) -> None:
+def check(
+    fn: Callable,
+    laws: Sequence[Law],
+    make_example: Callable[[int, int, int], Example],
+    *,
+    sizes: Sequence[tuple[int, int]] = SIZES,
+    seeds: int = SEEDS,
+    name: str | None = None,
+) -> None:
     """Put `fn` through every law on `make_example(rows, width, seed)`; LawViolation for the first that is broken.
 
-    The message holds the smallest counter-example, and the names of the other laws that do not hold.
+    The message holds the function's name (or `name`), the smallest counter-example, and the names of the other laws
+    that do not hold.
     """
-    examples = [(seed, make_example(rows, width, seed)) for rows, width in SIZES for seed in range(SEEDS)]
+    examples = [(seed, make_example(rows, width, seed)) for rows, width in sizes for seed in range(seeds)]
     broken = [(law, found) for law in laws if (found := _first_breach(fn, law, examples)) is not None]
     if not broken:
         return
     law, (example, reason) = broken[0]
     rows, width = example.mask.shape
     lines = [
-        f'{fn_name(fn)} breaks the law "{law.name}": {law.statement}.',
+        f'{name or fn_name(fn)} breaks the law "{law.name}": {law.statement}.',
         f"  {reason}",
         f"  The smallest counter-example, {rows} x {width}:",
         _describe(example),

@@ -1,0 +1,265 @@
+"""Laws of whole updates: the gradient tree does not depend on how a batch is cut, ordered, padded or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fppo.laws._search import Example, Law, check, differ, draw_mask, fn_name, normal, widen
+from fppo.losses import MODES
+from fppo.metrics import Metrics
+
+if TYPE_CHECKING:  # a model needs transformers; the other laws do without it
+    from fppo.batch import Experience
+    from fppo.models.model import HeadKind
+
+SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 3), (5, 4))
+PROMPT = 3  # columns
+VOCAB = 11
+HORIZON = 7
+
+
+class _Outcome(NamedTuple):
+    grads: dict[str, Tensor]
+    params: dict[str, Tensor]
+    metrics: Metrics
+
+
+# (batch, mode, micro-batch size or None, token budget or None, remove_padding) -> what the update gave
+Run = Callable[["Experience", str, int | None, int | None, bool], _Outcome]
+
+
+def _runner(update: Callable[..., Any], head: HeadKind) -> Run:
+    """`update` of one tiny Qwen2 in float64, as a function of the batch and of how it is cut.
+
+    With beta_1 = 0 the first moment is the gradient; with eps = 1 the step is smooth where a gradient is near 0.
+    """
+    from transformers import Qwen2Config
+
+    from fppo import models
+    from fppo.key import Key
+    from fppo.runtime.mesh import Mesh
+    from fppo.steps.micro_batching import MicroBatching
+    from fppo.steps.optimizer import Optimizer
+    from fppo.steps.train_state import init_state
+    from fppo_kernels.record import Kernels
+
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.3,  # so that its probabilities are far from uniform
+        tie_word_embeddings=False,
+        pad_token_id=0,
+    )
+    model = models.build(config, head=head)
+    params = models.init_params(model, Key(0), torch.float64)
+    optimizer = Optimizer(schedule=lambda step: 0.1, betas=(0.0, 0.9), eps=1.0, max_grad_norm=None)
+    kernels, mesh = Kernels.named(), Mesh.local()
+
+    def run(batch: Experience, mode: str, size: int | None, budget: int | None, remove_padding: bool) -> _Outcome:
+        state, metrics = update(
+            init_state(params),
+            batch,
+            model=model,
+            optimizer=optimizer,
+            kernels=kernels,
+            mesh=mesh,
+            mini_batch_size=len(batch.tokens),
+            micro_batching=MicroBatching(size=size, token_budget=budget),
+            weight_mode=mode,
+            horizon=HORIZON if mode == "seq-mean-token-sum-norm" else None,
+            remove_padding=remove_padding,
+        )
+        return _Outcome(state.opt.mu, state.params, metrics)
+
+    return run
+
+
+def _batch(example: Example) -> Experience:
+    """The example as an Experience."""
+    from fppo.batch import Column, Experience
+
+    x, rows = example.inputs, len(example.mask)
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    column = Column([None] * rows)
+    return Experience(
+        tokens=x["tokens"],
+        attention_mask=x["attention_mask"],
+        response_mask=x["mask"],
+        rollout_log_probs=x["old_log_probs"],
+        sampling_log_probs=x["old_log_probs"],
+        row_ids=x["row_ids"],
+        groups=zeros,
+        versions=zeros,
+        finish=column,
+        ids=column,
+        ground_truth=column,
+        source=column,
+        extras=column,
+        scores=zeros.double(),
+        named_scores={},
+        old_log_probs=x["old_log_probs"],
+        ref_log_probs=x["ref_log_probs"],
+        values=x["values"],
+        token_rewards=x["returns"],
+        advantages=x["advantages"],
+        returns=x["returns"],
+    )
+
+
+def _example(modes: Sequence[str], rows: int, width: int, seed: int) -> Example:
+    """Ragged prompts and responses, holes and empty rows in the mask; the weight modes take turns."""
+    generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
+    mask = draw_mask(rows, width, seed + 2 * rows + width, generator)  # so that every mode meets every kind of mask
+    last = (mask * torch.arange(1, width + 1)).amax(1, keepdim=True)
+    first = torch.randint(PROMPT, (rows, 1), generator=generator)
+    columns = torch.arange(PROMPT + width)
+    attention = (columns >= first) & (columns < PROMPT + last)
+    old = -normal(generator, rows, width).abs() - 0.5
+    inputs = {
+        "tokens": torch.randint(1, VOCAB, attention.shape, generator=generator).where(attention, 0),
+        "attention_mask": attention,
+        "mask": mask,
+        "row_ids": torch.arange(rows),
+        "old_log_probs": old,
+        "ref_log_probs": old + 0.3 * normal(generator, rows, width),
+        **{name: normal(generator, rows, width) for name in ("values", "advantages", "returns")},
+    }
+    return Example(inputs, {}, mask.double(), modes[seed % len(modes)])
+
+
+def _run(run: Run, example: Example, *, size: int | None = None, budget: int | None = None, packed: bool = True):
+    if size is None and budget is None:
+        size = len(example.mask)
+    assert example.mode is not None
+    return run(_batch(example), example.mode, size, budget, packed)
+
+
+def _outcomes_differ(expected: _Outcome, actual: _Outcome) -> str | None:
+    for what, wanted, found in (
+        ("the gradient of", expected.grads, actual.grads),
+        ("the new parameter", expected.params, actual.params),
+    ):
+        for name, x in wanted.items():
+            if reason := differ(f"{what} {name}", x, found[name]):
+                return reason
+    if expected.metrics.keys() != actual.metrics.keys():
+        return f"metrics are {sorted(actual.metrics)}, expected {sorted(expected.metrics)}"
+    for name, metric in expected.metrics.items():
+        for field, a, b in zip(metric._fields, metric, actual.metrics[name], strict=True):
+            if reason := differ(f"metric {name}, {field}", a, b):
+                return reason
+    return None
+
+
+def _finite(run: Run, example: Example, generator: torch.Generator) -> str | None:
+    outcome = _run(run, example)
+    for name, grad in outcome.grads.items():
+        if not grad.isfinite().all():
+            return f"the gradient of {name} is not finite"
+    for name, metric in outcome.metrics.items():
+        if name.endswith("grad_norm") and not metric[0].isfinite():  # its update was skipped: the moments are as before
+            return "the norm of the gradient is not finite"
+    return None
+
+
+def _micro_batches(run: Run, example: Example, generator: torch.Generator) -> str | None:
+    whole, rows = _run(run, example), len(example.mask)
+    tokens = example.inputs["attention_mask"].sum(1)
+    for size in sorted({1, (rows + 1) // 2} - {rows}):
+        if reason := _outcomes_differ(whole, _run(run, example, size=size)):
+            return f"in micro-batches of {size}, {reason}, as in one"
+    for budget in {1, max(int(tokens.max()), -(-int(tokens.sum()) // 2))} if rows > 1 else ():
+        if reason := _outcomes_differ(whole, _run(run, example, budget=budget)):
+            return f"in micro-batches of at most {budget} tokens, {reason}, as in one"
+    return None
+
+
+def _row_order(run: Run, example: Example, generator: torch.Generator) -> str | None:
+    order = torch.randperm(len(example.mask), generator=generator)
+    reason = _outcomes_differ(_run(run, example), _run(run, example.map(lambda x: x[order]), size=2))
+    return reason and f"with the rows in the order {order.tolist()}, in micro-batches of 2, {reason}"
+
+
+def _wide(example: Example, left: int, right: int) -> Example:
+    """More padding on both sides, NaN where there are numbers."""
+    wide = example.map(partial(widen, columns=right))
+    prompts = {name: torch.nn.functional.pad(wide.inputs[name], (left, 0)) for name in ("tokens", "attention_mask")}
+    return wide.put(**prompts)
+
+
+def _padding(run: Run, example: Example, generator: torch.Generator) -> str | None:
+    for left, right in ((0, 1), (2, 3)):
+        if reason := _outcomes_differ(_run(run, example), _run(run, _wide(example, left, right))):
+            return f"with {left} more columns of padding before the prompts and {right} after the responses, {reason}"
+    return None
+
+
+def _packing(run: Run, example: Example, generator: torch.Generator) -> str | None:
+    packed = _run(run, example)
+    for columns in (0, 2):
+        if reason := _outcomes_differ(packed, _run(run, _wide(example, columns, columns), packed=False)):
+            return f"with remove_padding=False and {columns} more columns of padding on each side, {reason}, as packed"
+    return None
+
+
+_LAWS = (
+    Law("finite", "the gradient of finite inputs is finite", _finite),
+    Law("micro-batch split", "micro-batches of any size or token budget give one gradient tree", _micro_batches),
+    Law("row order", "the order of rows changes nothing", _row_order),
+    Law("padding width", "columns outside the masks change nothing", _padding),
+    Law("packing", "rows without padding and rows with it give one gradient tree", _packing),
+)
+
+
+def check_update_fn(
+    update: Callable[..., Any], *, head: HeadKind = "lm", modes: Sequence[str] = MODES, name: str | None = None
+) -> None:
+    """Put a whole update through its laws: `laws.check_update_fn(update_critic, head="value")`.
+
+    `update(state, batch, *, model, optimizer, kernels, mesh, mini_batch_size, micro_batching, weight_mode, horizon,
+    remove_padding)` returns (TrainState, Metrics); bind everything else with functools.partial. It trains a tiny Qwen2
+    in float64, with a vocabulary head ("lm") or a "value" head, on one mini-batch. For every weight mode in `modes`
+    the whole gradient tree, the new parameters and the metrics must be finite and the same for any split into
+    micro-batches, order of rows and padding width, packed or padded. LawViolation for the first law that fails.
+    """
+    run = _runner(update, head)
+    examples = partial(_example, tuple(modes))
+    check(run, _LAWS, examples, sizes=SIZES, seeds=max(3, len(modes)), name=name or fn_name(update))
+
+
+def check_update(
+    loss_fn: Callable[..., tuple[Tensor, Metrics]],
+    *,
+    select_fn: Callable[..., Tensor] | None = None,
+    modes: Sequence[str] = MODES,
+    entropy_coef: float = 0.01,
+    kl_coef: float = 0.1,
+    temperature: float = 0.9,
+) -> None:
+    """Put `update_actor` with a policy loss through the laws of updates: `laws.check_update(my_loss)`.
+
+    `loss_fn(log_probs, old_log_probs, advantages, mask)` returns the loss per token [B, T] and metrics, its scalars
+    bound; one that selects tokens over a mini-batch comes with its `select_fn`. See `check_update_fn` for what must
+    hold; `check_policy_loss` has the laws of the loss alone, with smaller counter-examples. Takes some seconds.
+    """
+    from fppo.steps.update import update_actor
+
+    update = partial(
+        update_actor,
+        loss_fn=loss_fn,
+        select_fn=select_fn,
+        entropy_coef=entropy_coef,
+        kl_coef=kl_coef,
+        temperature=temperature,
+    )
+    check_update_fn(update, modes=modes, name=f"update_actor with {fn_name(loss_fn)}")

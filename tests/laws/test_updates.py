@@ -1,0 +1,209 @@
+"""Our updates and steps keep the laws, and every law catches the mistake it is there for."""
+
+from functools import partial
+
+import attrs
+import pytest
+import torch
+
+from fppo import laws, losses, tree
+from fppo.metrics import masked_mean
+from fppo.runtime import checkpoint
+from fppo.runtime.mesh import Mesh
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizer import Optimizer, optimizer_step
+from fppo.steps.train_state import init_state
+from fppo.steps.update import update_actor, update_critic
+from fppo_kernels.record import Kernels
+from tests import tiny
+
+
+def test_our_updates_keep_the_laws():
+    laws.check_update(losses.ppo_clip)
+    chosen_by_noise = partial(losses.select_clip_cov, ratio=0.3, low=-50.0, high=50.0)
+    laws.check_update(losses.clip_cov, select_fn=chosen_by_noise, modes=("token-mean",))
+    laws.check_update_fn(update_critic, head="value")
+
+
+def local_mean(log_probs, old, advantages, mask):
+    loss, metrics = losses.ppo_clip(log_probs, old, advantages, mask)
+    return loss / mask.sum().clamp(min=1), metrics
+
+
+def first_row_counts_twice(log_probs, old, advantages, mask):
+    loss, metrics = losses.gpg(log_probs, old, advantages, mask)
+    return torch.cat([2 * loss[:1], loss[1:]]), metrics
+
+
+def mean_over_padding(log_probs, old, advantages, mask):
+    loss, metrics = losses.gpg(log_probs, old, advantages, mask)
+    return loss / mask.shape[1], metrics
+
+
+def local_metric(log_probs, old, advantages, mask):
+    loss, _ = losses.gpg(log_probs, old, advantages, mask)
+    return loss, {"actor/spread": masked_mean(log_probs / mask.sum().clamp(min=1), mask)}
+
+
+def infinite(log_probs, old, advantages, mask):
+    return (log_probs.where(mask, 0.0) * torch.inf).where(mask, 0.0), {}
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "law", "words"),
+    [
+        (local_mean, "micro-batch split", "in micro-batches of 1, the gradient of"),
+        (first_row_counts_twice, "micro-batch split", "2 x 1"),
+        (local_metric, "micro-batch split", "metric actor/spread"),
+        (mean_over_padding, "padding width", "1 x 1"),
+        (infinite, "finite", "1 x 1"),
+    ],
+)
+def test_a_broken_loss_is_shown_with_the_smallest_batch_on_which_it_is_broken(loss_fn, law, words):
+    with pytest.raises(laws.LawViolation) as caught:
+        laws.check_update(loss_fn, modes=("token-mean", "token-sum"))
+    assert caught.value.law == law
+    assert loss_fn.__name__ in str(caught.value)
+    assert words in str(caught.value)
+    assert "weight_mode" in str(caught.value)
+
+
+def by_place(state, batch, **settings):
+    place = 1.0 + torch.arange(len(batch.tokens), dtype=torch.float64)[:, None]
+    scaled = tree.replace(batch, advantages=batch.advantages * place)
+    return update_actor(state, scaled, loss_fn=losses.gpg, **settings)
+
+
+def by_packing(state, batch, *, remove_padding, **settings):
+    return update_actor(state, batch, loss_fn=losses.gpg, temperature=1.0 if remove_padding else 1.1, **settings)
+
+
+def by_mode(state, batch, *, weight_mode, micro_batching, **settings):
+    if weight_mode == "seq-mean-token-mean" and micro_batching.size == 1:
+        weight_mode = "token-mean"
+    return update_actor(
+        state, batch, loss_fn=losses.gpg, weight_mode=weight_mode, micro_batching=micro_batching, **settings
+    )
+
+
+@pytest.mark.parametrize(
+    ("update", "law", "words"),
+    [
+        (by_place, "row order", "with the rows in the order"),
+        (by_packing, "packing", "remove_padding=False"),
+        (by_mode, "micro-batch split", "weight_mode = 'seq-mean-token-mean'"),
+    ],
+)
+def test_a_broken_update_is_caught(update, law, words):
+    with pytest.raises(laws.LawViolation) as caught:
+        laws.check_update_fn(update)
+    assert caught.value.law == law
+    assert words in str(caught.value)
+
+
+MODEL, PARAMS = tiny.model_and_params()
+OPTIMIZER = Optimizer(schedule=lambda step: 0.01 / (step + 1))
+
+
+def actor_step(state, donate=False):
+    return update_actor(
+        state,
+        tiny.experience(state.step, 4),
+        model=MODEL,
+        loss_fn=losses.ppo_clip,
+        optimizer=OPTIMIZER,
+        kernels=Kernels.named(),
+        mesh=Mesh.local(),
+        mini_batch_size=2,
+        micro_batching=MicroBatching(size=1),
+        donate=donate,
+    )[0]
+
+
+def test_training_resumes_from_its_checkpoints_bit_for_bit(tmp_path):
+    state = init_state(PARAMS)
+
+    def save(state):
+        return checkpoint.save(state, tmp_path, state.step)
+
+    laws.check_resume(
+        actor_step, state, save=save, load=lambda path: checkpoint.load(state, tmp_path, int(path.name[5:]))
+    )
+
+
+def forgetful(state):
+    return tree.replace(state, opt=init_state(state.params).opt)
+
+
+def test_a_checkpoint_that_forgets_the_moments_is_caught():
+    with pytest.raises(laws.LawViolation, match=r"\.opt\.mu\['model.embed_tokens.weight'\] has other bits") as caught:
+        laws.check_resume(actor_step, init_state(PARAMS), save=lambda state: state, load=forgetful)
+    assert {name: int(x) for name, x in caught.value.example.items()} == {"n": 1, "m": 0}
+
+
+def test_a_step_with_a_memory_of_its_own_does_not_resume():
+    calls = []
+
+    def step(state):
+        calls.append(state)
+        return {"x": state["x"] + len(calls)}
+
+    with pytest.raises(laws.LawViolation, match=r"step breaks the law \"resume\"(.|\n)*\['x'\]"):
+        laws.check_resume(step, {"x": torch.zeros(2)}, save=tree.copy, load=tree.copy)
+
+
+def test_updates_donate_and_are_pure():
+    laws.check_donation(actor_step, init_state(PARAMS))
+    laws.check_purity(actor_step, init_state(PARAMS))
+    grads = tree.map(torch.ones_like, PARAMS)
+    shared = {"optimizer": OPTIMIZER, "kernels": Kernels.named(), "mesh": Mesh.local()}
+    laws.check_purity(optimizer_step, init_state(PARAMS), grads, **shared)
+
+
+def overwrites(state, *, donate):
+    return {"x": (state["x"].mul_(2) if donate else state["x"] * 2)}
+
+
+def rounds(state, *, donate):
+    return {"x": state["x"] * 2 + (1e-3 if donate else 0.0)}
+
+
+def overwrites_always(state, *, donate):
+    return {"x": state["x"].mul_(2)}
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (overwrites, "overwritten, not emptied"),
+        (rounds, "with donation ['x'] has other bits"),
+        (overwrites_always, "without donation it changed its argument"),
+    ],
+)
+def test_a_false_donation_is_caught(step, words):
+    with pytest.raises(laws.LawViolation) as caught:
+        laws.check_donation(step, {"x": torch.ones(3)})
+    assert words in str(caught.value)
+
+
+@attrs.define
+class Counter:
+    calls: int = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return x + self.calls
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (lambda x: x.add_(1), "it changed its argument: [0][0] has other bits"),
+        (lambda x: x + torch.rand(()), "torch's global generator"),
+        (Counter(), "a second call gave another result"),
+    ],
+)
+def test_an_impure_function_is_caught(fn, words):
+    with pytest.raises(laws.LawViolation) as caught:
+        laws.check_purity(fn, torch.ones(3))
+    assert words in str(caught.value)
