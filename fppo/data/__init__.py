@@ -4,7 +4,14 @@ from fppo.data.cursor import DataCursor, batches, epoch_order, next_batch, next_
 from fppo.data.encode import encode_rows, load_prompts
 from fppo.data.prompt_set import PromptSet, check_tokens, collate, prompt_set, select
 from fppo.data.read import Row, read_rows
-from fppo.data.tokenizers import SpecialTokens, check_chat_template, check_tokenizer, check_vocabulary, vocabulary_size
+from fppo.data.tokenizers import (
+    SpecialTokens,
+    check_chat_template,
+    check_tokenizer,
+    check_vocabulary,
+    stop_tokens,
+    vocabulary_size,
+)
 
 __all__ = [
     "DataCursor",
@@ -25,5 +32,6 @@ __all__ = [
     "prompt_set",
     "read_rows",
     "select",
+    "stop_tokens",
     "vocabulary_size",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -75,3 +75,22 @@ def check_vocabulary(
             wrong.append(f"the {name} has {size} tokens, but the {first} has {sizes[first]}")
     if wrong:
         raise ValueError("the models' vocabularies do not match: " + "; ".join(wrong))
+
+
+def stop_tokens(tokenizer: Any, stop: Sequence[str] = (), stop_token_ids: Sequence[int] = ()) -> tuple[int, ...]:
+    """The ids that end a response: the tokenizer's end token, each of `stop`, and `stop_token_ids`, none twice.
+
+    Raises ValueError for a text in `stop` that is not exactly one token, and for ids that the tokenizer does not have.
+    """
+    vocabulary = tokenizer.get_vocab()
+    found = [check_tokenizer(tokenizer, pad_token=tokenizer.eos_token).eos_token_id]
+    for text in stop:
+        ids = [vocabulary[text]] if text in vocabulary else tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ValueError(f"stop = {text!r} is {len(ids)} tokens ({ids}); a response can only stop at single tokens")
+        found += ids
+    known = set(vocabulary.values())
+    unknown = [i for i in stop_token_ids if i not in known]
+    if unknown:
+        raise ValueError(f"stop_token_ids = {unknown}: the tokenizer has no such ids; they go up to {max(known)}")
+    return tuple(dict.fromkeys([*found, *stop_token_ids]))

@@ -52,3 +52,12 @@ def test_token_ids_outside_the_model():
     data.check_tokens(prompts, 31)
     with pytest.raises(ValueError, match="1: token id 30 is outside the model's vocabulary of 30"):
         data.check_tokens(prompts, 30)
+
+
+def test_stop_tokens():
+    assert data.stop_tokens(tokenizer()) == (1,)
+    assert data.stop_tokens(tokenizer(pad_token=None), [":", "5", ":"], [11, 1]) == (1, 5, 15, 11)
+    with pytest.raises(ValueError, match=r"stop = '1 2' is 2 tokens"):
+        data.stop_tokens(tokenizer(), ["1 2"])
+    with pytest.raises(ValueError, match=r"stop_token_ids = \[99\]"):
+        data.stop_tokens(tokenizer(), [], [3, 99])
