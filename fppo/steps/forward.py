@@ -58,9 +58,7 @@ def forward_micro_batch(
     response mask reach a head. `remove_padding` packs the rows; without it the padded rows run as they are.
     """
     del mesh  # one process holds all rows; the sequence axis will slice them here
-    unknown = [name for name in outputs if name not in OUTPUTS]
-    if unknown:
-        raise ValueError(f"unknown outputs {unknown}; there are {list(OUTPUTS)}")
+    _check_outputs(model, outputs)
     mask = micro_batch.response_mask
     hidden, before = _hidden_before_responses(params, micro_batch, model, kernels, remove_padding)
     hidden = hidden[before]
@@ -92,6 +90,16 @@ def forward_micro_batch(
         entropy=place(result.entropy),
         sum_squared_probs=place(result.sum_squared),
     )
+
+
+def _check_outputs(model: Model, outputs: Sequence[str]) -> None:
+    unknown = [name for name in outputs if name not in OUTPUTS]
+    if unknown:
+        raise ValueError(f"unknown outputs {unknown}; there are {list(OUTPUTS)}")
+    needed = {"value" if name == "values" else "lm" for name in outputs}
+    if needed - {model.head}:
+        has, lacks = ("value", "vocabulary") if model.head == "value" else ("vocabulary", "value")
+        raise ValueError(f"outputs {list(outputs)} need a {lacks} head; this model has a {has} head")
 
 
 def _hidden_before_responses(
@@ -219,6 +227,7 @@ def compute_reward_scores(
     micro_batching: MicroBatching,
 ) -> Tensor:
     """A reward model's score [B] of each row: its head at the row's last real token. The model has a value head."""
+    _check_outputs(model, ("values",))
     parts = partition(row_lengths(batch), micro_batching)
     head = models.output_head(model, params)
     scores: list[Tensor] = []
