@@ -13,7 +13,7 @@ from fppo.batch import Experience
 from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.models.model import Model
-from fppo.runtime.mesh import Mesh
+from fppo.runtime.mesh import DATA_AXES, Mesh
 from fppo.steps.epochs import update_epochs, weighted
 from fppo.steps.forward import forward_micro_batch
 from fppo.steps.micro_batching import MicroBatching
@@ -57,6 +57,11 @@ def update_actor(
     `on_policy` takes old log-probs from the same pass: right when one mini-batch and one epoch make the ratio 1.
     Mini-batches are drawn by `key`, or taken in order without one. `donate` gives up the memory of `state`.
     """
+    if select_fn is not None and any(mesh[name].size > 1 for name in DATA_AXES):
+        raise ValueError(
+            "select_fn selects tokens over the whole mini-batch, and each data rank holds a part of it: "
+            "train with this loss on one data rank"
+        )
     outputs = ("log_probs", "entropy")
 
     def micro_loss(params: Params, rows: Experience, weights: Tensor, selected: Tensor | None):

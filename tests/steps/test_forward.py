@@ -111,7 +111,7 @@ def test_compute_functions_keep_the_order_of_rows_in_any_partition(rows, seed, c
     found = compute_reward_scores(VALUE_PARAMS, batch, model=VALUE_MODEL, micro_batching=cut, **SHARED)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, scores.float())
-    assert not (log_probs.requires_grad or values.requires_grad or found.requires_grad)
+    assert not any(x.requires_grad for x in (log_probs, values, found))
 
 
 def test_the_mask_decides_what_is_computed_not_what_is_read():

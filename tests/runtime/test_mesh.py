@@ -1,0 +1,140 @@
+"""Meshes: sums over real processes, and updates that two processes share."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from fppo import batch as batches
+from fppo import losses, metrics, tree
+from fppo.metrics import Max, Mean, Min
+from fppo.runtime.mesh import Axis, Mesh, all_reduce, data_metrics, data_sum
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizer import Optimizer
+from fppo.steps.schedules import schedule
+from fppo.steps.train_state import init_state
+from fppo.steps.update import update_actor, update_critic
+from fppo_kernels.record import Kernels
+from tests import tiny
+
+OPTIMIZER = Optimizer(schedule=schedule("constant", 1e-2), eps=1e-2, max_grad_norm=0.5)
+
+
+def _updates(batch, mesh):
+    """{name: (state, numbers)} of the updates to compare, two epochs each, on `batch`."""
+    actor, actor_params = tiny.model_and_params("lm")
+    critic, critic_params = tiny.model_and_params("value", seed=1)
+    found = {}
+    for mode in losses.MODES:
+        shared = {
+            "optimizer": OPTIMIZER,
+            "kernels": Kernels.named(),
+            "mesh": mesh,
+            "mini_batch_size": 1000,
+            "micro_batching": MicroBatching(size=2),
+            "weight_mode": mode,
+            "horizon": 9 if mode == "seq-mean-token-sum-norm" else None,
+            "epochs": 2,
+        }
+        with_terms = {"loss_fn": losses.ppo_clip, "entropy_coef": 0.01, "kl_coef": 0.1}
+        found[f"actor {mode}"] = update_actor(init_state(actor_params), batch, model=actor, **with_terms, **shared)
+        found[f"critic {mode}"] = update_critic(init_state(critic_params), batch, model=critic, **shared)
+    return {name: (state, metrics.report(report)) for name, (state, report) in found.items()}
+
+
+def _share(rank):
+    """7 rows as 5 and 2; the second share of another batch has no token to train on."""
+    batch = tiny.experience(11, 7)
+    masked = batch.response_mask.clone()
+    masked[5:] = False
+    empty = batches.extend(type(batch), batch, response_mask=masked)
+    part = {0: slice(0, 5), 1: slice(5, 7), None: slice(0, 7)}[rank]
+    return {name: batches.rows(b, list(range(7))[part]) for name, b in (("ragged", batch), ("empty", empty))}
+
+
+def _numbers(mesh, rank):
+    x = torch.tensor([1.0, 2.0]) * (rank + 1)
+    kept = x.clone()
+    report = data_metrics({"mean": Mean(x[0], x[1]), "max": Max(x[1]), "min": Min(x[1])}, mesh)
+    return {"sum": data_sum({"x": x}, mesh)["x"], "unchanged": torch.equal(x, kept), "report": metrics.report(report)}
+
+
+def _rank(rank, directory):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
+    mesh = Mesh(axes={"replicate": Axis(2, rank, dist.group.WORLD)})
+    results = {name: _updates(batch, mesh) for name, batch in _share(rank).items()}
+    plain = {
+        name: {key: (dict(tree.leaves_with_paths(state)), numbers) for key, (state, numbers) in updates.items()}
+        for name, updates in results.items()
+    }
+    torch.save({"updates": plain, "numbers": _numbers(mesh, rank)}, f"{directory}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each of two processes found."""
+    directory = tmp_path_factory.mktemp("ranks")
+    mp.start_processes(partial(_rank, directory=str(directory)), nprocs=2, start_method="spawn")
+    return [torch.load(Path(directory) / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["ragged", "empty"])
+def test_two_processes_with_shares_of_a_batch_do_the_update_of_one_with_all_of_it(ranks, kind):
+    expected = _updates(_share(None)[kind], Mesh.local())
+    for found in (rank["updates"][kind] for rank in ranks):
+        assert found.keys() == expected.keys()
+        for name, (state, numbers) in expected.items():
+            leaves, found_numbers = found[name]
+            for path, leaf in tree.leaves_with_paths(state):
+                torch.testing.assert_close(
+                    leaves[path], leaf, atol=1e-10, rtol=1e-10, msg=lambda m, at=(name, path): f"{at}: {m}"
+                )
+            assert found_numbers == pytest.approx(numbers, abs=1e-10, rel=1e-10, nan_ok=True), name
+
+
+def test_both_processes_hold_the_same_bits(ranks):
+    a, b = (rank["updates"] for rank in ranks)
+    for kind, name in ((kind, name) for kind in a for name in a[kind]):
+        assert tree.digest(a[kind][name][0]) == tree.digest(b[kind][name][0])
+
+
+def test_sums_and_metrics_go_over_all_processes_and_change_no_argument(ranks):
+    for rank in ranks:
+        assert rank["numbers"]["sum"].tolist() == [3.0, 6.0]
+        assert rank["numbers"]["unchanged"]
+        assert rank["numbers"]["report"] == {"mean": 0.5, "max": 4.0, "min": 2.0}
+
+
+def test_on_one_process_collectives_are_the_identity():
+    x = torch.ones(3)
+    assert all_reduce(x, Axis()) is x
+    assert data_sum({"x": x}, Mesh.local())["x"] is x
+    report = {"a": metrics.mean(1.0)}
+    assert data_metrics(report, Mesh.local()) is report
+
+
+def test_unknown_axes_are_an_error():
+    with pytest.raises(ValueError, match=r"\['model'\]; there are"):
+        Mesh(axes={"model": Axis()})
+
+
+def test_a_selection_over_the_mini_batch_needs_all_of_it_in_one_process():
+    model, params = tiny.model_and_params()
+    with pytest.raises(ValueError, match="selects tokens over the whole mini-batch"):
+        update_actor(
+            init_state(params),
+            tiny.experience(0, 2),
+            model=model,
+            loss_fn=losses.kl_cov,
+            select_fn=losses.select_kl_cov,
+            optimizer=OPTIMIZER,
+            kernels=Kernels.named(),
+            mesh=Mesh(axes={"shard": Axis(2, 0, None)}),
+            mini_batch_size=2,
+            micro_batching=MicroBatching(size=2),
+        )
