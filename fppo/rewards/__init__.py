@@ -1,0 +1,35 @@
+"""Reward functions, run in isolation and with time limits, and what validation makes of their scores.
+
+Worker processes import this package to load the functions, so nothing here imports torch at the top.
+"""
+
+from fppo.rewards.builtin import exact_match, length_penalty, math_verify, regular_expression
+from fppo.rewards.resolve import combine, resolve
+from fppo.rewards.runner import Failure, Judged, RewardRunner
+from fppo.rewards.sample import Reward, RewardFn, Sample, batch_reward, inline_reward, tensor_reward, weighted_sum
+from fppo.rewards.scoring import samples_of, score
+from fppo.rewards.validation import best_at_k, majority_at_k, summarize
+
+__all__ = [
+    "Failure",
+    "Judged",
+    "Reward",
+    "RewardFn",
+    "RewardRunner",
+    "Sample",
+    "batch_reward",
+    "best_at_k",
+    "combine",
+    "exact_match",
+    "inline_reward",
+    "length_penalty",
+    "majority_at_k",
+    "math_verify",
+    "regular_expression",
+    "resolve",
+    "samples_of",
+    "score",
+    "summarize",
+    "tensor_reward",
+    "weighted_sum",
+]

@@ -1,0 +1,166 @@
+"""The edge at which reward functions run: some here, the rest in worker processes with a time limit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from fppo.rewards.calls import Mode, call
+from fppo.rewards.pool import WorkerPool
+from fppo.rewards.sample import Outcome, Part, Reward, Sample, as_sum
+
+_log = logging.getLogger("fppo.rewards")
+
+
+class Failure(NamedTuple):
+    """A sample that scored 0 because its function raised, ended its process, or took too long."""
+
+    part: str
+    number: int
+    kind: str  # "error" or "timeout"
+    text: str
+
+
+class Judged(NamedTuple):
+    """What the functions said of a list of samples; one entry per sample in every list."""
+
+    scores: dict[str, list[float]]  # by part; 0 where it failed
+    named: dict[str, list[float]]  # the parts' further numbers
+    answers: list[str | None]
+    failures: tuple[Failure, ...]
+
+
+class RewardRunner:
+    """A reward, ready to judge; close it, or use it in a `with` statement.
+
+    Functions marked inline run in this process. All others run in `workers` processes, which are killed and started
+    again when one call takes more than `time_limit` seconds, in Python or C: a call on one sample, or on all of them
+    for a function of the batch. A call on several samples that raises or takes too long is repeated on its halves
+    until the sample at fault is alone. Coroutines run up to `concurrency` at a time. Loading the functions may take
+    `start_limit` seconds. A function must not depend on what it was called on before.
+    """
+
+    def __init__(
+        self,
+        reward: Reward,
+        *,
+        time_limit: float = 10.0,
+        workers: int = 1,
+        concurrency: int = 64,
+        start_limit: float = 120.0,
+    ) -> None:
+        if not time_limit > 0 or workers < 1 or concurrency < 1:
+            raise ValueError(
+                f"time_limit = {time_limit}, workers = {workers}, concurrency = {concurrency}: all must be above 0"
+            )
+        self.parts: tuple[Part, ...] = as_sum(reward).parts
+        self._time_limit, self._concurrency = time_limit, concurrency
+        outside = [(part.name, part.fn) for part in self.parts if not part.inline]
+        self._numbers = {name: number for number, (name, _) in enumerate(outside)}
+        self._pool = None
+        if outside:
+            self._pool = WorkerPool(outside, workers=workers, time_limit=time_limit, start_limit=start_limit)
+
+    def start(self) -> None:
+        """Starts the worker processes ahead of the first batch, without waiting for them."""
+        if self._pool is not None:
+            self._pool.start()
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def __enter__(self) -> RewardRunner:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def judge(self, samples: Sequence[Sample]) -> Judged:
+        """Every function on every sample; functions of the whole rollout are not called here.
+
+        An exception, an ended process and a call that takes too long score 0, are counted and logged. Raises ValueError
+        for a result that is no score (None, nan, inf, text, a list of the wrong length), naming function and sample.
+        """
+        scores: dict[str, list[float]] = {}
+        named: dict[str, list[float]] = {}
+        answers: list[str | None] = [None] * len(samples)
+        failures: list[Failure] = []
+        for part in self.parts:
+            if part.kind == "tensor":
+                continue
+            outcomes = self._outcomes(part, samples)
+            _check(part.name, outcomes, samples)
+            scores[part.name] = [outcome.score for outcome in outcomes]
+            prefix = "" if len(self.parts) == 1 else f"{part.name}/"
+            named |= {prefix + name: column for name, column in _columns(part.name, outcomes).items()}
+            answers = [a if o.answer is None else o.answer for a, o in zip(answers, outcomes, strict=True)]
+            failures += [
+                Failure(part.name, number, o.kind, o.text)
+                for number, o in enumerate(outcomes)
+                if o.kind in ("error", "timeout")
+            ]
+        _log_failures(failures, len(samples))
+        return Judged(scores, named, answers, tuple(failures))
+
+    def _outcomes(self, part: Part, samples: Sequence[Sample]) -> list[Outcome]:
+        mode = Mode(part.kind, part.asynchronous, self._time_limit, self._concurrency)
+        if not samples:
+            return []
+        if self._pool is not None and not part.inline:
+            return self._pool.run(self._numbers[part.name], mode, samples)
+        found: dict[int, Outcome] = {}
+        with asyncio.Runner() as loop:
+            call(part.fn, samples, mode, loop, found.__setitem__, _nothing)
+        return [found[number] for number in range(len(samples))]
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _check(name: str, outcomes: Sequence[Outcome], samples: Sequence[Sample]) -> None:
+    """Raises ValueError for results that are no scores."""
+    bad = [number for number, outcome in enumerate(outcomes) if outcome.kind == "bad"]
+    if bad:
+        first = samples[bad[0]]
+        raise ValueError(
+            f"the reward {name!r} returned {outcomes[bad[0]].text} for sample {bad[0]} "
+            f"({len(bad)} of {len(samples)} samples are so): it must return a finite number, "
+            'or a dict of them with "score" and maybe the text "answer". '
+            f"The sample's response: {first.response[:100]!r}, its ground truth: {str(first.ground_truth)[:100]!r}"
+        )
+
+
+def _columns(name: str, outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+    """The named numbers as columns. Raises ValueError if some samples have names that others lack."""
+    valued = [(number, outcome) for number, outcome in enumerate(outcomes) if outcome.kind == "value"]
+    names = list(valued[0][1].named) if valued else []
+    for number, outcome in valued:
+        if set(outcome.named) != set(names):
+            raise ValueError(
+                f"the reward {name!r} returned the names {sorted(names)} for sample {valued[0][0]}, but "
+                f"{sorted(outcome.named)} for sample {number}: give every sample the same"
+            )
+    return {key: [outcome.named.get(key, 0.0) for outcome in outcomes] for key in names}
+
+
+def _log_failures(failures: Sequence[Failure], count: int) -> None:
+    for part in dict.fromkeys(failure.part for failure in failures):
+        mine = [failure for failure in failures if failure.part == part]
+        first = mine[0]
+        _log.warning(
+            "the reward %r failed on %d of %d samples, which score 0; sample %d: %s",
+            part,
+            len(mine),
+            count,
+            first.number,
+            first.text,
+        )

@@ -1,0 +1,106 @@
+"""What n answers to each held-out prompt say of a policy: mean, best of k and majority of k, by source."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fppo.rewards.scoring import EXTRACTED
+
+if TYPE_CHECKING:
+    from fppo.batch import Scored
+    from fppo.metrics import Metrics
+
+
+def summarize(parts: Sequence[Scored], *, n: int) -> Metrics:
+    """Metrics of evaluation batches in which `n` consecutive or scattered rows share a number in `groups`.
+
+    By source: val-core/SOURCE/reward/mean@n, best@n/mean and, where rewards name the answers, maj@n/mean; for smaller
+    k (powers of two) and for the named scores the same under val-aux. best@k and maj@k are the exact expectations over
+    k of the n responses, drawn without replacement. Each prompt counts once. Raises ValueError if a group does not
+    have n rows.
+    """
+    from fppo import metrics
+
+    values: dict[str, list[float]] = defaultdict(list)
+    for part in parts:
+        columns = {"reward": part.scores.tolist(), **{k: v.tolist() for k, v in part.named_scores.items()}}
+        members: dict[int, list[int]] = defaultdict(list)
+        for row, group in enumerate(part.groups.tolist()):
+            members[group].append(row)
+        for group, rows in members.items():
+            if len(rows) != n:
+                raise ValueError(f"prompt {group} has {len(rows)} responses, not n = {n}")
+            answers = [part.extras[row].get(EXTRACTED) for row in rows]
+            voted = any(EXTRACTED in part.extras[row] for row in rows)
+            for name, column in columns.items():
+                scores = [column[row] for row in rows]
+                for metric, value in _of_prompt(scores, answers if voted else None).items():
+                    level = "core" if name == "reward" and f"@{n}" in metric else "aux"
+                    values[f"val-{level}/{part.source[rows[0]]}/{name}/{metric}"].append(value)
+    return {name: metrics.mean(math.fsum(found), len(found)) for name, found in values.items()}
+
+
+def _of_prompt(scores: Sequence[float], answers: Sequence[str | None] | None) -> dict[str, float]:
+    n = len(scores)
+    found = {f"mean@{n}": math.fsum(scores) / n}
+    for k in sizes(n):
+        found[f"best@{k}/mean"] = best_at_k(scores, k)
+        if answers is not None:
+            found[f"maj@{k}/mean"] = majority_at_k(scores, answers, k)
+    return found
+
+
+def sizes(n: int) -> list[int]:
+    """The k of best@k and maj@k: powers of two from 2, and n; none for a single response, whose mean says it all."""
+    return sorted({2**i for i in range(1, n.bit_length()) if 2**i <= n} | {n}) if n > 1 else []
+
+
+def best_at_k(scores: Sequence[float], k: int) -> float:
+    """The expected maximum of k of the scores, drawn without replacement.
+
+    With scores in ascending order it is sum_i C(i, k - 1) / C(n, k) s_i, i from 0: the estimator of pass@k
+    (Chen et al., 2021, arXiv:2107.03374) for any scores.
+    """
+    n = len(scores)
+    if not 1 <= k <= n:
+        raise ValueError(f"best@{k} of {n} scores")
+    return math.fsum(math.comb(i, k - 1) / math.comb(n, k) * s for i, s in enumerate(sorted(scores)))
+
+
+def majority_at_k(scores: Sequence[float], answers: Sequence[str | None], k: int) -> float:
+    """The expected score of the most frequent answer among k of the responses, drawn without replacement.
+
+    Answers that tie share the vote equally; an answer's score is the mean score of the responses that gave it. No
+    answer (None) is an answer too. Exact: counts, for each answer a and number of votes m, the ways in which a gets m
+    votes and t others m as well and none more.
+    """
+    n = len(scores)
+    if not 1 <= k <= n or len(answers) != n:
+        raise ValueError(f"maj@{k} of {n} scores and {len(answers)} answers")
+    counts = Counter(answers)
+    totals: dict[str | None, float] = defaultdict(float)
+    for answer, value in zip(answers, scores, strict=True):
+        totals[answer] += value
+    wins = {count: _share_of_votes(list(counts.values()), count, k) for count in set(counts.values())}
+    return math.fsum(totals[answer] / count * wins[count] for answer, count in counts.items())
+
+
+def _share_of_votes(counts: Sequence[int], count: int, k: int) -> float:
+    """The probability that an answer given `count` times wins among k, where t ties win 1 / (t + 1) each."""
+    others = list(counts)
+    others.remove(count)
+    won = 0.0
+    for votes in range(1, min(count, k) + 1):
+        ways = {(0, 0): 1}  # (responses drawn, ties) -> in how many ways
+        for other in others:
+            after: dict[tuple[int, int], int] = defaultdict(int)
+            for (drawn, ties), number in ways.items():
+                for more in range(min(other, votes, k - votes - drawn) + 1):
+                    after[drawn + more, ties + (more == votes)] += number * math.comb(other, more)
+            ways = after
+        fair = math.fsum(number / (ties + 1) for (drawn, ties), number in ways.items() if drawn == k - votes)
+        won += math.comb(count, votes) * fair
+    return won / math.comb(sum(counts), k)

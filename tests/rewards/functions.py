@@ -1,0 +1,99 @@
+"""Reward functions of every kind and fault; it imports next to nothing, since worker processes import it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import time
+
+from fppo.rewards import batch_reward, inline_reward, weighted_sum
+from fppo.rewards.sample import Sample
+
+
+def length(sample: Sample) -> float:
+    return float(len(sample.response))
+
+
+def process(sample: Sample) -> dict[str, float]:
+    return {"score": 1.0, "pid": float(os.getpid()), "torch": float("torch" in sys.modules)}
+
+
+def by_response(sample: Sample) -> float:
+    """Does what the response says."""
+    match sample.response:
+        case "raise":
+            raise KeyError("no such thing")
+        case "exit":
+            sys.exit(3)
+        case "die":
+            os._exit(7)
+        case "loop":
+            while True:
+                pass
+        case "regex":  # one call in C that holds the interpreter for ever
+            return float(re.match(r"(a+)+b", "a" * 60) is not None)
+        case "sleep":
+            time.sleep(60)
+    return 1.0
+
+
+def spawns(sample: Sample) -> float:
+    """Starts a process of its own, tells its number through a file, and hangs."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    with open(sample.extras["file"], "w") as file:
+        file.write(f"{os.getpid()} {child.pid}")
+    time.sleep(60)
+    return 1.0
+
+
+@inline_reward
+def inline(sample: Sample) -> float:
+    return by_response(sample) + os.getpid()
+
+
+@batch_reward
+def batch_lengths(samples: list[Sample]) -> list[float]:
+    return [by_response(s) * len(s.response) + 100 * len(samples) for s in samples]
+
+
+@batch_reward
+def too_few(samples: list[Sample]) -> list[float]:
+    return [1.0] * (len(samples) - 1)
+
+
+@batch_reward
+async def async_batch(samples: list[Sample]) -> list[float]:
+    await asyncio.sleep(0)
+    return [float(len(s.response)) for s in samples]
+
+
+async def coroutine(sample: Sample) -> dict[str, float]:
+    if sample.response == "wait":
+        await asyncio.sleep(60)
+    await asyncio.sleep(0.1)
+    return {"score": by_response(sample), "length": float(len(sample.response))}
+
+
+def bad_result(sample: Sample):
+    return sample.ground_truth
+
+
+def uneven_names(sample: Sample) -> dict[str, float]:
+    return {"score": 1.0, sample.response: 2.0}
+
+
+summed = weighted_sum({"length": length, "one": by_response}, {"length": 0.5})
+constant = 3
+
+
+class Judge:
+    """A class, which is no function; its instances are."""
+
+    def __call__(self, sample: Sample) -> float:
+        return 2.0
+
+
+judge = Judge()

@@ -1,0 +1,138 @@
+"""The built-in rewards, and rewards by name."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from fppo import rewards
+from fppo.rewards import RewardRunner
+from fppo.rewards import builtin as builtin_module
+from tests.rewards import functions
+from tests.rewards.samples import sample
+
+
+def test_exact_match():
+    assert rewards.exact_match(sample(" 42\n", "42")) == {"score": 1.0, "answer": "42"}
+    assert rewards.exact_match(sample("42", 42))["score"] == 1.0
+    assert rewards.exact_match(sample("4 2", "42"))["score"] == 0.0
+
+
+def test_regular_expression_without_and_with_a_group():
+    form = rewards.regular_expression(r"<think>.*</think>")
+    assert (form(sample("a <think>b</think>")), form(sample("<think>"))) == (1.0, 0.0)
+    final = rewards.regular_expression(r"####\s*(-?\d+|none)?")
+    assert final(sample("#### 3 ... #### 42", 42)) == {"score": 1.0, "answer": "42"}
+    assert final(sample("#### 42 ... #### 3", "42")) == {"score": 0.0, "answer": "3"}
+    assert final(sample("42", "42")) == {"score": 0.0, "answer": None}
+    assert final(sample("####", "42")) == {"score": 0.0, "answer": None}
+    with pytest.raises(ValueError, match=r"pattern = '\(' is not a regular expression"):
+        rewards.regular_expression("(")
+
+
+def test_a_pattern_that_takes_for_ever_is_bounded():
+    with RewardRunner(rewards.regular_expression("(a+)+b"), time_limit=0.5) as runner:
+        judged = runner.judge([sample("a" * 60), sample("ab", "a")])
+    assert judged.scores == {"regular_expression": [0.0, 1.0]}
+    assert judged.failures[0].kind == "timeout"
+
+
+@pytest.mark.parametrize(("tokens", "penalty"), [(0, 0.0), (15, 0.0), (16, -0.1), (18, -0.3), (20, -0.5), (22, -0.7)])
+def test_length_penalty(tokens, penalty):
+    fn = rewards.length_penalty(20, 5, 0.5)
+    assert fn(sample(tokens=tokens)) == pytest.approx(penalty)
+
+
+def test_length_penalty_checks_its_numbers():
+    for arguments in ((20, 0), (20, 21), (20, 5, -1.0)):
+        with pytest.raises(ValueError, match="length_penalty: buffer"):
+            rewards.length_penalty(*arguments)
+
+
+def test_math_verify():
+    given = [
+        sample("so it is $\\frac{2}{4}$", "0.5"),
+        sample("The answer is \\boxed{x^2 + 2x + 1}", "$(x+1)^2$"),
+        sample("#### 1,234", "1234"),
+        sample("it is 7", "8"),
+        sample("I do not know", "8"),
+        sample("7", ""),
+    ]
+    with RewardRunner(rewards.math_verify, time_limit=30) as runner:
+        judged = runner.judge(given)
+    assert judged.scores["math_verify"] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    assert [(f.number, "cannot" in f.text or "not mathematics" in f.text) for f in judged.failures] == [(5, True)]
+    assert judged.answers[3:5] == ["7", None]
+
+
+def test_math_verify_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(builtin_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'fppo\[math\]'"):
+        rewards.resolve("math_verify")
+
+
+def test_rewards_by_name(tmp_path, monkeypatch):
+    assert rewards.resolve("exact_match") is rewards.exact_match
+    assert rewards.resolve("length_penalty", {"max_tokens": 8, "buffer": 4}) == rewards.length_penalty(8, 4)
+    assert rewards.resolve("tests.rewards.functions:length") is functions.length
+    assert rewards.resolve("tests.rewards.functions:judge") is functions.judge
+    assert rewards.resolve("tests.rewards.functions:summed") is functions.summed
+    (tmp_path / "my_own_reward.py").write_text("def score(sample):\n    return 1.0\n")
+    (tmp_path / "broken_reward.py").write_text("import no_such_module\n")
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    monkeypatch.chdir(tmp_path)
+    assert rewards.resolve("my_own_reward:score")(None) == 1.0
+    with RewardRunner(rewards.resolve("my_own_reward:score")) as runner:
+        assert runner.judge([sample()]).scores == {"score": [1.0]}
+    with pytest.raises(ValueError, match=r"'broken_reward' does not import: ModuleNotFoundError: .*no_such_module"):
+        rewards.resolve("broken_reward:score")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("exact_mach", None, "did you mean 'exact_match'"),
+        ("exact_match", {"pattern": "x"}, "takes no arguments"),
+        ("regular_expression", None, r"missing a required argument: 'pattern'"),
+        ("length_penalty", {"max_tokens": 8, "bufer": 4}, "bufer"),
+        ("no_such_module:f", None, "'no_such_module' does not import"),
+        ("tests.rewards.functions:lenght", None, "no 'lenght'; did you mean 'length'"),
+        ("tests.rewards.functions:constant", None, "is a int, not a function"),
+        ("tests.rewards.functions:Judge", None, "is a class; name a function or an instance"),
+        ("tests.rewards.functions:", None, "not of the form"),
+        ("tests.rewards.functions:length", {"a": 1}, "only built-in rewards take arguments"),
+    ],
+)
+def test_names_that_stand_for_no_reward(name, arguments, text):
+    with pytest.raises(ValueError, match=text):
+        rewards.resolve(name, arguments)
+
+
+def test_combining_by_name():
+    reward = rewards.combine(
+        ["exact_match", "regular_expression", "tests.rewards.functions:length"],
+        [1.0, 0.5, 2.0],
+        pattern="x",
+        max_tokens=8,
+        overlong_buffer=4,
+        overlong_penalty=0.25,
+        extra={"model": functions.judge},
+    )
+    found = {part.name: part.weight for part in reward.parts}
+    assert found == {
+        "exact_match": 1.0,
+        "regular_expression": 0.5,
+        "length": 2.0,
+        "length_penalty": 1.0,
+        "model": 1.0,
+    }
+    assert reward.parts[3].fn == rewards.length_penalty(8, 4, 0.25)
+    with pytest.raises(ValueError, match="2 weights for 1 rewards"):
+        rewards.combine(["exact_match"], [1.0, 2.0])
+    with pytest.raises(ValueError, match="given twice"):
+        rewards.combine(["exact_match", "exact_match"])
+    with pytest.raises(ValueError, match="needs max_tokens"):
+        rewards.combine(["exact_match"], overlong_buffer=4)
+    with pytest.raises(ValueError, match="not among the functions"):
+        rewards.weighted_sum({"a": functions.length}, {"b": 1.0})

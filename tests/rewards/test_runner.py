@@ -1,0 +1,279 @@
+"""Isolation: exceptions, deaths and hangs cost one sample its score, and nothing survives the runner."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fppo.rewards import RewardRunner, weighted_sum
+from tests.rewards import functions
+from tests.rewards.samples import sample, samples
+
+
+def judge(reward, given, **limits):
+    with RewardRunner(reward, **{"time_limit": 5.0, **limits}) as runner:
+        return runner.judge(given)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_scores_come_in_order(workers):
+    words = ["a" * (i % 7) for i in range(90)]
+    judged = judge(functions.length, samples(*words), workers=workers)
+    assert judged.scores == {"length": [float(len(w)) for w in words]}
+    assert judged.failures == ()
+
+
+def test_no_samples_and_no_processes():
+    assert judge(functions.length, []).scores == {"length": []}
+
+
+def test_workers_are_other_processes_without_torch_and_stay():
+    with RewardRunner(functions.process) as runner:
+        first, second = (runner.judge(samples("a", "b")) for _ in range(2))
+        assert first.named == second.named
+        (pid,) = set(first.named["pid"])
+        assert int(pid) != os.getpid()
+        assert first.named["torch"] == [0.0, 0.0]
+        assert alive(int(pid))
+    assert gone(int(pid))
+
+
+def test_exceptions_are_counted_zeros(caplog):
+    with caplog.at_level(logging.WARNING, logger="fppo.rewards"):
+        judged = judge(functions.by_response, samples("", "raise", "exit", ""))
+    assert judged.scores["by_response"] == [1.0, 0.0, 0.0, 1.0]
+    assert [(f.number, f.kind) for f in judged.failures] == [(1, "error"), (2, "error")]
+    assert "KeyError: 'no such thing' at " in judged.failures[0].text
+    assert "SystemExit: 3" in judged.failures[1].text
+    (record,) = caplog.records
+    assert "'by_response' failed on 2 of 4 samples" in record.getMessage()
+    assert "no such thing" in record.getMessage()
+
+
+@pytest.mark.parametrize("hang", ["loop", "regex", "sleep"])
+def test_hangs_are_bounded_in_python_and_in_c(hang):
+    with RewardRunner(functions.by_response, time_limit=0.5) as runner:
+        runner.judge(samples(""))
+        start = time.monotonic()
+        judged = runner.judge(samples("", hang, "", ""))
+        assert 0.5 <= time.monotonic() - start < 4.0
+        assert judged.scores["by_response"] == [1.0, 0.0, 1.0, 1.0]
+        ((part, number, kind, text),) = judged.failures
+        assert (part, number, kind, text) == ("by_response", 1, "timeout", "no result within 0.5 s")
+        assert runner.judge(samples("")).scores["by_response"] == [1.0]
+
+
+def test_a_worker_that_dies_is_started_again():
+    judged = judge(functions.by_response, samples("", "die", "", "die"), workers=2)
+    assert judged.scores["by_response"] == [1.0, 0.0, 1.0, 0.0]
+    assert [(f.number, f.kind, f.text) for f in judged.failures] == [
+        (number, "error", "its process ended with code 7") for number in (1, 3)
+    ]
+
+
+def test_a_worker_killed_while_idle_is_no_samples_fault():
+    with RewardRunner(functions.process) as runner:
+        pid = int(runner.judge(samples("")).named["pid"][0])
+        os.kill(pid, signal.SIGKILL)
+        assert gone(pid)
+        again = runner.judge(samples("", ""))
+        assert again.failures == ()
+        assert int(again.named["pid"][0]) != pid
+
+
+def test_what_a_reward_starts_dies_with_it(tmp_path):
+    file = tmp_path / "pids"
+    judged = judge(functions.spawns, [sample(file=str(file))], time_limit=0.7)
+    assert judged.failures[0].kind == "timeout"
+    assert all(gone(int(pid)) for pid in file.read_text().split())
+
+
+def test_functions_of_the_batch_see_all_and_isolate_by_halves():
+    words = ["a", "bb", "ccc", "dddd"]
+    judged = judge(functions.batch_lengths, samples(*words))
+    assert judged.scores["batch_lengths"] == [401.0, 402.0, 403.0, 404.0]
+    judged = judge(functions.batch_lengths, samples("a", "bb", "raise", "dddd"))
+    assert judged.scores["batch_lengths"] == [201.0, 202.0, 0.0, 104.0]
+    assert [(f.number, f.kind) for f in judged.failures] == [(2, "error")]
+    judged = judge(functions.batch_lengths, samples("a", "loop", "ccc", "dddd"), time_limit=0.4)
+    assert judged.scores["batch_lengths"] == [101.0, 0.0, 203.0, 204.0]
+    assert [(f.number, f.kind) for f in judged.failures] == [(1, "timeout")]
+
+
+def test_coroutines_run_together_and_are_bounded():
+    with RewardRunner(functions.coroutine, time_limit=0.6) as runner:
+        runner.judge(samples(""))
+        start = time.monotonic()
+        judged = runner.judge(samples(*["x"] * 20, "raise", "wait"))
+        assert time.monotonic() - start < 1.6
+        assert judged.scores["coroutine"] == [1.0] * 20 + [0.0, 0.0]
+        assert judged.named["length"] == [1.0] * 20 + [0.0, 0.0]
+        assert [(f.number, f.kind) for f in judged.failures] == [(20, "error"), (21, "timeout")]
+
+
+def test_a_coroutine_that_blocks_its_loop_is_found():
+    judged = judge(functions.coroutine, samples("x", "loop", "x"), time_limit=0.3)
+    assert judged.scores["coroutine"] == [1.0, 0.0, 1.0]
+    assert [(f.number, f.kind) for f in judged.failures] == [(1, "timeout")]
+
+
+def test_async_functions_of_the_batch():
+    assert judge(functions.async_batch, samples("a", "bb")).scores == {"async_batch": [1.0, 2.0]}
+
+
+def test_inline_functions_run_here():
+    judged = judge(functions.inline, samples("", "raise"))
+    assert judged.scores["inline"] == [1.0 + os.getpid(), 0.0]
+    assert judged.failures[0].kind == "error"
+
+
+def test_sums_keep_their_parts_apart():
+    judged = judge(weighted_sum({"outer": functions.summed, "process": functions.process}), samples("aa", "raise"))
+    assert judged.scores == {"outer/length": [2.0, 5.0], "outer/one": [1.0, 0.0], "process": [1.0, 1.0]}
+    assert set(judged.named) == {"process/pid", "process/torch"}
+    assert [(f.part, f.number) for f in judged.failures] == [("outer/one", 1)]
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (None, "None"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+        ("1.0", "'1.0'"),
+        ([1.0], r"\[1.0\]"),
+        ({"accuracy": 1.0}, "'accuracy'"),
+        ({"score": None}, "'score': None"),
+        ({"score": 1.0, "other": "text"}, "'other': 'text'"),
+        ({"score": 1.0, "answer": 3}, "'answer': 3"),
+    ],
+)
+def test_results_that_are_no_scores_are_errors(result, said):
+    functions.bad_result.reward_inline = True
+    try:
+        with pytest.raises(ValueError, match=rf"'bad_result' returned .*{said}.* for sample 1 \(1 of 2 samples"):
+            judge(functions.bad_result, [sample("x", 1.0), sample("x", result)])
+    finally:
+        del functions.bad_result.reward_inline
+
+
+def test_bad_results_of_workers_and_batches():
+    with pytest.raises(ValueError, match="'bad_result' returned None for sample 0"):
+        judge(functions.bad_result, [sample("", None)])
+    with pytest.raises(ValueError, match="'too_few' returned 1 results for 2 samples"):
+        judge(functions.too_few, samples("", ""))
+    with pytest.raises(ValueError, match=r"the names \['a'\] for sample 0, but \['b'\] for sample 1"):
+        judge(functions.uneven_names, samples("a", "b"))
+
+
+def test_good_results_of_all_types():
+    import numpy
+    import torch
+
+    good = [True, 2, numpy.float32(0.5), torch.tensor(3.0), numpy.int64(4)]
+    functions.bad_result.reward_inline = True
+    try:
+        judged = judge(functions.bad_result, [sample("", value) for value in good])
+    finally:
+        del functions.bad_result.reward_inline
+    assert judged.scores["bad_result"] == [1.0, 2.0, 0.5, 3.0, 4.0]
+
+
+def test_closures_are_sent_by_value():
+    bonus = 5.0
+
+    def local(given) -> float:
+        return bonus + len(given.response)
+
+    assert judge(local, samples("ab")).scores == {"local": [7.0]}
+    generator = (i for i in ())
+
+    def stuck(given) -> float:
+        return float(bool(generator))
+
+    with pytest.raises(ValueError, match="'stuck' cannot be sent to a worker process"):
+        RewardRunner(stuck)
+
+
+def test_a_reward_that_does_not_load_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "fragile.py").write_text(
+        "import os, sys\nif 'pytest' not in sys.modules:\n    raise ImportError('only under test')\n"
+        "def f(sample):\n    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import fragile  # type: ignore[import-not-found]
+
+    with pytest.raises(
+        ValueError, match="the reward f does not load in a worker process: ImportError: only under test"
+    ):
+        judge(fragile.f, samples(""))
+
+
+def test_limits_are_checked():
+    for limits in ({"time_limit": 0}, {"workers": 0}, {"time_limit": float("nan")}):
+        with pytest.raises(ValueError, match="above 0"):
+            RewardRunner(functions.length, **limits)
+
+
+SCRIPT = """
+import os, signal, sys
+from fppo.rewards import RewardRunner
+from fppo.rewards.sample import Sample
+
+LIMIT = 3
+
+def mine(sample):
+    if sample.response == "loop":
+        print(os.getpid(), flush=True, file=sys.stderr)
+        while True: pass
+    return len(sample.response) + LIMIT
+
+runner = RewardRunner(mine, time_limit=60)
+one = Sample("", "ab", None, "", {}, (), (), "stop")
+print(runner.judge([one]).scores["mine"], flush=True)
+runner.judge([one._replace(response="loop")])
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_script_without_a_guard_leaves_nothing_behind(tmp_path, how):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "[5.0]\n"
+    worker = int(process.stderr.readline())
+    assert alive(worker)
+    process.send_signal(how)
+    process.wait(timeout=10)
+    assert gone(worker)
+    errors = process.stderr.read()
+    assert ("KeyboardInterrupt" in errors) == (how == signal.SIGINT)
+    process.stdout.close()
+    process.stderr.close()

@@ -1,0 +1,182 @@
+"""Rollouts to scores, and scores to validation metrics."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fppo import batch, metrics, rewards
+from fppo.rewards import RewardRunner, Sample
+from tests.rewards.samples import Letters, rollout
+
+
+@rewards.inline_reward
+def vowels(given: Sample) -> dict[str, float]:
+    if "z" in given.response:
+        raise RuntimeError("no z")
+    count = float(sum(c in "aeiou" for c in given.response))
+    return {"score": count, "length": float(len(given.response_tokens))}
+
+
+def score(given, reward):
+    with RewardRunner(reward) as runner:
+        return rewards.score(given, reward=runner, tokenizer=Letters())
+
+
+def test_samples_hold_texts_and_ids():
+    given = rollout(["ab", "c"], ["xyz", "x"], ["t", None])
+    first, second = rewards.samples_of(given, Letters())
+    assert first == Sample("ab", "xyz", "t", "letters", {"row": 0}, (1, 2), (24, 25, 26, 27), "stop")
+    assert (second.prompt, second.response, second.prompt_tokens, second.response_tokens) == ("c", "x", (3,), (24, 27))
+
+
+def test_scores_and_metrics():
+    given = rollout(["q"] * 3, ["aeb", "b", "az"], [None] * 3)
+    scored, report = score(given, vowels)
+    assert scored.scores.tolist() == [2.0, 0.0, 0.0]
+    assert scored.scores.dtype == torch.float32
+    assert {k: v.tolist() for k, v in scored.named_scores.items()} == {
+        "vowels": [2.0, 0.0, 0.0],
+        "length": [4.0, 2.0, 0.0],
+    }
+    assert scored.named_scores["length"].dtype == torch.float32
+    assert torch.equal(scored.tokens, given.tokens)
+    assert scored.extras == given.extras
+    assert metrics.report(report) == pytest.approx(
+        {
+            "critic/score/mean": 2 / 3,
+            "critic/score/max": 2.0,
+            "critic/score/min": 0.0,
+            "reward/vowels": 2 / 3,
+            "reward/length": 2.0,
+            "reward/errors": 1.0,
+            "reward/timeouts": 0.0,
+        }
+    )
+    assert batch.num_rows(scored) == 3
+
+
+@rewards.tensor_reward
+def row_numbers(given) -> torch.Tensor:
+    return given.row_ids.double()
+
+
+def test_sums_with_functions_of_the_rollout():
+    given = rollout(["q"] * 3, ["aeb", "b", "e"], ["aeb", "x", "e"])
+    reward = rewards.weighted_sum(
+        {"exact": rewards.exact_match, "vowels": vowels, "model": row_numbers}, {"exact": 10.0, "model": -0.5}
+    )
+    scored, _ = score(given, reward)
+    assert scored.scores.tolist() == [12.0, -0.5, 10.0]
+    assert {k: v.tolist() for k, v in scored.named_scores.items()} == {
+        "exact": [1.0, 0.0, 1.0],
+        "vowels": [2.0, 0.0, 1.0],
+        "model": [0.0, 1.0, 2.0],
+        "vowels/length": [4.0, 2.0, 2.0],
+    }
+    assert [extra["extracted_answer"] for extra in scored.extras] == ["aeb", "b", "e"]
+    assert scored.extras[1]["row"] == 1
+
+
+def test_tensor_rewards_are_checked():
+    given = rollout(["q"] * 2, ["a", "b"], [None] * 2)
+    cases = [
+        (lambda r: r.row_ids[:1], r"'f' returned \(1,\), not a tensor of shape \(2,\)"),
+        (lambda r: [1.0, 2.0], "'f' returned list"),
+        (lambda r: r.row_ids / 0, r"'f' returned nan for sample 0 \(2 of 2"),
+    ]
+    for fn, text in cases:
+        with pytest.raises(ValueError, match=text):
+            score(given, rewards.weighted_sum({"f": rewards.tensor_reward(fn)}))
+
+
+def test_names_that_clash_are_refused():
+    def length(sample):
+        return {"score": 1.0, "length": 2.0}
+
+    with pytest.raises(ValueError, match=r"returns \['length'\] beside its score"):
+        score(rollout(["q"], ["a"], [None]), rewards.inline_reward(length))
+
+
+# validation
+
+
+def brute_force(fn, n, k):
+    found = [fn(chosen) for chosen in combinations(range(n), k)]
+    return sum(found) / len(found)
+
+
+@st.composite
+def votes(draw):
+    n = draw(st.integers(1, 7))
+    scores = draw(st.lists(st.sampled_from([0.0, 0.25, 1.0, -2.0]), min_size=n, max_size=n))
+    answers = draw(st.lists(st.sampled_from(["a", "b", "c", None]), min_size=n, max_size=n))
+    return scores, answers, draw(st.integers(1, n))
+
+
+@given(votes())
+def test_best_and_majority_are_means_over_all_subsets(case):
+    scores, answers, k = case
+    n = len(scores)
+
+    def majority(chosen):
+        ballots = [answers[i] for i in chosen]
+        most = max(ballots.count(a) for a in ballots)
+        winners = {a for a in ballots if ballots.count(a) == most}
+        means = []
+        for winner in winners:
+            said = [s for s, a in zip(scores, answers, strict=True) if a == winner]
+            means.append(sum(said) / len(said))
+        return sum(means) / len(means)
+
+    assert rewards.best_at_k(scores, k) == pytest.approx(brute_force(lambda c: max(scores[i] for i in c), n, k))
+    assert rewards.majority_at_k(scores, answers, k) == pytest.approx(brute_force(majority, n, k))
+
+
+def test_best_and_majority_of_many():
+    scores = [float(i % 4 == 0) for i in range(64)]
+    answers = [str(i % 4 if i % 4 == 0 else i) for i in range(64)]
+    assert rewards.best_at_k(scores, 1) == pytest.approx(0.25)
+    assert rewards.best_at_k(scores, 64) == 1.0
+    assert rewards.majority_at_k(scores, answers, 1) == pytest.approx(0.25)
+    assert rewards.majority_at_k(scores, answers, 64) == 1.0
+    for wrong in (0, 65):
+        with pytest.raises(ValueError, match="64 scores"):
+            rewards.best_at_k(scores, wrong)
+        with pytest.raises(ValueError, match="64 scores"):
+            rewards.majority_at_k(scores, answers, wrong)
+
+
+def test_summary_by_source():
+    words = ["a", "a", "b", "c", "x", "y", "x", "x"]
+    scored, _ = score(rollout(["q"] * 8, words, list("aaaaxxxx"), n=4), rewards.exact_match)
+    sources = batch.Column(["one"] * 4 + ["two"] * 4)
+    scored = batch.extend(batch.Scored, scored, source=sources)
+    found = metrics.report(rewards.summarize([scored, scored], n=4))
+    assert {k: v for k, v in found.items() if "/reward/" in k} == pytest.approx(
+        {
+            "val-core/one/reward/mean@4": 0.5,
+            "val-core/one/reward/best@4/mean": 1.0,
+            "val-core/one/reward/maj@4/mean": 1.0,
+            "val-aux/one/reward/best@2/mean": 5 / 6,
+            "val-aux/one/reward/maj@2/mean": 0.5,
+            "val-core/two/reward/mean@4": 0.75,
+            "val-core/two/reward/best@4/mean": 1.0,
+            "val-core/two/reward/maj@4/mean": 1.0,
+            "val-aux/two/reward/best@2/mean": 1.0,
+            "val-aux/two/reward/maj@2/mean": 0.75,
+        }
+    )
+    assert found["val-aux/two/exact_match/mean@4"] == 0.75
+    with pytest.raises(ValueError, match="prompt 0 has 4 responses, not n = 2"):
+        rewards.summarize([scored], n=2)
+
+
+def test_summary_of_single_responses():
+    scored, _ = score(rollout(["q"] * 2, ["a", "b"], list("ax")), rewards.exact_match)
+    found = metrics.report(rewards.summarize([scored], n=1))
+    assert found == {"val-core/letters/reward/mean@1": 0.5, "val-aux/letters/exact_match/mean@1": 0.5}
