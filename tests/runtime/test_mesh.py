@@ -47,7 +47,8 @@ def _updates(batch, mesh):
 
 def _share(rank):
     """7 rows as 5 and 2; the second share of another batch has no token to train on."""
-    batch = tiny.experience(11, 7)
+    batch = tiny.experience(14, 7)
+    assert batch.response_mask.any(1).all()
     masked = batch.response_mask.clone()
     masked[5:] = False
     empty = batches.extend(type(batch), batch, response_mask=masked)
@@ -98,9 +99,9 @@ def test_two_processes_with_shares_of_a_batch_do_the_update_of_one_with_all_of_i
 
 
 def test_both_processes_hold_the_same_bits(ranks):
-    a, b = (rank["updates"] for rank in ranks)
-    for kind, name in ((kind, name) for kind in a for name in a[kind]):
-        assert tree.digest(a[kind][name][0]) == tree.digest(b[kind][name][0])
+    first, second = (rank["updates"] for rank in ranks)
+    for kind, name in ((kind, name) for kind, updates in first.items() for name in updates):
+        assert tree.digest(first[kind][name][0]) == tree.digest(second[kind][name][0])
 
 
 def test_sums_and_metrics_go_over_all_processes_and_change_no_argument(ranks):
