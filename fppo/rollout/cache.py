@@ -1,0 +1,131 @@
+"""Keys and values of the rows that are being generated, and attention that reads and writes them.
+
+All rows write the same column in a step: prompts stand left-padded in the cache, so a write is a copy to a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fppo.models.seams import Attend
+from fppo_kernels.attention.eager import masked_attention
+from fppo_kernels.padding import Packed
+
+Layers = dict[int, tuple[Tensor, Tensor]]  # keys and values [R, Hkv, C, D] by layer: C columns, some not yet written
+
+
+def prefill_attention(attention: Callable[..., Tensor], packed: Packed, kept: Layers) -> Attend:
+    """`attend` for packed prompts, which puts each layer's keys and values [N, Hkv, D] into `kept`."""
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        layer: int,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        q, k, v = query.squeeze(0), key.squeeze(0), value.squeeze(0)
+        kept[layer] = k, v
+        out = attention(q, k, v, lengths=packed.lengths, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return out.unsqueeze(0)
+
+    return attend
+
+
+def allocate(like: Layers, rows: int, columns: int) -> Layers:
+    """An empty cache for layers with the heads and widths of `like`, [N, Hkv, D] each."""
+    return {i: tuple(x.new_empty(rows, x.shape[1], columns, x.shape[2]) for x in kv) for i, kv in like.items()}  # type: ignore[misc]
+
+
+def write_prompts_(cache: Layers, start: int, kept: Layers, index: Tensor, shape: tuple[int, int], n: int) -> None:
+    """Writes the packed keys and values `kept` of prompts [B, P] = `shape`, token i at flat place index[i], `n` times.
+
+    They go to rows start, start + 1, ... and columns 0 to P; those of padding become zero.
+    """
+    batch, width = shape
+    for layer, pair in kept.items():
+        for whole, x in zip(cache[layer], pair, strict=True):
+            padded = x.new_zeros(batch * width, *x.shape[1:]).index_copy_(0, index, x)
+            rows = padded.view(batch, 1, width, *x.shape[1:]).transpose(2, 3).expand(-1, n, -1, -1, -1)
+            target = whole[start : start + batch * n, :, :width]
+            target.unflatten(0, (batch, n)).copy_(rows)
+
+
+def grow(cache: Layers, used: int, columns: int) -> Layers:
+    """A cache with `columns` columns, of which the first `used` are as in `cache`."""
+
+    def widen(x: Tensor) -> Tensor:
+        wide = x.new_empty(*x.shape[:2], columns, x.shape[3])
+        wide[:, :, :used].copy_(x[:, :, :used])
+        return wide
+
+    return {layer: (widen(k), widen(v)) for layer, (k, v) in cache.items()}
+
+
+def compact_(cache: Layers, holes: Tensor, moved: Tensor, rows: int, used: int) -> Layers:
+    """The first `rows` rows, after the rows at `moved` (all beyond them) were written over those at `holes`."""
+
+    def pack(x: Tensor) -> Tensor:
+        written = x[:, :, :used]
+        if len(holes):
+            written.index_copy_(0, holes, written.index_select(0, moved))
+        return x[:rows]
+
+    return {layer: (pack(k), pack(v)) for layer, (k, v) in cache.items()}
+
+
+def decode_attention(cache: Layers, column: int, first: int, bias: Tensor | None) -> Attend:
+    """`attend` for one token per row: it writes the token's key and value at `column` and reads columns from `first`.
+
+    `bias` [R, 1, 1, C] is -inf at padding; None if no row has padding from `first` on. Since all rows stand at the same
+    column, a window is a slice.
+    """
+    end = column + 1
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        layer: int,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        keys, values = cache[layer]
+        keys[:, :, column] = key[:, 0]
+        values[:, :, column] = value[:, 0]
+        start = first if window is None else max(first, end - window)
+        k, v = keys[:, :, start:end], values[:, :, start:end]
+        mask = None if bias is None else bias[..., start:end]
+        rows, _, heads, width = query.shape
+        if softcap is not None or sinks is not None:
+            seen = query.new_ones(1, dtype=torch.bool) if mask is None else mask == 0
+            out = masked_attention(query.transpose(1, 2), k, v, seen, scale=scale, softcap=softcap, sinks=sinks)
+            return out.transpose(1, 2)
+        # the heads of a group as so many queries: keys and values are then read once, and not repeated
+        folded = query.reshape(rows, k.shape[1], -1, width)
+        mask = None if mask is None else mask.expand(-1, -1, folded.shape[2], -1)
+        out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
+        return out.reshape(rows, 1, heads, v.shape[3])
+
+    return attend
+
+
+def padding_bias(pads: Sequence[int], columns: int, like: Tensor) -> Tensor | None:
+    """-inf in each row's first `pads` columns, else 0, [R, 1, 1, C] in the dtype of `like`; None without padding."""
+    if not any(pads):
+        return None
+    place = torch.arange(columns, device=like.device)
+    hidden = place < torch.tensor(pads, device=like.device)[:, None]
+    bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+    return bias[:, None, None]

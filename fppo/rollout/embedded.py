@@ -1,0 +1,281 @@
+"""Generation with transformers' modules on the training parameters themselves: nothing to sync."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from fppo import models
+from fppo.batch import Column, Prompts, Rollout, extend, repeat
+from fppo.key import Key
+from fppo.models.heads import Head
+from fppo.models.model import Model
+from fppo.rollout import cache as caches
+from fppo.rollout.engine import Sampling
+from fppo.rollout.sampling import draw
+from fppo_kernels.padding import unpad
+from fppo_kernels.record import Kernels
+
+_CHUNK = 128  # columns by which the cache first exceeds the prompts
+_COMPACT = 0.9  # finished rows leave when the live share falls below; 0.6 to 1 measured the same within 5 %
+
+
+@attrs.frozen(kw_only=True)
+class EmbeddedEngine:
+    """An engine on `model` itself. All rows of a wave decode together; finished rows leave, so that a step costs what
+    its live rows cost.
+
+    A draw depends on the key, the row's number and the position alone, whichever rows share the batch. `max_rows`
+    bounds the rows of a wave, hence the memory for keys and values; `prefill_tokens` bounds the prompt tokens of one
+    pass (a longer prompt runs alone).
+    """
+
+    model: Model
+    kernels: Kernels
+    pad_token_id: int
+    max_rows: int = 1024
+    prefill_tokens: int = 16384
+
+    def generate(
+        self, params: Mapping[str, Tensor], prompts: Prompts, sampling: Sampling, key: Key, *, version: int = 0
+    ) -> Rollout:
+        """`sampling.n` responses to each prompt; row j of the prompt with row id i has row id i * n + j.
+
+        T is the longest response in the batch. What follows a response is `pad_token_id`, with False in the masks and
+        zero in the log-probs, which are float32 (float64 from float64 parameters). `groups` are the prompts' row ids.
+        Raises ValueError for no prompts, for empty ones or ones not padded on the left, and for responses that may
+        outgrow the model's learned positions.
+        """
+        params = dict(params)
+        device = next(iter(params.values())).device
+        mask = prompts.attention_mask.to(device).bool()
+        lengths = _check_prompts(mask)
+        _check_positions(self.model, max(lengths), sampling.max_tokens)
+        samples = torch.arange(sampling.n, device=device)
+        row_ids = (prompts.row_ids.to(device)[:, None] * sampling.n + samples).flatten()
+        width = max(lengths)
+        tokens, real = prompts.tokens.to(device)[:, -width:], mask[:, -width:]
+
+        def run(skeleton: PreTrainedModel) -> list[_Step]:
+            policy = _Policy(skeleton, _wide(models.output_head(self.model, params)), self.kernels, self.prefill_tokens)
+            steps: list[_Step] = []
+            for wave in torch.arange(len(lengths)).split(max(1, self.max_rows // sampling.n)):
+                part = slice(int(wave[0]), int(wave[-1]) + 1)
+                rows = torch.arange(part.start * sampling.n, part.stop * sampling.n, device=device)
+                steps += _decode(policy, tokens[part], real[part], lengths[part], rows, row_ids, sampling, key)
+            return steps
+
+        with torch.inference_mode():
+            steps = models.bind(self.model, params, run)
+        with torch.no_grad():  # not in inference mode: the rollout is for autograd to use
+            return _assemble(steps, prompts, row_ids, sampling, pad_token_id=self.pad_token_id, version=version)
+
+
+class _Policy(NamedTuple):
+    """What a forward pass needs, inside `bind`."""
+
+    skeleton: PreTrainedModel
+    head: Head  # in float32 or wider, as the training pass computes its logits
+    kernels: Kernels
+    prefill_tokens: int
+
+
+class _Step(NamedTuple):
+    """One token of each live row: what row rows[i] of the rollout got at one position."""
+
+    rows: Tensor
+    position: int
+    tokens: Tensor
+    log_probs: Tensor
+    sampling_log_probs: Tensor
+
+
+def _check_prompts(mask: Tensor) -> list[int]:
+    """The lengths of the prompts."""
+    lengths = mask.sum(1).tolist()
+    empty = [i for i, length in enumerate(lengths) if not length]
+    if empty or not lengths:
+        raise ValueError(f"no tokens in prompts {empty[:10]} of {len(lengths)}: leave empty prompts out")
+    if (mask[:, :-1] & ~mask[:, 1:]).any():
+        raise ValueError("prompts have padding after or between their tokens: pad them on the left")
+    return lengths
+
+
+def _check_positions(model: Model, prompt: int, max_tokens: int) -> None:
+    """Raises ValueError if a response may outgrow a table of learned positions (GPT-2, OPT)."""
+    inside = tuple(f"{path}." for path in model.layers)
+    tables = [
+        path
+        for path, module in model.skeleton.named_modules()
+        if isinstance(module, nn.Embedding)
+        and module is not model.skeleton.get_input_embeddings()
+        and not path.startswith(inside)
+    ]
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if tables and limit is not None and prompt + max_tokens > limit:
+        raise ValueError(
+            f"the longest prompt has {prompt} tokens; with max_tokens = {max_tokens} a row may reach "
+            f"{prompt + max_tokens} tokens, but the model has learned {limit} positions ({tables[0]}): "
+            "lower max_tokens or leave long prompts out"
+        )
+
+
+def _wide(head: Head) -> Head:
+    wide = torch.promote_types(head.weight.dtype, torch.float32)
+    return head._replace(weight=head.weight.to(wide), bias=None if head.bias is None else head.bias.to(wide))
+
+
+def _logits(head: Head, hidden: Tensor) -> Tensor:
+    logits = F.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
+    logits = logits if head.scale == 1.0 else logits * head.scale
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def _passes(lengths: Sequence[int], budget: int) -> Iterator[slice]:
+    """Consecutive prompts of at most `budget` tokens together."""
+    start, total = 0, 0
+    for i, length in enumerate(lengths):
+        if i > start and total + length > budget:
+            yield slice(start, i)
+            start, total = i, 0
+        total += length
+    yield slice(start, len(lengths))
+
+
+def _prefill(
+    policy: _Policy, tokens: Tensor, mask: Tensor, lengths: Sequence[int], n: int, columns: int
+) -> tuple[Tensor, caches.Layers]:
+    """The logits [B * n, V] after each prompt and the cache of the prompts' keys and values, each prompt run once."""
+    cache: caches.Layers = {}
+    logits = []
+    for part in _passes(lengths, policy.prefill_tokens):
+        packed = unpad(tokens[part], mask[part])
+        kept: caches.Layers = {}
+        attend = caches.prefill_attention(policy.kernels.attention, packed, kept)
+        hidden = models.forward(policy.skeleton, packed.tokens[None], packed.positions[None], attend=attend)[0]
+        logits.append(_logits(policy.head, hidden[packed.lengths.cu_seqlens[1:].long() - 1]))
+        cache = cache or caches.allocate(kept, len(lengths) * n, columns)
+        caches.write_prompts_(
+            cache, part.start * n, kept, packed.index, (len(packed.lengths.lengths), mask.shape[1]), n
+        )
+    return torch.cat(logits).repeat_interleave(n, 0), cache
+
+
+def _decode(
+    policy: _Policy,
+    tokens: Tensor,
+    mask: Tensor,
+    lengths: Sequence[int],
+    rows: Tensor,
+    row_ids: Tensor,
+    sampling: Sampling,
+    key: Key,
+) -> list[_Step]:
+    """Responses to prompts [B, P], of the given lengths, in the rollout's `rows` [B * n]."""
+    width, total = mask.shape[1], mask.shape[1] + sampling.max_tokens
+    columns = min(total, width + _CHUNK)
+    logits, cache = _prefill(policy, tokens, mask, lengths, sampling.n, columns)
+    stops = _stop_table(sampling, logits)
+    positions = mask.sum(1, keepdim=True).repeat_interleave(sampling.n, 0)
+    first, bias = _padding(width - positions, columns, cache)
+    done = torch.zeros_like(rows, dtype=torch.bool)
+    steps: list[_Step] = []
+    for t in range(sampling.max_tokens):
+        if t % _CHUNK == 0:
+            places = torch.arange(t, min(t + _CHUNK, sampling.max_tokens), device=rows.device)
+            uniforms = key.uniform(row_ids[rows], places)
+        drawn = draw(logits, uniforms[:, t % _CHUNK], sampling)
+        steps.append(_Step(rows, t, *drawn))
+        new = drawn.tokens[:, None]
+        if sampling.stop_token_ids:
+            done = done | stops[drawn.tokens]
+            left = len(done) - int(done.sum())
+            if left == 0:
+                break
+            if left < len(done) * _COMPACT:
+                keep, holes = _survivors(done, left)
+                cache = caches.compact_(cache, holes, keep[holes], left, width + t)
+                rows, done, positions, uniforms, new = (x[keep] for x in (rows, done, positions, uniforms, new))
+                first, bias = _padding(width + t - positions, columns, cache)
+        if t + 1 == sampling.max_tokens:
+            break
+        column = width + t
+        if column == columns:
+            columns = min(total, column + max(_CHUNK, column // 2))
+            cache = caches.grow(cache, column, columns)
+            first, bias = _padding(column - positions, columns, cache)
+        attend = caches.decode_attention(cache, column, first, bias)
+        hidden = models.forward(policy.skeleton, new, positions, attend=attend)[:, 0]
+        logits = _logits(policy.head, hidden)
+        positions = positions + 1
+    return steps
+
+
+def _stop_table(sampling: Sampling, logits: Tensor) -> Tensor:
+    """bool [V], True at stop tokens."""
+    size = logits.shape[1]
+    wrong = [token for token in sampling.stop_token_ids if token >= size]
+    if wrong:
+        raise ValueError(f"stop_token_ids {wrong} are beyond the model's vocabulary of {size} tokens")
+    table = torch.zeros(size, dtype=torch.bool, device=logits.device)
+    table[list(sampling.stop_token_ids)] = True
+    return table
+
+
+def _padding(pads: Tensor, columns: int, cache: caches.Layers) -> tuple[int, Tensor | None]:
+    """The first column that any row uses, and what hides each row's padding; `pads` int64 [R, 1]."""
+    first, last = (int(x) for x in pads.aminmax())
+    if first == last:
+        return first, None
+    hidden = torch.arange(columns, device=pads.device) < pads
+    bias = torch.zeros(hidden.shape, dtype=next(iter(cache.values()))[0].dtype, device=pads.device)
+    return first, bias.masked_fill_(hidden, -torch.inf)[:, None, None]
+
+
+def _survivors(done: Tensor, left: int) -> tuple[Tensor, Tensor]:
+    """The rows to keep [left], each in its place or, if it stood beyond, in a finished row's; and those places."""
+    keep = torch.arange(left, device=done.device)
+    holes = done[:left].nonzero()[:, 0]
+    keep[holes] = left + (~done[left:]).nonzero()[:, 0]
+    return keep, holes
+
+
+def _assemble(
+    steps: Sequence[_Step], prompts: Prompts, row_ids: Tensor, sampling: Sampling, *, pad_token_id: int, version: int
+) -> Rollout:
+    """The rollout of all steps of all waves."""
+    batch, length = len(row_ids), 1 + max(step.position for step in steps)
+    place = torch.cat([step.rows * length + step.position for step in steps])
+
+    def lay_out(parts: Sequence[Tensor], fill: float) -> Tensor:
+        x = torch.cat(list(parts))
+        return x.new_full((batch * length,), fill).index_copy(0, place, x).view(batch, length)
+
+    tokens = lay_out([step.tokens for step in steps], pad_token_id)
+    log_probs = lay_out([step.log_probs for step in steps], 0.0)
+    sampling_log_probs = lay_out([step.sampling_log_probs for step in steps], 0.0)
+    stops = torch.isin(tokens, tokens.new_tensor(sampling.stop_token_ids))
+    drawn = lay_out([torch.ones_like(step.rows, dtype=torch.bool) for step in steps], False)
+    stops = stops & drawn
+    mask = drawn & (stops.cumsum(1) - stops.long() == 0)
+    rows = repeat(prompts, sampling.n)
+    device = tokens.device
+    return extend(
+        Rollout,
+        rows,
+        tokens=torch.cat([rows.tokens.to(device), tokens.where(mask, pad_token_id)], 1),
+        attention_mask=torch.cat([rows.attention_mask.to(device).bool(), mask], 1),
+        response_mask=mask,
+        rollout_log_probs=log_probs.where(mask, 0.0),
+        sampling_log_probs=sampling_log_probs.where(mask, 0.0),
+        row_ids=row_ids,
+        groups=rows.row_ids.to(device),
+        versions=torch.full_like(row_ids, version),
+        finish=Column("stop" if ended else "length" for ended in (stops & mask).any(1).tolist()),
+    )

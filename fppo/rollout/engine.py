@@ -1,0 +1,67 @@
+"""What an engine is, and how responses are sampled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+import attrs
+from torch import Tensor
+
+from fppo.batch import Prompts, Rollout
+from fppo.key import Key
+
+
+def _at_least(low: int, advice: str):
+    def check(_: object, attribute: attrs.Attribute, value: int | None) -> None:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+            raise ValueError(f"{attribute.name} = {value!r}: {advice}")
+
+    return check
+
+
+def _check_temperature(_: object, attribute: attrs.Attribute, value: float) -> None:
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{attribute.name} = {value!r}: give a number above 0; for the likeliest token set greedy")
+
+
+def _check_top_p(_: object, attribute: attrs.Attribute, value: float) -> None:
+    if not 0 < value <= 1:
+        raise ValueError(f"{attribute.name} = {value!r}: give a number above 0 and at most 1 (1 keeps every token)")
+
+
+def _check_stop(_: object, attribute: attrs.Attribute, value: tuple[int, ...]) -> None:
+    wrong = [x for x in value if isinstance(x, bool) or not isinstance(x, int) or x < 0]
+    if wrong:
+        raise ValueError(f"{attribute.name} = {value!r}: {wrong} are no token ids; give numbers from 0 on")
+
+
+@attrs.frozen(kw_only=True)
+class Sampling:
+    """How responses are drawn.
+
+    The distribution is softmax(logits / temperature), cut to the `top_k` likeliest tokens (None or 0: all), then to the
+    fewest likeliest tokens that hold `top_p` of what is left. A response ends with the first of `stop_token_ids`, which
+    it includes, or after `max_tokens`. `greedy` takes the likeliest token instead; the temperature then only says under
+    which distribution its log-probs are reported.
+    """
+
+    temperature: float = attrs.field(default=1.0, validator=_check_temperature)
+    top_k: int | None = attrs.field(default=None, validator=_at_least(0, "give 1 or more, or 0 to keep every token"))
+    top_p: float = attrs.field(default=1.0, validator=_check_top_p)
+    n: int = attrs.field(default=1, validator=_at_least(1, "give 1 or more samples per prompt"))
+    max_tokens: int = attrs.field(default=256, validator=_at_least(1, "give 1 or more tokens per response"))
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple, validator=_check_stop)
+    greedy: bool = False
+
+
+class Engine(Protocol):
+    """Anything that answers prompts: `sampling.n` rows for each, those of one prompt next to each other.
+
+    The same arguments give the same rollout. `version` is the number of the policy that `params` are.
+    """
+
+    def generate(
+        self, params: Mapping[str, Tensor], prompts: Prompts, sampling: Sampling, key: Key, *, version: int = 0
+    ) -> Rollout: ...

@@ -1,0 +1,259 @@
+"""The embedded engine samples from the model itself: its log-probs are those of transformers' forward pass."""
+
+import pytest
+import torch
+
+from fppo import batch as batches
+from fppo import models, tree
+from fppo.batch import Column, Prompts
+from fppo.key import Key
+from fppo.models.precision import KeepDouble
+from fppo.rollout import embedded
+from fppo.rollout.embedded import EmbeddedEngine
+from fppo.rollout.engine import Sampling
+from fppo.rollout.sampling import process_logits
+from fppo.runtime.mesh import Mesh
+from fppo.steps.forward import forward_micro_batch
+from fppo_kernels.record import Kernels
+from tests.models.families import make, plain
+
+KERNELS = Kernels.named()
+LENGTHS = (4, 1, 7, 2, 5, 7)
+STOPS = (5, 9, 20)
+PAD = 0
+
+
+def make_prompts(lengths=LENGTHS, *, seed=0, extra=0, row_ids=None):
+    width = max(lengths) + extra
+    mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+    tokens = torch.randint(3, 31, mask.shape, generator=torch.Generator().manual_seed(seed)).where(mask, PAD)
+    names = Column(f"row {i}" for i in range(len(lengths)))
+    return Prompts(
+        tokens=tokens,
+        attention_mask=mask,
+        row_ids=torch.arange(10, 10 + len(lengths)) if row_ids is None else row_ids,
+        ids=names,
+        ground_truth=names,
+        source=names,
+        extras=Column({"name": name} for name in names),
+    )
+
+
+def engine_of(model, **changes):
+    return EmbeddedEngine(model=model, kernels=KERNELS, pad_token_id=PAD, **changes)
+
+
+def plain_logits(module, rollout, row):
+    """transformers' logits before each response token of a row, one unpadded sequence alone."""
+    length = int(rollout.response_mask[row].sum())
+    with torch.no_grad(), KeepDouble():
+        logits = module(input_ids=rollout.tokens[row][rollout.attention_mask[row]][None]).logits[0]
+    return logits[-length - 1 : -1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "qwen2", "mistral", "gemma2", "gemma3", "gpt2", "opt", "gpt_oss", "cohere", "smollm3", "qwen3_moe"],
+)
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(max_tokens=9, stop_token_ids=STOPS), Sampling(temperature=0.7, top_k=9, top_p=0.8, n=2, max_tokens=6)],
+    ids=["plain", "cut"],
+)
+def test_log_probs_are_those_of_transformers(name, sampling):
+    model, params = make(name)
+    module = plain(model, params)
+    rollout = engine_of(model).generate(params, make_prompts(), sampling, Key(3))
+    assert rollout.rollout_log_probs.dtype == torch.float64
+    for row, length in enumerate(rollout.response_mask.sum(1).tolist()):
+        logits = plain_logits(module, rollout, row)
+        tokens = rollout.tokens[row, -rollout.response_mask.shape[1] :][:length, None]
+        full = (logits / sampling.temperature).log_softmax(-1).gather(1, tokens)[:, 0]
+        cut = process_logits(logits, sampling).log_softmax(-1).gather(1, tokens)[:, 0]
+        torch.testing.assert_close(rollout.rollout_log_probs[row, :length], full, rtol=0, atol=1e-10)
+        torch.testing.assert_close(rollout.sampling_log_probs[row, :length], cut, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt2"])
+def test_log_probs_of_float32(name):
+    model, params = make(name, dtype=torch.float32)
+    sampling = Sampling(temperature=0.9, max_tokens=8, stop_token_ids=STOPS)
+    rollout = engine_of(model).generate(params, make_prompts(), sampling, Key(3))
+    assert rollout.rollout_log_probs.dtype == rollout.sampling_log_probs.dtype == torch.float32
+    module = plain(model, params)
+    for row, length in enumerate(rollout.response_mask.sum(1).tolist()):
+        expected = (plain_logits(module, rollout, row) / 0.9).log_softmax(-1)
+        tokens = rollout.tokens[row, -rollout.response_mask.shape[1] :][:length, None]
+        got = rollout.rollout_log_probs[row, :length]
+        torch.testing.assert_close(got, expected.gather(1, tokens)[:, 0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(None, 1e-5), (torch.bfloat16, 0.1)])
+def test_the_training_pass_agrees(dtype, tolerance):
+    model, params = make("qwen2", dtype=torch.float32, compute_dtype=dtype)
+    rollout = engine_of(model).generate(params, make_prompts(), Sampling(temperature=1.3, max_tokens=12), Key(0))
+    out = forward_micro_batch(params, rollout, model=model, kernels=KERNELS, mesh=Mesh.local(), temperature=1.3)
+    torch.testing.assert_close(rollout.rollout_log_probs, out.log_probs, rtol=0, atol=tolerance)
+
+
+def test_the_record():
+    model, params = make("qwen2")
+    prompts = make_prompts(extra=2)
+    sampling = Sampling(n=3, max_tokens=8, stop_token_ids=STOPS)
+    out = engine_of(model).generate(params, prompts, sampling, Key(1), version=4)
+    rows, length = out.response_mask.shape
+    assert (rows, out.tokens.shape) == (18, (18, 9 + length))
+    assert out.row_ids.tolist() == [10 * 3 + i for i in range(18)]
+    assert out.groups.tolist() == [10 + i // 3 for i in range(18)]
+    assert out.ids[4] == "row 1"
+    assert out.extras[17] == {"name": "row 5"}
+    assert out.versions.tolist() == [4] * 18
+    assert torch.equal(out.tokens[::3, :9], prompts.tokens)
+    assert torch.equal(out.tokens[2::3, :9], prompts.tokens)
+    assert torch.equal(out.attention_mask[1::3, :9], prompts.attention_mask)
+    assert torch.equal(out.attention_mask[:, 9:], out.response_mask)
+    lengths = out.response_mask.sum(1).tolist()
+    assert max(lengths) == length
+    assert min(lengths) < length
+    assert set(out.finish) == {"stop", "length"}
+    for row, (count, finish) in enumerate(zip(lengths, out.finish, strict=True)):
+        response = out.tokens[row, 9:].tolist()
+        ended = [i for i, token in enumerate(response[:count]) if token in STOPS]
+        assert ended == ([count - 1] if finish == "stop" else [])
+        assert finish == "stop" or count == 8
+        assert response[count:] == [PAD] * (length - count)
+        assert out.response_mask[row].tolist() == [True] * count + [False] * (length - count)
+        assert (out.rollout_log_probs[row, count:] == 0).all()
+        assert (out.rollout_log_probs[row, :count] < 0).all()
+    samples = {tuple(response) for response in out.tokens[:3, 9:].tolist()}
+    assert len(samples) > 1
+
+
+def test_t_is_the_longest_response():
+    model, params = make("qwen2")
+    everything = Sampling(max_tokens=50, stop_token_ids=tuple(range(31)))
+    out = engine_of(model).generate(params, make_prompts(), everything, Key(1))
+    assert out.response_mask.shape == (6, 1)
+    assert set(out.finish) == {"stop"}
+    nothing = Sampling(max_tokens=1)
+    out = engine_of(model).generate(params, make_prompts(), nothing, Key(1))
+    assert out.response_mask.shape == (6, 1)
+    assert set(out.finish) == {"length"}
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+def test_the_rest_of_the_batch_changes_nothing(name):
+    """Rows alone, in another order, in waves, or prefilled one by one are what they are in the whole batch."""
+    model, params = make(name)
+    sampling = Sampling(n=2, max_tokens=40, stop_token_ids=(5,))
+    prompts = make_prompts()
+    whole = engine_of(model).generate(params, prompts, sampling, Key(2))
+    variants = [
+        (engine_of(model), [1]),
+        (engine_of(model), [5, 3, 0]),
+        (engine_of(model, max_rows=4), list(range(6))),
+        (engine_of(model, max_rows=1, prefill_tokens=1), list(range(6))),
+        (engine_of(model, prefill_tokens=8), list(range(6))),
+    ]
+    for engine, chosen in variants:
+        part = engine.generate(params, batches.rows(prompts, chosen), sampling, Key(2))
+        rows = [2 * i + j for i in chosen for j in range(2)]
+        length = int(whole.response_mask[rows].sum(1).max())
+        assert part.response_mask.shape[1] == length
+        assert torch.equal(part.tokens, torch.cat([whole.tokens[rows, :7], whole.tokens[rows, 7 : 7 + length]], 1))
+        assert torch.equal(part.response_mask, whole.response_mask[rows, :length])
+        assert part.finish == Column(whole.finish[i] for i in rows)
+        torch.testing.assert_close(part.rollout_log_probs, whole.rollout_log_probs[rows, :length], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma2"])
+def test_long_responses_outgrow_the_first_cache(name, monkeypatch):
+    """The cache grows three times, and rows leave before and after."""
+    model, params = make(name)
+    sampling = Sampling(max_tokens=90, stop_token_ids=(5,), top_k=25)
+    prompts = make_prompts((3, 6, 2, 6, 6) * 8)
+    expected = engine_of(model).generate(params, prompts, sampling, Key(0))
+    monkeypatch.setattr(embedded, "_CHUNK", 16)
+    rollout = engine_of(model).generate(params, prompts, sampling, Key(0))
+    assert torch.equal(rollout.tokens, expected.tokens)
+    assert rollout.finish == expected.finish
+    lengths = rollout.response_mask.sum(1)
+    assert lengths.max() > 80
+    assert lengths.min() < 10
+    torch.testing.assert_close(rollout.rollout_log_probs, expected.rollout_log_probs, rtol=0, atol=1e-10)
+    module = plain(model, params)
+    for row in lengths.topk(3).indices.tolist():
+        tokens = rollout.tokens[row, -rollout.response_mask.shape[1] :][: lengths[row], None]
+        alone = plain_logits(module, rollout, row).log_softmax(-1).gather(1, tokens)[:, 0]
+        got = rollout.rollout_log_probs[row, : lengths[row]]
+        torch.testing.assert_close(got, alone, rtol=0, atol=1e-10)
+
+
+def test_runs_repeat_bit_for_bit_and_keys_matter():
+    model, params = make("qwen2", dtype=torch.float32)
+    sampling = Sampling(n=2, max_tokens=10, stop_token_ids=STOPS, top_p=0.9)
+    before = tree.digest(params)
+    state = torch.random.get_rng_state()
+    first = engine_of(model).generate(params, make_prompts(), sampling, Key(5))
+    torch.manual_seed(1)
+    again = engine_of(model).generate(params, make_prompts(), sampling, Key(5))
+    other = engine_of(model).generate(params, make_prompts(), sampling, Key(6))
+    assert tree.digest(first) == tree.digest(again)
+    assert tree.digest(first) != tree.digest(other)
+    assert tree.digest(params) == before
+    torch.random.set_rng_state(state)
+    engine_of(model).generate(params, make_prompts(), sampling, Key(5))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(x.is_meta for x in [*model.skeleton.parameters(), *model.skeleton.buffers()])
+
+
+def test_greedy_takes_the_likeliest_token_of_transformers():
+    model, params = make("llama")
+    sampling = Sampling(greedy=True, max_tokens=7, temperature=0.5)
+    rollout = engine_of(model).generate(params, make_prompts(), sampling, Key(0))
+    assert tree.digest(rollout) == tree.digest(engine_of(model).generate(params, make_prompts(), sampling, Key(9)))
+    module = plain(model, params)
+    for row in range(6):
+        logits = plain_logits(module, rollout, row)
+        assert torch.equal(rollout.tokens[row, -7:], logits.argmax(-1))
+        expected = (logits / 0.5).log_softmax(-1).amax(-1)
+        torch.testing.assert_close(rollout.rollout_log_probs[row], expected, rtol=0, atol=1e-10)
+    assert (rollout.sampling_log_probs == 0).all()
+
+
+def test_the_rollout_may_take_part_in_autograd():
+    model, params = make("qwen2", dtype=torch.float32)
+    trained = {name: x.clone().requires_grad_() for name, x in params.items()}
+    rollout = engine_of(model).generate(trained, make_prompts(), Sampling(max_tokens=3), Key(0))
+    tensors = [x for _, x in tree.leaves_with_paths(rollout) if isinstance(x, torch.Tensor)]
+    assert not any(x.is_inference() or x.requires_grad for x in tensors)
+    weight = torch.ones(1, requires_grad=True)
+    (weight * rollout.rollout_log_probs).sum().backward()
+    out = models.hidden_states(
+        model, trained, rollout.tokens[0], torch.arange(10), attend=models.padded_attention(torch.ones(1, 10).bool())
+    )
+    out.sum().backward()
+    assert trained["model.norm.weight"].grad is not None
+
+
+def test_bad_input_is_refused():
+    model, params = make("gpt2")
+    engine, prompts = engine_of(model), make_prompts()
+    with pytest.raises(ValueError, match=r"longest prompt has 7 tokens; with max_tokens = 58 .* 65 tokens.* 64 pos"):
+        engine.generate(params, prompts, Sampling(max_tokens=58), Key(0))
+    engine.generate(params, prompts, Sampling(max_tokens=57), Key(0))
+    with pytest.raises(ValueError, match=r"no tokens in prompts \[1\] of 2"):
+        engine.generate(params, make_prompts((3, 0)), Sampling(), Key(0))
+    with pytest.raises(ValueError, match="no tokens in prompts"):
+        engine.generate(params, batches.rows(prompts, []), Sampling(), Key(0))
+    right = tree.replace(prompts, attention_mask=prompts.attention_mask.flip(1))
+    with pytest.raises(ValueError, match="pad them on the left"):
+        engine.generate(params, right, Sampling(), Key(0))
+    with pytest.raises(ValueError, match=r"stop_token_ids \[31\] are beyond .* 31 tokens"):
+        engine.generate(params, prompts, Sampling(max_tokens=3, stop_token_ids=(2, 31)), Key(0))
+
+
+def test_rotary_positions_may_go_beyond_the_config():
+    model, params = make("qwen2")
+    rollout = engine_of(model).generate(params, make_prompts(), Sampling(max_tokens=70), Key(0))
+    assert rollout.response_mask.shape[1] == 70

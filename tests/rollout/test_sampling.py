@@ -1,0 +1,155 @@
+"""Draws follow the distribution that was asked for, and are reported under the right one."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fppo.key import Key
+from fppo.rollout.engine import Sampling
+from fppo.rollout.sampling import draw, inverse_cdf, process_logits
+
+ALMOST_ONE = 1 - 2.0**-53
+
+
+def logits_of(rows, size, seed, *, scale=3.0, dtype=torch.float64):
+    return scale * torch.randn(rows, size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def kept_by_loop(logits, sampling):
+    """The tokens of one row that stay, one by one from the likeliest."""
+    scores = [x / sampling.temperature for x in logits.tolist()]
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    peak = scores[order[0]]
+    total = sum(math.exp(scores[i] - peak) for i in order)
+    kept, mass = [], 0.0
+    for i in order:
+        if mass >= sampling.top_p:
+            break
+        kept.append(i)
+        mass += math.exp(scores[i] - peak) / total
+    return sorted(kept)
+
+
+@given(
+    size=st.sampled_from([1, 2, 7, 255, 400]),
+    temperature=st.floats(0.2, 3.0),
+    top_k=st.sampled_from([None, 0, 1, 3, 300, 1000]),
+    top_p=st.sampled_from([1e-9, 0.3, 0.9, 0.999, 1.0]),
+    scale=st.sampled_from([0.01, 1.0, 5.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_top_k_and_top_p_keep_what_the_loop_keeps(size, temperature, top_k, top_p, scale, seed):
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    logits = logits_of(3, size, seed, scale=scale)
+    processed = process_logits(logits, sampling)
+    for row, got in zip(logits, processed, strict=True):
+        kept = kept_by_loop(row, sampling)
+        assert got.isfinite().nonzero()[:, 0].tolist() == kept
+        torch.testing.assert_close(got[kept], row[kept] / temperature)
+
+
+def test_ties_with_the_last_kept_token_stay():
+    logits = torch.tensor([[1.0, 2.0, 1.0, 0.0]])
+    for sampling in (Sampling(top_k=2), Sampling(top_p=0.6)):
+        assert process_logits(logits, sampling).isfinite().tolist() == [[True, True, True, False]]
+
+
+@given(size=st.sampled_from([1, 3, 77, 256, 257, 384, 1000]), share=st.floats(0.01, 1.0), seed=st.integers(0, 2**31))
+def test_inverse_cdf_is_the_loop(size, share, seed):
+    g = torch.Generator().manual_seed(seed)
+    weights = torch.rand(6, size, generator=g, dtype=torch.float64).pow(4)
+    weights = weights.where(torch.rand(6, size, generator=g) < share, 0.0)
+    weights[:, torch.randint(size, (1,), generator=g)] = 1e-6
+    uniforms = torch.rand(6, generator=g, dtype=torch.float64)
+    uniforms[:2] = torch.tensor([0.0, ALMOST_ONE])
+    got = inverse_cdf(weights, uniforms).tolist()
+    for row, u, token in zip(weights.tolist(), uniforms.tolist(), got, strict=True):
+        assert row[token] > 0
+        before, total = sum(row[:token]), sum(row)
+        assert before <= u * total * (1 + 1e-12) + 1e-14
+        assert u * total < (before + row[token]) * (1 + 1e-12) + 1e-14
+
+
+@pytest.mark.parametrize("size", [5, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_token_of_zero_weight_is_never_drawn(size, dtype):
+    uniforms = torch.tensor([0.0, 0.25, 0.5, 0.75, ALMOST_ONE], dtype=torch.float64)
+    for kept in ([1], [1, 3], [size - 2], [0, size - 2]):
+        weights = torch.zeros(5, size, dtype=dtype)
+        weights[:, kept] = 0.1
+        assert set(inverse_cdf(weights, uniforms).tolist()) <= set(kept)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=3, top_p=0.5), Sampling(greedy=True)])
+def test_not_a_number_still_gives_a_token(sampling):
+    for size in (3, 300):
+        drawn = draw(torch.full((2, size), torch.nan), torch.tensor([0.0, 0.9], dtype=torch.float64), sampling)
+        assert ((drawn.tokens >= 0) & (drawn.tokens < size)).all()
+        assert drawn.log_probs.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(temperature=0.6), Sampling(temperature=2.0, top_k=5), Sampling(top_k=50, top_p=0.7)],
+)
+def test_log_probs_are_of_the_two_distributions(sampling, dtype):
+    logits = logits_of(64, 300, 0, dtype=dtype)
+    drawn = draw(logits, Key(1).uniform(torch.arange(64), 1)[:, 0], sampling)
+    full = (logits.double() / sampling.temperature).log_softmax(-1)
+    processed = process_logits(logits, sampling).double().log_softmax(-1)
+    tolerance = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 2e-6, "check_dtype": False}
+    torch.testing.assert_close(drawn.log_probs, full.gather(1, drawn.tokens[:, None])[:, 0], **tolerance)
+    torch.testing.assert_close(drawn.sampling_log_probs, processed.gather(1, drawn.tokens[:, None])[:, 0], **tolerance)
+    assert drawn.log_probs.dtype == drawn.sampling_log_probs.dtype == dtype
+    assert drawn.sampling_log_probs.isfinite().all()
+
+
+def test_greedy_takes_the_likeliest():
+    logits = logits_of(5, 9, 3)
+    drawn = draw(logits, torch.zeros(5, dtype=torch.float64), Sampling(greedy=True, temperature=0.5))
+    assert torch.equal(drawn.tokens, logits.argmax(-1))
+    torch.testing.assert_close(drawn.log_probs, (logits / 0.5).log_softmax(-1).amax(-1))
+    assert (drawn.sampling_log_probs == 0).all()
+
+
+@pytest.mark.parametrize("size", [7, 400])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.5), Sampling(top_k=4), Sampling(temperature=1.5, top_p=0.8)]
+)
+def test_frequencies_are_the_distribution(size, sampling):
+    """Pearson's statistic stays within 5 standard deviations above its mean."""
+    rows = 20000
+    logits = logits_of(1, size, 2, scale=1.0, dtype=torch.float32)
+    expected = rows * process_logits(logits.double(), sampling).softmax(-1)[0]
+    drawn = draw(logits.expand(rows, -1), Key(7).uniform(torch.arange(rows), 1)[:, 0], sampling)
+    counts = torch.bincount(drawn.tokens, minlength=size).double()
+    assert (counts[expected == 0] == 0).all()
+    likely = expected >= 5
+    freedom = int(likely.sum()) - 1
+    statistic = ((counts - expected).square() / expected)[likely].sum()
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 0.0}, "temperature = 0.0: .* set greedy"),
+        ({"temperature": math.nan}, "temperature = nan"),
+        ({"top_k": -1}, "top_k = -1"),
+        ({"top_p": 0.0}, "top_p = 0.0"),
+        ({"top_p": 1.5}, "top_p = 1.5"),
+        ({"n": 0}, "n = 0: give 1 or more samples"),
+        ({"max_tokens": 0}, "max_tokens = 0: give 1 or more tokens"),
+        ({"max_tokens": 2.5}, "max_tokens = 2.5"),
+        ({"stop_token_ids": [3, -1]}, r"stop_token_ids = \(3, -1\): \[-1\]"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**settings)
