@@ -233,4 +233,5 @@ def _kill(worker: _Worker) -> None:
     worker.connection.close()
     with contextlib.suppress(OSError):  # nobody is left
         os.killpg(worker.process.pid, signal.SIGKILL)
+    worker.process.kill()
     worker.process.wait()

@@ -77,17 +77,17 @@ def test_hangs_are_bounded_in_python_and_in_c(hang):
     with RewardRunner(functions.by_response, time_limit=0.5) as runner:
         runner.judge(samples(""))
         start = time.monotonic()
-        judged = runner.judge(samples("", hang, "", ""))
+        judged = runner.judge(samples("", hang, *[""] * 10))
         assert 0.5 <= time.monotonic() - start < 4.0
-        assert judged.scores["by_response"] == [1.0, 0.0, 1.0, 1.0]
+        assert judged.scores["by_response"] == [1.0, 0.0, *[1.0] * 10]
         ((part, number, kind, text),) = judged.failures
         assert (part, number, kind, text) == ("by_response", 1, "timeout", "no result within 0.5 s")
         assert runner.judge(samples("")).scores["by_response"] == [1.0]
 
 
 def test_a_worker_that_dies_is_started_again():
-    judged = judge(functions.by_response, samples("", "die", "", "die"), workers=2)
-    assert judged.scores["by_response"] == [1.0, 0.0, 1.0, 0.0]
+    judged = judge(functions.by_response, samples("", "die", "", "die", *[""] * 20), workers=2)
+    assert judged.scores["by_response"] == [1.0, 0.0, 1.0, 0.0, *[1.0] * 20]
     assert [(f.number, f.kind, f.text) for f in judged.failures] == [
         (number, "error", "its process ended with code 7") for number in (1, 3)
     ]
