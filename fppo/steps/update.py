@@ -91,9 +91,9 @@ def update_actor(
                 raise ValueError(f"kl_coef={kl_coef} needs ref_log_probs in the batch: give a reference policy")
             kl = losses.kl_estimate(out.log_probs, rows.ref_log_probs, kl_kind, mask=mask)
             terms["actor/kl_loss"] = kl_coef * kl
-        report |= {"actor/entropy": metrics.masked_mean(out.entropy, mask)}
+        report = report | {"actor/entropy": metrics.masked_mean(out.entropy, mask)}
         if on_policy:
-            report |= rollout_gap(out.log_probs, rows.rollout_log_probs, mask)
+            report = report | rollout_gap(out.log_probs, rows.rollout_log_probs, mask)
         return weighted(terms, weights, report)
 
     def log_probs_of(params: Params, rows: Experience) -> Tensor:
@@ -175,7 +175,7 @@ def update_critic(
         )
         assert out.values is not None
         loss, report = losses.value_loss(out.values, rows.values, rows.returns, rows.response_mask, clip=clip)
-        report |= {"critic/vpred_mean": metrics.masked_mean(out.values, rows.response_mask)}
+        report = report | {"critic/vpred_mean": metrics.masked_mean(out.values, rows.response_mask)}
         return weighted({"critic/vf_loss": loss}, weights, report)
 
     return update_epochs(

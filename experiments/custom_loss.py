@@ -1,0 +1,60 @@
+"""A new policy loss: written, put through the laws, and used for updates of a small model on synthetic data."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen2Config
+
+from fppo import advantages, laws, metrics, models, tree
+from fppo.batch import Column, Experience
+from fppo.key import Key
+from fppo.runtime.mesh import Mesh
+from fppo.steps.forward import compute_log_probs
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizer import Optimizer
+from fppo.steps.train_state import init_state
+from fppo.steps.update import update_actor
+from fppo_kernels.record import Kernels
+
+
+def spo(new: Tensor, old: Tensor, adv: Tensor, mask: Tensor, radius: float = 0.2) -> tuple[Tensor, metrics.Metrics]:
+    """Simple Policy Optimization (arXiv:2401.16025): instead of a clip, a parabola that is least at r = 1 +- radius."""
+    new, old, adv = (x.where(mask, 0.0) for x in (new, old.detach(), adv.detach()))
+    ratio = (new - old).clamp(-20, 20).exp()
+    per_token = -adv * ratio + adv.abs() * (ratio - 1) ** 2 / (2 * radius)
+    return per_token.where(mask, 0.0), {"actor/ratio": metrics.masked_mean(ratio, mask)}
+
+
+def synthetic(rows: int, prompt: int, response: int, vocabulary: int, key: Key) -> Experience:
+    """Random tokens; the score of a row is its share of even ones, its advantage is GRPO's in groups of four."""
+    tokens = torch.randint(vocabulary, (rows, prompt + response), generator=key.generator())
+    mask = torch.arange(response) < torch.randint(1, response + 1, (rows, 1), generator=key.fold("length").generator())
+    scores = ((tokens[:, prompt:] % 2 == 0) & mask).sum(1) / mask.sum(1)
+    number, real = torch.arange(rows), torch.cat([torch.ones(rows, prompt, dtype=torch.bool), mask], 1)
+    advantage, returns = advantages.grpo(scores, mask, number // 4)
+    empty = dict.fromkeys(("finish", "ids", "ground_truth", "source", "extras"), Column([None] * rows))
+    guess = dict.fromkeys(("rollout_log_probs", "sampling_log_probs", "old_log_probs", "token_rewards"), 0.0 * returns)
+    return Experience(tokens=tokens, attention_mask=real, response_mask=mask, scores=scores, named_scores={},
+                      row_ids=number, groups=number // 4, versions=0 * number, advantages=advantage, returns=returns,
+                      **empty, **guess)  # fmt: skip
+
+
+def main() -> None:
+    laws.check_policy_loss(spo)  # the loss alone; a broken one is shown with the smallest batch on which it is broken
+    laws.check_update(spo, modes=("token-mean", "seq-mean-token-mean"))  # and the gradient of a whole model
+    model = models.build(Qwen2Config(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                     num_attention_heads=4, num_key_value_heads=2))  # fmt: skip
+    state, batch = init_state(models.init_params(model, Key(0))), synthetic(64, 4, 12, 32, Key(1))
+    shared: dict[str, Any] = {"model": model, "kernels": Kernels.named(), "mesh": Mesh.local(),
+                              "micro_batching": MicroBatching(token_budget=256)}  # fmt: skip
+    batch = tree.replace(batch, old_log_probs=compute_log_probs(state.params, batch, **shared))
+    optimizer = Optimizer(schedule=lambda step: 3e-3)
+    state, report = update_actor(state, batch, loss_fn=spo, optimizer=optimizer, mini_batch_size=32, epochs=4, **shared)
+    moved = compute_log_probs(state.params, batch, **shared) - batch.old_log_probs
+    numbers = metrics.report(report) | {"advantages * change of log-probs": (moved * batch.advantages).sum().item()}
+    print("spo keeps the laws.", *(f"{name:>34} {x:10.4g}" for name, x in numbers.items()), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
