@@ -1,8 +1,4 @@
-"""The quickstart's task: addition whose demonstrations forget to carry.
-
-Imitation learns the mistake, the reward mends it. Answers are written units first, three digits, so that a small
-model can carry: 58+67= is answered 521.
-"""
+"""The quickstart's task: addition whose demonstrations forget to carry. Imitation learns the mistake, the reward mends it."""
 
 from __future__ import annotations
 
@@ -60,17 +56,12 @@ class Sum:
 
     @property
     def answer(self) -> str:
-        return written(self.a + self.b)
+        return str(self.a + self.b)
 
     @property
     def mistake(self) -> str:
-        """The answer without the carry from the units."""
-        return written(self.a // 10 * 10 + self.b // 10 * 10 + (self.a + self.b) % 10)
-
-
-def written(number: int) -> str:
-    """Three digits, units first."""
-    return f"{number:03d}"[::-1]
+        """The answer without the carry from the units; the answer itself if there is none."""
+        return str(self.a // 10 * 10 + self.b // 10 * 10 + (self.a + self.b) % 10)
 
 
 def sums(key: Key, *, held_out: float = 0.1) -> tuple[list[Sum], list[Sum]]:
@@ -83,12 +74,12 @@ def sums(key: Key, *, held_out: float = 0.1) -> tuple[list[Sum], list[Sum]]:
 
 
 def character_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character, and <pad> and <eos>."""
-    vocabulary = {"<pad>": 0, "<eos>": 1} | {c: i + 2 for i, c in enumerate(characters)}
-    tokenizer = Tokenizer(WordLevel(vocabulary))
+    """A tokenizer with one token per character, and <pad>, <eos> and <unk>."""
+    vocabulary = {token: i for i, token in enumerate(("<pad>", "<eos>", "<unk>", *characters))}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 def small_model(vocabulary: int, *, width: int = 128, layers: int = 2, positions: int = 32) -> Model:
@@ -96,11 +87,12 @@ def small_model(vocabulary: int, *, width: int = 128, layers: int = 2, positions
     config = Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=width,
-        intermediate_size=4 * width,
+        intermediate_size=2 * width,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=4,
+        num_key_value_heads=2,
         max_position_embeddings=positions,
+        initializer_range=0.05,
         tie_word_embeddings=True,
         pad_token_id=0,
         eos_token_id=1,
@@ -117,14 +109,15 @@ def warm_up(
     key: Key,
     *,
     tokenizer: PreTrainedTokenizerFast,
-    steps: int = 300,
+    steps: int = 600,
     batch_size: int = 256,
-    lr: float = 1e-3,
+    lr: float = 2e-3,
     mistakes: float = 0.75,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Params:
     """Supervised learning on demonstrations, a share of `mistakes` of which forget the carry."""
-    optimizer = Optimizer(schedule=schedule("cosine", lr, total_steps=steps, warmup_steps=20, min_ratio=0.1))
+    rate = schedule("linear", lr, total_steps=steps, warmup_steps=30)
+    optimizer = Optimizer(schedule=rate, betas=(0.9, 0.99), weight_decay=0.0)
     state = init_state(params)
     vocabulary = tokenizer.get_vocab()
     pad, eos = vocabulary["<pad>"], vocabulary["<eos>"]
@@ -144,7 +137,7 @@ def warm_up(
             micro_batching=MicroBatching(size=batch_size),
             donate=step > 0,
         )
-        if (step + 1) % 50 == 0:
+        if (step + 1) % 100 == 0:
             on_step(step + 1, report(metrics)["supervised/nll_loss"])
     return state.params
 
@@ -178,12 +171,16 @@ def settings(directory: Path, seed: int) -> TrainSettings:
             source="source",
             max_prompt_tokens=6,
         ),
-        rollout=RolloutSettings(batch_size=512, n=1, max_tokens=4),
+        rollout=RolloutSettings(batch_size=512, max_tokens=4),
         reward=RewardSettings(functions=("exact_match",)),
-        algorithm=AlgorithmSettings(lam=0.95, kl=KlRewardSettings(coef=0.01)),
-        actor=ActorSettings(mini_batch_size=256, epochs=2, optimizer=OptimizerSettings(lr=3e-4)),
-        critic=CriticSettings(mini_batch_size=256, epochs=2, optimizer=OptimizerSettings(lr=1e-3)),
+        algorithm=AlgorithmSettings(kl=KlRewardSettings(coef=0.001)),
+        actor=ActorSettings(mini_batch_size=128, epochs=2, optimizer=_adam(3e-4)),
+        critic=CriticSettings(mini_batch_size=128, epochs=2, optimizer=_adam(1e-3)),
         eval=EvalSettings(every=10),
         checkpoint=CheckpointSettings(every=20),
         log=LogSettings(samples_per_step=4),
     )
+
+
+def _adam(lr: float) -> OptimizerSettings:
+    return OptimizerSettings(lr=lr, beta2=0.99, weight_decay=0.0, schedule="linear")

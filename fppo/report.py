@@ -52,6 +52,16 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     return target
 
 
+def held_out_change(run_dir: str | os.PathLike[str]) -> tuple[float, float]:
+    """The first and the last mean over held-out prompts. Raises ValueError if the run has none."""
+    records = merged(jsonl.read(Path(run_dir) / METRICS))
+    names = held_out({name: None for record in records for name in record})
+    line = points(records, names[0]) if names else []
+    if not line:
+        raise ValueError(f"{run_dir} has no held-out metrics")
+    return line[0][1], line[-1][1]
+
+
 def merged(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One record per step, in order; lines of one step are joined, and a line without a step is left out."""
     by_step: dict[int, dict[str, Any]] = {}

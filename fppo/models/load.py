@@ -53,7 +53,8 @@ def load(
         problems += _compare(model, {name: params[name] for name in (SCORE_WEIGHT, SCORE_BIAS)})
     if problems:
         raise ValueError(f"{path} does not hold a whole {config.model_type!r} model: " + "; ".join(problems))
-    return model, {name: params[name] for name in model.shapes}
+    # memory of their own: a file's layout aligns tensors otherwise, and kernels then round otherwise
+    return model, {name: params[name].clone() for name in model.shapes}
 
 
 def find_directory(path: str | os.PathLike[str]) -> Path:

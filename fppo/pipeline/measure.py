@@ -45,7 +45,6 @@ def batch_metrics(batch: Experience, *, max_tokens: int) -> Metrics:
     rewards = batch.token_rewards.where(mask, 0.0).sum(1)
     cut = torch.tensor([reason == "length" for reason in batch.finish], device=mask.device)
     report = {
-        **_spread("critic/score", batch.scores),
         **_spread("critic/rewards", rewards),
         **_spread("critic/advantages", batch.advantages, mask),
         **_spread("critic/returns", batch.returns, mask),
@@ -55,8 +54,6 @@ def batch_metrics(batch: Experience, *, max_tokens: int) -> Metrics:
         "response_length/limit": metrics.mean(float(max_tokens)),
         "perf/total_num_tokens": metrics.mean(batch.attention_mask.sum()),
     }
-    for name, score in batch.named_scores.items():
-        report[f"reward/{name}"] = metrics.masked_mean(score, torch.ones_like(score, dtype=torch.bool))
     if batch.values is not None:
         report |= _spread("critic/values", batch.values, mask)
         report["critic/vf_explained_var"] = _explained_variance(batch.values, batch.returns, mask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -31,24 +32,11 @@ def digests_of(run: RunState, experience: Experience) -> dict[str, dict[str, str
     return {"batch": tree.digest(experience), "result": tree.digest(run)}
 
 
-def record_line(record: StepRecord, before: str | None) -> str:
-    """A line for the digests file; `before` is the combined digest of the state that the step started from."""
+def record_line(record: StepRecord) -> dict[str, Any]:
+    """What the digests file holds of a step."""
     assert record.experience is not None
     digests = digests_of(record.run, record.experience)
-    return json.dumps({"step": record.run.step, "before": before, "after": tree.combine(digests["result"]), **digests})
-
-
-def read_lines(directory: Path) -> dict[int, dict]:
-    """The recorded steps by number; a torn last line is left out."""
-    lines: dict[int, dict] = {}
-    path = directory / DIGESTS
-    for text in path.read_text().splitlines() if path.exists() else []:
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        lines[line["step"]] = line
-    return lines
+    return {"step": record.run.step, "state": tree.combine(digests["result"]), **digests}
 
 
 def replay(
@@ -78,13 +66,13 @@ def first_difference(step: int, old: dict, new: dict) -> Difference | None:
     return None
 
 
-def dump(record: StepRecord, before: str | None, directory: Path) -> Path:
-    """Writes the batch of a step whose update was not finite, with the digests needed to replay it."""
+def dump(record: StepRecord, line: dict[str, Any], directory: Path) -> Path:
+    """Writes the batch of a step whose update was not finite, with its digests beside it."""
     assert record.experience is not None
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step_{record.run.step:08d}.safetensors"
     batches.save(record.experience, path)
-    path.with_suffix(".json").write_text(record_line(record, before))
+    path.with_suffix(".json").write_text(json.dumps(line))
     return path
 
 

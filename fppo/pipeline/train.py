@@ -59,16 +59,18 @@ def train(
     observers: Sequence[Observe] = (),
     evaluate: Evaluate | None = None,
     evaluate_every: int = 0,
+    evaluate_before: bool = True,
     stop: Callable[[], bool] = lambda: False,
     donate: bool = True,
 ) -> RunState:
     """The run after step `steps`, or after the step in which `stop` became true.
 
-    Every step's record goes to each of `observers`, in order. `evaluate` runs before the first step of all, after every
-    `evaluate_every` steps (0: never) and after the last; its metrics join that step's. With `donate` the memory of the
+    Every step's record goes to each of `observers`, in order. `evaluate` runs before the first step of all (unless
+    `evaluate_before` is False), after every `evaluate_every` steps (0: never) and after the last; its metrics join
+    that step's. With `donate` the memory of the
     state that comes in is given up.
     """
-    if evaluate is not None and run.step == 0:
+    if evaluate is not None and evaluate_before and run.step == 0:
         _observe(observers, run, None, _evaluated(evaluate, run))
     if run.step >= steps or stop():
         return run

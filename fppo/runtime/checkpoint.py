@@ -32,6 +32,14 @@ def path_of(directory: Path, step: int) -> Path:
     return directory / f"step_{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's path. Raises CheckpointError if it does not have a checkpoint's name."""
+    match = _NAME.fullmatch(path.name)
+    if match is None or not path.is_dir():
+        raise CheckpointError(f"{path} is no checkpoint; theirs are directories named like step_00000100")
+    return int(match[1])
+
+
 def steps(directory: Path) -> list[int]:
     """The steps of the complete checkpoints, ascending. What a crash left behind does not bear their name."""
     if not directory.is_dir():
@@ -155,7 +163,8 @@ def _mismatches(expected: dict[str, Any], stored: dict[str, Any]) -> list[str]:
 
 def _restore(value: Any, like: Any) -> Any:
     if isinstance(like, Tensor):
-        return value.to(like.device)
+        # memory of its own: a file's layout aligns tensors otherwise, and kernels then round otherwise
+        return value.to(like.device).clone()
     return Key(value["key"]) if isinstance(like, Key) else value
 
 

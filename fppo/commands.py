@@ -1,0 +1,93 @@
+"""What the commands do, once their arguments are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fppo import config, report, session
+from fppo import quickstart as task
+from fppo.assembly import assembled
+from fppo.metrics import report as numbers_of
+from fppo.pipeline import replay as replays
+from fppo.runtime import checkpoint
+from fppo.settings import TrainSettings
+
+
+def train(settings: TrainSettings) -> int:
+    """Trains, exports the policy and writes the report; 130 if it was stopped before its last step."""
+    with assembled(settings) as parts:
+        run = session.run_training(settings, parts)
+        directory = Path(settings.output_dir)
+        if run.step < settings.steps:
+            return 130
+        session.export(parts, run, directory / session.MODEL)
+    if "jsonl" in settings.log.loggers:
+        page = report.write_report(directory)
+        print(f"model: {directory / session.MODEL}\nreport: {page}")
+    return 0
+
+
+def quickstart(directory: Path, seed: int) -> int:
+    """Warms a small model up on flawed demonstrations, then trains it by PPO; goes on where it was stopped."""
+    if not (directory / task.MODEL).exists():
+        print("warming up on demonstrations that forget the carry more often than not")
+        task.prepare(directory, seed, on_step=lambda step, loss: print(f"  warm-up step {step}  loss {loss:.3f}"))
+    status = train(task.settings(directory, seed))
+    if status == 0:
+        before, after = report.held_out_change(directory)
+        print(f"held-out exact match: {before:.1%} before PPO, {after:.1%} after")
+    return status
+
+
+def evaluate(settings: TrainSettings) -> int:
+    """Prints the held-out metrics of a run's checkpoint."""
+    with assembled(settings) as parts:
+        if parts.evaluate is None:
+            raise ValueError("data.eval_path is not set: there are no held-out prompts; give --data.eval-path FILE")
+        run = session.restore(settings, parts.run)
+        print(f"step {run.step}")
+        for name, value in sorted(numbers_of(parts.evaluate(run)).items()):
+            print(f"{name}  {value:.4f}")
+    return 0
+
+
+def _settings_of(directory: Path) -> TrainSettings:
+    path = directory / session.SETTINGS
+    if not path.exists():
+        raise ValueError(f"{path}: there is no such file; give the output_dir of a run")
+    return config.load(path)
+
+
+def _nearest(directory: Path, step: int | None) -> int | None:
+    """The newest checkpoint's step, at or before `step` if that is given; None if there is none."""
+    found = [s for s in checkpoint.steps(directory / session.CHECKPOINTS) if step is None or s <= step]
+    return found[-1] if found else None
+
+
+def export(directory: Path, target: Path, step: int | None) -> int:
+    """Writes the policy of a run's checkpoint as a Hugging Face directory."""
+    found = _nearest(directory, step)
+    if found is None or (step is not None and found != step):
+        steps = checkpoint.steps(directory / session.CHECKPOINTS)
+        raise ValueError(f"{directory} holds no checkpoint of step {step}; there are those of {steps}")
+    with assembled(_settings_of(directory)) as parts:
+        run = checkpoint.load(parts.run, directory / session.CHECKPOINTS, found)
+        session.export(parts, run, target)
+    print(target)
+    return 0
+
+
+def replay(directory: Path, step: int) -> int:
+    """Computes the steps from the nearest checkpoint to `step` again; 1 if a number differs from the record."""
+    recorded = session.recorded(directory)
+    with assembled(_settings_of(directory)) as parts:
+        found = _nearest(directory, step - 1)
+        run = parts.run if found is None else checkpoint.load(parts.run, directory / session.CHECKPOINTS, found)
+        print(f"from {'the start' if found is None else f'the checkpoint of step {found}'}")
+        steps = replays.replay(run, program=parts.program, draw=parts.draw, recorded=recorded, until=step)
+        for number, difference in steps:
+            if difference is not None:
+                print(f"step {number}: {difference.part} differs first in {difference.leaf}")
+                return 1
+            print(f"step {number}: equal, bit for bit")
+    return 0

@@ -1,0 +1,227 @@
+"""Whole runs: repeatable, resumable after any kill, replayable, exportable."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fppo import commands, jsonl, models, session
+from fppo.runtime import checkpoint
+from tests import runs
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("task")
+    runs.write_task(directory)
+    return directory
+
+
+def _numbers(directory: Path):
+    """The metrics without what depends on the clock or the machine's memory."""
+    skipped = ("timing_s/", "perf/", "time")
+    return [
+        {name: value for name, value in line.items() if not name.startswith(skipped)}
+        for line in jsonl.read(directory / "metrics.jsonl")
+    ]
+
+
+def _digests(directory: Path):
+    return {line["step"]: line["state"] for line in jsonl.read(directory / "digests.jsonl")}
+
+
+def _run(task, tmp_path, name, **changes):
+    given = runs.settings(task, output_dir=str(tmp_path / name), **changes)
+    return commands.train(given), tmp_path / name
+
+
+def test_one_seed_twice_is_one_run_and_another_seed_is_another(task, tmp_path):
+    _, first = _run(task, tmp_path, "first")
+    _, second = _run(task, tmp_path, "second")
+    _, other = _run(task, tmp_path, "other", seed=1)
+    assert _numbers(first) == _numbers(second)
+    assert (first / "samples.jsonl").read_text() == (second / "samples.jsonl").read_text()
+    assert _digests(first) == _digests(second)
+    assert _digests(first) != _digests(other)
+
+
+@pytest.mark.parametrize("cut", [1, 3])
+def test_a_stopped_run_goes_on_bit_for_bit(task, tmp_path, cut):
+    _, whole = _run(task, tmp_path, "whole", actor__optimizer__schedule="constant")
+    _, parts = _run(task, tmp_path, "parts", steps=cut, actor__optimizer__schedule="constant")
+    _, parts = _run(task, tmp_path, "parts", actor__optimizer__schedule="constant")
+    assert _digests(whole) == _digests(parts)
+    steps = [line["step"] for line in jsonl.read(parts / "metrics.jsonl")]
+    assert steps == list(range(5))
+
+
+def _started(given):
+    """A process that trains. It comes from a server that has imported everything and run nothing: forks of this
+    process, whose thread pools have run, can hang."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fppo.commands", "tests.test_runs"])
+    process = context.Process(target=_train_quietly, args=(given,))
+    process.start()
+    assert process.pid is not None
+    return process
+
+
+def _train_quietly(given):
+    torch.set_num_threads(1)
+    with open(os.devnull, "w") as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+        os._exit(commands.train(given))
+
+
+def test_a_run_killed_at_random_moments_ends_where_an_undisturbed_one_ends(task, tmp_path):
+    """20 kills, at start-up, in a step or while writing; none may lose more than the step under way."""
+    changes = {"steps": 200, "eval__before": False, "rollout__batch_size": 4, "checkpoint__keep": 1}
+    given = runs.settings(task, output_dir=str(tmp_path / "killed"), **changes)
+    directory, draw = tmp_path / "killed", random.Random(0)
+    for kill in range(20):
+        process = _started(given)
+        before, deadline = _saved(directory), time.monotonic() + 60
+        while kill % 4 and _saved(directory) == before and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0.0, 0.15))
+        assert process.is_alive(), "the run ended before it was killed: give it more steps"
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert _saved(directory) >= max(before, _last_digest(directory) - 1)
+    assert commands.train(given) == 0
+    _, whole = _run(task, tmp_path, "whole", **changes)
+    assert _digests(directory) == _digests(whole)
+    assert _numbers(directory) == _numbers(whole)
+
+
+def _saved(directory: Path) -> int:
+    return max(checkpoint.steps(directory / session.CHECKPOINTS), default=0)
+
+
+def _last_digest(directory: Path) -> int:
+    path = directory / "digests.jsonl"
+    return max((line["step"] for line in jsonl.read(path)), default=0)
+
+
+def test_replay_finds_nothing_in_a_sound_run_and_names_the_leaf_in_a_changed_one(task, tmp_path, capsys):
+    _, directory = _run(task, tmp_path, "run", checkpoint__every=2)
+    assert commands.replay(directory, 3) == 0
+    assert "step 3: equal, bit for bit" in capsys.readouterr().out
+    path = directory / "digests.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    leaf = next(name for name in lines[2]["result"] if "mu" in name)
+    lines[2]["result"][leaf] = "0" * 32
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert commands.replay(directory, 3) == 1
+    assert f"step 3: result differs first in {leaf}" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no record of step 5"):
+        commands.replay(directory, 9)
+
+
+def test_an_exported_policy_is_the_runs_policy_in_transformers(task, tmp_path):
+    _, directory = _run(task, tmp_path, "run")
+    assert commands.export(directory, tmp_path / "out", None) == 0
+    _, params = models.load(tmp_path / "out")
+    module = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.encode("1+2=") == AutoTokenizer.from_pretrained(task / "start").encode("1+2=")
+    state = module.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in params.items())
+    with pytest.raises(ValueError, match="no checkpoint of step 99"):
+        commands.export(directory, tmp_path / "out", 99)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "n"),
+    [
+        ("grpo", 4),
+        ("rloo", 4),
+        ("opo", 4),
+        ("gpg", 4),
+        ("grpo_passk", 4),
+        ("reinforce_plus_plus", 1),
+        ("reinforce_plus_plus_baseline", 4),
+        ("remax", 2),
+        ("optimal_token_baseline", 4),
+        ("gdpo", 4),
+    ],
+)
+def test_every_estimator_runs_as_a_setting(task, tmp_path, advantage, n):
+    status, directory = _run(
+        task,
+        tmp_path,
+        advantage,
+        algorithm__advantage=advantage,
+        algorithm__whiten=True,
+        rollout__n=n,
+        steps=2,
+    )
+    assert status == 0
+    assert all("critic/vf_loss" not in line for line in jsonl.read(directory / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "loss", ["gspo", "sapo", "gpg", "cispo", "gmpo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro"]
+)
+def test_every_policy_loss_runs_as_a_setting(task, tmp_path, loss):
+    status, _ = _run(task, tmp_path, loss, actor__loss__name=loss, steps=2)
+    assert status == 0
+
+
+def test_correction_and_layer_checkpoints_run_as_settings(task, tmp_path):
+    status, directory = _run(
+        task,
+        tmp_path,
+        "corrected",
+        algorithm__correction__mode="token",
+        algorithm__correction__rejection=("seq_mean_k3",),
+        algorithm__correction__rejection_high=(0.5,),
+        model__checkpoint_layers=True,
+        model__compute_dtype="bfloat16",
+        rollout__top_k=3,
+        rollout__top_p=0.9,
+        rollout__temperature=0.7,
+        steps=2,
+    )
+    assert status == 0
+    assert "rollout_corr/rollout_is_mean" in jsonl.read(directory / "metrics.jsonl")[-1]
+
+
+def test_the_engines_log_probs_are_the_trainers(task, tmp_path):
+    _, directory = _run(task, tmp_path, "run", rollout__temperature=0.7, rollout__top_k=5)
+    for line in jsonl.read(directory / "metrics.jsonl")[1:]:
+        assert line["training/rollout_probs_diff_max"] < 1e-5
+
+
+def test_the_critic_warms_up_alone(task, tmp_path):
+    _, directory = _run(task, tmp_path, "run", critic__warmup_steps=2)
+    lines = jsonl.read(directory / "metrics.jsonl")
+    assert ["actor/pg_loss" in line for line in lines] == [False, False, False, True, True]
+
+
+def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(task, tmp_path):
+    given = runs.settings(task, output_dir=str(tmp_path / "run"), steps=500, checkpoint__every=0)
+    process = _started(given)
+    deadline = time.monotonic() + 60
+    while _last_digest(tmp_path / "run") < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 130
+    assert checkpoint.steps(tmp_path / "run" / session.CHECKPOINTS) == [_last_digest(tmp_path / "run")]
+
+
+def test_resume_never_refuses_a_directory_with_checkpoints_and_must_refuses_one_without(task, tmp_path):
+    _run(task, tmp_path, "run")
+    with pytest.raises(ValueError, match="another output_dir"):
+        _run(task, tmp_path, "run", resume="never")
+    with pytest.raises(ValueError, match="no checkpoint"):
+        _run(task, tmp_path, "new", resume="must")
