@@ -40,3 +40,10 @@ def test_sweep_clip(capsys):
     batch = module.synthetic(256, 64, 0.15, module.Key(0))
     for clip, loss in zip(columns["clip range"], columns["loss"], strict=True):  # vmap against the loop
         torch.testing.assert_close(module.loss_at(clip, *batch)[0], loss)
+
+
+def test_the_bench_of_micro_batching_prints_ratios(capsys):
+    _load("bench/micro_batching").main(seeds=1)
+    row = capsys.readouterr().out.splitlines()[2].split()
+    assert float(row[3]) <= 1.01  # micro-batches over the bound
+    assert float(row[7]) <= 1.0001  # the heaviest of 64 parts over the mean
