@@ -1,4 +1,4 @@
-"""The quickstart's task: addition whose demonstrations forget to carry. Imitation learns the mistake, the reward mends it."""
+"""The quickstart's task: addition whose demonstrations forget to carry. PPO mends what imitation has learned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from fppo import models
 from fppo.key import Key
-from fppo.metrics import report
 from fppo.models.model import Model
 from fppo.runtime.mesh import Mesh
 from fppo.settings import (
@@ -35,8 +34,8 @@ from fppo.settings import (
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizer import Optimizer
 from fppo.steps.schedules import schedule
-from fppo.steps.supervised import demonstrations, update_supervised
-from fppo.steps.train_state import Params, init_state
+from fppo.steps.supervised import Demonstrations, demonstrations, imitate
+from fppo.steps.train_state import Params
 from fppo_kernels.record import Kernels
 
 CHARACTERS = "0123456789+="
@@ -82,8 +81,15 @@ def character_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def small_model(vocabulary: int, *, width: int = 128, layers: int = 2, positions: int = 32) -> Model:
-    """A Qwen2-shaped model on the token ids 0 (pad) and 1 (eos) of `character_tokenizer`."""
+def small_model(
+    vocabulary: int,
+    *,
+    width: int = 128,
+    layers: int = 2,
+    positions: int = 32,
+    compute_dtype: torch.dtype | None = None,
+) -> Model:
+    """A Qwen2-shaped model for a tokenizer whose ids 0 and 1 are padding and end."""
     config = Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -99,7 +105,7 @@ def small_model(vocabulary: int, *, width: int = 128, layers: int = 2, positions
         bos_token_id=None,
     )
     config.architectures = ["Qwen2ForCausalLM"]
-    return models.build(config)
+    return models.build(config, compute_dtype=compute_dtype)
 
 
 def warm_up(
@@ -118,28 +124,26 @@ def warm_up(
     """Supervised learning on demonstrations, a share of `mistakes` of which forget the carry."""
     rate = schedule("linear", lr, total_steps=steps, warmup_steps=30)
     optimizer = Optimizer(schedule=rate, betas=(0.9, 0.99), weight_decay=0.0)
-    state = init_state(params)
     vocabulary = tokenizer.get_vocab()
     pad, eos = vocabulary["<pad>"], vocabulary["<eos>"]
-    for step in range(steps):
+
+    def batch(step: int) -> Demonstrations:
         draws = key.fold("demonstrations", step).uniform(torch.arange(batch_size), 2).tolist()
         chosen = [(train[int(u * len(train))], v < mistakes) for u, v in draws]
         prompts = [tokenizer.encode(s.prompt) for s, _ in chosen]
         responses = [[*tokenizer.encode(s.mistake if wrong else s.answer), eos] for s, wrong in chosen]
-        state, metrics = update_supervised(
-            state,
-            demonstrations(prompts, responses, pad_token_id=pad),
-            model=model,
-            optimizer=optimizer,
-            kernels=Kernels.named(),
-            mesh=Mesh.local(),
-            mini_batch_size=batch_size,
-            micro_batching=MicroBatching(size=batch_size),
-            donate=step > 0,
-        )
-        if (step + 1) % 100 == 0:
-            on_step(step + 1, report(metrics)["supervised/nll_loss"])
-    return state.params
+        return demonstrations(prompts, responses, pad_token_id=pad)
+
+    return imitate(
+        params,
+        map(batch, range(steps)),
+        model=model,
+        optimizer=optimizer,
+        kernels=Kernels.named(),
+        mesh=Mesh.local(),
+        micro_batching=MicroBatching(size=batch_size),
+        on_step=on_step,
+    )
 
 
 def prepare(directory: Path, seed: int, *, on_step: Callable[[int, float], None] = lambda step, loss: None) -> None:

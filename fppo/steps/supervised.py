@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor
 
 from fppo.key import Key
-from fppo.metrics import Metrics
+from fppo.metrics import Metrics, report
 from fppo.models.model import Model
 from fppo.runtime.mesh import Mesh
 from fppo.steps.epochs import update_epochs, weighted
 from fppo.steps.forward import forward_micro_batch
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizer import Optimizer
-from fppo.steps.train_state import Params, TrainState
+from fppo.steps.train_state import Params, TrainState, init_state
 from fppo.tree import state
 from fppo_kernels.record import Kernels
 
@@ -82,3 +84,34 @@ def update_supervised(
         key=key,
         donate=donate,
     )
+
+
+def imitate(
+    params: Params,
+    batches: Iterable[Demonstrations],
+    *,
+    model: Model,
+    optimizer: Optimizer,
+    kernels: Kernels,
+    mesh: Mesh,
+    micro_batching: MicroBatching,
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
+    every: int = 100,
+) -> Params:
+    """The parameters after one supervised update per batch; `on_step` hears the loss of every `every`-th."""
+    state = init_state(params)
+    for number, batch in enumerate(batches, start=1):
+        state, metrics = update_supervised(
+            state,
+            batch,
+            model=model,
+            optimizer=optimizer,
+            kernels=kernels,
+            mesh=mesh,
+            mini_batch_size=len(batch.tokens),
+            micro_batching=micro_batching,
+            donate=number > 1,
+        )
+        if number % every == 0:
+            on_step(number, report(metrics)["supervised/nll_loss"])
+    return state.params

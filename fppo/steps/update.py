@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from fppo.metrics import Metrics
 from fppo.models.model import Model
 from fppo.runtime.mesh import DATA_AXES, Mesh
 from fppo.steps.epochs import update_epochs, weighted
-from fppo.steps.forward import forward_micro_batch
+from fppo.steps.forward import TokenOutputs, forward_micro_batch
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizer import Optimizer
 from fppo.steps.train_state import Params, TrainState
@@ -62,70 +63,27 @@ def update_actor(
             "select_fn selects tokens over the whole mini-batch, and each data rank holds a part of it: "
             "train with this loss on one data rank"
         )
-    outputs = ("log_probs", "entropy")
-
-    def micro_loss(params: Params, rows: Experience, weights: Tensor, selected: Tensor | None):
-        out = forward_micro_batch(
-            params,
-            rows,
-            model=model,
-            kernels=kernels,
-            mesh=mesh,
-            temperature=temperature,
-            outputs=outputs,
-            remove_padding=remove_padding,
-        )
-        assert out.log_probs is not None
-        assert out.entropy is not None
-        old = out.log_probs.detach() if on_policy else rows.old_log_probs
-        chosen = {} if selected is None else {"selected": selected}
-        mask = rows.response_mask
-        policy, report = loss_fn(out.log_probs, old, rows.advantages, mask, **chosen)
-        if rows.correction_weights is not None:
-            policy = policy * rows.correction_weights
-        terms = {"actor/pg_loss": policy}
-        if entropy_coef:
-            terms["actor/entropy_loss"] = -entropy_coef * out.entropy
-        if kl_coef:
-            if rows.ref_log_probs is None:
-                raise ValueError(f"kl_coef={kl_coef} needs ref_log_probs in the batch: give a reference policy")
-            kl = losses.kl_estimate(out.log_probs, rows.ref_log_probs, kl_kind, mask=mask)
-            terms["actor/kl_loss"] = kl_coef * kl
-        report = report | {"actor/entropy": metrics.masked_mean(out.entropy, mask)}
-        if on_policy:
-            report = report | rollout_gap(out.log_probs, rows.rollout_log_probs, mask)
-        return weighted(terms, weights, report)
-
-    def log_probs_of(params: Params, rows: Experience) -> Tensor:
-        with torch.no_grad():
-            out = forward_micro_batch(
-                params,
-                rows,
-                model=model,
-                kernels=kernels,
-                mesh=mesh,
-                temperature=temperature,
-                outputs=("log_probs",),
-                remove_padding=remove_padding,
-            ).log_probs
-        assert out is not None
-        return out
-
-    def select(params: Params, rows: Experience, parts: list[list[int]], place: Key) -> Tensor | None:
-        if select_fn is None:
-            return None
-        log_probs = torch.zeros_like(rows.old_log_probs)
-        for part in parts:
-            index = torch.tensor(part, device=log_probs.device)
-            log_probs = log_probs.index_copy(0, index, log_probs_of(params, batches.rows(rows, part)).to(log_probs))
-        noise = place.uniform(rows.row_ids, rows.response_mask.shape[1])
-        return select_fn(log_probs, rows.old_log_probs, rows.advantages, rows.response_mask, noise=noise)
-
+    forward = partial(
+        forward_micro_batch,
+        model=model,
+        kernels=kernels,
+        mesh=mesh,
+        temperature=temperature,
+        remove_padding=remove_padding,
+    )
     return update_epochs(
         state,
         batch,
-        micro_loss=micro_loss,
-        select=select,
+        micro_loss=partial(
+            policy_objective,
+            forward=forward,
+            loss_fn=loss_fn,
+            entropy_coef=entropy_coef,
+            kl_coef=kl_coef,
+            kl_kind=kl_kind,
+            on_policy=on_policy,
+        ),
+        select=None if select_fn is None else partial(_select, forward=forward, select_fn=select_fn),
         optimizer=optimizer,
         kernels=kernels,
         mesh=mesh,
@@ -138,6 +96,62 @@ def update_actor(
         key=key,
         donate=donate,
     )
+
+
+def policy_objective(
+    params: Params,
+    rows: Experience,
+    weights: Tensor,
+    selected: Tensor | None,
+    *,
+    forward: Callable[..., TokenOutputs],
+    loss_fn: Callable[..., tuple[Tensor, Metrics]],
+    entropy_coef: float,
+    kl_coef: float,
+    kl_kind: str,
+    on_policy: bool,
+) -> tuple[Tensor, Metrics]:
+    """`update_actor`'s objective on some rows of a mini-batch, given their weights [B, T], and its metrics."""
+    out = forward(params, rows, outputs=("log_probs", "entropy"))
+    assert out.log_probs is not None
+    assert out.entropy is not None
+    mask = rows.response_mask
+    old = out.log_probs.detach() if on_policy else rows.old_log_probs
+    chosen = {} if selected is None else {"selected": selected}
+    policy, report = loss_fn(out.log_probs, old, rows.advantages, mask, **chosen)
+    if rows.correction_weights is not None:
+        policy = policy * rows.correction_weights
+    terms = {"actor/pg_loss": policy}
+    if entropy_coef:
+        terms["actor/entropy_loss"] = -entropy_coef * out.entropy
+    if kl_coef:
+        if rows.ref_log_probs is None:
+            raise ValueError(f"kl_coef={kl_coef} needs ref_log_probs in the batch: give a reference policy")
+        terms["actor/kl_loss"] = kl_coef * losses.kl_estimate(out.log_probs, rows.ref_log_probs, kl_kind, mask=mask)
+    report = report | {"actor/entropy": metrics.masked_mean(out.entropy, mask)}
+    if on_policy:
+        report = report | rollout_gap(out.log_probs, rows.rollout_log_probs, mask)
+    return weighted(terms, weights, report)
+
+
+def _select(
+    params: Params,
+    rows: Experience,
+    parts: list[list[int]],
+    place: Key,
+    *,
+    forward: Callable[..., TokenOutputs],
+    select_fn: SelectFn,
+) -> Tensor:
+    """The tokens [B, T] that `select_fn` chooses in a mini-batch, by the log-probs of a pass without gradients."""
+    log_probs = torch.zeros_like(rows.old_log_probs)
+    for part in parts:
+        with torch.no_grad():
+            new = forward(params, batches.rows(rows, part), outputs=("log_probs",)).log_probs
+        assert new is not None
+        log_probs = log_probs.index_copy(0, torch.tensor(part, device=log_probs.device), new.to(log_probs))
+    noise = place.uniform(rows.row_ids, rows.response_mask.shape[1])
+    return select_fn(log_probs, rows.old_log_probs, rows.advantages, rows.response_mask, noise=noise)
 
 
 def update_critic(

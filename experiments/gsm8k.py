@@ -1,0 +1,67 @@
+"""PPO on real text: GSM8K, with a tokenizer and a small model made from its training split.
+
+    python experiments/gsm8k.py --data DIR        # DIR holds train.jsonl and test.jsonl
+
+The model imitates the solutions for a while; PPO (gsm8k.toml) then rewards the answer's format and the exact answer.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+import tyro
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from fppo import commands, config, models, quickstart
+from fppo.key import Key
+from fppo.runtime.mesh import Mesh
+from fppo.steps import supervised
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizer import Optimizer
+from fppo.steps.schedules import schedule
+from fppo_kernels.record import Kernels
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    prompts = [f"Question: {row['question']}\nAnswer:\n" for row in rows]
+    answers = [row["answer"].split("####")[1].strip().replace(",", "") for row in rows]
+    return [{"prompt": p, "solution": r["answer"], "answer": a} for p, r, a in zip(prompts, rows, answers, strict=True)]
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=2048, special_tokens=["<pad>", "<eos>"], initial_alphabet=letters)
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
+
+
+def main(data: Path, output_dir: Path = Path("runs/gsm8k"), seed: int = 0, warm_up: int = 300, batch: int = 32) -> None:
+    key, splits = Key(seed), {name: read(data / f"{name}.jsonl") for name in ("train", "test")}
+    output_dir.mkdir(parents=True, exist_ok=True)
+    for name, rows in splits.items():
+        (output_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = train_tokenizer([row["prompt"] + row["solution"] for row in splits["train"]])
+    pairs = [(tokenizer.encode(r["prompt"]), [*tokenizer.encode(r["solution"]), 1]) for r in splits["train"]]
+    pairs = [pair for pair in pairs if len(pair[0]) <= 96 and len(pair[1]) <= 128]
+    draws = (key.fold("warm-up", step).uniform(torch.arange(batch), 1)[:, 0].tolist() for step in range(warm_up))
+    chosen = ([pairs[int(u * len(pairs))] for u in row] for row in draws)
+    batches = (supervised.demonstrations(*map(list, zip(*rows, strict=True)), pad_token_id=0) for rows in chosen)
+    model = quickstart.small_model(len(tokenizer), width=192, layers=4, positions=256, compute_dtype=torch.bfloat16)
+    optimizer = Optimizer(schedule=schedule("cosine", 2e-3, total_steps=warm_up, warmup_steps=30, min_ratio=0.05))
+    params = supervised.imitate(models.init_params(model, key), batches, model=model, optimizer=optimizer,
+                                kernels=Kernels.named(), mesh=Mesh.local(), micro_batching=MicroBatching(size=batch),
+                                every=50, on_step=lambda step, loss: print(f"warm-up step {step}  loss {loss:.3f}"))  # fmt: skip
+    models.save(model, params, output_dir / "warm", tokenizer=tokenizer)
+    commands.train(config.load(Path(__file__).with_suffix(".toml"), [f"--output-dir={output_dir}", f"--seed={seed}",
+                   f"--model.path={output_dir / 'warm'}", f"--data.path={output_dir / 'train.jsonl'}",
+                   f"--data.eval-path={output_dir / 'test.jsonl'}"]))  # fmt: skip
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
