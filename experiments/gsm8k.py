@@ -10,9 +10,6 @@ from pathlib import Path
 
 import torch
 import tyro
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 from fppo import commands, config, models, quickstart
 from fppo.key import Key
@@ -31,22 +28,12 @@ def read(path: Path) -> list[dict[str, str]]:
     return [{"prompt": p, "solution": r["answer"], "answer": a} for p, r, a in zip(prompts, rows, answers, strict=True)]
 
 
-def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=2048, special_tokens=["<pad>", "<eos>"], initial_alphabet=letters)
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
-
-
 def main(data: Path, output_dir: Path = Path("runs/gsm8k"), seed: int = 0, warm_up: int = 300, batch: int = 32) -> None:
     key, splits = Key(seed), {name: read(data / f"{name}.jsonl") for name in ("train", "test")}
     output_dir.mkdir(parents=True, exist_ok=True)
     for name, rows in splits.items():
         (output_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = train_tokenizer([row["prompt"] + row["solution"] for row in splits["train"]])
+    tokenizer = quickstart.bpe_tokenizer([row["prompt"] + row["solution"] for row in splits["train"]])
     pairs = [(tokenizer.encode(r["prompt"]), [*tokenizer.encode(r["solution"]), 1]) for r in splits["train"]]
     pairs = [pair for pair in pairs if len(pair[0]) <= 96 and len(pair[1]) <= 128]
     draws = (key.fold("warm-up", step).uniform(torch.arange(batch), 1)[:, 0].tolist() for step in range(warm_up))
@@ -56,7 +43,7 @@ def main(data: Path, output_dir: Path = Path("runs/gsm8k"), seed: int = 0, warm_
     optimizer = Optimizer(schedule=schedule("cosine", 2e-3, total_steps=warm_up, warmup_steps=30, min_ratio=0.05))
     params = supervised.imitate(models.init_params(model, key), batches, model=model, optimizer=optimizer,
                                 kernels=Kernels.named(), mesh=Mesh.local(), micro_batching=MicroBatching(size=batch),
-                                every=50, on_step=lambda step, loss: print(f"warm-up step {step}  loss {loss:.3f}"))  # fmt: skip
+                                every=50, on_step=lambda step, loss: print(f"warm-up {step}: {loss:.3f}"))  # fmt: skip
     models.save(model, params, output_dir / "warm", tokenizer=tokenizer)
     commands.train(config.load(Path(__file__).with_suffix(".toml"), [f"--output-dir={output_dir}", f"--seed={seed}",
                    f"--model.path={output_dir / 'warm'}", f"--data.path={output_dir / 'train.jsonl'}",

@@ -20,6 +20,7 @@ from fppo.models.model import Model, Params
 from fppo.pipeline import stages
 from fppo.pipeline.estimators import estimator
 from fppo.pipeline.evaluate import evaluate
+from fppo.pipeline.measure import with_mfu
 from fppo.pipeline.run import Program, RunState
 from fppo.pipeline.train import Draw, Evaluate
 from fppo.rollout.embedded import EmbeddedEngine
@@ -62,7 +63,7 @@ def device_of(settings: TrainSettings) -> torch.device:
 def load_tokenizer(settings: TrainSettings) -> PreTrainedTokenizerBase:
     """The policy's tokenizer. Raises ValueError if it lacks what the settings need of it."""
     tokenizer = AutoTokenizer.from_pretrained(settings.model.path, trust_remote_code=settings.model.trust_remote_code)
-    data.check_tokenizer(tokenizer)
+    data.check_tokenizer(tokenizer, pad_token=settings.data.pad_token)
     if settings.data.chat:
         data.check_chat_template(tokenizer)
     return tokenizer
@@ -81,6 +82,7 @@ def load_prompts(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, *,
         chat=section.chat,
         max_prompt_tokens=section.max_prompt_tokens,
         over_long=section.over_long,
+        pad_token=section.pad_token,
     )
     limit = settings.eval.max_prompts
     if held_out and limit is not None and limit < len(prompts):
@@ -92,12 +94,20 @@ def policy_loss(actor: ActorSettings) -> tuple[Callable[..., Any], Callable[...,
     """The policy loss with its scalars bound, and its selection of tokens if it has one."""
     name = actor.loss.name
     if ":" in name:
-        module, _, function = name.partition(":")
-        return getattr(importlib.import_module(module), function), None
+        return _imported(name), None
     loss = partial(getattr(losses, name), **config.loss_scalars(actor.loss))
     if name not in settings_checks.SELECTION_KEYWORDS:
         return loss, None
     return loss, partial(getattr(losses, f"select_{name}"), **config.selection_scalars(actor.loss))
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    """The policy loss of "module:function". Raises ValueError if it does not import."""
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"actor.loss.name = {name!r} does not import: {error}") from error
 
 
 def optimizer_of(settings: OptimizerSettings, updates: int) -> Optimizer:
@@ -148,15 +158,13 @@ def program_of(
     loss: tuple[Callable[..., Any], Callable[..., Any] | None],
 ) -> Program:
     """The stages of the settings' algorithm, bound."""
-    kernels, mesh = engine.kernels, Mesh.local()
-    actor, critic, algorithm = settings.actor, settings.critic, settings.algorithm
-    batch_size = settings.rollout.batch_size
-    mini = config.mini_batch_size(actor, batch_size)
-    updates = settings.steps * actor.epochs * -(-batch_size // mini)
-    on_policy = actor.epochs == 1 and mini == batch_size and algorithm.kl.coef == 0
-    corrected = config.correction_keywords(algorithm.correction)
-    loss_fn, select_fn = loss
-    shared = {"kernels": kernels, "mesh": mesh, "remove_padding": settings.model.remove_padding}
+    actor, algorithm = settings.actor, settings.algorithm
+    mini = config.mini_batch_size(actor, settings.rollout.batch_size)
+    corrected = algorithm.correction.mode != "none" or bool(algorithm.correction.rejection)
+    alone = actor.epochs == 1 and mini == settings.rollout.batch_size
+    on_policy = alone and algorithm.kl.coef == 0 and not corrected
+    shared = {"kernels": engine.kernels, "mesh": Mesh.local(), "remove_padding": settings.model.remove_padding}
+    shared |= {"temperature": sampling.temperature, "on_policy": on_policy}
     return Program(
         rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
         score=_score_stage(algorithm.advantage, engine, sampling, score),
@@ -165,48 +173,46 @@ def program_of(
             model=model,
             critic_model=critic_model,
             micro_batching=micro_batching_of(actor),
-            temperature=sampling.temperature,
-            on_policy=on_policy and corrected is None,
             sum_squared=algorithm.advantage == "optimal_token_baseline",
             **shared,
         ),
-        estimate=partial(
-            stages.estimate,
-            advantage_fn=estimator(
-                algorithm.advantage, gamma=algorithm.gamma, lam=algorithm.lam, scale=algorithm.scale
-            ),
-            max_tokens=sampling.max_tokens,
-            kl_in_reward=algorithm.kl.coef > 0,
-            kl_kind=algorithm.kl.kind,
-            update_kl=partial(
-                losses.update_kl,
-                kind=algorithm.kl.controller,
-                target=algorithm.kl.target,
-                horizon=algorithm.kl.horizon,
-            ),
-            correct=partial(losses.rollout_correction, **corrected) if corrected else None,
-            whiten=algorithm.whiten and algorithm.advantage == "gae",
-        ),
-        update_critic=_update_critic(settings, critic_model, shared),
+        estimate=_estimate_stage(settings, sampling),
+        update_critic=_update_critic(settings, critic_model, engine.kernels),
         update_actor=partial(
-            update_actor,
+            with_mfu("actor", update_actor),
             model=model,
-            loss_fn=loss_fn,
-            select_fn=select_fn,
-            optimizer=optimizer_of(actor.optimizer, updates),
+            loss_fn=loss[0],
+            select_fn=loss[1],
+            optimizer=optimizer_of(
+                actor.optimizer, settings.steps * actor.epochs * settings.rollout.batch_size // mini
+            ),
             mini_batch_size=mini,
             micro_batching=micro_batching_of(actor),
             epochs=actor.epochs,
-            temperature=sampling.temperature,
             weight_mode=actor.weight_mode,
             horizon=actor.horizon,
             entropy_coef=actor.entropy_coef,
             kl_coef=actor.kl_coef,
             kl_kind=actor.kl_kind,
-            on_policy=on_policy and corrected is None,
             **shared,
         ),
-        critic_warmup=critic.warmup_steps if critic_model is not None else 0,
+        critic_warmup=settings.critic.warmup_steps if critic_model is not None else 0,
+    )
+
+
+def _estimate_stage(settings: TrainSettings, sampling: Sampling) -> Callable[..., Any]:
+    algorithm = settings.algorithm
+    kl, corrected = algorithm.kl, config.correction_keywords(algorithm.correction)
+    estimate = estimator(algorithm.advantage, gamma=algorithm.gamma, lam=algorithm.lam, scale=algorithm.scale)
+    return partial(
+        stages.estimate,
+        advantage_fn=estimate,
+        max_tokens=sampling.max_tokens,
+        kl_in_reward=kl.coef > 0,
+        kl_kind=kl.kind,
+        update_kl=partial(losses.update_kl, kind=kl.controller, target=kl.target, horizon=kl.horizon),
+        correct=partial(losses.rollout_correction, **corrected) if corrected else None,
+        whiten=algorithm.whiten and algorithm.advantage == "gae",
     )
 
 
@@ -219,27 +225,25 @@ def _score_stage(
     return partial(stages.score_with_greedy, score=score, engine=engine, sampling=greedy)
 
 
-def _update_critic(settings: TrainSettings, critic_model: Model | None, shared: dict[str, Any]) -> Callable[..., Any]:
+def _update_critic(settings: TrainSettings, critic_model: Model | None, kernels: Kernels) -> Any:
     critic, batch_size = settings.critic, settings.rollout.batch_size
     if critic_model is None:
-        return _no_critic
+        return None
     mini = config.mini_batch_size(critic, batch_size)
     return partial(
-        update_critic,
+        with_mfu("critic", update_critic),
         model=critic_model,
-        optimizer=optimizer_of(critic.optimizer, settings.steps * critic.epochs * -(-batch_size // mini)),
+        optimizer=optimizer_of(critic.optimizer, settings.steps * critic.epochs * batch_size // mini),
+        kernels=kernels,
+        mesh=Mesh.local(),
         mini_batch_size=mini,
         micro_batching=micro_batching_of(critic),
         epochs=critic.epochs,
         clip=critic.value_clip,
         weight_mode=critic.weight_mode,
         horizon=critic.horizon,
-        **shared,
+        remove_padding=settings.model.remove_padding,
     )
-
-
-def _no_critic(*_: Any, **__: Any) -> Any:
-    raise ValueError("this program has no critic to update")
 
 
 def load_models(
@@ -325,8 +329,7 @@ def assembled(settings: TrainSettings) -> Iterator[Assembled]:
     section = settings.reward
     with rewards.RewardRunner(reward, time_limit=section.time_limit, workers=section.workers) as runner:
         score = partial(rewards.score, reward=runner, tokenizer=tokenizer)
-        pad = data.check_tokenizer(tokenizer).pad_token_id
-        engine = EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad)
+        engine = EmbeddedEngine(model=model, kernels=kernels, pad_token_id=prompts.pad_token_id)
         yield Assembled(
             run=RunState(
                 actor=init_state(params),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from transformers.utils import logging as transformers_logging
+
 from fppo import config, report, session
 from fppo import quickstart as task
 from fppo.assembly import assembled
@@ -15,6 +17,7 @@ from fppo.settings import TrainSettings
 
 def train(settings: TrainSettings) -> int:
     """Trains, exports the policy and writes the report; 130 if it was stopped before its last step."""
+    transformers_logging.disable_progress_bar()
     with assembled(settings) as parts:
         run = session.run_training(settings, parts)
         directory = Path(settings.output_dir)
@@ -29,6 +32,7 @@ def train(settings: TrainSettings) -> int:
 
 def quickstart(directory: Path, seed: int) -> int:
     """Warms a small model up on flawed demonstrations, then trains it by PPO; goes on where it was stopped."""
+    transformers_logging.disable_progress_bar()
     if not (directory / task.MODEL).exists():
         print("warming up on demonstrations that forget the carry more often than not")
         task.prepare(directory, seed, on_step=lambda step, loss: print(f"  warm-up step {step}  loss {loss:.3f}"))

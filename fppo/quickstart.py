@@ -9,10 +9,12 @@ from pathlib import Path
 import attrs
 import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import WordLevel
+from tokenizers.models import BPE, WordLevel
+from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from fppo import models
+from fppo.data import PromptSet, prompt_set
 from fppo.key import Key
 from fppo.models.model import Model
 from fppo.runtime.mesh import Mesh
@@ -63,10 +65,13 @@ class Sum:
         return str(self.a // 10 * 10 + self.b // 10 * 10 + (self.a + self.b) % 10)
 
 
-def sums(key: Key, *, held_out: float = 0.1) -> tuple[list[Sum], list[Sum]]:
-    """All sums, split into those to train on and those held out, which neither warm-up nor PPO ever sees."""
+def sums(*, held_out: float = 0.1) -> tuple[list[Sum], list[Sum]]:
+    """All sums, split into those to train on and those held out, which neither warm-up nor PPO ever sees.
+
+    The split is the same for every seed.
+    """
     everything = [Sum(a, b) for a in range(10, 100) for b in range(10, 100)]
-    draws = key.fold("held out").uniform(torch.arange(len(everything)), 1)[:, 0].tolist()
+    draws = Key(0).fold("held out").uniform(torch.arange(len(everything)), 1)[:, 0].tolist()
     train = [s for s, u in zip(everything, draws, strict=True) if u >= held_out]
     test = [s for s, u in zip(everything, draws, strict=True) if u < held_out]
     return train, test
@@ -79,6 +84,17 @@ def character_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def bpe_tokenizer(texts: list[str], *, size: int = 2048) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of `size` tokens learned from texts, digits one by one; <pad> is 0 and <eos> is 1."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=size, special_tokens=["<pad>", "<eos>"], initial_alphabet=letters)
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
 
 
 def small_model(
@@ -146,17 +162,30 @@ def warm_up(
     )
 
 
-def prepare(directory: Path, seed: int, *, on_step: Callable[[int, float], None] = lambda step, loss: None) -> None:
-    """Writes the warmed-up model, with its tokenizer, and the prompts to `directory`."""
-    key = Key(seed).fold("quickstart")
-    train, test = sums(Key(0))
+def warmed_up(
+    key: Key, *, steps: int = 600, on_step: Callable[[int, float], None] = lambda step, loss: None
+) -> tuple[PreTrainedTokenizerFast, Model, Params]:
+    """The tokenizer, and a small model that has imitated the demonstrations."""
     tokenizer = character_tokenizer()
     model = small_model(len(tokenizer))
-    params = warm_up(
-        model, models.init_params(model, key.fold("init")), train, key, tokenizer=tokenizer, on_step=on_step
+    params = models.init_params(model, key.fold("init"))
+    return tokenizer, model, warm_up(model, params, sums()[0], key, tokenizer=tokenizer, steps=steps, on_step=on_step)
+
+
+def prompt_sets(tokenizer: PreTrainedTokenizerFast) -> tuple[PromptSet, PromptSet]:
+    """The prompts to train on, and the held-out ones."""
+    train, test = (
+        prompt_set([s.prompt for s in part], tokenizer, ground_truths=[s.answer for s in part], sources="addition")
+        for part in sums()
     )
+    return train, test
+
+
+def prepare(directory: Path, seed: int, *, on_step: Callable[[int, float], None] = lambda step, loss: None) -> None:
+    """Writes the warmed-up model, with its tokenizer, and the prompts to `directory`."""
+    tokenizer, model, params = warmed_up(Key(seed).fold("quickstart"), on_step=on_step)
     directory.mkdir(parents=True, exist_ok=True)
-    for name, rows in ((TRAIN, train), (TEST, test)):
+    for name, rows in zip((TRAIN, TEST), sums(), strict=True):
         lines = [json.dumps({"prompt": s.prompt, "answer": s.answer, "source": "addition"}) for s in rows]
         (directory / name).write_text("\n".join(lines) + "\n")
     models.save(model, params, directory / MODEL, tokenizer=tokenizer)

@@ -76,6 +76,8 @@ class DataSettings:
     """The field that holds what a reward compares with."""
     source: str | None = setting(None)
     """The field that names a row's data set, for results by source; None: the file's name."""
+    pad_token: str | None = setting(None)
+    """The token to pad with, for a tokenizer that has none of its own; padding is masked, so any will do."""
     max_prompt_tokens: int = setting(512, at_least(1))
     """The longest prompt, in tokens."""
     over_long: Literal["error", "drop", "truncate"] = setting("error")

@@ -47,3 +47,12 @@ def test_the_bench_of_micro_batching_prints_ratios(capsys):
     row = capsys.readouterr().out.splitlines()[2].split()
     assert float(row[3]) <= 1.01  # micro-batches over the bound
     assert float(row[7]) <= 1.0001  # the heaviest of 64 parts over the mean
+
+
+@pytest.mark.parametrize("name", ["ppo_arithmetic", "grpo_arithmetic"])
+def test_arithmetic(name, capsys):
+    _load(name).main(steps=2, warm_up=2, batch=16)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert len(lines) == 3
+    assert "val-core/addition/reward/mean@1" in lines[0]
+    assert ("vf loss" in lines[-1]) == (name == "ppo_arithmetic")

@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fppo import commands, jsonl, models, session
+from fppo import batch as batches
+from fppo import commands, jsonl, losses, models, session, tree
 from fppo.runtime import checkpoint
 from tests import runs
 
@@ -225,3 +226,25 @@ def test_resume_never_refuses_a_directory_with_checkpoints_and_must_refuses_one_
         _run(task, tmp_path, "run", resume="never")
     with pytest.raises(ValueError, match="no checkpoint"):
         _run(task, tmp_path, "new", resume="must")
+
+
+def exploding(log_probs, old_log_probs, advantages, mask):
+    """A loss whose gradient is not finite in some mini-batches."""
+    per_token, report = losses.ppo_clip(log_probs, old_log_probs, advantages, mask)
+    bad = mask.sum() % 5 == 0
+    return torch.where(bad & mask, per_token * float("inf"), per_token), report
+
+
+def test_an_update_that_is_not_finite_is_skipped_counted_dumped_and_replays(task, tmp_path, capsys):
+    _, directory = _run(task, tmp_path, "run", actor__loss__name="tests.test_runs:exploding", steps=6)
+    lines = jsonl.read(directory / "metrics.jsonl")
+    skipped = [line["step"] for line in lines if line.get("actor/skipped", 0) > 0]
+    assert skipped
+    assert any(line.get("actor/skipped", 0) < 1 for line in lines[1:])
+    for step in skipped:
+        dump = directory / "dumps" / f"step_{step:08d}.safetensors"
+        batch = batches.load(batches.Experience, dump)
+        record = json.loads(dump.with_suffix(".json").read_text())
+        assert tree.digest(batch) == record["batch"]
+    assert "an update was not finite" in capsys.readouterr().err
+    assert commands.replay(directory, skipped[-1]) == 0

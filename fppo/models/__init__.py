@@ -1,7 +1,7 @@
 """A model as a pure function of its parameters."""
 
 from fppo.models.heads import Head, check_head, output_head
-from fppo.models.init import init_params
+from fppo.models.init import as_critic, init_params
 from fppo.models.load import load
 from fppo.models.model import Model, build, packed_attention, padded_attention
 from fppo.models.run import bind, call_layer, forward, hidden_states
@@ -10,6 +10,7 @@ from fppo.models.save import save
 __all__ = [
     "Head",
     "Model",
+    "as_critic",
     "bind",
     "build",
     "call_layer",

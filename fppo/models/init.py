@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fppo.key import Key
-from fppo.models.model import SCORE_BIAS, SCORE_WEIGHT, Model, Params, causal_lm
+from fppo.models.model import SCORE_BIAS, SCORE_WEIGHT, Model, Params, build, causal_lm
 
 
 def init_params(model: Model, key: Key, dtype: torch.dtype = torch.float32) -> Params:
@@ -24,3 +24,16 @@ def init_value_head(model: Model, key: Key, dtype: torch.dtype = torch.float32) 
     std = getattr(model.config, "initializer_range", None) or 0.02
     weight = torch.randn(shape, generator=key.fold("score").generator(), dtype=torch.float64) * std
     return {SCORE_WEIGHT: weight.to(dtype), SCORE_BIAS: torch.zeros(model.shapes[SCORE_BIAS], dtype=dtype)}
+
+
+def as_critic(model: Model, params: Params, key: Key) -> tuple[Model, Params]:
+    """A critic made of a language model: a copy of its layers with a fresh value head."""
+    critic = build(
+        model.config,
+        "value",
+        compute_dtype=model.compute_dtype,
+        checkpoint_layers=model.checkpoint_layers,
+        trust_remote_code=model.trust_remote_code,
+    )
+    copied = {name: params[name].clone() for name in critic.shapes if name in params}
+    return critic, copied | init_value_head(critic, key, next(iter(params.values())).dtype)

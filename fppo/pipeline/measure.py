@@ -14,6 +14,9 @@ from torch import Tensor
 from fppo import metrics
 from fppo.batch import Experience
 from fppo.metrics import Mean, Metrics
+from fppo.models import flops
+from fppo.models.model import Model
+from fppo.steps.forward import row_lengths
 
 GIB = 1024**3
 
@@ -34,6 +37,28 @@ def now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def with_mfu(role: str, update: Callable[..., Any]) -> Callable[..., Any]:
+    """The update, with the FLOPs per second that its model's arithmetic needs, and their share of the device's peak.
+
+    perf/tflops/ROLE is in 1e12 per second. perf/mfu/ROLE is a mean of nothing, nan, where the peak is unknown.
+    """
+
+    def wrapped(state: Any, batch: Experience, *, model: Model, epochs: int, **kwargs: Any) -> Any:
+        lengths, heads = row_lengths(batch), int(batch.response_mask.sum())
+        start = now()
+        after, report = update(state, batch, model=model, epochs=epochs, **kwargs)
+        seconds = now() - start
+        done = epochs * flops.train_flops(model, lengths, head_tokens=heads)
+        share = flops.mfu(done, seconds, batch.tokens.device)
+        rates = {
+            f"perf/tflops/{role}": metrics.mean(done / seconds / 1e12),
+            f"perf/mfu/{role}": metrics.mean(share or 0.0, float(share is not None)),
+        }
+        return after, report | rates
+
+    return wrapped
 
 
 def batch_metrics(batch: Experience, *, max_tokens: int) -> Metrics:

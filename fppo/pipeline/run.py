@@ -23,12 +23,12 @@ class RunState:
     """What a run is, whole: saving it saves everything, and two runs from equal states are equal."""
 
     actor: TrainState
-    kl: KLState
     key: Key
-    cursor: DataCursor
-    step: int
     critic: TrainState | None = None
     ref: Params | None = None
+    kl: KLState = attrs.field(factory=lambda: KLState(coef=0.0))
+    cursor: DataCursor = attrs.field(factory=DataCursor)
+    step: int = 0
 
 
 @attrs.frozen(kw_only=True)
@@ -46,8 +46,8 @@ class Program:
     score: Callable[..., tuple[Scored, Metrics]]
     annotate: Callable[[RunState, Scored], tuple[Annotated, Metrics]]
     estimate: Callable[[Annotated, KLState], tuple[Experience, KLState, Metrics]]
-    update_critic: Callable[..., tuple[TrainState, Metrics]]
     update_actor: Callable[..., tuple[TrainState, Metrics]]
+    update_critic: Callable[..., tuple[TrainState, Metrics]] | None = None
     critic_warmup: int = 0  # steps at the start that train the critic alone
 
 
@@ -68,6 +68,8 @@ def ppo_step(
     reports: list[dict[str, Any]] = [generated, judged, noted, estimated]
     critic, actor = run.critic, run.actor
     if critic is not None:
+        if program.update_critic is None:
+            raise ValueError("the run has a critic, but the program has no update_critic: it would never learn")
         update = timed("update_critic", program.update_critic)
         critic, report = update(critic, experience, key=key.fold("critic"), donate=donate)
         reports.append(report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,41 +61,29 @@ def update_actor(
     """
     if select_fn is not None and any(mesh[name].size > 1 for name in DATA_AXES):
         raise ValueError(
-            "select_fn selects tokens over the whole mini-batch, and each data rank holds a part of it: "
-            "train with this loss on one data rank"
+            "select_fn needs the whole mini-batch, of which each data rank holds a part: use one data rank"
         )
+    shared: dict[str, Any] = {"kernels": kernels, "mesh": mesh}
     forward = partial(
-        forward_micro_batch,
-        model=model,
-        kernels=kernels,
-        mesh=mesh,
-        temperature=temperature,
-        remove_padding=remove_padding,
+        forward_micro_batch, model=model, temperature=temperature, remove_padding=remove_padding, **shared
     )
+    scalars: dict[str, Any] = {"entropy_coef": entropy_coef, "kl_coef": kl_coef, "kl_kind": kl_kind}
+    objective = partial(policy_objective, forward=forward, loss_fn=loss_fn, on_policy=on_policy, **scalars)
     return update_epochs(
         state,
         batch,
-        micro_loss=partial(
-            policy_objective,
-            forward=forward,
-            loss_fn=loss_fn,
-            entropy_coef=entropy_coef,
-            kl_coef=kl_coef,
-            kl_kind=kl_kind,
-            on_policy=on_policy,
-        ),
+        micro_loss=objective,
         select=None if select_fn is None else partial(_select, forward=forward, select_fn=select_fn),
         optimizer=optimizer,
-        kernels=kernels,
-        mesh=mesh,
         mini_batch_size=mini_batch_size,
         micro_batching=micro_batching,
-        epochs=epochs,
         weight_mode=weight_mode,
         horizon=horizon,
         prefix="actor",
+        epochs=epochs,
         key=key,
         donate=donate,
+        **shared,
     )
 
 

@@ -1,0 +1,60 @@
+"""PPO with a critic as a pipeline of functions: the quickstart's task, without its files."""
+
+from functools import partial
+from typing import Any
+
+import attrs
+import tyro
+
+from fppo import data, loggers, losses, models, quickstart, rewards
+from fppo.key import Key
+from fppo.pipeline import stages
+from fppo.pipeline.estimators import estimator
+from fppo.pipeline.evaluate import evaluate
+from fppo.pipeline.run import Program, RunState
+from fppo.pipeline.train import train
+from fppo.rollout.embedded import EmbeddedEngine
+from fppo.rollout.engine import Sampling
+from fppo.runtime.mesh import Mesh
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizer import Optimizer
+from fppo.steps.schedules import schedule
+from fppo.steps.train_state import init_state
+from fppo.steps.update import update_actor, update_critic
+from fppo_kernels.record import Kernels
+
+
+def main(seed: int = 0, steps: int = 40, warm_up: int = 600, batch: int = 512) -> None:
+    key, kernels = Key(seed), Kernels.named()
+    tokenizer, model, params = quickstart.warmed_up(key, steps=warm_up)
+    critic_model, critic = models.as_critic(model, params, key)
+    prompts, held_out = quickstart.prompt_sets(tokenizer)
+    engine = EmbeddedEngine(model=model, kernels=kernels, pad_token_id=0)
+    sampling = Sampling(max_tokens=4, stop_token_ids=(1,))
+    score = partial(rewards.score, reward=rewards.RewardRunner(rewards.exact_match), tokenizer=tokenizer)
+    shared: dict[str, Any] = {"kernels": kernels, "mesh": Mesh.local(), "micro_batching": MicroBatching(size=batch)}
+    update: dict[str, Any] = {"mini_batch_size": batch // 4, "epochs": 2, **shared}
+    rate = partial(schedule, "linear", total_steps=steps * 8)
+    policy, value = (Optimizer(rate(lr), betas=(0.9, 0.99), weight_decay=0.0) for lr in (3e-4, 1e-3))
+    program = Program(
+        rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
+        score=partial(stages.score_stage, score=score),
+        annotate=partial(stages.annotate, model=model, critic_model=critic_model, **shared),
+        estimate=partial(stages.estimate, advantage_fn=estimator("gae"), max_tokens=4, whiten=True),
+        update_critic=partial(update_critic, model=critic_model, optimizer=value, **update),
+        update_actor=partial(update_actor, model=model, loss_fn=losses.ppo_clip, optimizer=policy, **update),
+    )
+    test = {"batches": [*data.batches(held_out, 512)], "sampling": attrs.evolve(sampling, greedy=True)}
+    train(
+        RunState(actor=init_state(params), critic=init_state(critic), key=key),
+        program=program,
+        draw=partial(data.next_batch, prompts, size=batch, key=key.fold("data")),
+        steps=steps,
+        observers=[loggers.observer([loggers.PlainConsole(steps)])],
+        evaluate=partial(evaluate, engine=engine, score=score, **test),
+        evaluate_every=10,
+    )
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,143 @@
+"""Bad input ends in one clear message, before any work, and nothing is lost."""
+
+import json
+import shutil
+
+import pytest
+
+from fppo import cli, config, models
+from fppo.key import Key
+from fppo.quickstart import character_tokenizer, small_model
+from fppo.runtime import checkpoint
+from tests import runs
+
+
+@pytest.fixture
+def task(tmp_path):
+    runs.write_task(tmp_path)
+    config.save(runs.settings(tmp_path), tmp_path / "run.toml")
+    return tmp_path
+
+
+def nan_reward(sample):
+    return float("nan")
+
+
+def no_reward(sample):
+    return None
+
+
+def _fails(task, capsys, *overrides, begun=False):
+    """What `fppo train` says of bad settings; nothing may have been written unless the run had begun."""
+    assert cli.main(["train", str(task / "run.toml"), *overrides]) == 2
+    assert (task / "run").exists() == begun
+    return capsys.readouterr().err
+
+
+def test_a_malformed_row_names_file_line_and_field(task, capsys):
+    path = task / "train.jsonl"
+    lines = path.read_text().splitlines()
+    lines[2] = '{"prompt": "1+1="}'
+    lines[4] = "{"
+    path.write_text("\n".join(lines))
+    said = _fails(task, capsys)
+    assert "train.jsonl" in said
+    assert "'answer'" in said
+    assert "3" in said
+    assert "5" in said
+
+
+def test_an_empty_data_set_and_a_missing_one(task, capsys):
+    (task / "train.jsonl").write_text("")
+    assert "no " in _fails(task, capsys)
+    (task / "train.jsonl").unlink()
+    assert "train.jsonl" in _fails(task, capsys)
+
+
+def test_prompts_over_the_limit(task, capsys):
+    assert "max_prompt_tokens" in _fails(task, capsys, "--data.max-prompt-tokens", "3")
+    assert "dropped" in _fails(task, capsys, "--data.max-prompt-tokens", "3", "--data.over-long", "drop")
+
+
+def test_an_unknown_setting_names_the_nearest(task, capsys):
+    text = (task / "run.toml").read_text().replace("batch_size", "batchsize")
+    (task / "run.toml").write_text(text)
+    assert "batch_size" in _fails(task, capsys)
+
+
+def test_conflicting_sizes_are_named_at_once(task, capsys):
+    said = _fails(task, capsys, "--rollout.n", "3", "--actor.mini-batch-size", "5", "--critic.mini-batch-size", "7")
+    assert "rollout.batch_size" in said
+    assert "actor.mini_batch_size" in said
+    assert "critic.mini_batch_size" in said
+
+
+def test_a_chat_template_is_needed(task, capsys):
+    assert "chat template" in _fails(task, capsys, "--data.chat")
+
+
+@pytest.mark.parametrize("token", ["pad", "eos"])
+def test_a_tokenizer_without_a_token(task, capsys, token):
+    path = task / "start" / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    del settings[f"{token}_token"]
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(settings))
+    (task / "start" / "config.json").write_text(
+        (task / "start" / "config.json").read_text().replace('"model_type": "qwen2"', '"model_type": "llama"')
+    )
+    said = _fails(task, capsys)
+    assert {"pad": "padding", "eos": "end"}[token] in said
+
+
+def test_a_critic_with_another_vocabulary(task, capsys):
+    other = small_model(40, width=16, layers=1)
+    models.save(other, models.init_params(other, Key(0)), task / "other", tokenizer=character_tokenizer())
+    said = _fails(task, capsys, "--model.critic-path", str(task / "other"))
+    assert "critic has 40 tokens" in said
+
+
+def test_a_reward_that_does_not_import_or_is_unknown(task, capsys):
+    assert "nowhere" in _fails(task, capsys, "--reward.functions", "nowhere:reward")
+    assert "exact_match" in _fails(task, capsys, "--reward.functions", "exact_macth")
+
+
+def test_a_loss_that_does_not_import(task, capsys):
+    assert "actor.loss.name" in _fails(task, capsys, "--actor.loss.name", "nowhere:loss")
+
+
+@pytest.mark.parametrize("name", ["nan_reward", "no_reward"])
+def test_a_reward_that_returns_no_number(task, capsys, name):
+    said = _fails(task, capsys, "--reward.functions", f"tests.test_bad_input:{name}", begun=True)
+    assert name in said
+    assert "sample 0" in said
+
+
+def test_a_missing_model(task, capsys):
+    assert "nowhere" in _fails(task, capsys, "--model.path", str(task / "nowhere"))
+
+
+def test_a_checkpoint_of_another_model_and_a_damaged_one(task, capsys):
+    assert cli.main(["train", str(task / "run.toml"), "--steps", "2"]) == 0
+    other = small_model(len(character_tokenizer()), width=32, layers=1)
+    shutil.rmtree(task / "start")
+    models.save(other, models.init_params(other, Key(0)), task / "start", tokenizer=character_tokenizer())
+    assert "of another model" in _fails(task, capsys, begun=True)
+    runs.write_task(task)
+    newest = checkpoint.path_of(task / "run" / "checkpoints", 2) / "state.safetensors"
+    newest.write_bytes(newest.read_bytes()[:1000])
+    assert "Remove it to resume from step 1" in _fails(task, capsys, begun=True)
+    shutil.rmtree(newest.parent)
+    assert cli.main(["train", str(task / "run.toml")]) == 0
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(task, capsys, monkeypatch):
+    assert cli.main(["train", str(task / "run.toml"), "--steps", "2"]) == 0
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", full)
+    assert "The last complete one is of step 2" in _fails(task, capsys, begun=True)
+    monkeypatch.undo()
+    assert cli.main(["train", str(task / "run.toml")]) == 0
