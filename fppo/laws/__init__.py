@@ -1,7 +1,9 @@
 """Laws that users run on their own functions in one line; a failure shows the smallest counter-example."""
 
 from fppo.laws._search import LawViolation
+from fppo.laws.attention import check_attention
 from fppo.laws.estimators import check_advantages, check_gae, check_whiten
+from fppo.laws.kernels import check_log_probs, check_padding
 from fppo.laws.losses import check_policy_loss, check_value_loss
 from fppo.laws.states import check_donation, check_purity, check_resume
 from fppo.laws.updates import check_update, check_update_fn
@@ -9,8 +11,11 @@ from fppo.laws.updates import check_update, check_update_fn
 __all__ = [
     "LawViolation",
     "check_advantages",
+    "check_attention",
     "check_donation",
     "check_gae",
+    "check_log_probs",
+    "check_padding",
     "check_policy_loss",
     "check_purity",
     "check_resume",

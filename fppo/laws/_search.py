@@ -11,6 +11,7 @@ from torch import Tensor
 
 SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (3, 2), (3, 3), (4, 5), (6, 7))
 SEEDS = 6
+PRINTED = 1000  # numbers of a tensor
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e300)
 
 
@@ -43,6 +44,11 @@ class Example(NamedTuple):
     @property
     def mask(self) -> Tensor:
         return self.inputs["mask"]
+
+    @property
+    def size(self) -> str:
+        """The shape of the mask, or of the first input where there is no mask, in words."""
+        return " x ".join(map(str, self.inputs.get("mask", next(iter(self.inputs.values()))).shape))
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Example:
         """The example with `fn` applied to every tensor."""
@@ -116,7 +122,10 @@ def fn_name(fn: Callable) -> str:
 def _describe(example: Example) -> str:
     tensors = {**example.inputs, **example.extras}
     width = max((len(name) for name in tensors), default=0)
-    lines = [f"    {name:<{width}} = {value.tolist()}" for name, value in tensors.items()]
+    lines = [
+        f"    {name:<{width}} = {value.tolist() if value.numel() <= PRINTED else f'{list(value.shape)}, in .example'}"
+        for name, value in tensors.items()
+    ]
     return "\n".join(lines if example.mode is None else [f"    weight_mode = {example.mode!r}", *lines])
 
 
@@ -150,11 +159,10 @@ def check(
     if not broken:
         return
     law, (example, reason) = broken[0]
-    rows, width = example.mask.shape
     lines = [
         f'{name or fn_name(fn)} breaks the law "{law.name}": {law.statement}.',
         f"  {reason}",
-        f"  The smallest counter-example, {rows} x {width}:",
+        f"  The smallest counter-example, {example.size}:",
         _describe(example),
     ]
     if broken[1:]:

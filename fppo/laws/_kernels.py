@@ -1,0 +1,75 @@
+"""What the laws of kernels share: examples in a dtype, and the distance from a float64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fppo.laws._search import Example, differ
+
+# A result may differ from the float64 reference by this, relative to the larger of 1 and the tensor's largest number.
+TOLERANCES = MappingProxyType({torch.float64: 1e-9, torch.float32: 1e-4})
+DTYPES = tuple(TOLERANCES)
+
+
+def words(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def apart(what: str, expected: Tensor, actual: Tensor, dtype: torch.dtype) -> str | None:
+    """`differ` at the tolerance of `dtype`."""
+    largest = max(1.0, expected.detach().abs().max().item()) if expected.numel() else 1.0
+    reason = differ(what, expected, actual, TOLERANCES[dtype] * largest)
+    return reason and f"in {words(dtype)}, {reason}"
+
+
+def exact(example: Example) -> Example:
+    """The example in float64."""
+    return example.map(lambda x: x.double() if x.is_floating_point() else x)
+
+
+def settings(example: Example) -> dict[str, Any]:
+    """The extras as keywords: numbers, and tensors of more dimensions."""
+    return {name: x.item() if x.dim() == 0 else x for name, x in example.extras.items()}
+
+
+def grads(total: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The gradient of `total` by each leaf; zeros where it does not reach."""
+    found = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else [None] * len(leaves)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+
+
+def carry(example: Example, names: Sequence[str]) -> tuple[Example, dict[str, Tensor]]:
+    """The example with leaves that take a gradient under these names, and the leaves."""
+    tensors = {**example.inputs, **example.extras}
+    leaves = {name: tensors[name].detach().clone().requires_grad_() for name in names if name in tensors}
+    return example.put(**leaves), leaves
+
+
+def unchanged(example: Example, kept: Example) -> str | None:
+    before = {**kept.inputs, **kept.extras}
+    for name, x in {**example.inputs, **example.extras}.items():
+        if not torch.equal(x, before[name]):
+            return f"it changed its argument {name}"
+    return None
+
+
+def place(example: Example, dtype: torch.dtype, device: torch.device | str) -> Example:
+    """The example on a device in a dtype; numbers (0-d) stay, and every number is one that float32 holds."""
+
+    def move(x: Tensor) -> Tensor:
+        if x.dim() == 0:
+            return x
+        return (x.float().to(dtype) if x.is_floating_point() else x).to(device)
+
+    return example.map(move)
+
+
+def checked(dtypes: Sequence[torch.dtype]) -> tuple[torch.dtype, ...]:
+    if not dtypes or not set(dtypes) <= set(DTYPES):
+        raise ValueError(f"dtypes must be some of {[words(x) for x in DTYPES]}, got {[str(x) for x in dtypes]}")
+    return tuple(dtypes)

@@ -1,0 +1,198 @@
+"""Laws of packed causal attention: later tokens and other sequences change nothing, values and gradients are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fppo.laws._kernels import DTYPES, apart, carry, checked, exact, grads, place, settings, unchanged, words
+from fppo.laws._search import Example, Law, check, differ, normal
+from fppo_kernels.attention.eager import eager
+from fppo_kernels.padding import make_lengths
+
+FEATURES = ("gqa", "window", "softcap", "sinks")
+SIZES = ((0, 0), (1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (3, 3), (4, 7), (2, 130))  # sequences, length
+
+
+def _attention(kernel: Callable, example: Example) -> Tensor:
+    keywords, query = settings(example), example.inputs["query"]
+    lengths = make_lengths(keywords.pop("lengths").tolist(), query.device)
+    return kernel(*example.inputs.values(), lengths=lengths, **keywords)
+
+
+def _places(example: Example) -> tuple[Tensor, Tensor]:
+    """The number of its sequence, and its position there, of each token [N]."""
+    sizes = example.extras["lengths"].cpu()
+    sequence = torch.arange(len(sizes)).repeat_interleave(sizes)
+    positions = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes)[sequence]
+    device = example.inputs["query"].device
+    return sequence.to(device), positions.to(device)
+
+
+def _shape(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+    query, out = example.inputs["query"], _attention(kernel, example)
+    shape = [*query.shape[:2], example.inputs["value"].shape[2]]
+    if list(out.shape) != shape or out.dtype != query.dtype:
+        return f"it returned {words(out.dtype)} {list(out.shape)}, expected {words(query.dtype)} {shape}"
+    return None if out.isfinite().all() else "the result is not finite"
+
+
+def _purity(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+    kept, first = example.map(torch.clone), _attention(kernel, example)
+    _gradient_tree(kernel, example)
+    if reason := unchanged(example, kept):
+        return reason
+    reason = differ("the result", first, _attention(kernel, example), 0.0)
+    return reason and f"a second call gave another result: {reason}, as before"
+
+
+def _gradient_tree(kernel: Callable, example: Example, rows: Tensor | None = None) -> dict[str, Tensor]:
+    """The gradients of sum(weights * result), over some rows [N] alone if given."""
+    example, leaves = carry(example, ("query", "key", "value", "sinks"))
+    weights = example.weights if rows is None else example.weights.where(rows[:, None, None], 0.0)
+    return dict(zip(leaves, grads((weights * _attention(kernel, example)).sum(), list(leaves.values())), strict=True))
+
+
+def _unseen(
+    kernel: Callable, example: Example, generator: torch.Generator, readers: Tensor, others: Tensor
+) -> str | None:
+    """What the tokens `readers` [N] get from the tokens `others` [N], in value or in gradient; None if nothing."""
+    fresh = {name: normal(generator, *x.shape).to(x) for name, x in example.inputs.items()}
+    changed = example.put(**{k: fresh[k].where(others[:, None, None], x) for k, x in example.inputs.items()})
+    before, after = (_attention(kernel, x)[readers] for x in (example, changed))
+    if reason := differ("the result there", before, after, 0.0):
+        return f"{reason}, as before they changed"
+    for name, grad in _gradient_tree(kernel, example, readers).items():
+        if name != "sinks" and (reason := differ("it", torch.zeros_like(grad[others]), grad[others], 0.0)):
+            return f"the gradient reaches their {name}: {reason}"
+    return None
+
+
+def _sequences_apart(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+    sequence, _ = _places(example)
+    for number in range(len(example.extras["lengths"])):
+        own = sequence == number
+        if not own.all() and (reason := _unseen(kernel, example, generator, own, ~own)):
+            return f"sequence {number} sees the others: {reason}"
+    return None
+
+
+def _causal(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+    _, positions = _places(example)
+    longest = int(positions.max()) if len(positions) else 0
+    for cut in sorted({1, (longest + 1) // 2, longest} - {0}) if longest else ():
+        if reason := _unseen(kernel, example, generator, positions < cut, positions >= cut):
+            return f"tokens before place {cut} of their sequence see those from there on: {reason}"
+    return None
+
+
+def _values(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+    expected, found = _attention(eager, exact(example)), _attention(kernel, example)
+    return apart("the result", expected, found, example.inputs["query"].dtype)
+
+
+def _gradients(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+    found, expected = _gradient_tree(kernel, example), _gradient_tree(eager, exact(example))
+    for name, grad in expected.items():
+        if reason := apart(f"the gradient by {name}", grad, found[name], example.inputs["query"].dtype):
+            return reason
+    return None
+
+
+_LAWS = (
+    Law("shape", "the result is finite, [N, Hq, Dv], in the dtype of query", _shape),
+    Law("purity", "arguments stay as they are, and equal arguments give equal bits", _purity),
+    Law("sequences apart", "other sequences change nothing, and no gradient reaches them", _sequences_apart),
+    Law("causal", "later tokens change nothing, and no gradient reaches them", _causal),
+    Law("values", "values are those of the float64 reference", _values),
+    Law("gradients", "gradients by query, key, value and sinks are those of the float64 reference", _gradients),
+)
+
+
+class _Case(NamedTuple):
+    kv_heads: int = 1
+    groups: int = 1
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    scale: float = 0.7
+
+    @property
+    def features(self) -> set[str]:
+        used = (self.groups > 1, self.window is not None, self.softcap is not None, self.sinks)
+        return {name for name, use in zip(FEATURES, used, strict=True) if use}
+
+
+_CASES = (
+    _Case(),
+    _Case(groups=2),
+    _Case(window=1),
+    _Case(softcap=1.0),
+    _Case(sinks=True),
+    _Case(2, scale=20.0),
+    _Case(2, 2, window=3),
+    _Case(2, 2, softcap=2.0),
+    _Case(2, 2, 2, 2.0, True),
+)
+
+
+def _example(
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | str,
+    head_dim: int,
+    cases: Sequence[_Case],
+    rows: int,
+    width: int,
+    seed: int,
+) -> Example:
+    """Sequences of one length in one half of the cases, of different lengths in the other."""
+    number, dtype = seed // len(dtypes), dtypes[seed % len(dtypes)]
+    case = cases[number]
+    generator = torch.Generator().manual_seed(1000 * rows + 100 * width + number)
+    lengths = torch.full((rows,), width)
+    if rows and (number + rows) % 2:
+        lengths = torch.randint(1, width + 1, (rows,), generator=generator)
+    total, heads = int(lengths.sum()), case.kv_heads * case.groups
+    inputs = {
+        name: normal(generator, total, count, head_dim)
+        for name, count in (("query", heads), ("key", case.kv_heads), ("value", case.kv_heads))
+    }
+    extras = {"lengths": lengths, "scale": torch.tensor(case.scale, dtype=torch.float64)}
+    if case.window is not None:
+        extras["window"] = torch.tensor(case.window)
+    if case.softcap is not None:
+        extras["softcap"] = torch.tensor(case.softcap, dtype=torch.float64)
+    if case.sinks:
+        extras["sinks"] = normal(generator, heads)
+    return place(Example(inputs, extras, normal(generator, total, heads, head_dim)), dtype, device)
+
+
+def check_attention(
+    kernel: Callable[..., Tensor],
+    *,
+    features: Sequence[str] = FEATURES,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    device: torch.device | str = "cpu",
+    head_dim: int = 2,
+) -> None:
+    """Put packed attention through its laws: `laws.check_attention(my_kernel)`. LawViolation for the first that fails.
+
+    `kernel(query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, D], *, lengths, scale, window, softcap, sinks)` returns
+    [N, Hq, D] (see `fppo_kernels.attention.eager`). With grouped heads, windows, soft caps and sinks, no token, one and
+    more: later tokens and other sequences change no bit and get no gradient; the values and every gradient are those of
+    the float64 reference, to 1e-9 in float64 and 1e-4 in float32 (relative to the larger of 1 and the tensor's largest
+    number); arguments stay as they are.
+
+    `features` are those of FEATURES that the kernel has: an example with another is left out. Kernels that compute in
+    float32 alone bind `dtypes=(torch.float32,)`. Raises ValueError for an unknown feature or another dtype.
+    """
+    dtypes = checked(dtypes)
+    if not set(features) <= set(FEATURES):
+        raise ValueError(f"features must be some of {FEATURES}, got {tuple(features)}")
+    cases = [case for case in _CASES if case.features <= set(features)]
+    examples = partial(_example, dtypes, device, head_dim, cases)
+    check(kernel, _LAWS, examples, sizes=SIZES, seeds=len(cases) * len(dtypes))

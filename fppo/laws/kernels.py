@@ -1,0 +1,309 @@
+"""Laws of kernels: log-probs of labels equal their float64 reference, padding goes and comes back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fppo.laws._kernels import (
+    DTYPES,
+    TOLERANCES,
+    apart,
+    carry,
+    checked,
+    exact,
+    grads,
+    place,
+    settings,
+    unchanged,
+    words,
+)
+from fppo.laws._search import Example, Law, check, differ, fn_name, normal
+from fppo_kernels.log_probs.reference import reference
+
+OUTPUTS = ("log_probs", "entropy", "sum_squared")
+SIZES = ((0, 2), (1, 1), (1, 2), (2, 2), (1, 4), (3, 5), (5, 9), (33, 1100))  # tokens, vocabulary
+PADDING_SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (3, 3), (5, 6))
+
+
+def _log_probs(kernel: Callable, example: Example, entropy: bool = True, sum_squared: bool = True) -> Any:
+    return kernel(*example.inputs.values(), **settings(example), entropy=entropy, sum_squared=sum_squared)
+
+
+def _log_probs_grads(
+    kernel: Callable, example: Example, outputs: Sequence[str], names: Sequence[str] = ("hidden", "weight", "bias")
+) -> dict[str, Tensor]:
+    """The gradients by these names of sum(weights * output), summed over the outputs."""
+    example, leaves = carry(example, names)
+    result = _log_probs(kernel, example)
+    parts = [(example.weights[OUTPUTS.index(output)] * getattr(result, output)).sum() for output in outputs]
+    return dict(zip(leaves, grads(torch.stack(parts).sum(), list(leaves.values())), strict=True))
+
+
+def _log_probs_shape(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+    hidden = example.inputs["hidden"]
+    both = _log_probs(kernel, example)
+    for name in OUTPUTS:
+        x = getattr(both, name, None)
+        if not isinstance(x, Tensor):
+            return f"{name} is {type(x).__name__}, expected a Tensor"
+        if x.shape != hidden.shape[:1] or x.dtype != hidden.dtype:
+            return f"{name} is {words(x.dtype)} {list(x.shape)}, expected {words(hidden.dtype)} [{len(hidden)}]"
+        if not x.isfinite().all():
+            return f"{name} is not finite: {x.tolist()}"
+    return None
+
+
+def _outputs_asked_for(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+    both, dtype = _log_probs(kernel, example), example.inputs["hidden"].dtype
+    for entropy, sum_squared in ((False, False), (True, False), (False, True)):
+        one = _log_probs(kernel, example, entropy, sum_squared)
+        for name, asked in zip(OUTPUTS, (True, entropy, sum_squared), strict=True):
+            if asked and (reason := apart(name, getattr(both, name), getattr(one, name), dtype)):
+                return f"with entropy={entropy} and sum_squared={sum_squared}, {reason}, as with both"
+    return None
+
+
+def _log_probs_purity(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+    kept = example.map(torch.clone)
+    first = _log_probs(kernel, example)
+    _log_probs_grads(kernel, example, OUTPUTS)
+    if reason := unchanged(example, kept):
+        return reason
+    second = _log_probs(kernel, example)
+    for name in OUTPUTS:
+        if reason := differ(name, getattr(first, name), getattr(second, name), 0.0):
+            return f"a second call gave another result: {reason}, as before"
+    return None
+
+
+def _log_probs_range(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+    result, vocab = _log_probs(kernel, example), len(example.inputs["weight"])
+    slack = TOLERANCES[example.inputs["hidden"].dtype]  # moments are sums, and round
+    for name, low, high in (
+        ("log_probs", -math.inf, 0.0),
+        ("entropy", -slack, math.log(vocab) + slack),
+        ("sum_squared", 1 / vocab - slack, 1 + slack),
+    ):
+        x = getattr(result, name).detach()
+        outside = ((x < low) | (x > high)).nonzero().flatten().tolist()
+        if outside:
+            return f"{name}[{outside[0]}] is {x[outside[0]].item():.9g}, with a vocabulary of {vocab}"
+    return None
+
+
+def _log_probs_values(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+    found, expected = _log_probs(kernel, example), _log_probs(reference, exact(example))
+    for name in OUTPUTS:
+        if reason := apart(name, getattr(expected, name), getattr(found, name), example.inputs["hidden"].dtype):
+            return reason
+    return None
+
+
+def _log_probs_gradient(
+    kernel: Callable, example: Example, generator: torch.Generator, *, outputs: Sequence[str]
+) -> str | None:
+    found, expected = (_log_probs_grads(fn, x, outputs) for fn, x in ((kernel, example), (reference, exact(example))))
+    for name, grad in expected.items():
+        if reason := apart(f"the gradient by {name}", grad, found[name], example.inputs["hidden"].dtype):
+            return reason
+    return None
+
+
+def _frozen_head(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+    whole = _log_probs_grads(kernel, example, OUTPUTS)
+    for names in (("hidden",), ("weight",)):
+        for name, grad in _log_probs_grads(kernel, example, OUTPUTS, names).items():
+            if reason := apart(f"the gradient by {name} alone", whole[name], grad, grad.dtype):
+                return reason
+    return None
+
+
+def _gradient_law(*outputs: str) -> Law:
+    what = outputs[0] if len(outputs) == 1 else "all outputs"
+    statement = f"the gradient of {what} by hidden, weight and bias is that of the float64 reference"
+    return Law(f"gradient of {what}", statement, partial(_log_probs_gradient, outputs=outputs))
+
+
+_LOG_PROBS_LAWS = (
+    Law("shape", "every output is finite, [N], in the dtype of hidden", _log_probs_shape),
+    Law("purity", "arguments stay as they are, and equal arguments give equal bits", _log_probs_purity),
+    Law("outputs asked for", "an output does not depend on which others are asked for", _outputs_asked_for),
+    Law("range", "log_probs <= 0, 0 <= entropy <= log V, 1 / V <= sum of squares <= 1", _log_probs_range),
+    Law("values", "values are those of the float64 reference", _log_probs_values),
+    *(_gradient_law(output) for output in OUTPUTS),
+    _gradient_law(*OUTPUTS),
+    Law("frozen head", "a gradient does not depend on which arguments take one", _frozen_head),
+)
+
+
+class _LogProbsCase(NamedTuple):
+    bias: bool = False
+    temperature: float | str | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    logits: str = "usual"  # or "flat", "extreme"
+
+
+_LOG_PROBS_CASES = (
+    _LogProbsCase(),
+    _LogProbsCase(bias=True),
+    _LogProbsCase(temperature=0.7),
+    _LogProbsCase(temperature="per token"),
+    _LogProbsCase(softcap=2.0),
+    _LogProbsCase(scale=0.5),
+    _LogProbsCase(True, "per token", 3.0, 1.5),
+    _LogProbsCase(logits="flat"),
+    _LogProbsCase(temperature="per token", logits="extreme"),
+    _LogProbsCase(True, 0.5, 30.0, 0.5, "extreme"),
+)
+
+
+def _log_probs_example(
+    dtypes: Sequence[torch.dtype], device: torch.device | str, hidden_size: int, rows: int, width: int, seed: int
+) -> Example:
+    """Numbers that float32 holds; extreme logits are whole, so that float32 makes no error in them."""
+    case, dtype = _LOG_PROBS_CASES[seed // len(dtypes)], dtypes[seed % len(dtypes)]
+    generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed // len(dtypes))
+
+    def draw(*shape: int, step: float = 1.0) -> Tensor:
+        if case.logits == "extreme":
+            return step * torch.randint(-2, 3, shape, generator=generator).double()
+        return normal(generator, *shape) * (case.logits != "flat")
+
+    inputs = {
+        "hidden": draw(rows, hidden_size, step=64.0),
+        "weight": draw(width, hidden_size),
+        "labels": torch.randint(width, (rows,), generator=generator),
+    }
+    given = {"temperature": case.temperature, "softcap": case.softcap, "scale": case.scale}
+    extras = {name: torch.tensor(x, dtype=torch.float64) for name, x in given.items() if isinstance(x, float)}
+    if case.temperature == "per token":
+        extras["temperature"] = 2.0 ** torch.randint(-1, 2, (rows,), generator=generator).double()
+    if case.bias:
+        extras["bias"] = draw(width, step=64.0)
+    return place(Example(inputs, extras, normal(generator, 3, rows)), dtype, device)
+
+
+def check_log_probs(
+    kernel: Callable[..., Any],
+    *,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    device: torch.device | str = "cpu",
+    hidden_size: int = 2,
+) -> None:
+    """Put a log-prob kernel through its laws: `laws.check_log_probs(my_kernel)`. LawViolation for the first that fails.
+
+    `kernel(hidden [N, H], weight [V, H], labels [N], *, bias, temperature, softcap, scale, entropy, sum_squared)`
+    returns a record with log_probs, entropy and sum_squared [N] (see `fppo_kernels.log_probs.reference`).
+
+    log_probs <= 0, 0 <= entropy <= log V, 1 / V <= sum of squares <= 1; the values of every output and its gradient by
+    hidden, weight and bias are those of the float64 reference, to 1e-9 in float64 and 1e-4 in float32 (relative to the
+    larger of 1 and the tensor's largest number), for no token, one and more, with and without bias, softcap and scale,
+    a temperature for all or one per token, flat and extreme logits; arguments stay as they are. Kernels that compute
+    in float32 alone bind `dtypes=(torch.float32,)`. Raises ValueError for another dtype.
+    """
+    dtypes = checked(dtypes)
+    examples = partial(_log_probs_example, dtypes, device, hidden_size)
+    seeds = len(_LOG_PROBS_CASES) * len(dtypes)
+    check(kernel, _LOG_PROBS_LAWS, examples, sizes=SIZES, seeds=seeds)
+
+
+# ---- padding
+
+
+def _unpad_order(unpad: Callable, example: Example, generator: torch.Generator) -> str | None:
+    tokens, mask = example.inputs["tokens"], example.inputs["mask"]
+    packed = unpad(tokens, mask)
+    rows = [row[keep] for row, keep in zip(tokens, mask, strict=True)]
+    sizes = [len(row) for row in rows if len(row)]
+    ends = torch.tensor([0, *sizes]).cumsum(0).to(tokens.device)
+    wanted = {
+        "tokens": torch.cat(rows),
+        "positions": torch.cat([torch.arange(len(row)) for row in rows]).to(tokens.device),
+        "index": torch.arange(mask.numel(), device=tokens.device)[mask.flatten()],
+    }
+    for name, expected in wanted.items():
+        if reason := differ(name, expected, getattr(packed, name), 0.0):
+            return reason
+    lengths = packed.lengths
+    if reason := differ("lengths.cu_seqlens", ends, lengths.cu_seqlens, 0.0):
+        return reason
+    if lengths.cu_seqlens.dtype != torch.int32:
+        return f"lengths.cu_seqlens is {words(lengths.cu_seqlens.dtype)}, expected int32"
+    if tuple(lengths.lengths) != tuple(sizes) or lengths.max_length != max(sizes, default=0):
+        return f"lengths are {lengths.lengths}, the longest {lengths.max_length}, expected {sizes} of rows with tokens"
+    return None
+
+
+def _round_trip(unpad: Callable, example: Example, generator: torch.Generator, *, pad: Callable) -> str | None:
+    tokens, mask = example.inputs["tokens"], example.inputs["mask"]
+    packed = unpad(tokens, mask)
+    back = pad(packed.tokens, packed.index, mask.shape)
+    if reason := differ("pad(unpad(tokens))", tokens.where(mask, 0), back, 0.0):
+        return reason
+    again = unpad(back, mask)
+    return differ("unpad(pad(unpad(tokens)))", packed.tokens, again.tokens, 0.0)
+
+
+def _pad_columns(unpad: Callable, example: Example, generator: torch.Generator, *, pad: Callable) -> str | None:
+    """Numbers [N, 2]: where they stand, and their gradient."""
+    tokens, mask, weights = example.inputs["tokens"], example.inputs["mask"], example.weights
+    packed = unpad(tokens, mask)
+    x = normal(generator, len(packed.tokens), 2).to(weights).requires_grad_()
+    padded = pad(x, packed.index, mask.shape)
+    expected = torch.zeros_like(weights)
+    expected[mask] = x.detach()
+    if reason := differ("pad(x [N, 2])", expected, padded, 0.0):
+        return reason
+    return differ("the gradient by x", weights[mask], grads((weights * padded).sum(), [x])[0], 0.0)
+
+
+def _padding_purity(unpad: Callable, example: Example, generator: torch.Generator, *, pad: Callable) -> str | None:
+    kept = example.map(torch.clone)
+    packed = unpad(*example.inputs.values())
+    before = packed.tokens.clone(), packed.index.clone()
+    pad(packed.tokens, packed.index, example.mask.shape)
+    if not (torch.equal(before[0], packed.tokens) and torch.equal(before[1], packed.index)):
+        return "pad changed its argument"
+    return unchanged(example, kept)
+
+
+def _padding_example(device: torch.device | str, rows: int, width: int, seed: int) -> Example:
+    """By the seed: no padding, on the right, left, both sides, in both with empty rows, and nothing but padding."""
+    generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
+    sizes = torch.randint(1, width + 1, (rows, 1), generator=generator)
+    free = width - sizes
+    first = (torch.rand(rows, 1, generator=generator) * (free + 1)).long()
+    empty = torch.rand(rows, 1, generator=generator) < 0.5
+    place = torch.arange(width)
+    both = (place >= first) & (place < first + sizes)
+    masks = (both | True, place < sizes, place >= free, both, both & ~empty, both & False)
+    tokens = torch.randint(1, 100, (rows, width), generator=generator)
+    example = Example({"tokens": tokens, "mask": masks[seed]}, {}, normal(generator, rows, width, 2))
+    return example.map(lambda x: x.to(device))
+
+
+def check_padding(unpad: Callable[..., Any], pad: Callable[..., Tensor], *, device: torch.device | str = "cpu") -> None:
+    """Put a pair of functions through the laws of padding: `laws.check_padding(my_unpad, my_pad)`.
+
+    `unpad(tokens [B, S], mask [B, S])` returns a record with tokens, positions and index [N] and lengths (see
+    `fppo_kernels.padding`), `pad(x [N, ...], index, (B, S))` the tensor [B, S, ...] with zeros elsewhere.
+
+    Tokens come row by row, with their positions and lengths; the round trip is the identity on the mask, both ways, bit
+    for bit; the gradient of `pad` selects; arguments stay as they are. With padding on the left, right, both sides or
+    nowhere, rows without tokens, and no token at all. LawViolation for the first that fails.
+    """
+    laws = (
+        Law("purity", "arguments stay as they are", partial(_padding_purity, pad=pad)),
+        Law("packed order", "unpad lists the tokens of the mask row by row, with positions and lengths", _unpad_order),
+        Law("round trip", "pad undoes unpad on the mask and gives 0 elsewhere", partial(_round_trip, pad=pad)),
+        Law("columns", "pad puts rows of numbers in place, and its gradient selects", partial(_pad_columns, pad=pad)),
+    )
+    name = f"{fn_name(unpad)} with {fn_name(pad)}"
+    check(unpad, laws, partial(_padding_example, device), sizes=PADDING_SIZES, seeds=6, name=name)

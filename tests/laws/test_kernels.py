@@ -1,0 +1,291 @@
+"""Our kernels keep the laws, and each mistake in a kernel breaks the law it is there for."""
+
+import math
+
+import pytest
+import torch
+
+from fppo import laws
+from fppo.laws.attention import _CASES, _LAWS
+from fppo.laws.kernels import _LOG_PROBS_LAWS
+from fppo_kernels import padding, table
+from fppo_kernels.attention.eager import eager
+from fppo_kernels.log_probs.reference import reference
+from fppo_kernels.padding import make_lengths
+
+
+def names(op):
+    return [name for name, reason in table.available(op).items() if reason is None]
+
+
+@pytest.mark.parametrize("name", names("log_probs"))
+def test_log_prob_kernels_keep_the_laws(name):
+    laws.check_log_probs(table.get("log_probs", name))
+
+
+@pytest.mark.parametrize("name", names("attention"))
+def test_attention_kernels_keep_the_laws(name):
+    laws.check_attention(table.get("attention", name))
+
+
+def test_padding_keeps_the_laws():
+    laws.check_padding(padding.unpad, padding.pad)
+
+
+class _Backward(torch.autograd.Function):
+    """The identity whose gradient is multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0] * ctx.factor, None
+
+
+def drops_entropy_gradient(*args, **settings):
+    out = reference(*args, **settings)
+    return out._replace(entropy=None if out.entropy is None else out.entropy.detach())
+
+
+def drops_squares_gradient(*args, **settings):
+    out = reference(*args, **settings)
+    return out._replace(sum_squared=None if out.sum_squared is None else out.sum_squared.detach())
+
+
+def forgets_temperature_in_backward(*args, temperature=1.0, **settings):
+    out = reference(*args, temperature=temperature, **settings)
+    return out._make(None if x is None else _Backward.apply(x, temperature) for x in out)
+
+
+def rounds_to_bfloat16(hidden, *args, **settings):
+    return reference(hidden.bfloat16().to(hidden.dtype), *args, **settings)
+
+
+def positive_log_probs(*args, **settings):
+    out = reference(*args, **settings)
+    return out._replace(log_probs=-out.log_probs)
+
+
+def entropy_in_bits(*args, **settings):
+    out = reference(*args, **settings)
+    return out._replace(entropy=None if out.entropy is None else out.entropy / math.log(2))
+
+
+def softcap_after_temperature(*args, temperature=1.0, softcap=None, **settings):
+    if softcap is None:
+        return reference(*args, temperature=temperature, **settings)
+    t = torch.as_tensor(temperature)[..., None]
+    hidden, weight, labels = args
+    settings["scale"] = settings.get("scale", 1.0)
+    return reference(hidden / t, weight, labels, softcap=softcap, **settings)
+
+
+def nan_from_extreme_logits(hidden, weight, labels, *, entropy=False, **settings):
+    out = reference(hidden, weight, labels, entropy=entropy, **settings)
+    unsafe = (hidden @ weight.T).exp().sum(-1)  # overflows
+    return out._replace(log_probs=out.log_probs + 0 * unsafe)
+
+
+def needs_a_token(hidden, *args, **settings):
+    hidden.amax()
+    return reference(hidden, *args, **settings)
+
+
+def scales_its_argument(hidden, weight, labels, **settings):
+    out = reference(hidden, weight, labels, **settings)
+    hidden.data.mul_(2.0)
+    return out
+
+
+def all_gradients_or_none(hidden, weight, labels, **settings):
+    return reference(hidden if weight.requires_grad else hidden.detach(), weight, labels, **settings)
+
+
+def temperature_with_entropy_alone(*args, temperature=1.0, entropy=False, **settings):
+    return reference(*args, temperature=temperature if entropy else 1.0, entropy=entropy, **settings)
+
+
+class _OneAtATime(torch.autograd.Function):
+    """Forgets the log-probs' gradient where the entropy has one."""
+
+    @staticmethod
+    def forward(ctx, log_probs, entropy):
+        ctx.set_materialize_grads(False)
+        return log_probs.clone(), entropy.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return (grads[0] if grads[1] is None else None), grads[1]
+
+
+def one_gradient_at_a_time(*args, **settings):
+    out = reference(*args, **settings)
+    if out.entropy is None:
+        return out
+    log_probs, entropy = _OneAtATime.apply(out.log_probs, out.entropy)
+    return out._replace(log_probs=log_probs, entropy=entropy)
+
+
+LOG_PROBS = [
+    (drops_entropy_gradient, "gradient of entropy", "the gradient by hidden"),
+    (drops_squares_gradient, "gradient of sum_squared", "the gradient by hidden"),
+    (forgets_temperature_in_backward, "gradient of log_probs", "the gradient by (hidden|weight).*expected"),
+    (rounds_to_bfloat16, "values", r"log_probs\[0\] is .*, expected"),
+    (positive_log_probs, "range", r"log_probs\[0\] is .*, with a vocabulary of 2"),
+    (entropy_in_bits, "range", "entropy"),
+    (softcap_after_temperature, "values", "temperature"),
+    (nan_from_extreme_logits, "shape", "log_probs is not finite"),
+    (needs_a_token, "shape", "counter-example, 0 x 2"),
+    (temperature_with_entropy_alone, "outputs asked for", "with entropy=False and sum_squared=False"),
+    (scales_its_argument, "purity", "it changed its argument hidden"),
+    (all_gradients_or_none, "frozen head", "the gradient by hidden alone"),
+    (one_gradient_at_a_time, "gradient of all outputs", "the gradient by"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "law", "words"), LOG_PROBS, ids=lambda x: getattr(x, "__name__", ""))
+def test_each_mistake_in_log_probs_breaks_its_law(mistake, law, words):
+    with pytest.raises(laws.LawViolation, match=words) as caught:
+        laws.check_log_probs(mistake)
+    assert caught.value.law == law
+    assert f'{mistake.__name__} breaks the law "{law}"' in str(caught.value)
+    assert len(caught.value.example["labels"]) <= 2
+
+
+def leaks_across_sequences(*args, lengths, **settings):
+    return eager(*args, lengths=make_lengths([sum(lengths.lengths)]), **settings)
+
+
+def leaks_a_gradient(query, key, value, **settings):
+    out = eager(query, key, value, **settings)
+    return out + (value.sum() - value.sum().detach())
+
+
+def not_causal(query, key, value, *, lengths, scale, **settings):
+    parts = [x.split(list(lengths.lengths)) for x in (query, key, value)] if len(query) else [(query,)] * 3
+    out = []
+    for q, k, v in zip(*parts, strict=True):
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        out.append(torch.einsum("hqk,khd->qhd", torch.einsum("qhd,khd->hqk", q * scale, k).softmax(-1), v))
+    return torch.cat(out)
+
+
+def window_too_wide(*args, window=None, **settings):
+    return eager(*args, window=None if window is None else window + 1, **settings)
+
+
+def bfloat16_attention(query, key, value, **settings):
+    return eager(query, key, value.bfloat16().to(value.dtype), **settings)
+
+
+def heads_in_another_order(query, key, value, **settings):
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat(1, groups, 1) for x in (key, value))
+    return eager(query, key, value, **settings)
+
+
+def softcap_without_gradient(query, key, value, *, softcap=None, **settings):
+    if softcap is None:
+        return eager(query, key, value, **settings)
+    return eager(query, key.detach(), value, softcap=softcap, **settings)
+
+
+def heads_first(*args, **settings):
+    return eager(*args, **settings).transpose(0, 1)
+
+
+def scales_the_query(query, *args, **settings):
+    out = eager(query, *args, **settings)
+    query.data.mul_(settings["scale"])
+    return out
+
+
+ATTENTION = [
+    (leaks_across_sequences, "sequences apart", 2, "sequence 1 sees the others: the result there"),
+    (leaks_a_gradient, "sequences apart", 2, "the gradient reaches their value"),
+    (not_causal, "causal", 2, "tokens before place 1 of their sequence see those from there on"),
+    (window_too_wide, "values", 2, "window *= 1"),
+    (bfloat16_attention, "values", 1, r"in float64, the result\[0, 0, \d\] is"),
+    (heads_in_another_order, "values", 1, "the result"),
+    (softcap_without_gradient, "gradients", 2, "the gradient by key"),
+    (heads_first, "shape", 1, "it returned float64"),
+    (scales_the_query, "purity", 1, "it changed its argument query"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "law", "tokens", "words"), ATTENTION, ids=lambda x: getattr(x, "__name__", ""))
+def test_each_mistake_in_attention_breaks_its_law(mistake, law, tokens, words):
+    with pytest.raises(laws.LawViolation, match=words) as caught:
+        laws.check_attention(mistake)
+    assert caught.value.law == law
+    assert f'{mistake.__name__} breaks the law "{law}"' in str(caught.value)
+    assert len(caught.value.example["query"]) <= tokens
+
+
+def keeps_empty_rows(tokens, mask):
+    packed, sizes = padding.unpad(tokens, mask), mask.sum(1).tolist()
+    ends = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+    return packed._replace(lengths=padding.Lengths(ends, tuple(sizes), max(sizes)))
+
+
+def positions_from_the_column(tokens, mask):
+    packed = padding.unpad(tokens, mask)
+    return packed._replace(positions=packed.index % mask.shape[1])
+
+
+def from_the_left(x, index, shape):
+    return padding.pad(x, torch.arange(len(x)), shape)
+
+
+def ones_elsewhere(x, index, shape):
+    return padding.pad(x - 1, index, shape) + 1
+
+
+def pads_without_gradient(x, index, shape):
+    return padding.pad(x.detach(), index, shape)
+
+
+def empties_its_argument(x, index, shape):
+    out = padding.pad(x, index, shape)
+    x.data.zero_()
+    return out
+
+
+PADDING = [
+    (keeps_empty_rows, padding.pad, "packed order", "lengths.cu_seqlens has the shape"),
+    (positions_from_the_column, padding.pad, "packed order", "positions.* is 1, expected 0"),
+    (padding.unpad, from_the_left, "round trip", r"pad\(unpad\(tokens\)\)"),
+    (padding.unpad, ones_elsewhere, "round trip", "is 1, expected 0"),
+    (padding.unpad, pads_without_gradient, "columns", "the gradient by x"),
+    (padding.unpad, empties_its_argument, "purity", "pad changed its argument"),
+]
+
+
+@pytest.mark.parametrize(("unpad", "pad", "law", "words"), PADDING, ids=lambda x: getattr(x, "__name__", ""))
+def test_each_mistake_in_padding_breaks_its_law(unpad, pad, law, words):
+    with pytest.raises(laws.LawViolation, match=words) as caught:
+        laws.check_padding(unpad, pad)
+    assert caught.value.law == law
+    assert f'{unpad.__name__} with {pad.__name__} breaks the law "{law}"' in str(caught.value)
+    assert caught.value.example["mask"].shape[1] <= 2
+
+
+def test_every_law_is_broken_by_a_mistake():
+    assert {law.name for law in _LOG_PROBS_LAWS} == {law for _, law, _ in LOG_PROBS}
+    assert {law.name for law in _LAWS} == {law for _, law, _, _ in ATTENTION}
+
+
+def test_features_and_dtypes_that_a_kernel_lacks_are_left_out():
+    def plain(query, key, value, *, lengths, scale):
+        assert query.dtype == torch.float32
+        return eager(query, key, value, lengths=lengths, scale=scale)
+
+    laws.check_attention(plain, features=(), dtypes=(torch.float32,))
+    assert {name for case in _CASES for name in case.features} == {"gqa", "window", "softcap", "sinks"}
+    with pytest.raises(ValueError, match="features must be some of"):
+        laws.check_attention(eager, features=("alibi",))
+    with pytest.raises(ValueError, match="dtypes must be some of"):
+        laws.check_log_probs(reference, dtypes=(torch.bfloat16,))
