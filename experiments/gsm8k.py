@@ -28,7 +28,7 @@ def read(path: Path) -> list[dict[str, str]]:
     return [{"prompt": p, "solution": r["answer"], "answer": a} for p, r, a in zip(prompts, rows, answers, strict=True)]
 
 
-def main(data: Path, output_dir: Path = Path("runs/gsm8k"), seed: int = 0, warm_up: int = 300, batch: int = 32) -> None:
+def main(data: Path, output_dir: Path = Path("runs/gsm8k"), seed: int = 0, warm_up: int = 150, batch: int = 32) -> None:
     key, splits = Key(seed), {name: read(data / f"{name}.jsonl") for name in ("train", "test")}
     output_dir.mkdir(parents=True, exist_ok=True)
     for name, rows in splits.items():

@@ -24,7 +24,18 @@ CHECKPOINTS, MODEL, DUMPS, SETTINGS = "checkpoints", "model", "dumps", "settings
 
 
 def restore(settings: TrainSettings, fresh: RunState) -> RunState:
-    """The state to start from, by `settings.resume`: the newest checkpoint's, a named one's, or the fresh one."""
+    """The state to start from: `_found`'s, if it is a state of this run. Raises ValueError for another seed's."""
+    run = _found(settings, fresh)
+    if run.key != fresh.key:
+        raise ValueError(
+            f"seed = {settings.seed}, but the checkpoint in {settings.output_dir} is of a run with another seed: "
+            "give that seed to go on with it, or another output_dir to start anew"
+        )
+    return run
+
+
+def _found(settings: TrainSettings, fresh: RunState) -> RunState:
+    """By `settings.resume`: the newest checkpoint's state, a named one's, or the fresh one."""
     directory = Path(settings.output_dir) / CHECKPOINTS
     found = checkpoint.steps(directory)
     match settings.resume:

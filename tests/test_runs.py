@@ -220,10 +220,12 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(task, tmp_path):
     assert checkpoint.steps(tmp_path / "run" / session.CHECKPOINTS) == [_last_digest(tmp_path / "run")]
 
 
-def test_resume_never_refuses_a_directory_with_checkpoints_and_must_refuses_one_without(task, tmp_path):
+def test_resuming_refuses_what_would_mix_runs(task, tmp_path):
     _run(task, tmp_path, "run")
     with pytest.raises(ValueError, match="another output_dir"):
         _run(task, tmp_path, "run", resume="never")
+    with pytest.raises(ValueError, match="another seed"):
+        _run(task, tmp_path, "run", seed=7)
     with pytest.raises(ValueError, match="no checkpoint"):
         _run(task, tmp_path, "new", resume="must")
 
@@ -248,3 +250,15 @@ def test_an_update_that_is_not_finite_is_skipped_counted_dumped_and_replays(task
         assert tree.digest(batch) == record["batch"]
     assert "an update was not finite" in capsys.readouterr().err
     assert commands.replay(directory, skipped[-1]) == 0
+
+
+def test_eval_prints_what_the_run_logged_last(task, tmp_path, capsys):
+    _, directory = _run(task, tmp_path, "run")
+    capsys.readouterr()
+    assert commands.evaluate(runs.settings(task, output_dir=str(directory))) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "step 4"
+    last = jsonl.read(directory / "metrics.jsonl")[-1]
+    numbers = {line.split()[0]: float(line.split()[1]) for line in printed[1:]}
+    assert numbers
+    assert all(abs(last[name] - value) < 1e-4 for name, value in numbers.items())

@@ -1,0 +1,73 @@
+"""Settings reach the run: each has a reader, and the program is what they say."""
+
+import ast
+from pathlib import Path
+
+import fppo
+from fppo import assembly, config
+from fppo.settings import ActorSettings, LossSettings, OptimizerSettings
+from tests import runs
+
+PACKAGE = Path(fppo.__file__).parent
+READERS = ("assembly", "session", "commands", "config", "settings_checks")
+
+
+def _attributes_read() -> set[str]:
+    trees = [ast.parse((PACKAGE / f"{name}.py").read_text()) for name in READERS]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute)} | named
+
+
+def test_every_setting_has_a_reader():
+    read = _attributes_read()
+    assert [path for path in config.paths() if path.rpartition(".")[2] not in read] == []
+
+
+def test_the_program_has_the_settings_scalars(tmp_path):
+    runs.write_task(tmp_path)
+    given = runs.settings(
+        tmp_path,
+        actor__kl_coef=0.3,
+        actor__entropy_coef=0.01,
+        algorithm__lam=0.5,
+        rollout__temperature=0.7,
+        critic__value_clip=0.25,
+        critic__warmup_steps=2,
+    )
+    with assembly.assembled(given) as parts:
+        program = parts.program
+        assert program.update_actor.keywords["kl_coef"] == 0.3
+        assert program.update_actor.keywords["entropy_coef"] == 0.01
+        assert program.update_actor.keywords["temperature"] == 0.7
+        assert program.annotate.keywords["temperature"] == 0.7
+        assert program.update_critic.keywords["clip"] == 0.25
+        assert program.critic_warmup == 2
+        assert not program.update_actor.keywords["on_policy"]  # two epochs
+        assert parts.run.ref is not None
+        assert parts.run.critic is not None
+
+
+def test_on_policy_is_taken_when_one_update_makes_the_ratio_1(tmp_path):
+    runs.write_task(tmp_path)
+    once = {"actor__epochs": 1, "actor__mini_batch_size": 8, "algorithm__kl__coef": 0.0}
+    once |= {"algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
+    for changes, expected in ((once, True), (once | {"actor__mini_batch_size": 4}, False)):
+        with assembly.assembled(runs.settings(tmp_path, **changes)) as parts:
+            assert parts.program.update_actor.keywords["on_policy"] is expected
+            assert parts.program.annotate.keywords["on_policy"] is expected
+
+
+def test_the_schedule_spans_all_updates():
+    optimizer = assembly.optimizer_of(OptimizerSettings(lr=1.0, schedule="linear", max_grad_norm=0.0), 10)
+    assert optimizer.max_grad_norm is None
+    assert optimizer.schedule(0) == 1.0
+    assert optimizer.schedule(10) == 0.0
+
+
+def test_losses_by_name_take_their_scalars():
+    loss, select = assembly.policy_loss(
+        ActorSettings(loss=LossSettings(name="clip_cov", clip_low=0.1, select_ratio=0.5))
+    )
+    assert loss.keywords == {"clip_low": 0.1}
+    assert select.keywords == {"ratio": 0.5, "clip_low": 0.1}
