@@ -233,8 +233,8 @@ def test_resuming_refuses_what_would_mix_runs(task, tmp_path):
 def exploding(log_probs, old_log_probs, advantages, mask):
     """A loss whose gradient is not finite in some mini-batches."""
     per_token, report = losses.ppo_clip(log_probs, old_log_probs, advantages, mask)
-    bad = mask.sum() % 5 == 0
-    return torch.where(bad & mask, per_token * float("inf"), per_token), report
+    factor = torch.where(mask.sum() % 5 == 0, float("inf"), 1.0)
+    return (per_token * factor).where(mask, 0.0), report
 
 
 def test_an_update_that_is_not_finite_is_skipped_counted_dumped_and_replays(task, tmp_path, capsys):

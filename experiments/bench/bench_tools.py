@@ -40,7 +40,8 @@ def measure(
     ours: Callable[[], Any], peer: Callable[[], Any], *, repeats: int, per: bool = False
 ) -> tuple[Timing, Timing]:
     """Medians of both, run in turn after one warm-up of each."""
-    once(ours, per=per), once(peer, per=per)
+    for fn in (ours, peer):
+        once(fn, per=per)
     runs: tuple[list[Timing], list[Timing]] = ([], [])
     for _ in range(repeats):
         for fn, kept in zip((ours, peer), runs, strict=True):

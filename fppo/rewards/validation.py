@@ -27,8 +27,6 @@ def summarize(parts: Sequence[Scored], *, n: int) -> Metrics:
     values: dict[str, list[float]] = defaultdict(list)
     for part in parts:
         columns = {"reward": part.scores.tolist(), **{k: v.tolist() for k, v in part.named_scores.items()}}
-        if len(columns) == 2 and len({tuple(column) for column in columns.values()}) == 1:
-            columns = {"reward": columns["reward"]}  # the one part is the reward
         members: dict[int, list[int]] = defaultdict(list)
         for row, group in enumerate(part.groups.tolist()):
             members[group].append(row)

@@ -126,7 +126,7 @@ def test_unknown_axes_are_an_error():
 
 def test_a_selection_over_the_mini_batch_needs_all_of_it_in_one_process():
     model, params = tiny.model_and_params()
-    with pytest.raises(ValueError, match="selects tokens over the whole mini-batch"):
+    with pytest.raises(ValueError, match="select_fn needs the whole mini-batch"):
         update_actor(
             init_state(params),
             tiny.experience(0, 2),
