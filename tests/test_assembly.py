@@ -2,10 +2,12 @@
 
 import ast
 from pathlib import Path
+from typing import get_args
 
 import fppo
 from fppo import assembly, config
-from fppo.settings import ActorSettings, LossSettings, OptimizerSettings
+from fppo.pipeline import estimators
+from fppo.settings import ActorSettings, AdvantageName, LossSettings, OptimizerSettings
 from tests import runs
 
 PACKAGE = Path(fppo.__file__).parent
@@ -71,3 +73,7 @@ def test_losses_by_name_take_their_scalars():
     )
     assert loss.keywords == {"clip_low": 0.1}
     assert select.keywords == {"ratio": 0.5, "clip_low": 0.1}
+
+
+def test_every_estimator_is_a_setting():
+    assert get_args(AdvantageName) == estimators.NAMES

@@ -28,6 +28,9 @@ class TrainRows(Rows, Protocol):
     def row_ids(self) -> Tensor: ...  # [B] int64
 
 
+# The terms of all objectives: their metrics are weighted sums, one number per mini-batch.
+TERMS = ("actor/pg_loss", "actor/entropy_loss", "actor/kl_loss", "critic/vf_loss", "supervised/nll_loss")
+
 # (params, micro-batch, weights [B, T], selected tokens [B, T] or None) -> (0-d loss, metrics)
 MicroLoss = Callable[[Params, Any, Tensor, Tensor | None], tuple[Tensor, Metrics]]
 # (params, mini-batch, its micro-batches' row numbers, key) -> selected tokens [B, T] or None
@@ -35,7 +38,7 @@ Select = Callable[[Params, Any, list[list[int]], Key], Tensor | None]
 
 
 def weighted(terms: dict[str, Tensor], weights: Tensor, report: Metrics) -> tuple[Tensor, Metrics]:
-    """sum(weights * terms), and the terms as metrics named `*_loss` that add up to one number per mini-batch.
+    """sum(weights * terms), and the terms as metrics, named as in `TERMS`, that add up to one number per mini-batch.
 
     Their count is 0 here; `update_epochs` counts each mini-batch once.
     """
@@ -78,7 +81,7 @@ def update_epochs(
             selected = select(state.params, mini, parts, place.fold("select", epoch, number)) if select else None
             grads, report = _gradients(state.params, mini, parts, weights, selected, micro_loss)
             report = data_metrics(report, mesh)
-            once = {name: metrics.mean(0.0) for name in report if name.endswith("_loss")}
+            once = {name: metrics.mean(0.0) for name in report if name in TERMS}
             grads = data_sum(grads, mesh)
             state, stepped = optimizer_step(
                 state,

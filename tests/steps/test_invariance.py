@@ -192,3 +192,12 @@ def test_a_gradient_that_is_not_finite_leaves_the_state_as_it_was_and_is_counted
     assert tree.digest((after.params, after.opt)) == tree.digest((state.params, state.opt))
     assert after.step == 1
     assert metrics.report(report)["actor/skipped"] == 1.0
+
+
+def test_a_losss_own_metric_keeps_its_count_whatever_its_name():
+    def with_metric(log_probs, old_log_probs, advantages, mask):
+        per_token, _ = losses.ppo_clip(log_probs, old_log_probs, advantages, mask)
+        return per_token, {"actor/extra_loss": metrics.masked_mean(torch.full_like(log_probs, 3.0), mask)}
+
+    _, report = _actor(tiny.experience(8, 6), "ppo_clip", "token-mean", loss_fn=with_metric)
+    assert metrics.report(report)["actor/extra_loss"] == pytest.approx(3.0)
