@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -18,10 +19,22 @@ def _never() -> str | None:
 
 @attrs.frozen
 class Implementation:
-    """One way to compute an operation. `refuse()` says why it cannot run on this machine, or None."""
+    """One way to compute an operation.
 
-    fn: Callable
+    `fn` is the function, or "module:function", which is imported when the kernel is chosen. `refuse()` says why it cannot
+    run on this machine, or None. `lacks` names the keywords of the operation that this implementation cannot honour.
+    """
+
+    fn: Callable | str
     refuse: Callable[[], str | None] = _never
+    lacks: frozenset[str] = frozenset()
+
+    def load(self) -> Callable:
+        """The function itself."""
+        if not isinstance(self.fn, str):
+            return self.fn
+        module, _, name = self.fn.partition(":")
+        return getattr(importlib.import_module(module), name)
 
 
 Table = Mapping[str, Mapping[str, Implementation]]
@@ -62,4 +75,4 @@ def get(op: str, name: str, *, table: Table = BUILTIN) -> Callable:
     if reasons[name]:
         others = sorted(other for other, reason in reasons.items() if reason is None)
         raise ValueError(f"kernel {op}/{name} cannot run here: {reasons[name]}; there are {others}")
-    return table[op][name].fn
+    return table[op][name].load()
