@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Mapping
 from typing import Literal, cast
 
@@ -28,7 +29,6 @@ class Model:
 
     `compute_dtype` is the type parameters are cast to inside a pass, and `checkpoint_layers` whether a layer's inner
     results are computed again in the backward pass; `attrs.evolve(model, checkpoint_layers=True)` changes them.
-    Passes of one Model must not run in several threads at once: the skeleton's tensors are swapped in place.
     """
 
     config: PreTrainedConfig
@@ -41,6 +41,15 @@ class Model:
     compute_dtype: torch.dtype | None = None
     checkpoint_layers: bool = False
     trust_remote_code: bool = False
+    _copies: threading.local = attrs.field(factory=threading.local, init=False, repr=False)
+
+    def own_skeleton(self) -> PreTrainedModel:
+        """The skeleton for this thread alone, as a pass puts tensors into it: outside the main thread, a copy."""
+        if threading.current_thread() is threading.main_thread():
+            return self.skeleton
+        if not hasattr(self._copies, "skeleton"):
+            self._copies.skeleton = copy.deepcopy(self.skeleton)
+        return self._copies.skeleton
 
 
 def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:

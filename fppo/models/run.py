@@ -57,7 +57,7 @@ def _bind(model: Model, base_params: Params, fn: Callable[[PreTrainedModel], T])
     constants = {name: x.to(device) for name, x in model.constants.items()}
     tensors = {f"skeleton.{name}": x for name, x in {**base_params, **constants}.items()}
     with _precision(base_params):
-        return functional_call(_Call(model.skeleton), tensors, (fn,))
+        return functional_call(_Call(model.own_skeleton()), tensors, (fn,))
 
 
 def _precision(params: Params) -> AbstractContextManager[Any]:

@@ -9,22 +9,15 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fppo import tree
 from fppo.metrics import Max, Mean, Metrics, Min
+from fppo_kernels.collectives import Axis
 
 T = TypeVar("T")
 AXES = ("replicate", "shard", "sequence", "tensor", "pipeline", "expert")
 DATA_AXES = ("replicate", "shard")  # the axes whose ranks hold different rows
-
-
-@attrs.frozen
-class Axis:
-    """One axis of the mesh; without a group it is one rank wide, and its collectives are the identity."""
-
-    size: int = 1
-    rank: int = 0
-    group: Any = None
 
 
 @attrs.frozen
@@ -45,6 +38,19 @@ class Mesh:
     def local() -> Mesh:
         """The mesh of one process."""
         return Mesh()
+
+    @staticmethod
+    def of(device_mesh: DeviceMesh) -> Mesh:
+        """The axes of torch's DeviceMesh, which must have names, as this process sees them."""
+        names = device_mesh.mesh_dim_names or ()
+        if len(names) != device_mesh.ndim:
+            raise ValueError(
+                f"the dimensions of {device_mesh} have no names: give mesh_dim_names, some of {list(AXES)}"
+            )
+        sizes = {name: device_mesh.size(dim) for dim, name in enumerate(names)}
+        return Mesh(
+            {name: Axis(n, device_mesh.get_local_rank(name), device_mesh.get_group(name)) for name, n in sizes.items()}
+        )
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import attrs
+from torch import Tensor
 
 from fppo_kernels import table as tables
 from fppo_kernels.log_probs.reference import LogProbs
@@ -19,6 +20,7 @@ class Kernels:
     pad: Callable
     attention: Callable
     log_probs: Callable[..., LogProbs]
+    all_to_all: Callable[..., Tensor]
     adamw: Callable[..., None]
 
     @classmethod
@@ -31,5 +33,6 @@ class Kernels:
             pad=tables.get("pad", "torch", table=table),
             attention=tables.get("attention", attention, table=table),
             log_probs=tables.get("log_probs", log_probs, table=table),
+            all_to_all=tables.get("all_to_all", "torch", table=table),
             adamw=tables.get("adamw", "torch", table=table),
         )

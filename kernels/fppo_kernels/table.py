@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import attrs
 
-from fppo_kernels import adamw, padding
+from fppo_kernels import adamw, collectives, padding
 from fppo_kernels.attention import eager, sdpa
 from fppo_kernels.log_probs import chunked, reference
 
@@ -48,6 +48,7 @@ BUILTIN: Table = MappingProxyType(
             "reference": Implementation(reference.reference),
             "chunked": Implementation(chunked.chunked),
         },
+        "all_to_all": {"torch": Implementation(collectives.all_to_all)},
         "adamw": {"torch": Implementation(adamw.adamw_)},
     }
 )

@@ -1,0 +1,221 @@
+"""Process groups among the threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+
+Payload = Any
+
+
+class Stopped(RuntimeError):
+    """This rank cannot go on, because of another one."""
+
+
+class World:
+    """What the ranks know of each other: who has ended, who waits where, and the first error."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()
+        self.ended: set[int] = set()
+        self.waiting: dict[int, str] = {}
+        self.error: BaseException | None = None
+        self.failed: int | None = None  # the rank with the first error
+
+    def end(self, rank: int) -> None:
+        """The rank has returned."""
+        with self.changed:
+            self.ended.add(rank)
+            self.find_deadlock()
+
+    def fail(self, rank: int | None, error: BaseException) -> None:
+        """The rank has raised; the others stop at their next collective. Only the first error is kept."""
+        with self.changed:
+            if self.error is None:
+                self.error, self.failed = error, rank
+            self.changed.notify_all()
+
+    def find_deadlock(self) -> None:
+        """Fails if every rank waits or has ended, and some wait. The caller holds the lock."""
+        if self.error is None and self.waiting and len(self.waiting) + len(self.ended) == self.size:
+            states = [f"rank {r} {self.waiting.get(r, 'has ended')}" for r in range(self.size)]
+            self.fail(None, Stopped(f"no rank of the simulated mesh can go on: {'; '.join(states)}"))
+
+
+class Meeting:
+    """Where the ranks of one group hand over their tensors; the last one to come does the work for all."""
+
+    def __init__(self, world: World, axis: str, ranks: Sequence[int]) -> None:
+        self.world, self.axis, self.ranks = world, axis, tuple(ranks)
+        self.seats: dict[int, tuple[str, Payload]] = {}
+        self.turn = 0
+
+    def join(self, number: int, op: str, payload: Payload, work: Callable[[list[Payload]], None]) -> None:
+        """Blocks until every rank has come and `work(payloads)` is done. Raises Stopped if another rank failed."""
+        world, turn = self.world, self.turn
+        with world.changed:
+            if world.error is None:
+                self.seats[number] = (op, payload)
+                if len(self.seats) == len(self.ranks):
+                    self._work(work)
+                else:
+                    world.waiting[self.ranks[number]] = f"waits in {op} over {self.axis!r}"
+                    world.find_deadlock()
+                world.changed.wait_for(lambda: self.turn != turn or world.error is not None)
+            if self.turn == turn:
+                raise Stopped(f"{op} over {self.axis!r}: another rank failed") from world.error
+
+    def _work(self, work: Callable[[list[Payload]], None]) -> None:
+        ops = [self.seats[r][0] for r in range(len(self.ranks))]
+        if len(set(ops)) > 1:
+            calls = "; ".join(f"rank {rank} called {op}" for rank, op in zip(self.ranks, ops, strict=True))
+            raise RuntimeError(f"the ranks of {self.axis!r} call different collectives: {calls}")
+        with torch.no_grad():
+            work([self.seats[r][1] for r in range(len(self.ranks))])
+        self.seats = {}
+        for rank in self.ranks:
+            self.world.waiting.pop(rank, None)
+        self.turn += 1
+        self.world.changed.notify_all()
+
+
+_SUM = dist.ReduceOp.SUM
+_COMBINE = (
+    (_SUM, torch.Tensor.add_),
+    (dist.ReduceOp.AVG, torch.Tensor.add_),
+    (dist.ReduceOp.MAX, lambda x, y: x.copy_(torch.maximum(x, y))),
+    (dist.ReduceOp.MIN, lambda x, y: x.copy_(torch.minimum(x, y))),
+    (dist.ReduceOp.PRODUCT, torch.Tensor.mul_),
+)
+
+
+def _reduced(tensors: Sequence[Tensor], op: Any) -> Tensor:
+    """The tensors reduced in the order of the ranks."""
+    combine = next((fn for known, fn in _COMBINE if op == known), None)
+    if combine is None:
+        raise ValueError(f"the simulated mesh does not reduce by {op}; it knows SUM, AVG, MAX, MIN and PRODUCT")
+    total = tensors[0].clone()
+    for x in tensors[1:]:
+        combine(total, x)
+    return total.div_(len(tensors)) if op == dist.ReduceOp.AVG else total
+
+
+def _done() -> Any:
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_result([])
+    return _create_work_from_future(future)
+
+
+def _of(op: str, *tensors: Tensor) -> str:
+    """What is called, in words that must be the same on all ranks."""
+    return f"{op} of {', '.join(f'{x.dtype} {list(x.shape)}' for x in tensors)}"
+
+
+def _pieces(x: Tensor, sizes: Sequence[int], count: int) -> list[Tensor]:
+    """`x` in `count` parts along its first dimension, equal ones if there are no sizes."""
+    return list(x.split(list(sizes) if len(sizes) else [x.shape[0] // count] * count))
+
+
+class ThreadGroup(dist.ProcessGroup):
+    """One rank's end of a meeting. The functions of torch.distributed call these methods when given it as `group`."""
+
+    def __init__(self, meeting: Meeting, number: int) -> None:
+        super().__init__(number, len(meeting.ranks))  # type: ignore[call-arg]
+        self._meeting, self._number, self._count = meeting, number, len(meeting.ranks)
+
+    def __deepcopy__(self, memo: dict) -> ThreadGroup:
+        return self
+
+    def size(self) -> int:
+        return self._count
+
+    def rank(self) -> int:
+        return self._number
+
+    def _join(self, op: str, payload: Payload, work: Callable[[list[Payload]], None]) -> Any:
+        self._meeting.join(self._number, op, payload, work)
+        return _done()
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        op = _SUM if opts is None else opts.reduceOp
+
+        def work(all_tensors: list[list[Tensor]]) -> None:
+            for parts in zip(*all_tensors, strict=True):
+                total = _reduced(parts, op)
+                for part in parts:
+                    part.copy_(total)
+
+        return self._join(_of("all_reduce", *tensors), [x.detach() for x in tensors], work)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        def work(all_tensors: list[list[Tensor]]) -> None:
+            for parts in zip(*all_tensors, strict=True):
+                parts[opts.rootRank].copy_(_reduced(parts, opts.reduceOp))
+
+        return self._join(_of("reduce", *tensors), [x.detach() for x in tensors], work)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
+        def work(all_tensors: list[list[Tensor]]) -> None:
+            for parts in zip(*all_tensors, strict=True):
+                for part in parts:
+                    part.copy_(parts[opts.rootRank])
+
+        return self._join(_of("broadcast", *tensors), [x.detach() for x in tensors], work)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        def work(payloads: list[tuple[list[Tensor], Tensor]]) -> None:
+            for places, _ in payloads:
+                for place, (_, x) in zip(places, payloads, strict=True):
+                    place.copy_(x)
+
+        return self._join("all_gather (list)", ([x.detach() for x in outputs[0]], inputs[0].detach()), work)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        def work(payloads: list[tuple[Tensor, Tensor]]) -> None:
+            whole = torch.cat([x.flatten() for _, x in payloads])
+            for place, _ in payloads:
+                place.copy_(whole.view(place.shape))
+
+        return self._join(_of("all_gather", input), (output.detach(), input.detach()), work)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+        op = _SUM if opts is None else opts.reduceOp
+
+        def work(payloads: list[tuple[Tensor, list[Tensor]]]) -> None:
+            for number, (place, _) in enumerate(payloads):
+                place.copy_(_reduced([parts[number] for _, parts in payloads], op))
+
+        return self._join(_of("reduce_scatter", *outputs), (outputs[0].detach(), [x.detach() for x in inputs[0]]), work)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        parts = input.detach().reshape(self._count, *output.shape)
+        return self.reduce_scatter([output], [list(parts.unbind(0))], opts)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
+    ) -> Any:
+        places, parts = _pieces(output.detach(), received, self._count), _pieces(input.detach(), sent, self._count)
+        return self.alltoall(places, parts, opts)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        def work(payloads: list[tuple[list[Tensor], list[Tensor]]]) -> None:
+            for number, (places, _) in enumerate(payloads):
+                for place, (_, parts) in zip(places, payloads, strict=True):
+                    place.copy_(parts[number])
+
+        return self._join("all_to_all", ([x.detach() for x in outputs], [x.detach() for x in inputs]), work)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._join("barrier", None, lambda _: None)
+
+    # the names before torch 2.13
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]

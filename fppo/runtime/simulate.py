@@ -1,0 +1,86 @@
+"""A mesh simulated in one process: one thread per rank, and process groups whose collectives are copies.
+
+Threads, and not torch's LocalTensor mode, because ranks hold different numbers of rows: there `tolist()` of lengths
+that differ between ranks is no list of numbers, and Python cannot branch on it. Here every rank is plain Python.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from fppo.runtime._thread_group import Meeting, Stopped, ThreadGroup, World
+from fppo.runtime.mesh import Mesh
+from fppo_kernels.collectives import Axis
+
+T = TypeVar("T")
+
+
+def simulate(axes: Mapping[str, int], fn: Callable[..., T], *per_rank: Sequence[Any]) -> list[T]:
+    """What `fn(mesh, *arguments)` returns on every rank of a mesh with these axes, `{"shard": 2, "sequence": 2}`.
+
+    Ranks are counted as in torch's DeviceMesh, the last axis fastest. Each of `per_rank` holds one argument per rank.
+    `mesh` is like that of real processes: `mesh["shard"]` has a rank and a group, with which `fppo_kernels.collectives`
+    and the functions of torch.distributed work. Sums go in the order of the ranks, so equal inputs give equal bits.
+
+    The first error of any rank stops all of them and is raised here, with a note that names the rank; so does a
+    collective that can never complete, because ranks ended, or wait in another one. No process group is left behind.
+    """
+    meshes = _meshes(axes)
+    size = len(meshes)
+    wrong = [len(x) for x in per_rank if len(x) != size]
+    if wrong:
+        raise ValueError(f"mesh {dict(axes)} has {size} ranks: give {size} arguments for them, not {wrong[0]}")
+    world, grad = meshes[0][0], torch.is_grad_enabled()
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        with torch.set_grad_enabled(grad):
+            try:
+                results[rank] = fn(meshes[rank][1], *(x[rank] for x in per_rank))
+                world.end(rank)
+            except Stopped as stopped:
+                world.fail(rank, stopped)  # after the error that stopped this rank: not the first
+            except BaseException as error:
+                world.fail(rank, error)
+
+    contexts = [contextvars.copy_context() for _ in range(size)]
+    threads = [
+        threading.Thread(target=contexts[rank].run, args=(run, rank), name=f"rank {rank}", daemon=True)
+        for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # an interrupt from the keyboard
+        world.fail(None, error)
+        raise
+    if world.error is not None:
+        if world.failed is not None:
+            world.error.add_note(f"on rank {world.failed} of the simulated mesh {dict(axes)}")
+        raise world.error
+    return results
+
+
+def _meshes(axes: Mapping[str, int]) -> list[tuple[World, Mesh]]:
+    """One mesh per rank, in order, all of one world."""
+    bad = {name: size for name, size in axes.items() if size < 1}
+    if bad:
+        raise ValueError(f"mesh axes must be 1 or larger, got {bad}")
+    shape = list(axes.values())
+    ranks = torch.arange(math.prod(shape)).reshape(shape)
+    world = World(ranks.numel())
+    found: list[dict[str, Axis]] = [{} for _ in range(ranks.numel())]
+    for place, (name, size) in enumerate(axes.items()):
+        for line in ranks.movedim(place, -1).reshape(-1, size).tolist():
+            meeting = Meeting(world, name, line)
+            for number, rank in enumerate(line):
+                found[rank][name] = Axis(size, number, ThreadGroup(meeting, number) if size > 1 else None)
+    return [(world, Mesh(axes=axes)) for axes in found]

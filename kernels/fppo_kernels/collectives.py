@@ -1,0 +1,181 @@
+"""Collectives over one axis of a mesh, as differentiable functions: the backward pass of each is its transpose.
+
+Every function returns a new tensor and leaves its argument; on an axis of one rank it returns `x` itself. All ranks of
+the axis must call it, with tensors of one shape and dtype, and all must use the result if any takes a gradient: the
+transposes are collectives too. Integers and bools pass without a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed these two; the old names warn there
+_gather_single: Callable = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Callable = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@attrs.frozen
+class Axis:
+    """One axis of the mesh; without a group it is one rank wide, and its collectives are the identity."""
+
+    size: int = 1
+    rank: int = 0
+    group: Any = None
+
+
+def all_gather(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
+    """Every rank's `x`, concatenated along `dim` in the order of the ranks, on every rank."""
+    return x if axis.size == 1 else _AllGather.apply(x, axis, dim % x.dim())  # type: ignore[return-value]
+
+
+def reduce_scatter(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
+    """This rank's part, of n equal parts along `dim`, of the sum of all ranks' `x`.
+
+    Raises ValueError if the dimension does not divide.
+    """
+    if axis.size == 1:
+        return x
+    _check_divides("reduce_scatter", x, dim, axis)
+    return _ReduceScatter.apply(x, axis, dim % x.dim())  # type: ignore[return-value]
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of all ranks' `x`, on every rank."""
+    return x if axis.size == 1 else _AllReduce.apply(x, axis)  # type: ignore[return-value]
+
+
+def all_to_all(x: Tensor, axis: Axis, *, split_dim: int, concat_dim: int) -> Tensor:
+    """Part r, of n equal parts along `split_dim`, goes to rank r; the n parts received are concatenated along
+    `concat_dim` in the order of the ranks.
+
+    Exchanging the two dims inverts it. Raises ValueError if the dimension does not divide.
+    """
+    if axis.size == 1:
+        return x
+    _check_divides("all_to_all", x, split_dim, axis)
+    return _AllToAll.apply(x, axis, split_dim % x.dim(), concat_dim % x.dim())  # type: ignore[return-value]
+
+
+def broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Tensor:
+    """The `x` of rank `source`, on every rank; the others' gradients are zero, and the source's is the sum of all."""
+    return x if axis.size == 1 else _Broadcast.apply(x, axis, source)  # type: ignore[return-value]
+
+
+def permute(x: Tensor, axis: Axis, *, shift: int = 1) -> Tensor:
+    """The `x` of the rank `shift` places before this one, around the ring: every rank sends to rank + shift."""
+    return x if axis.size == 1 else _Permute.apply(x, axis, shift)  # type: ignore[return-value]
+
+
+def _check_divides(name: str, x: Tensor, dim: int, axis: Axis) -> None:
+    if x.shape[dim] % axis.size:
+        raise ValueError(
+            f"{name}: dimension {dim} of a tensor {list(x.shape)} has the size {x.shape[dim]}, which {axis.size} ranks "
+            f"do not divide: pad it to a multiple of {axis.size}"
+        )
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.where = axis, dim
+        part = x.movedim(dim, 0).contiguous()
+        whole = part.new_empty(part.shape[0] * axis.size, *part.shape[1:])
+        _gather_single(whole, part, group=axis.group)
+        return whole.movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _ReduceScatter.apply(grads[0], *ctx.where), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.where = axis, dim
+        whole = x.movedim(dim, 0).contiguous()
+        part = whole.new_empty(whole.shape[0] // axis.size, *whole.shape[1:])
+        _reduce_scatter_single(part, whole, group=axis.group)
+        return part.movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _AllGather.apply(grads[0], *ctx.where), None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=axis.group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _AllReduce.apply(grads[0], ctx.axis), None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
+        ctx.axis, ctx.dims = axis, (split_dim, concat_dim)
+        sent = x.unflatten(split_dim, (axis.size, x.shape[split_dim] // axis.size)).movedim(split_dim, 0).contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=axis.group)
+        return received.flatten(0, 1) if concat_dim == 0 else torch.cat(received.unbind(0), concat_dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        split_dim, concat_dim = ctx.dims
+        return _AllToAll.apply(grads[0], ctx.axis, concat_dim, split_dim), None, None, None
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, source: int) -> Tensor:
+        ctx.where = axis, source
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(out, group=axis.group, group_src=source)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Reduce.apply(grads[0], *ctx.where), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    """The sum of all ranks' `x` on the source, zeros on the others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, source: int) -> Tensor:
+        ctx.where = axis, source
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.reduce(total, group=axis.group, group_dst=source)
+        return total if axis.rank == source else torch.zeros_like(total)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Broadcast.apply(grads[0], *ctx.where), None, None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, shift: int) -> Tensor:
+        ctx.where = axis, shift
+        sent = x.contiguous().view(-1)
+        received = torch.empty_like(sent)
+        to, source = (axis.rank + shift) % axis.size, (axis.rank - shift) % axis.size
+        sends, receives = ([len(sent) if r == peer else 0 for r in range(axis.size)] for peer in (to, source))
+        dist.all_to_all_single(received, sent, receives, sends, group=axis.group)
+        return received.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        axis, shift = ctx.where
+        return _Permute.apply(grads[0], axis, -shift), None, None
