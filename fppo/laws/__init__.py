@@ -3,8 +3,9 @@
 from fppo.laws._search import LawViolation
 from fppo.laws.attention import check_attention
 from fppo.laws.estimators import check_advantages, check_gae, check_whiten
-from fppo.laws.kernels import check_log_probs, check_padding
+from fppo.laws.kernels import check_log_probs
 from fppo.laws.losses import check_policy_loss, check_value_loss
+from fppo.laws.padding import check_padding
 from fppo.laws.states import check_donation, check_purity, check_resume
 from fppo.laws.updates import check_update, check_update_fn
 

@@ -1,4 +1,4 @@
-"""Laws of kernels: log-probs of labels equal their float64 reference, padding goes and comes back."""
+"""Laws of log-prob kernels: the log-probs of labels and their gradient equal the float64 reference."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from fppo.laws._kernels import (
     unchanged,
     words,
 )
-from fppo.laws._search import Example, Law, check, differ, fn_name, normal
+from fppo.laws._search import Example, Law, check, differ, normal
 from fppo_kernels.log_probs.reference import reference
 
 OUTPUTS = ("log_probs", "entropy", "sum_squared")
 SIZES = ((0, 2), (1, 1), (1, 2), (2, 2), (1, 4), (3, 5), (5, 9), (33, 1100))  # tokens, vocabulary
-PADDING_SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (3, 3), (5, 6))
 
 
 def _log_probs(kernel: Callable, example: Example, entropy: bool = True, sum_squared: bool = True) -> Any:
@@ -212,98 +211,3 @@ def check_log_probs(
     examples = partial(_log_probs_example, dtypes, device, hidden_size)
     seeds = len(_LOG_PROBS_CASES) * len(dtypes)
     check(kernel, _LOG_PROBS_LAWS, examples, sizes=SIZES, seeds=seeds)
-
-
-# ---- padding
-
-
-def _unpad_order(unpad: Callable, example: Example, generator: torch.Generator) -> str | None:
-    tokens, mask = example.inputs["tokens"], example.inputs["mask"]
-    packed = unpad(tokens, mask)
-    rows = [row[keep] for row, keep in zip(tokens, mask, strict=True)]
-    sizes = [len(row) for row in rows if len(row)]
-    ends = torch.tensor([0, *sizes]).cumsum(0).to(tokens.device)
-    wanted = {
-        "tokens": torch.cat(rows),
-        "positions": torch.cat([torch.arange(len(row)) for row in rows]).to(tokens.device),
-        "index": torch.arange(mask.numel(), device=tokens.device)[mask.flatten()],
-    }
-    for name, expected in wanted.items():
-        if reason := differ(name, expected, getattr(packed, name), 0.0):
-            return reason
-    lengths = packed.lengths
-    if reason := differ("lengths.cu_seqlens", ends, lengths.cu_seqlens, 0.0):
-        return reason
-    if lengths.cu_seqlens.dtype != torch.int32:
-        return f"lengths.cu_seqlens is {words(lengths.cu_seqlens.dtype)}, expected int32"
-    if tuple(lengths.lengths) != tuple(sizes) or lengths.max_length != max(sizes, default=0):
-        return f"lengths are {lengths.lengths}, the longest {lengths.max_length}, expected {sizes} of rows with tokens"
-    return None
-
-
-def _round_trip(unpad: Callable, example: Example, generator: torch.Generator, *, pad: Callable) -> str | None:
-    tokens, mask = example.inputs["tokens"], example.inputs["mask"]
-    packed = unpad(tokens, mask)
-    back = pad(packed.tokens, packed.index, mask.shape)
-    if reason := differ("pad(unpad(tokens))", tokens.where(mask, 0), back, 0.0):
-        return reason
-    again = unpad(back, mask)
-    return differ("unpad(pad(unpad(tokens)))", packed.tokens, again.tokens, 0.0)
-
-
-def _pad_columns(unpad: Callable, example: Example, generator: torch.Generator, *, pad: Callable) -> str | None:
-    """Numbers [N, 2]: where they stand, and their gradient."""
-    tokens, mask, weights = example.inputs["tokens"], example.inputs["mask"], example.weights
-    packed = unpad(tokens, mask)
-    x = normal(generator, len(packed.tokens), 2).to(weights).requires_grad_()
-    padded = pad(x, packed.index, mask.shape)
-    expected = torch.zeros_like(weights)
-    expected[mask] = x.detach()
-    if reason := differ("pad(x [N, 2])", expected, padded, 0.0):
-        return reason
-    return differ("the gradient by x", weights[mask], grads((weights * padded).sum(), [x])[0], 0.0)
-
-
-def _padding_purity(unpad: Callable, example: Example, generator: torch.Generator, *, pad: Callable) -> str | None:
-    kept = example.map(torch.clone)
-    packed = unpad(*example.inputs.values())
-    before = packed.tokens.clone(), packed.index.clone()
-    pad(packed.tokens, packed.index, example.mask.shape)
-    if not (torch.equal(before[0], packed.tokens) and torch.equal(before[1], packed.index)):
-        return "pad changed its argument"
-    return unchanged(example, kept)
-
-
-def _padding_example(device: torch.device | str, rows: int, width: int, seed: int) -> Example:
-    """By the seed: no padding, on the right, left, both sides, in both with empty rows, and nothing but padding."""
-    generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
-    sizes = torch.randint(1, width + 1, (rows, 1), generator=generator)
-    free = width - sizes
-    first = (torch.rand(rows, 1, generator=generator) * (free + 1)).long()
-    empty = torch.rand(rows, 1, generator=generator) < 0.5
-    place = torch.arange(width)
-    both = (place >= first) & (place < first + sizes)
-    masks = (both | True, place < sizes, place >= free, both, both & ~empty, both & False)
-    tokens = torch.randint(1, 100, (rows, width), generator=generator)
-    example = Example({"tokens": tokens, "mask": masks[seed]}, {}, normal(generator, rows, width, 2))
-    return example.map(lambda x: x.to(device))
-
-
-def check_padding(unpad: Callable[..., Any], pad: Callable[..., Tensor], *, device: torch.device | str = "cpu") -> None:
-    """Put a pair of functions through the laws of padding: `laws.check_padding(my_unpad, my_pad)`.
-
-    `unpad(tokens [B, S], mask [B, S])` returns a record with tokens, positions and index [N] and lengths (see
-    `fppo_kernels.padding`), `pad(x [N, ...], index, (B, S))` the tensor [B, S, ...] with zeros elsewhere.
-
-    Tokens come row by row, with their positions and lengths; the round trip is the identity on the mask, both ways, bit
-    for bit; the gradient of `pad` selects; arguments stay as they are. With padding on the left, right, both sides or
-    nowhere, rows without tokens, and no token at all. LawViolation for the first that fails.
-    """
-    laws = (
-        Law("purity", "arguments stay as they are", partial(_padding_purity, pad=pad)),
-        Law("packed order", "unpad lists the tokens of the mask row by row, with positions and lengths", _unpad_order),
-        Law("round trip", "pad undoes unpad on the mask and gives 0 elsewhere", partial(_round_trip, pad=pad)),
-        Law("columns", "pad puts rows of numbers in place, and its gradient selects", partial(_pad_columns, pad=pad)),
-    )
-    name = f"{fn_name(unpad)} with {fn_name(pad)}"
-    check(unpad, laws, partial(_padding_example, device), sizes=PADDING_SIZES, seeds=6, name=name)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+IGNORE = -100  # the label of a token that nothing follows
 
 
 class Lengths(NamedTuple):
@@ -18,12 +20,14 @@ class Lengths(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The real tokens of a padded batch, one row after the other."""
+    """The M real tokens of a padded batch, one row after the other, and N - M more that fill a multiple."""
 
-    tokens: Tensor  # [N]
-    positions: Tensor  # int64 [N], from 0 in each row
-    lengths: Lengths  # rows without tokens are not in it
-    index: Tensor  # int64 [N]: each token's place in the flat [B * S]
+    tokens: Tensor  # [N]; the fill is 0
+    positions: Tensor  # int64 [N], from 0 in each row and in the fill
+    labels: Tensor  # [N]: the next token of the same row, IGNORE at the last token of each row and in the fill
+    lengths: Lengths  # rows without tokens are not in it; the fill is one sequence more, the last
+    index: Tensor  # int64 [M]: each real token's place in the flat [B * S]
+    columns: dict[str, Tensor]  # [N, ...] by name; the fill is 0
 
 
 def make_lengths(lengths: Sequence[int], device: torch.device | str = "cpu") -> Lengths:
@@ -33,22 +37,56 @@ def make_lengths(lengths: Sequence[int], device: torch.device | str = "cpu") -> 
     return Lengths(ends.to(device), kept, max(kept, default=0))
 
 
-def unpad(tokens: Tensor, attention_mask: Tensor) -> Packed:
+def unpad(
+    tokens: Tensor, attention_mask: Tensor, *, columns: Mapping[str, Tensor] | None = None, multiple: int = 1
+) -> Packed:
     """The tokens [B, S] where `attention_mask` (bool [B, S]) is True, row by row, wherever the padding stands.
 
-    Waits for the device once, to learn the lengths.
+    Labels are the tokens shifted by one on the packed row, never across the end of a row. `columns`, [B, S, ...] each,
+    are packed like the tokens, and a gradient passes through them. The length is filled up to the next multiple of
+    `multiple`, for sequence parallelism and compiled shapes. Waits for the device, to learn the lengths.
+
+    Raises ValueError for shapes that do not fit, or a multiple below 1.
     """
-    if tokens.shape[:2] != attention_mask.shape:
-        raise ValueError(f"attention_mask {tuple(attention_mask.shape)} does not fit tokens {tuple(tokens.shape)}")
+    columns = {} if columns is None else columns
+    for name, x in {"tokens": tokens, **columns}.items():
+        if x.shape[:2] != attention_mask.shape:
+            raise ValueError(f"attention_mask {tuple(attention_mask.shape)} does not fit {name} {tuple(x.shape)}")
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens must be [B, S], got {list(tokens.shape)}; pass other tensors as columns")
+    if multiple < 1:
+        raise ValueError(f"multiple must be at least 1, got {multiple}")
     mask = attention_mask.bool()
     index = mask.flatten().nonzero().flatten()
+    sizes = mask.sum(1).tolist()
+    fill = -len(index) % multiple
+    lengths = make_lengths([*sizes, fill], tokens.device)
+    packed = _fill(tokens.flatten()[index], fill)
+    labels = packed.roll(-1)
+    labels[lengths.cu_seqlens[1:].long() - 1] = IGNORE
+    labels[len(index) :] = IGNORE
     positions = (mask.long().cumsum(1) - 1).flatten()[index]
-    lengths = make_lengths(mask.sum(1).tolist(), tokens.device)
-    return Packed(tokens.flatten(0, 1)[index], positions, lengths, index)
+    return Packed(
+        tokens=packed,
+        positions=torch.cat([positions, torch.arange(fill, device=tokens.device)]),
+        labels=labels,
+        lengths=lengths,
+        index=index,
+        columns={name: _fill(x.flatten(0, 1)[index], fill) for name, x in columns.items()},
+    )
+
+
+def _fill(x: Tensor, count: int) -> Tensor:
+    return torch.cat([x, x.new_zeros((count, *x.shape[1:]))]) if count else x
 
 
 def pad(x: Tensor, index: Tensor, shape: Sequence[int]) -> Tensor:
-    """The [B, S, ...] tensor with row n of `x` [N, ...] at flat place index[n] and zero elsewhere; shape is (B, S)."""
+    """The [B, S, ...] tensor with row n of `x` [N, ...] at flat place index[n] and zero elsewhere; shape is (B, S).
+
+    Rows of `x` beyond the places of `index` [M] are the fill of `unpad`, and dropped. Raises ValueError if N < M.
+    """
     batch, width = shape
-    flat = x.new_zeros((batch * width, *x.shape[1:])).index_copy(0, index, x)
+    if len(x) < len(index):
+        raise ValueError(f"{len(x)} rows do not fill the {len(index)} places of index; gather the packed row first")
+    flat = x.new_zeros((batch * width, *x.shape[1:])).index_copy(0, index, x[: len(index)])
     return flat.view(batch, width, *x.shape[1:])

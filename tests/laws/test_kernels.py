@@ -8,7 +8,7 @@ import torch
 from fppo import laws
 from fppo.laws.attention import _CASES, _LAWS
 from fppo.laws.kernels import _LOG_PROBS_LAWS
-from fppo_kernels import padding, table
+from fppo_kernels import table
 from fppo_kernels.attention.eager import eager
 from fppo_kernels.log_probs.reference import reference
 from fppo_kernels.padding import make_lengths
@@ -26,10 +26,6 @@ def test_log_prob_kernels_keep_the_laws(name):
 @pytest.mark.parametrize("name", names("attention"))
 def test_attention_kernels_keep_the_laws(name):
     laws.check_attention(table.get("attention", name))
-
-
-def test_padding_keeps_the_laws():
-    laws.check_padding(padding.unpad, padding.pad)
 
 
 class _Backward(torch.autograd.Function):
@@ -223,54 +219,6 @@ def test_each_mistake_in_attention_breaks_its_law(mistake, law, tokens, words):
     assert caught.value.law == law
     assert f'{mistake.__name__} breaks the law "{law}"' in str(caught.value)
     assert len(caught.value.example["query"]) <= tokens
-
-
-def keeps_empty_rows(tokens, mask):
-    packed, sizes = padding.unpad(tokens, mask), mask.sum(1).tolist()
-    ends = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
-    return packed._replace(lengths=padding.Lengths(ends, tuple(sizes), max(sizes)))
-
-
-def positions_from_the_column(tokens, mask):
-    packed = padding.unpad(tokens, mask)
-    return packed._replace(positions=packed.index % mask.shape[1])
-
-
-def from_the_left(x, index, shape):
-    return padding.pad(x, torch.arange(len(x)), shape)
-
-
-def ones_elsewhere(x, index, shape):
-    return padding.pad(x - 1, index, shape) + 1
-
-
-def pads_without_gradient(x, index, shape):
-    return padding.pad(x.detach(), index, shape)
-
-
-def empties_its_argument(x, index, shape):
-    out = padding.pad(x, index, shape)
-    x.data.zero_()
-    return out
-
-
-PADDING = [
-    (keeps_empty_rows, padding.pad, "packed order", "lengths.cu_seqlens has the shape"),
-    (positions_from_the_column, padding.pad, "packed order", "positions.* is 1, expected 0"),
-    (padding.unpad, from_the_left, "round trip", r"pad\(unpad\(tokens\)\)"),
-    (padding.unpad, ones_elsewhere, "round trip", "is 1, expected 0"),
-    (padding.unpad, pads_without_gradient, "columns", "the gradient by x"),
-    (padding.unpad, empties_its_argument, "purity", "pad changed its argument"),
-]
-
-
-@pytest.mark.parametrize(("unpad", "pad", "law", "words"), PADDING, ids=lambda x: getattr(x, "__name__", ""))
-def test_each_mistake_in_padding_breaks_its_law(unpad, pad, law, words):
-    with pytest.raises(laws.LawViolation, match=words) as caught:
-        laws.check_padding(unpad, pad)
-    assert caught.value.law == law
-    assert f'{unpad.__name__} with {pad.__name__} breaks the law "{law}"' in str(caught.value)
-    assert caught.value.example["mask"].shape[1] <= 2
 
 
 def test_every_law_is_broken_by_a_mistake():

@@ -1,0 +1,176 @@
+"""Laws of padding: it goes and comes back, labels stay in their row, columns and a fill go along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fppo.laws._kernels import grads, unchanged, words
+from fppo.laws._search import Example, Law, check, differ, fn_name, normal
+from fppo_kernels.padding import IGNORE
+
+SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (3, 3), (5, 6), (0, 3))
+SEEDS = 7
+MULTIPLES = (1, 2, 3, 8)
+FIELDS = ("tokens", "positions", "labels")
+
+
+def _rows(example: Example) -> list[Tensor]:
+    """The real tokens of each row."""
+    tokens, mask = example.inputs["tokens"], example.inputs["mask"]
+    return [row[keep] for row, keep in zip(tokens, mask, strict=True)]
+
+
+def _joined(tokens: Tensor, parts: list[Tensor]) -> Tensor:
+    return torch.cat([x.to(tokens) for x in parts]) if parts else tokens.new_zeros(0)
+
+
+def _lengths_differ(lengths: Any, sizes: list[int]) -> str | None:
+    sizes = [n for n in sizes if n]
+    ends = torch.tensor([0, *sizes]).cumsum(0).to(lengths.cu_seqlens.device)
+    if reason := differ("lengths.cu_seqlens", ends, lengths.cu_seqlens, 0.0):
+        return reason
+    if lengths.cu_seqlens.dtype != torch.int32:
+        return f"lengths.cu_seqlens is {words(lengths.cu_seqlens.dtype)}, expected int32"
+    if tuple(lengths.lengths) != tuple(sizes) or lengths.max_length != max(sizes, default=0):
+        return f"lengths are {lengths.lengths}, the longest {lengths.max_length}, expected {sizes} of rows with tokens"
+    return None
+
+
+def _order(unpad: Callable, example: Example, generator: torch.Generator) -> str | None:
+    tokens, mask = example.inputs["tokens"], example.inputs["mask"]
+    packed, rows = unpad(tokens, mask), _rows(example)
+    wanted = {
+        "tokens": _joined(tokens, rows),
+        "positions": _joined(tokens, [torch.arange(len(row)) for row in rows]),
+        "index": torch.arange(mask.numel(), device=tokens.device)[mask.flatten()],
+    }
+    for name, expected in wanted.items():
+        if reason := differ(name, expected, getattr(packed, name), 0.0):
+            return reason
+    return _lengths_differ(packed.lengths, [len(row) for row in rows])
+
+
+def _labels(unpad: Callable, example: Example, generator: torch.Generator) -> str | None:
+    tokens, mask = example.inputs["tokens"], example.inputs["mask"]
+    rows = [torch.cat([row[1:], row.new_full((min(len(row), 1),), IGNORE)]) for row in _rows(example)]
+    return differ("labels", _joined(tokens, rows), unpad(tokens, mask).labels, 0.0)
+
+
+def _multiple(unpad: Callable, example: Example, generator: torch.Generator, *, pad: Callable) -> str | None:
+    tokens, mask = example.inputs["tokens"], example.inputs["mask"]
+    plain = unpad(tokens, mask)
+    sizes, count = [len(row) for row in _rows(example)], int(mask.sum())
+    for multiple in MULTIPLES:
+        packed = unpad(tokens, mask, columns={"weights": example.weights}, multiple=multiple)
+        fill = -count % multiple
+        column = packed.columns["weights"]
+        rest = {"tokens": [0] * fill, "positions": list(range(fill)), "labels": [IGNORE] * fill}
+        found = [
+            differ(name, torch.cat([getattr(plain, name), tokens.new_tensor(rest[name])]), getattr(packed, name), 0.0)
+            for name in FIELDS
+        ]
+        found.append(differ("the column", _joined(column, [example.weights[mask], column.new_zeros(fill, 2)]), column))
+        found.append(differ("index", plain.index, packed.index, 0.0))
+        found.append(_lengths_differ(packed.lengths, [*sizes, fill]))
+        found.append(differ("pad(tokens)", tokens.where(mask, 0), pad(packed.tokens, packed.index, mask.shape), 0.0))
+        for reason in found:
+            if reason:
+                return f"with multiple={multiple}, {reason}"
+    return None
+
+
+def _round_trip(unpad: Callable, example: Example, generator: torch.Generator, *, pad: Callable) -> str | None:
+    tokens, mask = example.inputs["tokens"], example.inputs["mask"]
+    packed = unpad(tokens, mask)
+    back = pad(packed.tokens, packed.index, mask.shape)
+    if reason := differ("pad(unpad(tokens))", tokens.where(mask, 0), back, 0.0):
+        return reason
+    again = unpad(back, mask)
+    return differ("unpad(pad(unpad(tokens)))", packed.tokens, again.tokens, 0.0)
+
+
+def _columns(unpad: Callable, example: Example, generator: torch.Generator, *, pad: Callable) -> str | None:
+    """Numbers [B, S, 2] and [B, S]: where they stand, and their gradient, both ways."""
+    tokens, mask, weights = example.inputs["tokens"], example.inputs["mask"], example.weights
+    wide = weights.clone().requires_grad_()
+    packed = unpad(tokens, mask, columns={"wide": wide, "flat": weights[..., 0], "mask": mask})
+    if set(packed.columns) != {"wide", "flat", "mask"}:
+        return f"columns are {sorted(packed.columns)}, expected those that were given"
+    for name, expected in (("wide", weights[mask]), ("flat", weights[mask][:, 0]), ("mask", mask[mask])):
+        if reason := differ(f"column {name!r}", expected, packed.columns[name], 0.0):
+            return reason
+    x = normal(generator, int(mask.sum()), 2).to(weights).requires_grad_()
+    (grad,) = grads((x.detach() * packed.columns["wide"]).sum(), [wide])
+    if reason := differ(
+        "the gradient by a column", torch.zeros_like(weights).masked_scatter(_wide(mask), x), grad, 0.0
+    ):
+        return reason
+    padded = pad(x, packed.index, mask.shape)
+    expected = torch.zeros_like(weights)
+    expected[mask] = x.detach()
+    if reason := differ("pad(x [N, 2])", expected, padded, 0.0):
+        return reason
+    return differ("the gradient by x", weights[mask], grads((weights * padded).sum(), [x])[0], 0.0)
+
+
+def _wide(mask: Tensor) -> Tensor:
+    return mask[..., None].expand(*mask.shape, 2)
+
+
+def _purity(unpad: Callable, example: Example, generator: torch.Generator, *, pad: Callable) -> str | None:
+    kept, weights = example.map(torch.clone), example.weights.clone()
+    packed = unpad(*example.inputs.values(), columns={"weights": example.weights})
+    before = packed.tokens.clone(), packed.index.clone()
+    pad(packed.tokens, packed.index, example.mask.shape)
+    if not (torch.equal(before[0], packed.tokens) and torch.equal(before[1], packed.index)):
+        return "pad changed its argument"
+    return unchanged(example, kept) or differ("its argument columns", weights, example.weights, 0.0)
+
+
+def _example(device: torch.device | str, rows: int, width: int, seed: int) -> Example:
+    """By the seed: no padding, on the right, left, both sides, in both with empty rows, with holes, padding alone."""
+    generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
+    sizes = torch.randint(1, width + 1, (rows, 1), generator=generator)
+    free = width - sizes
+    first = (torch.rand(rows, 1, generator=generator) * (free + 1)).long()
+    empty = torch.rand(rows, 1, generator=generator) < 0.5
+    holes = torch.rand(rows, width, generator=generator) < 0.5
+    place = torch.arange(width)
+    both = (place >= first) & (place < first + sizes)
+    masks = (both | True, place < sizes, place >= free, both, both & ~empty, both & ~holes, both & False)
+    tokens = torch.randint(1, 100, (rows, width), generator=generator)
+    example = Example({"tokens": tokens, "mask": masks[seed]}, {}, normal(generator, rows, width, 2))
+    return example.map(lambda x: x.to(device))
+
+
+def _laws(pad: Callable) -> tuple[Law, ...]:
+    return (
+        Law("purity", "arguments stay as they are", partial(_purity, pad=pad)),
+        Law("packed order", "unpad lists the tokens of the mask row by row, with positions and lengths", _order),
+        Law("labels", "a label is the next token of the same row, and none follows the last", _labels),
+        Law("round trip", "pad undoes unpad on the mask and gives 0 elsewhere", partial(_round_trip, pad=pad)),
+        Law("columns", "numbers go to and from their places, and gradients select", partial(_columns, pad=pad)),
+        Law("multiple", "a fill is one more sequence of 0 at the end, which pad drops", partial(_multiple, pad=pad)),
+    )
+
+
+def check_padding(unpad: Callable[..., Any], pad: Callable[..., Tensor], *, device: torch.device | str = "cpu") -> None:
+    """Put a pair of functions through the laws of padding: `laws.check_padding(my_unpad, my_pad)`.
+
+    `unpad(tokens [B, S], mask [B, S], *, columns, multiple)` returns a record with tokens, positions, labels, lengths,
+    index and columns (see `fppo_kernels.padding`), `pad(x [N, ...], index, (B, S))` the tensor [B, S, ...] with zeros
+    elsewhere.
+
+    Tokens come row by row, with their positions and lengths; a label is the next token of the same row, never of the
+    next one; columns go with their tokens; a fill up to a multiple is one sequence at the end that `pad` drops; the
+    round trip is the identity on the mask, both ways, bit for bit; gradients select; arguments stay as they are. With
+    padding on the left, right, both sides, within rows or nowhere, rows without tokens, and no token at all.
+    LawViolation for the first that fails.
+    """
+    name = f"{fn_name(unpad)} with {fn_name(pad)}"
+    check(unpad, _laws(pad), partial(_example, device), sizes=SIZES, seeds=SEEDS, name=name)
