@@ -2,17 +2,22 @@
 
 from fppo.laws._search import LawViolation
 from fppo.laws.attention import check_attention
+from fppo.laws.collectives import check_all_to_all, check_collective, check_collectives
 from fppo.laws.estimators import check_advantages, check_gae, check_whiten
 from fppo.laws.kernels import check_log_probs
 from fppo.laws.losses import check_policy_loss, check_value_loss
 from fppo.laws.padding import check_padding
 from fppo.laws.states import check_donation, check_purity, check_resume
+from fppo.laws.ulysses import check_ulysses
 from fppo.laws.updates import check_update, check_update_fn
 
 __all__ = [
     "LawViolation",
     "check_advantages",
+    "check_all_to_all",
     "check_attention",
+    "check_collective",
+    "check_collectives",
     "check_donation",
     "check_gae",
     "check_log_probs",
@@ -20,6 +25,7 @@ __all__ = [
     "check_policy_loss",
     "check_purity",
     "check_resume",
+    "check_ulysses",
     "check_update",
     "check_update_fn",
     "check_value_loss",

@@ -1,0 +1,35 @@
+"""Functions on the ranks of a mesh of real gloo processes, called as `simulate` calls them on a simulated one."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+
+from fppo.runtime.mesh import Mesh
+
+
+def _rank(rank: int, axes: Mapping[str, int], fn: Callable[[Mesh], Any], directory: str) -> None:
+    torch.set_num_threads(1)
+    size = math.prod(axes.values())
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=size)
+    mesh = Mesh.of(init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes)))
+    torch.save(fn(mesh), f"{directory}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(axes: Mapping[str, int], fn: Callable[[Mesh], Any]) -> list[Any]:
+    """What `fn(mesh)` returns on every rank; `fn` is a function of a module, and returns what torch.save takes."""
+    with tempfile.TemporaryDirectory() as directory:
+        worker = partial(_rank, axes=dict(axes), fn=fn, directory=directory)
+        mp.start_processes(worker, nprocs=math.prod(axes.values()), start_method="spawn")  # type: ignore[attr-defined]
+        return [torch.load(Path(directory) / f"{rank}.pt") for rank in range(math.prod(axes.values()))]

@@ -1,0 +1,160 @@
+"""The simulated mesh: who is where, what goes in and out, and what happens when a rank goes wrong."""
+
+import contextvars
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fppo import batch as batches
+from fppo import losses, tree
+from fppo.runtime.mesh import Mesh
+from fppo.runtime.simulate import simulate
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizer import Optimizer
+from fppo.steps.schedules import schedule
+from fppo.steps.train_state import init_state
+from fppo.steps.update import update_actor
+from fppo_kernels import collectives
+from fppo_kernels.record import Kernels
+from tests import tiny
+
+AXES = {"replicate": 2, "shard": 3}
+
+
+def test_ranks_stand_in_the_order_of_a_device_mesh():
+    places = simulate(AXES, lambda mesh: (mesh["replicate"].rank, mesh["shard"].rank, mesh["sequence"].size))
+    assert places == [(i, j, 1) for i in range(2) for j in range(3)]
+
+
+def test_each_rank_gets_its_arguments_and_sums_over_its_own_axis():
+    xs = [torch.tensor([float(10**rank)]) for rank in range(6)]
+
+    def sums(mesh, x, name):
+        return [collectives.all_reduce(x, mesh[axis]).item() for axis in ("replicate", "shard")] + [name]
+
+    found = simulate(AXES, sums, xs, "abcdef")
+    assert found[1] == [10010, 111, "b"]
+    assert found[5] == [100100, 111000, "f"]
+
+
+def test_the_number_of_arguments_must_be_that_of_the_ranks():
+    with pytest.raises(ValueError, match="6 ranks: give 6 arguments for them, not 2"):
+        simulate(AXES, lambda mesh, x: x, [1, 2])
+    with pytest.raises(ValueError, match="mesh axes must be 1 or larger"):
+        simulate({"shard": 0}, lambda mesh: None)
+    with pytest.raises(ValueError, match="unknown mesh axes"):
+        simulate({"rows": 2}, lambda mesh: None)
+
+
+def test_functions_of_torch_distributed_take_its_groups():
+    def run(mesh):
+        axis = mesh["shard"]
+        group, x = axis.group, torch.full((2,), float(axis.rank + 1))
+        largest, mean, product = x.clone(), x.clone(), x.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=group)
+        dist.all_reduce(product, op=dist.ReduceOp.PRODUCT, group=group, async_op=True).wait()
+        parts = [torch.empty(2) for _ in range(3)]
+        dist.all_gather(parts, x, group=group)
+        scattered = torch.empty(2)
+        dist.reduce_scatter(scattered, [x * i for i in range(3)], group=group)
+        exchanged = [torch.empty(1) for _ in range(3)]
+        dist.all_to_all(exchanged, [x[:1] * 10 ** (i + 1) for i in range(3)], group=group)
+        dist.barrier(group=group)
+        numbers = [largest[0], mean[0], product[0], *(p[0] for p in parts), scattered[0], *(e[0] for e in exchanged)]
+        return [dist.get_world_size(group), *(n.item() for n in numbers)]
+
+    for rank, found in enumerate(simulate({"shard": 3}, run)):
+        assert found == [3, 3, 2, 6, 1, 2, 3, 6 * rank, *(i * 10 ** (rank + 1) for i in (1, 2, 3))]
+
+
+def test_ranks_may_hold_different_numbers_of_rows_and_branch_on_them():
+    def rows(mesh, lengths):
+        axis = mesh["shard"]
+        most = torch.tensor(max(lengths, default=0))
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=axis.group)
+        return [most.item()] * len(lengths) if lengths else "none"
+
+    assert simulate({"shard": 3}, rows, [[4, 9], [], [2]]) == [[9, 9], "none", [9]]
+
+
+def test_the_first_error_of_a_rank_is_raised_with_its_place():
+    def run(mesh):
+        if mesh["shard"].rank == 1 and mesh["replicate"].rank == 0:
+            raise KeyError("spilled")
+        return collectives.all_reduce(torch.ones(1), mesh["shard"])
+
+    with pytest.raises(KeyError, match="spilled") as caught:
+        simulate(AXES, run)
+    assert caught.value.__notes__ == ["on rank 1 of the simulated mesh {'replicate': 2, 'shard': 3}"]
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (
+            lambda a, b: collectives.all_reduce(torch.ones(1), a) if a.rank else None,
+            "rank 0 has ended; rank 1 waits in",
+        ),
+        (lambda a, b: collectives.all_reduce(torch.ones(1 + a.rank), a), "call different collectives"),
+        (lambda a, b: (collectives.all_reduce if a.rank else collectives.permute)(torch.ones(1), a), "different coll"),
+        (lambda a, b: collectives.all_reduce(torch.ones(1), b if a.rank == b.rank else a), "no rank .* can go on"),
+    ],
+    ids=["ended", "shapes", "names", "groups"],
+)
+def test_ranks_that_do_not_meet_fail_and_do_not_hang(run, message):
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=message):
+        simulate({"replicate": 2, "shard": 2}, lambda mesh: run(mesh["shard"], mesh["replicate"]))
+    assert time.monotonic() - start < 5
+
+
+def test_nothing_is_left_behind_and_meshes_nest():
+    def outer(mesh):
+        inner = simulate({"sequence": 2}, lambda m: collectives.all_reduce(torch.ones(1), m["sequence"]).item())
+        return collectives.all_reduce(torch.tensor(inner), mesh["shard"]).tolist()
+
+    threads = threading.active_count()
+    assert simulate({"shard": 2}, outer) == [[4, 4], [4, 4]]
+    with pytest.raises(ZeroDivisionError):
+        simulate({"shard": 2}, lambda mesh: 1 // mesh["shard"].rank)
+    assert threading.active_count() == threads
+    assert not dist.is_initialized()
+
+
+def test_grad_mode_and_context_are_the_callers():
+    place = contextvars.ContextVar("place", default="none")
+    place.set("here")
+    with torch.no_grad():
+        assert simulate({"shard": 2}, lambda mesh: (torch.is_grad_enabled(), place.get())) == [(False, "here")] * 2
+    assert simulate({"shard": 2}, lambda mesh: torch.is_grad_enabled()) == [True, True]
+
+
+def test_an_update_over_shares_of_a_batch_is_that_of_one_process_and_repeats_to_the_bit():
+    model, params = tiny.model_and_params("lm")
+    batch = tiny.experience(5, 7)
+
+    def update(mesh, rows):
+        state, _ = update_actor(
+            init_state(params),
+            batches.rows(batch, rows),
+            model=model,
+            loss_fn=losses.ppo_clip,
+            optimizer=Optimizer(schedule=schedule("constant", 1e-2), eps=1e-2),
+            kernels=Kernels.named(),
+            mesh=mesh,
+            mini_batch_size=1000,
+            micro_batching=MicroBatching(size=2),
+            epochs=2,
+        )
+        return state
+
+    shares = [[1, 2], [0], [3, 4], [5, 6]]
+    first, second = (simulate({"replicate": 2, "shard": 2}, update, shares) for _ in range(2))
+    expected = update(Mesh.local(), list(range(7)))
+    assert len({str(tree.digest(state)) for state in [*first, *second]}) == 1
+    for (path, a), (_, b) in zip(tree.leaves_with_paths(first[0]), tree.leaves_with_paths(expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12, msg=lambda m, path=path: f"{path}: {m}")
