@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from fppo.key import Key
-from fppo.models.model import SCORE_BIAS, SCORE_WEIGHT, Model, Params, build, causal_lm
+from fppo.models.model import BUILDING, SCORE_BIAS, SCORE_WEIGHT, Model, Params, build, causal_lm
 
 
 def init_params(model: Model, key: Key, dtype: torch.dtype = torch.float32) -> Params:
     """Parameters as transformers initialises this model, on the CPU, from `key` alone; a value head as below."""
-    with torch.random.fork_rng(devices=[]):
+    with BUILDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(key.fold("init").seed & ((1 << 63) - 1))
         module = causal_lm(model.config, "cpu", trust_remote_code=model.trust_remote_code)
     named = dict(module.named_parameters())

@@ -20,6 +20,9 @@ __all__ = ["HeadKind", "Model", "Params", "build", "packed_attention", "padded_a
 
 Params = dict[str, Tensor]
 HeadKind = Literal["lm", "value"]
+BUILDING = (
+    threading.RLock()
+)  # transformers builds modules with torch's default dtype and generator, which threads share
 SCORE_WEIGHT, SCORE_BIAS = "score.weight", "score.bias"
 
 
@@ -69,7 +72,7 @@ def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def causal_lm(config: PreTrainedConfig, device: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The plain Hugging Face model, freshly initialised on "cpu", or without storage on "meta"."""
-    with torch.device(device):
+    with BUILDING, torch.device(device):
         module = AutoModelForCausalLM.from_config(
             plain_config(config), dtype=torch.float32, trust_remote_code=trust_remote_code
         )

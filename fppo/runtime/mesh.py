@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import attrs
@@ -18,6 +18,7 @@ from fppo_kernels.collectives import Axis
 T = TypeVar("T")
 AXES = ("replicate", "shard", "sequence", "tensor", "pipeline", "expert")
 DATA_AXES = ("replicate", "shard")  # the axes whose ranks hold different rows
+GRADIENT_AXES = (*DATA_AXES, "sequence")  # the axes over which gradients are shares
 
 
 @attrs.frozen
@@ -64,7 +65,16 @@ def all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
 
 def data_sum(values: T, mesh: Mesh) -> T:
     """The tree with every tensor summed over all ranks that hold other rows."""
-    for name in DATA_AXES:
+    return _sum(values, mesh, DATA_AXES)
+
+
+def gradient_sum(grads: T, mesh: Mesh) -> T:
+    """The gradient, from each rank's share: of its rows, and of its slices of the packed rows."""
+    return _sum(grads, mesh, GRADIENT_AXES)
+
+
+def _sum(values: T, mesh: Mesh, names: Iterable[str]) -> T:
+    for name in names:
         if mesh[name].size > 1:
             axis = mesh[name]
             values = tree.map(lambda x, axis=axis: all_reduce(x, axis), values)

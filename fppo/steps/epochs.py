@@ -13,7 +13,7 @@ from fppo import losses, metrics, tree
 from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.metrics import Mean, Metrics
-from fppo.runtime.mesh import Mesh, data_metrics, data_sum
+from fppo.runtime.mesh import Mesh, data_metrics, data_sum, gradient_sum
 from fppo.steps.forward import Rows, row_lengths
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.optimizer import Optimizer, optimizer_step
@@ -82,7 +82,7 @@ def update_epochs(
             grads, report = _gradients(state.params, mini, parts, weights, selected, micro_loss)
             report = data_metrics(report, mesh)
             once = {name: metrics.mean(0.0) for name in report if name in TERMS}
-            grads = data_sum(grads, mesh)
+            grads = gradient_sum(grads, mesh)
             state, stepped = optimizer_step(
                 state,
                 grads,

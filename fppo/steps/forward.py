@@ -15,7 +15,9 @@ from fppo.models.model import Model
 from fppo.runtime.mesh import Mesh
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.train_state import Params
+from fppo_kernels.collectives import Axis
 from fppo_kernels.record import Kernels
+from fppo_kernels.ulysses import gather_sequence, slice_sequence, ulysses
 
 OUTPUTS = ("log_probs", "entropy", "sum_squared_probs", "values")
 
@@ -56,40 +58,67 @@ def forward_micro_batch(
     "log_probs" of the response tokens under logits / `temperature`, "entropy" and "sum_squared_probs" of that
     distribution need a model with a vocabulary head; "values" need one with a value head. Only positions in the
     response mask reach a head. `remove_padding` packs the rows; without it the padded rows run as they are.
+
+    On a mesh with a sequence axis all its ranks hold the same rows; each runs its slice of the packed row, and all get
+    all outputs. If all compute the same loss from them, each rank's gradient is its share: the sum over the axis is
+    the gradient.
     """
-    del mesh  # one process holds all rows; the sequence axis will slice them here
     _check_outputs(model, outputs)
     mask = micro_batch.response_mask
-    hidden, before = _hidden_before_responses(params, micro_batch, model, kernels, remove_padding)
-    hidden = hidden[before]
+    hidden, before = _hidden_before_responses(params, micro_batch, model, kernels, mesh, remove_padding)
+    own = _own(before, len(hidden), mesh["sequence"])
     index = mask.flatten().nonzero().flatten()
     head = models.output_head(model, params)
-
-    def place(x: Tensor | None) -> Tensor | None:
-        return None if x is None else kernels.pad(x, index, mask.shape)
-
+    states = hidden[own.places]
     if "values" in outputs:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         bias = None if head.bias is None else head.bias.to(dtype)
-        values = F.linear(hidden.to(dtype), head.weight.to(dtype), bias)[:, 0]
-        return TokenOutputs(values=place(values))
-    labels = micro_batch.tokens[:, -mask.shape[1] :].flatten()[index]
-    result = kernels.log_probs(
-        hidden,
-        head.weight,
-        labels,
-        bias=head.bias,
-        temperature=temperature,
-        softcap=head.softcap,
-        scale=head.scale,
-        entropy="entropy" in outputs,
-        sum_squared="sum_squared_probs" in outputs,
-    )
-    return TokenOutputs(
-        log_probs=place(result.log_probs),
-        entropy=place(result.entropy),
-        sum_squared_probs=place(result.sum_squared),
-    )
+        found = {"values": F.linear(states.to(dtype), head.weight.to(dtype), bias)[:, 0]}
+    else:
+        result = kernels.log_probs(
+            states,
+            head.weight,
+            micro_batch.tokens[:, -mask.shape[1] :].flatten()[index][own.numbers],
+            bias=head.bias,
+            temperature=temperature,
+            softcap=head.softcap,
+            scale=head.scale,
+            entropy="entropy" in outputs,
+            sum_squared="sum_squared_probs" in outputs,
+        )
+        found = {
+            "log_probs": result.log_probs,
+            "entropy": result.entropy,
+            "sum_squared_probs": result.sum_squared,
+        }
+    names = [name for name, x in found.items() if x is not None]
+    columns = _gathered([x for x in found.values() if x is not None], own, before, len(hidden), mesh["sequence"])
+    return TokenOutputs(**{name: kernels.pad(x, index, mask.shape) for name, x in zip(names, columns, strict=True)})
+
+
+class _Own(NamedTuple):
+    """Which of M tokens of the packed row are in this rank's slice."""
+
+    numbers: Tensor | slice  # among the M
+    places: Tensor  # in the slice
+
+
+def _own(tokens: Tensor, length: int, axis: Axis) -> _Own:
+    """Those of `tokens` (places in the whole row [M]) that are in this rank's slice of `length` tokens."""
+    if axis.size == 1:
+        return _Own(slice(None), tokens)
+    places = tokens - axis.rank * length
+    numbers = ((places >= 0) & (places < length)).nonzero().flatten()
+    return _Own(numbers, places[numbers])
+
+
+def _gathered(columns: Sequence[Tensor], own: _Own, tokens: Tensor, length: int, axis: Axis) -> Sequence[Tensor]:
+    """Numbers of this rank's tokens as those of all `tokens` [M], on every rank, by one collective."""
+    if axis.size == 1:
+        return columns
+    stacked = torch.stack(list(columns), 1)
+    slots = stacked.new_zeros(length, len(columns)).index_copy(0, own.places, stacked)
+    return gather_sequence(slots, axis)[tokens].unbind(1)
 
 
 def _check_outputs(model: Model, outputs: Sequence[str]) -> None:
@@ -103,23 +132,35 @@ def _check_outputs(model: Model, outputs: Sequence[str]) -> None:
 
 
 def _hidden_before_responses(
-    params: Params, rows: Rows, model: Model, kernels: Kernels, remove_padding: bool
+    params: Params, rows: Rows, model: Model, kernels: Kernels, mesh: Mesh, remove_padding: bool
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states [N, H], and for each response token [M] the place of the token before it among them."""
+    """Hidden states of this rank's slice [N, H], and for each response token [M] the place in the whole row of the
+    token before it."""
     batch, width = rows.tokens.shape
     length = rows.response_mask.shape[1]
     columns = torch.arange(width - length, width, device=rows.tokens.device)
     flat = (torch.arange(batch, device=columns.device)[:, None] * width + columns)[rows.response_mask]
     if remove_padding:
-        packed = kernels.unpad(rows.tokens, rows.attention_mask)
-        attend = models.packed_attention(kernels.attention, packed.lengths)
-        hidden = models.hidden_states(model, params, packed.tokens, packed.positions, attend=attend)
         place = rows.attention_mask.flatten().cumsum(0) - 1
-        return hidden, place[flat] - 1
+        return _packed_hidden(params, rows, model, kernels, mesh), place[flat] - 1
+    if mesh["sequence"].size > 1:
+        raise ValueError(
+            f"remove_padding=False runs padded rows as they are, and a sequence axis of {mesh['sequence'].size} ranks "
+            "cuts one packed row: remove padding, or use a mesh without a sequence axis"
+        )
     positions = (rows.attention_mask.cumsum(1) - 1).clamp(min=0)
     attend = models.padded_attention(rows.attention_mask)
     hidden = models.hidden_states(model, params, rows.tokens, positions, attend=attend)
     return hidden.flatten(0, 1), flat - 1
+
+
+def _packed_hidden(params: Params, rows: Rows, model: Model, kernels: Kernels, mesh: Mesh) -> Tensor:
+    """Hidden states of this rank's slice of the packed row, filled up to a multiple of the sequence axis."""
+    axis = mesh["sequence"]
+    packed = kernels.unpad(rows.tokens, rows.attention_mask, multiple=axis.size)
+    attend = models.packed_attention(ulysses(kernels.attention, axis, kernels.all_to_all), packed.lengths)
+    tokens, positions = (slice_sequence(x, axis) for x in (packed.tokens, packed.positions))
+    return models.hidden_states(model, params, tokens, positions, attend=attend)
 
 
 def row_lengths(rows: Rows) -> list[int]:
@@ -234,11 +275,10 @@ def compute_reward_scores(
     with torch.no_grad():
         for part in parts:
             rows = batches.rows(batch, part)
-            packed = kernels.unpad(rows.tokens, rows.attention_mask)
-            attend = models.packed_attention(kernels.attention, packed.lengths)
-            hidden = models.hidden_states(model, params, packed.tokens, packed.positions, attend=attend)
-            last = hidden[packed.lengths.cu_seqlens[1:].long() - 1].to(head.weight.dtype)
-            scores.append(F.linear(last, head.weight, head.bias)[:, 0].float())
-    del mesh
+            hidden = _packed_hidden(params, rows, model, kernels, mesh)
+            last = rows.attention_mask.sum(1).cumsum(0) - 1
+            own = _own(last, len(hidden), mesh["sequence"])
+            found = F.linear(hidden[own.places].to(head.weight.dtype), head.weight, head.bias)[:, 0].float()
+            scores += _gathered([found], own, last, len(hidden), mesh["sequence"])
     order = batches.inverse([i for part in parts for i in part]).to(batch.tokens.device)
     return torch.cat(scores)[order]

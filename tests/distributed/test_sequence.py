@@ -1,0 +1,48 @@
+"""Updates on real gloo processes with a sequence axis: those of one process."""
+
+import torch
+
+from fppo import batch as batches
+from fppo import losses, metrics, tree
+from fppo.runtime.mesh import Mesh
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizer import Optimizer
+from fppo.steps.schedules import schedule
+from fppo.steps.train_state import init_state
+from fppo.steps.update import update_actor
+from fppo_kernels.record import Kernels
+from tests import tiny
+from tests.distributed import processes
+
+
+def update(mesh):
+    """The actor after two steps, on this data rank's rows: all 7 of one, 4 and 3 of two."""
+    model, params = tiny.model_and_params("lm")
+    rows = range(7) if mesh["shard"].size == 1 else (range(4), range(4, 7))[mesh["shard"].rank]
+    state, report = update_actor(
+        init_state(params),
+        batches.rows(tiny.experience(7, 7), list(rows)),
+        model=model,
+        loss_fn=losses.ppo_clip,
+        optimizer=Optimizer(schedule=schedule("constant", 1e-2), eps=1e-2, max_grad_norm=0.5),
+        kernels=Kernels.named(),
+        mesh=mesh,
+        mini_batch_size=1000,
+        micro_batching=MicroBatching(size=3),
+        epochs=2,
+        entropy_coef=0.01,
+    )
+    leaves = {path: x for path, x in tree.leaves_with_paths(state) if isinstance(x, torch.Tensor)}
+    return leaves, metrics.report(report), str(tree.digest(state))
+
+
+def test_four_processes_with_a_sequence_axis_do_the_update_of_one():
+    leaves, numbers, _ = update(Mesh.local())
+    found = processes.run({"shard": 2, "sequence": 2}, update)
+    assert len({digest for *_, digest in found}) == 1
+    for found_leaves, found_numbers, _ in found:
+        assert found_leaves.keys() == leaves.keys()
+        for path, leaf in leaves.items():
+            torch.testing.assert_close(found_leaves[path], leaf, rtol=1e-10, atol=1e-10, msg=path)
+        for name, number in numbers.items():
+            torch.testing.assert_close(found_numbers[name], number, rtol=1e-8, atol=1e-10, equal_nan=True, msg=name)
