@@ -103,7 +103,7 @@ def test_the_first_error_of_a_rank_is_raised_with_its_place():
         (lambda a, b: (collectives.all_reduce if a.rank else collectives.permute)(torch.ones(1), a), "different coll"),
         (lambda a, b: collectives.all_reduce(torch.ones(1), b if a.rank == b.rank else a), "no rank .* can go on"),
     ],
-    ids=["ended", "shapes", "names", "groups"],
+    ids=["ended", "ends later", "shapes", "names", "groups"],
 )
 def test_ranks_that_do_not_meet_fail_and_do_not_hang(run, message):
     start = time.monotonic()
