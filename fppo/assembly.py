@@ -176,7 +176,7 @@ def program_of(
             sum_squared=algorithm.advantage == "optimal_token_baseline",
             **shared,
         ),
-        estimate=_estimate_stage(settings, sampling),
+        estimate=_estimate_stage(settings, sampling, engine.kernels),
         update_critic=_update_critic(settings, critic_model, engine.kernels),
         update_actor=partial(
             with_mfu("actor", update_actor),
@@ -200,10 +200,12 @@ def program_of(
     )
 
 
-def _estimate_stage(settings: TrainSettings, sampling: Sampling) -> Callable[..., Any]:
+def _estimate_stage(settings: TrainSettings, sampling: Sampling, kernels: Kernels) -> Callable[..., Any]:
     algorithm = settings.algorithm
     kl, corrected = algorithm.kl, config.correction_keywords(algorithm.correction)
-    estimate = estimator(algorithm.advantage, gamma=algorithm.gamma, lam=algorithm.lam, scale=algorithm.scale)
+    estimate = estimator(
+        algorithm.advantage, gamma=algorithm.gamma, lam=algorithm.lam, scale=algorithm.scale, gae=kernels.gae
+    )
     return partial(
         stages.estimate,
         advantage_fn=estimate,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fppo.laws._search import Example, Law, check, differ, draw_mask, normal, spoil, widen
+from fppo.laws._kernels import apart, checked, place, words
+from fppo.laws._search import SIZES, Example, Law, check, differ, draw_mask, normal, spoil, widen
 
 Tensors = tuple[Tensor, ...]
 
@@ -55,14 +57,14 @@ def _purity(fn: Callable, example: Example, generator: torch.Generator) -> str |
 
 def _masked_garbage(fn: Callable, example: Example, generator: torch.Generator) -> str | None:
     mask, plain = example.mask, _call(fn, example)
-    for kind, words in (("nan", "NaN"), ("mixed", "NaN, inf or 1e300")):
+    for kind, garbage in (("nan", "NaN"), ("mixed", "NaN, inf or 1e300")):
         dirty = {
             name: spoil(x, ~mask if x.dim() == 2 else ~mask.any(1), generator, kind)
             for name, x in example.inputs.items()
             if x.is_floating_point()
         }
         if reason := _results_differ(plain, _call(fn, example.put(**dirty)), 0.0):
-            return f"with {words} where the mask is False, {reason}"
+            return f"with {garbage} where the mask is False, {reason}"
     return None
 
 
@@ -143,27 +145,36 @@ def check_advantages(estimator: Callable, *, equal_rewards: bool = True, group_r
     check(estimator, laws, partial(_grouped_example, group_rows))
 
 
-_DISCOUNTS = ((1.0, 1.0), (0.9, 0.7), (1.0, 0.0), (0.0, 1.0), (0.9, 1.0))
+_DISCOUNTS = ((1.0, 1.0), (0.9, 0.7), (1.0, 0.0), (0.0, 1.0), (0.9, 1.0), (0.1, 0.1))
+_LONG = ((1, 63), (1, 65), (2, 127), (2, 128), (2, 129), (1, 300))  # about the blocks in which a scan may work
 
 
 def _definition(rewards: Tensor, values: Tensor, row: Tensor, gamma: float, lam: float) -> Tensor:
-    """sum_l (gamma lam)^l delta_{t + l} over the tokens of one row's mask, in O(T^2)."""
-    r, v = rewards[row], values[row]
+    """sum_l (gamma lam)^l delta_{t + l} over the tokens of one row's mask, in O(T^2), float64."""
+    r, v = rewards[row].double(), values[row].double()
     following = torch.cat([v[1:], v.new_zeros(1)])[: len(v)]
-    delta = r + gamma * following - v
-    sums = [sum(((gamma * lam) ** i * d for i, d in enumerate(delta[t:])), v.new_zeros(())) for t in range(len(v))]
-    return torch.stack(sums) if sums else v
+    steps = torch.arange(len(v))
+    ahead = steps - steps[:, None]
+    powers = (gamma * lam) ** ahead.clamp(min=0).double()
+    return (powers.where(ahead >= 0, 0.0) * (r + gamma * following - v)).sum(1)
 
 
-def _is_definition(fn: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _is_definition(
+    fn: Callable, example: Example, generator: torch.Generator, dtype: torch.dtype = torch.float64
+) -> str | None:
+    example = place(example, dtype, "cpu")
     rewards, values, mask = example.inputs.values()
     for gamma, lam in _DISCOUNTS:
         results = _call(partial(fn, gamma=gamma, lam=lam), example)
+        if results[0].dtype != dtype:
+            return f"{words(dtype)} arguments gave {words(results[0].dtype)}"
         for b, row in enumerate(mask):
             expected = _definition(rewards[b], values[b], row, gamma, lam)
-            reason = _results_differ((expected, expected + values[b, row]), tuple(x[b, row] for x in results))
-            if reason:
-                return f"gamma={gamma}, lam={lam}: in row {b}, counting tokens of the mask, {reason}"
+            for name, a, x in zip(
+                ("the advantages", "the returns"), (expected, expected + values[b, row]), results, strict=True
+            ):
+                if reason := apart(name, a, x[b, row], dtype):
+                    return f"gamma={gamma}, lam={lam}: in row {b}, counting tokens of the mask, {reason}"
     return None
 
 
@@ -196,21 +207,26 @@ def _discounted(breach: Callable, fn: Callable, example: Example, generator: tor
     return breach(partial(fn, gamma=0.9, lam=0.7), example, generator)
 
 
-def check_gae(estimator: Callable) -> None:
-    """Put a temporal estimator through its laws: `laws.check_gae(my_gae)`. LawViolation for the first that fails.
+def check_gae(estimator: Callable[..., Any], *, dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32)) -> None:
+    """Put a GAE estimator or kernel through its laws: `laws.check_gae(my_gae)`. LawViolation for the first that fails.
 
-    `estimator(rewards, values, mask, *, gamma, lam)`, tensors [B, T], returns Advantages. It equals the O(T^2)
-    definition, lam = 1 gives return minus value, deleting masked steps changes nothing, and the laws of
-    `check_advantages` about masked garbage, row order, padding and purity.
+    `estimator(rewards, values, mask, *, gamma, lam)`, tensors [B, T], returns advantages and returns (see
+    `fppo_kernels.gae.loop`). It equals the O(T^2) definition in float64, in every one of `dtypes` and on long rows
+    too; lam = 1 gives return minus value, deleting masked steps changes nothing, and the laws of `check_advantages`
+    about masked garbage, row order, padding and purity.
     """
     bound = [law._replace(breach=partial(_discounted, law.breach)) for law in _COMMON]
+    statement = "advantages are sums of (gamma lam)^l delta, returns = advantages + values"
     laws = (
         *bound,
         Law("return minus value", "lam = 1 and gamma = 1 give the return minus the value", _monte_carlo),
         Law("masked steps", "a row with masked steps equals the row without them", _deletion),
-        Law("definition", "advantages are sums of (gamma lam)^l delta, returns = advantages + values", _is_definition),
+        *(Law("definition", statement, partial(_is_definition, dtype=dtype)) for dtype in checked(dtypes)),
     )
-    check(estimator, laws, partial(_token_example, ("rewards", "values")))
+    example = partial(_token_example, ("rewards", "values"))
+    check(estimator, laws, example, sizes=(*SIZES, (0, 3)))
+    long = tuple(Law("long rows", statement, partial(_is_definition, dtype=dtype)) for dtype in dtypes)
+    check(estimator, long, example, sizes=_LONG)
 
 
 def _moments(fn: Callable, example: Example, generator: torch.Generator) -> str | None:

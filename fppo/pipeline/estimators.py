@@ -9,6 +9,7 @@ from torch import Tensor
 from fppo import advantages
 from fppo.advantages import Advantages
 from fppo.batch import Annotated
+from fppo_kernels.gae.scan import scan
 
 AdvantageFn = Callable[[Annotated, Tensor], Advantages]
 NAMES = (
@@ -26,11 +27,18 @@ NAMES = (
 )
 
 
-def estimator(name: str, *, gamma: float = 1.0, lam: float = 1.0, scale: str = "std") -> AdvantageFn:
+def estimator(
+    name: str,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    scale: str = "std",
+    gae: Callable[..., tuple[Tensor, Tensor]] = scan,
+) -> AdvantageFn:
     """The estimator of that name with its scalars bound: (annotated rows, token rewards [B, T]) -> Advantages.
 
-    Group estimators compare the sums of the token rewards, so a KL penalty in the rewards reaches them too. Raises
-    ValueError for a name that there is not.
+    Group estimators compare the sums of the token rewards, so a KL penalty in the rewards reaches them too. `gae` is
+    the kernel that "gae" calls. Raises ValueError for a name that there is not.
     """
     if name not in NAMES:
         raise ValueError(f"unknown advantage estimator {name!r}; there are {list(NAMES)}")
@@ -39,7 +47,8 @@ def estimator(name: str, *, gamma: float = 1.0, lam: float = 1.0, scale: str = "
         mask, groups, totals = rows.response_mask, rows.groups, rewards.sum(1)
         match name:
             case "gae":
-                return advantages.gae(rewards, _given(rows.values, name, "values"), mask, gamma=gamma, lam=lam)
+                values = _given(rows.values, name, "values")
+                return advantages.gae(rewards, values, mask, gamma=gamma, lam=lam, kernel=gae)
             case "grpo":
                 return advantages.grpo(totals, mask, groups, scale=scale)
             case "grpo_passk":

@@ -22,10 +22,17 @@ class Kernels:
     log_probs: Callable[..., LogProbs]
     all_to_all: Callable[..., Tensor]
     adamw: Callable[..., None]
+    gae: Callable[..., tuple[Tensor, Tensor]]
 
     @classmethod
     def named(
-        cls, *, attention: str = "sdpa", log_probs: str = "reference", table: tables.Table = tables.BUILTIN
+        cls,
+        *,
+        attention: str = "sdpa",
+        log_probs: str = "reference",
+        adamw: str = "torch",
+        gae: str = "scan",
+        table: tables.Table = tables.BUILTIN,
     ) -> Kernels:
         """The kernels of these names. Raises ValueError, naming the others, if one does not exist or cannot run."""
         return cls(
@@ -34,5 +41,6 @@ class Kernels:
             attention=tables.get("attention", attention, table=table),
             log_probs=tables.get("log_probs", log_probs, table=table),
             all_to_all=tables.get("all_to_all", "torch", table=table),
-            adamw=tables.get("adamw", "torch", table=table),
+            adamw=tables.get("adamw", adamw, table=table),
+            gae=tables.get("gae", gae, table=table),
         )

@@ -10,6 +10,7 @@ import attrs
 
 from fppo_kernels import adamw, collectives, padding
 from fppo_kernels.attention import eager, sdpa
+from fppo_kernels.gae import loop, scan
 from fppo_kernels.log_probs import chunked, reference
 
 
@@ -50,6 +51,7 @@ BUILTIN: Table = MappingProxyType(
         },
         "all_to_all": {"torch": Implementation(collectives.all_to_all)},
         "adamw": {"torch": Implementation(adamw.adamw_)},
+        "gae": {"scan": Implementation(scan.scan), "loop": Implementation(loop.loop)},
     }
 )
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fppo import advantages
 from fppo.advantages import discounted_returns, gae, reinforce_plus_plus, remax, token_rewards, whiten
+from fppo_kernels.gae.loop import loop
 from tests.advantages._data import cases, close, spoil
 
 units = st.sampled_from([0.0, 0.3, 0.95, 1.0])
@@ -168,7 +169,7 @@ def test_dtype_is_kept_and_no_gradient_passes(dtype):
 def test_gae_can_be_mapped_over_lam():
     rewards, values = torch.randn(2, 2, 5, generator=torch.Generator().manual_seed(0)).unbind()
     mask, lams = torch.tensor([[1, 1, 0, 1, 0], [0, 0, 0, 0, 0]]).bool(), torch.tensor([0.0, 0.5, 1.0])
-    swept = torch.func.vmap(lambda lam: gae(rewards, values, mask, lam=lam))(lams)
+    swept = torch.func.vmap(lambda lam: gae(rewards, values, mask, lam=lam, kernel=loop))(lams)
     for i, lam in enumerate(lams):
         close(swept.advantages[i], gae(rewards, values, mask, lam=lam.item()).advantages, 1e-6)
 

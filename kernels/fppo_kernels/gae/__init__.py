@@ -1,0 +1,1 @@
+"""Generalised advantage estimates from token rewards and values."""

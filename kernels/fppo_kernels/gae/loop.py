@@ -1,0 +1,32 @@
+"""Generalised advantage estimates, the obvious way: a loop over time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def loop(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float | Tensor = 1.0, lam: float | Tensor = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [B, T] of `rewards` and `values` [B, T] over the tokens of `mask` (bool [B, T]).
+
+    A_t = delta_t + gamma lam A_s with delta_t = r_t + gamma V_s - V_t, s the row's next token in the mask (after the
+    last one V = A = 0); returns = A + V; both 0 outside the mask. Schulman et al., arXiv:1506.02438, equation 16.
+
+    Computed in the dtype of the arguments, at least float32. No gradient passes through it; whatever stands outside the
+    mask changes nothing. `gamma` and `lam` may be 0-d tensors, also under torch.func.vmap.
+    """
+    dtype = torch.promote_types(rewards.dtype, values.dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    rewards, values = (x.detach().to(wide).where(mask, 0.0) for x in (rewards, values))
+    carry = following = rewards.new_zeros(len(mask))
+    columns = []
+    for t in reversed(range(mask.shape[1])):
+        here = mask[:, t]
+        delta = rewards[:, t] + gamma * following - values[:, t]
+        carry = torch.where(here, delta + gamma * lam * carry, carry)
+        following = torch.where(here, values[:, t], following)
+        columns.append(carry)
+    advantages = torch.stack(columns[::-1], 1).where(mask, 0.0) if columns else rewards
+    return advantages.to(dtype), (advantages + values).to(dtype)
