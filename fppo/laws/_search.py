@@ -98,12 +98,18 @@ def widen(x: Tensor, columns: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, columns), value=fill)
 
 
-def differ(what: str, expected: Tensor, actual: Tensor, tolerance: float = 1e-9) -> str | None:
-    """The place where two tensors differ most, in words; None if they agree (NaN agrees with NaN)."""
+def differ(
+    what: str, expected: Tensor, actual: Tensor, tolerance: float = 1e-9, relative: float | None = None
+) -> str | None:
+    """The place where two tensors differ most, in words; None if they agree (NaN agrees with NaN).
+
+    They may differ by `tolerance` and by `relative` (the same number if not given) times the number expected.
+    """
     if expected.shape != actual.shape:
         return f"{what} has the shape {list(actual.shape)}, expected {list(expected.shape)}"
     expected, actual = expected.detach().double(), actual.detach().double()
-    same = torch.isclose(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    rtol = tolerance if relative is None else relative
+    same = torch.isclose(actual, expected, rtol=rtol, atol=tolerance, equal_nan=True)
     if same.all():
         return None
     gap = (actual - expected).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).where(~same, -1.0)

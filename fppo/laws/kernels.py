@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fppo.laws._kernels import (
-    DTYPES,
     TOLERANCES,
     apart,
     carry,
@@ -46,13 +46,14 @@ def _log_probs_grads(
 
 def _log_probs_shape(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
     hidden = example.inputs["hidden"]
+    wide = torch.promote_types(hidden.dtype, torch.float32)
     both = _log_probs(kernel, example)
     for name in OUTPUTS:
         x = getattr(both, name, None)
         if not isinstance(x, Tensor):
             return f"{name} is {type(x).__name__}, expected a Tensor"
-        if x.shape != hidden.shape[:1] or x.dtype != hidden.dtype:
-            return f"{name} is {words(x.dtype)} {list(x.shape)}, expected {words(hidden.dtype)} [{len(hidden)}]"
+        if x.shape != hidden.shape[:1] or x.dtype != wide:
+            return f"{name} is {words(x.dtype)} {list(x.shape)}, expected {words(wide)} [{len(hidden)}]"
         if not x.isfinite().all():
             return f"{name} is not finite: {x.tolist()}"
     return None
@@ -83,7 +84,7 @@ def _log_probs_purity(kernel: Callable, example: Example, generator: torch.Gener
 
 def _log_probs_range(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
     result, vocab = _log_probs(kernel, example), len(example.inputs["weight"])
-    slack = TOLERANCES[example.inputs["hidden"].dtype]  # moments are sums, and round
+    slack = TOLERANCES[result.log_probs.dtype]  # moments are sums, and round
     for name, low, high in (
         ("log_probs", -math.inf, 0.0),
         ("entropy", -slack, math.log(vocab) + slack),
@@ -130,7 +131,7 @@ def _gradient_law(*outputs: str) -> Law:
 
 
 _LOG_PROBS_LAWS = (
-    Law("shape", "every output is finite, [N], in the dtype of hidden", _log_probs_shape),
+    Law("shape", "every output is finite, [N], in the dtype of hidden or float32 if that is wider", _log_probs_shape),
     Law("purity", "arguments stay as they are, and equal arguments give equal bits", _log_probs_purity),
     Law("outputs asked for", "an output does not depend on which others are asked for", _outputs_asked_for),
     Law("range", "log_probs <= 0, 0 <= entropy <= log V, 1 / V <= sum of squares <= 1", _log_probs_range),
@@ -139,6 +140,37 @@ _LOG_PROBS_LAWS = (
     _gradient_law(*OUTPUTS),
     Law("frozen head", "a gradient does not depend on which arguments take one", _frozen_head),
 )
+
+
+SUM_TOLERANCES = MappingProxyType({**TOLERANCES, torch.bfloat16: 2**-8})
+
+
+def _sums_example(
+    dtypes: Sequence[torch.dtype], device: torch.device | str, rows: int, width: int, seed: int
+) -> Example:
+    """Every logit is 0, so that a term of a sum takes no rounding: hidden states are 0, or weights are."""
+    dtype, of_hidden = dtypes[seed // 2], seed % 2 == 0
+    generator = torch.Generator().manual_seed(seed)
+    rows, width = (1, rows) if of_hidden else (rows, width)
+    hidden, weight = (torch.randint(1, 4, (n, 2), generator=generator).double() for n in (rows, width))
+    labels = torch.zeros(rows, dtype=torch.int64)
+    weights = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)[:, None].expand(3, rows)
+    inputs = {"hidden": hidden * (not of_hidden), "weight": weight * of_hidden, "labels": labels}
+    return place(Example(inputs, {}, weights), dtype, device)
+
+
+def _long_sums(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+    found, expected = (
+        _log_probs_grads(fn, x, OUTPUTS[:1]) for fn, x in ((kernel, example), (reference, exact(example)))
+    )
+    for name, grad in expected.items():
+        slack = SUM_TOLERANCES[example.inputs["hidden"].dtype] * grad.abs().max().item()
+        if reason := differ(f"the gradient by {name}", grad, found[name], slack, relative=0.0):
+            return reason
+    return None
+
+
+_SUM_LAWS = (Law("long sums", "gradients over many tokens and a large vocabulary are rounded once", _long_sums),)
 
 
 class _LogProbsCase(NamedTuple):
@@ -192,7 +224,7 @@ def _log_probs_example(
 def check_log_probs(
     kernel: Callable[..., Any],
     *,
-    dtypes: Sequence[torch.dtype] = DTYPES,
+    dtypes: Sequence[torch.dtype] = tuple(TOLERANCES),
     device: torch.device | str = "cpu",
     hidden_size: int = 2,
 ) -> None:
@@ -202,12 +234,15 @@ def check_log_probs(
     returns a record with log_probs, entropy and sum_squared [N] (see `fppo_kernels.log_probs.reference`).
 
     log_probs <= 0, 0 <= entropy <= log V, 1 / V <= sum of squares <= 1; the values of every output and its gradient by
-    hidden, weight and bias are those of the float64 reference, to 1e-9 in float64 and 1e-4 in float32 (relative to the
-    larger of 1 and the tensor's largest number), for no token, one and more, with and without bias, softcap and scale,
-    a temperature for all or one per token, flat and extreme logits; arguments stay as they are. Kernels that compute
-    in float32 alone bind `dtypes=(torch.float32,)`. Raises ValueError for another dtype.
+    hidden, weight and bias are those of the float64 reference, to 1e-9 in float64, 1e-4 in float32 and 2e-2 in
+    bfloat16 (relative to the larger of 1 and the tensor's largest number), for no token, one and more, with and without
+    bias, softcap and scale, a temperature for all or one per token, flat and extreme logits; long sums are rounded
+    once; arguments stay as they are. Kernels that compute in float32 alone bind `dtypes=(torch.float32,)`. Raises
+    ValueError for another dtype.
     """
     dtypes = checked(dtypes)
     examples = partial(_log_probs_example, dtypes, device, hidden_size)
     seeds = len(_LOG_PROBS_CASES) * len(dtypes)
     check(kernel, _LOG_PROBS_LAWS, examples, sizes=SIZES, seeds=seeds)
+    sums = partial(_sums_example, dtypes, device)
+    check(kernel, _SUM_LAWS, sums, sizes=((4096, 4),), seeds=2 * len(dtypes))

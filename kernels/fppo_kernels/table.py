@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import shutil
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import attrs
+import torch
 
 from fppo_kernels import adamw, collectives, padding
 from fppo_kernels.attention import eager, sdpa
@@ -16,6 +19,13 @@ from fppo_kernels.log_probs import chunked, reference
 
 def _never() -> str | None:
     return None
+
+
+def _needs_compiler() -> str | None:
+    """torch.compile wants a C++ compiler for programs on the CPU, and Triton for those on a GPU."""
+    if torch.cuda.is_available():
+        return None if importlib.util.find_spec("triton") else "triton is not installed"
+    return None if shutil.which("g++") or shutil.which("clang++") else "no C++ compiler (g++ or clang++) is installed"
 
 
 @attrs.frozen
@@ -48,6 +58,9 @@ BUILTIN: Table = MappingProxyType(
         "log_probs": {
             "reference": Implementation(reference.reference),
             "chunked": Implementation(chunked.chunked),
+            "compiled": Implementation(
+                "fppo_kernels.log_probs.compiled:compiled", _needs_compiler, lacks=frozenset({"axis"})
+            ),
         },
         "all_to_all": {"torch": Implementation(collectives.all_to_all)},
         "adamw": {"torch": Implementation(adamw.adamw_)},

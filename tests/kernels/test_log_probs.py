@@ -1,16 +1,18 @@
 """Every log-prob kernel is at most twice as far from the exact result as the reference is, for values and gradients."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fppo.runtime.simulate import simulate
 from fppo_kernels import table
-from fppo_kernels.log_probs import chunked as chunked_module
+from fppo_kernels.log_probs.chunked import Tiles, chunked
 
-KERNELS = [name for name, reason in table.available("log_probs").items() if reason is None]
+KERNELS = ("reference", "chunked")  # the compiled and the Triton kernel have tests of their own
 
 
 def slow(hidden, weight, labels, *, bias, temperature, softcap, scale):
@@ -66,24 +68,18 @@ settings = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@given(**settings, at_once=st.integers(1, 60))
-def test_float64_equals_the_slow_program(
-    name, at_once, tokens, width, vocab, with_bias, temperature, softcap, scale, seed
-):
+@given(**settings)
+def test_float64_equals_the_slow_program(name, tokens, width, vocab, with_bias, temperature, softcap, scale, seed):
     parts = problem(seed, tokens, width, vocab, with_bias, temperature)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked_module, "LOGITS_AT_ONCE", at_once)
-        got = run(table.get("log_probs", name), *parts, softcap=softcap, scale=scale)
+    got = run(table.get("log_probs", name), *parts, softcap=softcap, scale=scale)
     expected = run(slow, *parts, softcap=softcap, scale=scale)
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", [name for name in KERNELS if name != "reference"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @given(**settings)
-def test_rounds_no_worse_than_the_reference(
-    name, dtype, tokens, width, vocab, with_bias, temperature, softcap, scale, seed
-):
+def test_rounds_no_worse_than_the_reference(name, tokens, width, vocab, with_bias, temperature, softcap, scale, seed):
+    dtype = torch.float32
     leaves, *rest = problem(seed, tokens, width, vocab, with_bias, temperature, dtype)
     exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
     reference = table.get("log_probs", "reference")
@@ -134,19 +130,59 @@ def test_log_probs_and_entropy_are_in_their_range(name):
     assert ((out.sum_squared >= 1 / 7 - 1e-6) & (out.sum_squared <= 1 + 1e-6)).all()
 
 
+@given(**settings, of_tokens=st.integers(1, 9), slab=st.integers(1, 400), block=st.integers(1, 60))
+def test_tiles_change_nothing(
+    tokens, width, vocab, with_bias, temperature, softcap, scale, seed, of_tokens, slab, block
+):
+    parts = problem(seed, tokens, width, vocab, with_bias, temperature)
+    tiled = partial(chunked, tiles=Tiles(of_tokens, slab, block))
+    expected = run(slow, *parts, softcap=softcap, scale=scale)
+    torch.testing.assert_close(run(tiled, *parts, softcap=softcap, scale=scale), expected, rtol=1e-9, atol=1e-11)
+
+
 def test_chunked_holds_no_full_logits():
-    tokens, vocab = 4096, 4 * chunked_module.LOGITS_AT_ONCE // 4096
-    shapes = []
+    tokens, vocab, slab = 256, 4096, 1 << 18
+    bytes_of = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            shapes.extend(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor))
+            bytes_of.extend(x.nbytes for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor))
             return out
 
     with Watch():
         hidden = torch.zeros(tokens, 1, requires_grad=True)
         weight = torch.zeros(vocab, 1, requires_grad=True)
-        out = table.get("log_probs", "chunked")(hidden, weight, torch.zeros(tokens, dtype=torch.int64))
-        torch.autograd.grad(out.log_probs.sum(), [hidden, weight])
-    assert max(shapes) <= chunked_module.LOGITS_AT_ONCE
+        out = chunked(
+            hidden, weight, torch.zeros(tokens, dtype=torch.int64), entropy=True, tiles=Tiles(8192, slab, 1 << 20)
+        )
+        torch.autograd.grad(out.log_probs.sum() + out.entropy.sum(), [hidden, weight])
+    assert max(bytes_of) == slab < 4 * tokens * vocab
+
+
+@pytest.mark.parametrize("name", ["reference", "chunked"])
+@given(**(settings | {"vocab": st.integers(1, 5)}), world=st.sampled_from([2, 4]))
+def test_a_split_vocabulary_changes_nothing(
+    name, world, tokens, width, vocab, with_bias, temperature, softcap, scale, seed
+):
+    parts = problem(seed, tokens, width, world * vocab, with_bias, temperature)
+    (hidden, *head), labels, temperatures, weights = parts
+    kernel = table.get("log_probs", name)
+    expected, expected_grads = run(kernel, *parts, softcap=softcap, scale=scale)
+
+    def on_rank(mesh):
+        axis = mesh["tensor"]
+        leaves = [hidden.detach().clone().requires_grad_()]
+        leaves += [x.detach().chunk(world)[axis.rank].clone().requires_grad_() for x in head]
+        # the ranks' losses add up to the whole one
+        shares = weights * torch.arange(1, world + 1)[axis.rank] / sum(range(1, world + 1))
+        return run(partial(kernel, axis=axis), leaves, labels, temperatures, shares, softcap=softcap, scale=scale)
+
+    ranks = simulate({"tensor": world}, on_rank)
+    for out, _ in ranks:
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+    for output, (d_hidden, *d_head) in enumerate(expected_grads):
+        found = [grads[output] for _, grads in ranks]
+        torch.testing.assert_close(sum(grads[0] for grads in found), d_hidden, rtol=1e-10, atol=1e-11)
+        for i, grad in enumerate(d_head):
+            torch.testing.assert_close(torch.cat([grads[1 + i] for grads in found]), grad, rtol=1e-10, atol=1e-11)

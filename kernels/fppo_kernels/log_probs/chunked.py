@@ -1,46 +1,172 @@
-"""The same as `reference` without the [N, V] logits: chunks of tokens, computed again in the backward pass."""
+"""The same as `reference` without the [N, V] logits: slabs of them, computed again in the backward pass."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fppo_kernels.collectives import Axis, all_gather, all_reduce
+from fppo_kernels.log_probs import _moments
+from fppo_kernels.log_probs._matmul import matmul
+from fppo_kernels.log_probs._moments import Moments
 from fppo_kernels.log_probs.reference import LogProbs
 
-LOGITS_AT_ONCE = 1 << 24  # 64 MiB of float32
+
+class Tiles(NamedTuple):
+    """How much is worked on at once. A slab is a product of hidden states and a part of the weight."""
+
+    tokens: int  # of a slab at most; the weight's gradient over more is added up in float32
+    slab: int  # bytes of a slab
+    block: int  # logits of a slab that are worked on element by element: what stays in a cache
 
 
-class _Shape(NamedTuple):
-    """What turns hidden @ weight.T into logits, besides the tensors."""
+CPU_TILES = Tiles(8192, 6 << 20, 1 << 19)
+CUDA_TILES = Tiles(8192, 256 << 20, 1 << 26)
+
+
+class _Rule(NamedTuple):
+    """What the outputs are, besides the tensors, and how much is done at once."""
 
     softcap: float | None
     scale: float
-    wide: torch.dtype
+    tempered: bool  # False: every temperature is 1
+    entropy: bool
+    sum_squared: bool
+    tiles: Tiles
 
 
-def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b accumulated and returned in `dtype`, whatever the operands are stored in."""
-    if a.is_cuda and a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
-        return torch.mm(a, b, out_dtype=dtype)
-    return a.to(dtype) @ b.to(dtype)
+class _Inputs(NamedTuple):
+    """What both passes read."""
+
+    rule: _Rule
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # wide [V]
+    labels: Tensor  # int64 [N], rows of `weight`, or none of them where another rank has the row
+    temperature: Tensor  # wide [N]
+
+    @property
+    def wide(self) -> torch.dtype:
+        return self.temperature.dtype
+
+    def finish(self, raw: Tensor, bias: Tensor | None, temperature: Tensor) -> Tensor:
+        """Logits from hidden @ weight.T, in place; bias and temperature broadcast to it."""
+        if bias is not None:
+            raw += bias
+        if self.rule.scale != 1.0:
+            raw *= self.rule.scale
+        if self.rule.softcap is not None:
+            raw.div_(self.rule.softcap).tanh_().mul_(self.rule.softcap)
+        return raw.div_(temperature) if self.rule.tempered else raw
+
+    def logits(self, raw: Tensor, tokens: slice, vocab: slice) -> Tensor:
+        bias = None if self.bias is None else self.bias[vocab]
+        return self.finish(raw.to(self.wide), bias, self.temperature[tokens, None])
+
+    def find(self, tokens: slice, vocab: slice) -> tuple[Tensor, Tensor]:
+        """Which labels are in this part of the vocabulary, bool [n, 1], and where, int64 [n, 1]."""
+        places = self.labels[tokens, None] - vocab.start
+        last = vocab.stop - vocab.start - 1
+        return (places >= 0) & (places <= last), places.clamp(0, last)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, shape: _Shape) -> Tensor:
-    """Logits before the temperature, [n, V]."""
-    logits = _matmul(hidden, weight.T, shape.wide)
-    if bias is not None:
-        logits += bias.to(shape.wide)
-    logits *= shape.scale
-    return logits if shape.softcap is None else logits.div_(shape.softcap).tanh_().mul_(shape.softcap)
+def _split(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _moments(log_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Entropy and sum of squared probabilities [n] of log-probs [n, V]."""
-    probs = log_probs.exp()
-    return -(probs * log_probs.where(probs > 0, 0.0)).sum(-1), probs.square().sum(-1)
+def _slabs(inputs: _Inputs) -> tuple[list[slice], list[slice]]:
+    """Parts of the vocabulary and of the tokens: a slab is one of each."""
+    tokens = max(1, min(len(inputs.hidden), inputs.rule.tiles.tokens))
+    width = max(1, inputs.rule.tiles.slab // (tokens * inputs.hidden.element_size()))
+    return _split(len(inputs.weight), width), _split(len(inputs.hidden), tokens)
+
+
+def _blocks(slab: Tensor, tokens: slice, tiles: Tiles) -> Iterator[tuple[Tensor, slice]]:
+    """Some rows of a slab at a time, and the tokens that they are of."""
+    for block in _split(len(slab), max(1, tiles.block // slab.shape[1])):
+        yield slab[block], slice(tokens.start + block.start, tokens.start + block.stop)
+
+
+def _forward(inputs: _Inputs) -> tuple[Tensor, Moments]:
+    """Logits of the labels [N], and the moments of each part of the vocabulary."""
+    parts, runs = _slabs(inputs)
+    moments = _moments.empty(len(parts), inputs.temperature)
+    own = torch.zeros_like(inputs.temperature)[:, None]
+    for part, vocab in enumerate(parts):
+        for tokens in runs:
+            slab = matmul(inputs.hidden[tokens], inputs.weight[vocab].T, inputs.wide)
+            found, places = inputs.find(tokens, vocab)
+            own[tokens] += torch.where(found, slab.gather(1, places).to(inputs.wide), 0.0)
+            for raw, rows in _blocks(slab, tokens, inputs.rule.tiles):
+                logits = inputs.logits(raw, rows, vocab)
+                _moments.put(moments, part, rows, logits, inputs.rule.entropy, inputs.rule.sum_squared)
+    found, places = inputs.find(slice(None), slice(0, len(inputs.weight)))
+    bias = None if inputs.bias is None else inputs.bias[places]
+    return torch.where(found, inputs.finish(own, bias, inputs.temperature[:, None]), 0.0)[:, 0], moments
+
+
+class _Coefficients(NamedTuple):
+    """The gradient by raw = hidden @ weight.T is p * (constant + linear * (z - maximum) + squared * p); see `label`."""
+
+    constant: Tensor  # wide [N] each
+    linear: Tensor | None
+    squared: Tensor | None
+    label: Tensor  # what is added at the label
+
+    def at(self, rows: slice, share: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Of some tokens, [n, 1], for probabilities given that the token is in a part that has probability `share`."""
+        linear = None if self.linear is None else (self.linear[rows] * share[rows])[:, None]
+        squared = None if self.squared is None else (self.squared[rows] * share[rows].square())[:, None]
+        return (self.constant[rows] * share[rows])[:, None], linear, squared
+
+
+def _coefficients(
+    inputs: _Inputs, label_logits: Tensor, total: Moments, grads: tuple[Tensor, Tensor | None, Tensor | None]
+) -> _Coefficients:
+    """With z the logits: d log p_y / dz = 1_y - p; d H / dz = -p (log p + H); d (sum p^2) / dz = 2 p (p - sum p^2)."""
+    d_label, d_entropy, d_squared = grads
+    slope = inputs.rule.scale / inputs.temperature
+    constant = -d_label
+    if d_entropy is not None:
+        constant = constant - d_entropy * (total.entropy - total.log_sum)  # log p = z - maximum - log_sum
+    if d_squared is not None:
+        constant = constant - 2 * d_squared * total.sum_squared
+    label = d_label * slope
+    if inputs.rule.softcap is not None:
+        label = label * (1 - (label_logits * inputs.temperature / inputs.rule.softcap).square())
+    return _Coefficients(
+        constant * slope,
+        None if d_entropy is None else -d_entropy * slope,
+        None if d_squared is None else 2 * d_squared * slope,
+        label,
+    )
+
+
+def _write_d_raw(
+    inputs: _Inputs,
+    logits: Tensor,
+    rows: slice,
+    coefficients: _Coefficients,
+    share: Tensor,
+    maximum: Tensor,
+    out: Tensor,
+) -> None:
+    """Write the gradient by hidden @ weight.T of some tokens, but for what is added at the label. Uses up `logits`."""
+    constant, linear, squared = coefficients.at(rows, share)
+    probs = torch.softmax(logits, -1)
+    bend = None
+    if inputs.rule.softcap is not None:
+        bend = 1 - (logits * (inputs.temperature[rows, None] / inputs.rule.softcap)).square()
+    factor = constant
+    if linear is not None:
+        factor = logits.sub_(maximum[rows, None]).mul_(linear).add_(constant)
+    if squared is not None:
+        factor = torch.addcmul(factor, probs, squared)
+    torch.mul(probs if bend is None else probs.mul_(bend), factor, out=out)
 
 
 class _Chunked(torch.autograd.Function):
@@ -52,86 +178,60 @@ class _Chunked(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         temperature: Tensor,
-        shape: _Shape,
-        moments: bool,
+        rule: _Rule,
+        axis: Axis,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        out = torch.zeros((3, len(hidden)), dtype=shape.wide, device=hidden.device)
-        head = weight if hidden.is_cuda else weight.to(shape.wide)
-        for rows in _chunks(len(hidden), len(weight)):
-            logits = _logits(hidden[rows], head, bias, shape) / temperature[rows, None]
-            log_probs = torch.log_softmax(logits, -1)
-            out[0, rows] = log_probs.gather(1, labels[rows, None])[:, 0]
-            if moments:
-                out[1, rows], out[2, rows] = _moments(log_probs)
-        ctx.save_for_backward(hidden, weight, bias, labels, temperature)
-        ctx.shape, ctx.moments = shape, moments
-        return out[0], out[1], out[2]
+        wide_bias = None if bias is None else bias.to(temperature)
+        inputs = _Inputs(rule, hidden, weight, wide_bias, labels - axis.rank * len(weight), temperature)
+        label_logits, moments = _forward(inputs)
+        label_logits = all_reduce(label_logits, axis)
+        total = _moments.merge(Moments(*(all_gather(x, axis) for x in moments)))
+        ctx.save_for_backward(*inputs[1:], label_logits, *moments, *total)
+        ctx.rule, ctx.axis = rule, axis
+        return (label_logits - total.maximum - total.log_sum).clamp_(max=0), total.entropy, total.sum_squared
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, temperature = ctx.saved_tensors
-        shape: _Shape = ctx.shape
-        head = weight if hidden.is_cuda else weight.to(shape.wide)
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        d_hidden = torch.empty_like(hidden) if need_hidden else None
-        d_weight = torch.zeros(weight.shape, dtype=shape.wide, device=weight.device) if need_weight else None
-        d_bias = torch.zeros(len(weight), dtype=shape.wide, device=weight.device) if need_bias else None
-        for rows in _chunks(len(hidden), len(weight)):
-            d_logits = _d_logits(
-                hidden[rows], head, bias, labels[rows], temperature[rows], shape, [g[rows] for g in grads], ctx.moments
-            )
-            narrow = d_logits.to(hidden.dtype) if hidden.is_cuda else d_logits
-            if d_hidden is not None:
-                d_hidden[rows] = _matmul(narrow, head, shape.wide).to(hidden.dtype)
-            if d_weight is not None:
-                d_weight += _matmul(narrow.T, hidden[rows], shape.wide)
+        inputs = _Inputs(ctx.rule, *ctx.saved_tensors[:5])
+        label_logits, *moments = ctx.saved_tensors[5:]
+        moments, total = Moments(*moments[:4]), Moments(*moments[4:])
+        grads = tuple(all_reduce(grad, ctx.axis) for grad in grads)
+        asked = grads[0], grads[1] if ctx.rule.entropy else None, grads[2] if ctx.rule.sum_squared else None
+        coefficients = _coefficients(inputs, label_logits, total, asked)
+        return *_backward(inputs, coefficients, moments, total, ctx.needs_input_grad[:3]), None, None, None, None
+
+
+def _backward(
+    inputs: _Inputs, coefficients: _Coefficients, moments: Moments, total: Moments, needed: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    hidden, weight, wide = inputs.hidden, inputs.weight, inputs.wide
+    d_hidden = torch.zeros_like(hidden, dtype=wide) if needed[0] else None
+    d_weight = torch.zeros_like(weight) if needed[1] else None
+    d_bias = torch.zeros_like(inputs.bias) if needed[2] and inputs.bias is not None else None
+    parts, runs = _slabs(inputs)
+    for part, vocab in enumerate(parts):
+        share = _moments.share(moments, part, total)
+        d_rows = None  # of the weight
+        for tokens in runs:
+            slab = matmul(hidden[tokens], weight[vocab].T, wide)
+            for raw, rows in _blocks(slab, tokens, inputs.rule.tiles):
+                logits = inputs.logits(raw, rows, vocab)
+                _write_d_raw(inputs, logits, rows, coefficients, share, total.maximum, out=raw)
+            found, places = inputs.find(tokens, vocab)
+            at_labels = torch.arange(len(slab), device=slab.device), places[:, 0]
+            slab[at_labels] += torch.where(found[:, 0], coefficients.label[tokens], 0.0).to(slab.dtype)
             if d_bias is not None:
-                d_bias += d_logits.sum(0)
-        return (
-            d_hidden,
-            None if d_weight is None else d_weight.to(weight.dtype),
-            None if d_bias is None else d_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
-
-
-def _d_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    temperature: Tensor,
-    shape: _Shape,
-    grads: list[Tensor],
-    moments: bool,
-) -> Tensor:
-    """The gradient [n, V] of hidden @ weight.T + bias, from those of label log-prob, entropy and sum of squares [n].
-
-    With z the logits: d log p_y / dz = 1_y - p; d H / dz = -p (log p + H); d (sum p^2) / dz = 2 p (p - sum p^2).
-    """
-    capped = _logits(hidden, weight, bias, shape)
-    log_probs = torch.log_softmax(capped / temperature[:, None], -1)
-    probs = log_probs.exp()
-    d_label, *d_moments = (g[:, None] for g in grads)
-    if moments:
-        d_entropy, d_squared = d_moments
-        entropy, sum_squared = (x[:, None] for x in _moments(log_probs))
-        finite = log_probs.where(probs > 0, 0.0)
-        d_logits = probs * (d_squared * 2 * (probs - sum_squared) - d_entropy * (finite + entropy) - d_label)
-    else:
-        d_logits = probs * -d_label
-    d_logits.scatter_add_(1, labels[:, None], d_label)
-    d_logits *= shape.scale / temperature[:, None]
-    return d_logits if shape.softcap is None else d_logits * (1 - (capped / shape.softcap).square())
-
-
-def _chunks(tokens: int, vocab: int) -> list[slice]:
-    size = max(1, LOGITS_AT_ONCE // vocab)
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+                d_bias[vocab] += slab.sum(0, dtype=wide)
+            slab = slab.to(weight.dtype) if slab.is_cuda else slab
+            if d_hidden is not None:
+                d_hidden[tokens] += matmul(slab, weight[vocab], wide)
+            if d_weight is not None:
+                product = matmul(slab.T, hidden[tokens], wide)
+                d_rows = product if d_rows is None else d_rows.to(wide) + product
+        if d_weight is not None and d_rows is not None:
+            d_weight[vocab] = d_rows
+    return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias
 
 
 def chunked(
@@ -145,14 +245,18 @@ def chunked(
     scale: float = 1.0,
     entropy: bool = False,
     sum_squared: bool = False,
+    axis: Axis | None = None,
+    tiles: Tiles | None = None,
 ) -> LogProbs:
-    """`reference` with memory for one chunk of logits, in both passes; logits and sums in float32 or wider.
+    """`reference` with memory for one slab of logits, in both passes; sums are added up in float32 or wider.
 
-    It has first derivatives only.
+    On a CPU, bfloat16 hidden states and weights give logits that are rounded to bfloat16 (see `_matmul`). It has first
+    derivatives only.
     """
     wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     temperatures = torch.as_tensor(temperature, dtype=wide, device=hidden.device).detach().expand(len(hidden))
-    shape = _Shape(softcap, scale, wide)
-    moments = entropy or sum_squared
-    out = _Chunked.apply(hidden, weight, bias, labels, temperatures, shape, moments)
+    tempered = isinstance(temperature, Tensor) or temperature != 1.0
+    tiles = tiles or (CUDA_TILES if hidden.is_cuda else CPU_TILES)
+    rule = _Rule(softcap, scale, tempered, entropy, sum_squared, tiles)
+    out = _Chunked.apply(hidden, weight, bias, labels, temperatures, rule, axis or Axis())
     return LogProbs(out[0], out[1] if entropy else None, out[2] if sum_squared else None)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fppo_kernels.collectives import Axis, all_gather
+
 
 class LogProbs(NamedTuple):
     """What the next-token distribution says, float32 [N] (float64 from float64 inputs); None if not asked for."""
@@ -48,12 +50,19 @@ def reference(
     scale: float = 1.0,
     entropy: bool = False,
     sum_squared: bool = False,
+    axis: Axis | None = None,
 ) -> LogProbs:
     """`log_softmax(logits)[labels]` of hidden [N, H] and weight [V, H], and moments of that distribution.
 
     `temperature` is a number or one per token [N], a constant to the gradient. entropy is -sum p log p in nats,
     sum_squared is sum p^2.
+
+    With an `axis`, each of its ranks has the same hidden states and labels, and an equal part of the rows of weight and
+    bias, in the order of the ranks. All get all outputs, and the gradient of the sum of what the ranks make of them: by
+    its own rows, and by hidden a share, which the sum over the ranks makes whole.
     """
+    if axis is not None:
+        weight, bias = all_gather(weight, axis), None if bias is None else all_gather(bias, axis)
     if isinstance(temperature, Tensor):
         temperature = temperature.detach()
     logits = compute_logits(hidden, weight, bias, temperature, softcap, scale)

@@ -1,0 +1,76 @@
+"""The obvious program, compiled by torch: it holds the logits, but makes few passes over them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fppo_kernels.collectives import Axis
+from fppo_kernels.log_probs.reference import LogProbs
+
+SPECIALISATIONS = 256  # programs for shapes, dtypes, outputs asked for; torch's own limit of 8 is soon reached
+
+
+def _program(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    temperature: Tensor,
+    softcap: float | None,
+    scale: float,
+    entropy: bool,
+    sum_squared: bool,
+) -> LogProbs:
+    wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+    narrow = hidden.dtype if hidden.dtype == weight.dtype else wide
+    logits = (hidden.to(narrow) @ weight.to(narrow).T).to(wide)
+    if bias is not None:
+        logits = logits + bias.to(wide)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits * (scale / softcap))
+        scale = 1.0
+    logits = logits * (scale / temperature)[:, None]
+    maximum = logits.detach().amax(-1, keepdim=True)
+    log_sum = (logits - maximum).exp().sum(-1, keepdim=True).log()
+    log_probs = logits - maximum - log_sum
+    probs = log_probs.exp()
+    return LogProbs(
+        (logits.gather(1, labels[:, None]) - maximum - log_sum)[:, 0],
+        -(probs * log_probs).sum(-1) if entropy else None,
+        probs.square().sum(-1) if sum_squared else None,
+    )
+
+
+@functools.cache
+def _compiled() -> Callable[..., LogProbs]:
+    return torch.compile(_program, fullgraph=True, dynamic=True)
+
+
+def compiled(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    entropy: bool = False,
+    sum_squared: bool = False,
+    axis: Axis | None = None,
+) -> LogProbs:
+    """`reference` under torch.compile, compiled at the first call of each kind. It holds [N, V] logits.
+
+    Logits of bfloat16 hidden states and weights are rounded to bfloat16. Raises ValueError for an `axis` of more than
+    one rank.
+    """
+    if axis is not None and axis.size > 1:
+        raise ValueError("log_probs/compiled cannot split the vocabulary over ranks; log_probs/chunked can")
+    wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+    temperatures = torch.as_tensor(temperature, dtype=wide, device=hidden.device).detach().expand(len(hidden))
+    with torch._dynamo.config.patch(recompile_limit=SPECIALISATIONS):  # type: ignore[attr-defined]
+        return _compiled()(hidden, weight, labels, bias, temperatures, softcap, scale, entropy, sum_squared)

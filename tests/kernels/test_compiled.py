@@ -1,0 +1,22 @@
+"""The compiled log-probs keep the laws that the others keep in tests/laws; they take a while to compile."""
+
+import pytest
+import torch
+
+from fppo import laws
+from fppo_kernels import table
+from fppo_kernels.collectives import Axis
+
+REASON = table.available("log_probs")["compiled"]
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_compiled_log_probs_keep_the_laws_in_float32():
+    laws.check_log_probs(table.get("log_probs", "compiled"), dtypes=(torch.float32,))
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_compiled_log_probs_refuse_a_split_vocabulary():
+    kernel = table.get("log_probs", "compiled")
+    with pytest.raises(ValueError, match="log_probs/chunked can"):
+        kernel(torch.ones(1, 1), torch.ones(2, 1), torch.zeros(1, dtype=torch.int64), axis=Axis(2))
