@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
@@ -43,3 +44,32 @@ def adamw_(
         eps=eps,
         maximize=False,
     )
+
+
+@torch.no_grad()
+def reference_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """What `adamw_` computes, as the paper writes it, in the dtype of the parameters."""
+    for param, grad, mu, nu, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
+        if grad_scale is not None:
+            grad.div_(grad_scale)
+        count = step + 1
+        first = betas[0] * mu + (1 - betas[0]) * grad
+        second = betas[1] * nu + (1 - betas[1]) * grad.square()
+        unbiased_first = first / (1 - betas[0] ** count.double())
+        unbiased_second = second / (1 - betas[1] ** count.double())
+        update = unbiased_first / (unbiased_second.sqrt() + eps) + weight_decay * param
+        for old, new in ((param, param - lr * update), (mu, first), (nu, second), (step, count)):
+            old.copy_(new if found_inf is None else torch.where(found_inf == 1, old, new))

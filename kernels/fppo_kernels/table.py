@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -26,6 +27,14 @@ def _needs_compiler() -> str | None:
     if torch.cuda.is_available():
         return None if importlib.util.find_spec("triton") else "triton is not installed"
     return None if shutil.which("g++") or shutil.which("clang++") else "no C++ compiler (g++ or clang++) is installed"
+
+
+def _needs_triton() -> str | None:
+    if not importlib.util.find_spec("triton"):
+        return "triton is not installed"
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        return "needs CUDA, or TRITON_INTERPRET=1"
+    return None
 
 
 @attrs.frozen
@@ -61,9 +70,10 @@ BUILTIN: Table = MappingProxyType(
             "compiled": Implementation(
                 "fppo_kernels.log_probs.compiled:compiled", _needs_compiler, lacks=frozenset({"axis"})
             ),
+            "triton": Implementation("fppo_kernels.log_probs.triton:triton", _needs_triton),
         },
         "all_to_all": {"torch": Implementation(collectives.all_to_all)},
-        "adamw": {"torch": Implementation(adamw.adamw_)},
+        "adamw": {"torch": Implementation(adamw.adamw_), "reference": Implementation(adamw.reference_)},
         "gae": {"scan": Implementation(scan.scan), "loop": Implementation(loop.loop)},
     }
 )

@@ -1,10 +1,19 @@
-"""adamw_ is torch.optim.AdamW; a found infinity changes no bit."""
+"""AdamW kernels keep the laws, and each mistake breaks its law; adamw_ is torch.optim.AdamW to the last bit."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fppo_kernels.adamw import adamw_
+from fppo import laws
+from fppo_kernels import table
+from fppo_kernels.adamw import adamw_, reference_
+
+
+@pytest.mark.parametrize("name", table.BUILTIN["adamw"])
+def test_adamw_kernels_keep_the_laws(name):
+    laws.check_adamw(table.get("adamw", name))
+    laws.check_adamw(table.get("adamw", name), dtypes=(torch.bfloat16,))
 
 
 def draw(seed, shapes=((3, 2), (4,), ())):
@@ -76,3 +85,66 @@ def test_found_inf_changes_no_bit():
     torch.testing.assert_close(state, before, rtol=0, atol=0)
     adamw_(state[0], draw(9), *state[1:], found_inf=torch.zeros(()), **settings)
     assert all(not torch.equal(a, b) for part, old in zip(state, before) for a, b in zip(part, old))
+
+
+def decay_through_the_moments(params, grads, *state, weight_decay=0.0, **settings):
+    """Adam with L2 regularisation."""
+    for p, g in zip(params, grads, strict=True):
+        g.add_(p, alpha=weight_decay)
+    adamw_(params, grads, *state, weight_decay=0.0, **settings)
+
+
+def multiplies_by_the_scale(*args, grad_scale=None, **settings):
+    adamw_(*args, grad_scale=None if grad_scale is None else 1 / grad_scale, **settings)
+
+
+def starts_the_count_again(params, grads, mu, nu, steps, **settings):
+    for step in steps:
+        step.zero_()
+    adamw_(params, grads, mu, nu, steps, **settings)
+
+
+def ignores_found_inf(*args, found_inf=None, **settings):
+    adamw_(*args, **settings)
+
+
+def counts_skipped_steps(params, grads, mu, nu, steps, **settings):
+    counts = [step + 1 for step in steps]
+    adamw_(params, grads, mu, nu, steps, **settings)
+    for step, count in zip(steps, counts, strict=True):
+        step.copy_(count)
+
+
+def multiplies_by_zero(*args, found_inf=None, **settings):
+    """Skips by a gradient of zero, which lets the moments decay."""
+    if found_inf is not None and found_inf == 1:
+        args[1][:] = [torch.zeros_like(g) for g in args[1]]
+    adamw_(*args, **settings)
+
+
+def clips_over_the_list(params, grads, *state, **settings):
+    norm = torch.nn.utils.get_total_norm(grads).clamp(min=1e9) / 1e9
+    adamw_(params, [g / norm if len(grads) == 1 else g / norm * 1.5 for g in grads], *state, **settings)
+
+
+def shares_the_first_count(params, grads, mu, nu, steps, **settings):
+    reference_(params, grads, mu, nu, [steps[0]] * len(steps), **settings)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "law"),
+    [
+        (decay_through_the_moments, "textbook"),
+        (multiplies_by_the_scale, "textbook"),
+        (starts_the_count_again, "textbook"),
+        (shares_the_first_count, "textbook"),
+        (ignores_found_inf, "skipped step"),
+        (counts_skipped_steps, "skipped step"),
+        (multiplies_by_zero, "skipped step"),
+        (clips_over_the_list, "alone"),
+    ],
+)
+def test_each_mistake_in_adamw_breaks_its_law(mistake, law):
+    with pytest.raises(laws.LawViolation, match=mistake.__name__) as caught:
+        laws.check_adamw(mistake)
+    assert law in (caught.value.law, *str(caught.value).split('"')[1::2])

@@ -1,0 +1,171 @@
+"""Laws of AdamW kernels: the textbook's numbers over several steps, and a skipped step that changes no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fppo.laws._kernels import DTYPES, apart, checked
+from fppo.laws._search import Example, Law, check, differ, normal
+
+SIZES = ((1, 1), (1, 2), (3, 2), (0, 3), (5, 130))
+STEPS = 3
+STATE = ("parameter", "first moment", "second moment")
+
+
+class _Case(NamedTuple):
+    lr: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_scale: float | None = None
+    found_inf: float | None = None  # 0: a flag that is not raised
+    lr_tensor: bool = False
+
+
+_CASES = (
+    _Case(),
+    _Case(weight_decay=0.3),
+    _Case(lr=0.01, betas=(0.5, 0.9), eps=0.1),
+    _Case(grad_scale=4.0, weight_decay=0.1),
+    _Case(betas=(0.0, 0.95), found_inf=0.0, grad_scale=0.375),
+    _Case(lr_tensor=True, found_inf=0.0),
+)
+
+
+class _State(NamedTuple):
+    """Lists with one tensor of each parameter."""
+
+    params: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    steps: list[Tensor]
+
+    def copy(self) -> _State:
+        return _State(*([x.clone() for x in part] for part in self))
+
+
+def _start(example: Example) -> _State:
+    """Parameters, and moments as if steps had been made before."""
+    params = list(example.inputs.values())
+    moments = [0.1 * p.flip(0) if p.dim() else 0.1 * p for p in params]
+    steps = [torch.full((), 2.0, device=p.device) for p in params]
+    return _State(params, moments, [m.square() for m in moments], steps).copy()
+
+
+def _grads(example: Example, step: int) -> list[Tensor]:
+    return [x[step].clone() for x in example.extras.values()]
+
+
+def _step(kernel: Callable, state: _State, grads: list[Tensor], case: _Case, **changes: Tensor) -> None:
+    device = state.params[0].device if state.params else torch.device("cpu")
+    flags = {"grad_scale": case.grad_scale, "found_inf": case.found_inf}
+    given = {name: None if x is None else torch.tensor(x, device=device) for name, x in flags.items()} | changes
+    lr = torch.tensor(case.lr, dtype=torch.float64) if case.lr_tensor else case.lr
+    kernel(
+        state.params,
+        grads,
+        state.exp_avgs,
+        state.exp_avg_sqs,
+        state.steps,
+        lr=lr,
+        betas=case.betas,
+        eps=case.eps,
+        weight_decay=case.weight_decay,
+        **given,
+    )
+
+
+def _textbook(p: Tensor, g: Tensor, m: Tensor, v: Tensor, count: int, case: _Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm 2 of Loshchilov and Hutter (2019, arXiv:1711.05101) with the learning rate in the decay, float64."""
+    beta1, beta2 = case.betas
+    g = g if case.grad_scale is None else g / case.grad_scale
+    m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+    unbiased_m, unbiased_v = m / (1 - beta1**count), v / (1 - beta2**count)
+    return p - case.lr * (unbiased_m / (unbiased_v.sqrt() + case.eps) + case.weight_decay * p), m, v
+
+
+def _is_textbook(kernel: Callable, example: Example, generator: torch.Generator, *, case: _Case) -> str | None:
+    state, names = _start(example), list(example.inputs)
+    expected = [tuple(x.double() for x in leaf) for leaf in zip(*state[:3], strict=True)]
+    for step in range(STEPS):
+        grads = _grads(example, step)
+        count = int(state.steps[0]) + 1
+        expected = [_textbook(p, g.double(), m, v, count, case) for (p, m, v), g in zip(expected, grads, strict=True)]
+        _step(kernel, state, grads, case)
+        if any(int(x) != count for x in state.steps):
+            return f"after step {step + 1}, steps are {[x.item() for x in state.steps]}, expected {count}.0 of each"
+        for i, name in enumerate(names):
+            for what, wanted, found in zip(STATE, expected[i], (part[i] for part in state[:3]), strict=True):
+                if reason := apart(f"the {what} {name!r}", wanted, found, found.dtype):
+                    return f"with {case}, after step {step + 1}, {reason}"
+    return None
+
+
+def _skipped(kernel: Callable, example: Example, generator: torch.Generator, *, case: _Case) -> str | None:
+    state, names = _start(example), list(example.inputs)
+    before = state.copy()
+    grads = [torch.full_like(g, torch.inf) for g in _grads(example, 0)]
+    _step(kernel, state, grads, case, found_inf=torch.ones((), device=before.steps[0].device))
+    for what, old, new in zip((*STATE, "count"), before, state, strict=True):
+        for name, a, b in zip(names, old, new, strict=True):
+            if reason := differ(f"the {what} of {name!r}", a, b, 0.0):
+                return f"with found_inf=1, {reason}, as before"
+    return None
+
+
+def _alone(kernel: Callable, example: Example, generator: torch.Generator, *, case: _Case) -> str | None:
+    together = _start(example)
+    _step(kernel, together, _grads(example, 0), case)
+    for i, name in enumerate(example.inputs):
+        alone = _State(*([part[i]] for part in _start(example)))
+        _step(kernel, alone, [_grads(example, 0)[i]], case)
+        if reason := differ(f"the parameter {name!r}", alone.params[0], together.params[i], 0.0):
+            return f"beside other parameters, {reason}, as alone"
+    return None
+
+
+def _law(name: str, statement: str, breach: Callable, seeds: int) -> Law:
+    """A law whose case goes with the example's seed."""
+
+    def with_case(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+        return breach(kernel, example, generator, case=_CASES[generator.initial_seed() // seeds])
+
+    return Law(name, statement, with_case)
+
+
+def _laws(num_dtypes: int) -> tuple[Law, ...]:
+    return (
+        _law("textbook", "parameters, moments and counts are the textbook's, step by step", _is_textbook, num_dtypes),
+        _law("skipped step", "where found_inf is 1, nothing changes a bit", _skipped, num_dtypes),
+        _law("alone", "a parameter's update does not depend on the others in the list", _alone, num_dtypes),
+    )
+
+
+def _example(dtypes: Sequence[torch.dtype], device: torch.device | str, rows: int, width: int, seed: int) -> Example:
+    generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
+    dtype, shapes = dtypes[seed % len(dtypes)], {"matrix": (rows, width), "vector": (width,), "number": ()}
+    inputs = {name: normal(generator, *shape) for name, shape in shapes.items()}
+    extras = {f"{name} gradients": normal(generator, STEPS, *shape) for name, shape in shapes.items()}
+    return Example(inputs, extras, torch.zeros(0)).map(lambda x: x.to(device, dtype))
+
+
+def check_adamw(
+    kernel: Callable[..., None], *, dtypes: Sequence[torch.dtype] = DTYPES, device: torch.device | str = "cpu"
+) -> None:
+    """Put an in-place AdamW through its laws: `laws.check_adamw(my_adamw_)`. LawViolation for the first that fails.
+
+    `kernel(params, grads, exp_avgs, exp_avg_sqs, steps, *, lr, betas, eps, weight_decay, grad_scale, found_inf)` takes
+    lists of tensors of one dtype and float32 0-d steps (see `fppo_kernels.adamw`).
+
+    Over several steps it gives the numbers of the textbook in float64, to the tolerance of the dtype, with gradients
+    divided by grad_scale; where found_inf is 1 it changes no bit of parameters, moments and steps, whatever the
+    gradients hold; and a parameter's update does not depend on the others. Raises ValueError for another dtype.
+    """
+    dtypes = checked(dtypes)
+    seeds = len(_CASES) * len(dtypes)
+    check(kernel, _laws(len(dtypes)), partial(_example, dtypes, device), sizes=SIZES, seeds=seeds)
