@@ -34,14 +34,13 @@ def _program(
         logits = softcap * torch.tanh(logits * (scale / softcap))
         scale = 1.0
     logits = logits * (scale / temperature)[:, None]
-    maximum = logits.detach().amax(-1, keepdim=True)
-    log_sum = (logits - maximum).exp().sum(-1, keepdim=True).log()
-    log_probs = logits - maximum - log_sum
-    probs = log_probs.exp()
+    logits = logits - logits.detach().amax(-1, keepdim=True)
+    weights = logits.exp()
+    total = weights.sum(-1)
     return LogProbs(
-        (logits.gather(1, labels[:, None]) - maximum - log_sum)[:, 0],
-        -(probs * log_probs).sum(-1) if entropy else None,
-        probs.square().sum(-1) if sum_squared else None,
+        logits.gather(1, labels[:, None])[:, 0] - total.log(),
+        total.log() - (weights * logits).sum(-1) / total if entropy else None,
+        weights.square().sum(-1) / total.square() if sum_squared else None,
     )
 
 
