@@ -52,7 +52,7 @@ class ModelSettings:
     """Run on packed sequences instead of padded rows."""
     attention: str = setting("sdpa", given("give the name of an attention kernel, as sdpa"))
     """The kernel for attention over packed sequences."""
-    log_probs: str = setting("reference", given("give the name of a log-prob kernel, as reference"))
+    log_probs: str = setting("chunked", given("give the name of a log-prob kernel, as chunked"))
     """The kernel for log-probs and entropy from hidden states."""
 
 

@@ -29,7 +29,7 @@ class Kernels:
         cls,
         *,
         attention: str = "sdpa",
-        log_probs: str = "reference",
+        log_probs: str = "chunked",
         adamw: str = "torch",
         gae: str = "scan",
         table: tables.Table = tables.BUILTIN,

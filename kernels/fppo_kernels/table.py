@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any, overload
 
 import attrs
 import torch
@@ -41,8 +42,8 @@ def _needs_triton() -> str | None:
 class Implementation:
     """One way to compute an operation.
 
-    `fn` is the function, or "module:function", which is imported when the kernel is chosen. `refuse()` says why it cannot
-    run on this machine, or None. `lacks` names the keywords of the operation that this implementation cannot honour.
+    `fn` is the function, or "module:function", which is imported when the kernel is chosen. `refuse()` says why it
+    cannot run on this machine, or None. `lacks` names the keywords of the operation that it cannot honour.
     """
 
     fn: Callable | str
@@ -86,8 +87,14 @@ def register(op: str, name: str, implementation: Implementation, *, table: Table
     return {**table, op: {**table.get(op, {}), name: implementation}}
 
 
-def available(op: str, *, table: Table = BUILTIN) -> dict[str, str | None]:
-    """The implementations of `op` by name, each with the reason why it cannot run here, or None."""
+@overload
+def available(op: str, *, table: Table = BUILTIN) -> dict[str, str | None]: ...
+@overload
+def available(op: None = None, *, table: Table = BUILTIN) -> dict[str, dict[str, str | None]]: ...
+def available(op: str | None = None, *, table: Table = BUILTIN) -> Any:
+    """The implementations of `op` by name, each with the reason why it cannot run here, or None; without `op`, of all."""
+    if op is None:
+        return {each: available(each, table=table) for each in table}
     if op not in table:
         raise ValueError(f"no operation {op!r}; there are {sorted(table)}")
     return {name: implementation.refuse() for name, implementation in table[op].items()}

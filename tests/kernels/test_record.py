@@ -31,3 +31,10 @@ def test_a_registered_kernel_is_found_and_its_refusal_told():
         Kernels.named(attention="fast", table=extended)
     with pytest.raises(ValueError, match="is in the table already"):
         table.register("attention", "fast", fast, table=extended)
+
+
+def test_all_that_is_available():
+    everything = table.available()
+    assert set(everything) == {field.name for field in attrs.fields(Kernels)}
+    assert everything["log_probs"] == table.available("log_probs")
+    assert everything["attention"]["sdpa"] is None
