@@ -313,11 +313,14 @@ def kernels_of(settings: TrainSettings) -> Kernels:
 
 
 @contextlib.contextmanager
-def assembled(settings: TrainSettings) -> Iterator[Assembled]:
-    """The run that the settings describe, before its first step. What is wrong with them is raised before any work."""
+def assembled(settings: TrainSettings, *, kernels: Kernels | None = None) -> Iterator[Assembled]:
+    """The run that the settings describe, before its first step. What is wrong with them is raised before any work.
+
+    `kernels` stand in for those that the settings name.
+    """
     key = Key(settings.seed)
     device_of(settings)
-    kernels = kernels_of(settings)
+    kernels = kernels_of(settings) if kernels is None else kernels
     loss_fn = policy_loss(settings.actor)
     tokenizer = load_tokenizer(settings)
     prompts = load_prompts(settings, tokenizer, held_out=False)

@@ -11,7 +11,8 @@ from pathlib import Path
 import attrs
 import tyro
 
-from fppo import config
+from fppo import config, settings_ablate
+from fppo.settings_ablate import AblateSettings
 
 TRACEBACK = "--traceback"
 
@@ -157,6 +158,16 @@ def _report(rest: Sequence[str]) -> None:
     print(report.write_report(given.run))
 
 
+def _ablate(rest: Sequence[str]) -> int | None:
+    """Runs every implementation of an operation side by side: fppo ablate --op log_probs [--replay RUN --step N]"""
+    given = tyro.cli(AblateSettings, args=rest, prog="fppo ablate")
+    if wrong := settings_ablate.problems(given):
+        raise config.SettingsError(wrong)
+    from fppo import commands_ablate
+
+    return commands_ablate.ablate(given)
+
+
 def _file_and_overrides(rest: Sequence[str]) -> tuple[str | None, list[str]]:
     """The argument before the first flag, if there is one, and the rest."""
     return (rest[0], list(rest[1:])) if rest and not rest[0].startswith("-") else (None, list(rest))
@@ -169,6 +180,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "replay": _replay,
     "export": _export,
     "report": _report,
+    "ablate": _ablate,
 }
 
 

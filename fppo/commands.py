@@ -55,14 +55,15 @@ def evaluate(settings: TrainSettings) -> int:
     return 0
 
 
-def _settings_of(directory: Path) -> TrainSettings:
+def settings_of(directory: Path) -> TrainSettings:
+    """The settings that a run wrote. Raises ValueError if the directory holds none."""
     path = directory / session.SETTINGS
     if not path.exists():
         raise ValueError(f"{path}: there is no such file; give the output_dir of a run")
     return config.load(path)
 
 
-def _nearest(directory: Path, step: int | None) -> int | None:
+def nearest_checkpoint(directory: Path, step: int | None) -> int | None:
     """The newest checkpoint's step, at or before `step` if that is given; None if there is none."""
     found = [s for s in checkpoint.steps(directory / session.CHECKPOINTS) if step is None or s <= step]
     return found[-1] if found else None
@@ -70,11 +71,11 @@ def _nearest(directory: Path, step: int | None) -> int | None:
 
 def export(directory: Path, target: Path, step: int | None) -> int:
     """Writes the policy of a run's checkpoint as a Hugging Face directory."""
-    found = _nearest(directory, step)
+    found = nearest_checkpoint(directory, step)
     if found is None or (step is not None and found != step):
         steps = checkpoint.steps(directory / session.CHECKPOINTS)
         raise ValueError(f"{directory} holds no checkpoint of step {step}; there are those of {steps}")
-    with assembled(_settings_of(directory)) as parts:
+    with assembled(settings_of(directory)) as parts:
         run = checkpoint.load(parts.run, directory / session.CHECKPOINTS, found)
         session.export(parts, run, target)
     print(target)
@@ -84,8 +85,8 @@ def export(directory: Path, target: Path, step: int | None) -> int:
 def replay(directory: Path, step: int) -> int:
     """Computes the steps from the nearest checkpoint to `step` again; 1 if a number differs from the record."""
     recorded = session.recorded(directory)
-    with assembled(_settings_of(directory)) as parts:
-        found = _nearest(directory, step - 1)
+    with assembled(settings_of(directory)) as parts:
+        found = nearest_checkpoint(directory, step - 1)
         run = parts.run if found is None else checkpoint.load(parts.run, directory / session.CHECKPOINTS, found)
         print(f"from {'the start' if found is None else f'the checkpoint of step {found}'}")
         steps = replays.replay(run, program=parts.program, draw=parts.draw, recorded=recorded, until=step)
