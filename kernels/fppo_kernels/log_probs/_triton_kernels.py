@@ -1,0 +1,166 @@
+"""The two Triton programs of `log_probs/triton`: moments of the distributions, and the gradient by the logits.
+
+Each instance makes tiles of hidden @ weight.T, [BM, BN], in registers, BK hidden dimensions at a time, and works on
+them there. With TMA, `hidden` and `weight` are tensor descriptors, which read zeros beyond the edges; else pointers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-1e18)  # the logit of what is not there; finite, and so is its square, for 0 * inf is no number
+
+
+@triton.jit
+def _tanh(x):
+    """tanh to a few units in the last place, also near 0."""
+    square = x * x
+    near = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315 - square * (62 / 2835)))))
+    shrunk = tl.exp(-2 * tl.abs(x))
+    far = (1 - shrunk) / (1 + shrunk)
+    return tl.where(square < 0.0625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _find_tile(blocks, columns, GROUP: tl.constexpr):
+    """The block of tokens and the column of this instance: GROUP blocks side by side, so that they share the cache."""
+    index = tl.program_id(0)
+    group = index // (GROUP * columns)
+    first = group * GROUP
+    height = min(blocks - first, GROUP)
+    inside = index % (GROUP * columns)
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def _products(
+    hidden, weight, row, column, tokens, stop, width,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """hidden[row : row + BM] @ weight[column : column + BN].T in float32; zeros beyond `tokens` and `stop`."""
+    total = tl.zeros((BM, BN), tl.float32)
+    if TMA:
+        for k in range(0, width, BK):
+            total = tl.dot(hidden.load([row, k]), weight.load([column, k]).T, total, input_precision="ieee")
+    else:
+        rows = (row + tl.arange(0, BM)).to(tl.int64)[:, None]
+        columns = (column + tl.arange(0, BN)).to(tl.int64)[None, :]
+        for k in range(0, width, BK):
+            ks = k + tl.arange(0, BK)
+            left = tl.load(hidden + rows * width + ks[None, :], (rows < tokens) & (ks < width)[None, :], other=0.0)
+            right = tl.load(weight + columns * width + ks[:, None], (columns < stop) & (ks < width)[:, None], other=0.0)
+            total = tl.dot(left, right, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _finish(raw, bias, columns, vocab, inner, outer, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Logits [BM, BN] from products: `inner` is the scale (over the softcap), `outer` [BM] all that comes after."""
+    if BIAS:
+        raw += tl.maximum(tl.load(bias + columns, columns < vocab, other=0.0).to(tl.float32), LOWEST)[None, :]
+    if SOFTCAP:
+        raw = _tanh(raw * inner)
+    else:
+        outer *= inner
+    return tl.where((columns < vocab)[None, :], raw * outer[:, None], LOWEST)
+
+
+@triton.jit
+def forward_kernel(
+    hidden, weight, bias, labels, temperature, own, moments, tokens, vocab, width, inner, cap, splits, tiles,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Moments [4, splits, N] of BM tokens over one split, `tiles` tiles of the vocabulary; and the labels' logits."""
+    block, split = _find_tile(tl.cdiv(tokens, BM), splits, GROUP)
+    rows = block * BM + tl.arange(0, BM)
+    real = rows < tokens
+    label = tl.load(labels + rows, real, other=-1)
+    outer = cap / tl.load(temperature + rows, real, other=1.0)
+    maximum = tl.full((BM,), LOWEST, tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    first = tl.zeros((BM,), tl.float32)  # sum exp(z - maximum) (z - maximum)
+    second = tl.zeros((BM,), tl.float32)  # sum exp(z - maximum)^2
+    found = tl.zeros((BM,), tl.float32)
+    start = split * tiles * BN
+    stop = min(start + tiles * BN, vocab)
+    for column in range(start, stop, BN):
+        raw = _products(hidden, weight, block * BM, column, tokens, vocab, width, BM, BN, BK, TMA)
+        columns = column + tl.arange(0, BN)
+        logits = _finish(raw, bias, columns, vocab, inner, outer, BIAS, SOFTCAP)
+        here = (label >= column) & (label < column + BN)
+        if tl.max(here.to(tl.int32), 0) > 0:
+            found += tl.sum(tl.where(columns[None, :] == label[:, None], logits, 0.0), 1)
+        larger = tl.maximum(maximum, tl.max(logits, 1))
+        drop = maximum - larger
+        shrink = tl.exp(drop)
+        shifted = logits - larger[:, None]
+        grown = tl.exp(shifted)
+        if ENTROPY:
+            first = shrink * (first + drop * total) + tl.sum(grown * shifted, 1)
+        if SQUARED:
+            second = shrink * shrink * second + tl.sum(grown * grown, 1)
+        total = shrink * total + tl.sum(grown, 1)
+        maximum = larger
+    tl.store(own + rows, found, real & (label >= start) & (label < stop))
+    log_sum = tl.log(total)
+    place = moments + split * tokens + rows
+    plane = splits * tokens
+    tl.store(place, maximum, real)
+    tl.store(place + plane, log_sum, real)
+    if ENTROPY:
+        tl.store(place + 2 * plane, log_sum - first / total, real)
+    if SQUARED:
+        tl.store(place + 3 * plane, second / (total * total), real)
+
+
+@triton.jit
+def backward_kernel(
+    hidden, weight, bias, labels, temperature, rows_of, slab, tokens, vocab, width, inner, cap, scale,
+    start, stop, stride,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """The gradient by hidden @ weight[start:stop].T, [N, stop - start] in `slab`, one tile an instance.
+
+    `rows_of` [7, N]: maximum, log_sum, entropy, sum_squared, and the gradients of the three outputs. With z the logits:
+    d log p_y / dz = 1_y - p; d H / dz = -p (log p + H); d (sum p^2) / dz = 2 p (p - sum p^2).
+    """
+    block, part = _find_tile(tl.cdiv(tokens, BM), tl.cdiv(stop - start, BN), GROUP)
+    column = start + part * BN
+    raw = _products(hidden, weight, block * BM, column, tokens, stop, width, BM, BN, BK, TMA)
+    rows = block * BM + tl.arange(0, BM)
+    columns = column + tl.arange(0, BN)
+    real = rows < tokens
+    label = tl.load(labels + rows, real, other=-1)
+    tempered = tl.load(temperature + rows, real, other=1.0)
+    logits = _finish(raw, bias, columns, vocab, inner, cap / tempered, BIAS, SOFTCAP)
+    place = rows_of + rows
+    maximum = tl.load(place, real, other=0.0)
+    log_sum = tl.load(place + tokens, real, other=0.0)
+    d_label = tl.load(place + 4 * tokens, real, other=0.0)
+    logs = (logits - maximum[:, None]) - log_sum[:, None]
+    probs = tl.exp(logs)
+    constant = -d_label
+    if ENTROPY:
+        d_entropy = tl.load(place + 5 * tokens, real, other=0.0)
+        constant -= d_entropy * tl.load(place + 2 * tokens, real, other=0.0)
+    if SQUARED:
+        d_squared = 2 * tl.load(place + 6 * tokens, real, other=0.0)
+        constant -= d_squared * tl.load(place + 3 * tokens, real, other=0.0)
+    factor = tl.zeros((BM, BN), tl.float32) + constant[:, None]
+    if ENTROPY:
+        factor -= d_entropy[:, None] * logs
+    if SQUARED:
+        factor += d_squared[:, None] * probs
+    grad = probs * factor
+    here = (label >= column) & (label < column + BN)
+    if tl.max(here.to(tl.int32), 0) > 0:
+        grad += tl.where(columns[None, :] == label[:, None], d_label[:, None], 0.0)
+    if SOFTCAP:
+        bend = logits * (tempered / cap)[:, None]
+        grad *= 1 - bend * bend
+    grad *= (scale / tempered)[:, None]
+    target = slab + rows.to(tl.int64)[:, None] * stride + (columns - start)[None, :]
+    tl.store(target, grad.to(slab.dtype.element_ty), real[:, None] & (columns < stop)[None, :])

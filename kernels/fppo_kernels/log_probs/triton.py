@@ -1,0 +1,263 @@
+"""Log-probs by one fused Triton program forward, and one fused program and torch's matrix products backward."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton as _triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from triton.runtime.interpreter import InterpretedFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fppo_kernels.collectives import Axis, all_gather, all_reduce
+from fppo_kernels.log_probs import _moments
+from fppo_kernels.log_probs._moments import Moments
+from fppo_kernels.log_probs._triton_kernels import backward_kernel, forward_kernel
+from fppo_kernels.log_probs.reference import LogProbs
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Tiling(NamedTuple):
+    """How the work is cut. A tile is [tokens, vocab] logits, made `hidden` dimensions at a time."""
+
+    tokens: int
+    vocab: int
+    hidden: int
+    warps: int
+    stages: int
+    descriptors: bool = False  # read by the tensor memory accelerator, which is in Hopper and later
+    group: int = 16  # blocks of tokens that run side by side
+    tiles: int = 8  # of the vocabulary at most, one after the other in the forward program
+    instances: int = 2048  # of the forward program at least, by fewer tiles each
+    slab: int = 512 << 20  # bytes of logit gradients at most
+    rows: int = 32768  # tokens of a slab at most; the weight's gradient over more is added up in float32
+    columns: int = 16384  # of a slab at most
+
+
+class _Rule(NamedTuple):
+    """What the outputs are, besides the tensors, and how the work is cut."""
+
+    softcap: float | None
+    scale: float
+    entropy: bool
+    sum_squared: bool
+    tiling: Tiling
+
+    @property
+    def inner(self) -> float:
+        """What the products are multiplied by before the soft-cap, if there is one."""
+        return self.scale if self.softcap is None else self.scale / self.softcap
+
+    @property
+    def cap(self) -> float:
+        return 1.0 if self.softcap is None else self.softcap
+
+
+class _Inputs(NamedTuple):
+    """What both passes read."""
+
+    rule: _Rule
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    labels: Tensor  # int64 [N], rows of `weight`, or none of them where another rank has the row
+    temperature: Tensor  # float32 [N]
+
+    def tensors(self, rows: slice) -> tuple[Any, ...]:
+        """The first arguments of a kernel, for some of the tokens."""
+        hidden, weight, tiling = self.hidden[rows], self.weight, self.rule.tiling
+        if tiling.descriptors:
+            hidden = TensorDescriptor.from_tensor(hidden, [tiling.tokens, tiling.hidden])
+            weight = TensorDescriptor.from_tensor(weight, [tiling.vocab, tiling.hidden])
+        return hidden, weight, self.bias, self.labels[rows], self.temperature[rows]
+
+    def constants(self, entropy: bool, sum_squared: bool) -> dict[str, Any]:
+        tiling = self.rule.tiling
+        return {
+            "BIAS": self.bias is not None,
+            "SOFTCAP": self.rule.softcap is not None,
+            "ENTROPY": entropy,
+            "SQUARED": sum_squared,
+            "BM": tiling.tokens,
+            "BN": tiling.vocab,
+            "BK": tiling.hidden,
+            "GROUP": tiling.group,
+            "TMA": tiling.descriptors,
+            "num_warps": tiling.warps,
+            "num_stages": tiling.stages,
+        }
+
+
+def choose_tiling(hidden: Tensor, weight: Tensor) -> Tiling:
+    """A tiling by dtype and device; equal arguments get the same one on equal devices."""
+    if not hidden.is_cuda:  # the interpreter: few and large steps
+        return Tiling(64, 512, 32, warps=4, stages=1)
+    if hidden.dtype == torch.float32:
+        return Tiling(64, 64, 32, warps=4, stages=3)
+    if torch.cuda.get_device_capability(hidden.device) < (9, 0):
+        return Tiling(128, 128, 32, warps=8, stages=3)
+    return Tiling(128, 256, 64, warps=8, stages=4, descriptors=can_describe(hidden) and can_describe(weight))
+
+
+def can_describe(x: Tensor) -> bool:
+    """Whether a tensor descriptor can read x [n, H]: rows that start at multiples of 16 bytes."""
+    return x.data_ptr() % 16 == 0 and x.shape[1] * x.element_size() % 16 == 0
+
+
+def _split(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _forward(inputs: _Inputs) -> tuple[Tensor, Moments]:
+    """Logits of the labels [N] (0 where another rank has them), and the moments of each part of the vocabulary."""
+    rule, tiling = inputs.rule, inputs.rule.tiling
+    tokens, vocab = len(inputs.hidden), len(inputs.weight)
+    own = torch.zeros_like(inputs.temperature)
+    blocks, columns = _triton.cdiv(tokens, tiling.tokens), _triton.cdiv(vocab, tiling.vocab)
+    tiles = max(1, min(tiling.tiles, blocks * columns // tiling.instances))
+    splits = _triton.cdiv(columns, tiles)
+    moments = own.new_empty(4 if rule.sum_squared else 3 if rule.entropy else 2, splits, tokens)
+    if tokens:
+        with torch.cuda.device_of(inputs.hidden):
+            forward_kernel[(blocks * splits,)](
+                *inputs.tensors(slice(None)), own, moments, tokens, vocab, inputs.hidden.shape[1], rule.inner,
+                rule.cap, splits, tiles, **inputs.constants(rule.entropy, rule.sum_squared),
+            )  # fmt: skip
+    nothing = own.new_zeros(()).expand(splits, tokens)
+    entropy = moments[2] if rule.entropy else nothing
+    return own, Moments(moments[0], moments[1], entropy, moments[3] if rule.sum_squared else nothing)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32."""
+    if a.is_cuda and a.dtype == torch.bfloat16:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _write_slab(
+    inputs: _Inputs, rows_of: Tensor, asked: tuple[bool, bool], rows: slice, vocab: slice, slab: Tensor
+) -> None:
+    """Write the gradient by hidden[rows] @ weight[vocab].T."""
+    rule, tiling = inputs.rule, inputs.rule.tiling
+    blocks = _triton.cdiv(len(slab), tiling.tokens) * _triton.cdiv(slab.shape[1], tiling.vocab)
+    with torch.cuda.device_of(slab):
+        backward_kernel[(blocks,)](
+            *inputs.tensors(rows), rows_of, slab, len(slab), len(inputs.weight), inputs.hidden.shape[1], rule.inner,
+            rule.cap, rule.scale, vocab.start, vocab.stop, slab.stride(0), **inputs.constants(*asked),
+        )  # fmt: skip
+
+
+def _backward(
+    inputs: _Inputs, rows_of: Tensor, asked: tuple[bool, bool], needed: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Slabs of the logits' gradient, [tokens, part of the vocabulary] in the dtype of the weight, and their products."""
+    hidden, weight, bias, tiling = inputs.hidden, inputs.weight, inputs.bias, inputs.rule.tiling
+    d_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needed[0] else None
+    d_weight = torch.zeros_like(weight) if needed[1] else None
+    d_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] and bias is not None else None
+    runs = _split(len(hidden), tiling.rows)
+    height = min(len(hidden), tiling.rows)
+    width = max(128, tiling.slab // max(1, height * weight.element_size()) // 128 * 128)
+    width = min(width, tiling.columns, _triton.cdiv(len(weight), 16) * 16)  # rows start at multiples of 16 bytes
+    buffer = weight.new_empty(height, width)
+    values = [rows_of[:, rows].contiguous() for rows in runs]
+    for vocab in _split(len(weight), width):
+        d_rows = None  # of the weight
+        for rows, value in zip(runs, values, strict=True):
+            slab = buffer[: rows.stop - rows.start, : vocab.stop - vocab.start]
+            _write_slab(inputs, value, asked, rows, vocab, slab)
+            if d_hidden is not None:
+                d_hidden[rows] += _product(slab, weight[vocab])
+            if d_weight is not None:
+                product = _product(slab.T, hidden[rows])
+                d_rows = product if d_rows is None else d_rows.add_(product)
+            if d_bias is not None:
+                d_bias[vocab] += slab.sum(0, dtype=torch.float32)
+        if d_weight is not None and d_rows is not None:
+            d_weight[vocab] = d_rows
+    narrow = None if d_bias is None or bias is None else d_bias.to(bias.dtype)
+    return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, narrow
+
+
+class _Triton(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperature: Tensor,
+        rule: _Rule,
+        axis: Axis,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = _Inputs(rule, hidden, weight, bias, labels - axis.rank * len(weight), temperature)
+        own, moments = _forward(inputs)
+        own = all_reduce(own, axis)
+        total = _moments.merge(Moments(*(all_gather(x, axis) for x in moments)))
+        ctx.save_for_backward(*inputs[1:], torch.stack(total))
+        ctx.rule, ctx.axis = rule, axis
+        ctx.set_materialize_grads(False)
+        return (own - total.maximum - total.log_sum).clamp_(max=0), total.entropy, total.sum_squared
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs, total = _Inputs(ctx.rule, *ctx.saved_tensors[:5]), ctx.saved_tensors[5]
+        # every rank of an axis gets the gradients of all outputs, used by it or not
+        if ctx.axis.size > 1:
+            asked = ctx.rule.entropy, ctx.rule.sum_squared
+        else:
+            asked = grads[1] is not None, grads[2] is not None
+        d_outputs = torch.stack([torch.zeros_like(total[0]) if grad is None else grad for grad in grads])
+        rows_of = torch.cat([total, all_reduce(d_outputs, ctx.axis)])
+        return *_backward(inputs, rows_of, asked, ctx.needs_input_grad[:3]), None, None, None, None
+
+
+def _check(hidden: Tensor, weight: Tensor) -> None:
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        if x.dtype not in DTYPES:
+            raise ValueError(
+                f"log_probs/triton takes float32 and bfloat16, got {name} in {x.dtype}; "
+                "log_probs/chunked and log_probs/reference take any"
+            )
+    if not hidden.is_cuda and not isinstance(forward_kernel, InterpretedFunction):
+        raise ValueError(
+            f"log_probs/triton runs on a GPU, got tensors on {hidden.device}; "
+            "log_probs/chunked runs there, and this one with TRITON_INTERPRET=1 in the environment"
+        )
+
+
+def triton(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    entropy: bool = False,
+    sum_squared: bool = False,
+    axis: Axis | None = None,
+    tiling: Tiling | None = None,
+) -> LogProbs:
+    """`reference` with no logits in memory forward, and one slab of their gradients backward.
+
+    Products add up in float32, from float32 inputs without TensorFloat-32. A slab is in the dtype of the weight; the
+    products of slabs that give the gradients add up in float32. It has first derivatives only. Raises ValueError for
+    dtypes other than float32 and bfloat16, and for tensors on a CPU without Triton's interpreter.
+    """
+    _check(hidden, weight)
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    hidden, weight = hidden.to(dtype).contiguous(), weight.to(dtype).contiguous()
+    temperatures = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).detach()
+    temperatures = temperatures.expand(len(hidden)).contiguous()
+    rule = _Rule(softcap, scale, entropy, sum_squared, tiling or choose_tiling(hidden, weight))
+    bias = None if bias is None else bias.contiguous()
+    out = _Triton.apply(hidden, weight, bias, labels, temperatures, rule, axis or Axis())
+    return LogProbs(out[0], out[1] if entropy else None, out[2] if sum_squared else None)
