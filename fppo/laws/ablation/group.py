@@ -162,9 +162,9 @@ def _row(
     cost = case.cost(group.shape, group.dtype.itemsize)
     forward, total = (statistics.median(x) if x else None for x in times)
     copied = case.bound == "copy"
-    rate = group.machine.copy if copied else group.machine.matmul[words(group.dtype)]
+    rate = group.machine.copy if copied else group.machine.matmul.get(words(group.dtype))
     works = (cost.bytes_forward, cost.bytes_total) if copied else (cost.flops_forward, cost.flops_total)
-    fractions = [w / s / rate if w and s else None for w, s in zip(works, (forward, total), strict=True)]
+    fractions = [w / s / rate if w and s and rate else None for w, s in zip(works, (forward, total), strict=True)]
     return Row(
         op=case.op,
         implementation=name,

@@ -27,6 +27,7 @@ def ablate(
     device: torch.device | str = "cpu",
     law_seconds: float = 5.0,
     defaults: Kernels | None = None,
+    machine: Machine | None = None,
     table: Table = tables.BUILTIN,
     progress: Progress | None = None,
 ) -> Ablation:
@@ -40,8 +41,9 @@ def ablate(
     Each implementation is put through the laws of the operation first, for at most `law_seconds` (0: not at all); then
     come errors against float64, peak memory, and times, the implementations in turn, `repeats` rounds. One that cannot
     run here, breaks a law or raises has a row that says so. `defaults` are the kernels of a run (`Kernels.named()`),
-    which are marked. Ctrl-C ends the ablation with what was measured so far. The caches of torch.compile are emptied
-    after the laws, which fill them with small shapes.
+    which are marked. `machine` is that of an earlier ablation, whose rates are then not measured again. Ctrl-C ends the
+    ablation with what was measured so far. The caches of torch.compile are emptied after the laws, which fill them with
+    small shapes.
 
     Raises ValueError for an operation, implementation, size or dtype that there is not.
     """
@@ -54,12 +56,13 @@ def ablate(
     if repeats < 1:
         raise ValueError(f"repeats must be 1 or more, got {repeats}")
     say: Progress = progress or (lambda text: None)
-    machine = Machine(device=measure.name_of(place), threads=torch.get_num_threads(), torch=torch.__version__)
+    known = machine or Machine(device=measure.name_of(place), threads=torch.get_num_threads(), torch=torch.__version__)
     rows: list[Row] = []
     try:
-        say("the rates of this machine")
         matmuls = dict.fromkeys(d for case in cases if case.bound == "matmul" for d in wanted[case.op])
-        machine = measure.with_rates(machine, place, tuple(matmuls))
+        if machine is None:
+            say("the rates of this machine")
+            known = measure.with_rates(known, place, tuple(matmuls))
         for case in cases:
             implementing = {name: table[case.op][name] for name in chosen[case.op]}
             base = Group(
@@ -68,7 +71,7 @@ def ablate(
                 dtype=torch.float32,
                 device=place,
                 repeats=repeats,
-                machine=machine,
+                machine=known,
                 default=plan.default_of(case.op, table, defaults),
             )
             for found, interrupted in _measured(base, implementing, wanted[case.op], sizes[case.op], law_seconds, say):
@@ -76,8 +79,8 @@ def ablate(
                 if interrupted:
                     raise KeyboardInterrupt
     except KeyboardInterrupt:
-        return Ablation(rows=tuple(rows), machine=machine, interrupted=True)
-    return Ablation(rows=tuple(rows), machine=machine)
+        return Ablation(rows=tuple(rows), machine=known, interrupted=True)
+    return Ablation(rows=tuple(rows), machine=known)
 
 
 def _measured(
