@@ -22,10 +22,29 @@ GRADIENT_AXES = (*DATA_AXES, "sequence")  # the axes over which gradients are sh
 
 
 @attrs.frozen
+class Sharding:
+    """How parameters, gradients and moments lie on the shard axis: each rank holds a part, and when it gathers them.
+
+    `stage` 3 gathers a layer where it is used, forward and again backward; 2 keeps it from one to the other; 1
+    gathers all layers once for a mini-batch, whose gradients are reduced once. What a step takes and gives is the same.
+    Gradients are added up in `reduce_dtype`, those of float64 parameters in float64. With `prefetch` a layer is
+    gathered while the one before it runs.
+    """
+
+    stage: int = attrs.field(default=3, validator=attrs.validators.in_((1, 2, 3)))
+    reduce_dtype: torch.dtype = torch.float32
+    prefetch: bool = True
+
+
+@attrs.frozen
 class Mesh:
-    """Axis names to axes. An axis that is not named is one rank wide."""
+    """Axis names to axes. An axis that is not named is one rank wide.
+
+    Without `sharding` every rank of the shard axis holds whole parameters, and the axis only parts the data.
+    """
 
     axes: Mapping[str, Axis] = attrs.field(factory=dict)
+    sharding: Sharding | None = None
 
     def __attrs_post_init__(self) -> None:
         unknown = sorted(set(self.axes) - set(AXES))
@@ -34,6 +53,11 @@ class Mesh:
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes.get(name, Axis())
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters are cut over several ranks."""
+        return self.sharding is not None and self["shard"].size > 1
 
     @staticmethod
     def local() -> Mesh:
@@ -69,8 +93,11 @@ def data_sum(values: T, mesh: Mesh) -> T:
 
 
 def gradient_sum(grads: T, mesh: Mesh) -> T:
-    """The gradient, from each rank's share: of its rows, and of its slices of the packed rows."""
-    return _sum(grads, mesh, GRADIENT_AXES)
+    """The gradient, from each rank's share: of its rows, and of its slices of the packed rows.
+
+    Gradients of sharded parameters are summed over the shard axis already, as they were scattered.
+    """
+    return _sum(grads, mesh, [name for name in GRADIENT_AXES if not (mesh.sharded and name == "shard")])
 
 
 def _sum(values: T, mesh: Mesh, names: Iterable[str]) -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -13,10 +13,13 @@ from fppo import losses, metrics, tree
 from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.metrics import Mean, Metrics
+from fppo.models.model import Model
 from fppo.runtime.mesh import Mesh, data_metrics, data_sum, gradient_sum
 from fppo.steps.forward import Rows, row_lengths
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.optimizer import Optimizer, optimizer_step
+from fppo.steps.sharded import Whole, accumulable, scattered, whole
+from fppo.steps.spread import blank, mini_batches, rounds
 from fppo.steps.train_state import Params, TrainState
 from fppo_kernels.record import Kernels
 
@@ -32,7 +35,7 @@ class TrainRows(Rows, Protocol):
 TERMS = ("actor/pg_loss", "actor/entropy_loss", "actor/kl_loss", "critic/vf_loss", "supervised/nll_loss")
 
 # (params, micro-batch, weights [B, T], selected tokens [B, T] or None) -> (0-d loss, metrics)
-MicroLoss = Callable[[Params, Any, Tensor, Tensor | None], tuple[Tensor, Metrics]]
+MicroLoss = Callable[[Params | Whole, Any, Tensor, Tensor | None], tuple[Tensor, Metrics]]
 # (params, mini-batch, its micro-batches' row numbers, key) -> selected tokens [B, T] or None
 Select = Callable[[Params, Any, list[list[int]], Key], Tensor | None]
 
@@ -51,6 +54,7 @@ def update_epochs(
     state: TrainState,
     batch: TrainRows,
     *,
+    model: Model,
     micro_loss: MicroLoss,
     select: Select | None = None,
     optimizer: Optimizer,
@@ -67,19 +71,23 @@ def update_epochs(
 ) -> tuple[TrainState, Metrics]:
     """`epochs` passes over `batch`: an optimizer step per mini-batch, a gradient per micro-batch, all counts global.
 
-    `micro_loss` gives the weighted sum of a micro-batch; `select` chooses tokens over a whole mini-batch (or returns
-    None). With `key` the mini-batches are drawn anew in every epoch, else they are taken in order.
+    A mini-batch is `mini_batch_size` rows of all data ranks, of which this one has some or none. `micro_loss` gives the
+    weighted sum of a micro-batch; `select` chooses tokens over a whole mini-batch (or returns None). With `key` the
+    mini-batches are drawn anew in every epoch, else they are taken in order.
     """
     history: list[Metrics] = []
     place = key or Key(0)
     for epoch in range(epochs):
-        ordered = batch if key is None else _shuffled(batch, key.fold("epoch", epoch))
-        for number, mini in enumerate(batches.split(ordered, mini_batch_size)):
-            parts = partition(row_lengths(mini), micro_batching)
+        drawn = None if key is None else key.fold("epoch", epoch)
+        minis = [batches.rows(batch, n) for n in mini_batches(batch.row_ids, mini_batch_size, mesh, key=drawn)]
+        cuts = [partition(row_lengths(mini), micro_batching) for mini in minis]
+        passes = rounds([len(parts) for parts in cuts], mesh, batch.tokens.device)
+        for number, (mini, parts, count) in enumerate(zip(minis, cuts, passes, strict=True)):
             totals = data_sum(losses.count_totals(mini.response_mask), mesh)
             weights = losses.loss_weights(mini.response_mask, weight_mode, totals=totals, horizon=horizon)
             selected = select(state.params, mini, parts, place.fold("select", epoch, number)) if select else None
-            grads, report = _gradients(state.params, mini, parts, weights, selected, micro_loss)
+            micros = _micro_batches(mini, parts, count, weights, selected)
+            grads, report = _gradients(state.params, micros, micro_loss, model, mesh)
             report = data_metrics(report, mesh)
             once = {name: metrics.mean(0.0) for name in report if name in TERMS}
             grads = gradient_sum(grads, mesh)
@@ -96,28 +104,35 @@ def update_epochs(
     return state, metrics.merge(*history)
 
 
-def _gradients(
-    params: Params,
-    mini: TrainRows,
-    parts: list[list[int]],
-    weights: Tensor,
-    selected: Tensor | None,
-    micro_loss: MicroLoss,
-) -> tuple[Params, Metrics]:
-    """The gradient and metrics of the mini-batch: sums over its micro-batches."""
-    grad_fn = value_and_grad(micro_loss, has_aux=True)
-    grads: Params = {}
-    reports: list[Metrics] = []
+def _micro_batches(
+    mini: TrainRows, parts: list[list[int]], count: int, weights: Tensor, selected: Tensor | None
+) -> Iterator[tuple[Any, Tensor, Tensor | None]]:
+    """The rows, weights and selected tokens of `count` micro-batches: those of `parts`, then ones that add nothing."""
     for part in parts:
         index = torch.tensor(part, device=weights.device)
-        chosen = None if selected is None else selected[index]
-        (_, report), new = grad_fn(params, batches.rows(mini, part), weights[index], chosen)
+        yield batches.rows(mini, part), weights[index], None if selected is None else selected[index]
+    row = blank(mini)
+    for _ in range(count - len(parts)):
+        nothing = None if selected is None else selected.new_zeros(row.response_mask.shape)
+        yield row, weights.new_zeros(row.response_mask.shape), nothing
+
+
+def _gradients(
+    params: Params,
+    micros: Iterable[tuple[Any, Tensor, Tensor | None]],
+    micro_loss: MicroLoss,
+    model: Model,
+    mesh: Mesh,
+) -> tuple[Params, Metrics]:
+    """This rank's share of the gradient, and its metrics: sums over its micro-batches."""
+    once = mesh.sharded and mesh.sharding is not None and mesh.sharding.stage == 1
+    inputs = whole(params, model, mesh) if once else params
+    grad_fn = value_and_grad(micro_loss, has_aux=True)
+    grads: Any = {}
+    reports: list[Metrics] = []
+    for rows, weights, selected in micros:
+        (_, report), new = grad_fn(inputs, rows, weights, selected)
+        new = accumulable(new, params, mesh) if once else new
         grads = tree.add(grads, new) if reports else new
         reports.append(report)
-    return grads, metrics.merge(*reports)
-
-
-def _shuffled(batch: TrainRows, key: Key) -> TrainRows:
-    """The rows in an order that depends on the key and their `row_ids`, not on the order they are in."""
-    draws = key.uniform(batch.row_ids, 1)[:, 0]
-    return batches.rows(batch, torch.argsort(draws, stable=True))
+    return scattered(grads, params, mesh) if once else grads, metrics.merge(*reports)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,6 +15,8 @@ from fppo import models
 from fppo.models.model import Model
 from fppo.runtime.mesh import Mesh
 from fppo.steps.micro_batching import MicroBatching, partition
+from fppo.steps.sharded import Opened, Whole, opened, whole
+from fppo.steps.spread import blank, rounds
 from fppo.steps.train_state import Params
 from fppo_kernels.collectives import Axis
 from fppo_kernels.record import Kernels
@@ -43,7 +46,7 @@ class TokenOutputs(NamedTuple):
 
 
 def forward_micro_batch(
-    params: Params,
+    params: Params | Whole,
     micro_batch: Rows,
     *,
     model: Model,
@@ -65,10 +68,11 @@ def forward_micro_batch(
     """
     _check_outputs(model, outputs)
     mask = micro_batch.response_mask
-    hidden, before = _hidden_before_responses(params, micro_batch, model, kernels, mesh, remove_padding)
+    at_hand = opened(params, model, mesh)
+    hidden, before = _hidden_before_responses(at_hand, micro_batch, model, kernels, mesh, remove_padding)
     own = _own(before, len(hidden), mesh["sequence"])
     index = mask.flatten().nonzero().flatten()
-    head = models.output_head(model, params)
+    head = models.output_head(model, at_hand.root)
     states = hidden[own.places]
     if "values" in outputs:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -132,7 +136,7 @@ def _check_outputs(model: Model, outputs: Sequence[str]) -> None:
 
 
 def _hidden_before_responses(
-    params: Params, rows: Rows, model: Model, kernels: Kernels, mesh: Mesh, remove_padding: bool
+    params: Opened, rows: Rows, model: Model, kernels: Kernels, mesh: Mesh, remove_padding: bool
 ) -> tuple[Tensor, Tensor]:
     """Hidden states of this rank's slice [N, H], and for each response token [M] the place in the whole row of the
     token before it."""
@@ -150,17 +154,35 @@ def _hidden_before_responses(
         )
     positions = (rows.attention_mask.cumsum(1) - 1).clamp(min=0)
     attend = models.padded_attention(rows.attention_mask)
-    hidden = models.hidden_states(model, params, rows.tokens, positions, attend=attend)
+    hidden = models.hidden_states(
+        model, params.root, rows.tokens, positions, attend=attend, apply_layer=params.apply_layer
+    )
     return hidden.flatten(0, 1), flat - 1
 
 
-def _packed_hidden(params: Params, rows: Rows, model: Model, kernels: Kernels, mesh: Mesh) -> Tensor:
+def _packed_hidden(params: Opened, rows: Rows, model: Model, kernels: Kernels, mesh: Mesh) -> Tensor:
     """Hidden states of this rank's slice of the packed row, filled up to a multiple of the sequence axis."""
     axis = mesh["sequence"]
     packed = kernels.unpad(rows.tokens, rows.attention_mask, multiple=axis.size)
     attend = models.packed_attention(ulysses(kernels.attention, axis, kernels.all_to_all), packed.lengths)
     tokens, positions = (slice_sequence(x, axis) for x in (packed.tokens, packed.positions))
-    return models.hidden_states(model, params, tokens, positions, attend=attend)
+    return models.hidden_states(model, params.root, tokens, positions, attend=attend, apply_layer=params.apply_layer)
+
+
+def _passes(batch: Rows, micro_batching: MicroBatching, mesh: Mesh) -> tuple[Tensor, Iterable[Rows]]:
+    """Where each row's result is [B] among those of the micro-batches, and these, with blank ones at the end so that
+    all ranks make equally many passes."""
+    parts = partition(row_lengths(batch), micro_batching)
+    (count,) = rounds([len(parts)], mesh, batch.tokens.device)
+    order = batches.inverse([i for part in parts for i in part]).to(batch.tokens.device)
+    return order, chain((batches.rows(batch, part) for part in parts), repeat(blank(batch), count - len(parts)))
+
+
+def _held(params: Params | Whole, model: Model, mesh: Mesh) -> Params | Whole:
+    """The parameters as several passes use them: whole where the sharding keeps them so between passes."""
+    if mesh.sharded and mesh.sharding is not None and mesh.sharding.stage == 1:
+        return whole(params, model, mesh)
+    return params
 
 
 def row_lengths(rows: Rows) -> list[int]:
@@ -169,7 +191,7 @@ def row_lengths(rows: Rows) -> list[int]:
 
 
 def compute_outputs(
-    params: Params,
+    params: Params | Whole,
     batch: Rows,
     *,
     model: Model,
@@ -180,15 +202,16 @@ def compute_outputs(
     outputs: Sequence[str] = ("log_probs",),
     remove_padding: bool = True,
 ) -> TokenOutputs:
-    """`forward_micro_batch` over all rows without gradients, in micro-batches; rows come back in their order."""
-    parts = partition(row_lengths(batch), micro_batching)
+    """`forward_micro_batch` over all rows, of which there may be none, without gradients; rows come back in order."""
+    order, micro_batches = _passes(batch, micro_batching, mesh)
     results: list[TokenOutputs] = []
     with torch.no_grad():
-        for part in parts:
+        held = _held(params, model, mesh)
+        for rows in micro_batches:
             results.append(
                 forward_micro_batch(
-                    params,
-                    batches.rows(batch, part),
+                    held,
+                    rows,
                     model=model,
                     kernels=kernels,
                     mesh=mesh,
@@ -197,7 +220,6 @@ def compute_outputs(
                     remove_padding=remove_padding,
                 )
             )
-    order = batches.inverse([i for part in parts for i in part]).to(batch.tokens.device)
     joined = {
         name: torch.cat([x for r in results if (x := getattr(r, name)) is not None])[order]
         for name in TokenOutputs._fields
@@ -207,7 +229,7 @@ def compute_outputs(
 
 
 def compute_log_probs(
-    params: Params,
+    params: Params | Whole,
     batch: Rows,
     *,
     model: Model,
@@ -234,7 +256,7 @@ def compute_log_probs(
 
 
 def compute_values(
-    params: Params,
+    params: Params | Whole,
     batch: Rows,
     *,
     model: Model,
@@ -259,7 +281,7 @@ def compute_values(
 
 
 def compute_reward_scores(
-    params: Params,
+    params: Params | Whole,
     batch: Rows,
     *,
     model: Model,
@@ -269,16 +291,16 @@ def compute_reward_scores(
 ) -> Tensor:
     """A reward model's score [B] of each row: its head at the row's last real token. The model has a value head."""
     _check_outputs(model, ("values",))
-    parts = partition(row_lengths(batch), micro_batching)
-    head = models.output_head(model, params)
+    order, micro_batches = _passes(batch, micro_batching, mesh)
     scores: list[Tensor] = []
     with torch.no_grad():
-        for part in parts:
-            rows = batches.rows(batch, part)
-            hidden = _packed_hidden(params, rows, model, kernels, mesh)
+        held = _held(params, model, mesh)
+        for rows in micro_batches:
+            at_hand = opened(held, model, mesh)
+            head = models.output_head(model, at_hand.root)
+            hidden = _packed_hidden(at_hand, rows, model, kernels, mesh)
             last = rows.attention_mask.sum(1).cumsum(0) - 1
             own = _own(last, len(hidden), mesh["sequence"])
             found = F.linear(hidden[own.places].to(head.weight.dtype), head.weight, head.bias)[:, 0].float()
             scores += _gathered([found], own, last, len(hidden), mesh["sequence"])
-    order = batches.inverse([i for part in parts for i in part]).to(batch.tokens.device)
     return torch.cat(scores)[order]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import attrs
+from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from fppo import metrics, tree
 from fppo.metrics import Metrics
-from fppo.runtime.mesh import Mesh
+from fppo.runtime.mesh import Mesh, all_reduce
 from fppo.steps.schedules import Schedule
 from fppo.steps.train_state import Params, TrainState
 from fppo_kernels.record import Kernels
@@ -36,18 +37,18 @@ def optimizer_step(
 ) -> tuple[TrainState, Metrics]:
     """The state after one update with `grads`, clipped to a global norm of `optimizer.max_grad_norm`.
 
-    A norm that is not finite leaves parameters, moments and count as they were, bit for bit, and counts as
-    `skipped`: decided on the device, without waiting for it. With `donate` the memory of `state` is taken over
-    and it is left empty; `donate_grads` does the same to `grads`, which the kernel scales in place.
+    `grads` are summed over all ranks already. On a mesh that shards parameters, they and the state are shards, and the
+    norm is that of all of them. A norm that is not finite leaves parameters, moments and count as they were, bit for
+    bit, and counts as `skipped`: decided on the device, without waiting for it. With `donate` the memory of `state` is
+    taken over and it is left empty; `donate_grads` does the same to `grads`, which the kernel scales in place.
 
     Metrics: grad_norm (before clipping), lr, skipped (0 or 1).
     """
-    del mesh  # gradients arrive summed over the data axes; sharded leaves will need it for the norm
     lr = optimizer.schedule(state.step)
     state = tree.donate(state) if donate else tree.copy(state)
     grads = tree.donate(grads) if donate_grads else tree.copy(grads)
     names = list(state.params)
-    norm = get_total_norm([grads[n] for n in names])
+    norm = _global_norm(list(grads.values()), mesh)
     skipped = (~norm.isfinite()).float()
     scale = None
     if optimizer.max_grad_norm is not None:
@@ -74,3 +75,11 @@ def optimizer_step(
         "skipped": metrics.mean(skipped),
     }
     return tree.replace(state, opt=opt, step=state.step + 1), report
+
+
+def _global_norm(grads: list[Tensor], mesh: Mesh) -> Tensor:
+    """The 2-norm of all gradients, on all ranks: 0-d, of their dtype."""
+    norm = get_total_norm(grads)
+    if not mesh.sharded:
+        return norm
+    return all_reduce(norm.double().square(), mesh["shard"]).sqrt().to(norm.dtype)

@@ -15,6 +15,7 @@ from fppo.steps.epochs import update_epochs, weighted
 from fppo.steps.forward import forward_micro_batch
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizer import Optimizer
+from fppo.steps.sharded import Whole
 from fppo.steps.train_state import Params, TrainState, init_state
 from fppo.tree import state
 from fppo_kernels.record import Kernels
@@ -62,7 +63,7 @@ def update_supervised(
 ) -> tuple[TrainState, Metrics]:
     """The model after `epochs` passes of maximum likelihood on the responses; see `update_actor` for the rest."""
 
-    def micro_loss(params: Params, rows: Demonstrations, weights: Tensor, selected: Tensor | None):
+    def micro_loss(params: Params | Whole, rows: Demonstrations, weights: Tensor, selected: Tensor | None):
         del selected
         out = forward_micro_batch(params, rows, model=model, kernels=kernels, mesh=mesh)
         assert out.log_probs is not None
@@ -71,6 +72,7 @@ def update_supervised(
     return update_epochs(
         state,
         batch,
+        model=model,
         micro_loss=micro_loss,
         optimizer=optimizer,
         kernels=kernels,

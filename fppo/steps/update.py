@@ -20,6 +20,7 @@ from fppo.steps.epochs import update_epochs, weighted
 from fppo.steps.forward import TokenOutputs, forward_micro_batch
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizer import Optimizer
+from fppo.steps.sharded import Whole
 from fppo.steps.train_state import Params, TrainState
 from fppo_kernels.record import Kernels
 
@@ -72,6 +73,7 @@ def update_actor(
     return update_epochs(
         state,
         batch,
+        model=model,
         micro_loss=objective,
         select=None if select_fn is None else partial(_select, forward=forward, select_fn=select_fn),
         optimizer=optimizer,
@@ -88,7 +90,7 @@ def update_actor(
 
 
 def policy_objective(
-    params: Params,
+    params: Params | Whole,
     rows: Experience,
     weights: Tensor,
     selected: Tensor | None,
@@ -120,7 +122,10 @@ def policy_objective(
     report = report | {"actor/entropy": metrics.masked_mean(out.entropy, mask)}
     if on_policy:
         report = report | rollout_gap(out.log_probs, rows.rollout_log_probs, mask)
-    return weighted(terms, weights, report)
+    loss, report = weighted(terms, weights, report)
+    if not loss.requires_grad:  # a loss without a token: the backward pass is still there, for its collectives
+        loss = loss + 0.0 * out.log_probs.sum()
+    return loss, report
 
 
 def _select(
@@ -163,7 +168,7 @@ def update_critic(
 ) -> tuple[TrainState, Metrics]:
     """The critic after `epochs` passes over `batch`, with `losses.value_loss` clipped at `clip`; see `update_actor`."""
 
-    def micro_loss(params: Params, rows: Experience, weights: Tensor, selected: Tensor | None):
+    def micro_loss(params: Params | Whole, rows: Experience, weights: Tensor, selected: Tensor | None):
         del selected
         if rows.values is None:
             raise ValueError("update_critic needs values in the batch: annotate it with compute_values first")
@@ -184,6 +189,7 @@ def update_critic(
     return update_epochs(
         state,
         batch,
+        model=model,
         micro_loss=micro_loss,
         optimizer=optimizer,
         kernels=kernels,

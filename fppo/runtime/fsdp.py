@@ -1,0 +1,186 @@
+"""Parameters cut over the shard axis, as functions (ZeRO, arXiv:1910.02054; FSDP, arXiv:2304.11277).
+
+A shard is a plain tensor: rows [r * c, (r + 1) * c) of dimension 0, c = ceil(rows / ranks), as DTensor's Shard(0) has
+them; the last ranks may hold fewer rows, or none. The whole shapes are in `model.shapes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fppo.runtime.mesh import Mesh, Sharding
+from fppo_kernels.collectives import Axis
+
+Finish = Callable[[], tuple[Tensor, ...]]
+
+# torch 2.13 renamed these two; the old names warn there
+_gather_single: Callable = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Callable = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def bounds(rows: int, axis: Axis) -> tuple[int, int]:
+    """The first row of this rank's shard of `rows` rows, and the one after its last."""
+    size = -(-rows // axis.size)
+    return min(axis.rank * size, rows), min((axis.rank + 1) * size, rows)
+
+
+def shard(params: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """This rank's shards of whole parameters, in memory of their own; the parameters themselves if not `mesh.sharded`.
+
+    Raises ValueError for a parameter without dimensions.
+    """
+    if not mesh.sharded:
+        return dict(params)
+    scalars = [name for name, x in params.items() if x.dim() == 0]
+    if scalars:
+        raise ValueError(f"parameters {scalars} have no dimension to cut: give them the shape [1]")
+    axis = mesh["shard"]
+    return {name: x[slice(*bounds(len(x), axis))].detach().clone() for name, x in params.items()}
+
+
+def gather(
+    shards: Mapping[str, Tensor],
+    shapes: Mapping[str, torch.Size],
+    mesh: Mesh,
+    *,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> dict[str, Tensor]:
+    """Whole parameters from all ranks' shards, by one collective for each dtype among them.
+
+    `dtypes` are those to send and to give, where they are not the shards' own. The backward pass is one
+    reduce-scatter for each dtype gradients are added up in. Parameters that take no gradient cost it nothing.
+    """
+    names, tensors = list(shards), list(shards.values())
+    kinds = [x.dtype if dtypes is None else dtypes.get(n, x.dtype) for n, x in shards.items()]
+    if not mesh.sharded:
+        return {name: x.to(kind) for name, x, kind in zip(names, tensors, kinds, strict=True)}
+    finish = begin_gather(tensors, [shapes[name] for name in names], kinds, mesh["shard"])
+    return dict(zip(names, gathered(finish, tensors, mesh), strict=True))
+
+
+def begin_gather(
+    shards: Sequence[Tensor], shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], axis: Axis
+) -> Finish:
+    """Starts to gather; the function it returns waits for that, and gives the whole tensors. No gradients."""
+    waiting = []
+    for dtype in dict.fromkeys(dtypes):
+        places = [i for i, kind in enumerate(dtypes) if kind == dtype]
+        sizes = [_width(shapes[i], axis) for i in places]
+        part = _packed([shards[i].detach() for i in places], sizes, dtype)
+        whole = part.new_empty(axis.size, len(part))
+        work = _gather_single(whole, part, group=axis.group, async_op=True)
+        waiting.append((places, sizes, part, whole, work))
+
+    def finish() -> tuple[Tensor, ...]:
+        found: dict[int, Tensor] = {}
+        while waiting:
+            places, sizes, _, whole, work = waiting.pop(0)
+            work.wait()
+            for i, x in zip(places, whole.split(sizes, 1), strict=True):
+                found[i] = x.reshape(-1, *shapes[i][1:])[: shapes[i][0]]
+        return tuple(found[i] for i in range(len(shards)))
+
+    return finish
+
+
+def gathered(finish: Finish, shards: Sequence[Tensor], mesh: Mesh) -> tuple[Tensor, ...]:
+    """What `finish` gives, whole tensors, as a differentiable function of the shards it was gathered from."""
+    return _Gathered.apply(finish, mesh, *shards)  # type: ignore[return-value]
+
+
+def reduce_scatter(
+    grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], mesh: Mesh, *, sharding: Sharding | None = None
+) -> list[Tensor]:
+    """This rank's shards of the sum over ranks of whole gradients, as `dtypes` (the parameters' own).
+
+    They are added up in `sharding.reduce_dtype`, those of float64 parameters in float64: a collective for each.
+    """
+    axis, sharding = mesh["shard"], sharding or mesh.sharding or Sharding()
+    kinds = [reduce_dtype(dtype, sharding) for dtype in dtypes]
+    found: dict[int, Tensor] = {}
+    for kind in dict.fromkeys(kinds):
+        places = [i for i, k in enumerate(kinds) if k == kind]
+        sizes = [_width(grads[i].shape, axis) for i in places]
+        whole = grads[0].new_zeros(axis.size, sum(sizes), dtype=kind)
+        for i, slot in zip(places, whole.split(sizes, 1), strict=True):
+            _fill_rows(slot, grads[i])
+        part = whole.new_empty(whole.shape[1])
+        _reduce_scatter_single(part, whole, group=axis.group)
+        for i, x in zip(places, part.split(sizes), strict=True):
+            start, stop = bounds(len(grads[i]), axis)
+            rest = grads[i].shape[1:]
+            found[i] = x[: (stop - start) * rest.numel()].view(stop - start, *rest).to(dtypes[i])
+    return [found[i] for i in range(len(grads))]
+
+
+def reduce_dtype(dtype: torch.dtype, sharding: Sharding) -> torch.dtype:
+    """The dtype in which gradients of parameters of `dtype` are added up."""
+    return dtype if dtype == torch.float64 else sharding.reduce_dtype
+
+
+def as_dtensors(shards: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], mesh: Mesh) -> dict[str, DTensor]:
+    """The shards as torch's DTensors over the shard axis, sharing their memory, for its tools: checkpoints, resharding.
+
+    They hold the metadata alone: no process group is needed, and none of their own collectives work.
+    """
+    axis = mesh["shard"]
+    device = next(iter(shards.values())).device.type
+    names = ("shard",)
+    ranks = torch.arange(axis.size)
+    grid = DeviceMesh(device, ranks, mesh_dim_names=names, _init_backend=False, _rank=axis.rank)
+    return {
+        name: DTensor.from_local(
+            x, grid, [Shard(0)], run_check=False, shape=shapes[name], stride=_strides(shapes[name])
+        )
+        for name, x in shards.items()
+    }
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, finish: Finish, mesh: Mesh, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.mesh, ctx.dtypes = mesh, [x.dtype for x in shards]
+        return finish()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
+        parts = reduce_scatter([grads[i] for i in wanted], [ctx.dtypes[i] for i in wanted], ctx.mesh)
+        found = dict(zip(wanted, parts, strict=True))
+        return (None, None, *(found.get(i) for i in range(len(grads))))
+
+
+def _width(shape: torch.Size, axis: Axis) -> int:
+    """How many numbers of a parameter each rank sends."""
+    return -(-shape[0] // axis.size) * shape[1:].numel()
+
+
+def _packed(parts: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The parts one after the other, each filled up with zeros to its size."""
+    flat = parts[0].new_empty(sum(sizes), dtype=dtype)
+    for slot, x in zip(flat.split(list(sizes)), parts, strict=True):
+        slot[: x.numel()].copy_(x.reshape(-1))
+        slot[x.numel() :].zero_()
+    return flat
+
+
+def _fill_rows(slot: Tensor, grad: Tensor) -> None:
+    """Writes a whole gradient [d, ...] into `slot` [ranks, c * ...], rank by rank; what is left over stays as it is."""
+    ranks, width = slot.shape
+    flat = grad.reshape(-1)
+    full = len(flat) // width if width else ranks
+    slot[:full].copy_(flat[: full * width].view(full, width))
+    if full < ranks:
+        rest = flat[full * width :]
+        slot[full, : len(rest)].copy_(rest)
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(shape[i + 1 :].numel() for i in range(len(shape)))

@@ -1,0 +1,198 @@
+"""Models on sharded parameters: what is gathered when, in a pass forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from fppo import models
+from fppo.models.model import Model
+from fppo.models.seams import ApplyLayer
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import Mesh, Sharding
+from fppo.steps.train_state import Params
+from fppo.tree import state
+
+
+@state
+class Whole:
+    """Sharded parameters that are gathered already. A step takes it in the place of shards."""
+
+    params: Params
+
+
+class Opened(NamedTuple):
+    """Parameters ready for one pass: whole ones, and how layers are applied if theirs are not among them."""
+
+    root: Params
+    apply_layer: ApplyLayer | None
+
+
+def whole(params: Params | Whole, model: Model, mesh: Mesh) -> Whole:
+    """All parameters gathered, in the dtypes they are computed with."""
+    if isinstance(params, Whole):
+        return params
+    return Whole(params=fsdp.gather(params, model.shapes, mesh, dtypes=_wire_dtypes(model, params)))
+
+
+def scattered(grads: Whole, params: Params, mesh: Mesh) -> Params:
+    """The shards of the sum over the shard axis of whole gradients, in the dtypes of the sharded parameters."""
+    names = list(params)
+    parts = fsdp.reduce_scatter([grads.params[name] for name in names], [x.dtype for x in params.values()], mesh)
+    return dict(zip(names, parts, strict=True))
+
+
+def accumulable(grads: Whole, params: Params, mesh: Mesh) -> Whole:
+    """Whole gradients of one micro-batch in the dtype that they are to be added up in."""
+    sharding = mesh.sharding or Sharding()
+    kinds = {name: fsdp.reduce_dtype(x.dtype, sharding) for name, x in params.items()}
+    return Whole(params={name: x.to(kinds[name]) for name, x in grads.params.items()})
+
+
+def opened(params: Params | Whole, model: Model, mesh: Mesh) -> Opened:
+    """Gathers what is outside the layers (embeddings, last norm, head), which stays for the whole pass; the layers
+    gather their own.
+
+    Every rank of the shard axis must make the same passes, forward and backward.
+    """
+    if isinstance(params, Whole):
+        return Opened(params.params, None)
+    if not mesh.sharded:
+        return Opened(params, None)
+    missing = [name for name in model.shapes if name not in params]
+    if missing:
+        raise ValueError(f"the model needs parameters that are not there: {missing}")
+    groups = _groups(model, params)
+    stream = _Stream(groups, model, mesh)
+    root = dict(zip(groups[0], stream.gathered(0, 1), strict=True))
+    return Opened(root, _apply_layer(model, groups, stream, mesh.sharding or Sharding()))
+
+
+def _groups(model: Model, params: Params) -> list[Params]:
+    """The parameters gathered together, by their names: those outside the layers, then each layer's."""
+    starts = {f"{model.prefix}{path}.": number for number, path in enumerate(model.layers, start=1)}
+    groups: list[Params] = [{} for _ in range(len(starts) + 1)]
+    for name in model.shapes:
+        number = next((number for start, number in starts.items() if name.startswith(start)), 0)
+        groups[number][name] = params[name]
+    return groups
+
+
+def _wire_dtypes(model: Model, params: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    """What parameters are cast to before they are used: outside the base model, only a vocabulary head's weight is."""
+    return {
+        name: model.compute_dtype
+        for name, x in params.items()
+        if model.compute_dtype is not None
+        and x.is_floating_point()
+        and (name.startswith(model.prefix) or (model.head == "lm" and not name.endswith("bias")))
+    }
+
+
+class _Stream:
+    """The gathers of one pass and of its backward pass, each begun while the group before it is at work."""
+
+    def __init__(self, groups: Sequence[Params], model: Model, mesh: Mesh) -> None:
+        self._groups, self._mesh = groups, mesh
+        self._shapes = [[model.shapes[name] for name in group] for group in groups]
+        wire = [_wire_dtypes(model, group) for group in groups]
+        self._dtypes = [[w.get(n, x.dtype) for n, x in group.items()] for w, group in zip(wire, groups, strict=True)]
+        self._begun: dict[int, fsdp.Finish] = {}
+
+    def _begin(self, number: int) -> fsdp.Finish:
+        shards = list(self._groups[number].values())
+        return fsdp.begin_gather(shards, self._shapes[number], self._dtypes[number], self._mesh["shard"])
+
+    def take(self, number: int, step: int) -> tuple[Tensor, ...]:
+        """The whole tensors of a group; the one `step` further on is begun first."""
+        finish = self._begun.pop(number, None) or self._begin(number)
+        after = number + step
+        if (self._mesh.sharding or Sharding()).prefetch and 0 < after < len(self._groups):
+            self._begun[after] = self._begin(after)
+        return finish()
+
+    def gathered(self, number: int, step: int) -> tuple[Tensor, ...]:
+        """The same as a function of the group's shards."""
+        shards = list(self._groups[number].values())
+        return fsdp.gathered(lambda: self.take(number, step), shards, self._mesh)
+
+
+def _apply_layer(model: Model, groups: Sequence[Params], stream: _Stream, sharding: Sharding) -> ApplyLayer:
+    applied: set[int] = set()
+
+    def apply_layer(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        start = len(f"{model.prefix}{model.layers[index]}.")
+        inner = [name[start:] for name in groups[index + 1]]
+
+        def gathered() -> Params:
+            step = -1 if index in applied else 1  # a second time is the recomputation for the backward pass
+            applied.add(index)
+            return dict(zip(inner, stream.gathered(index + 1, step), strict=True))
+
+        def call(tensors: Params, *args: Any, **kwargs: Any) -> Any:
+            return models.call_layer(model, index, layer, tensors, args, kwargs)
+
+        def gather_and_call(*args: Any, **kwargs: Any) -> Any:
+            return call(gathered(), *args, **kwargs)
+
+        again = {"use_reentrant": False, "preserve_rng_state": False}
+        if not torch.is_grad_enabled():
+            return gather_and_call(*args, **kwargs)
+        if sharding.stage == 3 and model.checkpoint_layers:
+            return checkpoint(gather_and_call, *args, **again, **kwargs)
+        tensors = gathered()
+        if model.checkpoint_layers:
+            return checkpoint(call, tensors, *args, **again, **kwargs)
+        if sharding.stage < 3:
+            return call(tensors, *args, **kwargs)
+        with _freed(list(tensors.values()), lambda: stream.take(index + 1, -1)):
+            return call(tensors, *args, **kwargs)
+
+    return apply_layer
+
+
+class _Again:
+    """Tensors for the backward pass: gathered again when the first is asked for, freed with the last."""
+
+    def __init__(self, take: Callable[[], Sequence[Tensor]]) -> None:
+        self._take, self._tensors, self.waiting = take, None, 0
+
+    def get(self, number: int) -> Tensor:
+        tensors = self._take() if self._tensors is None else self._tensors
+        self.waiting -= 1
+        self._tensors = tensors if self.waiting > 0 else None
+        return tensors[number]
+
+
+class _View(NamedTuple):
+    """A saved view of one of the gathered tensors."""
+
+    number: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _freed(tensors: Sequence[Tensor], take: Callable[[], Sequence[Tensor]]) -> saved_tensors_hooks:
+    """A context in which operations keep no views of `tensors` for their backward pass: `take` gives them anew."""
+    owners = {x.untyped_storage().data_ptr(): number for number, x in reversed(list(enumerate(tensors)))}
+    again = _Again(take)
+
+    def pack(x: Tensor) -> Tensor | _View:
+        number = owners.get(x.untyped_storage().data_ptr()) if x.numel() else None
+        if number is None or x.dtype != tensors[number].dtype:
+            return x
+        again.waiting += 1
+        return _View(number, x.size(), x.stride(), int(x.storage_offset()))
+
+    def unpack(kept: Tensor | _View) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        return again.get(kept.number).as_strided(kept.size, kept.stride, kept.offset)
+
+    return saved_tensors_hooks(pack, unpack)
