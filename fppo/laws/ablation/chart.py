@@ -44,7 +44,7 @@ def save(ablation: Ablation, path: Path) -> None:
 
 def _times(rows: Sequence[Row], ax: Axes) -> None:
     first = rows[0]
-    ax.set_title(f"{first.op}   {shape_words(first)}   {first.dtype}", fontsize=10, loc="left", fontweight="bold")
+    ax.set_title(f"{first.op}   {shape_words(first)}   {first.dtype}", fontsize=9, loc="left", fontweight="bold")
     longest = max([x for row in rows for x in (row.seconds_forward, row.seconds_total) if x] or [1.0])
     unit, factor = ("s", 1.0) if longest >= 1 else ("ms", 1e3) if longest >= 1e-3 else ("us", 1e6)
     for place, row in enumerate(rows):
@@ -102,7 +102,7 @@ def _errors(rows: Sequence[Row], ax: Axes) -> None:
     for place, value in set(exact):
         color, y = VALUE if value else GRADIENT, place + (-0.16 if value else 0.16)
         ax.text(0.01, y, "0", fontsize=8, va="center", color=color, transform=ax.get_yaxis_transform())
-    ax.set_title("largest error against float64", fontsize=9, loc="left")
+    ax.set_title("largest error against float64", fontsize=8, loc="right")  # clear of a long title beside it
     ax.set_xlabel("relative to the tensor's largest number; 0: bit-equal", fontsize=8)
     ax.set_yticks(range(len(rows)), [""] * len(rows))
     _finish(ax, len(rows))
