@@ -33,6 +33,7 @@ from fppo.steps.optimizer import Optimizer
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
 from fppo.steps.update import update_actor, update_critic
+from fppo_kernels import table as tables
 from fppo_kernels.record import Kernels
 
 
@@ -268,6 +269,9 @@ def load_models(
     if settings_checks.uses_reference(settings):
         ref_model, ref = (model, tree.copy(params)) if section.ref_path is None else load(section.ref_path)
     others = {"critic": critic_model, "reference": ref_model}
+    for each in (model, *others.values()):
+        if each is not None:
+            tables.get("attention", section.attention, needs=models.attention_needs(each))
     configs = {"actor": model.config} | {name: m.config for name, m in others.items() if m is not None}
     data.check_vocabulary(tokenizer, configs)
     place = partial(tree.map, lambda x: x.to(device))

@@ -4,6 +4,9 @@ import ast
 from pathlib import Path
 from typing import get_args
 
+import pytest
+import torch
+
 import fppo
 from fppo import assembly, config
 from fppo.pipeline import estimators
@@ -77,3 +80,14 @@ def test_losses_by_name_take_their_scalars():
 
 def test_every_estimator_is_a_setting():
     assert get_args(AdvantageName) == estimators.NAMES
+
+
+def test_a_kernel_that_lacks_what_the_model_needs_is_refused_before_any_work(tmp_path, monkeypatch):
+    runs.write_task(tmp_path)
+    monkeypatch.setattr("fppo.models.attention_needs", lambda model: frozenset({"sinks"}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with (
+        pytest.raises(ValueError, match=r"attention/varlen has no sinks, which is needed; there are \['eager'"),
+        assembly.assembled(runs.settings(tmp_path, model__attention="varlen")),
+    ):
+        pass

@@ -21,10 +21,10 @@ def words(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def apart(what: str, expected: Tensor, actual: Tensor, dtype: torch.dtype) -> str | None:
-    """`differ` at the tolerance of `dtype`."""
+def apart(what: str, expected: Tensor, actual: Tensor, dtype: torch.dtype, slack: float = 1.0) -> str | None:
+    """`differ` at `slack` times the tolerance of `dtype`."""
     largest = max(1.0, expected.detach().abs().max().item()) if expected.numel() else 1.0
-    reason = differ(what, expected, actual, TOLERANCES[dtype] * largest, relative=0.0)
+    reason = differ(what, expected, actual, slack * TOLERANCES[dtype] * largest, relative=0.0)
     return reason and f"in {words(dtype)}, {reason}"
 
 

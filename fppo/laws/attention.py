@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fppo.laws._kernels import DTYPES, apart, carry, checked, exact, grads, place, settings, unchanged, words
+from fppo.laws._kernels import TOLERANCES, apart, carry, checked, exact, grads, place, settings, unchanged, words
 from fppo.laws._search import Example, Law, check, differ, normal
 from fppo_kernels.attention.eager import eager
 from fppo_kernels.padding import make_lengths
@@ -97,8 +97,10 @@ def _values(kernel: Callable, example: Example, generator: torch.Generator) -> s
 
 def _gradients(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
     found, expected = _gradient_tree(kernel, example), _gradient_tree(eager, exact(example))
+    dtype = example.inputs["query"].dtype
+    steep = max(1.0, example.extras["scale"].item()) if dtype == torch.bfloat16 else 1.0
     for name, grad in expected.items():
-        if reason := apart(f"the gradient by {name}", grad, found[name], example.inputs["query"].dtype):
+        if reason := apart(f"the gradient by {name}", grad, found[name], dtype, steep):
             return reason
     return None
 
@@ -175,7 +177,7 @@ def check_attention(
     kernel: Callable[..., Tensor],
     *,
     features: Sequence[str] = FEATURES,
-    dtypes: Sequence[torch.dtype] = DTYPES,
+    dtypes: Sequence[torch.dtype] = tuple(TOLERANCES),
     device: torch.device | str = "cpu",
     head_dim: int = 2,
 ) -> None:
@@ -184,8 +186,8 @@ def check_attention(
     `kernel(query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, D], *, lengths, scale, window, softcap, sinks)` returns
     [N, Hq, D] (see `fppo_kernels.attention.eager`). With grouped heads, windows, soft caps and sinks, no token, one and
     more: later tokens and other sequences change no bit and get no gradient; the values and every gradient are those of
-    the float64 reference, to 1e-9 in float64 and 1e-4 in float32 (relative to the larger of 1 and the tensor's largest
-    number); arguments stay as they are.
+    the float64 reference, to 1e-9 in float64, 1e-4 in float32 and 2e-2 in bfloat16, there times a `scale` above 1 for
+    gradients (relative to the larger of 1 and the tensor's largest number); arguments stay as they are.
 
     `features` are those of FEATURES that the kernel has: an example with another is left out. Kernels that compute in
     float32 alone bind `dtypes=(torch.float32,)`. Raises ValueError for an unknown feature or another dtype.

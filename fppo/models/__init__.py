@@ -3,7 +3,7 @@
 from fppo.models.heads import Head, check_head, output_head
 from fppo.models.init import as_critic, init_params
 from fppo.models.load import load
-from fppo.models.model import Model, build, packed_attention, padded_attention
+from fppo.models.model import Model, attention_needs, build, packed_attention, padded_attention
 from fppo.models.run import bind, call_layer, forward, hidden_states
 from fppo.models.save import save
 
@@ -11,6 +11,7 @@ __all__ = [
     "Head",
     "Model",
     "as_critic",
+    "attention_needs",
     "bind",
     "build",
     "call_layer",

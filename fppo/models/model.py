@@ -155,3 +155,16 @@ def _fill(base: PreTrainedModel, module: nn.Module, names: list[str]) -> dict[st
     if unknown:
         raise ValueError(f"{type(module).__name__} does not say how to compute its buffers {unknown}")
     return {name: x for name, x in filled.items() if x is not None}
+
+
+def attention_needs(model: Model) -> frozenset[str]:
+    """What the model's layers ask of attention beyond the plain causal one: some of "window", "softcap", "sinks"."""
+    config = model.config
+    kinds = getattr(config, "layer_types", None)
+    slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    asked = {
+        "window": slides and (kinds is None or "sliding_attention" in kinds),
+        "softcap": getattr(config, "attn_logit_softcapping", None),
+        "sinks": any(name.endswith(".sinks") for name in model.shapes),
+    }
+    return frozenset(name for name, needed in asked.items() if needed)

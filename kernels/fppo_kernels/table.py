@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, overload
 
@@ -21,6 +21,18 @@ from fppo_kernels.log_probs import chunked, reference
 
 def _never() -> str | None:
     return None
+
+
+def _needs_cuda() -> str | None:
+    return None if torch.cuda.is_available() else "needs CUDA"
+
+
+def _needs_flash() -> str | None:
+    return _needs_cuda() if importlib.util.find_spec("flash_attn") else "flash-attn is not installed"
+
+
+def _needs_flex() -> str | None:
+    return None if torch.cuda.is_available() else "needs CUDA: FlexAttention has no backward pass on CPUs"
 
 
 def _needs_compiler() -> str | None:
@@ -64,7 +76,15 @@ BUILTIN: Table = MappingProxyType(
     {
         "unpad": {"torch": Implementation(padding.unpad)},
         "pad": {"torch": Implementation(padding.pad)},
-        "attention": {"sdpa": Implementation(sdpa.sdpa), "eager": Implementation(eager.eager)},
+        "attention": {
+            "sdpa": Implementation(sdpa.sdpa),
+            "eager": Implementation(eager.eager),
+            "flash": Implementation("fppo_kernels.attention.flash:flash", _needs_flash, lacks=frozenset({"sinks"})),
+            "varlen": Implementation(
+                "fppo_kernels.attention.varlen:varlen", _needs_cuda, lacks=frozenset({"softcap", "sinks"})
+            ),
+            "flex": Implementation("fppo_kernels.attention.flex:flex", _needs_flex),
+        },
         "log_probs": {
             "reference": Implementation(reference.reference),
             "chunked": Implementation(chunked.chunked),
@@ -92,7 +112,7 @@ def available(op: str, *, table: Table = BUILTIN) -> dict[str, str | None]: ...
 @overload
 def available(op: None = None, *, table: Table = BUILTIN) -> dict[str, dict[str, str | None]]: ...
 def available(op: str | None = None, *, table: Table = BUILTIN) -> Any:
-    """The implementations of `op` by name, each with the reason why it cannot run here, or None; without `op`, of all."""
+    """The implementations of `op` by name, with the reason why it cannot run here or None; without `op`, of all."""
     if op is None:
         return {each: available(each, table=table) for each in table}
     if op not in table:
@@ -100,12 +120,17 @@ def available(op: str | None = None, *, table: Table = BUILTIN) -> Any:
     return {name: implementation.refuse() for name, implementation in table[op].items()}
 
 
-def get(op: str, name: str, *, table: Table = BUILTIN) -> Callable:
-    """The implementation `name` of `op`. Raises ValueError if there is none, or if it cannot run here."""
+def get(op: str, name: str, *, needs: Collection[str] = (), table: Table = BUILTIN) -> Callable:
+    """The implementation `name` of `op`.
+
+    Raises ValueError if there is none, if it cannot run here, or if it lacks a keyword that `needs` names.
+    """
     reasons = available(op, table=table)
     if name not in reasons:
         raise ValueError(f"no kernel {op}/{name}; there are {sorted(reasons)}")
+    able = sorted(each for each, reason in reasons.items() if reason is None and not table[op][each].lacks & {*needs})
     if reasons[name]:
-        others = sorted(other for other, reason in reasons.items() if reason is None)
-        raise ValueError(f"kernel {op}/{name} cannot run here: {reasons[name]}; there are {others}")
+        raise ValueError(f"kernel {op}/{name} cannot run here: {reasons[name]}; there are {able}")
+    if missing := sorted(table[op][name].lacks & {*needs}):
+        raise ValueError(f"kernel {op}/{name} has no {' and no '.join(missing)}, which is needed; there are {able}")
     return table[op][name].load()

@@ -1,11 +1,18 @@
 """Every attention kernel equals the slow program, in value and gradient."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fppo import laws
+from fppo.laws.attention import FEATURES
 from fppo_kernels import table
+from fppo_kernels.attention.eager import eager
+from fppo_kernels.attention.flex import flex
 from fppo_kernels.padding import make_lengths
 
 KERNELS = [name for name, reason in table.available("attention").items() if reason is None]
@@ -76,3 +83,79 @@ def test_garbage_in_another_sequence_does_not_leak(name):
     attention, lengths = table.get("attention", name), make_lengths([3, 4])
     out, clean = (attention(y, y, y, lengths=lengths, scale=1.0) for y in (spoiled, x))
     torch.testing.assert_close(out[:3], clean[:3], rtol=0, atol=0)
+
+
+def features(name):
+    return [x for x in FEATURES if x not in table.BUILTIN["attention"][name].lacks]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("name", [name for name in KERNELS if name not in ("sdpa", "eager")])
+def test_gpu_kernels_keep_the_laws(name):
+    laws.check_attention(
+        table.get("attention", name), features=features(name), dtypes=(torch.bfloat16,), device="cuda", head_dim=16
+    )
+
+
+def stand_in(query, key, value, ends, ends_of_keys, longest, longest_key, *, scale, window_size, softcap=None, **rest):
+    """What flash attention for sequences of different lengths is documented to compute, with its own arguments."""
+    assert torch.equal(ends, ends_of_keys)
+    assert ends.dtype == torch.int32
+    lengths = make_lengths(ends.diff().tolist())
+    assert longest == longest_key == lengths.max_length
+    left, right = window_size
+    causal = rest.pop("causal", right == 0)
+    assert causal
+    assert right in (-1, 0)
+    assert not rest.keys() - {"deterministic", "enable_gqa"}
+    assert key.shape[1] == query.shape[1] or rest.get("enable_gqa", True)
+    window = None if left == -1 else left + 1
+    return eager(query, key, value, lengths=lengths, scale=scale, window=window, softcap=softcap or None)
+
+
+def test_flash_hands_its_arguments_on(monkeypatch):
+    def flash_attn_varlen_func(*args, softmax_scale, **settings):
+        return stand_in(*args, scale=softmax_scale, **settings)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+    monkeypatch.delitem(sys.modules, "fppo_kernels.attention.flash", raising=False)
+    flash = table.BUILTIN["attention"]["flash"].load()
+    monkeypatch.delitem(sys.modules, "fppo_kernels.attention.flash")  # it holds the stand-in
+    laws.check_attention(flash, features=features("flash"), dtypes=(torch.bfloat16,))
+    x = torch.ones(1, 1, 8)
+    with pytest.raises(ValueError, match=r"not torch\.float32; attention/sdpa does"):
+        flash(x, x, x, lengths=make_lengths([1]), scale=1.0)
+    with pytest.raises(ValueError, match="no sinks; attention/sdpa"):
+        flash(x, x, x, lengths=make_lengths([1]), scale=1.0, sinks=torch.zeros(1))
+    wide = torch.ones(1, 1, 264, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="up to 256, got 264"):
+        flash(wide, wide, wide, lengths=make_lengths([1]), scale=1.0)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_varlen_hands_its_arguments_on(monkeypatch, grouped):
+    module = pytest.importorskip("fppo_kernels.attention.varlen")
+    monkeypatch.setattr(module, "varlen_attn", stand_in)
+    monkeypatch.setattr(module, "GROUPED", grouped)
+    laws.check_attention(module.varlen, features=features("varlen"), dtypes=(torch.bfloat16,))
+    x = torch.ones(1, 1, 8, dtype=torch.bfloat16)
+    for feature, words in (({"softcap": 1.0}, "soft cap"), ({"sinks": torch.zeros(1)}, "sinks")):
+        with pytest.raises(ValueError, match=f"no {words}; attention/sdpa"):
+            module.varlen(x, x, x, lengths=make_lengths([1]), scale=1.0, **feature)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 6), max_size=5),
+    groups=st.integers(1, 2),
+    window=st.none() | st.integers(1, 7),
+    softcap=st.sampled_from([None, 2.0]),
+    sink=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_flex_has_the_values(sizes, groups, window, softcap, sink, seed):
+    """All that a CPU can tell: there it has no backward pass."""
+    generator = torch.Generator().manual_seed(seed)
+    query, *kv = (torch.randn(sum(sizes), n, 16, generator=generator) for n in (2 * groups, 2, 2))
+    sinks = torch.randn(2 * groups, generator=generator) if sink else None
+    settings = {"lengths": make_lengths(sizes), "scale": 0.7, "window": window, "softcap": softcap, "sinks": sinks}
+    torch.testing.assert_close(flex(query, *kv, **settings), eager(query, *kv, **settings), rtol=1e-5, atol=1e-5)

@@ -16,8 +16,8 @@ def test_named_kernels():
 
 
 def test_an_unknown_name_is_told_the_others():
-    with pytest.raises(ValueError, match=r"no kernel attention/flash; there are \['eager', 'sdpa'"):
-        Kernels.named(attention="flash")
+    with pytest.raises(ValueError, match=r"no kernel attention/fast; there are \['eager', 'flash', 'flex', 'sdpa'"):
+        Kernels.named(attention="fast")
     with pytest.raises(ValueError, match="no operation 'softmax'"):
         table.get("softmax", "fast")
 
@@ -38,3 +38,13 @@ def test_all_that_is_available():
     assert set(everything) == {field.name for field in attrs.fields(Kernels)}
     assert everything["log_probs"] == table.available("log_probs")
     assert everything["attention"]["sdpa"] is None
+
+
+def test_what_a_kernel_lacks_is_told_with_those_that_have_it():
+    plain = table.Implementation(lambda: None, lacks=frozenset({"window", "sinks"}))
+    extended = table.register("attention", "plain", plain)
+    assert table.get("attention", "plain", needs={"softcap"}, table=extended) is plain.fn
+    with pytest.raises(
+        ValueError, match=r"attention/plain has no window, which is needed; there are \['eager'.*'sdpa'\]"
+    ):
+        table.get("attention", "plain", needs={"window", "softcap"}, table=extended)

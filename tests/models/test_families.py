@@ -88,3 +88,18 @@ def test_the_head_check_refuses_a_head_it_does_not_know(monkeypatch):
     monkeypatch.setattr("fppo.models.heads.output_head", lambda *_: head)
     with pytest.raises(ValueError, match="model type 'cohere'"):
         models.check_head(model, params)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_a_model_asks_of_attention_is_known_beforehand(name):
+    model, params = make(name, dtype=torch.float32)
+    asked = set()
+
+    def attention(query, key, value, *, lengths, scale, **features):
+        asked.update(feature for feature, given in features.items() if given is not None)
+        return KERNELS.attention(query, key, value, lengths=lengths, scale=scale, **features)
+
+    packed = KERNELS.unpad(TOKENS, MASK)
+    attend = models.packed_attention(attention, packed.lengths)
+    models.hidden_states(model, params, packed.tokens, packed.positions, attend=attend)
+    assert models.attention_needs(model) == asked

@@ -18,7 +18,7 @@ def masked_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`softmax(query @ key.T * scale, where mask) @ value` over tensors [..., H, L, D]; softmax in float32 or wider.
+    """`softmax(query @ key.T * scale, where mask) @ value` over tensors [..., H, L, D]; all in float32 or wider.
 
     Query head h reads key head h // (Hq / Hkv). `softcap` c turns scores s to c * tanh(s / c) (Gemma 2). `sinks` [Hq]
     adds exp(sink) to the softmax's denominator (GPT-OSS). `mask` bool broadcasts to [..., Hq, L, Lk].
@@ -26,7 +26,7 @@ def masked_attention(
     groups = query.shape[-3] // key.shape[-3]
     key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores = (query @ key.transpose(-1, -2)).to(wide) * scale
+    scores = query.to(wide) @ key.to(wide).transpose(-1, -2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, -torch.inf)
@@ -34,7 +34,7 @@ def masked_attention(
         sink = sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink], -1)
     weights = torch.softmax(scores, -1)[..., : key.shape[-2]]
-    return weights.to(value.dtype) @ value
+    return (weights @ value.to(wide)).to(query.dtype)
 
 
 def eager(

@@ -1,6 +1,9 @@
-"""Packed attention by torch's scaled_dot_product_attention, one call for all sequences of one length."""
+"""Packed attention by torch's scaled_dot_product_attention, one call for all sequences of about one length."""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,6 +11,8 @@ from torch.nn import functional as F
 
 from fppo_kernels.attention.eager import masked_attention
 from fppo_kernels.padding import Lengths
+
+FULL, SPARE = 0.9, 16  # a sequence joins longer ones if it is at least 0.9 of the longest, or at most 16 tokens short
 
 
 def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
@@ -58,21 +63,31 @@ def sdpa(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention [N, Hq, Dv] of packed query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, Dv], causal per sequence."""
-    starts: dict[int, list[int]] = {}
-    start = 0
-    for length in lengths.lengths:
-        starts.setdefault(length, []).append(start)
-        start += length
-    if len(starts) == 1:
+    if len(set(lengths.lengths)) == 1:
         parts = [x.view(-1, lengths.max_length, *x.shape[1:]) for x in (query, key, value)]
         return batch_attention(*parts, scale=scale, window=window, softcap=softcap, sinks=sinks).flatten(0, 1)
     outputs, places = [], []
-    for length, begins in starts.items():
-        place = torch.tensor(begins, device=query.device)[:, None] + torch.arange(length, device=query.device)
-        places.append(place.flatten())
-        parts = [x[places[-1]].view(len(begins), length, *x.shape[1:]) for x in (query, key, value)]
+    for longest, begins, sizes in _groups(lengths.lengths):
+        begin, size = (torch.tensor(x, device=query.device)[:, None] for x in (begins, sizes))
+        step = torch.arange(longest, device=query.device)
+        real = step < size
+        place = begin + step.where(real, 0)  # what fills up a sequence comes after it, and no token looks that far
+        parts = [x[place.flatten()].view(len(begins), longest, *x.shape[1:]) for x in (query, key, value)]
         out = batch_attention(*parts, scale=scale, window=window, softcap=softcap, sinks=sinks)
-        outputs.append(out.flatten(0, 1))
+        outputs.append(out[real])
+        places.append(place[real])
     if not outputs:
         return query.new_zeros(0, query.shape[1], value.shape[2])
     return torch.cat(outputs)[torch.argsort(torch.cat(places))]
+
+
+def _groups(lengths: Sequence[int]) -> list[tuple[int, list[int], list[int]]]:
+    """Sequences of about one length: the longest length, where each begins, and how long each is."""
+    ends = list(itertools.accumulate(lengths))
+    groups: list[tuple[int, list[int], list[int]]] = []
+    for size, end in sorted(zip(lengths, ends, strict=True), key=lambda pair: -pair[0]):
+        if not groups or size < min(FULL * groups[-1][0], groups[-1][0] - SPARE):
+            groups.append((size, [], []))
+        groups[-1][1].append(end - size)
+        groups[-1][2].append(size)
+    return groups

@@ -1,0 +1,46 @@
+"""Packed attention by torch's own flash attention for sequences of different lengths."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from fppo_kernels.padding import Lengths
+
+GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 may not have it
+
+
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    lengths: Lengths,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`sdpa` for float16 and bfloat16 on CUDA, without soft caps and sinks. Raises ValueError for anything else."""
+    if softcap is not None or sinks is not None:
+        what = "soft cap" if softcap is not None else "sinks"
+        raise ValueError(f"attention/varlen has no {what}; attention/sdpa, attention/eager and attention/flex have")
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"attention/varlen computes in float16 and bfloat16, not {query.dtype}; attention/sdpa does")
+    if not len(query):
+        return query + value.sum() * 0  # the kernel refuses no tokens
+    grouped: dict[str, Any] = {}
+    if query.shape[1] != key.shape[1]:
+        if GROUPED:
+            grouped = {"enable_gqa": True}
+        else:
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    ends, longest = lengths.cu_seqlens, lengths.max_length
+    left = -1 if window is None else window - 1
+    return varlen_attn(  # type: ignore[return-value]
+        query, key, value, ends, ends, longest, longest, scale=scale, window_size=(left, 0), **grouped
+    )
