@@ -144,19 +144,19 @@ def _run(run: Run, example: Example, *, size: int | None = None, budget: int | N
     return run(_batch(example), example.mode, size, budget, packed)
 
 
-def _outcomes_differ(expected: _Outcome, actual: _Outcome) -> str | None:
+def _outcomes_differ(expected: _Outcome, actual: _Outcome, tolerance: float = 1e-9) -> str | None:
     for what, wanted, found in (
         ("the gradient of", expected.grads, actual.grads),
         ("the new parameter", expected.params, actual.params),
     ):
         for name, x in wanted.items():
-            if reason := differ(f"{what} {name}", x, found[name]):
+            if reason := differ(f"{what} {name}", x, found[name], tolerance):
                 return reason
     if expected.metrics.keys() != actual.metrics.keys():
         return f"metrics are {sorted(actual.metrics)}, expected {sorted(expected.metrics)}"
     for name, metric in expected.metrics.items():
         for field, a, b in zip(metric._fields, metric, actual.metrics[name], strict=True):
-            if reason := differ(f"metric {name}, {field}", a, b):
+            if reason := differ(f"metric {name}, {field}", a, b, tolerance):
                 return reason
     return None
 

@@ -74,7 +74,7 @@ def begin_gather(
         places = [i for i, kind in enumerate(dtypes) if kind == dtype]
         sizes = [_width(shapes[i], axis) for i in places]
         part = _packed([shards[i].detach() for i in places], sizes, dtype)
-        whole = part.new_empty(axis.size, len(part))
+        whole = part.new_empty(axis.size * len(part))  # gloo takes it in no other shape
         work = _gather_single(whole, part, group=axis.group, async_op=True)
         waiting.append((places, sizes, part, whole, work))
 
@@ -83,8 +83,8 @@ def begin_gather(
         while waiting:
             places, sizes, _, whole, work = waiting.pop(0)
             work.wait()
-            for i, x in zip(places, whole.split(sizes, 1), strict=True):
-                found[i] = x.reshape(-1, *shapes[i][1:])[: shapes[i][0]]
+            for i, x in zip(places, whole.view(axis.size, -1).split(sizes, 1), strict=True):
+                found[i] = x.contiguous().view(-1, *shapes[i][1:])[: shapes[i][0]]
         return tuple(found[i] for i in range(len(shards)))
 
     return finish
@@ -112,7 +112,7 @@ def reduce_scatter(
         for i, slot in zip(places, whole.split(sizes, 1), strict=True):
             _fill_rows(slot, grads[i])
         part = whole.new_empty(whole.shape[1])
-        _reduce_scatter_single(part, whole, group=axis.group)
+        _reduce_scatter_single(part, whole.view(-1), group=axis.group)
         for i, x in zip(places, part.split(sizes), strict=True):
             start, stop = bounds(len(grads[i]), axis)
             rest = grads[i].shape[1:]

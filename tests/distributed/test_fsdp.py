@@ -1,0 +1,71 @@
+"""Updates with sharded parameters on real gloo processes: those of one process."""
+
+import attrs
+import pytest
+import torch
+
+from fppo import batch as batches
+from fppo import losses, metrics, tree
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import Mesh, Sharding
+from fppo.steps.forward import compute_log_probs
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizer import Optimizer
+from fppo.steps.schedules import schedule
+from fppo.steps.train_state import init_state
+from fppo.steps.update import update_actor
+from fppo_kernels.record import Kernels
+from tests import tiny
+from tests.distributed import processes
+
+SETTINGS = [(3, False), (3, True), (2, False), (1, False)]
+
+
+def share(mesh):
+    """This data rank's rows of 7: all of one rank; of several, the first has none."""
+    ranks = mesh["replicate"].size * mesh["shard"].size
+    rank = mesh["replicate"].rank * mesh["shard"].size + mesh["shard"].rank
+    return [row for row in range(7) if ranks == 1 or row % (ranks - 1) == rank - 1]
+
+
+def update(mesh, stage, checkpoint_layers):
+    """The whole actor after four steps, its metrics, and the log-probs before it."""
+    model, params = tiny.model_and_params("lm")
+    model = attrs.evolve(model, checkpoint_layers=checkpoint_layers)
+    mesh = attrs.evolve(mesh, sharding=Sharding(stage=stage))
+    shards = fsdp.shard(params, mesh)
+    batch = batches.rows(tiny.experience(7, 7), share(mesh))
+    settings = {"model": model, "kernels": Kernels.named(), "mesh": mesh, "micro_batching": MicroBatching(size=2)}
+    log_probs = compute_log_probs(shards, batch, **settings)
+    state, report = update_actor(
+        init_state(shards),
+        batch,
+        loss_fn=losses.ppo_clip,
+        optimizer=Optimizer(schedule=schedule("constant", 1e-2), eps=1e-2, max_grad_norm=0.5),
+        mini_batch_size=4,
+        epochs=2,
+        entropy_coef=0.01,
+        **settings,
+    )
+    trees = {name: fsdp.gather(x, model.shapes, mesh) for name, x in (("p", state.params), ("m", state.opt.mu))}
+    return dict(tree.leaves_with_paths(trees)), metrics.report(report), log_probs
+
+
+def updates(mesh):
+    return [update(mesh, *settings) for settings in SETTINGS]
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=["2", "2x2"])
+def test_processes_with_sharded_parameters_do_the_update_of_one(axes):
+    expected, numbers, log_probs = update(Mesh.local(), 3, False)
+    for rank, results in enumerate(processes.run(axes, updates)):
+        ranks = axes["shard"] * axes.get("replicate", 1)
+        rows = [row for row in range(7) if row % (ranks - 1) == rank - 1]
+        for settings, (found, found_numbers, found_log_probs) in zip(SETTINGS, results, strict=True):
+            assert found.keys() == expected.keys()
+            for path, leaf in expected.items():
+                message = f"stage {settings}, {path}, rank {rank}"
+                torch.testing.assert_close(found[path], leaf, rtol=1e-10, atol=1e-10, msg=message)
+            for name, number in numbers.items():
+                assert found_numbers[name] == pytest.approx(number, rel=1e-8, abs=1e-10, nan_ok=True), name
+            torch.testing.assert_close(found_log_probs, log_probs[rows], rtol=1e-10, atol=1e-10)

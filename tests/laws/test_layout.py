@@ -1,0 +1,133 @@
+"""Our updates keep the layout law, and it catches the mistakes it is there for."""
+
+from functools import partial
+
+import attrs
+import pytest
+import torch
+
+from fppo import laws, losses, tree
+from fppo.laws import layout
+from fppo.runtime import mesh as meshes
+from fppo.runtime.mesh import Mesh
+from fppo.steps import epochs, optimizer, spread
+from fppo.steps.update import update_actor, update_critic
+
+OTHERS = ("gspo", "sapo", "gpg", "cispo", "gmpo", "dppo_tv", "dppo_kl", "dro")
+
+
+def test_the_actor_keeps_the_law():
+    laws.check_layout(losses.ppo_clip, each=3)
+
+
+def test_the_critic_keeps_the_law():
+    laws.check_layout_fn(update_critic, head="value", each=2)
+
+
+@pytest.mark.parametrize("number", range(len(OTHERS)))
+def test_the_other_losses_keep_the_law(number):
+    loss_fn = getattr(losses, OTHERS[number])
+    laws.check_layout(loss_fn, modes=(losses.MODES[number % len(losses.MODES)],), each=1, max_ranks=4)
+
+
+def test_the_large_meshes_keep_the_law():
+    """Up to 64 ranks, each mesh once, most ranks with nothing to do."""
+    run = layout._runner(partial(update_actor, loss_fn=losses.ppo_clip), "lm")
+    example = layout._example(("token-mean",), 5, 3, 1)
+    expected = layout._one_process(run, example, 0)
+    large = [axes for axes in layout.meshes(64) if layout._ranks(axes) > 8]
+    assert len(large) == 10
+    for axes in large:
+        drawn = layout._draw(axes, 3, False, example, torch.Generator().manual_seed(0))
+        for outcome in run(example, drawn, 0):
+            assert layout._outcomes_differ(expected, outcome, 1e-10) is None
+
+
+def test_every_mesh_and_stage_takes_its_turn():
+    seen = []
+
+    def update(state, batch, *, mesh, model, **_):
+        sizes = tuple(mesh[name].size for name in ("replicate", "shard", "sequence"))
+        seen.append((sizes, mesh.sharding and mesh.sharding.stage, model.checkpoint_layers))
+        return state, {}
+
+    laws.check_layout_fn(update, each=3)
+    assert len({sizes for sizes, *_ in seen}) == len(layout.meshes(8)) + 1
+    assert {(stage, again) for _, stage, again in seen} == {(s, a) for s in (1, 2, 3, None) for a in (True, False)}
+
+
+def averaged(grads, mesh):
+    ranks = mesh["replicate"].size * mesh["shard"].size
+    return tree.map(lambda x: x / ranks, meshes.gradient_sum(grads, mesh))
+
+
+def without(name, grads, mesh):
+    return meshes.gradient_sum(grads, Mesh({k: v for k, v in mesh.axes.items() if k != name}, mesh.sharding))
+
+
+def sharded_twice(grads, mesh):
+    return (
+        meshes.gradient_sum(grads, attrs.evolve(mesh, sharding=None))
+        if mesh["shard"].size == 1
+        else tree.map(lambda x: x * mesh["shard"].size if mesh.sharded else x, meshes.gradient_sum(grads, mesh))
+    )
+
+
+def own_norm(grads, mesh):
+    return torch.nn.utils.get_total_norm(grads)
+
+
+def own_rounds(counts, mesh, device):
+    return [max(count, 1) for count in counts]
+
+
+def own_mini_batches(row_ids, size, mesh, key=None):
+    return list(torch.arange(len(row_ids)).split(size)) or [torch.arange(0)]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "mistake"),
+    [
+        (epochs, "gradient_sum", averaged),
+        (epochs, "gradient_sum", partial(without, "replicate")),
+        (epochs, "gradient_sum", partial(without, "sequence")),
+        (epochs, "gradient_sum", sharded_twice),
+        (epochs, "data_sum", lambda x, mesh: x),
+        (epochs, "data_metrics", lambda x, mesh: x),
+        (epochs, "rounds", own_rounds),
+        (epochs, "mini_batches", own_mini_batches),
+        (optimizer, "_global_norm", own_norm),
+        (spread, "_all_row_ids", lambda ids, mesh: (ids, 0)),
+    ],
+    ids=["mean", "replicate", "sequence", "shard", "totals", "metrics", "rounds", "mini-batches", "norm", "row ids"],
+)
+def test_a_broken_update_is_caught(module, name, mistake, monkeypatch):
+    monkeypatch.setattr(module, name, mistake)
+    with pytest.raises(laws.LawViolation) as caught:
+        laws.check_layout(losses.gpg, modes=("token-mean",), each=3, max_ranks=4)
+    assert caught.value.law == "layout"
+    assert "on a mesh of replicate" in str(caught.value) or "it raised" in str(caught.value)
+
+
+def local_mean(log_probs, old, advantages, mask):
+    loss, metrics = losses.ppo_clip(log_probs, old, advantages, mask)
+    return loss / mask.sum().clamp(min=1), metrics
+
+
+def test_a_loss_with_a_local_mean_is_caught():
+    with pytest.raises(laws.LawViolation, match=r"sharding stage \d|whole parameters") as caught:
+        laws.check_layout(local_mean, modes=("token-mean",), max_ranks=4)
+    assert caught.value.law == "layout"
+
+
+def test_an_update_that_rolls_dice_is_caught():
+    dice = torch.Generator().manual_seed(0)
+
+    def update(state, batch, **settings):
+        scale = 1 + torch.rand((), generator=dice, dtype=torch.float64)
+        return update_actor(
+            state, tree.replace(batch, advantages=batch.advantages * scale), loss_fn=losses.gpg, **settings
+        )
+
+    with pytest.raises(laws.LawViolation, match='It also breaks: "same bits"'):
+        laws.check_layout_fn(update, modes=("token-mean",), max_ranks=4)
