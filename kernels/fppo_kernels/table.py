@@ -42,6 +42,10 @@ def _needs_compiler() -> str | None:
     return None if shutil.which("g++") or shutil.which("clang++") else "no C++ compiler (g++ or clang++) is installed"
 
 
+def _needs_liger() -> str | None:
+    return None if importlib.util.find_spec("liger_kernel") else "liger-kernel is not installed"
+
+
 def _needs_triton() -> str | None:
     if not importlib.util.find_spec("triton"):
         return "triton is not installed"
@@ -90,6 +94,11 @@ BUILTIN: Table = MappingProxyType(
             "chunked": Implementation(chunked.chunked),
             "compiled": Implementation(
                 "fppo_kernels.log_probs.compiled:compiled", _needs_compiler, lacks=frozenset({"axis"})
+            ),
+            "liger": Implementation(
+                "fppo_kernels.log_probs.liger:liger",
+                _needs_liger,
+                lacks=frozenset({"bias", "softcap", "sum_squared", "axis"}),
             ),
             "triton": Implementation("fppo_kernels.log_probs.triton:triton", _needs_triton),
         },

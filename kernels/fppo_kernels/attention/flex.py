@@ -59,5 +59,5 @@ def flex(
         return_aux=AuxRequest(lse=True),
     )
     if sinks is not None:  # exp(sink) joins the sum of exponentials
-        out = out * torch.sigmoid(aux.lse - sinks[:, None].to(aux.lse)).to(out.dtype)[..., None]
+        out = out * torch.sigmoid(aux.lse - sinks[:, None].to(aux.lse)).to(out.dtype)[..., None]  # type: ignore[operator]
     return out[0].transpose(0, 1)

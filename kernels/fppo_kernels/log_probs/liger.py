@@ -1,0 +1,49 @@
+"""Log-probs and entropy by Liger's fused linear and scaled cross entropy (Hsu et al., 2024), for comparison."""
+
+from __future__ import annotations
+
+import torch
+from liger_kernel.ops.fused_linear_scaled_cross_entropy import (  # type: ignore[import-not-found]
+    LigerFusedLinearScaledCrossEntropyFunction,
+)
+from torch import Tensor
+
+from fppo_kernels.collectives import Axis
+from fppo_kernels.log_probs.reference import LogProbs
+
+
+def liger(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    entropy: bool = False,
+    sum_squared: bool = False,
+    axis: Axis | None = None,
+) -> LogProbs:
+    """`reference` for one temperature, without bias, soft cap, sum of squares and axis: those raise ValueError.
+
+    Its backward pass adds up the weight's gradient in the weight's dtype, 512 tokens at a time, where it runs on torch.
+    """
+    asked = {
+        "bias": bias is not None,
+        "softcap": softcap is not None,
+        "sum_squared": sum_squared,
+        "axis": axis is not None and axis.size > 1,
+        "temperature per token": isinstance(temperature, Tensor) and temperature.ndim > 0,
+    }
+    if lacking := [name for name, given in asked.items() if given]:
+        raise ValueError(f"log_probs/liger has no {' and no '.join(lacking)}; log_probs/chunked has")
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    if not len(hidden):
+        nothing = (hidden.sum() + weight.sum()).to(wide) * 0 + hidden.new_zeros(0, dtype=wide)
+        return LogProbs(nothing, nothing if entropy else None)
+    out = LigerFusedLinearScaledCrossEntropyFunction.apply(
+        hidden, weight, labels, temperature=float(temperature) / scale, return_entropy=entropy
+    )
+    nll, moments = out if entropy else (out, None)
+    return LogProbs(-nll.to(wide), None if moments is None else moments.to(wide))

@@ -1,0 +1,59 @@
+"""The comparison with Liger hands its arguments on, and refuses what Liger lacks."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from fppo_kernels import table
+from fppo_kernels.collectives import Axis
+from fppo_kernels.log_probs.reference import reference
+
+NAME = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
+
+
+def stand_in(hidden, weight, labels, *, temperature, return_entropy):
+    """What Liger is documented to compute."""
+    assert len(hidden)
+    out = reference(hidden, weight, labels, temperature=temperature, entropy=return_entropy)
+    return (-out.log_probs, out.entropy.to(hidden.dtype)) if return_entropy else -out.log_probs
+
+
+@pytest.fixture
+def liger(monkeypatch):
+    for name in ("liger_kernel", "liger_kernel.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    module = SimpleNamespace(LigerFusedLinearScaledCrossEntropyFunction=SimpleNamespace(apply=stand_in))
+    monkeypatch.setitem(sys.modules, NAME, module)
+    monkeypatch.delitem(sys.modules, "fppo_kernels.log_probs.liger", raising=False)
+    yield table.BUILTIN["log_probs"]["liger"].load()
+    sys.modules.pop("fppo_kernels.log_probs.liger", None)  # it holds the stand-in
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, torch.tensor(0.7)])
+def test_equals_the_reference(liger, tokens, temperature):
+    hidden, weight = torch.randn(tokens, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
+    labels = torch.randint(7, (tokens,))
+    settings = {"temperature": temperature, "scale": 0.5, "entropy": True}
+    found, expected = (fn(hidden, weight, labels, **settings) for fn in (liger, reference))
+    torch.testing.assert_close(found.log_probs, expected.log_probs)
+    torch.testing.assert_close(found.entropy, expected.entropy)
+    grads = [torch.autograd.grad((x.log_probs + x.entropy).sum(), [hidden, weight]) for x in (found, expected)]
+    torch.testing.assert_close(*grads)
+    assert liger(hidden, weight, labels).entropy is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"bias": torch.zeros(2)}, "no bias"),
+        ({"softcap": 1.0, "sum_squared": True}, "no softcap and no sum_squared"),
+        ({"axis": Axis(2)}, "no axis"),
+        ({"temperature": torch.ones(1)}, "no temperature per token"),
+    ],
+)
+def test_what_it_lacks_is_refused(liger, asked, words):
+    with pytest.raises(ValueError, match=f"log_probs/liger has {words}; log_probs/chunked has"):
+        liger(torch.ones(1, 1), torch.ones(2, 1), torch.zeros(1, dtype=torch.int64), **asked)
