@@ -2,6 +2,7 @@
 
 Each instance makes tiles of hidden @ weight.T, [BM, BN], in registers, BK hidden dimensions at a time, and works on
 them there. With TMA, `hidden` and `weight` are tensor descriptors, which read zeros beyond the edges; else pointers.
+WIDEN is for the interpreter, which cannot multiply bfloat16: its float32 products of them are the same numbers.
 """
 
 from __future__ import annotations
@@ -36,13 +37,18 @@ def _find_tile(blocks, columns, GROUP: tl.constexpr):
 @triton.jit
 def _products(
     hidden, weight, row, column, tokens, stop, width,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """hidden[row : row + BM] @ weight[column : column + BN].T in float32; zeros beyond `tokens` and `stop`."""
     total = tl.zeros((BM, BN), tl.float32)
     if TMA:
         for k in range(0, width, BK):
-            total = tl.dot(hidden.load([row, k]), weight.load([column, k]).T, total, input_precision="ieee")
+            left = hidden.load([row, k])
+            right = weight.load([column, k]).T
+            if WIDEN:
+                total = tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision="ieee")
+            else:
+                total = tl.dot(left, right, total, input_precision="ieee")
     else:
         rows = (row + tl.arange(0, BM)).to(tl.int64)[:, None]
         columns = (column + tl.arange(0, BN)).to(tl.int64)[None, :]
@@ -50,7 +56,10 @@ def _products(
             ks = k + tl.arange(0, BK)
             left = tl.load(hidden + rows * width + ks[None, :], (rows < tokens) & (ks < width)[None, :], other=0.0)
             right = tl.load(weight + columns * width + ks[:, None], (columns < stop) & (ks < width)[:, None], other=0.0)
-            total = tl.dot(left, right, total, input_precision="ieee")
+            if WIDEN:
+                total = tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision="ieee")
+            else:
+                total = tl.dot(left, right, total, input_precision="ieee")
     return total
 
 
@@ -66,11 +75,12 @@ def _finish(raw, bias, columns, vocab, inner, outer, BIAS: tl.constexpr, SOFTCAP
     return tl.where((columns < vocab)[None, :], raw * outer[:, None], LOWEST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "vocab", "splits", "tiles"])
 def forward_kernel(
     hidden, weight, bias, labels, temperature, own, moments, tokens, vocab, width, inner, cap, splits, tiles,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Moments [4, splits, N] of BM tokens over one split, `tiles` tiles of the vocabulary; and the labels' logits."""
     block, split = _find_tile(tl.cdiv(tokens, BM), splits, GROUP)
@@ -86,7 +96,7 @@ def forward_kernel(
     start = split * tiles * BN
     stop = min(start + tiles * BN, vocab)
     for column in range(start, stop, BN):
-        raw = _products(hidden, weight, block * BM, column, tokens, vocab, width, BM, BN, BK, TMA)
+        raw = _products(hidden, weight, block * BM, column, tokens, vocab, width, BM, BN, BK, TMA, WIDEN)
         columns = column + tl.arange(0, BN)
         logits = _finish(raw, bias, columns, vocab, inner, outer, BIAS, SOFTCAP)
         here = (label >= column) & (label < column + BN)
@@ -115,21 +125,23 @@ def forward_kernel(
         tl.store(place + 3 * plane, second / (total * total), real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "vocab", "start", "stop"])
 def backward_kernel(
     hidden, weight, bias, labels, temperature, rows_of, slab, tokens, vocab, width, inner, cap, scale,
     start, stop, stride,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """The gradient by hidden @ weight[start:stop].T, [N, stop - start] in `slab`, one tile an instance.
 
-    `rows_of` [7, N]: maximum, log_sum, entropy, sum_squared, and the gradients of the three outputs. With z the logits:
-    d log p_y / dz = 1_y - p; d H / dz = -p (log p + H); d (sum p^2) / dz = 2 p (p - sum p^2).
+    The rows of `slab` have room for whole tiles; what stands beyond `stop` means nothing.
+    `rows_of` [8, N]: maximum, log_sum, entropy, sum_squared, the gradients of the three outputs, the label's logit.
+    With z the logits: d log p_y / dz = 1_y - p; d H / dz = -p (log p + H); d (sum p^2) / dz = 2 p (p - sum p^2).
     """
     block, part = _find_tile(tl.cdiv(tokens, BM), tl.cdiv(stop - start, BN), GROUP)
     column = start + part * BN
-    raw = _products(hidden, weight, block * BM, column, tokens, stop, width, BM, BN, BK, TMA)
+    raw = _products(hidden, weight, block * BM, column, tokens, stop, width, BM, BN, BK, TMA, WIDEN)
     rows = block * BM + tl.arange(0, BM)
     columns = column + tl.arange(0, BN)
     real = rows < tokens
@@ -154,13 +166,16 @@ def backward_kernel(
         factor -= d_entropy[:, None] * logs
     if SQUARED:
         factor += d_squared[:, None] * probs
-    grad = probs * factor
-    here = (label >= column) & (label < column + BN)
-    if tl.max(here.to(tl.int32), 0) > 0:
-        grad += tl.where(columns[None, :] == label[:, None], d_label[:, None], 0.0)
+    slope = scale / tempered
+    grad = probs * factor * slope[:, None]
+    at_label = d_label * slope
     if SOFTCAP:
         bend = logits * (tempered / cap)[:, None]
         grad *= 1 - bend * bend
-    grad *= (scale / tempered)[:, None]
+        bend_label = tl.load(place + 7 * tokens, real, other=0.0) * (tempered / cap)
+        at_label *= 1 - bend_label * bend_label
+    here = (label >= column) & (label < column + BN)
+    if tl.max(here.to(tl.int32), 0) > 0:
+        grad += tl.where(columns[None, :] == label[:, None], at_label[:, None], 0.0)
     target = slab + rows.to(tl.int64)[:, None] * stride + (columns - start)[None, :]
-    tl.store(target, grad.to(slab.dtype.element_ty), real[:, None] & (columns < stop)[None, :])
+    tl.store(target, grad.to(slab.dtype.element_ty), real[:, None])

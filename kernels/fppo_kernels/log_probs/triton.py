@@ -18,6 +18,7 @@ from fppo_kernels.log_probs._triton_kernels import backward_kernel, forward_kern
 from fppo_kernels.log_probs.reference import LogProbs
 
 DTYPES = (torch.float32, torch.bfloat16)
+INTERPRETED = isinstance(forward_kernel, InterpretedFunction)
 
 
 class Tiling(NamedTuple):
@@ -86,6 +87,7 @@ class _Inputs(NamedTuple):
             "BK": tiling.hidden,
             "GROUP": tiling.group,
             "TMA": tiling.descriptors,
+            "WIDEN": INTERPRETED,
             "num_warps": tiling.warps,
             "num_stages": tiling.stages,
         }
@@ -154,15 +156,15 @@ def _write_slab(
 def _backward(
     inputs: _Inputs, rows_of: Tensor, asked: tuple[bool, bool], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Slabs of the logits' gradient, [tokens, part of the vocabulary] in the dtype of the weight, and their products."""
+    """Slabs of the logits' gradient, tokens by a part of the vocabulary in the weight's dtype, and their products."""
     hidden, weight, bias, tiling = inputs.hidden, inputs.weight, inputs.bias, inputs.rule.tiling
     d_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needed[0] else None
     d_weight = torch.zeros_like(weight) if needed[1] else None
     d_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] and bias is not None else None
     runs = _split(len(hidden), tiling.rows)
     height = min(len(hidden), tiling.rows)
-    width = max(128, tiling.slab // max(1, height * weight.element_size()) // 128 * 128)
-    width = min(width, tiling.columns, _triton.cdiv(len(weight), 16) * 16)  # rows start at multiples of 16 bytes
+    tiles = min(tiling.slab // max(1, height * weight.element_size()), tiling.columns, len(weight) + tiling.vocab - 1)
+    width = max(1, tiles // tiling.vocab) * tiling.vocab  # whole tiles
     buffer = weight.new_empty(height, width)
     values = [rows_of[:, rows].contiguous() for rows in runs]
     for vocab in _split(len(weight), width):
@@ -199,7 +201,7 @@ class _Triton(torch.autograd.Function):
         own, moments = _forward(inputs)
         own = all_reduce(own, axis)
         total = _moments.merge(Moments(*(all_gather(x, axis) for x in moments)))
-        ctx.save_for_backward(*inputs[1:], torch.stack(total))
+        ctx.save_for_backward(*inputs[1:], torch.stack(total), own)
         ctx.rule, ctx.axis = rule, axis
         ctx.set_materialize_grads(False)
         return (own - total.maximum - total.log_sum).clamp_(max=0), total.entropy, total.sum_squared
@@ -207,14 +209,15 @@ class _Triton(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs, total = _Inputs(ctx.rule, *ctx.saved_tensors[:5]), ctx.saved_tensors[5]
+        *tensors, total, own = ctx.saved_tensors
+        inputs = _Inputs(ctx.rule, *tensors)
         # every rank of an axis gets the gradients of all outputs, used by it or not
         if ctx.axis.size > 1:
             asked = ctx.rule.entropy, ctx.rule.sum_squared
         else:
             asked = grads[1] is not None, grads[2] is not None
         d_outputs = torch.stack([torch.zeros_like(total[0]) if grad is None else grad for grad in grads])
-        rows_of = torch.cat([total, all_reduce(d_outputs, ctx.axis)])
+        rows_of = torch.cat([total, all_reduce(d_outputs, ctx.axis), own[None]])
         return *_backward(inputs, rows_of, asked, ctx.needs_input_grad[:3]), None, None, None, None
 
 
@@ -225,7 +228,7 @@ def _check(hidden: Tensor, weight: Tensor) -> None:
                 f"log_probs/triton takes float32 and bfloat16, got {name} in {x.dtype}; "
                 "log_probs/chunked and log_probs/reference take any"
             )
-    if not hidden.is_cuda and not isinstance(forward_kernel, InterpretedFunction):
+    if not hidden.is_cuda and not INTERPRETED:
         raise ValueError(
             f"log_probs/triton runs on a GPU, got tensors on {hidden.device}; "
             "log_probs/chunked runs there, and this one with TRITON_INTERPRET=1 in the environment"

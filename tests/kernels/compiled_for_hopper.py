@@ -1,0 +1,47 @@
+"""Compiles the bfloat16 programs for an H200, which takes no GPU: prints the matrix instructions and what is used."""
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fppo_kernels.log_probs._triton_kernels import backward_kernel, forward_kernel
+
+FLOAT_NUMBERS = ("inner", "cap", "scale")
+FLOAT_TENSORS = ("temperature", "own", "moments", "rows_of")
+TILE = {"BM": 128, "BN": 256, "BK": 64, "GROUP": 16, "TMA": True, "WIDEN": False}
+
+
+def kind(name: str, constants: dict[str, Any]) -> str:
+    if name in constants:
+        return "constexpr"
+    if name in ("hidden", "weight"):
+        return f"tensordesc<bf16[{TILE['BM' if name == 'hidden' else 'BN']},{TILE['BK']}]>"
+    if name in FLOAT_NUMBERS:
+        return "fp32"
+    return {"bias": "*bf16", "slab": "*bf16", "labels": "*i64"}.get(name, "*fp32" if name in FLOAT_TENSORS else "i32")
+
+
+def compile_for_hopper(kernel: Any, *, full: bool) -> Any:
+    constants = {**TILE, **dict.fromkeys(("BIAS", "SOFTCAP", "ENTROPY", "SQUARED"), full)}
+    if not full:
+        constants["bias"] = None
+    signature = {name: kind(name, constants) for name in kernel.arg_names}
+    aligned = {"width", "stride"} | {name for name, type_ in signature.items() if type_.startswith("*")}
+    marks = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=marks)
+    options = {"num_warps": 8, "num_stages": 4}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+if __name__ == "__main__":
+    for kernel in (forward_kernel, backward_kernel):
+        for full in (False, True):
+            compiled = compile_for_hopper(kernel, full=full)
+            ptx = compiled.asm["ptx"]
+            assert "cubin" in compiled.asm
+            assert compiled.metadata.shared <= 227 << 10, compiled.metadata.shared
+            assert "cp.async.bulk.tensor" in ptx
+            assert "wgmma.mma_async" in ptx
+            print(f"{kernel.__name__}, full={full}: wgmma, {compiled.metadata.shared} bytes of shared memory")

@@ -1,0 +1,182 @@
+"""Checks of the Triton kernels under Triton's interpreter: `python -m tests.kernels.interpreted NAME`.
+
+In a process of its own, for TRITON_INTERPRET must be set before anything imports triton."""
+
+import sys
+import threading
+from functools import partial
+
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from fppo import laws
+from fppo.laws import LawViolation
+from fppo.runtime.simulate import simulate
+from fppo_kernels import table
+from fppo_kernels.log_probs import triton as module
+from fppo_kernels.log_probs.reference import reference
+from fppo_kernels.log_probs.triton import Tiling, choose_tiling, triton
+from fppo_kernels.record import Kernels
+
+SMALL = Tiling(16, 16, 16, warps=4, stages=1, group=2, tiles=3, instances=1)
+
+
+def laws_in_float32():
+    laws.check_log_probs(Kernels.named(log_probs="triton").log_probs, dtypes=(torch.float32,))
+
+
+def _cast(builder, value, dtype):
+    if (value.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+        return builder.cast_impl(value, dtype)
+    rounded = torch.tensor(value.data).to(torch.bfloat16).view(torch.int16).numpy().view("uint16")
+    return TensorHandle(rounded, dtype.scalar)
+
+
+def laws_in_bfloat16():
+    """The interpreter cannot multiply bfloat16, so the products are of the same numbers in float32; and where GPUs
+    round to bfloat16, it cuts off, which is mended here."""
+    InterpreterBuilder.create_fp_trunc = _cast
+    laws.check_log_probs(table.get("log_probs", "triton"), dtypes=(torch.bfloat16,))
+
+
+def problem(tokens, vocab, width, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1000 * tokens + vocab)
+    leaves = [torch.randn(*shape, generator=generator) for shape in ((tokens, width), (vocab, width), (vocab,))]
+    leaves = [x.to(dtype).requires_grad_() for x in leaves]
+    labels = torch.randint(vocab, (tokens,), generator=generator)
+    return leaves, labels, torch.rand(tokens, generator=generator) + 0.5, torch.randn(3, tokens, generator=generator)
+
+
+def run(fn, leaves, labels, temperature, weights, **settings):
+    hidden, weight, bias = leaves
+    out = fn(hidden, weight, labels, bias=bias, temperature=temperature, entropy=True, sum_squared=True, **settings)
+    return out, torch.autograd.grad((torch.stack(out) * weights).sum(), leaves)
+
+
+def compare(fn, tokens, vocab, width, **settings):
+    leaves, *rest = problem(tokens, vocab, width)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    expected = run(reference, exact, *rest, **settings)
+    torch.testing.assert_close(
+        run(fn, leaves, *rest, **settings), expected, rtol=1e-4, atol=1e-4, check_dtype=False, msg=lambda m: f"{m}\n"
+    )
+
+
+def tile_boundaries():
+    """Sizes just below, at and above those of tiles, splits and slabs."""
+    for tokens, vocab in ((15, 15), (16, 16), (17, 17), (33, 47), (32, 48), (1, 49), (49, 97), (0, 5)):
+        compare(partial(triton, tiling=SMALL), tokens, vocab, 3, softcap=3.0, scale=0.5)
+    for width in (15, 16, 17, 40):
+        compare(partial(triton, tiling=SMALL), 17, 33, width)
+    slabs = SMALL._replace(slab=16 * 4 * 33, rows=16, columns=32)
+    for tokens, vocab in ((33, 65), (32, 64), (16, 31)):
+        compare(partial(triton, tiling=slabs), tokens, vocab, 3)
+
+
+def tensor_descriptors():
+    """The path of Hopper and later."""
+    for tokens, vocab, width in ((17, 33, 4), (16, 48, 16), (33, 65, 40)):
+        compare(partial(triton, tiling=SMALL._replace(descriptors=True)), tokens, vocab, width)
+
+
+class Locked:
+    """A kernel that one thread at a time runs: the interpreter keeps its state in its modules."""
+
+    lock = threading.Lock()
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def launch(*args, **settings):
+            with self.lock:
+                self.kernel[grid](*args, **settings)
+
+        return launch
+
+
+def split_vocabulary():
+    """Ranks with parts of the head give the outputs and the gradients of the whole."""
+    module.forward_kernel, module.backward_kernel = Locked(module.forward_kernel), Locked(module.backward_kernel)
+    leaves, labels, temperature, weights = problem(5, 40, 4)
+    kernel = partial(triton, tiling=SMALL)
+    out, (d_hidden, *d_head) = run(reference, leaves, labels, temperature, weights)
+
+    def on_rank(mesh):
+        axis = mesh["tensor"]
+        parts = [x.detach().chunk(2)[axis.rank].clone().requires_grad_() for x in leaves[1:]]
+        share = weights * (axis.rank + 1) / 3
+        return run(
+            partial(kernel, axis=axis), [leaves[0].detach().requires_grad_(), *parts], labels, temperature, share
+        )
+
+    ranks = simulate({"tensor": 2}, on_rank)
+    for found, _ in ranks:
+        torch.testing.assert_close(found, out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ranks[0][1][0] + ranks[1][1][0], d_hidden, rtol=1e-4, atol=1e-5)
+    for i, grad in enumerate(d_head):
+        torch.testing.assert_close(torch.cat([x[1][1 + i] for x in ranks]), grad, rtol=1e-4, atol=1e-5)
+
+
+def masked_words():
+    """Words with a bias of -inf have probability 0, and their gradients are 0."""
+    leaves, labels, temperature, weights = problem(4, 20, 3)
+    bias = leaves[2].detach().clone()
+    bias[10:] = -torch.inf
+    _, grads = run(triton, [*leaves[:2], bias.requires_grad_()], labels % 10, temperature, weights)
+    fewer = [leaves[0], *(x.detach()[:10].clone().requires_grad_() for x in leaves[1:])]
+    _, expected = run(triton, fewer, labels % 10, temperature, weights)
+    torch.testing.assert_close([grads[0], *(x[:10] for x in grads[1:])], list(expected))
+    assert not grads[1][10:].any()
+    assert not grads[2][10:].any()
+
+
+def refusals():
+    """Dtypes that the kernel is not for."""
+    labels = torch.zeros(2, dtype=torch.int64)
+    for dtype in (torch.float64, torch.float16):
+        with pytest.raises(ValueError, match=r"takes float32 and bfloat16, .* log_probs/reference take any"):
+            triton(torch.ones(2, 3, dtype=dtype), torch.ones(4, 3, dtype=dtype), labels)
+
+
+class Wrong:
+    """A kernel that loses one of its settings."""
+
+    def __init__(self, kernel, **changes):
+        self.kernel, self.changes = kernel, changes
+
+    def __getitem__(self, grid):
+        return lambda *args, **settings: self.kernel[grid](*args, **{**settings, **self.changes})
+
+
+def mistakes():
+    """The laws see an entropy gradient that is dropped, and a soft-cap that the backward program forgets."""
+    right, sizes = module.backward_kernel, {"dtypes": (torch.float32,)}
+    for wrong in (Wrong(right, ENTROPY=False), Wrong(right, SOFTCAP=False), Wrong(right, BIAS=False)):
+        module.backward_kernel = wrong
+        with pytest.raises(LawViolation, match="gradient of"):
+            laws.check_log_probs(triton, **sizes)
+    module.backward_kernel = right
+
+
+CHECKS = {
+    fn.__name__: fn
+    for fn in (
+        laws_in_float32,
+        laws_in_bfloat16,
+        tile_boundaries,
+        tensor_descriptors,
+        split_vocabulary,
+        masked_words,
+        refusals,
+    )
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    assert choose_tiling(torch.ones(1, 1), torch.ones(1, 1)).stages == 1
+    for name in sys.argv[1:]:
+        (CHECKS | {"mistakes": mistakes})[name]()
+        print(f"{name}: held")

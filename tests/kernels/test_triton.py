@@ -1,0 +1,61 @@
+"""The Triton log-probs keep the laws under Triton's interpreter, and compile for Hopper; their speed needs a GPU."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fppo_kernels import table
+from fppo_kernels.record import Kernels
+
+INSTALLED = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
+CHECKS = (
+    ("laws_in_float32",),
+    ("laws_in_bfloat16",),
+    ("tile_boundaries", "tensor_descriptors", "split_vocabulary", "masked_words", "refusals"),
+)
+
+
+def run(module, *names, interpret):
+    """A process of its own: torch and other tests import triton, which looks at the variable when it is imported."""
+    environment = {**os.environ, "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.kernels.{module}", *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@needs_triton
+@pytest.mark.parametrize("names", CHECKS, ids=lambda names: names[0])
+def test_under_the_interpreter(names):
+    assert run("interpreted", *names, interpret="1").count("held") == len(names)
+
+
+@needs_triton
+def test_compiles_for_hopper():
+    found = run("compiled_for_hopper", interpret="0")
+    assert found.count("wgmma") == 4, found
+
+
+def test_refuses_where_it_cannot_run(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if INSTALLED:
+        with pytest.raises(ValueError, match=r"log_probs/triton cannot run here: needs CUDA, or TRITON_INTERPRET=1"):
+            Kernels.named(log_probs="triton")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
+    assert table.available("log_probs")["triton"] == "triton is not installed"
+
+
+@needs_triton
+def test_refuses_tensors_on_a_cpu():
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the interpreter takes them")
+    kernel = table.BUILTIN["log_probs"]["triton"].load()
+    with pytest.raises(ValueError, match="log_probs/chunked runs there"):
+        kernel(torch.ones(1, 2), torch.ones(3, 2), torch.zeros(1, dtype=torch.int64))
