@@ -180,12 +180,13 @@ class _View(NamedTuple):
 
 def _freed(tensors: Sequence[Tensor], take: Callable[[], Sequence[Tensor]]) -> saved_tensors_hooks:
     """A context in which operations keep no views of `tensors` for their backward pass: `take` gives them anew."""
-    owners = {x.untyped_storage().data_ptr(): number for number, x in reversed(list(enumerate(tensors)))}
+    # pack lives as long as what it packed, so it must not hold the tensors
+    owners = {(x.untyped_storage().data_ptr(), x.dtype): number for number, x in enumerate(tensors)}
     again = _Again(take)
 
     def pack(x: Tensor) -> Tensor | _View:
-        number = owners.get(x.untyped_storage().data_ptr()) if x.numel() else None
-        if number is None or x.dtype != tensors[number].dtype:
+        number = owners.get((x.untyped_storage().data_ptr(), x.dtype)) if x.numel() else None
+        if number is None:
             return x
         again.waiting += 1
         return _View(number, x.size(), x.stride(), int(x.storage_offset()))

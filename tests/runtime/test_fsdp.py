@@ -1,0 +1,168 @@
+"""Shards and their collectives: what lies where, how much of it, and in which dtype it travels."""
+
+from functools import partial
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+
+from fppo import models, tree
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import Mesh, Sharding
+from fppo.runtime.simulate import simulate
+from fppo.steps.train_state import init_state
+
+
+def sharded(mesh, **changes):
+    return attrs.evolve(mesh, sharding=Sharding(**changes))
+
+
+def whole_params(sizes, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return {str(i): torch.randn(size, generator=generator, dtype=dtype) for i, size in enumerate(sizes)}
+
+
+SHAPES = st.lists(
+    st.tuples(st.integers(1, 9), st.integers(1, 3)) | st.tuples(st.integers(1, 9)), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=25)
+@given(shapes=SHAPES, ranks=st.sampled_from([1, 2, 3, 4, 8]), seed=st.integers(0, 99))
+def test_gather_undoes_shard_and_its_gradient_is_the_shard_of_the_sum(shapes, ranks, seed):
+    params = whole_params(shapes, seed)
+    sizes = {name: x.shape for name, x in params.items()}
+    weights = [whole_params(shapes, 100 + rank) for rank in range(ranks)]
+
+    def run(mesh, own):
+        mesh = sharded(mesh)
+        shards = {name: x.requires_grad_() for name, x in fsdp.shard(params, mesh).items()}
+        whole = fsdp.gather(shards, sizes, mesh)
+        loss = torch.stack([(whole[name] * own[name]).sum() for name in whole]).sum()
+        grads = dict(zip(shards, torch.autograd.grad(loss, list(shards.values())), strict=True))
+        return (
+            tree.map(torch.detach, whole),
+            shards,
+            grads,
+            fsdp.shard({name: torch.stack([w[name] for w in weights]).sum(0) for name in params}, mesh),
+        )
+
+    found = simulate({"shard": ranks}, run, weights)
+    for whole, _, grads, expected in found:
+        for name, x in params.items():
+            assert torch.equal(whole[name], x)
+            torch.testing.assert_close(grads[name], expected[name], rtol=1e-12, atol=1e-12)
+    for name, x in params.items():
+        assert sum(len(shards[name]) for _, shards, _, _ in found) == len(x)
+
+
+def test_frozen_parameters_take_no_gradient_and_no_wire(monkeypatch):
+    params = whole_params([(8, 4), (8, 2), (8,)])
+    sizes = {name: x.shape for name, x in params.items()}
+    sent = []
+    original = fsdp._reduce_scatter_single
+    monkeypatch.setattr(
+        fsdp, "_reduce_scatter_single", lambda o, i, **kw: (sent.append(i.numel()), original(o, i, **kw))
+    )
+
+    def run(mesh):
+        mesh = sharded(mesh)
+        shards = fsdp.shard(params, mesh)
+        shards["1"].requires_grad_()
+        whole = fsdp.gather(shards, sizes, mesh)
+        assert not whole["0"].requires_grad or not shards["0"].requires_grad
+        loss = torch.stack([x.square().sum() for x in whole.values()]).sum()
+        return torch.autograd.grad(loss, [shards["1"]])[0]
+
+    parts = simulate({"shard": 2}, run)
+    torch.testing.assert_close(torch.cat(parts), 2 * 2 * params["1"])
+    assert sent == [16, 16]
+
+
+@pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
+def test_gathers_send_the_compute_dtype_and_gradients_are_added_in_the_reduce_dtype(reduce, monkeypatch):
+    params = whole_params([(5, 3), (4,)], dtype=torch.float32)
+    sizes = {name: x.shape for name, x in params.items()}
+    wire = []
+    gather, scatter = fsdp._gather_single, fsdp._reduce_scatter_single
+    monkeypatch.setattr(fsdp, "_gather_single", lambda o, i, **kw: (wire.append(i.dtype), gather(o, i, **kw))[1])
+    monkeypatch.setattr(fsdp, "_reduce_scatter_single", lambda o, i, **kw: (wire.append(i.dtype), scatter(o, i, **kw)))
+
+    def run(mesh):
+        mesh = sharded(mesh, reduce_dtype=reduce)
+        shards = {name: x.requires_grad_() for name, x in fsdp.shard(params, mesh).items()}
+        whole = fsdp.gather(shards, sizes, mesh, dtypes=dict.fromkeys(sizes, torch.bfloat16))
+        assert all(torch.equal(x, params[name].bfloat16()) for name, x in whole.items())
+        # 1 + 1/256 is no bfloat16: only a sum in float32 holds it
+        weight = 1.0 if mesh["shard"].rank else 1 / 256
+        return torch.autograd.grad((whole["0"] * weight).sum() + whole["1"].sum() * 0, list(shards.values()))
+
+    grads = simulate({"shard": 2}, run)
+    assert wire == [torch.bfloat16] * 2 + [reduce] * 2
+    assert all(g.dtype == torch.float32 for rank in grads for g in rank)
+    expected = 1 + 1 / 256 if reduce == torch.float32 else 1.0
+    assert torch.equal(torch.cat([rank[0] for rank in grads]), torch.full((5, 3), expected))
+
+
+def test_shards_are_dtensors_to_torchs_tools():
+    params = whole_params([(5, 3), (1, 4), (8,)])
+    sizes = {name: x.shape for name, x in params.items()}
+
+    def run(mesh):
+        shards = fsdp.shard(params, sharded(mesh))
+        return shards, fsdp.as_dtensors(shards, sizes, mesh)
+
+    for rank, (shards, found) in enumerate(simulate({"shard": 4}, run)):
+        for name, x in found.items():
+            assert x.shape == params[name].shape
+            assert x.stride() == params[name].stride()
+            assert list(x.device_mesh.get_coordinate()) == [rank]
+            assert x.to_local().data_ptr() == shards[name].data_ptr()
+            size, offset = torch.distributed.tensor._utils.compute_local_shape_and_global_offset(
+                x.shape, x.device_mesh, x.placements
+            )
+            assert tuple(size) == tuple(shards[name].shape)
+            assert torch.equal(params[name][offset[0] : offset[0] + size[0]], shards[name])
+
+
+def test_a_scalar_parameter_is_named():
+    with pytest.raises(ValueError, match=r"parameters \['scale'\] have no dimension"):
+        simulate({"shard": 2}, lambda mesh: fsdp.shard({"scale": torch.ones(())}, sharded(mesh)))
+    with pytest.raises(ValueError, match="stage"):
+        Sharding(stage=4)
+
+
+def bytes_of(values):
+    return sum(x.numel() * x.element_size() for _, x in tree.leaves_with_paths(values) if isinstance(x, torch.Tensor))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_state_and_gradients_per_rank_are_their_part_of_the_whole(ranks):
+    config = LlamaConfig(
+        vocab_size=1003,
+        hidden_size=96,
+        intermediate_size=260,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
+    model = models.build(config)
+    params = {name: torch.zeros(shape) for name, shape in model.shapes.items()}
+
+    def held(mesh):
+        mesh = sharded(mesh)
+        shards = {name: x.requires_grad_() for name, x in fsdp.shard(params, mesh).items()}
+        whole = fsdp.gather(shards, model.shapes, mesh)
+        loss = torch.stack([x.sum() for x in whole.values()]).sum()
+        grads = torch.autograd.grad(loss, list(shards.values()))
+        state = init_state(tree.map(torch.detach, shards))
+        assert all(x.untyped_storage().nbytes() == bytes_of(x) for x in state.params.values())
+        return bytes_of(state) + bytes_of(grads)
+
+    total = 4 * bytes_of(params)
+    assert max(simulate({"shard": ranks}, held)) <= 1.02 * total / ranks
+    assert partial(held, Mesh.local())() == total + 4

@@ -1,0 +1,249 @@
+"""Passes on sharded parameters: the numbers of whole ones, and whole layers only for as long as they are needed."""
+
+import gc
+import weakref
+from functools import partial
+
+import attrs
+import pytest
+import torch
+
+from fppo import batch as batches
+from fppo import losses, metrics, models, tree
+from fppo.grad import value_and_grad
+from fppo.key import Key
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import Mesh, Sharding
+from fppo.runtime.simulate import simulate
+from fppo.steps import spread
+from fppo.steps.forward import compute_log_probs, compute_reward_scores, compute_values, forward_micro_batch
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizer import Optimizer, optimizer_step
+from fppo.steps.train_state import init_state
+from fppo.steps.update import update_actor
+from fppo_kernels.record import Kernels
+from tests import tiny
+
+KERNELS = Kernels.named()
+LAYERS = 4
+CASES = [(stage, again) for stage in (1, 2, 3) for again in (False, True)]
+
+
+def sharded(mesh, **changes):
+    return attrs.evolve(mesh, sharding=Sharding(**changes))
+
+
+def deep_model(**changes):
+    model = models.build(tiny.config(num_hidden_layers=LAYERS), **changes)
+    return model, models.init_params(model, Key(0))
+
+
+def loss_and_grads(model, params, batch, mesh):
+    def loss(params):
+        out = forward_micro_batch(params, batch, model=model, kernels=KERNELS, mesh=mesh)
+        return out.log_probs.square().sum()
+
+    return value_and_grad(loss)(params)
+
+
+@pytest.mark.parametrize(("stage", "again"), CASES)
+def test_bfloat16_passes_have_the_bits_of_whole_parameters(stage, again):
+    """Two ranks with the same rows: twice the gradient, from the same casts."""
+    model, params = deep_model(compute_dtype=torch.bfloat16, checkpoint_layers=again)
+    batch = tiny.experience(1, 3, dtype=torch.float32)
+    loss, grads = loss_and_grads(model, params, batch, Mesh.local())
+
+    def run(mesh):
+        mesh = sharded(mesh, stage=stage)
+        loss, grads = loss_and_grads(model, fsdp.shard(params, mesh), batch, mesh)
+        return loss, fsdp.gather(grads, model.shapes, mesh)
+
+    for loss_, found in simulate({"shard": 2}, run):
+        assert torch.equal(loss_, loss)
+        for name, grad in grads.items():
+            assert found[name].dtype == torch.float32
+            torch.testing.assert_close(found[name], 2 * grad, rtol=2e-2, atol=1e-3 * float(grad.abs().max()))
+
+
+def watch(monkeypatch):
+    """Weak references to all whole tensors of layers gathered so far, the order of events, and at each use the number
+    of whole tensors alive before it."""
+    alive, events, before = [], [], []
+    begin, scatter = fsdp.begin_gather, fsdp.reduce_scatter
+
+    def begin_gather(shards, shapes, dtypes, axis):
+        finish = begin(shards, shapes, dtypes, axis)
+        if axis.rank == 0:
+            events.append("begin")
+
+        def finished():
+            found = finish()
+            if axis.rank == 0:
+                gc.collect()
+                events.append("use")
+                before.append(sum(x() is not None for x in alive))
+                alive.extend(weakref.ref(x.untyped_storage()) for x in found if len(shapes) > 3)
+            return found
+
+        return finished
+
+    def reduce_scatter(grads, dtypes, mesh, **keywords):
+        if mesh["shard"].rank == 0:
+            events.append("reduce")
+        return scatter(grads, dtypes, mesh, **keywords)
+
+    monkeypatch.setattr(fsdp, "begin_gather", begin_gather)
+    monkeypatch.setattr(fsdp, "reduce_scatter", reduce_scatter)
+    return alive, events, before
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_stage_3_keeps_no_layer_between_forward_and_backward(again, monkeypatch):
+    model, params = deep_model(checkpoint_layers=again)
+    batch = tiny.experience(1, 3, dtype=torch.float32)
+    alive, events, before = watch(monkeypatch)
+    kept = {}
+
+    def run(stage, mesh):
+        mesh = sharded(mesh, stage=stage)
+        shards = {name: x.requires_grad_() for name, x in fsdp.shard(params, mesh).items()}
+        out = forward_micro_batch(shards, batch, model=model, kernels=KERNELS, mesh=mesh)
+        if mesh["shard"].rank == 0:
+            gc.collect()
+            kept[stage] = sum(x() is not None for x in alive)
+        torch.autograd.grad(out.log_probs.sum(), list(shards.values()))
+
+    for stage in (3, 2):
+        alive.clear(), events.clear(), before.clear()
+        simulate({"shard": 2}, partial(run, stage))
+        # embeddings and head, then each layer; again backward under stage 3; and gradients of each
+        assert events.count("begin") == events.count("use") == 1 + LAYERS * (2 if stage == 3 else 1)
+        assert events.count("reduce") == 1 + LAYERS
+        if stage == 3:
+            assert not any(before)
+    per_layer = sum(name.startswith("model.layers.0.") for name in model.shapes)
+    assert kept[3] == 0
+    assert kept[2] >= LAYERS * (per_layer - 3)  # all but biases
+
+
+def test_the_next_gather_begins_before_a_layer_runs_in_both_directions(monkeypatch):
+    batch = tiny.experience(1, 3, dtype=torch.float32)
+    for again in (False, True):
+        model, params = deep_model(checkpoint_layers=again)
+        for prefetch, forward in ((True, ["begin", "begin", "use", "begin", "use"]), (False, ["begin", "use"] * 2)):
+            with monkeypatch.context() as patch:
+                _, events, _ = watch(patch)
+
+                def run(mesh, model=model, params=params, prefetch=prefetch):
+                    mesh = sharded(mesh, prefetch=prefetch)
+                    return loss_and_grads(model, fsdp.shard(params, mesh), batch, mesh)
+
+                simulate({"shard": 2}, run)
+            backward = events[1 + 2 * LAYERS + 1 :]
+            assert events[: len(forward)] == forward
+            expected = ["begin", "begin", "use", "reduce"] if prefetch else ["begin", "use", "reduce"]
+            assert backward[: len(expected)] == expected
+            assert backward[-2:] == ["reduce", "reduce"]
+
+
+def test_stage_1_communicates_once_for_all_micro_batches(monkeypatch):
+    model, params = deep_model()
+    batch = tiny.experience(1, 6, dtype=torch.float32)
+    _, events, _ = watch(monkeypatch)
+
+    def run(stage, mesh):
+        mesh = sharded(mesh, stage=stage)
+        update_actor(
+            init_state(fsdp.shard(params, mesh)),
+            batches.rows(batch, range(3)) if mesh["shard"].rank else batch,
+            model=model,
+            loss_fn=losses.gpg,
+            optimizer=Optimizer(schedule=lambda step: 0.1),
+            kernels=KERNELS,
+            mesh=mesh,
+            mini_batch_size=100,
+            micro_batching=MicroBatching(size=2),
+        )
+
+    simulate({"shard": 2}, partial(run, 1))
+    assert (events.count("begin"), events.count("reduce")) == (1, 1)
+    events.clear()
+    simulate({"shard": 2}, partial(run, 2))
+    assert (events.count("begin"), events.count("reduce")) == (3 * (1 + LAYERS), 3 * (1 + LAYERS))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_passes_without_gradients_are_those_of_one_process(stage):
+    lm, value = (tiny.model_and_params(head) for head in ("lm", "value"))
+    batch = tiny.experience(11, 7)
+    shares = [[], [4, 0], [1, 2, 3, 5, 6]]
+
+    def run(mesh, share):
+        mesh, rows = sharded(mesh, stage=stage), batches.rows(batch, share)
+        shared = {"kernels": KERNELS, "mesh": mesh, "micro_batching": MicroBatching(size=2)}
+        critic = fsdp.shard(value[1], mesh)
+        return (
+            compute_log_probs(fsdp.shard(lm[1], mesh), rows, model=lm[0], **shared),
+            compute_values(critic, rows, model=value[0], **shared),
+            compute_reward_scores(critic, rows, model=value[0], **shared),
+        )
+
+    (expected,) = simulate({}, run, [list(range(7))])
+    for share, found in zip(shares, simulate({"shard": 3}, run, shares), strict=True):
+        for x, y in zip(found, expected, strict=True):
+            assert x.dtype == y.dtype
+            torch.testing.assert_close(
+                x, y[share], rtol=1e-6 if y.ndim == 1 else 1e-12, atol=1e-7 if y.ndim == 1 else 1e-12
+            )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(bad):
+    params = {"w": torch.ones(5, 2), "b": torch.ones(1)}
+    optimizer = Optimizer(schedule=lambda step: 0.1)
+
+    def run(mesh, spoiled):
+        mesh = sharded(mesh)
+        state = init_state(fsdp.shard(params, mesh))
+        grads = fsdp.shard({"w": torch.ones(5, 2), "b": torch.ones(1)}, mesh)
+        if spoiled and mesh["shard"].rank == 1:
+            grads["w"][0, 0] = bad
+        new, report = optimizer_step(state, grads, optimizer=optimizer, kernels=KERNELS, mesh=mesh)
+        same = tree.digest(new.params) == tree.digest(state.params)
+        return same, metrics.report(report)
+
+    for same, report in simulate({"shard": 2}, run, [True, True]):
+        assert same
+        assert report["skipped"] == 1.0
+    for rank, (same, report) in enumerate(simulate({"shard": 4}, run, [False] * 4)):
+        assert same == (rank == 3)  # which holds no row of either
+        assert report["skipped"] == 0.0
+        assert report["grad_norm"] == pytest.approx(11**0.5)
+
+
+@pytest.mark.parametrize("key", [None, Key(3)])
+@pytest.mark.parametrize("axes", [{"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+def test_mini_batches_are_those_of_one_process(axes, key):
+    ids = torch.arange(100, 111)
+    expected = [ids[part].tolist() for part in spread.mini_batches(ids, 4, Mesh.local(), key=key)]
+    assert [len(part) for part in expected] == [4, 4, 3]
+    ranks = axes["shard"] * axes.get("replicate", 1)
+    shares = [ids[:0], *(ids[rank :: ranks - 1] for rank in range(ranks - 1))]
+    found = simulate(axes, lambda mesh, own: [own[n] for n in spread.mini_batches(own, 4, mesh, key=key)], shares)
+    for number, rows in enumerate(expected):
+        parts = [rank[number].tolist() for rank in found]
+        assert sorted(row for part in parts for row in part) == sorted(rows)
+        for part in parts:  # in the same order
+            assert part == [row for row in rows if row in part]
+
+
+def test_a_missing_parameter_is_named():
+    model, params = tiny.model_and_params()
+
+    def run(mesh):
+        mesh = sharded(mesh)
+        shards = {name: x for name, x in fsdp.shard(params, mesh).items() if name != "model.norm.weight"}
+        return loss_and_grads(model, shards, tiny.experience(1, 2), mesh)
+
+    with pytest.raises(ValueError, match=r"parameters that are not there: \['model.norm.weight'\]"):
+        simulate({"shard": 2}, run)
