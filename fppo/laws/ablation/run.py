@@ -65,14 +65,9 @@ def ablate(
             known = measure.with_rates(known, place, tuple(matmuls))
         for case in cases:
             implementing = {name: table[case.op][name] for name in chosen[case.op]}
+            usual = plan.default_of(case.op, table, defaults)
             base = Group(
-                case=case,
-                shape={},
-                dtype=torch.float32,
-                device=place,
-                repeats=repeats,
-                machine=known,
-                default=plan.default_of(case.op, table, defaults),
+                case=case, shape={}, dtype=torch.float32, device=place, repeats=repeats, machine=known, default=usual
             )
             for found, interrupted in _measured(base, implementing, wanted[case.op], sizes[case.op], law_seconds, say):
                 rows += found
