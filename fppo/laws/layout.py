@@ -200,13 +200,20 @@ def _laws(layouts: Sequence[tuple[Mapping[str, int], int | None, bool]], each: i
         if count % 4:  # each is run twice
             return None
         layout = _draw(*settings, example, generator)
-        first, second = (tree.digest(run(example, layout, count % 2)) for _ in range(2))
-        wrong = [path for path, digest in first.items() if second[path] != digest]
-        return f"{layout}: {wrong[0]} has other bits when run again" if wrong else None
+        first, second = ([tree.digest(outcome) for outcome in run(example, layout, count % 2)] for _ in range(2))
+        for what, bits, others in (
+            ("when run again", first, second),
+            ("than on rank 0", first, first[:1] * len(first)),
+        ):
+            for rank, (own, other) in enumerate(zip(bits, others, strict=True)):
+                wrong = [path for path, digest in own.items() if other[path] != digest]
+                if wrong:
+                    return f"{layout}: rank {rank}: {wrong[0]} has other bits {what}"
+        return None
 
     return (
         Law("layout", "ranks that share rows and parameters in any way do the update of one process", same_as_one),
-        Law("same bits", "the same layout gives the same bits", same_bits),
+        Law("same bits", "the same layout gives the same bits, on all ranks", same_bits),
     )
 
 

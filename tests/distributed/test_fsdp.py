@@ -58,7 +58,10 @@ def updates(mesh):
 @pytest.mark.parametrize("axes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=["2", "2x2"])
 def test_processes_with_sharded_parameters_do_the_update_of_one(axes):
     expected, numbers, log_probs = update(Mesh.local(), 3, False)
-    for rank, results in enumerate(processes.run(axes, updates)):
+    ranks_results = processes.run(axes, updates)
+    first = [tree.digest(found) for found, *_ in ranks_results[0]]
+    for rank, results in enumerate(ranks_results):
+        assert [tree.digest(found) for found, *_ in results] == first  # all ranks stay equal, bit for bit
         ranks = axes["shard"] * axes.get("replicate", 1)
         rows = [row for row in range(7) if row % (ranks - 1) == rank - 1]
         for settings, (found, found_numbers, found_log_probs) in zip(SETTINGS, results, strict=True):
