@@ -13,6 +13,8 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from fppo import laws
 from fppo.laws import LawViolation
+from fppo.laws._search import check
+from fppo.laws.kernels import _LOG_PROBS_LAWS, _log_probs_example
 from fppo.runtime.simulate import simulate
 from fppo_kernels import table
 from fppo_kernels.log_probs import triton as module
@@ -142,22 +144,33 @@ def refusals():
 
 
 class Wrong:
-    """A kernel that loses one of its settings."""
+    """A kernel that gets other arguments."""
 
     def __init__(self, kernel, **changes):
         self.kernel, self.changes = kernel, changes
 
     def __getitem__(self, grid):
-        return lambda *args, **settings: self.kernel[grid](*args, **{**settings, **self.changes})
+        def launch(**settings):
+            changes = {name: change(settings[name]) for name, change in self.changes.items()}
+            self.kernel[grid](**{**settings, **changes})
+
+        return launch
 
 
 def mistakes():
-    """The laws see an entropy gradient that is dropped, and a soft-cap that the backward program forgets."""
-    right, sizes = module.backward_kernel, {"dtypes": (torch.float32,)}
-    for wrong in (Wrong(right, ENTROPY=False), Wrong(right, SOFTCAP=False), Wrong(right, BIAS=False)):
-        module.backward_kernel = wrong
+    """The laws of gradients see a backward program that drops an output's share, or forgets what is in the logits."""
+    right, gradients = module.backward_kernel, [x for x in _LOG_PROBS_LAWS if x.name == "gradient of all outputs"]
+    examples = partial(_log_probs_example, (torch.float32,), "cpu", 2)
+
+    def check_gradients():
+        check(triton, gradients, examples, sizes=((3, 5),), seeds=10)
+
+    check_gradients()
+    flags = [{name: lambda flag: False} for name in ("ENTROPY", "SQUARED", "BIAS", "SOFTCAP")]
+    for changes in (*flags, {"temperature": torch.ones_like}, {"scale": lambda scale: 1.0}):
+        module.backward_kernel = Wrong(right, **changes)
         with pytest.raises(LawViolation, match="gradient of"):
-            laws.check_log_probs(triton, **sizes)
+            check_gradients()
     module.backward_kernel = right
 
 
@@ -171,6 +184,7 @@ CHECKS = {
         split_vocabulary,
         masked_words,
         refusals,
+        mistakes,
     )
 }
 
@@ -178,5 +192,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     assert choose_tiling(torch.ones(1, 1), torch.ones(1, 1)).stages == 1
     for name in sys.argv[1:]:
-        (CHECKS | {"mistakes": mistakes})[name]()
+        CHECKS[name]()
         print(f"{name}: held")

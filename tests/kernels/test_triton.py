@@ -16,7 +16,7 @@ needs_triton = pytest.mark.skipif(not INSTALLED, reason="triton is not installed
 CHECKS = (
     ("laws_in_float32",),
     ("laws_in_bfloat16",),
-    ("tile_boundaries", "tensor_descriptors", "split_vocabulary", "masked_words", "refusals"),
+    ("tile_boundaries", "tensor_descriptors", "split_vocabulary", "masked_words", "refusals", "mistakes"),
 )
 
 

@@ -100,7 +100,7 @@ def forward_kernel(
         columns = column + tl.arange(0, BN)
         logits = _finish(raw, bias, columns, vocab, inner, outer, BIAS, SOFTCAP)
         here = (label >= column) & (label < column + BN)
-        if tl.max(here.to(tl.int32), 0) > 0:
+        if tl.max(here.to(tl.int32), 0) > 0:  # pyright: ignore[reportOperatorIssue]
             found += tl.sum(tl.where(columns[None, :] == label[:, None], logits, 0.0), 1)
         larger = tl.maximum(maximum, tl.max(logits, 1))
         drop = maximum - larger
@@ -175,7 +175,7 @@ def backward_kernel(
         bend_label = tl.load(place + 7 * tokens, real, other=0.0) * (tempered / cap)
         at_label *= 1 - bend_label * bend_label
     here = (label >= column) & (label < column + BN)
-    if tl.max(here.to(tl.int32), 0) > 0:
+    if tl.max(here.to(tl.int32), 0) > 0:  # pyright: ignore[reportOperatorIssue]
         grad += tl.where(columns[None, :] == label[:, None], at_label[:, None], 0.0)
     target = slab + rows.to(tl.int64)[:, None] * stride + (columns - start)[None, :]
     tl.store(target, grad.to(slab.dtype.element_ty), real[:, None])

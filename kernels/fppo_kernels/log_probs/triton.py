@@ -47,15 +47,6 @@ class _Rule(NamedTuple):
     sum_squared: bool
     tiling: Tiling
 
-    @property
-    def inner(self) -> float:
-        """What the products are multiplied by before the soft-cap, if there is one."""
-        return self.scale if self.softcap is None else self.scale / self.softcap
-
-    @property
-    def cap(self) -> float:
-        return 1.0 if self.softcap is None else self.softcap
-
 
 class _Inputs(NamedTuple):
     """What both passes read."""
@@ -67,19 +58,23 @@ class _Inputs(NamedTuple):
     labels: Tensor  # int64 [N], rows of `weight`, or none of them where another rank has the row
     temperature: Tensor  # float32 [N]
 
-    def tensors(self, rows: slice) -> tuple[Any, ...]:
-        """The first arguments of a kernel, for some of the tokens."""
-        hidden, weight, tiling = self.hidden[rows], self.weight, self.rule.tiling
+    def arguments(self, rows: slice, entropy: bool, sum_squared: bool) -> dict[str, Any]:
+        """What both kernels take, for some of the tokens."""
+        hidden, weight, rule, tiling = self.hidden[rows], self.weight, self.rule, self.rule.tiling
+        sizes = {"tokens": len(hidden), "vocab": len(weight), "width": hidden.shape[1]}
         if tiling.descriptors:
             hidden = TensorDescriptor.from_tensor(hidden, [tiling.tokens, tiling.hidden])
             weight = TensorDescriptor.from_tensor(weight, [tiling.vocab, tiling.hidden])
-        return hidden, weight, self.bias, self.labels[rows], self.temperature[rows]
-
-    def constants(self, entropy: bool, sum_squared: bool) -> dict[str, Any]:
-        tiling = self.rule.tiling
-        return {
+        return sizes | {
+            "hidden": hidden,
+            "weight": weight,
+            "bias": self.bias,
+            "labels": self.labels[rows],
+            "temperature": self.temperature[rows],
+            "inner": rule.scale if rule.softcap is None else rule.scale / rule.softcap,
+            "cap": 1.0 if rule.softcap is None else rule.softcap,
             "BIAS": self.bias is not None,
-            "SOFTCAP": self.rule.softcap is not None,
+            "SOFTCAP": rule.softcap is not None,
             "ENTROPY": entropy,
             "SQUARED": sum_squared,
             "BM": tiling.tokens,
@@ -123,11 +118,9 @@ def _forward(inputs: _Inputs) -> tuple[Tensor, Moments]:
     splits = _triton.cdiv(columns, tiles)
     moments = own.new_empty(4 if rule.sum_squared else 3 if rule.entropy else 2, splits, tokens)
     if tokens:
-        with torch.cuda.device_of(inputs.hidden):
-            forward_kernel[(blocks * splits,)](
-                *inputs.tensors(slice(None)), own, moments, tokens, vocab, inputs.hidden.shape[1], rule.inner,
-                rule.cap, splits, tiles, **inputs.constants(rule.entropy, rule.sum_squared),
-            )  # fmt: skip
+        arguments = inputs.arguments(slice(None), rule.entropy, rule.sum_squared)
+        with torch.cuda.device_of(own):
+            forward_kernel[(blocks * splits,)](own=own, moments=moments, splits=splits, tiles=tiles, **arguments)
     nothing = own.new_zeros(()).expand(splits, tokens)
     entropy = moments[2] if rule.entropy else nothing
     return own, Moments(moments[0], moments[1], entropy, moments[3] if rule.sum_squared else nothing)
@@ -144,13 +137,11 @@ def _write_slab(
     inputs: _Inputs, rows_of: Tensor, asked: tuple[bool, bool], rows: slice, vocab: slice, slab: Tensor
 ) -> None:
     """Write the gradient by hidden[rows] @ weight[vocab].T."""
-    rule, tiling = inputs.rule, inputs.rule.tiling
+    tiling, place = inputs.rule.tiling, {"start": vocab.start, "stop": vocab.stop, "stride": slab.stride(0)}
     blocks = _triton.cdiv(len(slab), tiling.tokens) * _triton.cdiv(slab.shape[1], tiling.vocab)
+    arguments: dict[str, Any] = {**inputs.arguments(rows, *asked), **place, "scale": inputs.rule.scale}
     with torch.cuda.device_of(slab):
-        backward_kernel[(blocks,)](
-            *inputs.tensors(rows), rows_of, slab, len(slab), len(inputs.weight), inputs.hidden.shape[1], rule.inner,
-            rule.cap, rule.scale, vocab.start, vocab.stop, slab.stride(0), **inputs.constants(*asked),
-        )  # fmt: skip
+        backward_kernel[(blocks,)](rows_of=rows_of, slab=slab, **arguments)
 
 
 def _backward(
