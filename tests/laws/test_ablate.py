@@ -221,7 +221,8 @@ def test_the_default_is_the_runs_own():
         ({"op": "log_probs", "repeats": 0}, "repeats must be 1"),
         ({"op": "log_probs", "implementations": {"chunked": reference}}, "in the table already"),
         ({"op": ["log_probs", "gae"], "implementations": {"mine": reference}}, "belong to one operation"),
-        ({"op": "attention", "shapes": [{"heads": 3, "kv_heads": 2}]}, "does not divide"),
+        ({"op": "attention", "shapes": [{"heads": 3, "kv_heads": 2}]}, "must be a multiple of kv_heads = 2"),
+        ({"op": "all_to_all", "shapes": [{"N": 3}]}, "all_to_all: N must be a multiple of 2, got N = 3"),
     ],
 )
 def test_mistakes_name_what_there_is(keywords, message):

@@ -62,6 +62,9 @@ class Case:
     cost: Callable[[Shape, int], Cost]
     check: Callable[[Callable, torch.dtype, torch.device, frozenset[str]], bool]
     cpu_only: bool = False
+    multiples: Mapping[str, str | int] = attrs.field(
+        factory=dict
+    )  # sizes, and what must divide them: a size or a number
 
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)

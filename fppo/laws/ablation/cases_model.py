@@ -104,8 +104,6 @@ def sequence_lengths(shape: Shape) -> list[int]:
 
 def _draw_attention(shape: Shape, dtype: torch.dtype, device: torch.device) -> Drawn:
     sizes, generator = sequence_lengths(shape), torch.Generator().manual_seed(0)
-    if shape["heads"] % shape["kv_heads"]:
-        raise ValueError(f"attention: heads = {shape['heads']} does not divide by kv_heads = {shape['kv_heads']}")
     heads = {"query": shape["heads"], "key": shape["kv_heads"], "value": shape["kv_heads"]}
     inputs: dict[str, Any] = {
         name: normal(generator, sum(sizes), count, shape["head_dim"]).to(device, dtype) for name, count in heads.items()
@@ -169,4 +167,5 @@ ATTENTION = Case(
     exact=_exact_attention,
     cost=_cost_attention,
     check=_check_attention,
+    multiples={"heads": "kv_heads"},
 )

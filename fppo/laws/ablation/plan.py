@@ -80,6 +80,10 @@ def shapes_of(case: Case, shapes: Sequence[Shape] | None, cases: Sequence[Case])
             if size < 1:
                 raise ValueError(f"a size must be 1 or more, got {name} = {size}")
         made = {name: shape.get(name, size) for name, size in case.shape.items()}
+        for name, by in case.multiples.items():
+            if made[name] % (made[by] if isinstance(by, str) else by):
+                unit = f"{by} = {made[by]}" if isinstance(by, str) else by
+                raise ValueError(f"{case.op}: {name} must be a multiple of {unit}, got {name} = {made[name]}")
         if made not in found:
             found.append(made)
     return found
