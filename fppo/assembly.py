@@ -271,11 +271,17 @@ def load_models(
     others = {"critic": critic_model, "reference": ref_model}
     for each in (model, *others.values()):
         if each is not None:
-            tables.get("attention", section.attention, needs=models.attention_needs(each))
+            _check_attention(settings, each)
     configs = {"actor": model.config} | {name: m.config for name, m in others.items() if m is not None}
     data.check_vocabulary(tokenizer, configs)
     place = partial(tree.map, lambda x: x.to(device))
     return model, place(params), critic_model, critic and place(critic), ref and place(ref)
+
+
+def _check_attention(settings: TrainSettings, model: Model) -> None:
+    """Raises ValueError if the attention that the settings name has not what the model asks of it, or not its dtype."""
+    dtype = str(model.compute_dtype or torch.float32).removeprefix("torch.")
+    tables.get("attention", settings.model.attention, needs={*models.attention_needs(model), dtype})
 
 
 def reward_of(settings: TrainSettings, extra: dict[str, Any]) -> rewards.Reward:
@@ -298,6 +304,7 @@ def reward_model_of(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase)
     if path is None:
         return {}
     model, params = models.load(path, "value", trust_remote_code=settings.model.trust_remote_code)
+    _check_attention(settings, model)
     data.check_vocabulary(tokenizer, {"reward model": model.config})
     device = device_of(settings)
     scores = partial(

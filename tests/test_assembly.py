@@ -82,12 +82,27 @@ def test_every_estimator_is_a_setting():
     assert get_args(AdvantageName) == estimators.NAMES
 
 
-def test_a_kernel_that_lacks_what_the_model_needs_is_refused_before_any_work(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("sinks_in", "dtype", "missing"),
+    [("lm", "bfloat16", "sinks"), ("value", "bfloat16", "sinks"), ("none", "float32", "float32")],
+)
+def test_a_kernel_that_lacks_what_a_model_needs_is_refused_before_any_work(
+    tmp_path, monkeypatch, sinks_in, dtype, missing
+):
     runs.write_task(tmp_path)
-    monkeypatch.setattr("fppo.models.attention_needs", lambda model: frozenset({"sinks"}))
+    needs = frozenset({"sinks"})
+    monkeypatch.setattr("fppo.models.attention_needs", lambda model: needs if model.head == sinks_in else frozenset())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with (
-        pytest.raises(ValueError, match=r"attention/varlen has no sinks, which is needed; there are \['eager'"),
-        assembly.assembled(runs.settings(tmp_path, model__attention="varlen")),
-    ):
+    given = runs.settings(tmp_path, model__attention="varlen", model__compute_dtype=dtype)
+    words = rf"attention/varlen has no {missing}, which is needed; there are \['eager'"
+    with pytest.raises(ValueError, match=words), assembly.assembled(given):
         pass
+
+
+def test_a_reward_model_is_asked_too(tmp_path, monkeypatch):
+    runs.write_task(tmp_path)
+    monkeypatch.setattr("fppo.models.attention_needs", lambda model: frozenset({"softcap"}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given = runs.settings(tmp_path, model__attention="varlen", model__reward_path=str(tmp_path / "start"))
+    with pytest.raises(ValueError, match="attention/varlen has no float32 and no softcap"):
+        assembly.reward_model_of(given, assembly.load_tokenizer(given))

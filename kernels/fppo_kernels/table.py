@@ -59,7 +59,8 @@ class Implementation:
     """One way to compute an operation.
 
     `fn` is the function, or "module:function", which is imported when the kernel is chosen. `refuse()` says why it
-    cannot run on this machine, or None. `lacks` names the keywords of the operation that it cannot honour.
+    cannot run on this machine, or None. `lacks` names the keywords of the operation that it cannot honour, and the
+    dtypes that it does not compute in.
     """
 
     fn: Callable | str
@@ -83,11 +84,15 @@ BUILTIN: Table = MappingProxyType(
         "attention": {
             "sdpa": Implementation(sdpa.sdpa),
             "eager": Implementation(eager.eager),
-            "flash": Implementation("fppo_kernels.attention.flash:flash", _needs_flash, lacks=frozenset({"sinks"})),
-            "varlen": Implementation(
-                "fppo_kernels.attention.varlen:varlen", _needs_cuda, lacks=frozenset({"softcap", "sinks"})
+            "flash": Implementation(
+                "fppo_kernels.attention.flash:flash", _needs_flash, lacks=frozenset({"sinks", "float32", "float64"})
             ),
-            "flex": Implementation("fppo_kernels.attention.flex:flex", _needs_flex),
+            "varlen": Implementation(
+                "fppo_kernels.attention.varlen:varlen",
+                _needs_cuda,
+                lacks=frozenset({"softcap", "sinks", "float32", "float64"}),
+            ),
+            "flex": Implementation("fppo_kernels.attention.flex:flex", _needs_flex, lacks=frozenset({"float64"})),
         },
         "log_probs": {
             "reference": Implementation(reference.reference),
@@ -132,7 +137,7 @@ def available(op: str | None = None, *, table: Table = BUILTIN) -> Any:
 def get(op: str, name: str, *, needs: Collection[str] = (), table: Table = BUILTIN) -> Callable:
     """The implementation `name` of `op`.
 
-    Raises ValueError if there is none, if it cannot run here, or if it lacks a keyword that `needs` names.
+    Raises ValueError if there is none, if it cannot run here, or if it lacks a keyword or dtype that `needs` names.
     """
     reasons = available(op, table=table)
     if name not in reasons:

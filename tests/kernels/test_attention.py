@@ -1,5 +1,7 @@
 """Every attention kernel equals the slow program, in value and gradient."""
 
+import contextlib
+import importlib
 import sys
 from types import SimpleNamespace
 
@@ -7,15 +9,51 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
 
 from fppo import laws
+from fppo.laws._kernels import TOLERANCES, words
 from fppo.laws.attention import FEATURES
 from fppo_kernels import table
+from fppo_kernels.attention import flex as flex_file
 from fppo_kernels.attention.eager import eager
 from fppo_kernels.attention.flex import flex
 from fppo_kernels.padding import make_lengths
 
-KERNELS = [name for name, reason in table.available("attention").items() if reason is None]
+KERNELS = table.BUILTIN["attention"]
+ON_CPUS = ["eager", "sdpa"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextlib.contextmanager
+def backward_on_cpus():
+    """Flex attention with torch's dense program, which has the backward pass that torch does not offer on CPUs."""
+    torchs = importlib.import_module("torch.nn.attention.flex_attention")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torchs, "_validate_device", lambda *_: None)
+        patch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+        yield
+
+
+def can(name):
+    """What the table says of a kernel, as `check_attention` asks it."""
+    lacks = KERNELS[name].lacks
+    return {
+        "features": [x for x in FEATURES if x not in lacks],
+        "dtypes": [x for x in TOLERANCES if words(x) not in lacks],
+    }
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_keep_the_laws(name):
+    if reason := table.available("attention")[name]:
+        pytest.skip(reason)
+    laws.check_attention(table.get("attention", name), **can(name), device=DEVICE, head_dim=16)
+
+
+def test_flex_keeps_the_laws_where_it_has_a_backward_pass():
+    with backward_on_cpus():
+        laws.check_attention(flex, dtypes=(torch.float64,))
 
 
 def loop(query, key, value, *, lengths, scale, window, softcap, sinks):
@@ -40,7 +78,7 @@ def loop(query, key, value, *, lengths, scale, window, softcap, sinks):
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", [*ON_CPUS, "flex"])
 @given(
     sizes=st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any),
     kv_heads=st.integers(1, 2),
@@ -60,41 +98,49 @@ def test_equals_one_query_at_a_time(name, sizes, kv_heads, groups, window, softc
     inputs = [draw(total, heads, 4), draw(total, kv_heads, 4), draw(total, kv_heads, 3)]
     sinks = draw(heads) if sink else None
     settings = {"lengths": make_lengths(sizes), "scale": 0.7, "window": window, "softcap": softcap, "sinks": sinks}
-    got, expected = table.get("attention", name)(*inputs, **settings), loop(*inputs, **settings)
-    weight = torch.randn(got.shape, dtype=torch.float64, generator=generator)
+    weight = torch.randn(total, heads, 3, dtype=torch.float64, generator=generator)
     leaves = [*inputs, *([sinks] if sinks is not None else [])]
-    grads = [torch.autograd.grad((x * weight).sum(), leaves) for x in (got, expected)]
+    with backward_on_cpus():
+        got, expected = KERNELS[name].load()(*inputs, **settings), loop(*inputs, **settings)
+        grads = [torch.autograd.grad((x * weight).sum(), leaves) for x in (got, expected)]
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@given(st.lists(st.integers(0, 90), min_size=1, max_size=9).filter(any), st.integers(0, 2**31))
+def test_sequences_of_any_lengths_make_groups(sizes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(sum(sizes), 2, 4), (sum(sizes), 1, 4), (sum(sizes), 1, 3)]
+    inputs = [torch.randn(x, dtype=torch.float64, generator=generator).requires_grad_() for x in shapes]
+    weight = torch.randn(sum(sizes), 2, 3, dtype=torch.float64, generator=generator)
+    found = []
+    for kernel in (table.get("attention", "sdpa"), eager):
+        out = kernel(*inputs, lengths=make_lengths(sizes), scale=0.7)
+        found.append((out, *torch.autograd.grad((out * weight).sum(), inputs)))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [*ON_CPUS, "flex"])
 def test_no_tokens(name):
     x = torch.zeros(0, 2, 4, requires_grad=True)
-    out = table.get("attention", name)(x, x, x, lengths=make_lengths([]), scale=1.0)
+    out = KERNELS[name].load()(x, x, x, lengths=make_lengths([]), scale=1.0)
     assert out.shape == (0, 2, 4)
+    assert torch.autograd.grad(out.sum(), x)[0].shape == x.shape
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if name != "eager"])  # 0 * nan under a dense mask
-def test_garbage_in_another_sequence_does_not_leak(name):
-    x = torch.randn(7, 2, 4)
-    spoiled = x.clone()
-    spoiled[3:] = torch.nan
-    attention, lengths = table.get("attention", name), make_lengths([3, 4])
-    out, clean = (attention(y, y, y, lengths=lengths, scale=1.0) for y in (spoiled, x))
-    torch.testing.assert_close(out[:3], clean[:3], rtol=0, atol=0)
-
-
-def features(name):
-    return [x for x in FEATURES if x not in table.BUILTIN["attention"][name].lacks]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("name", [name for name in KERNELS if name not in ("sdpa", "eager")])
-def test_gpu_kernels_keep_the_laws(name):
-    laws.check_attention(
-        table.get("attention", name), features=features(name), dtypes=(torch.bfloat16,), device="cuda", head_dim=16
-    )
+@pytest.mark.parametrize("sizes", [(3, 4), (4, 3), (40, 3)])
+def test_garbage_in_another_sequence_does_not_leak(sizes):  # but 0 * nan under the dense mask of eager
+    x = torch.randn(sum(sizes), 2, 4)
+    attention, lengths = table.get("attention", "sdpa"), make_lengths(sizes)
+    for own in (slice(0, sizes[0]), slice(sizes[0], None)):
+        spoiled = torch.full_like(x, torch.nan)
+        spoiled[own] = x[own]
+        found = []
+        for y in (spoiled, x):
+            leaf = y.clone().requires_grad_()
+            out = attention(leaf, leaf, leaf, lengths=lengths, scale=1.0)[own]
+            found.append((out, torch.autograd.grad(out.sum(), leaf)[0][own]))
+        torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def stand_in(query, key, value, ends, ends_of_keys, longest, longest_key, *, scale, window_size, softcap=None, **rest):
@@ -121,7 +167,7 @@ def test_flash_hands_its_arguments_on(monkeypatch):
     monkeypatch.delitem(sys.modules, "fppo_kernels.attention.flash", raising=False)
     flash = table.BUILTIN["attention"]["flash"].load()
     monkeypatch.delitem(sys.modules, "fppo_kernels.attention.flash")  # it holds the stand-in
-    laws.check_attention(flash, features=features("flash"), dtypes=(torch.bfloat16,))
+    laws.check_attention(flash, **can("flash"))
     x = torch.ones(1, 1, 8)
     with pytest.raises(ValueError, match=r"not torch\.float32; attention/sdpa does"):
         flash(x, x, x, lengths=make_lengths([1]), scale=1.0)
@@ -137,10 +183,10 @@ def test_varlen_hands_its_arguments_on(monkeypatch, grouped):
     module = pytest.importorskip("fppo_kernels.attention.varlen")
     monkeypatch.setattr(module, "varlen_attn", stand_in)
     monkeypatch.setattr(module, "GROUPED", grouped)
-    laws.check_attention(module.varlen, features=features("varlen"), dtypes=(torch.bfloat16,))
+    laws.check_attention(module.varlen, **can("varlen"))
     x = torch.ones(1, 1, 8, dtype=torch.bfloat16)
-    for feature, words in (({"softcap": 1.0}, "soft cap"), ({"sinks": torch.zeros(1)}, "sinks")):
-        with pytest.raises(ValueError, match=f"no {words}; attention/sdpa"):
+    for feature, told in (({"softcap": 1.0}, "soft cap"), ({"sinks": torch.zeros(1)}, "sinks")):
+        with pytest.raises(ValueError, match=f"no {told}; attention/sdpa"):
             module.varlen(x, x, x, lengths=make_lengths([1]), scale=1.0, **feature)
 
 
@@ -153,9 +199,49 @@ def test_varlen_hands_its_arguments_on(monkeypatch, grouped):
     seed=st.integers(0, 2**31),
 )
 def test_flex_has_the_values(sizes, groups, window, softcap, sink, seed):
-    """All that a CPU can tell: there it has no backward pass."""
+    """As it runs on a CPU, without a backward pass."""
     generator = torch.Generator().manual_seed(seed)
     query, *kv = (torch.randn(sum(sizes), n, 16, generator=generator) for n in (2 * groups, 2, 2))
     sinks = torch.randn(2 * groups, generator=generator) if sink else None
     settings = {"lengths": make_lengths(sizes), "scale": 0.7, "window": window, "softcap": softcap, "sinks": sinks}
     torch.testing.assert_close(flex(query, *kv, **settings), eager(query, *kv, **settings), rtol=1e-5, atol=1e-5)
+
+
+def test_flex_says_that_it_has_no_backward_pass_on_a_cpu():
+    x = torch.ones(1, 1, 16, requires_grad=True)
+    with pytest.raises(ValueError, match=r"attention/flex cannot do this here: .*backward.* attention/sdpa can"):
+        flex(x, x, x, lengths=make_lengths([1]), scale=1.0)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    window=st.none() | st.integers(1, 20),
+    block=st.sampled_from([2, 4, 8]),
+)
+def test_flex_looks_at_the_blocks_that_hold_what_is_seen(sizes, window, block):
+    total, sequence = sum(sizes), torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+
+    def seen(batch, head, query, key):
+        inside = (sequence[query] == sequence[key]) & (query >= key)
+        return inside if window is None else inside & (query - key < window)
+
+    found = flex_file._mask(tuple(sizes), window, torch.device("cpu"), block)
+    expected = create_block_mask(seen, None, None, total, total, device="cpu", BLOCK_SIZE=block)
+    assert found.shape == expected.shape
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        counts, indices = (getattr(expected, f"{kind}_{part}") for part in ("num_blocks", "indices"))
+        torch.testing.assert_close(getattr(found, f"{kind}_num_blocks"), counts)
+        real = torch.arange(indices.shape[-1]) < counts[..., None]
+        torch.testing.assert_close(getattr(found, f"{kind}_indices")[real], indices[real])
+    place = torch.arange(total)
+    torch.testing.assert_close(
+        found.mask_mod(0, 0, place[:, None], place[None]), expected.mask_mod(0, 0, place[:, None], place[None])
+    )
+
+
+def test_a_mask_made_in_inference_serves_training():
+    with torch.inference_mode():
+        mask = flex_file._mask((3, 2, 7), None, torch.device("cpu"))
+    assert not any(x.is_inference() for x in (mask.kv_indices, mask.full_kv_indices, mask.q_indices))
+    limit = dict(zip(mask.mask_mod.__code__.co_freevars, mask.mask_mod.__closure__, strict=True))["limit"]
+    assert not limit.cell_contents.is_inference()

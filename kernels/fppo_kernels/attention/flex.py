@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from fppo_kernels.padding import Lengths
 
@@ -18,16 +18,32 @@ def _compiled() -> Callable:
 
 
 @functools.lru_cache(maxsize=8)  # every layer of a model asks for the same one or two
-def _mask(lengths: tuple[int, ...], window: int | None, device: torch.device) -> BlockMask:
+@torch.inference_mode(False)  # what rollouts have made, training may use
+def _mask(lengths: tuple[int, ...], window: int | None, device: torch.device, block: int = 128) -> BlockMask:
+    """Which tokens a token sees, and which blocks of keys a block of queries looks at, without an [N, N] tensor."""
     total = sum(lengths)
-    sizes = torch.tensor(lengths, device=device)
-    sequence = torch.arange(len(lengths), device=device).repeat_interleave(sizes)
+    sizes, place = torch.tensor(lengths), torch.arange(total)
+    first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)  # the first token that each sees; it never decreases
+    if window is not None:
+        first = first.maximum(place - window + 1)
+    low, number = place[::block], torch.arange(-(-total // block))
+    high = (low + block - 1).clamp(max=total - 1)
+    seen_by_all = (number * block >= first[high, None]) & (number < number[:, None])
+    full = seen_by_all & (low + block <= total)[:, None]
+    partial = (number >= first[low, None] // block) & (number <= number[:, None]) & ~full
+    limit = first.to(device)
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        inside = (sequence[query] == sequence[key]) & (query >= key)
-        return inside if window is None else inside & (query - key < window)
+        return (key <= query) & (key >= limit[query])
 
-    return create_block_mask(seen, None, None, total, total, device=device)
+    blocks = [x.to(device) for each in (partial, full) for x in _counted(each)]
+    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=block, mask_mod=seen, seq_lengths=(total, total))
+
+
+def _counted(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many columns of `chosen` [R, C] each row has, int32 [1, 1, R], and which, first in int32 [1, 1, R, C]."""
+    order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
 
 def flex(
@@ -41,7 +57,13 @@ def flex(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`sdpa` by FlexAttention. On a CPU it runs uncompiled and has no backward pass: good for a look at the values."""
+    """`sdpa` by FlexAttention, in bfloat16, float16 and float32 on CUDA; its mask of blocks is made on the host.
+
+    On a CPU it runs uncompiled, and torch gives it no backward pass there: good for a look at the values. Raises
+    ValueError for what torch has no program for.
+    """
+    if query.is_cuda and query.dtype == torch.float64:
+        raise ValueError("attention/flex does not compute in float64 on CUDA; attention/sdpa does")
     if not len(query):
         return query.new_zeros(0, query.shape[1], value.shape[2]) + (query.sum() + key.sum() + value.sum()) * 0
     mask = _mask(lengths.lengths, window, query.device)
@@ -50,14 +72,17 @@ def flex(
         return softcap * torch.tanh(score / softcap)  # type: ignore[operator]
 
     attend = _compiled() if query.is_cuda else flex_attention
-    out, aux = attend(
-        *(x.transpose(0, 1)[None] for x in (query, key, value)),
-        score_mod=None if softcap is None else cap,
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-        return_aux=AuxRequest(lse=True),
-    )
+    try:
+        out, aux = attend(
+            *(x.transpose(0, 1)[None] for x in (query, key, value)),
+            score_mod=None if softcap is None else cap,
+            block_mask=mask,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+            return_aux=AuxRequest(lse=True),
+        )
+    except NotImplementedError as error:
+        raise ValueError(f"attention/flex cannot do this here: {error} attention/sdpa can") from error
     if sinks is not None:  # exp(sink) joins the sum of exponentials
         out = out * torch.sigmoid(aux.lse - sinks[:, None].to(aux.lse)).to(out.dtype)[..., None]  # type: ignore[operator]
     return out[0].transpose(0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from fppo_kernels.attention.eager import masked_attention
 from fppo_kernels.padding import Lengths
 
-FULL, SPARE = 0.9, 16  # a sequence joins longer ones if it is at least 0.9 of the longest, or at most 16 tokens short
+FULL, SPARE = 0.95, 16  # a sequence joins longer ones if it is 0.95 of the longest, or at most 16 tokens short
 
 
 def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
@@ -66,19 +67,59 @@ def sdpa(
     if len(set(lengths.lengths)) == 1:
         parts = [x.view(-1, lengths.max_length, *x.shape[1:]) for x in (query, key, value)]
         return batch_attention(*parts, scale=scale, window=window, softcap=softcap, sinks=sinks).flatten(0, 1)
-    outputs, places = [], []
-    for longest, begins, sizes in _groups(lengths.lengths):
-        begin, size = (torch.tensor(x, device=query.device)[:, None] for x in (begins, sizes))
-        step = torch.arange(longest, device=query.device)
-        real = step < size
-        place = begin + step.where(real, 0)  # what fills up a sequence comes after it, and no token looks that far
-        parts = [x[place.flatten()].view(len(begins), longest, *x.shape[1:]) for x in (query, key, value)]
-        out = batch_attention(*parts, scale=scale, window=window, softcap=softcap, sinks=sinks)
-        outputs.append(out[real])
-        places.append(place[real])
-    if not outputs:
-        return query.new_zeros(0, query.shape[1], value.shape[2])
-    return torch.cat(outputs)[torch.argsort(torch.cat(places))]
+    if not len(query):
+        return query.new_zeros(0, query.shape[1], value.shape[2]) + (query.sum() + key.sum() + value.sum()) * 0
+    plan = _plan(lengths.lengths, query.device)
+    parts = [_Rows.apply(x, plan.places, plan.slots, None).split(plan.sizes) for x in (query, key, value)]
+    outputs = []
+    for (count, longest), *group in zip(plan.shapes, *parts, strict=True):
+        batch = [x.view(count, longest, *x.shape[1:]) for x in group]
+        outputs.append(batch_attention(*batch, scale=scale, window=window, softcap=softcap, sinks=sinks).flatten(0, 1))
+    return _Rows.apply(torch.cat(outputs), plan.slots, plan.places, plan.real)
+
+
+class _Rows(torch.autograd.Function):
+    """x[index], for an index that `back` undoes: the gradient is read from its places, where autograd would add it.
+
+    `real`, if given, says which rows of `x` are read at all.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, real: Tensor | None) -> Tensor:
+        ctx.save_for_backward(back, real)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        back, real = ctx.saved_tensors
+        found = grad.index_select(0, back)
+        return found if real is None else found.where(real[:, None, None], 0.0), None, None, None
+
+
+class _Plan(NamedTuple):
+    """N packed tokens as groups of rows, M tokens in all, with what fills the rows up."""
+
+    shapes: list[tuple[int, int]]  # rows and tokens per row, of each group
+    places: Tensor  # [M]: where each comes from; what fills a row up is its first token
+    real: Tensor  # bool [M]: whether it is none that fills up
+    slots: Tensor  # [N]: where each token is among the M
+
+    @property
+    def sizes(self) -> list[int]:
+        return [count * longest for count, longest in self.shapes]
+
+
+def _plan(lengths: Sequence[int], device: torch.device) -> _Plan:
+    groups = _groups(lengths)
+    places, reals = [], []
+    for longest, begins, sizes in groups:
+        begin, step = torch.tensor(begins)[:, None], torch.arange(longest)
+        real = step < torch.tensor(sizes)[:, None]
+        places.append((begin + step.where(real, 0)).flatten())  # fill comes last in its row: no token looks that far
+        reals.append(real.flatten())
+    place, real = torch.cat(places), torch.cat(reals)
+    slots = real.nonzero().flatten()[place[real].argsort()]
+    return _Plan([(len(x[1]), x[0]) for x in groups], *(x.to(device) for x in (place, real, slots)))
 
 
 def _groups(lengths: Sequence[int]) -> list[tuple[int, list[int], list[int]]]:
