@@ -42,12 +42,14 @@ class Layout:
     size: int | None = None
     token_budget: int | None = None
     remove_padding: bool = True
+    whole_batch: bool = False  # every rank is given all rows, and the update shares them out
 
     def __str__(self) -> str:
         mesh = " x ".join(f"{name} {size}" for name, size in self.axes.items())
         sharded = "whole parameters" if self.stage is None else f"sharding stage {self.stage}"
         cut = f"of {self.size}" if self.token_budget is None else f"of at most {self.token_budget} tokens"
-        words = f"on a mesh of {mesh}, {sharded}, rows {[list(share) for share in self.shares]}, micro-batches {cut}"
+        rows = "rows shared out" if self.whole_batch else f"rows {[list(share) for share in self.shares]}"
+        words = f"on a mesh of {mesh}, {sharded}, {rows}, micro-batches {cut}"
         extras = (", packed" if self.remove_padding else ", padded") + (", layers recomputed" * self.checkpoint_layers)
         return words + extras
 
@@ -102,7 +104,7 @@ def _runner(update: Callable[..., Any], head: HeadKind) -> Run:
     """
     from fppo import batch as batches
     from fppo.runtime import fsdp
-    from fppo.runtime.mesh import Mesh, Sharding
+    from fppo.runtime.mesh import DATA_AXES, Mesh, Sharding, place_on
     from fppo.runtime.simulate import simulate
     from fppo.steps.micro_batching import MicroBatching
     from fppo.steps.optimizer import Optimizer
@@ -117,10 +119,10 @@ def _runner(update: Callable[..., Any], head: HeadKind) -> Run:
         model, params = built[number]
         model = attrs.evolve(model, checkpoint_layers=layout.checkpoint_layers)
         mesh = attrs.evolve(mesh, sharding=None if layout.stage is None else Sharding(stage=layout.stage))
-        share = layout.shares[mesh["replicate"].rank * mesh["shard"].size + mesh["shard"].rank]
+        share = layout.shares[place_on(mesh, DATA_AXES)]
         state, metrics = update(
             init_state(fsdp.shard(params, mesh)),
-            batches.rows(_batch(example), list(share)),
+            _batch(example) if layout.whole_batch else batches.rows(_batch(example), list(share)),
             model=model,
             optimizer=optimizer,
             kernels=kernels,
@@ -130,6 +132,7 @@ def _runner(update: Callable[..., Any], head: HeadKind) -> Run:
             weight_mode=example.mode,
             horizon=HORIZON if example.mode == "seq-mean-token-sum-norm" else None,
             remove_padding=layout.remove_padding,
+            whole_batch=layout.whole_batch,
         )
         grads, params = (fsdp.gather(x, model.shapes, mesh) for x in (state.opt.mu, state.params))
         return _Outcome(grads, params, metrics)
@@ -141,7 +144,12 @@ def _runner(update: Callable[..., Any], head: HeadKind) -> Run:
 
 
 def _draw(
-    axes: Mapping[str, int], stage: int | None, checkpoint_layers: bool, example: Example, generator: torch.Generator
+    axes: Mapping[str, int],
+    stage: int | None,
+    checkpoint_layers: bool,
+    example: Example,
+    generator: torch.Generator,
+    whole_batch: bool | None = None,
 ) -> Layout:
     """Every row on some data rank, a split into micro-batches, and packed rows or, without a sequence axis, any."""
 
@@ -160,6 +168,7 @@ def _draw(
         size=None if budget else 1 + draw(2),
         token_budget=1 + draw(max(int(tokens), 1)) if budget else None,
         remove_padding=axes["sequence"] > 1 or draw(2) == 1,
+        whole_batch=draw(2) == 1 if whole_batch is None else whole_batch,
     )
 
 
@@ -181,7 +190,9 @@ def _one_process(run: Run, example: Example, number: int) -> _Outcome:
     return run(example, Layout(axes, shares=(tuple(range(rows)),), size=rows), number)[0]
 
 
-def _laws(layouts: Sequence[tuple[Mapping[str, int], int | None, bool]], each: int) -> tuple[Law, ...]:
+def _laws(
+    layouts: Sequence[tuple[Mapping[str, int], int | None, bool]], each: int, whole_batch: bool | None
+) -> tuple[Law, ...]:
     turn, again = _turns(layouts, each), _turns(layouts, 1)
 
     def same_as_one(run: Run, example: Example, generator: torch.Generator) -> str | None:
@@ -189,7 +200,7 @@ def _laws(layouts: Sequence[tuple[Mapping[str, int], int | None, bool]], each: i
         number = count % 2
         expected = _one_process(run, example, number)
         for settings in chosen:
-            layout = _draw(*settings, example, generator)
+            layout = _draw(*settings, example, generator, whole_batch)
             for rank, outcome in enumerate(run(example, layout, number)):
                 if reason := _outcomes_differ(expected, outcome, TOLERANCE):
                     return f"{layout}: rank {rank}: {reason}, as in one process"
@@ -199,7 +210,7 @@ def _laws(layouts: Sequence[tuple[Mapping[str, int], int | None, bool]], each: i
         count, (settings,) = again()
         if count % 4:  # each is run twice
             return None
-        layout = _draw(*settings, example, generator)
+        layout = _draw(*settings, example, generator, whole_batch)
         first, second = ([tree.digest(outcome) for outcome in run(example, layout, count % 2)] for _ in range(2))
         for what, bits, others in (
             ("when run again", first, second),
@@ -224,13 +235,15 @@ def check_layout_fn(
     modes: Sequence[str] = MODES,
     max_ranks: int = 8,
     each: int = 4,
+    whole_batch: bool | None = None,
     name: str | None = None,
 ) -> None:
     """Put a whole update through the laws of layouts: `laws.check_layout_fn(update_critic, head="value")`.
 
-    `update` is as in `check_update_fn`, and takes the mesh it is given: replicate, shard and sequence axes of 1, 2 and
-    4 ranks, `max_ranks` at most, with whole parameters or sharded ones of every stage, the layers recomputed or not.
-    Ragged rows are spread anyhow, over ranks some of which get none, and cut into micro-batches anyhow. In every
+    `update` is as in `check_update_fn`, takes `whole_batch` too, and the mesh it is given: replicate, shard and
+    sequence axes of 1, 2 and 4 ranks, `max_ranks` at most, with whole parameters or sharded ones of every stage, the
+    layers recomputed or not. Ragged rows are spread anyhow, over ranks some of which get none, or given to all ranks,
+    for the update to share out (`whole_batch` None: both), and cut into micro-batches anyhow. In every
     weight mode of `modes` the gradient tree, the new state and the metrics on every rank must be those of one process,
     in float64, to 1e-10. Each example tries the next `each` layouts. LawViolation for the first law that fails.
     """
@@ -243,12 +256,20 @@ def check_layout_fn(
     random.Random(0).shuffle(layouts)  # so that small and large examples meet all kinds
     run = _runner(update, head)
     examples = partial(_example, tuple(modes))
-    check(run, _laws(layouts, each), examples, sizes=SIZES, seeds=max(3, len(modes)), name=name or fn_name(update))
+    check(
+        run,
+        _laws(layouts, each, whole_batch),
+        examples,
+        sizes=SIZES,
+        seeds=max(3, len(modes)),
+        name=name or fn_name(update),
+    )
 
 
 def check_layout(
     loss_fn: Callable[..., tuple[Tensor, Metrics]],
     *,
+    select_fn: Callable[..., Tensor] | None = None,
     modes: Sequence[str] = MODES,
     max_ranks: int = 8,
     each: int = 4,
@@ -259,10 +280,13 @@ def check_layout(
     """Put `update_actor` with a policy loss through the laws of layouts: `laws.check_layout(my_loss)`.
 
     `loss_fn(log_probs, old_log_probs, advantages, mask)` returns the loss per token [B, T] and metrics, its scalars
-    bound; it may not need a selection of tokens over the batch. See `check_layout_fn`. Takes some tens of seconds.
+    bound; `select_fn` is its selection of tokens over a mini-batch, if it has one. See `check_layout_fn`. Takes some
+    tens of seconds.
     """
     from fppo.steps.update import update_actor
 
     scalars = {"entropy_coef": entropy_coef, "kl_coef": kl_coef, "temperature": temperature}
-    update = partial(update_actor, loss_fn=loss_fn, **scalars)
-    check_layout_fn(update, modes=modes, max_ranks=max_ranks, each=each, name=f"update_actor with {fn_name(loss_fn)}")
+    update = partial(update_actor, loss_fn=loss_fn, select_fn=select_fn, **scalars)
+    whole = None if select_fn is None else True
+    name = f"update_actor with {fn_name(loss_fn)}"
+    check_layout_fn(update, modes=modes, max_ranks=max_ranks, each=each, whole_batch=whole, name=name)

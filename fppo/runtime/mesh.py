@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fppo import tree
 from fppo.metrics import Max, Mean, Metrics, Min
+from fppo_kernels import collectives
 from fppo_kernels.collectives import Axis
 
 T = TypeVar("T")
@@ -108,9 +111,42 @@ def _sum(values: T, mesh: Mesh, names: Iterable[str]) -> T:
     return values
 
 
+def ranks_on(mesh: Mesh, axes: Sequence[str]) -> int:
+    """How many ranks there are over these axes."""
+    return math.prod(mesh[name].size for name in axes)
+
+
+def place_on(mesh: Mesh, axes: Sequence[str]) -> int:
+    """This rank's number among those of these axes, the last axis fastest."""
+    place = 0
+    for name in axes:
+        place = place * mesh[name].size + mesh[name].rank
+    return place
+
+
+def gather_over(x: Tensor, mesh: Mesh, axes: Sequence[str]) -> Tensor:
+    """`x` of all ranks of these axes, of equal shapes, one after the other [ranks, *x.shape]. No gradients."""
+    gathered = x.detach()[None]
+    for name in reversed(axes):
+        gathered = collectives.all_gather(gathered, mesh[name])
+    return gathered
+
+
+def gather_objects(value: Any, mesh: Mesh, axes: Sequence[str], device: torch.device) -> list[Any]:
+    """A value that fits JSON, of every rank of these axes. It travels as text: nothing is unpickled."""
+    if ranks_on(mesh, axes) == 1:
+        return [value]
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    lengths = gather_over(torch.tensor(len(text), device=device), mesh, axes).tolist()
+    padded = text.new_zeros(max(lengths))
+    padded[: len(text)] = text
+    found = gather_over(padded, mesh, axes).cpu()
+    return [json.loads(bytes(x[:length].tolist())) for x, length in zip(found, lengths, strict=True)]
+
+
 def data_metrics(metrics: Metrics, mesh: Mesh) -> Metrics:
     """Metrics over all data ranks; every rank must hold the same names."""
-    if all(mesh[name].size == 1 for name in DATA_AXES):
+    if ranks_on(mesh, DATA_AXES) == 1:
         return metrics
     reduced: Metrics = {}
     for name, metric in metrics.items():

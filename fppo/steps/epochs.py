@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,12 +14,12 @@ from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.metrics import Mean, Metrics
 from fppo.models.model import Model
-from fppo.runtime.mesh import Mesh, data_metrics, data_sum, gradient_sum
+from fppo.runtime.mesh import DATA_AXES, Mesh, data_metrics, data_sum, gradient_sum, place_on, ranks_on
 from fppo.steps.forward import Rows, row_lengths
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.optimizer import Optimizer, optimizer_step
 from fppo.steps.sharded import Whole, accumulable, scattered, whole
-from fppo.steps.spread import blank, mini_batches, rounds
+from fppo.steps.spread import blank, mini_batches, rounds, shares
 from fppo.steps.train_state import Params, TrainState
 from fppo_kernels.record import Kernels
 
@@ -36,8 +36,18 @@ TERMS = ("actor/pg_loss", "actor/entropy_loss", "actor/kl_loss", "critic/vf_loss
 
 # (params, micro-batch, weights [B, T], selected tokens [B, T] or None) -> (0-d loss, metrics)
 MicroLoss = Callable[[Params | Whole, Any, Tensor, Tensor | None], tuple[Tensor, Metrics]]
-# (params, mini-batch, its micro-batches' row numbers, key) -> selected tokens [B, T] or None
-Select = Callable[[Params, Any, list[list[int]], Key], Tensor | None]
+# (params, mini-batch, its micro-batches' row numbers, their count over ranks, key) -> selected tokens [b, T] or None
+Select = Callable[[Params, "MiniBatch", list[list[int]], int, Key], Tensor | None]
+
+
+class MiniBatch(NamedTuple):
+    """This rank's `rows` of a mini-batch, and what it holds of it: all of it if `parts`, the rows of each data rank,
+    are known."""
+
+    rows: Any
+    held: Any
+    parts: list[list[int]] | None
+    totals: losses.Totals  # of `held`
 
 
 def weighted(terms: dict[str, Tensor], weights: Tensor, report: Metrics) -> tuple[Tensor, Metrics]:
@@ -67,26 +77,30 @@ def update_epochs(
     horizon: int | None,
     prefix: str,
     key: Key | None,
+    whole_batch: bool,
     donate: bool,
 ) -> tuple[TrainState, Metrics]:
     """`epochs` passes over `batch`: an optimizer step per mini-batch, a gradient per micro-batch, all counts global.
 
-    A mini-batch is `mini_batch_size` rows of all data ranks, of which this one has some or none. `micro_loss` gives the
-    weighted sum of a micro-batch; `select` chooses tokens over a whole mini-batch (or returns None). With `key` the
-    mini-batches are drawn anew in every epoch, else they are taken in order.
+    A mini-batch is `mini_batch_size` rows of all data ranks. With `whole_batch` all of them hold all rows, and each
+    takes a share of equal work of every mini-batch; else `batch` is this rank's rows, of which a mini-batch has some or
+    none. `micro_loss` gives the weighted sum of a micro-batch; `select` chooses tokens over a whole mini-batch (or
+    returns None). With `key` the mini-batches are drawn anew in every epoch, else they are taken in order.
     """
     history: list[Metrics] = []
     place = key or Key(0)
     for epoch in range(epochs):
         drawn = None if key is None else key.fold("epoch", epoch)
-        minis = [batches.rows(batch, n) for n in mini_batches(batch.row_ids, mini_batch_size, mesh, key=drawn)]
-        cuts = [partition(row_lengths(mini), micro_batching) for mini in minis]
+        minis = _minis(batch, mini_batch_size, model, mesh, drawn, whole_batch)
+        cuts = [partition(row_lengths(mini.rows), micro_batching) for mini in minis]
         passes = rounds([len(parts) for parts in cuts], mesh, batch.tokens.device)
         for number, (mini, parts, count) in enumerate(zip(minis, cuts, passes, strict=True)):
-            totals = data_sum(losses.count_totals(mini.response_mask), mesh)
-            weights = losses.loss_weights(mini.response_mask, weight_mode, totals=totals, horizon=horizon)
-            selected = select(state.params, mini, parts, place.fold("select", epoch, number)) if select else None
-            micros = _micro_batches(mini, parts, count, weights, selected)
+            totals = mini.totals if whole_batch else data_sum(mini.totals, mesh)
+            weights = losses.loss_weights(mini.rows.response_mask, weight_mode, totals=totals, horizon=horizon)
+            selected = None
+            if select is not None:
+                selected = select(state.params, mini, parts, count, place.fold("select", epoch, number))
+            micros = _micro_batches(mini.rows, parts, count, weights, selected)
             grads, report = _gradients(state.params, micros, micro_loss, model, mesh)
             report = data_metrics(report, mesh)
             once = {name: metrics.mean(0.0) for name in report if name in TERMS}
@@ -102,6 +116,19 @@ def update_epochs(
             )
             history.append(metrics.merge(report, once, {f"{prefix}/{name}": m for name, m in stepped.items()}))
     return state, metrics.merge(*history)
+
+
+def _minis(
+    batch: TrainRows, size: int, model: Model, mesh: Mesh, key: Key | None, whole_batch: bool
+) -> list[MiniBatch]:
+    """The mini-batches of an epoch, each with this rank's rows of it."""
+    found: list[MiniBatch] = []
+    for numbers in mini_batches(batch.row_ids, size, Mesh.local() if whole_batch else mesh, key=key):
+        mini = batches.rows(batch, numbers)
+        parts = shares(model, row_lengths(mini), mesh) if whole_batch and ranks_on(mesh, DATA_AXES) > 1 else None
+        own = mini if parts is None else batches.rows(mini, parts[place_on(mesh, DATA_AXES)])
+        found.append(MiniBatch(own, mini, parts, losses.count_totals(mini.response_mask)))
+    return found
 
 
 def _micro_batches(

@@ -1,4 +1,4 @@
-"""What ranks that hold different rows must agree on: which rows make a mini-batch, and how many passes there are."""
+"""Rows over data ranks: who takes which, which make a mini-batch, how many passes there are, and results in order."""
 
 from __future__ import annotations
 
@@ -13,10 +13,48 @@ from torch.utils import _pytree as pytree
 from fppo import tree
 from fppo.batch import Column
 from fppo.key import Key
-from fppo.runtime.mesh import DATA_AXES, Mesh, all_reduce
-from fppo_kernels import collectives
+from fppo.models import flops
+from fppo.models.model import Model
+from fppo.runtime.mesh import DATA_AXES, Mesh, all_reduce, gather_over, place_on, ranks_on
+from fppo.steps.micro_batching import balance
 
 R = TypeVar("R")
+
+
+def shares(model: Model, lengths: Sequence[int], mesh: Mesh) -> list[list[int]]:
+    """The rows that each data rank takes of rows that all of them hold: equal work for `model`, its attention counted.
+
+    With fewer rows than ranks some take none. All ranks find the same.
+    """
+    ranks = ranks_on(mesh, DATA_AXES)
+    if ranks == 1:
+        return [list(range(len(lengths)))]
+    cost = {length: round(flops.forward_flops(model, [length]) / 1e3) for length in set(lengths)}
+    parts = balance([cost[length] for length in lengths], min(ranks, len(lengths))) if len(lengths) else []
+    return parts + [[] for _ in range(ranks - len(parts))]
+
+
+def own_share(model: Model, lengths: Sequence[int], mesh: Mesh) -> list[int]:
+    """This rank's of `shares`."""
+    return shares(model, lengths, mesh)[place_on(mesh, DATA_AXES)]
+
+
+def collect(x: Tensor, parts: Sequence[Sequence[int]], mesh: Mesh, axes: Sequence[str] = DATA_AXES) -> Tensor:
+    """What each rank computed of its rows [b, ...], on all ranks and in the order of the rows [B, ...].
+
+    `parts` are the rows of each rank of `axes`, in their order, on all ranks the same. No gradients.
+    """
+    if len(parts) == 1:
+        return x
+    if x.dtype == torch.bool:
+        return collect(x.byte(), parts, mesh, axes).bool()
+    width = max(map(len, parts))
+    padded = x.new_zeros(width, *x.shape[1:])
+    padded[: len(x)] = x.detach()
+    found = gather_over(padded, mesh, axes)
+    order = torch.tensor([row for part in parts for row in part], device=x.device)
+    joined = torch.cat([rows[: len(part)] for rows, part in zip(found, parts, strict=True)])
+    return torch.empty_like(joined).index_copy(0, order, joined)
 
 
 def mini_batches(row_ids: Tensor, size: int, mesh: Mesh, *, key: Key | None = None) -> list[Tensor]:
@@ -39,23 +77,14 @@ def mini_batches(row_ids: Tensor, size: int, mesh: Mesh, *, key: Key | None = No
 
 def _all_row_ids(row_ids: Tensor, mesh: Mesh) -> tuple[Tensor, int]:
     """The row ids of all data ranks, rank after rank, on the host; and the place of this rank's first."""
-    if all(mesh[name].size == 1 for name in DATA_AXES):
+    if ranks_on(mesh, DATA_AXES) == 1:
         return row_ids.cpu(), 0
-    counts = _data_gather(torch.tensor([len(row_ids)], device=row_ids.device), mesh).flatten().tolist()
+    counts = gather_over(torch.tensor(len(row_ids), device=row_ids.device), mesh, DATA_AXES).tolist()
     padded = row_ids.new_zeros(max(counts))
     padded[: len(row_ids)] = row_ids
-    found = _data_gather(padded, mesh).cpu()
-    replicate, shard = (mesh[name] for name in DATA_AXES)
-    number = replicate.rank * shard.size + shard.rank
-    return torch.cat([ids[:count] for ids, count in zip(found, counts, strict=True)]), sum(counts[:number])
-
-
-def _data_gather(x: Tensor, mesh: Mesh) -> Tensor:
-    """`x` [k] of all data ranks [ranks, k]."""
-    gathered = x[None]
-    for name in reversed(DATA_AXES):
-        gathered = collectives.all_gather(gathered, mesh[name])
-    return gathered
+    found = gather_over(padded, mesh, DATA_AXES).cpu()
+    first = sum(counts[: place_on(mesh, DATA_AXES)])
+    return torch.cat([ids[:count] for ids, count in zip(found, counts, strict=True)]), first
 
 
 def rounds(counts: Sequence[int], mesh: Mesh, device: torch.device) -> list[int]:

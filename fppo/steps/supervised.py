@@ -59,6 +59,7 @@ def update_supervised(
     epochs: int = 1,
     weight_mode: str = "token-mean",
     key: Key | None = None,
+    whole_batch: bool = False,
     donate: bool = False,
 ) -> tuple[TrainState, Metrics]:
     """The model after `epochs` passes of maximum likelihood on the responses; see `update_actor` for the rest."""
@@ -84,6 +85,7 @@ def update_supervised(
         horizon=None,
         prefix="supervised",
         key=key,
+        whole_batch=whole_batch,
         donate=donate,
     )
 

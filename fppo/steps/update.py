@@ -15,12 +15,13 @@ from fppo.batch import Experience
 from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.models.model import Model
-from fppo.runtime.mesh import DATA_AXES, Mesh
-from fppo.steps.epochs import update_epochs, weighted
+from fppo.runtime.mesh import DATA_AXES, Mesh, place_on, ranks_on
+from fppo.steps.epochs import MiniBatch, update_epochs, weighted
 from fppo.steps.forward import TokenOutputs, forward_micro_batch
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizer import Optimizer
 from fppo.steps.sharded import Whole
+from fppo.steps.spread import blank, collect
 from fppo.steps.train_state import Params, TrainState
 from fppo_kernels.record import Kernels
 
@@ -49,6 +50,7 @@ def update_actor(
     on_policy: bool = False,
     key: Key | None = None,
     remove_padding: bool = True,
+    whole_batch: bool = False,
     donate: bool = False,
 ) -> tuple[TrainState, Metrics]:
     """The policy after `epochs` passes over `batch`: an optimizer step per mini-batch of `mini_batch_size` sequences.
@@ -58,11 +60,13 @@ def update_actor(
     `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss with its scalars bound. One that selects
     tokens over the mini-batch comes with `select_fn`, which sees the whole mini-batch's current log-probs first.
     `on_policy` takes old log-probs from the same pass: right when one mini-batch and one epoch make the ratio 1.
-    Mini-batches are drawn by `key`, or taken in order without one. `donate` gives up the memory of `state`.
+    Mini-batches are drawn by `key`, or taken in order without one. `batch` is this data rank's rows; with
+    `whole_batch` it is all rows, on every rank, and each takes its share. `donate` gives up the memory of `state`.
     """
-    if select_fn is not None and any(mesh[name].size > 1 for name in DATA_AXES):
+    if select_fn is not None and not whole_batch and ranks_on(mesh, DATA_AXES) > 1:
         raise ValueError(
-            "select_fn needs the whole mini-batch, of which each data rank holds a part: use one data rank"
+            "select_fn needs the whole mini-batch, of which each data rank holds a part: give all ranks the whole "
+            "batch, and whole_batch=True"
         )
     shared: dict[str, Any] = {"kernels": kernels, "mesh": mesh}
     forward = partial(
@@ -75,7 +79,7 @@ def update_actor(
         batch,
         model=model,
         micro_loss=objective,
-        select=None if select_fn is None else partial(_select, forward=forward, select_fn=select_fn),
+        select=None if select_fn is None else partial(_select, forward=forward, mesh=mesh, select_fn=select_fn),
         optimizer=optimizer,
         mini_batch_size=mini_batch_size,
         micro_batching=micro_batching,
@@ -84,6 +88,7 @@ def update_actor(
         prefix="actor",
         epochs=epochs,
         key=key,
+        whole_batch=whole_batch,
         donate=donate,
         **shared,
     )
@@ -130,22 +135,31 @@ def policy_objective(
 
 def _select(
     params: Params,
-    rows: Experience,
-    parts: list[list[int]],
+    mini: MiniBatch,
+    micros: list[list[int]],
+    count: int,
     place: Key,
     *,
     forward: Callable[..., TokenOutputs],
+    mesh: Mesh,
     select_fn: SelectFn,
 ) -> Tensor:
-    """The tokens [B, T] that `select_fn` chooses in a mini-batch, by the log-probs of a pass without gradients."""
-    log_probs = torch.zeros_like(rows.old_log_probs)
-    for part in parts:
+    """The tokens [b, T] of this rank's rows that `select_fn` chooses in a mini-batch, by the log-probs of a pass
+    without gradients, of `count` micro-batches on every rank."""
+    log_probs = torch.zeros_like(mini.rows.old_log_probs)
+    for part in [*micros, *([[]] * (count - len(micros)))]:
         with torch.no_grad():
-            new = forward(params, batches.rows(rows, part), outputs=("log_probs",)).log_probs
+            rows = batches.rows(mini.rows, part) if part else blank(mini.rows)
+            new = forward(params, rows, outputs=("log_probs",)).log_probs
         assert new is not None
-        log_probs = log_probs.index_copy(0, torch.tensor(part, device=log_probs.device), new.to(log_probs))
-    noise = place.uniform(rows.row_ids, rows.response_mask.shape[1])
-    return select_fn(log_probs, rows.old_log_probs, rows.advantages, rows.response_mask, noise=noise)
+        if part:
+            log_probs = log_probs.index_copy(0, torch.tensor(part, device=log_probs.device), new.to(log_probs))
+    if mini.parts is not None:
+        log_probs = collect(log_probs, mini.parts, mesh)
+    held = mini.held
+    noise = place.uniform(held.row_ids, held.response_mask.shape[1])
+    chosen = select_fn(log_probs, held.old_log_probs, held.advantages, held.response_mask, noise=noise)
+    return chosen if mini.parts is None else chosen[mini.parts[place_on(mesh, DATA_AXES)]]
 
 
 def update_critic(
@@ -164,6 +178,7 @@ def update_critic(
     horizon: int | None = None,
     key: Key | None = None,
     remove_padding: bool = True,
+    whole_batch: bool = False,
     donate: bool = False,
 ) -> tuple[TrainState, Metrics]:
     """The critic after `epochs` passes over `batch`, with `losses.value_loss` clipped at `clip`; see `update_actor`."""
@@ -201,6 +216,7 @@ def update_critic(
         horizon=horizon,
         prefix="critic",
         key=key,
+        whole_batch=whole_batch,
         donate=donate,
     )
 

@@ -30,6 +30,18 @@ def test_the_other_losses_keep_the_law(number):
     laws.check_layout(loss_fn, modes=(losses.MODES[number % len(losses.MODES)],), each=1, max_ranks=4)
 
 
+def above_the_mean_probability(log_probs, old_log_probs, advantages, mask, *, noise):
+    """A selection that depends on the current log-probs of the whole mini-batch, without near ties."""
+    mean = log_probs.where(mask, 0.0).sum() / mask.sum().clamp(min=1)
+    return mask & (noise > mean.exp())
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_the_losses_that_select_tokens_keep_the_law(name):
+    loss_fn, select_fn = getattr(losses, name), above_the_mean_probability
+    laws.check_layout(loss_fn, select_fn=select_fn, modes=("token-mean",), each=2, max_ranks=4)
+
+
 def test_the_large_meshes_keep_the_law():
     """Up to 64 ranks, each mesh once, most ranks with nothing to do."""
     run = layout._runner(partial(update_actor, loss_fn=losses.ppo_clip), "lm")
