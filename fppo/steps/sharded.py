@@ -181,11 +181,11 @@ class _View(NamedTuple):
 def _freed(tensors: Sequence[Tensor], take: Callable[[], Sequence[Tensor]]) -> saved_tensors_hooks:
     """A context in which operations keep no views of `tensors` for their backward pass: `take` gives them anew."""
     # pack lives as long as what it packed, so it must not hold the tensors
-    owners = {(x.untyped_storage().data_ptr(), x.dtype): number for number, x in enumerate(tensors)}
+    owners = {(x.untyped_storage()._cdata, x.dtype): number for number, x in enumerate(tensors)}
     again = _Again(take)
 
     def pack(x: Tensor) -> Tensor | _View:
-        number = owners.get((x.untyped_storage().data_ptr(), x.dtype)) if x.numel() else None
+        number = owners.get((x.untyped_storage()._cdata, x.dtype)) if x.numel() else None
         if number is None:
             return x
         again.waiting += 1
