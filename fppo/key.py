@@ -53,10 +53,11 @@ class Key:
     def uniform(self, rows: Tensor, columns: int | Tensor) -> Tensor:
         """Numbers in [0, 1), float64 [B, T]: number (i, j) depends on this key, rows[i] and columns[j] alone.
 
-        `rows` is int64 [B]; `columns` is int64 [T], or T for 0 .. T - 1. Counter-based (Salmon et al., 2011).
+        `rows` is int64 [B]; `columns` is int64 [T], or T for 0 .. T - 1, or [B, T] where rows have their own.
+        Counter-based (Salmon et al., 2011).
         """
         if isinstance(columns, int):
             columns = torch.arange(columns, device=rows.device)
         seed = _signed(_mix(self.seed & _MASK))  # mixed, or keys 0 and 1 would hold the same numbers in other rows
-        bits = _mix_tensor(_mix_tensor(rows ^ seed)[:, None] ^ columns[None, :])
+        bits = _mix_tensor(_mix_tensor(rows ^ seed)[:, None] ^ columns)
         return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53

@@ -1,0 +1,206 @@
+"""Weights on their way from the trainer to an engine: whole tensors in buckets, with a digest of each.
+
+    for bucket in renamed(reshard(params, model.shapes, mesh, bucket_bytes=1 << 28), rename):
+        ...  # bucket.tensors, bucket.digests
+
+What an engine was sent, it digests again; `compare` names what went wrong on the way.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fppo.key import Key
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import Mesh, all_reduce, device_of
+
+Rename = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
+_BLOCK = 1 << 18  # numbers in one block of a digest: its weights stay in a core's cache
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+class SyncError(RuntimeError):
+    """An engine does not hold the weights that it was sent."""
+
+
+class Bucket(NamedTuple):
+    """Some whole tensors under the engine's names, and the digest of each as it was sent."""
+
+    tensors: dict[str, Tensor]
+    digests: dict[str, str]
+
+
+@functools.cache
+def _weights(device: torch.device) -> Tensor:
+    """Odd numbers of 64 bits [_BLOCK]."""
+    bits = (Key(0x5EED).fold("digest").uniform(torch.arange(2), _BLOCK) * 2.0**32).long()
+    return ((bits[0] << 32) | bits[1] | 1).to(device)
+
+
+@torch.no_grad()
+def digest(x: Tensor) -> str:
+    """128 bits, in hex, of a tensor's dtype, shape and bytes, at about the speed of reading them, on its device.
+
+    Blocks of 2^18 words are summed with fixed odd weights modulo 2^64, and the sums hashed. A change of one word is
+    always seen, any other that no one chose with 1 - 2^-32 or better. `tree.digest` withstands those who choose, at
+    an eighth of the speed.
+    """
+    flat = x.detach().contiguous().reshape(-1)
+    size = x.dtype.itemsize
+    if flat.storage_offset() * size % 4:
+        flat = flat.clone()
+    words = flat.view(_WORDS[4 if flat.numel() * size % 4 == 0 else size])
+    weights = _weights(x.device)
+    sums = [(block * weights[: len(block)]).sum() for block in words.split(_BLOCK)]
+    hasher = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)} ".encode(), digest_size=16)
+    if sums:
+        hasher.update(torch.stack(sums).cpu().numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def reshard(
+    params: Mapping[str, Tensor],
+    shapes: Mapping[str, torch.Size],
+    mesh: Mesh | None = None,
+    *,
+    bucket_bytes: int,
+    dtype: torch.dtype | None = None,
+    only: Iterable[str] | None = None,
+) -> Iterator[Bucket]:
+    """The whole parameters, or those named in `only`, in order, in buckets; floating ones as `dtype`.
+
+    A bucket's extra memory is at most `bucket_bytes`, or what one tensor takes if that is more; whole parameters that
+    need no cast are not copied at all. On a sharded mesh each bucket is one gather: every rank must take all buckets.
+    """
+    mesh = mesh or Mesh.local()
+    wanted = set(params) if only is None else set(only)
+    names = [name for name in params if name in wanted]
+    kinds = {name: _sent(params[name].dtype, dtype) for name in names}
+    budget = bucket_bytes // 3 if mesh.sharded else bucket_bytes  # a gather holds its parts, the buffer and the result
+    sizes = {name: shapes[name].numel() * kinds[name].itemsize for name in names}
+    for part in _parts(sizes, budget):
+        with torch.no_grad():
+            whole = fsdp.gather({name: params[name].detach() for name in part}, shapes, mesh, dtypes=kinds)
+        yield Bucket(whole, {name: digest(x) for name, x in whole.items()})
+
+
+def _sent(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and own.is_floating_point else own
+
+
+def _parts(sizes: Mapping[str, int], budget: int) -> Iterator[list[str]]:
+    """Names in order, those of a part together at most `budget` bytes; one that is larger stands alone."""
+    part: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if part and total + size > budget:
+            yield part
+            part, total = [], 0
+        part.append(name)
+        total += size
+    if part:
+        yield part
+
+
+def changed(
+    params: Mapping[str, Tensor], last: Mapping[str, str], mesh: Mesh | None = None, *, frozen: Iterable[str] = ()
+) -> tuple[set[str], dict[str, str]]:
+    """The parameters whose digests differ from `last` on any rank, and this rank's digests of its parts now.
+
+    Those in `frozen` are taken to be as they were, once `last` knows them. Every rank of the mesh must call.
+    """
+    mesh = mesh or Mesh.local()
+    still = set(frozen) & set(last)
+    digests = {name: last[name] if name in still else digest(x) for name, x in params.items()}
+    flags = torch.tensor([digests[name] != last.get(name) for name in params], device=device_of(params))
+    if mesh.sharded:
+        flags = all_reduce(flags.int(), mesh["shard"]) > 0
+    return {name for name, differs in zip(params, flags.tolist(), strict=True) if differs}, digests
+
+
+def siblings(names: Iterable[str], every: Iterable[str]) -> set[str]:
+    """The names among `every` that stand beside one of `names`: engines fuse such (q, k and v; gate and up; experts),
+    and can only load them together.
+
+    >>> sorted(siblings(["h.0.attn.q.bias"], ["h.0.attn.q.bias", "h.0.attn.k.weight", "h.0.mlp.up.weight"]))
+    ['h.0.attn.k.weight', 'h.0.attn.q.bias']
+    """
+    units = {_unit(name) for name in names}
+    return {name for name in every if _unit(name) in units}
+
+
+def _unit(name: str) -> str:
+    """The module around the module that holds the parameter; around its number if it is one of a list of experts."""
+    module = name.rpartition(".")[0]
+    around = module.rpartition(".")[0] or module
+    return re.sub(r"(\.experts)\.\d+$", r"\1", around)
+
+
+def hf_weight_loader(name: str, x: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """The parameter under its Hugging Face name, which is what most of vLLM's models load."""
+    return ((name, x),)
+
+
+def split_experts(name: str, x: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """transformers stacks experts to one tensor; checkpoints, and so vLLM, name each of them."""
+    prefix, _, kind = name.rpartition(".")
+    if not prefix.endswith(".experts") or kind not in ("gate_up_proj", "down_proj"):
+        return ((name, x),)
+    names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    return (
+        (f"{prefix}.{expert}.{part}.weight", piece)
+        for expert, both in enumerate(x)
+        for part, piece in zip(names, both.chunk(len(names)), strict=True)
+    )
+
+
+RENAMES: Mapping[str, Rename] = {"qwen2_moe": split_experts, "qwen3_moe": split_experts}
+
+
+def dtensor_weight_loader(model_type: str, renames: Mapping[str, Rename] = RENAMES) -> Rename:
+    """How a family's parameters become those its engine loads, by a table that users extend:
+
+    dtensor_weight_loader("mine", {**RENAMES, "mine": lambda name, x: [(name.replace("blocks", "layers"), x)]})
+    """
+    return renames.get(model_type, hf_weight_loader)
+
+
+def renamed(buckets: Iterable[Bucket], rename: Rename) -> Iterator[Bucket]:
+    """The buckets with each tensor under the names, or in the parts, that `rename` gives it."""
+    if rename is hf_weight_loader:
+        yield from buckets
+        return
+    for bucket in buckets:
+        tensors: dict[str, Tensor] = {}
+        digests: dict[str, str] = {}
+        for name, x in bucket.tensors.items():
+            for new, part in rename(name, x):
+                if new in tensors:
+                    raise SyncError(f"two parameters are renamed to {new}, one of them {name}")
+                tensors[new] = part
+                digests[new] = bucket.digests[name] if part is x else digest(part)
+        yield Bucket(tensors, digests)
+
+
+def compare(sent: Mapping[str, str], got: Mapping[str, str]) -> None:
+    """Raises SyncError that names what was sent and not got, got and not sent, or got otherwise than sent."""
+    missing, unknown = sorted(sent.keys() - got.keys()), sorted(got.keys() - sent.keys())
+    other = sorted(name for name in sent.keys() & got.keys() if sent[name] != got[name])
+    wrong = [
+        f"{what}: {_some(names)}"
+        for what, names in (("missing", missing), ("unknown", unknown), ("changed on the way", other))
+        if names
+    ]
+    if wrong:
+        raise SyncError("the engine does not hold the weights it was sent; " + "; ".join(wrong))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,138 @@
+"""Whole tensors come out of any layout in buckets, and every kind of damage on the way is named."""
+
+import pytest
+import torch
+
+from fppo.rollout import sync
+from fppo.rollout.sync import Bucket, SyncError, compare, digest, renamed, reshard
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import Mesh, Sharding
+from fppo.runtime.simulate import simulate
+from tests.models.families import make
+
+
+def params_of(*sizes):
+    generator = torch.Generator().manual_seed(0)
+    params = {f"layers.{i}.weight": torch.randn(size, 3, generator=generator) for i, size in enumerate(sizes)}
+    return params, {name: x.shape for name, x in params.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int8, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (5, 3), (2, 3, 4)])
+def test_digests_see_bytes_shape_and_dtype(dtype, shape):
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 5).to(dtype)
+    assert digest(x) == digest(x.clone())
+    assert digest(x) != digest(x[None])
+    if x.numel():
+        shifted = torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].view(shape)  # its memory starts elsewhere
+        assert digest(shifted) == digest(x)
+        assert digest(x.reshape(-1)) == digest(x.reshape(-1).flip(0).flip(0))
+    if x.numel() > 1:
+        assert digest(x) != digest(x.reshape(-1).roll(1).view(shape)) or len(x.unique()) == 1
+    if dtype.is_floating_point and x.numel():
+        assert digest(x) != digest(-x)
+        assert digest(x) != digest(x.to(torch.float16))
+
+
+def test_digests_see_one_bit_anywhere():
+    x = torch.randn(3 * sync._BLOCK // 2, generator=torch.Generator().manual_seed(0))
+    seen = {digest(x)}
+    for place in (0, 1, sync._BLOCK - 1, sync._BLOCK, len(x) - 1):
+        for bit in (0, 17, 31):
+            words = x.clone().view(torch.int32)
+            words[place] ^= torch.tensor(1 << bit).int() if bit < 31 else torch.tensor(-(1 << 31)).int()
+            seen.add(digest(words.view(torch.float32)))
+    assert len(seen) == 16
+    signs = x.clone()
+    signs[:2] = -signs[:2]
+    swapped = x.clone()
+    swapped[[3, sync._BLOCK + 3]] = x[[sync._BLOCK + 3, 3]]
+    assert len({*seen, digest(signs), digest(swapped)}) == 18
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 40, 100, 1 << 20])
+def test_buckets_hold_all_in_order_and_are_no_larger_than_asked(bucket_bytes):
+    params, shapes = params_of(4, 1, 2, 9, 1, 1, 1)
+    buckets = list(reshard(params, shapes, bucket_bytes=bucket_bytes))
+    assert [name for bucket in buckets for name in bucket.tensors] == list(params)
+    for bucket in buckets:
+        size = sum(x.nbytes for x in bucket.tensors.values())
+        assert size <= bucket_bytes or len(bucket.tensors) == 1
+        for name, x in bucket.tensors.items():
+            assert x.data_ptr() == params[name].data_ptr()
+            assert bucket.digests[name] == digest(params[name])
+    half = list(reshard(params, shapes, bucket_bytes=bucket_bytes, dtype=torch.bfloat16, only=list(params)[2:4]))
+    tensors = {name: x for bucket in half for name, x in bucket.tensors.items()}
+    assert list(tensors) == list(params)[2:4]
+    assert all(torch.equal(x, params[name].bfloat16()) for name, x in tensors.items())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shards_are_gathered_bucket_by_bucket(ranks):
+    params, shapes = params_of(4, 1, 2, 9, 1)
+    whole = {name: digest(x) for name, x in params.items()}
+
+    def run(mesh: Mesh):
+        mesh = Mesh(mesh.axes, Sharding())
+        buckets = list(reshard(fsdp.shard(params, mesh), shapes, mesh, bucket_bytes=3 * 60))
+        sizes = [sum(x.nbytes for x in bucket.tensors.values()) for bucket in buckets]
+        return sizes, {name: d for bucket in buckets for name, d in bucket.digests.items()}
+
+    for sizes, digests in simulate({"shard": ranks}, run):
+        assert digests == whole
+        assert sizes == [60, 24, 108, 12]
+
+
+def test_what_changed_is_agreed_by_all_ranks():
+    params, _ = params_of(4, 2, 9, 3)
+    later = {name: x.clone() for name, x in params.items()}
+    later["layers.0.weight"][3] += 1  # the last row, so the first rank's shard is as it was
+    later["layers.3.weight"][0] += 1
+
+    def run(mesh: Mesh):
+        mesh = Mesh(mesh.axes, Sharding())
+        everything, last = sync.changed(fsdp.shard(params, mesh), {}, mesh)
+        nothing, _ = sync.changed(fsdp.shard(params, mesh), last, mesh)
+        some, _ = sync.changed(fsdp.shard(later, mesh), last, mesh)
+        frozen, _ = sync.changed(fsdp.shard(later, mesh), last, mesh, frozen=["layers.3.weight"])
+        return everything, nothing, some, frozen
+
+    for found in simulate({"shard": 2}, run):
+        assert found == (set(params), set(), {"layers.0.weight", "layers.3.weight"}, {"layers.0.weight"})
+
+
+def test_siblings_are_what_engines_fuse():
+    model, _ = make("qwen3_moe")
+    names = list(model.shapes)
+    found = sync.siblings(["model.layers.1.self_attn.k_proj.weight"], names)
+    assert {"q_proj.weight", "v_proj.weight"} <= {".".join(name.split(".")[-2:]) for name in found}
+    assert all(name.startswith("model.layers.1.self_attn.") for name in found)
+    experts = [f"model.layers.0.mlp.experts.{i}.{part}_proj.weight" for i in range(3) for part in ("gate", "up")]
+    assert sync.siblings(experts[:1], [*experts, "lm_head.weight"]) == set(experts)
+    assert sync.siblings(["lm_head.weight"], names) == {"lm_head.weight"}
+
+
+def test_renames_and_parts():
+    model, params = make("qwen3_moe", dtype=torch.float32)
+    rename = sync.dtensor_weight_loader("qwen3_moe")
+    buckets = list(renamed(reshard(params, model.shapes, bucket_bytes=1 << 12), rename))
+    tensors = {name: x for bucket in buckets for name, x in bucket.tensors.items()}
+    digests = {name: x for bucket in buckets for name, x in bucket.digests.items()}
+    stacked = params["model.layers.1.mlp.experts.gate_up_proj"]
+    assert torch.equal(tensors["model.layers.1.mlp.experts.3.up_proj.weight"], stacked[3].chunk(2)[1])
+    assert torch.equal(tensors["model.norm.weight"], params["model.norm.weight"])
+    assert all(digest(x) == digests[name] for name, x in tensors.items())
+    mine = {"mine": lambda name, x: [(f"engine.{name}", x)], **sync.RENAMES}
+    first = next(renamed(reshard(params, model.shapes, bucket_bytes=1), sync.dtensor_weight_loader("mine", mine)))
+    assert list(first.tensors) == [f"engine.{next(iter(params))}"]
+    assert sync.dtensor_weight_loader("qwen2") is sync.hf_weight_loader
+    both = renamed([Bucket({"a": stacked, "b": stacked}, {"a": "", "b": ""})], lambda _, x: [("same", x)])
+    with pytest.raises(SyncError, match="two parameters are renamed to same, one of them b"):
+        list(both)
+
+
+def test_what_went_wrong_is_named():
+    sent = {"a": "1", "b": "2", "c": "3"}
+    compare(sent, dict(sent))
+    with pytest.raises(SyncError, match="missing: b; unknown: x; changed on the way: c"):
+        compare(sent, {"a": "1", "x": "2", "c": "4"})
