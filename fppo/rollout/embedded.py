@@ -12,12 +12,13 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from fppo import models
-from fppo.batch import Column, Prompts, Rollout, extend, repeat
+from fppo.batch import Prompts, Rollout
 from fppo.key import Key
 from fppo.models.heads import Head
 from fppo.models.model import Model
 from fppo.rollout import cache as caches
 from fppo.rollout.engine import Sampling
+from fppo.rollout.records import check_prompts, check_stops, number_rows, rollout_of
 from fppo.rollout.sampling import draw
 from fppo_kernels.padding import unpad
 from fppo_kernels.record import Kernels
@@ -55,10 +56,9 @@ class EmbeddedEngine:
         params = dict(params)
         device = next(iter(params.values())).device
         mask = prompts.attention_mask.to(device).bool()
-        lengths = _check_prompts(mask)
+        lengths = check_prompts(mask)
         _check_positions(self.model, max(lengths), sampling.max_tokens)
-        samples = torch.arange(sampling.n, device=device)
-        row_ids = (prompts.row_ids.to(device)[:, None] * sampling.n + samples).flatten()
+        row_ids = number_rows(prompts, sampling.n, device)
         width = max(lengths)
         tokens, real = prompts.tokens.to(device)[:, -width:], mask[:, -width:]
 
@@ -94,17 +94,6 @@ class _Step(NamedTuple):
     tokens: Tensor
     log_probs: Tensor
     sampling_log_probs: Tensor
-
-
-def _check_prompts(mask: Tensor) -> list[int]:
-    """The lengths of the prompts."""
-    lengths = mask.sum(1).tolist()
-    empty = [i for i, length in enumerate(lengths) if not length]
-    if empty or not lengths:
-        raise ValueError(f"no tokens in prompts {empty[:10]} of {len(lengths)}: leave empty prompts out")
-    if (mask[:, :-1] & ~mask[:, 1:]).any():
-        raise ValueError("prompts have padding after or between their tokens: pad them on the left")
-    return lengths
 
 
 def _check_positions(model: Model, prompt: int, max_tokens: int) -> None:
@@ -220,9 +209,7 @@ def _decode(
 def _stop_table(sampling: Sampling, logits: Tensor) -> Tensor:
     """bool [V], True at stop tokens."""
     size = logits.shape[1]
-    wrong = [token for token in sampling.stop_token_ids if token >= size]
-    if wrong:
-        raise ValueError(f"stop_token_ids {wrong} are beyond the model's vocabulary of {size} tokens")
+    check_stops(sampling, size)
     table = torch.zeros(size, dtype=torch.bool, device=logits.device)
     table[list(sampling.stop_token_ids)] = True
     return table
@@ -260,22 +247,15 @@ def _assemble(
     tokens = lay_out([step.tokens for step in steps], pad_token_id)
     log_probs = lay_out([step.log_probs for step in steps], 0.0)
     sampling_log_probs = lay_out([step.sampling_log_probs for step in steps], 0.0)
-    stops = torch.isin(tokens, tokens.new_tensor(sampling.stop_token_ids))
     drawn = lay_out([torch.ones_like(step.rows, dtype=torch.bool) for step in steps], False)
-    stops = stops & drawn
-    mask = drawn & (stops.cumsum(1) - stops.long() == 0)
-    rows = repeat(prompts, sampling.n)
-    device = tokens.device
-    return extend(
-        Rollout,
-        rows,
-        tokens=torch.cat([rows.tokens.to(device), tokens.where(mask, pad_token_id)], 1),
-        attention_mask=torch.cat([rows.attention_mask.to(device).bool(), mask], 1),
-        response_mask=mask,
-        rollout_log_probs=log_probs.where(mask, 0.0),
-        sampling_log_probs=sampling_log_probs.where(mask, 0.0),
+    return rollout_of(
+        prompts,
+        tokens,
+        drawn,
+        log_probs,
+        sampling_log_probs,
         row_ids=row_ids,
-        groups=rows.row_ids.to(device),
-        versions=torch.full_like(row_ids, version),
-        finish=Column("stop" if ended else "length" for ended in (stops & mask).any(1).tolist()),
+        sampling=sampling,
+        pad_token_id=pad_token_id,
+        version=version,
     )
