@@ -124,7 +124,7 @@ def test_a_checkpoint_of_another_model_and_a_damaged_one(task, capsys):
     models.save(other, models.init_params(other, Key(0)), task / "start", tokenizer=character_tokenizer())
     assert "of another model" in _fails(task, capsys, begun=True)
     runs.write_task(task)
-    newest = checkpoint.path_of(task / "run" / "checkpoints", 2) / "state.safetensors"
+    newest = checkpoint.path_of(task / "run" / "checkpoints", 2) / "shard_00000.safetensors"
     newest.write_bytes(newest.read_bytes()[:1000])
     assert "Remove it to resume from step 1" in _fails(task, capsys, begun=True)
     shutil.rmtree(newest.parent)
@@ -137,7 +137,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(task, capsys, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     assert "The last complete one is of step 2" in _fails(task, capsys, begun=True)
     monkeypatch.undo()
     assert cli.main(["train", str(task / "run.toml")]) == 0

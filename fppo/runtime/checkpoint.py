@@ -1,50 +1,127 @@
-"""A run's state on disk: whole, committed by one rename, checked when it is read. Nothing is ever unpickled."""
+"""A run's state on disk: whole, committed by one rename over all ranks, checked when read, loaded onto any mesh."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import re
-import shutil
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
-import safetensors.torch
-from safetensors import SafetensorError, safe_open
+import attrs
+import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fppo import tree
 from fppo.key import Key
+from fppo.runtime import _checkpoint_attempt as attempts
+from fppo.runtime import _checkpoint_files as files
+from fppo.runtime._checkpoint_attempt import Attempt, path_of, steps
+from fppo.runtime._checkpoint_files import CheckpointError, DamagedError, Part
+from fppo.runtime.mesh import AXES, Mesh, gather_objects
+
+__all__ = ["CheckpointError", "Pending", "begin_save", "load", "newest", "path_of", "save", "step_of", "steps"]
 
 T = TypeVar("T")
-FORMAT = 1
-_NAME = re.compile(r"step_(\d{8})")
-
-
-class CheckpointError(Exception):
-    """A checkpoint that cannot be written or read; the message says what to do."""
-
-
-def path_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step stands."""
-    return directory / f"step_{step:08d}"
+TIMEOUT = 600.0
+NOT_CUT: Mapping[str, torch.Size] = MappingProxyType({})
 
 
 def step_of(path: Path) -> int:
     """The step of a checkpoint's path. Raises CheckpointError if it does not have a checkpoint's name."""
-    match = _NAME.fullmatch(path.name)
+    match = attempts.NAME.fullmatch(path.name)
     if match is None or not path.is_dir():
         raise CheckpointError(f"{path} is no checkpoint; theirs are directories named like step_00000100")
     return int(match[1])
 
 
-def steps(directory: Path) -> list[int]:
-    """The steps of the complete checkpoints, ascending. What a crash left behind does not bear their name."""
-    if not directory.is_dir():
-        return []
-    return sorted(int(m[1]) for entry in directory.iterdir() if (m := _NAME.fullmatch(entry.name)))
+@attrs.frozen
+class Pending:
+    """A checkpoint that is being written. Wait for it before the next one begins, and before the process ends."""
+
+    _result: Future[Path]
+
+    def done(self) -> bool:
+        """Whether it is written, or failed."""
+        return self._result.done()
+
+    def wait(self) -> Path:
+        """Where it stands, once it is whole, with all ranks' parts. Raises CheckpointError if it could not be written;
+        what was there before stays usable."""
+        return self._result.result()
+
+
+def save(
+    value: Any,
+    directory: Path,
+    step: int,
+    *,
+    mesh: Mesh = Mesh.local(),  # noqa: B008
+    shapes: Mapping[str, torch.Size] = {},
+    keep: int | None = None,
+    timeout: float = TIMEOUT,
+) -> Path:
+    """`begin_save`, and the wait for it."""
+    return _begin(value, directory, step, mesh, shapes, keep, timeout, copy=False).wait()
+
+
+def begin_save(
+    value: Any,
+    directory: Path,
+    step: int,
+    *,
+    mesh: Mesh = Mesh.local(),  # noqa: B008
+    shapes: Mapping[str, torch.Size] = {},
+    keep: int | None = None,
+    timeout: float = TIMEOUT,
+) -> Pending:
+    """Begins to write the tree `value` as the checkpoint of `step`, and afterwards drops all but the newest `keep`.
+
+    Every rank of the mesh calls it. `shapes` are the whole shapes, by path as `tree.leaves_with_paths` has it, of the
+    leaves whose rows are cut over the shard axis; they play no role if the mesh is not `mesh.sharded`. All other leaves
+    are equal on all ranks. The tensors are copied before it returns, so their memory may be used again; a thread
+    writes.
+
+    The files are written and synced under another name and renamed at the end, so a crash of any rank at any instant
+    leaves the last complete checkpoint as it was. The same state saved again is left as it is; another one for the
+    same step is an error, on every rank. Ranks wait for each other as long as there is something new to see within
+    `timeout` seconds.
+    """
+    return _begin(value, directory, step, mesh, shapes, keep, timeout, copy=True)
+
+
+def _begin(
+    value: Any,
+    directory: Path,
+    step: int,
+    mesh: Mesh,
+    shapes: Mapping[str, torch.Size],
+    keep: int | None,
+    timeout: float,
+    *,
+    copy: bool,
+) -> Pending:
+    leaves = dict(tree.leaves_with_paths(value))
+    tensors = {path: x.detach() for path, x in leaves.items() if isinstance(x, Tensor)}
+    plain = {path: _plain(x) for path, x in leaves.items() if not isinstance(x, Tensor)}
+    held = files.parts(tensors, mesh, shapes)
+    shards = max((part.ranks for part in held.values()), default=1)
+    others = [mesh[name].rank for name in AXES if name != "shard"]
+    shard = mesh["shard"].rank if not any(others) and mesh["shard"].rank < shards else None
+    device = next((x.device for x in tensors.values() if x.is_cuda), torch.device("cpu"))
+    result: Future[Path] = Future()
+    attempt = attempts.agree(Path(directory), step, mesh, device, timeout)
+    if attempt.token is None:
+        _compare(result, attempt, plain, tensors if shard is not None else None, held, mesh, device)
+        return Pending(result)
+    mine = {path: x for path, x in tensors.items() if shard is not None and (shard == 0 or held[path].ranks > 1)}
+    job = _Job(attempt, shard, shards, _on_host(mine, copy), held, plain, keep)
+    # a daemon: a process that fails elsewhere ends at once, and leaves a draft
+    threading.Thread(target=job.run, args=(result,), name=f"checkpoint of step {step}", daemon=True).start()
+    return Pending(result)
 
 
 def _plain(leaf: Any) -> Any:
@@ -55,120 +132,173 @@ def _plain(leaf: Any) -> Any:
     raise CheckpointError(f"a leaf of type {type(leaf).__name__} does not fit a checkpoint: {leaf!r}")
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def _on_host(tensors: Mapping[str, Tensor], copy: bool) -> dict[str, Tensor]:
+    """The tensors on the host, contiguous, each with memory of its own: of others' too with `copy`."""
+    found: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for path, x in tensors.items():
+        if x.is_cuda:
+            place = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            found[path] = place.copy_(x, non_blocking=True)
+        else:
+            pointer = x.untyped_storage().data_ptr()
+            found[path] = x.to("cpu", copy=copy or pointer in taken, memory_format=torch.contiguous_format).contiguous()
+            taken.add(pointer)
+    for device in {x.device for x in tensors.values() if x.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return found
+
+
+def _compare(
+    result: Future[Path],
+    attempt: Attempt,
+    plain: Any,
+    tensors: Mapping[str, Tensor] | None,
+    held: Mapping[str, Part],
+    mesh: Mesh,
+    device: torch.device,
+) -> None:
+    """Accepts the checkpoint that is there already if it holds this very state, on all ranks."""
+    problem = None
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def save(value: Any, directory: Path, step: int, *, keep: int | None = None) -> Path:
-    """Writes the tree `value` as the checkpoint of `step`, then drops all but the newest `keep`.
-
-    The files are written and synced under another name and renamed at the end, so a crash at any instant leaves the
-    last complete checkpoint as it was. Raises CheckpointError if it cannot be written (a full disk, say); what was
-    there before stays usable. The same state saved again is left as it is; another one for the same step is an error.
-    """
-    leaves = dict(tree.leaves_with_paths(value))
-    tensors = {path: x.detach().cpu().contiguous() for path, x in leaves.items() if isinstance(x, Tensor)}
-    manifest = {
-        "format": FORMAT,
-        "step": step,
-        "plain": {path: _plain(x) for path, x in leaves.items() if not isinstance(x, Tensor)},
-        "digests": _digests(tensors),
-    }
-    final = path_of(directory, step)
-    if final.is_dir() and json.loads((final / "state.json").read_text()) == json.loads(json.dumps(manifest)):
-        return final
-    draft = directory / f".{final.name}.{os.getpid()}"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for old in directory.glob(".step_*"):  # drafts of processes that died; one run writes here at a time
-            shutil.rmtree(old, ignore_errors=True)
-        draft.mkdir()
-        safetensors.torch.save_file(tensors, draft / "state.safetensors")
-        (draft / "state.json").write_text(json.dumps(manifest))
-        for part in (draft / "state.safetensors", draft / "state.json", draft):
-            _sync(part)
-        draft.rename(final)  # onto an existing checkpoint it fails, and so replaces none
-        _sync(directory)
-    except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(draft)
-        last = steps(directory)
-        raise CheckpointError(
-            f"the checkpoint of step {step} could not be written to {directory}: {error}. "
-            f"{f'The last complete one is of step {last[-1]}.' if last else 'There is none yet.'} "
-            "Free some space or choose another output directory, then resume."
-        ) from error
-    for old_step in steps(directory)[: -keep if keep else 0]:
-        _drop(path_of(directory, old_step))
-    return final
-
-
-def _drop(path: Path) -> None:
-    """Renames, then removes, so that a half-removed checkpoint does not bear a checkpoint's name."""
-    doomed = path.with_name(f".{path.name}.dropped")
-    with contextlib.suppress(OSError):
-        path.rename(doomed)
-        shutil.rmtree(doomed)
-
-
-def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:
-    return {name: tree.digest(x)[""] for name, x in tensors.items()}
-
-
-def load(template: T, directory: Path, step: int) -> T:
-    """The tree that `save` wrote, in the structure and on the devices of `template`, whose values do not matter.
-
-    Raises CheckpointError for a damaged checkpoint, and for one of another model, naming the leaves that differ.
-    """
-    path = path_of(directory, step)
-    try:
-        manifest = json.loads((path / "state.json").read_text())
-        with safe_open(path / "state.safetensors", "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, ValueError, SafetensorError) as error:
-        others = [s for s in steps(directory) if s != step]
-        raise CheckpointError(
-            f"{path} is damaged: {error}. Remove it to resume from {f'step {others[-1]}' if others else 'the start'}."
-        ) from error
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {manifest.get('format')}; this version reads format {FORMAT}")
-    stored = tensors | manifest["plain"]
-    expected = dict(tree.leaves_with_paths(template))
-    problems = _mismatches(expected, stored)
+        if tensors is not None and not files.same(attempt.final, plain, tensors, held):
+            problem = "there is one of another state"
+    except CheckpointError as error:
+        problem = f"there is one, and it is not whole: {error}"
+    problems = [x for x in gather_objects(problem, mesh, AXES, device) if x is not None]
     if problems:
-        shown = "; ".join(problems[:5])
-        raise CheckpointError(f"{path} is of another model or other settings: {len(problems)} leaves differ: {shown}")
-    wrong = [name for name, digest in _digests(tensors).items() if manifest["digests"].get(name) != digest]
-    if wrong:
-        raise CheckpointError(f"{path} is damaged: {wrong[0]} does not have the digest it was saved with")
-    filled = [_restore(stored[name], leaf) for name, leaf in expected.items()]
-    return pytree.tree_unflatten(filled, pytree.tree_structure(template))
+        result.set_exception(attempts.cannot_write(attempt.directory, attempt.step, problems[0]))
+    else:
+        result.set_result(attempt.final)
 
 
-def _mismatches(expected: dict[str, Any], stored: dict[str, Any]) -> list[str]:
+@attrs.frozen
+class _Job:
+    """What a rank's thread does."""
+
+    attempt: Attempt
+    shard: int | None  # this rank's number among those that write
+    shards: int
+    tensors: Mapping[str, Tensor]
+    held: Mapping[str, Part]
+    plain: Any
+    keep: int | None
+
+    def run(self, result: Future[Path]) -> None:
+        """Writes, or waits for those that write; `result` gets the path or the error."""
+        attempt = self.attempt
+        try:
+            if self.shard is not None:
+                self._write(self.shard)
+            if attempt.rank == 0:
+                self._commit()
+            else:
+                attempt.await_commit()
+            result.set_result(attempt.final)
+        except BaseException as error:
+            reason = str(error)
+            if attempt.ranks > 1 and not isinstance(error, CheckpointError):
+                reason = f"on rank {attempt.rank}: {reason}"
+            attempt.give_up(reason, self.shard)
+            failure: BaseException = error
+            if isinstance(error, (OSError, SafetensorError, CheckpointError)):
+                failure = attempts.cannot_write(attempt.directory, attempt.step, reason)
+                failure.__cause__ = error
+            result.set_exception(failure)
+
+    def _write(self, shard: int) -> None:
+        if self.attempt.rank == 0:
+            attempts.clear_leftovers(self.attempt)
+        else:
+            self.attempt.await_draft()
+        files.write_shard(self.attempt.draft, shard, self.tensors, self.held)
+
+    def _commit(self) -> None:
+        attempt = self.attempt
+        attempt.await_shards(self.shards)
+        dtypes = {path: x.dtype for path, x in self.tensors.items()}
+        files.write_manifest(
+            attempt.draft,
+            step=attempt.step,
+            attempt=str(attempt.token),
+            plain=self.plain,
+            dtypes=dtypes,
+            held=self.held,
+        )
+        attempts.commit(attempt)
+        for old_step in steps(attempt.directory)[: -self.keep if self.keep else 0]:
+            attempts.drop(path_of(attempt.directory, old_step))
+
+
+def load(
+    template: T,
+    directory: Path,
+    step: int,
+    *,
+    mesh: Mesh = Mesh.local(),  # noqa: B008
+    shapes: Mapping[str, torch.Size] = {},
+) -> T:
+    """The tree that a mesh of any shape saved, in the structure and on the devices of `template`, whose values do not
+    matter.
+
+    On a mesh that is `mesh.sharded` the leaves with `shapes` are this rank's rows, in `template` as in the result, and
+    only the chunks that hold such rows are read, one after the other. No collective is called. Raises CheckpointError
+    for a damaged checkpoint, and for one of another model, naming the leaves that differ.
+    """
+    path = path_of(Path(directory), step)
+    expected = dict(tree.leaves_with_paths(template))
+    tensors = {name: leaf for name, leaf in expected.items() if isinstance(leaf, Tensor)}
+    wanted = files.parts(tensors, mesh, shapes)
+    try:
+        manifest = files.read_manifest(path)
+        problems = _mismatches(expected, wanted, manifest)
+        if problems:
+            shown = "; ".join(problems[:5])
+            raise CheckpointError(
+                f"{path} is of another model or other settings: {len(problems)} leaves differ: {shown}"
+            )
+        # memory of their own: a file's layout aligns tensors otherwise, and kernels then round otherwise
+        found: dict[str, Any] = {
+            name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name, x in tensors.items()
+        }
+        for name, stored, x in files.read(path, manifest, wanted):
+            files.overlap(found[name], wanted[name], stored).copy_(files.overlap(x, stored, wanted[name]))
+    except DamagedError as error:
+        others = [s for s in steps(Path(directory)) if s != step]
+        way_out = f"step {others[-1]}" if others else "the start"
+        raise CheckpointError(f"{path} is damaged: {error}. Remove it to resume from {way_out}.") from error
+    plain = {name: _restored(manifest["plain"][name], leaf) for name, leaf in expected.items() if name not in found}
+    return pytree.tree_unflatten([(found | plain)[name] for name in expected], pytree.tree_structure(template))
+
+
+def _mismatches(expected: Mapping[str, Any], wanted: Mapping[str, Part], manifest: Mapping[str, Any]) -> list[str]:
+    stored = manifest["plain"] | manifest["leaves"]
     problems = [f"{name} is missing" for name in expected if name not in stored]
     problems += [f"{name} is unknown" for name in stored if name not in expected]
     for name in expected.keys() & stored.keys():
         want, have = expected[name], stored[name]
-        if isinstance(want, Tensor) != isinstance(have, Tensor):
-            problems.append(f"{name} is a {type(have).__name__}, expected a {type(want).__name__}")
-        elif isinstance(want, Tensor) and (want.shape, want.dtype) != (have.shape, have.dtype):
-            problems.append(f"{name} is {have.dtype} {tuple(have.shape)}, expected {want.dtype} {tuple(want.shape)}")
+        kept = name in manifest["leaves"]
+        if isinstance(want, Tensor) != kept:
+            kind = "Tensor" if kept else type(have).__name__
+            problems.append(f"{name} is a {kind}, expected a {type(want).__name__}")
+        elif isinstance(want, Tensor):
+            shape, dtype = wanted[name].shape, str(want.dtype)
+            if (shape, dtype) != (tuple(have["shape"]), have["dtype"]):
+                problems.append(f"{name} is {have['dtype']} {tuple(have['shape'])}, expected {dtype} {shape}")
     return sorted(problems)
 
 
-def _restore(value: Any, like: Any) -> Any:
-    if isinstance(like, Tensor):
-        # memory of its own: a file's layout aligns tensors otherwise, and kernels then round otherwise
-        return value.to(like.device).clone()
+def _restored(value: Any, like: Any) -> Any:
     return Key(value["key"]) if isinstance(like, Key) else value
 
 
-def newest(template: T, directory: Path) -> tuple[T, int] | None:
+def newest(
+    template: T,
+    directory: Path,
+    *,
+    mesh: Mesh = Mesh.local(),  # noqa: B008
+    shapes: Mapping[str, torch.Size] = {},
+) -> tuple[T, int] | None:
     """The newest complete checkpoint and its step; None if there is none."""
     found = steps(directory)
-    return (load(template, directory, found[-1]), found[-1]) if found else None
+    return (load(template, directory, found[-1], mesh=mesh, shapes=shapes), found[-1]) if found else None

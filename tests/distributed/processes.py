@@ -27,9 +27,21 @@ def _rank(rank: int, axes: Mapping[str, int], fn: Callable[[Mesh], Any], directo
     dist.destroy_process_group()
 
 
+def start(axes: Mapping[str, int], fn: Callable[[Mesh], Any], directory: str) -> Any:
+    """Starts the ranks, which work in `directory`: torch's ProcessContext, with `pids()` and `join()`."""
+    worker = partial(_rank, axes=dict(axes), fn=fn, directory=directory)
+    return mp.start_processes(worker, nprocs=math.prod(axes.values()), join=False, start_method="spawn")  # type: ignore[attr-defined]
+
+
+def wait(context: Any) -> None:
+    """Returns when all ranks have; raises for the first one that failed or was killed, and ends the others."""
+    while not context.join():
+        pass
+
+
 def run(axes: Mapping[str, int], fn: Callable[[Mesh], Any]) -> list[Any]:
     """What `fn(mesh)` returns on every rank; `fn` is a function of a module, and returns what torch.save takes."""
     with tempfile.TemporaryDirectory() as directory:
-        worker = partial(_rank, axes=dict(axes), fn=fn, directory=directory)
-        mp.start_processes(worker, nprocs=math.prod(axes.values()), start_method="spawn")  # type: ignore[attr-defined]
+        context = start(axes, fn, directory)
+        wait(context)
         return [torch.load(Path(directory) / f"{rank}.pt") for rank in range(math.prod(axes.values()))]

@@ -59,11 +59,13 @@ def test_another_models_checkpoint_names_the_leaves(tmp_path):
         checkpoint.load(other, tmp_path, 1)
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "json", "missing"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "json", "missing", "plain", "rows", "gone"])
 def test_damage_is_found_and_the_way_out_named(tmp_path, damage):
     checkpoint.save(_state(), tmp_path, 1)
     path = checkpoint.save(_state(1), tmp_path, 2)
-    tensors = path / "state.safetensors"
+    tensors, about, manifest = (
+        path / f"{name}" for name in ("shard_00000.safetensors", "shard_00000.json", "state.json")
+    )
     data = bytearray(tensors.read_bytes())
     match damage:
         case "truncate":
@@ -72,11 +74,18 @@ def test_damage_is_found_and_the_way_out_named(tmp_path, damage):
             data[-1] ^= 1
             tensors.write_bytes(data)
         case "json":
-            (path / "state.json").write_text("{")
+            manifest.write_text("{")
         case "missing":
             tensors.unlink()
-    with pytest.raises(checkpoint.CheckpointError, match="damaged"):
+        case "plain":
+            manifest.write_text(manifest.read_text().replace("0.30000000000000004", "0.30000000000000008"))
+        case "rows":
+            about.write_text(about.read_text().replace('"rows": [0, 5]', '"rows": [0, 4]'))
+        case "gone":
+            about.unlink()
+    with pytest.raises(checkpoint.CheckpointError, match=r"damaged: .*shard_00000|damaged: state\.json") as caught:
         checkpoint.load(_state(), tmp_path, 2)
+    assert "Remove it to resume from step 1" in str(caught.value)
 
 
 def test_a_full_disk_is_an_error_that_leaves_the_last_one(tmp_path, monkeypatch):
@@ -85,7 +94,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_last_one(tmp_path, monkeypatch)
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(checkpoint.CheckpointError, match=r"No space left.*last complete one is of step 1"):
         checkpoint.save(_state(1), tmp_path, 2)
     monkeypatch.undo()

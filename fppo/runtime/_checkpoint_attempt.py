@@ -1,0 +1,198 @@
+"""One attempt to write a checkpoint, by all ranks: they write into one draft, and rank 0 gives it its name.
+
+The ranks agree on the attempt in the calling thread, by a collective. What comes after runs in a thread of each rank
+and uses the file system alone, so that it is in nobody's way: the draft bears a random token, so nothing that a crashed
+attempt left is taken for it; a rank's JSON appears when its tensors are on disk; rank 0 waits for all of those, writes
+the manifest and renames the draft; the others wait for that, or for the file that says why it failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import attrs
+import torch
+
+from fppo.runtime import _checkpoint_files as files
+from fppo.runtime._checkpoint_files import CheckpointError, DamagedError
+from fppo.runtime.mesh import AXES, Mesh, gather_objects, place_on, ranks_on
+
+T = TypeVar("T")
+NAME = re.compile(r"step_(\d{8})")
+FAILED = "failed.txt"
+LONGEST_PAUSE = 1.0  # seconds between two looks at the file system
+
+
+def path_of(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step stands."""
+    return directory / f"step_{step:08d}"
+
+
+def steps(directory: Path) -> list[int]:
+    """The steps of the complete checkpoints, ascending. What a crash left behind does not bear their name."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(m[1]) for entry in directory.iterdir() if (m := NAME.fullmatch(entry.name)))
+
+
+@attrs.frozen
+class Attempt:
+    """This rank's view of an attempt. `token` is None if the step's checkpoint was there before."""
+
+    directory: Path
+    step: int
+    token: str | None
+    rank: int  # of the whole mesh
+    ranks: int
+    timeout: float  # seconds to wait while nothing visible happens
+
+    @property
+    def final(self) -> Path:
+        return path_of(self.directory, self.step)
+
+    @property
+    def draft(self) -> Path:
+        return self.directory / f".{self.final.name}.{self.token}"
+
+    def await_draft(self) -> None:
+        """Waits until this rank sees the directory that rank 0 has made."""
+        self._wait(
+            lambda: self.draft.is_dir() or None,
+            lambda: f"{self.draft}, which rank 0 has made, is not to be seen on rank {self.rank}: {self._shared()}",
+        )
+
+    def await_shards(self, count: int) -> None:
+        """Waits until the files of all writing ranks are there."""
+        missing = list(range(count))
+
+        def arrived() -> bool | None:
+            self.raise_if_failed()
+            missing[:] = [rank for rank in missing if not files.about_file(self.draft, rank).exists()]
+            return None if missing else True
+
+        def complaint() -> str:
+            silent = [rank for rank in missing if not files.data_file(self.draft, rank).exists()]
+            if silent:
+                return f"ranks {silent} of the shard axis have written nothing that rank 0 can see: {self._shared()}"
+            return f"ranks {missing} of the shard axis have not finished writing: are they alive?"
+
+        self._wait(arrived, complaint)
+
+    def await_commit(self) -> None:
+        """Waits until rank 0 has given the draft its name."""
+
+        def committed() -> bool | None:
+            self.raise_if_failed()
+            if not (self.final / files.MANIFEST).exists():
+                return None
+            with contextlib.suppress(DamagedError):  # seen while it is renamed
+                return True if files.read_manifest(self.final)["attempt"] == self.token else None
+            return None
+
+        self._wait(committed, lambda: f"rank 0 has not finished it: is it alive? {self._shared()}")
+
+    def raise_if_failed(self) -> None:
+        """Raises what another rank said when it gave up."""
+        with contextlib.suppress(OSError):
+            raise CheckpointError((self.draft / FAILED).read_text())
+
+    def give_up(self, reason: str, shard: int | None) -> None:
+        """Says so to the other ranks, if nobody has yet, and frees the space that this one's files took."""
+        if self.ranks == 1:
+            shutil.rmtree(self.draft, ignore_errors=True)
+            return
+        with contextlib.suppress(OSError):
+            if shard is not None:
+                for path in (files.data_file, files.about_file):
+                    path(self.draft, shard).unlink(missing_ok=True)
+            if not (self.draft / FAILED).exists():
+                said = self.draft / f".{FAILED}.{self.rank}"
+                said.write_text(reason)
+                said.rename(self.draft / FAILED)
+
+    def _shared(self) -> str:
+        return f"is {self.directory} one directory for all nodes?"
+
+    def _wait(self, look: Callable[[], T | None], complaint: Callable[[], str]) -> T:
+        """What `look` finds. CheckpointError once nothing in the draft has changed for the time to wait."""
+        seen, since, pause = _sizes(self.draft), time.monotonic(), 0.005
+        while (found := look()) is None:
+            if time.monotonic() - since > self.timeout:
+                now = _sizes(self.draft)
+                if now == seen:
+                    raise CheckpointError(f"for {self.timeout:g} seconds nothing has happened: {complaint()}")
+                seen, since = now, time.monotonic()
+            time.sleep(pause)
+            pause = min(1.5 * pause, LONGEST_PAUSE)
+        return found
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                found[entry.name] = entry.stat().st_size
+    return found
+
+
+def agree(directory: Path, step: int, mesh: Mesh, device: torch.device, timeout: float) -> Attempt:
+    """The attempt that rank 0 begins. Raises CheckpointError on all ranks if it could not.
+
+    No rank leaves before all have come: so every rank is done with the last attempt when this one clears it away.
+    """
+    rank, ranks = place_on(mesh, AXES), ranks_on(mesh, AXES)
+    said: dict[str, str | None] = {}
+    if rank == 0:
+        found = Attempt(directory, step, os.urandom(8).hex(), rank, ranks, timeout)
+        try:
+            if found.final.is_dir():
+                said = {"token": None}
+            else:
+                found.draft.mkdir(parents=True)
+                said = {"token": found.token}
+        except OSError as error:
+            said = {"error": str(error)}
+    said = gather_objects(said, mesh, AXES, device)[0]
+    if error := said.get("error"):
+        raise cannot_write(directory, step, error)
+    return Attempt(directory, step, said["token"], rank, ranks, timeout)
+
+
+def cannot_write(directory: Path, step: int, reason: str) -> CheckpointError:
+    """The error that says why, and what to do."""
+    last = steps(directory)
+    return CheckpointError(
+        f"the checkpoint of step {step} could not be written to {directory}: {reason}. "
+        f"{f'The last complete one is of step {last[-1]}.' if last else 'There is none yet.'} "
+        "Free some space or choose another output directory, then resume."
+    )
+
+
+def clear_leftovers(attempt: Attempt) -> None:
+    """Removes what crashed and failed attempts left behind."""
+    for old in attempt.directory.glob(".step_*"):
+        if old != attempt.draft:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def commit(attempt: Attempt) -> None:
+    """Gives the draft its name; onto an existing checkpoint this fails, and so replaces none."""
+    files.sync(attempt.draft)
+    attempt.draft.rename(attempt.final)
+    files.sync(attempt.directory)
+
+
+def drop(path: Path) -> None:
+    """Renames, then removes, so that a half-removed checkpoint does not bear a checkpoint's name."""
+    doomed = path.with_name(f".{path.name}.dropped")
+    with contextlib.suppress(OSError):
+        path.rename(doomed)
+        shutil.rmtree(doomed)

@@ -1,0 +1,300 @@
+"""Checkpoints of meshes: written by all ranks or by none, and read on any other mesh."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fppo import tree
+from fppo.key import Key
+from fppo.runtime import _checkpoint_attempt as attempts
+from fppo.runtime import _checkpoint_files as files
+from fppo.runtime import checkpoint, fsdp
+from fppo.runtime.checkpoint import CheckpointError
+from fppo.runtime.mesh import Mesh, Sharding
+from fppo.runtime.simulate import simulate
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool)
+MESHES = [
+    {"replicate": r, "shard": s, "sequence": q} for r in (1, 2) for s in (1, 2, 3, 4) for q in (1, 2) if r * s * q <= 4
+]
+TEMPLATE_SEED = 99
+
+
+def state(seed=0, rows=(5, 1, 7), dtypes=(torch.float32, torch.bfloat16, torch.int64)):
+    """A state with leaves to cut, with others, and with plain values."""
+    g = torch.Generator().manual_seed(seed)
+    params = {
+        f"w{i}": torch.randint(-100, 100, (n, 3)[: 1 + i % 2], generator=g).to(dtype)
+        for i, (n, dtype) in enumerate(zip(rows, dtypes, strict=True))
+    }
+    count, table = torch.tensor(float(seed)), torch.randn(2, 2, generator=g)
+    return {"params": params, "count": count, "table": table, "key": Key(seed), "coef": 0.1 + seed}
+
+
+def whole_shapes(value):
+    return {f"['params']['{name}']": x.shape for name, x in value["params"].items()}
+
+
+def cut(value, mesh):
+    """What a rank holds of a whole state, and the mesh it knows it by."""
+    mesh = attrs.evolve(mesh, sharding=Sharding())
+    return {**value, "params": fsdp.shard(value["params"], mesh)}, mesh
+
+
+def save(mesh, value, directory, step=1, **settings):
+    held, mesh = cut(value, mesh)
+    return checkpoint.save(held, directory, step, mesh=mesh, shapes=whole_shapes(value), **settings)
+
+
+def load(mesh, template, directory, step=1):
+    held, mesh = cut(template, mesh)
+    return checkpoint.load(held, directory, step, mesh=mesh, shapes=whole_shapes(template))
+
+
+def assert_holds(directory, expected, step, axes=None):
+    """Every rank of a mesh, by default of one, gets its part of `expected`, bit for bit."""
+    template = tree.map(torch.zeros_like, expected) | {"key": Key(TEMPLATE_SEED), "coef": 0.0}
+    axes = axes or {"shard": 1}
+    for found, part in simulate(axes, lambda mesh: (load(mesh, template, directory, step), cut(expected, mesh)[0])):
+        assert tree.digest(found) == tree.digest(part)
+
+
+def left(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(MESHES),
+    st.sampled_from(MESHES),
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from(DTYPES)), min_size=1, max_size=4),
+)
+def test_what_any_mesh_saves_any_other_loads_bit_for_bit(writers, readers, leaves):
+    value = state(0, *zip(*leaves, strict=True))
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        paths = simulate(writers, lambda mesh: save(mesh, value, directory))
+        assert set(paths) == {checkpoint.path_of(directory, 1)}
+        assert_holds(directory, value, 1, readers)
+        assert_holds(directory, value, 1)
+        assert left(directory) == ["step_00000001"]
+        assert len(list(paths[0].glob("*.safetensors"))) == writers["shard"]
+
+
+def test_parameters_that_are_not_sharded_are_written_once(tmp_path):
+    value = state()
+    simulate({"replicate": 2, "shard": 2}, lambda mesh: checkpoint.save(value, tmp_path, 1, mesh=mesh))
+    assert [p.name for p in (tmp_path / "step_00000001").glob("*.safetensors")] == ["shard_00000.safetensors"]
+    assert_holds(tmp_path, value, 1, {"shard": 3})
+
+
+def test_what_is_saved_is_what_was_there_when_it_began(tmp_path):
+    value = state()
+
+    def run(mesh):
+        held, mesh = cut(tree.copy(value), mesh)
+        pending = checkpoint.begin_save(held, tmp_path, 1, mesh=mesh, shapes=whole_shapes(value))
+        for leaf in [*held["params"].values(), held["count"], held["table"]]:
+            leaf.zero_()
+        path = pending.wait()
+        assert pending.done()
+        return path
+
+    simulate({"shard": 2}, run)
+    assert_holds(tmp_path, value, 1)
+
+
+def test_a_rank_reads_the_chunks_it_needs_and_no_others(tmp_path, monkeypatch):
+    value = state(0, (8,), (torch.float32,))
+    simulate({"shard": 4}, lambda mesh: save(mesh, value, tmp_path))
+    opened = []
+    real = files.safe_open
+    monkeypatch.setattr(files, "safe_open", lambda path, kind: opened.append(path.name) or real(path, kind))
+    held, mesh = cut(value, simulate({"shard": 2}, lambda mesh: mesh)[1])
+    checkpoint.load(held, tmp_path, 1, mesh=mesh, shapes=whole_shapes(value))
+    assert opened == ["shard_00000.safetensors", "shard_00002.safetensors", "shard_00003.safetensors"]  # 0: the count
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing", "json missing", "of another attempt"])
+def test_a_damaged_part_is_found_by_those_who_need_it(tmp_path, damage):
+    value = state(0, (8,), (torch.float32,))
+    for step in (1, 2):
+        simulate({"shard": 4}, lambda mesh, step=step: save(mesh, state(step, (8,), (torch.float32,)), tmp_path, step))
+    path = tmp_path / "step_00000002"
+    data, about = path / "shard_00003.safetensors", path / "shard_00003.json"
+    content = bytearray(data.read_bytes())
+    match damage:
+        case "flip":
+            content[-1] ^= 1
+            data.write_bytes(content)
+        case "cut":
+            data.write_bytes(content[:-1])
+        case "missing":
+            data.unlink()
+        case "json missing":
+            about.unlink()
+        case "of another attempt":
+            for file in (data, about):
+                shutil.copy(tmp_path / "step_00000001" / file.name, file)
+    message = r"damaged: .*shard_00003.*Remove it to resume from step 1"
+
+    def run(mesh):
+        try:
+            load(mesh, value, tmp_path, 2)
+        except CheckpointError as error:
+            return str(error)
+
+    first, second = simulate({"shard": 2}, run)
+    assert first is None
+    with pytest.raises(CheckpointError, match=message):
+        raise CheckpointError(second)
+    with pytest.raises(CheckpointError, match=message):
+        load(Mesh.local(), value, tmp_path, 2)
+
+
+def test_another_models_leaves_are_named_by_their_whole_shapes(tmp_path):
+    simulate({"shard": 2}, lambda mesh: save(mesh, state(), tmp_path))
+    with pytest.raises(
+        CheckpointError, match=r"1 leaves differ: \['params'\]\['w0'\] is torch.float32 \(5,\), .*\(6,\)"
+    ):
+        simulate({"shard": 4}, lambda mesh: load(mesh, state(0, (6, 1, 7)), tmp_path))
+
+
+def test_shapes_that_do_not_fit_are_refused(tmp_path):
+    def run(mesh, shapes):
+        checkpoint.save(state(), tmp_path, 1, mesh=attrs.evolve(mesh, sharding=Sharding()), shapes=shapes)
+
+    with pytest.raises(ValueError, match=r"\['params'\]\['w0'\] has the shape \(5,\), but rank . of 2 holds"):
+        simulate({"shard": 2}, lambda mesh: run(mesh, whole_shapes(state())))
+    with pytest.raises(ValueError, match="that the state does not have"):
+        simulate({"shard": 2}, lambda mesh: run(mesh, {"['w']": torch.Size([5])}))
+
+
+def outcomes(axes, *args, **settings):
+    """What save says on each rank: the path, or the error's text."""
+
+    def run(mesh):
+        try:
+            return save(mesh, *args, **settings)
+        except CheckpointError as error:
+            return str(error)
+
+    return simulate(axes, run)
+
+
+STAGES = [(stage, rank) for stage in ("data", "json") for rank in (0, 1, 2)] + [("manifest", 0), ("name", 0)]
+
+
+def fill_disk(monkeypatch, stage, rank):
+    """Lets a rank of the shard axis find the disk full as it writes this."""
+
+    def full_where(module, name, here):
+        real = getattr(module, name)
+
+        def write(*args, **kwargs):
+            if here(args):
+                if name == "write_shard":
+                    files.data_file(*args[:2]).write_bytes(b"begun")
+                raise OSError(28, "No space left on device")
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, write)
+
+    match stage:
+        case "data":
+            full_where(files, "write_shard", lambda args: args[1] == rank)
+        case "json":
+            full_where(files, "publish", lambda args: args[0].name == f"shard_{rank:05d}.json")
+        case "manifest":
+            full_where(files, "publish", lambda args: args[0].name == "state.json")
+        case "name":
+            full_where(attempts, "commit", lambda args: True)
+
+
+@pytest.mark.parametrize(("stage", "rank"), STAGES)
+def test_a_failure_at_any_stage_on_any_rank_is_one_of_all_and_leaves_the_last_one(tmp_path, monkeypatch, stage, rank):
+    axes = {"shard": 3, "sequence": 2}
+    simulate(axes, lambda mesh: save(mesh, state(1), tmp_path, 1))
+    with monkeypatch.context() as patch:
+        fill_disk(patch, stage, rank)
+        said = outcomes(axes, state(2), tmp_path, 2, keep=1)
+    for text in said:
+        assert f"on rank {2 * rank}: [Errno 28] No space left on device. The last complete one is of step 1" in text
+    assert checkpoint.steps(tmp_path) == [1]
+    assert not [*tmp_path.glob(".*/*.safetensors")]  # the space is free again
+    assert_holds(tmp_path, state(1), 1)
+    simulate(axes, lambda mesh: save(mesh, state(2), tmp_path, 2, keep=1))
+    assert left(tmp_path) == ["step_00000002"]
+    assert_holds(tmp_path, state(2), 2)
+
+
+def test_a_directory_that_cannot_be_made_is_an_error_of_all(tmp_path):
+    (tmp_path / "file").write_text("")
+    said = outcomes({"shard": 2, "replicate": 2}, state(), tmp_path / "file", 1)
+    assert len(set(said)) == 1
+    assert "Not a directory" in said[0]
+
+
+def test_a_draft_of_a_crashed_attempt_is_not_taken_for_this_one_and_goes(tmp_path):
+    simulate({"shard": 2}, lambda mesh: save(mesh, state(1), tmp_path, 1))
+    stale = tmp_path / ".step_00000002.0123456789abcdef"
+    shutil.copytree(tmp_path / "step_00000001", stale)
+    (stale / "failed.txt").write_text("an old failure")
+    (tmp_path / ".step_00000000.dropped").mkdir()
+    simulate({"shard": 2}, lambda mesh: save(mesh, state(2), tmp_path, 2))
+    assert left(tmp_path) == ["step_00000001", "step_00000002"]
+    assert_holds(tmp_path, state(2), 2, {"shard": 4})
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 3, "replicate": 1}, {"shard": 1}], ids=str)
+def test_the_same_step_twice(tmp_path, axes):
+    paths = simulate({"shard": 2}, lambda mesh: save(mesh, state(1), tmp_path, 1))
+    before = {path.name: path.stat().st_mtime_ns for path in paths[0].iterdir()}
+    assert set(simulate(axes, lambda mesh: save(mesh, state(1), tmp_path, 1))) == set(paths)
+    assert {path.name: path.stat().st_mtime_ns for path in paths[0].iterdir()} == before
+    changed = state(1)
+    changed["params"]["w2"][-1] += 1  # in the last rank's rows alone
+    other = state(1) | {"coef": 7.0}
+    for value in (changed, other):
+        for text in outcomes(axes, value, tmp_path, 1):
+            assert "there is one of another state" in text
+    assert left(tmp_path) == ["step_00000001"]
+    assert_holds(tmp_path, state(1), 1)
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for step in range(4):
+        simulate({"shard": 2}, lambda mesh, step=step: save(mesh, state(step), tmp_path, step, keep=2))
+    assert left(tmp_path) == ["step_00000002", "step_00000003"]
+
+
+def test_ranks_that_see_another_directory_are_named(tmp_path):
+    def run(mesh):
+        directory = tmp_path / str(mesh["shard"].rank)
+        directory.mkdir()
+        try:
+            save(mesh, state(), directory, timeout=0.2)
+        except CheckpointError as error:
+            return str(error)
+
+    said = simulate({"shard": 3}, run)
+    assert "ranks [1, 2] of the shard axis have written nothing that rank 0 can see" in said[0]
+    assert "is not to be seen on rank 2" in said[2]
+    for rank, text in enumerate(said):
+        assert f"is {tmp_path / str(rank)} one directory for all nodes?" in text
+
+
+def test_a_rank_that_never_finishes_is_named(tmp_path, monkeypatch):
+    real = files.publish
+    monkeypatch.setattr(
+        files, "publish", lambda path, content: None if path.name == "shard_00001.json" else real(path, content)
+    )
+    said = outcomes({"shard": 2}, state(), tmp_path, 1, timeout=0.2)
+    assert "ranks [1] of the shard axis have not finished writing" in said[0]
+    assert checkpoint.steps(tmp_path) == []
