@@ -1,28 +1,28 @@
-"""Models to Hugging Face checkpoints."""
+"""Models to Hugging Face checkpoints, file by file, from whole parameters or from shards."""
 
 from __future__ import annotations
 
-import copy
+import json
 import os
 import shutil
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import cast
 
+import safetensors.torch
 import torch
-from huggingface_hub import save_torch_state_dict
-from transformers import (
-    AutoModelForTokenClassification,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from fppo.models.model import SCORE_BIAS, SCORE_WEIGHT, Model, Params, causal_lm
+from fppo.models._save_plan import Plan, plan
+from fppo.models.model import Model, Params
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import AXES, LOCAL, Mesh, device_of, gather_objects, is_first
 
-DEFAULT_SHARD_BYTES = 5 << 30
+DEFAULT_SHARD_BYTES = 2 << 30
 
 
+@torch.no_grad()
 def save(
     model: Model,
     params: Params,
@@ -31,81 +31,103 @@ def save(
     tokenizer: PreTrainedTokenizerBase | None = None,
     generation_config: GenerationConfig | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    mesh: Mesh = LOCAL,
 ) -> None:
-    """Writes whole parameters as a directory that transformers loads: AutoModelForCausalLM, or for a value head
+    """Writes parameters as a directory that transformers loads: AutoModelForCausalLM, or for a value head
     AutoModelForTokenClassification with one label where the family has that class.
 
-    It is written beside `directory` first and takes its place at the end. Raises ValueError if `params` do not fit.
+    It is written beside `directory` first and takes its place at the end. Every rank of the mesh calls it, and the
+    first one writes; on a mesh that is `mesh.sharded` `params` are shards. They are gathered one by one, so beyond its
+    shards no rank holds more than one parameter, and the first one no more than a file of `max_shard_bytes` besides.
+    All ranks return when it is written, or fail with the first one. Raises ValueError if `params` do not fit.
     """
-    misfits = sorted(set(params) ^ set(model.shapes)) or [n for n, x in params.items() if x.shape != model.shapes[n]]
+    _check(model, params, mesh)
+    params = {name: x.detach() for name, x in params.items()}
+    chosen = plan(model, {name: x.dtype for name, x in params.items()}, max_shard_bytes)
+    target = Path(directory)
+    beside = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    device = device_of(params)
+
+    def prepare() -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(beside, ignore_errors=True)
+        chosen.write_config(beside)
+
+    def finish() -> None:
+        if chosen.index is not None:
+            text = json.dumps(chosen.index, indent=2, sort_keys=True) + "\n"
+            (beside / "model.safetensors.index.json").write_text(text)
+        for extra in (tokenizer, generation_config):
+            if extra is not None:
+                extra.save_pretrained(beside)
+        _take_place(beside, target)
+
+    try:
+        _first_alone(prepare, mesh, device)
+        for file, names in chosen.files.items():
+            _save_file(chosen, names, params, beside / file, mesh)
+        _first_alone(finish, mesh, device)
+    finally:
+        if is_first(mesh):
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def _check(model: Model, params: Params, mesh: Mesh) -> None:
+    """Raises ValueError if the parameters are not this rank's of the model."""
+
+    def held(shape: torch.Size) -> tuple[int, ...]:
+        if not mesh.sharded:
+            return tuple(shape)
+        start, stop = fsdp.bounds(shape[0], mesh["shard"])
+        return (stop - start, *shape[1:])
+
+    misfits = sorted(set(params) ^ set(model.shapes))
+    misfits = misfits or [n for n, x in params.items() if tuple(x.shape) != held(model.shapes[n])]
     if misfits:
         raise ValueError(f"cannot save: parameters that are missing, unknown or of another shape: {misfits}")
-    target = Path(directory)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    try:
-        _write(model, {name: x.detach().contiguous() for name, x in params.items()}, beside, max_shard_bytes)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(beside)
-        if generation_config is not None:
-            generation_config.save_pretrained(beside)
-        _take_place(beside, target)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
-def _write(model: Model, params: Params, directory: Path, max_shard_bytes: int) -> None:
-    if model.head == "lm":
-        module = causal_lm(model.config, "meta", trust_remote_code=model.trust_remote_code)
-    else:
-        module = _token_classifier(model.config)
-        if module is None:
-            _write_bare(model, params, directory, max_shard_bytes)
-            return
-        place = next(name for name, _ in module.named_children() if name in ("score", "classifier"))
-        renamed = {SCORE_WEIGHT: f"{place}.weight", SCORE_BIAS: f"{place}.bias"}
-        params = {renamed.get(name, name): x for name, x in params.items()}
-    module.load_state_dict(params, assign=True, strict=False)
-    module.tie_weights()
-    left = [name for name, p in module.named_parameters() if p.is_meta]
-    if left:
-        raise ValueError(f"cannot save: {type(module).__name__} has parameters that fppo does not hold: {left}")
-    _keep_config(module, model.config)
-    module.save_pretrained(directory, max_shard_size=max_shard_bytes)
+def _first_alone(act: Callable[[], None], mesh: Mesh, device: torch.device) -> None:
+    """Runs `act` on the first rank; all wait for it, and fail if it does."""
+    problem = None
+    if is_first(mesh):
+        try:
+            act()
+        except Exception as error:
+            problem = error
+    said = gather_objects(problem and f"{type(problem).__name__}: {problem}", mesh, AXES, device)[0]
+    if problem is not None:
+        raise problem
+    if said is not None:
+        raise RuntimeError(f"the model could not be saved on the first rank: {said}")
 
 
-def _keep_config(module: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Puts the dropouts and the like back as they were before training."""
-    for name, value in config.to_dict().items():
-        if "drop" in name:
-            setattr(module.config, name, value)
+def _save_file(chosen: Plan, names: Iterable[str], params: Params, path: Path, mesh: Mesh) -> None:
+    tensors = _tensors(chosen, names, params, mesh)
+    write = partial(safetensors.torch.save_file, tensors, path, metadata={"format": "pt"})
+    _first_alone(write, mesh, device_of(params))
 
 
-def _value_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    config = copy.deepcopy(config)
-    config.num_labels = 1
-    return config
+def _tensors(chosen: Plan, names: Iterable[str], params: Params, mesh: Mesh) -> Params:
+    """A file's tensors on the first rank's host; other ranks help to gather them, and get nothing."""
+    found: dict[str, Tensor] = {}
+    if any(mesh[name].rank for name in AXES if name != "shard"):
+        return found  # another rank has the same shards and helps
+    wanted = dict.fromkeys(names)
+    for group in dict.fromkeys(chosen.made_of[name] for name in wanted):
+        whole = {}
+        for name in group:
+            whole |= fsdp.gather({name: params[name]}, chosen.model.shapes, mesh)
+        if is_first(mesh):
+            found |= {name: _own(x, whole, mesh) for name, x in chosen.stored(whole).items() if name in wanted}
+        del whole  # before the next is gathered
+    return {name: found[name] for name in wanted} if found else found
 
 
-def _token_classifier(config: PreTrainedConfig) -> PreTrainedModel | None:
-    """The family's token-classification model on meta, or None if there is none with a plain linear head."""
-    if type(config) not in AutoModelForTokenClassification._model_mapping:
-        return None
-    with torch.device("meta"):
-        module = cast(PreTrainedModel, AutoModelForTokenClassification.from_config(_value_config(config)))
-    heads = [child for name, child in module.named_children() if name in ("score", "classifier")]
-    return module if len(heads) == 1 and getattr(heads[0], "bias", None) is not None else None
-
-
-def _write_bare(model: Model, params: Params, directory: Path, max_shard_bytes: int) -> None:
-    """The token-classification layout for a family without such a class: base parameters and score.*."""
-    directory.mkdir()
-    save_torch_state_dict(params, directory, max_shard_size=max_shard_bytes)
-    config = _value_config(model.config)
-    config.architectures = [type(model.skeleton).__name__.removesuffix("Model") + "ForTokenClassification"]
-    config.dtype = next(iter(params.values())).dtype
-    config.save_pretrained(directory)
+def _own(x: Tensor, whole: Params, mesh: Mesh) -> Tensor:
+    """`x` on the host, contiguous; if it was cut out of gathered parameters, in memory of its own, to free those."""
+    piece = mesh.sharded and all(x is not each for each in whole.values())
+    return x.to("cpu", copy=piece, memory_format=torch.contiguous_format).contiguous()
 
 
 def _take_place(beside: Path, target: Path) -> None:

@@ -1,0 +1,150 @@
+"""Which parameters go into which file of a Hugging Face directory, found without their numbers."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import attrs
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from fppo.models.model import BUILDING, SCORE_BIAS, SCORE_WEIGHT, Model, Params, causal_lm
+
+Names = tuple[str, ...]
+_FIRST_NUMBER = re.compile(r"\D*\d*")
+
+
+@attrs.frozen
+class Plan:
+    """A module on meta, or None for a family that has none for value heads, and how its files are filled."""
+
+    model: Model
+    dtype: torch.dtype
+    module: PreTrainedModel | None
+    renamed: Mapping[str, str]  # our names of parameters to the module's, where they differ
+    files: Mapping[str, list[str]]  # stored names by file
+    made_of: Mapping[str, Names]  # stored names to our names of the parameters that it takes to make them
+    index: Mapping[str, Any] | None  # of several files
+
+    def stored(self, params: Params) -> Params:
+        """What is stored of some parameters: transformers keeps some families in another form, expert by expert."""
+        named = {self.renamed.get(name, name): x for name, x in params.items()}
+        return named if self.module is None else revert_weight_conversion(self.module, named)
+
+    def write_config(self, directory: Path) -> None:
+        """Writes all but the parameters: the config, the generation config, the code of a custom model."""
+        if self.module is not None:
+            self.module.save_pretrained(directory, state_dict={})
+            return
+        directory.mkdir()
+        config = _value_config(self.model.config)
+        config.architectures = [type(self.model.skeleton).__name__.removesuffix("Model") + "ForTokenClassification"]
+        config.dtype = self.dtype
+        config.save_pretrained(directory)
+
+
+def plan(model: Model, dtypes: Mapping[str, torch.dtype], max_shard_bytes: int) -> Plan:
+    """The plan for a model whose parameters have these dtypes; files hold `max_shard_bytes`, or one tensor.
+
+    Raises ValueError for parameters that transformers' class lacks, and the other way round.
+    """
+    with BUILDING:
+        params = {n: torch.empty(shape, dtype=dtypes[n], device="meta") for n, shape in model.shapes.items()}
+        module, renamed = _module(model)
+        named = {renamed.get(name, name): x for name, x in params.items()}
+        if module is not None:
+            named = _filled(module, named)
+            _keep_config(module, model.config)
+        first = next(iter(params.values())).dtype
+        found = Plan(model, first, module, renamed, files={}, made_of={}, index=None)
+        ours = {theirs: name for name, theirs in renamed.items()}
+        order = [ours.get(name, name) for name in named]
+        stored = found.stored({name: params[name] for name in order})
+        split = split_torch_state_dict_into_shards(stored, max_shard_size=max_shard_bytes)
+        index = {
+            "metadata": {"total_parameters": sum(x.numel() for x in params.values()), **split.metadata},
+            "weight_map": split.tensor_to_filename,
+        }
+        return attrs.evolve(
+            found,
+            files=split.filename_to_tensors,
+            made_of=_made_of(found.stored, {name: params[name] for name in order}, stored),
+            index=index if split.is_sharded else None,
+        )
+
+
+def _module(model: Model) -> tuple[PreTrainedModel | None, dict[str, str]]:
+    if model.head == "lm":
+        return causal_lm(model.config, "meta", trust_remote_code=model.trust_remote_code), {}
+    module = _token_classifier(model.config)
+    if module is None:
+        return None, {}
+    place = next(name for name, _ in module.named_children() if name in ("score", "classifier"))
+    return module, {SCORE_WEIGHT: f"{place}.weight", SCORE_BIAS: f"{place}.bias"}
+
+
+def _filled(module: PreTrainedModel, named: Params) -> Params:
+    """The parameters in the module's order, without those that it does not store; the module takes their dtypes."""
+    unknown = module.load_state_dict(named, assign=True, strict=False).unexpected_keys
+    module.tie_weights()
+    left = [name for name, _ in module.named_parameters() if name not in named]
+    if left or unknown:
+        raise ValueError(
+            f"cannot save: {type(module).__name__} has parameters that fppo does not hold: {left}, or lacks {unknown}"
+        )
+    computed = module._keys_to_ignore_on_save or ()
+    return {name: named[name] for name in module.state_dict() if name in named and name not in computed}
+
+
+def _made_of(convert: Callable[[Params], Params], params: Params, stored: Params) -> dict[str, Names]:
+    """The fewest parameters that give each stored tensor: one, those of a layer, or all of them."""
+    for place in (lambda name: name, lambda name: _FIRST_NUMBER.findall(name)[0], lambda _: ""):
+        groups: dict[str, list[str]] = {}
+        for name in params:
+            groups.setdefault(place(name), []).append(name)
+        found = dict(_outcomes(convert, params, list(groups.values())))
+        if {name: x.shape for name, (_, x) in found.items()} == {name: x.shape for name, x in stored.items()}:
+            return {name: group for name, (group, _) in found.items()}
+    raise AssertionError("all parameters together give what they gave before")
+
+
+def _outcomes(
+    convert: Callable[[Params], Params], params: Params, groups: Sequence[Sequence[str]]
+) -> Iterator[tuple[str, tuple[Names, Tensor]]]:
+    for group in groups:
+        try:
+            outcome = convert({name: params[name] for name in group})
+        except Exception:  # transformers has no word for "there are others to go with it"
+            return
+        for name, x in outcome.items():
+            yield name, (tuple(group), x)
+
+
+def _keep_config(module: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Puts the dropouts and the like back as they were before training."""
+    for name, value in config.to_dict().items():
+        if "drop" in name:
+            setattr(module.config, name, value)
+
+
+def _value_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
+    config.num_labels = 1
+    return config
+
+
+def _token_classifier(config: PreTrainedConfig) -> PreTrainedModel | None:
+    """The family's token-classification model on meta, or None if there is none with a plain linear head."""
+    if type(config) not in AutoModelForTokenClassification._model_mapping:
+        return None
+    with torch.device("meta"):
+        module = cast(PreTrainedModel, AutoModelForTokenClassification.from_config(_value_config(config)))
+    heads = [child for name, child in module.named_children() if name in ("score", "classifier")]
+    return module if len(heads) == 1 and getattr(heads[0], "bias", None) is not None else None
