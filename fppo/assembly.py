@@ -10,30 +10,38 @@ from typing import Any
 
 import attrs
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from fppo import config, data, losses, models, rewards, settings_checks, tree
+from fppo import config, data, losses, rewards, settings_checks
 from fppo.data import DataCursor, PromptSet
 from fppo.key import Key
+from fppo.loading import (
+    device_of,
+    kernels_of,
+    load_models,
+    load_prompts,
+    load_tokenizer,
+    micro_batching_of,
+    reward_model_of,
+    reward_of,
+)
 from fppo.losses import KLState
-from fppo.models.model import Model, Params
+from fppo.models.model import Model
 from fppo.pipeline import stages
 from fppo.pipeline.estimators import estimator
 from fppo.pipeline.evaluate import evaluate
 from fppo.pipeline.measure import with_mfu
 from fppo.pipeline.run import Program, RunState
+from fppo.pipeline.spread import SpreadEngine, SpreadJudge
 from fppo.pipeline.train import Draw, Evaluate
 from fppo.rollout.embedded import EmbeddedEngine
-from fppo.rollout.engine import Sampling
-from fppo.runtime.mesh import Mesh
-from fppo.settings import ActorSettings, CriticSettings, OptimizerSettings, TrainSettings
-from fppo.steps.forward import compute_reward_scores
-from fppo.steps.micro_batching import MicroBatching
+from fppo.rollout.engine import Engine, Sampling
+from fppo.runtime.mesh import LOCAL, Mesh
+from fppo.settings import ActorSettings, OptimizerSettings, TrainSettings
 from fppo.steps.optimizer import Optimizer
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
 from fppo.steps.update import update_actor, update_critic
-from fppo_kernels import table as tables
 from fppo_kernels.record import Kernels
 
 
@@ -49,46 +57,8 @@ class Assembled:
     model: Model
     critic_model: Model | None
     prompts: PromptSet
-
-
-def device_of(settings: TrainSettings) -> torch.device:
-    """The device that the settings name. Raises ValueError if it is not there."""
-    name = settings.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device = {name!r}: torch sees no GPU here; give cpu")
-    return torch.device(name)
-
-
-def load_tokenizer(settings: TrainSettings) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer. Raises ValueError if it lacks what the settings need of it."""
-    tokenizer = AutoTokenizer.from_pretrained(settings.model.path, trust_remote_code=settings.model.trust_remote_code)
-    data.check_tokenizer(tokenizer, pad_token=settings.data.pad_token)
-    if settings.data.chat:
-        data.check_chat_template(tokenizer)
-    return tokenizer
-
-
-def load_prompts(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, *, held_out: bool) -> PromptSet:
-    """The prompts to train on, or those to evaluate on."""
-    section = settings.data
-    prompts = data.load_prompts(
-        section.eval_path if held_out else section.path,
-        tokenizer,
-        prompt=section.prompt,
-        ground_truth=section.ground_truth,
-        source=section.source,
-        split=section.eval_split if held_out else section.split,
-        chat=section.chat,
-        max_prompt_tokens=section.max_prompt_tokens,
-        over_long=section.over_long,
-        pad_token=section.pad_token,
-    )
-    limit = settings.eval.max_prompts
-    if held_out and limit is not None and limit < len(prompts):
-        return data.select(prompts, range(limit))
-    return prompts
+    mesh: Mesh
+    shapes: dict[str, torch.Size]  # whole shapes of the leaves of `run` that a mesh may cut
 
 
 def policy_loss(actor: ActorSettings) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
@@ -129,12 +99,6 @@ def optimizer_of(settings: OptimizerSettings, updates: int) -> Optimizer:
     )
 
 
-def micro_batching_of(section: ActorSettings | CriticSettings) -> MicroBatching:
-    """The micro-batching that a section asks for."""
-    size, budget = config.micro_batching(section)
-    return MicroBatching(size=size, token_budget=budget)
-
-
 def sampling_of(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> Sampling:
     """How responses are sampled in training."""
     rollout = settings.rollout
@@ -153,7 +117,9 @@ def program_of(
     *,
     model: Model,
     critic_model: Model | None,
-    engine: EmbeddedEngine,
+    engine: Engine,
+    kernels: Kernels,
+    mesh: Mesh,
     sampling: Sampling,
     score: stages.ScoreFn,
     loss: tuple[Callable[..., Any], Callable[..., Any] | None],
@@ -164,8 +130,8 @@ def program_of(
     corrected = algorithm.correction.mode != "none" or bool(algorithm.correction.rejection)
     alone = actor.epochs == 1 and mini == settings.rollout.batch_size
     on_policy = alone and algorithm.kl.coef == 0 and not corrected
-    shared = {"kernels": engine.kernels, "mesh": Mesh.local(), "remove_padding": settings.model.remove_padding}
-    shared |= {"temperature": sampling.temperature, "on_policy": on_policy}
+    shared = {"kernels": kernels, "mesh": mesh, "remove_padding": settings.model.remove_padding}
+    policy = shared | {"temperature": sampling.temperature, "on_policy": on_policy}
     return Program(
         rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
         score=_score_stage(algorithm.advantage, engine, sampling, score),
@@ -175,10 +141,10 @@ def program_of(
             critic_model=critic_model,
             micro_batching=micro_batching_of(actor),
             sum_squared=algorithm.advantage == "optimal_token_baseline",
-            **shared,
+            **policy,
         ),
-        estimate=_estimate_stage(settings, sampling, engine.kernels),
-        update_critic=_update_critic(settings, critic_model, engine.kernels),
+        estimate=_estimate_stage(settings, sampling, kernels),
+        update_critic=_update_critic(settings, critic_model, shared),
         update_actor=partial(
             with_mfu("actor", update_actor),
             model=model,
@@ -195,7 +161,8 @@ def program_of(
             entropy_coef=actor.entropy_coef,
             kl_coef=actor.kl_coef,
             kl_kind=actor.kl_kind,
-            **shared,
+            whole_batch=True,
+            **policy,
         ),
         critic_warmup=settings.critic.warmup_steps if critic_model is not None else 0,
     )
@@ -219,16 +186,14 @@ def _estimate_stage(settings: TrainSettings, sampling: Sampling, kernels: Kernel
     )
 
 
-def _score_stage(
-    advantage: str, engine: EmbeddedEngine, sampling: Sampling, score: stages.ScoreFn
-) -> Callable[..., Any]:
+def _score_stage(advantage: str, engine: Engine, sampling: Sampling, score: stages.ScoreFn) -> Callable[..., Any]:
     if advantage != "remax":
         return partial(stages.score_stage, score=score)
     greedy = attrs.evolve(sampling, greedy=True, n=1)
     return partial(stages.score_with_greedy, score=score, engine=engine, sampling=greedy)
 
 
-def _update_critic(settings: TrainSettings, critic_model: Model | None, kernels: Kernels) -> Any:
+def _update_critic(settings: TrainSettings, critic_model: Model | None, shared: dict[str, Any]) -> Any:
     critic, batch_size = settings.critic, settings.rollout.batch_size
     if critic_model is None:
         return None
@@ -237,115 +202,49 @@ def _update_critic(settings: TrainSettings, critic_model: Model | None, kernels:
         with_mfu("critic", update_critic),
         model=critic_model,
         optimizer=optimizer_of(critic.optimizer, settings.steps * critic.epochs * batch_size // mini),
-        kernels=kernels,
-        mesh=Mesh.local(),
         mini_batch_size=mini,
         micro_batching=micro_batching_of(critic),
         epochs=critic.epochs,
         clip=critic.value_clip,
         weight_mode=critic.weight_mode,
         horizon=critic.horizon,
-        remove_padding=settings.model.remove_padding,
+        whole_batch=True,
+        **shared,
     )
-
-
-def load_models(
-    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, key: Key
-) -> tuple[Model, Params, Model | None, Params | None, Params | None]:
-    """The actor, the critic (a model and its parameters, or None twice) and the reference's parameters or None."""
-    section = settings.model
-    load = partial(
-        models.load,
-        compute_dtype=None if section.compute_dtype == "float32" else getattr(torch, section.compute_dtype),
-        checkpoint_layers=section.checkpoint_layers,
-        trust_remote_code=section.trust_remote_code,
-    )
-    device = device_of(settings)
-    model, params = load(section.path)
-    critic_model, critic = None, None
-    if settings_checks.uses_critic(settings):
-        critic_model, critic = load(section.critic_path or section.path, "value", key=key.fold("value head"))
-    ref_model, ref = None, None
-    if settings_checks.uses_reference(settings):
-        ref_model, ref = (model, tree.copy(params)) if section.ref_path is None else load(section.ref_path)
-    others = {"critic": critic_model, "reference": ref_model}
-    for each in (model, *others.values()):
-        if each is not None:
-            _check_attention(settings, each)
-    configs = {"actor": model.config} | {name: m.config for name, m in others.items() if m is not None}
-    data.check_vocabulary(tokenizer, configs)
-    place = partial(tree.map, lambda x: x.to(device))
-    return model, place(params), critic_model, critic and place(critic), ref and place(ref)
-
-
-def _check_attention(settings: TrainSettings, model: Model) -> None:
-    """Raises ValueError if the attention that the settings name has not what the model asks of it, or not its dtype."""
-    dtype = str(model.compute_dtype or torch.float32).removeprefix("torch.")
-    tables.get("attention", settings.model.attention, needs={*models.attention_needs(model), dtype})
-
-
-def reward_of(settings: TrainSettings, extra: dict[str, Any]) -> rewards.Reward:
-    """The sum of the settings' reward functions and of `extra` ones."""
-    section = settings.reward
-    return rewards.combine(
-        section.functions,
-        section.weights,
-        pattern=section.pattern,
-        max_tokens=settings.rollout.max_tokens,
-        overlong_buffer=section.overlong_buffer,
-        overlong_penalty=1.0 if section.overlong_penalty is None else section.overlong_penalty,
-        extra=extra,
-    )
-
-
-def reward_model_of(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The reward model as a function of the rollout, by name; nothing without one."""
-    path = settings.model.reward_path
-    if path is None:
-        return {}
-    model, params = models.load(path, "value", trust_remote_code=settings.model.trust_remote_code)
-    _check_attention(settings, model)
-    data.check_vocabulary(tokenizer, {"reward model": model.config})
-    device = device_of(settings)
-    scores = partial(
-        compute_reward_scores,
-        tree.map(lambda x: x.to(device), params),
-        model=model,
-        kernels=kernels_of(settings),
-        mesh=Mesh.local(),
-        micro_batching=micro_batching_of(settings.actor),
-    )
-    return {"reward_model": rewards.tensor_reward(lambda rollout: scores(rollout))}
-
-
-def kernels_of(settings: TrainSettings) -> Kernels:
-    """The kernels that the settings name."""
-    return Kernels.named(attention=settings.model.attention, log_probs=settings.model.log_probs)
 
 
 @contextlib.contextmanager
-def assembled(settings: TrainSettings, *, kernels: Kernels | None = None) -> Iterator[Assembled]:
+def assembled(
+    settings: TrainSettings,
+    *,
+    kernels: Kernels | None = None,
+    mesh: Mesh = LOCAL,
+    device: torch.device | None = None,
+) -> Iterator[Assembled]:
     """The run that the settings describe, before its first step. What is wrong with them is raised before any work.
 
-    `kernels` stand in for those that the settings name.
+    `kernels` stand in for those that the settings name, and `device` for the one they name. On a `mesh` of several
+    ranks this is one rank's part of the run.
     """
     key = Key(settings.seed)
-    device_of(settings)
+    device = device_of(settings) if device is None else device
     kernels = kernels_of(settings) if kernels is None else kernels
     loss_fn = policy_loss(settings.actor)
     tokenizer = load_tokenizer(settings)
     prompts = load_prompts(settings, tokenizer, held_out=False)
     held_out = load_prompts(settings, tokenizer, held_out=True) if settings.data.eval_path else None
     sampling = sampling_of(settings, tokenizer)
-    reward = reward_of(settings, reward_model_of(settings, tokenizer))
-    model, params, critic_model, critic, ref = load_models(settings, tokenizer, key)
+    reward = reward_of(settings, reward_model_of(settings, tokenizer, mesh, device))
+    model, params, critic_model, critic, ref = load_models(settings, tokenizer, key, mesh, device)
     for given in (prompts, held_out):
         if given is not None:
             data.check_tokens(given, model.config.vocab_size)
-    section = settings.reward
+    section, pad = settings.reward, prompts.pad_token_id
     with rewards.RewardRunner(reward, time_limit=section.time_limit, workers=section.workers) as runner:
-        score = partial(rewards.score, reward=runner, tokenizer=tokenizer)
-        engine = EmbeddedEngine(model=model, kernels=kernels, pad_token_id=prompts.pad_token_id)
+        judge = SpreadJudge(judge_own=runner, mesh=mesh, device=device)
+        score = partial(rewards.score, reward=judge, tokenizer=tokenizer)
+        embedded = EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad)
+        engine = SpreadEngine(engine=embedded, model=model, mesh=mesh, pad_token_id=pad)
         yield Assembled(
             run=RunState(
                 actor=init_state(params),
@@ -361,6 +260,8 @@ def assembled(settings: TrainSettings, *, kernels: Kernels | None = None) -> Ite
                 model=model,
                 critic_model=critic_model,
                 engine=engine,
+                kernels=kernels,
+                mesh=mesh,
                 sampling=sampling,
                 score=score,
                 loss=loss_fn,
@@ -377,7 +278,19 @@ def assembled(settings: TrainSettings, *, kernels: Kernels | None = None) -> Ite
             model=model,
             critic_model=critic_model,
             prompts=prompts,
+            mesh=mesh,
+            shapes=_shapes(model, critic_model, ref is not None),
         )
+
+
+def _shapes(model: Model, critic_model: Model | None, reference: bool) -> dict[str, torch.Size]:
+    """By the paths of a RunState's leaves."""
+    trees = [(".actor.params", model), (".actor.opt.mu", model), (".actor.opt.nu", model)]
+    if critic_model is not None:
+        trees += [(f".critic.{part}", critic_model) for part in ("params", "opt.mu", "opt.nu")]
+    if reference:
+        trees.append((".ref", model))
+    return {f"{place}[{name!r}]": shape for place, each in trees for name, shape in each.shapes.items()}
 
 
 def _draw(cursor: DataCursor, *, prompts: PromptSet, size: int, key: Key, shuffle: bool) -> Any:
@@ -385,7 +298,7 @@ def _draw(cursor: DataCursor, *, prompts: PromptSet, size: int, key: Key, shuffl
 
 
 def _evaluation(
-    settings: TrainSettings, held_out: PromptSet, engine: EmbeddedEngine, sampling: Sampling, score: stages.ScoreFn
+    settings: TrainSettings, held_out: PromptSet, engine: Engine, sampling: Sampling, score: stages.ScoreFn
 ) -> Evaluate:
     section = settings.eval
     wanted = attrs.evolve(

@@ -7,14 +7,19 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import attrs
 import tyro
 
-from fppo import config, settings_ablate
+from fppo import config, settings_ablate, settings_plan
+from fppo.settings import MeshSettings, TrainSettings
 from fppo.settings_ablate import AblateSettings
+from fppo.settings_plan import PlanSettings
 
 TRACEBACK = "--traceback"
+LAUNCH = {"--nproc": 1, "--max-restarts": 0}  # how commands that train are started, each with its least value
+PROCESSES = "[--nproc N [--max-restarts M]]"
 
 
 @attrs.frozen(kw_only=True)
@@ -105,41 +110,55 @@ def usage() -> str:
 
 
 def _quickstart(rest: Sequence[str]) -> int | None:
-    """Trains a small model on an addition task, from nothing to a report, in a few minutes."""
-    given = tyro.cli(Quickstart, args=rest, prog="fppo quickstart")
-    from fppo import commands  # here, as below: --help answers before torch and transformers are loaded
+    """Trains a small model on an addition task, from nothing to a report, in a few minutes [--nproc 2]"""
+    processes, rest = _processes(rest)
+    given = tyro.cli(Quickstart, args=rest, prog=f"fppo quickstart {PROCESSES}")
+    from fppo import commands, launched, session  # here, as below: --help answers before torch is loaded
 
-    return commands.quickstart(Path(given.output_dir), given.seed)
+    def run(settings: TrainSettings) -> int:
+        file = Path(settings.output_dir) / session.SETTINGS
+        config.save(settings, file)
+        return launched.run(commands.train, settings, ["train", str(file)], *processes)
+
+    return commands.quickstart(Path(given.output_dir), given.seed, run)
 
 
 def _train(rest: Sequence[str]) -> int | None:
-    """Trains on your own: fppo train FILE.toml [--actor.optimizer.lr 1e-6 ...]"""
-    settings = config.load(*_file_and_overrides(rest), prog="fppo train FILE.toml")
-    from fppo import commands
+    """Trains on your own: fppo train FILE.toml [--nproc 2] [--actor.optimizer.lr 1e-6 ...]"""
+    processes, own = _processes(rest)
+    settings = config.load(*_file_and_overrides(own), prog=f"fppo train FILE.toml {PROCESSES}")
+    from fppo import commands, launched
 
-    return commands.train(settings)
+    return launched.run(commands.train, settings, ["train", *own], *processes)
 
 
 def _eval(rest: Sequence[str]) -> int | None:
     """Answers and scores the held-out prompts with a run's last checkpoint: fppo eval RUN [--eval.n 8 ...]"""
-    run, overrides = _file_and_overrides(rest)
+    processes, own = _processes(rest)
+    run, overrides = _file_and_overrides(own)
     if run is None and not overrides:
         raise ValueError("give the output_dir of a run: fppo eval RUN")
     file = None if run is None else Path(run) / "settings.toml"
     if file is not None and not file.exists():
         raise ValueError(f"{file}: there is no such file; give the output_dir of a run")
-    settings = config.load(file, overrides, prog="fppo eval RUN")
-    from fppo import commands
+    settings = config.load(file, overrides, prog=f"fppo eval RUN {PROCESSES}")
+    if processes.nproc is None and not any(argument.startswith("--mesh.") for argument in own):
+        settings = attrs.evolve(settings, mesh=MeshSettings())  # any mesh reads what another one wrote
+    from fppo import commands, launched
 
-    return commands.evaluate(settings)
+    return launched.run(commands.evaluate, settings, ["eval", *own], *processes)
 
 
 def _replay(rest: Sequence[str]) -> int | None:
     """Computes a step of a run again and names the first number that differs: fppo replay RUN --step N"""
     given = tyro.cli(Replay, args=rest, prog="fppo replay")
-    from fppo import commands
+    from fppo import commands, launched
 
-    return commands.replay(Path(given.run), given.step)
+    def command(settings: TrainSettings, here: commands.Here) -> int:
+        del settings
+        return commands.replay(Path(given.run), given.step, here)
+
+    return launched.run(command, commands.settings_of(Path(given.run)), ["replay", *rest])
 
 
 def _export(rest: Sequence[str]) -> int | None:
@@ -168,6 +187,40 @@ def _ablate(rest: Sequence[str]) -> int | None:
     return commands_ablate.ablate(given)
 
 
+def _plan(rest: Sequence[str]) -> int | None:
+    """Says what a run will need, before there is one: fppo plan --model llama-3.1-70b --mesh.shard 64 --gpu h200"""
+    given = tyro.cli(PlanSettings, args=rest, prog="fppo plan")
+    if wrong := settings_plan.problems(given):
+        raise config.SettingsError(wrong)
+    from fppo import commands_plan
+
+    return commands_plan.run(given)
+
+
+class _Processes(NamedTuple):
+    """How many processes run a command on this machine (None: as many as its mesh needs)."""
+
+    nproc: int | None = None
+    max_restarts: int = 0
+
+
+def _processes(rest: Sequence[str]) -> tuple[_Processes, list[str]]:
+    """What the arguments say of processes, and the others. Raises ValueError for a value that is no such number."""
+    found: dict[str, int] = {}
+    left: list[str] = []
+    arguments = iter(rest)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name not in LAUNCH:
+            left.append(argument)
+            continue
+        value = value if equals else next(arguments, "")
+        if not value.isdecimal() or int(value) < LAUNCH[name]:
+            raise ValueError(f"{name} {value}: give a whole number, {LAUNCH[name]} or more")
+        found[name.removeprefix("--").replace("-", "_")] = int(value)
+    return _Processes(**found), left
+
+
 def _file_and_overrides(rest: Sequence[str]) -> tuple[str | None, list[str]]:
     """The argument before the first flag, if there is one, and the rest."""
     return (rest[0], list(rest[1:])) if rest and not rest[0].startswith("-") else (None, list(rest))
@@ -181,6 +234,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "export": _export,
     "report": _report,
     "ablate": _ablate,
+    "plan": _plan,
 }
 
 

@@ -2,56 +2,73 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import attrs
+import torch
 from transformers.utils import logging as transformers_logging
 
 from fppo import config, report, session
 from fppo import quickstart as task
-from fppo.assembly import assembled
+from fppo.assembly import Assembled, assembled
 from fppo.metrics import report as numbers_of
 from fppo.pipeline import replay as replays
 from fppo.runtime import checkpoint
+from fppo.runtime.mesh import LOCAL, Mesh, is_first
 from fppo.settings import TrainSettings
 
 
-def train(settings: TrainSettings) -> int:
+@attrs.frozen
+class Here:
+    """Where a command runs: this process' place among others, and its device (None: the one that settings name)."""
+
+    mesh: Mesh = LOCAL
+    device: torch.device | None = None
+
+
+ALONE = Here()
+
+
+def train(settings: TrainSettings, here: Here = ALONE) -> int:
     """Trains, exports the policy and writes the report; 130 if it was stopped before its last step."""
-    transformers_logging.disable_progress_bar()
-    with assembled(settings) as parts:
+    with _assembled(settings, here) as parts:
         run = session.run_training(settings, parts)
         directory = Path(settings.output_dir)
         if run.step < settings.steps:
             return 130
         session.export(parts, run, directory / session.MODEL)
-    if "jsonl" in settings.log.loggers:
+    if is_first(here.mesh) and "jsonl" in settings.log.loggers:
         page = report.write_report(directory)
         print(f"model: {directory / session.MODEL}\nreport: {page}")
     return 0
 
 
-def quickstart(directory: Path, seed: int) -> int:
-    """Warms a small model up on flawed demonstrations, then trains it by PPO; goes on where it was stopped."""
-    transformers_logging.disable_progress_bar()
+def quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], int] = train) -> int:
+    """Warms a small model up on flawed demonstrations, then trains it by PPO; goes on where it was stopped.
+
+    `run` trains as the settings say, in this process or in others.
+    """
     if not (directory / task.MODEL).exists():
         print("warming up on demonstrations that forget the carry more often than not")
         task.prepare(directory, seed, on_step=lambda step, loss: print(f"  warm-up step {step}  loss {loss:.3f}"))
-    status = train(task.settings(directory, seed))
+    status = run(task.settings(directory, seed))
     if status == 0:
         before, after = report.held_out_change(directory)
         print(f"held-out exact match: {before:.1%} before PPO, {after:.1%} after")
     return status
 
 
-def evaluate(settings: TrainSettings) -> int:
+def evaluate(settings: TrainSettings, here: Here = ALONE) -> int:
     """Prints the held-out metrics of a run's checkpoint."""
-    with assembled(settings) as parts:
+    with _assembled(settings, here) as parts:
         if parts.evaluate is None:
             raise ValueError("data.eval_path is not set: there are no held-out prompts; give --data.eval-path FILE")
-        run = session.restore(settings, parts.run)
-        print(f"step {run.step}")
-        for name, value in sorted(numbers_of(parts.evaluate(run)).items()):
-            print(f"{name}  {value:.4f}")
+        run = session.restore(settings, parts)
+        found = sorted(numbers_of(parts.evaluate(run)).items())
+        if is_first(here.mesh):
+            print("\n".join([f"step {run.step}", *(f"{name}  {value:.4f}" for name, value in found)]))
     return 0
 
 
@@ -75,24 +92,41 @@ def export(directory: Path, target: Path, step: int | None) -> int:
     if found is None or (step is not None and found != step):
         steps = checkpoint.steps(directory / session.CHECKPOINTS)
         raise ValueError(f"{directory} holds no checkpoint of step {step}; there are those of {steps}")
-    with assembled(settings_of(directory)) as parts:
-        run = checkpoint.load(parts.run, directory / session.CHECKPOINTS, found)
+    with _assembled(settings_of(directory), ALONE) as parts:
+        run = session.load(parts, directory / session.CHECKPOINTS, found)
         session.export(parts, run, target)
     print(target)
     return 0
 
 
-def replay(directory: Path, step: int) -> int:
-    """Computes the steps from the nearest checkpoint to `step` again; 1 if a number differs from the record."""
+def replay(directory: Path, step: int, here: Here = ALONE) -> int:
+    """Computes the steps from the nearest checkpoint to `step` again; 1 if a number differs from the record.
+
+    Only the mesh of the run gives its bits.
+    """
     recorded = session.recorded(directory)
-    with assembled(settings_of(directory)) as parts:
+    say = print if is_first(here.mesh) else _nothing
+    with _assembled(settings_of(directory), here) as parts:
         found = nearest_checkpoint(directory, step - 1)
-        run = parts.run if found is None else checkpoint.load(parts.run, directory / session.CHECKPOINTS, found)
-        print(f"from {'the start' if found is None else f'the checkpoint of step {found}'}")
-        steps = replays.replay(run, program=parts.program, draw=parts.draw, recorded=recorded, until=step)
+        run = parts.run if found is None else session.load(parts, directory / session.CHECKPOINTS, found)
+        say(f"from {'the start' if found is None else f'the checkpoint of step {found}'}")
+        program, draw = parts.program, parts.draw
+        steps = replays.replay(run, program=program, draw=draw, recorded=recorded, until=step, mesh=here.mesh)
         for number, difference in steps:
             if difference is not None:
-                print(f"step {number}: {difference.part} differs first in {difference.leaf}")
+                say(f"step {number}: {difference.part} differs first in {difference.leaf}")
                 return 1
-            print(f"step {number}: equal, bit for bit")
+            say(f"step {number}: equal, bit for bit")
     return 0
+
+
+@contextlib.contextmanager
+def _assembled(settings: TrainSettings, here: Here) -> Iterator[Assembled]:
+    """What `assembled` gives, without bars of transformers between a command's own lines."""
+    transformers_logging.disable_progress_bar()
+    with assembled(settings, mesh=here.mesh, device=here.device) as parts:
+        yield parts
+
+
+def _nothing(*_: object) -> None:
+    pass

@@ -17,17 +17,17 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from fppo import session
-from fppo.assembly import assembled, kernels_of
+from fppo.assembly import assembled
 from fppo.commands import nearest_checkpoint, settings_of
 from fppo.laws import ablate as run_all
 from fppo.laws.ablation import plan
 from fppo.laws.ablation.presets import sizes_of
 from fppo.laws.ablation.record import plain
+from fppo.loading import kernels_of
 from fppo.pipeline import replay, swap
 from fppo.pipeline.run import RunState
 from fppo.pipeline.swap import Parting, Trace
 from fppo.pipeline.train import iterate
-from fppo.runtime import checkpoint
 from fppo.settings import TrainSettings
 from fppo.settings_ablate import AblateSettings
 from fppo.tree import replace
@@ -188,7 +188,7 @@ def _base(
     watched = swap.watch(own)
     with assembled(settings, kernels=watched.kernels) as parts:
         found = nearest_checkpoint(directory, step - 1)
-        run = parts.run if found is None else checkpoint.load(parts.run, directory / session.CHECKPOINTS, found)
+        run = parts.run if found is None else session.load(parts, directory / session.CHECKPOINTS, found)
         if run.step < step - 1:
             steps = iterate(run, program=parts.program, draw=parts.draw)
             run = next(after for after, _, _ in steps if after.step == step - 1)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import attrs
+import torch
 
 from fppo import config, jsonl, loggers, models
 from fppo.assembly import Assembled
@@ -18,14 +21,17 @@ from fppo.pipeline import replay
 from fppo.pipeline.run import RunState
 from fppo.pipeline.train import Observe, StepRecord, train
 from fppo.runtime import checkpoint
+from fppo.runtime.checkpoint import Pending
+from fppo.runtime.mesh import Mesh, is_first
 from fppo.settings import TrainSettings
 
 CHECKPOINTS, MODEL, DUMPS, SETTINGS = "checkpoints", "model", "dumps", "settings.toml"
 
 
-def restore(settings: TrainSettings, fresh: RunState) -> RunState:
+def restore(settings: TrainSettings, assembled: Assembled) -> RunState:
     """The state to start from: `_found`'s, if it is a state of this run. Raises ValueError for another seed's."""
-    run = _found(settings, fresh)
+    fresh = assembled.run
+    run = _found(settings, assembled)
     if run.key != fresh.key:
         raise ValueError(
             f"seed = {settings.seed}, but the checkpoint in {settings.output_dir} is of a run with another seed: "
@@ -34,7 +40,12 @@ def restore(settings: TrainSettings, fresh: RunState) -> RunState:
     return run
 
 
-def _found(settings: TrainSettings, fresh: RunState) -> RunState:
+def load(assembled: Assembled, directory: Path, step: int) -> RunState:
+    """The state of a checkpoint, as it lies on the run's mesh."""
+    return checkpoint.load(assembled.run, directory, step, mesh=assembled.mesh, shapes=assembled.shapes)
+
+
+def _found(settings: TrainSettings, assembled: Assembled) -> RunState:
     """By `settings.resume`: the newest checkpoint's state, a named one's, or the fresh one."""
     directory = Path(settings.output_dir) / CHECKPOINTS
     found = checkpoint.steps(directory)
@@ -45,27 +56,31 @@ def _found(settings: TrainSettings, fresh: RunState) -> RunState:
                     f"resume = 'never', but {directory} holds the checkpoint of step {found[-1]}: "
                     "give another output_dir, or resume = 'auto' to go on from there"
                 )
-            return fresh
+            return assembled.run
         case "auto" | "must":
             if not found and settings.resume == "must":
                 raise ValueError(f"resume = 'must', but there is no checkpoint in {directory}")
-            return checkpoint.load(fresh, directory, found[-1]) if found else fresh
+            return load(assembled, directory, found[-1]) if found else assembled.run
         case _:
             path = Path(settings.resume)
-            return checkpoint.load(fresh, path.parent, checkpoint.step_of(path))
+            return load(assembled, path.parent, checkpoint.step_of(path))
 
 
 @contextlib.contextmanager
-def asked_to_stop() -> Iterator[list[str]]:
-    """A list that is not empty once ctrl-C or SIGTERM has asked for a stop; a second ctrl-C interrupts at once."""
-    asked: list[str] = []
+def asked_to_stop(*, announce: bool = True) -> Iterator[list[float]]:
+    """A list that is not empty once ctrl-C or SIGTERM has asked for a stop; asked again, it interrupts at once.
+
+    What comes within a second is one request: a terminal and a launcher may both pass it on.
+    """
+    asked: list[float] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        del frame
-        if asked:
+        del number, frame
+        if asked and time.monotonic() - asked[0] > 1.0:
             raise KeyboardInterrupt
-        asked.append(signal.Signals(number).name)
-        print("\nfinishing this step; ctrl-C again abandons it", file=sys.stderr, flush=True)
+        if not asked and announce:
+            print("\nfinishing this step; ctrl-C again abandons it", file=sys.stderr, flush=True)
+        asked.append(time.monotonic())
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -80,16 +95,27 @@ class _Writer:
     """Writes what replay and resuming need: digests, dumps of updates that were not finite, checkpoints."""
 
     directory: Path
-    lines: JsonLines
+    lines: JsonLines | None  # of the first rank
     every: int
     keep: int
     steps: int
+    mesh: Mesh
+    shapes: Mapping[str, torch.Size]  # whole shapes of the leaves that are cut
+    pending: list[Pending] = attrs.field(factory=list)
 
     def __call__(self, record: StepRecord) -> None:
         if record.experience is None:
             return
-        line = replay.record_line(record)
-        self.lines.write(line)
+        line = replay.record_line(record, self.mesh)
+        if self.lines is not None:
+            self.lines.write(line)
+            self.keep_skipped(record, line)
+        step = record.run.step
+        if step == self.steps or (self.every and step % self.every == 0):
+            self.save(record.run)
+
+    def keep_skipped(self, record: StepRecord, line: dict[str, Any]) -> None:
+        """Writes the batch of a step whose update was not finite."""
         skipped = sum(record.metrics.get(f"{role}/skipped", 0.0) for role in ("actor", "critic"))
         if skipped:
             path = replay.dump(record, line, self.directory / DUMPS)
@@ -98,67 +124,94 @@ class _Writer:
                 f"fppo replay {self.directory} --step {record.run.step} computes it again",
                 file=sys.stderr,
             )
-        step = record.run.step
-        if step == self.steps or (self.every and step % self.every == 0):
-            self.save(record.run)
 
     def save(self, run: RunState) -> None:
-        """Writes the checkpoint of a state."""
-        checkpoint.save(run, self.directory / CHECKPOINTS, run.step, keep=self.keep)
+        """Begins to write the checkpoint of a state, once the one before is written."""
+        self.wait()
+        to = self.directory / CHECKPOINTS
+        begun = checkpoint.begin_save(run, to, run.step, mesh=self.mesh, shapes=self.shapes, keep=self.keep)
+        self.pending.append(begun)
+
+    def wait(self) -> None:
+        """Returns when what was begun is written. Raises CheckpointError if it could not be."""
+        while self.pending:
+            self.pending.pop().wait()
 
 
 def run_training(settings: TrainSettings, assembled: Assembled) -> RunState:
-    """Trains from where the run stands to its last step, or until asked to stop, writing as it goes."""
-    directory = Path(settings.output_dir)
-    run = restore(settings, assembled.run)
-    first = run.step + 1 if run.step else 0
+    """Trains from where the run stands to its last step, or until asked to stop, writing as it goes.
+
+    On a mesh every rank does its part; the first one logs.
+    """
+    directory, mesh = Path(settings.output_dir), assembled.mesh
+    first = is_first(mesh)
+    run = restore(settings, assembled)
+    at = run.step + 1 if run.step else 0
     directory.mkdir(parents=True, exist_ok=True)
-    config.save(settings, directory / SETTINGS)
-    opened = loggers.open_loggers(
-        settings.log.loggers,
-        directory,
-        steps=settings.steps,
-        first_step=first,
-        project=settings.log.project,
-        settings=config.to_dict(settings),
-    )
-    samples = JsonLines(directory / loggers.SAMPLES, first_step=first)
-    digests = JsonLines(directory / replay.DIGESTS, first_step=first)
-    writer = _Writer(
-        directory=directory,
-        lines=digests,
-        every=settings.checkpoint.every,
-        keep=settings.checkpoint.keep,
-        steps=settings.steps,
-    )
-    logged = loggers.observer(
-        opened, samples=samples, tokenizer=assembled.tokenizer, count=settings.log.samples_per_step
-    )
-    observers: list[Observe] = [logged, writer]
-    try:
-        with asked_to_stop() as asked:
-            run = train(
-                run,
-                program=assembled.program,
-                draw=assembled.draw,
-                steps=settings.steps,
-                observers=observers,
-                evaluate=assembled.evaluate,
-                evaluate_every=settings.eval.every,
-                evaluate_before=settings.eval.before,
-                stop=lambda: bool(asked),
-            )
-            writer.save(run)
-    finally:
-        loggers.close([*opened, samples, digests])
-    if run.step < settings.steps:
+    with contextlib.ExitStack() as opened:
+        observers: list[Observe] = _logging(settings, assembled, at, opened) if first else []
+        lines = opened.enter_context(_closing(directory / replay.DIGESTS, at)) if first else None
+        writer = _Writer(
+            directory=directory,
+            lines=lines,
+            every=settings.checkpoint.every,
+            keep=settings.checkpoint.keep,
+            steps=settings.steps,
+            mesh=mesh,
+            shapes=assembled.shapes,
+        )
+        asked = opened.enter_context(asked_to_stop(announce=first))
+        run = train(
+            run,
+            program=assembled.program,
+            draw=assembled.draw,
+            steps=settings.steps,
+            observers=[*observers, writer],
+            evaluate=assembled.evaluate,
+            evaluate_every=settings.eval.every,
+            evaluate_before=settings.eval.before,
+            stop=lambda: bool(asked),
+            mesh=mesh,
+        )
+        writer.save(run)
+        writer.wait()
+    if first and run.step < settings.steps:
         print(f"stopped after step {run.step}; to go on: fppo train {directory / SETTINGS}", file=sys.stderr)
     return run
 
 
+@contextlib.contextmanager
+def _closing(path: Path, first_step: int) -> Iterator[JsonLines]:
+    lines = JsonLines(path, first_step=first_step)
+    try:
+        yield lines
+    finally:
+        loggers.close([lines])
+
+
+def _logging(
+    settings: TrainSettings, assembled: Assembled, first_step: int, opened: contextlib.ExitStack
+) -> list[Observe]:
+    """The settings on disk, and an observer that logs metrics and samples, closed with `opened`."""
+    directory = Path(settings.output_dir)
+    config.save(settings, directory / SETTINGS)
+    sinks = loggers.open_loggers(
+        settings.log.loggers,
+        directory,
+        steps=settings.steps,
+        first_step=first_step,
+        project=settings.log.project,
+        settings=config.to_dict(settings),
+    )
+    opened.callback(loggers.close, sinks)
+    samples = opened.enter_context(_closing(directory / loggers.SAMPLES, first_step))
+    tokenizer, count = assembled.tokenizer, settings.log.samples_per_step
+    return [loggers.observer(sinks, samples=samples, tokenizer=tokenizer, count=count)]
+
+
 def export(assembled: Assembled, run: RunState, target: Path) -> None:
     """Writes the policy as a Hugging Face directory."""
-    models.save(assembled.model, run.actor.params, target, tokenizer=assembled.tokenizer)
+    models.save(assembled.model, run.actor.params, target, tokenizer=assembled.tokenizer, mesh=assembled.mesh)
 
 
 def recorded(directory: Path) -> dict[int, dict]:

@@ -69,6 +69,29 @@ def problems(settings: TrainSettings) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def mesh_problems(settings: TrainSettings, world: int) -> list[str]:
+    """What keeps the settings from running as `world` processes."""
+    mesh = settings.mesh
+    others = mesh.replicate * mesh.sequence
+    if world % others if mesh.shard is None else others * mesh.shard != world:
+        axes = f"replicate {mesh.replicate}, shard {mesh.shard or 'unset'}, sequence {mesh.sequence}"
+        there = "there is 1 process" if world == 1 else f"there are {world} processes"
+        fitting = f"--nproc {others * (mesh.shard or 1)}" if mesh.shard else f"--nproc {others} or a multiple of it"
+        return [f"mesh: its axes ({axes}) do not multiply to the ranks: {there}; give {fitting}, or other axes"]
+    return [*_mesh(settings, world)]
+
+
+def _mesh(s: TrainSettings, world: int) -> Problems:
+    if s.mesh.sequence > 1 and not s.model.remove_padding:
+        yield _problem("mesh.sequence", s.mesh.sequence, "a sequence axis cuts packed rows; set model.remove_padding")
+    ranks = world // s.mesh.sequence
+    for name, section in (("actor", s.actor), ("critic", s.critic)):
+        size = section.mini_batch_size or s.rollout.batch_size
+        if size < ranks and (name == "actor" or uses_critic(s)):
+            advice = f"give at least as many sequences as there are data ranks, {ranks}, or a longer mesh.sequence"
+            yield _problem(f"{name}.mini_batch_size", size, f"some ranks would have nothing to do; {advice}")
+
+
 def uses_critic(settings: TrainSettings) -> bool:
     """Whether the run trains a critic."""
     return settings.algorithm.advantage == "gae"

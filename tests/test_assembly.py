@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import fppo
-from fppo import assembly, config
+from fppo import assembly, config, loading
 from fppo.pipeline import estimators
+from fppo.runtime.mesh import LOCAL
 from fppo.settings import ActorSettings, AdvantageName, LossSettings, OptimizerSettings
 from tests import runs
 
 PACKAGE = Path(fppo.__file__).parent
-READERS = ("assembly", "session", "commands", "config", "settings_checks")
+READERS = ("assembly", "loading", "launched", "session", "commands", "config", "settings_checks")
 
 
 def _attributes_read() -> set[str]:
@@ -105,4 +106,4 @@ def test_a_reward_model_is_asked_too(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     given = runs.settings(tmp_path, model__attention="varlen", model__reward_path=str(tmp_path / "start"))
     with pytest.raises(ValueError, match="attention/varlen has no float32 and no softcap"):
-        assembly.reward_model_of(given, assembly.load_tokenizer(given))
+        loading.reward_model_of(given, loading.load_tokenizer(given), LOCAL, torch.device("cpu"))

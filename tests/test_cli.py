@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fppo import cli, config
+from fppo import cli, commands, config
+from fppo.commands import ALONE
 from fppo.runtime.checkpoint import CheckpointError
+from fppo.settings import TrainSettings
 
 MINIMAL = 'model.path = "m"\ndata.path = "a.jsonl"\nreward.functions = "exact_match"\n'
 
@@ -24,10 +25,9 @@ def calls(monkeypatch) -> list[tuple[Any, ...]]:
     def command(name: str) -> Any:
         return lambda *arguments: made.append((name, *arguments)) or 3
 
-    names = ("quickstart", "train", "evaluate", "replay", "export")
-    module = types.SimpleNamespace(**{name: command(name) for name in names})
-    monkeypatch.setitem(sys.modules, "fppo.commands", module)
-    monkeypatch.setattr("fppo.commands", module, raising=False)
+    for name in ("quickstart", "train", "evaluate", "replay", "export"):
+        monkeypatch.setattr(commands, name, command(name))
+    monkeypatch.setattr(commands, "settings_of", lambda directory: TrainSettings())
     return made
 
 
@@ -42,13 +42,14 @@ def test_arguments_reach_their_command(calls, tmp_path):
     assert cli.main(["eval", str(tmp_path), "--steps", "9"]) == 3
     assert cli.main(["replay", "r", "--step", "7"]) == 3
     assert cli.main(["export", "r", "out"]) == 3
-    changed = config.replace(settings, {"steps": 9})
-    assert calls == [
-        ("quickstart", Path("runs/quickstart"), 4),
-        ("train", changed),
-        ("train", changed),
-        ("evaluate", changed),
-        ("replay", Path("r"), 7),
+    changed = config.replace(settings, {"steps": 9, "mesh.shard": 1})
+    quickstart, *others = calls
+    assert quickstart[:-1] == ("quickstart", Path("runs/quickstart"), 4)
+    assert others == [
+        ("train", changed, ALONE),
+        ("train", changed, ALONE),
+        ("evaluate", changed, ALONE),
+        ("replay", Path("r"), 7, ALONE),
         ("export", Path("r"), Path("out"), None),
     ]
 
@@ -73,6 +74,9 @@ def test_settings_that_conflict_stop_before_any_work(calls, tmp_path, capsys):
         (["eval", "no_such_run"], "no such file"),
         (["eval"], "output_dir"),
         (["report", "no_such_run"], "no such directory"),
+        (["train", "--nproc", "two"], "--nproc two: give a whole number, 1 or more"),
+        (["train", "--nproc=0"], "--nproc 0: give a whole number, 1 or more"),
+        (["quickstart", "--max-restarts"], "--max-restarts : give a whole number, 0 or more"),
     ],
 )
 def test_mistakes_are_one_message(arguments, message, capsys):
@@ -94,13 +98,13 @@ def test_errors_of_commands_are_one_message(calls, monkeypatch, capsys, error, s
     def fail(*arguments: Any) -> None:
         raise error
 
-    monkeypatch.setattr(sys.modules["fppo.commands"], "replay", fail)
+    monkeypatch.setattr(commands, "replay", fail)
     assert cli.main(["replay", "r", "--step", "7"]) == status
     assert capsys.readouterr().err.startswith(f"fppo replay: {str(error) or 'interrupted'}")
 
 
 def test_a_defect_keeps_its_traceback(calls, monkeypatch):
-    monkeypatch.setattr(sys.modules["fppo.commands"], "replay", lambda *arguments: {}["x"])
+    monkeypatch.setattr(commands, "replay", lambda *arguments: {}["x"])
     with pytest.raises(KeyError):
         cli.main(["replay", "r", "--step", "7"])
 

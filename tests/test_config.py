@@ -209,7 +209,7 @@ def changed(kind: Any) -> st.SearchStrategy[Any]:
     arguments = [a for a in getattr(kind, "__args__", ()) if a not in (type(None), Ellipsis)]
     if getattr(kind, "__origin__", None) is tuple:
         return st.lists(changed(arguments[0]), max_size=3)
-    if arguments and isinstance(arguments[0], str):
+    if arguments and isinstance(arguments[0], str | int):
         return st.sampled_from(arguments)
     return changed(arguments[0]) | st.none()
 

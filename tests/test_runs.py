@@ -83,7 +83,8 @@ def _train_quietly(given):
 
 
 def test_a_run_killed_at_random_moments_ends_where_an_undisturbed_one_ends(task, tmp_path):
-    """20 kills, at start-up, in a step or while writing; none may lose more than the step under way."""
+    """20 kills, at start-up, in a step or while writing; none may lose more than the step under way and the one before,
+    which is still being written."""
     changes = {"steps": 200, "eval__before": False, "rollout__batch_size": 4, "checkpoint__keep": 1}
     given = runs.settings(task, output_dir=str(tmp_path / "killed"), **changes)
     directory, draw = tmp_path / "killed", random.Random(0)
@@ -96,7 +97,7 @@ def test_a_run_killed_at_random_moments_ends_where_an_undisturbed_one_ends(task,
         assert process.is_alive(), "the run ended before it was killed: give it more steps"
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-        assert _saved(directory) >= max(before, _last_digest(directory) - 1)
+        assert _saved(directory) >= max(before, _last_digest(directory) - 2)
     assert commands.train(given) == 0
     _, whole = _run(task, tmp_path, "whole", **changes)
     assert _digests(directory) == _digests(whole)

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from fppo.key import Key
 from fppo.models.init import init_value_head
-from fppo.models.model import SCORE_BIAS, SCORE_WEIGHT, HeadKind, Model, Params, build, plain_config
+from fppo.models.model import BUILDING, SCORE_BIAS, SCORE_WEIGHT, HeadKind, Model, Params, build, plain_config
 
 # where a value head stands: token and sequence classification, GPT-2's token classification, TRL
 VALUE_HEADS = ("score", "classifier", "v_head.summary")
@@ -94,7 +94,7 @@ def _read(model: Model, directory: Path, config: PreTrainedConfig, dtype: torch.
     absent = [file.name for file in list_files(directory) if not file.exists()]
     if absent:
         raise ValueError(f"{directory} lacks files that its index names: {absent}")
-    with torch.random.fork_rng(devices=[]), _QuietTransformers():  # what is missing gets drawn
+    with BUILDING, torch.random.fork_rng(devices=[]), _QuietTransformers():  # what is missing gets drawn
         loaded = AutoModelForCausalLM.from_pretrained(
             directory,
             config=plain_config(config),

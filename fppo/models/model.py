@@ -20,9 +20,7 @@ __all__ = ["HeadKind", "Model", "Params", "build", "packed_attention", "padded_a
 
 Params = dict[str, Tensor]
 HeadKind = Literal["lm", "value"]
-BUILDING = (
-    threading.RLock()
-)  # transformers builds modules with torch's default dtype and generator, which threads share
+BUILDING = threading.RLock()  # transformers builds with torch's default dtype and generator, which threads share
 SCORE_WEIGHT, SCORE_BIAS = "score.weight", "score.bias"
 
 

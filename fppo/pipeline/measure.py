@@ -16,6 +16,7 @@ from fppo.batch import Experience
 from fppo.metrics import Mean, Metrics
 from fppo.models import flops
 from fppo.models.model import Model
+from fppo.runtime.mesh import AXES, GRADIENT_AXES, Mesh, gather_objects, ranks_on
 from fppo.steps.forward import row_lengths
 
 GIB = 1024**3
@@ -42,15 +43,16 @@ def now() -> float:
 def with_mfu(role: str, update: Callable[..., Any]) -> Callable[..., Any]:
     """The update, with the FLOPs per second that its model's arithmetic needs, and their share of the device's peak.
 
-    perf/tflops/ROLE is in 1e12 per second. perf/mfu/ROLE is a mean of nothing, nan, where the peak is unknown.
+    Every rank holds the whole batch. perf/tflops/ROLE is in 1e12 per second and rank. perf/mfu/ROLE is a mean of
+    nothing, nan, where the peak is unknown.
     """
 
-    def wrapped(state: Any, batch: Experience, *, model: Model, epochs: int, **kwargs: Any) -> Any:
+    def wrapped(state: Any, batch: Experience, *, model: Model, mesh: Mesh, epochs: int, **kwargs: Any) -> Any:
         lengths, heads = row_lengths(batch), int(batch.response_mask.sum())
         start = now()
-        after, report = update(state, batch, model=model, epochs=epochs, **kwargs)
+        after, report = update(state, batch, model=model, mesh=mesh, epochs=epochs, **kwargs)
         seconds = now() - start
-        done = epochs * flops.train_flops(model, lengths, head_tokens=heads)
+        done = epochs * flops.train_flops(model, lengths, head_tokens=heads) / ranks_on(mesh, GRADIENT_AXES)
         share = flops.mfu(done, seconds, batch.tokens.device)
         rates = {
             f"perf/tflops/{role}": metrics.mean(done / seconds / 1e12),
@@ -104,11 +106,16 @@ def _explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Mean:
     return metrics.mean(1.0 - variance(returns - values) / (variance(returns) + 1e-5))
 
 
-def memory_metrics() -> dict[str, float]:
-    """Peak memory so far in GiB: of this process, and of its accelerator where there is one."""
+def memory_metrics(mesh: Mesh, device: torch.device) -> dict[str, float]:
+    """Peak memory so far in GiB, of the process and of its accelerator where there is one: the largest of all ranks,
+    and that of each by its number."""
     unit = 1 if sys.platform == "darwin" else 1024
     report = {"perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
     if torch.cuda.is_available():
         report["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GIB
         report["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / GIB
-    return report
+    every = gather_objects(report, mesh, AXES, device)
+    largest = {name: max(each[name] for each in every) for name in report}
+    if len(every) == 1:
+        return largest
+    return largest | {f"{name}/rank_{rank}": each[name] for rank, each in enumerate(every) for name in report}

@@ -14,6 +14,7 @@ from fppo import tree
 from fppo.batch import Experience
 from fppo.pipeline.run import Program, RunState
 from fppo.pipeline.train import Draw, StepRecord, iterate
+from fppo.runtime.mesh import GRADIENT_AXES, LOCAL, Mesh, gather_objects
 
 DIGESTS = "digests.jsonl"
 
@@ -27,20 +28,23 @@ class Difference:
     leaf: str
 
 
-def digests_of(run: RunState, experience: Experience) -> dict[str, dict[str, str]]:
-    """The digests of a step's batch and of the state it led to, leaf by leaf."""
-    return {"batch": tree.digest(experience), "result": tree.digest(run)}
+def digests_of(run: RunState, experience: Experience, mesh: Mesh = LOCAL) -> dict[str, dict[str, str]]:
+    """The digests of a step's batch and of the state it led to, leaf by leaf; every rank gets those of all ranks."""
+    own = tree.digest(run)
+    every = gather_objects(own, mesh, GRADIENT_AXES, run.actor.opt.count.device)
+    result = {leaf: tree.combine({str(rank): each[leaf] for rank, each in enumerate(every)}) for leaf in own}
+    return {"batch": tree.digest(experience), "result": own if len(every) == 1 else result}
 
 
-def record_line(record: StepRecord) -> dict[str, Any]:
+def record_line(record: StepRecord, mesh: Mesh = LOCAL) -> dict[str, Any]:
     """What the digests file holds of a step."""
     assert record.experience is not None
-    digests = digests_of(record.run, record.experience)
+    digests = digests_of(record.run, record.experience, mesh)
     return {"step": record.run.step, "state": tree.combine(digests["result"]), **digests}
 
 
 def replay(
-    run: RunState, *, program: Program, draw: Draw, recorded: dict[int, dict], until: int
+    run: RunState, *, program: Program, draw: Draw, recorded: dict[int, dict], until: int, mesh: Mesh = LOCAL
 ) -> Iterator[tuple[int, Difference | None]]:
     """Recomputes the steps after `run.step` up to `until`: each step's number, and where it first differs or None.
 
@@ -51,7 +55,7 @@ def replay(
     if missing:
         raise ValueError(f"no record of step {missing[0]}; the recorded steps are {_spans(sorted(recorded))}")
     for after, experience, _ in iterate(run, program=program, draw=draw):
-        new, old = digests_of(after, experience), recorded[after.step]
+        new, old = digests_of(after, experience, mesh), recorded[after.step]
         yield after.step, first_difference(after.step, old, new)
         if after.step >= until:
             return

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fppo import advantages, losses, metrics
+from fppo import batch as batches
 from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored, extend
 from fppo.key import Key
 from fppo.losses import Correction, KLState
@@ -17,9 +18,10 @@ from fppo.pipeline.estimators import AdvantageFn
 from fppo.pipeline.measure import batch_metrics, now
 from fppo.pipeline.run import RunState
 from fppo.rollout.engine import Engine, Sampling
-from fppo.runtime.mesh import Mesh
-from fppo.steps.forward import compute_log_probs, compute_outputs, compute_values
+from fppo.runtime.mesh import DATA_AXES, Mesh, place_on
+from fppo.steps.forward import compute_log_probs, compute_outputs, compute_values, row_lengths
 from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.spread import collect, imbalance, shares
 from fppo.steps.train_state import Params
 from fppo.steps.update import rollout_gap
 from fppo_kernels.record import Kernels
@@ -70,25 +72,32 @@ def annotate(
 ) -> tuple[Annotated, Metrics]:
     """Old log-probs, reference log-probs if `run` holds a reference, and values if it holds a critic.
 
-    With `on_policy` the old log-probs are left to the update's own pass, and stand in as the engine's.
+    All ranks hold all rows; each computes a share of equal work, and all get all results. With `on_policy` the old
+    log-probs are left to the update's own pass, and stand in as the engine's.
     """
+    parts = shares(model, row_lengths(scored), mesh)
+    own = scored if len(parts) == 1 else batches.rows(scored, parts[place_on(mesh, DATA_AXES)])
     shared = {"kernels": kernels, "mesh": mesh, "micro_batching": micro_batching, "remove_padding": remove_padding}
     times = [now()]
     old, squared, report = scored.rollout_log_probs, None, {}
     if not on_policy or sum_squared:
         outputs = ("log_probs", "sum_squared_probs") if sum_squared else ("log_probs",)
-        out = compute_outputs(run.actor.params, scored, model=model, temperature=temperature, outputs=outputs, **shared)
+        out = compute_outputs(run.actor.params, own, model=model, temperature=temperature, outputs=outputs, **shared)
         assert out.log_probs is not None
-        old, squared = out.log_probs, out.sum_squared_probs
+        old = collect(out.log_probs, parts, mesh)
+        squared = None if out.sum_squared_probs is None else collect(out.sum_squared_probs, parts, mesh)
         report = rollout_gap(old, scored.rollout_log_probs, scored.response_mask)
     times.append(now())
     ref = values = None
     if run.ref is not None:
-        ref = compute_log_probs(run.ref, scored, model=model, temperature=temperature, **shared)
+        ref = compute_log_probs(run.ref, own, model=model, temperature=temperature, **shared)
+        ref = collect(ref, parts, mesh)
     times.append(now())
     if run.critic is not None and critic_model is not None:
-        values = compute_values(run.critic.params, scored, model=critic_model, **shared)
+        values = collect(compute_values(run.critic.params, own, model=critic_model, **shared), parts, mesh)
     times.append(now())
+    if len(parts) > 1:
+        report["perf/imbalance"] = metrics.mean(imbalance(model, row_lengths(scored), parts))
     for name, start, end in zip(("old_log_prob", "ref", "values"), times, times[1:], strict=False):
         report[f"timing_s/{name}"] = metrics.mean(end - start)
     annotated = extend(

@@ -13,6 +13,7 @@ from fppo.data.cursor import DataCursor
 from fppo.metrics import Metrics
 from fppo.pipeline.measure import memory_metrics, now
 from fppo.pipeline.run import Program, RunState, ppo_step
+from fppo.runtime.mesh import AXES, LOCAL, Mesh, any_rank, ranks_on
 from fppo.tree import replace
 
 
@@ -31,9 +32,12 @@ Evaluate = Callable[[RunState], Metrics]
 
 
 def iterate(
-    run: RunState, *, program: Program, draw: Draw, donate: bool = True
+    run: RunState, *, program: Program, draw: Draw, mesh: Mesh = LOCAL, donate: bool = True
 ) -> Iterator[tuple[RunState, Experience, Metrics]]:
-    """Steps without end. With `donate` each state is given up to the next step: use it before asking for that."""
+    """Steps without end. With `donate` each state is given up to the next step: use it before asking for that.
+
+    perf/throughput is in tokens per second and rank.
+    """
     while True:
         start = now()
         prompts, cursor = draw(run.cursor)
@@ -45,7 +49,7 @@ def iterate(
         report |= {
             "timing_s/step": metrics.mean(seconds),
             "perf/time_per_step": metrics.mean(seconds),
-            "perf/throughput": metrics.mean(tokens.total / seconds),
+            "perf/throughput": metrics.mean(tokens.total / seconds / ranks_on(mesh, AXES)),
         }
         yield run, experience, report
 
@@ -61,27 +65,32 @@ def train(
     evaluate_every: int = 0,
     evaluate_before: bool = True,
     stop: Callable[[], bool] = lambda: False,
+    mesh: Mesh = LOCAL,
     donate: bool = True,
 ) -> RunState:
     """The run after step `steps`, or after the step in which `stop` became true.
 
     Every step's record goes to each of `observers`, in order. `evaluate` runs before the first step of all (unless
     `evaluate_before` is False), after every `evaluate_every` steps (0: never) and after the last; its metrics join
-    that step's. With `donate` the memory of the
+    that step's. On a mesh all ranks come here; a stop that one asks for stops all. With `donate` the memory of the
     state that comes in is given up.
     """
+
+    def stopped() -> bool:
+        return any_rank(stop(), mesh, run.actor.opt.count.device)
+
     if evaluate is not None and evaluate_before and run.step == 0:
-        _observe(observers, run, None, _evaluated(evaluate, run))
-    if run.step >= steps or stop():
+        _observe(observers, run, None, _evaluated(evaluate, run), mesh)
+    if run.step >= steps or stopped():
         return run
-    for after, experience, report in iterate(run, program=program, draw=draw, donate=donate):
+    for after, experience, report in iterate(run, program=program, draw=draw, mesh=mesh, donate=donate):
         run = after
         last = run.step >= steps
         due = last or (evaluate_every > 0 and run.step % evaluate_every == 0)
         if evaluate is not None and due:
             report = report | _evaluated(evaluate, run)
-        _observe(observers, run, experience, report)
-        if last or stop():
+        _observe(observers, run, experience, report, mesh)
+        if last or stopped():
             return run
     raise AssertionError("iterate has no end")
 
@@ -93,8 +102,11 @@ def _evaluated(evaluate: Evaluate, run: RunState) -> Metrics:
     return report | {"timing_s/testing": metrics.mean(now() - start)}
 
 
-def _observe(observers: Sequence[Observe], run: RunState, experience: Experience | None, report: Metrics) -> None:
-    numbers = metrics.report(report) | memory_metrics() | {"training/global_step": float(run.step)}
+def _observe(
+    observers: Sequence[Observe], run: RunState, experience: Experience | None, report: Metrics, mesh: Mesh
+) -> None:
+    memory = memory_metrics(mesh, run.actor.opt.count.device)
+    numbers = metrics.report(report) | memory | {"training/global_step": float(run.step)}
     record = StepRecord(run=run, experience=experience, metrics=numbers)
     for observe in observers:
         observe(record)

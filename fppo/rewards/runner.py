@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from fppo.rewards.calls import Mode, call
 from fppo.rewards.pool import WorkerPool
@@ -31,6 +31,15 @@ class Judged(NamedTuple):
     named: dict[str, list[float]]  # the parts' further numbers
     answers: list[str | None]
     failures: tuple[Failure, ...]
+
+
+class Judge(Protocol):
+    """What scoring needs of a reward that is ready to judge."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]: ...
+
+    def judge(self, samples: Sequence[Sample]) -> Judged: ...
 
 
 class RewardRunner:

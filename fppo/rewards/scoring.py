@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fppo.rewards.runner import RewardRunner
+from fppo.rewards.runner import Judge
 from fppo.rewards.sample import Part, Sample
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 EXTRACTED = "extracted_answer"  # the key under which extras hold what a reward took as the answer
 
 
-def score(rollout: Rollout, *, reward: RewardRunner, tokenizer: Any) -> tuple[Scored, Metrics]:
+def score(rollout: Rollout, *, reward: Judge, tokenizer: Any) -> tuple[Scored, Metrics]:
     """The rollout with scores [B] float32, the weighted sum of the reward's parts, and with each part by name.
 
     `named_scores` holds every part, unweighted, and the further numbers that functions returned: by their own names if

@@ -81,6 +81,9 @@ class Mesh:
         )
 
 
+LOCAL = Mesh.local()  # the default of functions that take a mesh
+
+
 def all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """`x` reduced over the axis, a new tensor; `x` itself on an axis of one rank. Not differentiable."""
     if axis.size == 1:
@@ -122,6 +125,16 @@ def place_on(mesh: Mesh, axes: Sequence[str]) -> int:
     for name in axes:
         place = place * mesh[name].size + mesh[name].rank
     return place
+
+
+def is_first(mesh: Mesh) -> bool:
+    """Whether this is the rank that speaks for all: it logs, and writes what all ranks hold."""
+    return place_on(mesh, AXES) == 0
+
+
+def any_rank(flag: bool, mesh: Mesh, device: torch.device) -> bool:
+    """Whether the flag is set on any rank; every rank gets the same answer."""
+    return bool(gather_over(torch.tensor(int(flag), device=device), mesh, AXES).any())
 
 
 def gather_over(x: Tensor, mesh: Mesh, axes: Sequence[str]) -> Tensor:

@@ -34,9 +34,10 @@ def shares(model: Model, lengths: Sequence[int], mesh: Mesh) -> list[list[int]]:
     return parts + [[] for _ in range(ranks - len(parts))]
 
 
-def own_share(model: Model, lengths: Sequence[int], mesh: Mesh) -> list[int]:
-    """This rank's of `shares`."""
-    return shares(model, lengths, mesh)[place_on(mesh, DATA_AXES)]
+def imbalance(model: Model, lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> float:
+    """The work of the rank that has most, over the mean of all ranks: 1 is ideal."""
+    work = [flops.forward_flops(model, [lengths[row] for row in part]) for part in parts]
+    return max(work) * len(work) / max(sum(work), 1.0)
 
 
 def collect(x: Tensor, parts: Sequence[Sequence[int]], mesh: Mesh, axes: Sequence[str] = DATA_AXES) -> Tensor:

@@ -1,0 +1,8 @@
+"""`python -m fppo`, which torchrun needs."""
+
+import sys
+
+from fppo.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""What a run is made of, as its settings name it: device, kernels, tokenizer, prompts, models, rewards."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from fppo import batch as batches
+from fppo import config, data, models, rewards, settings_checks, tree
+from fppo.batch import Rollout
+from fppo.data import PromptSet
+from fppo.key import Key
+from fppo.models.model import Model, Params
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import DATA_AXES, Mesh, Sharding, place_on
+from fppo.settings import ActorSettings, CriticSettings, TrainSettings
+from fppo.steps.forward import compute_reward_scores, row_lengths
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.spread import collect, shares
+from fppo_kernels import table as tables
+from fppo_kernels.record import Kernels
+
+
+def device_of(settings: TrainSettings) -> torch.device:
+    """The device that the settings name. Raises ValueError if it is not there."""
+    name = settings.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device = {name!r}: torch sees no GPU here; give cpu")
+    return torch.device(name)
+
+
+def mesh_sizes(settings: TrainSettings, world: int) -> dict[str, int]:
+    """The axes for `world` processes, checked. Raises SettingsError if the settings do not fit them."""
+    if wrong := settings_checks.mesh_problems(settings, world):
+        raise config.SettingsError(wrong)
+    mesh = settings.mesh
+    shard = mesh.shard or world // (mesh.replicate * mesh.sequence)
+    return {"replicate": mesh.replicate, "shard": shard, "sequence": mesh.sequence}
+
+
+def sharding_of(settings: TrainSettings) -> Sharding:
+    """How parameters are cut over the shard axis."""
+    mesh = settings.mesh
+    return Sharding(stage=mesh.stage, reduce_dtype=getattr(torch, mesh.reduce_dtype), prefetch=mesh.prefetch)
+
+
+def load_tokenizer(settings: TrainSettings) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer. Raises ValueError if it lacks what the settings need of it."""
+    tokenizer = AutoTokenizer.from_pretrained(settings.model.path, trust_remote_code=settings.model.trust_remote_code)
+    data.check_tokenizer(tokenizer, pad_token=settings.data.pad_token)
+    if settings.data.chat:
+        data.check_chat_template(tokenizer)
+    return tokenizer
+
+
+def load_prompts(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, *, held_out: bool) -> PromptSet:
+    """The prompts to train on, or those to evaluate on."""
+    section = settings.data
+    prompts = data.load_prompts(
+        section.eval_path if held_out else section.path,
+        tokenizer,
+        prompt=section.prompt,
+        ground_truth=section.ground_truth,
+        source=section.source,
+        split=section.eval_split if held_out else section.split,
+        chat=section.chat,
+        max_prompt_tokens=section.max_prompt_tokens,
+        over_long=section.over_long,
+        pad_token=section.pad_token,
+    )
+    limit = settings.eval.max_prompts
+    if held_out and limit is not None and limit < len(prompts):
+        return data.select(prompts, range(limit))
+    return prompts
+
+
+def load_models(
+    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, key: Key, mesh: Mesh, device: torch.device
+) -> tuple[Model, Params, Model | None, Params | None, Params | None]:
+    """The actor, the critic (a model and its parameters, or None twice) and the reference's parameters or None.
+
+    The parameters are this rank's shards on a mesh that cuts them.
+    """
+    section = settings.model
+    load = partial(
+        models.load,
+        compute_dtype=None if section.compute_dtype == "float32" else getattr(torch, section.compute_dtype),
+        checkpoint_layers=section.checkpoint_layers,
+        trust_remote_code=section.trust_remote_code,
+    )
+    model, params = load(section.path)
+    critic_model, critic = None, None
+    if settings_checks.uses_critic(settings):
+        critic_model, critic = load(section.critic_path or section.path, "value", key=key.fold("value head"))
+    ref_model, ref = None, None
+    if settings_checks.uses_reference(settings):
+        ref_model, ref = (model, tree.copy(params)) if section.ref_path is None else load(section.ref_path)
+    others = {"critic": critic_model, "reference": ref_model}
+    for each in (model, *others.values()):
+        if each is not None:
+            _check_attention(settings, each)
+            _check_heads(each, mesh)
+    configs = {"actor": model.config} | {name: m.config for name, m in others.items() if m is not None}
+    data.check_vocabulary(tokenizer, configs)
+    params, critic, ref = (x and _placed(x, mesh, device) for x in (params, critic, ref))
+    assert params is not None
+    return model, params, critic_model, critic, ref
+
+
+def _placed(params: Params, mesh: Mesh, device: torch.device) -> Params:
+    return tree.map(lambda x: x.to(device), fsdp.shard(params, mesh))
+
+
+def _check_heads(model: Model, mesh: Mesh) -> None:
+    """Raises ValueError if the sequence axis cannot share out the model's attention heads."""
+    heads, ranks = model.config.num_attention_heads, mesh["sequence"].size
+    if heads % ranks:
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ValueError(
+            f"mesh.sequence = {ranks} does not divide the model's {heads} attention heads; give one of {fitting}"
+        )
+
+
+def _check_attention(settings: TrainSettings, model: Model) -> None:
+    """Raises ValueError if the attention that the settings name has not what the model asks of it, or not its dtype."""
+    dtype = str(model.compute_dtype or torch.float32).removeprefix("torch.")
+    tables.get("attention", settings.model.attention, needs={*models.attention_needs(model), dtype})
+
+
+def reward_of(settings: TrainSettings, extra: dict[str, Any]) -> rewards.Reward:
+    """The sum of the settings' reward functions and of `extra` ones."""
+    section = settings.reward
+    return rewards.combine(
+        section.functions,
+        section.weights,
+        pattern=section.pattern,
+        max_tokens=settings.rollout.max_tokens,
+        overlong_buffer=section.overlong_buffer,
+        overlong_penalty=1.0 if section.overlong_penalty is None else section.overlong_penalty,
+        extra=extra,
+    )
+
+
+def reward_model_of(
+    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, device: torch.device
+) -> dict[str, Any]:
+    """The reward model as a function of the rollout, by name; nothing without one. Its work is shared by all ranks."""
+    path = settings.model.reward_path
+    if path is None:
+        return {}
+    model, params = models.load(path, "value", trust_remote_code=settings.model.trust_remote_code)
+    _check_attention(settings, model)
+    data.check_vocabulary(tokenizer, {"reward model": model.config})
+    _check_heads(model, mesh)
+    params = _placed(params, mesh, device)
+    batching = micro_batching_of(settings.actor)
+    scores = partial(compute_reward_scores, model=model, kernels=kernels_of(settings), mesh=mesh)
+
+    def spread(rollout: Rollout) -> Tensor:
+        parts = shares(model, row_lengths(rollout), mesh)
+        own = rollout if len(parts) == 1 else batches.rows(rollout, parts[place_on(mesh, DATA_AXES)])
+        return collect(scores(params, own, micro_batching=batching), parts, mesh)
+
+    return {"reward_model": rewards.tensor_reward(spread)}
+
+
+def kernels_of(settings: TrainSettings) -> Kernels:
+    """The kernels that the settings name."""
+    return Kernels.named(attention=settings.model.attention, log_probs=settings.model.log_probs)
+
+
+def micro_batching_of(section: ActorSettings | CriticSettings) -> MicroBatching:
+    """The micro-batching that a section asks for."""
+    size, budget = config.micro_batching(section)
+    return MicroBatching(size=size, token_budget=budget)

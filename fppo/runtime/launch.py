@@ -1,0 +1,162 @@
+"""The edge to several processes: starting them on this machine, as torchrun does, and joining those started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from types import FrameType
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from fppo.runtime.mesh import Mesh, Sharding
+
+STOPPED = 130  # the exit status of a process that was asked to stop, and did
+_GRACE = 15.0  # seconds in which ranks end by themselves once one has failed
+_KILL = 5.0  # seconds from the request to the kill
+
+
+@attrs.frozen
+class Place:
+    """This process among those that run together."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world: int = 1
+    started: bool = False  # by something that starts several
+
+    @staticmethod
+    def of_environment() -> Place:
+        """What torchrun or `start` has set for this process; without them it is alone."""
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return Place()
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return Place(rank, int(os.environ.get("LOCAL_RANK", rank)), world, started=True)
+
+
+@contextlib.contextmanager
+def joined(
+    sizes: Mapping[str, int], place: Place, device: torch.device, *, timeout: float, sharding: Sharding
+) -> Iterator[tuple[Mesh, Store]]:
+    """The mesh of these axes, over processes that all come here, and the store that they share.
+
+    `timeout` is the seconds that collectives wait. Axes are given from the slowest, whose ranks are farthest apart, to
+    the fastest; their product is the number of processes.
+    """
+    store = next(iter(rendezvous("env://", rank=place.rank, world_size=place.world)))[0]
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+    limit = timedelta(seconds=timeout)
+    groups = PrefixStore("groups", store)
+    dist.init_process_group(backend, store=groups, rank=place.rank, world_size=place.world, timeout=limit)
+    wide = {name: size for name, size in sizes.items() if size > 1}
+    device_mesh = init_device_mesh(device.type, tuple(wide.values()), mesh_dim_names=tuple(wide))
+    mesh = attrs.evolve(Mesh.of(device_mesh), sharding=sharding if "shard" in wide else None)
+    try:
+        yield mesh, PrefixStore("watch", store)
+    finally:
+        dist.destroy_process_group()
+
+
+def start(arguments: Sequence[str], ranks: int, *, max_restarts: int = 0) -> int:
+    """Runs `python -m fppo ARGUMENTS` as `ranks` processes of this machine, and waits; the exit status.
+
+    Ctrl-C and SIGTERM are passed on to all of them. If one fails, the others are given some seconds to end, and are
+    ended then; if none was asked to stop, all are started again, up to `max_restarts` times.
+    """
+    for attempt in range(max_restarts + 1):
+        status, asked = _attempt(arguments, ranks)
+        if asked or status in (0, STOPPED) or attempt == max_restarts:
+            return status
+        print(f"fppo: starting all {ranks} ranks again ({attempt + 1} of {max_restarts} times)", file=sys.stderr)
+    raise AssertionError("the last attempt returns")
+
+
+def _attempt(arguments: Sequence[str], ranks: int) -> tuple[int, bool]:
+    """The exit status of one start of all ranks, and whether they were asked to stop."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # here, so that it outlives any rank
+    with _passed_on() as (children, asked):
+        for rank in range(ranks):
+            environment = os.environ | _environment(rank, ranks, store.port)
+            command = [sys.executable, "-m", "fppo", *arguments]
+            children.append(
+                # in sessions of their own: a terminal's ctrl-C would come twice, by itself and passed on
+                subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+            )
+        status = _supervised(children)
+    return status, bool(asked)
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": threads,
+    }
+
+
+@contextlib.contextmanager
+def _passed_on() -> Iterator[tuple[list[subprocess.Popen[bytes]], list[int]]]:
+    """Processes, to be filled in, that get every SIGINT and SIGTERM of this one, and the signals that came."""
+    children: list[subprocess.Popen[bytes]] = []
+    asked: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        del frame
+        asked.append(number)
+        for child in children:
+            child.send_signal(number)
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield children, asked
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+
+
+def _supervised(children: Sequence[subprocess.Popen[bytes]]) -> int:
+    """The exit status of the first process that failed, once all have ended; 0, or `STOPPED`, if none did."""
+    failed: int | None = None
+    deadline = float("inf")
+    while any(child.poll() is None for child in children):
+        time.sleep(0.05)
+        bad = [rank for rank, child in enumerate(children) if child.poll() not in (None, 0, STOPPED)]
+        if failed is None and bad:
+            failed = bad[0]
+            deadline = time.monotonic() + _GRACE
+            _say_if_killed(failed, children[failed].returncode)
+        if time.monotonic() > deadline:
+            for child in children:
+                if child.poll() is None:
+                    child.kill() if time.monotonic() > deadline + _KILL else child.terminate()
+    statuses = [child.returncode for child in children]
+    if failed is not None:
+        return abs(statuses[failed])
+    return next((status for status in statuses if status), 0)
+
+
+def _say_if_killed(rank: int, status: int) -> None:
+    if status < 0:
+        name = signal.Signals(-status).name
+        hint = ": out of memory?" if name == "SIGKILL" else ""
+        print(f"fppo: rank {rank} was ended by {name}{hint}", file=sys.stderr)

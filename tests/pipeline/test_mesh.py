@@ -1,0 +1,114 @@
+"""Whole steps on simulated meshes are those of one process."""
+
+import attrs
+import pytest
+import torch
+
+from fppo import assembly, metrics, session, tree
+from fppo.pipeline.train import iterate
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import LOCAL, Sharding
+from fppo.runtime.simulate import simulate
+from tests import runs
+
+
+def steps(settings, mesh, count):
+    """The records of `count` steps; parameters whole, in float32."""
+    with assembly.assembled(settings, mesh=mesh) as parts:
+        found = []
+        for run, experience, report in iterate(parts.run, program=parts.program, draw=parts.draw, donate=False):
+            whole = {"actor": fsdp.gather(run.actor.params, parts.model.shapes, mesh)}
+            if run.critic is not None:
+                whole["critic"] = fsdp.gather(run.critic.params, parts.critic_model.shapes, mesh)
+            found.append((whole, experience, metrics.report(report), run.kl))
+            if run.step == count:
+                held_out = metrics.report(parts.evaluate(run))
+                return found, held_out
+    raise AssertionError
+
+
+def same(a, b, at=1e-5):
+    for (path, x), (other, y) in zip(tree.leaves_with_paths(a), tree.leaves_with_paths(b), strict=True):
+        assert path == other
+        if isinstance(x, torch.Tensor):
+            assert x.shape == y.shape, path
+            assert torch.allclose(x.double(), y.double(), rtol=at, atol=at, equal_nan=True), path
+        elif isinstance(x, float):
+            assert x == pytest.approx(y, rel=1e-4, abs=1e-5, nan_ok=True), path
+        else:
+            assert x == y, path
+
+
+UNLIKE = ("timing_s/", "perf/")
+
+
+def numbers(report):
+    return {name: value for name, value in report.items() if not name.startswith(UNLIKE)}
+
+
+@pytest.mark.parametrize(
+    ("axes", "changes"),
+    [
+        ({"shard": 2}, {}),
+        ({"replicate": 2, "shard": 2}, {"algorithm__advantage": "grpo", "rollout__n": 2, "actor__kl_coef": 0.1}),
+        ({"shard": 2, "sequence": 2}, {"mesh__stage": 2}),
+        ({"sequence": 2}, {"algorithm__advantage": "remax"}),
+        ({"shard": 4}, {"mesh__stage": 1, "actor__loss__name": "clip_cov"}),
+    ],
+)
+def test_steps_on_a_mesh_are_those_of_one_process(tmp_path, axes, changes):
+    """Rollouts, rewards, log-probs and updates are spread; tokens, advantages, states and metrics are the same."""
+    runs.write_task(tmp_path)
+    settings = runs.settings(tmp_path, **changes)
+    (expected, held_out) = steps(settings, LOCAL, 2)
+    stage = settings.mesh.stage
+
+    def on_rank(mesh):
+        return steps(settings, attrs.evolve(mesh, sharding=Sharding(stage=stage)), 2)
+
+    for found, evaluated in simulate(axes, on_rank):
+        assert evaluated == pytest.approx(held_out, abs=1e-5, nan_ok=True)
+        for (params, experience, report, kl), (params_1, experience_1, report_1, kl_1) in zip(
+            expected, found, strict=True
+        ):
+            assert torch.equal(experience.tokens, experience_1.tokens)
+            same(experience, experience_1)
+            same(params, params_1)
+            same(kl, kl_1)
+            same(numbers(report), numbers(report_1))
+
+
+def digests_of_whole(run, parts):
+    """The digests of a state, its shards gathered."""
+    whole = dict(tree.leaves_with_paths(run))
+    for path, shape in parts.shapes.items():
+        if path in whole:
+            whole[path] = fsdp.gather({"": whole[path]}, {"": shape}, parts.mesh)[""]
+    return tree.digest(whole)
+
+
+@pytest.mark.parametrize(
+    "axes", [{"shard": 1}, {"shard": 4}, {"replicate": 2, "shard": 2}, {"shard": 2, "sequence": 2}]
+)
+def test_a_run_saved_on_two_ranks_goes_on_on_any_mesh(tmp_path, axes):
+    """The state that another mesh loads is bit-equal, and the next step that of the mesh that saved."""
+    runs.write_task(tmp_path)
+    settings = runs.settings(tmp_path, actor__kl_coef=0.1)
+
+    def go_on(mesh, saving):
+        mesh = attrs.evolve(mesh, sharding=Sharding())
+        with assembly.assembled(settings, mesh=mesh) as parts:
+            if saving:
+                run, *_ = next(iterate(parts.run, program=parts.program, draw=parts.draw))
+                session.checkpoint.save(run, tmp_path / "saved", run.step, mesh=mesh, shapes=parts.shapes)
+            else:
+                run = session.load(parts, tmp_path / "saved", 1)
+            state = digests_of_whole(run, parts)
+            run, experience, _ = next(iterate(run, program=parts.program, draw=parts.draw))
+            return state, fsdp.gather(run.actor.params, parts.model.shapes, mesh), experience
+
+    (state, params, experience), _ = simulate({"shard": 2}, lambda mesh: go_on(mesh, True))
+    for loaded, params_1, experience_1 in simulate(axes, lambda mesh: go_on(mesh, False)):
+        assert loaded == state
+        same(experience, experience_1)
+        same(params, params_1)
