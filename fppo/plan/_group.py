@@ -1,0 +1,104 @@
+"""Process groups that send nothing: they count, and answer as if every other rank did what this one does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fppo.runtime.mesh import Mesh, Sharding
+from fppo_kernels.collectives import Axis
+
+# (axis, collective, bytes this rank sends, inputs, outputs, whether the caller waits)
+Sent = Callable[[str, str, int, Sequence[Tensor], Sequence[Tensor], bool], None]
+
+
+def wire_bytes(op: str, size: int, ranks: int) -> int:
+    """Bytes that a rank sends in a collective over `ranks`, each with `size` bytes, by the ring algorithms.
+
+    `size` is of the whole: what is gathered in the end, what there is before it is scattered, what is reduced. A
+    reduction that all get is a reduce-scatter and an all-gather.
+    """
+    if op in ("all_gather", "reduce_scatter", "all_to_all"):
+        return size * (ranks - 1) // ranks
+    if op == "all_reduce":
+        return 2 * (size * (ranks - 1) // ranks)
+    return size if op in ("broadcast", "reduce") else 0
+
+
+class CountingGroup(dist.ProcessGroup):
+    """One rank's end of an axis whose other ranks are only imagined: equal to this one.
+
+    Real tensors get what equal ranks would give; tensors without data get nothing.
+    """
+
+    def __init__(self, axis: str, size: int, rank: int, sent: Sent) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._axis, self._size, self._rank, self._sent = axis, size, rank, sent
+
+    def __deepcopy__(self, memo: dict) -> CountingGroup:
+        return self
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def _count(self, op: str, whole: Sequence[Tensor], inputs: Any, outputs: Any, opts: Any) -> Any:
+        size = sum(x.numel() * x.element_size() for x in whole)
+        waits = not getattr(opts, "asyncOp", False)
+        self._sent(self._axis, op, wire_bytes(op, size, self._size), list(inputs), list(outputs), waits)
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result([])
+        return _create_work_from_future(future)
+
+    @torch.no_grad()
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        for x in tensors:
+            if op == dist.ReduceOp.SUM and not isinstance(x, FakeTensor):
+                x.mul_(self._size)
+        return self._count("all_reduce", tensors, tensors, tensors, opts)
+
+    @torch.no_grad()
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        if not isinstance(output, FakeTensor):
+            output.view(self._size, -1).copy_(input.reshape(1, -1))
+        return self._count("all_gather", [output], [input], [output], opts)
+
+    @torch.no_grad()
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        if not isinstance(output, FakeTensor):
+            output.view(-1).copy_(input.reshape(self._size, -1)[self._rank] * self._size)
+        return self._count("reduce_scatter", [input], [input], [output], opts)
+
+    @torch.no_grad()
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
+    ) -> Any:
+        if not isinstance(output, FakeTensor):
+            output.copy_(input)
+        return self._count("all_to_all", [input], [input], [output], opts)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._count("barrier", [], [], [], opts)
+
+    # the names before torch 2.13
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+
+def counting_mesh(sizes: Mapping[str, int], ranks: Mapping[str, int], sharding: Sharding | None, sent: Sent) -> Mesh:
+    """The mesh of these sizes as the rank at these places sees it; a rank that is not given is 0."""
+    axes = {
+        name: Axis(size, ranks.get(name, 0), CountingGroup(name, size, ranks.get(name, 0), sent) if size > 1 else None)
+        for name, size in sizes.items()
+    }
+    return Mesh(axes, sharding=sharding)

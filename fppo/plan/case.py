@@ -1,0 +1,79 @@
+"""What is planned: a model on a mesh, with the numbers of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import torch
+from transformers import PreTrainedConfig
+
+from fppo.plan.hardware import Hardware
+from fppo.runtime.mesh import DATA_AXES, Sharding
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """A step to plan. Every data rank runs `micro_batches` passes of `tokens` tokens, in sequences of `length`."""
+
+    name: str
+    config: PreTrainedConfig
+    hardware: Hardware
+    mesh: Mapping[str, int] = attrs.field(factory=dict)  # replicate, shard, sequence
+    sharding: Sharding = attrs.field(factory=Sharding)
+    tokens: int = 16384
+    length: int = 4096
+    response: float = 0.5  # the part of a sequence that is response
+    micro_batches: int = 4
+    critic: bool = False
+    reference: bool = False
+    compute_dtype: torch.dtype | None = torch.bfloat16
+    checkpoint_layers: bool = False
+    log_probs: str = "chunked"
+    full: bool = False  # run every layer, where few tell of all
+
+    def size(self, axis: str) -> int:
+        """Ranks of an axis."""
+        return self.mesh.get(axis, 1)
+
+    @property
+    def world(self) -> int:
+        return self.size("replicate") * self.size("shard") * self.size("sequence")
+
+    @property
+    def data_ranks(self) -> int:
+        found = 1
+        for axis in DATA_AXES:
+            found *= self.size(axis)
+        return found
+
+    @property
+    def rows(self) -> int:
+        """Sequences of one pass."""
+        return max(1, self.tokens // self.length)
+
+    @property
+    def response_tokens(self) -> int:
+        """Of one sequence."""
+        return min(self.length - 1, max(1, round(self.length * self.response)))
+
+    @property
+    def mini_batch(self) -> int:
+        """Sequences of an optimizer update, over all data ranks."""
+        return self.rows * self.micro_batches * self.data_ranks
+
+
+def problems(case: Case) -> list[str]:
+    """What is wrong with the case, one line for each thing."""
+    found = []
+    heads, sequence = case.config.num_attention_heads, case.size("sequence")
+    if heads % sequence:
+        works = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        found.append(
+            f"--mesh.sequence {sequence}: it does not divide the {heads} attention heads of {case.name}; these do: {works}"
+        )
+    if case.length > case.tokens:
+        found.append(f"--length {case.length}: a pass of --tokens {case.tokens} does not hold one such sequence")
+    if case.length < 2:
+        found.append(f"--length {case.length}: a sequence has a token of prompt and one of response at least")
+    return found

@@ -1,0 +1,135 @@
+"""How long a stage takes, estimated from what it computes and sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from fppo.plan.case import Case
+from fppo.plan.hardware import Hardware
+from fppo.plan.record import Cost, Phase
+
+# Shares of the peak that large operations reach, and what small ones cost: rough, and not measured on the machine at
+# hand.
+MATMUL_SHARE = 0.7  # of large bfloat16 products on Hopper; training runs report 0.35 to 0.5 for everything together
+ATTENTION_SHARE = 0.35  # FlashAttention-2 on Hopper (arXiv:2407.08608, figure 5)
+COPY_SHARE = 0.8  # of memory bandwidth, element by element
+LINK_SHARE = 0.8  # of links
+LAUNCH = 6e-6  # seconds that Python and torch need to begin an operation
+LATENCY = {False: 2e-5, True: 5e-5}  # seconds of a collective without data, inside a node and between nodes
+ORDER = ("replicate", "shard", "sequence")  # ranks of the last axis are neighbours
+
+
+class Seconds(NamedTuple):
+    """What a stage's time consists of."""
+
+    compute: float
+    communication: float  # all of it
+    exposed: float  # that nothing is computed during
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed
+
+
+class Wire(NamedTuple):
+    """What a rank sends over an axis."""
+
+    sent: float  # bytes
+    calls: float
+    seconds: float
+
+
+def seconds_of(phases: Sequence[Phase], case: Case) -> Seconds:
+    """The time of a stage with all of its passes.
+
+    For each phase, forward or backward:
+
+        compute = max(launches * LAUNCH,
+                      matmul FLOPs / (peak * MATMUL_SHARE) + attention FLOPs / (peak * ATTENTION_SHARE)
+                      + bytes read and written by other operations / (memory bandwidth * COPY_SHARE))
+        exposed = collectives that the code waits for + what those it does not wait for take longer than `compute`
+
+    and the time is the sum of compute and exposed over all phases. A collective takes its latency and its bytes over
+    the link of its axis: see `link`. FLOPs are all that are computed, again or not.
+    """
+    compute = communication = exposed = 0.0
+    for phase, times in _repeated(phases, case.micro_batches):
+        work = compute_seconds(phase.cost, case.hardware)
+        waited, hidden = (
+            sum(
+                _collective(case, axis, op, phase.cost.sent[axis, op, wait], calls)
+                for (axis, op, wait), calls in phase.cost.calls.items()
+                if wait is waits
+            )
+            for waits in (True, False)
+        )
+        compute += times * work
+        communication += times * (waited + hidden)
+        exposed += times * (waited + max(0.0, hidden - work))
+    return Seconds(compute, communication, exposed)
+
+
+def compute_seconds(cost: Cost, hardware: Hardware) -> float:
+    """The `compute` of `seconds_of`."""
+    busy = cost.other["traffic"] / (hardware.bandwidth * COPY_SHARE)
+    for kind, flops in cost.flops.items():
+        peak = hardware.flops if kind.endswith("float16") else hardware.flops_float32
+        busy += flops / (peak * (ATTENTION_SHARE if kind.startswith("attention") else MATMUL_SHARE))
+    return max(busy, cost.other["launches"] * LAUNCH)
+
+
+def wires(phases: Sequence[Phase], case: Case) -> dict[str, Wire]:
+    """What a rank sends in a stage with all of its passes, by axis."""
+    found: dict[str, Counter] = {}
+    for phase, times in _repeated(phases, case.micro_batches):
+        for (axis, op, wait), calls in phase.cost.calls.items():
+            sent = phase.cost.sent[axis, op, wait]
+            counts = found.setdefault(axis, Counter())
+            counts["sent"] += times * sent  # type: ignore[assignment]
+            counts["calls"] += times * calls
+            counts["seconds"] += times * _collective(case, axis, op, sent, calls)  # type: ignore[assignment]
+    return {axis: Wire(**found[axis]) for axis in ORDER if axis in found}
+
+
+def link(case: Case, axis: str) -> tuple[bool, float, float]:
+    """Whether an axis spans nodes, and the bytes per second of a rank in a ring over it and in an all-to-all.
+
+    Ranks are counted with the last axis fastest, a node's ranks in a row. An axis inside a node has the node's links.
+    One that spans nodes has g of its ranks in each; a ring that visits them one after the other leaves a node over g
+    network links at once, so it has g times a rank's, and at most the node's. In an all-to-all each rank sends over
+    its own link what is for other nodes.
+    """
+    inner = 1
+    for name in reversed(ORDER):
+        if name == axis:
+            break
+        inner *= case.size(name)
+    hardware, size = case.hardware, case.size(axis)
+    together = min(size, max(1, hardware.per_node // inner))
+    if together == size:
+        return False, hardware.node_bandwidth, hardware.node_bandwidth
+    ring = min(hardware.node_bandwidth, together * hardware.network_bandwidth)
+    outside = (size - together) / (size - 1)
+    return True, ring, min(hardware.node_bandwidth, hardware.network_bandwidth / outside)
+
+
+def _collective(case: Case, axis: str, op: str, sent: float, calls: float) -> float:
+    spans, ring, direct = link(case, axis)
+    return calls * LATENCY[spans] + sent / ((direct if op == "all_to_all" else ring) * LINK_SHARE)
+
+
+def _repeated(phases: Sequence[Phase], passes: int) -> list[tuple[Phase, int]]:
+    """Each phase and how often it happens: of two passes that were run, the first stands for all but the last."""
+    again = ("forward 1", "backward 1", "after 1")
+    return [(phase, passes - 1 if phase.name in again and passes > 2 else 1) for phase in phases]
+
+
+def totals(phases: Sequence[Phase], passes: int) -> Mapping[str, float]:
+    """FLOPs of a stage with all of its passes, by kind."""
+    found: Counter[str] = Counter()
+    for phase, times in _repeated(phases, passes):
+        for kind, flops in phase.cost.flops.items():
+            found[kind] += times * flops  # type: ignore[assignment]
+    return found

@@ -1,0 +1,158 @@
+"""A step planned: memory of a rank by kind, what it sends by axis, and how long it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from fppo.models import flops
+from fppo.models.model import HeadKind, Model
+from fppo.plan import layers, stages
+from fppo.plan._group import counting_mesh
+from fppo.plan._track import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, LOGITS
+from fppo.plan.case import Case, problems
+from fppo.plan.estimate import Seconds, Wire, seconds_of, wires
+from fppo.plan.hardware import overhead
+from fppo.plan.record import Phase, peak_of
+
+TRANSIENT = (GRADIENTS, GATHERED, ACTIVATIONS, LOGITS)
+BYTES = 4  # state is float32
+OUTSIDE = "outside of tensors"
+
+
+@attrs.frozen
+class Stage:
+    """One stage of a step on the rank that holds most."""
+
+    name: str
+    where: str  # the phase in which most is held
+    memory: Mapping[str, float]  # bytes by kind at that moment
+    wire: Mapping[str, Wire]  # by axis
+    seconds: Seconds
+    model_flops: float  # of this rank's share, without what is computed again
+
+    @property
+    def total(self) -> float:
+        """Bytes at the peak."""
+        return sum(self.memory.values())
+
+
+@attrs.frozen
+class Plan:
+    """A case, what is at rest on a rank, and the stages of the step in order. The rollout is not among them."""
+
+    case: Case
+    parameters: Mapping[str, int]  # of each model, whole
+    rest: Mapping[str, float]  # bytes at rest on a rank, by kind
+    stages: tuple[Stage, ...]
+
+    @property
+    def peak(self) -> Stage:
+        """The stage that holds most."""
+        return max(self.stages, key=lambda stage: stage.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the accelerator holds it."""
+        return bool(self.stages) and self.peak.total <= self.case.hardware.memory
+
+    @property
+    def seconds(self) -> float:
+        """Of the step, without the rollout and the rewards."""
+        return sum(stage.seconds.total for stage in self.stages)
+
+    @property
+    def tokens(self) -> int:
+        """Of the step, over all ranks."""
+        return self.case.mini_batch * self.case.length
+
+    def mfu(self, *names: str) -> float:
+        """The share of the peak that the FLOPs which the models need are, in these stages (none: all)."""
+        chosen = [stage for stage in self.stages if not names or stage.name in names]
+        peak = self.case.hardware.flops if self.case.compute_dtype is not None else self.case.hardware.flops_float32
+        return sum(x.model_flops for x in chosen) / (sum(x.seconds.total for x in chosen) * peak)
+
+
+def plan(case: Case, *, only_if_fits: bool = False) -> Plan:
+    """Plans a step; with `only_if_fits` no further than the first stage that is too large, the largest first.
+
+    Raises ValueError for a case that no run could have.
+    """
+    if wrong := problems(case):
+        raise ValueError("; ".join(wrong))
+    models: dict[HeadKind, Model] = {head: stages.model_of(case, head) for head in _heads(case)}
+    rest = _at_rest(case, models)
+    parameters = {"actor": _numbers(models["lm"])}
+    if case.critic:
+        parameters["critic"] = _numbers(models["value"])
+    found: list[Stage] = []
+    known: dict[str, list[Phase]] = {}
+    if only_if_fits and sum(rest.values()) > case.hardware.memory:
+        return Plan(case, parameters, rest, ())
+    for name in reversed(stages.stages_of(case)):  # the updates first
+        model, same = models[stages.STAGES[name]], stages.SAME.get(name, name)
+        if same not in known:
+            known[same] = phases_of(case, same, model)
+        found.insert(0, _stage(case, name, model, rest, known[same]))
+        if only_if_fits and found[0].total > case.hardware.memory:
+            break
+    return Plan(case, parameters, rest, tuple(found))
+
+
+def phases_of(case: Case, name: str, model: Model) -> list[Phase]:
+    """The stage of a model with all layers; from few layers where they are alike, unless `case.full`."""
+    count = len(model.layers)
+    if not case.full and count > layers.MORE and layers.alike(model):
+        few, more = (stages.run_stage(case, name, layers=n) for n in (layers.FEW, layers.MORE))
+        found = layers.extrapolated(few, more, count)
+        if found is not None:
+            return found
+    return stages.run_stage(case, name)
+
+
+def shard_numbers(model: Model, case: Case) -> int:
+    """How many numbers of the parameters the rank with most of them holds."""
+    mesh = counting_mesh(case.mesh, {}, case.sharding, lambda *_: None)
+    return sum(math.prod(stages.shard_shape(shape, mesh)) for shape in model.shapes.values())
+
+
+def _stage(case: Case, name: str, model: Model, rest: Mapping[str, float], phases: Sequence[Phase]) -> Stage:
+    where, peak = peak_of(phases)
+    moving = {kind: float(peak.peak.get(kind, 0)) for kind in TRANSIENT}
+    wide = [axis for axis, size in case.mesh.items() if size > 1]
+    outside = overhead(case.hardware, len(wide), sum(moving.values()))
+    lengths = [case.length] * case.rows
+    work = flops.train_flops if name.startswith("update") else flops.forward_flops
+    needed = work(model, lengths, head_tokens=case.rows * case.response_tokens)
+    return Stage(
+        name=name,
+        where=where,
+        memory={**rest, **moving, OUTSIDE: outside},
+        wire=wires(phases, case),
+        seconds=seconds_of(phases, case),
+        model_flops=needed * case.micro_batches / case.size("sequence"),
+    )
+
+
+def _at_rest(case: Case, models: Mapping[HeadKind, Model]) -> dict[str, float]:
+    """Bytes on a rank between the stages."""
+    actor = shard_numbers(models["lm"], case)
+    rest: dict[str, float] = {"actor's parameters": BYTES * actor, "actor's optimizer": 2 * BYTES * actor}
+    if case.critic:
+        critic = shard_numbers(models["value"], case)
+        rest |= {"critic's parameters": BYTES * critic, "critic's optimizer": 2 * BYTES * critic}
+    if case.reference:
+        rest["reference's parameters"] = BYTES * actor
+    row = stages.rows_of(case, 1)
+    size = sum(x.nbytes for name in row.__annotations__ if hasattr(x := getattr(row, name), "nbytes"))
+    return rest | {BATCH: size * case.mini_batch}  # every rank holds all rows
+
+
+def _heads(case: Case) -> list[HeadKind]:
+    return ["lm", "value"] if case.critic else ["lm"]
+
+
+def _numbers(model: Model) -> int:
+    return sum(shape.numel() for shape in model.shapes.values())

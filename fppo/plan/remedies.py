@@ -1,0 +1,159 @@
+"""What would make a case fit: settings tried one by one, then together, by planning each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from fppo.plan.case import Case, problems
+from fppo.plan.plan import Plan, plan
+
+Flags = Mapping[str, Any]  # settings to change, by the names of the command line
+MESH = ("mesh.replicate", "mesh.shard", "mesh.sequence")
+MORE = (2, 4, 8, 16, 32, 64)  # times as many GPUs
+
+
+@attrs.frozen
+class Remedy:
+    """A change of settings that makes a case fit, and what it gives."""
+
+    flags: Flags
+    plan: Plan
+
+    @property
+    def words(self) -> str:
+        """As on the command line."""
+        return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in self.flags.items())
+
+    @property
+    def seconds_per_token(self) -> float:
+        """GPU seconds: what the change costs."""
+        return seconds_per_token(self.plan)
+
+
+def seconds_per_token(found: Plan) -> float:
+    """GPU seconds for each token of a step."""
+    return found.seconds * found.case.world / found.tokens
+
+
+def remedies(case: Case) -> list[Remedy]:
+    """Changes that make the case fit, those that cost least time first; if no single one does, several together.
+
+    More GPUs are thought of only if nothing helps on those there are. Empty if nothing does at all.
+    """
+    found = [remedy for family in families(case) if (remedy := _first(case, family)) is not None]
+    if found:
+        return sorted(found, key=lambda remedy: remedy.seconds_per_token)
+    together = _together(case)
+    if together is not None:
+        return [together]
+    wider = [{"gpus": case.world * n, "mesh.shard": case.size("shard") * n} for n in MORE]
+    alone = _first(case, wider)
+    both = next((r for flags in wider if (r := _together(applied(case, flags), flags)) is not None), None)
+    found = [remedy for remedy in (both, alone) if remedy is not None]
+    return sorted(found, key=lambda remedy: remedy.plan.case.world)
+
+
+def families(case: Case) -> list[list[Flags]]:
+    """Changes of one kind each, the smallest first: kinds that cost little before those that cost more."""
+    found: list[list[Flags]] = []
+    if case.log_probs == "reference":
+        found.append([{"log-probs": "chunked"}])
+    if case.compute_dtype is None and case.hardware.on_gpu:
+        found.append([{"compute-dtype": "bfloat16"}])
+    if case.size("shard") > 1 and case.sharding.stage < 3:
+        found.append([{"mesh.stage": stage} for stage in range(case.sharding.stage + 1, 4)])
+    if case.rows > 1:
+        found.append([{"tokens": tokens} for tokens in _budgets(case)])
+    replicate, shard = case.size("replicate"), case.size("shard")
+    if replicate > 1:
+        parts = [n for n in range(2, replicate + 1) if replicate % n == 0]
+        found.append([{"mesh.replicate": replicate // n, "mesh.shard": shard * n} for n in parts])
+    if not case.checkpoint_layers:
+        found.append([{"checkpoint-layers": True}])
+    if sequence := list(_longer_sequence_axes(case)):
+        found.append(sequence)
+    return found
+
+
+def applied(case: Case, flags: Flags) -> Case:
+    """The case with these settings."""
+    changes: dict[str, Any] = {}
+    if "log-probs" in flags:
+        changes["log_probs"] = flags["log-probs"]
+    if "compute-dtype" in flags:
+        changes["compute_dtype"] = torch.bfloat16
+    if "checkpoint-layers" in flags:
+        changes["checkpoint_layers"] = True
+    if "mesh.stage" in flags:
+        changes["sharding"] = attrs.evolve(case.sharding, stage=flags["mesh.stage"])
+    if "tokens" in flags:  # the same mini-batch, in more passes
+        rows = max(1, flags["tokens"] // case.length)
+        changes |= {"tokens": flags["tokens"], "micro_batches": max(1, case.micro_batches * case.rows // rows)}
+    sizes = {name.rpartition(".")[2]: flags[name] for name in MESH if name in flags}
+    return attrs.evolve(case, mesh={**case.mesh, **sizes}, **changes)
+
+
+def _budgets(case: Case) -> list[int]:
+    """Half as many sequences of a pass, and so on down to one."""
+    found, rows = [], case.rows
+    while rows > 1:
+        rows = -(-rows // 2)
+        found.append(rows * case.length)
+    return found
+
+
+def _longer_sequence_axes(case: Case) -> Iterator[Flags]:
+    """More ranks for each sequence, taken from those with other rows; inside a node."""
+    for n in (2, 4, 8):
+        sequence = case.size("sequence") * n
+        for name in ("replicate", "shard"):
+            flags = {f"mesh.{name}": case.size(name) // n, "mesh.sequence": sequence}
+            divides = case.size(name) % n == 0 and case.size(name) > 1
+            if divides and sequence <= case.hardware.per_node and not problems(applied(case, flags)):
+                yield flags
+                break
+
+
+def _fitting(case: Case, flags: Flags) -> Remedy | None:
+    found = plan(applied(case, flags), only_if_fits=True)
+    return Remedy(flags, found) if found.fits else None
+
+
+def _first(case: Case, options: Sequence[Flags]) -> Remedy | None:
+    """The smallest change of a family that makes the case fit."""
+    if _fitting(case, options[-1]) is None:  # the largest has the best chance
+        return None
+    return next(remedy for flags in options if (remedy := _fitting(case, flags)) is not None)
+
+
+def _together(case: Case, given: Flags | None = None) -> Remedy | None:
+    """The largest change of each family, one on top of the other until it fits; then without those it can do without.
+
+    `given` are changes that the case has already.
+    """
+    flags: dict[str, Any] = {}
+    while True:
+        options = families(applied(case, flags))
+        if not options:
+            return None
+        flags |= options[0][-1]
+        remedy = _fitting(case, flags)
+        if remedy is not None:
+            found = _trimmed(case, remedy)
+            return Remedy({**(given or {}), **found.flags}, found.plan)
+
+
+def _trimmed(case: Case, remedy: Remedy) -> Remedy:
+    groups = [[name] for name in remedy.flags if name not in MESH]
+    for group in groups:
+        rest = {name: value for name, value in remedy.flags.items() if name not in group}
+        remedy = (_fitting(case, rest) if rest else None) or remedy
+    if "tokens" in remedy.flags:
+        for tokens in _budgets(case):
+            if found := _fitting(case, {**remedy.flags, "tokens": tokens}):
+                return found
+    return remedy

@@ -1,0 +1,161 @@
+"""The stages of a step, run for the record: the real functions, on parameters without data, on one rank of a mesh whose
+other ranks are imagined. Tokens and masks are real numbers, as the steps read lengths from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fppo import losses, models
+from fppo.batch import Column, Experience
+from fppo.models.model import HeadKind, Model
+from fppo.plan import standins
+from fppo.plan._group import counting_mesh
+from fppo.plan._track import BATCH, LOGITS, Tracker
+from fppo.plan.case import Case
+from fppo.plan.presets import with_layers
+from fppo.plan.record import Phase
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import Mesh
+from fppo.steps.forward import compute_log_probs, compute_values
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizer import Optimizer
+from fppo.steps.train_state import TrainState, init_state
+from fppo.steps.update import update_actor, update_critic
+from fppo_kernels.record import Kernels
+
+# what runs, of the models of a step, in the order of a step
+STAGES: Mapping[str, HeadKind] = {
+    "log-probs": "lm",
+    "reference": "lm",
+    "values": "value",
+    "update critic": "value",
+    "update actor": "lm",
+}
+SAME: Mapping[str, str] = {"reference": "log-probs"}  # the same pass on other parameters
+PASSES = 2  # the second has everything that any later one has: gradients that are there, and new ones
+
+
+def stages_of(case: Case) -> list[str]:
+    """The stages of the case's step, in order."""
+    wanted = {"reference": case.reference, "values": case.critic, "update critic": case.critic}
+    return [name for name in STAGES if wanted.get(name, True)]
+
+
+def model_of(case: Case, head: HeadKind, layers: int | None = None) -> Model:
+    """The case's model, with as many layers as it has or with `layers`."""
+    config = case.config if layers is None else with_layers(case.config, layers)
+    return models.build(config, head, compute_dtype=case.compute_dtype, checkpoint_layers=case.checkpoint_layers)
+
+
+def rows_of(case: Case, count: int) -> Experience:
+    """`count` full sequences, of a prompt and a response."""
+    length, response = case.length, case.response_tokens
+
+    def numbers() -> Tensor:
+        return torch.full((count, response), -1.0)
+
+    blank = Column([None] * count)
+    return Experience(
+        tokens=torch.ones(count, length, dtype=torch.int64),
+        attention_mask=torch.ones(count, length, dtype=torch.bool),
+        response_mask=torch.ones(count, response, dtype=torch.bool),
+        rollout_log_probs=numbers(),
+        sampling_log_probs=numbers(),
+        row_ids=torch.arange(count),
+        groups=torch.arange(count),
+        versions=torch.zeros(count, dtype=torch.int64),
+        finish=blank,
+        ids=blank,
+        ground_truth=blank,
+        source=blank,
+        extras=blank,
+        scores=torch.zeros(count),
+        named_scores={},
+        old_log_probs=numbers(),
+        ref_log_probs=numbers() if case.reference else None,
+        values=numbers() if case.critic else None,
+        token_rewards=numbers(),
+        advantages=numbers(),
+        returns=numbers(),
+    )
+
+
+def kernels_of(case: Case, tracker: Tracker) -> Kernels:
+    """The kernels of a run, that tell the tracker what is for logits, and when a pass begins."""
+    log_probs = standins.log_probs_of(case.log_probs, on_gpu=case.hardware.on_gpu)
+    kernels = Kernels.named()
+
+    def unpad(*args: Any, **kwargs: Any) -> Any:
+        tracker.begin_pass()
+        return kernels.unpad(*args, **kwargs)
+
+    return attrs.evolve(kernels, unpad=unpad, log_probs=tracker.scoped(log_probs, LOGITS))
+
+
+def stage_of(
+    name: str, batch: Experience, *, model: Model, kernels: Kernels, mesh: Mesh, size: int, tokens: int
+) -> Callable[[TrainState], Any]:
+    """The stage as a function of its model's state. `size` is the sequences of an optimizer update."""
+    shared: dict[str, Any] = {
+        "model": model,
+        "kernels": kernels,
+        "mesh": mesh,
+        "micro_batching": MicroBatching(token_budget=tokens),
+    }
+    if name in ("log-probs", "reference"):
+        return lambda state: compute_log_probs(state.params, batch, **shared)
+    if name == "values":
+        return lambda state: compute_values(state.params, batch, **shared)
+    optimizer = Optimizer(schedule=lambda step: 1e-6)
+    shared |= {"optimizer": optimizer, "mini_batch_size": size, "donate": True}
+    if name == "update critic":
+        return lambda state: update_critic(state, batch, **shared)
+    return lambda state: update_actor(state, batch, loss_fn=losses.ppo_clip, **shared)
+
+
+def run_stage(case: Case, name: str, *, layers: int | None = None) -> list[Phase]:
+    """What the stage holds, computes and sends on the rank that has most, in at most `PASSES` passes."""
+    model = model_of(case, STAGES[name], layers)
+    passes = min(case.micro_batches, PASSES)
+    batch = rows_of(case, case.rows * passes)
+    tracker = Tracker(on_gpu=case.hardware.on_gpu)
+    sharding = case.sharding if case.size("shard") > 1 else None
+    mesh = counting_mesh(case.mesh, {"sequence": fullest_slice(case)}, sharding, tracker.sent)
+    size = case.rows * passes * case.data_ranks
+    kernels = kernels_of(case, tracker)
+    stage = stage_of(name, batch, model=model, kernels=kernels, mesh=mesh, size=size, tokens=case.tokens)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        params = {n: torch.empty(shard_shape(shape, mesh)) for n, shape in model.shapes.items()}
+    return tracked(tracker, stage, init_state(params), batch)
+
+
+def tracked(tracker: Tracker, stage: Callable[[TrainState], Any], state: TrainState, batch: Any) -> list[Phase]:
+    """What `stage` does with a state, which it may use up."""
+    tracker.hold([*state.params.values(), *state.opt.mu.values(), *state.opt.nu.values(), state.opt.count])
+    tracker.hold([x for name in batch.__annotations__ if isinstance(x := getattr(batch, name), Tensor)], BATCH)
+    with tracker:
+        result = stage(state)
+    del result
+    return tracker.phases()
+
+
+def shard_shape(shape: torch.Size, mesh: Mesh) -> tuple[int, ...]:
+    if not mesh.sharded:
+        return tuple(shape)
+    start, stop = fsdp.bounds(shape[0], mesh["shard"])
+    return (stop - start, *shape[1:])
+
+
+def fullest_slice(case: Case) -> int:
+    """The place on the sequence axis whose slice of the packed row has the most response tokens."""
+    ranks, total = case.size("sequence"), case.rows * case.length
+    width = -(-total // ranks)
+    is_response = torch.arange(total) % case.length >= case.length - case.response_tokens
+    counts = [int(part.sum()) for part in is_response.split(width)]
+    return max(range(len(counts)), key=lambda i: counts[i])

@@ -1,0 +1,204 @@
+"""A plan as text, and as what JSON holds."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fppo.plan.estimate import ORDER, link
+from fppo.plan.plan import Plan
+from fppo.plan.record import GIB
+from fppo.plan.remedies import Remedy, seconds_per_token
+
+ROLLOUT = (
+    "The rollout is not planned: the embedded engine gathers the whole model, {whole:,.1f} GiB, beside its cache of "
+    "keys and values."
+)
+
+
+def report(plan: Plan, helping: Sequence[Remedy] | None, *, width: int = 100) -> str:
+    """Everything, for a terminal."""
+    lines = [*_head(plan, width), "", *_memory(plan, width), "", *_verdict(plan, helping, width), ""]
+    return "\n".join([*lines, *_wire(plan), "", *_time(plan), "", *_notes(plan, width)])
+
+
+def _head(plan: Plan, width: int) -> list[str]:
+    case, hardware = plan.case, plan.case.hardware
+    models = ", ".join(f"{role} {count / 1e9:,.2f} B" for role, count in plan.parameters.items())
+    axes = " x ".join(f"{name} {case.size(name)}" for name in ORDER)
+    passes = "bfloat16" if case.compute_dtype == torch.bfloat16 else "float32"
+    sharded = f", stage {case.sharding.stage}" if case.size("shard") > 1 else ""
+    again = ", layers recomputed" if case.checkpoint_layers else ""
+    nodes = f", {hardware.per_node} to a node" if case.world > 1 and hardware.on_gpu else ""
+    return [
+        f"{case.name}: {models} parameters; {passes} passes on float32 state{again}",
+        f"{case.world:,} x {hardware.name}, {hardware.memory / GIB:,.1f} GiB each{nodes}: {axes}{sharded}",
+        *textwrap.wrap(
+            f"a pass of a data rank: {case.rows:,} x {case.length:,} tokens, {case.response_tokens:,} of them response; "
+            f"{case.micro_batches} passes, {case.mini_batch:,} sequences to an update",
+            width,
+        ),
+    ]
+
+
+def _memory(plan: Plan, width: int) -> list[str]:
+    del width
+    kinds = list(plan.stages[0].memory)
+    rows = []
+    for kind in kinds:
+        cells = [_gib(stage.memory[kind]) for stage in plan.stages]
+        rest = plan.rest.get(kind)
+        rows.append((kind, ["" if rest is None else _gib(rest), *cells]))
+    totals = [_gib(sum(plan.rest.values())), *(_gib(stage.total) for stage in plan.stages)]
+    title = "memory of a rank, GiB, at the peak of each stage"
+    return [title, *_table(["at rest", *(s.name for s in plan.stages)], rows, ("together", totals))]
+
+
+def _verdict(plan: Plan, helping: Sequence[Remedy] | None, width: int) -> list[str]:
+    memory, peak = plan.case.hardware.memory, plan.peak
+    if plan.fits:
+        share = peak.total / memory
+        return [f"It fits: {peak.total / GIB:,.1f} of {memory / GIB:,.1f} GiB ({share:.0%}), in {peak.name}."]
+    lines = textwrap.wrap(
+        f"It does not fit: {peak.name} needs {peak.total / GIB:,.1f} GiB, and a {plan.case.hardware.name} has "
+        f"{memory / GIB:,.1f}. Most of it: {_most(plan)}.",
+        width,
+    )
+    if helping is None:
+        return lines
+    if not helping:
+        return [*lines, "None of the settings tried makes it fit, together neither, on up to 64 times as many GPUs."]
+    lines += ["", "What would make it fit, by GPU time for a token:"]
+    base = seconds_per_token(plan)
+    for remedy in helping:
+        cost = remedy.seconds_per_token / base
+        total = remedy.plan.peak.total / GIB
+        lines.append(f"  {cost:>5.2f}x  {total:>7,.1f} GiB  {remedy.words}")
+    return lines
+
+
+def _most(plan: Plan) -> str:
+    kinds = sorted(plan.peak.memory.items(), key=lambda item: -item[1])[:2]
+    return " and ".join(f"{kind} {size / GIB:,.1f}" for kind, size in kinds)
+
+
+def _wire(plan: Plan) -> list[str]:
+    axes = [axis for axis in ORDER if plan.case.size(axis) > 1]
+    if not axes:
+        return ["one rank sends nothing"]
+    rows = []
+    for axis in axes:
+        spans, ring, _ = link(plan.case, axis)
+        name = f"{axis} ({'between' if spans else 'inside'} nodes, {ring / 1e9:,.3g} GB/s)"
+        rows.append((name, [_gib(s.wire[axis].sent) if axis in s.wire else "" for s in plan.stages]))
+    totals = [_gib(sum(w.sent for w in s.wire.values())) for s in plan.stages]
+    return ["a rank sends, GiB", *_table([s.name for s in plan.stages], rows, ("together", totals))]
+
+
+def _time(plan: Plan) -> list[str]:
+    names = [stage.name for stage in plan.stages]
+    rows = [
+        ("computing", [_seconds(s.seconds.compute) for s in plan.stages]),
+        ("waiting for other ranks", [_seconds(s.seconds.exposed) for s in plan.stages]),
+        ("sent while computing", [_seconds(s.seconds.communication - s.seconds.exposed) for s in plan.stages]),
+        ("PFLOPs a rank needs", [f"{s.model_flops / 1e15:,.3g}" for s in plan.stages]),
+        ("MFU", [f"{plan.mfu(s.name):.0%}" for s in plan.stages]),
+    ]
+    updates = [name for name in names if name.startswith("update")]
+    speed = plan.tokens / plan.seconds / plan.case.world
+    title = (
+        f"estimated: {_seconds(plan.seconds)} s for a step, {speed:,.0f} tokens/s on each GPU, "
+        f"MFU of the updates {plan.mfu(*updates):.0%}"
+    )
+    return [title, "seconds", *_table(names, rows, None)]
+
+
+def _notes(plan: Plan, width: int) -> list[str]:
+    whole = plan.parameters["actor"] * (2 if plan.case.compute_dtype == torch.bfloat16 else 4) / GIB
+    text = (
+        "Memory is that of the real steps, run on tensors without data on the rank that holds most; what is outside of "
+        "tensors, and all seconds, are estimates from constants (fppo/plan/hardware.py, estimate.py). "
+    )
+    return textwrap.wrap(text + ROLLOUT.format(whole=whole), width)
+
+
+def _table(
+    heads: Sequence[str], rows: Sequence[tuple[str, list[str]]], last: tuple[str, list[str]] | None
+) -> list[str]:
+    """Cells in columns, to the right; a last row under a line."""
+    every = [*rows, *([last] if last else [])]
+    label = max(len(name) for name, _ in every)
+    widths = [max(len(head), *(len(cells[i]) for _, cells in every)) for i, head in enumerate(heads)]
+
+    def line(name: str, cells: Sequence[str]) -> str:
+        return f"  {name:<{label}}{''.join(f'  {c:>{w}}' for c, w in zip(cells, widths, strict=True))}".rstrip()
+
+    found = [line("", heads), *(line(name, cells) for name, cells in rows)]
+    if last is not None:
+        found += ["  " + "-" * (label + sum(widths) + 2 * len(widths)), line(*last)]
+    return found
+
+
+def _gib(size: float) -> str:
+    value = size / GIB
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    if value >= 0.01:
+        return f"{value:.2f}" if value < 10 else f"{value:.1f}"
+    return "0" if size < 1 else f"{value:.1g}" if value >= 0.001 else "<0.001"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.001 else f"{value:.1g}"
+
+
+def summary(plan: Plan, helping: Sequence[Remedy] | None) -> dict[str, Any]:
+    """Everything, for machines: bytes and seconds."""
+    case, hardware = plan.case, plan.case.hardware
+    return {
+        "estimate": True,
+        "model": case.name,
+        "parameters": plan.parameters,
+        "gpu": hardware,
+        "mesh": {axis: case.size(axis) for axis in ORDER},
+        "stage": case.sharding.stage,
+        "tokens": case.tokens,
+        "length": case.length,
+        "micro_batches": case.micro_batches,
+        "mini_batch_size": case.mini_batch,
+        "checkpoint_layers": case.checkpoint_layers,
+        "compute_dtype": "bfloat16" if case.compute_dtype == torch.bfloat16 else "float32",
+        "log_probs": case.log_probs,
+        "fits": plan.fits,
+        "peak_bytes": plan.peak.total,
+        "peak_stage": plan.peak.name,
+        "rest_bytes": plan.rest,
+        "stages": [
+            {
+                "name": s.name,
+                "where": s.where,
+                "memory_bytes": s.memory,
+                "total_bytes": s.total,
+                "wire": s.wire,
+                "seconds": {**s.seconds._asdict(), "total": s.seconds.total},
+                "model_flops": s.model_flops,
+                "mfu": plan.mfu(s.name),
+            }
+            for s in plan.stages
+        ],
+        "seconds": plan.seconds,
+        "mfu": plan.mfu(),
+        "remedies": None
+        if helping is None
+        else [
+            {
+                "flags": r.flags,
+                "peak_bytes": r.plan.peak.total,
+                "relative_cost": r.seconds_per_token / seconds_per_token(plan),
+            }
+            for r in helping
+        ],
+    }
