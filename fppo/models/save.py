@@ -120,7 +120,6 @@ def _tensors(chosen: Plan, names: Iterable[str], params: Params, mesh: Mesh) -> 
             whole |= fsdp.gather({name: params[name]}, chosen.model.shapes, mesh)
         if is_first(mesh):
             found |= {name: _own(x, whole, mesh) for name, x in chosen.stored(whole).items() if name in wanted}
-        del whole  # before the next is gathered
     return {name: found[name] for name in wanted} if found else found
 
 
