@@ -16,7 +16,6 @@ from fppo import config, settings_ablate, settings_plan
 from fppo.settings import MeshSettings, TrainSettings
 from fppo.settings_ablate import AblateSettings
 from fppo.settings_plan import PlanSettings
-from fppo.settings_plan import PlanSettings
 
 TRACEBACK = "--traceback"
 LAUNCH = {"--nproc": 1, "--max-restarts": 0}  # how commands that train are started, each with its least value
@@ -198,16 +197,6 @@ def _plan(rest: Sequence[str]) -> int | None:
     return commands_plan.run(given)
 
 
-def _plan(rest: Sequence[str]) -> int | None:
-    """Says what a run will need, before there is one: fppo plan --model llama-3.1-70b --mesh.shard 64 --gpu h200"""
-    given = tyro.cli(PlanSettings, args=rest, prog="fppo plan")
-    if wrong := settings_plan.problems(given):
-        raise config.SettingsError(wrong)
-    from fppo import commands_plan
-
-    return commands_plan.run(given)
-
-
 class _Processes(NamedTuple):
     """How many processes run a command on this machine (None: as many as its mesh needs)."""
 
@@ -245,7 +234,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "export": _export,
     "report": _report,
     "ablate": _ablate,
-    "plan": _plan,
     "plan": _plan,
 }
 
