@@ -1,0 +1,64 @@
+"""`fppo train` on real processes: the run of one, killed and resumed, and on another number of ranks."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from fppo import config, jsonl, session
+from fppo.runtime import checkpoint
+from tests import runs
+from tests.distributed.ranks import Ranks
+
+STEPS = {"eval__before": False, "rollout__batch_size": 4, "checkpoint__keep": 1, "mesh__shard": 2}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("task")
+    runs.write_task(directory)
+    return directory
+
+
+def write(task, directory, **changes):
+    file = directory.with_suffix(".toml")
+    config.save(runs.settings(task, output_dir=str(directory), **changes), file)
+    return file
+
+
+def digests(directory: Path):
+    return {line["step"]: line["state"] for line in jsonl.read(directory / "digests.jsonl")}
+
+
+def saved(directory: Path) -> int:
+    return max(checkpoint.steps(directory / session.CHECKPOINTS), default=0)
+
+
+def test_ranks_killed_at_random_moments_end_where_undisturbed_ones_end(task, tmp_path):
+    """20 kills of either rank, at start-up, in a step or while writing: the other ends by itself within seconds, unless
+    they had not met yet (then a launcher ends it), and all start again."""
+    changes = STEPS | {"steps": 120}
+    file, log = write(task, tmp_path / "killed", **changes), tmp_path / "log"
+    draw = random.Random(0)
+    for kill in range(20):
+        ranks = Ranks(["train", str(file)], 2, log)
+        before, deadline = saved(tmp_path / "killed"), time.monotonic() + 60
+        while kill % 4 and saved(tmp_path / "killed") == before and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0.0, 0.3))
+        victim = ranks.processes[draw.randrange(2)]
+        assert victim.is_alive(), log.read_text()[-2000:]
+        assert victim.pid is not None
+        os.kill(victim.pid, signal.SIGKILL)
+        statuses = ranks.end(20 if kill % 4 else 1)
+        assert kill % 4 == 0 or None not in statuses, "the other rank did not end"
+        assert saved(tmp_path / "killed") >= before
+    ranks = Ranks(["train", str(file)], 2, log)
+    assert ranks.end(120) == [0, 0], log.read_text()[-2000:]
+    whole = Ranks(["train", str(write(task, tmp_path / "whole", **changes))], 2, log)
+    assert whole.end(120) == [0, 0]
+    assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
+    assert sorted(digests(tmp_path / "whole")) == list(range(1, 121))
