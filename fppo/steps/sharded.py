@@ -15,6 +15,7 @@ from fppo.models.model import Model
 from fppo.models.seams import ApplyLayer
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, Sharding
+from fppo.runtime.offload import Lane, OnHost, to_device
 from fppo.steps.train_state import Params
 from fppo.tree import state
 
@@ -33,10 +34,12 @@ class Opened(NamedTuple):
     apply_layer: ApplyLayer | None
 
 
-def whole(params: Params | Whole, model: Model, mesh: Mesh) -> Whole:
+def whole(params: Params | Whole | OnHost, model: Model, mesh: Mesh) -> Whole:
     """All parameters gathered, in the dtypes they are computed with."""
     if isinstance(params, Whole):
         return params
+    if isinstance(params, OnHost):
+        params = to_device(dict(params.params), params.lane)
     return Whole(params=fsdp.gather(params, model.shapes, mesh, dtypes=_wire_dtypes(model, params)))
 
 
@@ -54,21 +57,26 @@ def accumulable(grads: Whole, params: Params, mesh: Mesh) -> Whole:
     return Whole(params={name: x.to(kinds[name]) for name, x in grads.params.items()})
 
 
-def opened(params: Params | Whole, model: Model, mesh: Mesh) -> Opened:
+def opened(params: Params | Whole | OnHost, model: Model, mesh: Mesh) -> Opened:
     """Gathers what is outside the layers (embeddings, last norm, head), which stays for the whole pass; the layers
-    gather their own.
+    gather their own. What is on the host is fetched likewise.
 
     Every rank of the shard axis must make the same passes, forward and backward.
     """
+    lane = None
     if isinstance(params, Whole):
         return Opened(params.params, None)
-    if not mesh.sharded:
+    if isinstance(params, OnHost):
+        if torch.is_grad_enabled():
+            raise ValueError("parameters on the host are for passes without gradients: fetch them whole for an update")
+        params, lane = dict(params.params), params.lane
+    elif not mesh.sharded:
         return Opened(params, None)
     missing = [name for name in model.shapes if name not in params]
     if missing:
         raise ValueError(f"the model needs parameters that are not there: {missing}")
     groups = _groups(model, params)
-    stream = _Stream(groups, model, mesh)
+    stream = _Stream(groups, model, mesh, lane)
     root = dict(zip(groups[0], stream.gathered(0, 1), strict=True))
     return Opened(root, _apply_layer(model, groups, stream, mesh.sharding or Sharding()))
 
@@ -95,10 +103,13 @@ def _wire_dtypes(model: Model, params: Mapping[str, Tensor]) -> dict[str, torch.
 
 
 class _Stream:
-    """The gathers of one pass and of its backward pass, each begun while the group before it is at work."""
+    """The gathers of one pass and of its backward pass, each begun while the group before it is at work.
 
-    def __init__(self, groups: Sequence[Params], model: Model, mesh: Mesh) -> None:
-        self._groups, self._mesh = groups, mesh
+    With a `lane` the groups are on the host and are fetched first; where nothing is sharded, that is all.
+    """
+
+    def __init__(self, groups: Sequence[Params], model: Model, mesh: Mesh, lane: Lane | None) -> None:
+        self._groups, self._mesh, self._lane = groups, mesh, lane
         self._shapes = [[model.shapes[name] for name in group] for group in groups]
         wire = [_wire_dtypes(model, group) for group in groups]
         self._dtypes = [[w.get(n, x.dtype) for n, x in group.items()] for w, group in zip(wire, groups, strict=True)]
@@ -106,6 +117,11 @@ class _Stream:
 
     def _begin(self, number: int) -> fsdp.Finish:
         shards = list(self._groups[number].values())
+        if self._lane is not None:
+            finish = self._lane.fetch(shards)
+            if not self._mesh.sharded:
+                return finish
+            shards = finish()
         return fsdp.begin_gather(shards, self._shapes[number], self._dtypes[number], self._mesh["shard"])
 
     def take(self, number: int, step: int) -> tuple[Tensor, ...]:
@@ -179,21 +195,27 @@ class _View(NamedTuple):
 
 
 def _freed(tensors: Sequence[Tensor], take: Callable[[], Sequence[Tensor]]) -> saved_tensors_hooks:
-    """A context in which operations keep no views of `tensors` for their backward pass: `take` gives them anew."""
+    """A context in which operations keep no views of `tensors` for their backward pass: `take` gives them anew.
+
+    All else goes to the hooks around, for torch itself calls the innermost alone.
+    """
+    around = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    # a saved output that is no copy holds the node that holds it
+    keep, give = around or (torch.Tensor.detach, lambda kept: kept)
     # pack lives as long as what it packed, so it must not hold the tensors
     owners = {(x.untyped_storage()._cdata, x.dtype): number for number, x in enumerate(tensors)}
     again = _Again(take)
 
-    def pack(x: Tensor) -> Tensor | _View:
+    def pack(x: Tensor) -> Any:
         number = owners.get((x.untyped_storage()._cdata, x.dtype)) if x.numel() else None
         if number is None:
-            return x
+            return keep(x)
         again.waiting += 1
         return _View(number, x.size(), x.stride(), int(x.storage_offset()))
 
-    def unpack(kept: Tensor | _View) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
+    def unpack(kept: Any) -> Tensor:
+        if not isinstance(kept, _View):
+            return give(kept)
         return again.get(kept.number).as_strided(kept.size, kept.stride, kept.offset)
 
     return saved_tensors_hooks(pack, unpack)

@@ -1,0 +1,382 @@
+"""State and activations on the host between uses, as functions around steps (ZeRO-Offload, arXiv:2101.06840).
+
+All copies go through a `Lane`. On CUDA the host's memory is pinned, and copies run on streams of their own beside the
+work; elsewhere they are plain copies, so that what holds of bits and bytes can be tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from fppo import tree
+
+T = TypeVar("T")
+Update = Callable[..., tuple[Any, Any]]
+Finish = Callable[[], tuple[Tensor, ...]]
+
+GRAIN = 1024  # a multiple of any kernel's vector width: where a parameter is cut changes no bit
+
+
+class Lane:
+    """Copies between the host and one device, begun now and waited for later, by the device alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        cuda = device.type == "cuda"
+        self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if cuda else None  # in, out
+        self._under_way: dict[int, tuple[Any, Sequence[Tensor]]] = {}  # an event, and what waits for it
+        self._numbers = itertools.count()
+
+    @torch.no_grad()
+    def fetch(self, tensors: Sequence[Tensor]) -> Finish:
+        """Begins to copy tensors into new memory of the device; the function it returns waits and gives the copies.
+
+        The memory is the current stream's, whose work so far may still be using it: the copy comes after that.
+        """
+        return self._copy(0, tensors, [torch.empty_like(x, device=self.device) for x in tensors])
+
+    @torch.no_grad()
+    def store(self, tensors: Sequence[Tensor], into: Sequence[Tensor]) -> Finish:
+        """Begins to copy tensors of the device into memory of the host, which may be read after `settle`.
+
+        Once the function it returns was called, the memory of `tensors` may be used for something else.
+        """
+        return self._copy(1, tensors, into)
+
+    def settle(self) -> None:
+        """Waits, here on the host, until all that was stored has arrived."""
+        if self._streams is not None:
+            self._streams[1].synchronize()
+
+    def _copy(self, direction: int, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Finish:
+        found = tuple(targets)
+        if self._streams is None:
+            for target, source in zip(found, sources, strict=True):
+                target.copy_(source)
+            return lambda: found
+        stream = self._streams[direction]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for target, source in zip(found, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        done, number = stream.record_event(), next(self._numbers)
+        # nobody may get this memory before the copy is done, even if nobody waits for the copy
+        self._under_way = {n: kept for n, kept in self._under_way.items() if not kept[0].query()}
+        self._under_way[number] = (done, (*sources, *found))
+
+        def finish() -> tuple[Tensor, ...]:
+            torch.cuda.current_stream(self.device).wait_event(done)
+            self._under_way.pop(number, None)
+            return found
+
+        return finish
+
+
+class OnHost(NamedTuple):
+    """Parameters on the host. A step without gradients takes them in the place of parameters on the device: each layer
+    is fetched while the one before it runs, so the device holds two of them at a time, beside what is in no layer."""
+
+    params: Mapping[str, Tensor]
+    lane: Lane
+
+
+def to_host(values: T, *, pinned: bool = True) -> T:
+    """A copy of a tree on the host; in pinned memory, as the lanes of a GPU want it, where there is one."""
+    found = tree.map(lambda x: _host_like(x, pinned).copy_(x.detach(), non_blocking=True), values)
+    for device in {x.device for x in pytree.tree_leaves(values) if isinstance(x, Tensor) and x.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return found
+
+
+def to_device(values: T, lane: Lane) -> T:
+    """A copy of a tree on the lane's device."""
+    arrived = iter(lane.fetch([x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)])())
+    return tree.map(lambda x: next(arrived), values)
+
+
+def fetched(fn: Callable[..., T], lane: Lane) -> Callable[..., T]:
+    """`fn(params, ...)` for parameters on the host: they are on the device, whole, for the call."""
+
+    def run(params: Mapping[str, Tensor], *args: Any, **keywords: Any) -> T:
+        return fn(to_device(params, lane), *args, **keywords)
+
+    return run
+
+
+def by_layer(fn: Callable[..., T], lane: Lane) -> Callable[..., T]:
+    """`fn(params, ...)`, one of the passes without gradients, for parameters on the host, fetched as `OnHost` says."""
+
+    def run(params: Mapping[str, Tensor], *args: Any, **keywords: Any) -> T:
+        return fn(OnHost(params, lane), *args, **keywords)
+
+    return run
+
+
+def offloaded(update: Update, lane: Lane) -> Update:
+    """`update(state, ..., donate=)` for a state whose parameters are on the host, before and after.
+
+    They are on the device for the call. Moments that are on the host stay there: `offloaded_adamw` is their kernel.
+    With `donate` all of the state that comes back is in the memory of the old one.
+    """
+
+    def run(state: Any, *args: Any, donate: bool = False, **keywords: Any) -> tuple[Any, Any]:
+        state = tree.donate(state) if donate else tree.map(_clone, state)
+        home = state.params
+        after, report = update(tree.replace(state, params=to_device(home, lane)), *args, donate=True, **keywords)
+        lane.store([after.params[name] for name in home], list(home.values()))
+        lane.settle()
+        return tree.replace(after, params=home), report
+
+    return run
+
+
+def offloaded_adamw(kernel: Callable[..., None], lane: Lane, *, bucket_bytes: int = 128 << 20) -> Callable[..., None]:
+    """The AdamW `kernel` for moments on the host, of parameters and gradients on the lane's device.
+
+    While a bucket is updated the next is fetched and the last written back: at most three are on the device.
+    `bucket_bytes` counts first and second moments. A parameter may be cut, so the kernel must be elementwise.
+    """
+
+    def adamw(
+        params: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        steps: list[Tensor],
+        **scalars: Any,
+    ) -> None:
+        buckets = _buckets([params, grads, exp_avgs, exp_avg_sqs], bucket_bytes)
+        counts = torch.stack(steps).to(lane.device).unbind() if steps else ()
+        after: dict[int, Tensor] = {}
+        moments = [_cut(exp_avgs, bucket) + _cut(exp_avg_sqs, bucket) for bucket in buckets]
+        arriving = lane.fetch(moments[0]) if buckets else None
+        leaving: list[Finish] = []
+        for number, bucket in enumerate(buckets):
+            assert arriving is not None
+            here = arriving()
+            while len(leaving) > 1:
+                leaving.pop(0)()
+            arriving = lane.fetch(moments[number + 1]) if number + 1 < len(buckets) else None
+            raised = [counts[piece.number].clone() for piece in bucket]
+            count = len(bucket)
+            kernel(_cut(params, bucket), _cut(grads, bucket), list(here[:count]), list(here[count:]), raised, **scalars)
+            leaving.append(lane.store(here, moments[number]))
+            after |= {piece.number: step for piece, step in zip(bucket, raised, strict=True)}
+        for finish in leaving:
+            finish()
+        if steps:
+            for step, new in zip(steps, torch.stack(list(after.values())).to(steps[0].device), strict=True):
+                step.copy_(new)
+        lane.settle()
+
+    return adamw
+
+
+class _Piece(NamedTuple):
+    """Part of the parameter of this number, counted in its elements; `stop` None is all of it."""
+
+    number: int
+    start: int
+    stop: int | None
+
+
+def _cut(tensors: Sequence[Tensor], bucket: Sequence[_Piece]) -> list[Tensor]:
+    return [tensors[n] if stop is None else tensors[n].view(-1)[start:stop] for n, start, stop in bucket]
+
+
+def _buckets(columns: Sequence[Sequence[Tensor]], size: int) -> list[list[_Piece]]:
+    """All parameters in pieces, in buckets of at most `size` bytes of moments, or of the smallest piece there is."""
+    buckets: list[list[_Piece]] = []
+    room = 0
+    for number, (param, grad, mu, nu) in enumerate(zip(*columns, strict=True)):
+        width = mu.element_size() + nu.element_size()
+        count, start = param.numel(), 0
+        whole = not all(x.is_contiguous() for x in (param, grad, mu, nu))
+        while True:
+            rest = count - start
+            if room < min(rest, rest if whole else GRAIN) * width or not buckets:
+                buckets.append([])
+                room = size
+            fitting = rest if whole else min(rest, max(room // width // GRAIN, 1) * GRAIN)
+            cut = fitting < count
+            buckets[-1].append(_Piece(number, start, start + fitting if cut else None))
+            room -= fitting * width
+            start += fitting
+            if start >= count:
+                break
+    return buckets
+
+
+def _host_like(x: Tensor, pinned: bool = True) -> Tensor:
+    """Memory of the host for a copy of `x`."""
+    return torch.empty_like(x, device="cpu", requires_grad=False, pin_memory=pinned and torch.cuda.is_available())
+
+
+def _clone(x: Tensor) -> Tensor:
+    """A copy that is pinned if `x` is."""
+    return torch.empty_like(x, pin_memory=x.is_pinned()).copy_(x)
+
+
+def activations_on_host(
+    fn: Callable[..., T], lane: Lane, *, minimum_bytes: int = 1 << 20, window_bytes: int = 1 << 28
+) -> Callable[..., T]:
+    """`fn`, in which what operations save for their backward pass lies on the host until then.
+
+    On the device stays what is smaller than `minimum_bytes`, what `fn` was given, and parameters, cast, gathered or
+    not. Copies are begun when something is saved. Of what is on its way out, or fetched ahead of the backward pass,
+    the device holds `window_bytes` at most, or one tensor. Checkpointed layers save their inputs alone.
+    """
+
+    def run(*args: Any, **keywords: Any) -> T:
+        given = [x for x in pytree.tree_leaves((args, keywords)) if isinstance(x, Tensor)]
+        shelf = _Shelf(lane, minimum_bytes, window_bytes, given)
+        with saved_tensors_hooks(shelf.pack, shelf.unpack):
+            try:
+                return fn(*args, **keywords)
+            finally:
+                shelf.clear()
+
+    return run
+
+
+class _Kept:
+    """A storage that was put away: its bytes on the host and, while it is near, on the device."""
+
+    __slots__ = ("__weakref__", "arriving", "here", "host", "leaving", "number", "version", "waiting")
+
+    def __init__(self, number: int, version: int, here: Tensor, host: Tensor, leaving: Finish) -> None:
+        self.number, self.version, self.host = number, version, host
+        self.here: Tensor | None = here
+        self.leaving: Finish | None = leaving
+        self.arriving: Finish | None = None
+        self.waiting = 0  # how many times it is going to be asked for
+
+
+class _Saved(NamedTuple):
+    """A tensor in a storage that was put away."""
+
+    kept: _Kept
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Shelf:
+    """Where saved tensors are put, and fetched from in the opposite order. Whole storages are: views stay views."""
+
+    def __init__(self, lane: Lane, minimum: int, window: int, given: Sequence[Tensor]) -> None:
+        self._lane, self._minimum, self._window = lane, minimum, window
+        self._given = weakref.WeakSet(x.untyped_storage() for x in given)
+        self._known: weakref.WeakKeyDictionary[Any, weakref.ref[_Kept]] = weakref.WeakKeyDictionary()
+        self._order: list[weakref.ref[_Kept]] = []  # by number
+        self._near: dict[int, _Kept] = {}
+        self._near_bytes = 0
+        self._next = 0  # all of lower numbers are still to be fetched ahead
+
+    def pack(self, x: Tensor) -> Tensor | _Saved:
+        """What autograd keeps in place of `x`."""
+        if not self._wanted(x):
+            return x.detach()  # x itself, if an output, would hold the node that holds it
+        storage = x.untyped_storage()
+        known = self._known.get(storage)
+        kept = known() if known is not None else None
+        if kept is None or kept.version != x._version:
+            kept = self._put(x)
+            self._known[storage] = weakref.ref(kept)
+        kept.waiting += 1
+        return _Saved(kept, x.dtype, x.size(), x.stride(), int(x.storage_offset()))
+
+    def unpack(self, saved: Tensor | _Saved) -> Tensor:
+        """The tensor again; what was saved before it is fetched ahead."""
+        if isinstance(saved, Tensor):
+            return saved
+        kept = saved.kept
+        if kept.number not in self._near:
+            self._make_room(len(kept.host))
+            self._fetch(kept)
+        if kept.arriving is not None:
+            (kept.here,) = kept.arriving()
+            kept.arriving = None
+        assert kept.here is not None
+        storage = kept.here.untyped_storage()
+        x = torch.empty(0, dtype=saved.dtype, device=kept.here.device)
+        x.set_(storage, saved.offset, saved.size, saved.stride)
+        kept.waiting -= 1
+        if kept.waiting <= 0:
+            self._drop(kept)
+        self._fetch_ahead(kept.number)
+        return x
+
+    def clear(self) -> None:
+        """Lets go of everything that is near."""
+        for kept in list(self._near.values()):
+            self._drop(kept)
+
+    def _wanted(self, x: Tensor) -> bool:
+        plain = x.device == self._lane.device and x.layout == torch.strided
+        if not plain or x.untyped_storage().nbytes() < self._minimum:
+            return False
+        return not _is_parameter(x) and x.untyped_storage() not in self._given
+
+    def _put(self, x: Tensor) -> _Kept:
+        while self._order and self._order[-1]() is None:
+            self._order.pop()
+        here = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+        host = _host_like(here)
+        self._make_room(len(host))
+        kept = _Kept(len(self._order), x._version, here, host, self._lane.store([here], [host]))
+        self._order.append(weakref.ref(kept))
+        self._next = len(self._order)
+        self._bring(kept)
+        return kept
+
+    def _bring(self, kept: _Kept) -> None:
+        self._near[kept.number] = kept
+        self._near_bytes += len(kept.host)
+
+    def _fetch(self, kept: _Kept) -> None:
+        kept.arriving = self._lane.fetch([kept.host])
+        self._bring(kept)
+
+    def _fetch_ahead(self, number: int) -> None:
+        self._next = min(self._next, number)
+        while self._next > 0:
+            kept = self._order[self._next - 1]()
+            if kept is not None and kept.waiting > 0 and kept.number not in self._near:
+                if self._near_bytes + len(kept.host) > self._window:
+                    return
+                self._fetch(kept)
+            self._next -= 1
+
+    def _make_room(self, size: int) -> None:
+        """Lets go of what is needed last, until `size` bytes fit."""
+        while self._near and self._near_bytes + size > self._window:
+            self._drop(self._near[min(self._near)])
+
+    def _drop(self, kept: _Kept) -> None:
+        for wait in (kept.leaving, kept.arriving):
+            if wait is not None:
+                wait()
+        kept.here = kept.leaving = kept.arriving = None
+        del self._near[kept.number]
+        self._near_bytes -= len(kept.host)
+
+
+def _is_parameter(x: Tensor) -> bool:
+    """Whether `x` is a view of a leaf that takes a gradient, of its cast, or of what was gathered from such leaves."""
+    base = x if x._base is None else x._base
+    node = base.grad_fn
+    if node is None:
+        return base.requires_grad
+    inputs = [each for each, _ in node.next_functions if each is not None]
+    made = node.name() in ("ToCopyBackward0", "_GatheredBackward")
+    return made and all(each.name() == "torch::autograd::AccumulateGrad" for each in inputs)
