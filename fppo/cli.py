@@ -90,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if show:
             traceback.print_exc()
         hint = "" if show or isinstance(error, config.SettingsError) else f"\n({TRACEBACK} shows where)"
-        print(f"fppo {name}: {error}{hint}", file=sys.stderr)
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        print(f"fppo {name}: {error}{notes}{hint}", file=sys.stderr)
         return 2
 
 
@@ -99,8 +100,9 @@ def _is_for_the_user(error: Exception) -> bool:
     if isinstance(error, ValueError | OSError):
         return True
     from fppo.runtime.checkpoint import CheckpointError
+    from fppo.runtime.failure import PeerError
 
-    return isinstance(error, CheckpointError)
+    return isinstance(error, CheckpointError | PeerError)
 
 
 def usage() -> str:

@@ -17,6 +17,7 @@ from fppo.metrics import report as numbers_of
 from fppo.pipeline import replay as replays
 from fppo.runtime import checkpoint
 from fppo.runtime.mesh import LOCAL, Mesh, is_first
+from fppo.runtime.watch import Watch
 from fppo.settings import TrainSettings
 
 
@@ -26,6 +27,7 @@ class Here:
 
     mesh: Mesh = LOCAL
     device: torch.device | None = None
+    watch: Watch | None = None  # of what goes over the mesh
 
 
 ALONE = Here()
@@ -34,7 +36,7 @@ ALONE = Here()
 def train(settings: TrainSettings, here: Here = ALONE) -> int:
     """Trains, exports the policy and writes the report; 130 if it was stopped before its last step."""
     with _assembled(settings, here) as parts:
-        run = session.run_training(settings, parts)
+        run = session.run_training(settings, parts, here.watch)
         directory = Path(settings.output_dir)
         if run.step < settings.steps:
             return 130

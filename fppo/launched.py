@@ -42,5 +42,5 @@ def run(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
-    with launch.joined(sizes, place, device, timeout=mesh.timeout, sharding=sharding_of(settings)) as (joined, _):
-        return command(settings, Here(joined, device))
+    with launch.joined(sizes, place, device, timeout=mesh.timeout, sharding=sharding_of(settings)) as (joined, watch):
+        return command(settings, Here(joined, device, watch))

@@ -6,7 +6,8 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,11 +19,13 @@ from fppo import config, jsonl, loggers, models
 from fppo.assembly import Assembled
 from fppo.jsonl import JsonLines
 from fppo.pipeline import replay
+from fppo.pipeline.measure import gauges
 from fppo.pipeline.run import RunState
 from fppo.pipeline.train import Observe, StepRecord, train
 from fppo.runtime import checkpoint
 from fppo.runtime.checkpoint import Pending
 from fppo.runtime.mesh import Mesh, is_first
+from fppo.runtime.watch import Traffic, Watch
 from fppo.settings import TrainSettings
 
 CHECKPOINTS, MODEL, DUMPS, SETTINGS = "checkpoints", "model", "dumps", "settings.toml"
@@ -138,10 +141,10 @@ class _Writer:
             self.pending.pop().wait()
 
 
-def run_training(settings: TrainSettings, assembled: Assembled) -> RunState:
+def run_training(settings: TrainSettings, assembled: Assembled, watch: Watch | None = None) -> RunState:
     """Trains from where the run stands to its last step, or until asked to stop, writing as it goes.
 
-    On a mesh every rank does its part; the first one logs.
+    On a mesh every rank does its part; the first one logs. `watch` counts what goes over it.
     """
     directory, mesh = Path(settings.output_dir), assembled.mesh
     first = is_first(mesh)
@@ -171,6 +174,7 @@ def run_training(settings: TrainSettings, assembled: Assembled) -> RunState:
             evaluate_every=settings.eval.every,
             evaluate_before=settings.eval.before,
             stop=lambda: bool(asked),
+            gauges=partial(gauges, mesh=mesh, device=run.actor.opt.count.device, traffic=_traffic(watch, run.step)),
             mesh=mesh,
         )
         writer.save(run)
@@ -178,6 +182,23 @@ def run_training(settings: TrainSettings, assembled: Assembled) -> RunState:
     if first and run.step < settings.steps:
         print(f"stopped after step {run.step}; to go on: fppo train {directory / SETTINGS}", file=sys.stderr)
     return run
+
+
+def _traffic(watch: Watch | None, step: int) -> Callable[[], dict[str, Traffic]]:
+    """What went over each axis since the last call, which ends a step; nothing without a watch."""
+    if watch is None:
+        return dict
+    watch.step = step
+    before = {axis: Traffic() for axis in watch.traffic()}
+
+    def since() -> dict[str, Traffic]:
+        now = watch.traffic()
+        found = {axis: now[axis].since(before[axis]) for axis in now}
+        before.update(now)
+        watch.step += 1
+        return found
+
+    return since
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from fppo.metrics import Mean, Metrics
 from fppo.models import flops
 from fppo.models.model import Model
 from fppo.runtime.mesh import AXES, GRADIENT_AXES, Mesh, gather_objects, ranks_on
+from fppo.runtime.watch import Traffic
 from fppo.steps.forward import row_lengths
 
 GIB = 1024**3
@@ -106,16 +107,27 @@ def _explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Mean:
     return metrics.mean(1.0 - variance(returns - values) / (variance(returns) + 1e-5))
 
 
-def memory_metrics(mesh: Mesh, device: torch.device) -> dict[str, float]:
-    """Peak memory so far in GiB, of the process and of its accelerator where there is one: the largest of all ranks,
-    and that of each by its number."""
+def memory_metrics() -> dict[str, float]:
+    """Peak memory so far in GiB: of this process, and of its accelerator where there is one."""
     unit = 1 if sys.platform == "darwin" else 1024
     report = {"perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
     if torch.cuda.is_available():
         report["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GIB
         report["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / GIB
-    every = gather_objects(report, mesh, AXES, device)
-    largest = {name: max(each[name] for each in every) for name in report}
+    return report
+
+
+def gauges(*, mesh: Mesh, device: torch.device, traffic: Callable[[], dict[str, Traffic]]) -> dict[str, float]:
+    """Memory, and what went over each axis, of all ranks: the largest, and each rank's memory by its number.
+
+    perf/comm_s/AXIS are the seconds that a rank waited in collectives, perf/comm_gb/AXIS the GiB that it sent.
+    """
+    memory = memory_metrics()
+    comm = {axis: (found.seconds, found.bytes / GIB) for axis, found in traffic().items()}
+    sent = {f"perf/comm_gb/{axis}": size for axis, (_, size) in comm.items()}
+    waited = {f"perf/comm_s/{axis}": seconds for axis, (seconds, _) in comm.items()}
+    every = gather_objects(memory | waited | sent, mesh, AXES, device)
+    largest = {name: max(each[name] for each in every) for name in every[0]}
     if len(every) == 1:
         return largest
-    return largest | {f"{name}/rank_{rank}": each[name] for rank, each in enumerate(every) for name in report}
+    return largest | {f"{name}/rank_{rank}": each[name] for rank, each in enumerate(every) for name in memory}

@@ -65,6 +65,7 @@ def train(
     evaluate_every: int = 0,
     evaluate_before: bool = True,
     stop: Callable[[], bool] = lambda: False,
+    gauges: Callable[[], dict[str, float]] = memory_metrics,
     mesh: Mesh = LOCAL,
     donate: bool = True,
 ) -> RunState:
@@ -72,15 +73,15 @@ def train(
 
     Every step's record goes to each of `observers`, in order. `evaluate` runs before the first step of all (unless
     `evaluate_before` is False), after every `evaluate_every` steps (0: never) and after the last; its metrics join
-    that step's. On a mesh all ranks come here; a stop that one asks for stops all. With `donate` the memory of the
-    state that comes in is given up.
+    that step's, as do `gauges`, which are read at its end. On a mesh all ranks come here, and a stop that one asks for
+    stops all. With `donate` the memory of the state that comes in is given up.
     """
 
     def stopped() -> bool:
         return any_rank(stop(), mesh, run.actor.opt.count.device)
 
     if evaluate is not None and evaluate_before and run.step == 0:
-        _observe(observers, run, None, _evaluated(evaluate, run), mesh)
+        _observe(observers, run, None, _evaluated(evaluate, run), gauges)
     if run.step >= steps or stopped():
         return run
     for after, experience, report in iterate(run, program=program, draw=draw, mesh=mesh, donate=donate):
@@ -89,7 +90,7 @@ def train(
         due = last or (evaluate_every > 0 and run.step % evaluate_every == 0)
         if evaluate is not None and due:
             report = report | _evaluated(evaluate, run)
-        _observe(observers, run, experience, report, mesh)
+        _observe(observers, run, experience, report, gauges)
         if last or stopped():
             return run
     raise AssertionError("iterate has no end")
@@ -103,10 +104,13 @@ def _evaluated(evaluate: Evaluate, run: RunState) -> Metrics:
 
 
 def _observe(
-    observers: Sequence[Observe], run: RunState, experience: Experience | None, report: Metrics, mesh: Mesh
+    observers: Sequence[Observe],
+    run: RunState,
+    experience: Experience | None,
+    report: Metrics,
+    gauges: Callable[[], dict[str, float]],
 ) -> None:
-    memory = memory_metrics(mesh, run.actor.opt.count.device)
-    numbers = metrics.report(report) | memory | {"training/global_step": float(run.step)}
+    numbers = metrics.report(report) | gauges() | {"training/global_step": float(run.step)}
     record = StepRecord(run=run, experience=experience, metrics=numbers)
     for observe in observers:
         observe(record)

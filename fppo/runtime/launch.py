@@ -15,11 +15,13 @@ from types import FrameType
 import attrs
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from fppo.runtime.failure import Limits, Monitor
 from fppo.runtime.mesh import Mesh, Sharding
+from fppo.runtime.watch import Watch, watched
 
 STOPPED = 130  # the exit status of a process that was asked to stop, and did
 _GRACE = 15.0  # seconds in which ranks end by themselves once one has failed
@@ -47,24 +49,24 @@ class Place:
 @contextlib.contextmanager
 def joined(
     sizes: Mapping[str, int], place: Place, device: torch.device, *, timeout: float, sharding: Sharding
-) -> Iterator[tuple[Mesh, Store]]:
-    """The mesh of these axes, over processes that all come here, and the store that they share.
+) -> Iterator[tuple[Mesh, Watch]]:
+    """The mesh of these axes, over processes that all come here, with its groups watched.
 
     `timeout` is the seconds that collectives wait. Axes are given from the slowest, whose ranks are farthest apart, to
-    the fastest; their product is the number of processes.
+    the fastest; their product is the number of processes. An error in any of them ends them all: see `failure.Monitor`.
     """
     store = next(iter(rendezvous("env://", rank=place.rank, world_size=place.world)))[0]
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-    limit = timedelta(seconds=timeout)
+    limit = timedelta(seconds=2 * timeout)  # the monitor is first, and says more
     groups = PrefixStore("groups", store)
     dist.init_process_group(backend, store=groups, rank=place.rank, world_size=place.world, timeout=limit)
     wide = {name: size for name, size in sizes.items() if size > 1}
     device_mesh = init_device_mesh(device.type, tuple(wide.values()), mesh_dim_names=tuple(wide))
-    mesh = attrs.evolve(Mesh.of(device_mesh), sharding=sharding if "shard" in wide else None)
-    try:
-        yield mesh, PrefixStore("watch", store)
-    finally:
-        dist.destroy_process_group()
+    mesh, watch = watched(attrs.evolve(Mesh.of(device_mesh), sharding=sharding if "shard" in wide else None))
+    with Monitor(PrefixStore("monitor", store), place.rank, place.world, watch, Limits(timeout=timeout)):
+        yield mesh, watch
+        dist.barrier()  # whoever holds the store leaves last
+    dist.destroy_process_group()
 
 
 def start(arguments: Sequence[str], ranks: int, *, max_restarts: int = 0) -> int:
