@@ -150,7 +150,7 @@ class Tracker(TorchDispatchMode):
     def _new(self, x: Tensor, kind: str) -> None:
         storage = x.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if not size or key in self._live:
+        if not size or key in self._live or (x.is_meta and not isinstance(x, FakeTensor)):
             return
         block = _Block(size, kind, self._task)
 

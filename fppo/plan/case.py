@@ -70,7 +70,8 @@ def problems(case: Case) -> list[str]:
     if heads % sequence:
         works = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         found.append(
-            f"--mesh.sequence {sequence}: it does not divide the {heads} attention heads of {case.name}; these do: {works}"
+            f"--mesh.sequence {sequence}: {case.name} has {heads} attention heads, which it does not divide; "
+            f"these sizes do: {works}"
         )
     if case.length > case.tokens:
         found.append(f"--length {case.length}: a pass of --tokens {case.tokens} does not hold one such sequence")

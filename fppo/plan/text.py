@@ -37,7 +37,7 @@ def _head(plan: Plan, width: int) -> list[str]:
         f"{case.name}: {models} parameters; {passes} passes on float32 state{again}",
         f"{case.world:,} x {hardware.name}, {hardware.memory / GIB:,.1f} GiB each{nodes}: {axes}{sharded}",
         *textwrap.wrap(
-            f"a pass of a data rank: {case.rows:,} x {case.length:,} tokens, {case.response_tokens:,} of them response; "
+            f"a pass of a data rank: {case.rows:,} x {case.length:,} tokens ({case.response_tokens:,} response); "
             f"{case.micro_batches} passes, {case.mini_batch:,} sequences to an update",
             width,
         ),

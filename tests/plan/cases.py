@@ -1,0 +1,43 @@
+"""Small cases to plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Qwen2Config
+
+from fppo.plan.case import Case
+from fppo.plan.hardware import hardware_of
+from fppo.runtime.mesh import Sharding
+
+
+def config(**changes: Any) -> Qwen2Config:
+    """Three layers, of which sizes divide by 8."""
+    settings = dict(
+        vocab_size=2048,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    return Qwen2Config(**{**settings, **changes})
+
+
+def case(*, stage: int = 3, layers: int = 3, **changes: Any) -> Case:
+    """A case on the CPU."""
+    settings: dict[str, Any] = dict(
+        name="small",
+        config=config(num_hidden_layers=layers),
+        hardware=hardware_of("cpu"),
+        sharding=Sharding(stage=stage),
+        tokens=256,
+        length=64,
+        compute_dtype=None,
+        critic=True,
+        reference=True,
+        full=True,
+    )
+    return Case(**{**settings, **changes})

@@ -1,0 +1,128 @@
+"""Plans against runs: the same functions on real tensors, tracked; on simulated meshes; and a process's real peak."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+from fppo.plan import stages
+from fppo.plan.measured import measured
+from fppo.plan.plan import shard_numbers
+from fppo.plan.presets import config_of
+from fppo.plan.record import peak_of
+from fppo.runtime.mesh import Mesh
+from fppo.runtime.simulate import simulate
+from tests.plan.cases import case
+
+CASES = [
+    ({}, 3, False, "chunked"),
+    ({}, 3, True, "reference"),
+    ({"shard": 2}, 1, False, "chunked"),
+    ({"shard": 2}, 2, True, "chunked"),
+    ({"shard": 2}, 3, False, "chunked"),
+    ({"shard": 4}, 3, True, "reference"),
+    ({"sequence": 2}, 3, False, "chunked"),
+    ({"replicate": 2, "shard": 2}, 1, True, "chunked"),
+    ({"shard": 2, "sequence": 2}, 3, False, "chunked"),
+]
+
+
+def on_the_fullest_rank(what, name):
+    """The phases of a real run, on the rank that the plan is of."""
+    if what.world == 1:
+        return measured(what, name, Mesh.local())
+    return simulate(what.mesh, lambda mesh: measured(what, name, mesh))[stages.fullest_slice(what)]
+
+
+def counted(phases, counter):
+    return sum((getattr(phase.cost, counter) for phase in phases), Counter())
+
+
+def holds(what, name):
+    planned, real = stages.run_stage(what, name), on_the_fullest_rank(what, name)
+    assert [phase.name for phase in planned] == [phase.name for phase in real]
+    for a, b in zip(planned, real, strict=True):
+        assert [segment.total for segment in a.segments] == pytest.approx([s.total for s in b.segments], rel=1e-3)
+        assert a.cost.flops == b.cost.flops
+    place, peak = peak_of(planned)
+    assert (place, dict(peak.peak)) == (place, pytest.approx(dict(peak_of(real)[1].peak), rel=1e-2, abs=2048))
+    assert counted(planned, "sent") == counted(real, "sent")
+    assert counted(planned, "calls") == counted(real, "calls")
+
+
+@pytest.mark.parametrize(("mesh", "stage", "again", "log_probs"), CASES)
+def test_an_update_holds_and_sends_what_was_planned(mesh, stage, again, log_probs):
+    holds(case(mesh=mesh, stage=stage, checkpoint_layers=again, log_probs=log_probs), "update actor")
+
+
+@pytest.mark.parametrize("mesh", [{}, {"shard": 2}])
+@pytest.mark.parametrize("name", ["log-probs", "values", "update critic"])
+def test_the_other_stages_hold_and_send_what_was_planned(mesh, name):
+    holds(case(mesh=mesh), name)
+
+
+def test_bfloat16_passes_hold_what_was_planned():
+    holds(case(mesh={"shard": 2}, compute_dtype=torch.bfloat16), "update actor")
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_parameters_gradients_and_moments_are_an_nth_of_all(ranks):
+    what = case(mesh={"shard": ranks}, micro_batches=1)
+    total = 4 * sum(shape.numel() for shape in stages.model_of(what, "lm").shapes.values())
+    for phases in simulate(what.mesh, lambda mesh: measured(what, "update actor", mesh)):
+        after = phases[-1].segments[0].peak
+        assert after["state"] + after["gradients"] == pytest.approx(4 * total / ranks, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-7b", "llama-3.1-70b"])
+def test_a_64th_is_planned_as_one(name):
+    what = case(config=config_of(name)[1], mesh={"shard": 64})
+    model = stages.model_of(what, "lm")
+    total = sum(shape.numel() for shape in model.shapes.values())
+    assert shard_numbers(model, what) == pytest.approx(total / 64, rel=0.02)
+
+
+PROCESS = """
+import gc
+from pathlib import Path
+import attrs
+import torch
+from fppo.plan import stages
+from fppo.plan._track import Tracker
+from fppo.plan.measured import prepared
+from fppo.plan.record import peak_of
+from fppo.runtime.mesh import Mesh
+from tests.plan.cases import case, config
+
+def held(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+torch.set_num_threads(1)
+what = case(config=config(hidden_size=256, intermediate_size=1024), tokens=2048, length=256)
+small = attrs.evolve(what, config=config(num_hidden_layers=1), tokens=128)
+state, run, batch = prepared(small, "update actor", Mesh.local(), Tracker())
+run(state)  # what torch takes once
+del state, run, batch
+gc.collect()
+before = held("VmRSS")
+state, run, batch = prepared(what, "update actor", Mesh.local(), Tracker())
+Path("/proc/self/clear_refs").write_text("5")
+run(state)
+taken = held("VmHWM") - before
+planned = peak_of(stages.run_stage(what, "update actor"))[1].total
+print(planned / taken)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak of a process is read from /proc")
+def test_a_process_takes_what_was_planned():
+    """With every tensor mapped on its own: what malloc keeps of freed memory is no tensor's."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    found = subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True, env=environment, check=True)
+    assert float(found.stdout) == pytest.approx(1.0, abs=0.1)
