@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -125,24 +124,6 @@ def changed(
     return {name for name, differs in zip(params, flags.tolist(), strict=True) if differs}, digests
 
 
-def siblings(names: Iterable[str], every: Iterable[str]) -> set[str]:
-    """The names among `every` that stand beside one of `names`: engines fuse such (q, k and v; gate and up; experts),
-    and can only load them together.
-
-    >>> sorted(siblings(["h.0.attn.q.bias"], ["h.0.attn.q.bias", "h.0.attn.k.weight", "h.0.mlp.up.weight"]))
-    ['h.0.attn.k.weight', 'h.0.attn.q.bias']
-    """
-    units = {_unit(name) for name in names}
-    return {name for name in every if _unit(name) in units}
-
-
-def _unit(name: str) -> str:
-    """The module around the module that holds the parameter; around its number if it is one of a list of experts."""
-    module = name.rpartition(".")[0]
-    around = module.rpartition(".")[0] or module
-    return re.sub(r"(\.experts)\.\d+$", r"\1", around)
-
-
 def hf_weight_loader(name: str, x: Tensor) -> Iterable[tuple[str, Tensor]]:
     """The parameter under its Hugging Face name, which is what most of vLLM's models load."""
     return ((name, x),)
@@ -172,6 +153,14 @@ def dtensor_weight_loader(model_type: str, renames: Mapping[str, Rename] = RENAM
     return renames.get(model_type, hf_weight_loader)
 
 
+def targets(shapes: Mapping[str, torch.Size], rename: Rename) -> dict[str, list[str]]:
+    """The engine's names of what each parameter becomes, without the parameters."""
+    if rename is hf_weight_loader:
+        return {name: [name] for name in shapes}
+    metas = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return {name: [new for new, _ in rename(name, x)] for name, x in metas.items()}
+
+
 def renamed(buckets: Iterable[Bucket], rename: Rename) -> Iterator[Bucket]:
     """The buckets with each tensor under the names, or in the parts, that `rename` gives it."""
     if rename is hf_weight_loader:
@@ -187,6 +176,18 @@ def renamed(buckets: Iterable[Bucket], rename: Rename) -> Iterator[Bucket]:
                 tensors[new] = part
                 digests[new] = bucket.digests[name] if part is x else digest(part)
         yield Bucket(tensors, digests)
+
+
+def compare_names(expected: Iterable[str], sent: Iterable[str]) -> None:
+    """Raises SyncError that names what an engine expects and is not sent, or is sent and does not know."""
+    expected, sent = set(expected), set(sent)
+    wrong = [
+        f"{what}: {_some(sorted(names))}"
+        for what, names in (("missing", expected - sent), ("unknown", sent - expected))
+        if names
+    ]
+    if wrong:
+        raise SyncError("the engine's model takes other parameters than it would be sent; " + "; ".join(wrong))
 
 
 def compare(sent: Mapping[str, str], got: Mapping[str, str]) -> None:

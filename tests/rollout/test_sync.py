@@ -101,17 +101,6 @@ def test_what_changed_is_agreed_by_all_ranks():
         assert found == (set(params), set(), {"layers.0.weight", "layers.3.weight"}, {"layers.0.weight"})
 
 
-def test_siblings_are_what_engines_fuse():
-    model, _ = make("qwen3_moe")
-    names = list(model.shapes)
-    found = sync.siblings(["model.layers.1.self_attn.k_proj.weight"], names)
-    assert {"q_proj.weight", "v_proj.weight"} <= {".".join(name.split(".")[-2:]) for name in found}
-    assert all(name.startswith("model.layers.1.self_attn.") for name in found)
-    experts = [f"model.layers.0.mlp.experts.{i}.{part}_proj.weight" for i in range(3) for part in ("gate", "up")]
-    assert sync.siblings(experts[:1], [*experts, "lm_head.weight"]) == set(experts)
-    assert sync.siblings(["lm_head.weight"], names) == {"lm_head.weight"}
-
-
 def test_renames_and_parts():
     model, params = make("qwen3_moe", dtype=torch.float32)
     rename = sync.dtensor_weight_loader("qwen3_moe")
@@ -122,6 +111,7 @@ def test_renames_and_parts():
     assert torch.equal(tensors["model.layers.1.mlp.experts.3.up_proj.weight"], stacked[3].chunk(2)[1])
     assert torch.equal(tensors["model.norm.weight"], params["model.norm.weight"])
     assert all(digest(x) == digests[name] for name, x in tensors.items())
+    assert [name for new in sync.targets(model.shapes, rename).values() for name in new] == list(tensors)
     mine = {"mine": lambda name, x: [(f"engine.{name}", x)], **sync.RENAMES}
     first = next(renamed(reshard(params, model.shapes, bucket_bytes=1), sync.dtensor_weight_loader("mine", mine)))
     assert list(first.tensors) == [f"engine.{next(iter(params))}"]
@@ -136,3 +126,6 @@ def test_what_went_wrong_is_named():
     compare(sent, dict(sent))
     with pytest.raises(SyncError, match="missing: b; unknown: x; changed on the way: c"):
         compare(sent, {"a": "1", "x": "2", "c": "4"})
+    sync.compare_names("abc", "cab")
+    with pytest.raises(SyncError, match="missing: a; unknown: x, y"):
+        sync.compare_names("abc", "bcxy")

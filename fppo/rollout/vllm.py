@@ -1,0 +1,343 @@
+"""Generation with vLLM: the engine for throughput, on weights that are sent to it and checked.
+
+    with VllmEngine(model, pad_token_id=0, options=VllmOptions(max_model_len=2048)) as engine:
+        rollout = engine.generate(params, prompts, sampling, key, version=step)
+
+vLLM is imported when an engine starts, not before. Tokens are drawn as the embedded engine draws them, from vLLM's
+logits: the same key gives the same responses wherever the logits agree closely enough.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from fppo import models
+from fppo.batch import Prompts, Rollout
+from fppo.key import Key
+from fppo.models.model import Model
+from fppo.rollout import sync
+from fppo.rollout.engine import Sampling
+from fppo.rollout.records import check_prompts, check_stops, number_rows, rollout_of
+from fppo.rollout.sync import Bucket, Rename, SyncError
+from fppo.rollout.vllm_host import (
+    Answer,
+    EngineDied,
+    EngineFailure,
+    Host,
+    LocalHost,
+    Request,
+    VllmOptions,
+    check_installed,
+    config_directory,
+)
+from fppo.runtime.mesh import Mesh, all_reduce
+from fppo_kernels.record import Kernels
+
+__all__ = ["EngineFailure", "SyncError", "Synced", "VllmEngine", "VllmOptions"]
+
+_PROBE = 16  # tokens whose log-probs are compared after a sync
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.1}  # mean difference of a log-prob
+_TABLE = Kernels.named(log_probs="reference")
+
+
+class Synced(NamedTuple):
+    """What a sync did: the version that the engine holds now, and what was sent for it."""
+
+    version: int
+    tensors: int
+    num_bytes: int
+    seconds: float
+
+
+class _Held(NamedTuple):
+    version: int
+    leaves: dict[str, weakref.ref[Tensor]]
+    digests: dict[str, str]  # of this rank's parts, where only changes are sent
+
+
+class VllmEngine:
+    """vLLM for `model`, started here and ended by `close()`.
+
+    The engine holds the weights of one version. `generate` sends it others when the version differs, or when it is
+    given other tensors than before; every tensor's digest, and the set of names, is confirmed, and at the first sync
+    (`probe`) the log-probs of some tokens are held against the model's own. With `send="changed"` only parameters whose
+    digests differ go, those in `frozen` once. `rename` gives parameters the engine's names. On a sharded `mesh`
+    parameters are shards, and every rank's engine must be synced in the same order.
+
+    Raises ValueError without a vLLM that fppo can run on, EngineFailure if vLLM does not start or stops working, and
+    SyncError if it does not hold what it was sent; an engine that raised SyncError takes all weights at its next sync.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        pad_token_id: int,
+        mesh: Mesh | None = None,
+        options: VllmOptions | None = None,
+        bucket_bytes: int = 1 << 28,
+        rename: Rename | None = None,
+        send: Literal["all", "changed"] = "all",
+        frozen: frozenset[str] = frozenset(),
+        probe: Literal["first", "always", "never"] = "first",
+    ) -> None:
+        self._model, self._pad, self._mesh = model, pad_token_id, mesh or Mesh.local()
+        self._options = options or VllmOptions()
+        self._bucket_bytes, self._send, self._frozen, self._probe = bucket_bytes, send, frozen, probe
+        self._rename = rename or sync.dtensor_weight_loader(model.config.model_type)
+        own = model.compute_dtype or torch.float32
+        self._dtype: str = self._options.dtype or str(own).removeprefix("torch.")
+        if self._dtype not in _TOLERANCE:
+            raise ValueError(f"dtype = {self._dtype!r}: vLLM computes in one of {sorted(_TOLERANCE)}")
+        check_installed()
+        self._targets = sync.targets(model.shapes, self._rename)
+        self._held: _Held | None = None
+        self.replaced = 0  # processes that died or hung, and were replaced
+        self._probed = self._asleep = False
+        self._host: Host | None = self._start()
+
+    def __enter__(self) -> VllmEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def version(self) -> int | None:
+        """The version that the engine holds; None: none, or none that was confirmed."""
+        return None if self._held is None else self._held.version
+
+    @property
+    def limit(self) -> int:
+        """The longest prompt and response together."""
+        return self._running().limit
+
+    def generate(
+        self, params: Mapping[str, Tensor], prompts: Prompts, sampling: Sampling, key: Key, *, version: int = 0
+    ) -> Rollout:
+        """The rollout of these parameters, as `EmbeddedEngine.generate` gives it; log-probs are float32.
+
+        Raises ValueError also for a prompt and response that may outgrow vLLM's limit.
+        """
+        device = next(iter(params.values())).device
+        mask = prompts.attention_mask.bool()
+        lengths = check_prompts(mask)
+        self._check(prompts, mask, lengths, sampling)
+        row_ids = number_rows(prompts, sampling.n, torch.device("cpu"))
+        asked = [row[keep].tolist() for row, keep in zip(prompts.tokens, mask, strict=True)]
+        request = Request(
+            prompts=[prompt for prompt in asked for _ in range(sampling.n)],
+            sampling=sampling,
+            key=key,
+            row_ids=row_ids,
+        )
+        answers = self._answers(request, params, version)
+        if self._options.sleep:
+            self.sleep()
+        lasting = torch.tensor([len(answer.tokens) for answer in answers])
+        width = int(lasting.max())
+        tokens, log_probs, sampling_log_probs = (
+            pad_sequence([torch.from_numpy(x) for x in parts], batch_first=True).to(device)
+            for parts in zip(*answers, strict=True)
+        )
+        return rollout_of(
+            prompts,
+            tokens,
+            (torch.arange(width) < lasting[:, None]).to(device),
+            log_probs,
+            sampling_log_probs,
+            row_ids=row_ids.to(device),
+            sampling=sampling,
+            pad_token_id=self._pad,
+            version=version,
+        )
+
+    def log_probs(self, rows: list[list[int]], start: int = 1, *, temperature: float = 1.0) -> Tensor:
+        """What the engine gives tokens of rows of one length, from `start` on, after those before: float32 [B, T]."""
+        whole = torch.tensor(rows)
+        sampling = Sampling(max_tokens=whole.shape[1] - start, temperature=temperature)
+        prompts = [row[:start] for row in rows]
+        ids = torch.arange(len(rows))
+        answers: dict[int, Answer] = {}
+        request = Request(prompts=prompts, sampling=sampling, key=Key(0), row_ids=ids, forced=whole[:, start:])
+        self._running().generate(request, answers.__setitem__)
+        return torch.stack([torch.from_numpy(answers[row].log_probs) for row in range(len(rows))])
+
+    def sync(self, params: Mapping[str, Tensor], *, version: int) -> Synced:
+        """Makes the engine hold these parameters, under this version. On a sharded mesh every rank must call.
+
+        It sends what `send` says, whatever the engine holds already.
+        """
+        started, host = time.perf_counter(), self._running()
+        before, self._held = self._held, None  # unless all goes well, the engine holds nothing that may be used
+        sync.compare_names(self._targets, params)
+        self._wake("weights")
+        only, digests = self._wanted(params, before)
+        sent: dict[str, str] = {}
+        count = 0
+
+        def recorded() -> Iterator[Bucket]:
+            nonlocal count
+            shards = sync.reshard(
+                params,
+                self._model.shapes,
+                self._mesh,
+                bucket_bytes=self._bucket_bytes,
+                dtype=getattr(torch, self._dtype),
+                only=only,
+            )
+            for bucket in sync.renamed(shards, self._rename):
+                sent.update(bucket.digests)
+                count += sum(x.nbytes for x in bucket.tensors.values())
+                yield bucket
+
+        if only:
+            self._check_names(only)
+            got, unfilled = host.load(recorded())
+            sync.compare(sent, got)
+            if unfilled and len(only) == len(params):
+                raise SyncError(f"vLLM left parameters as they were: {unfilled[:8]}")
+        self._wake("kv_cache")
+        if self._probe == "always" or (self._probe == "first" and not self._probed):
+            self._compare_log_probs(params)
+        self._held = _Held(version, {name: weakref.ref(x) for name, x in params.items()}, digests)
+        return Synced(version, len(sent), count, time.perf_counter() - started)
+
+    def sleep(self) -> None:
+        """Gives vLLM's memory for weights and cache back; the next rollout takes it again and is sent all weights.
+
+        Raises ValueError unless the engine was started with `sleep=True`.
+        """
+        if not self._options.sleep:
+            raise ValueError("the engine cannot sleep: start it with sleep = True, on a GPU")
+        if not self._asleep:
+            self._running().sleep()
+        self._asleep, self._held = True, None
+
+    def close(self) -> None:
+        """Ends vLLM. Idempotent."""
+        host, self._host, self._held = self._host, None, None
+        if host is not None:
+            host.close()
+
+    def _start(self) -> Host:
+        remote = self._model.trust_remote_code
+        with config_directory(self._model.config, trust_remote_code=remote) as path:
+            if self._options.process:
+                from fppo.rollout.vllm_process import ProcessHost
+
+                return ProcessHost(path, self._options, dtype=self._dtype, trust_remote_code=remote)
+            return LocalHost(path, self._options, dtype=self._dtype, trust_remote_code=remote)
+
+    def _running(self) -> Host:
+        if self._host is None:
+            raise ValueError("the engine is closed")
+        return self._host
+
+    def _check(self, prompts: Prompts, mask: Tensor, lengths: list[int], sampling: Sampling) -> None:
+        size = self._model.config.vocab_size
+        check_stops(sampling, size)
+        if int(prompts.tokens.where(mask, 0).max()) >= size:
+            raise ValueError(f"prompts hold tokens beyond the model's vocabulary of {size} tokens")
+        if max(lengths) + sampling.max_tokens > self.limit:
+            raise ValueError(
+                f"the longest prompt has {max(lengths)} tokens; with max_tokens = {sampling.max_tokens} a row may "
+                f"reach {max(lengths) + sampling.max_tokens}, but vLLM was started for max_model_len = {self.limit}: "
+                "raise that, lower max_tokens or leave long prompts out"
+            )
+
+    def _stale(self, params: Mapping[str, Tensor], version: int) -> bool:
+        held = self._held
+        if held is None or held.version != version or held.leaves.keys() != params.keys():
+            return True
+        return any(held.leaves[name]() is not x for name, x in params.items())
+
+    def _answers(self, request: Request, params: Mapping[str, Tensor], version: int) -> list[Answer]:
+        """All rows' answers. A process that dies is replaced, and asked for the rows that it left."""
+        answers: dict[int, Answer] = {}
+        for left in range(self._options.restarts, -1, -1):
+            rows = [row for row in range(len(request.prompts)) if row not in answers]
+            try:
+                if self._stale(params, version):
+                    self.sync(params, version=version)
+                self._running().generate(request.part(rows), lambda i, x, rows=rows: answers.__setitem__(rows[i], x))
+                return [answers[row] for row in range(len(request.prompts))]
+            except EngineDied as error:
+                self._held = None
+                if not left or self._mesh.sharded:
+                    raise
+                warnings.warn(
+                    f"{error}; {len(answers)} of {len(request.prompts)} rows are done, a new one goes on",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+                self.replaced += 1
+                self._running().close()
+                self._host, self._asleep = self._start(), False
+        raise AssertionError
+
+    def _wanted(self, params: Mapping[str, Tensor], before: _Held | None) -> tuple[list[str], dict[str, str]]:
+        """The parameters to send, and the digests to compare with next time."""
+        if self._send == "all":
+            return list(params), {}
+        last = {} if before is None else before.digests
+        if self._mesh.sharded:  # one rank's engine may have lost what the others hold
+            flag = torch.tensor(float(not last), device=next(iter(params.values())).device)
+            last = {} if float(all_reduce(flag, self._mesh["shard"])) else last
+        names, digests = sync.changed(params, last, self._mesh, frozen=self._frozen)
+        together = {name: module for module, own in self._running().names().items() for name in own}
+        modules = {together.get(new) for name in names for new in self._targets[name]}
+        # what vLLM fuses it loads together; what it does not name, it may have fused
+        return [
+            n for n in params if names and any(together.get(x) in {None, *modules} for x in self._targets[n])
+        ], digests
+
+    def _check_names(self, only: list[str]) -> None:
+        """Raises SyncError unless vLLM's modules are loaded from just these, each of them whole."""
+        sent = {new for name in only for new in self._targets[name]}
+        modules = [set(own) for own in self._running().names().values()]
+        if len(only) < len(self._targets):
+            modules = [own for own in modules if own & sent]
+        sync.compare_names(set().union(*modules), {name for name in sent if ".experts." not in name})
+
+    def _wake(self, part: str) -> None:
+        if self._asleep:
+            self._running().wake(part)
+            self._asleep = part != "kv_cache"
+
+    @torch.no_grad()
+    def _compare_log_probs(self, params: Mapping[str, Tensor]) -> None:
+        """Raises SyncError if the engine does not give tokens the log-probs that the model gives them."""
+        if self._mesh.sharded:  # no rank holds the model; the rollouts' log-probs are compared at every step
+            return
+        count = min(_PROBE, self.limit)
+        uniforms = Key(0).fold("probe").uniform(torch.zeros(1, dtype=torch.int64), count)[0]
+        tokens = (uniforms * self._model.config.vocab_size).long()
+        start = max(count // 2, 1)
+        theirs = self.log_probs([tokens.tolist()], start)[0]
+        device = next(iter(params.values())).device
+        attend = models.padded_attention(torch.ones(1, count, dtype=torch.bool, device=device))
+        tokens = tokens.to(device)
+        hidden = models.hidden_states(
+            self._model, dict(params), tokens, torch.arange(count, device=device), attend=attend
+        )
+        head = models.output_head(self._model, dict(params))
+        ours = _TABLE.log_probs(
+            hidden[start - 1 : -1], head.weight, tokens[start:], bias=head.bias, softcap=head.softcap, scale=head.scale
+        ).log_probs
+        gap = float((ours.cpu() - theirs).abs().mean())
+        tolerance = _TOLERANCE[self._dtype]
+        if not gap <= tolerance:
+            raise SyncError(
+                f"after the sync vLLM's log-probs of {len(theirs)} tokens lie {gap:.2g} from the model's, on average; "
+                f"{tolerance} is allowed: vLLM runs this model otherwise, or did not take all weights in"
+            )
+        self._probed = True

@@ -1,0 +1,298 @@
+"""vLLM in a process of its own: weights go through shared memory, and a process that dies or hangs is noticed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fppo.rollout.sync import Bucket, SyncError
+from fppo.rollout.vllm_host import Answer, EngineDied, EngineFailure, LocalHost, Request, VllmOptions, check_installed
+
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from fppo.rollout.vllm_process import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+_ALIGN = 64
+_BEAT = 0.5  # seconds between two signs of life
+_GRACE = 10.0  # seconds to end in before it is killed
+_FROM_THERE = (EngineFailure, SyncError, ValueError)  # errors that the process sends when it is ready for more
+_ERRORS = {kind.__name__: kind for kind in _FROM_THERE}
+# vLLM sets its own threads; and it is no rank of the trainer's group
+_UNSET = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class ProcessHost:
+    """A `Host` whose vLLM is in another process. Raises EngineDied, from any method, once that is gone or hangs."""
+
+    def __init__(self, path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bool) -> None:
+        check_installed()
+        self._options = options
+        self._memory = _Memory(os.memfd_create("fppo-weights"))
+        ours, theirs = Pipe()
+        paths = [os.getcwd() if entry == "" else entry for entry in sys.path]
+        self._connection = ours
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _START, str(theirs.fileno()), str(self._memory.file), json.dumps(paths)],
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            pass_fds=(theirs.fileno(), self._memory.file),
+            start_new_session=True,
+            env={name: value for name, value in os.environ.items() if name not in _UNSET},
+        )
+        theirs.close()
+        self._finalizer = weakref.finalize(self, _end, self._process, ours)
+        try:
+            asked = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+            self.limit = int(self._ask("start", path, options, asked, patience=options.start_patience))
+        except BaseException:
+            self.close()
+            raise
+
+    def names(self) -> dict[str, list[str]]:
+        """As `LocalHost.names`."""
+        return self._ask("names")
+
+    def load(self, buckets: Iterable[Bucket]) -> tuple[dict[str, str], list[str]]:
+        """As `LocalHost.load`, one bucket after the other through one piece of shared memory."""
+        patience = self._options.start_patience
+        self._send("load")
+        try:
+            for bucket in buckets:
+                self._send("bucket", self._memory.put(bucket.tensors))
+                if self._hear(patience)[0] != "taken":
+                    raise EngineFailure("the process of vLLM answers out of turn")
+        finally:  # it is told even if a bucket could not be made
+            self._send("end")
+            result = self._result(patience)
+        return result
+
+    def generate(self, request: Request, done: Callable[[int, Answer], None]) -> None:
+        """As `LocalHost.generate`; `done` is called as rows end, so what it was given outlives the process."""
+        self._send("generate", request)
+        ended = False
+        try:
+            while not ended:
+                kind, *rest = self._hear(self._options.patience)
+                if kind == "row":
+                    done(rest[0], Answer(*rest[1]))
+                ended = kind == "result"
+        except _FROM_THERE:
+            raise
+        except BaseException:  # an interruption here: the rest of its answers has no reader
+            self.close()
+            raise
+
+    def sleep(self) -> None:
+        """As `LocalHost.sleep`."""
+        self._ask("sleep")
+
+    def wake(self, part: str) -> None:
+        """As `LocalHost.wake`."""
+        self._ask("wake", part)
+
+    def close(self) -> None:
+        """Ends the process and frees what it shares with this one."""
+        self._finalizer()
+        self._memory.close()
+
+    def _ask(self, *message: Any, patience: float | None = None) -> Any:
+        self._send(*message)
+        return self._result(patience or self._options.patience)
+
+    def _result(self, patience: float) -> Any:
+        kind, *rest = self._hear(patience)
+        if kind != "result":
+            raise EngineFailure(f"the process of vLLM answers out of turn: {kind}")
+        return rest[0]
+
+    def _send(self, *message: Any) -> None:
+        try:
+            self._connection.send_bytes(pickle.dumps(message))
+        except OSError as error:
+            raise self._died() from error
+
+    def _hear(self, patience: float) -> tuple[Any, ...]:
+        """The next message that is not a mere sign of life; an error there is raised here."""
+        while True:
+            try:
+                if not self._connection.poll(patience):
+                    _end(self._process, self._connection, grace=0)
+                    raise EngineDied(f"the process of vLLM gave no sign of life for {patience:g} s (setting: patience)")
+                message = pickle.loads(self._connection.recv_bytes())
+            except (EOFError, OSError) as error:
+                raise self._died() from error
+            if message[0] == "error":
+                raise _ERRORS.get(message[1], EngineFailure)(message[2])
+            if message[0] != "alive":
+                return message
+
+    def _died(self) -> EngineDied:
+        try:
+            code = self._process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            return EngineDied("the process of vLLM closed its connection")
+        reason = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+        hint = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
+        return EngineDied(f"the process of vLLM ended {reason}{hint}")
+
+
+class _Memory:
+    """A file in memory that both processes map; it grows to its largest bucket."""
+
+    def __init__(self, file: int) -> None:
+        self.file = file
+        self._map: mmap.mmap | None = None
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def put(self, tensors: dict[str, Tensor]) -> list[tuple[str, torch.dtype, torch.Size, int]]:
+        """Copies the tensors in; where each of them is."""
+        places, end = [], 0
+        for name, x in tensors.items():
+            places.append((name, x.dtype, x.shape, end))
+            end += -(-x.nbytes // _ALIGN) * _ALIGN
+        if end > len(self._bytes):
+            os.ftruncate(self.file, end)
+            self._remap(end)
+        for name, dtype, shape, start in places:
+            self._view(dtype, shape, start).copy_(tensors[name])
+        return places
+
+    def get(self, places: list[tuple[str, torch.dtype, torch.Size, int]]) -> dict[str, Tensor]:
+        """Copies of the tensors, for the memory holds others next."""
+        size = os.fstat(self.file).st_size
+        if size > len(self._bytes):
+            self._remap(size)
+        return {name: self._view(dtype, shape, start).clone() for name, dtype, shape, start in places}
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        if self.file >= 0:
+            self._unmap()
+            os.close(self.file)
+            self.file = -1
+
+    def _view(self, dtype: torch.dtype, shape: torch.Size, start: int) -> Tensor:
+        size = shape.numel() * dtype.itemsize
+        return self._bytes[start : start + size].view(dtype).view(shape)
+
+    def _remap(self, size: int) -> None:
+        self._unmap()
+        self._map = mmap.mmap(self.file, size)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def _unmap(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        if self._map is not None:
+            with contextlib.suppress(BufferError):  # a tensor of it is still alive: then it goes with that
+                self._map.close()
+            self._map = None
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection, grace: float = _GRACE) -> None:
+    """Ends the process and what it started."""
+    with contextlib.suppress(OSError):
+        connection.close()  # which asks it to end
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(grace)
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def main(connection: int, memory: int) -> None:
+    """Serves one `ProcessHost`, in a process started for that, until its connection closes."""
+    server = _Server(Connection(connection), _Memory(memory))
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            server.serve()
+    sys.stderr.flush()
+    os._exit(0)  # vLLM's threads and libraries have nothing to save
+
+
+class _Server:
+    """What runs beside vLLM."""
+
+    def __init__(self, connection: Connection, memory: _Memory) -> None:
+        self._connection, self._memory = connection, memory
+        self._host: LocalHost | None = None
+        self._said = 0.0
+
+    def serve(self) -> None:
+        """Answers one request. What goes wrong is sent; a lost connection is raised."""
+        request = self._next()
+        try:
+            result = getattr(self, request[0])(*request[1:])
+        except (EOFError, ConnectionError):
+            raise
+        except Exception as error:
+            kind = next((base.__name__ for base in type(error).__mro__ if base.__name__ in _ERRORS), "EngineFailure")
+            known = isinstance(error, tuple(_ERRORS.values()))
+            self._say("error", kind, str(error) if known else "".join(traceback.format_exception(error)))
+        else:
+            self._say("result", result)
+
+    def start(self, path: str, options: VllmOptions, rest: dict[str, Any]) -> int:
+        """Starts vLLM; the longest prompt and response together."""
+        self._host = LocalHost(path, options, **rest)
+        return self._host.limit
+
+    def names(self) -> dict[str, list[str]]:
+        return self._running.names()
+
+    def load(self) -> tuple[dict[str, str], list[str]]:
+        buckets = self._buckets()
+        try:
+            return self._running.load(buckets)
+        finally:  # after an error too, all that is sent is taken
+            for _ in buckets:
+                pass
+
+    def generate(self, request: Request) -> None:
+        for row, answer in self._running.answers(request):
+            if answer is not None:
+                self._say("row", row, tuple(answer))
+            elif time.monotonic() - self._said > _BEAT:
+                self._say("alive")
+
+    def sleep(self) -> None:
+        self._running.sleep()
+
+    def wake(self, part: str) -> None:
+        self._running.wake(part)
+
+    @property
+    def _running(self) -> LocalHost:
+        if self._host is None:
+            raise EngineFailure("vLLM has not started")
+        return self._host
+
+    def _buckets(self) -> Iterator[Bucket]:
+        while True:
+            kind, *rest = self._next()
+            if kind == "end":
+                return
+            tensors = self._memory.get(rest[0])
+            self._say("taken")
+            yield Bucket(tensors, {})
+
+    def _next(self) -> tuple[Any, ...]:
+        return pickle.loads(self._connection.recv_bytes())
+
+    def _say(self, *message: Any) -> None:
+        self._said = time.monotonic()
+        self._connection.send_bytes(pickle.dumps(message))

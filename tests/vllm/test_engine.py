@@ -1,0 +1,119 @@
+"""Where vLLM's engine has limits of its own, and what becomes of a process that ends."""
+
+import copy
+import os
+import signal
+
+import pytest
+import torch
+
+from fppo import models, tree
+from fppo.key import Key
+from fppo.rollout.embedded import EmbeddedEngine
+from fppo.rollout.engine import Sampling
+from fppo.rollout.vllm import EngineFailure, VllmEngine, VllmOptions
+from fppo.rollout.vllm_host import EngineDied
+from fppo_kernels.record import Kernels
+from tests.rollout.test_embedded import make_prompts
+from tests.vllm.conftest import start
+from tests.vllm.families import make
+
+LONG = Sampling(n=2, max_tokens=110, temperature=1.2)
+
+
+def expected(params, sampling=LONG):
+    engine = EmbeddedEngine(model=make("qwen2")[0], kernels=Kernels.named(), pad_token_id=0)
+    return engine.generate(params, make_prompts(), sampling, Key(1), version=3)
+
+
+def test_limits_name_their_setting(qwen2):
+    engine, _ = qwen2
+    _, params = make("qwen2")
+    assert engine.limit == 128
+    with pytest.raises(ValueError, match=r"longest prompt has 7 tokens; .* 129, .* max_model_len = 128: raise that"):
+        engine.generate(params, make_prompts(), Sampling(max_tokens=122), Key(0))
+    engine.generate(params, make_prompts(), Sampling(max_tokens=121), Key(0))
+    prompts = make_prompts()
+    wrong = tree.replace(prompts, tokens=prompts.tokens.where(prompts.tokens != int(prompts.tokens[0, -1]), 61))
+    with pytest.raises(ValueError, match="tokens beyond the model's vocabulary of 61"):
+        engine.generate(params, wrong, Sampling(max_tokens=3), Key(0))
+    with pytest.raises(ValueError, match="cannot sleep"):
+        engine.sleep()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_gb": 1e-5, "max_model_len": 128}, r"cache_gb = 1e-05, .*max_model_len = 128"),
+        ({"cache_gb": 1e6}, r"cache_gb = 1000000.0"),
+        ({"max_model_len": 4096}, r"max_model_len = 4096"),
+        ({"sleep": True}, "sleep = True: vLLM's CPU build"),
+        ({"extra": {"no_such_argument": 1}}, "no_such_argument"),
+    ],
+    ids=["small-cache", "large-cache", "length", "sleep", "extra"],
+)
+def test_a_start_that_fails_says_why(options, message):
+    with pytest.raises(EngineFailure, match=message):
+        start(options=options)
+
+
+def test_a_closed_engine_says_so():
+    engine, _ = start()
+    engine.close()
+    engine.close()
+    with pytest.raises(ValueError, match="the engine is closed"):
+        engine.generate(make("qwen2")[1], make_prompts(), LONG, Key(0))
+
+
+def test_an_architecture_that_it_does_not_know():
+    config = copy.deepcopy(make("qwen2")[0].config)
+    config.architectures = ["NoSuchForCausalLM"]
+    with pytest.raises(EngineFailure, match="NoSuchForCausalLM"):
+        VllmEngine(models.build(config), pad_token_id=0, options=VllmOptions(cache_gb=0.05))
+
+
+def interrupt_after(host, rows, number, seen):
+    """Sends the signal to the host's process once it has answered some rows."""
+    generate = host.generate
+
+    def interrupted(request, done):
+        def counted(row, answer):
+            done(row, answer)
+            seen.append(row)
+            if len(seen) == rows:
+                os.kill(host._process.pid, number)
+
+        generate(request, counted)
+
+    host.generate = interrupted
+
+
+def test_a_process_that_dies_or_hangs_costs_no_finished_row():
+    engine, _ = start(options={"process": True, "patience": 2.0, "max_rows": 2})
+    _, params = make("qwen2", seed=4)
+    whole = expected(params)
+    with engine:
+        for number, reason in ((signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "no sign of life for 2 s")):
+            seen: list[int] = []
+            interrupt_after(engine._host, 4, number, seen)
+            with pytest.warns(RuntimeWarning, match=rf"{reason}.* of 12 rows are done, a new one goes on"):
+                rollout = engine.generate(params, make_prompts(), LONG, Key(1), version=3)
+            assert 4 <= len(seen) < 12
+            assert torch.equal(rollout.tokens, whole.tokens)
+            assert rollout.finish == whole.finish
+        assert engine.replaced == 2
+        process = engine._host._process
+    assert process.poll() == 0
+
+
+def test_a_process_that_keeps_dying_ends_the_run():
+    engine, _ = start(options={"process": True, "restarts": 0})
+    with engine:
+        os.kill(engine._host._process.pid, signal.SIGKILL)
+        with pytest.raises(EngineDied, match="SIGKILL, perhaps for want of memory"):
+            engine.generate(make("qwen2")[1], make_prompts(), LONG, Key(1))
+
+
+def test_a_process_that_does_not_start_says_why():
+    with pytest.raises(EngineFailure, match="cache_gb = 1e-05"):
+        start(options={"process": True, "cache_gb": 1e-5, "max_model_len": 128})

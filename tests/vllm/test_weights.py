@@ -1,0 +1,160 @@
+"""What vLLM holds is what the trainer has: after every sync, and after none that went wrong."""
+
+import attrs
+import pytest
+import torch
+
+from fppo import models
+from fppo.key import Key
+from fppo.rollout import sync
+from fppo.rollout.engine import Sampling
+from fppo.rollout.sync import SyncError
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import Mesh, Sharding
+from fppo.runtime.simulate import simulate
+from tests.rollout.test_embedded import make_prompts
+from tests.vllm.conftest import start
+from tests.vllm.families import make
+
+ROWS = [[5, 6, 7, 40, 60, 0, 1, 12, 9, 33], [59, 58, 3, 3, 3, 17, 22, 9, 41, 8]]
+
+
+def trainer_log_probs(model, params, rows=ROWS):
+    tokens = torch.tensor(rows)
+    attend = models.padded_attention(torch.ones(1, tokens.shape[1], dtype=torch.bool))
+    head = models.output_head(model, params)
+    found = []
+    for row in tokens:
+        hidden = models.hidden_states(model, params, row, torch.arange(len(row)), attend=attend)
+        logits = hidden[:-1] @ head.weight.T
+        found.append(logits.log_softmax(-1).gather(1, row[1:, None])[:, 0])
+    return torch.stack(found)
+
+
+def gap(engine, model, params, start=1):
+    return float((engine.log_probs(ROWS, start) - trainer_log_probs(model, params)[:, start - 1 :]).abs().max())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen2-tied", "gpt2"])
+def test_after_every_sync_log_probs_are_the_trainers(name):
+    engine, model = start(name)
+    with engine:
+        for version in range(3):
+            _, params = make(name, seed=version)
+            done = engine.sync(params, version=version)
+            assert (done.version, done.tensors) == (version, len(params))
+            assert done.num_bytes == sum(x.nbytes for x in params.values())
+            assert engine.version == version
+            assert gap(engine, model, params) < 1e-5
+            assert gap(engine, model, params, start=6) < 1e-5
+        half = {key: x.bfloat16() for key, x in params.items()}
+        engine.sync(half, version=3)
+        assert gap(engine, model, {key: x.float() for key, x in half.items()}) < 1e-5
+
+
+def test_a_dropped_or_renamed_tensor_is_named_whichever_it_is(qwen2):
+    engine, model = qwen2
+    _, params = make("qwen2", seed=9)
+    for name in params:
+        rest = {key: x for key, x in params.items() if key != name}
+        with pytest.raises(SyncError, match=rf"missing: {name}$"):
+            engine.sync(rest, version=1)
+        with pytest.raises(SyncError, match=rf"missing: {name}; unknown: {name}2$"):
+            engine.sync({**rest, f"{name}2": params[name]}, version=1)
+        assert engine.version is None
+    engine.sync(params, version=1)
+    assert gap(engine, model, params) < 1e-5
+
+
+def test_a_renaming_that_does_not_fit_is_named():
+    engine, _ = start(rename=lambda name, x: [] if name.endswith("k_proj.bias") else [(name.replace("up_", "op_"), x)])
+    with engine, pytest.raises(SyncError, match=r"missing: model.layers.0.mlp.up_proj.weight, .*unknown: .*op_proj"):
+        engine.sync(make("qwen2")[1], version=0)
+
+
+def test_tensors_under_each_others_names_are_noticed():
+    """All names and digests are right; the log-probs are not."""
+
+    def swapped(name, x):
+        other = {"q_proj": "o_proj", "o_proj": "q_proj"}
+        part = name.split(".")[-2]
+        return [(name.replace(part, other.get(part, part)) if name.endswith("weight") else name, x)]
+
+    engine, _ = start(rename=swapped)
+    with engine, pytest.raises(SyncError, match=r"log-probs of 8 tokens lie .* from the model's"):
+        engine.sync(make("qwen2")[1], version=0)
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_what_changes_on_the_way_is_named_and_the_next_sync_mends_it(process, monkeypatch):
+    engine, model = start(options={"process": process})
+    with engine:
+        _, params = make("qwen2", seed=1)
+        engine.sync(params, version=1)
+        load = engine._host.load
+        wrong = "model.layers.1.mlp.gate_proj.weight"
+
+        def damaged(buckets):
+            for bucket in buckets:
+                tensors = dict(bucket.tensors)
+                if wrong in tensors:
+                    tensors[wrong] = tensors[wrong].clone()
+                    tensors[wrong][3, 5] += 1e-6
+                yield sync.Bucket(tensors, bucket.digests)
+
+        def lost(buckets):
+            for bucket in buckets:
+                yield sync.Bucket({k: x for k, x in bucket.tensors.items() if k != wrong}, bucket.digests)
+
+        for harm, message in ((damaged, "changed on the way"), (lost, "missing")):
+            monkeypatch.setattr(engine._host, "load", lambda buckets, harm=harm: load(harm(buckets)))
+            with pytest.raises(SyncError, match=f"{message}: {wrong}$"):
+                engine.sync(params, version=2)
+            assert engine.version is None
+        monkeypatch.undo()
+        engine.sync(params, version=2)
+        assert gap(engine, model, params) < 1e-5
+
+
+def test_only_what_changed_is_sent_with_what_vllm_fuses_it_with():
+    frozen = frozenset({"model.embed_tokens.weight"})
+    engine, model = start(send="changed", frozen=frozen)
+    with engine:
+        _, params = make("qwen2", seed=1)
+        assert engine.sync(params, version=0).tensors == len(params)
+        assert engine.sync(params, version=1).tensors == 0
+        later = dict(params)
+        later["model.layers.0.self_attn.k_proj.bias"] = params["model.layers.0.self_attn.k_proj.bias"] + 1
+        later["model.norm.weight"] = params["model.norm.weight"] * 2
+        assert engine.sync(later, version=2).tensors == 7  # q, k, v weights and biases; the norm
+        assert gap(engine, model, later) < 1e-5
+        ignored = {**later, "model.embed_tokens.weight": params["model.embed_tokens.weight"] * 2}
+        assert engine.sync(ignored, version=3).tensors == 0
+        assert gap(engine, model, later) < 1e-5
+
+
+def test_shards_are_synced_bucket_by_bucket():
+    engine, model = start()
+    _, params = make("qwen2", seed=3)
+
+    def run(mesh: Mesh):
+        mesh = attrs.evolve(mesh, sharding=Sharding())
+        shards = fsdp.shard(params, mesh)
+        if mesh["shard"].rank:
+            return len(list(sync.reshard(shards, model.shapes, mesh, bucket_bytes=1 << 15, dtype=torch.float32)))
+        engine._mesh, engine._bucket_bytes = mesh, 1 << 15
+        return engine.sync(shards, version=4)
+
+    with engine:
+        done, buckets = simulate({"shard": 2}, run)
+        assert buckets > 10
+        assert done.tensors == len(params)
+        assert gap(engine, model, params) < 1e-5
+
+
+def test_other_tensors_under_the_same_version_are_not_overlooked(qwen2):
+    engine, model = qwen2
+    for seed in (1, 2):
+        _, params = make("qwen2", seed=seed)
+        engine.generate(params, make_prompts(), Sampling(max_tokens=2), Key(0), version=7)
+        assert gap(engine, model, params) < 1e-5
