@@ -1,0 +1,310 @@
+"""A training step on shards beside torch's own fully_shard (FSDP2): seconds, bytes on the wire, and memory, as ratios.
+
+    python experiments/bench/fsdp.py                              # 2 processes; --ranks 4 for four
+    python experiments/bench/fsdp.py --sizes 50M --dtype bfloat16
+
+Both sides train one Llama on the same rows (no padding) in gloo processes of one thread each: micro-batches, forward
+and backward passes, gradients reduced in float32, clipping by the global norm, AdamW (torch's fused kernel). Their
+steps run in turn in the same processes; medians of the slowest rank. fully_shard wraps every layer and the root, and
+reshards after the forward pass. "same loss" has both take the naive log-probs and entropy, "as they are" each its own:
+ours the chunked kernel. The peaks are of processes of their own that run one side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fppo import losses, models
+from fppo.batch import Column, Experience
+from fppo.key import Key
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import Mesh, Sharding
+from fppo.runtime.watch import watched, wire_bytes
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizer import Optimizer
+from fppo.steps.train_state import init_state
+from fppo.steps.update import update_actor
+from fppo_kernels.log_probs.reference import reference
+from fppo_kernels.record import Kernels
+
+SIZES = {"16M": (384, 6, 8192), "50M": (512, 8, 32000), "110M": (768, 12, 32000)}  # width, layers, vocabulary
+ROWS, LENGTH, MICRO = 4, 128, 2  # rows of a rank, tokens of a row, rows of a micro-batch
+LR, CLIP = 1e-4, 1.0
+# a word of the operator's name: the collective, and which argument is the whole
+COLLECTIVES = {"gather": ("all_gather", 0), "scatter": ("reduce_scatter", 1), "allreduce": ("all_reduce", 0)}
+Step = Callable[[], Any]
+
+
+def llama(size: str) -> LlamaConfig:
+    """A Llama with tied embeddings."""
+    width, layers, vocabulary = SIZES[size]
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=2048 if width > 384 else 1024,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+    )
+
+
+def rows_of(rank: int, vocabulary: int) -> Experience:
+    """This rank's rows, whole: a prompt of one token, and a response."""
+    tokens = torch.randint(1, vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(rank))
+    seen, blank = torch.ones(ROWS, LENGTH - 1, dtype=torch.bool), Column([None] * ROWS)
+    ones = torch.ones(ROWS, LENGTH - 1)
+    return Experience(
+        tokens=tokens,
+        attention_mask=torch.ones_like(tokens, dtype=torch.bool),
+        response_mask=seen,
+        rollout_log_probs=-ones,
+        sampling_log_probs=-ones,
+        row_ids=torch.arange(ROWS) + rank * ROWS,
+        groups=torch.arange(ROWS),
+        versions=torch.zeros(ROWS, dtype=torch.int64),
+        finish=blank,
+        ids=blank,
+        ground_truth=blank,
+        source=blank,
+        extras=blank,
+        scores=torch.ones(ROWS),
+        named_scores={},
+        old_log_probs=-ones,
+        token_rewards=ones,
+        advantages=ones,
+        returns=ones,
+    )
+
+
+def ours(mesh: Mesh, config: LlamaConfig, dtype: torch.dtype | None, kernel: str, rows: Experience) -> Step:
+    """`update_actor` with the policy gradient of advantages 1: the sum of log-probs over all tokens of all ranks."""
+    model = models.build(config, compute_dtype=dtype)
+    states = [init_state(fsdp.shard(models.init_params(model, Key(0)), mesh))]
+    update = partial(
+        update_actor,
+        model=model,
+        loss_fn=losses.gpg,
+        optimizer=Optimizer(schedule=lambda step: LR, max_grad_norm=CLIP),
+        kernels=Kernels.named(log_probs=kernel),
+        mesh=mesh,
+        mini_batch_size=ROWS * mesh["shard"].size,
+        micro_batching=MicroBatching(size=MICRO),
+        on_policy=True,
+        donate=True,
+    )
+
+    def step() -> float:
+        state, report = update(states.pop(), rows)
+        states.append(state)
+        return float(report["actor/grad_norm"].total)  # type: ignore[union-attr]
+
+    return step
+
+
+class Policy(nn.Module):
+    """Log-probs of each token after the first; `fully_shard` gathers the head with the root."""
+
+    def __init__(self, net: LlamaForCausalLM, naive: bool) -> None:
+        super().__init__()
+        self.net, self.naive = net, naive
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.net.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
+        if self.naive:  # with the entropy that update_actor logs
+            return reference(hidden.flatten(0, 1), self.net.lm_head.weight, tokens[:, 1:].flatten(), entropy=True)[
+                0
+            ].clone()
+        logits = self.net.lm_head(hidden).float()
+        return torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None]).squeeze(-1).clone()  # it wants no views
+
+
+def peer(ranks: int, config: LlamaConfig, dtype: torch.dtype | None, naive: bool, rows: Experience) -> Step:
+    """The same with fully_shard, autograd and torch.optim.AdamW."""
+    torch.manual_seed(0)
+    model = models.build(config)
+    net = LlamaForCausalLM(config)
+    net.load_state_dict(models.init_params(model, Key(0)), strict=False)
+    net.tie_weights()
+    net.config._attn_implementation = "sdpa"
+    policy, grid = Policy(net, naive), init_device_mesh("cpu", (ranks,))
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in net.model.layers:
+        fully_shard(layer, mesh=grid, reshard_after_forward=True, mp_policy=precision)
+    fully_shard(policy, mesh=grid, mp_policy=precision)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.999), weight_decay=0.01, fused=True)
+    total = ranks * ROWS * (LENGTH - 1)
+
+    def step() -> float:
+        for part in rows.tokens.split(MICRO):
+            (-policy(part).sum() * ranks / total).backward()  # fully_shard averages over ranks
+        norm = nn.utils.clip_grad_norm_(policy.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    return step
+
+
+class Sent(TorchDispatchMode):
+    """Counts the bytes that collectives put on the wire."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks, self.bytes = ranks, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        for word, (op, place) in COLLECTIVES.items():
+            if name.startswith("c10d::") and word in name:
+                whole = args[place] if isinstance(args[place], Tensor) else args[place][0]
+                self.bytes += wire_bytes(op, whole.numel() * whole.element_size(), self.ranks)
+        return func(*args, **(kwargs or {}))
+
+
+def _status(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+
+
+def _trim() -> None:
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def timed(step: Step) -> float:
+    """Seconds of the slowest rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    seconds = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def compare(mesh: Mesh, size: str, dtype: torch.dtype | None, repeats: int) -> dict[str, Any]:
+    """Seconds and bytes of both sides, in turn, and that they do the same."""
+    config, ranks = llama(size), mesh["shard"].size
+    rows = rows_of(mesh["shard"].rank, config.vocab_size)
+    seen, watch = watched(mesh)
+    found: dict[str, Any] = {}
+    for variant, kernel in (("same loss", "reference"), ("as they are", "chunked")):
+        sides = {
+            "ours": ours(seen, config, dtype, kernel, rows),
+            "fully_shard": peer(ranks, config, dtype, kernel == "reference", rows),
+        }
+        before = watch.traffic()["shard"].bytes
+        norms = [sides["ours"]()]
+        sent = {"ours": watch.traffic()["shard"].bytes - before}
+        with Sent(ranks) as counted:
+            norms.append(sides["fully_shard"]())
+        sent["fully_shard"] = counted.bytes
+        runs = {name: [] for name in sides}
+        for _ in range(repeats):
+            for name, step in sides.items():
+                runs[name].append(timed(step))
+        seconds = {name: statistics.median(each) for name, each in runs.items()}
+        found[variant] = {"seconds": seconds, "bytes": sent, "grad_norm": norms}
+        del sides
+        _trim()
+    return found
+
+
+def peak(mesh: Mesh, side: str, size: str, dtype: torch.dtype | None) -> dict[str, float]:
+    """MiB of one side at rest after a step, and at the peak of the next, beyond what the process had before."""
+    config, rank = llama(size), mesh["shard"].rank
+    rows = rows_of(rank, config.vocab_size)
+    _trim()
+    before = _status("VmRSS")
+    if side == "ours":
+        step = ours(mesh, config, dtype, "reference", rows)
+    else:
+        step = peer(mesh["shard"].size, config, dtype, True, rows)
+    step()
+    _trim()
+    rest = _status("VmRSS") - before
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    step()
+    return {"rest": rest, "peak": _status("VmHWM") - before}
+
+
+def _rank(rank: int, ranks: int, directory: str, work: Callable[[Mesh], Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=ranks)
+    mesh = Mesh.of(init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",)))
+    found = work(attrs.evolve(mesh, sharding=Sharding()))
+    every: list[Any] = [None] * ranks
+    dist.all_gather_object(every, found)
+    if rank == 0:
+        Path(directory, "found.json").write_text(json.dumps(every))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_ranks(ranks: int, work: Callable[[Mesh], Any]) -> list[Any]:
+    """What `work` finds on every rank."""
+    with tempfile.TemporaryDirectory() as directory:
+        mp.start_processes(_rank, (ranks, directory, work), nprocs=ranks, start_method="spawn")  # type: ignore[attr-defined]
+        return json.loads(Path(directory, "found.json").read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sizes", nargs="+", default=["50M", "110M"], choices=SIZES)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the numbers here too")
+    given = parser.parse_args()
+    dtype = None if given.dtype == "float32" else torch.bfloat16
+    rows: list[dict[str, Any]] = []
+    print(f"{given.ranks} processes, {given.dtype}, torch {torch.__version__}")
+    print(f"{'':<22}{'ours':>10}{'fully_shard':>13}{'ratio':>8}")
+    for size in given.sizes:
+        found = on_ranks(given.ranks, partial(compare, size=size, dtype=dtype, repeats=given.repeats))[0]
+        for variant, numbers in found.items():
+            _line(f"{size} {variant}", numbers["seconds"], "s")
+        _line(f"{size} sent per step", {k: v / 2**20 for k, v in found["same loss"]["bytes"].items()}, "MiB")
+        peaks = {
+            side: on_ranks(given.ranks, partial(peak, side=side, size=size, dtype=dtype))
+            for side in ("ours", "fully_shard")
+        }
+        for what in ("rest", "peak"):
+            _line(f"{size} memory, {what}", {side: max(e[what] for e in every) for side, every in peaks.items()}, "MiB")
+        norms = found["same loss"]["grad_norm"]
+        print(f"{size} norm of the first gradient: {norms[0]:.6f} and {norms[1]:.6f}")
+        rows.append({"size": size, "ranks": given.ranks, "dtype": given.dtype, **found, "peaks": peaks})
+    if given.json is not None:
+        given.json.write_text(json.dumps(rows, indent=1))
+
+
+def _line(name: str, sides: dict[str, float], unit: str) -> None:
+    a, b = sides["ours"], sides["fully_shard"]
+    digits = 3 if unit == "s" else 0
+    print(f"{name:<22}{a:>8.{digits}f} {unit}{b:>8.{digits}f} {unit}{a / b:>8.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
