@@ -55,7 +55,9 @@ def joined(
     `timeout` is the seconds that collectives wait. Axes are given from the slowest, whose ranks are farthest apart, to
     the fastest; their product is the number of processes. An error in any of them ends them all: see `failure.Monitor`.
     """
-    store = next(iter(rendezvous("env://", rank=place.rank, world_size=place.world)))[0]
+    shared = next(iter(rendezvous("env://", rank=place.rank, world_size=place.world)))[0]
+    # torchrun keeps its store when it starts the ranks again: what the ones before have written is not for these
+    store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     limit = timedelta(seconds=2 * timeout)  # the monitor is first, and says more
     groups = PrefixStore("groups", store)
