@@ -101,7 +101,5 @@ def problems(settings: PlanSettings) -> list[str]:
         shape = " * ".join(f"{name} {size}" for name, size in settings.sizes.items())
         found.append(f"--gpus {settings.gpus}: the mesh has {world} ranks, {shape}; give a mesh of {settings.gpus}")
     if settings.length is not None and settings.length > settings.tokens:
-        found.append(
-            f"--length {settings.length}: a pass of --tokens {settings.tokens} does not hold one such sequence"
-        )
+        found.append(f"--length {settings.length}: a pass of --tokens {settings.tokens} holds no such sequence")
     return found

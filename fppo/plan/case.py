@@ -74,7 +74,7 @@ def problems(case: Case) -> list[str]:
             f"these sizes do: {works}"
         )
     if case.length > case.tokens:
-        found.append(f"--length {case.length}: a pass of --tokens {case.tokens} does not hold one such sequence")
+        found.append(f"--length {case.length}: a pass of --tokens {case.tokens} holds no such sequence")
     if case.length < 2:
         found.append(f"--length {case.length}: a sequence has a token of prompt and one of response at least")
     return found

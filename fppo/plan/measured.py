@@ -105,5 +105,3 @@ class _TellingGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
-
-

@@ -8,24 +8,22 @@ import attrs
 import pytest
 
 from fppo.plan import layers, stages
-from fppo.plan.plan import phases_of, plan
+from fppo.plan.plan import phases_of
 from fppo.plan.record import peak_of
 from tests.plan.cases import case, config
 
 CASES = [
-    ({}, 3, False, "update actor"),
     ({}, 3, True, "update actor"),
     ({"shard": 8}, 1, True, "update actor"),
     ({"shard": 8}, 2, False, "update critic"),
     ({"shard": 8, "sequence": 2}, 3, False, "update actor"),
-    ({"replicate": 2, "shard": 8}, 3, True, "update actor"),
-    ({"shard": 8}, 3, False, "log-probs"),
+    ({"shard": 8}, 3, True, "log-probs"),
 ]
 
 
 @pytest.mark.parametrize(("mesh", "stage", "again", "name"), CASES)
 def test_many_layers_follow_from_few_exactly(mesh, stage, again, name):
-    what = case(layers=9, mesh=mesh, stage=stage, checkpoint_layers=again)
+    what = case(layers=7, mesh=mesh, stage=stage, checkpoint_layers=again)
     model = stages.model_of(what, stages.STAGES[name])
     full, quick = phases_of(what, name, model), phases_of(attrs.evolve(what, full=False), name, model)
     assert peak_of(quick)[0] == peak_of(full)[0]
@@ -34,13 +32,6 @@ def test_many_layers_follow_from_few_exactly(mesh, stage, again, name):
     for a, b in zip(quick, full, strict=True):
         for counter in ("flops", "other", "sent", "calls"):
             assert +Counter(getattr(a.cost, counter)) == +getattr(b.cost, counter)
-
-
-def test_a_whole_plan_is_the_same_either_way():
-    what = case(layers=7, mesh={"shard": 4})
-    quick, full = plan(attrs.evolve(what, full=False)), plan(what)
-    assert [(s.name, s.total) for s in quick.stages] == [(s.name, s.total) for s in full.stages]
-    assert quick.seconds == pytest.approx(full.seconds)
 
 
 def test_layers_that_differ_are_all_run():

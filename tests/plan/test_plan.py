@@ -1,0 +1,178 @@
+"""`fppo plan`: models, meshes, what does not fit and what would, and mistakes."""
+
+from __future__ import annotations
+
+import json
+
+import attrs
+import pytest
+
+from fppo import cli
+from fppo.plan import stages
+from fppo.plan.estimate import LINK_SHARE, _collective, link, seconds_of
+from fppo.plan.hardware import hardware_of
+from fppo.plan.plan import plan
+from fppo.plan.presets import PRESETS, config_of
+from fppo.plan.record import GIB, Cost, Phase, Work
+from fppo.plan.remedies import applied, families, remedies
+from fppo.runtime.mesh import Sharding
+from tests.plan.cases import case, config
+
+# as the models' cards have them
+PARAMETERS = {
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_presets_have_the_published_sizes(name):
+    assert config_of(name)[0] == name
+    model = stages.model_of(case(config=PRESETS[name]()), "lm")
+    assert sum(shape.numel() for shape in model.shapes.values()) == PARAMETERS[name]
+
+
+def test_owners_and_instruct_are_left_out_of_names():
+    assert config_of("Qwen/Qwen2.5-7B-Instruct")[0] == "qwen2.5-7b"
+    assert config_of("meta-llama/Meta-Llama-3.1-8B-Instruct")[0] == "llama-3.1-8b"
+
+
+def bare(**changes):
+    """The quickest case: one layer, one pass, no critic."""
+    return case(layers=1, micro_batches=1, critic=False, reference=False, **changes)
+
+
+def test_what_does_not_fit_fits_with_each_remedy():
+    free = bare(mesh={"replicate": 2, "shard": 2}, stage=1)
+    peak = plan(free).peak.total
+    tight = attrs.evolve(free, hardware=attrs.evolve(free.hardware, memory=0.93 * peak))
+    assert not plan(tight).fits
+    found = remedies(tight)
+    costs = [remedy.seconds_per_token for remedy in found]
+    assert costs == sorted(costs)
+    assert {"mesh.stage"} in [set(remedy.flags) for remedy in found]
+    for remedy in found:
+        again = plan(applied(tight, remedy.flags))
+        assert again.fits
+        assert again.peak.total == remedy.plan.peak.total
+        assert again.tokens == plan(tight).tokens or "mesh.sequence" in remedy.flags
+
+
+def test_changes_are_put_together_where_none_is_enough():
+    free = case(layers=2, log_probs="reference", tokens=512, micro_batches=2, critic=False, reference=False)
+    alone = min(plan(applied(free, flags)).peak.total for family in families(free) for flags in family)
+    tight = attrs.evolve(free, hardware=attrs.evolve(free.hardware, memory=0.98 * alone))
+    (found,) = remedies(tight)
+    assert len(found.flags) > 1
+    assert found.plan.fits
+
+
+def test_more_gpus_are_thought_of_last_and_nothing_is_said_if_nothing_helps():
+    small = bare(tokens=64, checkpoint_layers=True)
+    peak = plan(small).peak.total
+    assert families(small) == []
+    found = remedies(attrs.evolve(small, hardware=attrs.evolve(small.hardware, memory=0.7 * peak)))
+    assert found
+    assert all(remedy.plan.case.world > 1 and remedy.flags["gpus"] == remedy.plan.case.world for remedy in found)
+    assert remedies(attrs.evolve(small, hardware=attrs.evolve(small.hardware, memory=100.0))) == []
+
+
+def test_a_link_is_as_fast_as_the_ranks_that_share_it():
+    gpu = hardware_of("h100")
+
+    def of(axis, **mesh):
+        return link(case(hardware=gpu, mesh=mesh), axis)
+
+    assert of("shard", shard=8) == (False, 4.5e11, 4.5e11)
+    assert of("shard", shard=16) == (True, 4e11, 5e10 * 15 / 8)  # eight rings leave a node at once
+    assert of("replicate", replicate=2, shard=8) == (True, 5e10, 5e10)  # one rank of an axis in each node
+    assert of("replicate", replicate=4, shard=2) == (False, 4.5e11, 4.5e11)
+    assert of("shard", shard=8, sequence=2)[:2] == (True, 2e11)  # four of its ranks in each node
+
+
+def test_only_what_is_sent_meanwhile_can_hide():
+    gpu = case(hardware=hardware_of("h100"), mesh={"shard": 8}, micro_batches=3)
+
+    def phase(name, wait):
+        cost = Cost()
+        cost.add(Work("matmul bfloat16", 0.7 * gpu.hardware.flops, 0))
+        cost.sent["shard", "all_gather", wait] = round(0.5 * LINK_SHARE * 4.5e11)
+        cost.calls["shard", "all_gather", wait] = 1
+        return Phase(name, (), cost)
+
+    each = _collective(gpu, "shard", "all_gather", round(0.5 * LINK_SHARE * 4.5e11), 1)
+    hidden = seconds_of([phase("forward 1", False), phase("forward 2", False)], gpu)
+    waited = seconds_of([phase("forward 1", True), phase("forward 2", True)], gpu)
+    assert hidden == pytest.approx((3.0, 3 * each, 0.0))
+    assert waited == pytest.approx((3.0, 3 * each, 3 * each))
+
+
+def run(*arguments):
+    return cli.main(["plan", *arguments])
+
+
+def test_a_table_and_a_file(tmp_path, capsys):
+    file = tmp_path / "out" / "plan.json"
+    given = ["--model", "quickstart", "--tokens", "512", "--length", "16", "--mesh.shard", "2", "--critic"]
+    assert run(*given, "--json", str(file)) == 0
+    out = capsys.readouterr().out
+    assert all(len(line) <= 100 for line in out.splitlines())
+    for words in ("actor's optimizer", "It fits", "activations", "shard (inside nodes", "MFU", "estimate"):
+        assert words in out
+    read = json.loads(file.read_text())
+    assert read["fits"]
+    assert read["mesh"] == {"replicate": 1, "shard": 2, "sequence": 1}
+    assert [stage["name"] for stage in read["stages"]] == ["log-probs", "values", "update critic", "update actor"]
+    assert read["peak_bytes"] == max(stage["total_bytes"] for stage in read["stages"])
+    for stage in read["stages"]:
+        assert sum(stage["memory_bytes"].values()) == pytest.approx(stage["total_bytes"])
+
+
+def test_what_does_not_fit_is_said_with_its_remedies(tmp_path, capsys):
+    config(num_hidden_layers=1).save_pretrained(tmp_path)
+    given = ["--model", str(tmp_path), "--gpu", "h100", "--tokens", "4096", "--length", "256", "--memory", "0.77"]
+    assert run(*given) == 1
+    out = capsys.readouterr().out
+    assert "It does not fit" in out
+    assert "--tokens" in out
+    assert run(*given, "--no-tries", "--json", "-") == 1
+    assert json.loads(capsys.readouterr().out)["remedies"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "qwen2.5-7"], "did you mean qwen2.5-7b"),
+        (["--model", "quickstart", "--gpu", "h20"], "did you mean h200"),
+        (["--model", "quickstart", "--gpu", "custom"], "--memory"),
+        (["--model", "quickstart", "--mesh.sequence", "3"], "these sizes do: 1, 2, 4"),
+        (["--model", "quickstart", "--gpus", "8", "--mesh.shard", "3"], "the mesh has 3 ranks"),
+        (["--model", "quickstart", "--gpus", "9", "--mesh.replicate", "2"], "the mesh has 8 ranks"),
+        (["--model", "quickstart", "--tokens", "64", "--length", "128"], "holds no such sequence"),
+        (["--model", "quickstart", "--micro-batches", "0"], "--micro-batches 0: must be 1 or more"),
+        ([], "give a directory with a config.json, or a name"),
+    ],
+)
+def test_mistakes_are_said(arguments, words, capsys):
+    assert run(*arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_shards_are_what_the_other_axes_leave():
+    from fppo.settings_plan import PlanMeshSettings, PlanSettings
+
+    given = PlanSettings(model="quickstart", gpus=64, mesh=PlanMeshSettings(replicate=2, sequence=4))
+    assert given.sizes == {"replicate": 2, "shard": 8, "sequence": 4}
+
+
+def test_a_custom_gpu_is_its_numbers():
+    numbers = {"flops": 1e14, "bandwidth": 1e12, "node_bandwidth": 1e11, "network_bandwidth": 1e10}
+    found = hardware_of("custom", memory=GIB, **numbers)
+    assert (found.memory, found.flops, found.network_bandwidth) == (GIB, 1e14, 1e10)
+    assert hardware_of("h100", memory=2 * GIB).memory == 2 * GIB
+    assert Sharding().stage == 3
