@@ -6,8 +6,9 @@
 Both sides train one Llama on the same rows (no padding) in gloo processes of one thread each: micro-batches, forward
 and backward passes, gradients reduced in float32, clipping by the global norm, AdamW (torch's fused kernel). Their
 steps run in turn in the same processes; medians of the slowest rank. fully_shard wraps every layer and the root, and
-reshards after the forward pass. "same loss" has both take the naive log-probs and entropy, "as they are" each its own:
-ours the chunked kernel. The peaks are of processes of their own that run one side.
+reshards after the forward pass. "same kernel" has both take our naive log-probs, "as they are" each its own: ours the
+chunked kernel; update_actor logs the entropy too, in either case. The peaks are of processes of their own that run one
+side.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ def compare(mesh: Mesh, size: str, dtype: torch.dtype | None, repeats: int) -> d
     rows = rows_of(mesh["shard"].rank, config.vocab_size)
     seen, watch = watched(mesh)
     found: dict[str, Any] = {}
-    for variant, kernel in (("same loss", "reference"), ("as they are", "chunked")):
+    for variant, kernel in (("same kernel", "reference"), ("as they are", "chunked")):
         sides = {
             "ours": ours(seen, config, dtype, kernel, rows),
             "fully_shard": peer(ranks, config, dtype, kernel == "reference", rows),
@@ -286,14 +287,14 @@ def main() -> None:
         found = on_ranks(given.ranks, partial(compare, size=size, dtype=dtype, repeats=given.repeats))[0]
         for variant, numbers in found.items():
             _line(f"{size} {variant}", numbers["seconds"], "s")
-        _line(f"{size} sent per step", {k: v / 2**20 for k, v in found["same loss"]["bytes"].items()}, "MiB")
+        _line(f"{size} sent per step", {k: v / 2**20 for k, v in found["same kernel"]["bytes"].items()}, "MiB")
         peaks = {
             side: on_ranks(given.ranks, partial(peak, side=side, size=size, dtype=dtype))
             for side in ("ours", "fully_shard")
         }
         for what in ("rest", "peak"):
             _line(f"{size} memory, {what}", {side: max(e[what] for e in every) for side, every in peaks.items()}, "MiB")
-        norms = found["same loss"]["grad_norm"]
+        norms = found["same kernel"]["grad_norm"]
         print(f"{size} norm of the first gradient: {norms[0]:.6f} and {norms[1]:.6f}")
         rows.append({"size": size, "ranks": given.ranks, "dtype": given.dtype, **found, "peaks": peaks})
     if given.json is not None:
