@@ -17,6 +17,7 @@ from fppo.data import DataCursor, PromptSet
 from fppo.key import Key
 from fppo.loading import (
     device_of,
+    engine_of,
     kernels_of,
     load_models,
     load_prompts,
@@ -32,9 +33,8 @@ from fppo.pipeline.estimators import estimator
 from fppo.pipeline.evaluate import evaluate
 from fppo.pipeline.measure import with_mfu
 from fppo.pipeline.run import Program, RunState
-from fppo.pipeline.spread import SpreadEngine, SpreadJudge
+from fppo.pipeline.spread import SpreadJudge
 from fppo.pipeline.train import Draw, Evaluate
-from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Engine, Sampling
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.settings import ActorSettings, OptimizerSettings, TrainSettings
@@ -240,11 +240,12 @@ def assembled(
         if given is not None:
             data.check_tokens(given, model.config.vocab_size)
     section, pad = settings.reward, prompts.pad_token_id
-    with rewards.RewardRunner(reward, time_limit=section.time_limit, workers=section.workers) as runner:
+    with (
+        rewards.RewardRunner(reward, time_limit=section.time_limit, workers=section.workers) as runner,
+        engine_of(settings, model, kernels, pad, mesh) as engine,
+    ):
         judge = SpreadJudge(judge_own=runner, mesh=mesh, device=device)
         score = partial(rewards.score, reward=judge, tokenizer=tokenizer)
-        embedded = EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad)
-        engine = SpreadEngine(engine=embedded, model=model, mesh=mesh, pad_token_id=pad)
         yield Assembled(
             run=RunState(
                 actor=init_state(params),

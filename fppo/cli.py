@@ -13,8 +13,9 @@ import attrs
 import tyro
 
 from fppo import config, settings_ablate, settings_plan
-from fppo.settings import MeshSettings, TrainSettings
+from fppo.settings import TrainSettings
 from fppo.settings_ablate import AblateSettings
+from fppo.settings_mesh import MeshSettings
 from fppo.settings_plan import PlanSettings
 
 TRACEBACK = "--traceback"

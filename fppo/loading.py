@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,8 @@ from fppo.batch import Rollout
 from fppo.data import PromptSet
 from fppo.key import Key
 from fppo.models.model import Model, Params
+from fppo.pipeline.spread import SpreadEngine
+from fppo.rollout.embedded import EmbeddedEngine
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import DATA_AXES, Mesh, Sharding, place_on
 from fppo.settings import ActorSettings, CriticSettings, TrainSettings
@@ -179,3 +183,40 @@ def micro_batching_of(section: ActorSettings | CriticSettings) -> MicroBatching:
     """The micro-batching that a section asks for."""
     size, budget = config.micro_batching(section)
     return MicroBatching(size=size, token_budget=budget)
+
+
+@contextlib.contextmanager
+def engine_of(
+    settings: TrainSettings, model: Model, kernels: Kernels, pad_token_id: int, mesh: Mesh
+) -> Iterator[SpreadEngine]:
+    """The engine that the settings name, on every rank, for as long as the context lasts."""
+    if settings.rollout.engine == "embedded":
+        embedded = EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad_token_id, mesh=mesh)
+        yield SpreadEngine(engine=embedded, mesh=mesh, pad_token_id=pad_token_id)
+        return
+    from fppo.rollout.vllm import VllmEngine, VllmOptions  # here: it starts processes of another package
+
+    section = settings.rollout.vllm
+    options = VllmOptions(
+        max_model_len=section.max_model_len,
+        max_rows=section.max_rows,
+        cache_gb=section.cache_gb,
+        memory_share=section.memory_share,
+        dtype=section.dtype,
+        eager=section.eager,
+        prefix_cache=section.prefix_cache,
+        sleep=section.sleep,
+        process=section.process,
+        restarts=section.restarts,
+        patience=section.patience,
+    )
+    with VllmEngine(
+        model,
+        pad_token_id=pad_token_id,
+        mesh=mesh,
+        options=options,
+        bucket_bytes=section.bucket_mb << 20,
+        send=section.send,
+        probe=section.probe,
+    ) as engine:
+        yield SpreadEngine(engine=engine, mesh=mesh, pad_token_id=pad_token_id)

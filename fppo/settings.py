@@ -12,6 +12,8 @@ from typing import Literal
 import attrs
 
 from fppo.settings_fields import above, at_least, at_most, below, given, setting
+from fppo.settings_mesh import MeshSettings
+from fppo.settings_vllm import VllmSettings
 
 WeightMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlKind = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
@@ -106,6 +108,10 @@ class RolloutSettings:
     """Tokens that end a response beside the tokenizer's own end; each must be one token."""
     stop_token_ids: tuple[int, ...] = setting(())
     """The same, as token ids."""
+    engine: Literal["embedded", "vllm"] = setting("embedded")
+    """What generates: transformers on the training parameters themselves, or vLLM on a copy that is sent to it."""
+    vllm: VllmSettings = setting(VllmSettings)
+    """How vLLM runs."""
 
 
 @attrs.frozen(kw_only=True)
@@ -308,26 +314,6 @@ class EvalSettings:
     """The sampling temperature; 0: the likeliest token always."""
     max_prompts: int | None = setting(None, at_least(1))
     """The first so many prompts only; None: all."""
-
-
-@attrs.frozen(kw_only=True)
-class MeshSettings:
-    """How a run is spread over processes: `fppo train --nproc N` or torchrun starts replicate * shard * sequence."""
-
-    replicate: int = setting(1, at_least(1))
-    """Groups of ranks with the same parameters and other rows."""
-    shard: int | None = setting(None, at_least(1))
-    """Ranks over which parameters, gradients and moments are cut (FSDP); None: all that the other axes leave."""
-    sequence: int = setting(1, at_least(1))
-    """Ranks over which packed sequences are cut (Ulysses); it must divide the attention heads."""
-    stage: Literal[1, 2, 3] = setting(3)
-    """When layers are gathered: 3, for each use; 2, kept until the backward pass; 1, once for a mini-batch."""
-    reduce_dtype: Literal["float32", "bfloat16"] = setting("float32")
-    """The dtype in which gradients are added up over ranks."""
-    prefetch: bool = setting(True)
-    """Gather the next layer while one runs."""
-    timeout: float = setting(600.0, above(0))
-    """Seconds that a collective waits for the other ranks before the run ends with an error."""
 
 
 @attrs.frozen(kw_only=True)

@@ -165,6 +165,12 @@ def _rollout(s: TrainSettings) -> Problems:
     if s.algorithm.advantage in GROUP_ADVANTAGES and n == 1:
         text = f"algorithm.advantage = {s.algorithm.advantage!r} compares responses to one prompt; give 2 or more"
         yield _problem("rollout.n", n, text)
+    if s.rollout.engine != "vllm":
+        for field in attrs.fields(type(s.rollout.vllm)):
+            value = getattr(s.rollout.vllm, field.name)
+            yield from _unread(f"rollout.vllm.{field.name}", value, field.default, 'rollout.engine = "vllm"')
+    elif s.rollout.vllm.cache_gb != 1.0 and s.rollout.vllm.memory_share is not None:
+        yield _problem("rollout.vllm.cache_gb", s.rollout.vllm.cache_gb, "memory_share takes its place; leave one out")
 
 
 def _choices(numbers: list[int]) -> str:

@@ -15,11 +15,9 @@ from torch.nn import functional as F
 from fppo import batch as batches
 from fppo.batch import Column, Prompts, Rollout, extend, repeat
 from fppo.key import Key
-from fppo.models.model import Model
 from fppo.rewards.runner import Failure, Judge, Judged
 from fppo.rewards.sample import Part, Sample
 from fppo.rollout.engine import Engine, Sampling
-from fppo.runtime import fsdp
 from fppo.runtime.mesh import GRADIENT_AXES, Mesh, gather_objects, place_on, ranks_on
 from fppo.steps.spread import collect
 
@@ -36,12 +34,11 @@ def deal(count: int, mesh: Mesh) -> list[list[int]]:
 class SpreadEngine:
     """An engine on every rank: each answers some of the prompts, and all get the whole rollout, in its usual order.
 
-    The parameters, which may be shards, are gathered whole first, for the engine to run on. An engine whose draws
-    depend on the key and the rows alone gives the rollout of one process.
+    The engine knows how parameters lie on the mesh. If its draws depend on the key and the rows alone, the rollout is
+    that of one process.
     """
 
     engine: Engine
-    model: Model
     mesh: Mesh
     pad_token_id: int
 
@@ -51,52 +48,39 @@ class SpreadEngine:
         """The rollout of all prompts, the same on every rank."""
         if ranks_on(self.mesh, ALL) == 1:
             return self.engine.generate(params, prompts, sampling, key, version=version)
-        with torch.no_grad():
-            whole = fsdp.gather(params, self.model.shapes, self.mesh)
         parts = deal(len(prompts.tokens), self.mesh)
         own = parts[place_on(self.mesh, ALL)]
-        made = None
-        if own:
-            made = self.engine.generate(whole, batches.rows(prompts, own), sampling, key, version=version)
-        return self._gathered(made, prompts, parts, sampling.n, next(iter(params.values())).device)
+        # a rank without a prompt makes an answer that nobody reads: engines gather parameters together
+        made = self.engine.generate(params, batches.rows(prompts, own or [0]), sampling, key, version=version)
+        return self._gathered(made if own else batches.rows(made, []), prompts, parts, sampling.n)
 
-    def _gathered(
-        self, made: Rollout | None, prompts: Prompts, parts: list[list[int]], n: int, device: torch.device
-    ) -> Rollout:
-        """The rollout of all ranks from each rank's, `made`; None where a rank had no prompt."""
-        own: tuple[int, str, list[str]] | None = None
-        if made is not None:
-            kind = str(made.rollout_log_probs.dtype).removeprefix("torch.")
-            own = (made.response_mask.shape[1], kind, list(made.finish))
-        every = [found for found in gather_objects(own, self.mesh, ALL, device) if found is not None]
-        width = max(found[0] for found in every)
-        dtype = getattr(torch, every[0][1])
+    def _gathered(self, made: Rollout, prompts: Prompts, parts: list[list[int]], n: int) -> Rollout:
+        """The rollout of all ranks from each rank's rows of it."""
+        device = made.tokens.device
+        every = gather_objects([made.response_mask.shape[1], list(made.finish)], self.mesh, ALL, device)
+        width = max(found[0] for found in every if found[1])
         rows = [[prompt * n + j for prompt in part for j in range(n)] for part in parts]
 
-        def columns(x: Tensor | None, kind: torch.dtype, fill: int = 0) -> Tensor:
-            if x is None:
-                x = torch.zeros(0, width, dtype=kind, device=device)
+        def column(x: Tensor, fill: int = 0) -> Tensor:
             return collect(F.pad(x, (0, width - x.shape[1]), value=fill), rows, self.mesh, ALL)
 
         start = prompts.tokens.shape[1]
         asked = repeat(prompts, n)
-        response = None if made is None else made.tokens[:, start:]
-        attended = None if made is None else made.attention_mask[:, start:]
-        versions = torch.zeros(0, dtype=torch.int64, device=device) if made is None else made.versions
-        row_ids = torch.zeros(0, dtype=torch.int64, device=device) if made is None else made.row_ids
-        finish = [reason for found in every for reason in found[2]]
+        finish = [reason for found in every for reason in found[1]]
         places = [row for part in rows for row in part]
         return extend(
             Rollout,
             asked,
-            tokens=torch.cat([asked.tokens.to(device), columns(response, torch.int64, self.pad_token_id)], 1),
-            attention_mask=torch.cat([asked.attention_mask.to(device).bool(), columns(attended, torch.bool)], 1),
-            response_mask=columns(made and made.response_mask, torch.bool),
-            rollout_log_probs=columns(made and made.rollout_log_probs, dtype),
-            sampling_log_probs=columns(made and made.sampling_log_probs, dtype),
-            row_ids=collect(row_ids, rows, self.mesh, ALL),
+            tokens=torch.cat([asked.tokens.to(device), column(made.tokens[:, start:], self.pad_token_id)], 1),
+            attention_mask=torch.cat(
+                [asked.attention_mask.to(device).bool(), column(made.attention_mask[:, start:])], 1
+            ),
+            response_mask=column(made.response_mask),
+            rollout_log_probs=column(made.rollout_log_probs),
+            sampling_log_probs=column(made.sampling_log_probs),
+            row_ids=collect(made.row_ids, rows, self.mesh, ALL),
             groups=asked.row_ids.to(device),
-            versions=collect(versions, rows, self.mesh, ALL),
+            versions=collect(made.versions, rows, self.mesh, ALL),
             finish=Column(reason for _, reason in sorted(zip(places, finish, strict=True))),
         )
 

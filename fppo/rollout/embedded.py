@@ -20,6 +20,8 @@ from fppo.rollout import cache as caches
 from fppo.rollout.engine import Sampling
 from fppo.rollout.records import check_prompts, check_stops, number_rows, rollout_of
 from fppo.rollout.sampling import draw
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import LOCAL, Mesh
 from fppo_kernels.padding import unpad
 from fppo_kernels.record import Kernels
 
@@ -34,7 +36,7 @@ class EmbeddedEngine:
 
     A draw depends on the key, the row's number and the position alone, whichever rows share the batch. `max_rows`
     bounds the rows of a wave, hence the memory for keys and values; `prefill_tokens` bounds the prompt tokens of one
-    pass (a longer prompt runs alone).
+    pass (a longer prompt runs alone). On a `mesh` that cuts parameters they are shards, and gathered whole first.
     """
 
     model: Model
@@ -42,6 +44,7 @@ class EmbeddedEngine:
     pad_token_id: int
     max_rows: int = 1024
     prefill_tokens: int = 16384
+    mesh: Mesh = LOCAL
 
     def generate(
         self, params: Mapping[str, Tensor], prompts: Prompts, sampling: Sampling, key: Key, *, version: int = 0
@@ -53,7 +56,8 @@ class EmbeddedEngine:
         Raises ValueError for no prompts, for empty ones or ones not padded on the left, and for responses that may
         outgrow the model's learned positions.
         """
-        params = dict(params)
+        with torch.no_grad():
+            params = fsdp.gather(params, self.model.shapes, self.mesh)
         device = next(iter(params.values())).device
         mask = prompts.attention_mask.to(device).bool()
         lengths = check_prompts(mask)

@@ -1,0 +1,43 @@
+"""The settings of the vLLM engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+
+from fppo.settings_fields import above, at_least, at_most, setting
+
+
+@attrs.frozen(kw_only=True)
+class VllmSettings:
+    """How vLLM runs, where rollout.engine is vllm."""
+
+    max_model_len: int | None = setting(None, at_least(1))
+    """The longest prompt and response together, in tokens; None: the model's own limit."""
+    max_rows: int = setting(256, at_least(1))
+    """Rows that decode together."""
+    cache_gb: float = setting(1.0, above(0))
+    """Memory for keys and values, in GiB."""
+    memory_share: float | None = setting(None, above(0), at_most(1))
+    """The share of the device's memory that vLLM may take in all, in place of cache_gb."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = setting(None)
+    """The dtype vLLM holds and computes in; None: the one training computes in."""
+    eager: bool = setting(True)
+    """Run without compiling or capturing graphs: starts at once, decodes slower on a GPU."""
+    prefix_cache: bool = setting(True)
+    """Compute what prompts share once; samples of one prompt share it."""
+    sleep: bool = setting(False)
+    """Give weights and cache back to the GPU between rollouts."""
+    process: bool = setting(False)
+    """Run vLLM in a process of its own; one that dies or hangs is replaced, and the rollout goes on."""
+    restarts: int = setting(3, at_least(0))
+    """How often such a process is replaced in one rollout before the run ends."""
+    patience: float = setting(120.0, above(0))
+    """Seconds without a sign of life after which it counts as hung."""
+    send: Literal["all", "changed"] = setting("all")
+    """Send all parameters at every sync, or those that changed."""
+    bucket_mb: int = setting(256, at_least(1))
+    """MiB of parameters that are gathered and sent at once."""
+    probe: Literal["first", "always", "never"] = setting("first")
+    """After which syncs the log-probs of some tokens are held against the trainer's."""
