@@ -12,23 +12,11 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fppo.runtime.mesh import Mesh, Sharding
+from fppo.runtime.watch import wire_bytes
 from fppo_kernels.collectives import Axis
 
 # (axis, collective, bytes this rank sends, inputs, outputs, whether the caller waits)
 Sent = Callable[[str, str, int, Sequence[Tensor], Sequence[Tensor], bool], None]
-
-
-def wire_bytes(op: str, size: int, ranks: int) -> int:
-    """Bytes that a rank sends in a collective over `ranks`, each with `size` bytes, by the ring algorithms.
-
-    `size` is of the whole: what is gathered in the end, what there is before it is scattered, what is reduced. A
-    reduction that all get is a reduce-scatter and an all-gather.
-    """
-    if op in ("all_gather", "reduce_scatter", "all_to_all"):
-        return size * (ranks - 1) // ranks
-    if op == "all_reduce":
-        return 2 * (size * (ranks - 1) // ranks)
-    return size if op in ("broadcast", "reduce") else 0
 
 
 class CountingGroup(dist.ProcessGroup):

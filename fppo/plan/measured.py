@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fppo import models
 from fppo.key import Key
 from fppo.plan import stages
-from fppo.plan._group import Sent, wire_bytes
+from fppo.plan._group import Sent
 from fppo.plan._track import Tracker
 from fppo.plan.case import Case
 from fppo.plan.record import Phase
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh
+from fppo.runtime.watch import wire_bytes
 from fppo.steps.train_state import TrainState, init_state
 from fppo_kernels.collectives import Axis
 

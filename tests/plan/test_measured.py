@@ -7,16 +7,20 @@ import subprocess
 import sys
 from collections import Counter
 
+import attrs
 import pytest
 import torch
 
 from fppo.plan import stages
-from fppo.plan.measured import measured
+from fppo.plan._track import Tracker
+from fppo.plan.estimate import wires
+from fppo.plan.measured import measured, prepared
 from fppo.plan.plan import shard_numbers
 from fppo.plan.presets import config_of
 from fppo.plan.record import peak_of
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.simulate import simulate
+from fppo.runtime.watch import watched
 from tests.plan.cases import case
 
 CASES = [
@@ -85,6 +89,20 @@ def test_a_64th_is_planned_as_one(name):
     model = stages.model_of(what, "lm")
     total = sum(shape.numel() for shape in model.shapes.values())
     assert shard_numbers(model, what) == pytest.approx(total / 64, rel=0.02)
+
+
+def test_a_watch_counts_the_bytes_that_were_planned():
+    what = case(mesh={"replicate": 2, "shard": 2, "sequence": 2}, stage=3)
+
+    def run(mesh):
+        mesh, watch = watched(mesh)
+        state, stage, _ = prepared(what, "update actor", mesh, Tracker())
+        stage(state)
+        return {axis: (traffic.calls, traffic.bytes) for axis, traffic in watch.traffic().items()}
+
+    planned = wires(stages.run_stage(what, "update actor"), attrs.evolve(what, micro_batches=stages.PASSES))
+    real = simulate(what.mesh, run)[stages.fullest_slice(what)]
+    assert {axis: (wire.calls, wire.sent) for axis, wire in planned.items()} == real
 
 
 PROCESS = """
