@@ -100,10 +100,12 @@ def _is_for_the_user(error: Exception) -> bool:
     """Whether the message alone says what to do."""
     if isinstance(error, ValueError | OSError):
         return True
+    from fppo.rollout.sync import SyncError
+    from fppo.rollout.vllm_host import EngineFailure
     from fppo.runtime.checkpoint import CheckpointError
     from fppo.runtime.failure import PeerError
 
-    return isinstance(error, CheckpointError | PeerError)
+    return isinstance(error, CheckpointError | PeerError | EngineFailure | SyncError)
 
 
 def usage() -> str:

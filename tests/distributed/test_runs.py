@@ -2,13 +2,14 @@
 
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from fppo import config, jsonl, session
+from fppo import cli, config, jsonl, session
 from fppo.runtime import checkpoint
 from tests import runs
 from tests.distributed.ranks import Ranks
@@ -62,3 +63,27 @@ def test_ranks_killed_at_random_moments_end_where_undisturbed_ones_end(task, tmp
     assert whole.end(120) == [0, 0]
     assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
     assert sorted(digests(tmp_path / "whole")) == list(range(1, 121))
+
+
+def numbers(directory: Path) -> dict[int, dict[str, float]]:
+    """The metrics by step, without what depends on the clock or the machine."""
+    lines = jsonl.read(directory / "metrics.jsonl")
+    return {line["step"]: {k: v for k, v in line.items() if not k.startswith(("timing_s/", "perf/"))} for line in lines}
+
+
+def test_a_run_of_two_ranks_goes_on_on_one_and_on_four(task, tmp_path):
+    """With the numbers of one process from the first step to the last."""
+    shared = {"checkpoint__every": 3, "mesh__stage": 2, "actor__optimizer__schedule": "constant"}
+    expected = tmp_path / "one"
+    assert cli.main(["train", str(write(task, expected, **shared))]) == 0
+    both = tmp_path / "both"
+    ranks = Ranks(["train", str(write(task, both, **shared, mesh__shard=2)), "--steps", "3"], 2, tmp_path / "log")
+    assert ranks.end(120) == [0, 0], (tmp_path / "log").read_text()[-2000:]
+    for name, size in (("alone", 1), ("four", 4)):
+        shutil.copytree(both, tmp_path / name)
+        file = str(write(task, tmp_path / name, **shared, mesh__shard=size))
+        assert Ranks(["train", file], size, tmp_path / "log").end(120) == [0] * size
+        found = numbers(tmp_path / name)
+        for step, line in numbers(expected).items():
+            same = {k: v for k, v in line.items() if isinstance(v, float) and k != "time"}
+            assert {k: found[step][k] for k in same} == pytest.approx(same, rel=1e-3, abs=1e-4, nan_ok=True), step
