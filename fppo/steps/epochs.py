@@ -161,5 +161,6 @@ def _gradients(
         (_, report), new = grad_fn(inputs, rows, weights, selected)
         new = accumulable(new, params, mesh) if once else new
         grads = tree.add(grads, new) if reports else new
+        del new  # or it would live through the next pass
         reports.append(report)
     return scattered(grads, params, mesh) if once else grads, metrics.merge(*reports)
