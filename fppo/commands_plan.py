@@ -24,7 +24,7 @@ def run(given: PlanSettings) -> int:
     """Prints the plan and writes what was asked for; 1 if it does not fit."""
     transformers_logging.set_verbosity_error()
     found = plan(case_of(given))
-    helping = remedies(found.case) if given.tries and not found.fits else None
+    helping = remedies(found) if given.tries and not found.fits else None
     text = json.dumps(plain(summary(found, helping)), indent=1)
     if given.json == "-":
         print(text)

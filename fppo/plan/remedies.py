@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import torch
 
+from fppo.plan._track import ACTIVATIONS, LOGITS
 from fppo.plan.case import Case, problems
 from fppo.plan.plan import Plan, plan
 
@@ -39,19 +40,20 @@ def seconds_per_token(found: Plan) -> float:
     return found.seconds * found.case.world / found.tokens
 
 
-def remedies(case: Case) -> list[Remedy]:
-    """Changes that make the case fit, those that cost least time first; if no single one does, several together.
+def remedies(base: Plan) -> list[Remedy]:
+    """Changes that make a plan fit, those that cost least time first; if no single one does, several together.
 
     More GPUs are thought of only if nothing helps on those there are. Empty if nothing does at all.
     """
-    found = [remedy for family in families(case) if (remedy := _first(case, family)) is not None]
+    case = base.case
+    found = [remedy for family in families(case) if _helps(family, base) and (remedy := _first(case, family))]
     if found:
         return sorted(found, key=lambda remedy: remedy.seconds_per_token)
     together = _together(case)
     if together is not None:
         return [together]
     wider = [{"gpus": case.world * n, "mesh.shard": case.size("shard") * n} for n in MORE]
-    alone = _first(case, wider)
+    alone = _first(case, wider) if _helps(wider, base) else None
     both = next((r for flags in wider if (r := _together(applied(case, flags), flags)) is not None), None)
     found = [remedy for remedy in (both, alone) if remedy is not None]
     return sorted(found, key=lambda remedy: remedy.plan.case.world)
@@ -123,11 +125,16 @@ def _fitting(case: Case, flags: Flags) -> Remedy | None:
     return Remedy(flags, found) if found.fits else None
 
 
+def _helps(family: Sequence[Flags], base: Plan) -> bool:
+    """Whether a family can help at all: more shards do not where what they leave as it is is too large alone."""
+    kept = sum(base.peak.memory[kind] for kind in (ACTIVATIONS, LOGITS))
+    only_shards = all("mesh.shard" in flags and "mesh.sequence" not in flags for flags in family)
+    return not only_shards or kept <= base.case.hardware.memory
+
+
 def _first(case: Case, options: Sequence[Flags]) -> Remedy | None:
     """The smallest change of a family that makes the case fit."""
-    if _fitting(case, options[-1]) is None:  # the largest has the best chance
-        return None
-    return next(remedy for flags in options if (remedy := _fitting(case, flags)) is not None)
+    return next((remedy for flags in options if (remedy := _fitting(case, flags)) is not None), None)
 
 
 def _together(case: Case, given: Flags | None = None) -> Remedy | None:

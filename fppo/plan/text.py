@@ -13,6 +13,15 @@ from fppo.plan.plan import Plan
 from fppo.plan.record import GIB
 from fppo.plan.remedies import Remedy, seconds_per_token
 
+MEMORY = (
+    "Memory is that of the real steps, run on tensors without data on the rank that holds most; gathered are whole "
+    "parameters in use, and their gradients before they are added up. What is outside of tensors, and all seconds, are "
+    "estimates from constants (fppo/plan/hardware.py, estimate.py)."
+)
+HEAP = (
+    "A process on a CPU takes that with MALLOC_MMAP_THRESHOLD_=65536 in its environment; else glibc's heap keeps freed "
+    "memory, up to 1.8 times as much where it was measured. "
+)
 ROLLOUT = (
     "The rollout is not planned: the embedded engine gathers the whole model, {whole:,.1f} GiB, beside its cache of "
     "keys and values."
@@ -63,8 +72,8 @@ def _verdict(plan: Plan, helping: Sequence[Remedy] | None, width: int) -> list[s
         share = peak.total / memory
         return [f"It fits: {peak.total / GIB:,.1f} of {memory / GIB:,.1f} GiB ({share:.0%}), in {peak.name}."]
     lines = textwrap.wrap(
-        f"It does not fit: {peak.name} needs {peak.total / GIB:,.1f} GiB, and a {plan.case.hardware.name} has "
-        f"{memory / GIB:,.1f}. Most of it: {_most(plan)}.",
+        f"It does not fit: {peak.name} needs {peak.total / GIB:,.1f} GiB, and there are {memory / GIB:,.1f}. "
+        f"Most of it: {_most(plan)}.",
         width,
     )
     if helping is None:
@@ -118,11 +127,8 @@ def _time(plan: Plan) -> list[str]:
 
 def _notes(plan: Plan, width: int) -> list[str]:
     whole = plan.parameters["actor"] * (2 if plan.case.compute_dtype == torch.bfloat16 else 4) / GIB
-    text = (
-        "Memory is that of the real steps, run on tensors without data on the rank that holds most; what is outside of "
-        "tensors, and all seconds, are estimates from constants (fppo/plan/hardware.py, estimate.py). "
-    )
-    return textwrap.wrap(text + ROLLOUT.format(whole=whole), width)
+    heap = "" if plan.case.hardware.on_gpu else HEAP
+    return textwrap.wrap(f"{MEMORY} {heap}{ROLLOUT.format(whole=whole)}", width)
 
 
 def _table(

@@ -105,6 +105,19 @@ def test_a_watch_counts_the_bytes_that_were_planned():
     assert {axis: (wire.calls, wire.sent) for axis, wire in planned.items()} == real
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_later_passes_are_like_the_second(stage, monkeypatch):
+    what = case(mesh={"shard": 2, "sequence": 2}, stage=stage, micro_batches=4)
+    two = stages.run_stage(what, "update actor")
+    monkeypatch.setattr(stages, "PASSES", 4)
+    four = stages.run_stage(what, "update actor")
+    assert peak_of(four)[1].total == pytest.approx(peak_of(two)[1].total, rel=0.01)
+    planned, real = wires(two, what), counted(four, "sent")
+    for axis, wire in planned.items():
+        sent = sum(size for (name, *_), size in real.items() if name == axis)
+        assert wire.sent == pytest.approx(sent, abs=64)  # numbers of rows
+
+
 PROCESS = """
 import gc
 from pathlib import Path

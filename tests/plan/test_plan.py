@@ -52,7 +52,7 @@ def test_what_does_not_fit_fits_with_each_remedy():
     peak = plan(free).peak.total
     tight = attrs.evolve(free, hardware=attrs.evolve(free.hardware, memory=0.93 * peak))
     assert not plan(tight).fits
-    found = remedies(tight)
+    found = remedies(plan(tight))
     costs = [remedy.seconds_per_token for remedy in found]
     assert costs == sorted(costs)
     assert {"mesh.stage"} in [set(remedy.flags) for remedy in found]
@@ -67,7 +67,7 @@ def test_changes_are_put_together_where_none_is_enough():
     free = case(layers=2, log_probs="reference", tokens=512, micro_batches=2, critic=False, reference=False)
     alone = min(plan(applied(free, flags)).peak.total for family in families(free) for flags in family)
     tight = attrs.evolve(free, hardware=attrs.evolve(free.hardware, memory=0.98 * alone))
-    (found,) = remedies(tight)
+    (found,) = remedies(plan(tight))
     assert len(found.flags) > 1
     assert found.plan.fits
 
@@ -76,10 +76,10 @@ def test_more_gpus_are_thought_of_last_and_nothing_is_said_if_nothing_helps():
     small = bare(tokens=64, checkpoint_layers=True)
     peak = plan(small).peak.total
     assert families(small) == []
-    found = remedies(attrs.evolve(small, hardware=attrs.evolve(small.hardware, memory=0.7 * peak)))
+    found = remedies(plan(attrs.evolve(small, hardware=attrs.evolve(small.hardware, memory=0.7 * peak))))
     assert found
     assert all(remedy.plan.case.world > 1 and remedy.flags["gpus"] == remedy.plan.case.world for remedy in found)
-    assert remedies(attrs.evolve(small, hardware=attrs.evolve(small.hardware, memory=100.0))) == []
+    assert remedies(plan(attrs.evolve(small, hardware=attrs.evolve(small.hardware, memory=100.0)))) == []
 
 
 def test_a_link_is_as_fast_as_the_ranks_that_share_it():
@@ -171,8 +171,7 @@ def test_shards_are_what_the_other_axes_leave():
 
 
 def test_a_custom_gpu_is_its_numbers():
-    numbers = {"flops": 1e14, "bandwidth": 1e12, "node_bandwidth": 1e11, "network_bandwidth": 1e10}
-    found = hardware_of("custom", memory=GIB, **numbers)
+    found = hardware_of("custom", memory=GIB, flops=1e14, bandwidth=1e12, node_bandwidth=1e11, network_bandwidth=1e10)
     assert (found.memory, found.flops, found.network_bandwidth) == (GIB, 1e14, 1e10)
     assert hardware_of("h100", memory=2 * GIB).memory == 2 * GIB
     assert Sharding().stage == 3
