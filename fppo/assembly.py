@@ -12,7 +12,7 @@ import attrs
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from fppo import config, data, losses, rewards, settings_checks
+from fppo import config, data, losses, rewards, settings_checks, tree
 from fppo.data import DataCursor, PromptSet
 from fppo.key import Key
 from fppo.loading import (
@@ -27,7 +27,7 @@ from fppo.loading import (
     reward_of,
 )
 from fppo.losses import KLState
-from fppo.models.model import Model
+from fppo.models.model import Model, Params
 from fppo.pipeline import stages
 from fppo.pipeline.estimators import estimator
 from fppo.pipeline.evaluate import evaluate
@@ -37,10 +37,11 @@ from fppo.pipeline.spread import SpreadJudge
 from fppo.pipeline.train import Draw, Evaluate
 from fppo.rollout.engine import Engine, Sampling
 from fppo.runtime.mesh import LOCAL, Mesh
+from fppo.runtime.offload import Lane, OnHost, activations_on_host, offloaded, offloaded_adamw, to_host
 from fppo.settings import ActorSettings, OptimizerSettings, TrainSettings
 from fppo.steps.optimizer import Optimizer
 from fppo.steps.schedules import schedule
-from fppo.steps.train_state import init_state
+from fppo.steps.train_state import TrainState, init_state
 from fppo.steps.update import update_actor, update_critic
 from fppo_kernels.record import Kernels
 
@@ -120,6 +121,7 @@ def program_of(
     engine: Engine,
     kernels: Kernels,
     mesh: Mesh,
+    lane: Lane,
     sampling: Sampling,
     score: stages.ScoreFn,
     loss: tuple[Callable[..., Any], Callable[..., Any] | None],
@@ -130,6 +132,8 @@ def program_of(
     corrected = algorithm.correction.mode != "none" or bool(algorithm.correction.rejection)
     alone = actor.epochs == 1 and mini == settings.rollout.batch_size
     on_policy = alone and algorithm.kl.coef == 0 and not corrected
+    if settings.model.offload != "none":
+        kernels = attrs.evolve(kernels, adamw=offloaded_adamw(kernels.adamw, lane))
     shared = {"kernels": kernels, "mesh": mesh, "remove_padding": settings.model.remove_padding}
     policy = shared | {"temperature": sampling.temperature, "on_policy": on_policy}
     return Program(
@@ -141,12 +145,13 @@ def program_of(
             critic_model=critic_model,
             micro_batching=micro_batching_of(actor),
             sum_squared=algorithm.advantage == "optimal_token_baseline",
+            held=(lambda params: OnHost(params, lane)) if settings.model.offload == "all" else (lambda params: params),
             **policy,
         ),
         estimate=_estimate_stage(settings, sampling, kernels),
-        update_critic=_update_critic(settings, critic_model, shared),
+        update_critic=_update_critic(settings, critic_model, lane, shared),
         update_actor=partial(
-            with_mfu("actor", update_actor),
+            _measured("actor", update_actor, settings, lane),
             model=model,
             loss_fn=loss[0],
             select_fn=loss[1],
@@ -193,13 +198,20 @@ def _score_stage(advantage: str, engine: Engine, sampling: Sampling, score: stag
     return partial(stages.score_with_greedy, score=score, engine=engine, sampling=greedy)
 
 
-def _update_critic(settings: TrainSettings, critic_model: Model | None, shared: dict[str, Any]) -> Any:
+def _measured(role: str, update: Callable[..., Any], settings: TrainSettings, lane: Lane) -> Callable[..., Any]:
+    """The update with its rates as metrics, and with what the settings keep on the host."""
+    if settings.model.offload_activations:
+        update = activations_on_host(update, lane)
+    return with_mfu(role, offloaded(update, lane) if settings.model.offload == "all" else update)
+
+
+def _update_critic(settings: TrainSettings, critic_model: Model | None, lane: Lane, shared: dict[str, Any]) -> Any:
     critic, batch_size = settings.critic, settings.rollout.batch_size
     if critic_model is None:
         return None
     mini = config.mini_batch_size(critic, batch_size)
     return partial(
-        with_mfu("critic", update_critic),
+        _measured("critic", update_critic, settings, lane),
         model=critic_model,
         optimizer=optimizer_of(critic.optimizer, settings.steps * critic.epochs * batch_size // mini),
         mini_batch_size=mini,
@@ -239,17 +251,19 @@ def assembled(
     for given in (prompts, held_out):
         if given is not None:
             data.check_tokens(given, model.config.vocab_size)
-    section, pad = settings.reward, prompts.pad_token_id
+    section, pad, lane = settings.reward, prompts.pad_token_id, Lane(device)
+    if settings.model.offload == "all":
+        ref = ref and to_host(ref)
     with (
         rewards.RewardRunner(reward, time_limit=section.time_limit, workers=section.workers) as runner,
-        engine_of(settings, model, kernels, pad, mesh) as engine,
+        engine_of(settings, model, kernels, pad, mesh, lane) as engine,
     ):
         judge = SpreadJudge(judge_own=runner, mesh=mesh, device=device)
         score = partial(rewards.score, reward=judge, tokenizer=tokenizer)
         yield Assembled(
             run=RunState(
-                actor=init_state(params),
-                critic=None if critic is None else init_state(critic),
+                actor=_state(settings, params),
+                critic=None if critic is None else _state(settings, critic),
                 ref=ref,
                 kl=KLState(coef=settings.algorithm.kl.coef),
                 key=key,
@@ -263,6 +277,7 @@ def assembled(
                 engine=engine,
                 kernels=kernels,
                 mesh=mesh,
+                lane=lane,
                 sampling=sampling,
                 score=score,
                 loss=loss_fn,
@@ -282,6 +297,18 @@ def assembled(
             mesh=mesh,
             shapes=_shapes(model, critic_model, ref is not None),
         )
+
+
+def _state(settings: TrainSettings, params: Params) -> TrainState:
+    """The state before the first update, on the host as far as the settings want it there."""
+    state = init_state(params)
+    match settings.model.offload:
+        case "all":
+            return to_host(state)
+        case "moments":
+            return tree.replace(state, opt=to_host(state.opt))
+        case _:
+            return state
 
 
 def _shapes(model: Model, critic_model: Model | None, reference: bool) -> dict[str, torch.Size]:

@@ -17,10 +17,12 @@ from fppo.batch import Rollout
 from fppo.data import PromptSet
 from fppo.key import Key
 from fppo.models.model import Model, Params
-from fppo.pipeline.spread import SpreadEngine
+from fppo.pipeline.spread import FetchingEngine, SpreadEngine
 from fppo.rollout.embedded import EmbeddedEngine
+from fppo.rollout.engine import Engine
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import DATA_AXES, Mesh, Sharding, place_on
+from fppo.runtime.offload import Lane
 from fppo.settings import ActorSettings, CriticSettings, TrainSettings
 from fppo.steps.forward import compute_reward_scores, row_lengths
 from fppo.steps.micro_batching import MicroBatching
@@ -187,12 +189,17 @@ def micro_batching_of(section: ActorSettings | CriticSettings) -> MicroBatching:
 
 @contextlib.contextmanager
 def engine_of(
-    settings: TrainSettings, model: Model, kernels: Kernels, pad_token_id: int, mesh: Mesh
+    settings: TrainSettings, model: Model, kernels: Kernels, pad_token_id: int, mesh: Mesh, lane: Lane
 ) -> Iterator[SpreadEngine]:
     """The engine that the settings name, on every rank, for as long as the context lasts."""
+    on_host = settings.model.offload == "all"
+
+    def spread(engine: Engine) -> SpreadEngine:
+        engine = FetchingEngine(engine=engine, lane=lane) if on_host else engine
+        return SpreadEngine(engine=engine, mesh=mesh, pad_token_id=pad_token_id)
+
     if settings.rollout.engine == "embedded":
-        embedded = EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad_token_id, mesh=mesh)
-        yield SpreadEngine(engine=embedded, mesh=mesh, pad_token_id=pad_token_id)
+        yield spread(EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad_token_id, mesh=mesh))
         return
     from fppo.rollout.vllm import VllmEngine, VllmOptions  # here: it starts processes of another package
 
@@ -219,4 +226,4 @@ def engine_of(
         send=section.send,
         probe=section.probe,
     ) as engine:
-        yield SpreadEngine(engine=engine, mesh=mesh, pad_token_id=pad_token_id)
+        yield spread(engine)

@@ -50,6 +50,10 @@ class ModelSettings:
     """Recompute each layer in the backward pass: less memory, more time."""
     trust_remote_code: bool = setting(False)
     """Let a model directory run its own Python code."""
+    offload: Literal["none", "moments", "all"] = setting("none")
+    """Keep the optimizer's moments, or them and all parameters, in the host's memory between uses (GPUs)."""
+    offload_activations: bool = setting(False)
+    """Keep what is saved for the backward pass in the host's memory until then (GPUs)."""
     remove_padding: bool = setting(True)
     """Run on packed sequences instead of padded rows."""
     attention: str = setting("sdpa", given("give the name of an attention kernel, as sdpa"))

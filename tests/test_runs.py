@@ -63,6 +63,14 @@ def test_a_stopped_run_goes_on_bit_for_bit(task, tmp_path, cut):
     assert steps == list(range(5))
 
 
+@pytest.mark.parametrize("changes", [{"model__offload": "moments"}, {"model__offload": "all"}])
+def test_a_run_with_its_state_on_the_host_is_the_run_without(task, tmp_path, changes):
+    _, here = _run(task, tmp_path, "here", actor__kl_coef=0.1)
+    _, host = _run(task, tmp_path, "host", actor__kl_coef=0.1, model__offload_activations=True, **changes)
+    assert _digests(here) == _digests(host)
+    assert _numbers(here) == _numbers(host)
+
+
 def _started(given):
     """A process that trains. It comes from a server that has imported everything and run nothing: forks of this
     process, whose thread pools have run, can hang."""

@@ -19,6 +19,7 @@ from fppo.rewards.runner import Failure, Judge, Judged
 from fppo.rewards.sample import Part, Sample
 from fppo.rollout.engine import Engine, Sampling
 from fppo.runtime.mesh import GRADIENT_AXES, Mesh, gather_objects, place_on, ranks_on
+from fppo.runtime.offload import Lane, to_device
 from fppo.steps.spread import collect
 
 ALL = GRADIENT_AXES
@@ -83,6 +84,21 @@ class SpreadEngine:
             versions=collect(made.versions, rows, self.mesh, ALL),
             finish=Column(reason for _, reason in sorted(zip(places, finish, strict=True))),
         )
+
+
+@attrs.frozen(kw_only=True)
+class FetchingEngine:
+    """An engine for parameters on the host, which are on the device for the call."""
+
+    engine: Engine
+    lane: Lane
+
+    def generate(
+        self, params: Mapping[str, Tensor], prompts: Prompts, sampling: Sampling, key: Key, *, version: int = 0
+    ) -> Rollout:
+        """The engine's rollout."""
+        here = to_device(dict(params), self.lane)
+        return self.engine.generate(here, prompts, sampling, key, version=version)
 
 
 @attrs.frozen(kw_only=True)

@@ -19,6 +19,7 @@ from fppo.pipeline.measure import batch_metrics, now
 from fppo.pipeline.run import RunState
 from fppo.rollout.engine import Engine, Sampling
 from fppo.runtime.mesh import DATA_AXES, Mesh, place_on
+from fppo.runtime.offload import OnHost
 from fppo.steps.forward import compute_log_probs, compute_outputs, compute_values, row_lengths
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.spread import collect, imbalance, shares
@@ -69,11 +70,13 @@ def annotate(
     on_policy: bool = False,
     sum_squared: bool = False,
     remove_padding: bool = True,
+    held: Callable[[Params], Params | OnHost] = lambda params: params,
 ) -> tuple[Annotated, Metrics]:
     """Old log-probs, reference log-probs if `run` holds a reference, and values if it holds a critic.
 
-    All ranks hold all rows; each computes a share of equal work, and all get all results. With `on_policy` the old
-    log-probs are left to the update's own pass, and stand in as the engine's.
+    All ranks hold all rows; each computes a share of equal work, and all get all results. `held` says how the passes
+    get at parameters. With `on_policy` the old log-probs are left to the update's own pass, and stand in as the
+    engine's.
     """
     parts = shares(model, row_lengths(scored), mesh)
     own = scored if len(parts) == 1 else batches.rows(scored, parts[place_on(mesh, DATA_AXES)])
@@ -82,7 +85,9 @@ def annotate(
     old, squared, report = scored.rollout_log_probs, None, {}
     if not on_policy or sum_squared:
         outputs = ("log_probs", "sum_squared_probs") if sum_squared else ("log_probs",)
-        out = compute_outputs(run.actor.params, own, model=model, temperature=temperature, outputs=outputs, **shared)
+        out = compute_outputs(
+            held(run.actor.params), own, model=model, temperature=temperature, outputs=outputs, **shared
+        )
         assert out.log_probs is not None
         old = collect(out.log_probs, parts, mesh)
         squared = None if out.sum_squared_probs is None else collect(out.sum_squared_probs, parts, mesh)
@@ -90,11 +95,11 @@ def annotate(
     times.append(now())
     ref = values = None
     if run.ref is not None:
-        ref = compute_log_probs(run.ref, own, model=model, temperature=temperature, **shared)
+        ref = compute_log_probs(held(run.ref), own, model=model, temperature=temperature, **shared)
         ref = collect(ref, parts, mesh)
     times.append(now())
     if run.critic is not None and critic_model is not None:
-        values = collect(compute_values(run.critic.params, own, model=critic_model, **shared), parts, mesh)
+        values = collect(compute_values(held(run.critic.params), own, model=critic_model, **shared), parts, mesh)
     times.append(now())
     if len(parts) > 1:
         report["perf/imbalance"] = metrics.mean(imbalance(model, row_lengths(scored), parts))

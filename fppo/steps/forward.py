@@ -14,6 +14,7 @@ from fppo import batch as batches
 from fppo import models
 from fppo.models.model import Model
 from fppo.runtime.mesh import Mesh
+from fppo.runtime.offload import OnHost
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.sharded import Opened, Whole, opened, whole
 from fppo.steps.spread import blank, rounds
@@ -46,7 +47,7 @@ class TokenOutputs(NamedTuple):
 
 
 def forward_micro_batch(
-    params: Params | Whole,
+    params: Params | Whole | OnHost,
     micro_batch: Rows,
     *,
     model: Model,
@@ -178,7 +179,7 @@ def _passes(batch: Rows, micro_batching: MicroBatching, mesh: Mesh) -> tuple[Ten
     return order, chain((batches.rows(batch, part) for part in parts), repeat(blank(batch), count - len(parts)))
 
 
-def _held(params: Params | Whole, model: Model, mesh: Mesh) -> Params | Whole:
+def _held(params: Params | Whole | OnHost, model: Model, mesh: Mesh) -> Params | Whole | OnHost:
     """The parameters as several passes use them: whole where the sharding keeps them so between passes."""
     if mesh.sharded and mesh.sharding is not None and mesh.sharding.stage == 1:
         return whole(params, model, mesh)
@@ -191,7 +192,7 @@ def row_lengths(rows: Rows) -> list[int]:
 
 
 def compute_outputs(
-    params: Params | Whole,
+    params: Params | Whole | OnHost,
     batch: Rows,
     *,
     model: Model,
@@ -229,7 +230,7 @@ def compute_outputs(
 
 
 def compute_log_probs(
-    params: Params | Whole,
+    params: Params | Whole | OnHost,
     batch: Rows,
     *,
     model: Model,
@@ -256,7 +257,7 @@ def compute_log_probs(
 
 
 def compute_values(
-    params: Params | Whole,
+    params: Params | Whole | OnHost,
     batch: Rows,
     *,
     model: Model,
@@ -281,7 +282,7 @@ def compute_values(
 
 
 def compute_reward_scores(
-    params: Params | Whole,
+    params: Params | Whole | OnHost,
     batch: Rows,
     *,
     model: Model,
