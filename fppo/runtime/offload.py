@@ -232,7 +232,8 @@ def activations_on_host(
 
     On the device stays what is smaller than `minimum_bytes`, what `fn` was given, and parameters, cast, gathered or
     not. Copies are begun when something is saved. Of what is on its way out, or fetched ahead of the backward pass,
-    the device holds `window_bytes` at most, or one tensor. Checkpointed layers save their inputs alone.
+    the device holds `window_bytes` at most, or one tensor, beside what the operation at work was given. Checkpointed
+    layers save their inputs alone.
     """
 
     def run(*args: Any, **keywords: Any) -> T:
@@ -250,20 +251,25 @@ def activations_on_host(
 class _Kept:
     """A storage that was put away: its bytes on the host and, while it is near, on the device."""
 
-    __slots__ = ("__weakref__", "arriving", "here", "host", "leaving", "number", "version", "waiting")
+    __slots__ = ("__weakref__", "arriving", "here", "host", "leaving", "places", "version")
 
-    def __init__(self, number: int, version: int, here: Tensor, host: Tensor, leaving: Finish) -> None:
-        self.number, self.version, self.host = number, version, host
+    def __init__(self, version: int, here: Tensor, host: Tensor, leaving: Finish) -> None:
+        self.version, self.host = version, host
         self.here: Tensor | None = here
         self.leaving: Finish | None = leaving
         self.arriving: Finish | None = None
-        self.waiting = 0  # how many times it is going to be asked for
+        self.places: list[int] = []  # where in the order of all that was saved it is, and is still to be used
+
+    def needed(self) -> int:
+        """The backward pass goes from high places to low ones."""
+        return self.places[-1] if self.places else -1
 
 
 class _Saved(NamedTuple):
     """A tensor in a storage that was put away."""
 
     kept: _Kept
+    place: int
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -277,10 +283,11 @@ class _Shelf:
         self._lane, self._minimum, self._window = lane, minimum, window
         self._given = weakref.WeakSet(x.untyped_storage() for x in given)
         self._known: weakref.WeakKeyDictionary[Any, weakref.ref[_Kept]] = weakref.WeakKeyDictionary()
-        self._order: list[weakref.ref[_Kept]] = []  # by number
-        self._near: dict[int, _Kept] = {}
+        self._order: list[weakref.ref[_Kept]] = []  # by place
+        self._near: set[_Kept] = set()
         self._near_bytes = 0
-        self._next = 0  # all of lower numbers are still to be fetched ahead
+        self._next = 0  # all places below are still to be looked at, to fetch ahead
+        self._done: _Kept | None = None
 
     def pack(self, x: Tensor) -> Tensor | _Saved:
         """What autograd keeps in place of `x`."""
@@ -292,33 +299,38 @@ class _Shelf:
         if kept is None or kept.version != x._version:
             kept = self._put(x)
             self._known[storage] = weakref.ref(kept)
-        kept.waiting += 1
-        return _Saved(kept, x.dtype, x.size(), x.stride(), int(x.storage_offset()))
+        while self._order and self._order[-1]() is None:
+            self._order.pop()
+        kept.places.append(len(self._order))
+        self._order.append(weakref.ref(kept))
+        self._next = len(self._order)
+        return _Saved(kept, kept.places[-1], x.dtype, x.size(), x.stride(), int(x.storage_offset()))
 
     def unpack(self, saved: Tensor | _Saved) -> Tensor:
         """The tensor again; what was saved before it is fetched ahead."""
         if isinstance(saved, Tensor):
             return saved
         kept = saved.kept
-        if kept.number not in self._near:
-            self._make_room(len(kept.host))
+        if self._done is not None and self._done is not kept:  # not at once: some operations ask twice
+            self._drop(self._done)
+        if kept not in self._near:
             self._fetch(kept)
         if kept.arriving is not None:
             (kept.here,) = kept.arriving()
             kept.arriving = None
         assert kept.here is not None
-        storage = kept.here.untyped_storage()
         x = torch.empty(0, dtype=saved.dtype, device=kept.here.device)
-        x.set_(storage, saved.offset, saved.size, saved.stride)
-        kept.waiting -= 1
-        if kept.waiting <= 0:
-            self._drop(kept)
-        self._fetch_ahead(kept.number)
+        x.set_(kept.here.untyped_storage(), saved.offset, saved.size, saved.stride)
+        if saved.place in kept.places:
+            kept.places.remove(saved.place)
+        self._done = None if kept.places else kept
+        self._fetch_ahead(saved.place)
         return x
 
     def clear(self) -> None:
         """Lets go of everything that is near."""
-        for kept in list(self._near.values()):
+        self._done = None
+        for kept in list(self._near):
             self._drop(kept)
 
     def _wanted(self, x: Tensor) -> bool:
@@ -328,30 +340,27 @@ class _Shelf:
         return not _is_parameter(x) and x.untyped_storage() not in self._given
 
     def _put(self, x: Tensor) -> _Kept:
-        while self._order and self._order[-1]() is None:
-            self._order.pop()
         here = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
         host = _host_like(here)
         self._make_room(len(host))
-        kept = _Kept(len(self._order), x._version, here, host, self._lane.store([here], [host]))
-        self._order.append(weakref.ref(kept))
-        self._next = len(self._order)
+        kept = _Kept(x._version, here, host, self._lane.store([here], [host]))
         self._bring(kept)
         return kept
 
     def _bring(self, kept: _Kept) -> None:
-        self._near[kept.number] = kept
+        self._near.add(kept)
         self._near_bytes += len(kept.host)
 
     def _fetch(self, kept: _Kept) -> None:
+        self._make_room(len(kept.host))
         kept.arriving = self._lane.fetch([kept.host])
         self._bring(kept)
 
-    def _fetch_ahead(self, number: int) -> None:
-        self._next = min(self._next, number)
+    def _fetch_ahead(self, place: int) -> None:
+        self._next = min(self._next, place)
         while self._next > 0:
             kept = self._order[self._next - 1]()
-            if kept is not None and kept.waiting > 0 and kept.number not in self._near:
+            if kept is not None and self._next - 1 in kept.places and kept not in self._near:
                 if self._near_bytes + len(kept.host) > self._window:
                     return
                 self._fetch(kept)
@@ -360,14 +369,16 @@ class _Shelf:
     def _make_room(self, size: int) -> None:
         """Lets go of what is needed last, until `size` bytes fit."""
         while self._near and self._near_bytes + size > self._window:
-            self._drop(self._near[min(self._near)])
+            self._drop(min(self._near, key=_Kept.needed))
 
     def _drop(self, kept: _Kept) -> None:
+        if kept not in self._near:
+            return
+        self._near.remove(kept)
         for wait in (kept.leaving, kept.arriving):
             if wait is not None:
                 wait()
         kept.here = kept.leaving = kept.arriving = None
-        del self._near[kept.number]
         self._near_bytes -= len(kept.host)
 
 
