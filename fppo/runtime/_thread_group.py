@@ -133,6 +133,11 @@ class ThreadGroup(dist.ProcessGroup):
     def __deepcopy__(self, memo: dict) -> ThreadGroup:
         return self
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those of the group, among all."""
+        return self._meeting.ranks
+
     def size(self) -> int:
         return self._count
 

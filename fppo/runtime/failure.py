@@ -8,12 +8,13 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any
 
 import attrs
 from torch._C._distributed_c10d import Store
+from torch.distributed import DistError
 
-from fppo.runtime.watch import Watch
+from fppo.runtime._standing import Standing, broken, too_long
+from fppo.runtime.watch import Waiting, Watch
 
 FAILED = 1  # the exit status of a rank that ends for another's error
 _GRACE = 2.0  # seconds in which a rank may end by itself once another has failed
@@ -32,11 +33,6 @@ class Limits:
     silence: float = 60.0
 
 
-def _client(store: Store) -> Store:
-    """A connection of its own, so that two threads do not wait for each other."""
-    return store.clone()  # type: ignore[attr-defined]
-
-
 class Monitor:
     """A thread that tells the other ranks, through a store, where this one stands, and sees what becomes of them.
 
@@ -44,14 +40,22 @@ class Monitor:
     after this one is silent for `limits.silence` (each rank looks after one), and if the store is gone, and with it
     who started the ranks. Use it in a `with` statement: an error that leaves it is claimed as the first, or, if there
     was one before, gives way to a quiet end of the process.
+
+    The store's keys must be of this start of the ranks alone. Where it is gone nobody can tell who was first; then the
+    last rank speaks, which is not the one that holds it.
     """
 
     def __init__(self, store: Store, rank: int, world: int, watch: Watch, limits: Limits) -> None:
-        self._store, self._rank, self._world, self._watch, self._limits = _client(store), rank, world, watch, limits
+        self._rank, self._world, self._watch, self._limits = rank, world, watch, limits
+        # a connection of its own, so that two threads do not wait for each other
+        self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+        self._worker = 0  # the thread that works
+        self._told = False  # of another rank's error
 
     def __enter__(self) -> Monitor:
+        self._worker = threading.get_ident()
         self._publish(0)
         self._thread.start()
         return self
@@ -60,77 +64,123 @@ class Monitor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         waiting = self._watch.waiting
-        if isinstance(error, Exception) and waiting is not None:
-            time.sleep(_GRACE)  # a collective fails for another rank's sake, which has a word first
-        self._ended.set()
-        self._thread.join()
         if not isinstance(error, Exception):
+            self._stop()
             return
-        text = str(error) if waiting is None else self._of_waiting(f"failed: {self._watch.error or error}")
-        if not self._claim(text):
+        text = str(error) if waiting is None else self._of_broken(waiting, self._watch.error or error)
+        self._stop()
+        if self._told or not self._claim(text, alone=waiting is None):
             raise SystemExit(FAILED) from None
+        time.sleep(2 * self._limits.period)  # if the store is in this process, the others must have seen it
         if waiting is not None:
             raise PeerError(text) from error
         error.add_note(f"on rank {self._rank} of {self._world}")
 
-    def _claim(self, text: str) -> bool:
-        """Whether this is the first error of all ranks."""
+    def _stop(self) -> None:
+        self._ended.set()
+        self._thread.join(_GRACE)  # it is stuck if the store hangs
+
+    def _claim(self, text: str, *, alone: bool) -> bool:
+        """Whether this is the first error of all ranks; where the store is gone, the answer is `alone`, or that this is
+        the last rank."""
         mine = json.dumps([self._rank, text])
-        return bytes(self._store.compare_set("error", "", mine)).decode() == mine
+        try:
+            return bytes(self._store.compare_set("error", "", mine)).decode() == mine
+        except DistError:
+            return alone or self._rank == self._world - 1
 
-    def _of_waiting(self, what: str) -> str:
-        """What became of the collective that this rank is in, and which ranks are not in it."""
-        waiting = self._watch.waiting
-        assert waiting is not None
-        axis, op, number, _ = waiting
-        standing = [self._stand(rank) for rank in range(self._world)]
-        behind = [rank for rank, stand in enumerate(standing) if stand is None or stand["calls"].get(axis, 0) < number]
-        absent = f"; of all ranks {behind} have not come to it" if behind else ""
-        return f"after step {self._watch.step}: {op} over the axis {axis!r} {what}{absent}"
+    def _of_broken(self, waiting: Waiting, error: object) -> str:
+        """What became of the collective that failed in this rank. It fails for another rank's sake, which has a word
+        first, or is gone: whoever is alive speaks meanwhile."""
+        try:
+            before = self._standings()
+            time.sleep(_GRACE)
+            after = self._standings()
+        except DistError:
+            before = after = {}
+        gone = [rank for rank, standing in after.items() if standing == before[rank] and rank != self._rank]
+        return broken(waiting, self._watch.step, error, gone, after)
 
-    def _stand(self, rank: int) -> dict[str, Any] | None:
+    def _standings(self) -> dict[int, Standing | None]:
+        return {rank: self._standing(rank) for rank in range(self._world)}
+
+    def _standing(self, rank: int) -> Standing | None:
         key = f"stand/{rank}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return Standing.loaded(self._store.get(key)) if self._store.check([key]) else None
+
+    def _publish(self, beat: int) -> None:
+        self._store.set(f"stand/{self._rank}", Standing.of(self._watch, beat, self._worker).dumped())
 
     def _run(self) -> None:
-        beats, seen, since = 0, None, time.monotonic()
-        looked_after, limits = (self._rank + 1) % self._world, self._limits
+        limits, next_one = self._limits, (self._rank + 1) % self._world
+        clock = Clock(4 * limits.period)
+        heard, awaited = Unchanged(), Unchanged()
+        beat = 0
         while not self._ended.wait(limits.period):
-            beats += 1
+            beat += 1
             try:
-                self._publish(beats)
+                self._publish(beat)
                 if self._store.check(["error"]):
                     self._give_way()
-                stand = self._stand(looked_after)
-            except RuntimeError as error:
-                if not self._ended.is_set():
-                    self._end(f"rank {self._rank}: whoever started the ranks cannot be reached any more ({error})")
+                now = clock.now()
+                waiting = self._watch.oldest() if self._watch.error is None else None
+                if awaited.seconds(waiting, now) > limits.timeout and waiting is not None:
+                    others = [rank for rank in self._watch.ranks[waiting.axis] if rank != self._rank]
+                    known = self._standings()
+                    self._fail(too_long(waiting, self._watch.step, limits.timeout, others, known))
+                if heard.seconds(self._standing(next_one), now) > limits.silence:
+                    self._fail(f"rank {next_one} has not been heard of for {limits.silence:g} s")
+            except DistError as error:
+                if not self._ended.wait(_GRACE):
+                    lost = f"rank {self._rank}: whoever started the ranks cannot be reached any more ({error})"
+                    self._end(lost if self._rank == self._world - 1 else None)
                 return
-            if stand != seen or stand is None:
-                seen, since = stand, time.monotonic()
-            waiting = self._watch.waiting
-            if waiting is not None and time.monotonic() - waiting.since > self._limits.timeout:
-                text = self._of_waiting(f"has waited for {self._limits.timeout:g} s")
-                self._fail(f"{text}; mesh.timeout is how long it may")
-            elif time.monotonic() - since > self._limits.silence:
-                self._fail(
-                    f"rank {(self._rank + 1) % self._world} has not been heard of for {self._limits.silence:g} s"
-                )
-
-    def _publish(self, beats: int) -> None:
-        calls = {axis: traffic.calls for axis, traffic in self._watch.traffic().items()}
-        self._store.set(f"stand/{self._rank}", json.dumps({"beat": beats, "step": self._watch.step, "calls": calls}))
+            except RuntimeError:
+                continue  # the GPU's: the thread that works meets it too, and says so
 
     def _give_way(self) -> None:
         """Ends the process some time after another rank's error, unless it ends by itself."""
-        if json.loads(self._store.get("error"))[0] != self._rank and not self._ended.wait(_GRACE):
+        if json.loads(self._store.get("error"))[0] == self._rank:
+            return
+        self._told = True
+        if not self._ended.wait(_GRACE):
             self._end(None)
 
     def _fail(self, text: str) -> None:
-        self._end(f"rank {self._rank}: {text}" if self._claim(text) else None)
+        first = self._claim(text, alone=False)
+        if first:
+            print(f"fppo: rank {self._rank}: {text}", file=sys.stderr, flush=True)
+            time.sleep(2 * self._limits.period)
+        self._end(None)
 
     def _end(self, text: str | None) -> None:
         """Ends this process from a thread; the main one may be in a collective that never returns."""
         if text is not None:
             print(f"fppo: {text}", file=sys.stderr, flush=True)
         os._exit(FAILED)
+
+
+class Clock:
+    """Seconds that a process has lived through: those in which it was stopped are no more than `most`."""
+
+    def __init__(self, most: float) -> None:
+        self._most, self._last, self._now = most, time.monotonic(), 0.0
+
+    def now(self) -> float:
+        last, self._last = self._last, time.monotonic()
+        self._now += min(self._last - last, self._most)
+        return self._now
+
+
+class Unchanged:
+    """For how long something has been what it is."""
+
+    def __init__(self) -> None:
+        self._value: object = None
+        self._since = 0.0
+
+    def seconds(self, value: object, now: float) -> float:
+        """How long it has been `value`, as it is at `now`."""
+        if value != self._value:
+            self._value, self._since = value, now
+        return now - self._since

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -14,7 +17,10 @@ from fppo.runtime.mesh import Mesh
 
 
 class Traffic(NamedTuple):
-    """What a rank has sent over an axis: collectives, bytes, and seconds in which it did nothing but wait for them."""
+    """What a rank has sent over an axis: collectives, bytes, and seconds in which it did nothing but wait for them.
+
+    On a GPU the seconds are those in which the stream that computes stood still.
+    """
 
     calls: int = 0
     bytes: int = 0
@@ -26,12 +32,20 @@ class Traffic(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """The collective that a rank is in: the `number`th over its axis, since `since` on the monotonic clock."""
+    """The collective that a rank waits for: the `number`th over its axis, since `since` on the monotonic clock."""
 
     axis: str
     op: str
     number: int
     since: float
+
+
+class _Stall(NamedTuple):
+    """A wait that is queued on a GPU, between two of its events."""
+
+    waiting: Waiting
+    start: Any
+    end: Any
 
 
 def wire_bytes(op: str, size: int, ranks: int) -> int:
@@ -50,50 +64,87 @@ def wire_bytes(op: str, size: int, ranks: int) -> int:
 class Watch:
     """What the watched groups of one rank have counted. Other threads may read it at any time."""
 
-    def __init__(self, axes: Sequence[str]) -> None:
-        self._traffic = dict.fromkeys(axes, Traffic())
+    def __init__(self, ranks: Mapping[str, Sequence[int]]) -> None:
+        self.ranks = {axis: tuple(line) for axis, line in ranks.items()}  # of each axis' group, among all
         self.waiting: Waiting | None = None
-        self.error: RuntimeError | None = None  # of the collective that failed; `waiting` says which
+        self.error: RuntimeError | None = None  # of the collective that failed; `waiting` still says which
         self.step = 0  # the last step that is whole; whoever drives the steps sets it
+        self._traffic = dict.fromkeys(ranks, Traffic())
+        self._stalls: deque[_Stall] = deque()
+        self._lock = threading.Lock()
 
     def traffic(self) -> dict[str, Traffic]:
         """By axis, since the start."""
-        return dict(self._traffic)
+        with self._lock:
+            self._drain()
+            return dict(self._traffic)
 
-    def enter(self, axis: str, op: str) -> None:
-        """The rank begins to wait."""
-        self.waiting = Waiting(axis, op, self._traffic[axis].calls, time.monotonic())
+    def oldest(self) -> Waiting | None:
+        """The collective that has been waited for the longest, by this process or on its GPU."""
+        with self._lock:
+            self._drain()
+            queued = [self._stalls[0].waiting] if self._stalls else []
+        now = self.waiting
+        return min([*queued, *([now] if now is not None else [])], key=lambda found: found.since, default=None)
 
-    def leave(self) -> None:
-        """What it waited for has come."""
-        assert self.waiting is not None
-        axis, _, _, since = self.waiting
-        calls, size, seconds = self._traffic[axis]
-        self._traffic[axis] = Traffic(calls, size, seconds + time.monotonic() - since)
+    def count(self, axis: str, size: int) -> int:
+        """A collective begins that sends `size` bytes; its number over the axis, from 1."""
+        with self._lock:
+            calls, before, seconds = self._traffic[axis]
+            self._traffic[axis] = Traffic(calls + 1, before + size, seconds)
+            return calls + 1
+
+    def wait(self, about: tuple[str, str, int], device: torch.device | None, call: Callable[[], Any]) -> Any:
+        """What `call` returns, which waits for a collective: its axis, its name, its number."""
+        waiting = Waiting(*about, time.monotonic())
+        self.waiting, self.error = waiting, None
+        start = _event(device)
+        try:
+            result = call()
+        except RuntimeError as error:
+            self.error = error  # torch.distributed raises another one, of its log
+            raise
+        except BaseException:
+            self.waiting = None
+            raise
         self.waiting = None
+        with self._lock:
+            self._drain()
+            if start is None:
+                self._add(waiting.axis, time.monotonic() - waiting.since)
+            else:
+                self._stalls.append(_Stall(waiting, start, _event(device)))
+        return result
 
-    def count(self, axis: str, size: int) -> None:
-        """A collective begins that sends `size` bytes."""
-        calls, before, seconds = self._traffic[axis]
-        self._traffic[axis] = Traffic(calls + 1, before + size, seconds)
+    def _add(self, axis: str, seconds: float) -> None:
+        calls, size, before = self._traffic[axis]
+        self._traffic[axis] = Traffic(calls, size, before + seconds)
+
+    def _drain(self) -> None:
+        """Counts the waits that a GPU has behind it. The caller holds the lock."""
+        while self._stalls and self._stalls[0].end.query():
+            waiting, start, end = self._stalls.popleft()
+            self._add(waiting.axis, start.elapsed_time(end) / 1000)
+
+
+def _event(device: torch.device | None) -> Any:
+    """This moment in the stream that computes, on a GPU; None elsewhere."""
+    if device is None or device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class _Work:
     """A collective under way; waiting for it is watched."""
 
-    def __init__(self, work: Any, watch: Watch, axis: str, op: str) -> None:
-        self._work, self._watch, self._axis, self._op = work, watch, axis, op
+    def __init__(self, work: Any, watch: Watch, about: tuple[str, str, int], device: torch.device | None) -> None:
+        self._work, self._watch, self._about, self._device = work, watch, about, device
 
     def wait(self, *limit: Any) -> Any:
-        """Returns when it is done. On a GPU that is when it is queued, so its seconds are not counted."""
-        self._watch.enter(self._axis, self._op)
-        try:
-            done = self._work.wait(*limit)
-        except RuntimeError as error:
-            self._watch.error = error  # torch.distributed raises another one, of its log
-            raise
-        self._watch.leave()
-        return done
+        """Returns when it is done; on a GPU, when all that is queued there later comes after it."""
+        return self._watch.wait(self._about, self._device, lambda: self._work.wait(*limit))
 
     def is_completed(self) -> bool:
         """Whether it is done."""
@@ -106,24 +157,34 @@ class WatchedGroup(dist.ProcessGroup):
     def __init__(self, group: Any, axis: str, watch: Watch) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self.group, self._axis, self._watch = group, axis, watch
+        self._size = group.size()
 
     def __deepcopy__(self, memo: dict) -> WatchedGroup:
         return self
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those of the group, among all."""
+        return self._watch.ranks[self._axis]
+
     def size(self) -> int:
-        return self.group.size()
+        return self._size
 
     def rank(self) -> int:
         return self.group.rank()
 
-    def _call(self, op: str, whole: Sequence[Tensor], call: Callable[..., Any], *args: Any) -> Any:
-        size = sum(x.numel() * x.element_size() for x in whole)
-        self._watch.count(self._axis, wire_bytes(op, size, self.size()))
-        self._watch.enter(self._axis, op)  # a group among threads waits in the call itself
+    def _call(
+        self, op: str, whole: Sequence[Tensor], call: Callable[..., Any], *args: Any, sent: int | None = None
+    ) -> Any:
+        if sent is None:
+            sent = wire_bytes(op, sum(x.numel() * x.element_size() for x in whole), self._size)
+        number = self._watch.count(self._axis, sent)
         given = args if args[-1] is not None else args[:-1]  # the options have defaults of their own
-        work = call(*given)
-        self._watch.leave()
-        return _Work(work, self._watch, self._axis, op)
+        about = self._axis, op, number
+        device = whole[0].device if whole else None
+        ahead = getattr(args[-1], "asyncOp", False)  # even so, a group among threads waits in the call
+        work = self._watch.wait(about, None if ahead else device, lambda: call(*given))
+        return None if work is None else _Work(work, self._watch, about, device)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self._call("all_reduce", tensors, self.group.allreduce, tensors, opts)
@@ -152,10 +213,14 @@ class WatchedGroup(dist.ProcessGroup):
         self, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
     ) -> Any:
         call = getattr(self.group, "all_to_all_single", None) or self.group.alltoall_base
-        return self._call("all_to_all", [input], call, output, input, received, sent, opts)
+        size = None
+        if len(sent):
+            size = (len(input) - sent[self.rank()]) * input[:1].numel() * input.element_size()
+        return self._call("all_to_all", [input], call, output, input, received, sent, opts, sent=size)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        return self._call("all_to_all", inputs, self.group.alltoall, outputs, inputs, opts)
+        size = sum(x.numel() * x.element_size() for r, x in enumerate(inputs) if r != self.rank())
+        return self._call("all_to_all", inputs, self.group.alltoall, outputs, inputs, opts, sent=size)
 
     def barrier(self, opts: Any = None) -> Any:
         return self._call("barrier", [], self.group.barrier, opts)
@@ -169,6 +234,12 @@ class WatchedGroup(dist.ProcessGroup):
 def watched(mesh: Mesh) -> tuple[Mesh, Watch]:
     """The mesh with its groups watched, and what watches them. What they compute is the same, bit for bit."""
     wide = {name: axis for name, axis in mesh.axes.items() if axis.size > 1}
-    watch = Watch(list(wide))
+    watch = Watch({name: _ranks(axis.group) for name, axis in wide.items()})
     groups = {name: attrs.evolve(axis, group=WatchedGroup(axis.group, name, watch)) for name, axis in wide.items()}
     return attrs.evolve(mesh, axes={**mesh.axes, **groups}), watch
+
+
+def _ranks(group: Any) -> Sequence[int]:
+    """The ranks of a group, among all: groups of our own know them."""
+    own = getattr(group, "ranks", None)
+    return dist.get_process_group_ranks(group) if own is None else own

@@ -1,125 +1,258 @@
 """One rank fails: its error is shown once, and all ranks end within seconds."""
 
+import datetime
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
-
-RANK = """
-import os, signal, sys, time
-import torch, torch.distributed as dist
+import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
+
+from fppo.runtime import launch
 from fppo.runtime.failure import Limits, Monitor
-from fppo.runtime.mesh import Mesh, all_reduce
+from fppo.runtime.mesh import Mesh, Sharding, all_reduce
 from fppo.runtime.watch import watched
 
-rank, world, port = (int(x) for x in sys.argv[1:4])
-torch.set_num_threads(1)
-store = TCPStore("127.0.0.1", port, is_master=False)
-dist.init_process_group("gloo", store=PrefixStore("groups", store), rank=rank, world_size=world)
-mesh, watch = watched(Mesh.of(init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))))
-x = torch.ones(4)
-limits = Limits(period=0.1, timeout=2.0, silence=6.0)
-with Monitor(PrefixStore("monitor", store), rank, world, watch, limits):
-    for step in range(1, 4):
-        watch.step = step
-        all_reduce(x, mesh["shard"])
-    {body}
-    for _ in range(3):
-        all_reduce(x, mesh["shard"])
-dist.destroy_process_group()
-"""
+LIMITS = Limits(period=0.1, timeout=1.5, silence=20.0)
 
 
-def run(tmp_path, body, world=3):
-    """The exit statuses of the ranks, what they wrote, and the seconds from the first end to the last."""
-    script = tmp_path / "rank.py"
-    script.write_text(textwrap.dedent(RANK).replace("{body}", textwrap.indent(textwrap.dedent(body), "    ").strip()))
+def work(rank, sizes, port, body, limits, hosted, output):
+    """What a process does: three steps, then `body(rank, mesh)`, then three more collectives."""
+    torch.set_num_threads(1)
+    with open(output, "a") as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+    world = torch.Size(sizes.values()).numel()
+    store = TCPStore("127.0.0.1", port, is_master=hosted and rank == 0, timeout=datetime.timedelta(seconds=20))
+    dist.init_process_group("gloo", store=PrefixStore("groups", store), rank=rank, world_size=world)
+    device_mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh, watch = watched(Mesh.of(device_mesh))
+    with Monitor(PrefixStore("monitor", store), rank, world, watch, limits):
+        x = torch.ones(4)
+        for step in range(1, 4):
+            for name in sizes:
+                all_reduce(x, mesh[name])
+            watch.step = step
+        body(rank, mesh)
+        for _ in range(3):
+            for name in sizes:
+                all_reduce(x, mesh[name])
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def started(target, *arguments):
+    """A process that has everything imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.test_failure"])
+    process = context.Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+def start(directory, body, sizes, *, limits=LIMITS, hosted=False):
+    """The processes, with the store that they meet at; `hosted` in rank 0's process."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    log = tmp_path / "log"
-    with log.open("w") as sink:
-        command = [sys.executable, str(script)]
-        children = [
-            subprocess.Popen([*command, str(rank), str(world), str(store.port)], stderr=sink, stdout=sink)
-            for rank in range(world)
-        ]
-        first, deadline = None, time.monotonic() + 60
-        while any(child.poll() is None for child in children) and time.monotonic() < deadline:
-            if first is None and any(child.poll() is not None for child in children):
-                first = time.monotonic()
-            time.sleep(0.02)
-        seconds = time.monotonic() - (first or 0.0)
-        for child in children:
-            child.kill()
-            child.wait()
-    return [child.returncode for child in children], log.read_text(), seconds
+    port = store.port
+    if hosted:
+        del store
+        store = None
+    output = str(directory / "log")
+    ranks = range(torch.Size(sizes.values()).numel())
+    return [started(work, rank, sizes, port, body, limits, hosted, output) for rank in ranks], store
+
+
+def end(processes, seconds=20.0):
+    """The exit statuses, and the seconds from the first end to the last; what is left after `seconds` is killed."""
+    first, deadline = None, time.monotonic() + seconds
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        if first is None and not all(process.is_alive() for process in processes):
+            first = time.monotonic()
+        time.sleep(0.02)
+    now = time.monotonic()
+    took = now - (first or now)
+    for process in processes:
+        process.kill()
+        process.join()
+    return [process.exitcode for process in processes], took
+
+
+def run(directory, body, sizes=None, **changes):
+    """The exit statuses, what was written, and the seconds from the first end to the last."""
+    processes, store = start(directory, body, sizes or {"shard": 3}, **changes)
+    statuses, seconds = end(processes)
+    del store
+    return statuses, (directory / "log").read_text(), seconds
+
+
+def nothing(rank, mesh):
+    pass
+
+
+def bad_data(rank, mesh):
+    if rank == 1:
+        raise ValueError("the data is bad")
+
+
+def bad_settings(rank, mesh):
+    raise ValueError("the settings are bad")
+
+
+def first_is_bad(rank, mesh):
+    if rank == 0:
+        raise ValueError("the data is bad")
+
+
+def killed(rank, mesh):
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hangs(rank, mesh):
+    if rank == 1:
+        time.sleep(100)
+
+
+def frozen(rank, mesh):
+    """The process stands still, and with it the thread that speaks for it; nobody waits in a collective."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(100)
+
+
+def busy(rank, mesh):
+    time.sleep(100)
+
+
+def breaks(rank, mesh):
+    for _ in range(20):
+        all_reduce(torch.ones(4), mesh["shard"])
+        time.sleep(0.1)
+
+
+def asked_to_stop(rank, mesh):
+    raise SystemExit(130)
 
 
 def test_ranks_that_end_well_say_nothing(tmp_path):
-    assert run(tmp_path, "pass", world=2)[:2] == ([0, 0], "")
+    assert run(tmp_path, nothing)[:2] == ([0, 0, 0], "")
 
 
-def test_the_error_of_one_is_shown_once_and_ends_all(tmp_path):
-    statuses, text, seconds = run(tmp_path, "if rank == 1: raise ValueError('the data is bad')")
+def test_ranks_that_were_asked_to_stop_say_nothing(tmp_path):
+    assert run(tmp_path, asked_to_stop)[:2] == ([130, 130, 130], "")
+
+
+@pytest.mark.parametrize("hosted", [False, True])
+def test_the_error_of_one_is_shown_once_and_ends_all(tmp_path, hosted):
+    statuses, text, seconds = run(tmp_path, first_is_bad if hosted else bad_data, hosted=hosted)
     assert statuses == [1, 1, 1]
-    assert text.count("ValueError: the data is bad\n") == 1
-    assert text.count("Traceback") == 1
-    assert "on rank 1 of 3" in text
+    assert text.count("Traceback") == text.count("ValueError: the data is bad\n") == 1
+    assert f"on rank {0 if hosted else 1} of 3" in text
+    assert "fppo: " not in text
     assert seconds < 8
 
 
 def test_the_same_error_of_all_is_shown_once(tmp_path):
-    statuses, text, _ = run(tmp_path, "raise ValueError('the settings are bad')")
+    statuses, text, _ = run(tmp_path, bad_settings)
     assert statuses == [1, 1, 1]
     assert text.count("Traceback") == text.count("ValueError: the settings are bad\n") == 1
 
 
 def test_a_killed_rank_ends_the_others_and_is_named(tmp_path):
-    statuses, text, seconds = run(tmp_path, "if rank == 2: os.kill(os.getpid(), signal.SIGKILL)")
-    assert statuses[2] == -signal.SIGKILL
-    assert 0 not in statuses
-    assert "after step 3: all_reduce over the axis 'shard' failed" in text
-    assert "of all ranks [2] have not come to it" in text
-    assert seconds < 10
-
-
-def test_a_rank_that_hangs_is_named_with_what_waits_for_it(tmp_path):
-    statuses, text, seconds = run(tmp_path, "if rank == 1: time.sleep(100)")
-    assert statuses == [1, 1, 1]
-    expected = "after step 3: all_reduce over the axis 'shard' has waited for 2 s; of all ranks [1] have not come to it"
-    assert text.count(expected) == 1
-    assert "mesh.timeout" in text
+    statuses, text, seconds = run(tmp_path, killed)
+    assert statuses == [1, 1, -signal.SIGKILL]
+    expected = "PeerError: after step 3: all_reduce over the axis 'shard' failed; not heard of any more: rank 2, at "
+    assert text.count(expected) == text.count("failure.PeerError") == 1
     assert seconds < 8
 
 
+def test_a_rank_that_hangs_is_named_with_where_it_is_and_what_waits_for_it(tmp_path):
+    statuses, text, seconds = run(tmp_path, hangs)
+    assert statuses == [1, 1, 1]
+    assert "after step 3: all_reduce over the axis 'shard' has waited for 1.5 s for rank 1, at " in text
+    assert text.startswith(("fppo: rank 0: ", "fppo: rank 2: "))
+    assert "distributed/test_failure.py:" in text
+    assert "in hangs after step 3 (mesh.timeout is how long it may)\n" in text
+    assert text.count("\n") == 1
+    assert seconds < 8
+
+
+def test_only_ranks_of_the_same_group_are_waited_for(tmp_path):
+    """Rank 1 of two replicas of two shards hangs: ranks 0 and 3 wait for it, and rank 2 for rank 3."""
+    statuses, text, _ = run(tmp_path, hangs, {"replicate": 2, "shard": 2})
+    assert statuses == [1, 1, 1, 1]
+    waits = {
+        0: "'shard' has waited for 1.5 s for rank 1, at ",
+        2: "'shard' has waited for 1.5 s for rank 3, in all_reduce over the axis 'replicate' for ",
+        3: "'replicate' has waited for 1.5 s for rank 1, at ",
+    }
+    speaker = int(text.removeprefix("fppo: rank ").partition(":")[0])
+    assert waits[speaker] in text
+    assert text.endswith("in hangs after step 3 (mesh.timeout is how long it may)\n")
+    assert ("; that is for rank 1, at " in text) == (speaker == 2)
+    assert text.count("\n") == 1
+
+
 def test_a_rank_that_is_frozen_is_named(tmp_path):
-    """Its process stands still, and with it the thread that speaks for it; nobody waits in a collective."""
-    body = """
-    if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(100)
-    """
-    statuses, text, _ = run(tmp_path, body, world=2)
-    assert statuses == [1, -signal.SIGKILL]  # the frozen one was killed here
-    assert "rank 0: rank 1 has not been heard of for 6 s" in text
-
-
-@pytest.mark.skipif(not hasattr(os, "setsid"), reason="needs sessions")
-def test_ranks_end_when_whoever_started_them_is_gone(tmp_path):
-    body = "print('ready', flush=True); time.sleep(100)"
-    script = tmp_path / "rank.py"
-    script.write_text(textwrap.dedent(RANK).replace("{body}", body))
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = [sys.executable, str(script), "0", "1", str(store.port)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    assert child.stdout.readline() == "ready\n"
+    limits = Limits(period=0.1, timeout=20.0, silence=2.0)
+    processes, store = start(tmp_path, frozen, {"shard": 2}, limits=limits)
+    assert end(processes[:1], 12.0)[0] == [1]
+    assert end(processes, 0.0)[0] == [1, -signal.SIGKILL]  # the frozen one was killed here
+    assert (tmp_path / "log").read_text() == "fppo: rank 0: rank 1 has not been heard of for 2 s\n"
     del store
-    _, error = child.communicate(timeout=20)
-    assert child.returncode == 1
-    assert "whoever started the ranks cannot be reached" in error
+
+
+def test_ranks_that_were_all_stopped_for_a_while_go_on(tmp_path):
+    limits = Limits(period=0.1, timeout=1.5, silence=1.5)
+    processes, store = start(tmp_path, breaks, {"shard": 2}, limits=limits)
+    time.sleep(1.5)
+    for number, seconds in ((signal.SIGSTOP, 2.5), (signal.SIGCONT, 0.0)):
+        for process in processes:
+            assert process.is_alive()
+            os.kill(process.pid, number)
+        time.sleep(seconds)
+    assert end(processes)[0] == [0, 0]
+    assert (tmp_path / "log").read_text() == ""
+    del store
+
+
+def test_ranks_end_when_whoever_started_them_is_gone(tmp_path):
+    processes, store = start(tmp_path, busy, {"shard": 2})
+    time.sleep(2.0)
+    assert all(process.is_alive() for process in processes)
+    del store
+    statuses, seconds = end(processes)
+    assert statuses == [1, 1]
+    assert (tmp_path / "log").read_text().count("whoever started the ranks cannot be reached") == 1
+    assert seconds < 5
+
+
+def again(rank, port, attempt, output):
+    """The first start fails; torchrun starts all ranks again, and the store is the same."""
+    torch.set_num_threads(1)
+    with open(output, "a") as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
+    place = launch.Place(rank, rank, 2, started=True)
+    if attempt == 1 and rank == 0:
+        time.sleep(1.0)  # the other finds what the first start has left
+    with launch.joined({"shard": 2}, place, torch.device("cpu"), timeout=20.0, sharding=Sharding()) as (mesh, _):
+        all_reduce(torch.ones(1), mesh["shard"])
+        if attempt == 0:
+            bad_data(rank, mesh)
+        time.sleep(1.5)
+        all_reduce(torch.ones(1), mesh["shard"])
+
+
+def test_ranks_that_are_started_again_know_nothing_of_the_error_before(tmp_path):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    output = str(tmp_path / "log")
+    assert end([started(again, rank, store.port, 0, output) for rank in range(2)])[0] == [1, 1]
+    assert end([started(again, rank, store.port, 1, output) for rank in range(2)])[0] == [0, 0]
+    assert (tmp_path / "log").read_text().count("Traceback") == 1

@@ -1,0 +1,138 @@
+"""Where ranks stand, in a form that they can tell each other, and in words."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+import attrs
+
+from fppo.runtime.watch import Waiting, Watch
+
+_SHOWN = 4  # ranks told of one by one
+_OUTSIDE = {*sys.stdlib_module_names, "torch"} - {"__main__"}
+_HERE = ("fppo.runtime.failure", __name__)
+
+
+@attrs.frozen
+class Standing:
+    """One rank at one moment: how often it has spoken, its last whole step, collectives begun by axis, the line that
+    its code is at, and if it waits for a collective: for which, for how long, and with which ranks."""
+
+    beat: int
+    step: int
+    calls: Mapping[str, int]
+    line: str
+    waiting: tuple[str, str, int] | None = None
+    seconds: float = 0.0
+    group: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(watch: Watch, beat: int, thread: int) -> Standing:
+        """That of this rank, whose work is done in `thread`."""
+        calls = {axis: traffic.calls for axis, traffic in watch.traffic().items()}
+        line, waiting = _line(sys._current_frames().get(thread)), watch.oldest()
+        if waiting is None:
+            return Standing(beat, watch.step, calls, line)
+        axis, op, number, since = waiting
+        seconds = time.monotonic() - since
+        return Standing(beat, watch.step, calls, line, (axis, op, number), seconds, watch.ranks[axis])
+
+    @property
+    def place(self) -> str:
+        """Where the rank is, in words."""
+        if self.waiting is None:
+            return f"at {self.line} after step {self.step}"
+        axis, op, _ = self.waiting
+        return f"in {op} over the axis {axis!r} for {self.seconds:.0f} s after step {self.step}"
+
+    def dumped(self) -> str:
+        """As text."""
+        return json.dumps(attrs.asdict(self))
+
+    @staticmethod
+    def loaded(text: bytes) -> Standing:
+        """From text."""
+        fields = json.loads(text)
+        waiting = fields["waiting"]
+        return Standing(**fields | {"waiting": waiting and tuple(waiting), "group": tuple(fields["group"])})
+
+
+def _line(frame: FrameType | None) -> str:
+    """The innermost line that is not Python's own or torch's."""
+    innermost = frame
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name not in _HERE and name.partition(".")[0] not in _OUTSIDE:
+            break
+        frame = frame.f_back
+    found = frame or innermost
+    if found is None:
+        return "an unknown line"
+    path = "/".join(found.f_code.co_filename.split("/")[-2:])
+    return f"{path}:{found.f_lineno} in {found.f_code.co_name}"
+
+
+def missing(axis: str, number: int, ranks: Sequence[int], standings: Mapping[int, Standing | None]) -> list[int]:
+    """Those of the ranks that have not begun so many collectives over their axis."""
+
+    def begun(standing: Standing | None) -> bool:
+        return standing is not None and standing.calls.get(axis, 0) >= number
+
+    return [rank for rank in ranks if not begun(standings[rank])]
+
+
+def causes(late: Sequence[int], standings: Mapping[int, Standing | None]) -> list[int]:
+    """The ranks that `late` ones wait for in the end, because they wait for nobody themselves."""
+    seen, found = set(), []
+    ahead = list(late)
+    while ahead:
+        rank = ahead.pop(0)
+        if rank in seen:
+            continue
+        seen.add(rank)
+        standing = standings[rank]
+        if standing is None or standing.waiting is None:
+            found.append(rank)
+        else:
+            axis, _, number = standing.waiting
+            ahead += missing(axis, number, standing.group, standings)
+    return sorted(found)
+
+
+def described(ranks: Sequence[int], standings: Mapping[int, Standing | None]) -> str:
+    """The ranks, and where each one is."""
+
+    def one(rank: int) -> str:
+        standing = standings[rank]
+        return f"rank {rank}, {'never heard of' if standing is None else standing.place}"
+
+    more = f"; and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return "; ".join(one(rank) for rank in ranks[:_SHOWN]) + more
+
+
+def too_long(
+    waiting: Waiting, step: int, seconds: float, others: Sequence[int], standings: Mapping[int, Standing | None]
+) -> str:
+    """What is wrong if a collective is waited for so long. `others` are the ranks that take part in it."""
+    late = missing(waiting.axis, waiting.number, others, standings)
+    waits = f"after step {step}: {waiting.op} over the axis {waiting.axis!r} has waited for {seconds:g} s"
+    if not late:
+        waits = f"{waits} although all its ranks have come to one: {described(others, standings)}"
+    else:
+        waits = f"{waits} for {described(late, standings)}"
+        behind = [rank for rank in causes(late, standings) if rank not in late]
+        if behind:
+            waits = f"{waits}; that is for {described(behind, standings)}"
+    return f"{waits} (mesh.timeout is how long it may)"
+
+
+def broken(
+    waiting: Waiting, step: int, error: object, gone: Sequence[int], standings: Mapping[int, Standing | None]
+) -> str:
+    """What is wrong if a collective fails. `gone` are the ranks that are not heard of any more."""
+    of_whom = f"; not heard of any more: {described(gone, standings)}" if gone else ""
+    return f"after step {step}: {waiting.op} over the axis {waiting.axis!r} failed{of_whom} ({error})"
