@@ -73,7 +73,8 @@ class VllmEngine:
     parameters are shards, and every rank's engine must be synced in the same order.
 
     Raises ValueError without a vLLM that fppo can run on, EngineFailure if vLLM does not start or stops working, and
-    SyncError if it does not hold what it was sent; an engine that raised SyncError takes all weights at its next sync.
+    SyncError if it does not hold what it was sent; an engine that raised SyncError takes all weights at its next sync,
+    and starts anew for it if it must.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class VllmEngine:
         self._targets = sync.targets(model.shapes, self._rename)
         self._held: _Held | None = None
         self.replaced = 0  # processes that died or hung, and were replaced
-        self._probed = self._asleep = False
+        self._probed = self._asleep = self._broken = False
         self._host: Host | None = self._start()
 
     def __enter__(self) -> VllmEngine:
@@ -176,7 +177,9 @@ class VllmEngine:
 
         It sends what `send` says, whatever the engine holds already.
         """
-        started, host = time.perf_counter(), self._running()
+        started = time.perf_counter()
+        if self._broken:
+            self._restart()
         before, self._held = self._held, None  # unless all goes well, the engine holds nothing that may be used
         sync.compare_names(self._targets, params)
         self._wake("weights")
@@ -201,7 +204,9 @@ class VllmEngine:
 
         if only:
             self._check_names(only)
-            got, unfilled = host.load(recorded())
+            self._broken = True  # if it fails in between, vLLM has half of its modules taken apart
+            got, unfilled = self._running().load(recorded())
+            self._broken = False
             sync.compare(sent, got)
             if unfilled and len(only) == len(params):
                 raise SyncError(f"vLLM left parameters as they were: {unfilled[:8]}")
@@ -236,6 +241,11 @@ class VllmEngine:
 
                 return ProcessHost(path, self._options, dtype=self._dtype, trust_remote_code=remote)
             return LocalHost(path, self._options, dtype=self._dtype, trust_remote_code=remote)
+
+    def _restart(self) -> None:
+        self._running().close()
+        self._host = self._start()
+        self._asleep = self._probed = self._broken = False
 
     def _running(self) -> Host:
         if self._host is None:
@@ -280,8 +290,7 @@ class VllmEngine:
                     stacklevel=3,
                 )
                 self.replaced += 1
-                self._running().close()
-                self._host, self._asleep = self._start(), False
+                self._restart()
         raise AssertionError
 
     def _wanted(self, params: Mapping[str, Tensor], before: _Held | None) -> tuple[list[str], dict[str, str]]:
@@ -294,11 +303,10 @@ class VllmEngine:
             last = {} if float(all_reduce(flag, self._mesh["shard"])) else last
         names, digests = sync.changed(params, last, self._mesh, frozen=self._frozen)
         together = {name: module for module, own in self._running().names().items() for name in own}
-        modules = {together.get(new) for name in names for new in self._targets[name]}
-        # what vLLM fuses it loads together; what it does not name, it may have fused
-        return [
-            n for n in params if names and any(together.get(x) in {None, *modules} for x in self._targets[n])
-        ], digests
+        # what vLLM fuses it loads together; what it does not name (None), it may have fused
+        modules = {None, *(together.get(new) for name in names for new in self._targets[name])}
+        sent = [name for name in params if any(together.get(new) in modules for new in self._targets[name])]
+        return (sent if names else []), digests
 
     def _check_names(self, only: list[str]) -> None:
         """Raises SyncError unless vLLM's modules are loaded from just these, each of them whole."""
@@ -326,9 +334,8 @@ class VllmEngine:
         device = next(iter(params.values())).device
         attend = models.padded_attention(torch.ones(1, count, dtype=torch.bool, device=device))
         tokens = tokens.to(device)
-        hidden = models.hidden_states(
-            self._model, dict(params), tokens, torch.arange(count, device=device), attend=attend
-        )
+        places = torch.arange(count, device=device)
+        hidden = models.hidden_states(self._model, dict(params), tokens, places, attend=attend)
         head = models.output_head(self._model, dict(params))
         ours = _TABLE.log_probs(
             hidden[start - 1 : -1], head.weight, tokens[start:], bias=head.bias, softcap=head.softcap, scale=head.scale

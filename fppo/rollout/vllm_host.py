@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from fppo.key import Key
 from fppo.rollout.engine import Sampling
-from fppo.rollout.sync import Bucket
+from fppo.rollout.sync import Bucket, SyncError
 
 OLDEST = (0, 32)
 _INSTALL = (
@@ -174,7 +174,12 @@ class LocalHost:
 
     def load(self, buckets: Iterable[Bucket]) -> tuple[dict[str, str], list[str]]:
         """Takes weights in: each one's digest as it came, and the parameters that vLLM did not fill."""
-        return self._llm.collective_rpc("fppo_load", args=(buckets,))[0]
+        try:
+            return self._llm.collective_rpc("fppo_load", args=(buckets,))[0]
+        except SyncError:
+            raise
+        except Exception as error:
+            raise SyncError(f"vLLM could not load the weights: {type(error).__name__}: {error}") from error
 
     def generate(self, request: Request, done: Callable[[int, Answer], None]) -> None:
         """Calls `done` with each row's number and answer, when the row ends."""
@@ -284,6 +289,7 @@ def _start(path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bo
         "enable_sleep_mode": options.sleep,
         "generation_config": "vllm",
         "trust_remote_code": trust_remote_code,
+        "async_scheduling": False,  # draws count the tokens so far, which must all be known
         "logits_processors": [vllm_worker.KeyedDraws],
         "worker_extension_cls": f"{vllm_worker.__name__}.{vllm_worker.Extension.__name__}",
         **memory,

@@ -85,6 +85,18 @@ def test_tensors_under_each_others_names_are_noticed():
         engine.sync(make("qwen2")[1], version=0)
 
 
+def test_a_tensor_of_another_shape_does_not_load_and_the_next_sync_mends_it(qwen2):
+    engine, model = qwen2
+    _, params = make("qwen2", seed=9)
+    name = "model.layers.0.mlp.up_proj.weight"
+    engine._rename = lambda key, x: [(key, x[1:] if key == name else x)]
+    with pytest.raises(SyncError, match="vLLM could not load the weights"):
+        engine.sync(params, version=1)
+    engine._rename = sync.hf_weight_loader
+    engine.sync(params, version=1)
+    assert gap(engine, model, params) < 1e-5
+
+
 @pytest.mark.parametrize("process", [False, True])
 def test_what_changes_on_the_way_is_named_and_the_next_sync_mends_it(process, monkeypatch):
     engine, model = start(options={"process": process})

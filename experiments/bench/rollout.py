@@ -1,0 +1,175 @@
+"""Rollout engines side by side: tokens per second, what fppo adds to vLLM, and what a sync of weights costs.
+
+    python experiments/bench/rollout.py engines 1M     # model.generate, the embedded engine, vLLM; 1M, 15M or 110M
+    python experiments/bench/rollout.py overhead 15M   # VllmEngine against vLLM called directly, same model and prompts
+    python experiments/bench/rollout.py sync 110M      # against a copy of the bytes and vLLM's own load; peak memory
+    python experiments/bench/rollout.py process 110M   # the same with vLLM in a process of its own
+
+Run it where vLLM is installed, without OMP_NUM_THREADS set.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from fppo import models
+from fppo.batch import Column, Prompts
+from fppo.key import Key
+from fppo.models.model import Model
+from fppo.rollout.embedded import EmbeddedEngine
+from fppo.rollout.engine import Sampling
+from fppo.rollout.vllm import VllmEngine, VllmOptions
+from fppo_kernels.record import Kernels
+
+SIZES = {  # vocabulary, hidden, intermediate, layers, heads, key-value heads
+    "1M": (2048, 128, 384, 4, 4, 2),
+    "15M": (8192, 384, 1024, 8, 6, 2),
+    "110M": (36000, 768, 2048, 13, 12, 4),
+}
+ROWS, PROMPT, NEW = 64, 64, 64
+MIB = 1 << 20
+
+
+def make(size: str) -> tuple[Model, dict[str, Tensor]]:
+    """A Qwen2 of about that many parameters, at random."""
+    vocab, hidden, intermediate, layers, heads, kv_heads = SIZES[size]
+    config = Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    model = models.build(config)
+    return model, models.init_params(model, Key(0))
+
+
+def prompts_of(size: str) -> Prompts:
+    """Random prompts."""
+    tokens = torch.randint(3, SIZES[size][0], (ROWS, PROMPT), generator=torch.Generator().manual_seed(0))
+    blank = Column([None] * ROWS)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    rows = torch.arange(ROWS)
+    return Prompts(
+        tokens=tokens, attention_mask=mask, row_ids=rows, ids=blank, ground_truth=blank, source=blank, extras=blank
+    )
+
+
+def seconds(fns: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Times of each function, taken in turn after one untimed round."""
+    found: dict[str, list[float]] = {name: [] for name in fns}
+    for turn in range(repeats + 1):
+        for name, fn in fns.items():
+            start = time.perf_counter()
+            fn()
+            if turn:
+                found[name].append(time.perf_counter() - start)
+    return found
+
+
+def engines(size: str) -> None:
+    """Tokens per second of each engine."""
+    model, params = make(size)
+    prompts, sampling = prompts_of(size), Sampling(max_tokens=NEW)
+    repeats = 2 if size == "110M" else 3
+    module = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+    module.load_state_dict(params, strict=False)
+    asked = {"do_sample": True, "max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0, "top_k": 0}
+    embedded = EmbeddedEngine(model=model, kernels=Kernels.named(), pad_token_id=0)
+    fns: dict[str, Callable[[], Any]] = {
+        "model.generate": lambda: module.generate(prompts.tokens, attention_mask=prompts.attention_mask, **asked),
+        "embedded": lambda: embedded.generate(params, prompts, sampling, Key(1)),
+    }
+    times = seconds(fns, repeats)
+    with VllmEngine(model, pad_token_id=0) as engine:
+        times |= seconds({"vllm": lambda: engine.generate(params, prompts, sampling, Key(1))}, repeats)
+    count = sum(x.numel() for x in params.values())
+    print(f"{count / 1e6:.1f} M parameters, {ROWS} rows, {PROMPT} prompt and {NEW} new tokens; tokens/s (best run)")
+    for name, values in times.items():
+        print(f"{name:16s} {ROWS * NEW / min(values):8.0f}")
+
+
+def overhead(size: str) -> None:
+    """VllmEngine against `LLM.generate` of the same vLLM, taken in turn."""
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    model, params = make(size)
+    prompts, sampling = prompts_of(size), Sampling(max_tokens=NEW)
+    asked = [{"prompt_token_ids": row} for row in prompts.tokens.tolist()]
+    with VllmEngine(model, pad_token_id=0) as engine:
+        llm = engine._host._llm  # type: ignore[union-attr]
+
+        def direct(**changes: Any) -> None:
+            wanted = {"max_tokens": NEW, "ignore_eos": True, "detokenize": False, **changes}
+            llm.reset_prefix_cache()
+            llm.generate(asked, [SamplingParams(seed=i, **wanted) for i in range(ROWS)], use_tqdm=False)
+
+        fns: dict[str, Callable[[], Any]] = {
+            "fppo": lambda: engine.generate(params, prompts, sampling, Key(1)),
+            "vLLM, with log-probs": lambda: direct(logprobs=0),
+            "vLLM, none": lambda: direct(),
+        }
+        times = seconds(fns, 3 if size == "110M" else 12)
+    base = times["vLLM, with log-probs"]
+    print(f"{size}: tokens/s (best run); time over that of vLLM with log-probs: best runs, median of pairs")
+    for name, values in times.items():
+        ratio = statistics.median(a / b for a, b in zip(values, base, strict=True))
+        print(f"{name:22s} {ROWS * NEW / min(values):8.0f} {min(values) / min(base):7.3f} {ratio:7.3f}")
+
+
+def peak_extra(fn: Callable[[], Any]) -> float:
+    """MiB that this process' memory rose above its start while `fn` ran."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    fn()
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(name: str) -> int:
+    return next(int(row.split()[1]) for row in Path("/proc/self/status").read_text().splitlines() if name in row)
+
+
+def sync(size: str, *, process: bool = False) -> None:
+    """A sync of all weights, of none changed, and what it consists of."""
+    model, params = make(size)
+    other = {name: torch.empty_like(x) for name, x in params.items()}
+    bucket = 64 * MIB
+    options = VllmOptions(process=process)
+    with VllmEngine(model, pad_token_id=0, options=options, bucket_bytes=bucket, probe="never") as engine:
+        fns: dict[str, Callable[[], Any]] = {
+            "copy of the bytes": lambda: [other[name].copy_(x) for name, x in params.items()],
+            "fppo sync": lambda: engine.sync(params, version=1),
+        }
+        if not process:
+            llm = engine._host._llm  # type: ignore[union-attr]
+            fns["vLLM's own load"] = lambda: llm.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": iter(params.items())}
+            )
+        times = {name: min(values) for name, values in seconds(fns, 7).items()}
+        extra = peak_extra(lambda: engine.sync(params, version=2))
+        own = 0.0 if process else peak_extra(fns["vLLM's own load"])
+    num_bytes = sum(x.nbytes for x in params.values())
+    print(f"{size}: {num_bytes / MIB:.0f} MiB of weights, buckets of {bucket / MIB:.0f} MiB; seconds (best run)")
+    for name, value in times.items():
+        print(f"{name:20s} {value:7.3f}")
+    print(f"peak extra memory    {extra:7.0f} MiB (vLLM's own load alone: {own:.0f} MiB)")
+
+
+if __name__ == "__main__":
+    what, chosen = sys.argv[1:3]
+    if what == "process":
+        sync(chosen, process=True)
+    else:
+        {"engines": engines, "overhead": overhead, "sync": sync}[what](chosen)
