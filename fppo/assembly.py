@@ -252,8 +252,6 @@ def assembled(
         if given is not None:
             data.check_tokens(given, model.config.vocab_size)
     section, pad, lane = settings.reward, prompts.pad_token_id, Lane(device)
-    if settings.model.offload == "all":
-        ref = ref and to_host(ref)
     with (
         rewards.RewardRunner(reward, time_limit=section.time_limit, workers=section.workers) as runner,
         engine_of(settings, model, kernels, pad, mesh, lane) as engine,
@@ -261,15 +259,7 @@ def assembled(
         judge = SpreadJudge(judge_own=runner, mesh=mesh, device=device)
         score = partial(rewards.score, reward=judge, tokenizer=tokenizer)
         yield Assembled(
-            run=RunState(
-                actor=_state(settings, params),
-                critic=None if critic is None else _state(settings, critic),
-                ref=ref,
-                kl=KLState(coef=settings.algorithm.kl.coef),
-                key=key,
-                cursor=DataCursor(),
-                step=0,
-            ),
+            run=_fresh(settings, key, params, critic, ref),
             program=program_of(
                 settings,
                 model=model,
@@ -297,6 +287,19 @@ def assembled(
             mesh=mesh,
             shapes=_shapes(model, critic_model, ref is not None),
         )
+
+
+def _fresh(settings: TrainSettings, key: Key, params: Params, critic: Params | None, ref: Params | None) -> RunState:
+    """The run before its first step."""
+    return RunState(
+        actor=_state(settings, params),
+        critic=None if critic is None else _state(settings, critic),
+        ref=to_host(ref) if ref is not None and settings.model.offload == "all" else ref,
+        kl=KLState(coef=settings.algorithm.kl.coef),
+        key=key,
+        cursor=DataCursor(),
+        step=0,
+    )
 
 
 def _state(settings: TrainSettings, params: Params) -> TrainState:

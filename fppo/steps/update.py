@@ -64,10 +64,7 @@ def update_actor(
     `whole_batch` it is all rows, on every rank, and each takes its share. `donate` gives up the memory of `state`.
     """
     if select_fn is not None and not whole_batch and ranks_on(mesh, DATA_AXES) > 1:
-        raise ValueError(
-            "select_fn needs the whole mini-batch, of which each data rank holds a part: give all ranks the whole "
-            "batch, and whole_batch=True"
-        )
+        raise ValueError("select_fn needs the whole mini-batch: give all data ranks all rows, and whole_batch=True")
     shared: dict[str, Any] = {"kernels": kernels, "mesh": mesh}
     forward = partial(
         forward_micro_batch, model=model, temperature=temperature, remove_padding=remove_padding, **shared
