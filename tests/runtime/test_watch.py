@@ -96,6 +96,8 @@ def test_the_bytes_of_each_collective_are_those_of_a_ring(axes, size):
         x = torch.zeros(axis.size * size)
         calls = {name: call for name, (_, call) in plain_functions(x, axis).items()}
         calls["permute"] = lambda: collectives.permute(x, axis)
+        y, sizes = x.clone(), [size] * axis.size
+        calls["all_to_all, sizes"] = lambda: dist.all_to_all_single(y, x, sizes, sizes, group=axis.group)
         found = {}
         for name, call in calls.items():
             before = watch.traffic()["shard"]
@@ -114,6 +116,7 @@ def test_the_bytes_of_each_collective_are_those_of_a_ring(axes, size):
         "reduce_scatter": (n - 1) * part,
         "all_to_all": (n - 1) * part,
         "all_to_all, a list": (n - 1) * part,
+        "all_to_all, sizes": (n - 1) * part,
         "all_reduce": 2 * (n - 1) * part,
         "largest": 2 * (n - 1) * part,
         "broadcast": n * part,
