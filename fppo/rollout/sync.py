@@ -57,7 +57,8 @@ def digest(x: Tensor) -> str:
         flat = flat.clone()
     words = flat.view(_WORDS[4 if flat.numel() * size % 4 == 0 else size])
     weights = _weights(x.device)
-    sums = [(block * weights[: len(block)]).sum() for block in words.split(_BLOCK)]
+    products = weights.new_empty(min(len(words), _BLOCK))
+    sums = [torch.mul(block, weights[: len(block)], out=products[: len(block)]).sum() for block in words.split(_BLOCK)]
     hasher = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)} ".encode(), digest_size=16)
     if sums:
         hasher.update(torch.stack(sums).cpu().numpy().tobytes())
