@@ -65,5 +65,6 @@ def case_of(given: PlanSettings) -> Case:
         compute_dtype=torch.bfloat16 if narrow else None,
         checkpoint_layers=given.checkpoint_layers,
         log_probs=given.log_probs,
+        offload=given.offload,
         full=given.full,
     )

@@ -58,6 +58,8 @@ class PlanSettings:
     """Recompute each layer in the backward pass."""
     log_probs: Literal["chunked", "reference", "triton"] = setting("chunked")
     """The kernel for log-probs and entropy from hidden states."""
+    offload: Literal["none", "moments", "all"] = setting("none")
+    """What of the state is on the host between uses: nothing, the moments, or all of it."""
     memory: float | None = setting(None, above(0))
     """In place of the GPU's own: its memory in GiB."""
     flops: float | None = setting(None, above(0))

@@ -84,6 +84,7 @@ def case_of(size: str, axis: str, ranks: int, stage: int, again: bool, log_probs
         length=256,
         compute_dtype=None,
         checkpoint_layers=again,
+        critic=True,
         log_probs=log_probs,
         full=True,
     )

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fppo.plan._ops import attention_workspace, dispatched, work_of
 from fppo.plan.record import Cost, Phase, Segment
 
-STATE, BATCH = "state", "batch"
+STATE, BATCH, HOST = "state", "batch", "host"  # host: no memory of the accelerator
 GATHERED, LOGITS, ACTIVATIONS, GRADIENTS = "gathered", "logits", "activations", "gradients"
 _COPIES = ("_to_copy", "clone", "contiguous")
 
@@ -58,7 +58,7 @@ class Tracker(TorchDispatchMode):
     # what is told
 
     def hold(self, tensors: Iterable[Tensor], kind: str = STATE) -> None:
-        """These are there from the start."""
+        """These are there from the start; those of kind HOST lie on the host."""
         for x in tensors:
             self._new(x, kind)
 
@@ -91,7 +91,7 @@ class Tracker(TorchDispatchMode):
             return
         for x in (*inputs, *outputs):
             block = self._live.get(_storage(x))
-            if block is None or block.kind in (STATE, BATCH, GRADIENTS):
+            if block is None or block.kind in (STATE, BATCH, HOST, GRADIENTS):
                 continue
             scattered = op == "reduce_scatter" and any(x is y for y in outputs)
             block.kind = GRADIENTS if scattered else GATHERED
@@ -121,6 +121,8 @@ class Tracker(TorchDispatchMode):
         name = dispatched(func).name
         if name == "copy_" and known[0] is not None and len(known) > 1 and known[1] is not None:
             self._sources.setdefault(_storage(inputs[0]), []).append(known[1])
+            if (known[0].kind == HOST) != (known[1].kind == HOST):
+                self._starts[-1][2].other["host"] += inputs[0].numel() * inputs[0].element_size()
         fresh = [x for x in outputs if _storage(x) not in self._live]
         if fresh:
             kind = self._kind(name, [block.kind for block in known if block is not None])
@@ -137,7 +139,7 @@ class Tracker(TorchDispatchMode):
             return self._scope
         if self._task >= 0 and self._in_nodes():
             return LOGITS
-        if name in _COPIES and inputs and inputs[0] in (STATE, GATHERED):
+        if inputs and (inputs[0] == HOST or (name in _COPIES and inputs[0] in (STATE, GATHERED))):
             return GATHERED
         if inputs and all(kind == GRADIENTS for kind in inputs):
             return GRADIENTS
@@ -157,11 +159,13 @@ class Tracker(TorchDispatchMode):
         def freed(_: Any) -> None:
             self._live.pop(key, None)
             self._sources.pop(key, None)
-            self._events.append((-1, block))
+            if kind != HOST:
+                self._events.append((-1, block))
 
         block.ref = weakref.ref(storage, freed)
         self._live[key] = block
-        self._events.append((1, block))
+        if kind != HOST:
+            self._events.append((1, block))
 
     def _change(self, task: int) -> None:
         """A backward pass begins or has ended: what it made and left behind are gradients."""

@@ -30,6 +30,7 @@ class Case:
     compute_dtype: torch.dtype | None = torch.bfloat16
     checkpoint_layers: bool = False
     log_probs: str = "chunked"
+    offload: str = "none"  # or "moments", or "all": what of the state is on the host between uses
     full: bool = False  # run every layer, where few tell of all
 
     def size(self, axis: str) -> int:

@@ -15,7 +15,7 @@ from fppo.plan.record import Cost, Phase
 MATMUL_SHARE = 0.7  # of large bfloat16 products on Hopper; training runs report 0.35 to 0.5 for everything together
 ATTENTION_SHARE = 0.35  # FlashAttention-2 on Hopper (arXiv:2407.08608, figure 5)
 COPY_SHARE = 0.8  # of memory bandwidth, element by element
-LINK_SHARE = 0.8  # of links
+LINK_SHARE = 0.8  # of links, those to the host among them
 LAUNCH = 6e-6  # seconds that Python and torch need to begin an operation
 LATENCY = {False: 2e-5, True: 5e-5}  # seconds of a collective without data, inside a node and between nodes
 ORDER = ("replicate", "shard", "sequence")  # ranks of the last axis are neighbours
@@ -52,7 +52,8 @@ def seconds_of(phases: Sequence[Phase], case: Case) -> Seconds:
         exposed = collectives that the code waits for + what those it does not wait for take longer than `compute`
 
     and the time is the sum of compute and exposed over all phases. A collective takes its latency and its bytes over
-    the link of its axis: see `link`. FLOPs are all that are computed, again or not.
+    the link of its axis: see `link`. Copies to and from the host count as collectives that are waited for, except in a
+    forward pass, which fetches layer by layer. FLOPs are all that are computed, again or not.
     """
     compute = communication = exposed = 0.0
     for phase, times in _repeated(phases, case.micro_batches):
@@ -65,6 +66,8 @@ def seconds_of(phases: Sequence[Phase], case: Case) -> Seconds:
             )
             for waits in (True, False)
         )
+        host = phase.cost.other["host"] / (case.hardware.host_bandwidth * LINK_SHARE)
+        waited, hidden = (waited, hidden + host) if phase.name.startswith("forward") else (waited + host, hidden)
         compute += times * work
         communication += times * (waited + hidden)
         exposed += times * (waited + max(0.0, hidden - work))

@@ -24,6 +24,7 @@ class Hardware:
     bandwidth: float  # of the memory, bytes per second
     node_bandwidth: float  # bytes per second to the others of its node
     network_bandwidth: float  # bytes per second to other nodes
+    host_bandwidth: float = 5.0e10  # bytes per second to or from the host's memory: PCIe 5 x16
     per_node: int = 8
     on_gpu: bool = True
 
@@ -31,7 +32,7 @@ class Hardware:
 KNOWN: Mapping[str, Hardware] = MappingProxyType(
     {
         # NVIDIA A100 80GB SXM data sheet; NVLink 3: 600 GB/s both ways; DGX A100: 8 x 200 Gb/s
-        "a100-80": Hardware("a100-80", 79.2 * GIB, PEAKS["A100"], 1.95e13, 2.039e12, 3.0e11, 2.5e10),
+        "a100-80": Hardware("a100-80", 79.2 * GIB, PEAKS["A100"], 1.95e13, 2.039e12, 3.0e11, 2.5e10, 2.5e10),
         # NVIDIA H100 SXM data sheet; NVLink 4: 900 GB/s both ways; DGX H100: 8 x 400 Gb/s
         "h100": Hardware("h100", 79.1 * GIB, PEAKS["H100"], 6.7e13, 3.35e12, 4.5e11, 5.0e10),
         # NVIDIA H200 SXM data sheet; links as in H100

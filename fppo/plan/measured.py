@@ -31,7 +31,7 @@ def measured(case: Case, name: str, mesh: Mesh) -> list[Phase]:
     """
     tracker = Tracker(on_gpu=case.hardware.on_gpu)
     state, run, batch = prepared(case, name, telling(mesh, tracker.sent), tracker)
-    return stages.tracked(tracker, run, state, batch)
+    return stages.tracked(case, tracker, run, state, batch)
 
 
 def prepared(
@@ -42,9 +42,7 @@ def prepared(
         mesh = attrs.evolve(mesh, sharding=case.sharding)
     passes = min(case.micro_batches, stages.PASSES)
     model, batch = stages.model_of(case, stages.STAGES[name]), stages.rows_of(case, case.rows * passes)
-    kernels = stages.kernels_of(case, tracker)
-    size = len(batch.tokens) * case.data_ranks
-    run = stages.stage_of(name, batch, model=model, kernels=kernels, mesh=mesh, size=size, tokens=case.tokens)
+    run = stages.stage_of(case, name, batch, model=model, kernels=stages.kernels_of(case, tracker), mesh=mesh)
     return init_state(fsdp.shard(models.init_params(model, Key(0)), mesh)), run, batch
 
 

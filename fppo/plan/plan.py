@@ -138,13 +138,15 @@ def _stage(case: Case, name: str, model: Model, rest: Mapping[str, float], phase
 
 def _at_rest(case: Case, models: Mapping[HeadKind, Model]) -> dict[str, float]:
     """Bytes on a rank between the stages."""
+    params = 0 if case.offload == "all" else BYTES
+    moments = 2 * BYTES if case.offload == "none" else 0
     actor = shard_numbers(models["lm"], case)
-    rest: dict[str, float] = {"actor's parameters": BYTES * actor, "actor's optimizer": 2 * BYTES * actor}
+    rest: dict[str, float] = {"actor's parameters": params * actor, "actor's optimizer": moments * actor}
     if case.critic:
         critic = shard_numbers(models["value"], case)
-        rest |= {"critic's parameters": BYTES * critic, "critic's optimizer": 2 * BYTES * critic}
+        rest |= {"critic's parameters": params * critic, "critic's optimizer": moments * critic}
     if case.reference:
-        rest["reference's parameters"] = BYTES * actor
+        rest["reference's parameters"] = params * actor
     row = stages.rows_of(case, 1)
     size = sum(x.nbytes for name in row.__annotations__ if hasattr(x := getattr(row, name), "nbytes"))
     return rest | {BATCH: size * case.mini_batch}  # every rank holds all rows

@@ -24,7 +24,7 @@ class Cost:
     """Counters of what is done between two moments."""
 
     flops: Counter[str] = attrs.field(factory=Counter)  # by the kind of Work
-    other: Counter[str] = attrs.field(factory=Counter)  # "traffic" in bytes, "launches"
+    other: Counter[str] = attrs.field(factory=Counter)  # bytes of "traffic" and to or from the "host"; "launches"
     sent: Counter[tuple[str, str, bool]] = attrs.field(
         factory=Counter
     )  # bytes by axis, collective and whether waited for

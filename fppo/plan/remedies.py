@@ -78,6 +78,8 @@ def families(case: Case) -> list[list[Flags]]:
         found.append([{"checkpoint-layers": True}])
     if sequence := list(_longer_sequence_axes(case)):
         found.append(sequence)
+    if case.hardware.on_gpu and case.offload != "all":
+        found.append([{"offload": what} for what in ("moments", "all") if what != case.offload])
     return found
 
 
@@ -86,6 +88,8 @@ def applied(case: Case, flags: Flags) -> Case:
     changes: dict[str, Any] = {}
     if "log-probs" in flags:
         changes["log_probs"] = flags["log-probs"]
+    if "offload" in flags:
+        changes["offload"] = flags["offload"]
     if "compute-dtype" in flags:
         changes["compute_dtype"] = torch.bfloat16
     if "checkpoint-layers" in flags:

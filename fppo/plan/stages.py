@@ -4,6 +4,7 @@ other ranks are imagined. Tokens and masks are real numbers, as the steps read l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -16,12 +17,13 @@ from fppo.batch import Column, Experience
 from fppo.models.model import HeadKind, Model
 from fppo.plan import standins
 from fppo.plan._group import counting_mesh
-from fppo.plan._track import BATCH, LOGITS, Tracker
+from fppo.plan._track import BATCH, HOST, LOGITS, STATE, Tracker
 from fppo.plan.case import Case
 from fppo.plan.presets import with_layers
 from fppo.plan.record import Phase
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh
+from fppo.runtime.offload import Lane, by_layer, offloaded, offloaded_adamw
 from fppo.steps.forward import compute_log_probs, compute_values
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizer import Optimizer
@@ -38,6 +40,7 @@ STAGES: Mapping[str, HeadKind] = {
     "update actor": "lm",
 }
 SAME: Mapping[str, str] = {"reference": "log-probs"}  # the same pass on other parameters
+_LANE = Lane(torch.device("cpu"))
 PASSES = 2  # the second has everything that any later one has: gradients that are there, and new ones
 
 
@@ -90,6 +93,8 @@ def kernels_of(case: Case, tracker: Tracker) -> Kernels:
     """The kernels of a run, that tell the tracker what is for logits, and when a pass begins."""
     log_probs = standins.log_probs_of(case.log_probs, on_gpu=case.hardware.on_gpu)
     kernels = Kernels.named()
+    if case.offload != "none":
+        kernels = attrs.evolve(kernels, adamw=offloaded_adamw(kernels.adamw, _LANE))
 
     def unpad(*args: Any, **kwargs: Any) -> Any:
         tracker.begin_pass()
@@ -99,24 +104,25 @@ def kernels_of(case: Case, tracker: Tracker) -> Kernels:
 
 
 def stage_of(
-    name: str, batch: Experience, *, model: Model, kernels: Kernels, mesh: Mesh, size: int, tokens: int
+    case: Case, name: str, batch: Experience, *, model: Model, kernels: Kernels, mesh: Mesh
 ) -> Callable[[TrainState], Any]:
-    """The stage as a function of its model's state. `size` is the sequences of an optimizer update."""
+    """The stage as a function of its model's state. All of `batch`, and as much on each data rank, is one update."""
     shared: dict[str, Any] = {
         "model": model,
         "kernels": kernels,
         "mesh": mesh,
-        "micro_batching": MicroBatching(token_budget=tokens),
+        "micro_batching": MicroBatching(token_budget=case.tokens),
     }
-    if name in ("log-probs", "reference"):
-        return lambda state: compute_log_probs(state.params, batch, **shared)
-    if name == "values":
-        return lambda state: compute_values(state.params, batch, **shared)
-    optimizer = Optimizer(schedule=lambda step: 1e-6)
-    shared |= {"optimizer": optimizer, "mini_batch_size": size, "donate": True}
-    if name == "update critic":
-        return lambda state: update_critic(state, batch, **shared)
-    return lambda state: update_actor(state, batch, loss_fn=losses.ppo_clip, **shared)
+    on_host = case.offload == "all"
+    if not name.startswith("update"):
+        compute = compute_values if name == "values" else compute_log_probs
+        compute = by_layer(compute, _LANE) if on_host else compute
+        return lambda state: compute(state.params, batch, **shared)
+    size = len(batch.tokens) * case.data_ranks
+    shared |= {"optimizer": Optimizer(schedule=lambda step: 1e-6), "mini_batch_size": size, "donate": True}
+    update = update_critic if name == "update critic" else partial(update_actor, loss_fn=losses.ppo_clip)
+    update = offloaded(update, _LANE) if on_host else update
+    return lambda state: update(state, batch, **shared)
 
 
 def run_stage(case: Case, name: str, *, layers: int | None = None) -> list[Phase]:
@@ -127,17 +133,19 @@ def run_stage(case: Case, name: str, *, layers: int | None = None) -> list[Phase
     tracker = Tracker(on_gpu=case.hardware.on_gpu)
     sharding = case.sharding if case.size("shard") > 1 else None
     mesh = counting_mesh(case.mesh, {"sequence": fullest_slice(case)}, sharding, tracker.sent)
-    size = case.rows * passes * case.data_ranks
-    kernels = kernels_of(case, tracker)
-    stage = stage_of(name, batch, model=model, kernels=kernels, mesh=mesh, size=size, tokens=case.tokens)
+    stage = stage_of(case, name, batch, model=model, kernels=kernels_of(case, tracker), mesh=mesh)
     with FakeTensorMode(allow_non_fake_inputs=True):
         params = {n: torch.empty(shard_shape(shape, mesh)) for n, shape in model.shapes.items()}
-    return tracked(tracker, stage, init_state(params), batch)
+    return tracked(case, tracker, stage, init_state(params), batch)
 
 
-def tracked(tracker: Tracker, stage: Callable[[TrainState], Any], state: TrainState, batch: Any) -> list[Phase]:
+def tracked(
+    case: Case, tracker: Tracker, stage: Callable[[TrainState], Any], state: TrainState, batch: Any
+) -> list[Phase]:
     """What `stage` does with a state, which it may use up."""
-    tracker.hold([*state.params.values(), *state.opt.mu.values(), *state.opt.nu.values(), state.opt.count])
+    tracker.hold(state.params.values(), HOST if case.offload == "all" else STATE)
+    moments = [*state.opt.mu.values(), *state.opt.nu.values(), state.opt.count]
+    tracker.hold(moments, STATE if case.offload == "none" else HOST)
     tracker.hold([x for name in batch.__annotations__ if isinstance(x := getattr(batch, name), Tensor)], BATCH)
     with tracker:
         result = stage(state)

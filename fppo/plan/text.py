@@ -14,8 +14,8 @@ from fppo.plan.record import GIB
 from fppo.plan.remedies import Remedy, seconds_per_token
 
 MEMORY = (
-    "Memory is that of the real steps, run on tensors without data on the rank that holds most; gathered are whole "
-    "parameters in use, and their gradients before they are added up. What is outside of tensors, and all seconds, are "
+    "Memory is that of the real steps, run on tensors without data on the rank that holds most; gathered are "
+    "parameters in use, whole or from the host, and gradients before they are added up. What is outside of tensors, and all seconds, are "
     "estimates from constants (fppo/plan/hardware.py, estimate.py)."
 )
 HEAP = (
@@ -41,6 +41,7 @@ def _head(plan: Plan, width: int) -> list[str]:
     passes = "bfloat16" if case.compute_dtype == torch.bfloat16 else "float32"
     sharded = f", stage {case.sharding.stage}" if case.size("shard") > 1 else ""
     again = ", layers recomputed" if case.checkpoint_layers else ""
+    again += {"none": "", "moments": ", moments on the host", "all": ", state on the host"}[case.offload]
     nodes = f", {hardware.per_node} to a node" if case.world > 1 and hardware.on_gpu else ""
     return [
         f"{case.name}: {models} parameters; {passes} passes on float32 state{again}",
@@ -111,7 +112,7 @@ def _time(plan: Plan) -> list[str]:
     names = [stage.name for stage in plan.stages]
     rows = [
         ("computing", [_seconds(s.seconds.compute) for s in plan.stages]),
-        ("waiting for other ranks", [_seconds(s.seconds.exposed) for s in plan.stages]),
+        ("waiting for ranks and host", [_seconds(s.seconds.exposed) for s in plan.stages]),
         ("sent while computing", [_seconds(s.seconds.communication - s.seconds.exposed) for s in plan.stages]),
         ("PFLOPs a rank needs", [f"{s.model_flops / 1e15:,.3g}" for s in plan.stages]),
         ("MFU", [f"{plan.mfu(s.name):.0%}" for s in plan.stages]),
@@ -178,6 +179,7 @@ def summary(plan: Plan, helping: Sequence[Remedy] | None) -> dict[str, Any]:
         "checkpoint_layers": case.checkpoint_layers,
         "compute_dtype": "bfloat16" if case.compute_dtype == torch.bfloat16 else "float32",
         "log_probs": case.log_probs,
+        "offload": case.offload,
         "fits": plan.fits,
         "peak_bytes": plan.peak.total,
         "peak_stage": plan.peak.name,

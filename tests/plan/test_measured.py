@@ -70,6 +70,19 @@ def test_the_other_stages_hold_and_send_what_was_planned(mesh, name):
     holds(case(mesh=mesh), name)
 
 
+@pytest.mark.parametrize("name", ["log-probs", "update actor"])
+@pytest.mark.parametrize("offload", ["moments", "all"])
+def test_state_on_the_host_is_planned(offload, name):
+    what = case(mesh={"shard": 2}, offload=offload)
+    holds(what, name)
+    model = stages.model_of(what, "lm")
+    state = 4 * shard_numbers(model, what)
+    plain = stages.run_stage(attrs.evolve(what, offload="none"), name)[-1].segments[-1]
+    less = stages.run_stage(what, name)[-1].segments[0].peak
+    assert plain.peak["state"] == pytest.approx(3 * state, rel=0.001)
+    assert less.get("state", 0) == pytest.approx(state if offload == "moments" else 0, rel=0.001)
+
+
 def test_bfloat16_passes_hold_what_was_planned():
     holds(case(mesh={"shard": 2}, compute_dtype=torch.bfloat16), "update actor")
 
