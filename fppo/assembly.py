@@ -256,8 +256,7 @@ def assembled(
         rewards.RewardRunner(reward, time_limit=section.time_limit, workers=section.workers) as runner,
         engine_of(settings, model, kernels, pad, mesh, lane) as engine,
     ):
-        judge = SpreadJudge(judge_own=runner, mesh=mesh, device=device)
-        score = partial(rewards.score, reward=judge, tokenizer=tokenizer)
+        score = partial(rewards.score, reward=SpreadJudge(runner, mesh, device), tokenizer=tokenizer)
         yield Assembled(
             run=_fresh(settings, key, params, critic, ref),
             program=program_of(

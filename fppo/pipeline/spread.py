@@ -101,7 +101,7 @@ class FetchingEngine:
         return self.engine.generate(here, prompts, sampling, key, version=version)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class SpreadJudge:
     """Reward functions on every rank: each judges some of the samples, and all get all judgements."""
 

@@ -66,9 +66,8 @@ def update_actor(
     if select_fn is not None and not whole_batch and ranks_on(mesh, DATA_AXES) > 1:
         raise ValueError("select_fn needs the whole mini-batch: give all data ranks all rows, and whole_batch=True")
     shared: dict[str, Any] = {"kernels": kernels, "mesh": mesh}
-    forward = partial(
-        forward_micro_batch, model=model, temperature=temperature, remove_padding=remove_padding, **shared
-    )
+    passes: dict[str, Any] = {"temperature": temperature, "remove_padding": remove_padding}
+    forward = partial(forward_micro_batch, model=model, **passes, **shared)
     scalars: dict[str, Any] = {"entropy_coef": entropy_coef, "kl_coef": kl_coef, "kl_kind": kl_kind}
     objective = partial(policy_objective, forward=forward, loss_fn=loss_fn, on_policy=on_policy, **scalars)
     return update_epochs(
