@@ -29,11 +29,15 @@ class Lane:
     """Copies between the host and one device, begun now and waited for later, by the device alone."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         cuda = device.type == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda and device.index is None else device
         self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if cuda else None  # in, out
         self._under_way: dict[int, tuple[Any, Sequence[Tensor]]] = {}  # an event, and what waits for it
         self._numbers = itertools.count()
+
+    def host_like(self, x: Tensor) -> Tensor:
+        """Memory of the host for a copy of `x`."""
+        return _host_like(x)
 
     @torch.no_grad()
     def fetch(self, tensors: Sequence[Tensor]) -> Finish:
@@ -55,6 +59,7 @@ class Lane:
         """Waits, here on the host, until all that was stored has arrived."""
         if self._streams is not None:
             self._streams[1].synchronize()
+            self._let_go()
 
     def _copy(self, direction: int, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Finish:
         found = tuple(targets)
@@ -69,7 +74,7 @@ class Lane:
                 target.copy_(source, non_blocking=True)
         done, number = stream.record_event(), next(self._numbers)
         # nobody may get this memory before the copy is done, even if nobody waits for the copy
-        self._under_way = {n: kept for n, kept in self._under_way.items() if not kept[0].query()}
+        self._let_go()
         self._under_way[number] = (done, (*sources, *found))
 
         def finish() -> tuple[Tensor, ...]:
@@ -78,6 +83,9 @@ class Lane:
             return found
 
         return finish
+
+    def _let_go(self) -> None:
+        self._under_way = {n: kept for n, kept in self._under_way.items() if not kept[0].query()}
 
 
 class OnHost(NamedTuple):
@@ -170,8 +178,6 @@ def offloaded_adamw(kernel: Callable[..., None], lane: Lane, *, bucket_bytes: in
             kernel(_cut(params, bucket), _cut(grads, bucket), list(here[:count]), list(here[count:]), raised, **scalars)
             leaving.append(lane.store(here, moments[number]))
             after |= {piece.number: step for piece, step in zip(bucket, raised, strict=True)}
-        for finish in leaving:
-            finish()
         if steps:
             for step, new in zip(steps, torch.stack(list(after.values())).to(steps[0].device), strict=True):
                 step.copy_(new)
@@ -216,7 +222,6 @@ def _buckets(columns: Sequence[Sequence[Tensor]], size: int) -> list[list[_Piece
 
 
 def _host_like(x: Tensor, pinned: bool = True) -> Tensor:
-    """Memory of the host for a copy of `x`."""
     return torch.empty_like(x, device="cpu", requires_grad=False, pin_memory=pinned and torch.cuda.is_available())
 
 
@@ -341,7 +346,7 @@ class _Shelf:
 
     def _put(self, x: Tensor) -> _Kept:
         here = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
-        host = _host_like(here)
+        host = self._lane.host_like(here)
         self._make_room(len(host))
         kept = _Kept(x._version, here, host, self._lane.store([here], [host]))
         self._bring(kept)
@@ -390,4 +395,4 @@ def _is_parameter(x: Tensor) -> bool:
         return base.requires_grad
     inputs = [each for each, _ in node.next_functions if each is not None]
     made = node.name() in ("ToCopyBackward0", "_GatheredBackward")
-    return made and all(each.name() == "torch::autograd::AccumulateGrad" for each in inputs)
+    return made and all(each.name() in ("torch::autograd::AccumulateGrad", "_LandingBackward") for each in inputs)

@@ -1,5 +1,6 @@
 """What is on the host between uses: the same bits as without, in the memory that was promised."""
 
+import contextlib
 import gc
 import weakref
 from functools import partial
@@ -339,24 +340,31 @@ def test_the_device_holds_a_window_of_activations_and_fetches_ahead():
 def test_what_is_saved_twice_is_stored_once_unless_it_changed():
     lane = Watched()
 
-    def fn(x, y):
+    def fn(x, changed):
         a = x * 2
         out = (a.sin() + a.view(-1).cos().view_as(a) + a[:3].exp().sum()).sum()
-        with torch.no_grad():
-            first = y * 1
-        out = out + (x * first).sum()
-        with torch.no_grad():
-            second = first.clone().add_(1)
-        return out + (x * second).sum()
+        factor = torch.full_like(x, 3).detach()
+        out = out + (x * factor).sum()
+        factor = changed(factor)
+        return out + (x * factor).sum()
 
-    x, y = torch.randn(10, 10, requires_grad=True), torch.randn(10, 10)
-    expected = torch.autograd.grad(fn(x, y), x)
+    x = torch.randn(10, 10, requires_grad=True)
+    expected = torch.autograd.grad(fn(x, lambda factor: factor + 1), x)
+    # without copies autograd would refuse this
     wrapped = offload.activations_on_host(
-        lambda x, y: torch.autograd.grad(fn(x, y), x), lane, minimum_bytes=8, window_bytes=0
+        lambda x: torch.autograd.grad(fn(x, lambda factor: factor.add_(1)), x), lane, minimum_bytes=8, window_bytes=0
     )
-    assert torch.equal(wrapped(x, y)[0], expected[0])
-    # a, the result of exp, and the two factors
+    assert torch.equal(wrapped(x)[0], expected[0])
+    # a, the result of exp, and the factor, twice
     assert lane.events.count("store") == 4
+
+
+def test_a_small_output_that_is_kept_does_not_keep_itself():
+    x = torch.randn(10, 10, requires_grad=True)
+    out = offload.activations_on_host(lambda x: x.softmax(-1), Watched())(x)
+    ref = weakref.ref(out.untyped_storage())
+    del out
+    assert alive([ref]) == 0
 
 
 def test_a_graph_may_outlive_the_call_and_be_used_twice():
@@ -432,6 +440,54 @@ def test_trees_travel_there_and_back():
         assert there.params["model.norm.weight"].data_ptr() != state.params["model.norm.weight"].data_ptr()
 
 
+class Stream:
+    """A stream that does at once what it is given, but says so only when somebody has waited."""
+
+    def __init__(self, device=None):
+        self.events = []
+
+    def wait_stream(self, other):
+        self.events += other.events
+
+    def wait_event(self, event):
+        event.waited = True
+
+    def record_event(self):
+        self.events.append(Event())
+        return self.events[-1]
+
+    def synchronize(self):
+        for event in self.events:
+            event.waited = True
+
+
+class Event:
+    waited = False
+
+    def query(self):
+        return self.waited
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_streams_are_waited_for_and_then_hold_nothing(donate, monkeypatch):
+    current = Stream()
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    lane = Lane(CPU)
+    lane._streams = Stream(), Stream()
+    batch = tiny.experience(3, 7)
+    for update, state in cases(torch.float64):
+        expected, _ = update(state, batch, kernels=KERNELS)
+        kernels = attrs.evolve(KERNELS, adamw=offload.offloaded_adamw(KERNELS.adamw, lane, bucket_bytes=9000))
+        spilling = offload.activations_on_host(update, lane, minimum_bytes=500, window_bytes=3000)
+        home = offload.to_host(state)
+        after, _ = offload.offloaded(spilling, lane)(home, batch, kernels=kernels, donate=donate)
+        assert tree.digest(after) == tree.digest(expected)
+        assert len(lane._streams[0].events) > 50
+        assert not lane._under_way
+        assert all(event.waited for stream in lane._streams for event in stream.events)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_bits_are_those_without_and_the_peak_is_what_was_promised():
     lane = Lane(torch.device("cuda"))
@@ -466,4 +522,3 @@ def test_on_a_gpu_the_bits_are_those_without_and_the_peak_is_what_was_promised()
         assert digest == expected
         # before, the plain one held parameters and both moments
         assert got <= plain + size_of(state.params) + 3 * bucket
-    del expected
