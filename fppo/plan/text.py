@@ -15,8 +15,8 @@ from fppo.plan.remedies import Remedy, seconds_per_token
 
 MEMORY = (
     "Memory is that of the real steps, run on tensors without data on the rank that holds most; gathered are "
-    "parameters in use, whole or from the host, and gradients before they are added up. What is outside of tensors, and all seconds, are "
-    "estimates from constants (fppo/plan/hardware.py, estimate.py)."
+    "parameters in use, whole or from the host, and gradients before they are added up. What is outside of tensors, "
+    "and all seconds, are estimates from constants (fppo/plan/hardware.py, estimate.py)."
 )
 HEAP = (
     "A process on a CPU takes that with MALLOC_MMAP_THRESHOLD_=65536 in its environment; else glibc's heap keeps freed "
