@@ -22,6 +22,7 @@ T = TypeVar("T")
 Update = Callable[..., tuple[Any, Any]]
 Finish = Callable[[], tuple[Tensor, ...]]
 
+_SAME = frozenset(f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "Unsqueeze", "Slice", "ToCopy"))
 GRAIN = 1024  # a multiple of any kernel's vector width: where a parameter is cut changes no bit
 
 
@@ -388,11 +389,10 @@ class _Shelf:
 
 
 def _is_parameter(x: Tensor) -> bool:
-    """Whether `x` is a view of a leaf that takes a gradient, of its cast, or of what was gathered from such leaves."""
-    base = x if x._base is None else x._base
-    node = base.grad_fn
+    """Whether `x` is a leaf that takes a gradient, was gathered from such leaves, or is a view or a cast of either."""
+    node = x.grad_fn
     if node is None:
-        return base.requires_grad
-    inputs = [each for each, _ in node.next_functions if each is not None]
-    made = node.name() in ("ToCopyBackward0", "_GatheredBackward")
-    return made and all(each.name() in ("torch::autograd::AccumulateGrad", "_LandingBackward") for each in inputs)
+        return x.requires_grad or (x._base is not None and x._base.requires_grad)
+    while node is not None and node.name() in _SAME:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() in ("torch::autograd::AccumulateGrad", "_GatheredBackward")
