@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
-from fppo import tree
 from fppo.metrics import Max, Mean, Metrics, Min
 from fppo_kernels import collectives
 from fppo_kernels.collectives import Axis
@@ -21,6 +21,7 @@ from fppo_kernels.collectives import Axis
 T = TypeVar("T")
 AXES = ("replicate", "shard", "sequence", "tensor", "pipeline", "expert")
 DATA_AXES = ("replicate", "shard")  # the axes whose ranks hold different rows
+BUCKET_BYTES = 25 * 2**20  # of one all-reduce of many tensors
 GRADIENT_AXES = (*DATA_AXES, "sequence")  # the axes over which gradients are shares
 
 
@@ -107,11 +108,35 @@ def gradient_sum(grads: T, mesh: Mesh) -> T:
 
 
 def _sum(values: T, mesh: Mesh, names: Iterable[str]) -> T:
-    for name in names:
-        if mesh[name].size > 1:
-            axis = mesh[name]
-            values = tree.map(lambda x, axis=axis: all_reduce(x, axis), values)
-    return values
+    """The tree with every tensor summed over these axes, in buckets of one dtype: new tensors that share memory."""
+    axes = [mesh[name] for name in names if mesh[name].size > 1]
+    if not axes:
+        return values
+    leaves, spec = pytree.tree_flatten(values)
+    found = dict(enumerate(leaves))
+    buckets = [(places, torch.cat([leaves[i].detach().flatten() for i in places])) for places in _buckets(leaves)]
+    for axis in axes:
+        for work in [dist.all_reduce(flat, group=axis.group, async_op=True) for _, flat in buckets]:
+            work.wait()  # type: ignore[union-attr]
+    for places, flat in buckets:
+        for i, x in zip(places, flat.split([leaves[i].numel() for i in places]), strict=True):
+            found[i] = x.view(leaves[i].shape)
+    return pytree.tree_unflatten(list(found.values()), spec)
+
+
+def _buckets(leaves: Sequence[Any]) -> list[list[int]]:
+    """Places of the tensors that one collective takes: of one dtype and device, of `BUCKET_BYTES` or one tensor."""
+    full: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for i, x in enumerate(leaves):
+        if not isinstance(x, Tensor):
+            continue
+        places, size = filling.pop((x.dtype, x.device), ([], 0))
+        if places and size + x.nbytes > BUCKET_BYTES:
+            full.append(places)
+            places, size = [], 0
+        filling[x.dtype, x.device] = ([*places, i], size + x.nbytes)
+    return full + [places for places, _ in filling.values()]
 
 
 def ranks_on(mesh: Mesh, axes: Sequence[str]) -> int:
@@ -161,11 +186,12 @@ def data_metrics(metrics: Metrics, mesh: Mesh) -> Metrics:
     """Metrics over all data ranks; every rank must hold the same names."""
     if ranks_on(mesh, DATA_AXES) == 1:
         return metrics
+    means = data_sum({name: tuple(metric) for name, metric in metrics.items() if isinstance(metric, Mean)}, mesh)
     reduced: Metrics = {}
     for name, metric in metrics.items():
         match metric:
             case Mean():
-                reduced[name] = Mean(*data_sum(tuple(metric), mesh))
+                reduced[name] = Mean(*means[name])
             case Max(value) | Min(value):
                 op = dist.ReduceOp.MAX if isinstance(metric, Max) else dist.ReduceOp.MIN
                 for axis in DATA_AXES:

@@ -11,7 +11,9 @@ import torch.multiprocessing as mp
 from fppo import batch as batches
 from fppo import losses, metrics, tree
 from fppo.metrics import Max, Mean, Min
+from fppo.runtime import mesh as meshes
 from fppo.runtime.mesh import Axis, Mesh, all_reduce, data_metrics, data_sum
+from fppo.runtime.simulate import simulate
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizer import Optimizer
 from fppo.steps.schedules import schedule
@@ -139,3 +141,31 @@ def test_a_selection_over_the_mini_batch_needs_all_of_it_in_one_process():
             mini_batch_size=2,
             micro_batching=MicroBatching(size=2),
         )
+
+
+def test_sums_go_in_buckets_of_one_dtype(monkeypatch):
+    monkeypatch.setattr(meshes, "BUCKET_BYTES", 64)
+    sizes = [(3, 4), (), (5,), (0, 2), (40,), (2, 2), (7,)]
+    kinds = [torch.float32, torch.float64, torch.float32, torch.float32, torch.float32, torch.float64, torch.bfloat16]
+    calls, original = [], torch.distributed.all_reduce
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda x, **kw: (calls.append((x.dtype, x.numel())), original(x, **kw))[1]
+    )
+
+    def values(rank):
+        drawn = [torch.arange(torch.Size(s).numel()).reshape(s).to(k) + rank for s, k in zip(sizes, kinds, strict=True)]
+        return {"tensors": drawn, "name": "plain", "number": 3}
+
+    def run(mesh):
+        own = values(2 * mesh["replicate"].rank + mesh["shard"].rank)
+        kept = tree.copy(own)
+        found = data_sum(own, mesh)
+        assert tree.digest(own) == tree.digest(kept)
+        return found
+
+    expected = tree.map(lambda *x: torch.stack(x).sum(0), *(values(rank) for rank in range(4)))
+    for found in simulate({"replicate": 2, "shard": 2}, run):
+        assert tree.digest(found) == tree.digest(expected)
+    # 12 + 5 numbers are more than a bucket holds; the empty tensor goes with others
+    assert sorted(calls, key=str)[::8] == sorted(set(calls), key=str)
+    assert {size for _, size in calls} == {12, 5, 40, 7}
