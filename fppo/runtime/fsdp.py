@@ -90,9 +90,45 @@ def begin_gather(
     return finish
 
 
-def gathered(finish: Finish, shards: Sequence[Tensor], mesh: Mesh) -> tuple[Tensor, ...]:
-    """What `finish` gives, whole tensors, as a differentiable function of the shards it was gathered from."""
-    return _Gathered.apply(finish, mesh, *shards)  # type: ignore[return-value]
+class Sums:
+    """The reduce-scatters of one backward pass: each goes on while the pass does, until the next one begins."""
+
+    def __init__(self) -> None:
+        self._finish: Callable[[], None] | None = None
+
+    def begin(self, grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], mesh: Mesh) -> list[Tensor]:
+        """This rank's shards of the sum, which hold it once `finish` was called."""
+        self.finish()
+        shards, self._finish = begin_reduce_scatter(grads, dtypes, mesh)
+        if torch.is_anomaly_enabled():  # it reads gradients at once
+            self.finish()
+        return shards
+
+    def finish(self) -> None:
+        """Waits for what is under way."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+def landing(shards: Sequence[Tensor], sums: Sums) -> list[Tensor]:
+    """The shards for `gathered` with `sums`: where their gradients land. It is to be called before the pass.
+
+    For autograd runs what was recorded first last: it waits for the sums when the rest of the backward pass has run.
+    """
+    wanted = [i for i, x in enumerate(shards) if x.requires_grad]
+    if not wanted or not torch.is_grad_enabled():
+        return list(shards)
+    landed = dict(zip(wanted, _Landing.apply(sums, *(shards[i] for i in wanted)), strict=True))  # type: ignore[arg-type]
+    return [landed.get(i, x) for i, x in enumerate(shards)]
+
+
+def gathered(finish: Finish, shards: Sequence[Tensor], mesh: Mesh, *, sums: Sums | None = None) -> tuple[Tensor, ...]:
+    """What `finish` gives, whole tensors, as a differentiable function of the shards it was gathered from.
+
+    With `sums` the backward pass does not wait for its reduce-scatter: the shards are to come from `landing`.
+    """
+    return _Gathered.apply(finish, mesh, sums, *shards)  # type: ignore[return-value]
 
 
 def reduce_scatter(
@@ -102,22 +138,44 @@ def reduce_scatter(
 
     They are added up in `sharding.reduce_dtype`, those of float64 parameters in float64: a collective for each.
     """
+    shards, finish = begin_reduce_scatter(grads, dtypes, mesh, sharding=sharding)
+    finish()
+    return shards
+
+
+def begin_reduce_scatter(
+    grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], mesh: Mesh, *, sharding: Sharding | None = None
+) -> tuple[list[Tensor], Callable[[], None]]:
+    """Starts a `reduce_scatter`: the shards, and the function that waits for their numbers."""
     axis, sharding = mesh["shard"], sharding or mesh.sharding or Sharding()
     kinds = [reduce_dtype(dtype, sharding) for dtype in dtypes]
     found: dict[int, Tensor] = {}
+    casts: list[tuple[Tensor, Tensor]] = []
+    waiting = []
     for kind in dict.fromkeys(kinds):
         places = [i for i, k in enumerate(kinds) if k == kind]
         sizes = [_width(grads[i].shape, axis) for i in places]
-        whole = grads[0].new_zeros(axis.size, sum(sizes), dtype=kind)
+        whole = grads[0].new_empty(axis.size, sum(sizes), dtype=kind)
         for i, slot in zip(places, whole.split(sizes, 1), strict=True):
             _fill_rows(slot, grads[i])
         part = whole.new_empty(whole.shape[1])
-        _reduce_scatter_single(part, whole.view(-1), group=axis.group)
+        waiting.append((_reduce_scatter_single(part, whole.view(-1), group=axis.group, async_op=True), whole))
         for i, x in zip(places, part.split(sizes), strict=True):
             start, stop = bounds(len(grads[i]), axis)
             rest = grads[i].shape[1:]
-            found[i] = x[: (stop - start) * rest.numel()].view(stop - start, *rest).to(dtypes[i])
-    return [found[i] for i in range(len(grads))]
+            summed = x[: (stop - start) * rest.numel()].view(stop - start, *rest)
+            found[i] = summed if kind == dtypes[i] else torch.empty_like(summed, dtype=dtypes[i])
+            if found[i] is not summed:
+                casts.append((found[i], summed))
+
+    def finish() -> None:
+        while waiting:
+            waiting.pop(0)[0].wait()
+        for target, summed in casts:
+            target.copy_(summed)
+        casts.clear()
+
+    return [found[i] for i in range(len(grads))], finish
 
 
 def reduce_dtype(dtype: torch.dtype, sharding: Sharding) -> torch.dtype:
@@ -145,16 +203,29 @@ def as_dtensors(shards: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, finish: Finish, mesh: Mesh, *shards: Tensor) -> tuple[Tensor, ...]:
-        ctx.mesh, ctx.dtypes = mesh, [x.dtype for x in shards]
+    def forward(ctx: Any, finish: Finish, mesh: Mesh, sums: Sums | None, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.mesh, ctx.sums, ctx.dtypes = mesh, sums, [x.dtype for x in shards]
         return finish()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
-        parts = reduce_scatter([grads[i] for i in wanted], [ctx.dtypes[i] for i in wanted], ctx.mesh)
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
+        begin = reduce_scatter if ctx.sums is None else ctx.sums.begin
+        parts = begin([grads[i] for i in wanted], [ctx.dtypes[i] for i in wanted], ctx.mesh)
         found = dict(zip(wanted, parts, strict=True))
-        return (None, None, *(found.get(i) for i in range(len(grads))))
+        return (None, None, None, *(found.get(i) for i in range(len(grads))))
+
+
+class _Landing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sums: Sums, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.sums = sums
+        return tuple(x.view_as(x) for x in shards)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.sums.finish()
+        return (None, *grads)
 
 
 def _width(shape: torch.Size, axis: Axis) -> int:
@@ -172,7 +243,7 @@ def _packed(parts: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -
 
 
 def _fill_rows(slot: Tensor, grad: Tensor) -> None:
-    """Writes a whole gradient [d, ...] into `slot` [ranks, c * ...], rank by rank; what is left over stays as it is."""
+    """Writes a whole gradient [d, ...] into `slot` [ranks, c * ...], rank by rank, and zeros into what is left over."""
     ranks, width = slot.shape
     flat = grad.reshape(-1)
     full = len(flat) // width if width else ranks
@@ -180,6 +251,8 @@ def _fill_rows(slot: Tensor, grad: Tensor) -> None:
     if full < ranks:
         rest = flat[full * width :]
         slot[full, : len(rest)].copy_(rest)
+        slot[full, len(rest) :].zero_()
+        slot[full + 1 :].zero_()
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:

@@ -103,7 +103,8 @@ def _wire_dtypes(model: Model, params: Mapping[str, Tensor]) -> dict[str, torch.
 
 
 class _Stream:
-    """The gathers of one pass and of its backward pass, each begun while the group before it is at work.
+    """The gathers of one pass and of its backward pass, each begun while the group before it is at work, and the
+    reduce-scatters of its gradients, each waited for when the group after it has its own.
 
     With a `lane` the groups are on the host and are fetched first; where nothing is sharded, that is all.
     """
@@ -114,6 +115,8 @@ class _Stream:
         wire = [_wire_dtypes(model, group) for group in groups]
         self._dtypes = [[w.get(n, x.dtype) for n, x in group.items()] for w, group in zip(wire, groups, strict=True)]
         self._begun: dict[int, fsdp.Finish] = {}
+        self._sums = fsdp.Sums()
+        self._landing = [fsdp.landing(list(group.values()), self._sums) for group in groups]
 
     def _begin(self, number: int) -> fsdp.Finish:
         shards = list(self._groups[number].values())
@@ -134,8 +137,7 @@ class _Stream:
 
     def gathered(self, number: int, step: int) -> tuple[Tensor, ...]:
         """The same as a function of the group's shards."""
-        shards = list(self._groups[number].values())
-        return fsdp.gathered(lambda: self.take(number, step), shards, self._mesh)
+        return fsdp.gathered(lambda: self.take(number, step), self._landing[number], self._mesh, sums=self._sums)
 
 
 def _apply_layer(model: Model, groups: Sequence[Params], stream: _Stream, sharding: Sharding) -> ApplyLayer:

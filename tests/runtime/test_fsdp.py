@@ -65,7 +65,7 @@ def test_frozen_parameters_take_no_gradient_and_no_wire(monkeypatch):
     sent = []
     original = fsdp._reduce_scatter_single
     monkeypatch.setattr(
-        fsdp, "_reduce_scatter_single", lambda o, i, **kw: (sent.append(i.numel()), original(o, i, **kw))
+        fsdp, "_reduce_scatter_single", lambda o, i, **kw: (sent.append(i.numel()), original(o, i, **kw))[1]
     )
 
     def run(mesh):
@@ -89,7 +89,9 @@ def test_gathers_send_the_compute_dtype_and_gradients_are_added_in_the_reduce_dt
     wire = []
     gather, scatter = fsdp._gather_single, fsdp._reduce_scatter_single
     monkeypatch.setattr(fsdp, "_gather_single", lambda o, i, **kw: (wire.append(i.dtype), gather(o, i, **kw))[1])
-    monkeypatch.setattr(fsdp, "_reduce_scatter_single", lambda o, i, **kw: (wire.append(i.dtype), scatter(o, i, **kw)))
+    monkeypatch.setattr(
+        fsdp, "_reduce_scatter_single", lambda o, i, **kw: (wire.append(i.dtype), scatter(o, i, **kw))[1]
+    )
 
     def run(mesh):
         mesh = sharded(mesh, reduce_dtype=reduce)

@@ -69,7 +69,7 @@ def watch(monkeypatch):
     """Weak references to all whole tensors of layers gathered so far, the order of events, and at each use the number
     of whole tensors alive before it."""
     alive, events, before = [], [], []
-    begin, scatter = fsdp.begin_gather, fsdp.reduce_scatter
+    begin, scatter = fsdp.begin_gather, fsdp.begin_reduce_scatter
 
     def begin_gather(shards, shapes, dtypes, axis):
         finish = begin(shards, shapes, dtypes, axis)
@@ -87,13 +87,13 @@ def watch(monkeypatch):
 
         return finished
 
-    def reduce_scatter(grads, dtypes, mesh, **keywords):
+    def begin_reduce_scatter(grads, dtypes, mesh, **keywords):
         if mesh["shard"].rank == 0:
             events.append("reduce")
         return scatter(grads, dtypes, mesh, **keywords)
 
     monkeypatch.setattr(fsdp, "begin_gather", begin_gather)
-    monkeypatch.setattr(fsdp, "reduce_scatter", reduce_scatter)
+    monkeypatch.setattr(fsdp, "begin_reduce_scatter", begin_reduce_scatter)
     return alive, events, before
 
 
@@ -144,6 +144,43 @@ def test_the_next_gather_begins_before_a_layer_runs_in_both_directions(monkeypat
             expected = ["begin", "begin", "use", "reduce"] if prefetch else ["begin", "use", "reduce"]
             assert backward[: len(expected)] == expected
             assert backward[-2:] == ["reduce", "reduce"]
+
+
+@pytest.mark.parametrize(("stage", "again"), [(2, False), (3, False), (3, True)])
+def test_gradients_are_reduced_while_the_backward_pass_goes_on(stage, again, monkeypatch):
+    """Also for two passes in one loss, whose gradients autograd adds up: not before they have arrived."""
+    model, params = deep_model(checkpoint_layers=again)
+    batch = tiny.experience(1, 4, dtype=torch.float32)
+    events, original = [], fsdp._reduce_scatter_single
+
+    class Late:
+        """The sum is made when it is waited for, and is NaN before."""
+
+        def __init__(self, out, whole, group, async_op):
+            self.args, self.group = (out.fill_(torch.nan), whole), group
+            assert async_op
+            events.append("begin") if group.rank() == 0 else None
+
+        def wait(self):
+            events.append("wait") if self.group.rank() == 0 else None
+            original(*self.args, group=self.group)
+
+    def loss(shards, mesh):
+        halves = [batches.rows(batch, part) for part in ([0, 1], [2, 3])]
+        outs = [forward_micro_batch(shards, half, model=model, kernels=KERNELS, mesh=mesh) for half in halves]
+        return torch.stack([out.log_probs.square().sum() for out in outs]).sum()
+
+    def run(mesh):
+        mesh = sharded(mesh, stage=stage)
+        return value_and_grad(loss)(fsdp.shard(params, mesh), mesh)[1]
+
+    expected = simulate({"shard": 2}, run)
+    monkeypatch.setattr(fsdp, "_reduce_scatter_single", lambda out, whole, **kw: Late(out, whole, **kw))
+    found = simulate({"shard": 2}, run)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert tree.digest(ours) == tree.digest(theirs)
+    groups = 1 + LAYERS
+    assert events == ["begin", *["wait", "begin"] * (groups - 1), "wait"] * 2
 
 
 def test_stage_1_communicates_once_for_all_micro_batches(monkeypatch):
