@@ -2,10 +2,12 @@
 
     python experiments/bench/fsdp.py                              # 2 processes; --ranks 4 for four
     python experiments/bench/fsdp.py --sizes 50M --dtype bfloat16
+    python experiments/bench/fsdp.py --ranks 1                    # beside the plain model: what the functions cost
 
 Both sides train one Llama on the same rows (no padding) in gloo processes of one thread each: micro-batches, forward
 and backward passes, gradients reduced in float32, clipping by the global norm, AdamW (torch's fused kernel). Their
-steps run in turn in the same processes; medians of the slowest rank. fully_shard wraps every layer and the root, and
+steps run in turn in the same processes; medians of the slowest rank's seconds, and of the ranks' mean seconds on the
+processor, which other programs on the machine disturb less. fully_shard wraps every layer and the root, and
 reshards after the forward pass. "same kernel" has both take our naive log-probs, "as they are" each its own: ours the
 chunked kernel; update_actor logs the entropy too, in either case. The peaks are of processes of their own that run one
 side.
@@ -40,7 +42,7 @@ from fppo.batch import Column, Experience
 from fppo.key import Key
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, Sharding
-from fppo.runtime.watch import watched, wire_bytes
+from fppo.runtime.watch import Traffic, watched, wire_bytes
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizer import Optimizer
 from fppo.steps.train_state import init_state
@@ -152,9 +154,10 @@ def peer(ranks: int, config: LlamaConfig, dtype: torch.dtype | None, naive: bool
     net.config._attn_implementation = "sdpa"
     policy, grid = Policy(net, naive), init_device_mesh("cpu", (ranks,))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in net.model.layers:
-        fully_shard(layer, mesh=grid, reshard_after_forward=True, mp_policy=precision)
-    fully_shard(policy, mesh=grid, mp_policy=precision)
+    if ranks > 1:
+        for layer in net.model.layers:
+            fully_shard(layer, mesh=grid, reshard_after_forward=True, mp_policy=precision)
+        fully_shard(policy, mesh=grid, mp_policy=precision)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.999), weight_decay=0.01, fused=True)
     total = ranks * ROWS * (LENGTH - 1)
 
@@ -195,14 +198,15 @@ def _trim() -> None:
     ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def timed(step: Step) -> float:
-    """Seconds of the slowest rank."""
+def timed(step: Step) -> tuple[float, float]:
+    """Seconds of the slowest rank, and the mean of the ranks' seconds on the processor, in all threads."""
     dist.barrier()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     step()
-    seconds = torch.tensor(time.perf_counter() - start)
+    seconds, busy = torch.tensor(time.perf_counter() - start), torch.tensor(time.process_time() - used)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return seconds.item()
+    dist.all_reduce(busy)
+    return seconds.item(), busy.item() / dist.get_world_size()
 
 
 def compare(mesh: Mesh, size: str, dtype: torch.dtype | None, repeats: int) -> dict[str, Any]:
@@ -216,18 +220,18 @@ def compare(mesh: Mesh, size: str, dtype: torch.dtype | None, repeats: int) -> d
             "ours": ours(seen, config, dtype, kernel, rows),
             "fully_shard": peer(ranks, config, dtype, kernel == "reference", rows),
         }
-        before = watch.traffic()["shard"].bytes
+        before = watch.traffic().get("shard", Traffic()).bytes
         norms = [sides["ours"]()]
-        sent = {"ours": watch.traffic()["shard"].bytes - before}
+        sent = {"ours": watch.traffic().get("shard", Traffic()).bytes - before}
         with Sent(ranks) as counted:
             norms.append(sides["fully_shard"]())
         sent["fully_shard"] = counted.bytes
-        runs = {name: [] for name in sides}
+        runs: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
         for _ in range(repeats):
             for name, step in sides.items():
                 runs[name].append(timed(step))
-        seconds = {name: statistics.median(each) for name, each in runs.items()}
-        found[variant] = {"seconds": seconds, "bytes": sent, "grad_norm": norms}
+        seconds, busy = ({name: statistics.median(r[i] for r in each) for name, each in runs.items()} for i in (0, 1))
+        found[variant] = {"seconds": seconds, "busy": busy, "runs": runs, "bytes": sent, "grad_norm": norms}
         del sides
         _trim()
     return found
@@ -280,6 +284,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     given = parser.parse_args()
     dtype = None if given.dtype == "float32" else torch.bfloat16
+    if given.ranks == 1 and dtype is not None:
+        parser.error("one rank is held against the plain model, which computes in float32")
     rows: list[dict[str, Any]] = []
     print(f"{given.ranks} processes, {given.dtype}, torch {torch.__version__}")
     print(f"{'':<22}{'ours':>10}{'fully_shard':>13}{'ratio':>8}")
@@ -287,6 +293,7 @@ def main() -> None:
         found = on_ranks(given.ranks, partial(compare, size=size, dtype=dtype, repeats=given.repeats))[0]
         for variant, numbers in found.items():
             _line(f"{size} {variant}", numbers["seconds"], "s")
+            _line("    processor", numbers["busy"], "s")
         _line(f"{size} sent per step", {k: v / 2**20 for k, v in found["same kernel"]["bytes"].items()}, "MiB")
         peaks = {
             side: on_ranks(given.ranks, partial(peak, side=side, size=size, dtype=dtype))
