@@ -34,6 +34,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -167,7 +168,7 @@ def peer(ranks: int, config: LlamaConfig, dtype: torch.dtype | None, naive: bool
         norm = nn.utils.clip_grad_norm_(policy.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     return step
 
