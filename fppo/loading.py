@@ -22,7 +22,7 @@ from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Engine
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import DATA_AXES, Mesh, Sharding, place_on
-from fppo.runtime.offload import Lane
+from fppo.runtime.offload import Lane, OnHost, to_host
 from fppo.settings import ActorSettings, CriticSettings, TrainSettings
 from fppo.steps.forward import compute_reward_scores, row_lengths
 from fppo.steps.micro_batching import MicroBatching
@@ -165,13 +165,14 @@ def reward_model_of(
     data.check_vocabulary(tokenizer, {"reward model": model.config})
     _check_heads(model, mesh)
     params = _placed(params, mesh, device)
+    held = OnHost(to_host(params), Lane(device)) if settings.model.offload == "all" else params
     batching = micro_batching_of(settings.actor)
     scores = partial(compute_reward_scores, model=model, kernels=kernels_of(settings), mesh=mesh)
 
     def spread(rollout: Rollout) -> Tensor:
         parts = shares(model, row_lengths(rollout), mesh)
         own = rollout if len(parts) == 1 else batches.rows(rollout, parts[place_on(mesh, DATA_AXES)])
-        return collect(scores(params, own, micro_batching=batching), parts, mesh)
+        return collect(scores(held, own, micro_batching=batching), parts, mesh)
 
     return {"reward_model": rewards.tensor_reward(spread)}
 

@@ -31,7 +31,7 @@ class TrainState:
 def init_state(params: Params) -> TrainState:
     """A fresh state around `params`, which it holds without copying."""
     zeros = {name: torch.zeros_like(p) for name, p in params.items()}
-    count = torch.zeros((), dtype=torch.float32)
+    count = torch.zeros((), dtype=torch.float32, device=next(iter(params.values())).device)
     return TrainState(
         params=params,
         opt=OptState(mu=zeros, nu={name: torch.zeros_like(p) for name, p in params.items()}, count=count),

@@ -24,11 +24,12 @@ def adamw_(
     """One step of AdamW (Loshchilov and Hutter, 2019, algorithm 2) on every parameter, in place, by torch's kernel.
 
     `steps` holds one float32 0-d count per parameter, raised by 1 here. The gradients are divided by `grad_scale` (0-d
-    float32), in place too. Where `found_inf` (0-d float32) is 1, parameters, moments and steps keep every bit.
+    float32), in place too, or in a copy of one that lies in memory otherwise than its parameter. Where `found_inf`
+    (0-d float32) is 1, parameters, moments and steps keep every bit.
     """
     adamw(
         params,
-        grads,
+        [_laid_out_as(p, g) for p, g in zip(params, grads, strict=True)],
         exp_avgs,
         exp_avg_sqs,
         [],
@@ -44,6 +45,11 @@ def adamw_(
         eps=eps,
         maximize=False,
     )
+
+
+def _laid_out_as(param: Tensor, grad: Tensor) -> Tensor:
+    """The gradient; torch's kernel walks it and its parameter in the order of memory, so the strides must be equal."""
+    return grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
 
 
 @torch.no_grad()

@@ -74,6 +74,19 @@ def test_equals_the_paper_for_one_step():
     torch.testing.assert_close(params[0], torch.tensor(p - lr * decay * p - lr * g / (abs(g) + eps)))
 
 
+@pytest.mark.parametrize("kernel", [adamw_, reference_])
+def test_memory_layout_changes_nothing(kernel):
+    """torch's fused kernel walks all four in the order of memory; a transposed gradient must not be taken as it lies."""
+    g = torch.Generator().manual_seed(0)
+    param, grad = torch.randn(3, 4, generator=g), torch.randn(4, 3, generator=g).t()
+    results = []
+    for laid in (grad, grad.contiguous()):
+        tensors = [param.clone(), laid.clone(memory_format=torch.preserve_format), *torch.zeros(2, 3, 4).unbind()]
+        kernel(*([x] for x in tensors), [torch.tensor(0.0)], lr=0.1, grad_scale=torch.tensor(2.0))
+        results.append(tensors[0])
+    assert torch.allclose(*results, rtol=1e-6, atol=0)
+
+
 def test_found_inf_changes_no_bit():
     state = [draw(seed) for seed in range(3)] + [[torch.tensor(5.0) for _ in range(3)]]
     for x in state[2]:
