@@ -76,7 +76,7 @@ def test_equals_the_paper_for_one_step():
 
 @pytest.mark.parametrize("kernel", [adamw_, reference_])
 def test_memory_layout_changes_nothing(kernel):
-    """torch's fused kernel walks all four in the order of memory; a transposed gradient must not be taken as it lies."""
+    """torch's fused kernel walks all four in the order of memory, and would take a transposed gradient as it lies."""
     g = torch.Generator().manual_seed(0)
     param, grad = torch.randn(3, 4, generator=g), torch.randn(4, 3, generator=g).t()
     results = []
