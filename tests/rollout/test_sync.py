@@ -50,6 +50,17 @@ def test_digests_see_one_bit_anywhere():
     assert len({*seen, digest(signs), digest(swapped)}) == 18
 
 
+@pytest.mark.parametrize("count", [0, 1, sync._BLOCK, sync._BLOCK + 1, 4 * sync._BLOCK, 5 * sync._BLOCK + 5])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_digests_are_the_same_on_every_device(count, dtype, monkeypatch):
+    monkeypatch.setattr(sync, "_SLAB", 2)
+    low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    words = torch.randint(low, high, (count,), dtype=dtype, generator=torch.Generator().manual_seed(2))
+    sums = sync._sums(words)
+    assert len(sums) == -(-count // sync._BLOCK)
+    assert torch.equal(sums, sync._sums_of_slabs(words))
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 100, 1 << 20])
 def test_buckets_hold_all_in_order_and_are_no_larger_than_asked(bucket_bytes):
     params, shapes = params_of(4, 1, 2, 9, 1, 1, 1)
