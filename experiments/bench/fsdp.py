@@ -295,7 +295,8 @@ def main() -> None:
         for variant, numbers in found.items():
             _line(f"{size} {variant}", numbers["seconds"], "s")
             _line("    processor", numbers["busy"], "s")
-        _line(f"{size} sent per step", {k: v / 2**20 for k, v in found["same kernel"]["bytes"].items()}, "MiB")
+        if given.ranks > 1:
+            _line(f"{size} sent per step", {k: v / 2**20 for k, v in found["same kernel"]["bytes"].items()}, "MiB")
         peaks = {
             side: on_ranks(given.ranks, partial(peak, side=side, size=size, dtype=dtype))
             for side in ("ours", "fully_shard")
