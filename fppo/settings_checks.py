@@ -84,6 +84,9 @@ def mesh_problems(settings: TrainSettings, world: int) -> list[str]:
 def _mesh(s: TrainSettings, world: int) -> Problems:
     if s.mesh.sequence > 1 and not s.model.remove_padding:
         yield _problem("mesh.sequence", s.mesh.sequence, "a sequence axis cuts packed rows; set model.remove_padding")
+    if world > 1 and s.rollout.engine == "vllm" and not s.rollout.vllm.process:
+        text = "in a process of several ranks vLLM does not start; set it to true, for a process of its own"
+        yield _problem("rollout.vllm.process", False, text)
     ranks = world // s.mesh.sequence
     for name, section in (("actor", s.actor), ("critic", s.critic)):
         size = section.mini_batch_size or s.rollout.batch_size
