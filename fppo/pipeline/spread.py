@@ -121,7 +121,10 @@ class SpreadJudge:
         shares = deal(len(samples), self.mesh)
         own = shares[place_on(self.mesh, ALL)]
         judged = self.judge_own.judge([samples[number] for number in own])
-        found = [Judged(*each) for each in gather_objects(judged, self.mesh, ALL, self.device)]
+        found = [
+            Judged(scores, named, answers, tuple(Failure(*each) for each in failures))
+            for scores, named, answers, failures in gather_objects(judged, self.mesh, ALL, self.device)
+        ]
         order = [number for share in shares for number in share]
         place = {number: at for at, number in enumerate(order)}
 
@@ -133,11 +136,12 @@ class SpreadJudge:
             }
             return {name: [column[place[number]] for number in range(len(order))] for name, column in whole.items()}
 
+        _check_names(found)
         answers = [answer for each in found for answer in each.answers]
         failures = [
-            Failure(part, share[number], kind, text)
+            failure._replace(number=share[failure.number])
             for each, share in zip(found, shares)
-            for part, number, kind, text in each.failures
+            for failure in each.failures
         ]
         return Judged(
             joined([each.scores for each in found]),
@@ -145,3 +149,19 @@ class SpreadJudge:
             [answers[place[number]] for number in range(len(order))],
             tuple(sorted(failures)),
         )
+
+
+def _check_names(found: Sequence[Judged]) -> None:
+    """Raises ValueError if functions named numbers on one rank that they did not on another, and did not fail there:
+    where a function failed on all samples it named none, and they are 0, as for any sample that failed."""
+    names = dict.fromkeys(name for each in found for name in each.named)
+    for rank, each in enumerate(found):
+        failed = {part: len({f.number for f in each.failures if f.part == part}) for part in each.scores}
+        ran = [part for part, count in failed.items() if count < len(each.answers)]
+        for name in names:
+            owner = [part for part in each.scores if len(each.scores) == 1 or name.startswith(f"{part}/")]
+            if name not in each.named and set(owner) & set(ran):
+                raise ValueError(
+                    f"the reward named {name!r} for some samples, but not for those of rank {rank}: "
+                    "give every sample the same names"
+                )
