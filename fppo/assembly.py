@@ -6,6 +6,7 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -33,17 +34,31 @@ from fppo.pipeline.estimators import estimator
 from fppo.pipeline.evaluate import evaluate
 from fppo.pipeline.measure import with_mfu
 from fppo.pipeline.run import Program, RunState
+from fppo.pipeline.sample import (
+    Draw,
+    Sample,
+    equal_groups,
+    sample_batch,
+    sample_groups,
+    sample_saved,
+    saving,
+    truncated,
+)
 from fppo.pipeline.spread import SpreadJudge
-from fppo.pipeline.train import Draw, Evaluate
+from fppo.pipeline.train import Evaluate
+from fppo.rollout import saved
 from fppo.rollout.engine import Engine, Sampling
-from fppo.runtime.mesh import LOCAL, Mesh
+from fppo.runtime.mesh import LOCAL, Mesh, is_first
 from fppo.runtime.offload import Lane, OnHost, activations_on_host, offloaded, offloaded_adamw, to_host
 from fppo.settings import ActorSettings, OptimizerSettings, TrainSettings
+from fppo.settings_rollout import FilterSettings
 from fppo.steps.optimizer import Optimizer
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import TrainState, init_state
 from fppo.steps.update import update_actor, update_critic
 from fppo_kernels.record import Kernels
+
+ROLLOUTS = "rollouts"  # where a run that saves its rollouts has them
 
 
 @attrs.frozen(kw_only=True)
@@ -123,6 +138,7 @@ def program_of(
     mesh: Mesh,
     lane: Lane,
     sampling: Sampling,
+    pad_token_id: int,
     score: stages.ScoreFn,
     loss: tuple[Callable[..., Any], Callable[..., Any] | None],
 ) -> Program:
@@ -131,11 +147,13 @@ def program_of(
     mini = config.mini_batch_size(actor, settings.rollout.batch_size)
     corrected = algorithm.correction.mode != "none" or bool(algorithm.correction.rejection)
     alone = actor.epochs == 1 and mini == settings.rollout.batch_size
-    on_policy = alone and algorithm.kl.coef == 0 and not corrected
+    sum_squared = algorithm.advantage == "optimal_token_baseline"
+    bypass = algorithm.correction.bypass
+    on_policy = alone and algorithm.kl.coef == 0 and not (corrected or bypass or sum_squared)
     if settings.model.offload != "none":
         kernels = attrs.evolve(kernels, adamw=offloaded_adamw(kernels.adamw, lane))
     shared = {"kernels": kernels, "mesh": mesh, "remove_padding": settings.model.remove_padding}
-    policy = shared | {"temperature": sampling.temperature, "on_policy": on_policy}
+    policy = shared | {"temperature": sampling.temperature}
     return Program(
         rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
         score=_score_stage(algorithm.advantage, engine, sampling, score),
@@ -144,7 +162,8 @@ def program_of(
             model=model,
             critic_model=critic_model,
             micro_batching=micro_batching_of(actor),
-            sum_squared=algorithm.advantage == "optimal_token_baseline",
+            sum_squared=sum_squared,
+            by_engine=on_policy or bypass,
             held=(lambda params: OnHost(params, lane)) if settings.model.offload == "all" else (lambda params: params),
             **policy,
         ),
@@ -167,8 +186,11 @@ def program_of(
             kl_coef=actor.kl_coef,
             kl_kind=actor.kl_kind,
             whole_batch=True,
+            on_policy=on_policy,
+            measure_gap=bypass and not sum_squared,
             **policy,
         ),
+        sample=sample_of(settings, pad_token_id, mesh),
         critic_warmup=settings.critic.warmup_steps if critic_model is not None else 0,
     )
 
@@ -187,8 +209,29 @@ def _estimate_stage(settings: TrainSettings, sampling: Sampling, kernels: Kernel
         kl_kind=kl.kind,
         update_kl=partial(losses.update_kl, kind=kl.controller, target=kl.target, horizon=kl.horizon),
         correct=partial(losses.rollout_correction, **corrected) if corrected else None,
+        drop=_dropped(settings.rollout.filter),
         whiten=algorithm.whiten and algorithm.advantage == "gae",
     )
+
+
+def _dropped(section: FilterSettings) -> list[Callable[..., Any]]:
+    """What says which rows are not trained on."""
+    groups = [partial(equal_groups, by=section.by)] if section.groups else []
+    return [*groups, *([truncated] if section.truncated else [])]
+
+
+def sample_of(settings: TrainSettings, pad_token_id: int, mesh: Mesh) -> Sample:
+    """How the settings want a step's batch made."""
+    section = settings.rollout
+    if section.from_ is not None:
+        saved.check(Path(section.from_), until=settings.steps, rows=section.batch_size)
+        return partial(sample_saved, directory=Path(section.from_))
+    kept, sample = section.filter, sample_batch
+    if kept.groups:
+        sample = partial(sample_groups, pad_token_id=pad_token_id, max_draws=kept.max_draws, by=kept.by)
+    if section.save and is_first(mesh):
+        return saving(sample, Path(settings.output_dir) / ROLLOUTS)
+    return sample
 
 
 def _score_stage(advantage: str, engine: Engine, sampling: Sampling, score: stages.ScoreFn) -> Callable[..., Any]:
@@ -268,6 +311,7 @@ def assembled(
                 mesh=mesh,
                 lane=lane,
                 sampling=sampling,
+                pad_token_id=pad,
                 score=score,
                 loss=loss_fn,
             ),

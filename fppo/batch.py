@@ -312,17 +312,34 @@ def _owned(x: Tensor) -> Tensor:
     return x.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
+def columns(record: Any) -> dict[str, Tensor | Column]:
+    """The record's columns by name, those of a dict as "field.key"."""
+    found: dict[str, Tensor | Column] = {}
+    for name, value in _fields(record).items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}.{key}": x for key, x in value.items()}
+        elif value is not None:
+            found[name] = value
+    return found
+
+
+def record(cls: type[R], columns: Mapping[str, Tensor | Column]) -> R:
+    """The `cls` whose columns these are. Raises ValueError for columns that it does not have, or that are missing."""
+    values: dict[str, Any] = {f.name: {} for f in attrs.fields(cls) if f.type in ("dict[str, Tensor]",)}  # type: ignore[arg-type]
+    for name, column in columns.items():
+        field, _, key = name.partition(".")
+        if key:
+            values.setdefault(field, {})[key] = column
+        else:
+            values[field] = column
+    return _make(cls, values)
+
+
 def save(record: Any, path: str | os.PathLike[str]) -> None:
     """Writes the record to one safetensors file; objects per row go to its header as JSON, so they must fit JSON."""
-    tensors: dict[str, Tensor] = {}
-    objects: dict[str, list[Any]] = {}
-    for name, value in _fields(record).items():
-        if isinstance(value, Tensor):
-            tensors[name] = _owned(value)
-        elif isinstance(value, Column):
-            objects[name] = list(value)
-        elif isinstance(value, Mapping):
-            tensors |= {f"{name}.{key}": _owned(x) for key, x in value.items()}
+    found = columns(record)
+    tensors = {name: _owned(x) for name, x in found.items() if isinstance(x, Tensor)}
+    objects = {name: list(x) for name, x in found.items() if isinstance(x, Column)}
     try:
         text = json.dumps(objects, ensure_ascii=False)
     except TypeError as error:
@@ -344,14 +361,5 @@ def load(cls: type[R], path: str | os.PathLike[str]) -> R:
         raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
     if metadata.get("record") != cls.__name__:
         raise ValueError(f"{path} holds a {metadata.get('record')}, not a {cls.__name__}")
-    values: dict[str, Any] = {name: Column(items) for name, items in json.loads(metadata["objects"]).items()}
-    for name, tensor in tensors.items():
-        field, _, key = name.partition(".")
-        if key:
-            values.setdefault(field, {})[key] = tensor
-        else:
-            values[field] = tensor
-    for f in attrs.fields(cls):  # type: ignore[arg-type]
-        if f.name not in values and f.type in ("dict[str, Tensor]",):
-            values[f.name] = {}
-    return _make(cls, values)
+    objects = {name: Column(items) for name, items in json.loads(metadata["objects"]).items()}
+    return record(cls, {**tensors, **objects})

@@ -108,12 +108,20 @@ def replay(directory: Path, step: int, here: Here = ALONE) -> int:
     """
     recorded = session.recorded(directory)
     say = print if is_first(here.mesh) else _nothing
-    with _assembled(settings_of(directory), here) as parts:
+    settings = settings_of(directory)
+    with _assembled(settings, here) as parts:
         found = nearest_checkpoint(directory, step - 1)
         run = parts.run if found is None else session.load(parts, directory / session.CHECKPOINTS, found)
         say(f"from {'the start' if found is None else f'the checkpoint of step {found}'}")
-        program, draw = parts.program, parts.draw
-        steps = replays.replay(run, program=program, draw=draw, recorded=recorded, until=step, mesh=here.mesh)
+        steps = replays.replay(
+            run,
+            program=parts.program,
+            draw=parts.draw,
+            recorded=recorded,
+            until=step,
+            ahead=settings.rollout.ahead,
+            mesh=here.mesh,
+        )
         for number, difference in steps:
             if difference is not None:
                 say(f"step {number}: {difference.part} differs first in {difference.leaf}")

@@ -158,6 +158,12 @@ def _replay(directory: Path, step: int, given: AblateSettings, ops: list[str], t
         steps = sorted(recorded)
         there = f"the recorded steps are {steps[0]} to {steps[-1]}" if steps else "no step is recorded"
         raise ValueError(f"{directory} has no record of step {step}; {there}")
+    rollout = settings.rollout
+    if rollout.ahead or rollout.filter.groups or rollout.from_ is not None:
+        raise ValueError(
+            f"{directory} was trained with rollout.ahead, rollout.filter.groups or rollout.from: only a step whose batch "
+            "is one draw of prompts, sampled in that step, can be computed under other kernels; fppo replay takes any"
+        )
     transformers_logging.disable_progress_bar()
     own = kernels_of(settings)
     print(f"step {step} of {directory}: recomputing it under the run's own kernels", flush=True)

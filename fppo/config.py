@@ -19,6 +19,7 @@ import cattrs
 
 from fppo import settings_checks
 from fppo.settings import ActorSettings, CorrectionSettings, CriticSettings, LossSettings, TrainSettings
+from fppo.settings_fields import name_of
 
 DEFAULT_TOKEN_BUDGET = 16384
 
@@ -103,7 +104,7 @@ def replace(settings: TrainSettings, changes: Mapping[str, Any]) -> TrainSetting
 
 def to_dict(settings: Any) -> dict[str, Any]:
     """The settings as nested plain values; None stays None."""
-    values = {f.name: getattr(settings, f.name) for f in attrs.fields(type(settings))}
+    values = {name_of(f): getattr(settings, f.name) for f in attrs.fields(type(settings))}
     return {
         name: to_dict(value) if attrs.has(type(value)) else list(value) if isinstance(value, tuple) else value
         for name, value in values.items()
@@ -123,12 +124,12 @@ def save(settings: TrainSettings, path: str | os.PathLike[str]) -> None:
 def paths(cls: type = TrainSettings, prefix: str = "") -> dict[str, Any]:
     """The type of every setting by its path, sections left out."""
     found: dict[str, Any] = {}
-    attrs.resolve_types(cls)
+    attrs.resolve_types(cls, include_extras=False)
     for field in attrs.fields(cls):
         if attrs.has(field.type):
             found |= paths(field.type, f"{prefix}{field.name}.")
         else:
-            found[f"{prefix}{field.name}"] = field.type
+            found[f"{prefix}{name_of(field)}"] = field.type
     return found
 
 
@@ -201,8 +202,8 @@ def _converter() -> cattrs.Converter:
 
 def _structure(cls: type, values: Mapping[str, Any], prefix: str) -> tuple[Any, list[str]]:
     """An instance of the section `cls`, with defaults in place of what is wrong, and the problems."""
-    attrs.resolve_types(cls)
-    fields = {f.name: f.type for f in attrs.fields(cls)}
+    attrs.resolve_types(cls, include_extras=False)
+    fields = {name_of(f): f.type for f in attrs.fields(cls)}
     problems = [_unknown(name, values[name], list(fields), prefix) for name in values if name not in fields]
     kept: dict[str, Any] = {}
     for name, kind in fields.items():
@@ -217,12 +218,12 @@ def _structure(cls: type, values: Mapping[str, Any], prefix: str) -> tuple[Any, 
         elif isinstance(value, Mapping):
             default = next(f for f in attrs.fields(cls) if f.name == name).default.factory()  # type: ignore[union-attr]
             section, found = _structure(kind, value, f"{path}.")
-            given = {n: getattr(section, n) for n in value if n in attrs.fields_dict(kind)}
+            given = {f.name: getattr(section, f.name) for f in attrs.fields(kind) if name_of(f) in value}
             kept[name] = attrs.evolve(default, **given)
             problems += found
         else:
             problems.append(f"{path} = {value!r}: is a section; write [{path}] with its settings below")
-    return cls(**kept), problems
+    return cls(**{f.name: kept[name_of(f)] for f in attrs.fields(cls) if name_of(f) in kept}), problems
 
 
 def _listed(value: Any, kind: Any) -> Any:

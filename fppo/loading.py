@@ -199,7 +199,8 @@ def engine_of(
         engine = FetchingEngine(engine=engine, lane=lane) if on_host else engine
         return SpreadEngine(engine=engine, mesh=mesh, pad_token_id=pad_token_id)
 
-    if settings.rollout.engine == "embedded":
+    idle = settings.rollout.from_ is not None and not settings.data.eval_path  # nothing is ever asked of it
+    if settings.rollout.engine == "embedded" or idle:
         yield spread(EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad_token_id, mesh=mesh))
         return
     from fppo.rollout.vllm import VllmEngine, VllmOptions  # here: it starts processes of another package

@@ -18,7 +18,7 @@ import torch
 from fppo import config, jsonl, loggers, models
 from fppo.assembly import Assembled
 from fppo.jsonl import JsonLines
-from fppo.pipeline import replay
+from fppo.pipeline import ahead, replay
 from fppo.pipeline.measure import gauges
 from fppo.pipeline.run import RunState
 from fppo.pipeline.train import Observe, StepRecord, train
@@ -27,8 +27,10 @@ from fppo.runtime.checkpoint import Pending
 from fppo.runtime.mesh import Mesh, is_first
 from fppo.runtime.watch import Traffic, Watch
 from fppo.settings import TrainSettings
+from fppo.tree import replace
 
 CHECKPOINTS, MODEL, DUMPS, SETTINGS = "checkpoints", "model", "dumps", "settings.toml"
+_AHEAD = ".ahead"  # where a run's state has the batches that wait
 
 
 def restore(settings: TrainSettings, assembled: Assembled) -> RunState:
@@ -45,7 +47,9 @@ def restore(settings: TrainSettings, assembled: Assembled) -> RunState:
 
 def load(assembled: Assembled, directory: Path, step: int) -> RunState:
     """The state of a checkpoint, as it lies on the run's mesh."""
-    return checkpoint.load(assembled.run, directory, step, mesh=assembled.mesh, shapes=assembled.shapes)
+    shapes, device = assembled.shapes, assembled.run.actor.opt.count.device
+    run = checkpoint.load(assembled.run, directory, step, mesh=assembled.mesh, shapes=shapes, free=_AHEAD)
+    return replace(run, ahead=ahead.restore(checkpoint.load_free(directory, step, _AHEAD, device)))
 
 
 def _found(settings: TrainSettings, assembled: Assembled) -> RunState:
@@ -175,6 +179,7 @@ def run_training(settings: TrainSettings, assembled: Assembled, watch: Watch | N
             evaluate_before=settings.eval.before,
             stop=lambda: bool(asked),
             gauges=partial(gauges, mesh=mesh, device=run.actor.opt.count.device, traffic=_traffic(watch, run.step)),
+            ahead=settings.rollout.ahead,
             mesh=mesh,
         )
         writer.save(run)

@@ -13,7 +13,7 @@ import attrs
 
 from fppo.settings_fields import above, at_least, at_most, below, given, setting
 from fppo.settings_mesh import MeshSettings
-from fppo.settings_vllm import VllmSettings
+from fppo.settings_rollout import RolloutSettings
 
 WeightMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlKind = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
@@ -93,32 +93,6 @@ class DataSettings:
 
 
 @attrs.frozen(kw_only=True)
-class RolloutSettings:
-    """How responses are sampled. Batch sizes count sequences, here and everywhere."""
-
-    batch_size: int = setting(64, at_least(1))
-    """Sequences per step: prompts times n."""
-    n: int = setting(1, at_least(1))
-    """Responses to each prompt; it must divide batch_size."""
-    temperature: float = setting(1.0, above(0))
-    """The sampling temperature, which training uses too."""
-    top_k: int | None = setting(None, at_least(1))
-    """Sample among the k likeliest tokens only; None: among all."""
-    top_p: float = setting(1.0, above(0), at_most(1))
-    """Sample among the likeliest tokens that together have this probability."""
-    max_tokens: int = setting(256, at_least(1))
-    """The longest response, in tokens."""
-    stop: tuple[str, ...] = setting(())
-    """Tokens that end a response beside the tokenizer's own end; each must be one token."""
-    stop_token_ids: tuple[int, ...] = setting(())
-    """The same, as token ids."""
-    engine: Literal["embedded", "vllm"] = setting("embedded")
-    """What generates: transformers on the training parameters themselves, or vLLM on a copy that is sent to it."""
-    vllm: VllmSettings = setting(VllmSettings)
-    """How vLLM runs."""
-
-
-@attrs.frozen(kw_only=True)
 class RewardSettings:
     """How a response is scored."""
 
@@ -158,6 +132,8 @@ class KlRewardSettings:
 class CorrectionSettings:
     """What is done about the difference between the engine's log-probs and the trainer's."""
 
+    bypass: bool = setting(False)
+    """Take the engine's log-probs as the old ones: the ratio of the loss then covers the difference too, unweighted."""
     mode: Literal["none", "token", "sequence"] = setting("none")
     """Importance weights: none, per token, or per sequence."""
     high: float = setting(2.0, above(0), unbounded=True)

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 from fppo.settings import ActorSettings, CriticSettings, LossSettings, TrainSettings
+from fppo.settings_fields import name_of
 
 # for each policy loss: the setting and the keyword that the loss calls it by
 LOSS_KEYWORDS: dict[str, dict[str, str]] = {
@@ -59,7 +60,7 @@ def problems(settings: TrainSettings) -> list[str]:
 
     Conflicts between fields are sought also where a single value is wrong, so that one run of the command names all.
     """
-    conflicts = (_run, _model, _data, _rollout, _reward, _algorithm, _correction, _loss, _eval)
+    conflicts = (_run, _model, _data, _rollout, _sampling, _reward, _algorithm, _correction, _loss, _eval)
     found = list(_values(settings, ""))
     for conflict in conflicts:
         found += conflict(settings)
@@ -112,7 +113,7 @@ def _problem(path: str, value: Any, text: str) -> str:
 def _values(section: Any, prefix: str) -> Problems:
     """The checks that the fields carry, through all sections."""
     for field in attrs.fields(type(section)):
-        value, path = getattr(section, field.name), f"{prefix}{field.name}"
+        value, path = getattr(section, field.name), f"{prefix}{name_of(field)}"
         if attrs.has(type(value)):
             yield from _values(value, f"{path}.")
             continue
@@ -176,6 +177,27 @@ def _rollout(s: TrainSettings) -> Problems:
         yield _problem("rollout.vllm.cache_gb", s.rollout.vllm.cache_gb, "memory_share takes its place; leave one out")
 
 
+def _sampling(s: TrainSettings) -> Problems:
+    """What is sampled ahead, filtered, or read from files."""
+    kept, default = s.rollout.filter, type(s.rollout.filter)()
+    if not kept.groups:
+        for name in ("by", "max_draws"):
+            value = getattr(kept, name)
+            yield from _unread(f"rollout.filter.{name}", value, getattr(default, name), "rollout.filter.groups")
+    elif s.rollout.n == 1:
+        yield _problem(
+            "rollout.filter.groups", True, "rollout.n = 1: a single response has no other to equal; raise it"
+        )
+    if s.rollout.from_ is None:
+        return
+    for name, given in (("ahead", s.rollout.ahead), ("filter.groups", kept.groups), ("save", s.rollout.save)):
+        if given:
+            yield _problem(f"rollout.{name}", given, "rollout.from is given: nothing is sampled; leave one of them out")
+    if s.algorithm.advantage == "remax":
+        text = "remax samples a baseline for each prompt; take another estimator, or leave it out"
+        yield _problem("rollout.from", s.rollout.from_, text)
+
+
 def _choices(numbers: list[int]) -> str:
     return " or ".join(str(n) for n in dict.fromkeys(numbers))
 
@@ -236,6 +258,9 @@ def _correction(s: TrainSettings) -> Problems:
             yield from _unread(
                 f"{path}.{name}", getattr(c, name), getattr(default, name), 'mode = "token" or "sequence"'
             )
+    if c.bypass and (c.mode != "none" or c.rejection):
+        text = "the old log-probs are then the engine's own, and all weights 1; set mode none, and no rejection"
+        yield _problem(f"{path}.bypass", True, text)
     if c.low is not None and c.low >= c.high:
         yield _problem(f"{path}.low", c.low, f"must be less than {path}.high = {c.high}")
     for name in c.rejection:

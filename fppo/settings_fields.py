@@ -11,14 +11,21 @@ import attrs
 Check = Callable[[Any], str | None]  # what is wrong with a value and what to do, or None
 
 
-def setting(default: Any, *checks: Check, unbounded: bool = False) -> Any:
+def setting(default: Any, *checks: Check, unbounded: bool = False, name: str | None = None) -> Any:
     """A field with the checks of its value; a `default` that is a class makes a section of it.
 
-    A number must be finite, unless the field is `unbounded`: then inf turns a bound off.
+    A number must be finite, unless the field is `unbounded`: then inf turns a bound off. `name` is what files and the
+    command line call a field whose name Python reserves.
     """
     if isinstance(default, type):
         return attrs.field(factory=default)
-    return attrs.field(default=default, metadata={"checks": (*checks, _number if unbounded else _finite)})
+    metadata = {"checks": (*checks, _number if unbounded else _finite), "name": name}
+    return attrs.field(default=default, metadata=metadata)
+
+
+def name_of(field: attrs.Attribute) -> str:
+    """What files and the command line call a setting."""
+    return field.metadata.get("name") or field.name
 
 
 def at_least(low: float) -> Check:

@@ -13,7 +13,8 @@ from fppo import batch as batches
 from fppo import tree
 from fppo.batch import Experience
 from fppo.pipeline.run import Program, RunState
-from fppo.pipeline.train import Draw, StepRecord, iterate
+from fppo.pipeline.sample import Draw
+from fppo.pipeline.train import StepRecord, iterate
 from fppo.runtime.mesh import GRADIENT_AXES, LOCAL, Mesh, gather_objects
 
 DIGESTS = "digests.jsonl"
@@ -44,7 +45,14 @@ def record_line(record: StepRecord, mesh: Mesh = LOCAL) -> dict[str, Any]:
 
 
 def replay(
-    run: RunState, *, program: Program, draw: Draw, recorded: dict[int, dict], until: int, mesh: Mesh = LOCAL
+    run: RunState,
+    *,
+    program: Program,
+    draw: Draw,
+    recorded: dict[int, dict],
+    until: int,
+    ahead: int = 0,
+    mesh: Mesh = LOCAL,
 ) -> Iterator[tuple[int, Difference | None]]:
     """Recomputes the steps after `run.step` up to `until`: each step's number, and where it first differs or None.
 
@@ -54,7 +62,7 @@ def replay(
     missing = [s for s in range(run.step + 1, until + 1) if s not in recorded]
     if missing:
         raise ValueError(f"no record of step {missing[0]}; the recorded steps are {_spans(sorted(recorded))}")
-    for after, experience, _ in iterate(run, program=program, draw=draw):
+    for after, experience, _ in iterate(run, program=program, draw=draw, ahead=ahead):
         new, old = digests_of(after, experience, mesh), recorded[after.step]
         yield after.step, first_difference(after.step, old, new)
         if after.step >= until:

@@ -6,14 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+import torch
+from torch import Tensor
 
 from fppo import metrics
-from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored
+from fppo.batch import Annotated, Column, Experience, Prompts, Rollout, Scored
 from fppo.data.cursor import DataCursor
 from fppo.key import Key
 from fppo.losses import KLState
 from fppo.metrics import Metrics
 from fppo.pipeline.measure import timed
+from fppo.pipeline.sample import Sample, sample_batch
 from fppo.steps.train_state import Params, TrainState
 from fppo.tree import replace, state
 
@@ -29,6 +32,7 @@ class RunState:
     kl: KLState = attrs.field(factory=lambda: KLState(coef=0.0))
     cursor: DataCursor = attrs.field(factory=DataCursor)
     step: int = 0
+    ahead: tuple[dict[str, Tensor | Column], ...] = ()  # batches of the next steps, made already: see pipeline.ahead
 
 
 @attrs.frozen(kw_only=True)
@@ -40,6 +44,8 @@ class Program:
     annotate(run, scored) -> (Annotated, Metrics)
     estimate(annotated, kl) -> (Experience, KLState, Metrics)
     update_critic(critic, experience, *, key, donate) -> (TrainState, Metrics); update_actor likewise
+    sample(params, cursor, *, draw, key, step, version, rollout, score) -> (Scored, DataCursor, Metrics): how a loop
+        makes a step's batch, see pipeline.sample
     """
 
     rollout: Callable[..., tuple[Rollout, Metrics]]
@@ -48,24 +54,36 @@ class Program:
     estimate: Callable[[Annotated, KLState], tuple[Experience, KLState, Metrics]]
     update_actor: Callable[..., tuple[TrainState, Metrics]]
     update_critic: Callable[..., tuple[TrainState, Metrics]] | None = None
+    sample: Sample = sample_batch
     critic_warmup: int = 0  # steps at the start that train the critic alone
 
 
 def ppo_step(
     run: RunState, prompts: Prompts, *, program: Program, donate: bool = False
 ) -> tuple[RunState, Experience, Metrics]:
-    """One iteration: roll out, score, annotate, estimate, update the critic, update the actor.
-
-    A run without a critic skips its update; the first `program.critic_warmup` steps skip the actor's. `donate` gives up
-    the memory of `run`'s actor and critic. The cursor is the caller's to move: it says which prompts were drawn.
-    """
-    key = run.key.fold("step", run.step)
-    params = run.actor.params
+    """One iteration: roll out, score, and `learn`. The cursor is the caller's to move: it says what was drawn."""
+    key, params = run.key.fold("step", run.step), run.actor.params
     rollout, generated = timed("gen", program.rollout)(params, prompts, key=key.fold("rollout"), version=run.actor.step)
     scored, judged = timed("reward", program.score)(rollout, params=params, prompts=prompts)
+    after, experience, learned = learn(run, scored, program=program, donate=donate)
+    return after, experience, metrics.merge(generated, judged, learned)
+
+
+def learn(
+    run: RunState, scored: Scored, *, program: Program, donate: bool = False
+) -> tuple[RunState, Experience, Metrics]:
+    """The rest of an iteration, from scored responses: annotate, estimate, update the critic, update the actor.
+
+    A run without a critic skips its update; the first `program.critic_warmup` steps skip the actor's. `donate` gives up
+    the memory of `run`'s actor and critic. rollout/lag is how many updates the policy has had since it sampled.
+    """
+    key = run.key.fold("step", run.step)
+    lag = run.actor.step - scored.versions
+    everywhere = torch.ones_like(lag, dtype=torch.bool)
+    aged = {"rollout/lag": metrics.masked_mean(lag, everywhere), "rollout/lag/max": metrics.masked_max(lag, everywhere)}
     annotated, noted = program.annotate(run, scored)
     experience, kl, estimated = timed("adv", program.estimate)(annotated, run.kl)
-    reports: list[dict[str, Any]] = [generated, judged, noted, estimated]
+    reports: list[dict[str, Any]] = [aged, noted, estimated]
     critic, actor = run.critic, run.actor
     if critic is not None:
         if program.update_critic is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ def annotate(
     mesh: Mesh,
     micro_batching: MicroBatching,
     temperature: float = 1.0,
-    on_policy: bool = False,
+    by_engine: bool = False,
     sum_squared: bool = False,
     remove_padding: bool = True,
     held: Callable[[Params], Params | OnHost] = lambda params: params,
@@ -75,23 +75,24 @@ def annotate(
     """Old log-probs, reference log-probs if `run` holds a reference, and values if it holds a critic.
 
     All ranks hold all rows; each computes a share of equal work, and all get all results. `held` says how the passes
-    get at parameters. With `on_policy` the old log-probs are left to the update's own pass, and stand in as the
-    engine's.
+    get at parameters. With `by_engine` the old log-probs are the engine's, without a pass: to be used as they are, or
+    as a stand-in where the update takes them from its own pass.
     """
     parts = shares(model, row_lengths(scored), mesh)
     own = scored if len(parts) == 1 else batches.rows(scored, parts[place_on(mesh, DATA_AXES)])
     shared = {"kernels": kernels, "mesh": mesh, "micro_batching": micro_batching, "remove_padding": remove_padding}
     times = [now()]
     old, squared, report = scored.rollout_log_probs, None, {}
-    if not on_policy or sum_squared:
+    if not by_engine or sum_squared:
         outputs = ("log_probs", "sum_squared_probs") if sum_squared else ("log_probs",)
         out = compute_outputs(
             held(run.actor.params), own, model=model, temperature=temperature, outputs=outputs, **shared
         )
         assert out.log_probs is not None
-        old = collect(out.log_probs, parts, mesh)
+        trainers = collect(out.log_probs, parts, mesh)
         squared = None if out.sum_squared_probs is None else collect(out.sum_squared_probs, parts, mesh)
-        report = rollout_gap(old, scored.rollout_log_probs, scored.response_mask)
+        report = rollout_gap(trainers, scored.rollout_log_probs, scored.response_mask)
+        old = old if by_engine else trainers
     times.append(now())
     ref = values = None
     if run.ref is not None:
@@ -121,12 +122,14 @@ def estimate(
     kl_kind: str = "k1",
     update_kl: Callable[[KLState, Tensor, Tensor], KLState] | None = None,
     correct: Callable[[Tensor, Tensor, Tensor], Correction] | None = None,
+    drop: Sequence[Callable[[Annotated], Tensor]] = (),
     whiten: bool = False,
 ) -> tuple[Experience, KLState, Metrics]:
     """Token rewards, advantages and returns; the KL controller's next state; the off-policy correction.
 
-    Advantages are estimated on all response tokens; then what the correction rejects leaves the mask, the whitening
-    and all denominators, so a rejected last token does not take its row's reward with it.
+    Advantages are estimated on all response tokens; then the rows that a function of `drop` names (bool [B]) and what
+    the correction rejects leave the mask, the whitening and all denominators, so a rejected last token does not take
+    its row's reward with it.
     """
     mask, report = annotated.response_mask, {}
     penalty, coef = None, 0.0
@@ -140,6 +143,10 @@ def estimate(
             kl = update_kl(kl, current.total / current.count.clamp(min=1), current.count)
     rewards = advantages.token_rewards(annotated.scores, mask, kl=penalty, kl_coef=coef)
     result = advantage_fn(annotated, rewards)
+    for fn in drop:
+        mask = mask & ~fn(annotated)[:, None]
+    if drop:
+        report["rollout/dropped"] = metrics.masked_mean(~mask, annotated.response_mask)
     weights = None
     if correct is not None:
         correction = correct(annotated.old_log_probs, annotated.rollout_log_probs, mask)

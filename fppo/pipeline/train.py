@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import torch
 
 from fppo import metrics
-from fppo.batch import Experience, Prompts
-from fppo.data.cursor import DataCursor
+from fppo.batch import Experience
 from fppo.metrics import Metrics
+from fppo.pipeline.ahead import making, sample, unpack
 from fppo.pipeline.measure import memory_metrics, now
-from fppo.pipeline.run import Program, RunState, ppo_step
+from fppo.pipeline.run import Program, RunState, learn
+from fppo.pipeline.sample import Draw
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, any_rank, ranks_on
 from fppo.tree import replace
 
@@ -26,23 +28,38 @@ class StepRecord:
     metrics: dict[str, float]
 
 
-Draw = Callable[[DataCursor], tuple[Prompts, DataCursor]]
 Observe = Callable[[StepRecord], None]
 Evaluate = Callable[[RunState], Metrics]
 
 
 def iterate(
-    run: RunState, *, program: Program, draw: Draw, mesh: Mesh = LOCAL, donate: bool = True
+    run: RunState, *, program: Program, draw: Draw, ahead: int = 0, mesh: Mesh = LOCAL, donate: bool = True
 ) -> Iterator[tuple[RunState, Experience, Metrics]]:
     """Steps without end. With `donate` each state is given up to the next step: use it before asking for that.
 
-    perf/throughput is in tokens per second and rank.
+    With `ahead` above 0 the batches of the next so many steps are made while this one trains, by a thread, and wait in
+    the state: see `pipeline.ahead`. perf/throughput is in tokens per second and rank.
     """
     while True:
         start = now()
-        prompts, cursor = draw(run.cursor)
-        run, experience, report = ppo_step(run, prompts, program=program, donate=donate)
-        run = replace(run, cursor=cursor)
+        if run.ahead:
+            scored, sampled = unpack(run.ahead[0])
+            run = replace(run, ahead=run.ahead[1:])
+        else:
+            scored, cursor, sampled = sample(
+                run, run.cursor, step=run.step, program=program, draw=draw, params=run.actor.params
+            )
+            run = replace(run, cursor=cursor)
+        wait = making(run, ahead - len(run.ahead), program=program, draw=draw)
+        try:
+            run, experience, learned = learn(run, scored, program=program, donate=donate)
+        except Exception:
+            with contextlib.suppress(Exception):
+                wait()  # an engine is not closed under those who use it
+            raise
+        made = wait()
+        run = replace(run, cursor=made.cursor, ahead=(*run.ahead, *made.batches))
+        report = metrics.merge(sampled, made.timings, learned)
         seconds = now() - start
         tokens = report["perf/total_num_tokens"]
         assert isinstance(tokens, metrics.Mean)
@@ -66,6 +83,7 @@ def train(
     evaluate_before: bool = True,
     stop: Callable[[], bool] = lambda: False,
     gauges: Callable[[], dict[str, float]] = memory_metrics,
+    ahead: int = 0,
     mesh: Mesh = LOCAL,
     donate: bool = True,
 ) -> RunState:
@@ -74,7 +92,7 @@ def train(
     Every step's record goes to each of `observers`, in order. `evaluate` runs before the first step of all (unless
     `evaluate_before` is False), after every `evaluate_every` steps (0: never) and after the last; its metrics join
     that step's, as do `gauges`, which are read at its end. On a mesh all ranks come here, and a stop that one asks for
-    stops all. With `donate` the memory of the state that comes in is given up.
+    stops all. `ahead` and `donate` are `iterate`'s; the memory of the state that comes in is given up too.
     """
 
     def stopped() -> bool:
@@ -84,7 +102,7 @@ def train(
         _observe(observers, run, None, _evaluated(evaluate, run), gauges)
     if run.step >= steps or stopped():
         return run
-    for after, experience, report in iterate(run, program=program, draw=draw, mesh=mesh, donate=donate):
+    for after, experience, report in iterate(run, program=program, draw=draw, ahead=ahead, mesh=mesh, donate=donate):
         run = after
         last = run.step >= steps
         due = last or (evaluate_every > 0 and run.step % evaluate_every == 0)

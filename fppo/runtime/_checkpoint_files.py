@@ -56,7 +56,7 @@ def parts(tensors: Mapping[str, Tensor], mesh: Mesh, shapes: Mapping[str, torch.
     unknown = sorted(cut.keys() - tensors.keys())
     if unknown:
         raise ValueError(f"shapes are given for tensors that the state does not have: {unknown[:5]}")
-    found = {path: _whole(tuple(x.shape)) for path, x in tensors.items() if path not in cut}
+    found = {path: whole(tuple(x.shape)) for path, x in tensors.items() if path not in cut}
     found |= {path: _part(shape, axis.size, axis.rank) for path, shape in cut.items()}
     for path, part in found.items():
         held = (part.stop - part.start, *part.shape[1:])
@@ -68,13 +68,14 @@ def parts(tensors: Mapping[str, Tensor], mesh: Mesh, shapes: Mapping[str, torch.
     return {path: found[path] for path in tensors}
 
 
-def _whole(shape: tuple[int, ...]) -> Part:
+def whole(shape: tuple[int, ...]) -> Part:
+    """All rows of a leaf that is not cut."""
     return Part(shape, 0, shape[0] if shape else 1)
 
 
 def _part(shape: tuple[int, ...], ranks: int, rank: int) -> Part:
     if ranks == 1:
-        return _whole(shape)
+        return whole(shape)
     return Part(shape, *fsdp.bounds(shape[0], Axis(ranks, rank)), ranks)
 
 

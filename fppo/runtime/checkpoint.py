@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fppo import tree
+from fppo.batch import Column
 from fppo.key import Key
 from fppo.runtime import _checkpoint_attempt as attempts
 from fppo.runtime import _checkpoint_files as files
@@ -23,7 +25,18 @@ from fppo.runtime._checkpoint_attempt import Attempt, path_of, steps
 from fppo.runtime._checkpoint_files import CheckpointError, DamagedError, Part
 from fppo.runtime.mesh import AXES, Mesh, gather_objects
 
-__all__ = ["CheckpointError", "Pending", "begin_save", "load", "newest", "path_of", "save", "step_of", "steps"]
+__all__ = [
+    "CheckpointError",
+    "Pending",
+    "begin_save",
+    "load",
+    "load_free",
+    "newest",
+    "path_of",
+    "save",
+    "step_of",
+    "steps",
+]
 
 T = TypeVar("T")
 TIMEOUT = 600.0
@@ -127,6 +140,8 @@ def _begin(
 def _plain(leaf: Any) -> Any:
     if isinstance(leaf, Key):
         return {"key": leaf.seed}
+    if isinstance(leaf, Column):
+        return {"column": list(leaf)}
     if leaf is None or isinstance(leaf, (bool, int, float, str)):
         return leaf
     raise CheckpointError(f"a leaf of type {type(leaf).__name__} does not fit a checkpoint: {leaf!r}")
@@ -237,9 +252,10 @@ def load(
     *,
     mesh: Mesh = Mesh.local(),  # noqa: B008
     shapes: Mapping[str, torch.Size] = {},
+    free: str | None = None,
 ) -> T:
     """The tree that a mesh of any shape saved, in the structure and on the devices of `template`, whose values do not
-    matter.
+    matter. What is saved under the path `free` is left out, and need not be in `template`: see `load_free`.
 
     On a mesh that is `mesh.sharded` the leaves with `shapes` are this rank's rows, in `template` as in the result, and
     only the chunks that hold such rows are read, one after the other. No collective is called. Raises CheckpointError
@@ -249,9 +265,9 @@ def load(
     expected = dict(tree.leaves_with_paths(template))
     tensors = {name: leaf for name, leaf in expected.items() if isinstance(leaf, Tensor)}
     wanted = files.parts(tensors, mesh, shapes)
-    try:
+    with _damage_explained(path):
         manifest = files.read_manifest(path)
-        problems = _mismatches(expected, wanted, manifest)
+        problems = [x for x in _mismatches(expected, wanted, manifest) if free is None or not x.startswith(free)]
         if problems:
             shown = "; ".join(problems[:5])
             raise CheckpointError(
@@ -263,12 +279,34 @@ def load(
         }
         for name, stored, x in files.read(path, manifest, wanted):
             files.overlap(found[name], wanted[name], stored).copy_(files.overlap(x, stored, wanted[name]))
-    except DamagedError as error:
-        others = [s for s in steps(Path(directory)) if s != step]
-        way_out = f"step {others[-1]}" if others else "the start"
-        raise CheckpointError(f"{path} is damaged: {error}. Remove it to resume from {way_out}.") from error
     plain = {name: _restored(manifest["plain"][name], leaf) for name, leaf in expected.items() if name not in found}
     return pytree.tree_unflatten([(found | plain)[name] for name in expected], pytree.tree_structure(template))
+
+
+def load_free(directory: Path, step: int, free: str, device: torch.device) -> dict[str, Any]:
+    """The leaves that a checkpoint holds under the path `free`, whatever their number and shapes, by what follows it.
+
+    They are those of no mesh, the same on all ranks. Raises CheckpointError for a damaged checkpoint.
+    """
+    path = path_of(Path(directory), step)
+    with _damage_explained(path):
+        manifest = files.read_manifest(path)
+        leaves = {name: leaf for name, leaf in manifest["leaves"].items() if name.startswith(free)}
+        wanted = {name: files.whole(tuple(leaf["shape"])) for name, leaf in leaves.items()}
+        found = {name: x.to(device, copy=True) for name, _, x in files.read(path, manifest, wanted)}
+    columns = {n: Column(leaf["column"]) for n, leaf in manifest["plain"].items() if n.startswith(free)}
+    return {name.removeprefix(free): leaf for name, leaf in (found | columns).items()}
+
+
+@contextlib.contextmanager
+def _damage_explained(path: Path) -> Iterator[None]:
+    """Raises CheckpointError, with what to do, for a checkpoint that turns out to be damaged."""
+    try:
+        yield
+    except DamagedError as error:
+        others = [s for s in steps(path.parent) if path_of(path.parent, s) != path]
+        way_out = f"step {others[-1]}" if others else "the start"
+        raise CheckpointError(f"{path} is damaged: {error}. Remove it to resume from {way_out}.") from error
 
 
 def _mismatches(expected: Mapping[str, Any], wanted: Mapping[str, Part], manifest: Mapping[str, Any]) -> list[str]:

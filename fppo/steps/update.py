@@ -48,6 +48,7 @@ def update_actor(
     kl_kind: str = "k3",
     select_fn: SelectFn | None = None,
     on_policy: bool = False,
+    measure_gap: bool = False,
     key: Key | None = None,
     remove_padding: bool = True,
     whole_batch: bool = False,
@@ -60,6 +61,7 @@ def update_actor(
     `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss with its scalars bound. One that selects
     tokens over the mini-batch comes with `select_fn`, which sees the whole mini-batch's current log-probs first.
     `on_policy` takes old log-probs from the same pass: right when one mini-batch and one epoch make the ratio 1.
+    `measure_gap` reports `rollout_gap` of the policy as it is updated, where no pass before did.
     Mini-batches are drawn by `key`, or taken in order without one. `batch` is this data rank's rows; with
     `whole_batch` it is all rows, on every rank, and each takes its share. `donate` gives up the memory of `state`.
     """
@@ -69,7 +71,14 @@ def update_actor(
     passes: dict[str, Any] = {"temperature": temperature, "remove_padding": remove_padding}
     forward = partial(forward_micro_batch, model=model, **passes, **shared)
     scalars: dict[str, Any] = {"entropy_coef": entropy_coef, "kl_coef": kl_coef, "kl_kind": kl_kind}
-    objective = partial(policy_objective, forward=forward, loss_fn=loss_fn, on_policy=on_policy, **scalars)
+    objective = partial(
+        policy_objective,
+        forward=forward,
+        loss_fn=loss_fn,
+        on_policy=on_policy,
+        measure_gap=measure_gap or on_policy,
+        **scalars,
+    )
     return update_epochs(
         state,
         batch,
@@ -102,6 +111,7 @@ def policy_objective(
     kl_coef: float,
     kl_kind: str,
     on_policy: bool,
+    measure_gap: bool,
 ) -> tuple[Tensor, Metrics]:
     """`update_actor`'s objective on some rows of a mini-batch, given their weights [B, T], and its metrics."""
     out = forward(params, rows, outputs=("log_probs", "entropy"))
@@ -121,7 +131,7 @@ def policy_objective(
             raise ValueError(f"kl_coef={kl_coef} needs ref_log_probs in the batch: give a reference policy")
         terms["actor/kl_loss"] = kl_coef * losses.kl_estimate(out.log_probs, rows.ref_log_probs, kl_kind, mask=mask)
     report = report | {"actor/entropy": metrics.masked_mean(out.entropy, mask)}
-    if on_policy:
+    if measure_gap:
         report = report | rollout_gap(out.log_probs, rows.rollout_log_probs, mask)
     loss, report = weighted(terms, weights, report)
     if not loss.requires_grad:  # a loss without a token: the backward pass is still there, for its collectives
@@ -218,7 +228,9 @@ def update_critic(
 
 
 def rollout_gap(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
-    """How far the engine's probabilities are from the trainer's, over the mask; zero if they run the same numbers."""
+    """How far the engine's probabilities are from the trainer's, over the mask: the gap is zero if they run the same
+    numbers with the same weights. rollout_corr/... are `losses.off_policy_metrics`.
+    """
     gap = (log_probs.detach().exp() - rollout_log_probs.exp()).abs()
     ratio = (log_probs.detach() - rollout_log_probs).where(mask, 0.0).exp()
     return {
@@ -226,4 +238,5 @@ def rollout_gap(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> M
         "training/rollout_probs_diff_max": metrics.masked_max(gap, mask),
         "training/rollout_ratio_mean": metrics.masked_mean(ratio, mask),
         "training/rollout_ratio_max": metrics.masked_max(ratio, mask),
+        **losses.off_policy_metrics(log_probs, rollout_log_probs, mask),
     }

@@ -1,0 +1,171 @@
+"""A step's batch: prompts drawn, answered and scored; and which of its rows the losses leave out.
+
+Each `sample_*` takes the policy's parameters and the cursor, and returns scored rows, the cursor behind their prompts
+and metrics. `draw(cursor)` gives prompts and the next cursor; `rollout` and `score` are the program's stages; `key` is
+that of the step, and `step` the number of steps before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fppo import batch as batches
+from fppo import metrics
+from fppo.batch import Annotated, Prompts, Scored
+from fppo.data.cursor import DataCursor
+from fppo.key import Key
+from fppo.metrics import Metrics
+from fppo.pipeline.measure import timed
+from fppo.rollout import saved
+from fppo.steps.train_state import Params
+from fppo.tree import replace
+
+Draw = Callable[[DataCursor], tuple[Prompts, DataCursor]]
+Stage = Callable[..., tuple[Any, Metrics]]
+Sample = Callable[..., tuple[Scored, DataCursor, Metrics]]
+SCORE = "score"
+
+
+def sample_batch(
+    params: Params, cursor: DataCursor, *, draw: Draw, key: Key, step: int, version: int, rollout: Stage, score: Stage
+) -> tuple[Scored, DataCursor, Metrics]:
+    """One draw of prompts, rolled out and scored."""
+    del step
+    prompts, after = draw(cursor)
+    scored, report = _sampled(params, prompts, key.fold("rollout"), version, rollout, score)
+    return scored, after, report
+
+
+def sample_groups(
+    params: Params,
+    cursor: DataCursor,
+    *,
+    draw: Draw,
+    key: Key,
+    step: int,
+    version: int,
+    rollout: Stage,
+    score: Stage,
+    pad_token_id: int,
+    max_draws: int = 10,
+    by: str = SCORE,
+) -> tuple[Scored, DataCursor, Metrics]:
+    """As many prompts as one draw has, none of whose responses all have equal scores (DAPO, arXiv:2503.14476, 3.2).
+
+    Such groups have zero advantage; they are dropped, and prompts are drawn again, up to `max_draws` times in all.
+    What is missing then is filled up with dropped groups, for `equal_groups` to leave out of the loss. Groups stand in
+    the order of their draws; those too many are dropped as well, the last first. `by` names the score that is compared,
+    a part of the reward or "score".
+    """
+    del step
+    kept: list[Scored] = []
+    spare: list[Scored] = []
+    reports: list[Metrics] = []
+    wanted, drawn, good = 0, 0, 0
+    for number in range(max_draws):
+        prompts, cursor = draw(cursor)
+        count = len(prompts.tokens)
+        wanted = wanted or count
+        place = key.fold("rollout") if number == 0 else key.fold("refill", number)
+        prompts = replace(prompts, row_ids=prompts.row_ids + number * wanted)  # unique over the draws
+        scored, report = _sampled(params, prompts, place, version, rollout, score)
+        reports.append(report)
+        equal = equal_groups(scored, by=by)
+        kept.append(batches.rows(scored, ~equal))
+        spare.append(batches.rows(scored, equal))
+        drawn, good = drawn + count, good + int((~equal).sum()) * count // len(equal)
+        if good >= wanted:
+            break
+    rows = wanted * (len(equal) // count)
+    # groups lie together, and draws in order: the first rows are whole groups
+    chosen = batches.rows(concat([*kept, *spare], pad_token_id), range(rows))
+    found = {
+        "rollout/groups/kept": metrics.mean(float(good), float(drawn)),
+        "rollout/groups/draws": metrics.mean(float(len(reports))),
+        "rollout/groups/filled": metrics.mean(float(max(wanted - good, 0)), float(wanted)),
+    }
+    return chosen, cursor, metrics.merge(*reports) | found
+
+
+def sample_saved(
+    params: Params,
+    cursor: DataCursor,
+    *,
+    draw: Draw,
+    key: Key,
+    step: int,
+    version: int,
+    rollout: Stage,
+    score: Stage,
+    directory: Path,
+) -> tuple[Scored, DataCursor, Metrics]:
+    """The rollout that `directory` holds for this step, scored. It draws no prompts, so the cursor stays."""
+    del draw, key, version, rollout
+    found = saved.read(directory, step + 1, next(iter(params.values())).device)
+    scored, judged = timed("reward", score)(found, params=params, prompts=None)
+    return scored, cursor, judged
+
+
+def saving(sample: Sample, directory: Path) -> Sample:
+    """`sample`, which writes every rollout to `directory` too."""
+
+    def wrapped(params: Params, cursor: DataCursor, *, step: int, **others: Any) -> tuple[Scored, DataCursor, Metrics]:
+        scored, after, report = sample(params, cursor, step=step, **others)
+        saved.write(scored, directory, step + 1)
+        return scored, after, report
+
+    return wrapped
+
+
+def _sampled(
+    params: Params, prompts: Prompts, key: Key, version: int, rollout: Stage, score: Stage
+) -> tuple[Scored, Metrics]:
+    made, generated = timed("gen", rollout)(params, prompts, key=key, version=version)
+    scored, judged = timed("reward", score)(made, params=params, prompts=prompts)
+    return scored, metrics.merge(generated, judged)
+
+
+def equal_groups(rows: Scored | Annotated, *, by: str = SCORE) -> Tensor:
+    """bool [B]: True where all responses to a row's prompt have the same score, or the same part `by` of it.
+
+    Raises ValueError for a part that the reward does not have.
+    """
+    if by != SCORE and by not in rows.named_scores:
+        raise ValueError(f"the reward has no part {by!r} to compare groups by; there are {[SCORE, *rows.named_scores]}")
+    scores = rows.scores if by == SCORE else rows.named_scores[by]
+    groups, place = rows.groups.unique(return_inverse=True)
+    low, high = (
+        scores.new_empty(len(groups)).scatter_reduce(0, place, scores, kind, include_self=False)
+        for kind in ("amin", "amax")
+    )
+    return (low == high)[place]
+
+
+def truncated(rows: Scored | Annotated) -> Tensor:
+    """bool [B]: True where the length limit cut the response (overlong filtering of DAPO)."""
+    return torch.tensor([reason == "length" for reason in rows.finish], device=rows.tokens.device)
+
+
+def concat(records: list[Scored], pad_token_id: int) -> Scored:
+    """The rows of all records, whose prompts and responses may differ in width: the widest counts."""
+    prompt = max(record.tokens.shape[1] - record.response_mask.shape[1] for record in records)
+    response = max(record.response_mask.shape[1] for record in records)
+    return batches.concat([_widened(record, prompt, response, pad_token_id) for record in records])
+
+
+def _widened(record: Scored, prompt: int, response: int, pad_token_id: int) -> Scored:
+    width = record.response_mask.shape[1]
+    left, right = prompt - (record.tokens.shape[1] - width), response - width
+    per_token = ("response_mask", "rollout_log_probs", "sampling_log_probs")
+    return replace(
+        record,
+        tokens=F.pad(record.tokens, (left, right), value=pad_token_id),
+        attention_mask=F.pad(record.attention_mask, (left, right)),
+        **{name: F.pad(getattr(record, name), (0, right)) for name in per_token},
+    )

@@ -1,0 +1,73 @@
+"""Rollouts on disk: a file for each step, written where they are made and read where they are trained on."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import attrs
+import torch
+from safetensors import SafetensorError, safe_open
+
+from fppo import batch as batches
+from fppo import tree
+from fppo.batch import Rollout, Scored
+
+_NAME = re.compile(r"step_(\d{8})\.safetensors")
+
+
+def path_of(directory: Path, step: int) -> Path:
+    """Where the rollout that step `step` trains on stands; the first step is 1."""
+    return directory / f"step_{step:08d}.safetensors"
+
+
+def write(rows: Scored, directory: Path, step: int) -> Path:
+    """Writes what was sampled, without its scores. The file appears whole, in place of one that was there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = path_of(directory, step)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    names = [field.name for field in attrs.fields(Rollout)]
+    batches.save(Rollout(**{name: getattr(rows, name) for name in names}), draft)
+    draft.rename(path)
+    return path
+
+
+def read(directory: Path, step: int, device: torch.device) -> Rollout:
+    """The rollout of a step. Raises ValueError if there is none, or it is damaged."""
+    path = path_of(directory, step)
+    if not path.exists():
+        raise ValueError(f"{path}: there is no such file; the directory holds {_spans(steps(directory))}")
+    return tree.map(lambda x: x.to(device, copy=True), batches.load(Rollout, path))
+
+
+def steps(directory: Path) -> list[int]:
+    """The steps that the directory holds rollouts of, in order."""
+    found = (_NAME.fullmatch(path.name) for path in directory.glob("step_*.safetensors"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def check(directory: Path, *, until: int, rows: int) -> None:
+    """Raises ValueError unless the directory holds rollouts of `rows` rows for the steps 1 to `until`."""
+    if not directory.is_dir():
+        raise ValueError(f"rollout.from = {str(directory)!r}: there is no such directory")
+    there = steps(directory)
+    missing = sorted(set(range(1, until + 1)) - set(there))
+    if missing:
+        raise ValueError(
+            f"rollout.from = {str(directory)!r}: it holds rollouts of {_spans(there)}, but none of step {missing[0]}; "
+            f"give at most {missing[0] - 1} steps, or another directory"
+        )
+    for step in range(1, until + 1):
+        path = path_of(directory, step)
+        try:
+            with safe_open(path, "pt") as file:
+                found = file.get_slice("row_ids").get_shape()[0]
+        except SafetensorError as error:
+            raise ValueError(f"{path}: not a whole file of a rollout: {error}") from error
+        if found != rows:
+            raise ValueError(f"{path} holds {found} rows; give rollout.batch_size = {found}")
+
+
+def _spans(numbers: list[int]) -> str:
+    return f"steps {numbers[0]} to {numbers[-1]}" if numbers else "no steps"
