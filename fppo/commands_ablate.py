@@ -161,8 +161,8 @@ def _replay(directory: Path, step: int, given: AblateSettings, ops: list[str], t
     rollout = settings.rollout
     if rollout.ahead or rollout.filter.groups or rollout.from_ is not None:
         raise ValueError(
-            f"{directory} was trained with rollout.ahead, rollout.filter.groups or rollout.from: only a step whose batch "
-            "is one draw of prompts, sampled in that step, can be computed under other kernels; fppo replay takes any"
+            f"{directory} was trained with rollout.ahead, rollout.filter.groups or rollout.from: only a step that "
+            "samples one draw of prompts itself can be computed under other kernels; fppo replay takes any"
         )
     transformers_logging.disable_progress_bar()
     own = kernels_of(settings)
