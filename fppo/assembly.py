@@ -24,9 +24,8 @@ from fppo.loading import (
     load_prompts,
     load_tokenizer,
     micro_batching_of,
-    reward_model_of,
-    reward_of,
 )
+from fppo.loading_rewards import reward_model_of, reward_of
 from fppo.losses import KLState
 from fppo.models.model import Model, Params
 from fppo.pipeline import stages

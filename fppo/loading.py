@@ -1,19 +1,15 @@
-"""What a run is made of, as its settings name it: device, kernels, tokenizer, prompts, models, rewards."""
+"""What a run is made of, as its settings name it: device, kernels, tokenizer, prompts, models, engine."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from fppo import batch as batches
-from fppo import config, data, models, rewards, settings_checks, tree
-from fppo.batch import Rollout
+from fppo import config, data, models, settings_checks, tree
 from fppo.data import PromptSet
 from fppo.key import Key
 from fppo.models.model import Model, Params
@@ -21,12 +17,10 @@ from fppo.pipeline.spread import FetchingEngine, SpreadEngine
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Engine
 from fppo.runtime import fsdp
-from fppo.runtime.mesh import DATA_AXES, Mesh, Sharding, place_on
-from fppo.runtime.offload import Lane, OnHost, to_host
+from fppo.runtime.mesh import Mesh, Sharding
+from fppo.runtime.offload import Lane
 from fppo.settings import ActorSettings, CriticSettings, TrainSettings
-from fppo.steps.forward import compute_reward_scores, row_lengths
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.spread import collect, shares
 from fppo_kernels import table as tables
 from fppo_kernels.record import Kernels
 
@@ -110,20 +104,21 @@ def load_models(
     others = {"critic": critic_model, "reference": ref_model}
     for each in (model, *others.values()):
         if each is not None:
-            _check_attention(settings, each)
-            _check_heads(each, mesh)
+            check_attention(settings, each)
+            check_heads(each, mesh)
     configs = {"actor": model.config} | {name: m.config for name, m in others.items() if m is not None}
     data.check_vocabulary(tokenizer, configs)
-    params, critic, ref = (x and _placed(x, mesh, device) for x in (params, critic, ref))
+    params, critic, ref = (x and placed(x, mesh, device) for x in (params, critic, ref))
     assert params is not None
     return model, params, critic_model, critic, ref
 
 
-def _placed(params: Params, mesh: Mesh, device: torch.device) -> Params:
+def placed(params: Params, mesh: Mesh, device: torch.device) -> Params:
+    """This rank's part of the parameters, on the device."""
     return tree.map(lambda x: x.to(device), fsdp.shard(params, mesh))
 
 
-def _check_heads(model: Model, mesh: Mesh) -> None:
+def check_heads(model: Model, mesh: Mesh) -> None:
     """Raises ValueError if the sequence axis cannot share out the model's attention heads."""
     heads, ranks = model.config.num_attention_heads, mesh["sequence"].size
     if heads % ranks:
@@ -133,48 +128,10 @@ def _check_heads(model: Model, mesh: Mesh) -> None:
         )
 
 
-def _check_attention(settings: TrainSettings, model: Model) -> None:
+def check_attention(settings: TrainSettings, model: Model) -> None:
     """Raises ValueError if the attention that the settings name has not what the model asks of it, or not its dtype."""
     dtype = str(model.compute_dtype or torch.float32).removeprefix("torch.")
     tables.get("attention", settings.model.attention, needs={*models.attention_needs(model), dtype})
-
-
-def reward_of(settings: TrainSettings, extra: dict[str, Any]) -> rewards.Reward:
-    """The sum of the settings' reward functions and of `extra` ones."""
-    section = settings.reward
-    return rewards.combine(
-        section.functions,
-        section.weights,
-        pattern=section.pattern,
-        max_tokens=settings.rollout.max_tokens,
-        overlong_buffer=section.overlong_buffer,
-        overlong_penalty=1.0 if section.overlong_penalty is None else section.overlong_penalty,
-        extra=extra,
-    )
-
-
-def reward_model_of(
-    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, device: torch.device
-) -> dict[str, Any]:
-    """The reward model as a function of the rollout, by name; nothing without one. Its work is shared by all ranks."""
-    path = settings.model.reward_path
-    if path is None:
-        return {}
-    model, params = models.load(path, "value", trust_remote_code=settings.model.trust_remote_code)
-    _check_attention(settings, model)
-    data.check_vocabulary(tokenizer, {"reward model": model.config})
-    _check_heads(model, mesh)
-    params = _placed(params, mesh, device)
-    held = OnHost(to_host(params), Lane(device)) if settings.model.offload == "all" else params
-    batching = micro_batching_of(settings.actor)
-    scores = partial(compute_reward_scores, model=model, kernels=kernels_of(settings), mesh=mesh)
-
-    def spread(rollout: Rollout) -> Tensor:
-        parts = shares(model, row_lengths(rollout), mesh)
-        own = rollout if len(parts) == 1 else batches.rows(rollout, parts[place_on(mesh, DATA_AXES)])
-        return collect(scores(held, own, micro_batching=batching), parts, mesh)
-
-    return {"reward_model": rewards.tensor_reward(spread)}
 
 
 def kernels_of(settings: TrainSettings) -> Kernels:

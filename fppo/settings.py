@@ -13,6 +13,7 @@ import attrs
 
 from fppo.settings_fields import above, at_least, at_most, below, given, setting
 from fppo.settings_mesh import MeshSettings
+from fppo.settings_reward import RewardSettings
 from fppo.settings_rollout import RolloutSettings
 
 WeightMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -42,8 +43,6 @@ class ModelSettings:
     """Where the critic's weights come from; None: the policy's own weights with a new value head."""
     ref_path: str | None = setting(None)
     """The reference that KL terms hold the policy to; None: the policy as it was at the start."""
-    reward_path: str | None = setting(None)
-    """A reward model, whose score is added to those of the reward functions."""
     compute_dtype: Literal["float32", "bfloat16"] = setting("float32")
     """The dtype of forward and backward passes; master weights are always float32."""
     checkpoint_layers: bool = setting(False)
@@ -90,26 +89,6 @@ class DataSettings:
     """What happens to longer prompts; truncate keeps the end of them. Both are counted."""
     shuffle: bool = setting(True)
     """Draw a new order of the prompts in every epoch."""
-
-
-@attrs.frozen(kw_only=True)
-class RewardSettings:
-    """How a response is scored."""
-
-    functions: tuple[str, ...] = setting(())
-    """Reward functions, added up: built-in names, or module:function for your own."""
-    weights: tuple[float, ...] = setting(())
-    """A factor for each function; none: 1 for each."""
-    time_limit: float = setting(10.0, above(0))
-    """Seconds that scoring one response may take; then it scores 0 and is counted."""
-    workers: int = setting(1, at_least(1))
-    """Processes that run the reward functions."""
-    pattern: str | None = setting(None)
-    """The regular expression of the built-in regular_expression."""
-    overlong_buffer: int = setting(0, at_least(0))
-    """Tokens before rollout.max_tokens over which a length penalty grows (DAPO); 0: none."""
-    overlong_penalty: float | None = setting(None, above(0))
-    """The length penalty of a response that reaches rollout.max_tokens; None: 1."""
 
 
 @attrs.frozen(kw_only=True)

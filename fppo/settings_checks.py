@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Iterator
 from typing import Any
 
 import attrs
 
 from fppo.settings import ActorSettings, CriticSettings, LossSettings, TrainSettings
+from fppo.settings_checks_reward import FUNCTION, reward_problems
 from fppo.settings_fields import name_of
+from fppo.settings_problems import Problems
+from fppo.settings_problems import problem as _problem
+from fppo.settings_problems import unread as _unread
 
 # for each policy loss: the setting and the keyword that the loss calls it by
 LOSS_KEYWORDS: dict[str, dict[str, str]] = {
@@ -51,8 +54,6 @@ REJECTIONS = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
 )
-_FUNCTION = re.compile(r"[\w.]+:[\w.]+")
-Problems = Iterator[str]
 
 
 def problems(settings: TrainSettings) -> list[str]:
@@ -60,7 +61,7 @@ def problems(settings: TrainSettings) -> list[str]:
 
     Conflicts between fields are sought also where a single value is wrong, so that one run of the command names all.
     """
-    conflicts = (_run, _model, _data, _rollout, _sampling, _reward, _algorithm, _correction, _loss, _eval)
+    conflicts = (_run, _model, _data, _rollout, _sampling, reward_problems, _algorithm, _correction, _loss, _eval)
     found = list(_values(settings, ""))
     for conflict in conflicts:
         found += conflict(settings)
@@ -106,10 +107,6 @@ def uses_reference(settings: TrainSettings) -> bool:
     return settings.actor.kl_coef > 0 or settings.algorithm.kl.coef > 0
 
 
-def _problem(path: str, value: Any, text: str) -> str:
-    return f"{path} = {value!r}: {text}"
-
-
 def _values(section: Any, prefix: str) -> Problems:
     """The checks that the fields carry, through all sections."""
     for field in attrs.fields(type(section)):
@@ -119,12 +116,6 @@ def _values(section: Any, prefix: str) -> Problems:
             continue
         wrong = [check(value) for check in field.metadata.get("checks", ())]
         yield from (_problem(path, value, text) for text in wrong if text)
-
-
-def _unread(path: str, value: Any, default: Any, reader: str) -> Problems:
-    """A setting that was given and that nothing would read."""
-    if value != default:
-        yield _problem(path, value, f"nothing reads it here: it is for {reader}; leave it out")
 
 
 def _run(s: TrainSettings) -> Problems:
@@ -202,33 +193,6 @@ def _choices(numbers: list[int]) -> str:
     return " or ".join(str(n) for n in dict.fromkeys(numbers))
 
 
-def _reward(s: TrainSettings) -> Problems:
-    names, weights = s.reward.functions, s.reward.weights
-    if not names and s.model.reward_path is None:
-        text = "nothing scores the responses; give reward functions, or model.reward_path"
-        yield _problem("reward.functions", list(names), text)
-    for name in names:
-        if ":" in name and not _FUNCTION.fullmatch(name):
-            yield _problem("reward.functions", list(names), f"{name!r} is not of the form module:function")
-    if weights and len(weights) != len(names):
-        text = f"needs one weight for each of the {len(names)} reward.functions, or none"
-        yield _problem("reward.weights", list(weights), text)
-    if "regular_expression" in names and s.reward.pattern is None:
-        yield _problem("reward.pattern", None, "regular_expression in reward.functions needs a pattern")
-    if "regular_expression" not in names:
-        yield from _unread("reward.pattern", s.reward.pattern, None, "regular_expression in reward.functions")
-    if s.reward.pattern is not None:
-        try:
-            re.compile(s.reward.pattern)
-        except re.error as error:
-            yield _problem("reward.pattern", s.reward.pattern, f"not a regular expression: {error}")
-    if s.reward.overlong_buffer == 0:
-        yield from _unread("reward.overlong_penalty", s.reward.overlong_penalty, None, "reward.overlong_buffer > 0")
-    if s.reward.overlong_buffer >= s.rollout.max_tokens:
-        text = f"must be less than rollout.max_tokens = {s.rollout.max_tokens}"
-        yield _problem("reward.overlong_buffer", s.reward.overlong_buffer, text)
-
-
 def _algorithm(s: TrainSettings) -> Problems:
     a, default = s.algorithm, TrainSettings().algorithm
     if a.advantage not in ("gae", "reinforce_plus_plus"):
@@ -285,7 +249,7 @@ def _correction(s: TrainSettings) -> Problems:
 
 def _loss(s: TrainSettings) -> Problems:
     loss = s.actor.loss
-    if _FUNCTION.fullmatch(loss.name):
+    if FUNCTION.fullmatch(loss.name):
         read: set[str] = set()
         reader = "built-in losses; bind your own function's numbers in its module"
     elif loss.name in LOSS_KEYWORDS:

@@ -8,14 +8,16 @@ import pytest
 import torch
 
 import fppo
-from fppo import assembly, config, loading
+from fppo import assembly, config, loading, loading_rewards, models
+from fppo.key import Key
 from fppo.pipeline import estimators
+from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runtime.mesh import LOCAL
 from fppo.settings import ActorSettings, AdvantageName, LossSettings, OptimizerSettings
 from tests import runs
 
 PACKAGE = Path(fppo.__file__).parent
-READERS = ("assembly", "loading", "launched", "session", "commands", "config", "settings_checks")
+READERS = ("assembly", "loading", "launched", "session", "commands", "config", "settings_checks", "loading_rewards")
 
 
 def _attributes_read() -> set[str]:
@@ -105,6 +107,9 @@ def test_a_reward_model_is_asked_too(tmp_path, monkeypatch):
     runs.write_task(tmp_path)
     monkeypatch.setattr("fppo.models.attention_needs", lambda model: frozenset({"softcap"}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    given = runs.settings(tmp_path, model__attention="varlen", model__reward_path=str(tmp_path / "start"))
+    policy = small_model(len(character_tokenizer(CHARACTERS)), width=16, layers=1)
+    judge = models.build(policy.config, "value")
+    models.save(judge, models.init_params(judge, Key(0)), tmp_path / "judge")
+    given = runs.settings(tmp_path, model__attention="varlen", reward__model__path=str(tmp_path / "judge"))
     with pytest.raises(ValueError, match="attention/varlen has no float32 and no softcap"):
-        loading.reward_model_of(given, loading.load_tokenizer(given), LOCAL, torch.device("cpu"))
+        loading_rewards.reward_model_of(given, loading.load_tokenizer(given), LOCAL, torch.device("cpu"))

@@ -18,6 +18,9 @@ from fppo.data.tokenizers import check_chat_template, check_tokenizer
 OverLong = Literal["error", "drop", "truncate"]
 
 
+MESSAGES = "prompt_messages"  # the key under which extras hold a prompt's chat messages
+
+
 class _Bad(Exception):
     """What is wrong with one field of one row."""
 
@@ -78,8 +81,8 @@ def encode_rows(
     pad_token: the token to pad with, for a tokenizer that has none of its own.
     problems: what was wrong with rows that are not among `rows`, to be named in the same error.
 
-    The row's other fields become `extras`. Raises ValueError naming file, line and field of every faulty row, and for a
-    tokenizer that lacks what is needed.
+    The row's other fields become `extras`, with a chat's messages as "prompt_messages". Raises ValueError naming file,
+    line and field of every faulty row, and for a tokenizer that lacks what is needed.
     """
     if over_long not in ("error", "drop", "truncate"):
         raise ValueError(f"over_long = {over_long!r}; there are 'error', 'drop' and 'truncate'")
@@ -140,6 +143,8 @@ class _Reader:
                 extras[name] = plain(value)
             except ValueError:
                 left_out.append(name)
+        if self.chat:
+            extras[MESSAGES] = found["prompt"]
         return _Example(extras=extras, left_out=tuple(left_out), **found)
 
     def _prompt(self, fields: dict[str, Any]) -> str | list[dict[str, Any]]:
@@ -220,7 +225,10 @@ def _messages(value: Sequence[Any], name: str) -> list[dict[str, Any]]:
     for number, message in enumerate(value):
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise _Bad(f"field {name!r}: message {number} has no text as 'role' and 'content'")
-    return [{k: v for k, v in message.items() if v is not None} for message in value]
+    try:
+        return [plain({k: v for k, v in message.items() if v is not None}) for message in value]
+    except ValueError as error:
+        raise _Bad(f"field {name!r}: {error}") from error
 
 
 def _tokens(asked: Sequence[tuple[Row, _Example]], tokenizer: Any, problems: Problems) -> list[list[int]]:

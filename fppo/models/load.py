@@ -17,8 +17,8 @@ from fppo.key import Key
 from fppo.models.init import init_value_head
 from fppo.models.model import BUILDING, SCORE_BIAS, SCORE_WEIGHT, HeadKind, Model, Params, build, plain_config
 
-# where a value head stands: token and sequence classification, GPT-2's token classification, TRL
-VALUE_HEADS = ("score", "classifier", "v_head.summary")
+# where a value head stands: token and sequence classification, GPT-2's token classification, TRL, and others' models
+VALUE_HEADS = ("score", "classifier", "v_head.summary", "v_head", "value_head")
 
 
 def load(
@@ -27,6 +27,7 @@ def load(
     *,
     dtype: torch.dtype = torch.float32,
     key: Key | None = None,
+    label: int | None = None,
     compute_dtype: torch.dtype | None = None,
     checkpoint_layers: bool = False,
     trust_remote_code: bool = False,
@@ -34,8 +35,9 @@ def load(
     """The model in a directory or on the Hugging Face hub, with its parameters on the CPU in `dtype`.
 
     A value head is read from token- or sequence-classification checkpoints (`score`, `classifier`) and TRL's
-    (`v_head.summary`). A checkpoint without one gets a head drawn from `key`, or zeros without a key. Only safetensors
-    files are read. Raises ValueError that lists every parameter that is missing, unknown or of another shape.
+    (`v_head.summary`); `label` is the row to take of a head that has several. A checkpoint without one gets a head
+    drawn from `key`, or zeros without a key. Only safetensors files are read. Raises ValueError that lists every
+    parameter that is missing, unknown or of another shape.
     """
     directory = find_directory(path)
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
@@ -49,6 +51,8 @@ def load(
     params, problems = _read(model, directory, config, dtype)
     if head == "value":
         found = read_value_head(directory, dtype)
+        if label is not None:
+            found = {name: x[label : label + 1] for name, x in found.items()}
         params |= found or _fresh_head(model, key, dtype)
         problems += _compare(model, {name: params[name] for name in (SCORE_WEIGHT, SCORE_BIAS)})
     if problems:

@@ -79,12 +79,12 @@ def combine(
     max_tokens: int | None = None,
     overlong_buffer: int = 0,
     overlong_penalty: float = 1.0,
-    extra: Mapping[str, RewardFn] | None = None,
+    extra: Mapping[str, tuple[RewardFn, float]] | None = None,
 ) -> WeightedSum:
     """The weighted sum of rewards by name; no weights: 1 for each.
 
     `pattern` is regular_expression's. An `overlong_buffer` above 0 adds length_penalty(max_tokens, overlong_buffer,
-    overlong_penalty). `extra` adds functions by name, as a reward model's.
+    overlong_penalty). `extra` adds functions by name, as a reward model, each with its weight.
     """
     if weights and len(weights) != len(names):
         raise ValueError(f"{len(weights)} weights for {len(names)} rewards; give one for each, or none")
@@ -105,4 +105,10 @@ def combine(
         if max_tokens is None:
             raise ValueError("overlong_buffer needs max_tokens, the longest response")
         functions["length_penalty"] = length_penalty(max_tokens, overlong_buffer, overlong_penalty)
-    return weighted_sum({**functions, **(extra or {})}, factors)
+    for name, (fn, factor) in (extra or {}).items():
+        if name in functions:
+            raise ValueError(
+                f"the reward {name!r} is given twice: the run's own {name} has this name too; rename yours"
+            )
+        functions[name], factors[name] = fn, factor
+    return weighted_sum(functions, factors)

@@ -117,7 +117,7 @@ def test_combining_by_name():
         max_tokens=8,
         overlong_buffer=4,
         overlong_penalty=0.25,
-        extra={"model": functions.judge},
+        extra={"model": (functions.judge, 0.5)},
     )
     found = {part.name: part.weight for part in reward.parts}
     assert found == {
@@ -125,7 +125,7 @@ def test_combining_by_name():
         "regular_expression": 0.5,
         "length": 2.0,
         "length_penalty": 1.0,
-        "model": 1.0,
+        "model": 0.5,
     }
     assert reward.parts[3].fn == rewards.length_penalty(8, 4, 0.25)
     with pytest.raises(ValueError, match="2 weights for 1 rewards"):

@@ -1,0 +1,123 @@
+"""What scores the responses of a run, as its settings name it: functions, a reward model, a judge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from fppo import data, rewards
+from fppo.loading import check_attention, check_heads, kernels_of, micro_batching_of, placed
+from fppo.models.load import find_directory
+from fppo.rewards.models import encode, load_reward_model, model_reward
+from fppo.rewards.sample import RewardFn
+from fppo.runtime.mesh import Mesh
+from fppo.runtime.offload import Lane, OnHost, to_host
+from fppo.settings import TrainSettings
+from fppo.steps.micro_batching import MicroBatching
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+Weighted = Mapping[str, tuple[RewardFn, float]]  # by name: a function and its factor
+
+
+def reward_of(settings: TrainSettings, extra: Weighted) -> rewards.Reward:
+    """The sum of the settings' reward functions and of `extra` ones."""
+    section = settings.reward
+    return rewards.combine(
+        section.functions,
+        section.weights,
+        pattern=section.pattern,
+        max_tokens=settings.rollout.max_tokens,
+        overlong_buffer=section.overlong_buffer,
+        overlong_penalty=1.0 if section.overlong_penalty is None else section.overlong_penalty,
+        extra=extra,
+    )
+
+
+def reward_model_of(
+    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, device: torch.device
+) -> Weighted:
+    """The reward model by name; nothing without one. Its work is shared by all ranks.
+
+    Raises ValueError if it is no reward model, or does not fit its tokenizer.
+    """
+    section = settings.reward.model
+    if section.path is None:
+        return {}
+    compute = settings.model.compute_dtype
+    model, params = load_reward_model(
+        section.path,
+        label=section.label,
+        compute_dtype=None if compute == "float32" else getattr(torch, compute),
+        trust_remote_code=settings.model.trust_remote_code,
+    )
+    check_attention(settings, model)
+    check_heads(model, mesh)
+    chat = settings.data.chat if section.chat is None else section.chat
+    own = _own_tokenizer(settings, tokenizer, model.config, chat=chat)
+    params = placed(params, mesh, device)
+    read = {} if own is None else {"read": _reader(tokenizer, own, chat)}
+    fn = model_reward(
+        OnHost(to_host(params), Lane(device)) if settings.model.offload == "all" else params,
+        model=model,
+        kernels=kernels_of(settings),
+        mesh=mesh,
+        micro_batching=_micro_batching(settings),
+        **read,
+    )
+    return {"reward_model": (fn, section.weight)}
+
+
+def _micro_batching(settings: TrainSettings) -> MicroBatching:
+    section = settings.reward.model
+    if section.micro_batch_size is None and section.token_budget is None:
+        return micro_batching_of(settings.actor)
+    return MicroBatching(size=section.micro_batch_size, token_budget=section.token_budget)
+
+
+def _reader(tokenizer: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, chat: bool) -> Any:
+    return partial(encode, tokenizer=tokenizer, own=own, chat=chat, end_token_id=data.stop_tokens(tokenizer)[0])
+
+
+def _own_tokenizer(
+    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, config: Any, *, chat: bool
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that responses are encoded with for the reward model; None if it reads the policy's tokens.
+
+    Raises ValueError if the model's vocabulary is not that of its tokenizer.
+    """
+    section, remote = settings.reward.model, settings.model.trust_remote_code
+    assert section.path is not None
+    found = section.tokenizer
+    if found is None:
+        directory = find_directory(section.path)
+        found = directory if any((Path(directory) / name).exists() for name in TOKENIZER_FILES) else None
+    own = None if found is None else AutoTokenizer.from_pretrained(found, trust_remote_code=remote)
+    if own is not None and (section.tokenizer is not None or _differs(own, tokenizer, chat=chat)):
+        data.check_vocabulary(own, {"reward model": config})
+        if chat and own.chat_template is None:
+            raise ValueError(
+                f"the reward model's tokenizer {found} has no chat template; give another (reward.model.tokenizer), "
+                "or texts without one (reward.model.chat = false)"
+            )
+        return own
+    if section.chat is not None:
+        raise ValueError(
+            f"reward.model.chat = {section.chat}: the reward model reads the policy's tokens as they are, since it has "
+            "no tokenizer that differs; leave it out, or name its tokenizer (reward.model.tokenizer)"
+        )
+    policy = AutoConfig.from_pretrained(settings.model.path, trust_remote_code=remote)
+    others = {} if own is None else {"reward model": own}
+    data.check_vocabulary(tokenizer, {"policy": policy, "reward model": config}, tokenizers=others)
+    return None
+
+
+def _differs(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, *, chat: bool) -> bool:
+    """Whether the policy's tokens say something else to a model with the tokenizer `own`."""
+    if own.get_vocab() != policy.get_vocab():
+        return True
+    return chat and own.chat_template is not None and own.chat_template != policy.chat_template
