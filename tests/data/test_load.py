@@ -72,6 +72,7 @@ def test_chat_takes_text_and_messages(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "1 2", "answer": "3"}, {"prompt": messages, "answer": "3"}])
     found = load(path, chat=True, tokenizer=tokenizer(chat=True))
     assert found.tokens == ((3, 5, 11, 12, 4, 5), (8, 5, 9, 3, 5, 11, 12, 4, 5))
+    assert [extra["prompt_messages"] for extra in found.extras] == [messages[1:], messages]
     with pytest.raises(ValueError, match="has no chat template"):
         load(path, chat=True)
     with pytest.raises(

@@ -1,0 +1,289 @@
+"""A reward model's score is transformers' own number at the last real token, however rows are padded, cut or spread."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from fppo import loading, loading_rewards, models, rewards
+from fppo.batch import Column, Rollout
+from fppo.data.encode import MESSAGES
+from fppo.key import Key
+from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
+from fppo.rewards.models import encode, load_reward_model, model_reward
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import LOCAL, Sharding
+from fppo.runtime.offload import Lane, OnHost, to_host
+from fppo.runtime.simulate import simulate
+from fppo.steps.micro_batching import MicroBatching
+from fppo_kernels.record import Kernels
+from tests import runs
+from tests.models.families import CONFIGS
+
+HEADS = {"sequence": AutoModelForSequenceClassification, "token": AutoModelForTokenClassification}
+CPU = torch.device("cpu")
+END = 2
+
+
+def classifier(family: str, head: str, directory, *, labels: int = 1, seed: int = 0):
+    """transformers' module with a classification head, with weights that are far from zero, and saved."""
+    config = type(CONFIGS[family])(**{**CONFIGS[family].to_dict(), "num_labels": labels})
+    module = HEADS[head].from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    module.save_pretrained(directory)
+    return module
+
+
+def random_rollout(seed: int, rows: int = 5, *, prompt: int = 4, response: int = 6) -> Rollout:
+    """Rows padded on both sides; some cut at the limit, some ended; observations inside some responses."""
+    g = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(1, prompt + 1, (rows,), generator=g)
+    responses = torch.randint(1, response + 1, (rows,), generator=g)
+    column = torch.arange(prompt + response)
+    attended = (column >= prompt - prompts[:, None]) & (column < prompt + responses[:, None])
+    tokens = torch.randint(3, 31, attended.shape, generator=g)
+    ended = torch.rand(rows, generator=g) < 0.5
+    last = prompt + responses - 1
+    tokens[torch.arange(rows), last] = torch.where(ended, END, tokens[torch.arange(rows), last])
+    garbage = torch.randint(0, 31, attended.shape, generator=g)  # whatever stands in the padding
+    mask = attended[:, prompt:] & (torch.rand(rows, response, generator=g) < 0.7)
+    zeros, ids = torch.zeros(mask.shape), torch.arange(rows)
+    return Rollout(
+        tokens=tokens.where(attended, garbage),
+        attention_mask=attended,
+        response_mask=mask,
+        rollout_log_probs=zeros,
+        sampling_log_probs=zeros,
+        row_ids=ids,
+        groups=ids,
+        versions=torch.zeros_like(ids),
+        finish=Column("stop" if x else "length" for x in ended.tolist()),
+        ids=Column(map(str, range(rows))),
+        ground_truth=Column([None] * rows),
+        source=Column(["test"] * rows),
+        extras=Column([{}] * rows),
+    )
+
+
+@torch.no_grad()
+def expected_scores(module, head: str, rollout: Rollout, label: int = 0) -> torch.Tensor:
+    """Row by row, without padding: a sequence's logit, or its last token's."""
+    found = []
+    for tokens, attended in zip(rollout.tokens, rollout.attention_mask):
+        logits = module(tokens[attended][None]).logits[0]
+        found.append((logits if head == "sequence" else logits[-1])[label])
+    return torch.stack(found)
+
+
+def reward(loaded, *, size: int = 2, mesh=LOCAL):
+    model, params = loaded
+    batching = MicroBatching(size=size)
+    return model_reward(params, model=model, kernels=Kernels.named(), mesh=mesh, micro_batching=batching)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("head", HEADS)
+def test_scores_are_those_of_transformers(family, head, tmp_path):
+    module = classifier(family, head, tmp_path)
+    scores = reward(load_reward_model(tmp_path))
+
+    @given(st.integers(0, 2**31), st.integers(1, 6))
+    def check(seed, rows):
+        rollout = random_rollout(seed, rows)
+        want = expected_scores(module, head, rollout)
+        torch.testing.assert_close(scores(rollout), want, rtol=1e-5, atol=1e-5)
+        # padded otherwise, it is the same
+        wider = attrs.evolve(
+            rollout,
+            tokens=torch.nn.functional.pad(rollout.tokens, (3, 2), value=7),
+            attention_mask=torch.nn.functional.pad(rollout.attention_mask, (3, 2)),
+            response_mask=torch.nn.functional.pad(rollout.response_mask, (0, 2)),
+        )
+        torch.testing.assert_close(scores(wider), want, rtol=1e-5, atol=1e-5)
+
+    check()
+
+
+def test_padded_batches_of_transformers_agree(tmp_path):
+    """Its own rule for the last token, by the id of padding, on rows padded with that id."""
+    module = classifier("llama", "sequence", tmp_path)
+    rollout = random_rollout(3)
+    filled = rollout.tokens.where(rollout.attention_mask, 0)
+    with torch.no_grad():
+        want = module(filled, attention_mask=rollout.attention_mask.long()).logits[:, 0]
+    torch.testing.assert_close(reward(load_reward_model(tmp_path))(rollout), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_shards_and_the_host_change_nothing(stage, tmp_path):
+    model, params = load_reward_model((classifier("qwen2", "token", tmp_path), tmp_path)[1])
+    rollout = random_rollout(1, 5)
+    want = reward((model, params))(rollout)
+    on_host = OnHost(to_host(params), Lane(CPU))
+    assert torch.equal(reward((model, on_host))(rollout), want)
+
+    def on_rank(mesh):
+        mesh = attrs.evolve(mesh, sharding=Sharding(stage=stage))
+        return reward((model, fsdp.shard(params, mesh)), mesh=mesh)(rollout)
+
+    for found in simulate({"replicate": 2, "shard": 2}, on_rank):
+        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
+
+
+def test_one_of_several_labels(tmp_path):
+    module = classifier("qwen3", "sequence", tmp_path, labels=3)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["id2label"], config["label2id"] = {"0": "bad", "1": "good", "2": "odd"}, {"bad": 0, "good": 1, "odd": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError, match=r"num_labels = 3: name the label .*reward\.model\.label.*'bad', 'good', 'odd'"
+    ):
+        load_reward_model(tmp_path)
+    with pytest.raises(ValueError, match=r"label = 'fine': .* has the labels \['bad', 'good', 'odd'\]"):
+        load_reward_model(tmp_path, label="fine")
+    rollout = random_rollout(2)
+    for label in ("good", "1"):
+        found = reward(load_reward_model(tmp_path, label=label))(rollout)
+        torch.testing.assert_close(found, expected_scores(module, "sequence", rollout, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_policy_is_no_reward_model(tmp_path):
+    model = small_model(15, width=16, layers=1)
+    models.save(model, models.init_params(model, Key(0)), tmp_path)
+    with pytest.raises(ValueError, match=r"is no reward model: .*'score\.weight'.*model\.embed_tokens\.weight"):
+        load_reward_model(tmp_path)
+    with pytest.raises(ValueError, match="is not a directory with a model"):
+        load_reward_model(tmp_path / "nowhere")
+
+
+def test_our_own_value_models_are_reward_models(tmp_path):
+    policy = small_model(15, width=16, layers=1)
+    model = models.build(policy.config, "value")
+    params = {name: x + 0.1 for name, x in models.init_params(model, Key(0)).items()}
+    models.save(model, params, tmp_path)
+    rollout = attrs.evolve(random_rollout(4), tokens=random_rollout(4).tokens % 15)
+    assert torch.equal(reward(load_reward_model(tmp_path))(rollout), reward((model, params))(rollout))
+
+
+# tokenizers of their own
+
+TEMPLATE = "{% for m in messages %}{{ '=' if m['role'] == 'user' else '+' }}{{ m['content'] }}{% endfor %}"
+
+
+def words(rows: list[tuple[str, str]], tokenizer, *, ended: bool = True, **columns) -> Rollout:
+    """Prompts and responses of characters as the tokenizer has them."""
+    prompts = [tokenizer(prompt)["input_ids"] for prompt, _ in rows]
+    end = [tokenizer.eos_token_id] if ended else []
+    responses = [tokenizer(response)["input_ids"] + end for _, response in rows]
+    p, t = max(map(len, prompts)), max(map(len, responses))
+    tokens = torch.tensor([[0] * (p - len(a)) + a + b + [0] * (t - len(b)) for a, b in zip(prompts, responses)])
+    attended = torch.tensor(
+        [[0] * (p - len(a)) + [1] * len(a + b) + [0] * (t - len(b)) for a, b in zip(prompts, responses)]
+    ).bool()
+    base = random_rollout(0, len(rows), prompt=p, response=t)
+    mask = attended[:, p:]
+    base = attrs.evolve(base, tokens=tokens, attention_mask=attended, response_mask=mask)
+    return attrs.evolve(base, **{name: Column(items) for name, items in columns.items()})
+
+
+def test_conversations_are_encoded_anew():
+    policy, own = character_tokenizer(CHARACTERS), character_tokenizer("=+9876543210")
+    rollout = words([("1+2=", "3"), ("12+1=", "13")], policy)
+    texts = [[*own(text)["input_ids"], own.eos_token_id] for text in ("1+2=3", "12+1=13")]
+    found = encode(rollout, tokenizer=policy, own=own, chat=False, end_token_id=policy.eos_token_id)
+    assert [t[m].tolist() for t, m in zip(found.tokens, found.attention_mask)] == texts
+    cut = words([("1+2=", "3"), ("12+1=", "13")], policy, ended=False)
+    found = encode(cut, tokenizer=policy, own=own, chat=False, end_token_id=policy.eos_token_id)
+    assert [t[m].tolist() for t, m in zip(found.tokens, found.attention_mask)] == [ids[:-1] for ids in texts]
+    own.chat_template = TEMPLATE
+    asked = [{"role": "user", "content": "7"}, {"role": "assistant", "content": "8"}, {"role": "user", "content": "9"}]
+    chats = words([("1+2=", "3"), ("12+1=", "13")], policy, extras=[{}, {MESSAGES: asked}])
+    found = encode(chats, tokenizer=policy, own=own, chat=True)
+    texts = [own(text)["input_ids"] for text in ("=1+2=+3", "=7+8=9+13")]
+    assert [t[m].tolist() for t, m in zip(found.tokens, found.attention_mask)] == texts
+
+
+@pytest.fixture
+def task(tmp_path):
+    """A run on disk, and in `judge` a value model that reads the same characters in another order."""
+    runs.write_task(tmp_path)
+    own = character_tokenizer("=+9876543210")
+    model = models.build(small_model(len(own), width=16, layers=1).config, "value")
+    params = {name: x + 0.1 * torch.randn(x.shape) for name, x in models.init_params(model, Key(1)).items()}
+    models.save(model, params, tmp_path / "judge", tokenizer=own)
+    return tmp_path
+
+
+def made(task, **changes):
+    settings = runs.settings(task, reward__model__path=str(task / "judge"), **changes)
+    tokenizer = loading.load_tokenizer(settings)
+    (name, (fn, weight)), *others = loading_rewards.reward_model_of(settings, tokenizer, LOCAL, CPU).items()
+    assert (name, others) == ("reward_model", [])
+    return fn, weight, tokenizer
+
+
+def test_a_tokenizer_in_the_models_directory_is_used_where_it_differs(task):
+    fn, weight, policy = made(task, reward__model__weight=0.5, reward__model__micro_batch_size=1)
+    assert weight == 0.5
+    loaded = load_reward_model(task / "judge")
+    rollout = words([("1+2=", "3"), ("12+1=", "13")], policy)
+    own = words([("1+2=", "3"), ("12+1=", "13")], character_tokenizer("=+9876543210"))
+    torch.testing.assert_close(fn(rollout), reward(loaded)(own))
+    assert not torch.allclose(fn(rollout), reward(loaded)(rollout))
+    shutil.copy(task / "start" / "tokenizer.json", task / "judge" / "tokenizer.json")  # now it is the policy's
+    torch.testing.assert_close(made(task)[0](rollout), reward(loaded)(rollout))
+    named = made(task, reward__model__tokenizer=str(task / "start"))[0]
+    torch.testing.assert_close(named(rollout), reward(loaded)(rollout))
+
+
+def test_a_chat_template_of_its_own_is_used(task):
+    shutil.copy(task / "start" / "tokenizer.json", task / "judge" / "tokenizer.json")
+    (task / "start" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    (task / "judge" / "chat_template.jinja").write_text(TEMPLATE)
+    fn, _, policy = made(task, data__chat=True)
+    rollout = words([("1+2=", "3")], policy, extras=[{MESSAGES: [{"role": "user", "content": "4+4="}]}])
+    loaded = load_reward_model(task / "judge")
+    torch.testing.assert_close(fn(rollout), reward(loaded)(words([("=4+4=", "+3")], policy, ended=False)))
+    (task / "judge" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    torch.testing.assert_close(made(task, data__chat=True)[0](rollout), reward(loaded)(rollout))
+
+
+def test_what_does_not_fit_is_said_before_any_work(task):
+    with pytest.raises(ValueError, match=r"no chat template; give another \(reward\.model\.tokenizer\)"):
+        made(task, reward__model__chat=True)
+    for file in (task / "judge").glob("*token*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"reward\.model\.chat = False: the reward model reads the policy's tokens"):
+        made(task, reward__model__chat=False)
+    small = models.build(small_model(20, width=16, layers=1).config, "value")
+    models.save(small, models.init_params(small, Key(0)), task / "judge")
+    with pytest.raises(ValueError, match="the reward model has 20 tokens, but the policy has 15"):
+        made(task)
+    models.save(small, models.init_params(small, Key(0)), task / "judge", tokenizer=character_tokenizer(CHARACTERS))
+    made(task)  # the same vocabulary, with embeddings for more
+    big = character_tokenizer(CHARACTERS + "abcdefghij")
+    big.save_pretrained(task / "judge")
+    with pytest.raises(ValueError, match="the reward model has 20 tokens, but the tokenizer's ids go up to 24"):
+        made(task)
+
+
+def test_scores_join_the_other_rewards(task):
+    fn, weight, policy = made(task, reward__model__weight=-2.0)
+    settings = runs.settings(task)
+    total = loading_rewards.reward_of(settings, {"reward_model": (fn, weight)})
+    rollout = words([("1+2=", "3"), ("12+1=", "13")], policy, ground_truth=["3", "x"])
+    with rewards.RewardRunner(total) as runner:
+        scored, _ = rewards.score(rollout, reward=runner, tokenizer=policy)
+    torch.testing.assert_close(scored.scores, torch.tensor([1.0, 0.0]) - 2.0 * fn(rollout))
+    with pytest.raises(ValueError, match="'exact_match' is given twice"):
+        loading_rewards.reward_of(settings, {"exact_match": (fn, 1.0)})
