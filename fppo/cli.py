@@ -137,6 +137,15 @@ def _train(rest: Sequence[str]) -> int | None:
     return launched.run(commands.train, settings, ["train", *own], *processes)
 
 
+def _rollout(rest: Sequence[str]) -> int | None:
+    """Only samples responses, scores and saves them: fppo rollout FILE.toml [--nproc 2] [--steps 10 ...]"""
+    processes, own = _processes(rest)
+    settings = config.load(*_file_and_overrides(own), prog=f"fppo rollout FILE.toml {PROCESSES}")
+    from fppo import commands, launched
+
+    return launched.run(commands.rollout, settings, ["rollout", *own], *processes)
+
+
 def _eval(rest: Sequence[str]) -> int | None:
     """Answers and scores the held-out prompts with a run's last checkpoint: fppo eval RUN [--eval.n 8 ...]"""
     processes, own = _processes(rest)
@@ -234,6 +243,7 @@ def _file_and_overrides(rest: Sequence[str]) -> tuple[str | None, list[str]]:
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "quickstart": _quickstart,
     "train": _train,
+    "rollout": _rollout,
     "eval": _eval,
     "replay": _replay,
     "export": _export,

@@ -10,9 +10,9 @@ import attrs
 import torch
 from transformers.utils import logging as transformers_logging
 
-from fppo import config, report, session
+from fppo import config, report, session, session_rollout
 from fppo import quickstart as task
-from fppo.assembly import Assembled, assembled
+from fppo.assembly import ROLLOUTS, Assembled, assembled
 from fppo.metrics import report as numbers_of
 from fppo.pipeline import replay as replays
 from fppo.runtime import checkpoint
@@ -72,6 +72,18 @@ def evaluate(settings: TrainSettings, here: Here = ALONE) -> int:
         if is_first(here.mesh):
             print("\n".join([f"step {run.step}", *(f"{name}  {value:.4f}" for name, value in found)]))
     return 0
+
+
+def rollout(settings: TrainSettings, here: Here = ALONE) -> int:
+    """Only samples and scores, and writes what comes; 130 if it was stopped before the last batch."""
+    if settings.rollout.from_ is not None or settings.rollout.save:
+        raise ValueError("rollout.from and rollout.save are for training; fppo rollout always samples, and saves")
+    with _assembled(settings, here) as parts:
+        done = session_rollout.run_sampling(settings, parts)
+    if is_first(here.mesh):
+        directory = Path(settings.output_dir) / ROLLOUTS
+        print(f"to train on them: fppo train FILE.toml --rollout.from {directory} --steps {done}")
+    return 0 if done == settings.steps else 130
 
 
 def settings_of(directory: Path) -> TrainSettings:

@@ -63,6 +63,43 @@ def test_a_stopped_run_goes_on_bit_for_bit(task, tmp_path, cut):
     assert steps == list(range(5))
 
 
+def test_a_run_that_samples_ahead_stops_goes_on_and_replays_bit_for_bit(task, tmp_path):
+    given = {"rollout__ahead": 1, "actor__optimizer__schedule": "constant"}
+    _, whole = _run(task, tmp_path, "whole", **given)
+    _, parts = _run(task, tmp_path, "parts", steps=2, **given)
+    _, parts = _run(task, tmp_path, "parts", **given)
+    assert _digests(whole) == _digests(parts)
+    without = [[{n: x for n, x in line.items() if "val" not in n} for line in _numbers(d)] for d in (whole, parts)]
+    assert without[0] == without[1]  # the run of two steps has evaluated after its last
+    assert commands.replay(whole, 4) == 0
+
+
+def test_a_run_trains_on_the_rollouts_that_another_saved(task, tmp_path):
+    _, first = _run(task, tmp_path, "first", rollout__save=True)
+    given = runs.settings(task, output_dir=str(tmp_path / "second"), rollout__from=str(first / "rollouts"))
+    assert commands.train(given) == 0
+    cursor = ".cursor"  # no prompt was drawn
+    for one, other in zip(*(jsonl.read(x / "digests.jsonl") for x in (first, tmp_path / "second")), strict=True):
+        assert one["batch"] == other["batch"]
+        differing = {name for name in one["result"] if one["result"][name] != other["result"][name]}
+        assert all(name.startswith(cursor) for name in differing)
+
+
+def test_rollouts_are_made_without_training_and_trained_on_later(task, tmp_path, capsys):
+    given = runs.settings(task, output_dir=str(tmp_path / "made"), steps=2)
+    assert commands.rollout(given) == 0
+    directory = tmp_path / "made" / "rollouts"
+    assert f"--rollout.from {directory} --steps 2" in capsys.readouterr().out
+    assert len(jsonl.read(directory / "samples.jsonl")) == 16
+    with pytest.raises(ValueError, match="holds rollouts already"):
+        commands.rollout(given)
+    status, path = _run(task, tmp_path, "trained", steps=2, rollout__from=str(directory))
+    assert status == 0
+    assert len(jsonl.read(path / "digests.jsonl")) == 2
+    with pytest.raises(ValueError, match="none of step 3; give at most 2 steps"):
+        _run(task, tmp_path, "longer", steps=3, rollout__from=str(directory))
+
+
 @pytest.mark.parametrize("changes", [{"model__offload": "moments"}, {"model__offload": "all"}])
 def test_a_run_with_its_state_on_the_host_is_the_run_without(task, tmp_path, changes):
     _, here = _run(task, tmp_path, "here", actor__kl_coef=0.1)

@@ -1,0 +1,250 @@
+"""How a step's batch is made: refilled groups, rows left out of the loss, rollouts from files."""
+
+from functools import partial
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fppo import batch as batches
+from fppo import config, losses
+from fppo.batch import Annotated, Column, Prompts, Rollout, Scored, extend
+from fppo.data import DataCursor
+from fppo.key import Key
+from fppo.losses import KLState
+from fppo.pipeline import sample, stages
+from fppo.pipeline.estimators import estimator
+from fppo.pipeline.sample import equal_groups, sample_batch, sample_groups, truncated
+from fppo.rollout import saved
+from tests import runs
+
+PAD = 7
+
+
+def _draw(size):
+    """Prompts whose ids count up from the cursor's position, of lengths 1 to 3."""
+
+    def draw(cursor):
+        ids = range(cursor.position, cursor.position + size)
+        width = max(1 + i % 3 for i in ids)
+        mask = torch.stack([torch.arange(width) >= width - 1 - i % 3 for i in ids])
+        prompts = Prompts(
+            tokens=torch.where(mask, torch.tensor(list(ids))[:, None] + 10, PAD),
+            attention_mask=mask,
+            row_ids=torch.arange(size),
+            ids=Column(map(str, ids)),
+            ground_truth=Column([None] * size),
+            source=Column(["test"] * size),
+            extras=Column([{} for _ in ids]),
+        )
+        return prompts, DataCursor(position=cursor.position + size)
+
+    return draw
+
+
+def _rollout(params, prompts, *, key, version, n):
+    """Responses of 1 to 4 tokens, by the key."""
+    rows = batches.repeat(prompts, n)
+    row_ids = (prompts.row_ids[:, None] * n + torch.arange(n)).flatten()
+    lengths = 1 + (key.uniform(row_ids, 1)[:, 0] * 4).long()
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    zeros = torch.zeros(mask.shape)
+    made = extend(
+        Rollout,
+        rows,
+        tokens=torch.cat([rows.tokens, torch.where(mask, lengths[:, None], PAD)], 1),
+        attention_mask=torch.cat([rows.attention_mask, mask], 1),
+        response_mask=mask,
+        rollout_log_probs=zeros,
+        sampling_log_probs=zeros,
+        row_ids=row_ids,
+        groups=rows.row_ids,
+        versions=torch.full_like(row_ids, version),
+        finish=Column("length" if length == 4 else "stop" for length in lengths.tolist()),
+    )
+    return made, {}
+
+
+def _score(rollout, *, params, prompts, table):
+    """Each row's score from the table, by its prompt's id and its place in the group."""
+    places = rollout.row_ids % len(next(iter(table.values())))
+    scores = torch.tensor([float(table[i][p]) for i, p in zip(rollout.ids, places.tolist(), strict=True)])
+    return extend(Scored, rollout, scores=scores, named_scores={"half": (scores >= 1).float()}), {}
+
+
+def _sampled(table, *, size, n, max_draws, by="score"):
+    return sample_groups(
+        {},
+        DataCursor(),
+        draw=_draw(size),
+        key=Key(0),
+        step=0,
+        version=3,
+        rollout=partial(_rollout, n=n),
+        score=partial(_score, table=table),
+        pad_token_id=PAD,
+        max_draws=max_draws,
+        by=by,
+    )
+
+
+@given(st.data(), st.integers(1, 4), st.integers(2, 3), st.integers(1, 4))
+def test_groups_are_the_first_that_differ_and_what_is_missing_is_dropped(data, size, n, max_draws):
+    scores = st.lists(st.integers(0, 2), min_size=n, max_size=n)
+    table = {str(i): data.draw(scores) for i in range(size * max_draws)}
+    batch, cursor, report = _sampled(table, size=size, n=n, max_draws=max_draws)
+    differing = [i for i in table if len(set(table[i])) > 1]
+    draws = next((d for d in range(1, max_draws + 1) if sum(int(i) < d * size for i in differing) >= size), max_draws)
+    seen = [i for i in table if int(i) < draws * size]
+    good = [i for i in differing if i in seen][:size]
+    spare = [i for i in seen if i not in differing]
+    expected = [i for i in [*good, *spare[: size - len(good)]] for _ in range(n)]
+    assert list(batch.ids) == expected
+    assert cursor.position == draws * size
+    assert equal_groups(batch).tolist() == [i not in differing for i in expected]
+    assert batch.scores.tolist() == [float(s) for i in dict.fromkeys(expected) for s in table[i]]
+    assert len(set(batch.row_ids.tolist())) == size * n
+    assert batch.groups.tolist() == [g for g in batch.groups[::n].tolist() for _ in range(n)]
+    assert len(set(batch.groups.tolist())) == size
+    assert float(report["rollout/groups/draws"].total) == draws
+    kept, drawn = (float(x) for x in report["rollout/groups/kept"])
+    assert (kept, drawn) == (len([i for i in differing if i in seen]), draws * size)
+
+
+@given(st.integers(1, 3), st.integers(1, 5))
+def test_rows_of_several_draws_keep_their_tokens(size, max_draws):
+    table = {str(i): [0, i % 3] for i in range(size * max_draws)}
+    batch, _, _ = _sampled(table, size=size, n=2, max_draws=max_draws)
+    width = batch.response_mask.shape[1]
+    for row in range(len(batch.tokens)):
+        number = int(batch.ids[row])
+        prompt = batch.tokens[row, :-width][batch.attention_mask[row, :-width]].tolist()
+        response = batch.tokens[row, -width:][batch.attention_mask[row, -width:]]
+        assert prompt == [number + 10] * (1 + number % 3)
+        assert response.tolist() == [len(response)] * len(response)
+        assert int(batch.response_mask[row].sum()) == len(response)
+        assert (batch.tokens[row][~batch.attention_mask[row]] == PAD).all()
+
+
+def test_one_draw_of_differing_groups_is_the_plain_batch():
+    table = {str(i): [0, 1] for i in range(4)}
+    filtered, cursor, _ = _sampled(table, size=4, n=2, max_draws=3)
+    stages_of = {"rollout": partial(_rollout, n=2), "score": partial(_score, table=table)}
+    plain, after, _ = sample_batch({}, DataCursor(), draw=_draw(4), key=Key(0), step=0, version=3, **stages_of)
+    batches.join(Scored, filtered, plain)  # raises if a column differs
+    assert cursor.position == after.position
+
+
+def test_groups_are_compared_by_a_part_of_the_reward():
+    table = {"0": [1, 2], "1": [0, 2], "2": [0, 0], "3": [2, 0]}  # "half" says 1 from a score of 1 on
+    batch, _, _ = _sampled(table, size=2, n=2, max_draws=2, by="half")
+    assert list(batch.ids) == ["1", "1", "3", "3"]
+    with pytest.raises(ValueError, match=r"no part 'hlaf'.*'score', 'half'"):
+        equal_groups(batch, by="hlaf")
+
+
+def _annotated(scores, finish):
+    count = len(scores)
+    mask = torch.ones(count, 2, dtype=torch.bool)
+    numbers = torch.linspace(-2, -1, 2 * count).reshape(count, 2)
+    prompts, _ = _draw(count)(DataCursor())
+    rollout, _ = _rollout({}, prompts, key=Key(0), version=0, n=1)
+    return extend(
+        Annotated,
+        rollout,
+        tokens=torch.cat([prompts.tokens, torch.ones(count, 2, dtype=torch.int64)], 1),
+        attention_mask=torch.cat([prompts.attention_mask, mask], 1),
+        response_mask=mask,
+        rollout_log_probs=numbers,
+        sampling_log_probs=numbers,
+        old_log_probs=numbers,
+        groups=torch.arange(count) // 2,
+        finish=Column(finish),
+        scores=torch.tensor(scores),
+        named_scores={},
+    )
+
+
+def test_dropped_rows_leave_every_denominator():
+    rows = _annotated([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], ["stop", "stop", "stop", "stop", "length", "stop"])
+    run = partial(stages.estimate, advantage_fn=estimator("grpo"), max_tokens=2)
+    kept = [True, True, False, False, False, True]
+    experience, _, report = run(rows, KLState(coef=0.0), drop=[equal_groups, truncated])
+    assert experience.response_mask.all(1).tolist() == experience.response_mask.any(1).tolist() == kept
+    every, _, _ = run(rows, KLState(coef=0.0))
+    mask = torch.tensor(kept)
+    torch.testing.assert_close(experience.advantages[mask], every.advantages[mask])
+    assert not experience.advantages[~mask].any()
+    totals = losses.count_totals(experience.response_mask)
+    assert (int(totals.tokens), int(totals.sequences)) == (6, 3)
+    dropped = report["rollout/dropped"]
+    assert float(dropped.total / dropped.count) == 0.5
+
+
+def test_saved_rollouts_come_back_for_their_steps(tmp_path):
+    table = {str(i): [0, i % 2] for i in range(8)}
+    shared = {"draw": _draw(4), "version": 3, "rollout": partial(_rollout, n=2), "score": partial(_score, table=table)}
+    writing = sample.saving(sample_batch, tmp_path)
+    made, cursor = [], DataCursor()
+    for step in range(2):
+        scored, cursor, _ = writing({}, cursor, key=Key(step), step=step, **shared)
+        made.append(scored)
+    assert saved.steps(tmp_path) == [1, 2]
+    saved.check(tmp_path, until=2, rows=8)
+    for step in (1, 0):
+        params = {"x": torch.zeros(1)}
+        found, after, _ = sample.sample_saved(
+            params, DataCursor(epoch=9), key=Key(5), step=step, directory=tmp_path, **shared
+        )
+        batches.join(Scored, found, made[step])
+        assert after.epoch == 9
+
+
+def test_what_is_wrong_with_saved_rollouts_is_said_before_any_work(tmp_path):
+    table = {str(i): [0, 1] for i in range(4)}
+    made = partial(_rollout, n=2)
+    shared = {"draw": _draw(4), "version": 0, "rollout": made, "score": partial(_score, table=table)}
+    for step in (0, 2):
+        sample.saving(sample_batch, tmp_path)({}, DataCursor(), key=Key(0), step=step, **shared)
+    with pytest.raises(ValueError, match=r"holds rollouts of steps 1 to 3, but none of step 2; give at most 1 steps"):
+        saved.check(tmp_path, until=3, rows=8)
+    with pytest.raises(ValueError, match=r"holds 8 rows; give rollout.batch_size = 8"):
+        saved.check(tmp_path, until=1, rows=16)
+    with pytest.raises(ValueError, match="there is no such directory"):
+        saved.check(tmp_path / "none", until=1, rows=8)
+    path = saved.path_of(tmp_path, 1)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="not a whole file"):
+        saved.check(tmp_path, until=1, rows=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rollout__filter__groups": True}, "rollout.filter.groups = True: rollout.n = 1"),
+        ({"rollout__filter__by": "x"}, "rollout.filter.by = 'x': nothing reads it"),
+        ({"rollout__filter__max_draws": 3}, "rollout.filter.max_draws = 3: nothing reads it"),
+        ({"rollout__from": "x", "rollout__ahead": 1}, "rollout.ahead = 1: rollout.from is given"),
+        ({"rollout__from": "x", "rollout__save": True}, "rollout.save = True: rollout.from is given"),
+        ({"rollout__ahead": -1}, "rollout.ahead = -1: must be 0 or more"),
+        (
+            {"algorithm__correction__bypass": True, "algorithm__correction__mode": "token"},
+            "algorithm.correction.bypass = True",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(tmp_path, changes, words):
+    with pytest.raises(config.SettingsError, match=words.replace(".", r"\.")):
+        runs.settings(tmp_path, **changes)
+
+
+def test_a_record_is_its_columns():
+    rows = _annotated([1.0, 0.0], ["stop", "length"])
+    rows = attrs.evolve(rows, named_scores={"a": rows.scores, "b": -rows.scores})
+    again = batches.record(Annotated, batches.columns(rows))
+    batches.join(Annotated, rows, again)
+    assert list(again.named_scores) == ["a", "b"]
+    with pytest.raises(ValueError, match="unknown fields"):
+        batches.record(Annotated, {**batches.columns(rows), "colour": rows.scores})
