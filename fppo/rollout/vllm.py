@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fppo import models
 from fppo.batch import Prompts, Rollout
 from fppo.key import Key
 from fppo.models.model import Model
@@ -38,14 +37,10 @@ from fppo.rollout.vllm_host import (
     check_installed,
     config_directory,
 )
-from fppo.runtime.mesh import Mesh, all_reduce
-from fppo_kernels.record import Kernels
+from fppo.rollout.vllm_probe import TOLERANCE, compare_log_probs, own_log_probs, probe_tokens
+from fppo.runtime.mesh import Mesh, all_reduce, any_rank, device_of
 
 __all__ = ["EngineFailure", "SyncError", "Synced", "VllmEngine", "VllmOptions"]
-
-_PROBE = 16  # tokens whose log-probs are compared after a sync
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.1}  # mean difference of a log-prob
-_TABLE = Kernels.named(log_probs="reference")
 
 
 class Synced(NamedTuple):
@@ -55,6 +50,10 @@ class Synced(NamedTuple):
     tensors: int
     num_bytes: int
     seconds: float
+
+
+class _DiedElsewhere(EngineDied):
+    """The engine of another rank died, not this one's."""
 
 
 class _Held(NamedTuple):
@@ -96,14 +95,15 @@ class VllmEngine:
         self._rename = rename or sync.dtensor_weight_loader(model.config.model_type)
         own = model.compute_dtype or torch.float32
         self._dtype: str = self._options.dtype or str(own).removeprefix("torch.")
-        if self._dtype not in _TOLERANCE:
-            raise ValueError(f"dtype = {self._dtype!r}: vLLM computes in one of {sorted(_TOLERANCE)}")
+        if self._dtype not in TOLERANCE:
+            raise ValueError(f"dtype = {self._dtype!r}: vLLM computes in one of {sorted(TOLERANCE)}")
         check_installed()
         self._targets = sync.targets(model.shapes, self._rename)
         self._held: _Held | None = None
         self.replaced = 0  # processes that died or hung, and were replaced
         self._probed = self._asleep = self._broken = False
         self._host: Host | None = self._start()
+        self._names = self._host.names()
 
     def __enter__(self) -> VllmEngine:
         return self
@@ -182,7 +182,6 @@ class VllmEngine:
             self._restart()
         before, self._held = self._held, None  # unless all goes well, the engine holds nothing that may be used
         sync.compare_names(self._targets, params)
-        self._wake("weights")
         only, digests = self._wanted(params, before)
         sent: dict[str, str] = {}
         count = 0
@@ -203,18 +202,39 @@ class VllmEngine:
                 yield bucket
 
         if only:
-            self._check_names(only)
-            self._broken = True  # if it fails in between, vLLM has half of its modules taken apart
-            got, unfilled = self._running().load(recorded())
-            self._broken = False
+            got, unfilled = self._load(only, recorded(), params)
             sync.compare(sent, got)
             if unfilled and len(only) == len(params):
                 raise SyncError(f"vLLM left parameters as they were: {unfilled[:8]}")
-        self._wake("kv_cache")
-        if self._probe == "always" or (self._probe == "first" and not self._probed):
+        if self._probe == "always" or (self._probe == "first" and self._any(not self._probed, params)):
             self._compare_log_probs(params)
         self._held = _Held(version, {name: weakref.ref(x) for name, x in params.items()}, digests)
         return Synced(version, len(sent), count, time.perf_counter() - started)
+
+    def _load(
+        self, only: list[str], buckets: Iterator[Bucket], params: Mapping[str, Tensor]
+    ) -> tuple[dict[str, str], list[str]]:
+        """As `Host.load`. A rank whose vLLM fails still gathers what the others send."""
+        got: dict[str, str] = {}
+        unfilled: list[str] = []
+        died = None
+        try:
+            self._wake("weights")
+            self._check_names(only)
+            self._broken = True  # if it fails in between, vLLM has half of its modules taken apart
+            got, unfilled = self._running().load(buckets)
+            self._broken = False
+            self._wake("kv_cache")
+        except (EngineFailure, SyncError) as error:
+            if self._mesh.sharded:
+                for _ in buckets:
+                    pass
+            if not isinstance(error, EngineDied):
+                raise
+            died = error
+        if self._any(died is not None, params):
+            raise died or _DiedElsewhere("the vLLM of another rank died during a sync")
+        return got, unfilled
 
     def sleep(self) -> None:
         """Gives vLLM's memory for weights and cache back; the next rollout takes it again and is sent all weights.
@@ -245,6 +265,7 @@ class VllmEngine:
     def _restart(self) -> None:
         self._running().close()
         self._host = self._start()
+        self._names = self._host.names()
         self._asleep = self._probed = self._broken = False
 
     def _running(self) -> Host:
@@ -271,27 +292,35 @@ class VllmEngine:
         return any(held.leaves[name]() is not x for name, x in params.items())
 
     def _answers(self, request: Request, params: Mapping[str, Tensor], version: int) -> list[Answer]:
-        """All rows' answers. A process that dies is replaced, and asked for the rows that it left."""
+        """All rows' answers. A process that dies is replaced, and asked for the rows that it left.
+
+        On a sharded mesh all ranks go on together: where one was replaced, all sync again.
+        """
         answers: dict[int, Answer] = {}
         for left in range(self._options.restarts, -1, -1):
             rows = [row for row in range(len(request.prompts)) if row not in answers]
+            died = None
             try:
-                if self._stale(params, version):
+                if self._any(self._stale(params, version), params):
                     self.sync(params, version=version)
-                self._running().generate(request.part(rows), lambda i, x, rows=rows: answers.__setitem__(rows[i], x))
-                return [answers[row] for row in range(len(request.prompts))]
+                if rows:
+                    part = request.part(rows)
+                    self._running().generate(part, lambda i, x, rows=rows: answers.__setitem__(rows[i], x))
             except EngineDied as error:
-                self._held = None
-                if not left or self._mesh.sharded:
-                    raise
-                warnings.warn(
-                    f"{error}; {len(answers)} of {len(request.prompts)} rows are done, a new one goes on",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-                self.replaced += 1
-                self._restart()
+                died = error
+            if not self._any(died is not None, params):
+                return [answers[row] for row in range(len(request.prompts))]
+            if not left:
+                raise died or _DiedElsewhere("the vLLM of another rank died, and may not be replaced again")
+            if died is not None and not isinstance(died, _DiedElsewhere):
+                self._replace(died, f"{len(answers)} of {len(request.prompts)} rows are done")
         raise AssertionError
+
+    def _replace(self, died: EngineDied, done: str) -> None:
+        warnings.warn(f"{died}; {done}, a new one goes on", RuntimeWarning, stacklevel=4)
+        self.replaced += 1
+        self._held = None
+        self._restart()
 
     def _wanted(self, params: Mapping[str, Tensor], before: _Held | None) -> tuple[list[str], dict[str, str]]:
         """The parameters to send, and the digests to compare with next time."""
@@ -311,7 +340,7 @@ class VllmEngine:
     def _check_names(self, only: list[str]) -> None:
         """Raises SyncError unless vLLM's modules are loaded from just these, each of them whole."""
         sent = {new for name in only for new in self._targets[name]}
-        modules = [set(own) for own in self._running().names().values()]
+        modules = [set(own) for own in self._names.values()]
         if len(only) < len(self._targets):
             modules = [own for own in modules if own & sent]
         sync.compare_names(set().union(*modules), {name for name in sent if ".experts." not in name})
@@ -321,30 +350,13 @@ class VllmEngine:
             self._running().wake(part)
             self._asleep = part != "kv_cache"
 
-    @torch.no_grad()
     def _compare_log_probs(self, params: Mapping[str, Tensor]) -> None:
         """Raises SyncError if the engine does not give tokens the log-probs that the model gives them."""
-        if self._mesh.sharded:  # no rank holds the model; the rollouts' log-probs are compared at every step
-            return
-        count = min(_PROBE, self.limit)
-        uniforms = Key(0).fold("probe").uniform(torch.zeros(1, dtype=torch.int64), count)[0]
-        tokens = (uniforms * self._model.config.vocab_size).long()
-        start = max(count // 2, 1)
-        theirs = self.log_probs([tokens.tolist()], start)[0]
-        device = next(iter(params.values())).device
-        attend = models.padded_attention(torch.ones(1, count, dtype=torch.bool, device=device))
-        tokens = tokens.to(device)
-        places = torch.arange(count, device=device)
-        hidden = models.hidden_states(self._model, dict(params), tokens, places, attend=attend)
-        head = models.output_head(self._model, dict(params))
-        ours = _TABLE.log_probs(
-            hidden[start - 1 : -1], head.weight, tokens[start:], bias=head.bias, softcap=head.softcap, scale=head.scale
-        ).log_probs
-        gap = float((ours.cpu() - theirs).abs().mean())
-        tolerance = _TOLERANCE[self._dtype]
-        if not gap <= tolerance:
-            raise SyncError(
-                f"after the sync vLLM's log-probs of {len(theirs)} tokens lie {gap:.2g} from the model's, on average; "
-                f"{tolerance} is allowed: vLLM runs this model otherwise, or did not take all weights in"
-            )
+        tokens, start = probe_tokens(self._model, self.limit)
+        ours = own_log_probs(self._model, params, self._mesh, tokens, start)
+        compare_log_probs(ours, self.log_probs([tokens.tolist()], start)[0], self._dtype)
         self._probed = True
+
+    def _any(self, flag: bool, params: Mapping[str, Tensor]) -> bool:
+        """Whether it is so here, or on any rank of a mesh whose ranks gather parameters together."""
+        return any_rank(flag, self._mesh, device_of(params)) if self._mesh.sharded else flag

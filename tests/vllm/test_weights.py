@@ -1,6 +1,5 @@
 """What vLLM holds is what the trainer has: after every sync, and after none that went wrong."""
 
-import attrs
 import pytest
 import torch
 
@@ -9,9 +8,6 @@ from fppo.key import Key
 from fppo.rollout import sync
 from fppo.rollout.engine import Sampling
 from fppo.rollout.sync import SyncError
-from fppo.runtime import fsdp
-from fppo.runtime.mesh import Mesh, Sharding
-from fppo.runtime.simulate import simulate
 from tests.rollout.test_embedded import make_prompts
 from tests.vllm.conftest import start
 from tests.vllm.families import make
@@ -143,25 +139,6 @@ def test_only_what_changed_is_sent_with_what_vllm_fuses_it_with():
         ignored = {**later, "model.embed_tokens.weight": params["model.embed_tokens.weight"] * 2}
         assert engine.sync(ignored, version=3).tensors == 0
         assert gap(engine, model, later) < 1e-5
-
-
-def test_shards_are_synced_bucket_by_bucket():
-    engine, model = start()
-    _, params = make("qwen2", seed=3)
-
-    def run(mesh: Mesh):
-        mesh = attrs.evolve(mesh, sharding=Sharding())
-        shards = fsdp.shard(params, mesh)
-        if mesh["shard"].rank:
-            return len(list(sync.reshard(shards, model.shapes, mesh, bucket_bytes=1 << 15, dtype=torch.float32)))
-        engine._mesh, engine._bucket_bytes = mesh, 1 << 15
-        return engine.sync(shards, version=4)
-
-    with engine:
-        done, buckets = simulate({"shard": 2}, run)
-        assert buckets > 10
-        assert done.tensors == len(params)
-        assert gap(engine, model, params) < 1e-5
 
 
 def test_other_tensors_under_the_same_version_are_not_overlooked(qwen2):

@@ -1,0 +1,137 @@
+"""vLLM beside every rank of a mesh that cuts the parameters: all gather together, whatever becomes of one engine."""
+
+import os
+import signal
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import attrs
+import pytest
+import torch
+
+from fppo.key import Key
+from fppo.rollout import sync
+from fppo.rollout.engine import Sampling
+from fppo.rollout.sync import SyncError
+from fppo.rollout.vllm_host import EngineDied
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import Sharding
+from fppo.runtime.simulate import simulate
+from tests.rollout.test_embedded import make_prompts
+from tests.vllm.conftest import start
+from tests.vllm.families import make
+from tests.vllm.test_engine import expected, interrupt_after
+from tests.vllm.test_weights import gap
+
+SHORT = Sampling(n=2, max_tokens=12, temperature=1.2)
+SETTINGS = {"process": True, "max_rows": 2, "restarts": 1}
+
+
+@pytest.fixture(scope="module")
+def engines():
+    with ThreadPoolExecutor() as pool:
+        made = list(pool.map(lambda _: start(options=SETTINGS, bucket_bytes=1 << 15), range(2)))
+    yield [engine for engine, _ in made]
+    for engine, _ in made:
+        engine.close()
+
+
+def on_ranks(engines, params, fn):
+    """What `fn(engine, shards)` returns on two ranks, each with its engine and its shards."""
+
+    def run(mesh):
+        mesh = attrs.evolve(mesh, sharding=Sharding())
+        engine = engines[mesh["shard"].rank]
+        engine._mesh = mesh
+        return fn(engine, fsdp.shard(params, mesh))
+
+    return simulate({"shard": 2}, run)
+
+
+def rollouts(engines, params, *, version=3):
+    prompts = make_prompts()
+    return on_ranks(engines, params, lambda engine, x: engine.generate(x, prompts, SHORT, Key(1), version=version))
+
+
+def test_shards_are_synced_bucket_by_bucket(engines):
+    model, params = make("qwen2", seed=3)
+    buckets = [0, 0]
+    for rank, engine in enumerate(engines):
+        load = engine._host.load
+
+        def counted(found, rank=rank, load=load):
+            def each():
+                for bucket in found:
+                    buckets[rank] += 1
+                    yield bucket
+
+            return load(each())
+
+        engine._host.load = counted
+    done = on_ranks(engines, params, lambda engine, x: engine.sync(x, version=4))
+    assert min(buckets) > 10
+    for engine, found in zip(engines, done, strict=True):
+        assert found.tensors == len(params)
+        assert gap(engine, model, params) < 1e-5
+        del engine._host.load
+
+
+def test_tensors_under_each_others_names_are_noticed_on_shards_too(engines):
+    _, params = make("qwen2", seed=3)
+    wrong = {"q_proj": "o_proj", "o_proj": "q_proj"}
+    for engine in engines:
+        engine._rename = lambda name, x: [
+            (name.replace(p := name.split(".")[-2], wrong.get(p, p)) if name.endswith("weight") else name, x)
+        ]
+        engine._probed = False
+    try:
+        with pytest.raises(SyncError, match="log-probs of 8 tokens lie"):
+            on_ranks(engines, params, lambda engine, x: engine.sync(x, version=5))
+    finally:
+        for engine in engines:
+            engine._rename = sync.hf_weight_loader
+
+
+@pytest.mark.parametrize("when", ["in a generation", "in a sync"])
+def test_one_ranks_process_that_dies_is_replaced_and_all_sync_again(engines, when):
+    _, params = make("qwen2", seed=4)
+    whole = expected(params, SHORT)
+    rollouts(engines, params)  # both hold version 3
+    before = [engine.replaced for engine in engines]
+    process = engines[1]._host._process
+    seen: list[int] = []
+    if when == "in a generation":
+        interrupt_after(engines[1]._host, 4, signal.SIGKILL, seen)
+    else:
+        load = engines[1]._host.load
+
+        def broken(buckets):
+            def some():
+                for number, bucket in enumerate(buckets):
+                    if number == 3:
+                        os.kill(process.pid, signal.SIGKILL)
+                    yield bucket
+
+            return load(some())
+
+        engines[1]._host.load = broken
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = rollouts(engines, params, version=4)
+    assert any("SIGKILL" in str(x.message) and "of 12 rows are done, a new one goes on" in str(x.message) for x in said)
+    for rollout in found:
+        assert torch.equal(rollout.tokens, whole.tokens)
+        assert rollout.versions.unique().tolist() == [4]
+    assert len(seen) < 12
+    assert [engine.replaced - n for engine, n in zip(engines, before)] == [0, 1]
+    assert engines[1]._host._process is not process
+
+
+def test_all_ranks_end_when_one_may_not_be_replaced_again(engines):
+    _, params = make("qwen2", seed=4)
+    rollouts(engines, params)
+    for engine in engines:
+        engine._options = attrs.evolve(engine._options, restarts=0)
+    os.kill(engines[0]._host._process.pid, signal.SIGKILL)
+    with pytest.raises(EngineDied):
+        rollouts(engines, params)
