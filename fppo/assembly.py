@@ -273,14 +273,17 @@ def assembled(
     *,
     kernels: Kernels | None = None,
     mesh: Mesh = LOCAL,
+    sampling_mesh: Mesh | None = None,
     device: torch.device | None = None,
 ) -> Iterator[Assembled]:
     """The run that the settings describe, before its first step. What is wrong with them is raised before any work.
 
     `kernels` stand in for those that the settings name, and `device` for the one they name. On a `mesh` of several
-    ranks this is one rank's part of the run.
+    ranks this is one rank's part of the run; what samples and scores has the groups of `sampling_mesh` if that is
+    given, which it must be for a run that samples ahead.
     """
     key = Key(settings.seed)
+    sampling_mesh = mesh if sampling_mesh is None else sampling_mesh
     device = device_of(settings) if device is None else device
     kernels = kernels_of(settings) if kernels is None else kernels
     loss_fn = policy_loss(settings.actor)
@@ -288,7 +291,7 @@ def assembled(
     prompts = load_prompts(settings, tokenizer, held_out=False)
     held_out = load_prompts(settings, tokenizer, held_out=True) if settings.data.eval_path else None
     sampling = sampling_of(settings, tokenizer)
-    reward = reward_of(settings, reward_model_of(settings, tokenizer, mesh, device))
+    reward = reward_of(settings, reward_model_of(settings, tokenizer, sampling_mesh, device))
     model, params, critic_model, critic, ref = load_models(settings, tokenizer, key, mesh, device)
     for given in (prompts, held_out):
         if given is not None:
@@ -296,9 +299,9 @@ def assembled(
     section, pad, lane = settings.reward, prompts.pad_token_id, Lane(device)
     with (
         rewards.RewardRunner(reward, time_limit=section.time_limit, workers=section.workers) as runner,
-        engine_of(settings, model, kernels, pad, mesh, lane) as engine,
+        engine_of(settings, model, kernels, pad, sampling_mesh, lane) as engine,
     ):
-        score = partial(rewards.score, reward=SpreadJudge(runner, mesh, device), tokenizer=tokenizer)
+        score = partial(rewards.score, reward=SpreadJudge(runner, sampling_mesh, device), tokenizer=tokenizer)
         yield Assembled(
             run=_fresh(settings, key, params, critic, ref),
             program=program_of(

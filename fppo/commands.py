@@ -28,6 +28,7 @@ class Here:
     mesh: Mesh = LOCAL
     device: torch.device | None = None
     watch: Watch | None = None  # of what goes over the mesh
+    sampling: Mesh | None = None  # the same ranks in other groups, for what samples while others train
 
 
 ALONE = Here()
@@ -146,7 +147,7 @@ def replay(directory: Path, step: int, here: Here = ALONE) -> int:
 def _assembled(settings: TrainSettings, here: Here) -> Iterator[Assembled]:
     """What `assembled` gives, without bars of transformers between a command's own lines."""
     transformers_logging.disable_progress_bar()
-    with assembled(settings, mesh=here.mesh, device=here.device) as parts:
+    with assembled(settings, mesh=here.mesh, sampling_mesh=here.sampling, device=here.device) as parts:
         yield parts
 
 

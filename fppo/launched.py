@@ -42,5 +42,8 @@ def run(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
-    with launch.joined(sizes, place, device, timeout=mesh.timeout, sharding=sharding_of(settings)) as (joined, watch):
-        return command(settings, Here(joined, device, watch))
+    ahead = settings.rollout.ahead > 0
+    sharding = sharding_of(settings)
+    with launch.joined(sizes, place, device, timeout=mesh.timeout, sharding=sharding, twin=ahead) as joined:
+        own, watch, sampling = joined
+        return command(settings, Here(own, device, watch, sampling))

@@ -16,12 +16,13 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from fppo.runtime.failure import Limits, Monitor
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.watch import Watch, watched
+from fppo_kernels.collectives import Axis
 
 STOPPED = 130  # the exit status of a process that was asked to stop, and did
 _GRACE = 15.0  # seconds in which ranks end by themselves once one has failed
@@ -48,9 +49,18 @@ class Place:
 
 @contextlib.contextmanager
 def joined(
-    sizes: Mapping[str, int], place: Place, device: torch.device, *, timeout: float, sharding: Sharding
-) -> Iterator[tuple[Mesh, Watch]]:
+    sizes: Mapping[str, int],
+    place: Place,
+    device: torch.device,
+    *,
+    timeout: float,
+    sharding: Sharding,
+    twin: bool = False,
+) -> Iterator[tuple[Mesh, Watch, Mesh | None]]:
     """The mesh of these axes, over processes that all come here, with its groups watched.
+
+    With `twin` there is a second one, with groups of its own, for a thread that works at the same time: collectives of
+    one group must come in the same order on all ranks. It is not watched.
 
     `timeout` is the seconds that collectives wait. Axes are given from the slowest, whose ranks are farthest apart, to
     the fastest; their product is the number of processes. An error in any of them ends them all: see `failure.Monitor`.
@@ -64,11 +74,24 @@ def joined(
     dist.init_process_group(backend, store=groups, rank=place.rank, world_size=place.world, timeout=limit)
     wide = {name: size for name, size in sizes.items() if size > 1}
     device_mesh = init_device_mesh(device.type, tuple(wide.values()), mesh_dim_names=tuple(wide))
-    mesh, watch = watched(attrs.evolve(Mesh.of(device_mesh), sharding=sharding if "shard" in wide else None))
+    plain = attrs.evolve(Mesh.of(device_mesh), sharding=sharding if "shard" in wide else None)
+    mesh, watch = watched(plain)
+    second = attrs.evolve(plain, axes=_groups_again(device_mesh, plain)) if twin else None
     with Monitor(PrefixStore("monitor", store), place.rank, place.world, watch, Limits(timeout=timeout)):
-        yield mesh, watch
+        yield mesh, watch, second
         dist.barrier()  # whoever holds the store leaves last
     dist.destroy_process_group()
+
+
+def _groups_again(device_mesh: DeviceMesh, mesh: Mesh) -> dict[str, Axis]:
+    """The mesh's axes with new groups of the same ranks."""
+    found: dict[str, Axis] = {}
+    for dim, name in enumerate(device_mesh.mesh_dim_names or ()):
+        lines = device_mesh.mesh.movedim(dim, -1).reshape(-1, device_mesh.size(dim)).tolist()
+        groups = [(line, dist.new_group(line)) for line in lines]  # every rank makes all of them
+        mine = next(group for line, group in groups if dist.get_rank() in line)
+        found[name] = attrs.evolve(mesh[name], group=mine)
+    return found
 
 
 def start(arguments: Sequence[str], ranks: int, *, max_restarts: int = 0) -> int:

@@ -72,8 +72,8 @@ def numbers(directory: Path) -> dict[int, dict[str, float]]:
 
 
 def test_a_run_of_two_ranks_goes_on_on_one_and_on_four(task, tmp_path):
-    """With the numbers of one process from the first step to the last."""
-    shared = {"checkpoint__every": 3, "mesh__stage": 2, "actor__optimizer__schedule": "constant"}
+    """With the numbers of one process from the first step to the last, also where batches are made ahead."""
+    shared = {"checkpoint__every": 3, "mesh__stage": 2, "actor__optimizer__schedule": "constant", "rollout__ahead": 1}
     expected = tmp_path / "one"
     assert cli.main(["train", str(write(task, expected, **shared))]) == 0
     both = tmp_path / "both"
