@@ -44,15 +44,24 @@ class SpreadEngine:
     pad_token_id: int
 
     def generate(
-        self, params: Mapping[str, Tensor], prompts: Prompts, sampling: Sampling, key: Key, *, version: int = 0
+        self,
+        params: Mapping[str, Tensor],
+        prompts: Prompts,
+        sampling: Sampling,
+        key: Key,
+        *,
+        version: int = 0,
+        limits: Tensor | None = None,
     ) -> Rollout:
         """The rollout of all prompts, the same on every rank."""
         if ranks_on(self.mesh, ALL) == 1:
-            return self.engine.generate(params, prompts, sampling, key, version=version)
+            return self.engine.generate(params, prompts, sampling, key, version=version, limits=limits)
         parts = deal(len(prompts.tokens), self.mesh)
         own = parts[place_on(self.mesh, ALL)]
         # a rank without a prompt makes an answer that nobody reads: engines gather parameters together
-        made = self.engine.generate(params, batches.rows(prompts, own or [0]), sampling, key, version=version)
+        asked = own or [0]
+        most = None if limits is None else limits[asked]
+        made = self.engine.generate(params, batches.rows(prompts, asked), sampling, key, version=version, limits=most)
         return self._gathered(made if own else batches.rows(made, []), prompts, parts, sampling.n)
 
     def _gathered(self, made: Rollout, prompts: Prompts, parts: list[list[int]], n: int) -> Rollout:
@@ -94,11 +103,18 @@ class FetchingEngine:
     lane: Lane
 
     def generate(
-        self, params: Mapping[str, Tensor], prompts: Prompts, sampling: Sampling, key: Key, *, version: int = 0
+        self,
+        params: Mapping[str, Tensor],
+        prompts: Prompts,
+        sampling: Sampling,
+        key: Key,
+        *,
+        version: int = 0,
+        limits: Tensor | None = None,
     ) -> Rollout:
         """The engine's rollout."""
         here = to_device(dict(params), self.lane)
-        return self.engine.generate(here, prompts, sampling, key, version=version)
+        return self.engine.generate(here, prompts, sampling, key, version=version, limits=limits)
 
 
 @attrs.frozen

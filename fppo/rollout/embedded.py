@@ -18,7 +18,7 @@ from fppo.models.heads import Head
 from fppo.models.model import Model
 from fppo.rollout import cache as caches
 from fppo.rollout.engine import Sampling
-from fppo.rollout.records import check_prompts, check_stops, number_rows, rollout_of
+from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits, rollout_of
 from fppo.rollout.sampling import draw
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import LOCAL, Mesh
@@ -47,12 +47,20 @@ class EmbeddedEngine:
     mesh: Mesh = LOCAL
 
     def generate(
-        self, params: Mapping[str, Tensor], prompts: Prompts, sampling: Sampling, key: Key, *, version: int = 0
+        self,
+        params: Mapping[str, Tensor],
+        prompts: Prompts,
+        sampling: Sampling,
+        key: Key,
+        *,
+        version: int = 0,
+        limits: Tensor | None = None,
     ) -> Rollout:
         """`sampling.n` responses to each prompt; row j of the prompt with row id i has row id i * n + j.
 
         T is the longest response in the batch. What follows a response is `pad_token_id`, with False in the masks and
         zero in the log-probs, which are float32 (float64 from float64 parameters). `groups` are the prompts' row ids.
+        A response ends after `limits` [B] tokens where that is fewer than `sampling.max_tokens`.
         Raises ValueError for no prompts, for empty ones or ones not padded on the left, and for responses that may
         outgrow the model's learned positions.
         """
@@ -61,7 +69,8 @@ class EmbeddedEngine:
         device = next(iter(params.values())).device
         mask = prompts.attention_mask.to(device).bool()
         lengths = check_prompts(mask)
-        _check_positions(self.model, max(lengths), sampling.max_tokens)
+        most = response_limits(limits, lengths, sampling)
+        _check_positions(self.model, lengths, most)
         row_ids = number_rows(prompts, sampling.n, device)
         width = max(lengths)
         tokens, real = prompts.tokens.to(device)[:, -width:], mask[:, -width:]
@@ -72,13 +81,15 @@ class EmbeddedEngine:
             for wave in torch.arange(len(lengths)).split(max(1, self.max_rows // sampling.n)):
                 part = slice(int(wave[0]), int(wave[-1]) + 1)
                 rows = torch.arange(part.start * sampling.n, part.stop * sampling.n, device=device)
-                steps += _decode(policy, tokens[part], real[part], lengths[part], rows, row_ids, sampling, key)
+                places = tokens[part], real[part], lengths[part]
+                steps += _decode(policy, *places, most[part], rows, row_ids, sampling, key)
             return steps
 
         with torch.inference_mode():
             steps = models.bind(self.model, params, run)
         with torch.no_grad():  # not in inference mode: the rollout is for autograd to use
-            return _assemble(steps, prompts, row_ids, sampling, pad_token_id=self.pad_token_id, version=version)
+            pad = self.pad_token_id
+            return _assemble(steps, prompts, row_ids, sampling, limits=most, pad_token_id=pad, version=version)
 
 
 class _Policy(NamedTuple):
@@ -100,8 +111,9 @@ class _Step(NamedTuple):
     sampling_log_probs: Tensor
 
 
-def _check_positions(model: Model, prompt: int, max_tokens: int) -> None:
+def _check_positions(model: Model, lengths: Sequence[int], limits: Sequence[int]) -> None:
     """Raises ValueError if a response may outgrow a table of learned positions (GPT-2, OPT)."""
+    total, prompt, most = max((sum(pair), *pair) for pair in zip(lengths, limits, strict=True))
     inside = tuple(f"{path}." for path in model.layers)
     tables = [
         path
@@ -111,10 +123,10 @@ def _check_positions(model: Model, prompt: int, max_tokens: int) -> None:
         and not path.startswith(inside)
     ]
     limit = getattr(model.config, "max_position_embeddings", None)
-    if tables and limit is not None and prompt + max_tokens > limit:
+    if tables and limit is not None and total > limit:
         raise ValueError(
-            f"the longest prompt has {prompt} tokens; with max_tokens = {max_tokens} a row may reach "
-            f"{prompt + max_tokens} tokens, but the model has learned {limit} positions ({tables[0]}): "
+            f"the longest prompt has {prompt} tokens; with max_tokens = {most} a row may reach "
+            f"{total} tokens, but the model has learned {limit} positions ({tables[0]}): "
             "lower max_tokens or leave long prompts out"
         )
 
@@ -165,38 +177,43 @@ def _decode(
     tokens: Tensor,
     mask: Tensor,
     lengths: Sequence[int],
+    limits: Sequence[int],
     rows: Tensor,
     row_ids: Tensor,
     sampling: Sampling,
     key: Key,
 ) -> list[_Step]:
-    """Responses to prompts [B, P], of the given lengths, in the rollout's `rows` [B * n]."""
-    width, total = mask.shape[1], mask.shape[1] + sampling.max_tokens
+    """Responses to prompts [B, P], of the given lengths, in the rollout's `rows` [B * n], of at most `limits` [B]."""
+    most = max(limits)
+    width, total = mask.shape[1], mask.shape[1] + most
     columns = min(total, width + _CHUNK)
     logits, cache = _prefill(policy, tokens, mask, lengths, sampling.n, columns)
     stops = _stop_table(sampling, logits)
     positions = mask.sum(1, keepdim=True).repeat_interleave(sampling.n, 0)
     first, bias = _padding(width - positions, columns, cache)
     done = torch.zeros_like(rows, dtype=torch.bool)
+    last = torch.tensor(limits, device=rows.device).repeat_interleave(sampling.n) - 1
+    ends = bool(sampling.stop_token_ids) or min(limits) < most
     steps: list[_Step] = []
-    for t in range(sampling.max_tokens):
+    for t in range(most):
         if t % _CHUNK == 0:
-            places = torch.arange(t, min(t + _CHUNK, sampling.max_tokens), device=rows.device)
+            places = torch.arange(t, min(t + _CHUNK, most), device=rows.device)
             uniforms = key.uniform(row_ids[rows], places)
         drawn = draw(logits, uniforms[:, t % _CHUNK], sampling)
         steps.append(_Step(rows, t, *drawn))
         new = drawn.tokens[:, None]
-        if sampling.stop_token_ids:
-            done = done | stops[drawn.tokens]
+        if ends:
+            done = done | stops[drawn.tokens] | (last == t)
             left = len(done) - int(done.sum())
             if left == 0:
                 break
             if left < len(done) * _COMPACT:
                 keep, holes = _survivors(done, left)
                 cache = caches.compact_(cache, holes, keep[holes], left, width + t)
-                rows, done, positions, uniforms, new = (x[keep] for x in (rows, done, positions, uniforms, new))
+                kept = (rows, done, positions, uniforms, new, last)
+                rows, done, positions, uniforms, new, last = (x[keep] for x in kept)
                 first, bias = _padding(width + t - positions, columns, cache)
-        if t + 1 == sampling.max_tokens:
+        if t + 1 == most:
             break
         column = width + t
         if column == columns:
@@ -238,7 +255,14 @@ def _survivors(done: Tensor, left: int) -> tuple[Tensor, Tensor]:
 
 
 def _assemble(
-    steps: Sequence[_Step], prompts: Prompts, row_ids: Tensor, sampling: Sampling, *, pad_token_id: int, version: int
+    steps: Sequence[_Step],
+    prompts: Prompts,
+    row_ids: Tensor,
+    sampling: Sampling,
+    *,
+    limits: Sequence[int],
+    pad_token_id: int,
+    version: int,
 ) -> Rollout:
     """The rollout of all steps of all waves."""
     batch, length = len(row_ids), 1 + max(step.position for step in steps)
@@ -251,7 +275,8 @@ def _assemble(
     tokens = lay_out([step.tokens for step in steps], pad_token_id)
     log_probs = lay_out([step.log_probs for step in steps], 0.0)
     sampling_log_probs = lay_out([step.sampling_log_probs for step in steps], 0.0)
-    drawn = lay_out([torch.ones_like(step.rows, dtype=torch.bool) for step in steps], False)
+    most = torch.tensor(limits, device=place.device).repeat_interleave(sampling.n)
+    drawn = lay_out([step.position < most[step.rows] for step in steps], False)
     return rollout_of(
         prompts,
         tokens,

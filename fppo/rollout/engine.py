@@ -59,9 +59,17 @@ class Sampling:
 class Engine(Protocol):
     """Anything that answers prompts: `sampling.n` rows for each, those of one prompt next to each other.
 
-    The same arguments give the same rollout. `version` is the number of the policy that `params` are.
+    The same arguments give the same rollout. `version` is the number of the policy that `params` are. `limits` [B] are
+    the most tokens of each prompt's responses, where they are fewer than `sampling.max_tokens`.
     """
 
     def generate(
-        self, params: Mapping[str, Tensor], prompts: Prompts, sampling: Sampling, key: Key, *, version: int = 0
+        self,
+        params: Mapping[str, Tensor],
+        prompts: Prompts,
+        sampling: Sampling,
+        key: Key,
+        *,
+        version: int = 0,
+        limits: Tensor | None = None,
     ) -> Rollout: ...

@@ -20,6 +20,16 @@ def check_prompts(mask: Tensor) -> list[int]:
     return lengths
 
 
+def response_limits(limits: Tensor | None, lengths: list[int], sampling: Sampling) -> list[int]:
+    """The most tokens of each prompt's responses. Raises ValueError for `limits` that leave a prompt none."""
+    if limits is None:
+        return [sampling.max_tokens] * len(lengths)
+    found = [min(limit, sampling.max_tokens) for limit in limits.tolist()]
+    if len(found) != len(lengths) or min(found) < 1:
+        raise ValueError(f"limits = {found}: give 1 or more tokens for each of {len(lengths)} prompts")
+    return found
+
+
 def check_stops(sampling: Sampling, size: int) -> None:
     """Raises ValueError for stop tokens that a vocabulary of `size` tokens does not have."""
     wrong = [token for token in sampling.stop_token_ids if token >= size]

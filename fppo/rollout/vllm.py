@@ -24,7 +24,7 @@ from fppo.key import Key
 from fppo.models.model import Model
 from fppo.rollout import sync
 from fppo.rollout.engine import Sampling
-from fppo.rollout.records import check_prompts, check_stops, number_rows, rollout_of
+from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits, rollout_of
 from fppo.rollout.sync import Bucket, Rename, SyncError
 from fppo.rollout.vllm_host import (
     Answer,
@@ -122,7 +122,14 @@ class VllmEngine:
         return self._running().limit
 
     def generate(
-        self, params: Mapping[str, Tensor], prompts: Prompts, sampling: Sampling, key: Key, *, version: int = 0
+        self,
+        params: Mapping[str, Tensor],
+        prompts: Prompts,
+        sampling: Sampling,
+        key: Key,
+        *,
+        version: int = 0,
+        limits: Tensor | None = None,
     ) -> Rollout:
         """The rollout of these parameters, as `EmbeddedEngine.generate` gives it; log-probs are float32.
 
@@ -131,7 +138,8 @@ class VllmEngine:
         device = next(iter(params.values())).device
         mask = prompts.attention_mask.bool()
         lengths = check_prompts(mask)
-        self._check(prompts, mask, lengths, sampling)
+        most = response_limits(limits, lengths, sampling)
+        self._check(prompts, mask, lengths, most, sampling)
         row_ids = number_rows(prompts, sampling.n, torch.device("cpu"))
         asked = [row[keep].tolist() for row, keep in zip(prompts.tokens, mask, strict=True)]
         request = Request(
@@ -139,6 +147,7 @@ class VllmEngine:
             sampling=sampling,
             key=key,
             row_ids=row_ids,
+            limits=[limit for limit in most for _ in range(sampling.n)],
         )
         answers = self._answers(request, params, version)
         if self._options.sleep:
@@ -273,15 +282,16 @@ class VllmEngine:
             raise ValueError("the engine is closed")
         return self._host
 
-    def _check(self, prompts: Prompts, mask: Tensor, lengths: list[int], sampling: Sampling) -> None:
+    def _check(self, prompts: Prompts, mask: Tensor, lengths: list[int], limits: list[int], sampling: Sampling) -> None:
         size = self._model.config.vocab_size
         check_stops(sampling, size)
         if int(prompts.tokens.where(mask, 0).max()) >= size:
             raise ValueError(f"prompts hold tokens beyond the model's vocabulary of {size} tokens")
-        if max(lengths) + sampling.max_tokens > self.limit:
+        total, length, most = max((sum(pair), *pair) for pair in zip(lengths, limits, strict=True))
+        if total > self.limit:
             raise ValueError(
-                f"the longest prompt has {max(lengths)} tokens; with max_tokens = {sampling.max_tokens} a row may "
-                f"reach {max(lengths) + sampling.max_tokens}, but vLLM was started for max_model_len = {self.limit}: "
+                f"the longest prompt has {length} tokens; with max_tokens = {most} a row may "
+                f"reach {total}, but vLLM was started for max_model_len = {self.limit}: "
                 "raise that, lower max_tokens or leave long prompts out"
             )
 

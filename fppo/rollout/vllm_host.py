@@ -95,13 +95,17 @@ class VllmOptions:
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """One batch of rows to generate; with `forced` [B, T], rows whose tokens are given."""
+    """One batch of rows to generate; with `forced` [B, T], rows whose tokens are given.
+
+    `limits` are the most tokens of each row; None: `sampling.max_tokens`.
+    """
 
     prompts: Sequence[Sequence[int]]
     sampling: Sampling
     key: Key
     row_ids: Tensor  # [B] int64
     forced: Tensor | None = None
+    limits: Sequence[int] | None = None
 
     def part(self, rows: Sequence[int]) -> Request:
         """The same for some rows."""
@@ -110,6 +114,7 @@ class Request:
             prompts=[self.prompts[row] for row in rows],
             row_ids=self.row_ids[list(rows)],
             forced=None if self.forced is None else self.forced[list(rows)],
+            limits=None if self.limits is None else [self.limits[row] for row in rows],
         )
 
 
@@ -204,7 +209,7 @@ class LocalHost:
             for row, prompt in enumerate(request.prompts):
                 params = SamplingParams(
                     temperature=0.0,
-                    max_tokens=sampling.max_tokens,
+                    max_tokens=sampling.max_tokens if request.limits is None else request.limits[row],
                     stop_token_ids=stops,
                     ignore_eos=True,
                     detokenize=False,

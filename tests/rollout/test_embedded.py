@@ -189,6 +189,32 @@ def test_long_responses_outgrow_the_first_cache(name, monkeypatch):
         torch.testing.assert_close(got, alone, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("stops", [STOPS, ()])
+def test_limits_of_single_prompts_cut_their_responses_alone(stops):
+    model, params = make("gpt2")
+    limits = torch.tensor([3, 60, 9, 1, 12, 40])
+    sampling = Sampling(n=3, max_tokens=50, stop_token_ids=stops)
+    whole = engine_of(model).generate(params, make_prompts(), sampling, Key(4))
+    cut = engine_of(model, max_rows=6).generate(params, make_prompts(), sampling, Key(4), limits=limits)
+    length = cut.response_mask.shape[1]
+    most = limits.repeat_interleave(3)[:, None]
+    kept = whole.response_mask[:, :length] & (torch.arange(length) < most)
+    assert torch.equal(cut.response_mask, kept)
+    assert torch.equal(cut.tokens[:, 7:], whole.tokens[:, 7 : 7 + length].where(kept, PAD))
+    expected = whole.rollout_log_probs[:, :length].where(kept, 0.0)
+    torch.testing.assert_close(cut.rollout_log_probs, expected, rtol=0, atol=1e-10)
+    ended = [int(mask.sum()) == int(full.sum()) for mask, full in zip(kept, whole.response_mask, strict=True)]
+    reasons = [a if same else "length" for a, same in zip(whole.finish, ended, strict=True)]
+    assert list(cut.finish) == reasons
+    # a row may reach 7 + 57 of 64 positions, not the longest prompt with the highest limit
+    engine_of(model).generate(
+        params, make_prompts((7, 4)), Sampling(max_tokens=60), Key(0), limits=torch.tensor([57, 60])
+    )
+    for wrong in ([3, 0], [3]):
+        with pytest.raises(ValueError, match="give 1 or more tokens for each of 2 prompts"):
+            engine_of(model).generate(params, make_prompts((3, 1)), sampling, Key(0), limits=torch.tensor(wrong))
+
+
 def test_runs_repeat_bit_for_bit_and_keys_matter():
     model, params = make("qwen2", dtype=torch.float32)
     sampling = Sampling(n=2, max_tokens=10, stop_token_ids=STOPS, top_p=0.9)
