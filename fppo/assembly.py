@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from fppo import config, data, losses, rewards, settings_checks, tree
+from fppo import data, rewards, tree
 from fppo.data import DataCursor, PromptSet
 from fppo.key import Key
 from fppo.loading import (
@@ -23,41 +21,25 @@ from fppo.loading import (
     load_models,
     load_prompts,
     load_tokenizer,
-    micro_batching_of,
 )
 from fppo.loading_rewards import reward_model_of, reward_of
 from fppo.losses import KLState
 from fppo.models.model import Model, Params
 from fppo.pipeline import stages
-from fppo.pipeline.estimators import estimator
 from fppo.pipeline.evaluate import evaluate
-from fppo.pipeline.measure import with_mfu
 from fppo.pipeline.run import Program, RunState
 from fppo.pipeline.sample import (
     Draw,
-    Sample,
-    equal_groups,
-    sample_batch,
-    sample_groups,
-    sample_saved,
-    saving,
-    truncated,
 )
 from fppo.pipeline.spread import SpreadJudge
 from fppo.pipeline.train import Evaluate
-from fppo.rollout import saved
+from fppo.programs import policy_loss, program_of
 from fppo.rollout.engine import Engine, Sampling
-from fppo.runtime.mesh import LOCAL, Mesh, is_first
-from fppo.runtime.offload import Lane, OnHost, activations_on_host, offloaded, offloaded_adamw, to_host
-from fppo.settings import ActorSettings, OptimizerSettings, TrainSettings
-from fppo.settings_rollout import FilterSettings
-from fppo.steps.optimizer import Optimizer
-from fppo.steps.schedules import schedule
+from fppo.runtime.mesh import LOCAL, Mesh
+from fppo.runtime.offload import Lane, to_host
+from fppo.settings import TrainSettings
 from fppo.steps.train_state import TrainState, init_state
-from fppo.steps.update import update_actor, update_critic
 from fppo_kernels.record import Kernels
-
-ROLLOUTS = "rollouts"  # where a run that saves its rollouts has them
 
 
 @attrs.frozen(kw_only=True)
@@ -76,44 +58,6 @@ class Assembled:
     shapes: dict[str, torch.Size]  # whole shapes of the leaves of `run` that a mesh may cut
 
 
-def policy_loss(actor: ActorSettings) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """The policy loss with its scalars bound, and its selection of tokens if it has one."""
-    name = actor.loss.name
-    if ":" in name:
-        return _imported(name), None
-    loss = partial(getattr(losses, name), **config.loss_scalars(actor.loss))
-    if name not in settings_checks.SELECTION_KEYWORDS:
-        return loss, None
-    return loss, partial(getattr(losses, f"select_{name}"), **config.selection_scalars(actor.loss))
-
-
-def _imported(name: str) -> Callable[..., Any]:
-    """The policy loss of "module:function". Raises ValueError if it does not import."""
-    module, _, function = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"actor.loss.name = {name!r} does not import: {error}") from error
-
-
-def optimizer_of(settings: OptimizerSettings, updates: int) -> Optimizer:
-    """The optimizer for a run of `updates` updates."""
-    rate = schedule(
-        settings.schedule,
-        settings.lr,
-        total_steps=updates,
-        warmup_steps=settings.warmup_steps,
-        min_ratio=settings.min_lr_ratio,
-    )
-    return Optimizer(
-        schedule=rate,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm or None,
-    )
-
-
 def sampling_of(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> Sampling:
     """How responses are sampled in training."""
     rollout = settings.rollout
@@ -124,146 +68,6 @@ def sampling_of(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> 
         n=rollout.n,
         max_tokens=rollout.max_tokens,
         stop_token_ids=data.stop_tokens(tokenizer, rollout.stop, rollout.stop_token_ids),
-    )
-
-
-def program_of(
-    settings: TrainSettings,
-    *,
-    model: Model,
-    critic_model: Model | None,
-    engine: Engine,
-    kernels: Kernels,
-    mesh: Mesh,
-    lane: Lane,
-    sampling: Sampling,
-    pad_token_id: int,
-    score: stages.ScoreFn,
-    loss: tuple[Callable[..., Any], Callable[..., Any] | None],
-) -> Program:
-    """The stages of the settings' algorithm, bound."""
-    actor, algorithm = settings.actor, settings.algorithm
-    mini = config.mini_batch_size(actor, settings.rollout.batch_size)
-    corrected = algorithm.correction.mode != "none" or bool(algorithm.correction.rejection)
-    alone = actor.epochs == 1 and mini == settings.rollout.batch_size
-    sum_squared = algorithm.advantage == "optimal_token_baseline"
-    bypass = algorithm.correction.bypass
-    on_policy = alone and algorithm.kl.coef == 0 and not (corrected or bypass or sum_squared)
-    if settings.model.offload != "none":
-        kernels = attrs.evolve(kernels, adamw=offloaded_adamw(kernels.adamw, lane))
-    shared = {"kernels": kernels, "mesh": mesh, "remove_padding": settings.model.remove_padding}
-    policy = shared | {"temperature": sampling.temperature}
-    return Program(
-        rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
-        score=_score_stage(algorithm.advantage, engine, sampling, score),
-        annotate=partial(
-            stages.annotate,
-            model=model,
-            critic_model=critic_model,
-            micro_batching=micro_batching_of(actor),
-            sum_squared=sum_squared,
-            by_engine=on_policy or bypass,
-            held=(lambda params: OnHost(params, lane)) if settings.model.offload == "all" else (lambda params: params),
-            **policy,
-        ),
-        estimate=_estimate_stage(settings, sampling, kernels),
-        update_critic=_update_critic(settings, critic_model, lane, shared),
-        update_actor=partial(
-            _measured("actor", update_actor, settings, lane),
-            model=model,
-            loss_fn=loss[0],
-            select_fn=loss[1],
-            optimizer=optimizer_of(
-                actor.optimizer, settings.steps * actor.epochs * settings.rollout.batch_size // mini
-            ),
-            mini_batch_size=mini,
-            micro_batching=micro_batching_of(actor),
-            epochs=actor.epochs,
-            weight_mode=actor.weight_mode,
-            horizon=actor.horizon,
-            entropy_coef=actor.entropy_coef,
-            kl_coef=actor.kl_coef,
-            kl_kind=actor.kl_kind,
-            whole_batch=True,
-            on_policy=on_policy,
-            measure_gap=bypass and not sum_squared,
-            **policy,
-        ),
-        sample=sample_of(settings, pad_token_id, mesh),
-        critic_warmup=settings.critic.warmup_steps if critic_model is not None else 0,
-    )
-
-
-def _estimate_stage(settings: TrainSettings, sampling: Sampling, kernels: Kernels) -> Callable[..., Any]:
-    algorithm = settings.algorithm
-    kl, corrected = algorithm.kl, config.correction_keywords(algorithm.correction)
-    estimate = estimator(
-        algorithm.advantage, gamma=algorithm.gamma, lam=algorithm.lam, scale=algorithm.scale, gae=kernels.gae
-    )
-    return partial(
-        stages.estimate,
-        advantage_fn=estimate,
-        max_tokens=sampling.max_tokens,
-        kl_in_reward=kl.coef > 0,
-        kl_kind=kl.kind,
-        update_kl=partial(losses.update_kl, kind=kl.controller, target=kl.target, horizon=kl.horizon),
-        correct=partial(losses.rollout_correction, **corrected) if corrected else None,
-        drop=_dropped(settings.rollout.filter),
-        whiten=algorithm.whiten and algorithm.advantage == "gae",
-    )
-
-
-def _dropped(section: FilterSettings) -> list[Callable[..., Any]]:
-    """What says which rows are not trained on."""
-    groups = [partial(equal_groups, by=section.by)] if section.groups else []
-    return [*groups, *([truncated] if section.truncated else [])]
-
-
-def sample_of(settings: TrainSettings, pad_token_id: int, mesh: Mesh) -> Sample:
-    """How the settings want a step's batch made."""
-    section = settings.rollout
-    if section.from_ is not None:
-        saved.check(Path(section.from_), until=settings.steps, rows=section.batch_size)
-        return partial(sample_saved, directory=Path(section.from_))
-    kept, sample = section.filter, sample_batch
-    if kept.groups:
-        sample = partial(sample_groups, pad_token_id=pad_token_id, max_draws=kept.max_draws, by=kept.by)
-    if section.save and is_first(mesh):
-        return saving(sample, Path(settings.output_dir) / ROLLOUTS)
-    return sample
-
-
-def _score_stage(advantage: str, engine: Engine, sampling: Sampling, score: stages.ScoreFn) -> Callable[..., Any]:
-    if advantage != "remax":
-        return partial(stages.score_stage, score=score)
-    greedy = attrs.evolve(sampling, greedy=True, n=1)
-    return partial(stages.score_with_greedy, score=score, engine=engine, sampling=greedy)
-
-
-def _measured(role: str, update: Callable[..., Any], settings: TrainSettings, lane: Lane) -> Callable[..., Any]:
-    """The update with its rates as metrics, and with what the settings keep on the host."""
-    if settings.model.offload_activations:
-        update = activations_on_host(update, lane)
-    return with_mfu(role, offloaded(update, lane) if settings.model.offload == "all" else update)
-
-
-def _update_critic(settings: TrainSettings, critic_model: Model | None, lane: Lane, shared: dict[str, Any]) -> Any:
-    critic, batch_size = settings.critic, settings.rollout.batch_size
-    if critic_model is None:
-        return None
-    mini = config.mini_batch_size(critic, batch_size)
-    return partial(
-        _measured("critic", update_critic, settings, lane),
-        model=critic_model,
-        optimizer=optimizer_of(critic.optimizer, settings.steps * critic.epochs * batch_size // mini),
-        mini_batch_size=mini,
-        micro_batching=micro_batching_of(critic),
-        epochs=critic.epochs,
-        clip=critic.value_clip,
-        weight_mode=critic.weight_mode,
-        horizon=critic.horizon,
-        whole_batch=True,
-        **shared,
     )
 
 

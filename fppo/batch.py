@@ -296,6 +296,11 @@ def extend(cls: type[R], record: Any, **fields: Any) -> R:
     return _make(cls, _fields(record) | fields)
 
 
+def narrow(cls: type[R], record: Any) -> R:
+    """An earlier stage's record: a `cls` with those of `record`'s fields that it has."""
+    return _make(cls, {f.name: getattr(record, f.name) for f in attrs.fields(cls)})  # type: ignore[arg-type]
+
+
 def _make(cls: type[R], values: Mapping[str, Any]) -> R:
     names = {f.name: f.default is attrs.NOTHING for f in attrs.fields(cls)}  # type: ignore[arg-type]
     unknown = [n for n, v in values.items() if n not in names and v is not None]

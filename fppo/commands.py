@@ -12,9 +12,10 @@ from transformers.utils import logging as transformers_logging
 
 from fppo import config, report, session, session_rollout
 from fppo import quickstart as task
-from fppo.assembly import ROLLOUTS, Assembled, assembled
+from fppo.assembly import Assembled, assembled
 from fppo.metrics import report as numbers_of
 from fppo.pipeline import replay as replays
+from fppo.programs import ROLLOUTS
 from fppo.runtime import checkpoint
 from fppo.runtime.mesh import LOCAL, Mesh, is_first
 from fppo.runtime.watch import Watch

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fppo import batch as batches
 from fppo import config, loggers, metrics, session
-from fppo.assembly import ROLLOUTS, Assembled
-from fppo.batch import Scored
+from fppo.assembly import Assembled
+from fppo.batch import Rollout, Scored
 from fppo.jsonl import JsonLines, plain
 from fppo.pipeline.measure import now
+from fppo.programs import ROLLOUTS
 from fppo.rewards import samples_of
 from fppo.rollout import saved
 from fppo.runtime.mesh import any_rank, is_first
@@ -70,7 +72,7 @@ def _lines(scored: Scored, tokenizer: Any, step: int) -> list[dict[str, Any]]:
             "ground_truth": plain(sample.ground_truth),
             "finish": sample.finish,
         }
-        for row, sample in enumerate(samples_of(scored, tokenizer))
+        for row, sample in enumerate(samples_of(batches.narrow(Rollout, scored), tokenizer))
     ]
 
 

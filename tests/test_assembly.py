@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fppo
-from fppo import assembly, config, loading, loading_rewards, models
+from fppo import assembly, config, loading, loading_rewards, models, programs
 from fppo.key import Key
 from fppo.pipeline import estimators
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
@@ -17,7 +17,10 @@ from fppo.settings import ActorSettings, AdvantageName, LossSettings, OptimizerS
 from tests import runs
 
 PACKAGE = Path(fppo.__file__).parent
-READERS = ("assembly", "loading", "launched", "session", "commands", "config", "settings_checks", "loading_rewards")
+READERS = (
+    *("assembly", "programs", "loading", "launched", "session"),
+    *("commands", "config", "settings_checks", "loading_rewards"),
+)
 
 
 def _attributes_read() -> set[str]:
@@ -68,14 +71,14 @@ def test_on_policy_is_taken_when_one_update_makes_the_ratio_1(tmp_path):
 
 
 def test_the_schedule_spans_all_updates():
-    optimizer = assembly.optimizer_of(OptimizerSettings(lr=1.0, schedule="linear", max_grad_norm=0.0), 10)
+    optimizer = programs.optimizer_of(OptimizerSettings(lr=1.0, schedule="linear", max_grad_norm=0.0), 10)
     assert optimizer.max_grad_norm is None
     assert optimizer.schedule(0) == 1.0
     assert optimizer.schedule(10) == 0.0
 
 
 def test_losses_by_name_take_their_scalars():
-    loss, select = assembly.policy_loss(
+    loss, select = programs.policy_loss(
         ActorSettings(loss=LossSettings(name="clip_cov", clip_low=0.1, select_ratio=0.5))
     )
     assert loss.keywords == {"clip_low": 0.1}

@@ -6,7 +6,6 @@ import os
 import re
 from pathlib import Path
 
-import attrs
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -27,8 +26,7 @@ def write(rows: Scored, directory: Path, step: int) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path = path_of(directory, step)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    names = [field.name for field in attrs.fields(Rollout)]
-    batches.save(Rollout(**{name: getattr(rows, name) for name in names}), draft)
+    batches.save(batches.narrow(Rollout, rows), draft)
     draft.rename(path)
     return path
 
