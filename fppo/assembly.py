@@ -22,7 +22,7 @@ from fppo.loading import (
     load_prompts,
     load_tokenizer,
 )
-from fppo.loading_rewards import reward_model_of, reward_of
+from fppo.loading_rewards import reward_runner
 from fppo.losses import KLState
 from fppo.models.model import Model, Params
 from fppo.pipeline import stages
@@ -95,14 +95,13 @@ def assembled(
     prompts = load_prompts(settings, tokenizer, held_out=False)
     held_out = load_prompts(settings, tokenizer, held_out=True) if settings.data.eval_path else None
     sampling = sampling_of(settings, tokenizer)
-    reward = reward_of(settings, reward_model_of(settings, tokenizer, sampling_mesh, device))
     model, params, critic_model, critic, ref = load_models(settings, tokenizer, key, mesh, device)
     for given in (prompts, held_out):
         if given is not None:
             data.check_tokens(given, model.config.vocab_size)
-    section, pad, lane = settings.reward, prompts.pad_token_id, Lane(device)
+    pad, lane = prompts.pad_token_id, Lane(device)
     with (
-        rewards.RewardRunner(reward, time_limit=section.time_limit, workers=section.workers) as runner,
+        reward_runner(settings, tokenizer, sampling_mesh, device) as runner,
         engine_of(settings, model, kernels, pad, sampling_mesh, lane) as engine,
     ):
         score = partial(rewards.score, reward=SpreadJudge(runner, sampling_mesh, device), tokenizer=tokenizer)

@@ -20,6 +20,7 @@ from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.offload import Lane
 from fppo.settings import ActorSettings, CriticSettings, TrainSettings
+from fppo.settings_vllm import VllmSettings
 from fppo.steps.micro_batching import MicroBatching
 from fppo_kernels import table as tables
 from fppo_kernels.record import Kernels
@@ -160,9 +161,15 @@ def engine_of(
     if settings.rollout.engine == "embedded" or idle:
         yield spread(EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad_token_id, mesh=mesh))
         return
+    with vllm_engine(settings.rollout.vllm, model, pad_token_id, mesh) as engine:
+        yield spread(engine)
+
+
+@contextlib.contextmanager
+def vllm_engine(section: VllmSettings, model: Model, pad_token_id: int, mesh: Mesh) -> Iterator[Engine]:
+    """A vLLM of its own, as the section says, for as long as the context lasts."""
     from fppo.rollout.vllm import VllmEngine, VllmOptions  # here: it starts processes of another package
 
-    section = settings.rollout.vllm
     options = VllmOptions(
         max_model_len=section.max_model_len,
         max_rows=section.max_rows,
@@ -185,4 +192,4 @@ def engine_of(
         send=section.send,
         probe=section.probe,
     ) as engine:
-        yield spread(engine)
+        yield engine

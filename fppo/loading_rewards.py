@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from fppo import data, rewards
-from fppo.loading import check_attention, check_heads, kernels_of, micro_batching_of, placed
+from fppo import data, models, rewards
+from fppo.data.encode import check_open_end
+from fppo.key import Key
+from fppo.loading import check_attention, check_heads, kernels_of, micro_batching_of, placed, vllm_engine
 from fppo.models.load import find_directory
+from fppo.models.model import Model, Params
+from fppo.pipeline.spread import FetchingEngine
+from fppo.rewards.judge import LanguageJudge
 from fppo.rewards.models import encode, load_reward_model, model_reward
 from fppo.rewards.sample import RewardFn
-from fppo.runtime.mesh import Mesh
+from fppo.rollout.embedded import EmbeddedEngine
+from fppo.rollout.engine import Engine, Sampling
+from fppo.rollout.vllm_host import EngineFailure
+from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import Lane, OnHost, to_host
 from fppo.settings import TrainSettings
 from fppo.steps.micro_batching import MicroBatching
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 Weighted = Mapping[str, tuple[RewardFn, float]]  # by name: a function and its factor
+
+
+@contextlib.contextmanager
+def reward_runner(
+    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, device: torch.device
+) -> Iterator[rewards.RewardRunner]:
+    """All that scores the run's responses, ready to judge, for as long as the context lasts."""
+    section = settings.reward
+    model = reward_model_of(settings, tokenizer, mesh, device)
+    with (
+        judge_of(settings, tokenizer, mesh, device) as judge,
+        rewards.RewardRunner(
+            reward_of(settings, {**model, **judge}), time_limit=section.time_limit, workers=section.workers
+        ) as runner,
+    ):
+        yield runner
 
 
 def reward_of(settings: TrainSettings, extra: Weighted) -> rewards.Reward:
@@ -48,11 +74,10 @@ def reward_model_of(
     section = settings.reward.model
     if section.path is None:
         return {}
-    compute = settings.model.compute_dtype
     model, params = load_reward_model(
         section.path,
         label=section.label,
-        compute_dtype=None if compute == "float32" else getattr(torch, compute),
+        compute_dtype=_compute_dtype(settings),
         trust_remote_code=settings.model.trust_remote_code,
     )
     check_attention(settings, model)
@@ -70,6 +95,11 @@ def reward_model_of(
         **read,
     )
     return {"reward_model": (fn, section.weight)}
+
+
+def _compute_dtype(settings: TrainSettings) -> torch.dtype | None:
+    name = settings.model.compute_dtype
+    return None if name == "float32" else getattr(torch, name)
 
 
 def _micro_batching(settings: TrainSettings) -> MicroBatching:
@@ -121,3 +151,84 @@ def _differs(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, *, c
     if own.get_vocab() != policy.get_vocab():
         return True
     return chat and own.chat_template is not None and own.chat_template != policy.chat_template
+
+
+@contextlib.contextmanager
+def judge_of(
+    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, device: torch.device
+) -> Iterator[Weighted]:
+    """The judge by name, with its engine, for as long as the context lasts; nothing without one.
+
+    Raises ValueError if it does not fit its tokenizer, or that lacks what is needed; EngineFailure if its vLLM does not
+    start.
+    """
+    section, remote = settings.reward.judge, settings.model.trust_remote_code
+    if section.path is None:
+        yield {}
+        return
+    own = AutoTokenizer.from_pretrained(section.path, trust_remote_code=remote)
+    _check_judge_tokenizer(own, chat=section.chat)
+    compute = _compute_dtype(settings)
+    model, params = models.load(
+        section.path, dtype=compute or torch.float32, compute_dtype=compute, trust_remote_code=remote
+    )
+    data.check_vocabulary(own, {"judge": model.config})
+    sampling = Sampling(
+        max_tokens=section.max_tokens,
+        stop_token_ids=data.stop_tokens(own),
+        greedy=section.temperature == 0,
+        temperature=section.temperature or 1.0,
+    )
+    with _judge_engine(settings, model, params, own.eos_token_id, mesh, device) as (engine, held):
+        judge = LanguageJudge(
+            engine=engine,
+            params=held,
+            tokenizer=own,
+            rollout_tokenizer=tokenizer,
+            template=section.template,
+            pattern=section.pattern,
+            sampling=sampling,
+            key=Key(settings.seed).fold("judge"),
+            max_prompt_tokens=section.max_prompt_tokens,
+            chat=section.chat,
+            mesh=mesh,
+        )
+        yield {"judge": (judge, section.weight)}
+
+
+def _check_judge_tokenizer(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> None:
+    if chat and tokenizer.chat_template is None:
+        raise ValueError(
+            "reward.judge.chat: the judge's tokenizer has no chat template; use a chat model, or set it to false"
+        )
+    if not chat:
+        check_open_end("a question", tokenizer)
+
+
+@contextlib.contextmanager
+def _judge_engine(
+    settings: TrainSettings, model: Model, params: Params, pad_token_id: int, mesh: Mesh, device: torch.device
+) -> Iterator[tuple[Engine, Params]]:
+    """What generates the judge's answers, and the parameters to hand to it.
+
+    A vLLM is sent whole parameters once, from the host, so none are kept on the device beside it.
+    """
+    section = settings.reward.judge
+    if section.engine == "embedded":
+        check_attention(settings, model)
+        engine: Engine = EmbeddedEngine(
+            model=model, kernels=kernels_of(settings), pad_token_id=pad_token_id, max_rows=section.max_rows, mesh=mesh
+        )
+        params = placed(params, mesh, device)
+        if settings.model.offload == "all":
+            params, engine = to_host(params), FetchingEngine(engine=engine, lane=Lane(device))
+        yield engine, params
+        return
+    limit = section.vllm.max_model_len or section.max_prompt_tokens + section.max_tokens
+    vllm = attrs.evolve(section.vllm, max_model_len=limit)
+    with contextlib.ExitStack() as stack:
+        try:
+            engine = stack.enter_context(vllm_engine(vllm, model, pad_token_id, LOCAL))
+        except EngineFailure as error:
+            raise EngineFailure(f"reward.judge: {error}") from error
+        yield engine, params

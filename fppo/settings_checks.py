@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from fppo.settings import ActorSettings, CriticSettings, LossSettings, TrainSettings
-from fppo.settings_checks_reward import FUNCTION, reward_problems
+from fppo.settings_checks_reward import FUNCTION, judge_on_ranks, reward_problems
 from fppo.settings_fields import name_of
 from fppo.settings_problems import Problems
 from fppo.settings_problems import problem as _problem
@@ -89,6 +89,7 @@ def _mesh(s: TrainSettings, world: int) -> Problems:
     if world > 1 and s.rollout.engine == "vllm" and not s.rollout.vllm.process:
         text = "in a process of several ranks vLLM does not start; set it to true, for a process of its own"
         yield _problem("rollout.vllm.process", False, text)
+    yield from judge_on_ranks(s, world)
     ranks = world // s.mesh.sequence
     for name, section in (("actor", s.actor), ("critic", s.critic)):
         size = section.mini_batch_size or s.rollout.batch_size

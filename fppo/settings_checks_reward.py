@@ -6,9 +6,10 @@ import re
 
 import attrs
 
+from fppo.rewards.question import pattern_problem, template_problem
 from fppo.settings import TrainSettings
 from fppo.settings_problems import Problems, problem, unread
-from fppo.settings_reward import RewardModelSettings
+from fppo.settings_reward import JudgeSettings, RewardModelSettings
 
 FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 
@@ -17,12 +18,21 @@ def reward_problems(s: TrainSettings) -> Problems:
     """The conflicts of the section reward, with itself and with others."""
     yield from _functions(s)
     yield from _model(s.reward.model)
+    yield from _judge(s)
+
+
+def judge_on_ranks(s: TrainSettings, world: int) -> Problems:
+    """What keeps a judge from running beside `world` - 1 others."""
+    judge = s.reward.judge
+    if world > 1 and judge.path is not None and judge.engine == "vllm" and not judge.vllm.process:
+        text = "in a process of several ranks vLLM does not start; set it to true, for a process of its own"
+        yield problem("reward.judge.vllm.process", False, text)
 
 
 def _functions(s: TrainSettings) -> Problems:
     names, weights = s.reward.functions, s.reward.weights
-    if not names and s.reward.model.path is None:
-        text = "nothing scores the responses; give reward functions, or reward.model.path"
+    if not names and s.reward.model.path is None and s.reward.judge.path is None:
+        text = "nothing scores the responses; give reward functions, reward.model.path or reward.judge.path"
         yield problem("reward.functions", list(names), text)
     for name in names:
         if ":" in name and not FUNCTION.fullmatch(name):
@@ -54,3 +64,41 @@ def _model(model: RewardModelSettings) -> Problems:
     if model.micro_batch_size is not None and model.token_budget is not None:
         text = f"reward.model.token_budget = {model.token_budget} is given too; give one of the two"
         yield problem("reward.model.micro_batch_size", model.micro_batch_size, text)
+
+
+def _judge(s: TrainSettings) -> Problems:
+    judge, path = s.reward.judge, "reward.judge"
+    if judge.path is None:
+        for field in attrs.fields(JudgeSettings):
+            if field.name not in ("path", "vllm"):
+                value = getattr(judge, field.name)
+                yield from unread(f"{path}.{field.name}", value, field.default, "reward.judge.path")
+    for name, find in (("template", template_problem), ("pattern", pattern_problem)):
+        value = getattr(judge, name)
+        if value and (wrong := find(value)):
+            yield problem(f"{path}.{name}", value, wrong)
+    for field in attrs.fields(type(judge.vllm)):
+        if judge.path is None or judge.engine != "vllm":
+            value = getattr(judge.vllm, field.name)
+            yield from unread(f"{path}.vllm.{field.name}", value, field.default, 'reward.judge.engine = "vllm"')
+    if judge.path is not None and judge.engine == "vllm":
+        reader = 'reward.judge.engine = "embedded"'
+        yield from unread(f"{path}.max_rows", judge.max_rows, attrs.fields(JudgeSettings).max_rows.default, reader)
+        yield from _judge_on_vllm(s)
+
+
+def _judge_on_vllm(s: TrainSettings) -> Problems:
+    judge, own, other = s.reward.judge, s.reward.judge.vllm, s.rollout.vllm
+    path = "reward.judge.vllm"
+    needed = judge.max_prompt_tokens + judge.max_tokens
+    if own.max_model_len is not None and own.max_model_len < needed:
+        text = f"a question and its answer may have {needed} tokens (reward.judge.max_prompt_tokens and max_tokens)"
+        yield problem(f"{path}.max_model_len", own.max_model_len, text)
+    if own.cache_gb != 1.0 and own.memory_share is not None:
+        yield problem(f"{path}.cache_gb", own.cache_gb, "memory_share takes its place; leave one out")
+    if s.rollout.engine == "vllm" and not own.process and not other.process:
+        text = "one process runs one vLLM, and rollout.vllm is in this one; set it to true, for a process of its own"
+        yield problem(f"{path}.process", False, text)
+    if s.rollout.engine == "vllm" and (own.memory_share or 0) + (other.memory_share or 0) > 1:
+        text = f"with rollout.vllm.memory_share = {other.memory_share} it is more than all of the device's memory"
+        yield problem(f"{path}.memory_share", own.memory_share, text)

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import attrs
 
-from fppo.settings_fields import above, at_least, setting
+from fppo.settings_fields import above, at_least, given, setting
+from fppo.settings_vllm import VllmSettings
+
+TEMPLATE = """Rate the response to the prompt from 0 (wrong or useless) to 10 (right and complete).
+
+Prompt:
+{prompt}
+
+Reference answer:
+{ground_truth}
+
+Response:
+{response}
+
+End with one line of the form "Score: number"."""
 
 
 @attrs.frozen(kw_only=True)
@@ -28,6 +44,34 @@ class RewardModelSettings:
 
 
 @attrs.frozen(kw_only=True)
+class JudgeSettings:
+    """A language model that is asked for a score, which is added to the reward functions'."""
+
+    path: str | None = setting(None)
+    """The judge: the name or directory of a Hugging Face model, with its tokenizer; None: no judge."""
+    weight: float = setting(1.0)
+    """The factor of its score."""
+    template: str = setting(TEMPLATE, given("give a text with {response} in it"))
+    """What it is asked: a text with {response}, and {prompt} and {ground_truth} where they are wanted."""
+    chat: bool = setting(True)
+    """Put the question through the judge's chat template."""
+    pattern: str = setting(r"Score:\s*(-?\d+(?:\.\d+)?)", given("give a regular expression with one group"))
+    """The regular expression that finds the score: the last match's group. No number: 0, and counted."""
+    temperature: float = setting(0.0, at_least(0))
+    """The sampling temperature; 0: the likeliest token always."""
+    max_tokens: int = setting(256, at_least(1))
+    """The longest answer, in tokens."""
+    max_prompt_tokens: int = setting(4096, at_least(2))
+    """The longest question, in tokens; longer ones lose their middle, and are counted."""
+    engine: Literal["embedded", "vllm"] = setting("embedded")
+    """What generates its answers: transformers, or a vLLM of its own."""
+    max_rows: int = setting(64, at_least(1))
+    """Questions that transformers answers at a time."""
+    vllm: VllmSettings = setting(VllmSettings)
+    """How that vLLM runs; max_model_len None: as long as a question and its answer may be."""
+
+
+@attrs.frozen(kw_only=True)
 class RewardSettings:
     """How a response is scored."""
 
@@ -47,3 +91,5 @@ class RewardSettings:
     """The length penalty of a response that reaches rollout.max_tokens; None: 1."""
     model: RewardModelSettings = setting(RewardModelSettings)
     """A reward model."""
+    judge: JudgeSettings = setting(JudgeSettings)
+    """A language model that is asked for a score."""

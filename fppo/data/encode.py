@@ -14,11 +14,9 @@ from fppo.data.problems import Problems
 from fppo.data.prompt_set import PromptSet, check_prompt_set, share
 from fppo.data.read import PathLike, Row, read_rows
 from fppo.data.tokenizers import check_chat_template, check_tokenizer
+from fppo.rewards.sample import MESSAGES
 
 OverLong = Literal["error", "drop", "truncate"]
-
-
-MESSAGES = "prompt_messages"  # the key under which extras hold a prompt's chat messages
 
 
 class _Bad(Exception):
@@ -239,7 +237,7 @@ def _tokens(asked: Sequence[tuple[Row, _Example]], tokenizer: Any, problems: Pro
     except Exception:  # one at a time, then, to name those at fault
         at_once = None
     if texts and at_once is not None:
-        _check_open_end(texts[0], tokenizer)
+        check_open_end(texts[0], tokenizer)
     result: list[list[int]] = []
     for row, example in asked:
         ids: list[int] = []
@@ -257,7 +255,7 @@ def _tokens(asked: Sequence[tuple[Row, _Example]], tokenizer: Any, problems: Pro
     return result
 
 
-def _check_open_end(text: str, tokenizer: Any) -> None:
+def check_open_end(text: str, tokenizer: Any) -> None:
     """Raises ValueError for a tokenizer that ends every text with its end token: a prompt is to be continued."""
     eos = [tokenizer.eos_token_id]
     bare = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -20,15 +20,9 @@ from fppo.rewards.sample import Part, Sample
 from fppo.rollout.engine import Engine, Sampling
 from fppo.runtime.mesh import GRADIENT_AXES, Mesh, gather_objects, place_on, ranks_on
 from fppo.runtime.offload import Lane, to_device
-from fppo.steps.spread import collect
+from fppo.steps.spread import collect, deal
 
 ALL = GRADIENT_AXES
-
-
-def deal(count: int, mesh: Mesh) -> list[list[int]]:
-    """Which of `count` things of unknown cost each rank takes: like a deck of cards."""
-    ranks = ranks_on(mesh, ALL)
-    return [list(range(rank, count, ranks)) for rank in range(ranks)]
 
 
 @attrs.frozen(kw_only=True)

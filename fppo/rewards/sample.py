@@ -12,6 +12,7 @@ RewardFn = Callable[..., Any]
 F = TypeVar("F", bound=Callable[..., Any])
 Kind = Literal["sample", "batch", "tensor"]
 ANSWER = "answer"
+MESSAGES = "prompt_messages"  # the key under which extras hold a prompt's chat messages
 
 
 class Sample(NamedTuple):
@@ -44,7 +45,10 @@ def batch_reward(fn: F) -> F:
 
 
 def tensor_reward(fn: F) -> F:
-    """Marks a function of the whole rollout that returns scores [B], as a reward model is. It runs in this process."""
+    """Marks a function of the whole rollout that returns scores [B], or them and metrics, as a reward model is.
+
+    It runs in this process.
+    """
     fn.reward_kind = "tensor"  # type: ignore[attr-defined]
     return fn
 

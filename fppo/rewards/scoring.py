@@ -32,7 +32,11 @@ def score(rollout: Rollout, *, reward: Judge, tokenizer: Any) -> tuple[Scored, M
     device = rollout.tokens.device
     judged = reward.judge(samples_of(rollout, tokenizer))
     parts = {name: torch.tensor(column, dtype=torch.float64) for name, column in judged.scores.items()}
-    parts |= {part.name: _tensor_scores(part, rollout) for part in reward.parts if part.kind == "tensor"}
+    noted: Metrics = {}
+    for part in reward.parts:
+        if part.kind == "tensor":
+            parts[part.name], more = _tensor_scores(part, rollout)
+            noted |= more
     parts = {part.name: parts[part.name].to(device) for part in reward.parts}
     total = sum((part.weight * parts[part.name] for part in reward.parts), torch.zeros(len(rollout.tokens)).to(device))
     clash = sorted(set(parts) & set(judged.named))
@@ -51,6 +55,7 @@ def score(rollout: Rollout, *, reward: Judge, tokenizer: Any) -> tuple[Scored, M
         "critic/score/max": metrics.masked_max(scored.scores, every),
         "critic/score/min": metrics.masked_min(scored.scores, every),
         **{f"reward/{name}": metrics.masked_mean(x, every) for name, x in named.items()},
+        **noted,
     }
     for kind in ("error", "timeout"):
         failed = {failure.number for failure in judged.failures if failure.kind == kind}
@@ -86,11 +91,15 @@ def _text(ids: Sequence[int], tokenizer: Any) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def _tensor_scores(part: Part, rollout: Rollout) -> Tensor:
-    """The scores of a function of the whole rollout. Raises ValueError unless they are finite and of shape [B]."""
+def _tensor_scores(part: Part, rollout: Rollout) -> tuple[Tensor, Metrics]:
+    """The scores of a function of the whole rollout, and its metrics if it gives any.
+
+    Raises ValueError unless the scores are finite and of shape [B].
+    """
     import torch
 
     found = part.fn(rollout)
+    found, more = found if isinstance(found, tuple) else (found, {})
     count = len(rollout.tokens)
     if not isinstance(found, torch.Tensor) or found.shape != (count,):
         shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
@@ -101,4 +110,4 @@ def _tensor_scores(part: Part, rollout: Rollout) -> Tensor:
         raise ValueError(
             f"the reward {part.name!r} returned {value} for sample {bad[0]} ({len(bad)} of {count} are so)"
         )
-    return found.detach().double().cpu()
+    return found.detach().double().cpu(), more

@@ -15,7 +15,7 @@ from fppo.batch import Column
 from fppo.key import Key
 from fppo.models import flops
 from fppo.models.model import Model
-from fppo.runtime.mesh import DATA_AXES, Mesh, all_reduce, gather_over, place_on, ranks_on
+from fppo.runtime.mesh import DATA_AXES, GRADIENT_AXES, Mesh, all_reduce, gather_over, place_on, ranks_on
 from fppo.steps.micro_batching import balance
 
 R = TypeVar("R")
@@ -32,6 +32,12 @@ def shares(model: Model, lengths: Sequence[int], mesh: Mesh) -> list[list[int]]:
     cost = {length: round(flops.forward_flops(model, [length]) / 1e3) for length in set(lengths)}
     parts = balance([cost[length] for length in lengths], min(ranks, len(lengths))) if len(lengths) else []
     return parts + [[] for _ in range(ranks - len(parts))]
+
+
+def deal(count: int, mesh: Mesh) -> list[list[int]]:
+    """Which of `count` things of unknown cost each rank takes: like a deck of cards."""
+    ranks = ranks_on(mesh, GRADIENT_AXES)
+    return [list(range(rank, count, ranks)) for rank in range(ranks)]
 
 
 def imbalance(model: Model, lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> float:

@@ -14,10 +14,10 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from fppo import loading, loading_rewards, models, rewards
 from fppo.batch import Column, Rollout
-from fppo.data.encode import MESSAGES
 from fppo.key import Key
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.rewards.models import encode, load_reward_model, model_reward
+from fppo.rewards.sample import MESSAGES
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.offload import Lane, OnHost, to_host

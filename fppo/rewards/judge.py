@@ -1,0 +1,99 @@
+"""A language model as a reward: it is asked about each response, and the score is read out of its answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo import batch as batches
+from fppo import data, metrics, tree
+from fppo.batch import Prompts, Rollout
+from fppo.key import Key
+from fppo.metrics import Metrics
+from fppo.rewards.question import ask, pattern_problem, score_in, template_problem
+from fppo.rewards.sample import Sample
+from fppo.rewards.scoring import samples_of
+from fppo.rollout.engine import Engine, Sampling
+from fppo.runtime.mesh import GRADIENT_AXES, LOCAL, Mesh, place_on
+from fppo.steps.spread import collect, deal
+
+
+def _no_problem(find: Any) -> Any:
+    def check(_: object, attribute: attrs.Attribute, value: Any) -> None:
+        problem = find(value if isinstance(value, str) else value.pattern)
+        if problem is not None:
+            raise ValueError(f"{attribute.name} = {value!r}: {problem}")
+
+    return check
+
+
+@attrs.frozen(kw_only=True)
+class LanguageJudge:
+    """A reward of the rollout: `engine` answers, with `params`, a question about each response.
+
+    The question is `template` with {prompt}, {response} and {ground_truth} filled in, through the chat template of
+    `tokenizer` where `chat` says so; `rollout_tokenizer` is the one that the rollout was made with. A question of more
+    than `max_prompt_tokens` loses its middle. The score is the number in the group of the last match of `pattern` in
+    the answer; an answer without one scores 0. Answers depend on the key, the row's id and the question alone. On a
+    `mesh` all ranks hold all rows; each asks about some, and all get all scores.
+    """
+
+    engine: Engine
+    params: Mapping[str, Tensor]
+    tokenizer: Any
+    rollout_tokenizer: Any
+    template: str = attrs.field(validator=_no_problem(template_problem))
+    pattern: re.Pattern[str] = attrs.field(converter=re.compile, validator=_no_problem(pattern_problem))
+    sampling: Sampling
+    key: Key
+    max_prompt_tokens: int = 4096
+    chat: bool = True
+    mesh: Mesh = LOCAL
+    reward_kind = "tensor"
+    reward_name = "judge"
+
+    def __call__(self, rollout: Rollout) -> tuple[Tensor, Metrics]:
+        """Scores [B] float64, and how many answers had none and how many questions were cut."""
+        parts = deal(len(rollout.tokens), self.mesh)
+        own = parts[place_on(self.mesh, GRADIENT_AXES)]
+        # a rank without a row asks a question whose answer nobody reads: engines gather parameters together
+        found = self._verdicts(batches.rows(rollout, own or [0]))[: len(own)]
+        scores, unparsed, cut = collect(found.to(rollout.tokens.device), parts, self.mesh, GRADIENT_AXES).unbind(1)
+        return scores, {
+            "reward/judge_unparsed": metrics.mean(float(unparsed.sum())),
+            "reward/judge_truncated": metrics.mean(float(cut.sum())),
+        }
+
+    def _verdicts(self, rollout: Rollout) -> Tensor:
+        """For each row [B, 3] its score, whether there was none in the answer, and whether the question was cut."""
+        asked = [self._encoded(sample) for sample in samples_of(rollout, self.rollout_tokenizer)]
+        limit, head = self.max_prompt_tokens, self.max_prompt_tokens // 2
+        kept = [ids if len(ids) <= limit else [*ids[:head], *ids[head - limit :]] for ids in asked]
+        answers = self._answers(self._prompts(kept, rollout))
+        scores = [score_in(answer, self.pattern) for answer in answers]
+        rows = [(score or 0.0, score is None, len(ids) > limit) for score, ids in zip(scores, asked, strict=True)]
+        return torch.tensor(rows, dtype=torch.float64)
+
+    def _encoded(self, sample: Sample) -> list[int]:
+        text = ask(self.template, sample)
+        if not self.chat:
+            return list(self.tokenizer(text)["input_ids"])
+        keywords = {"tokenize": True, "return_dict": False, "add_generation_prompt": True}
+        return list(self.tokenizer.apply_chat_template([{"role": "user", "content": text}], **keywords))
+
+    def _prompts(self, questions: list[list[int]], rollout: Rollout) -> Prompts:
+        pad = self.tokenizer.eos_token_id  # masked, so any will do
+        asked = data.collate(data.prompt_set(questions, pad_token_id=pad), range(len(questions)))
+        return tree.replace(asked, row_ids=rollout.row_ids.cpu())
+
+    def _answers(self, prompts: Prompts) -> list[str]:
+        answered = self.engine.generate(self.params, prompts, self.sampling, self.key)
+        mask = answered.response_mask.cpu()
+        tokens = answered.tokens[:, -mask.shape[1] :].cpu()
+        keywords = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return [self.tokenizer.decode(row[keep].tolist(), **keywords) for row, keep in zip(tokens, mask, strict=True)]

@@ -1,0 +1,55 @@
+"""What a judge is asked about a response, and how a score is read out of its answer."""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+
+from fppo.rewards.sample import MESSAGES, Sample
+
+FIELDS = ("prompt", "response", "ground_truth")
+
+
+def template_problem(template: str) -> str | None:
+    """What is wrong with the template of a question, and what to do; None if nothing is."""
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        return f"not a template: {error}; write {{{{ and }}}} for plain braces"
+    unknown = sorted(set(names) - set(FIELDS))
+    if unknown:
+        return f"has the fields {unknown}; there are {list(FIELDS)}, and {{{{ and }}}} for plain braces"
+    return None if "response" in names else "does not mention {response}, which is to be judged"
+
+
+def pattern_problem(pattern: str) -> str | None:
+    """What is wrong with the regular expression that finds a score, and what to do; None if nothing is."""
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        return f"not a regular expression: {error}"
+    if groups == 1:
+        return None
+    return f"has {groups} groups; give one, (...), around the score; (?:...) groups without being one"
+
+
+def ask(template: str, sample: Sample) -> str:
+    """The template filled with a sample's texts; of a chat the messages, their roles named if there are several."""
+    messages = sample.extras.get(MESSAGES) or ()
+    prompt = "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
+    if len(messages) == 1:
+        prompt = messages[0]["content"]
+    return template.format(prompt=prompt or sample.prompt, response=sample.response, ground_truth=sample.ground_truth)
+
+
+def score_in(answer: str, pattern: re.Pattern[str]) -> float | None:
+    """The number in the group of the last match; None if there is none, or no finite one."""
+    found = list(pattern.finditer(answer))
+    if not found:
+        return None
+    try:
+        number = float(found[-1][1])
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,242 @@
+"""A judge is asked what the template says, its scores are what it answers, and neither ranks nor batches matter."""
+
+from __future__ import annotations
+
+import re
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pad_sequence
+
+from fppo import batch as batches
+from fppo import loading, loading_rewards, metrics, models, rewards
+from fppo.batch import Column
+from fppo.key import Key
+from fppo.quickstart import CHARACTERS, bpe_tokenizer, character_tokenizer, small_model
+from fppo.rewards.judge import LanguageJudge
+from fppo.rewards.question import ask, score_in
+from fppo.rewards.sample import MESSAGES
+from fppo.rollout.embedded import EmbeddedEngine
+from fppo.rollout.engine import Sampling
+from fppo.rollout.records import number_rows, rollout_of
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import LOCAL, Sharding
+from fppo.runtime.simulate import simulate
+from fppo_kernels.record import Kernels
+from tests import runs
+from tests.rewards.samples import Letters, rollout, sample
+
+CPU = torch.device("cpu")
+BYTES = bpe_tokenizer(["Score: 1"], size=300)
+
+
+class Answering:
+    """An engine that answers each question with `answer(question)`, and remembers the questions."""
+
+    def __init__(self, answer, tokenizer=BYTES) -> None:
+        self.answer, self.tokenizer, self.asked, self.lengths = answer, tokenizer, [], []
+
+    def generate(self, params, prompts, sampling, key, *, version=0):
+        questions = [row[mask].tolist() for row, mask in zip(prompts.tokens, prompts.attention_mask, strict=True)]
+        self.lengths += map(len, questions)
+        texts = [self.tokenizer.decode(ids) for ids in questions]
+        self.asked += texts
+        answers = [torch.tensor([*self.tokenizer(self.answer(text))["input_ids"], 1]) for text in texts]
+        tokens = pad_sequence(answers, batch_first=True)
+        drawn = torch.arange(tokens.shape[1]) < torch.tensor([len(ids) for ids in answers])[:, None]
+        zeros, ids = torch.zeros(tokens.shape), number_rows(prompts, 1, CPU)
+        return rollout_of(
+            prompts, tokens, drawn, zeros, zeros, row_ids=ids, sampling=sampling, pad_token_id=0, version=version
+        )
+
+
+def judge(engine, **changes) -> LanguageJudge:
+    given = {
+        "engine": engine,
+        "params": {},
+        "tokenizer": BYTES,
+        "rollout_tokenizer": Letters(),
+        "template": "{prompt}|{response}|{ground_truth}",
+        "pattern": r"Score: (-?\d+)",
+        "sampling": Sampling(max_tokens=8, stop_token_ids=(1,), greedy=True),
+        "key": Key(0),
+        "chat": False,
+    }
+    return LanguageJudge(**(given | changes))
+
+
+def test_it_is_asked_what_the_template_says_and_scored_by_its_answer():
+    engine = Answering(lambda text: {"b": "7 of 10. Score: 7 ", "d": "Score: 1, no: Score: -2", "f": "good"}[text[2]])
+    rewarded = judge(engine)
+    given = rollout(["a", "c", "e"], ["b", "d", "f"], ["x{y}", 3, "z"])
+    scores, report = rewarded(given)
+    assert engine.asked == ["a|b|x{y}", "c|d|3", "e|f|z"]
+    assert scores.tolist() == [7.0, -2.0, 0.0]
+    found = metrics.report(report)
+    assert found == {"reward/judge_unparsed": 1.0, "reward/judge_truncated": 0.0}
+    total = rewards.weighted_sum({"judge": rewarded, "exact": rewards.exact_match}, {"judge": 0.5})
+    with rewards.RewardRunner(total) as runner:
+        scored, noted = rewards.score(given, reward=runner, tokenizer=Letters())
+    assert scored.scores.tolist() == [3.5, -1.0, 0.0]
+    noted = metrics.report(noted)
+    assert noted["reward/judge_unparsed"] == 1.0
+    assert noted["reward/judge"] == pytest.approx(5 / 3)
+
+
+def test_chats_are_asked_about_with_their_own_words():
+    one = [{"role": "user", "content": "how?"}]
+    two = [{"role": "system", "content": "be {kind}"}, *one]
+    base = sample("so", "t")
+    assert ask("{prompt}/{response}/{{{ground_truth}}}", base) == "?/so/{t}"
+    assert ask("{prompt}", base._replace(extras={MESSAGES: one})) == "how?"
+    assert ask("{prompt}", base._replace(extras={MESSAGES: two})) == "system: be {kind}\n\nuser: how?"
+    tokenizer = bpe_tokenizer(["Score: 1"], size=300)
+    tokenizer.chat_template = "<{{ messages[0]['content'] }}>{% if add_generation_prompt %}A:{% endif %}"
+    engine = Answering(lambda text: "Score: 1", tokenizer)
+    judge(engine, tokenizer=tokenizer, chat=True)(rollout(["a"], ["b"], ["c"]))
+    assert engine.asked == ["<a|b|c>A:"]
+
+
+def test_long_questions_lose_their_middle_and_are_counted():
+    engine = Answering(lambda text: "Score: 1")
+    rewarded = judge(engine, template="abcdefgh{response}", max_prompt_tokens=5)
+    _, report = rewarded(rollout(["a", "a"], ["xyz", "xyz"], [0, 0]))
+    assert engine.lengths == [5, 5]
+    assert engine.asked[0] == "abxyz"
+    assert metrics.report(report)["reward/judge_truncated"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("Score: 3", 3.0),
+        ("Score: 3 Score: -4.5", -4.5),
+        ("score: 3", None),
+        ("", None),
+        ("Score: 1e999", None),
+        ("Score: nan", None),
+        ("Score:", None),
+    ],
+)
+def test_scores_in_answers(text, score):
+    assert score_in(text, re.compile(r"Score: (-?[\w.]+)?")) == score
+
+
+def test_what_is_no_template_or_pattern_is_refused():
+    for changes, text in (
+        ({"template": "{prompt}"}, "template = '{prompt}': does not mention {response}"),
+        ({"template": "{response} {reply}"}, r"has the fields \['reply'\]"),
+        ({"template": "{response"}, "not a template"),
+        ({"pattern": "Score"}, "has 0 groups"),
+        ({"pattern": "(Score): (.*)"}, "has 2 groups"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            judge(None, **changes)
+
+
+# on a real engine
+
+
+def embedded(mesh=LOCAL, *, temperature=0.0, **changes):
+    tokenizer = character_tokenizer("0123456789|abcdefghijklmnopqrstuvwxyz")
+    model = small_model(len(tokenizer), width=16, layers=1)
+    g = torch.Generator().manual_seed(3)
+    params = {n: x + 0.5 * torch.randn(x.shape, generator=g) for n, x in models.init_params(model, Key(0)).items()}
+    engine = EmbeddedEngine(model=model, kernels=Kernels.named(), pad_token_id=0, max_rows=3, mesh=mesh)
+    sampling = Sampling(max_tokens=6, stop_token_ids=(1,), greedy=not temperature, temperature=temperature or 1.0)
+    given = {"tokenizer": tokenizer, "pattern": r"(\d)", "template": "{response}|{prompt}", "sampling": sampling}
+    return judge(engine, params=fsdp.shard(params, mesh), mesh=mesh, **(given | changes))
+
+
+TEN = rollout(list("abcdefghij"), ["k", "lm", "n", "opq", "r", "s", "tu", "v", "w", "x"], list(range(10)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_a_row_is_judged_alone_as_among_others_and_on_any_rank(temperature):
+    rewarded = embedded(temperature=temperature)
+    want, report = rewarded(TEN)
+    assert 0 < metrics.report(report)["reward/judge_unparsed"] < 10
+    assert len(set(want.tolist())) > 2
+
+    @given(st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True))
+    def check(rows):
+        assert torch.equal(rewarded(batches.rows(TEN, rows))[0], want[rows])
+
+    check()
+
+    def on_rank(mesh):
+        mesh = attrs.evolve(mesh, sharding=Sharding())
+        return embedded(mesh, temperature=temperature)(TEN)
+
+    for ranks in (2, 3):
+        for scores, noted in simulate({"shard": ranks}, on_rank):
+            assert torch.equal(scores, want)
+            assert metrics.report(noted) == metrics.report(report)
+    few = batches.rows(TEN, [4])
+    for scores, _ in simulate({"shard": 2}, lambda m: embedded(m, temperature=temperature)(few)):
+        assert torch.equal(scores, want[4:5])
+
+
+# from settings
+
+
+@pytest.fixture
+def task(tmp_path):
+    runs.write_task(tmp_path)
+    tokenizer = character_tokenizer(CHARACTERS + "|")
+    model = small_model(len(tokenizer), width=16, layers=1)
+    params = {name: x + 0.3 for name, x in models.init_params(model, Key(1)).items()}
+    models.save(model, params, tmp_path / "judge", tokenizer=tokenizer)
+    return tmp_path
+
+
+def settings_of(task, **changes):
+    given = {"path": str(task / "judge"), "template": "{prompt}|{response}", "pattern": r"(\d)", "chat": False}
+    given |= {"max_tokens": 5, "max_prompt_tokens": 20, "max_rows": 2} | changes
+    return runs.settings(task, **{f"reward__judge__{name}": value for name, value in given.items()})
+
+
+def test_the_settings_judge(task):
+    tokenizer = character_tokenizer(CHARACTERS)
+    found = []
+    for weight, offload in ((0.5, "none"), (2.0, "all")):
+        settings = attrs.evolve(settings_of(task, weight=weight))
+        settings = attrs.evolve(settings, model=attrs.evolve(settings.model, offload=offload))
+        with loading_rewards.judge_of(settings, loading.load_tokenizer(settings), LOCAL, CPU) as made:
+            fn, factor = made["judge"]
+            assert factor == weight
+            given = rollout(["a", "b"], ["c", "d"], ["1", "2"])
+            tokens = tokenizer(["1+1=", "2+3="])["input_ids"]
+            given = attrs.evolve(
+                given, tokens=torch.tensor([[*ids[-1:], ids[0], 1] for ids in tokens]), extras=Column([{}, {}])
+            )
+            found.append(fn(given)[0])
+    assert torch.equal(*found)
+    without = runs.settings(task)
+    with loading_rewards.judge_of(without, tokenizer, LOCAL, CPU) as made:
+        assert made == {}
+
+
+def test_a_run_is_scored_by_its_judge_too(task):
+    settings = settings_of(task)
+    tokenizer = loading.load_tokenizer(settings)
+    with loading_rewards.reward_runner(settings, tokenizer, LOCAL, CPU) as runner:
+        assert [part.name for part in runner.parts] == ["exact_match", "judge"]
+
+
+def test_a_judge_that_does_not_fit_is_refused(task):
+    with (
+        pytest.raises(ValueError, match=r"reward\.judge\.chat: the judge's tokenizer has no chat template"),
+        loading_rewards.judge_of(settings_of(task, chat=True), character_tokenizer(), LOCAL, CPU),
+    ):
+        pass
+    small = small_model(10, width=16, layers=1)
+    models.save(small, models.init_params(small, Key(0)), task / "judge", tokenizer=character_tokenizer())
+    with (
+        pytest.raises(ValueError, match="the judge has 10 tokens, but the tokenizer's ids go up to"),
+        loading_rewards.judge_of(settings_of(task), character_tokenizer(), LOCAL, CPU),
+    ):
+        pass
