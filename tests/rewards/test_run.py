@@ -1,0 +1,44 @@
+"""A run that functions, a reward model and a judge score: on several ranks it is the run of one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from fppo import models
+from fppo.key import Key
+from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
+from fppo.runtime.mesh import LOCAL
+from fppo.runtime.simulate import simulate
+from tests import runs
+from tests.pipeline.test_mesh import numbers, same, steps
+
+
+@pytest.mark.parametrize("offload", ["none", "all"])
+def test_a_step_scored_by_models_is_the_same_on_two_ranks(tmp_path, offload):
+    runs.write_task(tmp_path)
+    tokenizer = character_tokenizer(CHARACTERS)
+    policy = small_model(len(tokenizer), width=16, layers=1)
+    judge = {name: x + 0.2 for name, x in models.init_params(policy, Key(2)).items()}
+    models.save(policy, judge, tmp_path / "judge", tokenizer=tokenizer)
+    classifier = models.build(policy.config, "value")
+    params = {name: x + 0.1 for name, x in models.init_params(classifier, Key(1)).items()}
+    models.save(classifier, params, tmp_path / "model", tokenizer=character_tokenizer("=+9876543210"))
+    settings = runs.settings(
+        tmp_path,
+        reward__model__path=str(tmp_path / "model"),
+        reward__judge__path=str(tmp_path / "judge"),
+        reward__judge__template="{prompt}{response}",
+        reward__judge__pattern=r"(\d)",
+        reward__judge__chat=False,
+        reward__judge__max_tokens=3,
+        model__offload=offload,
+    )
+    ((_, experience, report, _),), held_out = steps(settings, LOCAL, 1)
+    assert set(experience.named_scores) == {"exact_match", "reward_model", "judge"}
+    assert report["reward/judge_truncated"] == 0
+    assert 0 <= report["reward/judge_unparsed"] <= 8
+    for ((_, found, others, _),), also in simulate({"shard": 2}, lambda mesh: steps(settings, mesh, 1)):
+        same(found.named_scores, experience.named_scores)
+        common = {n: x for n, x in numbers(others).items() if n.startswith("reward/")}
+        assert common == pytest.approx({n: report[n] for n in common}, rel=1e-4, abs=1e-5)
+        assert also == pytest.approx(held_out, rel=1e-4, abs=1e-5)

@@ -1,0 +1,51 @@
+"""A judge on a vLLM of its own gives the scores of the same judge on transformers."""
+
+import attrs
+import pytest
+import torch
+
+from fppo import loading_rewards, models
+from fppo.key import Key
+from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
+from fppo.rollout.vllm import EngineFailure
+from fppo.runtime.mesh import LOCAL
+from tests import runs
+from tests.rewards.samples import Letters, rollout
+
+GIVEN = rollout(list("abcdefgh"), list("ijklmnop"), list("12345678"))
+
+
+def settings(directory, engine, **changes):
+    given = {"path": str(directory / "judge"), "template": "{ground_truth}={response}+{prompt}", "pattern": r"(\d)"}
+    given |= {"chat": False, "max_tokens": 5, "max_prompt_tokens": 20, "temperature": 1.3, "engine": engine} | changes
+    return runs.settings(directory, **{f"reward__judge__{name}": value for name, value in given.items()})
+
+
+def judged(given):
+    with loading_rewards.judge_of(given, Letters(), LOCAL, torch.device("cpu")) as made:
+        fn, _ = made["judge"]
+        first = fn(GIVEN)
+        again = fn(attrs.evolve(GIVEN, row_ids=GIVEN.row_ids + 8))
+    return [x[0].tolist() for x in (first, again)]
+
+
+@pytest.fixture
+def task(tmp_path):
+    runs.write_task(tmp_path)
+    tokenizer = character_tokenizer(CHARACTERS)
+    model = small_model(len(tokenizer), width=128, layers=1)
+    params = {name: 4 * x for name, x in models.init_params(model, Key(1)).items()}
+    models.save(model, params, tmp_path / "judge", tokenizer=tokenizer)
+    return tmp_path
+
+
+def test_scores_are_those_of_the_embedded_judge(task):
+    found = judged(settings(task, "vllm", vllm__cache_gb=0.05))
+    assert found == judged(settings(task, "embedded"))
+    assert found[0] != found[1]  # other rows, other draws
+    assert len(set(found[0])) > 2
+
+
+def test_a_judge_without_memory_says_which_setting(task):
+    with pytest.raises(EngineFailure, match=r"reward\.judge: vLLM did not start: .*cache_gb = 1e-05"):
+        judged(settings(task, "vllm", vllm__cache_gb=1e-5))
