@@ -53,14 +53,21 @@ class _Run:
 class WorkerPool:
     """At most `workers` processes that hold `functions`. They start when first needed, or at `start()`.
 
-    Raises ValueError for a function that cannot be sent to another process, and later for one that does not load there.
+    Raises ValueError for a function that cannot be sent to another process, and later for one that does not load there;
+    `kind` is what errors call them.
     """
 
     def __init__(
-        self, functions: Sequence[tuple[str, RewardFn]], *, workers: int, time_limit: float, start_limit: float
+        self,
+        functions: Sequence[tuple[str, RewardFn]],
+        *,
+        workers: int,
+        time_limit: float,
+        start_limit: float,
+        kind: str = "reward",
     ) -> None:
-        self._names = ", ".join(name for name, _ in functions)
-        self._functions = pickle.dumps([_portable(name, fn) for name, fn in functions])
+        self._names = f"{kind} {', '.join(name for name, _ in functions)}"
+        self._functions = pickle.dumps([_portable(name, fn, kind) for name, fn in functions])
         self._count, self._time_limit, self._start_limit = workers, time_limit, start_limit
         self._workers: list[_Worker] = []
         self._finalizer = weakref.finalize(self, _end, self._workers)  # runs at the interpreter's exit too
@@ -153,7 +160,7 @@ class WorkerPool:
                 case ("ready",):
                     worker.ready = True
                 case ("failed", text):
-                    raise ValueError(f"the reward {self._names} does not load in a worker process: {text}")
+                    raise ValueError(f"the {self._names} does not load in a worker process: {text}")
                 case ("done",):
                     worker.task = None
                 case (int(number), outcome) if worker.task is not None:
@@ -168,12 +175,12 @@ class WorkerPool:
             worker.process.wait(timeout=1.0)
         code = worker.process.poll()
         if not worker.ready:
-            raise ValueError(f"the process of the reward {self._names} ended with code {code} before it was ready")
+            raise ValueError(f"the process of the {self._names} ended with code {code} before it was ready")
         self._give_up(worker, run, Outcome("error", text=f"its process ended with code {code}"))
 
     def _overdue(self, worker: _Worker, run: _Run) -> None:
         if not worker.ready:
-            raise ValueError(f"the reward {self._names} did not load within {self._start_limit:g} s")
+            raise ValueError(f"the {self._names} did not load within {self._start_limit:g} s")
         self._give_up(worker, run, Outcome("timeout", text=f"no result within {self._time_limit:g} s"))
 
     def _give_up(self, worker: _Worker, run: _Run, outcome: Outcome) -> None:
@@ -200,7 +207,7 @@ def _tasks(count: int, mode: Mode, workers: int) -> list[_Task]:
     return [tuple(numbers[i : i + size]) for i in range(0, count, max(size, 1))]
 
 
-def _portable(name: str, fn: RewardFn) -> bytes:
+def _portable(name: str, fn: RewardFn, kind: str) -> bytes:
     """The function for another process: by the name of its module, or by value where there is none to import."""
     try:
         data = pickle.dumps(fn)
@@ -214,8 +221,8 @@ def _portable(name: str, fn: RewardFn) -> bytes:
         return dill.dumps(fn, recurse=True)  # with the globals that it uses, not all that there are
     except Exception as error:
         raise ValueError(
-            f"the reward {name!r} cannot be sent to a worker process ({error}); define it at the top of a module, "
-            "or mark it with inline_reward"
+            f"the {kind} {name!r} cannot be sent to a worker process ({error}); define it at the top of a module"
+            + (", or mark it with inline_reward" if kind == "reward" else "")
         ) from error
 
 

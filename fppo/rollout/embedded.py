@@ -69,7 +69,7 @@ class EmbeddedEngine:
         device = next(iter(params.values())).device
         mask = prompts.attention_mask.to(device).bool()
         lengths = check_prompts(mask)
-        most = response_limits(limits, lengths, sampling)
+        most = response_limits(limits, len(lengths), sampling)
         _check_positions(self.model, lengths, most)
         row_ids = number_rows(prompts, sampling.n, device)
         width = max(lengths)

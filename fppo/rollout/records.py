@@ -20,13 +20,13 @@ def check_prompts(mask: Tensor) -> list[int]:
     return lengths
 
 
-def response_limits(limits: Tensor | None, lengths: list[int], sampling: Sampling) -> list[int]:
-    """The most tokens of each prompt's responses. Raises ValueError for `limits` that leave a prompt none."""
+def response_limits(limits: Tensor | None, count: int, sampling: Sampling) -> list[int]:
+    """The most tokens of the responses to each of `count` prompts. Raises ValueError if `limits` leave one none."""
     if limits is None:
-        return [sampling.max_tokens] * len(lengths)
+        return [sampling.max_tokens] * count
     found = [min(limit, sampling.max_tokens) for limit in limits.tolist()]
-    if len(found) != len(lengths) or min(found) < 1:
-        raise ValueError(f"limits = {found}: give 1 or more tokens for each of {len(lengths)} prompts")
+    if len(found) != count or min(found) < 1:
+        raise ValueError(f"limits = {found}: give 1 or more tokens for each of {count} prompts")
     return found
 
 

@@ -138,7 +138,7 @@ class VllmEngine:
         device = next(iter(params.values())).device
         mask = prompts.attention_mask.bool()
         lengths = check_prompts(mask)
-        most = response_limits(limits, lengths, sampling)
+        most = response_limits(limits, len(lengths), sampling)
         self._check(prompts, mask, lengths, most, sampling)
         row_ids = number_rows(prompts, sampling.n, torch.device("cpu"))
         asked = [row[keep].tolist() for row, keep in zip(prompts.tokens, mask, strict=True)]
