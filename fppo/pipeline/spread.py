@@ -6,6 +6,7 @@ All ranks hold the same prompts, keys and records, so the math between the heavy
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import attrs
 import torch
@@ -15,10 +16,10 @@ from torch.nn import functional as F
 from fppo import batch as batches
 from fppo.batch import Column, Prompts, Rollout, extend, repeat
 from fppo.key import Key
-from fppo.rewards.runner import Failure, Judge, Judged
-from fppo.rewards.sample import Part, Sample
+from fppo.rewards.runner import Judged, Scorer, judged, log_failures
+from fppo.rewards.sample import Outcome, Part, Sample
 from fppo.rollout.engine import Engine, Sampling
-from fppo.runtime.mesh import GRADIENT_AXES, Mesh, gather_objects, place_on, ranks_on
+from fppo.runtime.mesh import GRADIENT_AXES, Mesh, gather_objects, is_first, place_on, ranks_on
 from fppo.runtime.offload import Lane, to_device
 from fppo.steps.spread import collect, deal
 
@@ -113,65 +114,40 @@ class FetchingEngine:
 
 @attrs.frozen
 class SpreadJudge:
-    """Reward functions on every rank: each judges some of the samples, and all get all judgements."""
+    """Reward functions on every rank: each calls them on some of the samples, and all get all judgements.
 
-    judge_own: Judge
+    The samples of a rank are those that its engine made: whole prompts are dealt, as to engines.
+    """
+
+    own: Scorer
     mesh: Mesh
     device: torch.device
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """The functions of the reward."""
-        return self.judge_own.parts
+        return self.own.parts
 
     def judge(self, samples: Sequence[Sample]) -> Judged:
         """Every function on every sample, as `RewardRunner.judge`."""
-        if ranks_on(self.mesh, ALL) == 1:
-            return self.judge_own.judge(samples)
-        shares = deal(len(samples), self.mesh)
-        own = shares[place_on(self.mesh, ALL)]
-        judged = self.judge_own.judge([samples[number] for number in own])
-        found = [
-            Judged(scores, named, answers, tuple(Failure(*each) for each in failures))
-            for scores, named, answers, failures in gather_objects(judged, self.mesh, ALL, self.device)
-        ]
-        order = [number for share in shares for number in share]
-        place = {number: at for at, number in enumerate(order)}
-
-        def joined(columns: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
-            names = dict.fromkeys(name for column in columns for name in column)
-            whole = {
-                name: [x for c, share in zip(columns, shares) for x in c.get(name) or [0.0] * len(share)]
-                for name in names
-            }
-            return {name: [column[place[number]] for number in range(len(order))] for name, column in whole.items()}
-
-        _check_names(found)
-        answers = [answer for each in found for answer in each.answers]
-        failures = [
-            failure._replace(number=share[failure.number])
-            for each, share in zip(found, shares)
-            for failure in each.failures
-        ]
-        return Judged(
-            joined([each.scores for each in found]),
-            joined([each.named for each in found]),
-            [answers[place[number]] for number in range(len(order))],
-            tuple(sorted(failures)),
-        )
+        groups = [list(group) for _, group in groupby(range(len(samples)), lambda i: samples[i].prompt_tokens)]
+        shares = [[i for group in part for i in groups[group]] for part in deal(len(groups), self.mesh)]
+        found = self.own.outcomes([samples[number] for number in shares[place_on(self.mesh, ALL)]])
+        every = [found]
+        if len(shares) > 1:
+            texts = gather_objects(found, self.mesh, ALL, self.device)
+            every = [{part: [Outcome(*each) for each in column] for part, column in own.items()} for own in texts]
+        whole = {
+            part: _in_order([outcome for own in every for outcome in own[part]], shares)
+            for part in (part.name for part in self.parts if part.kind != "tensor")
+        }
+        result = judged(self.parts, whole, samples)
+        if is_first(self.mesh):
+            log_failures(result.failures, len(samples))
+        return result
 
 
-def _check_names(found: Sequence[Judged]) -> None:
-    """Raises ValueError if functions named numbers on one rank that they did not on another, and did not fail there:
-    where a function failed on all samples it named none, and they are 0, as for any sample that failed."""
-    names = dict.fromkeys(name for each in found for name in each.named)
-    for rank, each in enumerate(found):
-        failed = {part: len({f.number for f in each.failures if f.part == part}) for part in each.scores}
-        ran = [part for part, count in failed.items() if count < len(each.answers)]
-        for name in names:
-            owner = [part for part in each.scores if len(each.scores) == 1 or name.startswith(f"{part}/")]
-            if name not in each.named and set(owner) & set(ran):
-                raise ValueError(
-                    f"the reward named {name!r} for some samples, but not for those of rank {rank}: "
-                    "give every sample the same names"
-                )
+def _in_order(outcomes: Sequence[Outcome], shares: Sequence[Sequence[int]]) -> list[Outcome]:
+    """The outcomes of all ranks' shares, one after the other, in the order of the samples."""
+    places = (number for share in shares for number in share)
+    return [outcome for _, outcome in sorted(zip(places, outcomes, strict=True), key=lambda pair: pair[0])]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +14,8 @@ from fppo.rewards.pool import WorkerPool
 from fppo.rewards.sample import Outcome, Part, Reward, Sample, as_sum
 
 _log = logging.getLogger("fppo.rewards")
+
+Outcomes = dict[str, list[Outcome]]  # by part, one entry per sample
 
 
 class Failure(NamedTuple):
@@ -42,6 +45,15 @@ class Judge(Protocol):
     def judge(self, samples: Sequence[Sample]) -> Judged: ...
 
 
+class Scorer(Protocol):
+    """What calls the functions that judge samples."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]: ...
+
+    def outcomes(self, samples: Sequence[Sample]) -> Outcomes: ...
+
+
 class RewardRunner:
     """A reward, ready to judge; close it, or use it in a `with` statement.
 
@@ -49,7 +61,8 @@ class RewardRunner:
     again when one call takes more than `time_limit` seconds, in Python or C: a call on one sample, or on all of them
     for a function of the batch. A call on several samples that raises or takes too long is repeated on its halves
     until the sample at fault is alone. Coroutines run up to `concurrency` at a time. Loading the functions may take
-    `start_limit` seconds. A function must not depend on what it was called on before.
+    `start_limit` seconds. A function must not depend on what it was called on before. Several threads may judge: the
+    processes serve one at a time.
     """
 
     def __init__(
@@ -69,7 +82,7 @@ class RewardRunner:
         self._time_limit, self._concurrency = time_limit, concurrency
         outside = [(part.name, part.fn) for part in self.parts if not part.inline]
         self._numbers = {name: number for number, (name, _) in enumerate(outside)}
-        self._pool = None
+        self._pool, self._one_at_a_time = None, threading.Lock()
         if outside:
             self._pool = WorkerPool(outside, workers=workers, time_limit=time_limit, start_limit=start_limit)
 
@@ -98,33 +111,22 @@ class RewardRunner:
         An exception, an ended process and a call that takes too long score 0, are counted and logged. Raises ValueError
         for a result that is no score (None, nan, inf, text, a list of the wrong length), naming function and sample.
         """
-        scores: dict[str, list[float]] = {}
-        named: dict[str, list[float]] = {}
-        answers: list[str | None] = [None] * len(samples)
-        failures: list[Failure] = []
-        for part in self.parts:
-            if part.kind == "tensor":
-                continue
-            outcomes = self._outcomes(part, samples)
-            _check(part.name, outcomes, samples)
-            scores[part.name] = [outcome.score for outcome in outcomes]
-            prefix = "" if len(self.parts) == 1 else f"{part.name}/"
-            named |= {prefix + name: column for name, column in _columns(part.name, outcomes).items()}
-            answers = [a if o.answer is None else o.answer for a, o in zip(answers, outcomes, strict=True)]
-            failures += [
-                Failure(part.name, number, o.kind, o.text)
-                for number, o in enumerate(outcomes)
-                if o.kind in ("error", "timeout")
-            ]
-        _log_failures(failures, len(samples))
-        return Judged(scores, named, answers, tuple(failures))
+        found = judged(self.parts, self.outcomes(samples), samples)
+        log_failures(found.failures, len(samples))
+        return found
 
-    def _outcomes(self, part: Part, samples: Sequence[Sample]) -> list[Outcome]:
+    def outcomes(self, samples: Sequence[Sample]) -> Outcomes:
+        """What became of every sample with every function, but for functions of the whole rollout."""
+        return {part.name: self.outcomes_of(part, samples) for part in self.parts if part.kind != "tensor"}
+
+    def outcomes_of(self, part: Part, samples: Sequence[Sample]) -> list[Outcome]:
+        """What became of every sample with one function."""
         mode = Mode(part.kind, part.asynchronous, self._time_limit, self._concurrency)
         if not samples:
             return []
         if self._pool is not None and not part.inline:
-            return self._pool.run(self._numbers[part.name], mode, samples)
+            with self._one_at_a_time:
+                return self._pool.run(self._numbers[part.name], mode, samples)
         found: dict[int, Outcome] = {}
         with asyncio.Runner() as loop:
             call(part.fn, samples, mode, loop, found.__setitem__, _nothing)
@@ -133,6 +135,32 @@ class RewardRunner:
 
 def _nothing(*_: Any) -> None:
     pass
+
+
+def judged(parts: Sequence[Part], outcomes: Mapping[str, Sequence[Outcome]], samples: Sequence[Sample]) -> Judged:
+    """What all the functions said, from what became of each sample with each of them.
+
+    Raises ValueError for a result that is no score, and for names that some samples have and others lack.
+    """
+    scores: dict[str, list[float]] = {}
+    named: dict[str, list[float]] = {}
+    answers: list[str | None] = [None] * len(samples)
+    failures: list[Failure] = []
+    for part in parts:
+        if part.kind == "tensor":
+            continue
+        found = outcomes[part.name]
+        _check(part.name, found, samples)
+        scores[part.name] = [outcome.score for outcome in found]
+        prefix = "" if len(parts) == 1 else f"{part.name}/"
+        named |= {prefix + name: column for name, column in _columns(part.name, found).items()}
+        answers = [a if o.answer is None else o.answer for a, o in zip(answers, found, strict=True)]
+        failures += [
+            Failure(part.name, number, o.kind, o.text)
+            for number, o in enumerate(found)
+            if o.kind in ("error", "timeout")
+        ]
+    return Judged(scores, named, answers, tuple(failures))
 
 
 def _check(name: str, outcomes: Sequence[Outcome], samples: Sequence[Sample]) -> None:
@@ -161,7 +189,8 @@ def _columns(name: str, outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
     return {key: [outcome.named.get(key, 0.0) for outcome in outcomes] for key in names}
 
 
-def _log_failures(failures: Sequence[Failure], count: int) -> None:
+def log_failures(failures: Sequence[Failure], count: int) -> None:
+    """One warning for each function that failed on some of `count` samples."""
     for part in dict.fromkeys(failure.part for failure in failures):
         mine = [failure for failure in failures if failure.part == part]
         first = mine[0]

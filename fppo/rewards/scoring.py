@@ -11,7 +11,7 @@ from fppo.rewards.sample import Part, Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fppo.batch import Rollout, Scored
+    from fppo.batch import Prompts, Rollout, Scored
     from fppo.metrics import Metrics
 
 EXTRACTED = "extracted_answer"  # the key under which extras hold what a reward took as the answer
@@ -68,23 +68,33 @@ def samples_of(rollout: Rollout, tokenizer: Any) -> list[Sample]:
     width = rollout.response_mask.shape[1]
     tokens, attended = rollout.tokens.cpu(), rollout.attention_mask.cpu()
     start = tokens.shape[1] - width
-    samples = []
-    for row in range(len(tokens)):
-        prompt = tokens[row, :start][attended[row, :start]].tolist()
-        response = tokens[row, start:][attended[row, start:]].tolist()
-        samples.append(
-            Sample(
-                prompt=_text(prompt, tokenizer),
-                response=_text(response, tokenizer),
-                ground_truth=rollout.ground_truth[row],
-                source=rollout.source[row],
-                extras=rollout.extras[row],
-                prompt_tokens=tuple(prompt),
-                response_tokens=tuple(response),
-                finish=rollout.finish[row],
-            )
+    return [
+        sample_of(
+            tokens[row, :start][attended[row, :start]].tolist(),
+            tokens[row, start:][attended[row, start:]].tolist(),
+            rollout.finish[row],
+            rollout,
+            row,
+            tokenizer,
         )
-    return samples
+        for row in range(len(tokens))
+    ]
+
+
+def sample_of(
+    prompt: Sequence[int], response: Sequence[int], finish: str, record: Prompts | Rollout, row: int, tokenizer: Any
+) -> Sample:
+    """A sample of these token ids, with what row `row` of the record holds to judge it by."""
+    return Sample(
+        prompt=_text(prompt, tokenizer),
+        response=_text(response, tokenizer),
+        ground_truth=record.ground_truth[row],
+        source=record.source[row],
+        extras=record.extras[row],
+        prompt_tokens=tuple(prompt),
+        response_tokens=tuple(response),
+        finish=finish,
+    )
 
 
 def _text(ids: Sequence[int], tokenizer: Any) -> str:

@@ -10,7 +10,7 @@ from fppo.runtime.simulate import simulate
 
 
 def sample(number):
-    return Sample("", str(number), None, "s", {}, (), (), "stop")
+    return Sample("", str(number), None, "s", {}, (number,), (), "stop")
 
 
 @rewards.inline_reward
