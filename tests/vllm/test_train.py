@@ -1,30 +1,49 @@
 """`fppo train --rollout.engine vllm`: the run of the embedded engine."""
 
+import os
+import signal
+
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-from fppo import commands, jsonl, models
+from fppo import cli, commands, config, jsonl, models
 from fppo.key import Key
+from fppo.pipeline.replay import DIGESTS
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
+from fppo.rollout.vllm_process import ProcessHost
 from tests import runs
 
 
-def trained(directory, engine):
-    settings = runs.settings(
-        directory, output_dir=str(directory / engine), rollout__engine=engine, steps=3, rollout__batch_size=16
+def write_task(directory):
+    """A task, and a model with heads as wide as vLLM's CPU build needs."""
+    runs.write_task(directory)
+    tokenizer = character_tokenizer(CHARACTERS)
+    model = small_model(len(tokenizer), width=128, layers=1)
+    models.save(model, models.init_params(model, Key(0)), directory / "start", tokenizer=tokenizer)
+    return directory
+
+
+def settings(directory, name, engine, **changes):
+    return runs.settings(
+        directory,
+        output_dir=str(directory / name),
+        rollout__engine=engine,
+        steps=3,
+        rollout__batch_size=16,
+        **changes,
     )
-    assert commands.train(settings) == 0
+
+
+def trained(directory, engine):
+    assert commands.train(settings(directory, engine, engine)) == 0
     return jsonl.read(directory / engine / "metrics.jsonl")
 
 
 def test_a_run_on_vllm_is_the_run_on_the_embedded_engine(tmp_path):
     """The weights of every step reach it: its log-probs stay the trainer's, and the numbers those of the other run."""
-    runs.write_task(tmp_path)
-    tokenizer = character_tokenizer(CHARACTERS)
-    model = small_model(len(tokenizer), width=128, layers=1)  # heads as wide as vLLM's CPU build needs
-    models.save(model, models.init_params(model, Key(0)), tmp_path / "start", tokenizer=tokenizer)
-    expected, found = trained(tmp_path, "embedded"), trained(tmp_path, "vllm")
+    task = write_task(tmp_path)
+    expected, found = trained(task, "embedded"), trained(task, "vllm")
     for line, other in zip(expected[1:], found[1:], strict=True):
         assert other["training/rollout_probs_diff_max"] < 1e-5
         assert other["rollout/kept_mass"] == pytest.approx(1.0)
@@ -36,3 +55,60 @@ def test_a_run_on_vllm_is_the_run_on_the_embedded_engine(tmp_path):
             "critic/vf_loss",
         ):
             assert other[name] == pytest.approx(line[name], rel=1e-3, abs=1e-5), name
+
+
+STEP_2 = 5  # after the probe, the two parts of the first evaluation, and step 1
+OWN = {"rollout__vllm__process": True, "rollout__vllm__max_rows": 2, "rollout__max_tokens": 24}
+
+
+def kill_in(monkeypatch, generation):
+    """Kills the process in that generation, counted over all processes, once it has answered 3 rows."""
+    generate, asked, answered = ProcessHost.generate, [], []
+
+    def watched(self, request, done):
+        asked.append(len(request.prompts))
+
+        def counted(row, answer):
+            done(row, answer)
+            if len(asked) == generation:
+                answered.append(row)
+                if len(answered) == 3:
+                    os.kill(self._process.pid, signal.SIGKILL)
+
+        generate(self, request, counted)
+
+    monkeypatch.setattr(ProcessHost, "generate", watched)
+    return asked, answered
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory):
+    """The digests of a run that nothing disturbs, and its task."""
+    directory = write_task(tmp_path_factory.mktemp("quiet"))
+    assert commands.train(settings(directory, "quiet", "vllm", **OWN)) == 0
+    return jsonl.read(directory / "quiet" / DIGESTS), directory
+
+
+def test_a_run_whose_engine_is_killed_is_the_run_undisturbed(quiet, monkeypatch):
+    """The digests of all batches and states, that of vLLM's own log-probs among them, are the same."""
+    expected, directory = quiet
+    asked, answered = kill_in(monkeypatch, STEP_2)
+    with pytest.warns(RuntimeWarning, match="SIGKILL.* of 16 rows are done, a new one goes on"):
+        assert commands.train(settings(directory, "killed", "vllm", **OWN)) == 0
+    assert 3 <= len(answered) < 16
+    assert asked[STEP_2 - 1 : STEP_2 + 2] == [16, 1, 16 - len(answered)]  # a probe, then what was left
+    assert jsonl.read(directory / "killed" / DIGESTS) == expected
+
+
+def test_a_run_that_may_replace_no_more_ends_and_is_resumed(quiet, monkeypatch, capsys):
+    expected, directory = quiet
+    once = settings(directory, "ended", "vllm", rollout__vllm__restarts=0, **OWN)
+    config.save(once, directory / "once.toml")
+    kill_in(monkeypatch, STEP_2)
+    assert cli.main(["train", str(directory / "once.toml")]) == 2
+    assert "the process of vLLM ended by SIGKILL, perhaps for want of memory" in capsys.readouterr().err
+
+    assert len(jsonl.read(directory / "ended" / DIGESTS)) == 1
+    monkeypatch.undo()
+    assert cli.main(["train", str(directory / "once.toml")]) == 0
+    assert jsonl.read(directory / "ended" / DIGESTS) == expected
