@@ -23,6 +23,7 @@ from fppo.loading import (
     load_tokenizer,
 )
 from fppo.loading_rewards import reward_runner
+from fppo.loading_turns import in_turns
 from fppo.losses import KLState
 from fppo.models.model import Model, Params
 from fppo.pipeline import stages
@@ -102,7 +103,8 @@ def assembled(
     pad, lane = prompts.pad_token_id, Lane(device)
     with (
         reward_runner(settings, tokenizer, sampling_mesh, device) as runner,
-        engine_of(settings, model, kernels, pad, sampling_mesh, lane) as engine,
+        engine_of(settings, model, kernels, pad, sampling_mesh, lane) as alone,
+        in_turns(settings, alone, tokenizer, pad, sampling_mesh) as engine,
     ):
         score = partial(rewards.score, reward=SpreadJudge(runner, sampling_mesh, device), tokenizer=tokenizer)
         yield Assembled(

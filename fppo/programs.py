@@ -28,6 +28,7 @@ from fppo.pipeline.sample import (
 )
 from fppo.rollout import saved
 from fppo.rollout.engine import Engine, Sampling
+from fppo.rollout.turns import turn_metrics
 from fppo.runtime.mesh import Mesh, is_first
 from fppo.runtime.offload import Lane, OnHost, activations_on_host, offloaded, offloaded_adamw
 from fppo.settings import ActorSettings, OptimizerSettings, TrainSettings
@@ -99,13 +100,14 @@ def program_of(
     alone = actor.epochs == 1 and mini == settings.rollout.batch_size
     sum_squared = algorithm.advantage == "optimal_token_baseline"
     bypass = algorithm.correction.bypass
+    measured = () if settings.rollout.turns.respond is None else (turn_metrics,)
     on_policy = alone and algorithm.kl.coef == 0 and not (corrected or bypass or sum_squared)
     if settings.model.offload != "none":
         kernels = attrs.evolve(kernels, adamw=offloaded_adamw(kernels.adamw, lane))
     shared = {"kernels": kernels, "mesh": mesh, "remove_padding": settings.model.remove_padding}
     policy = shared | {"temperature": sampling.temperature}
     return Program(
-        rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
+        rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling, measure=measured),
         score=_score_stage(algorithm.advantage, engine, sampling, score),
         annotate=partial(
             stages.annotate,
@@ -119,27 +121,7 @@ def program_of(
         ),
         estimate=_estimate_stage(settings, sampling, kernels),
         update_critic=_update_critic(settings, critic_model, lane, shared),
-        update_actor=partial(
-            _measured("actor", update_actor, settings, lane),
-            model=model,
-            loss_fn=loss[0],
-            select_fn=loss[1],
-            optimizer=optimizer_of(
-                actor.optimizer, settings.steps * actor.epochs * settings.rollout.batch_size // mini
-            ),
-            mini_batch_size=mini,
-            micro_batching=micro_batching_of(actor),
-            epochs=actor.epochs,
-            weight_mode=actor.weight_mode,
-            horizon=actor.horizon,
-            entropy_coef=actor.entropy_coef,
-            kl_coef=actor.kl_coef,
-            kl_kind=actor.kl_kind,
-            whole_batch=True,
-            on_policy=on_policy,
-            measure_gap=bypass and not sum_squared,
-            **policy,
-        ),
+        update_actor=_update_actor(settings, model, lane, loss, on_policy, policy),
         sample=sample_of(settings, pad_token_id, mesh),
         critic_warmup=settings.critic.warmup_steps if critic_model is not None else 0,
     )
@@ -196,6 +178,37 @@ def _measured(role: str, update: Callable[..., Any], settings: TrainSettings, la
     if settings.model.offload_activations:
         update = activations_on_host(update, lane)
     return with_mfu(role, offloaded(update, lane) if settings.model.offload == "all" else update)
+
+
+def _update_actor(
+    settings: TrainSettings,
+    model: Model,
+    lane: Lane,
+    loss: tuple[Callable[..., Any], Callable[..., Any] | None],
+    on_policy: bool,
+    shared: dict[str, Any],
+) -> Callable[..., Any]:
+    actor, algorithm, batch_size = settings.actor, settings.algorithm, settings.rollout.batch_size
+    mini = config.mini_batch_size(actor, batch_size)
+    return partial(
+        _measured("actor", update_actor, settings, lane),
+        model=model,
+        loss_fn=loss[0],
+        select_fn=loss[1],
+        optimizer=optimizer_of(actor.optimizer, settings.steps * actor.epochs * batch_size // mini),
+        mini_batch_size=mini,
+        micro_batching=micro_batching_of(actor),
+        epochs=actor.epochs,
+        weight_mode=actor.weight_mode,
+        horizon=actor.horizon,
+        entropy_coef=actor.entropy_coef,
+        kl_coef=actor.kl_coef,
+        kl_kind=actor.kl_kind,
+        whole_batch=True,
+        on_policy=on_policy,
+        measure_gap=algorithm.correction.bypass and algorithm.advantage != "optimal_token_baseline",
+        **shared,
+    )
 
 
 def _update_critic(settings: TrainSettings, critic_model: Model | None, lane: Lane, shared: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from fppo.settings_fields import name_of
 from fppo.settings_problems import Problems
 from fppo.settings_problems import problem as _problem
 from fppo.settings_problems import unread as _unread
+from fppo.tools import TOOLS
 
 # for each policy loss: the setting and the keyword that the loss calls it by
 LOSS_KEYWORDS: dict[str, dict[str, str]] = {
@@ -61,7 +62,8 @@ def problems(settings: TrainSettings) -> list[str]:
 
     Conflicts between fields are sought also where a single value is wrong, so that one run of the command names all.
     """
-    conflicts = (_run, _model, _data, _rollout, _sampling, reward_problems, _algorithm, _correction, _loss, _eval)
+    rollout = (_rollout, _turns, _sampling)
+    conflicts = (_run, _model, _data, *rollout, reward_problems, _algorithm, _correction, _loss, _eval)
     found = list(_values(settings, ""))
     for conflict in conflicts:
         found += conflict(settings)
@@ -167,6 +169,28 @@ def _rollout(s: TrainSettings) -> Problems:
             yield from _unread(f"rollout.vllm.{field.name}", value, field.default, 'rollout.engine = "vllm"')
     elif s.rollout.vllm.cache_gb != 1.0 and s.rollout.vllm.memory_share is not None:
         yield _problem("rollout.vllm.cache_gb", s.rollout.vllm.cache_gb, "memory_share takes its place; leave one out")
+
+
+def _turns(s: TrainSettings) -> Problems:
+    turns, name = s.rollout.turns, s.rollout.turns.respond
+    if name is None:
+        for field in attrs.fields(type(turns)):
+            yield from _unread(
+                f"rollout.turns.{field.name}", getattr(turns, field.name), field.default, "rollout.turns.respond"
+            )
+        return
+    if name not in TOOLS and not FUNCTION.fullmatch(name):
+        yield _problem("rollout.turns.respond", name, f"must be one of {sorted(TOOLS)}, or module:function")
+    if turns.max_turns == 1:
+        yield _problem("rollout.turns.max_turns", 1, "respond would never be asked; give 2 or more")
+    if turns.turn_tokens is not None and turns.turn_tokens > s.rollout.max_tokens:
+        text = f"must be at most rollout.max_tokens = {s.rollout.max_tokens}, which bounds all turns together"
+        yield _problem("rollout.turns.turn_tokens", turns.turn_tokens, text)
+    if name == "calculator" and not (s.rollout.stop or s.rollout.stop_token_ids):
+        text = 'no turn would end with "=", which the calculator answers; give rollout.stop = ["="], or its token'
+        yield _problem("rollout.turns.respond", name, text)
+    if s.rollout.from_ is not None and not s.data.eval_path:
+        yield _problem("rollout.turns.respond", name, "rollout.from is given: nothing is sampled; leave it out")
 
 
 def _sampling(s: TrainSettings) -> Problems:

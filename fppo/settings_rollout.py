@@ -8,6 +8,7 @@ import attrs
 import tyro
 
 from fppo.settings_fields import above, at_least, at_most, given, setting
+from fppo.settings_turns import TurnsSettings
 from fppo.settings_vllm import VllmSettings
 
 
@@ -49,6 +50,8 @@ class RolloutSettings:
     """What generates: transformers on the training parameters themselves, or vLLM on a copy that is sent to it."""
     vllm: VllmSettings = setting(VllmSettings)
     """How vLLM runs."""
+    turns: TurnsSettings = setting(TurnsSettings)
+    """What answers the policy's turns, for responses of several of them."""
     ahead: int = setting(0, at_least(0))
     """Steps by which responses are sampled ahead, with the weights of that earlier step, while others train."""
     filter: FilterSettings = setting(FilterSettings)

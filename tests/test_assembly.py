@@ -19,7 +19,7 @@ from tests import runs
 PACKAGE = Path(fppo.__file__).parent
 READERS = (
     *("assembly", "programs", "loading", "launched", "session"),
-    *("commands", "config", "settings_checks", "loading_rewards"),
+    *("commands", "config", "settings_checks", "loading_rewards", "loading_turns"),
 )
 
 

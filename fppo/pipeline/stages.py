@@ -31,12 +31,21 @@ ScoreFn = Callable[[Rollout], tuple[Scored, Metrics]]
 
 
 def rollout_stage(
-    params: Params, prompts: Prompts, *, key: Key, version: int, engine: Engine, sampling: Sampling
+    params: Params,
+    prompts: Prompts,
+    *,
+    key: Key,
+    version: int,
+    engine: Engine,
+    sampling: Sampling,
+    measure: Sequence[Callable[[Rollout], Metrics]] = (),
 ) -> tuple[Rollout, Metrics]:
-    """Responses to the prompts from the engine, and how far its two kinds of log-probs lie apart."""
+    """Responses to the prompts from the engine, how far its two kinds of log-probs lie apart, and what `measure` finds
+    in them."""
     rollout = engine.generate(params, prompts, sampling, key, version=version)
     kept = (rollout.rollout_log_probs - rollout.sampling_log_probs).exp()
-    return rollout, {"rollout/kept_mass": metrics.masked_mean(kept, rollout.response_mask)}
+    found = [fn(rollout) for fn in measure]
+    return rollout, metrics.merge({"rollout/kept_mass": metrics.masked_mean(kept, rollout.response_mask)}, *found)
 
 
 def score_stage(rollout: Rollout, *, params: Params, prompts: Prompts, score: ScoreFn) -> tuple[Scored, Metrics]:
