@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import attrs
 import torch
@@ -122,13 +121,7 @@ def assembled(
                 score=score,
                 loss=loss_fn,
             ),
-            draw=partial(
-                _draw,
-                prompts=prompts,
-                size=settings.rollout.batch_size // settings.rollout.n,
-                key=key.fold("data"),
-                shuffle=settings.data.shuffle,
-            ),
+            draw=_draw(settings, prompts, key.fold("data")),
             evaluate=None if held_out is None else _evaluation(settings, held_out, engine, sampling, score),
             tokenizer=tokenizer,
             model=model,
@@ -174,8 +167,9 @@ def _shapes(model: Model, critic_model: Model | None, reference: bool) -> dict[s
     return {f"{place}[{name!r}]": shape for place, each in trees for name, shape in each.shapes.items()}
 
 
-def _draw(cursor: DataCursor, *, prompts: PromptSet, size: int, key: Key, shuffle: bool) -> Any:
-    return data.next_batch(prompts, cursor, size=size, key=key, shuffle=shuffle)
+def _draw(settings: TrainSettings, prompts: PromptSet, key: Key) -> Draw:
+    size = settings.rollout.batch_size // settings.rollout.n
+    return lambda cursor: data.next_batch(prompts, cursor, size=size, key=key, shuffle=settings.data.shuffle)
 
 
 def _evaluation(

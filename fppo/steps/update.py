@@ -61,29 +61,20 @@ def update_actor(
     `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss with its scalars bound. One that selects
     tokens over the mini-batch comes with `select_fn`, which sees the whole mini-batch's current log-probs first.
     `on_policy` takes old log-probs from the same pass: right when one mini-batch and one epoch make the ratio 1.
-    `measure_gap` reports `rollout_gap` of the policy as it is updated, where no pass before did.
-    Mini-batches are drawn by `key`, or taken in order without one. `batch` is this data rank's rows; with
-    `whole_batch` it is all rows, on every rank, and each takes its share. `donate` gives up the memory of `state`.
+    `measure_gap` reports `rollout_gap` of the policy being updated, where no pass before did. Mini-batches are drawn by
+    `key`, or taken in order without one. `batch` is this data rank's rows; with `whole_batch` it is all rows, on every
+    rank, and each takes its share. `donate` gives up the memory of `state`.
     """
     if select_fn is not None and not whole_batch and ranks_on(mesh, DATA_AXES) > 1:
         raise ValueError("select_fn needs the whole mini-batch: give all data ranks all rows, and whole_batch=True")
-    shared: dict[str, Any] = {"kernels": kernels, "mesh": mesh}
-    passes: dict[str, Any] = {"temperature": temperature, "remove_padding": remove_padding}
-    forward = partial(forward_micro_batch, model=model, **passes, **shared)
+    shared: dict[str, Any] = {"model": model, "kernels": kernels, "mesh": mesh}
+    forward = partial(forward_micro_batch, temperature=temperature, remove_padding=remove_padding, **shared)
     scalars: dict[str, Any] = {"entropy_coef": entropy_coef, "kl_coef": kl_coef, "kl_kind": kl_kind}
-    objective = partial(
-        policy_objective,
-        forward=forward,
-        loss_fn=loss_fn,
-        on_policy=on_policy,
-        measure_gap=measure_gap or on_policy,
-        **scalars,
-    )
+    scalars |= {"on_policy": on_policy, "measure_gap": measure_gap or on_policy}
     return update_epochs(
         state,
         batch,
-        model=model,
-        micro_loss=objective,
+        micro_loss=partial(policy_objective, forward=forward, loss_fn=loss_fn, **scalars),
         select=None if select_fn is None else partial(_select, forward=forward, mesh=mesh, select_fn=select_fn),
         optimizer=optimizer,
         mini_batch_size=mini_batch_size,
