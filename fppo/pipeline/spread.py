@@ -18,7 +18,7 @@ from fppo.batch import Column, Prompts, Rollout, extend, repeat
 from fppo.key import Key
 from fppo.rewards.runner import Judged, Scorer, judged, log_failures
 from fppo.rewards.sample import Outcome, Part, Sample
-from fppo.rollout.engine import Engine, Sampling
+from fppo.rollout.engine import Engine, OnFinished, Sampling
 from fppo.runtime.mesh import GRADIENT_AXES, Mesh, gather_objects, is_first, place_on, ranks_on
 from fppo.runtime.offload import Lane, to_device
 from fppo.steps.spread import collect, deal
@@ -47,16 +47,27 @@ class SpreadEngine:
         *,
         version: int = 0,
         limits: Tensor | None = None,
+        on_finished: OnFinished | None = None,
     ) -> Rollout:
         """The rollout of all prompts, the same on every rank."""
         if ranks_on(self.mesh, ALL) == 1:
-            return self.engine.generate(params, prompts, sampling, key, version=version, limits=limits)
+            return self.engine.generate(
+                params, prompts, sampling, key, version=version, limits=limits, on_finished=on_finished
+            )
         parts = deal(len(prompts.tokens), self.mesh)
         own = parts[place_on(self.mesh, ALL)]
         # a rank without a prompt makes an answer that nobody reads: engines gather parameters together
         asked = own or [0]
         most = None if limits is None else limits[asked]
-        made = self.engine.generate(params, batches.rows(prompts, asked), sampling, key, version=version, limits=most)
+
+        def tell(row: int, response: list[int], finish: str) -> None:
+            assert on_finished is not None
+            on_finished(own[row // sampling.n] * sampling.n + row % sampling.n, response, finish)
+
+        heard = tell if own and on_finished is not None else None
+        made = self.engine.generate(
+            params, batches.rows(prompts, asked), sampling, key, version=version, limits=most, on_finished=heard
+        )
         return self._gathered(made if own else batches.rows(made, []), prompts, parts, sampling.n)
 
     def _gathered(self, made: Rollout, prompts: Prompts, parts: list[list[int]], n: int) -> Rollout:
@@ -106,10 +117,13 @@ class FetchingEngine:
         *,
         version: int = 0,
         limits: Tensor | None = None,
+        on_finished: OnFinished | None = None,
     ) -> Rollout:
         """The engine's rollout."""
         here = to_device(dict(params), self.lane)
-        return self.engine.generate(here, prompts, sampling, key, version=version, limits=limits)
+        return self.engine.generate(
+            here, prompts, sampling, key, version=version, limits=limits, on_finished=on_finished
+        )
 
 
 @attrs.frozen

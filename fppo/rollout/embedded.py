@@ -17,7 +17,7 @@ from fppo.key import Key
 from fppo.models.heads import Head
 from fppo.models.model import Model
 from fppo.rollout import cache as caches
-from fppo.rollout.engine import Sampling
+from fppo.rollout.engine import OnFinished, Sampling
 from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits, rollout_of
 from fppo.rollout.sampling import draw
 from fppo.runtime import fsdp
@@ -55,6 +55,7 @@ class EmbeddedEngine:
         *,
         version: int = 0,
         limits: Tensor | None = None,
+        on_finished: OnFinished | None = None,
     ) -> Rollout:
         """`sampling.n` responses to each prompt; row j of the prompt with row id i has row id i * n + j.
 
@@ -74,6 +75,7 @@ class EmbeddedEngine:
         row_ids = number_rows(prompts, sampling.n, device)
         width = max(lengths)
         tokens, real = prompts.tokens.to(device)[:, -width:], mask[:, -width:]
+        tell = None if on_finished is None else _Teller(on_finished, most, sampling)
 
         def run(skeleton: PreTrainedModel) -> list[_Step]:
             policy = _Policy(skeleton, _wide(models.output_head(self.model, params)), self.kernels, self.prefill_tokens)
@@ -82,7 +84,7 @@ class EmbeddedEngine:
                 part = slice(int(wave[0]), int(wave[-1]) + 1)
                 rows = torch.arange(part.start * sampling.n, part.stop * sampling.n, device=device)
                 places = tokens[part], real[part], lengths[part]
-                steps += _decode(policy, *places, most[part], rows, row_ids, sampling, key)
+                steps += _decode(policy, *places, most[part], rows, row_ids, sampling, key, tell)
             return steps
 
         with torch.inference_mode():
@@ -109,6 +111,27 @@ class _Step(NamedTuple):
     tokens: Tensor
     log_probs: Tensor
     sampling_log_probs: Tensor
+
+
+class _Teller:
+    """Tells of rows as they finish, from the steps as they are made."""
+
+    def __init__(self, on_finished: OnFinished, limits: Sequence[int], sampling: Sampling) -> None:
+        self._on_finished, self._stops = on_finished, frozenset(sampling.stop_token_ids)
+        self._limits = [limit for limit in limits for _ in range(sampling.n)]
+        self._open: dict[int, list[int]] = {row: [] for row in range(len(self._limits))}
+
+    def __call__(self, step: _Step) -> None:
+        """Takes the step's tokens in; rows that ended before, and are still among the live ones, are passed over."""
+        for row, token in zip(step.rows.tolist(), step.tokens.tolist(), strict=True):
+            response = self._open.get(row)
+            if response is None:
+                continue
+            response.append(token)
+            stopped = token in self._stops
+            if stopped or len(response) == self._limits[row]:
+                del self._open[row]
+                self._on_finished(row, response, "stop" if stopped else "length")
 
 
 def _check_positions(model: Model, lengths: Sequence[int], limits: Sequence[int]) -> None:
@@ -182,6 +205,7 @@ def _decode(
     row_ids: Tensor,
     sampling: Sampling,
     key: Key,
+    tell: _Teller | None,
 ) -> list[_Step]:
     """Responses to prompts [B, P], of the given lengths, in the rollout's `rows` [B * n], of at most `limits` [B]."""
     most = max(limits)
@@ -201,6 +225,8 @@ def _decode(
             uniforms = key.uniform(row_ids[rows], places)
         drawn = draw(logits, uniforms[:, t % _CHUNK], sampling)
         steps.append(_Step(rows, t, *drawn))
+        if tell is not None:
+            tell(steps[-1])
         new = drawn.tokens[:, None]
         if ends:
             done = done | stops[drawn.tokens] | (last == t)

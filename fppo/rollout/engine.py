@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import attrs
@@ -56,11 +56,15 @@ class Sampling:
     greedy: bool = False
 
 
+OnFinished = Callable[[int, list[int], str], None]  # a row's number, its response's tokens, and its finish
+
+
 class Engine(Protocol):
     """Anything that answers prompts: `sampling.n` rows for each, those of one prompt next to each other.
 
     The same arguments give the same rollout. `version` is the number of the policy that `params` are. `limits` [B] are
-    the most tokens of each prompt's responses, where they are fewer than `sampling.max_tokens`.
+    the most tokens of each prompt's responses, where they are fewer than `sampling.max_tokens`. `on_finished` is called
+    when a row of the rollout is done, once for each, in any order; on several ranks, for the rows that this one made.
     """
 
     def generate(
@@ -72,4 +76,5 @@ class Engine(Protocol):
         *,
         version: int = 0,
         limits: Tensor | None = None,
+        on_finished: OnFinished | None = None,
     ) -> Rollout: ...

@@ -23,7 +23,7 @@ from fppo.batch import Prompts, Rollout
 from fppo.key import Key
 from fppo.models.model import Model
 from fppo.rollout import sync
-from fppo.rollout.engine import Sampling
+from fppo.rollout.engine import OnFinished, Sampling
 from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits, rollout_of
 from fppo.rollout.sync import Bucket, Rename, SyncError
 from fppo.rollout.vllm_host import (
@@ -130,6 +130,7 @@ class VllmEngine:
         *,
         version: int = 0,
         limits: Tensor | None = None,
+        on_finished: OnFinished | None = None,
     ) -> Rollout:
         """The rollout of these parameters, as `EmbeddedEngine.generate` gives it; log-probs are float32.
 
@@ -149,7 +150,7 @@ class VllmEngine:
             row_ids=row_ids,
             limits=[limit for limit in most for _ in range(sampling.n)],
         )
-        answers = self._answers(request, params, version)
+        answers = self._answers(request, params, version, on_finished)
         if self._options.sleep:
             self.sleep()
         lasting = torch.tensor([len(answer.tokens) for answer in answers])
@@ -301,12 +302,21 @@ class VllmEngine:
             return True
         return any(held.leaves[name]() is not x for name, x in params.items())
 
-    def _answers(self, request: Request, params: Mapping[str, Tensor], version: int) -> list[Answer]:
+    def _answers(
+        self, request: Request, params: Mapping[str, Tensor], version: int, on_finished: OnFinished | None
+    ) -> list[Answer]:
         """All rows' answers. A process that dies is replaced, and asked for the rows that it left.
 
         On a sharded mesh all ranks go on together: where one was replaced, all sync again.
         """
         answers: dict[int, Answer] = {}
+
+        def keep(row: int, answer: Answer) -> None:
+            answers[row] = answer
+            if on_finished is not None:
+                tokens = answer.tokens.tolist()
+                on_finished(row, tokens, "stop" if tokens[-1] in request.sampling.stop_token_ids else "length")
+
         for left in range(self._options.restarts, -1, -1):
             rows = [row for row in range(len(request.prompts)) if row not in answers]
             died = None
@@ -315,7 +325,7 @@ class VllmEngine:
                     self.sync(params, version=version)
                 if rows:
                     part = request.part(rows)
-                    self._running().generate(part, lambda i, x, rows=rows: answers.__setitem__(rows[i], x))
+                    self._running().generate(part, lambda i, x, rows=rows: keep(rows[i], x))
             except EngineDied as error:
                 died = error
             if not self._any(died is not None, params):

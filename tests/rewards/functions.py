@@ -77,6 +77,16 @@ async def coroutine(sample: Sample) -> dict[str, float]:
     return {"score": by_response(sample), "length": float(len(sample.response))}
 
 
+async def quick(sample: Sample) -> dict[str, float]:
+    return {"score": float("b" in sample.response), "length": float(len(sample.response))}
+
+
+def notes(sample: Sample) -> float:
+    """Leaves a file that says it was called."""
+    open(os.path.join(sample.extras["directory"], sample.response), "w").close()
+    return 1.0
+
+
 def bad_result(sample: Sample):
     return sample.ground_truth
 

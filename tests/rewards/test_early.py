@@ -1,0 +1,287 @@
+"""Rewards that begin before the rollout ends: the judgement is the plain one, and hanging rows hold up no others."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fppo import rewards
+from fppo.batch import Column, Prompts
+from fppo.data import collate, prompt_set
+from fppo.key import Key
+from fppo.pipeline.spread import SpreadEngine, SpreadJudge
+from fppo.rewards.early import EarlyJudge
+from fppo.rollout.embedded import EmbeddedEngine
+from fppo.rollout.engine import Sampling
+from fppo.runtime.simulate import simulate
+from fppo_kernels.record import Kernels
+from tests import tiny
+from tests.rewards import functions
+from tests.rewards.samples import Letters, rollout
+
+N = 2
+
+
+def prompts_of(made) -> Prompts:
+    """The prompts that a rollout of N responses to each answers."""
+    start = made.tokens.shape[1] - made.response_mask.shape[1]
+    columns = {name: Column(getattr(made, name)[::N]) for name in ("ids", "ground_truth", "source", "extras")}
+    return Prompts(
+        tokens=made.tokens[::N, :start],
+        attention_mask=made.attention_mask[::N, :start],
+        row_ids=made.row_ids[::N] // N,
+        **columns,
+    )
+
+
+def words(prompts: list[str], responses: list[str]):
+    """N responses to each prompt, with columns as engines repeat them: the same objects for all."""
+    made = rollout([p for p in prompts for _ in range(N)], responses, [f"t{p}" for p in prompts for _ in range(N)], n=N)
+    given = prompts_of(made)
+    columns = {name: Column(x for x in getattr(given, name) for _ in range(N)) for name in ("ground_truth", "extras")}
+    return attrs.evolve(made, **columns), given
+
+
+def tell(listener, made, rows) -> None:
+    """What an engine does when these rows end, in this order."""
+    width = made.response_mask.shape[1]
+    for row in rows:
+        listener(row, made.tokens[row, -width:][made.attention_mask[row, -width:]].tolist(), made.finish[row])
+
+
+def both(runner, made, given, rows):
+    """The plain judgement, and that of a judge that heard of these rows in this order."""
+    samples = rewards.samples_of(made, Letters())
+    with EarlyJudge(runner, Letters()) as early:
+        tell(early.listen(given, N), made, rows)
+        return runner.judge(samples), early.judge(samples)
+
+
+class Watched(rewards.RewardRunner):
+    """Counts what is judged after the rollout."""
+
+    late = 0
+
+    def outcomes_of(self, part, samples):
+        if threading.current_thread().name != "early rewards":
+            self.late += len(samples)
+        return super().outcomes_of(part, samples)
+
+
+MANY = rewards.weighted_sum(
+    {
+        "length": functions.length,
+        "odd": functions.by_response,
+        "batch": functions.batch_lengths,
+        "later": functions.quick,
+        "here": rewards.exact_match,
+    }
+)
+
+
+@st.composite
+def finished(draw):
+    count = draw(st.integers(1, 4))
+    prompts = draw(st.lists(st.sampled_from(["p", "q"]), min_size=count, max_size=count))
+    responses = draw(st.lists(st.sampled_from(["", "a", "bb", "raise"]), min_size=N * count, max_size=N * count))
+    order = draw(st.permutations(range(N * count)))
+    return prompts, responses, order[: draw(st.integers(0, N * count))]
+
+
+def test_any_order_gives_the_plain_judgement():
+    """Failures, names, answers and functions of the batch; rows that are alike, and some that nobody told of."""
+    with Watched(MANY, workers=2) as runner:
+
+        @given(finished())
+        def check(case):
+            prompts, responses, rows = case
+            made, given = words(prompts, responses)
+            runner.late = 0
+            expected, found = both(runner, made, given, rows)
+            assert found == expected
+            begun = 3  # functions of single samples that do not run in this process
+            assert runner.late == 5 * len(responses) + 2 * len(responses) + begun * (len(responses) - len(rows))
+
+        check()
+
+
+def test_timeouts_and_deaths_are_those_of_the_plain_judgement():
+    made, given = words(["p", "q"], ["sleep", "a", "die", "b"])
+    with rewards.RewardRunner(functions.by_response, time_limit=0.5) as runner:
+        expected, found = both(runner, made, given, [2, 0, 3])
+    assert found == expected
+    assert [failure.kind for failure in found.failures] == ["timeout", "error"]
+
+
+def test_faults_are_raised_where_the_plain_judgement_raises_them():
+    made, given = words(["p"], ["a", "b"])
+    for fn in (functions.bad_result, functions.uneven_names):
+        with rewards.RewardRunner(fn) as runner:
+            samples = rewards.samples_of(made, Letters())
+            with pytest.raises(ValueError, match=r"the reward '\w+' returned") as expected:
+                runner.judge(samples)
+            with EarlyJudge(runner, Letters()) as early:
+                tell(early.listen(given, N), made, [1, 0])
+                with pytest.raises(ValueError, match="returned") as found:
+                    early.judge(samples)
+        assert str(found.value) == str(expected.value)
+
+
+def unloadable():
+    """A function whose worker cannot load it."""
+
+    class Refuses:
+        def __reduce__(self):
+            return (int, ("no number",))
+
+        def __call__(self, sample):
+            return 0.0
+
+    return Refuses()
+
+
+def test_a_function_that_does_not_load_is_an_error_of_the_judge():
+    made, given = words(["p"], ["a", "b"])
+    with rewards.RewardRunner(unloadable()) as runner, EarlyJudge(runner, Letters()) as early:
+        tell(early.listen(given, N), made, [1, 0])
+        with pytest.raises(ValueError, match="does not load in a worker process"):
+            early.judge(rewards.samples_of(made, Letters()))
+
+
+def test_rewards_begin_while_others_are_generated(tmp_path):
+    made, given = words(["p"], ["a", "b"])
+    extras = {"directory": str(tmp_path)}
+    given = attrs.evolve(given, extras=Column([extras]))
+    made = attrs.evolve(made, extras=Column([extras, extras]))
+    with rewards.RewardRunner(functions.notes) as runner, EarlyJudge(runner, Letters()) as early:
+        listener = early.listen(given, N)
+        tell(listener, made, [0])
+        until = time.monotonic() + 30
+        while not (tmp_path / "a").exists():  # the second row is still to come
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        tell(listener, made, [1])
+        assert early.judge(rewards.samples_of(made, Letters())).scores == {"notes": [1.0, 1.0]}
+        assert (tmp_path / "b").exists()
+
+
+def test_what_was_heard_before_or_elsewhere_does_not_count(tmp_path):
+    """Two rollouts with one judge, one of them left unjudged; and samples of rows that nobody told of."""
+    first, given = words(["p"], ["a", "bb"])
+    second, again = words(["q"], ["ccc", "a"])
+    with rewards.RewardRunner(functions.length) as runner, EarlyJudge(runner, Letters()) as early:
+        tell(early.listen(given, N), first, [0, 1])
+        tell(early.listen(again, N), second, [1, 0])
+        assert early.judge(rewards.samples_of(second, Letters())).scores == {"length": [3.0, 1.0]}
+        assert early.judge(rewards.samples_of(second, Letters())).scores == {"length": [3.0, 1.0]}
+        assert early.judge(rewards.samples_of(first, Letters())).scores == {"length": [1.0, 2.0]}
+        changed = attrs.evolve(first, extras=Column([{"more": 1}, {"more": 2}]))
+        tell(early.listen(given, N), first, [0, 1])
+        assert early.judge(rewards.samples_of(changed, Letters())).scores == {"length": [1.0, 2.0]}
+
+
+def test_threads_judge_at_the_same_time():
+    """As an evaluation and a rollout ahead do."""
+    made, given = words(["p", "q"], ["a", "bb", "ccc", "dddd"])
+    other, _ = words(["p"], ["eeeee", "a"])
+    found = []
+    with rewards.RewardRunner(functions.length) as runner, EarlyJudge(runner, Letters()) as early:
+
+        def evaluate():
+            for _ in range(10):
+                found.append(early.judge(rewards.samples_of(other, Letters())).scores["length"])
+
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        for _ in range(10):
+            tell(early.listen(given, N), made, [3, 1, 0, 2])
+            assert early.judge(rewards.samples_of(made, Letters())).scores["length"] == [1.0, 2.0, 3.0, 4.0]
+        thread.join()
+    assert found == [[5.0, 1.0]] * 10
+
+
+def test_nothing_is_listened_for_where_nothing_can_begin():
+    _, given = words(["p"], ["a", "b"])
+    with rewards.RewardRunner(rewards.exact_match) as runner, EarlyJudge(runner, Letters()) as early:
+        assert early.listen(given, N) is None
+        assert early.parts == runner.parts
+    with rewards.RewardRunner(functions.length) as runner:
+        early = EarlyJudge(runner, Letters())
+        early.close()
+        assert early.listen(given, N) is None
+
+
+# engines
+
+
+def heard_from(engine, prompts, sampling, limits=None):
+    """The rollout, and what was told of its rows."""
+    _, params = tiny.model_and_params(dtype=torch.float32)
+    told: dict[int, tuple[list[int], str]] = {}
+
+    def listener(row, response, finish):
+        assert row not in told
+        told[row] = (list(response), finish)
+
+    made = engine.generate(params, prompts, sampling, Key(3), limits=limits, on_finished=listener)
+    width = made.response_mask.shape[1]
+    rows = {
+        row: (made.tokens[row, -width:][made.response_mask[row]].tolist(), made.finish[row])
+        for row in range(len(made.tokens))
+    }
+    return made, told, rows
+
+
+def some_prompts(count: int = 5) -> Prompts:
+    draw = random.Random(1)
+    ids = [[draw.randrange(2, tiny.VOCAB) for _ in range(draw.randint(1, 5))] for _ in range(count)]
+    return collate(prompt_set(ids, pad_token_id=0), range(count))
+
+
+@pytest.mark.parametrize("stops", [(), (1, 4, 9)])
+@pytest.mark.parametrize("limits", [None, [1, 3, 6, 2, 9]])
+def test_the_embedded_engine_tells_of_each_row_once(stops, limits):
+    sampling = Sampling(n=N, max_tokens=6, stop_token_ids=stops)
+    limits = None if limits is None else torch.tensor(limits)
+    model, _ = tiny.model_and_params()
+    for waves in (3, 100):
+        engine = EmbeddedEngine(model=model, kernels=Kernels.named(), pad_token_id=0, max_rows=waves)
+        made, told, rows = heard_from(engine, some_prompts(), sampling, limits)
+        assert told == rows
+        plain = engine.generate(
+            tiny.model_and_params(dtype=torch.float32)[1], some_prompts(), sampling, Key(3), limits=limits
+        )
+        assert torch.equal(plain.tokens, made.tokens)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_each_rank_tells_of_what_it_made_and_is_asked_about_it(count):
+    sampling = Sampling(n=N, max_tokens=6, stop_token_ids=(1, 4))
+    model, params = tiny.model_and_params(dtype=torch.float32)
+    engine = EmbeddedEngine(model=model, kernels=Kernels.named(), pad_token_id=0)
+    prompts = some_prompts(count)
+
+    def on_rank(mesh):
+        spread = SpreadEngine(engine=engine, mesh=mesh, pad_token_id=0)
+        _, told, rows = heard_from(spread, prompts, sampling)
+        assert told.items() <= rows.items()
+        with Watched(functions.length) as runner, EarlyJudge(runner, Letters()) as early:
+            made = spread.generate(params, prompts, sampling, Key(3), on_finished=early.listen(prompts, N))
+            judge = SpreadJudge(early, mesh, torch.device("cpu"))
+            found = judge.judge(rewards.samples_of(made, Letters()))
+            assert runner.late == 0
+        return sorted(told), found
+
+    ((rows, expected),) = simulate({"shard": 1}, on_rank)
+    assert rows == list(range(N * count))
+    for ranks in (2, 3):
+        results = simulate({"shard": ranks}, on_rank)
+        assert sorted(row for rows, _ in results for row in rows) == list(range(N * count))
+        assert all(found == expected for _, found in results)
