@@ -56,7 +56,8 @@ class ChatTemplate:
                 "as they are"
             )
         stop = self.tokenizer.decode([end])
-        tail = self.tail.removeprefix(stop) if stop else self.tail
+        space, found, rest = self.tail.partition(stop) if stop else ("", "", "")
+        tail = rest if found and not space.strip() else self.tail
         return list(self.tokenizer.encode(tail + whole[len(self.before) :], add_special_tokens=False))
 
 

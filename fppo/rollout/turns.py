@@ -16,7 +16,7 @@ from fppo.batch import Column, Prompts, Rollout
 from fppo.data.encode import MESSAGES
 from fppo.key import Key
 from fppo.metrics import Metrics
-from fppo.rollout.engine import Engine, Sampling
+from fppo.rollout.engine import Engine, OnFinished, Sampling
 from fppo.rollout.observations import Encode
 from fppo.rollout.records import response_limits
 from fppo.rollout.replies import Reply, Responder
@@ -82,6 +82,7 @@ class TurnsEngine:
         *,
         version: int = 0,
         limits: Tensor | None = None,
+        on_finished: OnFinished | None = None,
     ) -> Rollout:
         """The rollout; with one turn, or tools that say nothing, the engine's own. See `Engine`."""
         most = [limit for limit in response_limits(limits, len(prompts.tokens), sampling) for _ in range(sampling.n)]
@@ -95,7 +96,8 @@ class TurnsEngine:
             used = section.seen.sum(1).tolist()
             left = {row: most[row] - used[row] - len(words) for row, words in heard.items()}
             finish = ["length" if left.get(row, 1) < 1 else reason for row, reason in enumerate(finish)]
-            live = [row for row in heard if left[row] > 0]
+            before, live = live, [row for row in heard if left[row] > 0]
+            self._tell(on_finished, sorted(set(before) - set(live)), section, finish, sampling.n)
             if not live:
                 break
             section = _appended(section, live, _observed([heard[row] for row in live], section))
@@ -111,7 +113,19 @@ class TurnsEngine:
             section = _appended(section, live, _section_of(made))
             for row, reason in zip(live, made.finish, strict=True):
                 finish[row] = reason
+        self._tell(on_finished, live, section, finish, sampling.n)
         return self._record(start, section, finish, talks)
+
+    def _tell(
+        self, on_finished: OnFinished | None, rows: Sequence[int], section: _Section, finish: Sequence[str], n: int
+    ) -> None:
+        """Tells of rows that are done; each is one rank's to tell of, that of its prompt."""
+        if on_finished is None:
+            return
+        ranks, place = ranks_on(self.mesh, GRADIENT_AXES), place_on(self.mesh, GRADIENT_AXES)
+        for row in rows:
+            if row // n % ranks == place:
+                on_finished(row, section.tokens[row][section.seen[row]].tolist(), finish[row])
 
     def _opening(self, start: Rollout, row: int) -> list[Message]:
         """The prompt as messages: a chat's own, or its text."""

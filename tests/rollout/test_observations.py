@@ -1,0 +1,56 @@
+"""What tools say, as tokens behind a turn: those that the whole conversation would have."""
+
+import pytest
+
+from fppo.rollout.observations import PlainText, chat_template
+from tests.data import rows as chats
+
+CHATML = (
+    "{% for m in messages %}{{ '<s> ' + m.role + ' : ' + m.content + ' <eos> . ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s> assistant : ' }}{% endif %}"
+)
+
+
+def chat_tokenizer(template):
+    made = chats.tokenizer()
+    made.add_special_tokens({"additional_special_tokens": ["<s>"]})
+    made.add_tokens(["tool", "."])
+    made.chat_template = template
+    return made
+
+
+@pytest.mark.parametrize("end", [1, 15])
+def test_a_chat_goes_on_as_its_template_has_it(end):
+    """What was sampled, and then what the template says, as if it had written all of it."""
+    words = chat_tokenizer(CHATML)
+    encode = chat_template(words, roles=("tool",))
+    start = [{"role": "user", "content": "1 2"}]
+    told = [{"role": "tool", "content": "7 8"}, {"role": "user", "content": "9"}]
+    chat = {"tokenize": True, "return_dict": False, "add_generation_prompt": True}
+    prompt = words.apply_chat_template(start, **chat)
+    sampled = [13, 14, end]
+    content = "3 4" if end == 1 else "3 4 5"
+    whole = words.apply_chat_template([*start, {"role": "assistant", "content": content}, *told], **chat)
+    assert [*prompt, *sampled, *encode(told, end)] == whole
+    assert encode([], end) == []
+
+
+def test_chat_templates_that_cannot_go_on_are_refused():
+    with pytest.raises(ValueError, match="not append-only"):
+        chat_template(chat_tokenizer(CHATML.replace("m.content", "(m.content if loop.last else '')")))
+    with pytest.raises(ValueError, match=r"refuses messages of the roles \['user', 'assistant'\]: no role assistant"):
+        chat_template(chat_tokenizer(chats.CHAT))
+    only = CHATML.replace("{{ '<s> '", "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ '<s> '")
+    encode = chat_template(chat_tokenizer(only))
+    with pytest.raises(ValueError, match="no tools"):
+        encode([{"role": "tool", "content": "1"}], 1)
+    with pytest.raises(ValueError, match="no tools"):
+        chat_template(chat_tokenizer(only), roles=("tool",))
+    with pytest.raises(ValueError, match="does not show what an assistant said"):
+        chat_template(chat_tokenizer("{% for m in messages %}{{ m.role }}{% endfor %}"))
+
+
+def test_plain_text_is_encoded_as_it_is():
+    words = chats.tokenizer()
+    assert PlainText(words)([{"role": "tool", "content": "1 2"}, {"role": "user", "content": " 3"}], 1) == [11, 12, 13]
+    assert PlainText(words)([], 1) == []

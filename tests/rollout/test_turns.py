@@ -1,0 +1,391 @@
+"""Responses of several turns are those of a loop over single rows, and what tools said is never trained on."""
+
+import random
+from functools import partial
+from itertools import pairwise
+
+import attrs
+import pytest
+import torch
+
+from fppo import advantages, losses, metrics, tools, tree
+from fppo import batch as batches
+from fppo.batch import Column, Experience, extend
+from fppo.key import Key
+from fppo.pipeline.spread import SpreadEngine
+from fppo.quickstart import character_tokenizer
+from fppo.rollout.embedded import EmbeddedEngine
+from fppo.rollout.engine import Sampling
+from fppo.rollout.observations import PlainText
+from fppo.rollout.records import number_rows, rollout_of
+from fppo.rollout.replies import Tools
+from fppo.rollout.turns import TurnsEngine, turn_metrics
+from fppo.runtime.mesh import LOCAL
+from fppo.runtime.simulate import simulate
+from fppo.steps.forward import compute_log_probs, forward_micro_batch
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizer import Optimizer
+from fppo.steps.schedules import schedule
+from fppo.steps.train_state import init_state
+from fppo.steps.update import update_actor
+from fppo_kernels.record import Kernels
+from tests.models.families import make
+from tests.rollout.test_embedded import KERNELS, PAD, make_prompts
+
+TOKENIZER = character_tokenizer("0123456789+-*/=<>()ab.cdefgh")
+STOPS = (1, *(TOKENIZER.convert_tokens_to_ids(list("=5bc"))))
+SAMPLING = Sampling(temperature=1.2, n=2, max_tokens=19, stop_token_ids=STOPS)
+CUT = Sampling(temperature=0.7, top_k=12, top_p=0.9, n=3, max_tokens=30, stop_token_ids=STOPS)
+
+
+def talkative(conversation):
+    """Two letters of the turn, nothing, or the end."""
+    last = conversation[-1]
+    match last["end"]:
+        case "=":
+            return [{"role": "tool", "content": f"({last['content'][:1]})"}]
+        case "5":
+            return []
+        case "b":
+            return [{"role": "tool", "content": "h" * 7}, {"role": "user", "content": "d"}]
+    return None
+
+
+def silent(conversation):
+    assert conversation
+    return None
+
+
+def embedded(model, **changes):
+    return EmbeddedEngine(model=model, kernels=KERNELS, pad_token_id=PAD, **changes)
+
+
+def engine_of(inner, respond=talkative, **changes):
+    fixed = {"max_turns": 5, "pad_token_id": PAD, "encode": PlainText(TOKENIZER), "tokenizer": TOKENIZER}
+    return TurnsEngine(engine=inner, **{"tools": Tools(respond, inline=True), **fixed, **changes})
+
+
+def made(sampling=SAMPLING, *, dtype=torch.float64, key=3, lengths=None, respond=talkative, **changes):
+    model, params = make("qwen2", dtype=dtype)
+    prompts = make_prompts(*([] if lengths is None else [lengths]))
+    return engine_of(embedded(model), respond, **changes).generate(params, prompts, sampling, Key(key), version=4)
+
+
+def response(rollout, row):
+    """Tokens, and whether the policy chose them."""
+    width = rollout.response_mask.shape[1]
+    seen = rollout.attention_mask[row, -width:]
+    return rollout.tokens[row, -width:][seen].tolist(), rollout.response_mask[row][seen].tolist()
+
+
+@pytest.mark.parametrize("changes", [{"respond": silent}, {"max_turns": 1}])
+@pytest.mark.parametrize("sampling", [SAMPLING, CUT, attrs.evolve(SAMPLING, greedy=True, n=1)])
+def test_one_turn_is_the_inner_engines_rollout(sampling, changes):
+    model, params = make("qwen2", dtype=torch.float32)
+    limits = torch.tensor([3, 9, 4, 19, 7, 12])
+    for most in (None, limits):
+        expected = embedded(model).generate(params, make_prompts(extra=2), sampling, Key(3), version=7, limits=most)
+        engine = engine_of(embedded(model), **changes)
+        found = engine.generate(params, make_prompts(extra=2), sampling, Key(3), version=7, limits=most)
+        assert tree.digest(found) == tree.digest(expected)
+        assert found.finish == expected.finish
+        assert found.extras == expected.extras
+    shorter = engine_of(embedded(model), **changes, turn_tokens=5)
+    bounded = attrs.evolve(sampling, max_tokens=5)
+    expected = embedded(model).generate(params, make_prompts(), bounded, Key(3))
+    assert tree.digest(shorter.generate(params, make_prompts(), sampling, Key(3))) == tree.digest(expected)
+
+
+def one_row(inner, params, prompt, row_id, sampling, key, *, respond, max_turns, turn_tokens, most):
+    """The response of one row, turn by turn: tokens, what the policy chose, their log-probs, and the finish."""
+    tokens, chosen, log_probs = [], [], []
+    talk, words = [{"role": "user", "content": TOKENIZER.decode(prompt)}], ""
+    for turn in range(1, max_turns + 1):
+        asked = attrs.evolve(
+            make_prompts((len(prompt) + len(tokens),)),
+            tokens=torch.tensor([[*prompt, *tokens]]),
+            row_ids=torch.tensor([row_id]),
+        )
+        bound = min(most - len(tokens), turn_tokens or most)
+        place = key if turn == 1 else key.fold("turn", turn)
+        out = inner.generate(params, asked, attrs.evolve(sampling, n=1, max_tokens=bound), place)
+        new, _ = response(out, 0)
+        tokens, chosen = tokens + new, chosen + [True] * len(new)
+        log_probs += out.rollout_log_probs[0, : len(new)].tolist()
+        if out.finish[0] == "length" or turn == max_turns:
+            return tokens, chosen, log_probs, out.finish[0]
+        words += "".join(TOKENIZER.decode(new[:-1] if new[-1] == 1 else new))
+        said = {"role": "assistant", "content": words, "end": TOKENIZER.decode(new[-1:])}
+        told = respond([*talk, said])
+        if told is None:
+            return tokens, chosen, log_probs, "stop"
+        observed = TOKENIZER.encode("".join(message["content"] for message in told))
+        if len(tokens) + len(observed) >= most:
+            return tokens, chosen, log_probs, "length"
+        if told:
+            talk, words = [*talk, said, *told], ""
+        tokens, chosen = tokens + observed, chosen + [False] * len(observed)
+        log_probs += [0.0] * len(observed)
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("sampling", "changes"),
+    [(SAMPLING, {}), (CUT, {"turn_tokens": 12}), (attrs.evolve(CUT, max_tokens=12), {"max_turns": 2})],
+    ids=["plain", "short turns", "two turns"],
+)
+def test_rows_are_those_of_a_loop_over_single_rows(sampling, changes):
+    """Whatever shares the batch: draws, budgets, observations, conversations."""
+    model, params = make("qwen2")
+    prompts = make_prompts(extra=1)
+    limits = torch.tensor([30, 11, 4, 30, 19, 1]) if changes.get("turn_tokens") else None
+    engine = engine_of(embedded(model, max_rows=4), **changes)
+    found = engine.generate(params, prompts, sampling, Key(5), limits=limits)
+    finishes, holes = set(), 0
+    for row in range(6 * sampling.n):
+        number = row // sampling.n
+        prompt = prompts.tokens[number][prompts.attention_mask[number]].tolist()
+        most = sampling.max_tokens if limits is None else min(int(limits[number]), sampling.max_tokens)
+        tokens, chosen, log_probs, finish = one_row(
+            embedded(model),
+            params,
+            prompt,
+            int(found.row_ids[row]),
+            sampling,
+            Key(5),
+            respond=talkative,
+            max_turns=engine.max_turns,
+            turn_tokens=engine.turn_tokens,
+            most=most,
+        )
+        assert (tokens, chosen) == response(found, row)
+        assert found.finish[row] == finish
+        assert len(tokens) <= most
+        assert chosen[-1]  # never an observation
+        got = found.rollout_log_probs[row, : len(tokens)]
+        torch.testing.assert_close(got, torch.tensor(log_probs, dtype=torch.float64), rtol=0, atol=1e-10)
+        assert (found.rollout_log_probs[row, len(tokens) :] == 0).all()
+        finishes.add(finish)
+        holes += not all(chosen)
+    assert finishes == {"stop", "length"}
+    assert holes
+
+
+def test_the_record():
+    found, prompts = made(), make_prompts()
+    width = found.response_mask.shape[1]
+    seen = found.attention_mask[:, -width:]
+    assert torch.equal(found.tokens[::2, :-width], prompts.tokens)
+    assert found.row_ids.tolist() == list(range(20, 32))
+    assert found.groups.tolist() == [10 + i // 2 for i in range(12)]
+    assert found.versions.tolist() == [4] * 12
+    assert found.extras[5] == {"name": "row 2"}
+    assert (found.tokens[:, -width:][~seen] == PAD).all()
+    assert seen.any(0).all()
+    for x in (found.rollout_log_probs, found.sampling_log_probs):
+        assert (x[~found.response_mask] == 0).all()
+        assert (x[found.response_mask] < 0).all()
+    report = metrics.report(turn_metrics(found))
+    turns = [1 + sum(a and not b for b, a in pairwise(response(found, row)[1])) for row in range(12)]
+    assert report["rollout/turns/mean"] == pytest.approx(sum(turns) / 12)
+    assert report["rollout/turns/max"] == max(turns) > 1
+    told = sum(chosen.count(False) for _, chosen in (response(found, row) for row in range(12)))
+    assert report["rollout/observation_tokens/mean"] == pytest.approx(told / 12)
+    assert report["rollout/tool_failures"] == 0
+
+
+@pytest.mark.parametrize(("dtype", "at"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+def test_chosen_tokens_have_the_log_probs_of_the_whole_context(dtype, at):
+    model, params = make("qwen2", dtype=dtype)
+    found = made(CUT, dtype=dtype)
+    log_probs = compute_log_probs(
+        params,
+        found,
+        model=model,
+        kernels=KERNELS,
+        mesh=LOCAL,
+        micro_batching=MicroBatching(token_budget=60),
+        temperature=CUT.temperature,
+    )
+    holes = found.attention_mask[:, -log_probs.shape[1] :] & ~found.response_mask
+    assert holes.any()
+    torch.testing.assert_close(found.rollout_log_probs, log_probs, rtol=0, atol=at)
+
+
+def test_draws_depend_on_key_row_and_turn_alone():
+    model, params = make("qwen2")
+    engine, prompts = engine_of(embedded(model)), make_prompts()
+    whole = engine.generate(params, prompts, SAMPLING, Key(3))
+    assert tree.digest(whole) == tree.digest(engine.generate(params, prompts, SAMPLING, Key(3)))
+    assert tree.digest(whole) != tree.digest(engine.generate(params, prompts, SAMPLING, Key(4)))
+    for chosen in ([1], [5, 3, 0], [2, 5, 4, 3, 1, 0]):
+        part = engine.generate(params, batches.rows(prompts, chosen), SAMPLING, Key(3))
+        rows = [2 * i + j for i in chosen for j in range(2)]
+        for row, other in enumerate(rows):
+            assert response(part, row) == response(whole, other)
+        assert part.finish == Column(whole.finish[i] for i in rows)
+
+
+def erratic(conversation):
+    if random.random() < 0.3:
+        raise RuntimeError("bad luck")
+    return [{"role": "tool", "content": str(random.randrange(10**6))}]
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"replicate": 2, "shard": 2}, {"sequence": 3}])
+def test_ranks_share_the_calls_and_hear_the_same(axes):
+    model, params = make("qwen2")
+
+    def on_rank(mesh, respond=talkative):
+        inner = SpreadEngine(engine=embedded(model, mesh=mesh), mesh=mesh, pad_token_id=PAD)
+        told = {}
+        found = engine_of(inner, respond, mesh=mesh).generate(
+            params, make_prompts(), SAMPLING, Key(3), on_finished=lambda row, *rest: told.__setitem__(row, rest)
+        )
+        return found, told
+
+    (expected, told), *_ = simulate({"shard": 1}, on_rank)
+    for row in range(12):
+        assert told[row] == (response(expected, row)[0], expected.finish[row])
+    found = simulate(axes, on_rank)
+    for other, _ in found:
+        assert tree.digest(other) == tree.digest(found[0][0])
+        assert torch.equal(other.tokens, expected.tokens)
+        assert torch.equal(other.response_mask, expected.response_mask)
+        assert torch.equal(other.attention_mask, expected.attention_mask)
+        torch.testing.assert_close(other.rollout_log_probs, expected.rollout_log_probs, rtol=0, atol=1e-10)
+        assert other.finish == expected.finish
+    assert sorted(row for _, part in found for row in part) == list(range(12))
+    (first, _), *others = simulate(axes, lambda mesh: on_rank(mesh, erratic))
+    assert any("tool_failures" in extra for extra in first.extras)
+    for other, _ in others:
+        assert tree.digest(other) == tree.digest(first)
+        assert other.extras == first.extras
+
+
+def failing(conversation):
+    if len(conversation) == 2:
+        raise RuntimeError("no")
+    return None
+
+
+def test_failures_are_told_to_the_policy_or_end_the_row():
+    told = made(respond=failing, tools=Tools(failing, inline=True, failure="(h"))
+    ended = made(respond=failing, tools=Tools(failing, inline=True, failure=""))
+    alone = made(max_turns=1)
+    assert torch.equal(ended.tokens, alone.tokens)
+    assert ended.finish == alone.finish
+    for found in (told, ended):
+        failed = [extra.get("tool_failures", 0) for extra in found.extras]
+        assert failed == [int(reason == "stop") for reason in alone.finish]
+        assert metrics.report(turn_metrics(found))["rollout/tool_failures"] == sum(failed) > 0
+    for row, reason in enumerate(alone.finish):
+        first = response(alone, row)[0]
+        tokens, chosen = response(told, row)
+        assert tokens[: len(first)] == first
+        if reason == "stop" and len(first) + 2 < SAMPLING.max_tokens:
+            assert TOKENIZER.decode(tokens[len(first) : len(first) + 2]) == "(h"
+            assert not any(chosen[len(first) : len(first) + 2])
+
+
+def experience(rollout):
+    """The rollout with advantages, and old log-probs a little off."""
+    mask, g = rollout.response_mask, torch.Generator().manual_seed(0)
+    values, scores = torch.randn(mask.shape, generator=g).double(), torch.rand(len(mask), generator=g)
+    rewards = advantages.token_rewards(scores.double(), mask)
+    result = advantages.gae(rewards, values.where(mask, 0.0), mask, lam=0.9)
+    return extend(
+        Experience,
+        rollout,
+        scores=scores,
+        named_scores={},
+        old_log_probs=rollout.rollout_log_probs + 0.1 * values.where(mask, 0.0),
+        token_rewards=rewards,
+        values=values.where(mask, 0.0),
+        advantages=advantages.whiten(result.advantages, mask),
+        returns=result.returns,
+    )
+
+
+def updated(batch, model, params):
+    return update_actor(
+        init_state(params),
+        batch,
+        model=model,
+        loss_fn=losses.ppo_clip,
+        optimizer=Optimizer(schedule=schedule("constant", 1e-3)),
+        kernels=Kernels.named(),
+        mesh=LOCAL,
+        mini_batch_size=100,
+        micro_batching=MicroBatching(size=3),
+        entropy_coef=0.01,
+        temperature=SAMPLING.temperature,
+    )
+
+
+def test_observations_are_not_trained_on():
+    """Not their log-probs, not what the batch holds at their places; they are context, though."""
+    model, params = make("qwen2")
+    rollout = made()
+    holes = rollout.attention_mask[:, -rollout.response_mask.shape[1] :] & ~rollout.response_mask
+    batch = experience(rollout)
+    state, report = updated(batch, model, params)
+    assert all(torch.tensor(list(metrics.report(report).values())).isfinite())
+    for value in (float("nan"), 1e6):
+        columns = ("old_log_probs", "advantages", "returns", "values", "token_rewards", "rollout_log_probs")
+        spoilt = {name: getattr(batch, name).masked_fill(holes, value) for name in columns}
+        assert tree.digest(updated(tree.replace(batch, **spoilt), model, params)[0]) == tree.digest(state)
+    trained = {name: x.clone().requires_grad_() for name, x in params.items()}
+    out = forward_micro_batch(trained, rollout, model=model, kernels=KERNELS, mesh=LOCAL, outputs=("log_probs",))
+    assert (out.log_probs[holes] == 0).all()
+    grads = torch.autograd.grad(out.log_probs[holes].sum(), list(trained.values()), allow_unused=True)
+    assert all(g is None or (g == 0).all() for g in grads)
+    other = rollout.tokens.clone()
+    other[:, -holes.shape[1] :][holes] = 3
+    assert tree.digest(updated(tree.replace(batch, tokens=other), model, params)[0]) != tree.digest(state)
+
+
+def test_a_chat_hands_its_own_messages_to_the_tool():
+    heard = []
+
+    def listen(conversation):
+        heard.append(conversation)
+
+    model, params = make("qwen2")
+    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    prompts = attrs.evolve(make_prompts((3,)), extras=Column([{"prompt_messages": asked}]))
+    engine_of(embedded(model), listen).generate(
+        params, prompts, Sampling(max_tokens=1, stop_token_ids=range(31)), Key(0)
+    )
+    (conversation,) = heard
+    assert conversation[:2] == asked
+    assert set(conversation[2]) == {"role", "content", "end"}
+
+
+def test_the_calculator_in_a_rollout():
+    """A forced policy writes <<2*3= and finds 6>> behind it, and goes on by itself where = is no call."""
+    written = "<<2*3=a=c"
+    script = partial(_Script, written)
+    rollout = engine_of(script(), tools.calculator, max_turns=9).generate({}, make_prompts((2, 1)), SAMPLING, Key(0))
+    for row in range(4):
+        tokens, chosen = response(rollout, row)
+        assert TOKENIZER.decode(tokens) == "<<2*3=6>>a=c"
+        assert chosen == [True] * 6 + [False] * 3 + [True] * 3
+    assert set(rollout.finish) == {"stop"}
+
+
+class _Script:
+    """An engine that writes a text, up to its next stop token, whatever the prompts; observations are passed over."""
+
+    def __init__(self, text):
+        self.left = TOKENIZER.encode(text)
+
+    def generate(self, params, prompts, sampling, key, *, version=0, limits=None, on_finished=None):
+        stop = next(i for i, token in enumerate(self.left) if token in STOPS) + 1
+        tokens, self.left = self.left[:stop], self.left[stop:]
+        row_ids = number_rows(prompts, sampling.n, torch.device("cpu"))
+        x = torch.tensor([tokens] * len(row_ids))
+        zero = torch.zeros(x.shape)
+        return rollout_of(
+            prompts, x, x >= 0, zero, zero, row_ids=row_ids, sampling=sampling, pad_token_id=PAD, version=version
+        )

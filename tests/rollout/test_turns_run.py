@@ -1,0 +1,65 @@
+"""Runs whose policy has a tool, from settings to metrics."""
+
+import attrs
+import pytest
+import torch
+
+from fppo import assembly, metrics, settings_checks
+from fppo.pipeline.train import iterate
+from tests import runs
+
+
+@pytest.mark.parametrize("changes", [{}, {"rollout__ahead": 1}, {"algorithm__advantage": "grpo", "rollout__n": 4}])
+def test_whole_steps_with_turns(tmp_path, changes):
+    """Settings to metrics: all finite, and the trainer's log-probs are those sampled with."""
+    runs.write_task(tmp_path)
+    settings = runs.settings(
+        tmp_path,
+        rollout__turns__respond="tests.rollout.functions:adder",
+        rollout__turns__max_turns=3,
+        rollout__stop=["+", "="],
+        rollout__max_tokens=24,
+        **changes,
+    )
+    with assembly.assembled(settings) as parts:
+        run = parts.run
+        steps = iterate(run, program=parts.program, draw=parts.draw, ahead=settings.rollout.ahead)
+        for _ in range(2):
+            run, batch, report = next(steps)
+            numbers = metrics.report(report)
+            assert numbers["rollout/turns/max"] > 1
+            assert numbers["rollout/tool_failures"] == 0
+            if not changes:
+                assert numbers["training/rollout_probs_diff_max"] < 1e-5
+            trained = {name: x for name, x in numbers.items() if name.startswith(("actor/", "critic/"))}
+            assert all(torch.tensor(list(trained.values())).isfinite()), trained
+            seen = batch.attention_mask[:, -batch.response_mask.shape[1] :]
+            assert (seen & ~batch.response_mask).any()
+        assert all(torch.tensor(list(metrics.report(parts.evaluate(run)).values())).isfinite())
+
+
+BAD = [
+    ({"max_turns": 3}, "nothing reads it here: it is for rollout.turns.respond"),
+    ({"respond": "abacus"}, "one of ['calculator'], or module:function"),
+    ({"respond": "a b:c"}, "module:function"),
+    ({"respond": "my.tools:f", "max_turns": 1}, "would never be asked"),
+    ({"respond": "my.tools:f", "turn_tokens": 300}, "at most rollout.max_tokens = 3"),
+    ({"respond": "calculator"}, 'give rollout.stop = ["="]'),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), BAD, ids=range(len(BAD)))
+def test_settings_that_conflict(tmp_path, changes, said):
+    good = runs.settings(tmp_path)
+    turns = attrs.evolve(good.rollout.turns, **changes)
+    bad = attrs.evolve(good, rollout=attrs.evolve(good.rollout, turns=turns))
+    (problem,) = settings_checks.problems(bad)
+    assert problem.startswith("rollout.turns.")
+    assert said in problem
+
+
+def test_a_tool_that_is_not_there(tmp_path):
+    runs.write_task(tmp_path)
+    settings = runs.settings(tmp_path, rollout__turns__respond="no.such:tool")
+    with pytest.raises(ValueError, match=r"tool 'no\.such:tool': the module"), assembly.assembled(settings):
+        pass
