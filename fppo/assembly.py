@@ -101,11 +101,11 @@ def assembled(
             data.check_tokens(given, model.config.vocab_size)
     pad, lane = prompts.pad_token_id, Lane(device)
     with (
-        reward_runner(settings, tokenizer, sampling_mesh, device) as runner,
+        reward_runner(settings, tokenizer, sampling_mesh, device) as judge,
         engine_of(settings, model, kernels, pad, sampling_mesh, lane) as alone,
         in_turns(settings, alone, tokenizer, pad, sampling_mesh) as engine,
     ):
-        score = partial(rewards.score, reward=SpreadJudge(runner, sampling_mesh, device), tokenizer=tokenizer)
+        score = partial(rewards.score, reward=SpreadJudge(judge, sampling_mesh, device), tokenizer=tokenizer)
         yield Assembled(
             run=_fresh(settings, key, params, critic, ref),
             program=program_of(
@@ -119,6 +119,7 @@ def assembled(
                 sampling=sampling,
                 pad_token_id=pad,
                 score=score,
+                listen=judge.listen,
                 loss=loss_fn,
             ),
             draw=_draw(settings, prompts, key.fold("data")),

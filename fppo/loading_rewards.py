@@ -19,6 +19,7 @@ from fppo.loading import check_attention, check_heads, kernels_of, micro_batchin
 from fppo.models.load import find_directory
 from fppo.models.model import Model, Params
 from fppo.pipeline.spread import FetchingEngine
+from fppo.rewards.early import EarlyJudge
 from fppo.rewards.judge import LanguageJudge
 from fppo.rewards.models import encode, load_reward_model, model_reward
 from fppo.rewards.sample import RewardFn
@@ -37,7 +38,7 @@ Weighted = Mapping[str, tuple[RewardFn, float]]  # by name: a function and its f
 @contextlib.contextmanager
 def reward_runner(
     settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, device: torch.device
-) -> Iterator[rewards.RewardRunner]:
+) -> Iterator[EarlyJudge]:
     """All that scores the run's responses, ready to judge, for as long as the context lasts."""
     section = settings.reward
     model = reward_model_of(settings, tokenizer, mesh, device)
@@ -46,8 +47,9 @@ def reward_runner(
         rewards.RewardRunner(
             reward_of(settings, {**model, **judge}), time_limit=section.time_limit, workers=section.workers
         ) as runner,
+        EarlyJudge(runner, tokenizer, early=section.overlap) as early,
     ):
-        yield runner
+        yield early
 
 
 def reward_of(settings: TrainSettings, extra: Weighted) -> rewards.Reward:

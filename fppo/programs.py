@@ -91,6 +91,7 @@ def program_of(
     sampling: Sampling,
     pad_token_id: int,
     score: stages.ScoreFn,
+    listen: Callable[..., Any],
     loss: tuple[Callable[..., Any], Callable[..., Any] | None],
 ) -> Program:
     """The stages of the settings' algorithm, bound."""
@@ -107,7 +108,7 @@ def program_of(
     shared = {"kernels": kernels, "mesh": mesh, "remove_padding": settings.model.remove_padding}
     policy = shared | {"temperature": sampling.temperature}
     return Program(
-        rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling, measure=measured),
+        rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling, measure=measured, listen=listen),
         score=_score_stage(algorithm.advantage, engine, sampling, score),
         annotate=partial(
             stages.annotate,

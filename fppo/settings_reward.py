@@ -85,6 +85,8 @@ class RewardSettings:
     """Processes that run the reward functions."""
     pattern: str | None = setting(None)
     """The regular expression of the built-in regular_expression."""
+    overlap: bool = setting(True)
+    """Begin with responses while others are still generated, with functions of single ones that the workers run."""
     overlong_buffer: int = setting(0, at_least(0))
     """Tokens before rollout.max_tokens over which a length penalty grows (DAPO); 0: none."""
     overlong_penalty: float | None = setting(None, above(0))

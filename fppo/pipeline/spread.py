@@ -130,7 +130,7 @@ class FetchingEngine:
 class SpreadJudge:
     """Reward functions on every rank: each calls them on some of the samples, and all get all judgements.
 
-    The samples of a rank are those that its engine made: whole prompts are dealt, as to engines.
+    The samples of a rank are those that its engine made: all answers to a prompt are dealt together, as to engines.
     """
 
     own: Scorer
@@ -142,10 +142,12 @@ class SpreadJudge:
         """The functions of the reward."""
         return self.own.parts
 
-    def judge(self, samples: Sequence[Sample]) -> Judged:
-        """Every function on every sample, as `RewardRunner.judge`."""
-        groups = [list(group) for _, group in groupby(range(len(samples)), lambda i: samples[i].prompt_tokens)]
-        shares = [[i for group in part for i in groups[group]] for part in deal(len(groups), self.mesh)]
+    def judge(self, samples: Sequence[Sample], groups: Sequence[int] = ()) -> Judged:
+        """Every function on every sample, as `RewardRunner.judge`; samples next to each other with the same number in
+        `groups` (none given: each by itself) on one rank."""
+        numbers = range(len(samples))
+        together = [list(found) for _, found in groupby(numbers, groups.__getitem__ if groups else None)]
+        shares = [[i for place in part for i in together[place]] for part in deal(len(together), self.mesh)]
         found = self.own.outcomes([samples[number] for number in shares[place_on(self.mesh, ALL)]])
         every = [found]
         if len(shares) > 1:

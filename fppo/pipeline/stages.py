@@ -17,7 +17,7 @@ from fppo.models.model import Model
 from fppo.pipeline.estimators import AdvantageFn
 from fppo.pipeline.measure import batch_metrics, now
 from fppo.pipeline.run import RunState
-from fppo.rollout.engine import Engine, Sampling
+from fppo.rollout.engine import Engine, OnFinished, Sampling
 from fppo.runtime.mesh import DATA_AXES, Mesh, place_on
 from fppo.runtime.offload import OnHost
 from fppo.steps.forward import compute_log_probs, compute_outputs, compute_values, row_lengths
@@ -39,10 +39,12 @@ def rollout_stage(
     engine: Engine,
     sampling: Sampling,
     measure: Sequence[Callable[[Rollout], Metrics]] = (),
+    listen: Callable[[Prompts, int], OnFinished | None] = lambda prompts, n: None,
 ) -> tuple[Rollout, Metrics]:
     """Responses to the prompts from the engine, how far its two kinds of log-probs lie apart, and what `measure` finds
-    in them."""
-    rollout = engine.generate(params, prompts, sampling, key, version=version)
+    in them. `listen(prompts, n)` gives what the engine is to tell of rows as they finish."""
+    told = listen(prompts, sampling.n)
+    rollout = engine.generate(params, prompts, sampling, key, version=version, on_finished=told)
     kept = (rollout.rollout_log_probs - rollout.sampling_log_probs).exp()
     found = [fn(rollout) for fn in measure]
     return rollout, metrics.merge({"rollout/kept_mass": metrics.masked_mean(kept, rollout.response_mask)}, *found)

@@ -32,12 +32,14 @@ class EarlyJudge:
     samples that were heard of, and call the functions on the rest, and functions of the batch on all: the result is the
     runner's own, whatever was heard, and in whatever order. A sample is one that was heard of if its tokens, its finish
     and the very objects of its ground truth and extras are the same. Functions that run in this process as plain calls
-    are left for the end, since there they would hold generation up. Several threads may judge; one at a time listens.
+    are left for the end, since there they would hold generation up; without `early` all are. Several threads may judge;
+    one at a time listens.
     """
 
-    def __init__(self, runner: RewardRunner, tokenizer: Any) -> None:
+    def __init__(self, runner: RewardRunner, tokenizer: Any, *, early: bool = True) -> None:
         self._runner = runner
-        self._early = [p for p in runner.parts if p.kind == "sample" and (p.asynchronous or not p.inline)]
+        begun = [p for p in runner.parts if p.kind == "sample" and (p.asynchronous or not p.inline)]
+        self._early = begun if early else []
         # of its own: a tokenizer that one thread decodes with may refuse to encode in another
         self._tokenizer = copy.deepcopy(tokenizer) if self._early else tokenizer
         self._changed = threading.Condition()
@@ -109,8 +111,9 @@ class EarlyJudge:
             result[part.name] = [whole[number] for number in range(len(samples))]
         return result
 
-    def judge(self, samples: Sequence[Sample]) -> Judged:
+    def judge(self, samples: Sequence[Sample], groups: Sequence[int] = ()) -> Judged:
         """Every function on every sample, as `RewardRunner.judge`."""
+        del groups
         found = judged(self.parts, self.outcomes(samples), samples)
         log_failures(found.failures, len(samples))
         return found

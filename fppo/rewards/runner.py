@@ -37,12 +37,12 @@ class Judged(NamedTuple):
 
 
 class Judge(Protocol):
-    """What scoring needs of a reward that is ready to judge."""
+    """What scoring needs of a reward that is ready to judge. `groups` say which samples answer the same prompt."""
 
     @property
     def parts(self) -> tuple[Part, ...]: ...
 
-    def judge(self, samples: Sequence[Sample]) -> Judged: ...
+    def judge(self, samples: Sequence[Sample], groups: Sequence[int] = ()) -> Judged: ...
 
 
 class Scorer(Protocol):
@@ -105,12 +105,13 @@ class RewardRunner:
     ) -> None:
         self.close()
 
-    def judge(self, samples: Sequence[Sample]) -> Judged:
-        """Every function on every sample; functions of the whole rollout are not called here.
+    def judge(self, samples: Sequence[Sample], groups: Sequence[int] = ()) -> Judged:
+        """Every function on every sample; functions of the whole rollout are not called here, and none asks for groups.
 
         An exception, an ended process and a call that takes too long score 0, are counted and logged. Raises ValueError
         for a result that is no score (None, nan, inf, text, a list of the wrong length), naming function and sample.
         """
+        del groups
         found = judged(self.parts, self.outcomes(samples), samples)
         log_failures(found.failures, len(samples))
         return found

@@ -30,7 +30,7 @@ def score(rollout: Rollout, *, reward: Judge, tokenizer: Any) -> tuple[Scored, M
     from fppo import batch, metrics
 
     device = rollout.tokens.device
-    judged = reward.judge(samples_of(rollout, tokenizer))
+    judged = reward.judge(samples_of(rollout, tokenizer), rollout.groups.tolist())
     parts = {name: torch.tensor(column, dtype=torch.float64) for name, column in judged.scores.items()}
     noted: Metrics = {}
     for part in reward.parts:

@@ -275,7 +275,7 @@ def test_each_rank_tells_of_what_it_made_and_is_asked_about_it(count):
         with Watched(functions.length) as runner, EarlyJudge(runner, Letters()) as early:
             made = spread.generate(params, prompts, sampling, Key(3), on_finished=early.listen(prompts, N))
             judge = SpreadJudge(early, mesh, torch.device("cpu"))
-            found = judge.judge(rewards.samples_of(made, Letters()))
+            found = judge.judge(rewards.samples_of(made, Letters()), made.groups.tolist())
             assert runner.late == 0
         return sorted(told), found
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from fppo import models
+from fppo import assembly, models
 from fppo.key import Key
+from fppo.pipeline.train import iterate
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
+from fppo.rewards import RewardRunner
 from fppo.runtime.mesh import LOCAL
 from fppo.runtime.simulate import simulate
 from tests import runs
@@ -42,3 +46,34 @@ def test_a_step_scored_by_models_is_the_same_on_two_ranks(tmp_path, offload):
         common = {n: x for n, x in numbers(others).items() if n.startswith("reward/")}
         assert common == pytest.approx({n: report[n] for n in common}, rel=1e-4, abs=1e-5)
         assert also == pytest.approx(held_out, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(("ranks", "n"), [(1, 2), (2, 1), (2, 2)])
+def test_a_run_that_judges_early_is_the_run_that_waits(tmp_path, monkeypatch, ranks, n):
+    """With overlap no sample of the step waits for the rollout's end; the numbers are the same without."""
+    runs.write_task(tmp_path)
+    given = {"reward__functions": ["tests.rewards.functions:length", "exact_match"], "rollout__n": n}
+    given["data__eval_path"] = []
+    late: list[int] = []
+    plain = RewardRunner.outcomes_of
+
+    def watched(runner, part, samples):
+        if part.name == "length" and threading.current_thread().name != "early rewards":
+            late.append(len(samples))
+        return plain(runner, part, samples)
+
+    monkeypatch.setattr(RewardRunner, "outcomes_of", watched)
+    found = []
+    for overlap in (True, False):
+        settings = runs.settings(tmp_path, reward__overlap=overlap, **given)
+
+        def on_rank(mesh, settings=settings):
+            with assembly.assembled(settings, mesh=mesh) as parts:
+                steps = iterate(parts.run, program=parts.program, draw=parts.draw, donate=False)
+                return [next(steps)[1].named_scores for _ in range(2)]
+
+        found.append(simulate({"shard": ranks}, on_rank) if ranks > 1 else [on_rank(LOCAL)])
+        assert sum(late) == (0 if overlap else 16)
+        late.clear()
+    for each in found[0] + found[1]:
+        same(each, found[1][0], at=0.0)
