@@ -70,6 +70,7 @@ class WorkerPool:
         self._functions = pickle.dumps([_portable(name, fn, kind) for name, fn in functions])
         self._count, self._time_limit, self._start_limit = workers, time_limit, start_limit
         self._workers: list[_Worker] = []
+        self._closed = 0  # how often
         self._finalizer = weakref.finalize(self, _end, self._workers)  # runs at the interpreter's exit too
 
     def start(self) -> None:
@@ -78,14 +79,18 @@ class WorkerPool:
             self._workers.append(self._started())
 
     def close(self) -> None:
-        """Ends all processes, and what they started. A later run starts new ones."""
+        """Ends all processes, and what they started. A run under way in another thread fails; a later one starts new
+        ones."""
+        self._closed += 1
         _end(self._workers)
 
     def run(self, function: int, mode: Mode, samples: Sequence[Sample]) -> list[Outcome]:
         """The outcome of function number `function` on every sample. An interruption leaves no process behind."""
-        run = _Run(function, mode, samples, deque(_tasks(len(samples), mode, self._count)))
+        run, closed = _Run(function, mode, samples, deque(_tasks(len(samples), mode, self._count))), self._closed
         try:
             while len(run.outcomes) < len(samples) or any(w.task is not None for w in self._workers):
+                if self._closed != closed:
+                    raise RuntimeError(f"the processes of the {self._names} were closed while they were at work")
                 self._assign(run)
                 self._wait(run)
         except BaseException:

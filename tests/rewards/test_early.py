@@ -25,6 +25,7 @@ from fppo_kernels.record import Kernels
 from tests import tiny
 from tests.rewards import functions
 from tests.rewards.samples import Letters, rollout
+from tests.rewards.test_runner import gone
 
 N = 2
 
@@ -216,6 +217,31 @@ def test_nothing_is_listened_for_where_nothing_can_begin():
         early = EarlyJudge(runner, Letters())
         early.close()
         assert early.listen(given, N) is None
+
+
+def test_a_rollout_that_fails_leaves_nothing_behind(tmp_path):
+    """The engine raises while a reward hangs: the command does not wait for it, and its processes end."""
+    made, given = words(["p"], ["a", "sleep"])
+    file = tmp_path / "pids"
+    given = attrs.evolve(given, extras=Column([{"file": str(file)}]))
+    before = threading.active_count()
+    start = time.monotonic()
+
+    def fails():
+        with rewards.RewardRunner(functions.spawns) as runner, EarlyJudge(runner, Letters()) as early:
+            tell(early.listen(given, N), made, [1])
+            while not file.exists() or len(file.read_text().split()) < 2:
+                time.sleep(0.01)
+            raise RuntimeError("the engine died")
+
+    with pytest.raises(RuntimeError, match="the engine died"):
+        fails()
+    assert time.monotonic() - start < 8
+    for pid in map(int, file.read_text().split()):
+        assert gone(pid)
+    while threading.active_count() > before and time.monotonic() < start + 20:
+        time.sleep(0.01)
+    assert threading.active_count() == before
 
 
 # engines
