@@ -7,10 +7,13 @@ import torch
 from fppo import loading_rewards, models
 from fppo.key import Key
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
+from fppo.rollout.engine import Sampling
 from fppo.rollout.vllm import EngineFailure
 from fppo.runtime.mesh import LOCAL
 from tests import runs
 from tests.rewards.samples import Letters, rollout
+from tests.rollout.test_embedded import make_prompts
+from tests.vllm.families import make
 
 GIVEN = rollout(list("abcdefgh"), list("ijklmnop"), list("12345678"))
 
@@ -44,6 +47,24 @@ def test_scores_are_those_of_the_embedded_judge(task):
     assert found == judged(settings(task, "embedded"))
     assert found[0] != found[1]  # other rows, other draws
     assert len(set(found[0])) > 2
+
+
+def test_it_tells_of_rows_as_they_end(qwen2):
+    engine, _ = qwen2
+    _, params = make("qwen2")
+    told = {}
+    sampling = Sampling(n=2, max_tokens=9, stop_token_ids=(3, 5, 8, 13, 21))
+    made = engine.generate(
+        params,
+        make_prompts(),
+        sampling,
+        Key(1),
+        on_finished=lambda row, response, finish: told.setdefault(row, []).append((response, finish)),
+    )
+    rows = made.tokens[:, -made.response_mask.shape[1] :]
+    expected = [(ids[mask].tolist(), finish) for ids, mask, finish in zip(rows, made.response_mask, made.finish)]
+    assert [told[row] for row in range(len(expected))] == [[each] for each in expected]
+    assert {finish for _, finish in expected} == {"stop", "length"}
 
 
 def test_a_judge_without_memory_says_which_setting(task):
