@@ -113,7 +113,7 @@ def policy_objective(
     chosen = {} if selected is None else {"selected": selected}
     policy, report = loss_fn(out.log_probs, old, rows.advantages, mask, **chosen)
     if rows.correction_weights is not None:
-        policy = policy * rows.correction_weights
+        policy = policy * rows.correction_weights.where(mask, 0.0)
     terms = {"actor/pg_loss": policy}
     if entropy_coef:
         terms["actor/entropy_loss"] = -entropy_coef * out.entropy

@@ -146,6 +146,44 @@ def test_correction_weights_multiply_the_policy_term():
         torch.testing.assert_close(2 * a, b, atol=1e-12, rtol=1e-9)
 
 
+def _corrected(batch, **given):
+    """The batch as the pipeline leaves it to the update: what is rejected is out of the mask."""
+    made = losses.rollout_correction(batch.old_log_probs, batch.rollout_log_probs, batch.response_mask, **given)
+    return batches.extend(type(batch), batch, response_mask=made.mask, correction_weights=made.weights)
+
+
+CORRECTIONS = (
+    {"level": "token", "threshold": 1.1},
+    {"level": "token", "threshold": (0.9, 1.1), "batch_normalize": True},
+    {"level": "sequence", "threshold": 1.2, "reject": "seq_mean_k3", "reject_threshold": 0.01},
+    {"level": None, "reject": "token_k1", "reject_threshold": 1.1},
+)
+
+
+@pytest.mark.parametrize("mode", losses.MODES)
+@settings(max_examples=3)
+@given(correction=st.sampled_from(CORRECTIONS), rows=st.integers(2, 7), seed=st.integers(0, 10_000))
+def test_a_corrected_batch_obeys_the_same_laws(mode, correction, rows, seed):
+    batch = _corrected(tiny.experience(seed, rows), **correction)
+    run = partial(_actor, name="ppo_clip", mode=mode, measure_gap=True)
+    expected = run(batch)
+    for got in _variants(run, batch, seed):
+        _assert_same(got, expected)
+
+
+@pytest.mark.parametrize("mode", losses.MODES)
+@settings(max_examples=5)
+@given(rows=st.integers(2, 7), seed=st.integers(0, 10_000))
+def test_rejected_rows_are_as_if_they_had_never_been(mode, rows, seed):
+    batch = tiny.experience(seed, rows)
+    gone = torch.arange(rows) % 2 == 1
+    shift = torch.where(gone, 3.0, 0.0)[:, None]
+    batch = batches.extend(type(batch), batch, rollout_log_probs=batch.old_log_probs + shift)
+    rejected = _corrected(batch, level="token", reject="seq_mean_k3", reject_threshold=0.5)
+    assert not rejected.response_mask[gone].any()
+    _assert_same(_actor(rejected, "ppo_clip", mode), _actor(batches.rows(rejected, ~gone), "ppo_clip", mode))
+
+
 def test_on_policy_is_the_reinforce_gradient():
     batch = tiny.experience(4, 6)
     got, report = _actor(batch, "ppo_clip", "token-mean", entropy_coef=0.0, kl_coef=0.0, on_policy=True)
