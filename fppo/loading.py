@@ -179,7 +179,8 @@ def vllm_engine(section: VllmSettings, model: Model, pad_token_id: int, mesh: Me
         eager=section.eager,
         prefix_cache=section.prefix_cache,
         sleep=section.sleep,
-        process=section.process,
+        host=section.host,
+        tensor_parallel=section.tensor_parallel,
         restarts=section.restarts,
         patience=section.patience,
     )

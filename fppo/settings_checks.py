@@ -10,6 +10,7 @@ import attrs
 
 from fppo.settings import ActorSettings, CriticSettings, LossSettings, TrainSettings
 from fppo.settings_checks_reward import FUNCTION, judge_on_ranks, reward_problems
+from fppo.settings_checks_vllm import vllm_on_ranks, vllm_problems
 from fppo.settings_fields import name_of
 from fppo.settings_problems import Problems
 from fppo.settings_problems import problem as _problem
@@ -88,9 +89,8 @@ def mesh_problems(settings: TrainSettings, world: int) -> list[str]:
 def _mesh(s: TrainSettings, world: int) -> Problems:
     if s.mesh.sequence > 1 and not s.model.remove_padding:
         yield _problem("mesh.sequence", s.mesh.sequence, "a sequence axis cuts packed rows; set model.remove_padding")
-    if world > 1 and s.rollout.engine == "vllm" and not s.rollout.vllm.process:
-        text = "in a process of several ranks vLLM does not start; set it to true, for a process of its own"
-        yield _problem("rollout.vllm.process", False, text)
+    if s.rollout.engine == "vllm":
+        yield from vllm_on_ranks(s.rollout.vllm, "rollout.vllm", world)
     yield from judge_on_ranks(s, world)
     ranks = world // s.mesh.sequence
     for name, section in (("actor", s.actor), ("critic", s.critic)):
@@ -167,8 +167,8 @@ def _rollout(s: TrainSettings) -> Problems:
         for field in attrs.fields(type(s.rollout.vllm)):
             value = getattr(s.rollout.vllm, field.name)
             yield from _unread(f"rollout.vllm.{field.name}", value, field.default, 'rollout.engine = "vllm"')
-    elif s.rollout.vllm.cache_gb != 1.0 and s.rollout.vllm.memory_share is not None:
-        yield _problem("rollout.vllm.cache_gb", s.rollout.vllm.cache_gb, "memory_share takes its place; leave one out")
+    else:
+        yield from vllm_problems(s.rollout.vllm, "rollout.vllm")
 
 
 def _turns(s: TrainSettings) -> Problems:

@@ -8,6 +8,7 @@ import attrs
 
 from fppo.rewards.question import pattern_problem, template_problem
 from fppo.settings import TrainSettings
+from fppo.settings_checks_vllm import vllm_on_ranks, vllm_problems
 from fppo.settings_problems import Problems, problem, unread
 from fppo.settings_reward import JudgeSettings, RewardModelSettings
 
@@ -24,9 +25,8 @@ def reward_problems(s: TrainSettings) -> Problems:
 def judge_on_ranks(s: TrainSettings, world: int) -> Problems:
     """What keeps a judge from running beside `world` - 1 others."""
     judge = s.reward.judge
-    if world > 1 and judge.path is not None and judge.engine == "vllm" and not judge.vllm.process:
-        text = "in a process of several ranks vLLM does not start; set it to true, for a process of its own"
-        yield problem("reward.judge.vllm.process", False, text)
+    if judge.path is not None and judge.engine == "vllm":
+        yield from vllm_on_ranks(judge.vllm, "reward.judge.vllm", world)
 
 
 def _functions(s: TrainSettings) -> Problems:
@@ -94,11 +94,12 @@ def _judge_on_vllm(s: TrainSettings) -> Problems:
     if own.max_model_len is not None and own.max_model_len < needed:
         text = f"a question and its answer may have {needed} tokens (reward.judge.max_prompt_tokens and max_tokens)"
         yield problem(f"{path}.max_model_len", own.max_model_len, text)
-    if own.cache_gb != 1.0 and own.memory_share is not None:
-        yield problem(f"{path}.cache_gb", own.cache_gb, "memory_share takes its place; leave one out")
-    if s.rollout.engine == "vllm" and not own.process and not other.process:
-        text = "one process runs one vLLM, and rollout.vllm is in this one; set it to true, for a process of its own"
-        yield problem(f"{path}.process", False, text)
+    yield from vllm_problems(own, path)
+    if s.rollout.engine == "vllm" and own.host == other.host == "local":
+        text = (
+            'a process runs one vLLM, and this one that of rollout.vllm; give "process", for one of its own, or "ray"'
+        )
+        yield problem(f"{path}.host", own.host, text)
     if s.rollout.engine == "vllm" and (own.memory_share or 0) + (other.memory_share or 0) > 1:
         text = f"with rollout.vllm.memory_share = {other.memory_share} it is more than all of the device's memory"
         yield problem(f"{path}.memory_share", own.memory_share, text)

@@ -29,10 +29,12 @@ class VllmSettings:
     """Compute what prompts share once; samples of one prompt share it."""
     sleep: bool = setting(False)
     """Give weights and cache back to the GPU between rollouts."""
-    process: bool = setting(False)
-    """Run vLLM in a process of its own; one that dies or hangs is replaced, and the rollout goes on."""
+    host: Literal["local", "process", "ray"] = setting("local")
+    """Where it runs: in this process, in one of its own, or in a Ray actor; what dies or hangs there is replaced."""
+    tensor_parallel: int = setting(1, at_least(1))
+    """Over how many devices it cuts the model; not with host = "local"."""
     restarts: int = setting(3, at_least(0))
-    """How often such a process is replaced in one rollout before the run ends."""
+    """How often it is replaced in one rollout before the run ends."""
     patience: float = setting(120.0, above(0))
     """Seconds without a sign of life after which it counts as hung."""
     send: Literal["all", "changed"] = setting("all")

@@ -146,7 +146,7 @@ def sync(size: str, *, process: bool = False) -> None:
     model, params = make(size)
     other = {name: torch.empty_like(x) for name, x in params.items()}
     bucket = 64 * MIB
-    options = VllmOptions(process=process)
+    options = VllmOptions(host="process" if process else "local")
     with VllmEngine(model, pad_token_id=0, options=options, bucket_bytes=bucket, probe="never") as engine:
         fns: dict[str, Callable[[], Any]] = {
             "copy of the bytes": lambda: [other[name].copy_(x) for name, x in params.items()],

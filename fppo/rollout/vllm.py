@@ -31,12 +31,12 @@ from fppo.rollout.vllm_host import (
     EngineDied,
     EngineFailure,
     Host,
-    LocalHost,
     Request,
     VllmOptions,
     check_installed,
     config_directory,
 )
+from fppo.rollout.vllm_local import LocalHost
 from fppo.rollout.vllm_probe import TOLERANCE, compare_log_probs, own_log_probs, probe_tokens
 from fppo.runtime.mesh import Mesh, all_reduce, any_rank, device_of
 
@@ -103,7 +103,7 @@ class VllmEngine:
         self.replaced = 0  # processes that died or hung, and were replaced
         self._probed = self._asleep = self._broken = False
         self._host: Host | None = self._start()
-        self._names = self._host.names()
+        self._names = self._host.call("fppo_names")[0]
 
     def __enter__(self) -> VllmEngine:
         return self
@@ -224,7 +224,7 @@ class VllmEngine:
     def _load(
         self, only: list[str], buckets: Iterator[Bucket], params: Mapping[str, Tensor]
     ) -> tuple[dict[str, str], list[str]]:
-        """As `Host.load`. A rank whose vLLM fails still gathers what the others send."""
+        """What `Host.end_load` says of these buckets. A rank whose vLLM fails still gathers what the others send."""
         got: dict[str, str] = {}
         unfilled: list[str] = []
         died = None
@@ -232,7 +232,11 @@ class VllmEngine:
             self._wake("weights")
             self._check_names(only)
             self._broken = True  # if it fails in between, vLLM has half of its modules taken apart
-            got, unfilled = self._running().load(buckets)
+            host = self._running()
+            host.begin_load()
+            for bucket in buckets:
+                host.take_in(bucket.tensors)
+            got, unfilled = host.end_load()
             self._broken = False
             self._wake("kv_cache")
         except (EngineFailure, SyncError) as error:
@@ -266,16 +270,19 @@ class VllmEngine:
     def _start(self) -> Host:
         remote = self._model.trust_remote_code
         with config_directory(self._model.config, trust_remote_code=remote) as path:
-            if self._options.process:
-                from fppo.rollout.vllm_process import ProcessHost
-
-                return ProcessHost(path, self._options, dtype=self._dtype, trust_remote_code=remote)
-            return LocalHost(path, self._options, dtype=self._dtype, trust_remote_code=remote)
+            match self._options.host:
+                case "process":
+                    from fppo.rollout.vllm_process import ProcessHost as Chosen
+                case "ray":
+                    from fppo.rollout.vllm_ray import RayHost as Chosen
+                case _:
+                    Chosen = LocalHost
+            return Chosen(path, self._options, dtype=self._dtype, trust_remote_code=remote)
 
     def _restart(self) -> None:
         self._running().close()
         self._host = self._start()
-        self._names = self._host.names()
+        self._names = self._host.call("fppo_names")[0]
         self._asleep = self._probed = self._broken = False
 
     def _running(self) -> Host:
@@ -351,7 +358,7 @@ class VllmEngine:
             flag = torch.tensor(float(not last), device=next(iter(params.values())).device)
             last = {} if float(all_reduce(flag, self._mesh["shard"])) else last
         names, digests = sync.changed(params, last, self._mesh, frozen=self._frozen)
-        together = {name: module for module, own in self._running().names().items() for name in own}
+        together = {name: module for module, own in self._names.items() for name in own}
         # what vLLM fuses it loads together; what it does not name (None), it may have fused
         modules = {None, *(together.get(new) for name in names for new in self._targets[name])}
         sent = [name for name in params if any(together.get(new) in modules for new in self._targets[name])]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import pickle
 import signal
@@ -13,24 +12,25 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fppo.rollout.sync import Bucket, SyncError
-from fppo.rollout.vllm_host import Answer, EngineDied, EngineFailure, LocalHost, Request, VllmOptions, check_installed
+from fppo.rollout.shared_memory import Place, SharedMemory
+from fppo.rollout.sync import SyncError
+from fppo.rollout.vllm_host import Answer, EngineDied, EngineFailure, Request, VllmOptions, check_installed
+from fppo.rollout.vllm_local import LocalHost
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
     "from fppo.rollout.vllm_process import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
-_ALIGN = 64
 _BEAT = 0.5  # seconds between two signs of life
 _GRACE = 10.0  # seconds to end in before it is killed
-_FROM_THERE = (EngineFailure, SyncError, ValueError)  # errors that the process sends when it is ready for more
+# what is raised there and sent here; it can go on
+_FROM_THERE = (EngineDied, EngineFailure, SyncError, ValueError)
 _ERRORS = {kind.__name__: kind for kind in _FROM_THERE}
 # vLLM sets its own threads; and it is no rank of the trainer's group
 _UNSET = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -42,7 +42,7 @@ class ProcessHost:
     def __init__(self, path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bool) -> None:
         check_installed()
         self._options = options
-        self._memory = _Memory(os.memfd_create("fppo-weights"))
+        self._memory = SharedMemory.make()
         ours, theirs = Pipe()
         paths = [os.getcwd() if entry == "" else entry for entry in sys.path]
         self._connection = ours
@@ -63,23 +63,21 @@ class ProcessHost:
             self.close()
             raise
 
-    def names(self) -> dict[str, list[str]]:
-        """As `LocalHost.names`."""
-        return self._ask("names")
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """As `LocalHost.call`."""
+        return self._ask("call", method, *arguments, patience=self._options.start_patience)
 
-    def load(self, buckets: Iterable[Bucket]) -> tuple[dict[str, str], list[str]]:
-        """As `LocalHost.load`, one bucket after the other through one piece of shared memory."""
-        patience = self._options.start_patience
-        self._send("load")
-        try:
-            for bucket in buckets:
-                self._send("bucket", self._memory.put(bucket.tensors))
-                if self._hear(patience)[0] != "taken":
-                    raise EngineFailure("the process of vLLM answers out of turn")
-        finally:  # it is told even if a bucket could not be made
-            self._send("end")
-            result = self._result(patience)
-        return result
+    def begin_load(self, *, transfer: bool = False) -> None:
+        """As `LocalHost.begin_load`."""
+        self._ask("begin_load", transfer, patience=self._options.start_patience)
+
+    def take_in(self, tensors: Mapping[str, Tensor]) -> None:
+        """As `LocalHost.take_in`, through one piece of shared memory; what goes wrong is for `end_load` to raise."""
+        self._ask("take_in", self._memory.put(tensors), patience=self._options.start_patience)
+
+    def end_load(self) -> tuple[dict[str, str], list[str]]:
+        """As `LocalHost.end_load`."""
+        return self._ask("end_load", patience=self._options.start_patience)
 
     def generate(self, request: Request, done: Callable[[int, Answer], None]) -> None:
         """As `LocalHost.generate`; `done` is called as rows end, so what it was given outlives the process."""
@@ -151,58 +149,6 @@ class ProcessHost:
         return EngineDied(f"the process of vLLM ended {reason}{hint}")
 
 
-class _Memory:
-    """A file in memory that both processes map; it grows to its largest bucket."""
-
-    def __init__(self, file: int) -> None:
-        self.file = file
-        self._map: mmap.mmap | None = None
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    def put(self, tensors: dict[str, Tensor]) -> list[tuple[str, torch.dtype, torch.Size, int]]:
-        """Copies the tensors in; where each of them is."""
-        places, end = [], 0
-        for name, x in tensors.items():
-            places.append((name, x.dtype, x.shape, end))
-            end += -(-x.nbytes // _ALIGN) * _ALIGN
-        if end > len(self._bytes):
-            os.ftruncate(self.file, end)
-            self._remap(end)
-        for name, dtype, shape, start in places:
-            self._view(dtype, shape, start).copy_(tensors[name])
-        return places
-
-    def get(self, places: list[tuple[str, torch.dtype, torch.Size, int]]) -> dict[str, Tensor]:
-        """Copies of the tensors, for the memory holds others next."""
-        size = os.fstat(self.file).st_size
-        if size > len(self._bytes):
-            self._remap(size)
-        return {name: self._view(dtype, shape, start).clone() for name, dtype, shape, start in places}
-
-    def close(self) -> None:
-        """Gives the memory back."""
-        if self.file >= 0:
-            self._unmap()
-            os.close(self.file)
-            self.file = -1
-
-    def _view(self, dtype: torch.dtype, shape: torch.Size, start: int) -> Tensor:
-        size = shape.numel() * dtype.itemsize
-        return self._bytes[start : start + size].view(dtype).view(shape)
-
-    def _remap(self, size: int) -> None:
-        self._unmap()
-        self._map = mmap.mmap(self.file, size)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-
-    def _unmap(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-        if self._map is not None:
-            with contextlib.suppress(BufferError):  # a tensor of it is still alive: then it goes with that
-                self._map.close()
-            self._map = None
-
-
 def _end(process: subprocess.Popen[bytes], connection: Connection, grace: float = _GRACE) -> None:
     """Ends the process and what it started."""
     with contextlib.suppress(OSError):
@@ -216,7 +162,7 @@ def _end(process: subprocess.Popen[bytes], connection: Connection, grace: float 
 
 def main(connection: int, memory: int) -> None:
     """Serves one `ProcessHost`, in a process started for that, until its connection closes."""
-    server = _Server(Connection(connection), _Memory(memory))
+    server = _Server(Connection(connection), SharedMemory(memory))
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             server.serve()
@@ -227,9 +173,10 @@ def main(connection: int, memory: int) -> None:
 class _Server:
     """What runs beside vLLM."""
 
-    def __init__(self, connection: Connection, memory: _Memory) -> None:
+    def __init__(self, connection: Connection, memory: SharedMemory) -> None:
         self._connection, self._memory = connection, memory
         self._host: LocalHost | None = None
+        self._wrong: Exception | None = None
         self._said = 0.0
 
     def serve(self) -> None:
@@ -244,23 +191,35 @@ class _Server:
             known = isinstance(error, tuple(_ERRORS.values()))
             self._say("error", kind, str(error) if known else "".join(traceback.format_exception(error)))
         else:
-            self._say("result", result)
+            if request[0] != "take_in":
+                self._say("result", result)
 
     def start(self, path: str, options: VllmOptions, rest: dict[str, Any]) -> int:
         """Starts vLLM; the longest prompt and response together."""
         self._host = LocalHost(path, options, **rest)
         return self._host.limit
 
-    def names(self) -> dict[str, list[str]]:
-        return self._running.names()
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return self._running.call(method, *arguments)
 
-    def load(self) -> tuple[dict[str, str], list[str]]:
-        buckets = self._buckets()
+    def begin_load(self, transfer: bool) -> None:
+        self._wrong = None
+        self._running.begin_load(transfer=transfer)
+
+    def take_in(self, places: list[Place]) -> None:
+        """Says that the memory is free again, and only then loads: the trainer fills it meanwhile."""
+        tensors = self._memory.get(places)
+        self._say("result", None)
         try:
-            return self._running.load(buckets)
-        finally:  # after an error too, all that is sent is taken
-            for _ in buckets:
-                pass
+            if self._wrong is None:
+                self._running.take_in(tensors)
+        except Exception as error:
+            self._wrong = error
+
+    def end_load(self) -> tuple[dict[str, str], list[str]]:
+        if self._wrong is not None:
+            raise self._wrong
+        return self._running.end_load()
 
     def generate(self, request: Request) -> None:
         for row, answer in self._running.answers(request):
@@ -280,15 +239,6 @@ class _Server:
         if self._host is None:
             raise EngineFailure("vLLM has not started")
         return self._host
-
-    def _buckets(self) -> Iterator[Bucket]:
-        while True:
-            kind, *rest = self._next()
-            if kind == "end":
-                return
-            tensors = self._memory.get(rest[0])
-            self._say("taken")
-            yield Bucket(tensors, {})
 
     def _next(self) -> tuple[Any, ...]:
         return pickle.loads(self._connection.recv_bytes())

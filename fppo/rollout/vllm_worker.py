@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.v1.sample.logits_processor import (  # pyright: ignore[reportMissingImports]
     LogitsProcessor,
     MoveDirectionality,
@@ -16,7 +21,8 @@ from vllm.v1.sample.logits_processor import (  # pyright: ignore[reportMissingIm
 from fppo.key import Key
 from fppo.rollout.engine import Sampling
 from fppo.rollout.sampling import Draws, draw
-from fppo.rollout.sync import Bucket, digest
+from fppo.rollout.shared_memory import Place, SharedMemory
+from fppo.rollout.sync import digest
 from fppo.rollout.vllm_host import Answer
 
 ROW = "fppo_row"  # in a request's extra_args: the row of the rollout it answers
@@ -119,45 +125,89 @@ def _forced(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Draws:
     return Draws(tokens, log_probs, log_probs)
 
 
+class _Loading(NamedTuple):
+    """What has come so far."""
+
+    got: dict[str, str]  # digests
+    filled: set[str]
+    transfer: bool
+
+
 class Extension:
-    """Methods that vLLM's worker gets (`worker_extension_cls`)."""
+    """Methods that each of vLLM's workers gets (`worker_extension_cls`)."""
 
+    rank: int
     model_runner: Any
-    reload_weights: Any
+    vllm_config: Any
+    start_weight_update: Any
+    finish_weight_update: Any
 
-    def fppo_draws(self) -> KeyedDraws:
-        """The worker's own `KeyedDraws`."""
-        processors = self.model_runner.input_batch.logitsprocs.non_argmax_invariant
-        return next(processor for processor in processors if isinstance(processor, KeyedDraws))
+    def fppo_begin(self, job: Job) -> None:
+        """A rollout begins."""
+        self._draws().begin(job)
+
+    def fppo_take(self, ended: Sequence[tuple[int, int]]) -> list[Answer] | None:
+        """What rows got that have ended after so many tokens; all workers have drawn it, the first one says it."""
+        draws = self._draws()
+        return [draws.take(row, length) for row, length in ended] if self.rank == 0 else None
 
     def fppo_names(self) -> dict[str, list[str]]:
         """The checkpoint names that each of the model's modules is loaded from."""
         return checkpoint_names(self.model_runner.get_model())
 
-    def fppo_load(self, buckets: Iterable[Bucket]) -> tuple[dict[str, str], list[str]]:
-        """Takes the weights in: the digest of each as it came, and the names of what vLLM did not fill."""
+    def fppo_begin_load(self, transfer: bool) -> None:
+        """Weights are to come: those that `fppo_take_in` is given, or those of vLLM's own transfer engine."""
         model = self.model_runner.get_model()
-        got: dict[str, str] = {}
-        filled: set[str] = set()
-        load_weights = model.load_weights
+        loading = self._loading = _Loading({}, set(), transfer)
+        load_weights = type(model).load_weights
 
-        def weights() -> Iterator[tuple[str, Tensor]]:
-            for bucket in buckets:
-                for name, x in bucket.tensors.items():
-                    got[name] = digest(x)
-                    yield name, x
+        def recorded(stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            for name, x in stream:
+                loading.got[name] = digest(x)
+                yield name, x
 
         def load(stream: Iterable[tuple[str, Tensor]]) -> set[str]:
-            filled.update(load_weights(stream) or ())
-            return filled
+            found = load_weights(model, recorded(stream)) or set()
+            loading.filled.update(found)
+            return found
 
         model.load_weights = load
+        if transfer:
+            self.start_weight_update()
+        else:
+            with set_current_vllm_config(self.vllm_config):
+                initialize_layerwise_reload(model)
+
+    def fppo_take_in(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes these weights in."""
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.get_model().load_weights(tensors.items())
+
+    def fppo_take_in_from(self, path: str, places: list[Place]) -> None:
+        """Takes weights in that another process has put into its memory."""
+        memory = SharedMemory.at(path)
         try:
-            self.reload_weights(weights_iterator=weights())
+            tensors = memory.get(places)
         finally:
-            del model.load_weights
+            memory.close()
+        self.fppo_take_in(tensors)
+
+    def fppo_end_load(self) -> tuple[dict[str, str], list[str]]:
+        """All is here: the digest of each weight as it came, and the names of what vLLM did not fill."""
+        model = self.model_runner.get_model()
+        del model.load_weights
+        if self._loading.transfer:
+            self.finish_weight_update()
+        else:
+            with set_current_vllm_config(self.vllm_config):
+                finalize_layerwise_reload(model, self.vllm_config.model_config)
+            self.model_runner.reset_lora_state()
         _repack_shared(model)
-        return got, sorted({name for name, _ in model.named_parameters()} - filled)
+        return self._loading.got, sorted({name for name, _ in model.named_parameters()} - self._loading.filled)
+
+    def _draws(self) -> KeyedDraws:
+        processors = self.model_runner.input_batch.logitsprocs.non_argmax_invariant
+        return next(processor for processor in processors if isinstance(processor, KeyedDraws))
 
 
 def _repack_shared(model: Any) -> None:

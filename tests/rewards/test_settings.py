@@ -39,7 +39,7 @@ CONFLICTS = [
     (VLLM | {"reward.judge.max_rows": 3}, "reward.judge.max_rows"),
     (VLLM | {"reward.judge.vllm.max_model_len": 4000}, "reward.judge.vllm.max_model_len"),
     (VLLM | {"reward.judge.vllm.cache_gb": 2.0, "reward.judge.vllm.memory_share": 0.3}, "reward.judge.vllm.cache_gb"),
-    (BOTH, "reward.judge.vllm.process"),
+    (BOTH, "reward.judge.vllm.host"),
     (
         BOTH | {"reward.judge.vllm.memory_share": 0.6, "rollout.vllm.memory_share": 0.5},
         "reward.judge.vllm.memory_share",
@@ -60,7 +60,7 @@ def test_each_conflict_is_named_by_its_setting(changes, place):
         JUDGE | {"reward.functions": [], "reward.judge.weight": -1.0},
         MODEL | JUDGE | {"reward.judge.template": "{{{response}}}", "reward.judge.pattern": r"(?:a|b)(\d)"},
         VLLM | {"reward.judge.vllm.max_model_len": 4352, "reward.judge.vllm.memory_share": 0.4},
-        BOTH | {"reward.judge.vllm.process": True},
+        BOTH | {"reward.judge.vllm.host": "process"},
     ],
 )
 def test_settings_that_agree_pass(changes):
@@ -69,8 +69,8 @@ def test_settings_that_agree_pass(changes):
 
 def test_a_judge_on_several_ranks_needs_a_process_of_its_own():
     said = settings_checks.mesh_problems(make(VLLM), 2)
-    assert [p.split(" = ")[0] for p in said] == ["reward.judge.vllm.process"]
-    assert settings_checks.mesh_problems(make(VLLM | {"reward.judge.vllm.process": True}), 2) == []
+    assert [p.split(" = ")[0] for p in said] == ["reward.judge.vllm.host"]
+    assert settings_checks.mesh_problems(make(VLLM | {"reward.judge.vllm.host": "process"}), 2) == []
     assert settings_checks.mesh_problems(make(VLLM), 1) == []
 
 

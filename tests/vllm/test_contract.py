@@ -30,7 +30,7 @@ def engine(request):
     if request.param == "embedded":
         yield embedded()
     else:
-        made, _ = start(options={"process": request.param == "process"})
+        made, _ = start(options={"host": {"vllm": "local"}.get(request.param, request.param)})
         with made:
             yield made
 

@@ -18,7 +18,7 @@ from tests.rollout.test_embedded import make_prompts
 from tests.vllm.conftest import start
 from tests.vllm.families import make
 
-LONG = Sampling(n=2, max_tokens=110, temperature=1.2)
+LONG = Sampling(n=2, max_tokens=40, temperature=1.2)
 
 
 def expected(params, sampling=LONG):
@@ -89,11 +89,11 @@ def interrupt_after(host, rows, number, seen):
 
 
 def test_a_process_that_dies_or_hangs_costs_no_finished_row():
-    engine, _ = start(options={"process": True, "patience": 2.0, "max_rows": 2})
+    engine, _ = start(options={"host": "process", "patience": 5.0, "max_rows": 2})
     _, params = make("qwen2", seed=4)
     whole = expected(params)
     with engine:
-        for number, reason in ((signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "no sign of life for 2 s")):
+        for number, reason in ((signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "no sign of life for 5 s")):
             seen: list[int] = []
             interrupt_after(engine._host, 4, number, seen)
             with pytest.warns(RuntimeWarning, match=rf"{reason}.* of 12 rows are done, a new one goes on"):
@@ -107,7 +107,7 @@ def test_a_process_that_dies_or_hangs_costs_no_finished_row():
 
 
 def test_a_process_that_keeps_dying_ends_the_run():
-    engine, _ = start(options={"process": True, "restarts": 0})
+    engine, _ = start(options={"host": "process", "restarts": 0})
     with engine:
         os.kill(engine._host._process.pid, signal.SIGKILL)
         with pytest.raises(EngineDied, match="SIGKILL, perhaps for want of memory"):
@@ -116,4 +116,4 @@ def test_a_process_that_keeps_dying_ends_the_run():
 
 def test_a_process_that_does_not_start_says_why():
     with pytest.raises(EngineFailure, match="cache_gb = 1e-05"):
-        start(options={"process": True, "cache_gb": 1e-5, "max_model_len": 128})
+        start(options={"host": "process", "cache_gb": 1e-5, "max_model_len": 128})

@@ -24,7 +24,7 @@ from tests.vllm.test_engine import expected, interrupt_after
 from tests.vllm.test_weights import gap
 
 SHORT = Sampling(n=2, max_tokens=12, temperature=1.2)
-SETTINGS = {"process": True, "max_rows": 2, "restarts": 1}
+SETTINGS = {"host": "process", "max_rows": 2, "restarts": 1}
 
 
 @pytest.fixture(scope="module")
@@ -57,23 +57,19 @@ def test_shards_are_synced_bucket_by_bucket(engines):
     model, params = make("qwen2", seed=3)
     buckets = [0, 0]
     for rank, engine in enumerate(engines):
-        load = engine._host.load
+        take_in = engine._host.take_in
 
-        def counted(found, rank=rank, load=load):
-            def each():
-                for bucket in found:
-                    buckets[rank] += 1
-                    yield bucket
+        def counted(tensors, rank=rank, take_in=take_in):
+            buckets[rank] += 1
+            take_in(tensors)
 
-            return load(each())
-
-        engine._host.load = counted
+        engine._host.take_in = counted
     done = on_ranks(engines, params, lambda engine, x: engine.sync(x, version=4))
     assert min(buckets) > 10
     for engine, found in zip(engines, done, strict=True):
         assert found.tensors == len(params)
         assert gap(engine, model, params) < 1e-5
-        del engine._host.load
+        del engine._host.take_in
 
 
 def test_tensors_under_each_others_names_are_noticed_on_shards_too(engines):
@@ -103,18 +99,15 @@ def test_one_ranks_process_that_dies_is_replaced_and_all_sync_again(engines, whe
     if when == "in a generation":
         interrupt_after(engines[1]._host, 4, signal.SIGKILL, seen)
     else:
-        load = engines[1]._host.load
+        take_in = engines[1]._host.take_in
 
-        def broken(buckets):
-            def some():
-                for number, bucket in enumerate(buckets):
-                    if number == 3:
-                        os.kill(process.pid, signal.SIGKILL)
-                    yield bucket
+        def broken(tensors):
+            seen.append(0)
+            if len(seen) == 3:
+                os.kill(process.pid, signal.SIGKILL)
+            take_in(tensors)
 
-            return load(some())
-
-        engines[1]._host.load = broken
+        engines[1]._host.take_in = broken
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = rollouts(engines, params, version=4)

@@ -93,29 +93,27 @@ def test_a_tensor_of_another_shape_does_not_load_and_the_next_sync_mends_it(qwen
     assert gap(engine, model, params) < 1e-5
 
 
-@pytest.mark.parametrize("process", [False, True])
-def test_what_changes_on_the_way_is_named_and_the_next_sync_mends_it(process, monkeypatch):
-    engine, model = start(options={"process": process})
+@pytest.mark.parametrize("host", ["local", "process"])
+def test_what_changes_on_the_way_is_named_and_the_next_sync_mends_it(host, monkeypatch):
+    engine, model = start(options={"host": host})
     with engine:
         _, params = make("qwen2", seed=1)
         engine.sync(params, version=1)
-        load = engine._host.load
+        take_in = engine._host.take_in
         wrong = "model.layers.1.mlp.gate_proj.weight"
 
-        def damaged(buckets):
-            for bucket in buckets:
-                tensors = dict(bucket.tensors)
-                if wrong in tensors:
-                    tensors[wrong] = tensors[wrong].clone()
-                    tensors[wrong][3, 5] += 1e-6
-                yield sync.Bucket(tensors, bucket.digests)
+        def damaged(tensors):
+            found = dict(tensors)
+            if wrong in found:
+                found[wrong] = found[wrong].clone()
+                found[wrong][3, 5] += 1e-6
+            return found
 
-        def lost(buckets):
-            for bucket in buckets:
-                yield sync.Bucket({k: x for k, x in bucket.tensors.items() if k != wrong}, bucket.digests)
+        def lost(tensors):
+            return {name: x for name, x in tensors.items() if name != wrong}
 
         for harm, message in ((damaged, "changed on the way"), (lost, "missing")):
-            monkeypatch.setattr(engine._host, "load", lambda buckets, harm=harm: load(harm(buckets)))
+            monkeypatch.setattr(engine._host, "take_in", lambda tensors, harm=harm: take_in(harm(tensors)))
             with pytest.raises(SyncError, match=f"{message}: {wrong}$"):
                 engine.sync(params, version=2)
             assert engine.version is None

@@ -1,0 +1,89 @@
+"""Tensors in memory that processes of one machine share, or in one piece of bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+Place = tuple[str, torch.dtype, torch.Size, int]  # a tensor's name, dtype, shape and first byte
+_ALIGN = 64
+
+
+def places_of(tensors: Mapping[str, Tensor]) -> tuple[list[Place], int]:
+    """Where each of the tensors goes in one piece of bytes, and how long that is."""
+    places, end = [], 0
+    for name, x in tensors.items():
+        places.append((name, x.dtype, x.shape, end))
+        end += -(-x.nbytes // _ALIGN) * _ALIGN
+    return places, end
+
+
+def view(memory: Tensor, place: Place) -> Tensor:
+    """The tensor at its place in bytes [N] uint8."""
+    _, dtype, shape, start = place
+    return memory[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+class SharedMemory:
+    """A file in memory that several processes map; it grows to the most it was given at once."""
+
+    def __init__(self, file: int) -> None:
+        self.file = file
+        self._map: mmap.mmap | None = None
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    @staticmethod
+    def make() -> SharedMemory:
+        """A new one, which children inherit by its file's number, and others of this user open by its path."""
+        return SharedMemory(os.memfd_create("fppo-weights"))
+
+    @staticmethod
+    def at(path: str) -> SharedMemory:
+        """That of another process."""
+        return SharedMemory(os.open(path, os.O_RDWR))
+
+    @property
+    def path(self) -> str:
+        """Where other processes find it, as long as this one lives."""
+        return f"/proc/{os.getpid()}/fd/{self.file}"
+
+    def put(self, tensors: Mapping[str, Tensor]) -> list[Place]:
+        """Copies the tensors in; where each of them is."""
+        places, end = places_of(tensors)
+        if end > len(self._bytes):
+            os.ftruncate(self.file, end)
+            self._remap(end)
+        for place in places:
+            view(self._bytes, place).copy_(tensors[place[0]])
+        return places
+
+    def get(self, places: list[Place]) -> dict[str, Tensor]:
+        """Copies of the tensors, for the memory holds others next."""
+        size = os.fstat(self.file).st_size
+        if size > len(self._bytes):
+            self._remap(size)
+        return {place[0]: view(self._bytes, place).clone() for place in places}
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        if self.file >= 0:
+            self._unmap()
+            os.close(self.file)
+            self.file = -1
+
+    def _remap(self, size: int) -> None:
+        self._unmap()
+        self._map = mmap.mmap(self.file, size)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def _unmap(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        if self._map is not None:
+            with contextlib.suppress(BufferError):  # a tensor of it is still alive: then it goes with that
+                self._map.close()
+            self._map = None
