@@ -40,6 +40,11 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         "tokens whose ratio, or value, was clipped",
         (("policy", "actor/pg_clipfrac"), ("value", "critic/vf_clipfrac")),
     ),
+    (
+        "Off-policy ratio",
+        "largest probability now over that when it was sampled",
+        (("largest", "training/rollout_ratio_max"),),
+    ),
     ("Value loss", "squared error of the critic, halved", (("value loss", "critic/vf_loss"),)),
     ("Explained variance", "share of the returns that the critic foresees", (("", "critic/vf_explained_var"),)),
     ("Response length", "tokens per response", (("mean", "response_length/mean"),)),
