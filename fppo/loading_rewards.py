@@ -77,7 +77,7 @@ def reward_model_of(
     if section.path is None:
         return {}
     model, params = load_reward_model(
-        section.path,
+        _directory(section.path, "reward.model.path"),
         label=section.label,
         compute_dtype=_compute_dtype(settings),
         trust_remote_code=settings.model.trust_remote_code,
@@ -124,11 +124,12 @@ def _own_tokenizer(
     """
     section, remote = settings.reward.model, settings.model.trust_remote_code
     assert section.path is not None
-    found = section.tokenizer
-    if found is None:
-        directory = find_directory(section.path)
-        found = directory if any((Path(directory) / name).exists() for name in TOKENIZER_FILES) else None
-    own = None if found is None else AutoTokenizer.from_pretrained(found, trust_remote_code=remote)
+    found, own = section.tokenizer, None
+    if found is not None:
+        own = _load_tokenizer(found, "reward.model.tokenizer", remote)
+    elif _has_tokenizer(directory := _directory(section.path, "reward.model.path")):
+        found = section.path
+        own = AutoTokenizer.from_pretrained(directory, trust_remote_code=remote)
     if own is not None and (section.tokenizer is not None or _differs(own, tokenizer, chat=chat)):
         data.check_vocabulary(own, {"reward model": config})
         if chat and own.chat_template is None:
@@ -146,6 +147,26 @@ def _own_tokenizer(
     others = {} if own is None else {"reward model": own}
     data.check_vocabulary(tokenizer, {"policy": policy, "reward model": config}, tokenizers=others)
     return None
+
+
+def _directory(path: str, name: str) -> Path:
+    """The directory of the model that the setting `name` names."""
+    try:
+        return find_directory(path)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).exists() for name in TOKENIZER_FILES)
+
+
+def _load_tokenizer(path: str, name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer that the setting `name` names. Raises ValueError if there is none."""
+    local = Path(path)
+    if (local.is_absolute() or local.exists() or path.startswith(".")) and not _has_tokenizer(local):
+        raise ValueError(f"{name}: {path} holds no tokenizer, none of {list(TOKENIZER_FILES)}")
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
 def _differs(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, *, chat: bool) -> bool:
@@ -168,11 +189,12 @@ def judge_of(
     if section.path is None:
         yield {}
         return
-    own = AutoTokenizer.from_pretrained(section.path, trust_remote_code=remote)
+    directory = _directory(section.path, "reward.judge.path")
+    own = _load_tokenizer(str(directory), "reward.judge.path", remote)
     _check_judge_tokenizer(own, chat=section.chat)
     compute = _compute_dtype(settings)
     model, params = models.load(
-        section.path, dtype=compute or torch.float32, compute_dtype=compute, trust_remote_code=remote
+        directory, dtype=compute or torch.float32, compute_dtype=compute, trust_remote_code=remote
     )
     data.check_vocabulary(own, {"judge": model.config})
     sampling = Sampling(
@@ -181,7 +203,7 @@ def judge_of(
         greedy=section.temperature == 0,
         temperature=section.temperature or 1.0,
     )
-    with _judge_engine(settings, model, params, own.eos_token_id, mesh, device) as (engine, held):
+    with _judge_engine(settings, model, params, sampling.stop_token_ids[0], mesh, device) as (engine, held):
         judge = LanguageJudge(
             engine=engine,
             params=held,

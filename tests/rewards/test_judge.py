@@ -233,6 +233,18 @@ def test_a_judge_that_does_not_fit_is_refused(task):
         loading_rewards.judge_of(settings_of(task, chat=True), character_tokenizer(), LOCAL, CPU),
     ):
         pass
+    for file in (task / "judge").glob("*token*"):
+        file.unlink()
+    with (
+        pytest.raises(ValueError, match=r"reward\.judge\.path: .*judge holds no tokenizer"),
+        loading_rewards.judge_of(settings_of(task), character_tokenizer(), LOCAL, CPU),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match=r"reward\.judge\.path: .*nowhere is not a directory with a model"),
+        loading_rewards.judge_of(settings_of(task, path=str(task / "nowhere")), character_tokenizer(), LOCAL, CPU),
+    ):
+        pass
     small = small_model(10, width=16, layers=1)
     models.save(small, models.init_params(small, Key(0)), task / "judge", tokenizer=character_tokenizer())
     with (

@@ -261,6 +261,8 @@ def test_a_chat_template_of_its_own_is_used(task):
 def test_what_does_not_fit_is_said_before_any_work(task):
     with pytest.raises(ValueError, match=r"no chat template; give another \(reward\.model\.tokenizer\)"):
         made(task, reward__model__chat=True)
+    with pytest.raises(ValueError, match=r"reward\.model\.tokenizer: .*nowhere holds no tokenizer, none of"):
+        made(task, reward__model__tokenizer=str(task / "nowhere"))
     for file in (task / "judge").glob("*token*"):
         file.unlink()
     with pytest.raises(ValueError, match=r"reward\.model\.chat = False: the reward model reads the policy's tokens"):
