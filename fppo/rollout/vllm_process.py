@@ -20,7 +20,15 @@ from torch import Tensor
 
 from fppo.rollout.shared_memory import Place, SharedMemory
 from fppo.rollout.sync import SyncError
-from fppo.rollout.vllm_host import Answer, EngineDied, EngineFailure, Request, VllmOptions, check_installed
+from fppo.rollout.vllm_host import (
+    NOT_FOR_VLLM,
+    Answer,
+    EngineDied,
+    EngineFailure,
+    Request,
+    VllmOptions,
+    check_installed,
+)
 from fppo.rollout.vllm_local import LocalHost
 
 _START = (
@@ -32,8 +40,6 @@ _GRACE = 10.0  # seconds to end in before it is killed
 # what is raised there and sent here; it can go on
 _FROM_THERE = (EngineDied, EngineFailure, SyncError, ValueError)
 _ERRORS = {kind.__name__: kind for kind in _FROM_THERE}
-# vLLM sets its own threads; and it is no rank of the trainer's group
-_UNSET = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class ProcessHost:
@@ -52,7 +58,7 @@ class ProcessHost:
             stdout=2,
             pass_fds=(theirs.fileno(), self._memory.file),
             start_new_session=True,
-            env={name: value for name, value in os.environ.items() if name not in _UNSET},
+            env={name: value for name, value in os.environ.items() if name not in NOT_FOR_VLLM},
         )
         theirs.close()
         self._finalizer = weakref.finalize(self, _end, self._process, ours)
