@@ -28,26 +28,32 @@ def read(path: Path) -> list[dict[str, str]]:
     return [{"prompt": p, "solution": r["answer"], "answer": a} for p, r, a in zip(prompts, rows, answers, strict=True)]
 
 
-def main(data: Path, output_dir: Path = Path("runs/gsm8k"), seed: int = 0, warm_up: int = 150, batch: int = 32) -> None:
+def run(toml: str, data: Path, output_dir: Path, seed: int, warm_up: int, batch: int, *more: str, alone: str = "",
+        width: int = 192, layers: int = 4) -> None:  # fmt: skip
     key, splits = Key(seed), {name: read(data / f"{name}.jsonl") for name in ("train", "test")}
     output_dir.mkdir(parents=True, exist_ok=True)
     for name, rows in splits.items():
         (output_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = quickstart.bpe_tokenizer([row["prompt"] + row["solution"] for row in splits["train"]])
+    tokenizer = quickstart.bpe_tokenizer([row["prompt"] + row["solution"] for row in splits["train"]], alone=alone)
     pairs = [(tokenizer.encode(r["prompt"]), [*tokenizer.encode(r["solution"]), 1]) for r in splits["train"]]
     pairs = [pair for pair in pairs if len(pair[0]) <= 96 and len(pair[1]) <= 128]
     draws = (key.fold("warm-up", step).uniform(torch.arange(batch), 1)[:, 0].tolist() for step in range(warm_up))
     chosen = ([pairs[int(u * len(pairs))] for u in row] for row in draws)
     batches = (supervised.demonstrations(*map(list, zip(*rows, strict=True)), pad_token_id=0) for rows in chosen)
-    model = quickstart.small_model(len(tokenizer), width=192, layers=4, positions=256, compute_dtype=torch.bfloat16)
-    optimizer = Optimizer(schedule=schedule("cosine", 2e-3, total_steps=warm_up, warmup_steps=30, min_ratio=0.05))
-    params = supervised.imitate(models.init_params(model, key), batches, model=model, optimizer=optimizer,
-                                kernels=Kernels.named(), mesh=Mesh.local(), micro_batching=MicroBatching(size=batch),
-                                every=50, on_step=lambda step, loss: print(f"warm-up {step}: {loss:.3f}"))  # fmt: skip
+    size, compute = len(tokenizer), torch.bfloat16
+    model = quickstart.small_model(size, width=width, layers=layers, positions=256, compute_dtype=compute)
+    rate = schedule("cosine", 2e-3, total_steps=warm_up, warmup_steps=warm_up // 5, min_ratio=0.05)
+    params = supervised.imitate(models.init_params(model, key), batches, model=model, kernels=Kernels.named(), every=50,
+                                mesh=Mesh.local(), optimizer=Optimizer(rate), micro_batching=MicroBatching(size=batch),
+                                on_step=lambda step, loss: print(f"warm-up {step}: {loss:.3f}"))  # fmt: skip
     models.save(model, params, output_dir / "warm", tokenizer=tokenizer)
-    commands.train(config.load(Path(__file__).with_suffix(".toml"), [f"--output-dir={output_dir}", f"--seed={seed}",
+    commands.train(config.load(Path(__file__).with_name(toml), [f"--output-dir={output_dir}", f"--seed={seed}",
                    f"--model.path={output_dir / 'warm'}", f"--data.path={output_dir / 'train.jsonl'}",
-                   f"--data.eval-path={output_dir / 'test.jsonl'}"]))  # fmt: skip
+                   f"--data.eval-path={output_dir / 'test.jsonl'}", *more]))  # fmt: skip
+
+
+def main(data: Path, output_dir: Path = Path("runs/gsm8k"), seed: int = 0, warm_up: int = 150, batch: int = 32) -> None:
+    run("gsm8k.toml", data, output_dir, seed, warm_up, batch)
 
 
 if __name__ == "__main__":

@@ -86,10 +86,15 @@ def character_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def bpe_tokenizer(texts: list[str], *, size: int = 2048) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `size` tokens learned from texts, digits one by one; <pad> is 0 and <eos> is 1."""
+def bpe_tokenizer(texts: list[str], *, size: int = 2048, alone: str = "") -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of `size` tokens learned from texts; <pad> is 0 and <eos> is 1.
+
+    Digits, and the characters of `alone`, are tokens one by one, and part of no other.
+    """
     tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
+    cuts = [pre_tokenizers.Split(character, "isolated") for character in alone]
+    parts = [*cuts, pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     tokenizer.decoder = decoders.ByteLevel()
     letters = pre_tokenizers.ByteLevel.alphabet()
     trainer = BpeTrainer(vocab_size=size, special_tokens=["<pad>", "<eos>"], initial_alphabet=letters)

@@ -1,10 +1,15 @@
 """The short scripts run, fit on a page, and print what they are for."""
 
 import importlib.util
+import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+
+from fppo import jsonl
+from fppo.tools import evaluate
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 
@@ -56,3 +61,33 @@ def test_arithmetic(name, capsys):
     assert len(lines) == 3
     assert "val-core/addition/reward/mean@1" in lines[0]
     assert ("vf loss" in lines[-1]) == (name == "ppo_arithmetic")
+
+
+def _word_problems(path, count, seed):
+    """Rows like GSM8K's: a sum in words, and a solution with the calculation annotated."""
+    draws = torch.randint(2, 99, (count, 2), generator=torch.Generator().manual_seed(seed)).tolist()
+    sums = [(f"Tom has {a} apples and buys {b}.", f"{a}+{b}", a + b) for a, b in draws]
+    lines = [{"question": q, "answer": f"{x} = <<{x}={value}>>{value}\n#### {value}"} for q, x, value in sums]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_gsm8k_with_a_calculator(tmp_path, monkeypatch):
+    """The whole of it, small: every call that the policy makes is computed, and the policy trains behind it."""
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    _word_problems(tmp_path / "train.jsonl", 400, 0)
+    _word_problems(tmp_path / "test.jsonl", 16, 1)
+    small = ["--steps=2", "--rollout.batch-size=32", "--rollout.max-tokens=48", "--eval.every=0", "--log.loggers=jsonl"]
+    small += ["--critic.mini-batch-size=32", "--log.samples-per-step=32", "--device=cpu"]
+    run = tmp_path / "run"
+    _load("gsm8k_calculator").main(tmp_path, run, warm_up=80, width=64, layers=1, more=tuple(small))
+    first, *steps = jsonl.read(run / "metrics.jsonl")
+    for line in steps:
+        assert line["rollout/turns/max"] > 1
+        assert line["rollout/observation_tokens/mean"] > 0
+        assert line["actor/grad_norm"] > 0
+    texts = [line["response"] for line in jsonl.read(run / "samples.jsonl")]
+    calls = [call for text in texts for call in re.findall(r"<<([^<>=]*)=([^<>]*)>>", text)]
+    computed = [evaluate(call) == value for call, value in calls if evaluate(call) is not None]
+    assert len(computed) > 10
+    assert all(computed)
+    assert "val-core/test/reward/mean@1" in first
