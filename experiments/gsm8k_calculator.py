@@ -15,7 +15,8 @@ import tyro
 
 def main(data: Path, output_dir: Path = Path("runs/gsm8k_calculator"), seed: int = 0, warm_up: int = 150,
          batch: int = 32, width: int = 192, layers: int = 4, more: tuple[str, ...] = ()) -> None:  # fmt: skip
-    gsm8k.run("gsm8k_calculator.toml", data, output_dir, seed, warm_up, batch, *more, alone="=", width=width,
+    given = [f"--{each}" for each in more]  # further settings, as --more steps=20 eval.every=0
+    gsm8k.run("gsm8k_calculator.toml", data, output_dir, seed, warm_up, batch, *given, alone="=", width=width,
               layers=layers)  # fmt: skip
 
 

@@ -76,8 +76,8 @@ def test_gsm8k_with_a_calculator(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(EXPERIMENTS)
     _word_problems(tmp_path / "train.jsonl", 400, 0)
     _word_problems(tmp_path / "test.jsonl", 16, 1)
-    small = ["--steps=2", "--rollout.batch-size=32", "--rollout.max-tokens=48", "--eval.every=0", "--log.loggers=jsonl"]
-    small += ["--critic.mini-batch-size=32", "--log.samples-per-step=32", "--device=cpu"]
+    small = ["steps=2", "rollout.batch-size=32", "rollout.max-tokens=48", "eval.every=0", "log.loggers=jsonl"]
+    small += ["critic.mini-batch-size=32", "log.samples-per-step=32", "device=cpu"]
     run = tmp_path / "run"
     _load("gsm8k_calculator").main(tmp_path, run, warm_up=80, width=64, layers=1, more=tuple(small))
     first, *steps = jsonl.read(run / "metrics.jsonl")
