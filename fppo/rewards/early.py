@@ -45,9 +45,11 @@ class EarlyJudge:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._rollout = 0  # its number
         self._begin(None)
 
     def _begin(self, held: Any) -> None:
+        self._rollout += 1
         self._held = held  # the objects that keys know by their ids
         self._queue: deque[_Row] = deque()
         self._open: Counter[Hashable] = Counter()  # heard of, and not judged yet
@@ -76,6 +78,7 @@ class EarlyJudge:
         asked = [tuple(ids[keep].tolist()) for ids, keep in zip(tokens, mask, strict=True)]
         with self._changed:
             self._begin(prompts)
+            rollout = self._rollout
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="early rewards", daemon=True)
                 self._thread.start()
@@ -85,7 +88,7 @@ class EarlyJudge:
             key = _key(asked[number], response, finish, prompts.ground_truth[number], prompts.extras[number])
             heard = _Row(key, lambda: sample_of(asked[number], response, finish, prompts, number, self._tokenizer))
             with self._changed:
-                if self._held is prompts and self._error is None:
+                if self._rollout == rollout:
                     self._queue.append(heard)
                     self._open[key] += 1
                     self._changed.notify_all()
@@ -141,7 +144,7 @@ class EarlyJudge:
                 self._changed.wait_for(lambda: self._closed or self._queue)
                 if self._closed:
                     return
-                rows, held = list(self._queue), self._held
+                rows, rollout = list(self._queue), self._rollout
                 self._queue.clear()
             found: list[list[Outcome]] = []
             problem = None
@@ -152,7 +155,7 @@ class EarlyJudge:
             except BaseException as error:  # for the thread that judges
                 problem = error
             with self._changed:
-                if held is self._held:
+                if self._rollout == rollout:
                     self._settle(rows, found, problem)
                     self._changed.notify_all()
 

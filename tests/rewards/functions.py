@@ -87,6 +87,17 @@ def notes(sample: Sample) -> float:
     return 1.0
 
 
+def numbered(sample: Sample) -> float:
+    """How often it was called; the first call waits for the file "go"."""
+    path = os.path.join(sample.extras["directory"], "calls")
+    with open(path, "a") as file:
+        file.write("x")
+    calls = os.path.getsize(path)
+    while calls == 1 and not os.path.exists(os.path.join(sample.extras["directory"], "go")):
+        time.sleep(0.01)
+    return float(calls)
+
+
 def bad_result(sample: Sample):
     return sample.ground_truth
 

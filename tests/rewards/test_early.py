@@ -188,6 +188,23 @@ def test_what_was_heard_before_or_elsewhere_does_not_count(tmp_path):
         assert early.judge(rewards.samples_of(changed, Letters())).scores == {"length": [1.0, 2.0]}
 
 
+def test_a_rollout_that_was_given_up_does_not_answer_for_the_next(tmp_path):
+    """Its row is still being judged when the next one, of the same prompts, begins."""
+    made, given = words(["p"], ["a", "b"])
+    given = attrs.evolve(given, extras=Column([{"directory": str(tmp_path)}]))
+    made = attrs.evolve(made, extras=Column(given.extras[0] for _ in range(N)))
+    samples = rewards.samples_of(made, Letters())[:1]
+    with Watched(functions.numbered) as runner, EarlyJudge(runner, Letters()) as early:
+        tell(early.listen(given, N), made, [0])
+        while not (tmp_path / "calls").exists():
+            time.sleep(0.01)
+        again = early.listen(given, N)
+        tell(again, made, [0])
+        (tmp_path / "go").touch()
+        assert early.judge(samples).scores == {"numbered": [2.0]}
+        assert runner.late == 0
+
+
 def test_threads_judge_at_the_same_time():
     """As an evaluation and a rollout ahead do."""
     made, given = words(["p", "q"], ["a", "bb", "ccc", "dddd"])

@@ -166,6 +166,8 @@ def test_a_row_is_judged_alone_as_among_others_and_on_any_rank(temperature):
         assert torch.equal(rewarded(batches.rows(TEN, rows))[0], want[rows])
 
     check()
+    others = rewarded(attrs.evolve(TEN, row_ids=TEN.row_ids + 10))[0]  # other rows, other draws
+    assert torch.equal(others, want) == (temperature == 0)
 
     def on_rank(mesh):
         mesh = attrs.evolve(mesh, sharding=Sharding())

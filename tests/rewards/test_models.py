@@ -124,8 +124,10 @@ def test_padded_batches_of_transformers_agree(tmp_path):
     torch.testing.assert_close(reward(load_reward_model(tmp_path))(rollout), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_shards_and_the_host_change_nothing(stage, tmp_path):
+@pytest.mark.parametrize(
+    ("stage", "axes"), [(1, ("replicate", "shard")), (3, ("replicate", "shard")), (3, ("shard", "sequence"))]
+)
+def test_shards_and_the_host_change_nothing(stage, axes, tmp_path):
     model, params = load_reward_model((classifier("qwen2", "token", tmp_path), tmp_path)[1])
     rollout = random_rollout(1, 5)
     want = reward((model, params))(rollout)
@@ -136,7 +138,7 @@ def test_shards_and_the_host_change_nothing(stage, tmp_path):
         mesh = attrs.evolve(mesh, sharding=Sharding(stage=stage))
         return reward((model, fsdp.shard(params, mesh)), mesh=mesh)(rollout)
 
-    for found in simulate({"replicate": 2, "shard": 2}, on_rank):
+    for found in simulate(dict.fromkeys(axes, 2), on_rank):
         torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
 
 
