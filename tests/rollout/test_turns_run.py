@@ -6,26 +6,29 @@ import torch
 
 from fppo import assembly, metrics, settings_checks
 from fppo.pipeline.train import iterate
+from fppo.runtime.mesh import LOCAL, Sharding
+from fppo.runtime.simulate import simulate
 from tests import runs
+from tests.pipeline.test_mesh import steps
+
+
+def with_adder(directory, **changes):
+    """The settings of a run in whose rows most have several turns."""
+    runs.write_task(directory)
+    turns = {"respond": "tests.rollout.functions:adder", "max_turns": 3}
+    given = {f"rollout__turns__{name}": value for name, value in turns.items()}
+    return runs.settings(directory, rollout__stop=["+", "="], rollout__max_tokens=24, **given, **changes)
 
 
 @pytest.mark.parametrize("changes", [{}, {"rollout__ahead": 1}, {"algorithm__advantage": "grpo", "rollout__n": 4}])
 def test_whole_steps_with_turns(tmp_path, changes):
     """Settings to metrics: all finite, and the trainer's log-probs are those sampled with."""
-    runs.write_task(tmp_path)
-    settings = runs.settings(
-        tmp_path,
-        rollout__turns__respond="tests.rollout.functions:adder",
-        rollout__turns__max_turns=3,
-        rollout__stop=["+", "="],
-        rollout__max_tokens=24,
-        **changes,
-    )
+    settings = with_adder(tmp_path, **changes)
     with assembly.assembled(settings) as parts:
         run = parts.run
-        steps = iterate(run, program=parts.program, draw=parts.draw, ahead=settings.rollout.ahead)
+        made = iterate(run, program=parts.program, draw=parts.draw, ahead=settings.rollout.ahead)
         for _ in range(2):
-            run, batch, report = next(steps)
+            run, batch, report = next(made)
             numbers = metrics.report(report)
             assert numbers["rollout/turns/max"] > 1
             assert numbers["rollout/tool_failures"] == 0
@@ -36,6 +39,24 @@ def test_whole_steps_with_turns(tmp_path, changes):
             seen = batch.attention_mask[:, -batch.response_mask.shape[1] :]
             assert (seen & ~batch.response_mask).any()
         assert all(torch.tensor(list(metrics.report(parts.evaluate(run)).values())).isfinite())
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 2, "sequence": 2}])
+def test_steps_on_a_mesh_are_those_of_one_process(tmp_path, axes):
+    """Every rank asks for some of the rows, remax's greedy ones too, and all train on the same."""
+    settings = with_adder(tmp_path, algorithm__advantage="remax")
+    expected, held_out = steps(settings, LOCAL, 2)
+
+    def on_rank(mesh):
+        return steps(settings, attrs.evolve(mesh, sharding=Sharding()), 2)
+
+    for found, evaluated in simulate(axes, on_rank):
+        assert evaluated == pytest.approx(held_out, abs=1e-5, nan_ok=True)
+        for (_, batch, report, _), (_, other, same, _) in zip(expected, found, strict=True):
+            assert torch.equal(batch.tokens, other.tokens)
+            assert torch.equal(batch.response_mask, other.response_mask)
+            for name in ("rollout/turns/mean", "actor/grad_norm", "critic/rewards/mean"):
+                assert report[name] == pytest.approx(same[name], rel=1e-4, abs=1e-5)
 
 
 BAD = [
