@@ -33,6 +33,8 @@ class VllmSettings:
     """Where it runs: in this process, in one of its own, or in a Ray actor; what dies or hangs there is replaced."""
     tensor_parallel: int = setting(1, at_least(1))
     """Over how many devices it cuts the model; not with host = "local"."""
+    transport: Literal["auto", "nccl", "ipc"] = setting("auto")
+    """How weights go: as the host has it (directly, shared memory, Ray's store), or by vLLM's own NCCL or CUDA IPC."""
     restarts: int = setting(3, at_least(0))
     """How often it is replaced in one rollout before the run ends."""
     patience: float = setting(120.0, above(0))

@@ -24,7 +24,7 @@ from fppo.key import Key
 from fppo.models.model import Model
 from fppo.rollout import sync
 from fppo.rollout.engine import OnFinished, Sampling
-from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits, rollout_of
+from fppo.rollout.records import check_prompts, number_rows, response_limits, rollout_of
 from fppo.rollout.sync import Bucket, Rename, SyncError
 from fppo.rollout.vllm_host import (
     Answer,
@@ -34,10 +34,12 @@ from fppo.rollout.vllm_host import (
     Request,
     VllmOptions,
     check_installed,
+    check_rows,
     config_directory,
 )
 from fppo.rollout.vllm_local import LocalHost
 from fppo.rollout.vllm_probe import TOLERANCE, compare_log_probs, own_log_probs, probe_tokens
+from fppo.rollout.vllm_transfer import MakeInfo, Transfer, metadata, transfer_info
 from fppo.runtime.mesh import Mesh, all_reduce, any_rank, device_of
 
 __all__ = ["EngineFailure", "SyncError", "Synced", "VllmEngine", "VllmOptions"]
@@ -69,7 +71,8 @@ class VllmEngine:
     given other tensors than before; every tensor's digest, and the set of names, is confirmed, and at the first sync
     (`probe`) the log-probs of some tokens are held against the model's own. With `send="changed"` only parameters whose
     digests differ go, those in `frozen` once. `rename` gives parameters the engine's names. On a sharded `mesh`
-    parameters are shards, and every rank's engine must be synced in the same order.
+    parameters are shards, and every rank's engine must be synced in the same order. `transfer` gives the trainer's side
+    of a transfer engine that vLLM has from a plugin, in place of `options.transport`.
 
     Raises ValueError without a vLLM that fppo can run on, EngineFailure if vLLM does not start or stops working, and
     SyncError if it does not hold what it was sent; an engine that raised SyncError takes all weights at its next sync,
@@ -88,6 +91,7 @@ class VllmEngine:
         send: Literal["all", "changed"] = "all",
         frozen: frozenset[str] = frozenset(),
         probe: Literal["first", "always", "never"] = "first",
+        transfer: MakeInfo | None = None,
     ) -> None:
         self._model, self._pad, self._mesh = model, pad_token_id, mesh or Mesh.local()
         self._options = options or VllmOptions()
@@ -98,6 +102,8 @@ class VllmEngine:
         if self._dtype not in TOLERANCE:
             raise ValueError(f"dtype = {self._dtype!r}: vLLM computes in one of {sorted(TOLERANCE)}")
         check_installed()
+        self._info = transfer or (None if self._options.transport == "auto" else transfer_info)
+        self._transfer: Transfer | None = None  # of the host
         self._targets = sync.targets(model.shapes, self._rename)
         self._held: _Held | None = None
         self.replaced = 0  # processes that died or hung, and were replaced
@@ -140,7 +146,7 @@ class VllmEngine:
         mask = prompts.attention_mask.bool()
         lengths = check_prompts(mask)
         most = response_limits(limits, len(lengths), sampling)
-        self._check(prompts, mask, lengths, most, sampling)
+        check_rows(prompts, lengths, most, sampling, size=self._model.config.vocab_size, limit=self.limit)
         row_ids = number_rows(prompts, sampling.n, torch.device("cpu"))
         asked = [row[keep].tolist() for row, keep in zip(prompts.tokens, mask, strict=True)]
         request = Request(
@@ -233,10 +239,16 @@ class VllmEngine:
             self._check_names(only)
             self._broken = True  # if it fails in between, vLLM has half of its modules taken apart
             host = self._running()
-            host.begin_load()
-            for bucket in buckets:
-                host.take_in(bucket.tensors)
-            got, unfilled = host.end_load()
+            if self._info is None:
+                host.begin_load()
+                for bucket in buckets:
+                    host.take_in(bucket.tensors)
+                got, unfilled = host.end_load()
+            else:
+                self._transfer = self._transfer or Transfer(host, self._info(self._options, self._bucket_bytes))
+                kind = getattr(torch, self._dtype)
+                metas = metadata(params, self._model.shapes, only, self._rename, kind)
+                got, unfilled = self._transfer.send(metas, buckets)
             self._broken = False
             self._wake("kv_cache")
         except (EngineFailure, SyncError) as error:
@@ -265,6 +277,7 @@ class VllmEngine:
         """Ends vLLM. Idempotent."""
         host, self._host, self._held = self._host, None, None
         if host is not None:
+            self._leave()
             host.close()
 
     def _start(self) -> Host:
@@ -279,7 +292,13 @@ class VllmEngine:
                     Chosen = LocalHost
             return Chosen(path, self._options, dtype=self._dtype, trust_remote_code=remote)
 
+    def _leave(self) -> None:
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.close()
+
     def _restart(self) -> None:
+        self._leave()
         self._running().close()
         self._host = self._start()
         self._names = self._host.call("fppo_names")[0]
@@ -289,19 +308,6 @@ class VllmEngine:
         if self._host is None:
             raise ValueError("the engine is closed")
         return self._host
-
-    def _check(self, prompts: Prompts, mask: Tensor, lengths: list[int], limits: list[int], sampling: Sampling) -> None:
-        size = self._model.config.vocab_size
-        check_stops(sampling, size)
-        if int(prompts.tokens.where(mask, 0).max()) >= size:
-            raise ValueError(f"prompts hold tokens beyond the model's vocabulary of {size} tokens")
-        total, length, most = max((sum(pair), *pair) for pair in zip(lengths, limits, strict=True))
-        if total > self.limit:
-            raise ValueError(
-                f"the longest prompt has {length} tokens; with max_tokens = {most} a row may "
-                f"reach {total}, but vLLM was started for max_model_len = {self.limit}: "
-                "raise that, lower max_tokens or leave long prompts out"
-            )
 
     def _stale(self, params: Mapping[str, Tensor], version: int) -> bool:
         held = self._held

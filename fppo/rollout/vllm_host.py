@@ -14,8 +14,10 @@ import numpy as np
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from fppo.batch import Prompts
 from fppo.key import Key
 from fppo.rollout.engine import Sampling
+from fppo.rollout.records import check_stops
 
 OLDEST = (0, 32)
 # environment variables that it must not get: it sets its own threads, and is no rank of the trainer's group
@@ -77,6 +79,10 @@ class VllmOptions:
     """In this process, in one of its own, or in a Ray actor; what dies or hangs there is replaced, and goes on."""
     tensor_parallel: int = attrs.field(default=1, validator=_count(1))
     """Over how many devices vLLM cuts the model, each in a process of its own; not with host = "local"."""
+    transport: Literal["auto", "nccl", "ipc"] = attrs.field(
+        default="auto", validator=attrs.validators.in_(("auto", "nccl", "ipc"))
+    )
+    """How weights go: as the host has it (directly, shared memory, Ray's store), or by vLLM's own NCCL or CUDA IPC."""
     restarts: int = attrs.field(default=3, validator=_count(0))
     """How often it is replaced in one rollout before the run ends."""
     patience: float = attrs.field(default=120.0, validator=_positive)
@@ -92,6 +98,10 @@ class VllmOptions:
             raise ValueError(
                 f"tensor_parallel = {self.tensor_parallel}: its processes are not for this one to start, which trains; "
                 'give host = "process" or "ray"'
+            )
+        if self.transport != "auto" and self.host == "local":
+            raise ValueError(
+                f'transport = {self.transport!r}: one process needs none; give auto, or host = "process" or "ray"'
             )
 
 
@@ -157,6 +167,22 @@ def check_installed() -> str:
             raise ValueError(f"{name} {version} is installed; fppo runs on {_versions()}: {_INSTALL}")
         return version
     return "unknown"
+
+
+def check_rows(
+    prompts: Prompts, lengths: list[int], limits: list[int], sampling: Sampling, *, size: int, limit: int
+) -> None:
+    """Raises ValueError for tokens that a vocabulary of `size` tokens has not, and rows that may outgrow `limit`."""
+    check_stops(sampling, size)
+    if int(prompts.tokens.where(prompts.attention_mask.bool(), 0).max()) >= size:
+        raise ValueError(f"prompts hold tokens beyond the model's vocabulary of {size} tokens")
+    total, length, most = max((sum(pair), *pair) for pair in zip(lengths, limits, strict=True))
+    if total > limit:
+        raise ValueError(
+            f"the longest prompt has {length} tokens; with max_tokens = {most} a row may "
+            f"reach {total}, but vLLM was started for max_model_len = {limit}: "
+            "raise that, lower max_tokens or leave long prompts out"
+        )
 
 
 def _versions() -> str:

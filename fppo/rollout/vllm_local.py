@@ -218,6 +218,7 @@ def _start(path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bo
         "logits_processors": [vllm_worker.KeyedDraws],
         "worker_extension_cls": f"{vllm_worker.__name__}.{vllm_worker.Extension.__name__}",
         **memory,
+        **({} if options.transport == "auto" else {"weight_transfer_config": {"backend": options.transport}}),
         **options.extra,
     }
     state = torch.random.get_rng_state()
