@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe, wait
 
 import attrs
@@ -71,6 +72,7 @@ class WorkerPool:
         self._count, self._time_limit, self._start_limit = workers, time_limit, start_limit
         self._workers: list[_Worker] = []
         self._closed = 0  # how often
+        self._starter: ThreadPoolExecutor | None = None
         self._finalizer = weakref.finalize(self, _end, self._workers)  # runs at the interpreter's exit too
 
     def start(self) -> None:
@@ -83,6 +85,9 @@ class WorkerPool:
         ones."""
         self._closed += 1
         _end(self._workers)
+        starter, self._starter = self._starter, None
+        if starter is not None:
+            starter.shutdown(wait=False)
 
     def run(self, function: int, mode: Mode, samples: Sequence[Sample]) -> list[Outcome]:
         """The outcome of function number `function` on every sample. An interruption leaves no process behind."""
@@ -102,13 +107,16 @@ class WorkerPool:
         ours, theirs = Pipe()
         path = [os.getcwd() if entry == "" else entry for entry in sys.path]
         arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(path)]
-        process = subprocess.Popen(
+        # on a thread that stays: the system ends a worker with the thread that started it
+        self._starter = self._starter or ThreadPoolExecutor(1, "reward processes")
+        process = self._starter.submit(
+            subprocess.Popen,
             [sys.executable, "-P", "-c", _START, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=2,  # what a reward prints must not mix with the command's own output
             pass_fds=(theirs.fileno(),),
             start_new_session=True,  # ctrl-C is for the parent; and what a reward starts is killed with it
-        )
+        ).result()
         theirs.close()
         with contextlib.suppress(OSError):  # if it died at once, the first wait says so
             ours.send_bytes(self._functions)

@@ -87,6 +87,15 @@ def notes(sample: Sample) -> float:
     return 1.0
 
 
+def naps(sample: Sample) -> float:
+    """Sleeps for as long as the response says."""
+    time.sleep(float(sample.response))
+    return float(sample.response)
+
+
+naps.reward_prepare = lambda: time.sleep(1.0)  # type: ignore[attr-defined]
+
+
 def numbered(sample: Sample) -> float:
     """How often it was called; the first call waits for the file "go"."""
     path = os.path.join(sample.extras["directory"], "calls")

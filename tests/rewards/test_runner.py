@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -277,3 +278,18 @@ def test_a_script_without_a_guard_leaves_nothing_behind(tmp_path, how):
     assert ("KeyboardInterrupt" in errors) == (how == signal.SIGINT)
     process.stdout.close()
     process.stderr.close()
+
+
+def test_workers_outlive_the_thread_that_needed_them():
+    """A rollout ahead is judged on a thread that ends, maybe before a process that it started anew is ready."""
+    with RewardRunner(functions.naps, time_limit=0.8, workers=2) as runner:
+        runner.judge(samples(*["0.4"] * 4))  # both are ready
+        found = []
+        first = ["60", "0", "0.7", "0.6", *["0"] * 12]  # tasks of two: the second ends just after the first is given up
+        thread = threading.Thread(target=lambda: found.append(runner.judge(samples(*first))))
+        thread.start()
+        thread.join()
+        time.sleep(0.1)
+        found.append(runner.judge(samples(*["0.3"] * 4)))
+    assert [judged.scores["naps"] for judged in found] == [[0.0, *map(float, first[1:])], [0.3] * 4]
+    assert [[f.kind for f in judged.failures] for judged in found] == [["timeout"], []]
