@@ -59,6 +59,8 @@ class TurnsEngine:
     room for a token after it, and the observation is left out: a response always ends with a token of the policy's. A
     row at the limit of turns ends as its turn did; nobody is asked about its last turn.
 
+    Rows wait for each other at the end of a turn, so many short turns take more steps of decoding than one long one.
+
     Draws depend on key, row, turn and position in the turn; those of the first turn are the engine's own. On a mesh all
     ranks hold all rows, as the engine gives them; each asks tools about some, and all hear all replies. Where the tool
     failed, `extras` count it as "tool_failures".
