@@ -96,9 +96,9 @@ def engines(size: str) -> None:
     with VllmEngine(model, pad_token_id=0) as engine:
         times |= seconds({"vllm": lambda: engine.generate(params, prompts, sampling, Key(1))}, repeats)
     count = sum(x.numel() for x in params.values())
-    print(f"{count / 1e6:.1f} M parameters, {ROWS} rows, {PROMPT} prompt and {NEW} new tokens; tokens/s (best run)")
+    print(f"{count / 1e6:.1f} M parameters, {ROWS} rows, {PROMPT} prompt and {NEW} new tokens; tokens/s (median)")
     for name, values in times.items():
-        print(f"{name:16s} {ROWS * NEW / min(values):8.0f}")
+        print(f"{name:16s} {ROWS * NEW / statistics.median(values):8.0f}")
 
 
 def overhead(size: str) -> None:
