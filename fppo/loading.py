@@ -184,6 +184,7 @@ def vllm_engine(section: VllmSettings, model: Model, pad_token_id: int, mesh: Me
         transport=section.transport,
         restarts=section.restarts,
         patience=section.patience,
+        start_patience=section.start_patience,
     )
     with VllmEngine(
         model,

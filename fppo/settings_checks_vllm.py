@@ -14,7 +14,7 @@ def vllm_problems(section: VllmSettings, path: str) -> Problems:
         yield problem(f"{path}.cache_gb", section.cache_gb, "memory_share takes its place; leave one out")
     if section.host != "local":
         return
-    for name in ("restarts", "patience", "transport"):
+    for name in ("restarts", "patience", "start_patience", "transport"):
         reader = f'{path}.host = "process" or "ray"'
         yield from unread(f"{path}.{name}", getattr(section, name), getattr(_DEFAULT, name), reader)
     if section.tensor_parallel > 1:

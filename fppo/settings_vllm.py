@@ -39,6 +39,8 @@ class VllmSettings:
     """How often it is replaced in one rollout before the run ends."""
     patience: float = setting(120.0, above(0))
     """Seconds without a sign of life after which it counts as hung."""
+    start_patience: float = setting(900.0, above(0))
+    """The same, while it starts or takes weights in."""
     send: Literal["all", "changed"] = setting("all")
     """Send all parameters at every sync, or those that changed."""
     bucket_mb: int = setting(256, at_least(1))

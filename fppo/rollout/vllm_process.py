@@ -64,26 +64,26 @@ class ProcessHost:
         self._finalizer = weakref.finalize(self, _end, self._process, ours)
         try:
             asked = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-            self.limit = int(self._ask("start", path, options, asked, patience=options.start_patience))
+            self.limit = int(self._ask("start", path, options, asked, wait="start_patience"))
         except BaseException:
             self.close()
             raise
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """As `LocalHost.call`."""
-        return self._ask("call", method, *arguments, patience=self._options.start_patience)
+        return self._ask("call", method, *arguments, wait="start_patience")
 
     def begin_load(self, *, transfer: bool = False) -> None:
         """As `LocalHost.begin_load`."""
-        self._ask("begin_load", transfer, patience=self._options.start_patience)
+        self._ask("begin_load", transfer, wait="start_patience")
 
     def take_in(self, tensors: Mapping[str, Tensor]) -> None:
         """As `LocalHost.take_in`, through one piece of shared memory; what goes wrong is for `end_load` to raise."""
-        self._ask("take_in", self._memory.put(tensors), patience=self._options.start_patience)
+        self._ask("take_in", self._memory.put(tensors), wait="start_patience")
 
     def end_load(self) -> tuple[dict[str, str], list[str]]:
         """As `LocalHost.end_load`."""
-        return self._ask("end_load", patience=self._options.start_patience)
+        return self._ask("end_load", wait="start_patience")
 
     def generate(self, request: Request, done: Callable[[int, Answer], None]) -> None:
         """As `LocalHost.generate`; `done` is called as rows end, so what it was given outlives the process."""
@@ -91,7 +91,7 @@ class ProcessHost:
         ended = False
         try:
             while not ended:
-                kind, *rest = self._hear(self._options.patience)
+                kind, *rest = self._hear("patience")
                 if kind == "row":
                     done(rest[0], Answer(*rest[1]))
                 ended = kind == "result"
@@ -114,12 +114,9 @@ class ProcessHost:
         self._finalizer()
         self._memory.close()
 
-    def _ask(self, *message: Any, patience: float | None = None) -> Any:
+    def _ask(self, *message: Any, wait: str = "patience") -> Any:
         self._send(*message)
-        return self._result(patience or self._options.patience)
-
-    def _result(self, patience: float) -> Any:
-        kind, *rest = self._hear(patience)
+        kind, *rest = self._hear(wait)
         if kind != "result":
             raise EngineFailure(f"the process of vLLM answers out of turn: {kind}")
         return rest[0]
@@ -130,13 +127,14 @@ class ProcessHost:
         except OSError as error:
             raise self._died() from error
 
-    def _hear(self, patience: float) -> tuple[Any, ...]:
+    def _hear(self, wait: str) -> tuple[Any, ...]:
         """The next message that is not a mere sign of life; an error there is raised here."""
+        patience = getattr(self._options, wait)
         while True:
             try:
                 if not self._connection.poll(patience):
                     _end(self._process, self._connection, grace=0)
-                    raise EngineDied(f"the process of vLLM gave no sign of life for {patience:g} s (setting: patience)")
+                    raise EngineDied(f"the process of vLLM gave no sign of life for {patience:g} s (setting: {wait})")
                 message = pickle.loads(self._connection.recv_bytes())
             except (EOFError, OSError) as error:
                 raise self._died() from error

@@ -51,19 +51,19 @@ class RayHost:
         files = {} if trust_remote_code else {file.name: file.read_bytes() for file in Path(path).iterdir()}
         try:
             asked = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-            self.limit = int(self._ask("start", path, files, options, asked, patience=options.start_patience))
+            self.limit = int(self._ask("start", path, files, options, asked, wait="start_patience"))
         except BaseException:
             self.close()
             raise
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """As `LocalHost.call`."""
-        return self._ask("call", method, *arguments, patience=self._options.start_patience)
+        return self._ask("call", method, *arguments, wait="start_patience")
 
     def begin_load(self, *, transfer: bool = False) -> None:
         """As `LocalHost.begin_load`."""
         self._loading = None
-        self._ask("begin_load", transfer, patience=self._options.start_patience)
+        self._ask("begin_load", transfer, wait="start_patience")
 
     def take_in(self, tensors: Mapping[str, Tensor]) -> None:
         """As `LocalHost.take_in`; two of them may be under way, so that one is made while the other is taken in."""
@@ -74,14 +74,14 @@ class RayHost:
             view(memory, place).copy_(tensors[place[0]])
         before, self._loading = self._loading, self._actor.take_in.remote(packed, places)
         if before is not None:
-            self._get(before, self._options.start_patience)
+            self._get(before, "start_patience")
 
     def end_load(self) -> tuple[dict[str, str], list[str]]:
         """As `LocalHost.end_load`."""
         before, self._loading = self._loading, None
         if before is not None:
-            self._get(before, self._options.start_patience)
-        return self._ask("end_load", patience=self._options.start_patience)
+            self._get(before, "start_patience")
+        return self._ask("end_load", wait="start_patience")
 
     def generate(self, request: Request, done: Callable[[int, Answer], None]) -> None:
         """As `LocalHost.generate`; `done` is called as rows end, so what it was given outlives the actor."""
@@ -89,9 +89,9 @@ class RayHost:
         try:
             while True:
                 if not self._ray.wait([stream], timeout=self._options.patience)[0]:
-                    raise self._hung(self._options.patience)
+                    raise self._hung("patience")
                 try:
-                    ended = self._get(next(stream), self._options.patience)
+                    ended = self._get(next(stream), "patience")
                 except StopIteration:
                     return
                 for row, answer in ended:
@@ -104,36 +104,36 @@ class RayHost:
 
     def sleep(self) -> None:
         """As `LocalHost.sleep`."""
-        self._ask("sleep", patience=self._options.patience)
+        self._ask("sleep")
 
     def wake(self, part: str) -> None:
         """As `LocalHost.wake`."""
-        self._ask("wake", part, patience=self._options.patience)
+        self._ask("wake", part)
 
     def close(self) -> None:
         """Ends the actor."""
         with contextlib.suppress(Exception):
             self._ray.kill(self._actor)
 
-    def _ask(self, method: str, *arguments: Any, patience: float) -> Any:
-        return self._get(getattr(self._actor, method).remote(*arguments), patience)
+    def _ask(self, method: str, *arguments: Any, wait: str = "patience") -> Any:
+        return self._get(getattr(self._actor, method).remote(*arguments), wait)
 
-    def _get(self, answer: Any, patience: float) -> Any:
+    def _get(self, answer: Any, wait: str) -> Any:
         errors = self._ray.exceptions
         try:
-            return self._ray.get(answer, timeout=patience)
+            return self._ray.get(answer, timeout=getattr(self._options, wait))
         except errors.GetTimeoutError as error:
-            raise self._hung(patience) from error
+            raise self._hung(wait) from error
         except errors.RayActorError as error:
             raise EngineDied(f"the Ray actor of vLLM ended: {str(error).splitlines()[0]}") from error
         except errors.RayTaskError as error:
             cause = error.cause
             raise cause if isinstance(cause, _FROM_THERE) else EngineFailure(str(error)) from error
 
-    def _hung(self, patience: float) -> EngineDied:
+    def _hung(self, wait: str) -> EngineDied:
         self.close()
         return EngineDied(
-            f"the Ray actor of vLLM gave no sign of life for {patience:g} s (setting: patience); "
+            f"the Ray actor of vLLM gave no sign of life for {getattr(self._options, wait):g} s (setting: {wait}); "
             f"the cluster has {self._ray.available_resources()} left"
         )
 

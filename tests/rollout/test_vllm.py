@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from fppo import config, settings_checks
 from fppo.rollout import vllm_host
 from fppo.rollout.vllm import VllmEngine, VllmOptions
 from tests.models.families import make
@@ -40,6 +41,10 @@ def test_absent_and_old_ones_are_refused(monkeypatch):
         ({"memory_share": 1.5}, "memory_share = 1.5: give a number above 0 and at most 1"),
         ({"restarts": -1}, "restarts = -1: give 0 or more"),
         ({"patience": 0.0}, "patience = 0.0"),
+        ({"host": "elsewhere"}, "host"),
+        ({"tensor_parallel": 2}, r'tensor_parallel = 2: .* give host = "process" or "ray"'),
+        ({"transport": "nccl"}, 'transport = .nccl.: one process needs none; give auto, or host = "process"'),
+        ({"transport": "carrier", "host": "process"}, "transport"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(settings, message):
@@ -50,3 +55,33 @@ def test_options_that_mean_nothing_are_refused(settings, message):
 def test_a_dtype_that_vllm_has_not():
     with pytest.raises(ValueError, match="dtype = 'float64': vLLM computes in one of"):
         VllmEngine(make("qwen2")[0], pad_token_id=0, options=VllmOptions(dtype="float64"))
+
+
+def test_ray_is_asked_for_where_it_is_absent(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.33.1")
+    with pytest.raises(ValueError, match=r"Ray is not installed, but host = 'ray': pip install 'fppo\[ray\]'"):
+        VllmEngine(make("qwen2")[0], pad_token_id=0, options=VllmOptions(host="ray"))
+
+
+SECTION = {"rollout.engine": "vllm"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"rollout.vllm.tensor_parallel": 2}, "rollout.vllm.tensor_parallel"),
+        ({"rollout.vllm.transport": "ipc"}, "rollout.vllm.transport"),
+        ({"rollout.vllm.restarts": 0}, "rollout.vllm.restarts"),
+        ({"rollout.vllm.patience": 3.0}, "rollout.vllm.patience"),
+        ({"rollout.vllm.start_patience": 3.0}, "rollout.vllm.start_patience"),
+        ({"rollout.vllm.cache_gb": 2.0, "rollout.vllm.memory_share": 0.5}, "rollout.vllm.cache_gb"),
+        ({"rollout.engine": "embedded", "rollout.vllm.host": "ray"}, "rollout.vllm.host"),
+    ],
+)
+def test_settings_that_nothing_reads_are_named(changes, place):
+    start = config.from_dict({"model": {"path": "m"}, "data": {"path": ["d"]}, "output_dir": "o"})
+    found = settings_checks.problems(config.replace(start, SECTION | changes))
+    assert [p.split(" = ")[0] for p in found if p.startswith("rollout.vllm")] == [place]
+    there = {"rollout.vllm.host": "process", "rollout.vllm.transport": "nccl", "rollout.vllm.tensor_parallel": 2}
+    assert not [p for p in settings_checks.problems(config.replace(start, SECTION | there)) if "vllm" in p]

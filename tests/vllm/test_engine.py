@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+import socket
 
 import pytest
 import torch
@@ -106,8 +107,15 @@ def test_a_process_that_dies_or_hangs_costs_no_finished_row():
     assert process.poll() == 0
 
 
-def test_a_process_that_keeps_dying_ends_the_run():
-    engine, _ = start(options={"host": "process", "restarts": 0})
+def test_a_process_that_keeps_dying_ends_the_run(monkeypatch):
+    """It is no rank of the trainer's group, whose port is in use."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        own = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": taken.getsockname()[1]}
+        for name, value in own.items():
+            monkeypatch.setenv(name, str(value))
+        engine, _ = start(options={"host": "process", "restarts": 0})
     with engine:
         os.kill(engine._host._process.pid, signal.SIGKILL)
         with pytest.raises(EngineDied, match="SIGKILL, perhaps for want of memory"):
@@ -117,3 +125,45 @@ def test_a_process_that_keeps_dying_ends_the_run():
 def test_a_process_that_does_not_start_says_why():
     with pytest.raises(EngineFailure, match="cache_gb = 1e-05"):
         start(options={"host": "process", "cache_gb": 1e-5, "max_model_len": 128})
+    with pytest.raises(EngineDied, match=r"no sign of life for 0.1 s \(setting: start_patience\)"):
+        start(options={"host": "process", "start_patience": 0.1})
+
+
+def test_what_is_set_is_what_vllm_has():
+    options = {
+        "max_model_len": 64,
+        "max_rows": 3,
+        "memory_share": 0.05,
+        "dtype": "bfloat16",
+        "prefix_cache": False,
+        "extra": {"block_size": 32},
+    }
+    engine, _ = start(options=options)
+    _, params = make("qwen2")
+    with engine:
+        found = engine._host._llm.llm_engine.vllm_config
+        assert engine.limit == found.model_config.max_model_len == 64
+        assert found.model_config.dtype == torch.bfloat16
+        assert found.model_config.enforce_eager
+        assert found.scheduler_config.max_num_seqs == 3
+        assert found.cache_config.gpu_memory_utilization == 0.05
+        assert found.cache_config.block_size == 32
+        assert not found.cache_config.enable_prefix_caching
+        rollout = engine.generate(params, make_prompts(), Sampling(n=2, max_tokens=5), Key(1))
+        assert rollout.rollout_log_probs.dtype == torch.float32
+
+
+def test_with_and_without_a_prefix_cache_and_compiled_it_gives_the_same():
+    _, params = make("qwen2")
+    prompts = make_prompts((40, 40, 40))
+    sampling = Sampling(n=4, max_tokens=5)
+    whole = EmbeddedEngine(model=make("qwen2")[0], kernels=Kernels.named(), pad_token_id=0)
+    expected = whole.generate(params, prompts, sampling, Key(1))
+    for cached, eager in ((True, True), (False, False)):
+        engine, _ = start(options={"prefix_cache": cached, "eager": eager, "extra": {"block_size": 32}})
+        with engine:
+            rollout = engine.generate(params, prompts, sampling, Key(1))
+            assert engine._host._llm.llm_engine.vllm_config.cache_config.enable_prefix_caching == cached
+            assert engine._host._llm.llm_engine.vllm_config.model_config.enforce_eager == eager
+            assert torch.equal(rollout.tokens, expected.tokens)
+            torch.testing.assert_close(rollout.rollout_log_probs, expected.rollout_log_probs, rtol=0, atol=1e-5)
