@@ -28,7 +28,6 @@ def engine(tmp_path_factory):
         patch.syspath_prepend(directory)
         options = {
             "host": "process",
-            "tensor_parallel": 2,
             "restarts": 0,
             "extra": {"weight_transfer_config": {"backend": store_transfer.NAME}},
         }
