@@ -58,7 +58,7 @@ def test_a_run_on_vllm_is_the_run_on_the_embedded_engine(tmp_path):
 
 
 STEP_2 = 5  # after the probe, the two parts of the first evaluation, and step 1
-OWN = {"rollout__vllm__host": "process", "rollout__vllm__max_rows": 2, "rollout__max_tokens": 24}
+OWN = {"rollout__vllm__host": "process", "rollout__vllm__max_rows": 4, "rollout__max_tokens": 24}
 
 
 def kill_in(monkeypatch, generation):
