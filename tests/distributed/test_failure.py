@@ -241,7 +241,7 @@ def again(rank, port, attempt, output):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
     place = launch.Place(rank, rank, 2, started=True)
-    with launch.joined({"shard": 2}, place, torch.device("cpu"), timeout=20.0, sharding=Sharding()) as (mesh, _):
+    with launch.joined({"shard": 2}, place, torch.device("cpu"), timeout=20.0, sharding=Sharding()) as (mesh, *_):
         all_reduce(torch.ones(1), mesh["shard"])
         time.sleep(0.7)
         if rank != attempt:

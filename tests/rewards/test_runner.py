@@ -244,6 +244,7 @@ from fppo.rewards import RewardRunner
 from fppo.rewards.sample import Sample
 
 LIMIT = 3
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it leaves in the background without
 
 def mine(sample):
     if sample.response == "loop":
