@@ -12,6 +12,7 @@ from fppo import config, loggers, metrics, session
 from fppo.assembly import Assembled
 from fppo.batch import Rollout, Scored
 from fppo.jsonl import JsonLines, plain
+from fppo.pipeline.ahead import sample
 from fppo.pipeline.measure import now
 from fppo.programs import ROLLOUTS
 from fppo.rewards import samples_of
@@ -30,7 +31,7 @@ def run_sampling(settings: TrainSettings, assembled: Assembled) -> int:
     if saved.steps(directory):
         raise ValueError(f"{directory} holds rollouts already: give another output_dir, or remove them")
     run, first = session.restore(settings, assembled), is_first(mesh)
-    cursor, program = run.cursor, assembled.program
+    cursor = run.cursor
     with contextlib.ExitStack() as opened:
         lines = None
         if first:
@@ -40,15 +41,13 @@ def run_sampling(settings: TrainSettings, assembled: Assembled) -> int:
         asked = opened.enter_context(session.asked_to_stop(announce=first))
         for number in range(settings.steps):
             start = now()
-            scored, cursor, report = program.sample(
-                run.actor.params,
+            scored, cursor, report = sample(
+                run,
                 cursor,
-                draw=assembled.draw,
-                key=run.key.fold("step", number),
                 step=number,
-                version=run.actor.step,
-                rollout=program.rollout,
-                score=program.score,
+                program=assembled.program,
+                draw=assembled.draw,
+                params=run.actor.params,
             )
             if lines is not None:
                 saved.write(scored, directory, number + 1)
@@ -64,15 +63,15 @@ def _lines(scored: Scored, tokenizer: Any, step: int) -> list[dict[str, Any]]:
         {
             "step": step,
             "id": plain(scored.ids[row]),
-            "source": plain(sample.source),
-            "prompt": sample.prompt,
-            "response": sample.response,
+            "source": plain(judged.source),
+            "prompt": judged.prompt,
+            "response": judged.response,
             "score": plain(float(scored.scores[row])),
             "named_scores": {name: plain(float(x[row])) for name, x in scored.named_scores.items()},
-            "ground_truth": plain(sample.ground_truth),
-            "finish": sample.finish,
+            "ground_truth": plain(judged.ground_truth),
+            "finish": judged.finish,
         }
-        for row, sample in enumerate(samples_of(batches.narrow(Rollout, scored), tokenizer))
+        for row, judged in enumerate(samples_of(batches.narrow(Rollout, scored), tokenizer))
     ]
 
 

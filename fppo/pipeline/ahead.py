@@ -21,7 +21,7 @@ from fppo import metrics, tree
 from fppo.batch import Column, Scored
 from fppo.data.cursor import DataCursor
 from fppo.metrics import Max, Mean, Metrics, Min
-from fppo.pipeline.measure import now
+from fppo.pipeline.measure import now, timings
 from fppo.pipeline.run import Program, RunState
 from fppo.pipeline.sample import Draw
 
@@ -121,14 +121,13 @@ def _make(
 ) -> None:
     try:
         made: list[Waiting] = []
-        timings: list[dict[str, Any]] = []
+        took: list[Metrics] = []
         cursor = run.cursor
         first = run.step + 1 + len(run.ahead)
         for step in range(first, first + count):
             scored, cursor, report = sample(run, cursor, step=step, program=program, draw=draw, params=params)
-            timed = {name: x for name, x in report.items() if name.startswith("timing_s/")}
-            timings.append(timed)  # of no state: it is not the same twice
-            made.append(pack(scored, {name: x for name, x in report.items() if name not in timed}))
-        result.set_result(Made(tuple(made), cursor, metrics.merge(*timings)))
+            took.append(timings(report))  # of no state: it is not the same twice
+            made.append(pack(scored, {name: x for name, x in report.items() if name not in took[-1]}))
+        result.set_result(Made(tuple(made), cursor, metrics.added(*took)))
     except BaseException as error:
         result.set_exception(error)

@@ -34,6 +34,11 @@ def timed(name: str, stage: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def timings(report: Metrics) -> Metrics:
+    """The seconds in a report."""
+    return {name: metric for name, metric in report.items() if name.startswith("timing_s/")}
+
+
 def now() -> float:
     """Seconds on a clock that only rises, once the accelerator has done what it was asked to."""
     if torch.cuda.is_available():

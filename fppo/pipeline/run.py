@@ -16,7 +16,7 @@ from fppo.key import Key
 from fppo.losses import KLState
 from fppo.metrics import Metrics
 from fppo.pipeline.measure import timed
-from fppo.pipeline.sample import Sample, sample_batch
+from fppo.pipeline.sample import Sample, roll_out, sample_batch
 from fppo.steps.train_state import Params, TrainState
 from fppo.tree import replace, state
 
@@ -62,11 +62,10 @@ def ppo_step(
     run: RunState, prompts: Prompts, *, program: Program, donate: bool = False
 ) -> tuple[RunState, Experience, Metrics]:
     """One iteration: roll out, score, and `learn`. The cursor is the caller's to move: it says what was drawn."""
-    key, params = run.key.fold("step", run.step), run.actor.params
-    rollout, generated = timed("gen", program.rollout)(params, prompts, key=key.fold("rollout"), version=run.actor.step)
-    scored, judged = timed("reward", program.score)(rollout, params=params, prompts=prompts)
+    key = run.key.fold("step", run.step).fold("rollout")
+    scored, sampled = roll_out(run.actor.params, prompts, key, run.actor.step, program.rollout, program.score)
     after, experience, learned = learn(run, scored, program=program, donate=donate)
-    return after, experience, metrics.merge(generated, judged, learned)
+    return after, experience, metrics.merge(sampled, learned)
 
 
 def learn(

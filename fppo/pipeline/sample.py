@@ -21,7 +21,7 @@ from fppo.batch import Annotated, Prompts, Scored
 from fppo.data.cursor import DataCursor
 from fppo.key import Key
 from fppo.metrics import Metrics
-from fppo.pipeline.measure import timed
+from fppo.pipeline.measure import timed, timings
 from fppo.rollout import saved
 from fppo.steps.train_state import Params
 from fppo.tree import replace
@@ -38,7 +38,7 @@ def sample_batch(
     """One draw of prompts, rolled out and scored."""
     del step
     prompts, after = draw(cursor)
-    scored, report = _sampled(params, prompts, key.fold("rollout"), version, rollout, score)
+    scored, report = roll_out(params, prompts, key.fold("rollout"), version, rollout, score)
     return scored, after, report
 
 
@@ -74,7 +74,7 @@ def sample_groups(
         wanted = wanted or count
         place = key.fold("rollout") if number == 0 else key.fold("refill", number)
         prompts = replace(prompts, row_ids=prompts.row_ids + number * wanted)  # unique over the draws
-        scored, report = _sampled(params, prompts, place, version, rollout, score)
+        scored, report = roll_out(params, prompts, place, version, rollout, score)
         reports.append(report)
         equal = equal_groups(scored, by=by)
         kept.append(batches.rows(scored, ~equal))
@@ -90,7 +90,7 @@ def sample_groups(
         "rollout/groups/draws": metrics.mean(float(len(reports))),
         "rollout/groups/filled": metrics.mean(float(max(wanted - good, 0)), float(wanted)),
     }
-    return chosen, cursor, metrics.merge(*reports) | found
+    return chosen, cursor, metrics.merge(*reports) | metrics.added(*map(timings, reports)) | found
 
 
 def sample_saved(
@@ -123,9 +123,10 @@ def saving(sample: Sample, directory: Path) -> Sample:
     return wrapped
 
 
-def _sampled(
+def roll_out(
     params: Params, prompts: Prompts, key: Key, version: int, rollout: Stage, score: Stage
 ) -> tuple[Scored, Metrics]:
+    """Responses to the prompts, with their scores."""
     made, generated = timed("gen", rollout)(params, prompts, key=key, version=version)
     scored, judged = timed("reward", score)(made, params=params, prompts=prompts)
     return scored, metrics.merge(generated, judged)

@@ -12,7 +12,7 @@ from fppo import metrics
 from fppo.batch import Experience
 from fppo.metrics import Metrics
 from fppo.pipeline.ahead import making, sample, unpack
-from fppo.pipeline.measure import memory_metrics, now
+from fppo.pipeline.measure import memory_metrics, now, timings
 from fppo.pipeline.run import Program, RunState, learn
 from fppo.pipeline.sample import Draw
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, any_rank, ranks_on
@@ -59,7 +59,7 @@ def iterate(
             raise
         made = wait()
         run = replace(run, cursor=made.cursor, ahead=(*run.ahead, *made.batches))
-        report = metrics.merge(sampled, made.timings, learned)
+        report = metrics.merge(sampled, learned) | metrics.added(timings(sampled), made.timings)
         seconds = now() - start
         tokens = report["perf/total_num_tokens"]
         assert isinstance(tokens, metrics.Mean)

@@ -1,5 +1,6 @@
 """How a step's batch is made: refilled groups, rows left out of the loss, rollouts from files."""
 
+import time
 from functools import partial
 
 import attrs
@@ -126,6 +127,21 @@ def test_rows_of_several_draws_keep_their_tokens(size, max_draws):
         assert response.tolist() == [len(response)] * len(response)
         assert int(batch.response_mask[row].sum()) == len(response)
         assert (batch.tokens[row][~batch.attention_mask[row]] == PAD).all()
+
+
+def test_the_seconds_of_several_draws_add_up():
+    """Their mean would say a third of what the step took."""
+    slow = partial(_rollout, n=2)
+
+    def rollout(*args, **kwargs):
+        time.sleep(0.02)
+        return slow(*args, **kwargs)
+
+    table = {str(i): [0, 0] for i in range(6)}
+    given = {"draw": _draw(2), "key": Key(0), "step": 0, "version": 0, "pad_token_id": PAD, "max_draws": 3}
+    _, _, report = sample_groups({}, DataCursor(), rollout=rollout, score=partial(_score, table=table), **given)
+    took = report["timing_s/gen"]
+    assert float(took.total / took.count) >= 3 * 0.02
 
 
 def test_one_draw_of_differing_groups_is_the_plain_batch():
