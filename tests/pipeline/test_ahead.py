@@ -94,8 +94,27 @@ def test_time_changes_nothing(parts):
 
 def test_donated_memory_is_not_what_samples(parts):
     expected = tree.digest(_steps(parts, 3, ahead=1)[-1][0])
-    steps = iterate(tree.copy(parts.run), program=parts.program, draw=parts.draw, donate=True, ahead=1)
+    program = parts.program
+
+    def late(*args, **kwargs):
+        time.sleep(0.5)  # by now the update has given the old memory up
+        return program.rollout(*args, **kwargs)
+
+    slow = attrs.evolve(program, rollout=late)
+    steps = iterate(tree.copy(parts.run), program=slow, draw=parts.draw, donate=True, ahead=1)
     assert tree.digest([next(steps) for _ in range(3)][-1][0]) == expected
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_every_step_is_sampled_once_by_its_own_key(parts, lag):
+    program, seen = parts.program, []
+
+    def sample(*args, **kwargs):
+        seen.append((kwargs["step"], kwargs["key"].seed))
+        return program.sample(*args, **kwargs)
+
+    _steps(attrs.evolve(parts, program=attrs.evolve(program, sample=sample)), 4, ahead=lag)
+    assert seen == [(step, parts.run.key.fold("step", step).seed) for step in range(4 + lag)]
 
 
 def test_a_run_may_stop_being_ahead_and_begin_again(parts):
