@@ -18,6 +18,7 @@ from fppo_kernels.record import Kernels
 from tests.rollout.test_embedded import make_prompts
 from tests.vllm.conftest import start
 from tests.vllm.families import make
+from tests.vllm.interrupts import interrupted
 
 LONG = Sampling(n=2, max_tokens=40, temperature=1.2)
 
@@ -73,22 +74,6 @@ def test_an_architecture_that_it_does_not_know():
         VllmEngine(models.build(config), pad_token_id=0, options=VllmOptions(cache_gb=0.05))
 
 
-def interrupt_after(host, rows, number, seen):
-    """Sends the signal to the host's process once it has answered some rows."""
-    generate = host.generate
-
-    def interrupted(request, done):
-        def counted(row, answer):
-            done(row, answer)
-            seen.append(row)
-            if len(seen) == rows:
-                os.kill(host._process.pid, number)
-
-        generate(request, counted)
-
-    host.generate = interrupted
-
-
 def test_a_process_that_dies_or_hangs_costs_no_finished_row():
     engine, _ = start(options={"host": "process", "patience": 5.0, "max_rows": 2})
     _, params = make("qwen2", seed=4)
@@ -96,10 +81,11 @@ def test_a_process_that_dies_or_hangs_costs_no_finished_row():
     with engine:
         for number, reason in ((signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "no sign of life for 5 s")):
             seen: list[int] = []
-            interrupt_after(engine._host, 4, number, seen)
+            host = engine._host
+            host.generate = interrupted(host.generate, seen, steps=100, number=number)
             with pytest.warns(RuntimeWarning, match=rf"{reason}.* of 12 rows are done, a new one goes on"):
                 rollout = engine.generate(params, make_prompts(), LONG, Key(1), version=3)
-            assert 4 <= len(seen) < 12
+            assert len(seen) == 4
             assert torch.equal(rollout.tokens, whole.tokens)
             assert rollout.finish == whole.finish
         assert engine.replaced == 2

@@ -13,6 +13,7 @@ from fppo.rollout.vllm_host import EngineDied
 from tests.rollout.test_embedded import make_prompts
 from tests.vllm.conftest import start
 from tests.vllm.families import make
+from tests.vllm.interrupts import interrupted
 from tests.vllm.test_engine import LONG, expected
 from tests.vllm.test_weights import gap
 
@@ -73,21 +74,11 @@ def test_an_actor_that_dies_costs_no_finished_row(engine, monkeypatch):
     _, params = make("qwen2", seed=4)
     whole = expected(params)
     engine.sync(params, version=3)
-    generate, process, seen = engine._host.generate, process_of(engine), []
-
-    def interrupted(request, done):
-        def counted(row, answer):
-            done(row, answer)
-            seen.append(row)
-            if len(seen) == 4:
-                os.kill(process, signal.SIGKILL)
-
-        generate(request, counted)
-
-    monkeypatch.setattr(engine._host, "generate", interrupted)
+    seen: list[int] = []
+    monkeypatch.setattr(engine._host, "generate", interrupted(engine._host.generate, seen, steps=100))
     with pytest.warns(RuntimeWarning, match="the Ray actor of vLLM ended: .* of 12 rows are done, a new one goes on"):
         rollout = engine.generate(params, make_prompts(), LONG, Key(1), version=3)
-    assert 4 <= len(seen) < 12
+    assert len(seen) == 4
     assert torch.equal(rollout.tokens, whole.tokens)
     assert engine.replaced == 1
 

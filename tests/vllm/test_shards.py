@@ -20,7 +20,8 @@ from fppo.runtime.simulate import simulate
 from tests.rollout.test_embedded import make_prompts
 from tests.vllm.conftest import start
 from tests.vllm.families import make
-from tests.vllm.test_engine import expected, interrupt_after
+from tests.vllm.interrupts import interrupted
+from tests.vllm.test_engine import expected
 from tests.vllm.test_weights import gap
 
 SHORT = Sampling(n=2, max_tokens=12, temperature=1.2)
@@ -97,7 +98,8 @@ def test_one_ranks_process_that_dies_is_replaced_and_all_sync_again(engines, whe
     process = engines[1]._host._process
     seen: list[int] = []
     if when == "in a generation":
-        interrupt_after(engines[1]._host, 4, signal.SIGKILL, seen)
+        host = engines[1]._host
+        host.generate = interrupted(host.generate, seen, steps=30)
     else:
         take_in = engines[1]._host.take_in
 

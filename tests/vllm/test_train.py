@@ -1,7 +1,6 @@
 """`fppo train --rollout.engine vllm`: the run of the embedded engine."""
 
-import os
-import signal
+import functools
 
 import pytest
 
@@ -13,6 +12,7 @@ from fppo.pipeline.replay import DIGESTS
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.rollout.vllm_process import ProcessHost
 from tests import runs
+from tests.vllm.interrupts import interrupted
 
 
 def write_task(directory):
@@ -62,20 +62,15 @@ OWN = {"rollout__vllm__host": "process", "rollout__vllm__max_rows": 4, "rollout_
 
 
 def kill_in(monkeypatch, generation):
-    """Kills the process in that generation, counted over all processes, once it has answered 3 rows."""
+    """Kills the process in that generation, counted over all processes, when some of its rows are done."""
     generate, asked, answered = ProcessHost.generate, [], []
 
     def watched(self, request, done):
         asked.append(len(request.prompts))
-
-        def counted(row, answer):
-            done(row, answer)
-            if len(asked) == generation:
-                answered.append(row)
-                if len(answered) == 3:
-                    os.kill(self._process.pid, signal.SIGKILL)
-
-        generate(self, request, counted)
+        run = functools.partial(generate, self)
+        if len(asked) == generation:
+            run = interrupted(run, answered, steps=40)
+        run(request, done)
 
     monkeypatch.setattr(ProcessHost, "generate", watched)
     return asked, answered
@@ -95,7 +90,7 @@ def test_a_run_whose_engine_is_killed_is_the_run_undisturbed(quiet, monkeypatch)
     asked, answered = kill_in(monkeypatch, STEP_2)
     with pytest.warns(RuntimeWarning, match="SIGKILL.* of 16 rows are done, a new one goes on"):
         assert commands.train(settings(directory, "killed", "vllm", **OWN)) == 0
-    assert 3 <= len(answered) < 16
+    assert 4 <= len(answered) < 16
     assert asked[STEP_2 - 1 : STEP_2 + 2] == [16, 1, 16 - len(answered)]  # a probe, then what was left
     assert jsonl.read(directory / "killed" / DIGESTS) == expected
 
