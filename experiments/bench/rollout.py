@@ -37,6 +37,7 @@ SIZES = {  # vocabulary, hidden, intermediate, layers, heads, key-value heads
 }
 ROWS, PROMPT, NEW = 64, 64, 64
 MIB = 1 << 20
+LOAD = "vLLM's own load"
 
 
 def make(size: str) -> tuple[Model, dict[str, Tensor]]:
@@ -142,7 +143,7 @@ def _status(name: str) -> int:
 
 
 def sync(size: str, *, process: bool = False) -> None:
-    """A sync of all weights, of none changed, and what it consists of."""
+    """A sync of all weights, and what it consists of."""
     model, params = make(size)
     other = {name: torch.empty_like(x) for name, x in params.items()}
     bucket = 64 * MIB
@@ -154,17 +155,17 @@ def sync(size: str, *, process: bool = False) -> None:
         }
         if not process:
             llm = engine._host._llm  # type: ignore[union-attr]
-            fns["vLLM's own load"] = lambda: llm.collective_rpc(
-                "reload_weights", kwargs={"weights_iterator": iter(params.items())}
-            )
-        times = {name: min(values) for name, values in seconds(fns, 7).items()}
-        extra = peak_extra(lambda: engine.sync(params, version=2))
-        own = 0.0 if process else peak_extra(fns["vLLM's own load"])
+            fns[LOAD] = lambda: llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(params.items())})
+        times = {name: statistics.median(values) for name, values in seconds(fns, 15).items()}
+        peaks = {} if process else {name: peak_extra(fns[name]) for name in ("fppo sync", LOAD)}
     num_bytes = sum(x.nbytes for x in params.values())
-    print(f"{size}: {num_bytes / MIB:.0f} MiB of weights, buckets of {bucket / MIB:.0f} MiB; seconds (best run)")
+    print(f"{size}: {num_bytes / MIB:.0f} MiB of weights, buckets of {bucket / MIB:.0f} MiB; seconds, medians")
     for name, value in times.items():
         print(f"{name:20s} {value:7.3f}")
-    print(f"peak extra memory    {extra:7.0f} MiB (vLLM's own load alone: {own:.0f} MiB)")
+    if not process:
+        print(f"sync / (copy + load) {times['fppo sync'] / (times['copy of the bytes'] + times[LOAD]):7.2f}")
+    for name, value in peaks.items():
+        print(f"peak extra memory of {name}: {value:.0f} MiB")
 
 
 if __name__ == "__main__":

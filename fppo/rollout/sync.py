@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 from fppo.key import Key
@@ -21,6 +22,7 @@ from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, all_reduce, device_of
 
 Rename = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
+How = Literal["bytes", "sums"]  # what a digest is computed from; both sides of a sync must take the same
 _BLOCK = 1 << 15  # words in one block of a digest: few enough for one thread, which no other can hold up
 _SLAB = 1 << 8  # blocks at a time on other devices
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
@@ -44,36 +46,50 @@ def _weights(device: torch.device) -> Tensor:
     return ((bits[0] << 32) | bits[1] | 1).to(device)
 
 
-@torch.no_grad()
-def digest(x: Tensor) -> str:
-    """128 bits, in hex, of a tensor's dtype, shape and bytes, computed on its device.
+def digest(x: Tensor, how: How | None = None) -> str:
+    """128 bits, in hex, of a tensor's dtype, shape and bytes.
 
-    Blocks of 2^15 words are summed with fixed odd weights modulo 2^64, and the sums hashed. A change of one word is
-    always seen, any other that no one chose with 1 - 2^-32 or better. `tree.digest` withstands those who choose, and
-    takes twice to four times as long.
+    "bytes" (the default on a CPU) is XXH3 of all bytes, read on the host. "sums" (the default elsewhere) stays on the
+    tensor's device: blocks of 2^15 words are summed with fixed odd weights modulo 2^64, and the sums hashed; a change
+    of one word is always seen, any other that no one chose with 1 - 2^-32 or better. `tree.digest` withstands those
+    who choose, and takes some twenty times as long as XXH3.
     """
     flat = x.detach().contiguous().reshape(-1)
-    size = x.dtype.itemsize
-    if flat.storage_offset() * size % 4:
-        flat = flat.clone()
-    words = flat.view(_WORDS[4 if flat.numel() * size % 4 == 0 else size])
-    sums = _sums(words) if words.device.type == "cpu" else _sums_of_slabs(words)
-    hasher = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)} ".encode(), digest_size=16)
-    hasher.update(sums.cpu().numpy().tobytes())
+    what = f"{x.dtype} {tuple(x.shape)} ".encode()
+    if (how or how_of([x])) == "bytes":
+        hasher = xxhash.xxh3_128(what)
+        hasher.update(flat.cpu().view(torch.uint8).numpy().data)
+    else:
+        hasher = hashlib.blake2b(what, digest_size=16)
+        hasher.update(_sums(_words(flat)).cpu().numpy().tobytes())
     return hasher.hexdigest()
 
 
+def how_of(tensors: Iterable[Tensor]) -> How:
+    """What digests of these tensors are computed from: their bytes, if all of them are on the host."""
+    return "bytes" if all(x.device.type == "cpu" for x in tensors) else "sums"
+
+
+def _words(flat: Tensor) -> Tensor:
+    size = flat.dtype.itemsize
+    if flat.storage_offset() * size % 4:
+        flat = flat.clone()
+    return flat.view(_WORDS[4 if flat.numel() * size % 4 == 0 else size])
+
+
+@torch.no_grad()
 def _sums(words: Tensor) -> Tensor:
-    """The weighted sum of each block, int64; block by block."""
+    """The weighted sum of each block, int64; block by block on a CPU, many at once elsewhere."""
     weights = _weights(words.device)
+    if words.device.type != "cpu":
+        return _sums_of_slabs(words, weights)
     wide = weights.new_empty(min(len(words), _BLOCK))
     sums = [wide[: len(x)].copy_(x).dot(weights[: len(x)]) for x in words.split(_BLOCK) if len(x)]
     return torch.stack(sums) if sums else weights[:0]
 
 
-def _sums_of_slabs(words: Tensor) -> Tensor:
-    """The same, many blocks at once."""
-    weights, full = _weights(words.device), len(words) // _BLOCK * _BLOCK
+def _sums_of_slabs(words: Tensor, weights: Tensor) -> Tensor:
+    full = len(words) // _BLOCK * _BLOCK
     sums = [(x * weights).sum(1) for x in words[:full].view(-1, _BLOCK).split(_SLAB)]
     tail = words[full:]
     return torch.cat([*sums, (tail * weights[: len(tail)]).sum()[None][: len(tail)]])
@@ -90,19 +106,21 @@ def reshard(
 ) -> Iterator[Bucket]:
     """The whole parameters, or those named in `only`, in order, in buckets; floating ones as `dtype`.
 
-    A bucket's extra memory is at most `bucket_bytes`, or what one tensor takes if that is more; whole parameters that
-    need no cast are not copied at all. On a sharded mesh each bucket is one gather: every rank must take all buckets.
+    Digests are as `how_of` says. A bucket's extra memory is at most `bucket_bytes`, or what one tensor takes
+    if that is more; whole parameters that need no cast are not copied at all. On a sharded mesh each bucket is one
+    gather: every rank must take all buckets.
     """
     mesh = mesh or Mesh.local()
     wanted = set(params) if only is None else set(only)
     names = [name for name in params if name in wanted]
     kinds = {name: _sent(params[name].dtype, dtype) for name in names}
+    how = how_of(params.values())
     budget = bucket_bytes // 3 if mesh.sharded else bucket_bytes  # a gather holds its parts, the buffer and the result
     sizes = {name: shapes[name].numel() * kinds[name].itemsize for name in names}
     for part in _parts(sizes, budget):
         with torch.no_grad():
             whole = fsdp.gather({name: params[name].detach() for name in part}, shapes, mesh, dtypes=kinds)
-        yield Bucket(whole, {name: digest(x) for name, x in whole.items()})
+        yield Bucket(whole, {name: digest(x, how) for name, x in whole.items()})
 
 
 def _sent(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
@@ -176,8 +194,8 @@ def targets(shapes: Mapping[str, torch.Size], rename: Rename) -> dict[str, list[
     return {name: [new for new, _ in rename(name, x)] for name, x in metas.items()}
 
 
-def renamed(buckets: Iterable[Bucket], rename: Rename) -> Iterator[Bucket]:
-    """The buckets with each tensor under the names, or in the parts, that `rename` gives it."""
+def renamed(buckets: Iterable[Bucket], rename: Rename, how: How | None = None) -> Iterator[Bucket]:
+    """The buckets with each tensor under the names, or in the parts, that `rename` gives it, digested as `how`."""
     if rename is hf_weight_loader:
         yield from buckets
         return
@@ -189,7 +207,7 @@ def renamed(buckets: Iterable[Bucket], rename: Rename) -> Iterator[Bucket]:
                 if new in tensors:
                     raise SyncError(f"two parameters are renamed to {new}, one of them {name}")
                 tensors[new] = part
-                digests[new] = bucket.digests[name] if part is x else digest(part)
+                digests[new] = bucket.digests[name] if part is x else digest(part, how)
         yield Bucket(tensors, digests)
 
 

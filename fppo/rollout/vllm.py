@@ -212,7 +212,7 @@ class VllmEngine:
                 dtype=getattr(torch, self._dtype),
                 only=only,
             )
-            for bucket in sync.renamed(shards, self._rename):
+            for bucket in sync.renamed(shards, self._rename, sync.how_of(params.values())):
                 sent.update(bucket.digests)
                 count += sum(x.nbytes for x in bucket.tensors.values())
                 yield bucket
@@ -237,10 +237,11 @@ class VllmEngine:
         try:
             self._wake("weights")
             self._check_names(only)
+            how = sync.how_of(params.values())
             self._broken = True  # if it fails in between, vLLM has half of its modules taken apart
             host = self._running()
             if self._info is None:
-                host.begin_load()
+                host.begin_load(how)
                 for bucket in buckets:
                     host.take_in(bucket.tensors)
                 got, unfilled = host.end_load()
@@ -248,7 +249,7 @@ class VllmEngine:
                 self._transfer = self._transfer or Transfer(host, self._info(self._options, self._bucket_bytes))
                 kind = getattr(torch, self._dtype)
                 metas = metadata(params, self._model.shapes, only, self._rename, kind)
-                got, unfilled = self._transfer.send(metas, buckets)
+                got, unfilled = self._transfer.send(metas, buckets, how)
             self._broken = False
             self._wake("kv_cache")
         except (EngineFailure, SyncError) as error:

@@ -18,6 +18,7 @@ from fppo.batch import Prompts
 from fppo.key import Key
 from fppo.rollout.engine import Sampling
 from fppo.rollout.records import check_stops
+from fppo.rollout.sync import How
 
 OLDEST = (0, 32)
 # environment variables that it must not get: it sets its own threads, and is no rank of the trainer's group
@@ -144,7 +145,7 @@ class Host(Protocol):
     limit: int  # the longest prompt and response together
 
     def call(self, method: str, *arguments: Any) -> list[Any]: ...  # what each of vLLM's workers returns
-    def begin_load(self, *, transfer: bool = False) -> None: ...
+    def begin_load(self, how: How, *, transfer: bool = False) -> None: ...
     def take_in(self, tensors: Mapping[str, Tensor]) -> None: ...
     def end_load(self) -> tuple[dict[str, str], list[str]]: ...
     def generate(self, request: Request, done: Callable[[int, Answer], None]) -> None: ...

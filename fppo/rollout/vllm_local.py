@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fppo.rollout.shared_memory import SharedMemory
-from fppo.rollout.sync import SyncError
+from fppo.rollout.sync import How, SyncError
 from fppo.rollout.vllm_host import Answer, EngineDied, EngineFailure, Request, VllmOptions, check_installed
 
 _GIB = 1 << 30
@@ -44,10 +44,11 @@ class LocalHost:
         with self._death_noticed():
             return self._llm.collective_rpc(method, args=arguments)
 
-    def begin_load(self, *, transfer: bool = False) -> None:
-        """Weights are to come; with `transfer` through vLLM's own transfer engine, by `call("update_weights", ...)`."""
+    def begin_load(self, how: How, *, transfer: bool = False) -> None:
+        """Weights are to come, to be digested so; with `transfer` through vLLM's own transfer engine, by
+        `call("update_weights", ...)`."""
         with _as_sync_error():
-            self.call("fppo_begin_load", transfer)
+            self.call("fppo_begin_load", how, transfer)
 
     def take_in(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes some weights in."""

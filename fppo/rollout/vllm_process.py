@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from fppo.rollout.shared_memory import Place, SharedMemory
-from fppo.rollout.sync import SyncError
+from fppo.rollout.sync import How, SyncError
 from fppo.rollout.vllm_host import (
     NOT_FOR_VLLM,
     Answer,
@@ -73,9 +73,9 @@ class ProcessHost:
         """As `LocalHost.call`."""
         return self._ask("call", method, *arguments, wait="start_patience")
 
-    def begin_load(self, *, transfer: bool = False) -> None:
+    def begin_load(self, how: How, *, transfer: bool = False) -> None:
         """As `LocalHost.begin_load`."""
-        self._ask("begin_load", transfer, wait="start_patience")
+        self._ask("begin_load", how, transfer, wait="start_patience")
 
     def take_in(self, tensors: Mapping[str, Tensor]) -> None:
         """As `LocalHost.take_in`, through one piece of shared memory; what goes wrong is for `end_load` to raise."""
@@ -206,9 +206,9 @@ class _Server:
     def call(self, method: str, *arguments: Any) -> list[Any]:
         return self._running.call(method, *arguments)
 
-    def begin_load(self, transfer: bool) -> None:
+    def begin_load(self, how: How, transfer: bool) -> None:
         self._wrong = None
-        self._running.begin_load(transfer=transfer)
+        self._running.begin_load(how, transfer=transfer)
 
     def take_in(self, places: list[Place]) -> None:
         """Says that the memory is free again, and only then loads: the trainer fills it meanwhile."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fppo.rollout.shared_memory import Place, places_of, view
-from fppo.rollout.sync import SyncError
+from fppo.rollout.sync import How, SyncError
 from fppo.rollout.vllm_host import (
     NOT_FOR_VLLM,
     Answer,
@@ -60,10 +60,10 @@ class RayHost:
         """As `LocalHost.call`."""
         return self._ask("call", method, *arguments, wait="start_patience")
 
-    def begin_load(self, *, transfer: bool = False) -> None:
+    def begin_load(self, how: How, *, transfer: bool = False) -> None:
         """As `LocalHost.begin_load`."""
         self._loading = None
-        self._ask("begin_load", transfer, wait="start_patience")
+        self._ask("begin_load", how, transfer, wait="start_patience")
 
     def take_in(self, tensors: Mapping[str, Tensor]) -> None:
         """As `LocalHost.take_in`; two of them may be under way, so that one is made while the other is taken in."""
@@ -168,8 +168,8 @@ class _Server:
     def call(self, method: str, *arguments: Any) -> list[Any]:
         return self._running.call(method, *arguments)
 
-    def begin_load(self, transfer: bool) -> None:
-        self._running.begin_load(transfer=transfer)
+    def begin_load(self, how: How, transfer: bool) -> None:
+        self._running.begin_load(how, transfer=transfer)
 
     def take_in(self, packed: np.ndarray, places: list[Place]) -> None:
         """Copies, for vLLM may keep them until a layer is whole, and what Ray hands out cannot be written to."""

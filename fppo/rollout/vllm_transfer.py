@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fppo.rollout.sync import Bucket, Rename, SyncError
+from fppo.rollout.sync import Bucket, How, Rename, SyncError
 from fppo.rollout.vllm_host import EngineFailure, Host, VllmOptions
 
 MakeInfo = Callable[[VllmOptions, int], Any]  # the trainer's side of a backend, of some bytes at a time
@@ -89,9 +89,9 @@ class Transfer:
         except Exception as error:
             raise EngineFailure(f"vLLM's weight transfer by {info.backend!r} did not start: {error}") from error
 
-    def send(self, metas: list[Meta], buckets: Iterator[Bucket]) -> tuple[dict[str, str], list[str]]:
+    def send(self, metas: list[Meta], buckets: Iterator[Bucket], how: How) -> tuple[dict[str, str], list[str]]:
         """What `Host.end_load` says of these tensors."""
-        self._source.metas, self._source.buckets = metas, buckets
+        self._source.metas, self._source.buckets, self._client.how = metas, buckets, how
         try:
             self._engine.send_weights()
         except (SyncError, EngineFailure):
@@ -125,13 +125,14 @@ class _Client:
 
     def __init__(self, host: Host) -> None:
         self._host = host
+        self.how: How = "sums"
         self.result: tuple[dict[str, str], list[str]] = ({}, [])
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._host.call("init_weight_transfer_engine", init_info)
 
     def start_weight_update(self) -> None:
-        self._host.begin_load(transfer=True)
+        self._host.begin_load(self.how, transfer=True)
 
     def update_weights(self, update_info: Any) -> None:
         self._host.call("update_weights", update_info)

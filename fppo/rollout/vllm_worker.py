@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from fppo.key import Key
 from fppo.rollout.engine import Sampling
 from fppo.rollout.sampling import Draws, draw
 from fppo.rollout.shared_memory import Place, SharedMemory
-from fppo.rollout.sync import digest
+from fppo.rollout.sync import How, digest
 from fppo.rollout.vllm_host import Answer
 
 ROW = "fppo_row"  # in a request's extra_args: the row of the rollout it answers
@@ -155,15 +155,15 @@ class Extension:
         """The checkpoint names that each of the model's modules is loaded from."""
         return checkpoint_names(self.model_runner.get_model())
 
-    def fppo_begin_load(self, transfer: bool) -> None:
-        """Weights are to come: those that `fppo_take_in` is given, or those of vLLM's own transfer engine."""
+    def fppo_begin_load(self, how: How, transfer: bool) -> None:
+        """Weights are to come, digested so: what `fppo_take_in` is given, or vLLM's own transfer engine brings."""
         model = self.model_runner.get_model()
         loading = self._loading = _Loading({}, set(), transfer)
         load_weights = type(model).load_weights
 
         def recorded(stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
             for name, x in stream:
-                loading.got[name] = digest(x)
+                loading.got[name] = digest(x, how)
                 yield name, x
 
         def load(stream: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -202,7 +202,7 @@ class Extension:
             with set_current_vllm_config(self.vllm_config):
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
             self.model_runner.reset_lora_state()
-        _repack_shared(model)
+        _repack_shared(model, self._loading.filled)
         return self._loading.got, sorted({name for name, _ in model.named_parameters()} - self._loading.filled)
 
     def _draws(self) -> KeyedDraws:
@@ -210,17 +210,18 @@ class Extension:
         return next(processor for processor in processors if isinstance(processor, KeyedDraws))
 
 
-def _repack_shared(model: Any) -> None:
-    """Prepares again what shares its weights with another module: vLLM only prepares the one it loads, so that on CPUs
-    a head tied to the embedding would go on with the packed weights of the load before."""
-    holders: dict[int, list[Any]] = {}
-    for module in model.modules():
+def _repack_shared(model: Any, filled: Set[str]) -> None:
+    """Prepares again what shares its weight with a module that was filled: vLLM only prepares the one it loads, so that
+    on CPUs a head tied to the embedding would go on with the packed weights of the load before."""
+    holders: dict[int, list[tuple[bool, Any]]] = {}
+    for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and hasattr(getattr(module, "quant_method", None), "embedding"):
-            holders.setdefault(weight.data_ptr(), []).append(module)
-    for modules in holders.values():
-        for module in modules if len(modules) > 1 else ():
-            module.quant_method.process_weights_after_loading(module)
+            holders.setdefault(weight.data_ptr(), []).append((f"{name}.weight" in filled, module))
+    for sharers in holders.values():
+        for was_filled, module in sharers:
+            if not was_filled and any(filled for filled, _ in sharers):
+                module.quant_method.process_weights_after_loading(module)
 
 
 def checkpoint_names(model: Any) -> dict[str, list[str]]:

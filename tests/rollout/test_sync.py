@@ -1,5 +1,7 @@
 """Whole tensors come out of any layout in buckets, and every kind of damage on the way is named."""
 
+import functools
+
 import pytest
 import torch
 
@@ -19,7 +21,9 @@ def params_of(*sizes):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int8, torch.bool])
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (5, 3), (2, 3, 4)])
-def test_digests_see_bytes_shape_and_dtype(dtype, shape):
+@pytest.mark.parametrize("how", ["bytes", "sums"])
+def test_digests_see_bytes_shape_and_dtype(dtype, shape, how):
+    digest = functools.partial(sync.digest, how=how)
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 5).to(dtype)
     assert digest(x) == digest(x.clone())
     assert digest(x) != digest(x[None])
@@ -34,7 +38,9 @@ def test_digests_see_bytes_shape_and_dtype(dtype, shape):
         assert digest(x) != digest(x.to(torch.float16))
 
 
-def test_digests_see_one_bit_anywhere():
+@pytest.mark.parametrize("how", ["bytes", "sums"])
+def test_digests_see_one_bit_anywhere(how):
+    digest = functools.partial(sync.digest, how=how)
     x = torch.randn(3 * sync._BLOCK // 2, generator=torch.Generator().manual_seed(0))
     seen = {digest(x)}
     for place in (0, 1, sync._BLOCK - 1, sync._BLOCK, len(x) - 1):
@@ -56,9 +62,16 @@ def test_digests_are_the_same_on_every_device(count, dtype, monkeypatch):
     monkeypatch.setattr(sync, "_SLAB", 2)
     low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     words = torch.randint(low, high, (count,), dtype=dtype, generator=torch.Generator().manual_seed(2))
-    sums = sync._sums(words)
+    sums = sync._sums(words)  # block by block
     assert len(sums) == -(-count // sync._BLOCK)
-    assert torch.equal(sums, sync._sums_of_slabs(words))
+    assert torch.equal(sums, sync._sums_of_slabs(words, sync._weights(words.device)))
+
+
+def test_sums_are_taken_where_a_tensor_is_not_on_the_host():
+    host, elsewhere = torch.zeros(1), torch.zeros(1, device="meta")
+    assert sync.how_of([host, host]) == "bytes"
+    assert sync.how_of([host, elsewhere]) == "sums"
+    assert digest(host) == digest(host, "bytes") != digest(host, "sums")
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 100, 1 << 20])

@@ -145,3 +145,26 @@ def test_other_tensors_under_the_same_version_are_not_overlooked(qwen2):
         _, params = make("qwen2", seed=seed)
         engine.generate(params, make_prompts(), Sampling(max_tokens=2), Key(0), version=7)
         assert gap(engine, model, params) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "gpt2"])
+def test_a_tied_head_follows_its_embedding_where_only_changes_are_sent(name):
+    engine, model = start(name, send="changed")
+    with engine:
+        _, params = make(name, seed=1)
+        engine.sync(params, version=0)
+        for version, part in enumerate(["norm", "embed"] if name != "gpt2" else ["ln_f", "wte"], start=1):
+            params = {key: x * 1.5 if part in key else x for key, x in params.items()}
+            assert 0 < engine.sync(params, version=version).tensors < len(params)
+            assert gap(engine, model, params) < 1e-5
+
+
+@pytest.mark.parametrize("host", ["local", "process"])
+def test_an_engine_digests_as_the_trainer_does(host, monkeypatch):
+    """As where the trainer's weights are on a GPU and come to the engine through the host's memory."""
+    monkeypatch.setattr(sync, "how_of", lambda tensors: "sums")
+    engine, model = start(options={"host": host})
+    with engine:
+        _, params = make("qwen2", seed=1)
+        engine.sync(params, version=1)
+        assert gap(engine, model, params) < 1e-5
