@@ -128,7 +128,7 @@ def test_coroutines_run_together_and_are_bounded():
         runner.judge(samples(""))
         start = time.monotonic()
         judged = runner.judge(samples(*["x"] * 20, "raise", "wait"))
-        assert time.monotonic() - start < 1.6
+        assert time.monotonic() - start < 2.4  # one after the other they take 2.6
         assert judged.scores["coroutine"] == [1.0] * 20 + [0.0, 0.0]
         assert judged.named["length"] == [1.0] * 20 + [0.0, 0.0]
         assert [(f.number, f.kind) for f in judged.failures] == [(20, "error"), (21, "timeout")]
@@ -283,10 +283,10 @@ def test_a_script_without_a_guard_leaves_nothing_behind(tmp_path, how):
 
 def test_workers_outlive_the_thread_that_needed_them():
     """A rollout ahead is judged on a thread that ends, maybe before a process that it started anew is ready."""
-    with RewardRunner(functions.naps, time_limit=0.8, workers=2) as runner:
+    with RewardRunner(functions.naps, time_limit=1.6, workers=2) as runner:
         runner.judge(samples(*["0.4"] * 4))  # both are ready
         found = []
-        first = ["60", "0", "0.7", "0.6", *["0"] * 12]  # tasks of two: the second ends just after the first is given up
+        first = ["60", "0", "1.1", "1.1", *["0"] * 12]  # tasks of two: the second ends just after the first is given up
         thread = threading.Thread(target=lambda: found.append(runner.judge(samples(*first))))
         thread.start()
         thread.join()
