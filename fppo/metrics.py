@@ -16,6 +16,12 @@ class Mean(NamedTuple):
     count: Tensor
 
 
+class Sum(NamedTuple):
+    """A number that adds up, as a count or seconds; a 0-d tensor."""
+
+    value: Tensor
+
+
 class Max(NamedTuple):
     """A maximum, a 0-d tensor."""
 
@@ -28,7 +34,7 @@ class Min(NamedTuple):
     value: Tensor
 
 
-Metric = Mean | Max | Min
+Metric = Mean | Sum | Max | Min
 Metrics = dict[str, Metric]
 
 
@@ -36,6 +42,11 @@ def mean(value: Tensor | float, count: Tensor | float = 1.0) -> Mean:
     """The mean of `count` things that add up to `value`; for one number, the number."""
     total = torch.as_tensor(value).detach().double()
     return Mean(total, torch.as_tensor(count).detach().to(total))
+
+
+def total(value: Tensor | float) -> Sum:
+    """A number that adds up."""
+    return Sum(torch.as_tensor(value).detach().double())
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Mean:
@@ -58,6 +69,8 @@ def _add(a: Metric, b: Metric) -> Metric:
     match a, b:
         case Mean(), Mean():
             return Mean(a.total + b.total, a.count + b.count)
+        case Sum(), Sum():
+            return Sum(a.value + b.value)
         case Max(), Max():
             return Max(torch.maximum(a.value, b.value))
         case Min(), Min():
@@ -73,11 +86,6 @@ def merge(*parts: Mapping[str, Metric]) -> Metrics:
         for name, metric in part.items():
             merged[name] = _add(merged[name], metric) if name in merged else metric
     return merged
-
-
-def added(*parts: Mapping[str, Metric]) -> Metrics:
-    """The single numbers of all `parts`, as seconds: what stands under one name in several adds up to one number."""
-    return {name: mean(metric[0]) for name, metric in merge(*parts).items()}
 
 
 def report(metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -160,6 +160,7 @@ def test_metrics_add_over_any_split(count, pieces, seed):
     def measure(a, m):
         return {
             "mean": metrics.masked_mean(a, m),
+            "sum": metrics.total(a.double().where(m, 0.0).sum()),
             "max": metrics.masked_max(a, m),
             "min": metrics.masked_min(a, m),
         }

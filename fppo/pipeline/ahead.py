@@ -20,14 +20,14 @@ from fppo import batch as batches
 from fppo import metrics, tree
 from fppo.batch import Column, Scored
 from fppo.data.cursor import DataCursor
-from fppo.metrics import Max, Mean, Metrics, Min
-from fppo.pipeline.measure import now, timings
+from fppo.metrics import Max, Mean, Metrics, Min, Sum
+from fppo.pipeline.measure import now
 from fppo.pipeline.run import Program, RunState
 from fppo.pipeline.sample import Draw
 
 Waiting = dict[str, Tensor | Column]
 _REPORT = "report"
-_KINDS = {"mean": Mean, "max": Max, "min": Min}
+_KINDS = {"mean": Mean, "sum": Sum, "max": Max, "min": Min}
 
 
 def pack(scored: Scored, report: Metrics) -> Waiting:
@@ -60,7 +60,7 @@ def unpack(waiting: Waiting) -> tuple[Scored, Metrics]:
     """What `pack` was given, with the metrics on the host."""
     columns = dict(waiting)
     lines: Any = columns.pop(_REPORT)
-    report = {name: _KINDS[kind](*(metrics.mean(x).total for x in numbers)) for name, kind, *numbers in lines}
+    report = {name: _KINDS[kind](*(metrics.total(x).value for x in numbers)) for name, kind, *numbers in lines}
     return batches.record(Scored, columns), report
 
 
@@ -106,7 +106,7 @@ def making(run: RunState, count: int, *, program: Program, draw: Draw) -> Callab
         start = now()
         made = result.result()
         thread.join()
-        return attrs.evolve(made, timings=made.timings | {"timing_s/wait": metrics.mean(now() - start)})
+        return attrs.evolve(made, timings=made.timings | {"timing_s/wait": metrics.total(now() - start)})
 
     return wait
 
@@ -126,8 +126,9 @@ def _make(
         first = run.step + 1 + len(run.ahead)
         for step in range(first, first + count):
             scored, cursor, report = sample(run, cursor, step=step, program=program, draw=draw, params=params)
-            took.append(timings(report))  # of no state: it is not the same twice
-            made.append(pack(scored, {name: x for name, x in report.items() if name not in took[-1]}))
-        result.set_result(Made(tuple(made), cursor, metrics.added(*took)))
+            seconds = {name for name in report if name.startswith("timing_s/")}  # of no state: not the same twice
+            took.append({name: report[name] for name in seconds})
+            made.append(pack(scored, {name: x for name, x in report.items() if name not in seconds}))
+        result.set_result(Made(tuple(made), cursor, metrics.merge(*took)))
     except BaseException as error:
         result.set_exception(error)

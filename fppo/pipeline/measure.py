@@ -29,14 +29,9 @@ def timed(name: str, stage: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         start = now()
         *result, report = stage(*args, **kwargs)
-        return (*result, report | {f"timing_s/{name}": metrics.mean(now() - start)})
+        return (*result, report | {f"timing_s/{name}": metrics.total(now() - start)})
 
     return wrapped
-
-
-def timings(report: Metrics) -> Metrics:
-    """The seconds in a report."""
-    return {name: metric for name, metric in report.items() if name.startswith("timing_s/")}
 
 
 def now() -> float:

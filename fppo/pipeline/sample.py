@@ -21,7 +21,7 @@ from fppo.batch import Annotated, Prompts, Scored
 from fppo.data.cursor import DataCursor
 from fppo.key import Key
 from fppo.metrics import Metrics
-from fppo.pipeline.measure import timed, timings
+from fppo.pipeline.measure import timed
 from fppo.rollout import saved
 from fppo.steps.train_state import Params
 from fppo.tree import replace
@@ -87,10 +87,10 @@ def sample_groups(
     chosen = batches.rows(concat([*kept, *spare], pad_token_id), range(rows))
     found = {
         "rollout/groups/kept": metrics.mean(float(good), float(drawn)),
-        "rollout/groups/draws": metrics.mean(float(len(reports))),
+        "rollout/groups/draws": metrics.total(len(reports)),
         "rollout/groups/filled": metrics.mean(float(max(wanted - good, 0)), float(wanted)),
     }
-    return chosen, cursor, metrics.merge(*reports) | metrics.added(*map(timings, reports)) | found
+    return chosen, cursor, metrics.merge(*reports) | found
 
 
 def sample_saved(

@@ -116,7 +116,7 @@ def annotate(
     if len(parts) > 1:
         report["perf/imbalance"] = metrics.mean(imbalance(model, row_lengths(scored), parts))
     for name, start, end in zip(("old_log_prob", "ref", "values"), times, times[1:], strict=False):
-        report[f"timing_s/{name}"] = metrics.mean(end - start)
+        report[f"timing_s/{name}"] = metrics.total(end - start)
     annotated = extend(
         Annotated, scored, old_log_probs=old, ref_log_probs=ref, values=values, sum_squared_probs=squared
     )

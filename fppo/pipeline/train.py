@@ -12,7 +12,7 @@ from fppo import metrics
 from fppo.batch import Experience
 from fppo.metrics import Metrics
 from fppo.pipeline.ahead import making, sample, unpack
-from fppo.pipeline.measure import memory_metrics, now, timings
+from fppo.pipeline.measure import memory_metrics, now
 from fppo.pipeline.run import Program, RunState, learn
 from fppo.pipeline.sample import Draw
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, any_rank, ranks_on
@@ -59,12 +59,12 @@ def iterate(
             raise
         made = wait()
         run = replace(run, cursor=made.cursor, ahead=(*run.ahead, *made.batches))
-        report = metrics.merge(sampled, learned) | metrics.added(timings(sampled), made.timings)
+        report = metrics.merge(sampled, learned, made.timings)
         seconds = now() - start
         tokens = report["perf/total_num_tokens"]
         assert isinstance(tokens, metrics.Mean)
         report |= {
-            "timing_s/step": metrics.mean(seconds),
+            "timing_s/step": metrics.total(seconds),
             "perf/time_per_step": metrics.mean(seconds),
             "perf/throughput": metrics.mean(tokens.total / seconds / ranks_on(mesh, AXES)),
         }
@@ -118,7 +118,7 @@ def _evaluated(evaluate: Evaluate, run: RunState) -> Metrics:
     start = now()
     with torch.no_grad():
         report = evaluate(run)
-    return report | {"timing_s/testing": metrics.mean(now() - start)}
+    return report | {"timing_s/testing": metrics.total(now() - start)}
 
 
 def _observe(

@@ -65,8 +65,8 @@ class LanguageJudge:
         found = self._verdicts(batches.rows(rollout, own or [0]))[: len(own)]
         scores, unparsed, cut = collect(found.to(rollout.tokens.device), parts, self.mesh, GRADIENT_AXES).unbind(1)
         return scores, {
-            "reward/judge_unparsed": metrics.mean(float(unparsed.sum())),
-            "reward/judge_truncated": metrics.mean(float(cut.sum())),
+            "reward/judge_unparsed": metrics.total(unparsed.sum()),
+            "reward/judge_truncated": metrics.total(cut.sum()),
         }
 
     def _verdicts(self, rollout: Rollout) -> Tensor:

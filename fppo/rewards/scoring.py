@@ -59,7 +59,7 @@ def score(rollout: Rollout, *, reward: Judge, tokenizer: Any) -> tuple[Scored, M
     }
     for kind in ("error", "timeout"):
         failed = {failure.number for failure in judged.failures if failure.kind == kind}
-        report[f"reward/{kind}s"] = metrics.mean(float(len(failed)))
+        report[f"reward/{kind}s"] = metrics.total(len(failed))
     return scored, report
 
 

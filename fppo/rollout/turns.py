@@ -203,7 +203,7 @@ def turn_metrics(rollout: Rollout) -> Metrics:
         "rollout/turns/mean": metrics.masked_mean(turns, every),
         "rollout/turns/max": metrics.masked_max(turns, every),
         "rollout/observation_tokens/mean": metrics.masked_mean((seen & ~chosen).sum(1), every),
-        "rollout/tool_failures": metrics.mean(float(sum(extra.get(FAILURES, 0) for extra in rollout.extras))),
+        "rollout/tool_failures": metrics.total(sum(extra.get(FAILURES, 0) for extra in rollout.extras)),
     }
 
 

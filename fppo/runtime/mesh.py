@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from fppo.metrics import Max, Mean, Metrics, Min
+from fppo.metrics import Max, Mean, Metrics, Min, Sum
 from fppo_kernels import collectives
 from fppo_kernels.collectives import Axis
 
 T = TypeVar("T")
 AXES = ("replicate", "shard", "sequence", "tensor", "pipeline", "expert")
 DATA_AXES = ("replicate", "shard")  # the axes whose ranks hold different rows
+_OPS = {Sum: dist.ReduceOp.SUM, Max: dist.ReduceOp.MAX, Min: dist.ReduceOp.MIN}
 BUCKET_BYTES = 25 * 2**20  # of one all-reduce of many tensors
 GRADIENT_AXES = (*DATA_AXES, "sequence")  # the axes over which gradients are shares
 
@@ -192,8 +193,8 @@ def data_metrics(metrics: Metrics, mesh: Mesh) -> Metrics:
         match metric:
             case Mean():
                 reduced[name] = Mean(*means[name])
-            case Max(value) | Min(value):
-                op = dist.ReduceOp.MAX if isinstance(metric, Max) else dist.ReduceOp.MIN
+            case Sum(value) | Max(value) | Min(value):
+                op = _OPS[type(metric)]
                 for axis in DATA_AXES:
                     value = all_reduce(value, mesh[axis], op)
                 reduced[name] = type(metric)(value)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fppo import batch as batches
-from fppo import config, losses
+from fppo import config, losses, metrics
 from fppo.batch import Annotated, Column, Prompts, Rollout, Scored, extend
 from fppo.data import DataCursor
 from fppo.key import Key
@@ -109,7 +109,7 @@ def test_groups_are_the_first_that_differ_and_what_is_missing_is_dropped(data, s
     assert len(set(batch.row_ids.tolist())) == size * n
     assert batch.groups.tolist() == [g for g in batch.groups[::n].tolist() for _ in range(n)]
     assert len(set(batch.groups.tolist())) == size
-    assert float(report["rollout/groups/draws"].total) == draws
+    assert float(report["rollout/groups/draws"].value) == draws
     kept, drawn = (float(x) for x in report["rollout/groups/kept"])
     assert (kept, drawn) == (len([i for i in differing if i in seen]), draws * size)
 
@@ -129,7 +129,7 @@ def test_rows_of_several_draws_keep_their_tokens(size, max_draws):
         assert (batch.tokens[row][~batch.attention_mask[row]] == PAD).all()
 
 
-def test_the_seconds_of_several_draws_add_up():
+def test_seconds_and_counts_of_several_draws_add_up():
     """Their mean would say a third of what the step took."""
     slow = partial(_rollout, n=2)
 
@@ -137,11 +137,14 @@ def test_the_seconds_of_several_draws_add_up():
         time.sleep(0.02)
         return slow(*args, **kwargs)
 
-    table = {str(i): [0, 0] for i in range(6)}
+    def score(made, **given):
+        scored, _ = _score(made, table={str(i): [0, 0] for i in range(6)}, **given)
+        return scored, {"reward/errors": metrics.total(2)}
+
     given = {"draw": _draw(2), "key": Key(0), "step": 0, "version": 0, "pad_token_id": PAD, "max_draws": 3}
-    _, _, report = sample_groups({}, DataCursor(), rollout=rollout, score=partial(_score, table=table), **given)
-    took = report["timing_s/gen"]
-    assert float(took.total / took.count) >= 3 * 0.02
+    _, _, report = sample_groups({}, DataCursor(), rollout=rollout, score=score, **given)
+    assert metrics.report(report)["timing_s/gen"] >= 3 * 0.02
+    assert metrics.report(report)["reward/errors"] == 6
 
 
 def test_one_draw_of_differing_groups_is_the_plain_batch():

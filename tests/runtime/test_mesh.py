@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 
 from fppo import batch as batches
 from fppo import losses, metrics, tree
-from fppo.metrics import Max, Mean, Min
+from fppo.metrics import Max, Mean, Min, Sum
 from fppo.runtime import mesh as meshes
 from fppo.runtime.mesh import Axis, Mesh, all_reduce, data_metrics, data_sum
 from fppo.runtime.simulate import simulate
@@ -61,7 +61,7 @@ def _share(rank):
 def _numbers(mesh, rank):
     x = torch.tensor([1.0, 2.0]) * (rank + 1)
     kept = x.clone()
-    report = data_metrics({"mean": Mean(x[0], x[1]), "max": Max(x[1]), "min": Min(x[1])}, mesh)
+    report = data_metrics({"mean": Mean(x[0], x[1]), "sum": Sum(x[1]), "max": Max(x[1]), "min": Min(x[1])}, mesh)
     return {"sum": data_sum({"x": x}, mesh)["x"], "unchanged": torch.equal(x, kept), "report": metrics.report(report)}
 
 
@@ -110,7 +110,7 @@ def test_sums_and_metrics_go_over_all_processes_and_change_no_argument(ranks):
     for rank in ranks:
         assert rank["numbers"]["sum"].tolist() == [3.0, 6.0]
         assert rank["numbers"]["unchanged"]
-        assert rank["numbers"]["report"] == {"mean": 0.5, "max": 4.0, "min": 2.0}
+        assert rank["numbers"]["report"] == {"mean": 0.5, "sum": 6.0, "max": 4.0, "min": 2.0}
 
 
 def test_on_one_process_collectives_are_the_identity():
