@@ -17,7 +17,7 @@ from fppo.runtime.failure import Limits, Monitor
 from fppo.runtime.mesh import Mesh, Sharding, all_reduce
 from fppo.runtime.watch import watched
 
-LIMITS = Limits(period=0.1, timeout=1.5, silence=20.0)
+LIMITS = Limits(period=0.1, timeout=2.5, silence=20.0)
 
 
 def work(rank, sizes, port, body, limits, hosted, output):
@@ -173,7 +173,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path):
 def test_a_rank_that_hangs_is_named_with_where_it_is_and_what_waits_for_it(tmp_path):
     statuses, text, seconds = run(tmp_path, hangs)
     assert statuses == [1, 1, 1]
-    assert "after step 3: all_reduce over the axis 'shard' has waited for 1.5 s for rank 1, at " in text
+    assert "after step 3: all_reduce over the axis 'shard' has waited for 2.5 s for rank 1, at " in text
     assert text.startswith(("fppo: rank 0: ", "fppo: rank 2: "))
     assert "distributed/test_failure.py:" in text
     assert "in hangs after step 3 (mesh.timeout is how long it may)\n" in text
@@ -186,9 +186,9 @@ def test_only_ranks_of_the_same_group_are_waited_for(tmp_path):
     statuses, text, _ = run(tmp_path, hangs, {"replicate": 2, "shard": 2})
     assert statuses == [1, 1, 1, 1]
     waits = {
-        0: "'shard' has waited for 1.5 s for rank 1, at ",
-        2: "'shard' has waited for 1.5 s for rank 3, in all_reduce over the axis 'replicate' for ",
-        3: "'replicate' has waited for 1.5 s for rank 1, at ",
+        0: "'shard' has waited for 2.5 s for rank 1, at ",
+        2: "'shard' has waited for 2.5 s for rank 3, in all_reduce over the axis 'replicate' for ",
+        3: "'replicate' has waited for 2.5 s for rank 1, at ",
     }
     speaker = int(text.removeprefix("fppo: rank ").partition(":")[0])
     assert waits[speaker] in text

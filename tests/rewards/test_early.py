@@ -115,7 +115,7 @@ def test_any_order_gives_the_plain_judgement():
 
 def test_timeouts_and_deaths_are_those_of_the_plain_judgement():
     made, given = words(["p", "q"], ["sleep", "a", "die", "b"])
-    with rewards.RewardRunner(functions.by_response, time_limit=0.5) as runner:
+    with rewards.RewardRunner(functions.by_response, time_limit=1.5) as runner:
         expected, found = both(runner, made, given, [2, 0, 3])
     assert found == expected
     assert [failure.kind for failure in found.failures] == ["timeout", "error"]

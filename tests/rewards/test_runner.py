@@ -75,14 +75,14 @@ def test_exceptions_are_counted_zeros(caplog):
 
 @pytest.mark.parametrize("hang", ["loop", "regex", "sleep"])
 def test_hangs_are_bounded_in_python_and_in_c(hang):
-    with RewardRunner(functions.by_response, time_limit=0.5) as runner:
+    with RewardRunner(functions.by_response, time_limit=1.5) as runner:
         runner.judge(samples(""))
         start = time.monotonic()
         judged = runner.judge(samples("", hang, *[""] * 10))
-        assert 0.5 <= time.monotonic() - start < 4.0
+        assert 1.5 <= time.monotonic() - start < 5.0
         assert judged.scores["by_response"] == [1.0, 0.0, *[1.0] * 10]
         ((part, number, kind, text),) = judged.failures
-        assert (part, number, kind, text) == ("by_response", 1, "timeout", "no result within 0.5 s")
+        assert (part, number, kind, text) == ("by_response", 1, "timeout", "no result within 1.5 s")
         assert runner.judge(samples("")).scores["by_response"] == [1.0]
 
 
@@ -106,7 +106,7 @@ def test_a_worker_killed_while_idle_is_no_samples_fault():
 
 def test_what_a_reward_starts_dies_with_it(tmp_path):
     file = tmp_path / "pids"
-    judged = judge(functions.spawns, [sample(file=str(file))], time_limit=0.7)
+    judged = judge(functions.spawns, [sample(file=str(file))], time_limit=1.5)
     assert judged.failures[0].kind == "timeout"
     assert all(gone(int(pid)) for pid in file.read_text().split())
 
@@ -118,24 +118,24 @@ def test_functions_of_the_batch_see_all_and_isolate_by_halves():
     judged = judge(functions.batch_lengths, samples("a", "bb", "raise", "dddd"))
     assert judged.scores["batch_lengths"] == [201.0, 202.0, 0.0, 104.0]
     assert [(f.number, f.kind) for f in judged.failures] == [(2, "error")]
-    judged = judge(functions.batch_lengths, samples("a", "loop", "ccc", "dddd"), time_limit=0.4)
+    judged = judge(functions.batch_lengths, samples("a", "loop", "ccc", "dddd"), time_limit=1.2)
     assert judged.scores["batch_lengths"] == [101.0, 0.0, 203.0, 204.0]
     assert [(f.number, f.kind) for f in judged.failures] == [(1, "timeout")]
 
 
 def test_coroutines_run_together_and_are_bounded():
-    with RewardRunner(functions.coroutine, time_limit=0.6) as runner:
+    with RewardRunner(functions.coroutine, time_limit=1.5) as runner:
         runner.judge(samples(""))
         start = time.monotonic()
         judged = runner.judge(samples(*["x"] * 20, "raise", "wait"))
-        assert time.monotonic() - start < 2.4  # one after the other they take 2.6
+        assert time.monotonic() - start < 3.3  # one after the other they take 3.5
         assert judged.scores["coroutine"] == [1.0] * 20 + [0.0, 0.0]
         assert judged.named["length"] == [1.0] * 20 + [0.0, 0.0]
         assert [(f.number, f.kind) for f in judged.failures] == [(20, "error"), (21, "timeout")]
 
 
 def test_a_coroutine_that_blocks_its_loop_is_found():
-    judged = judge(functions.coroutine, samples("x", "loop", "x"), time_limit=0.3)
+    judged = judge(functions.coroutine, samples("x", "loop", "x"), time_limit=1.2)
     assert judged.scores["coroutine"] == [1.0, 0.0, 1.0]
     assert [(f.number, f.kind) for f in judged.failures] == [(1, "timeout")]
 
