@@ -33,10 +33,11 @@ class SyncError(RuntimeError):
 
 
 class Bucket(NamedTuple):
-    """Some whole tensors under the engine's names, and the digest of each as it was sent."""
+    """Some whole tensors under the engine's names, and the digest of each as it was sent, made as `how` says."""
 
     tensors: dict[str, Tensor]
     digests: dict[str, str]
+    how: How
 
 
 @functools.cache
@@ -120,7 +121,7 @@ def reshard(
     for part in _parts(sizes, budget):
         with torch.no_grad():
             whole = fsdp.gather({name: params[name].detach() for name in part}, shapes, mesh, dtypes=kinds)
-        yield Bucket(whole, {name: digest(x, how) for name, x in whole.items()})
+        yield Bucket(whole, {name: digest(x, how) for name, x in whole.items()}, how)
 
 
 def _sent(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
@@ -194,8 +195,8 @@ def targets(shapes: Mapping[str, torch.Size], rename: Rename) -> dict[str, list[
     return {name: [new for new, _ in rename(name, x)] for name, x in metas.items()}
 
 
-def renamed(buckets: Iterable[Bucket], rename: Rename, how: How | None = None) -> Iterator[Bucket]:
-    """The buckets with each tensor under the names, or in the parts, that `rename` gives it, digested as `how`."""
+def renamed(buckets: Iterable[Bucket], rename: Rename) -> Iterator[Bucket]:
+    """The buckets with each tensor under the names, or in the parts, that `rename` gives it."""
     if rename is hf_weight_loader:
         yield from buckets
         return
@@ -207,8 +208,8 @@ def renamed(buckets: Iterable[Bucket], rename: Rename, how: How | None = None) -
                 if new in tensors:
                     raise SyncError(f"two parameters are renamed to {new}, one of them {name}")
                 tensors[new] = part
-                digests[new] = bucket.digests[name] if part is x else digest(part, how)
-        yield Bucket(tensors, digests)
+                digests[new] = bucket.digests[name] if part is x else digest(part, bucket.how)
+        yield Bucket(tensors, digests, bucket.how)
 
 
 def compare_names(expected: Iterable[str], sent: Iterable[str]) -> None:

@@ -212,7 +212,7 @@ class VllmEngine:
                 dtype=getattr(torch, self._dtype),
                 only=only,
             )
-            for bucket in sync.renamed(shards, self._rename, sync.how_of(params.values())):
+            for bucket in sync.renamed(shards, self._rename):
                 sent.update(bucket.digests)
                 count += sum(x.nbytes for x in bucket.tensors.values())
                 yield bucket

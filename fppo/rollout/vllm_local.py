@@ -44,7 +44,7 @@ class LocalHost:
         with self._death_noticed():
             return self._llm.collective_rpc(method, args=arguments)
 
-    def begin_load(self, how: How, *, transfer: bool = False) -> None:
+    def begin_load(self, how: How, transfer: bool = False) -> None:
         """Weights are to come, to be digested so; with `transfer` through vLLM's own transfer engine, by
         `call("update_weights", ...)`."""
         with _as_sync_error():

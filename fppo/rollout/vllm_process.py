@@ -73,7 +73,7 @@ class ProcessHost:
         """As `LocalHost.call`."""
         return self._ask("call", method, *arguments, wait="start_patience")
 
-    def begin_load(self, how: How, *, transfer: bool = False) -> None:
+    def begin_load(self, how: How, transfer: bool = False) -> None:
         """As `LocalHost.begin_load`."""
         self._ask("begin_load", how, transfer, wait="start_patience")
 
@@ -175,7 +175,7 @@ def main(connection: int, memory: int) -> None:
 
 
 class _Server:
-    """What runs beside vLLM."""
+    """What runs beside vLLM: a `LocalHost` whose weights and answers take another way."""
 
     def __init__(self, connection: Connection, memory: SharedMemory) -> None:
         self._connection, self._memory = connection, memory
@@ -187,7 +187,8 @@ class _Server:
         """Answers one request. What goes wrong is sent; a lost connection is raised."""
         request = self._next()
         try:
-            result = getattr(self, request[0])(*request[1:])
+            method = getattr(self, request[0], None) or getattr(self._running, request[0])
+            result = method(*request[1:])
         except (EOFError, ConnectionError):
             raise
         except Exception as error:
@@ -203,12 +204,9 @@ class _Server:
         self._host = LocalHost(path, options, **rest)
         return self._host.limit
 
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        return self._running.call(method, *arguments)
-
     def begin_load(self, how: How, transfer: bool) -> None:
         self._wrong = None
-        self._running.begin_load(how, transfer=transfer)
+        self._running.begin_load(how, transfer)
 
     def take_in(self, places: list[Place]) -> None:
         """Says that the memory is free again, and only then loads: the trainer fills it meanwhile."""
@@ -231,12 +229,6 @@ class _Server:
                 self._say("row", row, tuple(answer))
             elif time.monotonic() - self._said > _BEAT:
                 self._say("alive")
-
-    def sleep(self) -> None:
-        self._running.sleep()
-
-    def wake(self, part: str) -> None:
-        self._running.wake(part)
 
     @property
     def _running(self) -> LocalHost:

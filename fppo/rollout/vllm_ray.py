@@ -51,7 +51,7 @@ class RayHost:
         files = {} if trust_remote_code else {file.name: file.read_bytes() for file in Path(path).iterdir()}
         try:
             asked = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-            self.limit = int(self._ask("start", path, files, options, asked, wait="start_patience"))
+            self.limit = int(self._get(self._actor.start.remote(path, files, options, asked), "start_patience"))
         except BaseException:
             self.close()
             raise
@@ -60,7 +60,7 @@ class RayHost:
         """As `LocalHost.call`."""
         return self._ask("call", method, *arguments, wait="start_patience")
 
-    def begin_load(self, how: How, *, transfer: bool = False) -> None:
+    def begin_load(self, how: How, transfer: bool = False) -> None:
         """As `LocalHost.begin_load`."""
         self._loading = None
         self._ask("begin_load", how, transfer, wait="start_patience")
@@ -116,7 +116,7 @@ class RayHost:
             self._ray.kill(self._actor)
 
     def _ask(self, method: str, *arguments: Any, wait: str = "patience") -> Any:
-        return self._get(getattr(self._actor, method).remote(*arguments), wait)
+        return self._get(self._actor.ask.remote(method, *arguments), wait)
 
     def _get(self, answer: Any, wait: str) -> Any:
         errors = self._ray.exceptions
@@ -150,7 +150,7 @@ def _connected() -> Any:
 
 
 class _Server:
-    """The actor."""
+    """The actor: a `LocalHost` whose weights and answers take another way."""
 
     def __init__(self) -> None:
         for name in NOT_FOR_VLLM:
@@ -165,19 +165,14 @@ class _Server:
             self._host = LocalHost(directory if files else path, options, **rest)
         return self._host.limit
 
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        return self._running.call(method, *arguments)
-
-    def begin_load(self, how: How, transfer: bool) -> None:
-        self._running.begin_load(how, transfer=transfer)
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """What the method of `LocalHost` returns."""
+        return getattr(self._running, method)(*arguments)
 
     def take_in(self, packed: np.ndarray, places: list[Place]) -> None:
         """Copies, for vLLM may keep them until a layer is whole, and what Ray hands out cannot be written to."""
         memory = torch.from_numpy(packed.copy())
         self._running.take_in({place[0]: view(memory, place) for place in places})
-
-    def end_load(self) -> tuple[dict[str, str], list[str]]:
-        return self._running.end_load()
 
     def generate(self, request: Request) -> Iterator[list[tuple[int, tuple[np.ndarray, ...]]]]:
         """The rows that ended since the last time; none of them is a sign of life."""
@@ -189,12 +184,6 @@ class _Server:
                 yield ended
                 said, ended = time.monotonic(), []
         yield ended
-
-    def sleep(self) -> None:
-        self._running.sleep()
-
-    def wake(self, part: str) -> None:
-        self._running.wake(part)
 
     @property
     def _running(self) -> LocalHost:

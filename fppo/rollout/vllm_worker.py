@@ -220,7 +220,7 @@ def _repack_shared(model: Any, filled: Set[str]) -> None:
             holders.setdefault(weight.data_ptr(), []).append((f"{name}.weight" in filled, module))
     for sharers in holders.values():
         for was_filled, module in sharers:
-            if not was_filled and any(filled for filled, _ in sharers):
+            if not was_filled and any(other for other, _ in sharers):
                 module.quant_method.process_weights_after_loading(module)
 
 

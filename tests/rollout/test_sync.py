@@ -140,7 +140,7 @@ def test_renames_and_parts():
     first = next(renamed(reshard(params, model.shapes, bucket_bytes=1), sync.dtensor_weight_loader("mine", mine)))
     assert list(first.tensors) == [f"engine.{next(iter(params))}"]
     assert sync.dtensor_weight_loader("qwen2") is sync.hf_weight_loader
-    both = renamed([Bucket({"a": stacked, "b": stacked}, {"a": "", "b": ""})], lambda _, x: [("same", x)])
+    both = renamed([Bucket({"a": stacked, "b": stacked}, {"a": "", "b": ""}, "bytes")], lambda _, x: [("same", x)])
     with pytest.raises(SyncError, match="two parameters are renamed to same, one of them b"):
         list(both)
 

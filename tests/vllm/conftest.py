@@ -24,6 +24,12 @@ def start(name="qwen2", *, options=None, **changes):
     return VllmEngine(model, pad_token_id=0, options=VllmOptions(**settings), **changes), model
 
 
+def damage(host, wrong, monkeypatch):
+    """From now on this tensor is another one when it reaches the host."""
+    take_in = host.take_in
+    monkeypatch.setattr(host, "take_in", lambda x: take_in({k: v + 1e-6 if k == wrong else v for k, v in x.items()}))
+
+
 @pytest.fixture
 def qwen2():
     engine, model = start()

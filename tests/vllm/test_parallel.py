@@ -14,7 +14,7 @@ from fppo.rollout.vllm import VllmOptions
 from fppo.rollout.vllm_host import EngineDied
 from fppo.rollout.vllm_local import _agreed
 from tests.rollout.test_embedded import make_prompts
-from tests.vllm.conftest import start
+from tests.vllm.conftest import damage, start
 from tests.vllm.families import make
 from tests.vllm.test_engine import expected
 from tests.vllm.test_weights import gap
@@ -46,10 +46,8 @@ def test_each_worker_holds_its_part_and_confirms_the_whole(engine, monkeypatch):
     _, params = make("qwen2", seed=2)
     engine.sync(params, version=5)
     assert len(engine._host.call("fppo_names")) == 2
-    take_in, wrong = engine._host.take_in, "model.layers.1.mlp.gate_proj.weight"
-    monkeypatch.setattr(
-        engine._host, "take_in", lambda x: take_in({k: v + 1e-6 if k == wrong else v for k, v in x.items()})
-    )
+    wrong = "model.layers.1.mlp.gate_proj.weight"
+    damage(engine._host, wrong, monkeypatch)
     with pytest.raises(SyncError, match=f"changed on the way: {wrong}$"):
         engine.sync(params, version=6)
     monkeypatch.undo()

@@ -11,7 +11,7 @@ from fppo.rollout.sync import SyncError
 from fppo.rollout.vllm import EngineFailure
 from fppo.rollout.vllm_host import EngineDied
 from tests.rollout.test_embedded import make_prompts
-from tests.vllm.conftest import start
+from tests.vllm.conftest import damage, start
 from tests.vllm.families import make
 from tests.vllm.interrupts import interrupted
 from tests.vllm.test_engine import LONG, expected
@@ -54,10 +54,8 @@ def test_its_rollouts_are_those_of_the_embedded_engine_and_its_weights_the_train
 
 def test_what_changes_on_the_way_is_named_and_the_next_sync_mends_it(engine, monkeypatch):
     model, params = make("qwen2", seed=1)
-    take_in, wrong = engine._host.take_in, "model.layers.1.mlp.gate_proj.weight"
-    monkeypatch.setattr(
-        engine._host, "take_in", lambda x: take_in({k: v + 1e-6 if k == wrong else v for k, v in x.items()})
-    )
+    wrong = "model.layers.1.mlp.gate_proj.weight"
+    damage(engine._host, wrong, monkeypatch)
     with pytest.raises(SyncError, match=f"changed on the way: {wrong}$"):
         engine.sync(params, version=2)
     monkeypatch.undo()
