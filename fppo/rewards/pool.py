@@ -9,7 +9,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -20,12 +19,14 @@ import attrs
 
 from fppo.rewards.calls import Mode
 from fppo.rewards.sample import Outcome, RewardFn, Sample
+from fppo.runtime.clock import Clock
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
     "from fppo.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 _SLACK = 1.0  # seconds that overdue coroutines are given to end by themselves
+_LOOK = 0.5  # seconds between two looks at the processes, at most
 _CHUNK = 32  # samples in a task, at most
 _Task = tuple[int, ...]  # numbers of samples
 
@@ -34,7 +35,7 @@ _Task = tuple[int, ...]  # numbers of samples
 class _Worker:
     process: subprocess.Popen[bytes]
     connection: Connection
-    deadline: float  # until then it has to send something
+    deadline: float  # of the pool's clock; until then it has to send something
     ready: bool = False
     task: _Task | None = None
     open: list[int] = attrs.field(factory=list)  # the task's samples without an outcome, in order
@@ -70,6 +71,7 @@ class WorkerPool:
         self._names = f"{kind} {', '.join(name for name, _ in functions)}"
         self._functions = pickle.dumps([_portable(name, fn, kind) for name, fn in functions])
         self._count, self._time_limit, self._start_limit = workers, time_limit, start_limit
+        self._clock = Clock(2 * _LOOK)
         self._workers: list[_Worker] = []
         self._closed = 0  # how often
         self._starter: ThreadPoolExecutor | None = None
@@ -120,7 +122,7 @@ class WorkerPool:
         theirs.close()
         with contextlib.suppress(OSError):  # if it died at once, the first wait says so
             ours.send_bytes(self._functions)
-        return _Worker(process, ours, time.monotonic() + self._start_limit)
+        return _Worker(process, ours, self._clock.now() + self._start_limit)
 
     def _assign(self, run: _Run) -> None:
         busy = sum(w.task is not None for w in self._workers)
@@ -150,21 +152,22 @@ class WorkerPool:
 
     def _deadline(self, mode: Mode) -> float:
         slack = _SLACK if mode.asynchronous and mode.kind == "sample" else 0.0
-        return time.monotonic() + self._time_limit + slack
+        return self._clock.now() + self._time_limit + slack
 
     def _wait(self, run: _Run) -> None:
         waiting = [w for w in self._workers if w.task is not None or not w.ready]
         if not waiting:
             return
-        patience = max(0.0, min(w.deadline for w in waiting) - time.monotonic())
-        heard = wait([w.connection for w in waiting], patience)
+        patience = max(0.0, min(w.deadline for w in waiting) - self._clock.now())
+        heard = wait([w.connection for w in waiting], min(patience, _LOOK))
+        now = self._clock.now()
         for worker in waiting:
             if worker.connection in heard:
                 try:
                     self._hear(worker, run)
                 except (EOFError, ConnectionError):
                     self._died(worker, run)
-            elif time.monotonic() >= worker.deadline:
+            elif now >= worker.deadline:
                 self._overdue(worker, run)
 
     def _hear(self, worker: _Worker, run: _Run) -> None:

@@ -22,6 +22,7 @@ import torch
 
 from fppo.runtime import _checkpoint_files as files
 from fppo.runtime._checkpoint_files import CheckpointError, DamagedError
+from fppo.runtime.clock import Clock, Unchanged
 from fppo.runtime.mesh import AXES, Mesh, gather_objects, place_on, ranks_on
 
 T = TypeVar("T")
@@ -122,13 +123,10 @@ class Attempt:
 
     def _wait(self, look: Callable[[], T | None], complaint: Callable[[], str]) -> T:
         """What `look` finds. CheckpointError once nothing in the draft has changed for the time to wait."""
-        seen, since, pause = _sizes(self.draft), time.monotonic(), 0.005
+        clock, unchanged, pause = Clock(2 * LONGEST_PAUSE), Unchanged(), 0.005
         while (found := look()) is None:
-            if time.monotonic() - since > self.timeout:
-                now = _sizes(self.draft)
-                if now == seen:
-                    raise CheckpointError(f"for {self.timeout:g} seconds nothing has happened: {complaint()}")
-                seen, since = now, time.monotonic()
+            if unchanged.seconds(_sizes(self.draft), clock.now()) > self.timeout:
+                raise CheckpointError(f"for {self.timeout:g} seconds nothing has happened: {complaint()}")
             time.sleep(pause)
             pause = min(1.5 * pause, LONGEST_PAUSE)
         return found

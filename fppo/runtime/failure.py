@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from fppo.runtime._standing import Standing, broken, too_long
+from fppo.runtime.clock import Clock, Unchanged, sleep
 from fppo.runtime.watch import Waiting, Watch
 
 FAILED = 1  # the exit status of a rank that ends for another's error
@@ -94,7 +95,7 @@ class Monitor:
         first, or is gone: whoever is alive speaks meanwhile."""
         try:
             before = self._standings()
-            time.sleep(_GRACE)
+            sleep(_GRACE)
             after = self._standings()
         except DistError:
             before = after = {}
@@ -158,29 +159,3 @@ class Monitor:
         if text is not None:
             print(f"fppo: {text}", file=sys.stderr, flush=True)
         os._exit(FAILED)
-
-
-class Clock:
-    """Seconds that a process has lived through: those in which it was stopped are no more than `most`."""
-
-    def __init__(self, most: float) -> None:
-        self._most, self._last, self._now = most, time.monotonic(), 0.0
-
-    def now(self) -> float:
-        last, self._last = self._last, time.monotonic()
-        self._now += min(self._last - last, self._most)
-        return self._now
-
-
-class Unchanged:
-    """For how long something has been what it is."""
-
-    def __init__(self) -> None:
-        self._value: object = None
-        self._since = 0.0
-
-    def seconds(self, value: object, now: float) -> float:
-        """How long it has been `value`, as it is at `now`."""
-        if value != self._value:
-            self._value, self._since = value, now
-        return now - self._since

@@ -56,14 +56,14 @@ def save_on_and_on(mesh, directory):
     while True:
         step += 1
         held, sharded = cut(state(step, wide=100_000), mesh)
-        checkpoint.begin_save(held, directory, step, mesh=sharded, shapes=SHAPES, keep=2, timeout=20).wait()
+        checkpoint.begin_save(held, directory, step, mesh=sharded, shapes=SHAPES, keep=2, timeout=90).wait()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path, rank):
     directory = tmp_path / "checkpoints"
     context = processes.start({"shard": 2}, partial(save_on_and_on, directory=directory), str(tmp_path))
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 200
     while max(checkpoint.steps(directory), default=0) < 3 and time.monotonic() < limit:
         time.sleep(0.01)
     time.sleep(0.1 * torch.rand((), generator=torch.Generator().manual_seed(rank)).item())

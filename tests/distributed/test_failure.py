@@ -17,7 +17,9 @@ from fppo.runtime.failure import Limits, Monitor
 from fppo.runtime.mesh import Mesh, Sharding, all_reduce
 from fppo.runtime.watch import watched
 
-LIMITS = Limits(period=0.1, timeout=2.5, silence=20.0)
+LIMITS = Limits(period=0.1, timeout=90.0, silence=90.0)
+IMPATIENT = Limits(period=0.1, timeout=4.0, silence=90.0)
+SOON = 40.0  # seconds: less than the limits, and than a rank hangs
 
 
 def work(rank, sizes, port, body, limits, hosted, output):
@@ -27,7 +29,7 @@ def work(rank, sizes, port, body, limits, hosted, output):
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
     world = torch.Size(sizes.values()).numel()
-    store = TCPStore("127.0.0.1", port, is_master=hosted and rank == 0, timeout=datetime.timedelta(seconds=20))
+    store = TCPStore("127.0.0.1", port, is_master=hosted and rank == 0, timeout=datetime.timedelta(seconds=60))
     dist.init_process_group("gloo", store=PrefixStore("groups", store), rank=rank, world_size=world)
     device_mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     mesh, watch = watched(Mesh.of(device_mesh))
@@ -66,7 +68,7 @@ def start(directory, body, sizes, *, limits=LIMITS, hosted=False):
     return [started(work, rank, sizes, port, body, limits, hosted, output) for rank in ranks], store
 
 
-def end(processes, seconds=20.0):
+def end(processes, seconds=120.0):
     """The exit statuses, and the seconds from the first end to the last; what is left after `seconds` is killed."""
     first, deadline = None, time.monotonic() + seconds
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
@@ -153,7 +155,7 @@ def test_the_error_of_one_is_shown_once_and_ends_all(tmp_path, hosted):
     assert text.count("Traceback") == text.count("ValueError: the data is bad\n") == 1
     assert f"on rank {0 if hosted else 1} of 3" in text
     assert "fppo: " not in text
-    assert seconds < 8
+    assert seconds < SOON
 
 
 def test_the_same_error_of_all_is_shown_once(tmp_path):
@@ -167,28 +169,28 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path):
     assert statuses == [1, 1, -signal.SIGKILL]
     expected = "PeerError: after step 3: all_reduce over the axis 'shard' failed; not heard of any more: rank 2, at "
     assert text.count(expected) == text.count("failure.PeerError") == 1
-    assert seconds < 8
+    assert seconds < SOON
 
 
 def test_a_rank_that_hangs_is_named_with_where_it_is_and_what_waits_for_it(tmp_path):
-    statuses, text, seconds = run(tmp_path, hangs)
+    statuses, text, seconds = run(tmp_path, hangs, limits=IMPATIENT)
     assert statuses == [1, 1, 1]
-    assert "after step 3: all_reduce over the axis 'shard' has waited for 2.5 s for rank 1, at " in text
+    assert "after step 3: all_reduce over the axis 'shard' has waited for 4 s for rank 1, at " in text
     assert text.startswith(("fppo: rank 0: ", "fppo: rank 2: "))
     assert "distributed/test_failure.py:" in text
     assert "in hangs after step 3 (mesh.timeout is how long it may)\n" in text
     assert text.count("\n") == 1
-    assert seconds < 8
+    assert seconds < SOON
 
 
 def test_only_ranks_of_the_same_group_are_waited_for(tmp_path):
     """Rank 1 of two replicas of two shards hangs: ranks 0 and 3 wait for it, and rank 2 for rank 3."""
-    statuses, text, _ = run(tmp_path, hangs, {"replicate": 2, "shard": 2})
+    statuses, text, _ = run(tmp_path, hangs, {"replicate": 2, "shard": 2}, limits=IMPATIENT)
     assert statuses == [1, 1, 1, 1]
     waits = {
-        0: "'shard' has waited for 2.5 s for rank 1, at ",
-        2: "'shard' has waited for 2.5 s for rank 3, in all_reduce over the axis 'replicate' for ",
-        3: "'replicate' has waited for 2.5 s for rank 1, at ",
+        0: "'shard' has waited for 4 s for rank 1, at ",
+        2: "'shard' has waited for 4 s for rank 3, in all_reduce over the axis 'replicate' for ",
+        3: "'replicate' has waited for 4 s for rank 1, at ",
     }
     speaker = int(text.removeprefix("fppo: rank ").partition(":")[0])
     assert waits[speaker] in text
@@ -198,16 +200,16 @@ def test_only_ranks_of_the_same_group_are_waited_for(tmp_path):
 
 
 def test_a_rank_that_is_frozen_is_named(tmp_path):
-    limits = Limits(period=0.1, timeout=20.0, silence=2.0)
+    limits = Limits(period=0.1, timeout=90.0, silence=4.0)
     processes, store = start(tmp_path, frozen, {"shard": 2}, limits=limits)
-    assert end(processes[:1], 12.0)[0] == [1]
+    assert end(processes[:1])[0] == [1]
     assert end(processes, 0.0)[0] == [1, -signal.SIGKILL]  # the frozen one was killed here
-    assert (tmp_path / "log").read_text() == "fppo: rank 0: rank 1 has not been heard of for 2 s\n"
+    assert (tmp_path / "log").read_text() == "fppo: rank 0: rank 1 has not been heard of for 4 s\n"
     del store
 
 
 def test_ranks_that_were_all_stopped_for_a_while_go_on(tmp_path):
-    limits = Limits(period=0.1, timeout=2.5, silence=2.5)
+    limits = Limits(period=0.1, timeout=4.0, silence=4.0)
     processes, store = start(tmp_path, breaks, {"shard": 2}, limits=limits)
     time.sleep(1.5)
     assert all(process.is_alive() for process in processes)
@@ -215,7 +217,7 @@ def test_ranks_that_were_all_stopped_for_a_while_go_on(tmp_path):
         for process in order:  # the first one that goes on finds the other as it was long ago
             os.kill(process.pid, number)
             time.sleep(0.3)
-        time.sleep(2.5)
+        time.sleep(4.5)
     assert end(processes)[0] == [0, 0]
     assert (tmp_path / "log").read_text() == ""
     del store
@@ -229,7 +231,7 @@ def test_ranks_end_when_whoever_started_them_is_gone(tmp_path):
     statuses, seconds = end(processes)
     assert statuses == [1, 1]
     assert (tmp_path / "log").read_text().count("whoever started the ranks cannot be reached") == 1
-    assert seconds < 5
+    assert seconds < SOON
 
 
 def again(rank, port, attempt, output):
@@ -241,7 +243,7 @@ def again(rank, port, attempt, output):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
     place = launch.Place(rank, rank, 2, started=True)
-    with launch.joined({"shard": 2}, place, torch.device("cpu"), timeout=20.0, sharding=Sharding()) as (mesh, *_):
+    with launch.joined({"shard": 2}, place, torch.device("cpu"), timeout=90.0, sharding=Sharding()) as (mesh, *_):
         all_reduce(torch.ones(1), mesh["shard"])
         time.sleep(0.7)
         if rank != attempt:

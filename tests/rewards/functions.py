@@ -73,7 +73,7 @@ async def async_batch(samples: list[Sample]) -> list[float]:
 async def coroutine(sample: Sample) -> dict[str, float]:
     if sample.response == "wait":
         await asyncio.sleep(60)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(1.0)
     return {"score": by_response(sample), "length": float(len(sample.response))}
 
 
@@ -93,7 +93,7 @@ def naps(sample: Sample) -> float:
     return float(sample.response)
 
 
-naps.reward_prepare = lambda: time.sleep(1.0)  # type: ignore[attr-defined]
+naps.reward_prepare = lambda: time.sleep(2.0)  # type: ignore[attr-defined]
 
 
 def numbered(sample: Sample) -> float:

@@ -32,7 +32,7 @@ def test_regular_expression_without_and_with_a_group():
 
 
 def test_a_pattern_that_takes_for_ever_is_bounded():
-    with RewardRunner(rewards.regular_expression("(a+)+b"), time_limit=1.5) as runner:
+    with RewardRunner(rewards.regular_expression("(a+)+b"), time_limit=3.0) as runner:
         judged = runner.judge([sample("a" * 60), sample("ab", "a")])
     assert judged.scores == {"regular_expression": [0.0, 1.0]}
     assert judged.failures[0].kind == "timeout"
@@ -59,7 +59,7 @@ def test_math_verify():
         sample("I do not know", "8"),
         sample("7", ""),
     ]
-    with RewardRunner(rewards.math_verify, time_limit=30) as runner:
+    with RewardRunner(rewards.math_verify, time_limit=120) as runner:
         judged = runner.judge(given)
     assert judged.scores["math_verify"] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     assert [(f.number, "cannot" in f.text or "not mathematics" in f.text) for f in judged.failures] == [(5, True)]

@@ -115,7 +115,7 @@ def test_any_order_gives_the_plain_judgement():
 
 def test_timeouts_and_deaths_are_those_of_the_plain_judgement():
     made, given = words(["p", "q"], ["sleep", "a", "die", "b"])
-    with rewards.RewardRunner(functions.by_response, time_limit=1.5) as runner:
+    with rewards.RewardRunner(functions.by_response, time_limit=4.0) as runner:
         expected, found = both(runner, made, given, [2, 0, 3])
     assert found == expected
     assert [failure.kind for failure in found.failures] == ["timeout", "error"]
@@ -164,7 +164,7 @@ def test_rewards_begin_while_others_are_generated(tmp_path):
     with rewards.RewardRunner(functions.notes) as runner, EarlyJudge(runner, Letters()) as early:
         listener = early.listen(given, N)
         tell(listener, made, [0])
-        until = time.monotonic() + 30
+        until = time.monotonic() + 60
         while not (tmp_path / "a").exists():  # the second row is still to come
             assert time.monotonic() < until
             time.sleep(0.01)
@@ -245,7 +245,7 @@ def test_a_rollout_that_fails_leaves_nothing_behind(tmp_path):
     start = time.monotonic()
 
     def fails():
-        with rewards.RewardRunner(functions.spawns) as runner, EarlyJudge(runner, Letters()) as early:
+        with rewards.RewardRunner(functions.spawns, time_limit=120) as runner, EarlyJudge(runner, Letters()) as early:
             tell(early.listen(given, N), made, [1])
             while not file.exists() or len(file.read_text().split()) < 2:
                 time.sleep(0.01)
@@ -253,10 +253,10 @@ def test_a_rollout_that_fails_leaves_nothing_behind(tmp_path):
 
     with pytest.raises(RuntimeError, match="the engine died"):
         fails()
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 50  # the reward takes more
     for pid in map(int, file.read_text().split()):
         assert gone(pid)
-    while set(threading.enumerate()) - before and time.monotonic() < start + 20:
+    while set(threading.enumerate()) - before and time.monotonic() < start + 120:
         time.sleep(0.01)
     assert not set(threading.enumerate()) - before
 

@@ -111,7 +111,7 @@ def asked(*contents):
 
 def test_failures_are_told_counted_and_logged(caplog):
     conversations = asked("fine", "raise", "exit", "hang", "change", "fine")
-    with caplog.at_level(logging.WARNING), Tools(moody, failure="oops", time_limit=1.5) as ready:
+    with caplog.at_level(logging.WARNING), Tools(moody, failure="oops", time_limit=4.0) as ready:
         found = ready.replies(conversations)
     told = Reply([{"role": "tool", "content": "oops"}], failed=True)
     assert found == [Reply(None), told, told, told, Reply(None), Reply(None)]

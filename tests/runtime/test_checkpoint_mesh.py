@@ -2,7 +2,10 @@
 
 import shutil
 import tempfile
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -14,7 +17,7 @@ from fppo import tree
 from fppo.key import Key
 from fppo.runtime import _checkpoint_attempt as attempts
 from fppo.runtime import _checkpoint_files as files
-from fppo.runtime import checkpoint, fsdp
+from fppo.runtime import checkpoint, clock, fsdp
 from fppo.runtime.checkpoint import CheckpointError
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.simulate import simulate
@@ -290,11 +293,43 @@ def test_ranks_that_see_another_directory_are_named(tmp_path):
         assert f"is {tmp_path / str(rank)} one directory for all nodes?" in text
 
 
+def test_a_machine_that_stood_still_is_no_rank_that_does(tmp_path, monkeypatch):
+    real, stopped, first = files.publish, [0.0], threading.Event()
+
+    def publish(path, content):
+        if path.name == "shard_00001.json":
+            assert first.wait(100)
+            for seconds in (0.0, 1000.0):
+                stopped[0] = seconds
+                time.sleep(2.0)  # rank 0 looks a few times
+        real(path, content)
+        if path.name == "shard_00000.json":
+            first.set()
+
+    monkeypatch.setattr(files, "publish", publish)
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + stopped[0]))
+    simulate({"shard": 2}, lambda mesh: save(mesh, state(), tmp_path, timeout=60.0))
+    assert checkpoint.steps(tmp_path) == [1]
+
+
 def test_a_rank_that_never_finishes_is_named(tmp_path, monkeypatch):
-    real = files.publish
-    monkeypatch.setattr(
-        files, "publish", lambda path, content: None if path.name == "shard_00001.json" else real(path, content)
-    )
-    said = outcomes({"shard": 2}, state(), tmp_path, 1, timeout=2.0)
+    """It has written its tensors, however long that took; rank 0 waits for it after that."""
+    real, written = files.publish, threading.Event()
+
+    def publish(path, content):
+        if path.name == "shard_00001.json":
+            written.set()
+            return
+        if path.name == "shard_00000.json":
+            assert written.wait(100)
+        real(path, content)
+
+    def run(mesh):
+        with pytest.raises(CheckpointError) as caught:
+            save(mesh, state(), tmp_path, timeout=100.0 if mesh["shard"].rank else 1.0)
+        return str(caught.value)
+
+    monkeypatch.setattr(files, "publish", publish)
+    said = simulate({"shard": 2}, run)
     assert "ranks [1] of the shard axis have not finished writing" in said[0]
     assert checkpoint.steps(tmp_path) == []

@@ -237,7 +237,7 @@ def on_gloo(mesh: Mesh) -> dict:
     work = dist.all_reduce(x, group=axis.group, async_op=True)
     quiet = watch.waiting is None
     assert work is not None
-    time.sleep(0.3 * axis.rank)
+    time.sleep(2.0 * axis.rank)
     dist.barrier(axis.group)  # rank 0 waits here
     waited = watch.traffic()["shard"].since(before).seconds
     work.wait()
@@ -259,5 +259,5 @@ def test_real_processes_get_the_same_results(gloo):
 
 
 def test_the_seconds_are_those_that_a_rank_waits(gloo):
-    assert gloo[0]["waited"] > 0.2
-    assert gloo[1]["waited"] < 0.2
+    assert gloo[0]["waited"] > 1.0
+    assert gloo[1]["waited"] < 1.0

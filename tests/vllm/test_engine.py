@@ -75,11 +75,11 @@ def test_an_architecture_that_it_does_not_know():
 
 
 def test_a_process_that_dies_or_hangs_costs_no_finished_row():
-    engine, _ = start(options={"host": "process", "patience": 5.0, "max_rows": 2})
+    engine, _ = start(options={"host": "process", "patience": 12.0, "max_rows": 2})
     _, params = make("qwen2", seed=4)
     whole = expected(params)
     with engine:
-        for number, reason in ((signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "no sign of life for 5 s")):
+        for number, reason in ((signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "no sign of life for 12 s")):
             seen: list[int] = []
             host = engine._host
             host.generate = interrupted(host.generate, seen, steps=100, number=number)

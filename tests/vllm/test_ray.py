@@ -20,7 +20,7 @@ from tests.vllm.test_weights import gap
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 ray = pytest.importorskip("ray", reason="Ray is not installed here")
 
-OPTIONS = {"host": "ray", "max_rows": 2, "patience": 20.0, "restarts": 1}
+OPTIONS = {"host": "ray", "max_rows": 2, "patience": 60.0, "restarts": 1}
 
 
 @pytest.fixture(scope="module", autouse=True)
