@@ -128,21 +128,22 @@ def _train_quietly(given):
 
 
 def test_a_run_killed_at_random_moments_ends_where_an_undisturbed_one_ends(task, tmp_path):
-    """20 kills, at start-up, in a step or while writing; none may lose more than the step under way and the one before,
-    which is still being written."""
+    """20 starts, each killed at start-up, in a step or while writing, unless this machine let it end before; none may
+    lose more than the step under way and the one before, which is still being written."""
     changes = {"steps": 200, "eval__before": False, "rollout__batch_size": 4, "checkpoint__keep": 1}
     given = runs.settings(task, output_dir=str(tmp_path / "killed"), **changes)
-    directory, draw = tmp_path / "killed", random.Random(0)
+    directory, draw, killed = tmp_path / "killed", random.Random(0), 0
     for kill in range(20):
         process = _started(given)
-        before, deadline = _saved(directory), time.monotonic() + 60
-        while kill % 4 and _saved(directory) == before and time.monotonic() < deadline:
+        before = _saved(directory)
+        while kill % 4 and _saved(directory) == before and process.is_alive():
             time.sleep(0.001)
         time.sleep(draw.uniform(0.0, 0.15))
-        assert process.is_alive(), "the run ended before it was killed: give it more steps"
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.join()
+        killed += process.exitcode == -signal.SIGKILL
         assert _saved(directory) >= max(before, _last_digest(directory) - 2)
+    assert killed > 10, "runs ended before they were killed: give them more steps"
     assert commands.train(given) == 0
     _, whole = _run(task, tmp_path, "whole", **changes)
     assert _digests(directory) == _digests(whole)
@@ -257,11 +258,11 @@ def test_the_critic_warms_up_alone(task, tmp_path):
 def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(task, tmp_path):
     given = runs.settings(task, output_dir=str(tmp_path / "run"), steps=500, checkpoint__every=0)
     process = _started(given)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while _last_digest(tmp_path / "run") < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGINT)
-    process.join(60)
+    process.join(200)
     assert process.exitcode == 130
     assert checkpoint.steps(tmp_path / "run" / session.CHECKPOINTS) == [_last_digest(tmp_path / "run")]
 

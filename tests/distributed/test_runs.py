@@ -1,6 +1,5 @@
 """`fppo train` on real processes: the run of one, killed and resumed, and on another number of ranks."""
 
-import os
 import random
 import shutil
 import signal
@@ -39,28 +38,28 @@ def saved(directory: Path) -> int:
 
 
 def test_ranks_killed_at_random_moments_end_where_undisturbed_ones_end(task, tmp_path):
-    """20 kills of either rank, at start-up, in a step or while writing: the other ends by itself within seconds, unless
-    they had not met yet (then a launcher ends it), and all start again."""
+    """20 starts, in each of which a rank is killed, at start-up, in a step or while writing, unless the machine let
+    both end before: the other ends by itself, unless they had not met yet (then a launcher ends it)."""
     changes = STEPS | {"steps": 120}
     file, log = write(task, tmp_path / "killed", **changes), tmp_path / "log"
-    draw = random.Random(0)
+    draw, killed = random.Random(0), 0
     for kill in range(20):
         ranks = Ranks(["train", str(file)], 2, log)
-        before, deadline = saved(tmp_path / "killed"), time.monotonic() + 60
-        while kill % 4 and saved(tmp_path / "killed") == before and time.monotonic() < deadline:
+        before = saved(tmp_path / "killed")
+        while kill % 4 and saved(tmp_path / "killed") == before and ranks.processes[0].is_alive():
             time.sleep(0.001)
         time.sleep(draw.uniform(0.0, 0.3))
         victim = ranks.processes[draw.randrange(2)]
-        assert victim.is_alive(), log.read_text()[-2000:]
-        assert victim.pid is not None
-        os.kill(victim.pid, signal.SIGKILL)
-        statuses = ranks.end(20 if kill % 4 else 1)
+        victim.kill()
+        statuses = ranks.end(200 if kill % 4 else 1)
+        killed += victim.exitcode == -signal.SIGKILL
         assert kill % 4 == 0 or None not in statuses, "the other rank did not end"
         assert saved(tmp_path / "killed") >= before
+    assert killed > 10, "runs ended before they were killed: give them more steps"
     ranks = Ranks(["train", str(file)], 2, log)
-    assert ranks.end(120) == [0, 0], log.read_text()[-2000:]
+    assert ranks.end(300) == [0, 0], log.read_text()[-2000:]
     whole = Ranks(["train", str(write(task, tmp_path / "whole", **changes))], 2, log)
-    assert whole.end(120) == [0, 0]
+    assert whole.end(300) == [0, 0]
     assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
     assert sorted(digests(tmp_path / "whole")) == list(range(1, 121))
 
@@ -78,11 +77,11 @@ def test_a_run_of_two_ranks_goes_on_on_one_and_on_four(task, tmp_path):
     assert cli.main(["train", str(write(task, expected, **shared))]) == 0
     both = tmp_path / "both"
     ranks = Ranks(["train", str(write(task, both, **shared, mesh__shard=2)), "--steps", "3"], 2, tmp_path / "log")
-    assert ranks.end(120) == [0, 0], (tmp_path / "log").read_text()[-2000:]
+    assert ranks.end(300) == [0, 0], (tmp_path / "log").read_text()[-2000:]
     for name, size in (("alone", 1), ("four", 4)):
         shutil.copytree(both, tmp_path / name)
         file = str(write(task, tmp_path / name, **shared, mesh__shard=size))
-        assert Ranks(["train", file], size, tmp_path / "log").end(120) == [0] * size
+        assert Ranks(["train", file], size, tmp_path / "log").end(300) == [0] * size
         found = numbers(tmp_path / name)
         for step, line in numbers(expected).items():
             same = {k: v for k, v in line.items() if isinstance(v, float) and k != "time"}
