@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -126,14 +127,24 @@ def frozen(rank, mesh):
     time.sleep(100)
 
 
-def busy(rank, mesh):
+def busy(rank, mesh, directory):
+    (directory / str(rank)).touch()
     time.sleep(100)
 
 
-def breaks(rank, mesh):
-    for _ in range(20):
-        all_reduce(torch.ones(4), mesh["shard"])
+def breaks(rank, mesh, directory):
+    """Works until the file "end" is there."""
+    (directory / str(rank)).touch()
+    while not all_reduce(torch.tensor(float((directory / "end").exists())), mesh["shard"]):
         time.sleep(0.1)
+
+
+def await_work(directory, ranks):
+    """Returns once all ranks are at it."""
+    deadline = time.monotonic() + 120
+    while not all((directory / str(rank)).exists() for rank in range(ranks)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def asked_to_stop(rank, mesh):
@@ -210,23 +221,22 @@ def test_a_rank_that_is_frozen_is_named(tmp_path):
 
 def test_ranks_that_were_all_stopped_for_a_while_go_on(tmp_path):
     limits = Limits(period=0.1, timeout=4.0, silence=4.0)
-    processes, store = start(tmp_path, breaks, {"shard": 2}, limits=limits)
-    time.sleep(1.5)
-    assert all(process.is_alive() for process in processes)
+    processes, store = start(tmp_path, partial(breaks, directory=tmp_path), {"shard": 2}, limits=limits)
+    await_work(tmp_path, 2)
     for number, order in ((signal.SIGSTOP, processes[::-1]), (signal.SIGCONT, processes)):
         for process in order:  # the first one that goes on finds the other as it was long ago
             os.kill(process.pid, number)
             time.sleep(0.3)
         time.sleep(4.5)
+    (tmp_path / "end").touch()
     assert end(processes)[0] == [0, 0]
     assert (tmp_path / "log").read_text() == ""
     del store
 
 
 def test_ranks_end_when_whoever_started_them_is_gone(tmp_path):
-    processes, store = start(tmp_path, busy, {"shard": 2})
-    time.sleep(2.0)
-    assert all(process.is_alive() for process in processes)
+    processes, store = start(tmp_path, partial(busy, directory=tmp_path), {"shard": 2})
+    await_work(tmp_path, 2)
     del store
     statuses, seconds = end(processes)
     assert statuses == [1, 1]
