@@ -62,6 +62,7 @@ def case_of(given: PlanSettings) -> Case:
         micro_batches=given.micro_batches,
         critic=given.critic,
         reference=given.reference,
+        reward_model=None if given.reward_model is None else config_of(given.reward_model, "reward-model")[1],
         compute_dtype=torch.bfloat16 if narrow else None,
         checkpoint_layers=given.checkpoint_layers,
         log_probs=given.log_probs,

@@ -52,6 +52,8 @@ class PlanSettings:
     """Plan a critic of the same size beside the actor, as PPO has it."""
     reference: bool = setting(False)
     """Plan a frozen reference of the same size, as a KL term needs it."""
+    reward_model: str | None = setting(None)
+    """Plan a reward model beside them: a directory or a name, as for --model; it reads the same tokens."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = setting("auto")
     """The dtype of forward and backward passes; auto: bfloat16, and float32 on a cpu. State is always float32."""
     checkpoint_layers: bool = setting(False)

@@ -180,7 +180,7 @@ def large() -> None:
         print(f"{name} on {case.world:,} h200, {how}: planned in {taken:.1f} s; {found}")
     for each in ("qwen2.5-0.5b", "qwen2.5-7b", "llama-3.1-70b"):
         cut = attrs.evolve(case, config=config_of(each)[1], mesh={"shard": 64})
-        model = stages.model_of(cut, "lm")
+        model = stages.model_of(cut, "actor")
         total = sum(shape.numel() for shape in model.shapes.values())
         print(
             f"{each}: a 64th of the state is planned as {64 * shard_numbers(model, cut) / total - 1:+.3%} of total / 64"

@@ -27,6 +27,7 @@ class Case:
     micro_batches: int = 4
     critic: bool = False
     reference: bool = False
+    reward_model: PreTrainedConfig | None = None  # it reads the same tokens
     compute_dtype: torch.dtype | None = torch.bfloat16
     checkpoint_layers: bool = False
     log_probs: str = "chunked"
@@ -66,14 +67,15 @@ class Case:
 
 def problems(case: Case) -> list[str]:
     """What is wrong with the case, one line for each thing."""
-    found = []
-    heads, sequence = case.config.num_attention_heads, case.size("sequence")
-    if heads % sequence:
-        works = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        found.append(
-            f"--mesh.sequence {sequence}: {case.name} has {heads} attention heads, which it does not divide; "
-            f"these sizes do: {works}"
-        )
+    found, sequence = [], case.size("sequence")
+    for name, config in ((case.name, case.config), ("the reward model", case.reward_model)):
+        heads = sequence if config is None else config.num_attention_heads
+        if heads % sequence:
+            works = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            found.append(
+                f"--mesh.sequence {sequence}: {name} has {heads} attention heads, which it does not divide; "
+                f"these sizes do: {works}"
+            )
     if case.length > case.tokens:
         found.append(f"--length {case.length}: a pass of --tokens {case.tokens} holds no such sequence")
     if case.length < 2:

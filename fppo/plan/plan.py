@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from fppo.models import flops
-from fppo.models.model import HeadKind, Model
+from fppo.models.model import Model
 from fppo.plan import layers, stages
 from fppo.plan._group import counting_mesh
 from fppo.plan._track import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, LOGITS
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of the step, without the rollout and the rewards."""
+        """Of the step, without the rollout, and of rewards only the reward model's."""
         return sum(stage.seconds.total for stage in self.stages)
 
     @property
@@ -82,11 +82,9 @@ def plan(case: Case, *, only_if_fits: bool = False) -> Plan:
     """
     if wrong := problems(case):
         raise ValueError("; ".join(wrong))
-    models: dict[HeadKind, Model] = {head: stages.model_of(case, head) for head in _heads(case)}
+    models = {name: stages.model_of(case, name) for name in stages.models_of(case)}
     rest = _at_rest(case, models)
-    parameters = {"actor": _numbers(models["lm"])}
-    if case.critic:
-        parameters["critic"] = _numbers(models["value"])
+    parameters = {name: sum(shape.numel() for shape in model.shapes.values()) for name, model in models.items()}
     found: list[Stage] = []
     known: dict[str, list[Phase]] = {}
     if only_if_fits and sum(rest.values()) > case.hardware.memory:
@@ -125,7 +123,7 @@ def _stage(case: Case, name: str, model: Model, rest: Mapping[str, float], phase
     outside = overhead(case.hardware, len(wide), sum(moving.values()))
     lengths = [case.length] * case.rows
     work = flops.train_flops if name.startswith("update") else flops.forward_flops
-    needed = work(model, lengths, head_tokens=case.rows * case.response_tokens)
+    needed = work(model, lengths, head_tokens=case.rows * (1 if name == stages.REWARD else case.response_tokens))
     return Stage(
         name=name,
         where=where,
@@ -136,25 +134,18 @@ def _stage(case: Case, name: str, model: Model, rest: Mapping[str, float], phase
     )
 
 
-def _at_rest(case: Case, models: Mapping[HeadKind, Model]) -> dict[str, float]:
+def _at_rest(case: Case, models: Mapping[str, Model]) -> dict[str, float]:
     """Bytes on a rank between the stages."""
     params = 0 if case.offload == "all" else BYTES
     moments = 2 * BYTES if case.offload == "none" else 0
-    actor = shard_numbers(models["lm"], case)
-    rest: dict[str, float] = {"actor's parameters": params * actor, "actor's optimizer": moments * actor}
-    if case.critic:
-        critic = shard_numbers(models["value"], case)
-        rest |= {"critic's parameters": params * critic, "critic's optimizer": moments * critic}
+    rest: dict[str, float] = {}
+    for name, model in models.items():
+        numbers = shard_numbers(model, case)
+        rest[f"{name}'s parameters"] = params * numbers
+        if name != stages.REWARD:
+            rest[f"{name}'s optimizer"] = moments * numbers
     if case.reference:
-        rest["reference's parameters"] = params * actor
+        rest["reference's parameters"] = rest["actor's parameters"]
     row = stages.rows_of(case, 1)
     size = sum(x.nbytes for name in row.__annotations__ if hasattr(x := getattr(row, name), "nbytes"))
     return rest | {BATCH: size * case.mini_batch}  # every rank holds all rows
-
-
-def _heads(case: Case) -> list[HeadKind]:
-    return ["lm", "value"] if case.critic else ["lm"]
-
-
-def _numbers(model: Model) -> int:
-    return sum(shape.numel() for shape in model.shapes.values())

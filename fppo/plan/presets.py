@@ -61,22 +61,23 @@ PRESETS: Mapping[str, Callable[[], PreTrainedConfig]] = MappingProxyType(
 )
 
 
-def config_of(model: str) -> tuple[str, PreTrainedConfig]:
+def config_of(model: str, setting: str = "model") -> tuple[str, PreTrainedConfig]:
     """The name and config of a directory with a config.json, or of a name in PRESETS. Nothing is downloaded.
 
-    An owner before the name and "-instruct" after it are left out. Raises ValueError where there is neither.
+    An owner before the name and "-instruct" after it are left out. Raises ValueError where there is neither; `setting`
+    is what named it.
     """
     directory = Path(model)
     if directory.is_dir():
         if not (directory / "config.json").exists():
-            raise ValueError(f"{directory} has no config.json; give the directory of a Hugging Face model")
+            raise ValueError(f"--{setting}: {directory} has no config.json; give the directory of a Hugging Face model")
         return directory.name, AutoConfig.from_pretrained(str(directory), local_files_only=True)
     name = model.rpartition("/")[2].lower().removesuffix("-instruct").removeprefix("meta-")
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ValueError(
-            f"--model {model!r}: there is no such directory, and no model of that name is known here; {hint}"
+            f"--{setting} {model!r}: there is no such directory, and no model of that name is known here; {hint}"
             f"there are {', '.join(PRESETS)}; or give the directory of a model"
         )
     return name, PRESETS[name]()

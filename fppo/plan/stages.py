@@ -24,20 +24,23 @@ from fppo.plan.record import Phase
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane, by_layer, offloaded, offloaded_adamw
-from fppo.steps.forward import compute_log_probs, compute_values
+from fppo.steps.forward import compute_log_probs, compute_reward_scores, compute_values
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizer import Optimizer
 from fppo.steps.train_state import TrainState, init_state
 from fppo.steps.update import update_actor, update_critic
 from fppo_kernels.record import Kernels
 
-# what runs, of the models of a step, in the order of a step
-STAGES: Mapping[str, HeadKind] = {
-    "log-probs": "lm",
-    "reference": "lm",
-    "values": "value",
-    "update critic": "value",
-    "update actor": "lm",
+REWARD = "reward model"
+HEADS: Mapping[str, HeadKind] = {"actor": "lm", "critic": "value", REWARD: "value"}  # of models that differ in shape
+# which of them each stage runs, in the order of a step
+STAGES: Mapping[str, str] = {
+    REWARD: REWARD,
+    "log-probs": "actor",
+    "reference": "actor",
+    "values": "critic",
+    "update critic": "critic",
+    "update actor": "actor",
 }
 SAME: Mapping[str, str] = {"reference": "log-probs"}  # the same pass on other parameters
 _LANE = Lane(torch.device("cpu"))
@@ -46,14 +49,22 @@ PASSES = 2  # the second has everything that any later one has: gradients that a
 
 def stages_of(case: Case) -> list[str]:
     """The stages of the case's step, in order."""
-    wanted = {"reference": case.reference, "values": case.critic, "update critic": case.critic}
-    return [name for name in STAGES if wanted.get(name, True)]
+    has = models_of(case)
+    return [name for name, model in STAGES.items() if model in has and (case.reference or name != "reference")]
 
 
-def model_of(case: Case, head: HeadKind, layers: int | None = None) -> Model:
-    """The case's model, with as many layers as it has or with `layers`."""
-    config = case.config if layers is None else with_layers(case.config, layers)
-    return models.build(config, head, compute_dtype=case.compute_dtype, checkpoint_layers=case.checkpoint_layers)
+def models_of(case: Case) -> list[str]:
+    """Which models of `HEADS` the case has."""
+    wanted = {"critic": case.critic, REWARD: case.reward_model is not None}
+    return [name for name in HEADS if wanted.get(name, True)]
+
+
+def model_of(case: Case, name: str, layers: int | None = None) -> Model:
+    """One of `HEADS` as the case has it, with as many layers as it has or with `layers`."""
+    config = case.reward_model if name == REWARD else case.config
+    assert config is not None
+    config = config if layers is None else with_layers(config, layers)
+    return models.build(config, HEADS[name], compute_dtype=case.compute_dtype, checkpoint_layers=case.checkpoint_layers)
 
 
 def rows_of(case: Case, count: int) -> Experience:
@@ -115,7 +126,7 @@ def stage_of(
     }
     on_host = case.offload == "all"
     if not name.startswith("update"):
-        compute = compute_values if name == "values" else compute_log_probs
+        compute = {"values": compute_values, REWARD: compute_reward_scores}.get(name, compute_log_probs)
         compute = by_layer(compute, _LANE) if on_host else compute
         return lambda state: compute(state.params, batch, **shared)
     size = len(batch.tokens) * case.data_ranks

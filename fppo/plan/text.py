@@ -23,8 +23,8 @@ HEAP = (
     "memory, up to 1.8 times as much where it was measured. "
 )
 ROLLOUT = (
-    "The rollout is not planned: the embedded engine gathers the whole model, {whole:,.1f} GiB, beside its cache of "
-    "keys and values."
+    "The rollout is not planned, nor a judge: the embedded engine gathers the whole model, {whole:,.1f} GiB, beside "
+    "its cache of keys and values."
 )
 
 

@@ -36,5 +36,5 @@ def test_many_layers_follow_from_few_exactly(mesh, stage, again, name):
 def test_layers_that_differ_are_all_run():
     kinds = ["full_attention", "sliding_attention"] * 3
     what = case(config=config(num_hidden_layers=6, layer_types=kinds, use_sliding_window=True, sliding_window=16))
-    assert not layers.alike(stages.model_of(what, "lm"))
-    assert layers.alike(stages.model_of(case(layers=6), "lm"))
+    assert not layers.alike(stages.model_of(what, "actor"))
+    assert layers.alike(stages.model_of(case(layers=6), "actor"))

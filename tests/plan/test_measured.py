@@ -15,13 +15,13 @@ from fppo.plan import stages
 from fppo.plan._track import Tracker
 from fppo.plan.estimate import wires
 from fppo.plan.measured import measured, prepared
-from fppo.plan.plan import shard_numbers
+from fppo.plan.plan import plan, shard_numbers
 from fppo.plan.presets import config_of
 from fppo.plan.record import peak_of
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.simulate import simulate
 from fppo.runtime.watch import watched
-from tests.plan.cases import case
+from tests.plan.cases import case, config
 
 CASES = [
     ({}, 3, False, "chunked"),
@@ -70,12 +70,27 @@ def test_the_other_stages_hold_and_send_what_was_planned(mesh, name):
     holds(case(mesh=mesh), name)
 
 
+@pytest.mark.parametrize("mesh", [{}, {"shard": 2}, {"sequence": 2}])
+@pytest.mark.parametrize("offload", ["none", "all"])
+def test_a_reward_model_of_its_own_size_holds_and_sends_what_was_planned(mesh, offload):
+    what = case(mesh=mesh, offload=offload, reward_model=config(hidden_size=64, num_hidden_layers=2))
+    holds(what, "reward model")
+    planned, model = plan(what), stages.model_of(what, "reward model")
+    assert planned.parameters["reward model"] == sum(shape.numel() for shape in model.shapes.values())
+    held = 4 * shard_numbers(model, what) if offload == "none" else 0
+    assert planned.rest["reward model's parameters"] == held
+    assert planned.stages[0].name == "reward model"
+    without = plan(attrs.evolve(what, reward_model=None))
+    for stage, plain in zip(planned.stages[1:], without.stages, strict=True):
+        assert stage.total == plain.total + held
+
+
 @pytest.mark.parametrize("name", ["log-probs", "update actor"])
 @pytest.mark.parametrize("offload", ["moments", "all"])
 def test_state_on_the_host_is_planned(offload, name):
     what = case(mesh={"shard": 2}, offload=offload)
     holds(what, name)
-    model = stages.model_of(what, "lm")
+    model = stages.model_of(what, "actor")
     state = 4 * shard_numbers(model, what)
     plain = stages.run_stage(attrs.evolve(what, offload="none"), name)[-1].segments[-1]
     less = stages.run_stage(what, name)[-1].segments[0].peak
@@ -90,7 +105,7 @@ def test_bfloat16_passes_hold_what_was_planned():
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_parameters_gradients_and_moments_are_an_nth_of_all(ranks):
     what = case(mesh={"shard": ranks}, micro_batches=1)
-    total = 4 * sum(shape.numel() for shape in stages.model_of(what, "lm").shapes.values())
+    total = 4 * sum(shape.numel() for shape in stages.model_of(what, "actor").shapes.values())
     for phases in simulate(what.mesh, lambda mesh: measured(what, "update actor", mesh)):
         after = phases[-1].segments[0].peak
         assert after["state"] + after["gradients"] == pytest.approx(4 * total / ranks, rel=0.02)
@@ -99,7 +114,7 @@ def test_parameters_gradients_and_moments_are_an_nth_of_all(ranks):
 @pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-7b", "llama-3.1-70b"])
 def test_a_64th_is_planned_as_one(name):
     what = case(config=config_of(name)[1], mesh={"shard": 64})
-    model = stages.model_of(what, "lm")
+    model = stages.model_of(what, "actor")
     total = sum(shape.numel() for shape in model.shapes.values())
     assert shard_numbers(model, what) == pytest.approx(total / 64, rel=0.02)
 

@@ -33,7 +33,7 @@ PARAMETERS = {
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_presets_have_the_published_sizes(name):
     assert config_of(name)[0] == name
-    model = stages.model_of(case(config=PRESETS[name]()), "lm")
+    model = stages.model_of(case(config=PRESETS[name]()), "actor")
     assert sum(shape.numel() for shape in model.shapes.values()) == PARAMETERS[name]
 
 
@@ -149,6 +149,11 @@ def test_what_does_not_fit_is_said_with_its_remedies(tmp_path, capsys):
     [
         (["--model", "qwen2.5-7"], "did you mean qwen2.5-7b"),
         (["--model", "quickstart", "--gpu", "h20"], "did you mean h200"),
+        (["--model", "quickstart", "--reward-model", "qwen2.5-7"], "--reward-model 'qwen2.5-7': there is no such"),
+        (
+            ["--model", "llama-3.1-8b", "--mesh.sequence", "8", "--reward-model", "qwen2.5-7b"],
+            "--mesh.sequence 8: the reward model has 28 attention heads",
+        ),
         (["--model", "quickstart", "--gpu", "custom"], "--memory"),
         (["--model", "quickstart", "--mesh.sequence", "3"], "these sizes do: 1, 2, 4"),
         (["--model", "quickstart", "--gpus", "8", "--mesh.shard", "3"], "the mesh has 3 ranks"),
