@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -85,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"fppo {name}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read the output, as `head`, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        return 128 + signal.SIGPIPE
     except Exception as error:
         if not _is_for_the_user(error):
             raise
