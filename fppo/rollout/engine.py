@@ -12,6 +12,8 @@ from torch import Tensor
 from fppo.batch import Prompts, Rollout
 from fppo.key import Key
 
+_COLDEST = 1e-30  # logits divided by less may outgrow float32
+
 
 def _at_least(low: int, advice: str):
     def check(_: object, attribute: attrs.Attribute, value: int | None) -> None:
@@ -22,8 +24,9 @@ def _at_least(low: int, advice: str):
 
 
 def _check_temperature(_: object, attribute: attrs.Attribute, value: float) -> None:
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{attribute.name} = {value!r}: give a number above 0; for the likeliest token set greedy")
+    if not (value >= _COLDEST and math.isfinite(value)):
+        text = f"give a number of at least {_COLDEST}; for the likeliest token set greedy"
+        raise ValueError(f"{attribute.name} = {value!r}: {text}")
 
 
 def _check_top_p(_: object, attribute: attrs.Attribute, value: float) -> None:

@@ -118,6 +118,15 @@ def test_greedy_takes_the_likeliest():
     assert (drawn.sampling_log_probs == 0).all()
 
 
+@pytest.mark.parametrize("cut", [{}, {"top_k": 3}, {"top_p": 0.5}])
+def test_the_coldest_temperature_takes_the_likeliest(cut):
+    logits = logits_of(5, 300, 4, scale=1e4, dtype=torch.float32)
+    drawn = draw(logits, Key(1).uniform(torch.arange(5), 1)[:, 0], Sampling(temperature=1e-30, **cut))
+    assert torch.equal(drawn.tokens, logits.argmax(-1))
+    assert (drawn.log_probs == 0).all()
+    assert (drawn.sampling_log_probs == 0).all()
+
+
 @pytest.mark.parametrize("size", [7, 400])
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(temperature=0.5), Sampling(top_k=4), Sampling(temperature=1.5, top_p=0.8)]
@@ -141,6 +150,7 @@ def test_frequencies_are_the_distribution(size, sampling):
     [
         ({"temperature": 0.0}, "temperature = 0.0: .* set greedy"),
         ({"temperature": math.nan}, "temperature = nan"),
+        ({"temperature": 1e-38}, "temperature = 1e-38: give a number of at least 1e-30"),
         ({"top_k": -1}, "top_k = -1"),
         ({"top_p": 0.0}, "top_p = 0.0"),
         ({"top_p": 1.5}, "top_p = 1.5"),
