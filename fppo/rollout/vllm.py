@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -35,10 +35,9 @@ from fppo.rollout.vllm_host import (
     VllmOptions,
     check_installed,
     check_rows,
-    config_directory,
 )
-from fppo.rollout.vllm_local import LocalHost
 from fppo.rollout.vllm_probe import TOLERANCE, compare_log_probs, own_log_probs, probe_tokens
+from fppo.rollout.vllm_start import start_host
 from fppo.rollout.vllm_transfer import MakeInfo, Transfer, metadata, transfer_info
 from fppo.runtime.mesh import Mesh, all_reduce, any_rank, device_of
 
@@ -108,7 +107,7 @@ class VllmEngine:
         self._held: _Held | None = None
         self.replaced = 0  # processes that died or hung, and were replaced
         self._probed = self._asleep = self._broken = False
-        self._host: Host | None = self._start()
+        self._host: Host | None = start_host(self._model, self._options, self._dtype)
         self._names = self._host.call("fppo_names")[0]
 
     def __enter__(self) -> VllmEngine:
@@ -158,7 +157,10 @@ class VllmEngine:
         )
         answers = self._answers(request, params, version, on_finished)
         if self._options.sleep:
-            self.sleep()
+            try:
+                self.sleep()
+            except EngineDied as died:
+                self._replace(died, "all rows are done")
         lasting = torch.tensor([len(answer.tokens) for answer in answers])
         width = int(lasting.max())
         tokens, log_probs, sampling_log_probs = (
@@ -185,7 +187,7 @@ class VllmEngine:
         ids = torch.arange(len(rows))
         answers: dict[int, Answer] = {}
         request = Request(prompts=prompts, sampling=sampling, key=Key(0), row_ids=ids, forced=whole[:, start:])
-        self._running().generate(request, answers.__setitem__)
+        self._generate(request, answers.__setitem__)
         return torch.stack([torch.from_numpy(answers[row].log_probs) for row in range(len(rows))])
 
     def sync(self, params: Mapping[str, Tensor], *, version: int) -> Synced:
@@ -194,8 +196,6 @@ class VllmEngine:
         It sends what `send` says, whatever the engine holds already.
         """
         started = time.perf_counter()
-        if self._broken:
-            self._restart()
         before, self._held = self._held, None  # unless all goes well, the engine holds nothing that may be used
         sync.compare_names(self._targets, params)
         only, digests = self._wanted(params, before)
@@ -235,10 +235,12 @@ class VllmEngine:
         unfilled: list[str] = []
         died = None
         try:
-            self._wake("weights")
+            if self._broken:
+                self._restart()
             self._check_names(only)
             how = sync.how_of(params.values())
             self._broken = True  # if it fails in between, vLLM has half of its modules taken apart
+            self._wake("weights")
             host = self._running()
             if self._info is None:
                 host.begin_load(how)
@@ -250,8 +252,8 @@ class VllmEngine:
                 kind = getattr(torch, self._dtype)
                 metas = metadata(params, self._model.shapes, only, self._rename, kind)
                 got, unfilled = self._transfer.send(metas, buckets, how)
-            self._broken = False
             self._wake("kv_cache")
+            self._broken = False
         except (EngineFailure, SyncError) as error:
             if self._mesh.sharded:
                 for _ in buckets:
@@ -270,9 +272,11 @@ class VllmEngine:
         """
         if not self._options.sleep:
             raise ValueError("the engine cannot sleep: start it with sleep = True, on a GPU")
-        if not self._asleep:
+        self._held = None
+        if not (self._asleep or self._broken):
+            self._broken = True  # unless it sleeps
             self._running().sleep()
-        self._asleep, self._held = True, None
+            self._asleep, self._broken = True, False
 
     def close(self) -> None:
         """Ends vLLM. Idempotent."""
@@ -281,27 +285,16 @@ class VllmEngine:
             self._leave()
             host.close()
 
-    def _start(self) -> Host:
-        remote = self._model.trust_remote_code
-        with config_directory(self._model.config, trust_remote_code=remote) as path:
-            match self._options.host:
-                case "process":
-                    from fppo.rollout.vllm_process import ProcessHost as Chosen
-                case "ray":
-                    from fppo.rollout.vllm_ray import RayHost as Chosen
-                case _:
-                    Chosen = LocalHost
-            return Chosen(path, self._options, dtype=self._dtype, trust_remote_code=remote)
-
     def _leave(self) -> None:
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.close()
 
     def _restart(self) -> None:
+        self._broken = True  # until a new one stands
         self._leave()
         self._running().close()
-        self._host = self._start()
+        self._host = start_host(self._model, self._options, self._dtype)
         self._names = self._host.call("fppo_names")[0]
         self._asleep = self._probed = self._broken = False
 
@@ -338,8 +331,7 @@ class VllmEngine:
                 if self._any(self._stale(params, version), params):
                     self.sync(params, version=version)
                 if rows:
-                    part = request.part(rows)
-                    self._running().generate(part, lambda i, x, rows=rows: keep(rows[i], x))
+                    self._generate(request.part(rows), lambda i, x, rows=rows: keep(rows[i], x))
             except EngineDied as error:
                 died = error
             if not self._any(died is not None, params):
@@ -353,8 +345,14 @@ class VllmEngine:
     def _replace(self, died: EngineDied, done: str) -> None:
         warnings.warn(f"{died}; {done}, a new one goes on", RuntimeWarning, stacklevel=4)
         self.replaced += 1
-        self._held = None
-        self._restart()
+        self._held, self._broken = None, True  # the next sync starts another, and may see that die too
+
+    def _generate(self, request: Request, done: Callable[[int, Answer], None]) -> None:
+        try:
+            self._running().generate(request, done)
+        except BaseException:  # also an interruption: what vLLM is in the middle of, the next sync does not rely on
+            self._held, self._broken = None, True
+            raise
 
     def _wanted(self, params: Mapping[str, Tensor], before: _Held | None) -> tuple[list[str], dict[str, str]]:
         """The parameters to send, and the digests to compare with next time."""

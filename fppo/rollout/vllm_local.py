@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,7 +36,7 @@ class LocalHost:
                 'give host = "process", for a process of its own'
             )
         _set_environment(options)
-        self._llm = _start(path, options, dtype=dtype, trust_remote_code=trust_remote_code)
+        self._llm: Any = _start(path, options, dtype=dtype, trust_remote_code=trust_remote_code)
         self._memory = SharedMemory.make() if options.tensor_parallel > 1 else None
         self.limit = int(self._llm.llm_engine.model_config.max_model_len)
 
@@ -78,7 +79,8 @@ class LocalHost:
 
         engine, sampling = self._llm.llm_engine, request.sampling
         self.call("fppo_begin", vllm_worker.Job(sampling, request.key, request.row_ids, request.forced))
-        self._llm.reset_prefix_cache()  # a rollout is to depend on nothing that was computed before it
+        if not self._llm.reset_prefix_cache():  # a rollout is to depend on nothing that was computed before it
+            raise EngineFailure("vLLM does not let go of what it computed for an earlier rollout")
         stops = list(sampling.stop_token_ids) if request.forced is None else []
         open_rows: set[str] = set()
         try:
@@ -114,6 +116,8 @@ class LocalHost:
         answers = self.call("fppo_take", [(row, len(own)) for row, own in zip(rows, tokens, strict=True)])[0]
         for row, own, answer in zip(rows, tokens, answers, strict=True):
             if answer.tokens.tolist() != own:
+                if np.isnan(answer.log_probs).any():
+                    raise EngineFailure(f"the model's log-probs are not numbers in row {row}: are its weights finite?")
                 raise EngineFailure(
                     f"vLLM went on with other tokens than were drawn in row {row}: {own[:8]} for "
                     f"{answer.tokens[:8].tolist()}: is speculative decoding on, or another logits processor?"
@@ -142,11 +146,14 @@ class LocalHost:
         self._llm.wake_up(tags=[part])
 
     def close(self) -> None:
-        """Ends vLLM and frees its memory."""
+        """Ends vLLM and frees its memory. Idempotent."""
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
         if self._memory is not None:
             self._memory.close()
-        self._llm.llm_engine.engine_core.shutdown()
-        del self._llm
+        llm.llm_engine.engine_core.shutdown()
+        del llm
         _clean_up()
 
 
@@ -227,8 +234,10 @@ def _start(path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bo
         if options.sleep and not torch.cuda.is_available():
             raise ValueError("sleep = True: vLLM's CPU build cannot give its memory back; leave it False")
         return LLM(path, **chosen)
-    except Exception as error:
+    except BaseException as error:
         _clean_up()
+        if not isinstance(error, Exception):
+            raise
         raise EngineFailure(f"vLLM did not start: {_why(error, options)}") from error
     finally:
         torch.random.set_rng_state(state)

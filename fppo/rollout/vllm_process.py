@@ -30,6 +30,7 @@ from fppo.rollout.vllm_host import (
     check_installed,
 )
 from fppo.rollout.vllm_local import LocalHost
+from fppo.runtime.clock import Clock
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
@@ -37,9 +38,7 @@ _START = (
 )
 _BEAT = 0.5  # seconds between two signs of life
 _GRACE = 10.0  # seconds to end in before it is killed
-# what is raised there and sent here; it can go on
-_FROM_THERE = (EngineDied, EngineFailure, SyncError, ValueError)
-_ERRORS = {kind.__name__: kind for kind in _FROM_THERE}
+_ERRORS = {kind.__name__: kind for kind in (EngineDied, EngineFailure, SyncError, ValueError)}  # sent here from there
 
 
 class ProcessHost:
@@ -95,9 +94,7 @@ class ProcessHost:
                 if kind == "row":
                     done(rest[0], Answer(*rest[1]))
                 ended = kind == "result"
-        except _FROM_THERE:
-            raise
-        except BaseException:  # an interruption here: the rest of its answers has no reader
+        except BaseException:  # also one of `done`: the rest of its answers has no reader
             self.close()
             raise
 
@@ -132,7 +129,7 @@ class ProcessHost:
         patience = getattr(self._options, wait)
         while True:
             try:
-                if not self._connection.poll(patience):
+                if not self._waited(patience):
                     _end(self._process, self._connection, grace=0)
                     raise EngineDied(f"the process of vLLM gave no sign of life for {patience:g} s (setting: {wait})")
                 message = pickle.loads(self._connection.recv_bytes())
@@ -142,6 +139,14 @@ class ProcessHost:
                 raise _ERRORS.get(message[1], EngineFailure)(message[2])
             if message[0] != "alive":
                 return message
+
+    def _waited(self, patience: float) -> bool:
+        """Whether there is a message before that much time went by; not while this process, too, stood still."""
+        clock = Clock(2.0)
+        while clock.now() < patience:
+            if self._connection.poll(min(1.0, patience)):
+                return True
+        return False
 
     def _died(self) -> EngineDied:
         try:

@@ -96,9 +96,7 @@ class RayHost:
                     return
                 for row, answer in ended:
                     done(row, Answer(*(x.copy() for x in answer)))  # what Ray hands out cannot be written to
-        except _FROM_THERE:
-            raise
-        except BaseException:  # an interruption here: it would go on there
+        except BaseException:  # also one of `done`: it would go on there
             self.close()
             raise
 

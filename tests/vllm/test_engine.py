@@ -1,15 +1,18 @@
 """Where vLLM's engine has limits of its own, and what becomes of a process that ends."""
 
 import copy
+import importlib
 import os
 import signal
 import socket
 
 import pytest
 import torch
+from torch import distributed
 
 from fppo import models, tree
 from fppo.key import Key
+from fppo.rollout import vllm
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
 from fppo.rollout.vllm import EngineFailure, VllmEngine, VllmOptions
@@ -65,6 +68,44 @@ def test_a_closed_engine_says_so():
     engine.close()
     with pytest.raises(ValueError, match="the engine is closed"):
         engine.generate(make("qwen2")[1], make_prompts(), LONG, Key(0))
+
+
+def test_weights_that_are_not_numbers_are_named_and_a_start_that_fails_is_tried_again(monkeypatch):
+    engine, _ = start(probe="never")
+    _, params = make("qwen2", seed=4)
+    none = {name: torch.full_like(x, torch.nan) for name, x in params.items()}
+    with engine:
+        with pytest.raises(EngineFailure, match=r"log-probs are not numbers in row \d+: are its weights finite"):
+            engine.generate(none, make_prompts(), LONG, Key(1), version=2)
+        start_host = vllm.start_host
+
+        def no_room(*_):
+            raise EngineFailure("no room")
+
+        for again in (no_room, no_room, start_host):
+            monkeypatch.setattr(vllm, "start_host", again)
+            if again is no_room:
+                with pytest.raises(EngineFailure, match="no room"):
+                    engine.generate(params, make_prompts(), LONG, Key(1), version=3)
+        rollout = engine.generate(params, make_prompts(), LONG, Key(1), version=3)
+        assert torch.equal(rollout.tokens, expected(params).tokens)
+        monkeypatch.setattr(engine._host._llm, "reset_prefix_cache", lambda: False)
+        with pytest.raises(EngineFailure, match="does not let go"):
+            engine.generate(params, make_prompts(), LONG, Key(1), version=3)
+        monkeypatch.setattr(vllm, "start_host", no_room)
+        with pytest.raises(EngineFailure, match="no room"):
+            engine.sync(params, version=4)
+
+
+def test_a_start_that_is_interrupted_leaves_no_process_group(monkeypatch):
+    def interrupted(*_, **__):
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module("vllm"), "LLM", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert not distributed.is_initialized()
 
 
 def test_an_architecture_that_it_does_not_know():

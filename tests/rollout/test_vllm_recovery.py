@@ -1,0 +1,269 @@
+"""What the engine does when its host dies, is interrupted, or does not come back: a host that does so when told."""
+
+import pickle
+from multiprocessing.connection import Pipe
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+from fppo.key import Key
+from fppo.rollout import vllm, vllm_process
+from fppo.rollout.engine import Sampling
+from fppo.rollout.sync import digest
+from fppo.rollout.vllm import VllmEngine, VllmOptions
+from fppo.rollout.vllm_host import Answer, EngineDied, EngineFailure
+from fppo.rollout.vllm_process import ProcessHost
+from fppo.runtime import clock, fsdp
+from fppo.runtime.mesh import Sharding
+from fppo.runtime.simulate import simulate
+from tests.models.families import make
+from tests.rollout.test_embedded import make_prompts
+
+SHORT = Sampling(n=2, max_tokens=3)
+MODEL, PARAMS = make("qwen2", dtype=torch.float32)
+
+
+class Stub:
+    """A host that answers rows with their numbers. `fates`: methods and what they raise, each once, in this order."""
+
+    limit = 128
+
+    def __init__(self, log, fates):
+        self.log, self.fates, self.got, self.here = log, fates, {}, True
+        log.append("start")
+        self._meet("start")
+
+    def _meet(self, method):
+        if not self.here:
+            raise EngineDied("it is gone")
+        if self.fates and self.fates[0][0] == method:
+            error = self.fates.pop(0)[1]
+            self.here = not isinstance(error, EngineDied)
+            raise error
+
+    def call(self, method, *arguments):
+        self._meet("call")
+        return [{name: [name] for name in PARAMS}]
+
+    def begin_load(self, how, transfer=False):
+        self._meet("begin_load")
+        self.got, self.how = {}, how
+
+    def take_in(self, tensors):
+        self._meet("take_in")
+        self.got |= {name: digest(x, self.how) for name, x in tensors.items()}
+
+    def end_load(self):
+        self._meet("end_load")
+        self.log.append("loaded")
+        return dict(self.got), []
+
+    def generate(self, request, done):
+        self.log.append(f"asked for {len(request.prompts)}")
+        for place, row in enumerate(request.row_ids.tolist()):
+            if place == 5:
+                self._meet("generate")
+            assert self.here
+            done(place, Answer(np.full(3, row % 31), np.full(3, -1, np.float32), np.full(3, -1, np.float32)))
+
+    def sleep(self):
+        self._meet("sleep")
+        self.log.append("slept")
+
+    def wake(self, part):
+        self._meet(f"wake {part}")
+        self.log.append(f"woke {part}")
+
+    def close(self):
+        self.here = False
+        self.log.append("closed")
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Makes an engine on such hosts, whose first start is a good one; and the log of what became of them all."""
+    monkeypatch.setattr(vllm, "check_installed", lambda: "0")
+
+    def made(*fates, mesh=None, **options):
+        log, told = [], []
+        monkeypatch.setattr(vllm, "start_host", lambda *_: Stub(log, told))
+        engine = VllmEngine(
+            MODEL, pad_token_id=0, mesh=mesh, probe="never", options=VllmOptions(host="process", **options)
+        )
+        told.extend(fates)
+        log.clear()
+        return engine, log
+
+    return made
+
+
+def generate(engine, version=1, **others):
+    return engine.generate(PARAMS, make_prompts(), SHORT, Key(0), version=version, **others)
+
+
+def check(rollout):
+    """Each row has its own number as tokens."""
+    assert torch.equal(rollout.tokens[:, -3:], (rollout.row_ids % 31)[:, None].expand(-1, 3))
+
+
+DIED = EngineDied("it died")
+
+
+@pytest.mark.parametrize("method", ["start", "call", "begin_load", "take_in", "end_load"])
+def test_a_replacement_that_dies_before_it_answers_is_replaced_too(start, method):
+    engine, log = start(("generate", DIED), (method, DIED), restarts=2)
+    with pytest.warns(RuntimeWarning, match="it died; 5 of 12 rows are done, a new one goes on") as said:
+        check(generate(engine))
+    assert len(said) == engine.replaced == 2
+    assert [line for line in log if line.startswith("asked")] == ["asked for 12", "asked for 7"]
+    log.clear()
+    check(generate(engine))
+    assert log == ["asked for 12"]
+
+
+def test_an_engine_that_may_replace_no_more_starts_anew_when_it_is_asked_again(start):
+    engine, log = start(("generate", DIED), ("start", DIED), restarts=1)
+    with pytest.warns(RuntimeWarning), pytest.raises(EngineDied, match="it died"):
+        generate(engine)
+    log.clear()
+    check(generate(engine))
+    assert log == ["closed", "start", "loaded", "asked for 12"]
+
+
+def test_one_that_does_not_come_back_can_be_asked_again_and_closed(start):
+    engine, log = start(("generate", DIED), ("start", EngineFailure("no room")))
+    with engine:
+        with pytest.warns(RuntimeWarning), pytest.raises(EngineFailure, match="no room"):
+            generate(engine)
+        check(generate(engine))
+    assert log[-1] == "closed"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("of the caller")])
+def test_a_generation_that_was_left_half_way_is_not_gone_on_from(start, error):
+    """The host may be in the middle of it; it is no death to count."""
+    engine, log = start(("generate", error), restarts=0)
+    with pytest.raises(type(error)):
+        generate(engine)
+    assert engine.version is None
+    log.clear()
+    check(generate(engine))
+    assert log == ["closed", "start", "loaded", "asked for 12"]
+    assert engine.replaced == 0
+
+
+@pytest.mark.parametrize("method", ["begin_load", "take_in", "end_load", "wake weights", "wake kv_cache"])
+def test_a_sync_that_was_left_half_way_starts_anew(start, method):
+    engine, log = start((method, KeyboardInterrupt()), sleep=True, restarts=0)
+    engine.sleep()
+    with pytest.raises(KeyboardInterrupt):
+        engine.sync(PARAMS, version=1)
+    assert engine.version is None
+    log.clear()
+    assert engine.sync(PARAMS, version=1).tensors == len(PARAMS)
+    assert log == ["closed", "start", "loaded"]  # it was never asleep
+
+
+def test_sleeping_and_waking(start):
+    engine, log = start(sleep=True)
+    for version in (1, 2):
+        check(generate(engine, version))
+        assert engine.version is None
+    first = ["loaded", "asked for 12", "slept"]
+    assert log == [*first, "woke weights", *first[:1], "woke kv_cache", *first[1:]]
+
+
+def test_an_interruption_on_the_way_to_sleep_is_gone_on_from_by_a_new_start(start):
+    engine, log = start(("sleep", KeyboardInterrupt()), sleep=True, restarts=0)
+    engine.sync(PARAMS, version=1)
+    with pytest.raises(KeyboardInterrupt):
+        engine.sleep()
+    log.clear()
+    engine.sleep()  # there is nothing to be told to
+    check(generate(engine))
+    assert log == ["closed", "start", "loaded", "asked for 12", "slept"]
+
+
+def test_a_death_on_the_way_to_sleep_costs_no_row(start):
+    engine, log = start(("sleep", DIED), sleep=True, restarts=0)
+    with pytest.warns(RuntimeWarning, match="it died; all rows are done, a new one goes on"):
+        check(generate(engine))
+    assert engine.replaced == 1
+    log.clear()
+    check(generate(engine))
+    assert log == ["closed", "start", "loaded", "asked for 12", "slept"]
+
+
+@pytest.mark.parametrize("method", ["generate", "start", "begin_load", "take_in", "end_load"])
+def test_ranks_go_on_together_when_a_replacement_of_one_dies(start, method):
+    def run(mesh):
+        mesh = attrs.evolve(mesh, sharding=Sharding())
+        engine, _ = made[mesh["shard"].rank]
+        engine._mesh = mesh
+        shards = fsdp.shard(PARAMS, mesh)
+        return engine.generate(shards, make_prompts(), SHORT, Key(0), version=1)
+
+    made = [start(restarts=2), start(("generate", DIED), (method, DIED), restarts=2)]
+    with pytest.warns(RuntimeWarning, match="it died"):
+        found = simulate({"shard": 2}, run)
+    for rollout in found:
+        check(rollout)
+    assert [engine.replaced for engine, _ in made] == [0, 2]
+
+
+def host_of(connection: Any, *, patience: float = 60.0) -> tuple[Any, list[str]]:
+    """What `ProcessHost` is when its process has started, over this connection; and what was closed of it."""
+    host: Any = object.__new__(ProcessHost)
+    closed: list[str] = []
+    host._connection, host._options = connection, VllmOptions(host="process", patience=patience)
+    host._process = SimpleNamespace(pid=0)
+    host._memory = SimpleNamespace(close=lambda: closed.append("memory"))
+    host._finalizer = lambda: closed.append("process")
+    return host, closed
+
+
+def test_answers_that_nobody_waits_for_any_more_are_not_those_to_the_next_question():
+    ours, theirs = Pipe()
+    host, closed = host_of(ours)
+    for message in [("row", row, ([row], [0.0], [0.0])) for row in range(3)] + [("result", None)]:
+        theirs.send_bytes(pickle.dumps(message))
+
+    def done(row, answer):
+        raise ValueError("of the caller")
+
+    with pytest.raises(ValueError, match="of the caller"):
+        host.generate(None, done)
+    assert closed == ["process", "memory"]
+
+
+def test_time_in_which_this_process_stood_still_is_no_silence(monkeypatch):
+    passed, waits = [0.0], []
+
+    def poll(seconds):
+        waits.append(seconds)
+        passed[0] += 1000.0 if len(waits) == 2 else seconds
+        return len(waits) == 40
+
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: passed[0]))
+    said = SimpleNamespace(poll=poll, recv_bytes=lambda: pickle.dumps(("result", 3)))
+    assert host_of(said)[0]._hear("patience") == ("result", 3)
+    assert passed[0] > 1000
+
+
+def test_silence_is_a_death(monkeypatch):
+    passed, ended = [0.0], []
+
+    def poll(seconds):
+        passed[0] += seconds
+        return False
+
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: passed[0]))
+    monkeypatch.setattr(vllm_process, "_end", lambda *_, grace: ended.append(grace))
+    with pytest.raises(EngineDied, match=r"no sign of life for 7 s \(setting: patience\)"):
+        host_of(SimpleNamespace(poll=poll), patience=7.0)[0]._hear("patience")
+    assert 7 <= passed[0] < 9
+    assert ended == [0]
