@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 from fppo.rewards.sample import Kind, Outcome, RewardFn, Sample, outcome_of
+from fppo.runtime.clock import Clock
 
 Emit = Callable[[int, Outcome], None]
+_LOOK = 0.5  # seconds between two looks at the clock, at most
 
 
 class Mode(NamedTuple):
@@ -91,7 +93,7 @@ async def _gather(fn: RewardFn, samples: Sequence[Sample], mode: Mode, emit: Emi
     async def one(number: int, sample: Sample) -> None:
         async with turns:
             try:
-                outcome = outcome_of(await asyncio.wait_for(fn(sample), mode.time_limit))
+                outcome = outcome_of(await _within(fn(sample), mode.time_limit))
             except TimeoutError:
                 outcome = Outcome("timeout", text=f"no result within {mode.time_limit:g} s")
             except (Exception, SystemExit) as error:
@@ -99,3 +101,17 @@ async def _gather(fn: RewardFn, samples: Sequence[Sample], mode: Mode, emit: Emi
         emit(number, outcome)
 
     await asyncio.gather(*(one(number, sample) for number, sample in enumerate(samples)))
+
+
+async def _within(waited: Awaitable[Any], limit: float) -> Any:
+    """What is waited for; TimeoutError after `limit` seconds in which this process was not stopped."""
+    task, clock = asyncio.ensure_future(waited), Clock(2 * _LOOK)
+    try:
+        while not task.done() and (left := limit - clock.now()) > 0:
+            await asyncio.wait([task], timeout=min(left, _LOOK))
+    finally:
+        late = task.cancel()
+    if late:
+        await asyncio.gather(task, return_exceptions=True)  # what it does at its end
+        raise TimeoutError
+    return task.result()

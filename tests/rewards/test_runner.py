@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fppo.rewards import RewardRunner, weighted_sum
+from fppo.rewards import RewardRunner, inline_reward, weighted_sum
 from fppo.runtime import clock
 from tests.rewards import functions
 from tests.rewards.samples import sample, samples
@@ -127,6 +128,38 @@ def test_a_machine_that_stood_still_costs_no_sample(tmp_path, monkeypatch):
         time.sleep(1.5)  # it looks a few times
         (tmp_path / "go").touch()
         assert judged.result().failures == ()
+
+
+def test_a_machine_that_stood_still_costs_no_coroutine(monkeypatch):
+    real, stopped = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: real() + stopped[0])
+
+    @inline_reward
+    async def waits(given) -> float:
+        stopped[0] += 1000.0
+        await asyncio.sleep(0.01)
+        return 3.0
+
+    assert judge(waits, samples("a", "b")).scores == {"waits": [3.0, 3.0]}
+
+
+def test_a_coroutine_that_is_late_ends_as_it_likes_and_is_late():
+    ended = []
+
+    @inline_reward
+    async def stubborn(given) -> float:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.01)
+            ended.append(given.response)
+            if given.response == "raise":
+                raise OSError("broken") from None
+        return 3.0
+
+    judged = judge(stubborn, samples("stay", "raise"), time_limit=2.0)
+    assert [(f.kind, f.text) for f in judged.failures] == [("timeout", "no result within 2 s")] * 2
+    assert ended == ["stay", "raise"]
 
 
 def test_functions_of_the_batch_see_all_and_isolate_by_halves():
