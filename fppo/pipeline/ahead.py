@@ -7,6 +7,7 @@ resumes goes on bit for bit. Off-policy by k steps: `losses.rollout_correction` 
 
 from __future__ import annotations
 
+import ast
 import json
 import threading
 from collections.abc import Callable, Mapping
@@ -51,8 +52,8 @@ def restore(leaves: Mapping[str, Tensor | Column]) -> tuple[Waiting, ...]:
     """`RunState.ahead` from its leaves by their paths in it, as "[0]['tokens']"."""
     found: dict[int, Waiting] = {}
     for path, leaf in leaves.items():
-        number, _, name = path.removeprefix("[").partition("]['")
-        found.setdefault(int(number), {})[name.removesuffix("']")] = leaf
+        number, _, name = path.removeprefix("[").removesuffix("]").partition("][")
+        found.setdefault(int(number), {})[ast.literal_eval(name)] = leaf
     return tuple(found[number] for number in sorted(found))
 
 

@@ -61,6 +61,19 @@ def test_the_mismatch_shows_in_the_metrics_of_a_run_that_is_ahead_alone(parts):
         assert (abs(_number(report["training/rollout_ratio_mean"]) - 1) > 1e-6) == (lag == 1)
 
 
+def test_scores_of_any_name_wait_on_disk(parts, tmp_path):
+    """A reward names its further numbers as it likes."""
+    run, _, _ = _steps(parts, 1, ahead=2)[-1]
+    names = ("it's", "a.b", "x']['y", 'say "so"', "[0]", "tab\t")
+    more = {f"named_scores.{name}": torch.full((8,), float(i)) for i, name in enumerate(names)}
+    run = attrs.evolve(run, ahead=tuple({**batch, **more} for batch in run.ahead))
+    checkpoint.save(run, tmp_path, 1)
+    found = session.load(parts, tmp_path, 1)
+    assert tree.digest(found) == tree.digest(run)
+    scored, _ = ahead.unpack(found.ahead[1])
+    assert [scored.named_scores[name][0].item() for name in names] == list(range(len(names)))
+
+
 @pytest.mark.parametrize("lag", [1, 2])
 def test_a_state_goes_on_from_disk_bit_for_bit(parts, tmp_path, lag):
     done = _steps(parts, 4, ahead=lag)
