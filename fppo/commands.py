@@ -89,11 +89,14 @@ def rollout(settings: TrainSettings, here: Here = ALONE) -> int:
 
 
 def settings_of(directory: Path) -> TrainSettings:
-    """The settings that a run wrote. Raises ValueError if the directory holds none."""
+    """The settings that a run wrote, to compute parts of it again: what it saved of rollouts stays as it is.
+
+    Raises ValueError if the directory holds none.
+    """
     path = directory / session.SETTINGS
     if not path.exists():
         raise ValueError(f"{path}: there is no such file; give the output_dir of a run")
-    return config.load(path)
+    return config.replace(config.load(path), {"rollout.save": False})
 
 
 def nearest_checkpoint(directory: Path, step: int | None) -> int | None:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from torch import Tensor
 
 from fppo import config, losses, settings_checks
 from fppo.loading import micro_batching_of
 from fppo.models.model import Model
 from fppo.pipeline import stages
-from fppo.pipeline.estimators import estimator
+from fppo.pipeline.estimators import WHITENED, estimator
 from fppo.pipeline.measure import with_mfu
 from fppo.pipeline.run import Program
 from fppo.pipeline.sample import (
@@ -123,7 +124,7 @@ def program_of(
         estimate=_estimate_stage(settings, sampling, kernels),
         update_critic=_update_critic(settings, critic_model, lane, shared),
         update_actor=_update_actor(settings, model, lane, loss, on_policy, policy),
-        sample=sample_of(settings, pad_token_id, mesh),
+        sample=sample_of(settings, pad_token_id, mesh, vocabulary=model.config.vocab_size),
         critic_warmup=settings.critic.warmup_steps if critic_model is not None else 0,
     )
 
@@ -141,10 +142,25 @@ def _estimate_stage(settings: TrainSettings, sampling: Sampling, kernels: Kernel
         kl_in_reward=kl.coef > 0,
         kl_kind=kl.kind,
         update_kl=partial(losses.update_kl, kind=kl.controller, target=kl.target, horizon=kl.horizon),
-        correct=partial(losses.rollout_correction, **corrected) if corrected else None,
+        correct=_correction(corrected, settings.actor.loss.name) if corrected else None,
         drop=_dropped(settings.rollout.filter),
-        whiten=algorithm.whiten and algorithm.advantage == "gae",
+        whiten=algorithm.whiten if algorithm.advantage == "gae" else algorithm.advantage in WHITENED,
     )
+
+
+def _correction(keywords: dict[str, Any], loss: str) -> Callable[..., losses.Correction]:
+    """The off-policy correction of a policy loss: gmpo, whose loss is a row's, has one weight for a row."""
+    correct = partial(losses.rollout_correction, **keywords)
+    if loss != "gmpo":
+        return correct
+
+    def by_row(*given: Tensor) -> losses.Correction:
+        found = correct(*given)
+        if found.weights is None:
+            return found
+        return found._replace(weights=losses.geometric_mean(found.weights, found.mask))
+
+    return by_row
 
 
 def _dropped(section: FilterSettings) -> list[Callable[..., Any]]:
@@ -153,12 +169,12 @@ def _dropped(section: FilterSettings) -> list[Callable[..., Any]]:
     return [*groups, *([truncated] if section.truncated else [])]
 
 
-def sample_of(settings: TrainSettings, pad_token_id: int, mesh: Mesh) -> Sample:
-    """How the settings want a step's batch made."""
+def sample_of(settings: TrainSettings, pad_token_id: int, mesh: Mesh, *, vocabulary: int) -> Sample:
+    """How the settings want a step's batch made, for a model that knows `vocabulary` tokens."""
     section = settings.rollout
     if section.from_ is not None:
         saved.check(Path(section.from_), until=settings.steps, rows=section.batch_size)
-        return partial(sample_saved, directory=Path(section.from_))
+        return partial(sample_saved, directory=Path(section.from_), vocabulary=vocabulary)
     kept, sample = section.filter, sample_batch
     if kept.groups:
         sample = partial(sample_groups, pad_token_id=pad_token_id, max_draws=kept.max_draws, by=kept.by)

@@ -206,7 +206,7 @@ def _sampling(s: TrainSettings) -> Problems:
         )
     if s.rollout.from_ is None:
         return
-    for name, given in (("ahead", s.rollout.ahead), ("filter.groups", kept.groups), ("save", s.rollout.save)):
+    for name, given in (("ahead", s.rollout.ahead), ("save", s.rollout.save)):
         if given:
             yield _problem(f"rollout.{name}", given, "rollout.from is given: nothing is sampled; leave one of them out")
     if s.algorithm.advantage == "remax":
@@ -267,8 +267,8 @@ def _correction(s: TrainSettings) -> Problems:
             yield _problem(f"{path}.{name}", list(bounds), "each bound must be greater than 0")
     highs = [high for name, high in zip(c.rejection, c.rejection_high) if name.endswith("_k1")]
     lows = c.rejection_low or [1 / high for high in highs if high > 0]
-    if any(low > high for low, high in zip(lows, highs)):
-        text = "a k1 bound must be at least the lower one, which is 1 / it unless rejection_low is given"
+    if any(low > high or low == 0 for low, high in zip(lows, highs)):
+        text = "a k1 bound must be at least the lower one, which is 1 / it unless rejection_low is given, and above 0"
         yield _problem(f"{path}.rejection_high", list(c.rejection_high), text)
 
 

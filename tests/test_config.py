@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,10 @@ CONFLICTS = [
     ({"algorithm.correction.rejection": ["seq_max_k3"]}, "algorithm.correction.rejection_high"),
     (
         {"algorithm.correction.rejection": ["token_k1"], "algorithm.correction.rejection_high": [0.5]},
+        "algorithm.correction.rejection_high",
+    ),
+    (
+        {"algorithm.correction.rejection": ["token_k1"], "algorithm.correction.rejection_high": [math.inf]},
         "algorithm.correction.rejection_high",
     ),
     ({"steps": 5, "critic.warmup_steps": 5}, "critic.warmup_steps"),

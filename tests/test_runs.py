@@ -74,15 +74,39 @@ def test_a_run_that_samples_ahead_stops_goes_on_and_replays_bit_for_bit(task, tm
     assert commands.replay(whole, 4) == 0
 
 
-def test_a_run_trains_on_the_rollouts_that_another_saved(task, tmp_path):
-    _, first = _run(task, tmp_path, "first", rollout__save=True)
-    given = runs.settings(task, output_dir=str(tmp_path / "second"), rollout__from=str(first / "rollouts"))
+@pytest.mark.parametrize(
+    ("shared", "sampling"),
+    [
+        ({}, {}),
+        (
+            {"rollout__n": 2, "rollout__filter__groups": True, "rollout__filter__max_draws": 2},
+            {"rollout__ahead": 1},
+        ),
+    ],
+    ids=["plain", "groups ahead"],
+)
+def test_a_run_trains_on_the_rollouts_that_another_saved(task, tmp_path, shared, sampling):
+    """Groups that filled a batch up are left out of the loss again."""
+    shared = {"reward__functions": ["tests.rewards.functions:length"], **shared}
+    _, first = _run(task, tmp_path, "first", rollout__save=True, **shared, **sampling)
+    given = runs.settings(task, output_dir=str(tmp_path / "second"), rollout__from=str(first / "rollouts"), **shared)
     assert commands.train(given) == 0
-    cursor = ".cursor"  # no prompt was drawn
+    other_data = (".cursor", ".ahead")  # no prompt was drawn
     for one, other in zip(*(jsonl.read(x / "digests.jsonl") for x in (first, tmp_path / "second")), strict=True):
         assert one["batch"] == other["batch"]
-        differing = {name for name in one["result"] if one["result"][name] != other["result"][name]}
-        assert all(name.startswith(cursor) for name in differing)
+        differing = {name for name in one["result"] if one["result"][name] != other["result"].get(name)}
+        assert all(name.startswith(other_data) for name in differing)
+    if sampling:
+        dropped = [line.get("rollout/dropped", 0.0) for line in jsonl.read(tmp_path / "second" / "metrics.jsonl")]
+        assert 0 < max(dropped) < 1
+
+
+def test_what_a_run_saved_stays_as_it_is_when_steps_are_computed_again(task, tmp_path):
+    _, path = _run(task, tmp_path, "run", steps=2, rollout__save=True, checkpoint__keep=5)
+    for file in (path / "rollouts").iterdir():
+        file.write_bytes(b"mine")
+    assert commands.replay(path, 2) == 0
+    assert [file.read_bytes() for file in (path / "rollouts").iterdir()] == [b"mine"] * 2
 
 
 def test_rollouts_are_made_without_training_and_trained_on_later(task, tmp_path, capsys):

@@ -61,8 +61,8 @@ def _rejections(reject: str, thresholds: str | float | tuple[float, float]) -> d
         numbers = _numbers(f"reject_threshold of {option}", value.strip() if isinstance(value, str) else value)
         if option.endswith("k1"):
             low = numbers[0] if len(numbers) == 2 else 1 / numbers[0]
-            if low > numbers[-1]:
-                raise ValueError(f"reject_threshold of {option} is {value!r}: a single bound must be >= 1")
+            if low > numbers[-1] or low == 0:
+                raise ValueError(f"reject_threshold of {option} is {value!r}: a single bound must be >= 1 and finite")
             bounds[option] = (math.log(low), math.log(numbers[-1]))
         elif len(numbers) == 2:
             raise ValueError(

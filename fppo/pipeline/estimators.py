@@ -25,6 +25,7 @@ NAMES = (
     "optimal_token_baseline",
     "gdpo",
 )
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")  # those that whiten what they estimate
 
 
 def estimator(

@@ -104,10 +104,14 @@ def sample_saved(
     rollout: Stage,
     score: Stage,
     directory: Path,
+    vocabulary: int,
 ) -> tuple[Scored, DataCursor, Metrics]:
-    """The rollout that `directory` holds for this step, scored. It draws no prompts, so the cursor stays."""
+    """The rollout that `directory` holds for this step, scored. It draws no prompts, so the cursor stays.
+
+    Raises ValueError for tokens that a model of so large a `vocabulary` does not know.
+    """
     del draw, key, version, rollout
-    found = saved.read(directory, step + 1, next(iter(params.values())).device)
+    found = saved.read(directory, step + 1, next(iter(params.values())).device, vocabulary=vocabulary)
     scored, judged = timed("reward", score)(found, params=params, prompts=None)
     return scored, cursor, judged
 
@@ -154,10 +158,19 @@ def truncated(rows: Scored | Annotated) -> Tensor:
 
 
 def concat(records: list[Scored], pad_token_id: int) -> Scored:
-    """The rows of all records, whose prompts and responses may differ in width: the widest counts."""
+    """The rows of all records, whose prompts and responses may differ in width: the widest counts.
+
+    A named score that a record lacks is 0 in it: a reward that failed on all its rows has named none.
+    """
     prompt = max(record.tokens.shape[1] - record.response_mask.shape[1] for record in records)
     response = max(record.response_mask.shape[1] for record in records)
-    return batches.concat([_widened(record, prompt, response, pad_token_id) for record in records])
+    names = list(dict.fromkeys(name for record in records for name in record.named_scores))
+    return batches.concat([_widened(_with_scores(record, names), prompt, response, pad_token_id) for record in records])
+
+
+def _with_scores(record: Scored, names: list[str]) -> Scored:
+    none = torch.zeros_like(record.scores)
+    return replace(record, named_scores={name: record.named_scores.get(name, none) for name in names})
 
 
 def _widened(record: Scored, prompt: int, response: int, pad_token_id: int) -> Scored:

@@ -31,12 +31,22 @@ def write(rows: Scored, directory: Path, step: int) -> Path:
     return path
 
 
-def read(directory: Path, step: int, device: torch.device) -> Rollout:
-    """The rollout of a step. Raises ValueError if there is none, or it is damaged."""
+def read(directory: Path, step: int, device: torch.device, *, vocabulary: int) -> Rollout:
+    """The rollout of a step, for a model that knows `vocabulary` tokens.
+
+    Raises ValueError if there is none, if it is damaged, and for tokens that the model does not know.
+    """
     path = path_of(directory, step)
     if not path.exists():
         raise ValueError(f"{path}: there is no such file; the directory holds {_spans(steps(directory))}")
-    return tree.map(lambda x: x.to(device, copy=True), batches.load(Rollout, path))
+    found = batches.load(Rollout, path)
+    top = int(found.tokens.max())
+    if top >= vocabulary:
+        raise ValueError(
+            f"{path} holds token {top}, and the model has a vocabulary of {vocabulary}: it was made with another "
+            "tokenizer; give rollouts of this model's (rollout.from)"
+        )
+    return tree.map(lambda x: x.to(device, copy=True), found)
 
 
 def steps(directory: Path) -> list[int]:

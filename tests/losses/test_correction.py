@@ -340,6 +340,7 @@ def test_probability_metrics_are_the_loop_s(batch):
         ({"reject": "token_k1,token_k2", "reject_threshold": "1,2,3"}, "2 options"),
         ({"reject": "token_k2", "reject_threshold": "0.5_2.0"}, "only k1 has a lower bound"),
         ({"reject": "token_k1", "reject_threshold": 0.5}, "must be >= 1"),
+        ({"reject": "token_k1", "reject_threshold": math.inf}, "must be >= 1 and finite"),
         ({"reject": " ,", "reject_threshold": 0.5}, "at least one option"),
     ],
 )

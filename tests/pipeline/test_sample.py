@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fppo import advantages, assembly, config, losses, metrics
 from fppo import batch as batches
-from fppo import config, losses, metrics
 from fppo.batch import Annotated, Column, Prompts, Rollout, Scored, extend
 from fppo.data import DataCursor
 from fppo.key import Key
 from fppo.losses import KLState
 from fppo.pipeline import sample, stages
-from fppo.pipeline.estimators import estimator
+from fppo.pipeline.estimators import WHITENED, estimator
 from fppo.pipeline.sample import equal_groups, sample_batch, sample_groups, truncated
 from fppo.rollout import saved
 from tests import runs
@@ -147,6 +147,24 @@ def test_seconds_and_counts_of_several_draws_add_up():
     assert metrics.report(report)["reward/errors"] == 6
 
 
+def test_a_reward_that_failed_on_a_whole_draw_has_scored_0_by_every_name():
+    """It has named none of its further numbers then; the next draw has them."""
+    table = {"0": [0, 0], "1": [0, 0], "2": [1, 2], "3": [1, 1]}
+
+    def score(made, **given):
+        scored, report = _score(made, table=table, **given)
+        named = {} if made.ids[0] == "0" else {"format": scored.scores + 4}
+        return attrs.evolve(scored, named_scores={**scored.named_scores, **named}), report
+
+    given = {"draw": _draw(2), "key": Key(0), "step": 0, "version": 0, "pad_token_id": PAD, "max_draws": 2}
+    batch, _, _ = sample_groups({}, DataCursor(), rollout=partial(_rollout, n=2), score=score, **given)
+    assert list(batch.ids) == ["2", "2", "0", "0"]
+    assert {name: x.tolist() for name, x in batch.named_scores.items()} == {
+        "half": [1.0, 1.0, 0.0, 0.0],
+        "format": [5.0, 6.0, 0.0, 0.0],
+    }
+
+
 def test_one_draw_of_differing_groups_is_the_plain_batch():
     table = {str(i): [0, 1] for i in range(4)}
     filtered, cursor, _ = _sampled(table, size=4, n=2, max_draws=3)
@@ -202,6 +220,58 @@ def test_dropped_rows_leave_every_denominator():
     assert float(dropped.total / dropped.count) == 0.5
 
 
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("task")
+    runs.write_task(directory)
+    return directory
+
+
+def _estimated(task, rows, **changes):
+    """What a run's own program makes of the rows."""
+    with assembly.assembled(runs.settings(task, rollout__n=2, **changes)) as parts:
+        experience, _, _ = parts.program.estimate(rows, KLState(coef=0.0))
+    return experience
+
+
+@pytest.mark.parametrize("name", [*WHITENED, "grpo"])
+def test_what_whitens_does_so_over_what_is_trained_on(task, name):
+    """Rows that are left out of the loss have no say in its scale: not those that fill up, not those that are cut."""
+    rows = _annotated([1.0, 0.0, 3.0, 3.0, 0.0, 5.0], ["stop", "stop", "stop", "stop", "length", "stop"])
+    rows = attrs.evolve(rows, named_scores={"exact_match": rows.scores})
+    filters = {"rollout__filter__groups": True, "rollout__filter__truncated": True}
+    found = _estimated(task, rows, algorithm__advantage=name, **filters)
+    kept = found.advantages[found.response_mask].double()
+    assert len(kept) == 6
+    plain = estimator(name)(rows, found.token_rewards).advantages
+    expected = advantages.whiten(plain, found.response_mask) if name in WHITENED else plain
+    torch.testing.assert_close(kept, expected[found.response_mask].double())
+    if name in WHITENED:
+        assert float(kept.mean()) == pytest.approx(0, abs=1e-6)
+        assert float(kept.var()) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["gmpo", "ppo_clip"])
+def test_a_loss_of_rows_has_one_weight_for_a_row(task, loss):
+    """The geometric mean of its tokens', of those that are left."""
+    rows = _annotated([1.0, 0.0, 1.0, 3.0], ["stop"] * 4)
+    apart = torch.tensor([[0.1, -0.5], [0.0, 0.3], [-0.2, -0.2], [0.4, -3.0]])
+    rows = attrs.evolve(rows, old_log_probs=rows.rollout_log_probs + apart)
+    correction = {"mode": "token", "high": 1.2, "rejection": ["token_k1"], "rejection_high": [10.0]}
+    changes = {f"algorithm__correction__{name}": value for name, value in correction.items()}
+    found = _estimated(task, rows, algorithm__advantage="grpo", actor__loss__name=loss, **changes)
+    weights = apart.exp().clamp(max=1.2)
+    kept = torch.ones(4, 2, dtype=torch.bool)
+    kept[3, 1] = False
+    assert torch.equal(found.response_mask, kept)
+    if loss == "gmpo":
+        means = torch.stack(
+            [weights[0].prod().sqrt(), weights[1].prod().sqrt(), weights[2].prod().sqrt(), weights[3, 0]]
+        )
+        weights = means[:, None].expand(4, 2)
+    torch.testing.assert_close(found.correction_weights, weights.where(kept, 0.0), rtol=1e-5, atol=1e-6)
+
+
 def test_saved_rollouts_come_back_for_their_steps(tmp_path):
     table = {str(i): [0, i % 2] for i in range(8)}
     shared = {"draw": _draw(4), "version": 3, "rollout": partial(_rollout, n=2), "score": partial(_score, table=table)}
@@ -215,10 +285,16 @@ def test_saved_rollouts_come_back_for_their_steps(tmp_path):
     for step in (1, 0):
         params = {"x": torch.zeros(1)}
         found, after, _ = sample.sample_saved(
-            params, DataCursor(epoch=9), key=Key(5), step=step, directory=tmp_path, **shared
+            params, DataCursor(epoch=9), key=Key(5), step=step, directory=tmp_path, vocabulary=18, **shared
         )
         batches.join(Scored, found, made[step])
         assert after.epoch == 9
+        with pytest.raises(
+            ValueError, match=r"holds token 1[37], and the model has a vocabulary of 13: it was made with"
+        ):
+            sample.sample_saved(
+                params, DataCursor(), key=Key(5), step=step, directory=tmp_path, vocabulary=13, **shared
+            )
 
 
 def test_what_is_wrong_with_saved_rollouts_is_said_before_any_work(tmp_path):
