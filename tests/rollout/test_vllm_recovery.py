@@ -68,7 +68,9 @@ class Stub:
             if place == 5:
                 self._meet("generate")
             assert self.here
-            done(place, Answer(np.full(3, row % 31), np.full(3, -1, np.float32), np.full(3, -1, np.float32)))
+            length = request.limits[place]
+            ones = np.full(length, -1, np.float32)
+            done(place, Answer(np.full(length, row % 31), ones, ones))
 
     def sleep(self):
         self._meet("sleep")
@@ -107,7 +109,9 @@ def generate(engine, version=1, **others):
 
 def check(rollout):
     """Each row has its own number as tokens."""
-    assert torch.equal(rollout.tokens[:, -3:], (rollout.row_ids % 31)[:, None].expand(-1, 3))
+    mask = rollout.response_mask
+    assert mask.shape == (12, 3)
+    assert torch.equal(rollout.tokens[:, -3:], (rollout.row_ids % 31)[:, None].where(mask, 0))
 
 
 DIED = EngineDied("it died")
@@ -123,6 +127,35 @@ def test_a_replacement_that_dies_before_it_answers_is_replaced_too(start, method
     log.clear()
     check(generate(engine))
     assert log == ["asked for 12"]
+
+
+def test_rows_that_are_left_keep_their_numbers_and_limits(start):
+    engine, _ = start(("generate", DIED))
+    limits = torch.tensor([3, 1, 9, 2, 1, 2])
+    told = {}
+    with pytest.warns(RuntimeWarning, match="5 of 12 rows"):
+        rollout = generate(engine, limits=limits, on_finished=lambda row, tokens, _: told.update({row: tokens}))
+    check(rollout)
+    lengths = limits.clamp(max=3).repeat_interleave(2).tolist()
+    assert rollout.response_mask.sum(1).tolist() == lengths
+    numbers = rollout.row_ids.tolist()
+    assert told == {row: [numbers[row] % 31] * length for row, length in enumerate(lengths)}
+
+
+def test_weights_are_sent_where_the_version_or_any_tensor_is_another(start):
+    engine, log = start()
+    for params, version, sent in (
+        (PARAMS, 1, True),
+        (PARAMS, 1, False),
+        (dict(PARAMS), 1, False),
+        (PARAMS, 2, True),
+        (PARAMS | {"model.norm.weight": PARAMS["model.norm.weight"].clone()}, 2, True),
+        (PARAMS, 2, True),
+    ):
+        log.clear()
+        rollout = engine.generate(params, make_prompts(), SHORT, Key(0), version=version)
+        assert rollout.versions.unique().tolist() == [engine.version] == [version]
+        assert log == ["loaded"] * sent + ["asked for 12"]
 
 
 def test_an_engine_that_may_replace_no_more_starts_anew_when_it_is_asked_again(start):
