@@ -121,6 +121,7 @@ def assembled(
                 score=score,
                 listen=judge.listen,
                 loss=loss_fn,
+                parts=judge.parts,
             ),
             draw=_draw(settings, prompts, key.fold("data")),
             evaluate=None if held_out is None else _evaluation(settings, held_out, engine, sampling, score),

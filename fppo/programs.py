@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from fppo.pipeline.sample import (
     saving,
     truncated,
 )
+from fppo.rewards.sample import Part
 from fppo.rollout import saved
 from fppo.rollout.engine import Engine, Sampling
 from fppo.rollout.turns import turn_metrics
@@ -94,8 +95,9 @@ def program_of(
     score: stages.ScoreFn,
     listen: Callable[..., Any],
     loss: tuple[Callable[..., Any], Callable[..., Any] | None],
+    parts: Sequence[Part],
 ) -> Program:
-    """The stages of the settings' algorithm, bound."""
+    """The stages of the settings' algorithm, bound; `parts` are the functions of its reward."""
     actor, algorithm = settings.actor, settings.algorithm
     mini = config.mini_batch_size(actor, settings.rollout.batch_size)
     corrected = algorithm.correction.mode != "none" or bool(algorithm.correction.rejection)
@@ -121,7 +123,7 @@ def program_of(
             held=(lambda params: OnHost(params, lane)) if settings.model.offload == "all" else (lambda params: params),
             **policy,
         ),
-        estimate=_estimate_stage(settings, sampling, kernels),
+        estimate=_estimate_stage(settings, sampling, kernels, {part.name: part.weight for part in parts}),
         update_critic=_update_critic(settings, critic_model, lane, shared),
         update_actor=_update_actor(settings, model, lane, loss, on_policy, policy),
         sample=sample_of(settings, pad_token_id, mesh, vocabulary=model.config.vocab_size),
@@ -129,11 +131,18 @@ def program_of(
     )
 
 
-def _estimate_stage(settings: TrainSettings, sampling: Sampling, kernels: Kernels) -> Callable[..., Any]:
+def _estimate_stage(
+    settings: TrainSettings, sampling: Sampling, kernels: Kernels, weights: Mapping[str, float]
+) -> Callable[..., Any]:
     algorithm = settings.algorithm
     kl, corrected = algorithm.kl, config.correction_keywords(algorithm.correction)
     estimate = estimator(
-        algorithm.advantage, gamma=algorithm.gamma, lam=algorithm.lam, scale=algorithm.scale, gae=kernels.gae
+        algorithm.advantage,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        scale=algorithm.scale,
+        gae=kernels.gae,
+        weights=weights,
     )
     return partial(
         stages.estimate,

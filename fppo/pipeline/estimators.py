@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -35,11 +35,12 @@ def estimator(
     lam: float = 1.0,
     scale: str = "std",
     gae: Callable[..., tuple[Tensor, Tensor]] = scan,
+    weights: Mapping[str, float] | None = None,
 ) -> AdvantageFn:
     """The estimator of that name with its scalars bound: (annotated rows, token rewards [B, T]) -> Advantages.
 
     Group estimators compare the sums of the token rewards, so a KL penalty in the rewards reaches them too. `gae` is
-    the kernel that "gae" calls. Raises ValueError for a name that there is not.
+    the kernel that "gae" calls, and `weights` are those of "gdpo". Raises ValueError for a name that there is not.
     """
     if name not in NAMES:
         raise ValueError(f"unknown advantage estimator {name!r}; there are {list(NAMES)}")
@@ -72,7 +73,7 @@ def estimator(
                     rewards, mask, groups, log_probs=rows.old_log_probs, sum_squared_probs=squared
                 )
             case _:
-                return advantages.gdpo(rows.named_scores, mask, groups, scale=scale)
+                return advantages.gdpo(rows.named_scores, mask, groups, weights=weights, scale=scale)
 
     return estimate
 

@@ -112,6 +112,7 @@ def test_groups_are_the_first_that_differ_and_what_is_missing_is_dropped(data, s
     assert float(report["rollout/groups/draws"].value) == draws
     kept, drawn = (float(x) for x in report["rollout/groups/kept"])
     assert (kept, drawn) == (len([i for i in differing if i in seen]), draws * size)
+    assert [float(x) for x in report["rollout/groups/filled"]] == [size - len(good), size]
 
 
 @given(st.integers(1, 3), st.integers(1, 5))
@@ -218,6 +219,14 @@ def test_dropped_rows_leave_every_denominator():
     assert (int(totals.tokens), int(totals.sequences)) == (6, 3)
     dropped = report["rollout/dropped"]
     assert float(dropped.total / dropped.count) == 0.5
+    off = attrs.evolve(rows, old_log_probs=rows.old_log_probs + torch.tensor([[0.0, 0.2], *[[0.0, 0.0]] * 5]))
+    reject = partial(losses.rollout_correction, reject="token_k1", reject_threshold=1.1)
+    experience, _, report = run(off, KLState(coef=0.0), drop=[equal_groups, truncated], correct=reject)
+    assert experience.response_mask.tolist() == [[True, False], *[[each, each] for each in kept[1:]]]
+    assert experience.correction_weights is not None
+    assert torch.equal(experience.correction_weights != 0, experience.response_mask)
+    rejected = report["rollout_corr/rollout_rs_masked_fraction"]
+    assert float(rejected.total / rejected.count) == pytest.approx(1 / 6)
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +258,21 @@ def test_what_whitens_does_so_over_what_is_trained_on(task, name):
     if name in WHITENED:
         assert float(kept.mean()) == pytest.approx(0, abs=1e-6)
         assert float(kept.var()) == pytest.approx(1, abs=1e-6)
+
+
+def test_gdpo_weighs_the_reward_functions_and_nothing_else(task):
+    """The further numbers that a function returns are no rewards."""
+    rows = _annotated([1.0, 0.0, 1.0, 3.0], ["stop"] * 4)
+    parts = {"exact_match": torch.tensor([1.0, 0.0, 0.0, 1.0]), "length": torch.tensor([2.0, 1.0, 5.0, 5.0])}
+    rows = attrs.evolve(rows, named_scores={**parts, "length/more": torch.tensor([9.0, 0.0, 1.0, 7.0])})
+    reward = {"functions": ["exact_match", "tests.rewards.functions:length"], "weights": [1.0, 3.0]}
+    found = _estimated(
+        task, rows, algorithm__advantage="gdpo", **{f"reward__{name}": value for name, value in reward.items()}
+    )
+    weights = {"exact_match": 1.0, "length": 3.0}
+    expected = advantages.gdpo(parts, rows.response_mask, rows.groups, weights=weights)
+    torch.testing.assert_close(found.advantages, expected.advantages)
+    torch.testing.assert_close(found.returns, expected.returns)
 
 
 @pytest.mark.parametrize("loss", ["gmpo", "ppo_clip"])
