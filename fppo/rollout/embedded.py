@@ -35,8 +35,9 @@ class EmbeddedEngine:
     its live rows cost.
 
     A draw depends on the key, the row's number and the position alone, whichever rows share the batch. `max_rows`
-    bounds the rows of a wave, hence the memory for keys and values; `prefill_tokens` bounds the prompt tokens of one
-    pass (a longer prompt runs alone). On a `mesh` that cuts parameters they are shards, and gathered whole first.
+    bounds the rows of a wave, hence the memory for keys and values (a prompt's samples share a wave, however many);
+    `prefill_tokens` bounds the prompt tokens of one pass (a longer prompt runs alone). On a `mesh` that cuts parameters
+    they are shards, and gathered whole first.
     """
 
     model: Model

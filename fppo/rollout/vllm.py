@@ -39,7 +39,7 @@ from fppo.rollout.vllm_host import (
 from fppo.rollout.vllm_probe import TOLERANCE, compare_log_probs, own_log_probs, probe_tokens
 from fppo.rollout.vllm_start import start_host
 from fppo.rollout.vllm_transfer import MakeInfo, Transfer, metadata, transfer_info
-from fppo.runtime.mesh import Mesh, all_reduce, any_rank, device_of
+from fppo.runtime.mesh import Mesh, any_rank, device_of
 
 __all__ = ["EngineFailure", "SyncError", "Synced", "VllmEngine", "VllmOptions"]
 
@@ -359,9 +359,6 @@ class VllmEngine:
         if self._send == "all":
             return list(params), {}
         last = {} if before is None else before.digests
-        if self._mesh.sharded:  # one rank's engine may have lost what the others hold
-            flag = torch.tensor(float(not last), device=next(iter(params.values())).device)
-            last = {} if float(all_reduce(flag, self._mesh["shard"])) else last
         names, digests = sync.changed(params, last, self._mesh, frozen=self._frozen)
         together = {name: module for module, own in self._names.items() for name in own}
         # what vLLM fuses it loads together; what it does not name (None), it may have fused

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fppo.key import Key
@@ -43,6 +43,8 @@ def kept_by_loop(logits, sampling):
     scale=st.sampled_from([0.01, 1.0, 5.0]),
     seed=st.integers(0, 2**31),
 )
+@example(size=400, temperature=1.0, top_k=None, top_p=0.9, scale=0.01, seed=0)  # more than the 256 likeliest
+@example(size=400, temperature=1.0, top_k=300, top_p=0.999, scale=0.01, seed=1)
 def test_top_k_and_top_p_keep_what_the_loop_keeps(size, temperature, top_k, top_p, scale, seed):
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     logits = logits_of(3, size, seed, scale=scale)

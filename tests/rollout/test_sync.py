@@ -119,10 +119,12 @@ def test_what_changed_is_agreed_by_all_ranks():
         nothing, _ = sync.changed(fsdp.shard(params, mesh), last, mesh)
         some, _ = sync.changed(fsdp.shard(later, mesh), last, mesh)
         frozen, _ = sync.changed(fsdp.shard(later, mesh), last, mesh, frozen=["layers.3.weight"])
-        return everything, nothing, some, frozen
+        unknown, _ = sync.changed(fsdp.shard(later, mesh), {}, mesh, frozen=["layers.3.weight"])
+        return everything, nothing, some, frozen, unknown
 
     for found in simulate({"shard": 2}, run):
-        assert found == (set(params), set(), {"layers.0.weight", "layers.3.weight"}, {"layers.0.weight"})
+        both = {"layers.0.weight", "layers.3.weight"}
+        assert found == (set(params), set(), both, {"layers.0.weight"}, set(params))
 
 
 def test_renames_and_parts():

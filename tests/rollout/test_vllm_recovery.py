@@ -13,7 +13,7 @@ import torch
 from fppo.key import Key
 from fppo.rollout import vllm, vllm_process
 from fppo.rollout.engine import Sampling
-from fppo.rollout.sync import digest
+from fppo.rollout.sync import SyncError, digest
 from fppo.rollout.vllm import VllmEngine, VllmOptions
 from fppo.rollout.vllm_host import Answer, EngineDied, EngineFailure
 from fppo.rollout.vllm_process import ProcessHost
@@ -90,12 +90,11 @@ def start(monkeypatch):
     """Makes an engine on such hosts, whose first start is a good one; and the log of what became of them all."""
     monkeypatch.setattr(vllm, "check_installed", lambda: "0")
 
-    def made(*fates, mesh=None, **options):
+    def made(*fates, send="all", **options):
         log, told = [], []
         monkeypatch.setattr(vllm, "start_host", lambda *_: Stub(log, told))
-        engine = VllmEngine(
-            MODEL, pad_token_id=0, mesh=mesh, probe="never", options=VllmOptions(host="process", **options)
-        )
+        own = VllmOptions(host="process", **options)
+        engine = VllmEngine(MODEL, pad_token_id=0, probe="never", send=send, options=own)
         told.extend(fates)
         log.clear()
         return engine, log
@@ -103,8 +102,8 @@ def start(monkeypatch):
     return made
 
 
-def generate(engine, version=1, **others):
-    return engine.generate(PARAMS, make_prompts(), SHORT, Key(0), version=version, **others)
+def generate(engine, version=1, sampling=SHORT, **others):
+    return engine.generate(PARAMS, make_prompts(), sampling, Key(0), version=version, **others)
 
 
 def check(rollout):
@@ -133,13 +132,18 @@ def test_rows_that_are_left_keep_their_numbers_and_limits(start):
     engine, _ = start(("generate", DIED))
     limits = torch.tensor([3, 1, 9, 2, 1, 2])
     told = {}
+    stop = attrs.evolve(SHORT, stop_token_ids=(22, 29))  # of rows that end then anyway
     with pytest.warns(RuntimeWarning, match="5 of 12 rows"):
-        rollout = generate(engine, limits=limits, on_finished=lambda row, tokens, _: told.update({row: tokens}))
+        rollout = generate(
+            engine, sampling=stop, limits=limits, on_finished=lambda row, *rest: told.update({row: tuple(rest)})
+        )
     check(rollout)
+    assert [row for row, finish in enumerate(rollout.finish) if finish == "stop"] == [2, 9]
     lengths = limits.clamp(max=3).repeat_interleave(2).tolist()
     assert rollout.response_mask.sum(1).tolist() == lengths
     numbers = rollout.row_ids.tolist()
-    assert told == {row: [numbers[row] % 31] * length for row, length in enumerate(lengths)}
+    tokens = [[numbers[row] % 31] * length for row, length in enumerate(lengths)]
+    assert told == dict(enumerate(zip(tokens, rollout.finish, strict=True)))
 
 
 def test_weights_are_sent_where_the_version_or_any_tensor_is_another(start):
@@ -231,21 +235,66 @@ def test_a_death_on_the_way_to_sleep_costs_no_row(start):
     assert log == ["closed", "start", "loaded", "asked for 12", "slept"]
 
 
-@pytest.mark.parametrize("method", ["generate", "start", "begin_load", "take_in", "end_load"])
-def test_ranks_go_on_together_when_a_replacement_of_one_dies(start, method):
+def on_ranks(engines, fn):
+    """What `fn(engine, shards)` returns on two ranks, each with its engine and its shards."""
+
     def run(mesh):
         mesh = attrs.evolve(mesh, sharding=Sharding())
-        engine, _ = made[mesh["shard"].rank]
+        engine = engines[mesh["shard"].rank]
         engine._mesh = mesh
-        shards = fsdp.shard(PARAMS, mesh)
-        return engine.generate(shards, make_prompts(), SHORT, Key(0), version=1)
+        return fn(engine, fsdp.shard(PARAMS, mesh))
 
-    made = [start(restarts=2), start(("generate", DIED), (method, DIED), restarts=2)]
+    return simulate({"shard": 2}, run)
+
+
+@pytest.mark.parametrize("send", ["all", "changed"])
+@pytest.mark.parametrize("method", ["generate", "start", "begin_load", "take_in", "end_load"])
+def test_ranks_go_on_together_when_a_replacement_of_one_dies(start, method, send):
+    def run(engine, shards):
+        rollouts = [engine.generate(shards, make_prompts(), SHORT, Key(0), version=version) for version in (1, 1, 2)]
+        return rollouts, engine._host.got.keys()
+
+    fates = [("generate", DIED), (method, DIED)]
+    made = [start(restarts=2, send=send)[0], start(*fates, restarts=2, send=send)[0]]
     with pytest.warns(RuntimeWarning, match="it died"):
-        found = simulate({"shard": 2}, run)
-    for rollout in found:
-        check(rollout)
-    assert [engine.replaced for engine, _ in made] == [0, 2]
+        found = on_ranks(made, run)
+    for rollouts, names in found:
+        assert names == PARAMS.keys()
+        for rollout in rollouts:
+            check(rollout)
+    assert [engine.replaced for engine in made] == [0, 2]
+
+
+@pytest.mark.parametrize("method", ["begin_load", "take_in", "end_load"])
+def test_a_sync_in_which_one_ranks_vllm_dies_is_none_on_any(start, method):
+    def run(engine, shards):
+        with pytest.raises(EngineDied) as raised:
+            engine.sync(shards, version=1)
+        first = str(raised.value), engine.version
+        return first, engine.sync(shards, version=1).version
+
+    engines = [start()[0], start((method, DIED))[0]]
+    elsewhere, here = on_ranks(engines, run)
+    assert elsewhere == (("the vLLM of another rank died during a sync", None), 1)
+    assert here == (("it died", None), 1)
+
+
+def test_weights_that_are_not_those_sent_are_held_by_nobody(start, monkeypatch):
+    engine, _ = start()
+    engine.sync(PARAMS, version=0)
+    host, wrong = engine._host, "model.norm.weight"
+    end_load = host.end_load
+    for got, message in (
+        (lambda: (end_load()[0] | {wrong: "0"}, []), f"changed on the way: {wrong}$"),
+        (lambda: (end_load()[0], [wrong]), rf"left parameters as they were: \['{wrong}'\]"),
+    ):
+        monkeypatch.setattr(host, "end_load", got)
+        with pytest.raises(SyncError, match=message):
+            engine.sync(PARAMS, version=1)
+        assert engine.version is None
+    monkeypatch.undo()
+    engine.sync(PARAMS, version=1)
+    assert engine._host is host
 
 
 def host_of(connection: Any, *, patience: float = 60.0) -> tuple[Any, list[str]]:

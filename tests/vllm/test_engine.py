@@ -5,6 +5,7 @@ import importlib
 import os
 import signal
 import socket
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ def test_limits_name_their_setting(qwen2):
     with pytest.raises(ValueError, match=r"longest prompt has 7 tokens; .* 129, .* max_model_len = 128: raise that"):
         engine.generate(params, make_prompts(), Sampling(max_tokens=122), Key(0))
     engine.generate(params, make_prompts(), Sampling(max_tokens=121), Key(0))
+    assert engine.generate(params, make_prompts((127, 3)), Sampling(max_tokens=1), Key(0)).tokens.shape == (2, 128)
     prompts = make_prompts()
     wrong = tree.replace(prompts, tokens=prompts.tokens.where(prompts.tokens != int(prompts.tokens[0, -1]), 61))
     with pytest.raises(ValueError, match="tokens beyond the model's vocabulary of 61"):
@@ -180,16 +182,22 @@ def test_what_is_set_is_what_vllm_has():
         assert rollout.rollout_log_probs.dtype == torch.float32
 
 
-def test_with_and_without_a_prefix_cache_and_compiled_it_gives_the_same():
+def test_with_and_without_a_prefix_cache_and_compiled_it_gives_the_same(monkeypatch):
+    """Also where its cache is too small for all rows, and some wait for others in the middle of their responses."""
     _, params = make("qwen2")
     prompts = make_prompts((40, 40, 40))
-    sampling = Sampling(n=4, max_tokens=5)
+    sampling = Sampling(n=4, max_tokens=30)
     whole = EmbeddedEngine(model=make("qwen2")[0], kernels=Kernels.named(), pad_token_id=0)
     expected = whole.generate(params, prompts, sampling, Key(1))
     for cached, eager in ((True, True), (False, False)):
-        engine, _ = start(options={"prefix_cache": cached, "eager": eager, "extra": {"block_size": 32}})
+        few = {"num_gpu_blocks_override": 9} if cached else {}
+        engine, _ = start(options={"prefix_cache": cached, "eager": eager, "extra": {"block_size": 32, **few}})
         with engine:
+            scheduler = engine._host._llm.llm_engine.engine_core.engine_core.scheduler
+            put_off = Mock(wraps=scheduler._preempt_request)
+            monkeypatch.setattr(scheduler, "_preempt_request", put_off)
             rollout = engine.generate(params, prompts, sampling, Key(1))
+            assert put_off.called == cached
             assert engine._host._llm.llm_engine.vllm_config.cache_config.enable_prefix_caching == cached
             assert engine._host._llm.llm_engine.vllm_config.model_config.enforce_eager == eager
             assert torch.equal(rollout.tokens, expected.tokens)
