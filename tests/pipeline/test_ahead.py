@@ -1,5 +1,6 @@
 """Batches made ahead: which weights made them, what the state holds, and that nothing depends on time."""
 
+import threading
 import time
 
 import attrs
@@ -42,6 +43,8 @@ def test_a_batch_is_made_by_the_policy_of_so_many_steps_ago_and_never_of_an_olde
         assert _number(report["rollout/lag"]) == versions[step] - made_by
         assert float(report["rollout/lag/max"].value) == versions[step] - made_by
         assert len(run.ahead) == lag
+        assert {"timing_s/gen", "timing_s/reward"} <= report.keys()
+        assert ("timing_s/wait" in report) == (lag > 0)
 
 
 def test_the_first_step_and_the_prompts_are_those_of_a_run_that_is_not_ahead(parts):
@@ -139,17 +142,18 @@ def test_a_run_may_stop_being_ahead_and_begin_again(parts):
     assert len(_steps(parts, 1, run=drained[-1][0], ahead=2)[-1][0].ahead) == 2
 
 
-def test_an_error_in_either_half_ends_the_step(parts):
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+def test_an_error_in_either_half_ends_the_step(parts, kind):
     program = parts.program
     calls = []
 
     def rollout(*args, **kwargs):
         calls.append(kwargs["version"])
         if len(calls) == 2:
-            raise ValueError("the engine is gone")
+            raise kind("the engine is gone")
         return program.rollout(*args, **kwargs)
 
-    with pytest.raises(ValueError, match="the engine is gone"):
+    with pytest.raises(kind, match="the engine is gone"):
         _steps(attrs.evolve(parts, program=attrs.evolve(program, rollout=rollout)), 2, ahead=1)
 
     def estimate(*args):
@@ -157,6 +161,27 @@ def test_an_error_in_either_half_ends_the_step(parts):
 
     with pytest.raises(ValueError, match="no estimate"):
         _steps(attrs.evolve(parts, program=attrs.evolve(program, estimate=estimate)), 1, ahead=1)
+
+
+def test_a_step_that_fails_waits_for_what_samples(parts):
+    """Whoever used the engine has left it when the error comes out."""
+    program, failed, calls, left = parts.program, threading.Event(), [], []
+
+    def rollout(*args, **kwargs):
+        calls.append(kwargs["version"])
+        if len(calls) == 2:
+            failed.wait()
+            time.sleep(0.3)
+            left.append(True)
+        return program.rollout(*args, **kwargs)
+
+    def estimate(*args):
+        failed.set()
+        raise ValueError("no estimate")
+
+    with pytest.raises(ValueError, match="no estimate"):
+        _steps(attrs.evolve(parts, program=attrs.evolve(program, rollout=rollout, estimate=estimate)), 1, ahead=1)
+    assert left
 
 
 def test_what_waits_is_what_was_made(parts):

@@ -54,6 +54,18 @@ def numbers(report):
         ({"shard": 2, "sequence": 2}, {"mesh__stage": 2}),
         ({"sequence": 2}, {"algorithm__advantage": "remax"}),
         ({"shard": 4}, {"mesh__stage": 1, "actor__loss__name": "clip_cov"}),
+        (
+            {"shard": 3},
+            {
+                "algorithm__advantage": "grpo",
+                "rollout__n": 2,
+                "rollout__filter__groups": True,
+                "rollout__filter__max_draws": 2,
+                "rollout__filter__truncated": True,
+                "algorithm__correction__mode": "token",
+                "reward__functions": ["tests.rewards.functions:length"],
+            },
+        ),
     ],
 )
 def test_steps_on_a_mesh_are_those_of_one_process(tmp_path, axes, changes):
