@@ -37,6 +37,7 @@ ALONE = Here()
 
 def train(settings: TrainSettings, here: Here = ALONE) -> int:
     """Trains, exports the policy and writes the report; 130 if it was stopped before its last step."""
+    session.check_output(settings)
     with _assembled(settings, here) as parts:
         run = session.run_training(settings, parts, here.watch)
         directory = Path(settings.output_dir)
@@ -80,6 +81,7 @@ def rollout(settings: TrainSettings, here: Here = ALONE) -> int:
     """Only samples and scores, and writes what comes; 130 if it was stopped before the last batch."""
     if settings.rollout.from_ is not None or settings.rollout.save:
         raise ValueError("rollout.from and rollout.save are for training; fppo rollout always samples, and saves")
+    session.check_output(settings)
     with _assembled(settings, here) as parts:
         done = session_rollout.run_sampling(settings, parts)
     if is_first(here.mesh):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ from fppo.pipeline import ahead, replay
 from fppo.pipeline.measure import gauges
 from fppo.pipeline.run import RunState
 from fppo.pipeline.train import Observe, StepRecord, train
+from fppo.programs import ROLLOUTS
 from fppo.runtime import checkpoint
 from fppo.runtime.checkpoint import Pending
 from fppo.runtime.mesh import Mesh, is_first
@@ -30,7 +32,17 @@ from fppo.settings import TrainSettings
 from fppo.tree import replace
 
 CHECKPOINTS, MODEL, DUMPS, SETTINGS = "checkpoints", "model", "dumps", "settings.toml"
+STOPPING = "finishing this step; ctrl-C again abandons it, and all since the last checkpoint"
 _AHEAD = ".ahead"  # where a run's state has the batches that wait
+
+
+def check_output(settings: TrainSettings) -> None:
+    """Raises ValueError if output_dir cannot be a directory to write to. It is not made yet."""
+    path = Path(settings.output_dir)
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        wrong = "may not be written to" if there.is_dir() else "is a file"
+        raise ValueError(f"output_dir = {str(path)!r}: {there} {wrong}; give another directory")
 
 
 def restore(settings: TrainSettings, assembled: Assembled) -> RunState:
@@ -74,10 +86,11 @@ def _found(settings: TrainSettings, assembled: Assembled) -> RunState:
 
 
 @contextlib.contextmanager
-def asked_to_stop(*, announce: bool = True) -> Iterator[list[float]]:
-    """A list that is not empty once ctrl-C or SIGTERM has asked for a stop; asked again, it interrupts at once.
+def asked_to_stop(*, announce: str = "") -> Iterator[list[float]]:
+    """A list that is not empty once ctrl-C or SIGTERM has asked for a stop, which prints `announce`.
 
-    What comes within a second is one request: a terminal and a launcher may both pass it on.
+    Asked again, it interrupts at once. What comes within a second is one request: a terminal and a launcher may both
+    pass it on.
     """
     asked: list[float] = []
 
@@ -86,7 +99,7 @@ def asked_to_stop(*, announce: bool = True) -> Iterator[list[float]]:
         if asked and time.monotonic() - asked[0] > 1.0:
             raise KeyboardInterrupt
         if not asked and announce:
-            print("\nfinishing this step; ctrl-C again abandons it", file=sys.stderr, flush=True)
+            print(f"\n{announce}", file=sys.stderr, flush=True)
         asked.append(time.monotonic())
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -153,6 +166,9 @@ def run_training(settings: TrainSettings, assembled: Assembled, watch: Watch | N
     directory, mesh = Path(settings.output_dir), assembled.mesh
     first = is_first(mesh)
     run = restore(settings, assembled)
+    if settings.rollout.save and (directory / ROLLOUTS / SETTINGS).exists():
+        kept = f"{directory / ROLLOUTS} holds what fppo rollout made; give another output_dir, or remove it"
+        raise ValueError(f"rollout.save = True: {kept}")
     at = run.step + 1 if run.step else 0
     directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as opened:
@@ -167,7 +183,7 @@ def run_training(settings: TrainSettings, assembled: Assembled, watch: Watch | N
             mesh=mesh,
             shapes=assembled.shapes,
         )
-        asked = opened.enter_context(asked_to_stop(announce=first))
+        asked = opened.enter_context(asked_to_stop(announce=STOPPING if first else ""))
         run = train(
             run,
             program=assembled.program,

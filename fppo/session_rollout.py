@@ -20,6 +20,8 @@ from fppo.rollout import saved
 from fppo.runtime.mesh import any_rank, is_first
 from fppo.settings import TrainSettings
 
+STOPPING = "finishing this batch; ctrl-C again abandons it"
+
 
 def run_sampling(settings: TrainSettings, assembled: Assembled) -> int:
     """Samples `settings.steps` batches of the policy as the run's newest checkpoint has it, or as it starts; how many.
@@ -38,7 +40,7 @@ def run_sampling(settings: TrainSettings, assembled: Assembled) -> int:
             directory.mkdir(parents=True, exist_ok=True)
             config.save(settings, directory / session.SETTINGS)
             lines = opened.enter_context(contextlib.closing(JsonLines(directory / loggers.SAMPLES)))
-        asked = opened.enter_context(session.asked_to_stop(announce=first))
+        asked = opened.enter_context(session.asked_to_stop(announce=STOPPING if first else ""))
         for number in range(settings.steps):
             start = now()
             scored, cursor, report = sample(

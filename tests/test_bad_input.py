@@ -141,3 +141,52 @@ def test_a_full_disk_keeps_the_last_checkpoint(task, capsys, monkeypatch):
     assert "The last complete one is of step 2" in _fails(task, capsys, begun=True)
     monkeypatch.undo()
     assert cli.main(["train", str(task / "run.toml")]) == 0
+
+
+def test_an_output_directory_that_cannot_be_written(task, capsys):
+    (task / "file").write_text("")
+    for command in ("train", "rollout"):
+        for path in ("file", "file/run"):
+            assert cli.main([command, str(task / "run.toml"), "--output-dir", str(task / path)]) == 2
+            said = capsys.readouterr().err
+            assert f"output_dir = {str(task / path)!r}: {task / 'file'} is a file" in said
+
+
+def test_rollouts_of_another_command_are_not_written_over(task, capsys):
+    assert cli.main(["rollout", str(task / "run.toml"), "--steps", "2"]) == 0
+    before = {path: path.read_bytes() for path in (task / "run" / "rollouts").iterdir()}
+    capsys.readouterr()
+    said = _fails(task, capsys, "--rollout.save", "--seed", "1", begun=True)
+    assert "rollout.save = True: " in said
+    assert "holds what fppo rollout made" in said
+    assert {path: path.read_bytes() for path in (task / "run" / "rollouts").iterdir()} == before
+
+
+def test_a_directory_without_rollouts_and_the_one_around_them(task, capsys):
+    said = _fails(task, capsys, "--rollout.from", str(task))
+    assert f"rollout.from = {str(task)!r}: it holds no rollouts, no step_00000001.safetensors" in said
+    made = task / "made"
+    assert cli.main(["rollout", str(task / "run.toml"), "--steps", "2", "--output-dir", str(made)]) == 0
+    said = _fails(task, capsys, "--rollout.from", str(made))
+    assert f"it holds no rollouts; give {made / 'rollouts'}" in said
+
+
+@pytest.mark.parametrize("name", ["reward.model.path", "reward.judge.path"])
+def test_a_model_of_rewards_that_is_nowhere_is_named_with_its_setting(task, capsys, monkeypatch, name):
+    def away(*_, **__):
+        raise FileNotFoundError("no route\nto the hub")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", away)
+    said = _fails(task, capsys, f"--{name}", "someone/nowhere")
+    assert f"{name}: someone/nowhere is no directory, and no model of that name came from the hub: no route to" in said
+
+
+def test_what_is_no_reward_model_is_named_with_its_setting(task, capsys):
+    said = _fails(task, capsys, "--reward.model.path", str(task / "start"))
+    assert f"reward.model.path: {task / 'start'} is no reward model" in said
+
+
+def test_a_part_of_the_reward_that_there_is_not(task, capsys):
+    overrides = ["--rollout.n", "2", "--rollout.filter.groups", "--rollout.filter.by", "nowhere"]
+    said = _fails(task, capsys, *overrides, begun=True)
+    assert "rollout.filter.by: the reward has no part 'nowhere' to compare groups by; there are ['score', " in said

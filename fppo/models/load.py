@@ -71,7 +71,11 @@ def find_directory(path: str | os.PathLike[str]) -> Path:
 
         patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
         others = ["original/*", "consolidated*"]  # the same weights in the makers' own layouts
-        directory = Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns=others))
+        try:
+            directory = Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns=others))
+        except (OSError, ValueError) as error:
+            why = " ".join(str(error).split())
+            raise ValueError(f"{path} is no directory, and no model of that name came from the hub: {why}") from error
     if not list_files(directory):
         pickled = sorted(file.name for file in directory.glob("*.bin"))
         raise ValueError(

@@ -142,7 +142,8 @@ def equal_groups(rows: Scored | Annotated, *, by: str = SCORE) -> Tensor:
     Raises ValueError for a part that the reward does not have.
     """
     if by != SCORE and by not in rows.named_scores:
-        raise ValueError(f"the reward has no part {by!r} to compare groups by; there are {[SCORE, *rows.named_scores]}")
+        parts = [SCORE, *rows.named_scores]
+        raise ValueError(f"rollout.filter.by: the reward has no part {by!r} to compare groups by; there are {parts}")
     scores = rows.scores if by == SCORE else rows.named_scores[by]
     groups, place = rows.groups.unique(return_inverse=True)
     low, high = (

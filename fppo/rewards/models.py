@@ -58,8 +58,8 @@ def load_reward_model(
     head = read_value_head(directory, torch.float32)
     if not head:
         raise ValueError(
-            f"{path} is no reward model: it has none of the heads {[f'{name}.weight' for name in VALUE_HEADS]}; "
-            f"what it has outside its layers: {_outside(directory)}"
+            f"reward.model.path: {path} is no reward model: it has none of the heads "
+            f"{[f'{name}.weight' for name in VALUE_HEADS]}; what it has outside its layers: {_outside(directory)}"
         )
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     row = _label_row(path, getattr(config, "id2label", None) or {}, label, len(head["score.weight"]))

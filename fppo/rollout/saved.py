@@ -61,10 +61,15 @@ def check(directory: Path, *, until: int, rows: int) -> None:
         raise ValueError(f"rollout.from = {str(directory)!r}: there is no such directory")
     there = steps(directory)
     missing = sorted(set(range(1, until + 1)) - set(there))
+    if not there:
+        inner = directory / "rollouts"
+        hint = f"; give {inner}" if steps(inner) else ", no step_00000001.safetensors; give another directory"
+        raise ValueError(f"rollout.from = {str(directory)!r}: it holds no rollouts{hint}")
     if missing:
+        fewer = f"at most {missing[0] - 1} steps, or " if missing[0] > 1 else ""
         raise ValueError(
             f"rollout.from = {str(directory)!r}: it holds rollouts of {_spans(there)}, but none of step {missing[0]}; "
-            f"give at most {missing[0] - 1} steps, or another directory"
+            f"give {fewer}another directory"
         )
     for step in range(1, until + 1):
         path = path_of(directory, step)
