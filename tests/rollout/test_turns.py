@@ -374,6 +374,14 @@ def test_the_calculator_in_a_rollout():
     assert set(rollout.finish) == {"stop"}
 
 
+@pytest.mark.parametrize(("most", "tokens", "finish"), [(8, 6, "length"), (9, 6, "length"), (10, 10, "stop")])
+def test_an_observation_that_leaves_no_room_for_an_answer_is_left_out(most, tokens, finish):
+    sampling = Sampling(max_tokens=most, stop_token_ids=TOKENIZER.convert_tokens_to_ids(["=", "c"]))
+    rollout = engine_of(_Script("<<2*3=c"), tools.calculator).generate({}, make_prompts((2,)), sampling, Key(0))
+    assert len(response(rollout, 0)[0]) == tokens
+    assert rollout.finish[0] == finish
+
+
 class _Script:
     """An engine that writes a text, up to its next stop token, whatever the prompts; observations are passed over."""
 
