@@ -255,6 +255,8 @@ def test_ranks_share_the_calls_and_hear_the_same(axes):
         torch.testing.assert_close(other.rollout_log_probs, expected.rollout_log_probs, rtol=0, atol=1e-10)
         assert other.finish == expected.finish
     assert sorted(row for _, part in found for row in part) == list(range(12))
+    for place, (_, part) in enumerate(found):  # the rank that is asked about them
+        assert {row // SAMPLING.n % len(found) for row in part} == {place}
     (first, _), *others = simulate(axes, lambda mesh: on_rank(mesh, erratic))
     assert any("tool_failures" in extra for extra in first.extras)
     for other, _ in others:
