@@ -10,7 +10,7 @@ import attrs
 
 from fppo.settings import ActorSettings, CriticSettings, LossSettings, TrainSettings
 from fppo.settings_checks_reward import FUNCTION, judge_on_ranks, reward_problems
-from fppo.settings_checks_vllm import vllm_on_ranks, vllm_problems
+from fppo.settings_checks_vllm import too_short, vllm_on_ranks, vllm_problems
 from fppo.settings_fields import name_of
 from fppo.settings_problems import Problems
 from fppo.settings_problems import problem as _problem
@@ -169,6 +169,8 @@ def _rollout(s: TrainSettings) -> Problems:
             yield from _unread(f"rollout.vllm.{field.name}", value, field.default, 'rollout.engine = "vllm"')
     else:
         yield from vllm_problems(s.rollout.vllm, "rollout.vllm")
+        needed = s.data.max_prompt_tokens + s.rollout.max_tokens
+        yield from too_short(s.rollout.vllm, "rollout.vllm", needed, "data.max_prompt_tokens and rollout.max_tokens")
 
 
 def _turns(s: TrainSettings) -> Problems:

@@ -8,7 +8,7 @@ import attrs
 
 from fppo.rewards.question import pattern_problem, template_problem
 from fppo.settings import TrainSettings
-from fppo.settings_checks_vllm import vllm_on_ranks, vllm_problems
+from fppo.settings_checks_vllm import too_short, vllm_on_ranks, vllm_problems
 from fppo.settings_problems import Problems, problem, unread
 from fppo.settings_reward import JudgeSettings, RewardModelSettings
 
@@ -91,9 +91,7 @@ def _judge_on_vllm(s: TrainSettings) -> Problems:
     judge, own, other = s.reward.judge, s.reward.judge.vllm, s.rollout.vllm
     path = "reward.judge.vllm"
     needed = judge.max_prompt_tokens + judge.max_tokens
-    if own.max_model_len is not None and own.max_model_len < needed:
-        text = f"a question and its answer may have {needed} tokens (reward.judge.max_prompt_tokens and max_tokens)"
-        yield problem(f"{path}.max_model_len", own.max_model_len, text)
+    yield from too_short(own, path, needed, "reward.judge.max_prompt_tokens and max_tokens")
     yield from vllm_problems(own, path)
     if s.rollout.engine == "vllm" and own.host == other.host == "local":
         text = (

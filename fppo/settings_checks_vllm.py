@@ -22,6 +22,13 @@ def vllm_problems(section: VllmSettings, path: str) -> Problems:
         yield problem(f"{path}.tensor_parallel", section.tensor_parallel, text)
 
 
+def too_short(section: VllmSettings, path: str, needed: int, names: str) -> Problems:
+    """A conflict if vLLM would refuse the longest prompt and response that the settings `names` allow."""
+    if section.max_model_len is not None and section.max_model_len < needed:
+        text = f"a prompt and its response may have {needed} tokens ({names})"
+        yield problem(f"{path}.max_model_len", section.max_model_len, text)
+
+
 def vllm_on_ranks(section: VllmSettings, path: str, world: int) -> Problems:
     """What keeps it from running beside each of `world` ranks."""
     if world > 1 and section.host == "local":

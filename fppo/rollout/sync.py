@@ -196,17 +196,22 @@ def targets(shapes: Mapping[str, torch.Size], rename: Rename) -> dict[str, list[
 
 
 def renamed(buckets: Iterable[Bucket], rename: Rename) -> Iterator[Bucket]:
-    """The buckets with each tensor under the names, or in the parts, that `rename` gives it."""
+    """The buckets with each tensor under the names, or in the parts, that `rename` gives it.
+
+    Raises SyncError where two parameters would have one name.
+    """
     if rename is hf_weight_loader:
         yield from buckets
         return
+    seen: set[str] = set()
     for bucket in buckets:
         tensors: dict[str, Tensor] = {}
         digests: dict[str, str] = {}
         for name, x in bucket.tensors.items():
             for new, part in rename(name, x):
-                if new in tensors:
+                if new in seen:
                     raise SyncError(f"two parameters are renamed to {new}, one of them {name}")
+                seen.add(new)
                 tensors[new] = part
                 digests[new] = bucket.digests[name] if part is x else digest(part, bucket.how)
         yield Bucket(tensors, digests, bucket.how)

@@ -142,9 +142,11 @@ def test_renames_and_parts():
     first = next(renamed(reshard(params, model.shapes, bucket_bytes=1), sync.dtensor_weight_loader("mine", mine)))
     assert list(first.tensors) == [f"engine.{next(iter(params))}"]
     assert sync.dtensor_weight_loader("qwen2") is sync.hf_weight_loader
-    both = renamed([Bucket({"a": stacked, "b": stacked}, {"a": "", "b": ""}, "bytes")], lambda _, x: [("same", x)])
-    with pytest.raises(SyncError, match="two parameters are renamed to same, one of them b"):
-        list(both)
+    one = [Bucket({"a": stacked, "b": stacked}, {"a": "", "b": ""}, "bytes")]
+    two = [Bucket({name: stacked}, {name: ""}, "bytes") for name in "ab"]
+    for buckets in (one, two):
+        with pytest.raises(SyncError, match="two parameters are renamed to same, one of them b"):
+            list(renamed(buckets, lambda _, x: [("same", x)]))
 
 
 def test_what_went_wrong_is_named():

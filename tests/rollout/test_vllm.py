@@ -76,12 +76,14 @@ SECTION = {"rollout.engine": "vllm"}
         ({"rollout.vllm.patience": 3.0}, "rollout.vllm.patience"),
         ({"rollout.vllm.start_patience": 3.0}, "rollout.vllm.start_patience"),
         ({"rollout.vllm.cache_gb": 2.0, "rollout.vllm.memory_share": 0.5}, "rollout.vllm.cache_gb"),
+        ({"rollout.vllm.max_model_len": 767}, "rollout.vllm.max_model_len"),  # of 512 + 256
         ({"rollout.engine": "embedded", "rollout.vllm.host": "ray"}, "rollout.vllm.host"),
     ],
 )
-def test_settings_that_nothing_reads_are_named(changes, place):
+def test_settings_that_conflict_or_that_nothing_reads_are_named(changes, place):
     start = config.from_dict({"model": {"path": "m"}, "data": {"path": ["d"]}, "output_dir": "o"})
     found = settings_checks.problems(config.replace(start, SECTION | changes))
     assert [p.split(" = ")[0] for p in found if p.startswith("rollout.vllm")] == [place]
     there = {"rollout.vllm.host": "process", "rollout.vllm.transport": "nccl", "rollout.vllm.tensor_parallel": 2}
+    there |= {"rollout.vllm.max_model_len": 768}
     assert not [p for p in settings_checks.problems(config.replace(start, SECTION | there)) if "vllm" in p]
