@@ -8,6 +8,7 @@ from fppo import models, tree
 from fppo.batch import Column, Prompts
 from fppo.key import Key
 from fppo.models.precision import KeepDouble
+from fppo.rollout import cache as caches
 from fppo.rollout import embedded
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
@@ -164,6 +165,34 @@ def test_the_rest_of_the_batch_changes_nothing(name):
         assert torch.equal(part.response_mask, whole.response_mask[rows, :length])
         assert part.finish == Column(whole.finish[i] for i in rows)
         torch.testing.assert_close(part.rollout_log_probs, whole.rollout_log_probs[rows, :length], rtol=0, atol=1e-10)
+
+
+def test_a_row_at_its_limit_gets_no_more_where_it_stays_among_the_others():
+    model, params = make("qwen2")
+    limits = torch.tensor([6] * 13 + [2] + [6] * 6)
+    told: dict[int, list[int]] = {}
+    rollout = engine_of(model).generate(
+        params,
+        make_prompts((3,) * 20),
+        Sampling(max_tokens=6),
+        Key(4),
+        limits=limits,
+        on_finished=lambda row, tokens, _: told.update({row: tokens}),
+    )
+    assert torch.equal(rollout.response_mask.sum(1), limits)
+    assert (rollout.tokens[13, 5:] == PAD).all()
+    assert [len(told[row]) for row in range(20)] == limits.tolist()
+
+
+@pytest.mark.parametrize(("n", "expected"), [(2, [4, 4, 4]), (3, [3] * 6), (7, [7] * 6)])
+def test_waves_hold_no_more_rows_than_asked_or_than_one_prompt_has(n, expected, monkeypatch):
+    model, params = make("qwen2")
+    allocate, waves = caches.allocate, []
+    monkeypatch.setattr(
+        caches, "allocate", lambda like, rows, columns: [waves.append(rows), allocate(like, rows, columns)][1]
+    )
+    engine_of(model, max_rows=5).generate(params, make_prompts(), Sampling(n=n, max_tokens=2), Key(0))
+    assert waves == expected
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma2"])
