@@ -5,6 +5,7 @@ from functools import partial
 
 import attrs
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -319,6 +320,24 @@ def test_saved_rollouts_come_back_for_their_steps(tmp_path):
             sample.sample_saved(
                 params, DataCursor(), key=Key(5), step=step, directory=tmp_path, vocabulary=13, **shared
             )
+
+
+def test_a_rollout_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path, monkeypatch):
+    table = {str(i): [0, 1] for i in range(2)}
+    prompts, _ = _draw(2)(DataCursor())
+    scored, _ = _score(_rollout({}, prompts, key=Key(0), version=0, n=2)[0], params={}, prompts=prompts, table=table)
+    saved.write(scored, tmp_path, 1)
+
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match="no space left"):
+        saved.write(scored, tmp_path, 1)
+    found = saved.read(tmp_path, 1, torch.device("cpu"), vocabulary=20)
+    batches.join(Rollout, found, batches.narrow(Rollout, scored))
+    assert saved.steps(tmp_path) == [1]
 
 
 def test_what_is_wrong_with_saved_rollouts_is_said_before_any_work(tmp_path):

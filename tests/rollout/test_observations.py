@@ -19,17 +19,19 @@ def chat_tokenizer(template):
     return made
 
 
-@pytest.mark.parametrize("end", [1, 15])
-def test_a_chat_goes_on_as_its_template_has_it(end):
-    """What was sampled, and then what the template says, as if it had written all of it."""
+@pytest.mark.parametrize("token", ["<eos>", "5", "."])
+def test_a_chat_goes_on_as_its_template_has_it(token):
+    """What was sampled, and then what the template says, as if it had written all of it; "." stands there too, but
+    behind the end."""
     words = chat_tokenizer(CHATML)
+    end = words.convert_tokens_to_ids(token)
     encode = chat_template(words, roles=("tool",))
     start = [{"role": "user", "content": "1 2"}]
     told = [{"role": "tool", "content": "7 8"}, {"role": "user", "content": "9"}]
     chat = {"tokenize": True, "return_dict": False, "add_generation_prompt": True}
     prompt = words.apply_chat_template(start, **chat)
     sampled = [13, 14, end]
-    content = "3 4" if end == 1 else "3 4 5"
+    content = "3 4" if token == "<eos>" else f"3 4 {token}"
     whole = words.apply_chat_template([*start, {"role": "assistant", "content": content}, *told], **chat)
     assert [*prompt, *sampled, *encode(told, end)] == whole
     assert encode([], end) == []
