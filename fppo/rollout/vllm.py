@@ -337,14 +337,20 @@ class VllmEngine:
             if not self._any(died is not None, params):
                 return [answers[row] for row in range(len(request.prompts))]
             if not left:
-                raise died or _DiedElsewhere("the vLLM of another rank died, and may not be replaced again")
+                died = died or _DiedElsewhere("the vLLM of another rank died")
+                died.add_note(
+                    f"restarts = {self._options.restarts}: it is not replaced again in this rollout; "
+                    "a run that is started again goes on from its last checkpoint"
+                )
+                raise died
             if died is not None and not isinstance(died, _DiedElsewhere):
                 self._replace(died, f"{len(answers)} of {len(request.prompts)} rows are done")
         raise AssertionError
 
     def _replace(self, died: EngineDied, done: str) -> None:
-        warnings.warn(f"{died}; {done}, a new one goes on", RuntimeWarning, stacklevel=4)
-        self.replaced += 1
+        self.replaced += 1  # and said: a warning that says the same twice is shown once
+        text = f"{died}; {done}, a new one goes on (replaced so far: {self.replaced})"
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
         self._held, self._broken = None, True  # the next sync starts another, and may see that die too
 
     def _generate(self, request: Request, done: Callable[[int, Answer], None]) -> None:

@@ -229,10 +229,10 @@ def _start(path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bo
         **({} if options.transport == "auto" else {"weight_transfer_config": {"backend": options.transport}}),
         **options.extra,
     }
+    if options.sleep and not torch.cuda.is_available():
+        raise EngineFailure("sleep = True: vLLM's CPU build cannot give its memory back; leave it False")
     state = torch.random.get_rng_state()
     try:
-        if options.sleep and not torch.cuda.is_available():
-            raise ValueError("sleep = True: vLLM's CPU build cannot give its memory back; leave it False")
         return LLM(path, **chosen)
     except BaseException as error:
         _clean_up()
@@ -246,8 +246,11 @@ def _start(path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bo
 def _why(error: Exception, options: VllmOptions) -> str:
     text = str(error)
     if "memory" in text.lower() or "KV cache" in text:
-        given = f"cache_gb = {options.cache_gb}, memory_share = {options.memory_share}"
-        return f"{text} (settings: {given}, max_model_len = {options.max_model_len}, max_rows = {options.max_rows})"
+        given = f"cache_gb = {options.cache_gb}, in place of vLLM's gpu_memory_utilization"
+        if options.memory_share is not None:
+            given = f"memory_share = {options.memory_share}, vLLM's gpu_memory_utilization"
+        rest = f"max_model_len = {options.max_model_len}, max_rows = {options.max_rows}"
+        return f"{text} (settings: {given}, {rest})"
     if "max_model_len" in text or "max_position_embeddings" in text:
         return f"{text} (setting: max_model_len = {options.max_model_len})"
     return text

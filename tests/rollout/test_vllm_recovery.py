@@ -122,6 +122,7 @@ def test_a_replacement_that_dies_before_it_answers_is_replaced_too(start, method
     with pytest.warns(RuntimeWarning, match="it died; 5 of 12 rows are done, a new one goes on") as said:
         check(generate(engine))
     assert len(said) == engine.replaced == 2
+    assert len({str(each.message) for each in said}) == 2  # Python shows a text once only
     assert [line for line in log if line.startswith("asked")] == ["asked for 12", "asked for 7"]
     log.clear()
     check(generate(engine))
@@ -164,8 +165,9 @@ def test_weights_are_sent_where_the_version_or_any_tensor_is_another(start):
 
 def test_an_engine_that_may_replace_no_more_starts_anew_when_it_is_asked_again(start):
     engine, log = start(("generate", DIED), ("start", DIED), restarts=1)
-    with pytest.warns(RuntimeWarning), pytest.raises(EngineDied, match="it died"):
+    with pytest.warns(RuntimeWarning), pytest.raises(EngineDied, match="it died") as raised:
         generate(engine)
+    assert "restarts = 1: it is not replaced again" in raised.value.__notes__[-1]
     log.clear()
     check(generate(engine))
     assert log == ["closed", "start", "loaded", "asked for 12"]
@@ -306,6 +308,29 @@ def host_of(connection: Any, *, patience: float = 60.0) -> tuple[Any, list[str]]
     host._memory = SimpleNamespace(close=lambda: closed.append("memory"))
     host._finalizer = lambda: closed.append("process")
     return host, closed
+
+
+@pytest.mark.parametrize(
+    ("visible", "initialized", "options", "expected"),
+    [
+        (None, True, {}, "2"),
+        ("4,5,6,7", True, {}, "6"),
+        ("4,5,6,7", True, {"transport": "ipc"}, "6"),
+        ("4,5,6,7", True, {"transport": "nccl"}, "4,5,6,7"),
+        ("4,5,6,7", True, {"tensor_parallel": 2}, "4,5,6,7"),
+        (None, False, {}, None),
+    ],
+)
+def test_a_process_beside_a_rank_is_on_that_ranks_gpu(visible, initialized, options, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    found = vllm_process._environment(VllmOptions(host="process", **options))
+    assert found.get("CUDA_VISIBLE_DEVICES") == expected
+    assert "LOCAL_RANK" not in found
 
 
 def test_answers_that_nobody_waits_for_any_more_are_not_those_to_the_next_question():

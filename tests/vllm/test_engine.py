@@ -51,13 +51,14 @@ def test_limits_name_their_setting(qwen2):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cache_gb": 1e-5, "max_model_len": 128}, r"cache_gb = 1e-05, .*max_model_len = 128"),
+        ({"cache_gb": 1e-5, "max_model_len": 128}, r"cache_gb = 1e-05, in place of .*max_model_len = 128"),
         ({"cache_gb": 1e6}, r"cache_gb = 1000000.0"),
+        ({"memory_share": 1.0}, r"memory_share = 1.0, vLLM's gpu_memory_utilization"),
         ({"max_model_len": 4096}, r"max_model_len = 4096"),
-        ({"sleep": True}, "sleep = True: vLLM's CPU build"),
+        ({"sleep": True}, "^sleep = True: vLLM's CPU build .*leave it False$"),
         ({"extra": {"no_such_argument": 1}}, "no_such_argument"),
     ],
-    ids=["small-cache", "large-cache", "length", "sleep", "extra"],
+    ids=["small-cache", "large-cache", "share", "length", "sleep", "extra"],
 )
 def test_a_start_that_fails_says_why(options, message):
     with pytest.raises(EngineFailure, match=message):
