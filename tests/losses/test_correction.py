@@ -267,6 +267,36 @@ def test_rows_on_two_ranks_are_one_batch(level, batch, cut):
     assert joined == pytest.approx(report(whole.metrics), rel=1e-9, abs=1e-9, nan_ok=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_log_ratios_are_clamped(dtype):
+    """No ratio overflows, not that of a row either, and the squares of none."""
+    apart = torch.tensor([[300.0, -0.5], [-300.0, 0.25], [15.0, 15.0]], dtype=dtype)
+    sampled = torch.full_like(apart, -301.0)
+    mask, top = torch.ones(3, 2, dtype=torch.bool), math.exp(20)
+    given = {"threshold": 1e30, "reject": "token_k1,token_k2,token_k3", "reject_threshold": 1e30}
+    found = losses.rollout_correction(sampled + apart, sampled, mask, **given)
+    assert found.weights is not None
+    expected = [[top, math.exp(-0.5)], [1 / top, math.exp(0.25)], [math.exp(15), math.exp(15)]]
+    assert found.weights.tolist() == [pytest.approx(row, rel=1e-6) for row in expected]
+    numbers = report(found.metrics)
+    assert numbers[P + "rollout_rs_token_k1_min"] == -20
+    assert numbers[P + "rollout_rs_token_k2_max"] == 200
+    assert numbers[P + "rollout_rs_token_k3_max"] == pytest.approx(top - 21)
+    rows = losses.rollout_correction(sampled + apart, sampled, mask, level="sequence", threshold=1e30)
+    assert rows.weights is not None
+    assert rows.weights[:, 0].tolist() == pytest.approx([top, 1 / top, top], rel=1e-6)
+
+
+def test_small_differences_of_single_precision_are_seen():
+    """k3 of a ratio of 1 + 1e-4 is 5e-9: less than what float32 leaves of exp(x) - 1 - x."""
+    old = torch.full((2, 3), -1.0)
+    apart = (old + 1e-4).double() - old.double()
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    found = losses.rollout_correction(old + 1e-4, old, mask, reject="token_k3", reject_threshold=1.0)
+    expected = (apart.exp() - 1 - apart).mean().item()
+    assert report(found.metrics)[P + "rollout_rs_token_k3_mean"] == pytest.approx(expected, rel=1e-4)
+
+
 @given(batches())
 def test_weights_are_constants_of_the_input_s_dtype(batch):
     single = batch._replace(log_probs=batch.log_probs.float().requires_grad_())
