@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fppo.rollout.shared_memory import Place, SharedMemory
@@ -57,7 +58,7 @@ class ProcessHost:
             stdout=2,
             pass_fds=(theirs.fileno(), self._memory.file),
             start_new_session=True,
-            env={name: value for name, value in os.environ.items() if name not in NOT_FOR_VLLM},
+            env=_environment(options),
         )
         theirs.close()
         self._finalizer = weakref.finalize(self, _end, self._process, ours)
@@ -156,6 +157,16 @@ class ProcessHost:
         reason = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         hint = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
         return EngineDied(f"the process of vLLM ended {reason}{hint}")
+
+
+def _environment(options: VllmOptions) -> dict[str, str]:
+    """The process's environment: beside a rank of several it is to run on that rank's GPU, not on the first."""
+    found = {name: value for name, value in os.environ.items() if name not in NOT_FOR_VLLM}
+    shared = options.tensor_parallel == 1 and options.transport != "nccl"  # which is between different ones
+    if shared and torch.cuda.is_initialized():
+        own, visible = torch.cuda.current_device(), found.get("CUDA_VISIBLE_DEVICES")
+        found["CUDA_VISIBLE_DEVICES"] = visible.split(",")[own] if visible else str(own)
+    return found
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection, grace: float = _GRACE) -> None:
