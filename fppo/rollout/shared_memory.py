@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import weakref
 from collections.abc import Mapping
 
 import torch
@@ -34,6 +35,7 @@ class SharedMemory:
 
     def __init__(self, file: int) -> None:
         self.file = file
+        self._close = weakref.finalize(self, os.close, file)
         self._map: mmap.mmap | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
@@ -73,7 +75,7 @@ class SharedMemory:
         """Gives the memory back."""
         if self.file >= 0:
             self._unmap()
-            os.close(self.file)
+            self._close()
             self.file = -1
 
     def _remap(self, size: int) -> None:

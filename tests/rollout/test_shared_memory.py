@@ -1,5 +1,8 @@
 """Tensors come out of shared memory as they went in, and stay what they are when others go in."""
 
+import gc
+import os
+
 import pytest
 import torch
 
@@ -50,6 +53,16 @@ def test_what_is_put_is_no_longer_the_callers(memory):
     for x in params.values():
         x.zero_()
     same(memory.get(places), kept)
+
+
+def test_memory_that_is_forgotten_is_given_back():
+    made = SharedMemory.make()
+    made.put(tensors_of(1, 4))
+    path = made.path
+    assert os.path.exists(path)
+    del made
+    gc.collect()
+    assert not os.path.exists(path)
 
 
 def test_transposed_tensors_come_out_as_they_look(memory):
