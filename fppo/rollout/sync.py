@@ -55,7 +55,9 @@ def digest(x: Tensor, how: How | None = None) -> str:
     of one word is always seen, any other that no one chose with 1 - 2^-32 or better. `tree.digest` withstands those
     who choose, and takes some twenty times as long as XXH3.
     """
-    flat = x.detach().contiguous().reshape(-1)
+    flat = x.detach().reshape(-1)
+    if flat.stride(0) != 1:  # `contiguous` keeps the stride of a single element, which `view` does not take
+        flat = flat.clone(memory_format=torch.contiguous_format)
     what = f"{x.dtype} {tuple(x.shape)} ".encode()
     if (how or how_of([x])) == "bytes":
         hasher = xxhash.xxh3_128(what)

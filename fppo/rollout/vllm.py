@@ -74,8 +74,8 @@ class VllmEngine:
     of a transfer engine that vLLM has from a plugin, in place of `options.transport`.
 
     Raises ValueError without a vLLM that fppo can run on, EngineFailure if vLLM does not start or stops working, and
-    SyncError if it does not hold what it was sent; an engine that raised SyncError takes all weights at its next sync,
-    and starts anew for it if it must.
+    SyncError if it does not hold what it was sent; an engine that failed or was interrupted takes all weights at its
+    next sync, and starts anew for it if it must.
     """
 
     def __init__(

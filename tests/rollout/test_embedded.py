@@ -125,6 +125,7 @@ def test_the_record():
         assert response[count:] == [PAD] * (length - count)
         assert out.response_mask[row].tolist() == [True] * count + [False] * (length - count)
         assert (out.rollout_log_probs[row, count:] == 0).all()
+        assert (out.sampling_log_probs[row, count:] == 0).all()
         assert (out.rollout_log_probs[row, :count] < 0).all()
     samples = {tuple(response) for response in out.tokens[:3, 9:].tolist()}
     assert len(samples) > 1

@@ -31,6 +31,7 @@ def test_digests_see_bytes_shape_and_dtype(dtype, shape, how):
         shifted = torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].view(shape)  # its memory starts elsewhere
         assert digest(shifted) == digest(x)
         assert digest(x.reshape(-1)) == digest(x.reshape(-1).flip(0).flip(0))
+        assert digest(torch.stack([x, x.roll(1)], -1)[..., 0]) == digest(x)  # every other element of its memory
     if x.numel() > 1:
         assert digest(x) != digest(x.reshape(-1).roll(1).view(shape)) or len(x.unique()) == 1
     if dtype.is_floating_point and x.numel():
@@ -89,6 +90,9 @@ def test_buckets_hold_all_in_order_and_are_no_larger_than_asked(bucket_bytes):
     tensors = {name: x for bucket in half for name, x in bucket.tensors.items()}
     assert list(tensors) == list(params)[2:4]
     assert all(torch.equal(x, params[name].bfloat16()) for name, x in tensors.items())
+    counts = {"counts": torch.arange(300)}
+    (whole,) = reshard(counts, {"counts": counts["counts"].shape}, bucket_bytes=bucket_bytes, dtype=torch.bfloat16)
+    assert torch.equal(whole.tensors["counts"], counts["counts"])
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
