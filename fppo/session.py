@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import sys
@@ -43,6 +44,28 @@ def check_output(settings: TrainSettings) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         wrong = "may not be written to" if there.is_dir() else "is a file"
         raise ValueError(f"output_dir = {str(path)!r}: {there} {wrong}; give another directory")
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Keeps other runs out of a directory that is there. Raises ValueError if one is at work in it.
+
+    The kernel ends the lock with the process, however that ends; a file system without locks keeps none out.
+    """
+    place = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(place)
+        raise ValueError(
+            f"output_dir: another process is writing to {directory}; wait for it, end it, or give another directory"
+        ) from None
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(place)
 
 
 def restore(settings: TrainSettings, assembled: Assembled) -> RunState:
@@ -172,6 +195,8 @@ def run_training(settings: TrainSettings, assembled: Assembled, watch: Watch | N
     at = run.step + 1 if run.step else 0
     directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as opened:
+        if first:
+            opened.enter_context(alone_in(directory))
         observers: list[Observe] = _logging(settings, assembled, at, opened) if first else []
         lines = opened.enter_context(_closing(directory / replay.DIGESTS, at)) if first else None
         writer = _Writer(

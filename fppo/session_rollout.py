@@ -38,6 +38,7 @@ def run_sampling(settings: TrainSettings, assembled: Assembled) -> int:
         lines = None
         if first:
             directory.mkdir(parents=True, exist_ok=True)
+            opened.enter_context(session.alone_in(directory))
             config.save(settings, directory / session.SETTINGS)
             lines = opened.enter_context(contextlib.closing(JsonLines(directory / loggers.SAMPLES)))
         asked = opened.enter_context(session.asked_to_stop(announce=STOPPING if first else ""))

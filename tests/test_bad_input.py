@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -190,3 +192,20 @@ def test_a_part_of_the_reward_that_there_is_not(task, capsys):
     overrides = ["--rollout.n", "2", "--rollout.filter.groups", "--rollout.filter.by", "nowhere"]
     said = _fails(task, capsys, *overrides, begun=True)
     assert "rollout.filter.by: the reward has no part 'nowhere' to compare groups by; there are ['score', " in said
+
+
+@pytest.mark.parametrize(("command", "place"), [("train", "run"), ("rollout", "run/rollouts")])
+def test_a_directory_that_another_process_writes_to(task, capsys, command, place):
+    (task / place).mkdir(parents=True)
+    code = (
+        "import sys; from pathlib import Path; from fppo.session import alone_in\n"
+        "with alone_in(Path(sys.argv[1])): print('there', flush=True); sys.stdin.read()"
+    )
+    asked = [sys.executable, "-c", code, str(task / place)]
+    with subprocess.Popen(asked, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "there\n"
+        assert cli.main([command, str(task / "run.toml")]) == 2
+        assert f"another process is writing to {task / place}" in capsys.readouterr().err
+        assert not list((task / place).iterdir())
+        other.kill()
+    assert cli.main([command, str(task / "run.toml"), "--steps", "1"]) == 0
