@@ -81,6 +81,11 @@ async def quick(sample: Sample) -> dict[str, float]:
     return {"score": float("b" in sample.response), "length": float(len(sample.response))}
 
 
+def marked(sample: Sample) -> float:
+    """The mark that the prompt came with, and a half where the response was cut."""
+    return sample.extras["mark"] + (0.5 if sample.finish == "length" else 0.0)
+
+
 def notes(sample: Sample) -> float:
     """Leaves a file that says it was called."""
     open(os.path.join(sample.extras["directory"], sample.response), "w").close()

@@ -113,6 +113,17 @@ def test_any_order_gives_the_plain_judgement():
         check()
 
 
+def test_rows_that_differ_in_their_finish_or_their_prompts_extras_alone_are_told_apart():
+    made, given = words(["p", "p"], ["a", "a", "a", "a"])
+    given = attrs.evolve(given, ground_truth=Column(["t", "t"]), extras=Column([{"mark": 1}, {"mark": 2}]))
+    columns = {name: Column(x for x in getattr(given, name) for _ in range(N)) for name in ("ground_truth", "extras")}
+    made = attrs.evolve(made, finish=Column(["stop", "length"] * 2), **columns)
+    with rewards.RewardRunner(functions.marked) as runner:
+        expected, found = both(runner, made, given, [0, 1, 2, 3])
+    assert found == expected
+    assert found.scores == {"marked": [1.0, 1.5, 2.0, 2.5]}
+
+
 def test_timeouts_and_deaths_are_those_of_the_plain_judgement():
     made, given = words(["p", "q"], ["sleep", "a", "die", "b"])
     with rewards.RewardRunner(functions.by_response, time_limit=4.0) as runner:
@@ -195,11 +206,13 @@ def test_a_rollout_that_was_given_up_does_not_answer_for_the_next(tmp_path):
     made = attrs.evolve(made, extras=Column(given.extras[0] for _ in range(N)))
     samples = rewards.samples_of(made, Letters())[:1]
     with Watched(functions.numbered) as runner, EarlyJudge(runner, Letters()) as early:
-        tell(early.listen(given, N), made, [0])
+        old = early.listen(given, N)
+        tell(old, made, [0])
         while not (tmp_path / "calls").exists():
             time.sleep(0.01)
         again = early.listen(given, N)
         tell(again, made, [0])
+        tell(old, made, [0])
         (tmp_path / "go").touch()
         assert early.judge(samples).scores == {"numbered": [2.0]}
         assert runner.late == 0

@@ -107,6 +107,9 @@ def test_long_questions_lose_their_middle_and_are_counted():
     assert engine.lengths == [5, 5]
     assert engine.asked[0] == "abxyz"
     assert metrics.report(report)["reward/judge_truncated"] == 2.0
+    _, report = judge(engine, template="ab{response}", max_prompt_tokens=5)(rollout(["a"], ["xyz"], [0]))
+    assert engine.asked[-1] == "abxyz"
+    assert metrics.report(report)["reward/judge_truncated"] == 0.0
 
 
 @pytest.mark.parametrize(

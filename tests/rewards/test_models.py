@@ -157,6 +157,10 @@ def test_one_of_several_labels(tmp_path):
     for label in ("good", "1"):
         found = reward(load_reward_model(tmp_path, label=label))(rollout)
         torch.testing.assert_close(found, expected_scores(module, "sequence", rollout, 1), rtol=1e-5, atol=1e-5)
+    config["id2label"], config["label2id"] = {"0": "1", "1": "0", "2": "odd"}, {"1": 0, "0": 1, "odd": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = reward(load_reward_model(tmp_path, label="0"))(rollout)  # a name comes before a number
+    torch.testing.assert_close(found, expected_scores(module, "sequence", rollout, 1), rtol=1e-5, atol=1e-5)
 
 
 def test_a_policy_is_no_reward_model(tmp_path):

@@ -58,6 +58,7 @@ def test_the_calculator_answers_an_open_call_only():
         assert turn(other) == []  # the response goes on by itself
     assert turn("#### 24", end="<eos>") is None
     assert turn("<<48/2", end="\n") is None
+    assert turn("<<48/2=", end="<eos>") is None
 
 
 def six(conversation):
