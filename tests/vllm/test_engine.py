@@ -48,6 +48,19 @@ def test_limits_name_their_setting(qwen2):
         engine.sleep()
 
 
+def test_a_caller_that_fails_leaves_no_rows_to_go_on(qwen2):
+    engine, _ = qwen2
+    _, params = make("qwen2")
+    limits = torch.tensor([1, 40, 40, 40, 40, 40])
+
+    def failed(row, tokens, finish):
+        raise ZeroDivisionError(row)
+
+    with pytest.raises(ZeroDivisionError, match="0"):
+        engine.generate(params, make_prompts(), LONG, Key(1), limits=limits, on_finished=failed)
+    assert not engine._host._llm.llm_engine.has_unfinished_requests()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
