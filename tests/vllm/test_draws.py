@@ -66,7 +66,7 @@ def test_draws_are_those_of_the_row_wherever_it_stands(change, rows):
 
 def test_rows_that_are_not_of_the_rollout_are_left_alone():
     logits = torch.randn(3, 61, generator=torch.Generator().manual_seed(1))
-    processor, _ = processor_of(2)
+    processor, _ = processor_of(2, 3)
     other = SimpleNamespace(extra_args=None)
     update(processor, added=[(1, other, [], []), (2, asked(0), [], [])])
     found = processor.apply(logits.clone())
