@@ -180,3 +180,19 @@ def test_summary_of_single_responses():
     scored, _ = score(rollout(["q"] * 2, ["a", "b"], list("ax")), rewards.exact_match)
     found = metrics.report(rewards.summarize([scored], n=1))
     assert found == {"val-core/letters/reward/mean@1": 0.5, "val-aux/letters/exact_match/mean@1": 0.5}
+
+
+def test_a_batch_on_which_a_reward_failed_has_scored_0_by_every_name():
+    """As single samples on which it failed have."""
+
+    @rewards.inline_reward
+    def picky(sample: Sample) -> dict[str, float]:
+        if sample.response == "x":
+            raise RuntimeError("no")
+        return {"score": 1.0, "format": 2.0}
+
+    parts = [score(rollout(["q"] * 2, words, list("ab")), picky)[0] for words in (["x", "x"], ["a", "b"])]
+    for order in (parts, parts[::-1]):
+        found = metrics.report(rewards.summarize(order, n=1))
+        assert found["val-core/letters/reward/mean@1"] == 0.5
+        assert found["val-aux/letters/format/mean@1"] == 1.0
