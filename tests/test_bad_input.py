@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fppo import cli, config, models
+from fppo import cli, config, models, session
 from fppo.key import Key
 from fppo.quickstart import character_tokenizer, small_model
 from fppo.runtime import checkpoint
@@ -145,13 +145,16 @@ def test_a_full_disk_keeps_the_last_checkpoint(task, capsys, monkeypatch):
     assert cli.main(["train", str(task / "run.toml")]) == 0
 
 
-def test_an_output_directory_that_cannot_be_written(task, capsys):
+def test_an_output_directory_that_cannot_be_written(task, capsys, monkeypatch):
     (task / "file").write_text("")
+    (task / "file").chmod(0o755)
     for command in ("train", "rollout"):
         for path in ("file", "file/run"):
             assert cli.main([command, str(task / "run.toml"), "--output-dir", str(task / path)]) == 2
             said = capsys.readouterr().err
             assert f"output_dir = {str(task / path)!r}: {task / 'file'} is a file" in said
+    monkeypatch.setattr(session.os, "access", lambda *_: False)
+    assert f"{task} may not be written to; give another directory" in _fails(task, capsys)
 
 
 def test_rollouts_of_another_command_are_not_written_over(task, capsys):

@@ -291,6 +291,20 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(task, tmp_path):
     assert checkpoint.steps(tmp_path / "run" / session.CHECKPOINTS) == [_last_digest(tmp_path / "run")]
 
 
+def test_a_request_to_stop_says_what_a_second_one_costs(capsys):
+    with session.asked_to_stop(announce=session.STOPPING) as asked:
+        for _ in range(2):  # both within a second: one request, from a terminal and a launcher
+            signal.raise_signal(signal.SIGINT)
+        assert len(asked) == 2
+        asked[0] -= 2
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert (
+        capsys.readouterr().err
+        == "\nfinishing this step; ctrl-C again abandons it, and all since the last checkpoint\n"
+    )
+
+
 def test_resuming_refuses_what_would_mix_runs(task, tmp_path):
     _run(task, tmp_path, "run")
     with pytest.raises(ValueError, match="another output_dir"):

