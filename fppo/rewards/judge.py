@@ -82,7 +82,7 @@ class LanguageJudge:
     def _encoded(self, sample: Sample) -> list[int]:
         text = ask(self.template, sample)
         if not self.chat:
-            return list(self.tokenizer(text)["input_ids"])
+            return list(self.tokenizer(text)["input_ids"]) or [self.tokenizer.eos_token_id]
         keywords = {"tokenize": True, "return_dict": False, "add_generation_prompt": True}
         return list(self.tokenizer.apply_chat_template([{"role": "user", "content": text}], **keywords))
 

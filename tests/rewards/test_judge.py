@@ -86,6 +86,14 @@ def test_it_is_asked_what_the_template_says_and_scored_by_its_answer():
     assert noted["reward/judge"] == pytest.approx(5 / 3)
 
 
+def test_a_question_without_words_is_an_empty_text():
+    """As a template of the response alone makes it of an empty response: the end token is what texts begin after."""
+    engine = Answering(lambda text: "Score: 1")
+    scores, _ = judge(engine, template="{response}")(rollout(["a", "a"], ["", "b"], [0, 0]))
+    assert engine.asked == [BYTES.eos_token, "b"]
+    assert scores.tolist() == [1.0, 1.0]
+
+
 def test_chats_are_asked_about_with_their_own_words():
     one = [{"role": "user", "content": "how?"}]
     two = [{"role": "system", "content": "be {kind}"}, *one]
