@@ -200,6 +200,17 @@ def split(record: R, size: int) -> list[R]:
     return [_slice(record, i, i + size) for i in range(0, num_rows(record), size)]
 
 
+def same_scores(records: Sequence[Scored]) -> list[Scored]:
+    """The records, each with the named scores of all; one that it lacks is 0, for the reward failed on all its rows."""
+    names = list(dict.fromkeys(name for record in records for name in record.named_scores))
+
+    def filled(record: Scored) -> Scored:
+        none = torch.zeros_like(record.scores)
+        return tree.replace(record, named_scores={name: record.named_scores.get(name, none) for name in names})
+
+    return [filled(record) for record in records]
+
+
 def concat(records: Sequence[R]) -> R:
     """The rows of all `records`, which are of one type with the same fields and widths, one after the other."""
     if not records:

@@ -161,17 +161,11 @@ def truncated(rows: Scored | Annotated) -> Tensor:
 def concat(records: list[Scored], pad_token_id: int) -> Scored:
     """The rows of all records, whose prompts and responses may differ in width: the widest counts.
 
-    A named score that a record lacks is 0 in it: a reward that failed on all its rows has named none.
+    Named scores are those of all: see `batch.same_scores`.
     """
     prompt = max(record.tokens.shape[1] - record.response_mask.shape[1] for record in records)
     response = max(record.response_mask.shape[1] for record in records)
-    names = list(dict.fromkeys(name for record in records for name in record.named_scores))
-    return batches.concat([_widened(_with_scores(record, names), prompt, response, pad_token_id) for record in records])
-
-
-def _with_scores(record: Scored, names: list[str]) -> Scored:
-    none = torch.zeros_like(record.scores)
-    return replace(record, named_scores={name: record.named_scores.get(name, none) for name in names})
+    return batches.concat([_widened(r, prompt, response, pad_token_id) for r in batches.same_scores(records)])
 
 
 def _widened(record: Scored, prompt: int, response: int, pad_token_id: int) -> Scored:

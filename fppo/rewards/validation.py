@@ -19,16 +19,14 @@ def summarize(parts: Sequence[Scored], *, n: int) -> Metrics:
 
     By source: val-core/SOURCE/reward/mean@n, best@n/mean and, where rewards name the answers, maj@n/mean; for smaller
     k (powers of two) and for the named scores the same under val-aux. best@k and maj@k are the exact expectations over
-    k of the n responses, drawn without replacement. Each prompt counts once; a named score that a batch lacks, as the
-    reward failed on all of it, is 0 there. Raises ValueError if a group does not have n rows.
+    k of the n responses, drawn without replacement. Each prompt counts once, with the named scores of
+    `batch.same_scores`. Raises ValueError if a group does not have n rows.
     """
-    from fppo import metrics
+    from fppo import batch, metrics
 
     values: dict[str, list[float]] = defaultdict(list)
-    names = dict.fromkeys(name for part in parts for name in part.named_scores)
-    for part in parts:
-        named = {name: part.named_scores.get(name, 0.0 * part.scores).tolist() for name in names}
-        columns = {"reward": part.scores.tolist(), **named}
+    for part in batch.same_scores(parts):
+        columns = {"reward": part.scores.tolist(), **{k: v.tolist() for k, v in part.named_scores.items()}}
         members: dict[int, list[int]] = defaultdict(list)
         for row, group in enumerate(part.groups.tolist()):
             members[group].append(row)
