@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import select
 import signal
 import sys
 import traceback
@@ -83,14 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fppo: there is no command {name!r}; {hint}", file=sys.stderr)
         return 2
     try:
-        return COMMANDS[name](rest) or 0
+        status = COMMANDS[name](rest) or 0
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print(f"fppo {name}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read the output, as `head`, has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
-        return 128 + signal.SIGPIPE
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_abandoned():
+            return 128 + signal.SIGPIPE
         if not _is_for_the_user(error):
             raise
         if show:
@@ -99,6 +101,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         print(f"fppo {name}: {error}{notes}{hint}", file=sys.stderr)
         return 2
+
+
+def _is_abandoned() -> bool:
+    """Whether whoever read the output, as `head`, has gone; the rest of it then goes nowhere."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    if not output.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _is_for_the_user(error: Exception) -> bool:

@@ -125,11 +125,22 @@ def test_a_report_is_written(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
 
 
-def test_a_reader_that_has_gone_is_no_error():
-    """As in `fppo plan ... | head`."""
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["plan", "--model", "quickstart"]], ids=" ".join)
+def test_a_reader_that_has_gone_is_no_error(arguments):
+    """As in `fppo plan ... | head`: more than fits into a buffer, and less."""
     ours, theirs = os.pipe()
     os.close(ours)
-    command = [sys.executable, "-m", "fppo", "train", "--help"]
-    done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "fppo", *arguments]
+    done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, env=buffered)
     os.close(theirs)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_another_pipe_that_breaks_is_an_error(monkeypatch, capfd):
+    def breaks(arguments):
+        raise BrokenPipeError(32, "Broken pipe", "an engine's")
+
+    monkeypatch.setattr(cli, "COMMANDS", {"plan": breaks})
+    assert cli.main(["plan"]) == 2
+    assert 'Broken pipe: "an engine\'s"' in capfd.readouterr().err

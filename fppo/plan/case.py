@@ -69,8 +69,7 @@ def problems(case: Case) -> list[str]:
     """What is wrong with the case, one line for each thing."""
     found, sequence = [], case.size("sequence")
     for name, config in ((case.name, case.config), ("the reward model", case.reward_model)):
-        heads = sequence if config is None else config.num_attention_heads
-        if heads % sequence:
+        if config is not None and (heads := config.num_attention_heads) % sequence:
             works = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             found.append(
                 f"--mesh.sequence {sequence}: {name} has {heads} attention heads, which it does not divide; "
