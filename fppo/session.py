@@ -188,15 +188,15 @@ def run_training(settings: TrainSettings, assembled: Assembled, watch: Watch | N
     """
     directory, mesh = Path(settings.output_dir), assembled.mesh
     first = is_first(mesh)
-    run = restore(settings, assembled)
-    if settings.rollout.save and (directory / ROLLOUTS / SETTINGS).exists():
-        kept = f"{directory / ROLLOUTS} holds what fppo rollout made; give another output_dir, or remove it"
-        raise ValueError(f"rollout.save = True: {kept}")
-    at = run.step + 1 if run.step else 0
     directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as opened:
         if first:
-            opened.enter_context(alone_in(directory))
+            opened.enter_context(alone_in(directory))  # before it is read where the run stands
+        run = restore(settings, assembled)
+        if settings.rollout.save and (directory / ROLLOUTS / SETTINGS).exists():
+            kept = f"{directory / ROLLOUTS} holds what fppo rollout made; give another output_dir, or remove it"
+            raise ValueError(f"rollout.save = True: {kept}")
+        at = run.step + 1 if run.step else 0
         observers: list[Observe] = _logging(settings, assembled, at, opened) if first else []
         lines = opened.enter_context(_closing(directory / replay.DIGESTS, at)) if first else None
         writer = _Writer(

@@ -101,6 +101,20 @@ def test_a_run_trains_on_the_rollouts_that_another_saved(task, tmp_path, shared,
         assert 0 < max(dropped) < 1
 
 
+def test_where_a_run_stands_is_read_once_nobody_else_writes(task, tmp_path, monkeypatch):
+    real, seen = session.restore, []
+
+    def restore(settings, assembled):
+        with pytest.raises(ValueError, match="is writing to"), session.alone_in(Path(settings.output_dir)):
+            seen.append("alone")
+        seen.append("restored")
+        return real(settings, assembled)
+
+    monkeypatch.setattr(session, "restore", restore)
+    _run(task, tmp_path, "run", steps=1)
+    assert seen == ["restored"]
+
+
 def test_what_a_run_saved_stays_as_it_is_when_steps_are_computed_again(task, tmp_path):
     _, path = _run(task, tmp_path, "run", steps=2, rollout__save=True, checkpoint__keep=5)
     for file in (path / "rollouts").iterdir():
