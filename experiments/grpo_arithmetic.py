@@ -6,15 +6,16 @@ from typing import Any
 import attrs
 import tyro
 
-from fppo import data, loggers, losses, quickstart, rewards, tree
+from fppo import data, losses, quickstart, rewards, tree
 from fppo.key import Key
 from fppo.pipeline import stages
 from fppo.pipeline.estimators import estimator
 from fppo.pipeline.evaluate import evaluate
-from fppo.pipeline.run import Program, RunState
+from fppo.pipeline.step import Program, RunState
 from fppo.pipeline.train import train
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
+from fppo.runs import loggers
 from fppo.runtime.mesh import Mesh
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizer import Optimizer

@@ -11,9 +11,11 @@ from pathlib import Path
 import torch
 import tyro
 
-from fppo import commands, config, models, quickstart
+from fppo import models, quickstart
+from fppo.commands import actions
 from fppo.key import Key
 from fppo.runtime.mesh import Mesh
+from fppo.settings import files
 from fppo.steps import supervised
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizer import Optimizer
@@ -47,7 +49,7 @@ def run(toml: str, data: Path, output_dir: Path, seed: int, warm_up: int, batch:
                                 mesh=Mesh.local(), optimizer=Optimizer(rate), micro_batching=MicroBatching(size=batch),
                                 on_step=lambda step, loss: print(f"warm-up {step}: {loss:.3f}"))  # fmt: skip
     models.save(model, params, output_dir / "warm", tokenizer=tokenizer)
-    commands.train(config.load(Path(__file__).with_name(toml), [f"--output-dir={output_dir}", f"--seed={seed}",
+    actions.train(files.load(Path(__file__).with_name(toml), [f"--output-dir={output_dir}", f"--seed={seed}",
                    f"--model.path={output_dir / 'warm'}", f"--data.path={output_dir / 'train.jsonl'}",
                    f"--data.eval-path={output_dir / 'test.jsonl'}", *more]))  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from fppo.cli import main
+from fppo.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,7 +18,7 @@ from fppo.data import PromptSet, prompt_set
 from fppo.key import Key
 from fppo.models.model import Model
 from fppo.runtime.mesh import Mesh
-from fppo.settings import (
+from fppo.settings.train import (
     ActorSettings,
     AlgorithmSettings,
     CheckpointSettings,

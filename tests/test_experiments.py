@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fppo import jsonl
-from fppo.tools import evaluate
+from fppo.rollout.turns.tools import evaluate
+from fppo.runs import jsonl
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 

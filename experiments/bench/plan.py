@@ -30,14 +30,14 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config
 
-from fppo.plan import stages
+from fppo.plan import passes
 from fppo.plan._track import Tracker
 from fppo.plan.case import Case
 from fppo.plan.hardware import hardware_of
 from fppo.plan.measured import prepared, telling
 from fppo.plan.plan import plan, shard_numbers
 from fppo.plan.presets import config_of
-from fppo.plan.record import peak_of
+from fppo.plan.values import peak_of
 from fppo.runtime.mesh import Mesh, Sharding
 
 SIZES = {"17M": (384, 6), "50M": (640, 8)}  # width and layers
@@ -139,13 +139,13 @@ def processes(given: Sequence[Any], name: str) -> dict[str, Any]:
         mp.start_processes(  # type: ignore[attr-defined]
             partial(rank_of, given=given, name=name, directory=directory), nprocs=case.world, start_method="spawn"
         )
-        return json.loads(Path(directory, f"{stages.fullest_slice(case)}.json").read_text())
+        return json.loads(Path(directory, f"{passes.fullest_slice(case)}.json").read_text())
 
 
 def compare(given: Sequence[Any], name: str) -> None:
     """One line: planned, measured with and without the heap, and bytes sent."""
     case = case_of(*given)
-    phases = stages.run_stage(case, name)
+    phases = passes.run_stage(case, name)
     planned = peak_of(phases)[1].total
     wire = sum(sum(phase.cost.sent.values()) for phase in phases)
     found = []
@@ -180,7 +180,7 @@ def large() -> None:
         print(f"{name} on {case.world:,} h200, {how}: planned in {taken:.1f} s; {found}")
     for each in ("qwen2.5-0.5b", "qwen2.5-7b", "llama-3.1-70b"):
         cut = attrs.evolve(case, config=config_of(each)[1], mesh={"shard": 64})
-        model = stages.model_of(cut, "actor")
+        model = passes.model_of(cut, "actor")
         total = sum(shape.numel() for shape in model.shapes.values())
         print(
             f"{each}: a 64th of the state is planned as {64 * shard_numbers(model, cut) / total - 1:+.3%} of total / 64"

@@ -27,7 +27,7 @@ from fppo.key import Key
 from fppo.models.model import Model
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
-from fppo.rollout.vllm import VllmEngine, VllmOptions
+from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
 from fppo_kernels.record import Kernels
 
 SIZES = {  # vocabulary, hidden, intermediate, layers, heads, key-value heads

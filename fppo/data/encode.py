@@ -14,9 +14,10 @@ from fppo.data.problems import Problems
 from fppo.data.prompt_set import PromptSet, check_prompt_set, share
 from fppo.data.read import PathLike, Row, read_rows
 from fppo.data.tokenizers import check_chat_template, check_tokenizer
-from fppo.rewards.sample import MESSAGES
 
 OverLong = Literal["error", "drop", "truncate"]
+
+MESSAGES = "prompt_messages"  # the key under which extras hold a prompt's chat messages
 
 
 class _Bad(Exception):

@@ -1,7 +1,6 @@
 """Laws that users run on their own functions in one line; a failure shows the smallest counter-example."""
 
 from fppo.laws._search import LawViolation
-from fppo.laws.ablation.run import ablate
 from fppo.laws.adamw import check_adamw
 from fppo.laws.attention import check_attention
 from fppo.laws.collectives import check_all_to_all, check_collective, check_collectives
@@ -16,7 +15,6 @@ from fppo.laws.updates import check_update, check_update_fn
 
 __all__ = [
     "LawViolation",
-    "ablate",
     "check_adamw",
     "check_advantages",
     "check_all_to_all",

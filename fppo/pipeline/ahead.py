@@ -22,9 +22,9 @@ from fppo import metrics, tree
 from fppo.batch import Column, Scored
 from fppo.data.cursor import DataCursor
 from fppo.metrics import Max, Mean, Metrics, Min, Sum
+from fppo.pipeline.draw import Draw
 from fppo.pipeline.measure import now
-from fppo.pipeline.run import Program, RunState
-from fppo.pipeline.sample import Draw
+from fppo.pipeline.step import Program, RunState
 
 Waiting = dict[str, Tensor | Column]
 _REPORT = "report"

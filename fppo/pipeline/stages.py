@@ -16,13 +16,13 @@ from fppo.metrics import Metrics
 from fppo.models.model import Model
 from fppo.pipeline.estimators import AdvantageFn
 from fppo.pipeline.measure import batch_metrics, now
-from fppo.pipeline.run import RunState
+from fppo.pipeline.step import RunState
 from fppo.rollout.engine import Engine, OnFinished, Sampling
 from fppo.runtime.mesh import DATA_AXES, Mesh, place_on
 from fppo.runtime.offload import OnHost
 from fppo.steps.forward import compute_log_probs, compute_outputs, compute_values, row_lengths
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.spread import collect, imbalance, shares
+from fppo.steps.ranks import collect, imbalance, shares
 from fppo.steps.train_state import Params
 from fppo.steps.update import rollout_gap
 from fppo_kernels.record import Kernels

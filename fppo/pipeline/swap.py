@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fppo import tree
 from fppo.batch import Experience, Prompts, Rollout, Scored
-from fppo.pipeline.run import Program, RunState, ppo_step
+from fppo.pipeline.step import Program, RunState, ppo_step
 from fppo_kernels.record import Kernels
 
 Leaves = list[tuple[str, Any]]

@@ -12,9 +12,9 @@ from fppo import metrics
 from fppo.batch import Experience
 from fppo.metrics import Metrics
 from fppo.pipeline.ahead import making, sample, unpack
+from fppo.pipeline.draw import Draw
 from fppo.pipeline.measure import memory_metrics, now
-from fppo.pipeline.run import Program, RunState, learn
-from fppo.pipeline.sample import Draw
+from fppo.pipeline.step import Program, RunState, learn
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, any_rank, ranks_on
 from fppo.tree import replace
 

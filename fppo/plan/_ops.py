@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fppo.plan.record import Work
+from fppo.plan.values import Work
 
 _NO_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "lift_fresh", "detach", "alias")
 _PICKS = ("embedding", "index", "index_select", "gather")  # read as much as they write, not all of their first argument

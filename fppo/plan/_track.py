@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fppo.plan._ops import attention_workspace, dispatched, work_of
-from fppo.plan.record import Cost, Phase, Segment
+from fppo.plan.values import Cost, Phase, Segment
 
 STATE, BATCH, HOST = "state", "batch", "host"  # host: no memory of the accelerator
 GATHERED, LOGITS, ACTIVATIONS, GRADIENTS = "gathered", "logits", "activations", "gradients"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fppo.plan.case import Case
 from fppo.plan.hardware import Hardware
-from fppo.plan.record import Cost, Phase
+from fppo.plan.values import Cost, Phase
 
 # Shares of the peak that large operations reach, and what small ones cost: rough, and not measured on the machine at
 # hand.

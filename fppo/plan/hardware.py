@@ -10,7 +10,7 @@ from types import MappingProxyType
 import attrs
 
 from fppo.models.flops import PEAKS
-from fppo.plan.record import GIB
+from fppo.plan.values import GIB
 
 
 @attrs.frozen

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fppo.models.model import Model
-from fppo.plan.record import Cost, Phase, Segment
+from fppo.plan.values import Cost, Phase, Segment
 
 FEW, MORE = 4, 5  # two at either end differ from those between: their neighbours are gathered otherwise
 

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fppo import models
 from fppo.key import Key
-from fppo.plan import stages
+from fppo.plan import passes
 from fppo.plan._group import Sent
 from fppo.plan._track import Tracker
 from fppo.plan.case import Case
-from fppo.plan.record import Phase
+from fppo.plan.values import Phase
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.watch import wire_bytes
@@ -31,7 +31,7 @@ def measured(case: Case, name: str, mesh: Mesh) -> list[Phase]:
     """
     tracker = Tracker(on_gpu=case.hardware.on_gpu)
     state, run, batch = prepared(case, name, telling(mesh, tracker.sent), tracker)
-    return stages.tracked(case, tracker, run, state, batch)
+    return passes.tracked(case, tracker, run, state, batch)
 
 
 def prepared(
@@ -40,9 +40,9 @@ def prepared(
     """A fresh state of the stage's model on this rank, the stage as a function of it, and the rows that it runs on."""
     if case.size("shard") > 1:
         mesh = attrs.evolve(mesh, sharding=case.sharding)
-    passes = min(case.micro_batches, stages.PASSES)
-    model, batch = stages.model_of(case, stages.STAGES[name]), stages.rows_of(case, case.rows * passes)
-    run = stages.stage_of(case, name, batch, model=model, kernels=stages.kernels_of(case, tracker), mesh=mesh)
+    count = min(case.micro_batches, passes.PASSES)
+    model, batch = passes.model_of(case, passes.STAGES[name]), passes.rows_of(case, case.rows * count)
+    run = passes.stage_of(case, name, batch, model=model, kernels=passes.kernels_of(case, tracker), mesh=mesh)
     return init_state(fsdp.shard(models.init_params(model, Key(0)), mesh)), run, batch
 
 

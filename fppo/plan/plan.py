@@ -9,13 +9,13 @@ import attrs
 
 from fppo.models import flops
 from fppo.models.model import Model
-from fppo.plan import layers, stages
+from fppo.plan import layers, passes
 from fppo.plan._group import counting_mesh
 from fppo.plan._track import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, LOGITS
 from fppo.plan.case import Case, problems
 from fppo.plan.estimate import Seconds, Wire, seconds_of, wires
 from fppo.plan.hardware import overhead
-from fppo.plan.record import Phase, peak_of
+from fppo.plan.values import Phase, peak_of
 
 TRANSIENT = (GRADIENTS, GATHERED, ACTIVATIONS, LOGITS)
 BYTES = 4  # state is float32
@@ -82,15 +82,15 @@ def plan(case: Case, *, only_if_fits: bool = False) -> Plan:
     """
     if wrong := problems(case):
         raise ValueError("; ".join(wrong))
-    models = {name: stages.model_of(case, name) for name in stages.models_of(case)}
+    models = {name: passes.model_of(case, name) for name in passes.models_of(case)}
     rest = _at_rest(case, models)
     parameters = {name: sum(shape.numel() for shape in model.shapes.values()) for name, model in models.items()}
     found: list[Stage] = []
     known: dict[str, list[Phase]] = {}
     if only_if_fits and sum(rest.values()) > case.hardware.memory:
         return Plan(case, parameters, rest, ())
-    for name in reversed(stages.stages_of(case)):  # the updates first
-        model, same = models[stages.STAGES[name]], stages.SAME.get(name, name)
+    for name in reversed(passes.stages_of(case)):  # the updates first
+        model, same = models[passes.STAGES[name]], passes.SAME.get(name, name)
         if same not in known:
             known[same] = phases_of(case, same, model)
         found.insert(0, _stage(case, name, model, rest, known[same]))
@@ -103,17 +103,17 @@ def phases_of(case: Case, name: str, model: Model) -> list[Phase]:
     """The stage of a model with all layers; from few layers where they are alike, unless `case.full`."""
     count = len(model.layers)
     if not case.full and count > layers.MORE and layers.alike(model):
-        few, more = (stages.run_stage(case, name, layers=n) for n in (layers.FEW, layers.MORE))
+        few, more = (passes.run_stage(case, name, layers=n) for n in (layers.FEW, layers.MORE))
         found = layers.extrapolated(few, more, count)
         if found is not None:
             return found
-    return stages.run_stage(case, name)
+    return passes.run_stage(case, name)
 
 
 def shard_numbers(model: Model, case: Case) -> int:
     """How many numbers of the parameters the rank with most of them holds."""
     mesh = counting_mesh(case.mesh, {}, case.sharding, lambda *_: None)
-    return sum(math.prod(stages.shard_shape(shape, mesh)) for shape in model.shapes.values())
+    return sum(math.prod(passes.shard_shape(shape, mesh)) for shape in model.shapes.values())
 
 
 def _stage(case: Case, name: str, model: Model, rest: Mapping[str, float], phases: Sequence[Phase]) -> Stage:
@@ -123,7 +123,7 @@ def _stage(case: Case, name: str, model: Model, rest: Mapping[str, float], phase
     outside = overhead(case.hardware, len(wide), sum(moving.values()))
     lengths = [case.length] * case.rows
     work = flops.train_flops if name.startswith("update") else flops.forward_flops
-    needed = work(model, lengths, head_tokens=case.rows * (1 if name == stages.REWARD else case.response_tokens))
+    needed = work(model, lengths, head_tokens=case.rows * (1 if name == passes.REWARD else case.response_tokens))
     return Stage(
         name=name,
         where=where,
@@ -142,10 +142,10 @@ def _at_rest(case: Case, models: Mapping[str, Model]) -> dict[str, float]:
     for name, model in models.items():
         numbers = shard_numbers(model, case)
         rest[f"{name}'s parameters"] = params * numbers
-        if name != stages.REWARD:
+        if name != passes.REWARD:
             rest[f"{name}'s optimizer"] = moments * numbers
     if case.reference:
         rest["reference's parameters"] = rest["actor's parameters"]
-    row = stages.rows_of(case, 1)
+    row = passes.rows_of(case, 1)
     size = sum(x.nbytes for name in row.__annotations__ if hasattr(x := getattr(row, name), "nbytes"))
     return rest | {BATCH: size * case.mini_batch}  # every rank holds all rows

@@ -10,8 +10,8 @@ import torch
 
 from fppo.plan.estimate import ORDER, link
 from fppo.plan.plan import Plan
-from fppo.plan.record import GIB
 from fppo.plan.remedies import Remedy, seconds_per_token
+from fppo.plan.values import GIB
 
 MEMORY = (
     "Memory is that of the real steps, run on tensors without data on the rank that holds most; gathered are "

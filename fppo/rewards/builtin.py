@@ -10,7 +10,8 @@ from typing import Any
 
 import attrs
 
-from fppo.rewards.sample import Sample, inline_reward
+from fppo.rewards.functions import inline_reward
+from fppo.workers.sample import Sample
 
 
 @inline_reward

@@ -9,9 +9,10 @@ from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fppo.rewards.functions import Part
 from fppo.rewards.runner import Judged, Outcomes, RewardRunner, judged, log_failures
-from fppo.rewards.sample import Outcome, Part, Sample
 from fppo.rewards.scoring import sample_of
+from fppo.workers.sample import Outcome, Sample
 
 if TYPE_CHECKING:
     from fppo.batch import Prompts

@@ -13,14 +13,15 @@ from torch import Tensor
 from fppo import batch as batches
 from fppo import data, metrics, tree
 from fppo.batch import Prompts, Rollout
+from fppo.data.encode import MESSAGES
 from fppo.key import Key
 from fppo.metrics import Metrics
-from fppo.rewards.question import ask, pattern_problem, score_in, template_problem
-from fppo.rewards.sample import Sample
+from fppo.rewards.question import pattern_problem, score_in, template_problem
 from fppo.rewards.scoring import samples_of
 from fppo.rollout.engine import Engine, Sampling
 from fppo.runtime.mesh import GRADIENT_AXES, LOCAL, Mesh, place_on
-from fppo.steps.spread import collect, deal
+from fppo.steps.ranks import collect, deal
+from fppo.workers.sample import Sample
 
 
 def _no_problem(find: Any) -> Any:
@@ -97,3 +98,12 @@ class LanguageJudge:
         tokens = answered.tokens[:, -mask.shape[1] :].cpu()
         keywords = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return [self.tokenizer.decode(row[keep].tolist(), **keywords) for row, keep in zip(tokens, mask, strict=True)]
+
+
+def ask(template: str, sample: Sample) -> str:
+    """The template filled with a sample's texts; of a chat the messages, their roles named if there are several."""
+    messages = sample.extras.get(MESSAGES) or ()
+    prompt = "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
+    if len(messages) == 1:
+        prompt = messages[0]["content"]
+    return template.format(prompt=prompt or sample.prompt, response=sample.response, ground_truth=sample.ground_truth)

@@ -16,16 +16,18 @@ from transformers import AutoConfig
 from fppo import batch as batches
 from fppo import models
 from fppo.batch import Rollout
+from fppo.data.encode import MESSAGES
 from fppo.models.load import VALUE_HEADS, find_directory, list_files, read_value_head
 from fppo.models.model import Model, Params
-from fppo.rewards.sample import MESSAGES, RewardFn, Sample, tensor_reward
+from fppo.rewards.functions import RewardFn, tensor_reward
 from fppo.rewards.scoring import samples_of
 from fppo.runtime.mesh import DATA_AXES, Mesh, place_on
 from fppo.runtime.offload import OnHost
 from fppo.steps.forward import Rows, compute_reward_scores, row_lengths
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.spread import collect, shares
+from fppo.steps.ranks import collect, shares
 from fppo.tree import state
+from fppo.workers.sample import Sample
 from fppo_kernels.record import Kernels
 
 

@@ -6,8 +6,6 @@ import math
 import re
 import string
 
-from fppo.rewards.sample import MESSAGES, Sample
-
 FIELDS = ("prompt", "response", "ground_truth")
 
 
@@ -32,15 +30,6 @@ def pattern_problem(pattern: str) -> str | None:
     if groups == 1:
         return None
     return f"has {groups} groups; give one, (...), around the score; (?:...) groups without being one"
-
-
-def ask(template: str, sample: Sample) -> str:
-    """The template filled with a sample's texts; of a chat the messages, their roles named if there are several."""
-    messages = sample.extras.get(MESSAGES) or ()
-    prompt = "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
-    if len(messages) == 1:
-        prompt = messages[0]["content"]
-    return template.format(prompt=prompt or sample.prompt, response=sample.response, ground_truth=sample.ground_truth)
 
 
 def score_in(answer: str, pattern: re.Pattern[str]) -> float | None:

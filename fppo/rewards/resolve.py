@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fppo.rewards.builtin import MADE, _prepare_math_verify, builtins, length_penalty
-from fppo.rewards.sample import Reward, RewardFn, WeightedSum, name_of, weighted_sum
+from fppo.rewards.functions import Reward, RewardFn, WeightedSum, weighted_sum
+from fppo.workers.imports import imported
+from fppo.workers.sample import name_of
 
 
 def resolve(name: str, arguments: Mapping[str, Any] | None = None) -> Reward:
@@ -24,7 +23,7 @@ def resolve(name: str, arguments: Mapping[str, Any] | None = None) -> Reward:
     if ":" in name:
         if given:
             raise ValueError(f"reward {name!r}: only built-in rewards take arguments, not {sorted(given)}")
-        return imported(name)
+        return imported(name, "reward", also=WeightedSum)
     known = builtins()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
@@ -42,37 +41,6 @@ def resolve(name: str, arguments: Mapping[str, Any] | None = None) -> Reward:
     except TypeError as error:
         raise ValueError(f"the reward {name}{signature} was given {given}: {error}") from error
     return known[name](**given)
-
-
-def imported(name: str, kind: str = "reward") -> Any:
-    """The function, or the instance that is called as one, of "module:function"; a reward may be a sum of them.
-
-    `kind` is what errors call it. Raises ValueError if it does not import, or is not one.
-    """
-    module_name, _, path = name.partition(":")
-    if not module_name or not path:
-        raise ValueError(f"{kind} {name!r} is not of the form module:function")
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # a console script's path lacks it; workers get the same path
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:
-        raise ValueError(
-            f"{kind} {name!r}: the module {module_name!r} does not import: {type(error).__name__}: {error}"
-        ) from error
-    for part in path.split("."):
-        if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{kind} {name!r}: {module_name!r} has no {part!r}{hint}")
-        found = getattr(found, part)
-    if isinstance(found, WeightedSum) and kind == "reward":
-        return found
-    if inspect.isclass(found) or not callable(found):
-        what = "a class; name a function or an instance" if inspect.isclass(found) else f"a {type(found).__name__}"
-        raise ValueError(f"{kind} {name!r} is {what}, not a function")
-    return found
 
 
 def combine(

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-from fppo.rewards.calls import Mode, call
-from fppo.rewards.pool import WorkerPool
-from fppo.rewards.sample import Outcome, Part, Reward, Sample, as_sum
+from fppo.rewards.functions import Part, Reward, as_sum
+from fppo.workers.calls import Mode, call
+from fppo.workers.pool import WorkerPool
+from fppo.workers.sample import Outcome, Sample
 
 _log = logging.getLogger("fppo.rewards")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fppo.rewards.functions import Part
 from fppo.rewards.runner import Judge
-from fppo.rewards.sample import Part, Sample
+from fppo.workers.sample import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,8 +18,8 @@ from fppo.runtime.mesh import DATA_AXES, Mesh, data_metrics, data_sum, gradient_
 from fppo.steps.forward import Rows, row_lengths
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.optimizer import Optimizer, optimizer_step
+from fppo.steps.ranks import blank, mini_batches, rounds, shares
 from fppo.steps.sharded import Whole, accumulable, scattered, whole
-from fppo.steps.spread import blank, mini_batches, rounds, shares
 from fppo.steps.train_state import Params, TrainState
 from fppo_kernels.record import Kernels
 

@@ -16,8 +16,8 @@ from fppo.models.model import Model
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import OnHost
 from fppo.steps.micro_batching import MicroBatching, partition
+from fppo.steps.ranks import blank, rounds
 from fppo.steps.sharded import Opened, Whole, opened, whole
-from fppo.steps.spread import blank, rounds
 from fppo.steps.train_state import Params
 from fppo_kernels.collectives import Axis
 from fppo_kernels.record import Kernels

@@ -20,8 +20,8 @@ from fppo.steps.epochs import MiniBatch, update_epochs, weighted
 from fppo.steps.forward import TokenOutputs, forward_micro_batch
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizer import Optimizer
+from fppo.steps.ranks import blank, collect
 from fppo.steps.sharded import Whole
-from fppo.steps.spread import blank, collect
 from fppo.steps.train_state import Params, TrainState
 from fppo_kernels.record import Kernels
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from fppo import cli
+from fppo.commands import cli
 
 
 def _rank(arguments: list[str], environment: dict[str, str], output: str) -> None:
@@ -28,7 +28,9 @@ class Ranks:
     def __init__(self, arguments: list[str], size: int, output: Path) -> None:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["fppo.commands", "fppo.launched", "tests.distributed.ranks"])
+        context.set_forkserver_preload(
+            ["fppo.commands.actions", "fppo.commands.distributed", "tests.distributed.ranks"]
+        )
         shared = {
             "WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from fppo import cli, config, jsonl, session
+from fppo.commands import cli
+from fppo.runs import jsonl, session
 from fppo.runtime import checkpoint
-from tests import runs
+from fppo.settings import files
+from tests import tiny_run
 from tests.distributed.ranks import Ranks
 
 STEPS = {"eval__before": False, "rollout__batch_size": 4, "checkpoint__keep": 1, "mesh__shard": 2}
@@ -19,13 +21,13 @@ STEPS = {"eval__before": False, "rollout__batch_size": 4, "checkpoint__keep": 1,
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     directory = tmp_path_factory.mktemp("task")
-    runs.write_task(directory)
+    tiny_run.write_task(directory)
     return directory
 
 
 def write(task, directory, **changes):
     file = directory.with_suffix(".toml")
-    config.save(runs.settings(task, output_dir=str(directory), **changes), file)
+    files.save(tiny_run.settings(task, output_dir=str(directory), **changes), file)
     return file
 
 

@@ -10,7 +10,7 @@ from fppo import laws, losses, tree
 from fppo.laws import layout
 from fppo.runtime import mesh as meshes
 from fppo.runtime.mesh import Mesh
-from fppo.steps import epochs, optimizer, spread
+from fppo.steps import epochs, optimizer, ranks
 from fppo.steps.update import update_actor, update_critic
 
 OTHERS = ("gspo", "sapo", "gpg", "cispo", "gmpo", "dppo_tv", "dppo_kl", "dro")
@@ -109,7 +109,7 @@ def own_mini_batches(row_ids, size, mesh, key=None):
         (epochs, "rounds", own_rounds),
         (epochs, "mini_batches", own_mini_batches),
         (optimizer, "_global_norm", own_norm),
-        (spread, "_all_row_ids", lambda ids, mesh: (ids, 0)),
+        (ranks, "_all_row_ids", lambda ids, mesh: (ids, 0)),
     ],
     ids=["mean", "replicate", "sequence", "shard", "totals", "metrics", "rounds", "mini-batches", "norm", "row ids"],
 )

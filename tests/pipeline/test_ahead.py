@@ -7,19 +7,21 @@ import attrs
 import pytest
 import torch
 
-from fppo import assembly, session, tree
+from fppo import tree
+from fppo.assembly import run as assembly
 from fppo.batch import Column, Scored, join
 from fppo.pipeline import ahead
 from fppo.pipeline.train import iterate
+from fppo.runs import session
 from fppo.runtime import checkpoint
-from tests import runs
+from tests import tiny_run
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     directory = tmp_path_factory.mktemp("task")
-    runs.write_task(directory)
-    with assembly.assembled(runs.settings(directory, rollout__batch_size=8)) as parts:
+    tiny_run.write_task(directory)
+    with assembly.assembled(tiny_run.settings(directory, rollout__batch_size=8)) as parts:
         yield parts
 
 

@@ -4,12 +4,14 @@ import attrs
 import pytest
 import torch
 
-from fppo import assembly, metrics, session, tree
+from fppo import metrics, tree
+from fppo.assembly import run as assembly
 from fppo.pipeline.train import iterate
+from fppo.runs import session
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.simulate import simulate
-from tests import runs
+from tests import tiny_run
 
 
 def steps(settings, mesh, count):
@@ -70,8 +72,8 @@ def numbers(report):
 )
 def test_steps_on_a_mesh_are_those_of_one_process(tmp_path, axes, changes):
     """Rollouts, rewards, log-probs and updates are spread; tokens, advantages, states and metrics are the same."""
-    runs.write_task(tmp_path)
-    settings = runs.settings(tmp_path, **changes)
+    tiny_run.write_task(tmp_path)
+    settings = tiny_run.settings(tmp_path, **changes)
     (expected, held_out) = steps(settings, LOCAL, 2)
     stage = settings.mesh.stage
 
@@ -104,8 +106,8 @@ def digests_of_whole(run, parts):
 )
 def test_a_run_saved_on_two_ranks_goes_on_on_any_mesh(tmp_path, axes):
     """The state that another mesh loads is bit-equal, and the next step that of the mesh that saved."""
-    runs.write_task(tmp_path)
-    settings = runs.settings(tmp_path, actor__kl_coef=0.1)
+    tiny_run.write_task(tmp_path)
+    settings = tiny_run.settings(tmp_path, actor__kl_coef=0.1)
 
     def go_on(mesh, saving):
         mesh = attrs.evolve(mesh, sharding=Sharding())

@@ -10,17 +10,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fppo import advantages, assembly, config, losses, metrics
+from fppo import advantages, losses, metrics
 from fppo import batch as batches
+from fppo.assembly import run as assembly
 from fppo.batch import Annotated, Column, Prompts, Rollout, Scored, extend
 from fppo.data import DataCursor
 from fppo.key import Key
 from fppo.losses import KLState
-from fppo.pipeline import sample, stages
+from fppo.pipeline import draw, stages
+from fppo.pipeline.draw import equal_groups, sample_batch, sample_groups, truncated
 from fppo.pipeline.estimators import WHITENED, estimator
-from fppo.pipeline.sample import equal_groups, sample_batch, sample_groups, truncated
 from fppo.rollout import saved
-from tests import runs
+from fppo.settings import files
+from tests import tiny_run
 
 PAD = 7
 
@@ -233,13 +235,13 @@ def test_dropped_rows_leave_every_denominator():
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     directory = tmp_path_factory.mktemp("task")
-    runs.write_task(directory)
+    tiny_run.write_task(directory)
     return directory
 
 
 def _estimated(task, rows, **changes):
     """What a run's own program makes of the rows."""
-    with assembly.assembled(runs.settings(task, rollout__n=2, **changes)) as parts:
+    with assembly.assembled(tiny_run.settings(task, rollout__n=2, **changes)) as parts:
         experience, _, _ = parts.program.estimate(rows, KLState(coef=0.0))
     return experience
 
@@ -300,7 +302,7 @@ def test_a_loss_of_rows_has_one_weight_for_a_row(task, loss):
 def test_saved_rollouts_come_back_for_their_steps(tmp_path):
     table = {str(i): [0, i % 2] for i in range(8)}
     shared = {"draw": _draw(4), "version": 3, "rollout": partial(_rollout, n=2), "score": partial(_score, table=table)}
-    writing = sample.saving(sample_batch, tmp_path)
+    writing = draw.saving(sample_batch, tmp_path)
     made, cursor = [], DataCursor()
     for step in range(2):
         scored, cursor, _ = writing({}, cursor, key=Key(step), step=step, **shared)
@@ -309,7 +311,7 @@ def test_saved_rollouts_come_back_for_their_steps(tmp_path):
     saved.check(tmp_path, until=2, rows=8)
     for step in (1, 0):
         params = {"x": torch.zeros(1)}
-        found, after, _ = sample.sample_saved(
+        found, after, _ = draw.sample_saved(
             params, DataCursor(epoch=9), key=Key(5), step=step, directory=tmp_path, vocabulary=18, **shared
         )
         batches.join(Scored, found, made[step])
@@ -317,9 +319,7 @@ def test_saved_rollouts_come_back_for_their_steps(tmp_path):
         with pytest.raises(
             ValueError, match=r"holds token 1[37], and the model has a vocabulary of 13: it was made with"
         ):
-            sample.sample_saved(
-                params, DataCursor(), key=Key(5), step=step, directory=tmp_path, vocabulary=13, **shared
-            )
+            draw.sample_saved(params, DataCursor(), key=Key(5), step=step, directory=tmp_path, vocabulary=13, **shared)
 
 
 def test_a_rollout_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path, monkeypatch):
@@ -345,7 +345,7 @@ def test_what_is_wrong_with_saved_rollouts_is_said_before_any_work(tmp_path):
     made = partial(_rollout, n=2)
     shared = {"draw": _draw(4), "version": 0, "rollout": made, "score": partial(_score, table=table)}
     for step in (0, 2):
-        sample.saving(sample_batch, tmp_path)({}, DataCursor(), key=Key(0), step=step, **shared)
+        draw.saving(sample_batch, tmp_path)({}, DataCursor(), key=Key(0), step=step, **shared)
     with pytest.raises(ValueError, match=r"holds rollouts of steps 1 to 3, but none of step 2; give at most 1 steps"):
         saved.check(tmp_path, until=3, rows=8)
     with pytest.raises(ValueError, match=r"holds 8 rows; give rollout.batch_size = 8"):
@@ -374,8 +374,8 @@ def test_what_is_wrong_with_saved_rollouts_is_said_before_any_work(tmp_path):
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path, changes, words):
-    with pytest.raises(config.SettingsError, match=words.replace(".", r"\.")):
-        runs.settings(tmp_path, **changes)
+    with pytest.raises(files.SettingsError, match=words.replace(".", r"\.")):
+        tiny_run.settings(tmp_path, **changes)
 
 
 def test_a_record_is_its_columns():

@@ -7,9 +7,9 @@ from collections import Counter
 import attrs
 import pytest
 
-from fppo.plan import layers, stages
+from fppo.plan import layers, passes
 from fppo.plan.plan import phases_of
-from fppo.plan.record import peak_of
+from fppo.plan.values import peak_of
 from tests.plan.cases import case, config
 
 CASES = [
@@ -23,7 +23,7 @@ CASES = [
 @pytest.mark.parametrize(("mesh", "stage", "again", "name"), CASES)
 def test_many_layers_follow_from_few_exactly(mesh, stage, again, name):
     what = case(layers=6, mesh=mesh, stage=stage, checkpoint_layers=again)
-    model = stages.model_of(what, stages.STAGES[name])
+    model = passes.model_of(what, passes.STAGES[name])
     full, quick = phases_of(what, name, model), phases_of(attrs.evolve(what, full=False), name, model)
     assert peak_of(quick)[0] == peak_of(full)[0]
     assert dict(peak_of(quick)[1].peak) == dict(peak_of(full)[1].peak)
@@ -36,5 +36,5 @@ def test_many_layers_follow_from_few_exactly(mesh, stage, again, name):
 def test_layers_that_differ_are_all_run():
     kinds = ["full_attention", "sliding_attention"] * 3
     what = case(config=config(num_hidden_layers=6, layer_types=kinds, use_sliding_window=True, sliding_window=16))
-    assert not layers.alike(stages.model_of(what, "actor"))
-    assert layers.alike(stages.model_of(case(layers=6), "actor"))
+    assert not layers.alike(passes.model_of(what, "actor"))
+    assert layers.alike(passes.model_of(case(layers=6), "actor"))

@@ -11,13 +11,13 @@ import attrs
 import pytest
 import torch
 
-from fppo.plan import stages
+from fppo.plan import passes
 from fppo.plan._track import Tracker
 from fppo.plan.estimate import wires
 from fppo.plan.measured import measured, prepared
 from fppo.plan.plan import plan, shard_numbers
 from fppo.plan.presets import config_of
-from fppo.plan.record import peak_of
+from fppo.plan.values import peak_of
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.simulate import simulate
 from fppo.runtime.watch import watched
@@ -40,7 +40,7 @@ def on_the_fullest_rank(what, name):
     """The phases of a real run, on the rank that the plan is of."""
     if what.world == 1:
         return measured(what, name, Mesh.local())
-    return simulate(what.mesh, lambda mesh: measured(what, name, mesh))[stages.fullest_slice(what)]
+    return simulate(what.mesh, lambda mesh: measured(what, name, mesh))[passes.fullest_slice(what)]
 
 
 def counted(phases, counter):
@@ -48,7 +48,7 @@ def counted(phases, counter):
 
 
 def holds(what, name):
-    planned, real = stages.run_stage(what, name), on_the_fullest_rank(what, name)
+    planned, real = passes.run_stage(what, name), on_the_fullest_rank(what, name)
     assert [phase.name for phase in planned] == [phase.name for phase in real]
     for a, b in zip(planned, real, strict=True):
         assert [segment.total for segment in a.segments] == pytest.approx([s.total for s in b.segments], rel=1e-3)
@@ -75,7 +75,7 @@ def test_the_other_stages_hold_and_send_what_was_planned(mesh, name):
 def test_a_reward_model_of_its_own_size_holds_and_sends_what_was_planned(mesh, offload):
     what = case(mesh=mesh, offload=offload, reward_model=config(hidden_size=64, num_hidden_layers=2))
     holds(what, "reward model")
-    planned, model = plan(what), stages.model_of(what, "reward model")
+    planned, model = plan(what), passes.model_of(what, "reward model")
     assert planned.parameters["reward model"] == sum(shape.numel() for shape in model.shapes.values())
     held = 4 * shard_numbers(model, what) if offload == "none" else 0
     assert planned.rest["reward model's parameters"] == held
@@ -90,10 +90,10 @@ def test_a_reward_model_of_its_own_size_holds_and_sends_what_was_planned(mesh, o
 def test_state_on_the_host_is_planned(offload, name):
     what = case(mesh={"shard": 2}, offload=offload)
     holds(what, name)
-    model = stages.model_of(what, "actor")
+    model = passes.model_of(what, "actor")
     state = 4 * shard_numbers(model, what)
-    plain = stages.run_stage(attrs.evolve(what, offload="none"), name)[-1].segments[-1]
-    less = stages.run_stage(what, name)[-1].segments[0].peak
+    plain = passes.run_stage(attrs.evolve(what, offload="none"), name)[-1].segments[-1]
+    less = passes.run_stage(what, name)[-1].segments[0].peak
     assert plain.peak["state"] == pytest.approx(3 * state, rel=0.001)
     assert less.get("state", 0) == pytest.approx(state if offload == "moments" else 0, rel=0.001)
 
@@ -105,7 +105,7 @@ def test_bfloat16_passes_hold_what_was_planned():
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_parameters_gradients_and_moments_are_an_nth_of_all(ranks):
     what = case(mesh={"shard": ranks}, micro_batches=1)
-    total = 4 * sum(shape.numel() for shape in stages.model_of(what, "actor").shapes.values())
+    total = 4 * sum(shape.numel() for shape in passes.model_of(what, "actor").shapes.values())
     for phases in simulate(what.mesh, lambda mesh: measured(what, "update actor", mesh)):
         after = phases[-1].segments[0].peak
         assert after["state"] + after["gradients"] == pytest.approx(4 * total / ranks, rel=0.02)
@@ -114,7 +114,7 @@ def test_parameters_gradients_and_moments_are_an_nth_of_all(ranks):
 @pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-7b", "llama-3.1-70b"])
 def test_a_64th_is_planned_as_one(name):
     what = case(config=config_of(name)[1], mesh={"shard": 64})
-    model = stages.model_of(what, "actor")
+    model = passes.model_of(what, "actor")
     total = sum(shape.numel() for shape in model.shapes.values())
     assert shard_numbers(model, what) == pytest.approx(total / 64, rel=0.02)
 
@@ -128,17 +128,17 @@ def test_a_watch_counts_the_bytes_that_were_planned():
         stage(state)
         return {axis: (traffic.calls, traffic.bytes) for axis, traffic in watch.traffic().items()}
 
-    planned = wires(stages.run_stage(what, "update actor"), attrs.evolve(what, micro_batches=stages.PASSES))
-    real = simulate(what.mesh, run)[stages.fullest_slice(what)]
+    planned = wires(passes.run_stage(what, "update actor"), attrs.evolve(what, micro_batches=passes.PASSES))
+    real = simulate(what.mesh, run)[passes.fullest_slice(what)]
     assert {axis: (wire.calls, wire.sent) for axis, wire in planned.items()} == real
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_later_passes_are_like_the_second(stage, monkeypatch):
     what = case(mesh={"shard": 2, "sequence": 2}, stage=stage, micro_batches=4)
-    two = stages.run_stage(what, "update actor")
-    monkeypatch.setattr(stages, "PASSES", 4)
-    four = stages.run_stage(what, "update actor")
+    two = passes.run_stage(what, "update actor")
+    monkeypatch.setattr(passes, "PASSES", 4)
+    four = passes.run_stage(what, "update actor")
     assert peak_of(four)[1].total == pytest.approx(peak_of(two)[1].total, rel=0.01)
     planned, real = wires(two, what), counted(four, "sent")
     for axis, wire in planned.items():

@@ -7,14 +7,14 @@ import json
 import attrs
 import pytest
 
-from fppo import cli
-from fppo.plan import stages
+from fppo.commands import cli
+from fppo.plan import passes
 from fppo.plan.estimate import LINK_SHARE, _collective, link, seconds_of
 from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import plan
 from fppo.plan.presets import PRESETS, config_of
-from fppo.plan.record import GIB, Cost, Phase, Work
 from fppo.plan.remedies import applied, families, remedies
+from fppo.plan.values import GIB, Cost, Phase, Work
 from fppo.runtime.mesh import Sharding
 from tests.plan.cases import case, config
 
@@ -33,7 +33,7 @@ PARAMETERS = {
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_presets_have_the_published_sizes(name):
     assert config_of(name)[0] == name
-    model = stages.model_of(case(config=PRESETS[name]()), "actor")
+    model = passes.model_of(case(config=PRESETS[name]()), "actor")
     assert sum(shape.numel() for shape in model.shapes.values()) == PARAMETERS[name]
 
 
@@ -169,7 +169,7 @@ def test_mistakes_are_said(arguments, words, capsys):
 
 
 def test_shards_are_what_the_other_axes_leave():
-    from fppo.settings_plan import PlanMeshSettings, PlanSettings
+    from fppo.settings.plan import PlanMeshSettings, PlanSettings
 
     given = PlanSettings(model="quickstart", gpus=64, mesh=PlanMeshSettings(replicate=2, sequence=4))
     assert given.sizes == {"replicate": 2, "shard": 8, "sequence": 4}

@@ -10,7 +10,7 @@ import sys
 import time
 
 from fppo.rewards import batch_reward, inline_reward, weighted_sum
-from fppo.rewards.sample import Sample
+from fppo.workers.sample import Sample
 
 
 def length(sample: Sample) -> float:

@@ -16,10 +16,11 @@ from fppo import rewards
 from fppo.batch import Column, Prompts
 from fppo.data import collate, prompt_set
 from fppo.key import Key
-from fppo.pipeline.spread import SpreadEngine, SpreadJudge
+from fppo.rewards.distributed import SpreadJudge
 from fppo.rewards.early import EarlyJudge
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
+from fppo.rollout.spread import SpreadEngine
 from fppo.runtime.simulate import simulate
 from fppo_kernels.record import Kernels
 from tests import tiny

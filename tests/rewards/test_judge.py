@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
 from fppo import batch as batches
-from fppo import loading, loading_rewards, metrics, models, rewards
+from fppo import metrics, models, rewards
+from fppo.assembly import parts as loading
+from fppo.assembly import rewards as loading_rewards
 from fppo.batch import Column
+from fppo.data.encode import MESSAGES
 from fppo.key import Key
 from fppo.quickstart import CHARACTERS, bpe_tokenizer, character_tokenizer, small_model
-from fppo.rewards.judge import LanguageJudge
-from fppo.rewards.question import ask, score_in
-from fppo.rewards.sample import MESSAGES
+from fppo.rewards.judge import LanguageJudge, ask
+from fppo.rewards.question import score_in
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
 from fppo.rollout.records import number_rows, rollout_of
@@ -26,7 +28,7 @@ from fppo.runtime import fsdp
 from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.simulate import simulate
 from fppo_kernels.record import Kernels
-from tests import runs
+from tests import tiny_run
 from tests.rewards.samples import Letters, rollout, sample
 
 CPU = torch.device("cpu")
@@ -198,7 +200,7 @@ def test_a_row_is_judged_alone_as_among_others_and_on_any_rank(temperature):
 
 @pytest.fixture
 def task(tmp_path):
-    runs.write_task(tmp_path)
+    tiny_run.write_task(tmp_path)
     tokenizer = character_tokenizer(CHARACTERS + "|")
     model = small_model(len(tokenizer), width=16, layers=1)
     params = {name: x + 0.3 for name, x in models.init_params(model, Key(1)).items()}
@@ -209,7 +211,7 @@ def task(tmp_path):
 def settings_of(task, **changes):
     given = {"path": str(task / "judge"), "template": "{prompt}|{response}", "pattern": r"(\d)", "chat": False}
     given |= {"max_tokens": 5, "max_prompt_tokens": 20, "max_rows": 2} | changes
-    return runs.settings(task, **{f"reward__judge__{name}": value for name, value in given.items()})
+    return tiny_run.settings(task, **{f"reward__judge__{name}": value for name, value in given.items()})
 
 
 def test_the_settings_judge(task):
@@ -228,7 +230,7 @@ def test_the_settings_judge(task):
             )
             found.append(fn(given)[0])
     assert torch.equal(*found)
-    without = runs.settings(task)
+    without = tiny_run.settings(task)
     with loading_rewards.judge_of(without, tokenizer, LOCAL, CPU) as made:
         assert made == {}
 

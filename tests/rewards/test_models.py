@@ -12,19 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from fppo import loading, loading_rewards, models, rewards
+from fppo import models, rewards
+from fppo.assembly import parts as loading
+from fppo.assembly import rewards as loading_rewards
 from fppo.batch import Column, Rollout
+from fppo.data.encode import MESSAGES
 from fppo.key import Key
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.rewards.models import encode, load_reward_model, model_reward
-from fppo.rewards.sample import MESSAGES
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.offload import Lane, OnHost, to_host
 from fppo.runtime.simulate import simulate
 from fppo.steps.micro_batching import MicroBatching
 from fppo_kernels.record import Kernels
-from tests import runs
+from tests import tiny_run
 from tests.models.families import CONFIGS
 
 HEADS = {"sequence": AutoModelForSequenceClassification, "token": AutoModelForTokenClassification}
@@ -222,7 +224,7 @@ def test_conversations_are_encoded_anew():
 @pytest.fixture
 def task(tmp_path):
     """A run on disk, and in `judge` a value model that reads the same characters in another order."""
-    runs.write_task(tmp_path)
+    tiny_run.write_task(tmp_path)
     own = character_tokenizer("=+9876543210")
     model = models.build(small_model(len(own), width=16, layers=1).config, "value")
     params = {name: x + 0.1 * torch.randn(x.shape) for name, x in models.init_params(model, Key(1)).items()}
@@ -231,7 +233,7 @@ def task(tmp_path):
 
 
 def made(task, **changes):
-    settings = runs.settings(task, reward__model__path=str(task / "judge"), **changes)
+    settings = tiny_run.settings(task, reward__model__path=str(task / "judge"), **changes)
     tokenizer = loading.load_tokenizer(settings)
     (name, (fn, weight)), *others = loading_rewards.reward_model_of(settings, tokenizer, LOCAL, CPU).items()
     assert (name, others) == ("reward_model", [])
@@ -287,7 +289,7 @@ def test_what_does_not_fit_is_said_before_any_work(task):
 
 def test_scores_join_the_other_rewards(task):
     fn, weight, policy = made(task, reward__model__weight=-2.0)
-    settings = runs.settings(task)
+    settings = tiny_run.settings(task)
     total = loading_rewards.reward_of(settings, {"reward_model": (fn, weight)})
     rollout = words([("1+2=", "3"), ("12+1=", "13")], policy, ground_truth=["3", "x"])
     with rewards.RewardRunner(total) as runner:

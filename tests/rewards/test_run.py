@@ -6,20 +6,21 @@ import threading
 
 import pytest
 
-from fppo import assembly, models
+from fppo import models
+from fppo.assembly import run as assembly
 from fppo.key import Key
 from fppo.pipeline.train import iterate
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.rewards import RewardRunner
 from fppo.runtime.mesh import LOCAL
 from fppo.runtime.simulate import simulate
-from tests import runs
+from tests import tiny_run
 from tests.pipeline.test_mesh import numbers, same, steps
 
 
 @pytest.mark.parametrize("offload", ["none", "all"])
 def test_a_step_scored_by_models_is_the_same_on_two_ranks(tmp_path, offload):
-    runs.write_task(tmp_path)
+    tiny_run.write_task(tmp_path)
     tokenizer = character_tokenizer(CHARACTERS)
     policy = small_model(len(tokenizer), width=16, layers=1)
     judge = {name: x + 0.2 for name, x in models.init_params(policy, Key(2)).items()}
@@ -27,7 +28,7 @@ def test_a_step_scored_by_models_is_the_same_on_two_ranks(tmp_path, offload):
     classifier = models.build(policy.config, "value")
     params = {name: x + 0.1 for name, x in models.init_params(classifier, Key(1)).items()}
     models.save(classifier, params, tmp_path / "model", tokenizer=character_tokenizer("=+9876543210"))
-    settings = runs.settings(
+    settings = tiny_run.settings(
         tmp_path,
         reward__model__path=str(tmp_path / "model"),
         reward__judge__path=str(tmp_path / "judge"),
@@ -51,7 +52,7 @@ def test_a_step_scored_by_models_is_the_same_on_two_ranks(tmp_path, offload):
 @pytest.mark.parametrize(("ranks", "n"), [(1, 2), (2, 1), (2, 2)])
 def test_a_run_that_judges_early_is_the_run_that_waits(tmp_path, monkeypatch, ranks, n):
     """With overlap no sample of the step waits for the rollout's end; the numbers are the same without."""
-    runs.write_task(tmp_path)
+    tiny_run.write_task(tmp_path)
     given = {"reward__functions": ["tests.rewards.functions:length", "exact_match"], "rollout__n": n}
     given["data__eval_path"] = []
     late: list[int] = []
@@ -65,7 +66,7 @@ def test_a_run_that_judges_early_is_the_run_that_waits(tmp_path, monkeypatch, ra
     monkeypatch.setattr(RewardRunner, "outcomes_of", watched)
     found = []
     for overlap in (True, False):
-        settings = runs.settings(tmp_path, reward__overlap=overlap, **given)
+        settings = tiny_run.settings(tmp_path, reward__overlap=overlap, **given)
 
         def on_rank(mesh, settings=settings):
             with assembly.assembled(settings, mesh=mesh) as parts:

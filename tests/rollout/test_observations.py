@@ -2,7 +2,7 @@
 
 import pytest
 
-from fppo.rollout.observations import PlainText, chat_template
+from fppo.rollout.turns.observations import PlainText, chat_template
 from tests.data import rows as chats
 
 CHATML = (

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from fppo import tools
-from fppo.rollout.replies import Reply, Tools
+from fppo.rollout.turns import tools
+from fppo.rollout.turns.replies import Reply, Tools
 
 HERE = __name__
 ASK = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "<<2*3=", "end": "="}]

@@ -7,18 +7,19 @@ import attrs
 import pytest
 import torch
 
-from fppo import advantages, losses, metrics, tools, tree
+from fppo import advantages, losses, metrics, tree
 from fppo import batch as batches
 from fppo.batch import Column, Experience, extend
 from fppo.key import Key
-from fppo.pipeline.spread import SpreadEngine
 from fppo.quickstart import character_tokenizer
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
-from fppo.rollout.observations import PlainText
 from fppo.rollout.records import number_rows, rollout_of
-from fppo.rollout.replies import Tools
-from fppo.rollout.turns import TurnsEngine, turn_metrics
+from fppo.rollout.spread import SpreadEngine
+from fppo.rollout.turns import tools
+from fppo.rollout.turns.engine import TurnsEngine, turn_metrics
+from fppo.rollout.turns.observations import PlainText
+from fppo.rollout.turns.replies import Tools
 from fppo.runtime.mesh import LOCAL
 from fppo.runtime.simulate import simulate
 from fppo.steps.forward import compute_log_probs, forward_micro_batch

@@ -4,20 +4,22 @@ import attrs
 import pytest
 import torch
 
-from fppo import assembly, metrics, settings_checks
+from fppo import metrics
+from fppo.assembly import run as assembly
 from fppo.pipeline.train import iterate
 from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.simulate import simulate
-from tests import runs
+from fppo.settings import checks
+from tests import tiny_run
 from tests.pipeline.test_mesh import steps
 
 
 def with_adder(directory, **changes):
     """The settings of a run in whose rows most have several turns."""
-    runs.write_task(directory)
+    tiny_run.write_task(directory)
     turns = {"respond": "tests.rollout.functions:adder", "max_turns": 3}
     given = {f"rollout__turns__{name}": value for name, value in turns.items()}
-    return runs.settings(directory, rollout__stop=["+", "="], rollout__max_tokens=24, **given, **changes)
+    return tiny_run.settings(directory, rollout__stop=["+", "="], rollout__max_tokens=24, **given, **changes)
 
 
 @pytest.mark.parametrize("changes", [{}, {"rollout__ahead": 1}, {"algorithm__advantage": "grpo", "rollout__n": 4}])
@@ -71,16 +73,16 @@ BAD = [
 
 @pytest.mark.parametrize(("changes", "said"), BAD, ids=range(len(BAD)))
 def test_settings_that_conflict(tmp_path, changes, said):
-    good = runs.settings(tmp_path)
+    good = tiny_run.settings(tmp_path)
     turns = attrs.evolve(good.rollout.turns, **changes)
     bad = attrs.evolve(good, rollout=attrs.evolve(good.rollout, turns=turns))
-    (problem,) = settings_checks.problems(bad)
+    (problem,) = checks.problems(bad)
     assert problem.startswith("rollout.turns.")
     assert said in problem
 
 
 def test_a_tool_that_is_not_there(tmp_path):
-    runs.write_task(tmp_path)
-    settings = runs.settings(tmp_path, rollout__turns__respond="no.such:tool")
+    tiny_run.write_task(tmp_path)
+    settings = tiny_run.settings(tmp_path, rollout__turns__respond="no.such:tool")
     with pytest.raises(ValueError, match=r"tool 'no\.such:tool': the module"), assembly.assembled(settings):
         pass

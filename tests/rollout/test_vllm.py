@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from fppo import config, settings_checks
-from fppo.rollout import vllm_host
-from fppo.rollout.vllm import VllmEngine, VllmOptions
+from fppo.rollout.vllm import host
+from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
+from fppo.settings import checks, files
 from tests.models.families import make
 
 
@@ -29,7 +29,7 @@ def test_absent_and_old_ones_are_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"vllm 0\.9\.2 is installed; fppo runs on vLLM 0\.32 and newer"):
         VllmEngine(make("qwen2")[0], pad_token_id=0)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.33.1+cpu")
-    assert vllm_host.check_installed() == "0.33.1+cpu"
+    assert host.check_installed() == "0.33.1+cpu"
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ SECTION = {"rollout.engine": "vllm"}
     ],
 )
 def test_settings_that_conflict_or_that_nothing_reads_are_named(changes, place):
-    start = config.from_dict({"model": {"path": "m"}, "data": {"path": ["d"]}, "output_dir": "o"})
-    found = settings_checks.problems(config.replace(start, SECTION | changes))
+    start = files.from_dict({"model": {"path": "m"}, "data": {"path": ["d"]}, "output_dir": "o"})
+    found = checks.problems(files.replace(start, SECTION | changes))
     assert [p.split(" = ")[0] for p in found if p.startswith("rollout.vllm")] == [place]
     there = {"rollout.vllm.host": "process", "rollout.vllm.transport": "nccl", "rollout.vllm.tensor_parallel": 2}
     there |= {"rollout.vllm.max_model_len": 768}
-    assert not [p for p in settings_checks.problems(config.replace(start, SECTION | there)) if "vllm" in p]
+    assert not [p for p in checks.problems(files.replace(start, SECTION | there)) if "vllm" in p]

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from fppo.key import Key
-from fppo.rollout import vllm, vllm_process
 from fppo.rollout.engine import Sampling
 from fppo.rollout.sync import SyncError, digest
-from fppo.rollout.vllm import VllmEngine, VllmOptions
-from fppo.rollout.vllm_host import Answer, EngineDied, EngineFailure
-from fppo.rollout.vllm_process import ProcessHost
+from fppo.rollout.vllm import engine as vllm_engine
+from fppo.rollout.vllm import process
+from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
+from fppo.rollout.vllm.host import Answer, EngineDied, EngineFailure
+from fppo.rollout.vllm.process import ProcessHost
 from fppo.runtime import clock, fsdp
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
@@ -88,11 +89,11 @@ class Stub:
 @pytest.fixture
 def start(monkeypatch):
     """Makes an engine on such hosts, whose first start is a good one; and the log of what became of them all."""
-    monkeypatch.setattr(vllm, "check_installed", lambda: "0")
+    monkeypatch.setattr(vllm_engine, "check_installed", lambda: "0")
 
     def made(*fates, send="all", **options):
         log, told = [], []
-        monkeypatch.setattr(vllm, "start_host", lambda *_: Stub(log, told))
+        monkeypatch.setattr(vllm_engine, "start_host", lambda *_: Stub(log, told))
         own = VllmOptions(host="process", **options)
         engine = VllmEngine(MODEL, pad_token_id=0, probe="never", send=send, options=own)
         told.extend(fates)
@@ -328,7 +329,7 @@ def test_a_process_beside_a_rank_is_on_that_ranks_gpu(visible, initialized, opti
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    found = vllm_process._environment(VllmOptions(host="process", **options))
+    found = process._environment(VllmOptions(host="process", **options))
     assert found.get("CUDA_VISIBLE_DEVICES") == expected
     assert "LOCAL_RANK" not in found
 
@@ -369,7 +370,7 @@ def test_silence_is_a_death(monkeypatch):
         return False
 
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: passed[0]))
-    monkeypatch.setattr(vllm_process, "_end", lambda *_, grace: ended.append(grace))
+    monkeypatch.setattr(process, "_end", lambda *_, grace: ended.append(grace))
     with pytest.raises(EngineDied, match=r"no sign of life for 7 s \(setting: patience\)"):
         host_of(SimpleNamespace(poll=poll), patience=7.0)[0]._hear("patience")
     assert 7 <= passed[0] < 9

@@ -15,7 +15,7 @@ from fppo.key import Key
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.simulate import simulate
-from fppo.steps import spread
+from fppo.steps import ranks
 from fppo.steps.forward import compute_log_probs, compute_reward_scores, compute_values, forward_micro_batch
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizer import Optimizer, optimizer_step
@@ -262,11 +262,11 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(bad):
 @pytest.mark.parametrize("axes", [{"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
 def test_mini_batches_are_those_of_one_process(axes, key):
     ids = torch.arange(100, 111)
-    expected = [ids[part].tolist() for part in spread.mini_batches(ids, 4, Mesh.local(), key=key)]
+    expected = [ids[part].tolist() for part in ranks.mini_batches(ids, 4, Mesh.local(), key=key)]
     assert [len(part) for part in expected] == [4, 4, 3]
-    ranks = axes["shard"] * axes.get("replicate", 1)
-    shares = [ids[:0], *(ids[rank :: ranks - 1] for rank in range(ranks - 1))]
-    found = simulate(axes, lambda mesh, own: [own[n] for n in spread.mini_batches(own, 4, mesh, key=key)], shares)
+    size = axes["shard"] * axes.get("replicate", 1)
+    shares = [ids[:0], *(ids[rank :: size - 1] for rank in range(size - 1))]
+    found = simulate(axes, lambda mesh, own: [own[n] for n in ranks.mini_batches(own, 4, mesh, key=key)], shares)
     for number, rows in enumerate(expected):
         parts = [rank[number].tolist() for rank in found]
         assert sorted(row for part in parts for row in part) == sorted(rows)

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from fppo.rollout.vllm import VllmEngine, VllmOptions
+from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
 from tests.vllm.families import make
 
 MISSING = importlib.util.find_spec("vllm") is None

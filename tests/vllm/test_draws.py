@@ -10,9 +10,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed here")
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
 from fppo.key import Key
-from fppo.rollout import vllm_worker
 from fppo.rollout.engine import Sampling
 from fppo.rollout.sampling import draw
+from fppo.rollout.vllm import worker
 
 SWAP, OVER = MoveDirectionality.SWAP, MoveDirectionality.UNIDIRECTIONAL
 SAMPLING = Sampling(temperature=0.7, max_tokens=3)
@@ -21,15 +21,15 @@ NUMBERS = torch.tensor([40, 7, 23, 5])
 
 def processor_of(*rows, **job):
     """A processor whose batch holds these rows of the rollout, and the tokens of each so far."""
-    made = vllm_worker.KeyedDraws(None, torch.device("cpu"), False)
-    made.begin(vllm_worker.Job(SAMPLING, Key(3), NUMBERS, **job))
+    made = worker.KeyedDraws(None, torch.device("cpu"), False)
+    made.begin(worker.Job(SAMPLING, Key(3), NUMBERS, **job))
     outputs = {row: [] for row in rows}
     update(made, added=[(place, asked(row), [], outputs[row]) for place, row in enumerate(rows)])
     return made, outputs
 
 
 def asked(row):
-    return SimpleNamespace(extra_args={vllm_worker.ROW: row})
+    return SimpleNamespace(extra_args={worker.ROW: row})
 
 
 def update(processor, *, size=4, removed=(), added=(), moved=()):

@@ -4,13 +4,14 @@ import attrs
 import pytest
 import torch
 
-from fppo import loading_rewards, models
+from fppo import models
+from fppo.assembly import rewards as loading_rewards
 from fppo.key import Key
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.rollout.engine import Sampling
-from fppo.rollout.vllm import EngineFailure
+from fppo.rollout.vllm.engine import EngineFailure
 from fppo.runtime.mesh import LOCAL
-from tests import runs
+from tests import tiny_run
 from tests.rewards.samples import Letters, rollout
 from tests.rollout.test_embedded import make_prompts
 from tests.vllm.families import make
@@ -21,7 +22,7 @@ GIVEN = rollout(list("abcdefgh"), list("ijklmnop"), list("12345678"))
 def settings(directory, engine, **changes):
     given = {"path": str(directory / "judge"), "template": "{ground_truth}={response}+{prompt}", "pattern": r"(\d)"}
     given |= {"chat": False, "max_tokens": 5, "max_prompt_tokens": 20, "temperature": 1.3, "engine": engine} | changes
-    return runs.settings(directory, **{f"reward__judge__{name}": value for name, value in given.items()})
+    return tiny_run.settings(directory, **{f"reward__judge__{name}": value for name, value in given.items()})
 
 
 def judged(given):
@@ -34,7 +35,7 @@ def judged(given):
 
 @pytest.fixture
 def task(tmp_path):
-    runs.write_task(tmp_path)
+    tiny_run.write_task(tmp_path)
     tokenizer = character_tokenizer(CHARACTERS)
     model = small_model(len(tokenizer), width=128, layers=1)
     params = {name: 4 * x for name, x in models.init_params(model, Key(1)).items()}

@@ -10,9 +10,9 @@ import torch
 from fppo.key import Key
 from fppo.rollout.engine import Sampling
 from fppo.rollout.sync import SyncError
-from fppo.rollout.vllm import VllmOptions
-from fppo.rollout.vllm_host import EngineDied
-from fppo.rollout.vllm_local import _agreed
+from fppo.rollout.vllm.engine import VllmOptions
+from fppo.rollout.vllm.host import EngineDied
+from fppo.rollout.vllm.local import _agreed
 from tests.rollout.test_embedded import make_prompts
 from tests.vllm.conftest import damage, start
 from tests.vllm.families import make

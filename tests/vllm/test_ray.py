@@ -8,8 +8,8 @@ import torch
 
 from fppo.key import Key
 from fppo.rollout.sync import SyncError
-from fppo.rollout.vllm import EngineFailure
-from fppo.rollout.vllm_host import EngineDied
+from fppo.rollout.vllm.engine import EngineFailure
+from fppo.rollout.vllm.host import EngineDied
 from tests.rollout.test_embedded import make_prompts
 from tests.vllm.conftest import damage, start
 from tests.vllm.families import make

@@ -13,7 +13,7 @@ from fppo.key import Key
 from fppo.rollout import sync
 from fppo.rollout.engine import Sampling
 from fppo.rollout.sync import SyncError
-from fppo.rollout.vllm_host import EngineDied
+from fppo.rollout.vllm.host import EngineDied
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate

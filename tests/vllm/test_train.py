@@ -6,18 +6,21 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-from fppo import cli, commands, config, jsonl, models
+from fppo import models
+from fppo.commands import actions, cli
 from fppo.key import Key
 from fppo.pipeline.replay import DIGESTS
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
-from fppo.rollout.vllm_process import ProcessHost
-from tests import runs
+from fppo.rollout.vllm.process import ProcessHost
+from fppo.runs import jsonl
+from fppo.settings import files
+from tests import tiny_run
 from tests.vllm.interrupts import interrupted
 
 
 def write_task(directory):
     """A task, and a model with heads as wide as vLLM's CPU build needs."""
-    runs.write_task(directory)
+    tiny_run.write_task(directory)
     tokenizer = character_tokenizer(CHARACTERS)
     model = small_model(len(tokenizer), width=128, layers=1)
     models.save(model, models.init_params(model, Key(0)), directory / "start", tokenizer=tokenizer)
@@ -25,7 +28,7 @@ def write_task(directory):
 
 
 def settings(directory, name, engine, **changes):
-    return runs.settings(
+    return tiny_run.settings(
         directory,
         output_dir=str(directory / name),
         rollout__engine=engine,
@@ -36,7 +39,7 @@ def settings(directory, name, engine, **changes):
 
 
 def trained(directory, engine):
-    assert commands.train(settings(directory, engine, engine)) == 0
+    assert actions.train(settings(directory, engine, engine)) == 0
     return jsonl.read(directory / engine / "metrics.jsonl")
 
 
@@ -80,7 +83,7 @@ def kill_in(monkeypatch, generation):
 def quiet(tmp_path_factory):
     """The digests of a run that nothing disturbs, and its task."""
     directory = write_task(tmp_path_factory.mktemp("quiet"))
-    assert commands.train(settings(directory, "quiet", "vllm", **OWN)) == 0
+    assert actions.train(settings(directory, "quiet", "vllm", **OWN)) == 0
     return jsonl.read(directory / "quiet" / DIGESTS), directory
 
 
@@ -89,7 +92,7 @@ def test_a_run_whose_engine_is_killed_is_the_run_undisturbed(quiet, monkeypatch)
     expected, directory = quiet
     asked, answered = kill_in(monkeypatch, STEP_2)
     with pytest.warns(RuntimeWarning, match="SIGKILL.* of 16 rows are done, a new one goes on"):
-        assert commands.train(settings(directory, "killed", "vllm", **OWN)) == 0
+        assert actions.train(settings(directory, "killed", "vllm", **OWN)) == 0
     assert 4 <= len(answered) < 16
     assert asked[STEP_2 - 1 : STEP_2 + 2] == [16, 1, 16 - len(answered)]  # a probe, then what was left
     assert jsonl.read(directory / "killed" / DIGESTS) == expected
@@ -98,7 +101,7 @@ def test_a_run_whose_engine_is_killed_is_the_run_undisturbed(quiet, monkeypatch)
 def test_a_run_that_may_replace_no_more_ends_and_is_resumed(quiet, monkeypatch, capsys):
     expected, directory = quiet
     once = settings(directory, "ended", "vllm", rollout__vllm__restarts=0, **OWN)
-    config.save(once, directory / "once.toml")
+    files.save(once, directory / "once.toml")
     kill_in(monkeypatch, STEP_2)
     assert cli.main(["train", str(directory / "once.toml")]) == 2
     assert "the process of vLLM ended by SIGKILL, perhaps for want of memory" in capsys.readouterr().err

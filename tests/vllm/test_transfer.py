@@ -7,8 +7,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed here")
 
 from fppo.rollout import sync
 from fppo.rollout.sync import SyncError
-from fppo.rollout.vllm import VllmOptions
-from fppo.rollout.vllm_transfer import metadata, place, transfer_info
+from fppo.rollout.vllm.engine import VllmOptions
+from fppo.rollout.vllm.transfer import metadata, place, transfer_info
 from tests.vllm import store_transfer
 from tests.vllm.conftest import start
 from tests.vllm.families import make

@@ -1,0 +1,99 @@
+"""What an ablation is to run: operations, implementations, shapes and dtypes by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fppo.ablate.cases import Case, Shape
+from fppo.ablate.cases_around import ADAMW, ALL_TO_ALL, GAE, PAD, UNPAD
+from fppo.ablate.cases_model import ATTENTION, LOG_PROBS
+from fppo.laws._kernels import words
+from fppo_kernels import table as tables
+from fppo_kernels.record import Kernels
+from fppo_kernels.table import Implementation, Table
+
+CASES: Mapping[str, Case] = MappingProxyType(
+    {case.op: case for case in (LOG_PROBS, ATTENTION, GAE, ADAMW, UNPAD, PAD, ALL_TO_ALL)}
+)
+DTYPES = MappingProxyType({words(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float64)})
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"{hint}there are {', '.join(names)}"
+
+
+def case_of(op: str) -> Case:
+    if op not in CASES:
+        raise ValueError(f"there is no operation {op!r}; {nearest(op, list(CASES))}")
+    return CASES[op]
+
+
+def extended(cases: Sequence[Case], implementations: Any, table: Table) -> Table:
+    if not isinstance(implementations, Mapping):
+        return table
+    if len(cases) != 1:
+        raise ValueError("implementations of your own belong to one operation: ablate one at a time, or pass a table")
+    for name, fn in implementations.items():
+        implementation = fn if isinstance(fn, Implementation) else Implementation(fn)
+        table = tables.register(cases[0].op, name, implementation, table=table)
+    return table
+
+
+def names_of(op: str, implementations: Any, table: Table) -> list[str]:
+    known = list(table[op])
+    if implementations is None or isinstance(implementations, Mapping):
+        return known
+    for name in implementations:
+        if name not in known:
+            raise ValueError(f"there is no kernel {op}/{name}; {nearest(name, known)}")
+    return list(implementations)
+
+
+def dtypes_of(case: Case, dtypes: Sequence[str | torch.dtype], *, one: bool) -> list[torch.dtype]:
+    found = []
+    for given in dtypes:
+        name = given if isinstance(given, str) else words(given)
+        if name not in DTYPES:
+            raise ValueError(f"there is no dtype {name!r} to ablate in; {nearest(name, list(DTYPES))}")
+        found.append(DTYPES[name])
+    kept = [dtype for dtype in dict.fromkeys(found) if dtype in case.dtypes]
+    if one and not kept:
+        raise ValueError(f"{case.op} is ablated in {', '.join(words(d) for d in case.dtypes)}, not in {list(dtypes)}")
+    return kept
+
+
+def shapes_of(case: Case, shapes: Sequence[Shape] | None, cases: Sequence[Case]) -> list[dict[str, int]]:
+    known = {name for other in cases for name in other.shape}
+    found = []
+    for shape in shapes or [{}]:
+        for name, size in shape.items():
+            if name not in known:
+                there = "; ".join(f"{other.op} has {', '.join(other.shape)}" for other in cases)
+                raise ValueError(f"there is no size {name!r}; {there}")
+            if size < 1:
+                raise ValueError(f"a size must be 1 or more, got {name} = {size}")
+        made = {name: shape.get(name, size) for name, size in case.shape.items()}
+        for name, by in case.multiples.items():
+            if made[name] % (made[by] if isinstance(by, str) else by):
+                unit = f"{by} = {made[by]}" if isinstance(by, str) else by
+                raise ValueError(f"{case.op}: {name} must be a multiple of {unit}, got {name} = {made[name]}")
+        if made not in found:
+            found.append(made)
+    return found
+
+
+def default_of(op: str, table: Table, defaults: Kernels | None) -> str | None:
+    """The name of the implementation that a run takes where none is named."""
+    fn = getattr(Kernels.named() if defaults is None else defaults, op)
+    for name, implementation in table[op].items():
+        if implementation.refuse() is None and not isinstance(implementation.fn, str) and implementation.fn is fn:
+            return name
+    module = f"{fn.__module__}:{fn.__name__}" if hasattr(fn, "__name__") else None
+    return next((name for name, implementation in table[op].items() if implementation.fn == module), None)

@@ -1,0 +1,140 @@
+"""What an ablation found, as values: rows, the machine they were measured on, and their JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+Contract = Literal["kept", "broken", "partly", "not checked"]  # partly: none is broken of those that were tried
+Status = Literal["ok", "failed", "refused", "error", "interrupted"]
+
+
+@attrs.frozen(kw_only=True)
+class Error:
+    """How far one tensor is from the float64 reference: the largest difference, and that over the largest number.
+
+    `by` names the leaf where the tensor is the gradient of `output`; None where it is the output itself.
+    """
+
+    output: str
+    by: str | None
+    max_abs: float
+    relative: float
+
+
+@attrs.frozen(kw_only=True)
+class Cost:
+    """What an operation must do at a shape, whoever computes it, and how that is counted.
+
+    Bytes it must read and write, and FLOPs (multiplications and additions; 0 where memory is the bound), forward and
+    with the backward pass; None where there is none.
+    """
+
+    bytes_forward: int
+    bytes_total: int | None
+    flops_forward: int = 0
+    flops_total: int | None = None
+    words: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class Row:
+    """One implementation at one shape in one dtype.
+
+    status "ok": it keeps its contract and was measured; "failed": it breaks a law (`reason`), and was measured all the
+    same; "refused": it cannot run on this machine; "error": it raised at this shape; "interrupted": not measured.
+    Seconds are medians. `peak_bytes` is what forward and backward hold beyond the inputs, `result_bytes` the part of it
+    that the outputs and gradients are. A fraction is the work of `cost` by the time, over the machine's rate.
+    """
+
+    op: str
+    implementation: str
+    dtype: str
+    shape: dict[str, int]
+    default: bool
+    status: Status
+    reason: str | None = None
+    contract: Contract = "not checked"
+    lacks: tuple[str, ...] = ()
+    errors: tuple[Error, ...] = ()
+    seconds_forward: float | None = None
+    seconds_total: float | None = None
+    seconds_first: float | None = None  # of the first forward and backward, which compiles
+    repeats: int = 0
+    cost: Cost
+    bound: Literal["matmul", "copy"]
+    peak_bytes: int | None = None
+    result_bytes: int = 0
+    fraction_forward: float | None = None
+    fraction_total: float | None = None
+
+    @property
+    def worst(self) -> tuple[float | None, float | None]:
+        """The largest relative error of a value, and of a gradient; None where there is none."""
+        values = [e.relative for e in self.errors if e.by is None]
+        gradients = [e.relative for e in self.errors if e.by is not None]
+        return max(values, default=None), max(gradients, default=None)
+
+
+@attrs.frozen(kw_only=True)
+class Machine:
+    """Where it was measured, and its rates: FLOP/s of a matmul by dtype, bytes/s read and written by a copy."""
+
+    device: str
+    threads: int
+    torch: str
+    matmul: dict[str, float] = attrs.field(factory=dict)
+    copy: float = math.nan
+
+
+@attrs.frozen(kw_only=True)
+class Ablation:
+    """All rows in the order in which they were asked for. `interrupted` says that ctrl-C cut it short."""
+
+    rows: tuple[Row, ...]
+    machine: Machine
+    interrupted: bool = False
+
+    def table(self, *, width: int = 120) -> str:
+        """The rows as text that is at most `width` columns wide, where that is possible."""
+        from fppo.ablate import text  # here, as below: those modules are made of this one's records
+
+        return text.table(self, width=width)
+
+    def to_json(self) -> str:
+        """Everything as JSON; a number that is not finite is a string, as "inf"."""
+        return json.dumps(plain(attrs.asdict(self)), indent=1)
+
+    def save_png(self, path: str | Path) -> None:
+        """A chart of time and error, one row of panels for each shape and dtype."""
+        from fppo.ablate import chart
+
+        chart.save(self, Path(path))
+
+
+def plain(value: Any) -> Any:
+    """Nested values as JSON can hold them."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def groups(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows by operation, shape and dtype, in order."""
+    found: dict[tuple, list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.op, tuple(row.shape.items()), row.dtype), []).append(row)
+    return list(found.values())
+
+
+def shape_words(row: Row) -> str:
+    return " ".join(f"{name}={size:,}" for name, size in row.shape.items())

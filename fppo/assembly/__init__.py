@@ -1,0 +1,1 @@
+"""From settings to a run: models, prompts, rewards, engine and stages, bound once."""

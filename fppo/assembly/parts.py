@@ -1,0 +1,199 @@
+"""What a run is made of, as its settings name it: device, kernels, tokenizer, prompts, models, engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from fppo import data, models, tree
+from fppo.data import PromptSet
+from fppo.key import Key
+from fppo.models.model import Model, Params
+from fppo.rollout.embedded import EmbeddedEngine
+from fppo.rollout.engine import Engine
+from fppo.rollout.spread import FetchingEngine, SpreadEngine
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import Mesh, Sharding
+from fppo.runtime.offload import Lane
+from fppo.settings import checks, files
+from fppo.settings.train import ActorSettings, CriticSettings, TrainSettings
+from fppo.settings.vllm import VllmSettings
+from fppo.steps.micro_batching import MicroBatching
+from fppo_kernels import table as tables
+from fppo_kernels.record import Kernels
+
+
+def device_of(settings: TrainSettings) -> torch.device:
+    """The device that the settings name. Raises ValueError if it is not there."""
+    name = settings.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device = {name!r}: torch sees no GPU here; give cpu")
+    return torch.device(name)
+
+
+def mesh_sizes(settings: TrainSettings, world: int) -> dict[str, int]:
+    """The axes for `world` processes, checked. Raises SettingsError if the settings do not fit them."""
+    if wrong := checks.mesh_problems(settings, world):
+        raise files.SettingsError(wrong)
+    mesh = settings.mesh
+    shard = mesh.shard or world // (mesh.replicate * mesh.sequence)
+    return {"replicate": mesh.replicate, "shard": shard, "sequence": mesh.sequence}
+
+
+def sharding_of(settings: TrainSettings) -> Sharding:
+    """How parameters are cut over the shard axis."""
+    mesh = settings.mesh
+    return Sharding(stage=mesh.stage, reduce_dtype=getattr(torch, mesh.reduce_dtype), prefetch=mesh.prefetch)
+
+
+def load_tokenizer(settings: TrainSettings) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer. Raises ValueError if it lacks what the settings need of it."""
+    tokenizer = AutoTokenizer.from_pretrained(settings.model.path, trust_remote_code=settings.model.trust_remote_code)
+    data.check_tokenizer(tokenizer, pad_token=settings.data.pad_token)
+    if settings.data.chat:
+        data.check_chat_template(tokenizer)
+    return tokenizer
+
+
+def load_prompts(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, *, held_out: bool) -> PromptSet:
+    """The prompts to train on, or those to evaluate on."""
+    section = settings.data
+    prompts = data.load_prompts(
+        section.eval_path if held_out else section.path,
+        tokenizer,
+        prompt=section.prompt,
+        ground_truth=section.ground_truth,
+        source=section.source,
+        split=section.eval_split if held_out else section.split,
+        chat=section.chat,
+        max_prompt_tokens=section.max_prompt_tokens,
+        over_long=section.over_long,
+        pad_token=section.pad_token,
+    )
+    limit = settings.eval.max_prompts
+    if held_out and limit is not None and limit < len(prompts):
+        return data.select(prompts, range(limit))
+    return prompts
+
+
+def load_models(
+    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, key: Key, mesh: Mesh, device: torch.device
+) -> tuple[Model, Params, Model | None, Params | None, Params | None]:
+    """The actor, the critic (a model and its parameters, or None twice) and the reference's parameters or None.
+
+    The parameters are this rank's shards on a mesh that cuts them.
+    """
+    section = settings.model
+    load = partial(
+        models.load,
+        compute_dtype=None if section.compute_dtype == "float32" else getattr(torch, section.compute_dtype),
+        checkpoint_layers=section.checkpoint_layers,
+        trust_remote_code=section.trust_remote_code,
+    )
+    model, params = load(section.path)
+    critic_model, critic = None, None
+    if checks.uses_critic(settings):
+        critic_model, critic = load(section.critic_path or section.path, "value", key=key.fold("value head"))
+    ref_model, ref = None, None
+    if checks.uses_reference(settings):
+        ref_model, ref = (model, tree.copy(params)) if section.ref_path is None else load(section.ref_path)
+    others = {"critic": critic_model, "reference": ref_model}
+    for each in (model, *others.values()):
+        if each is not None:
+            check_attention(settings, each)
+            check_heads(each, mesh)
+    configs = {"actor": model.config} | {name: m.config for name, m in others.items() if m is not None}
+    data.check_vocabulary(tokenizer, configs)
+    params, critic, ref = (x and placed(x, mesh, device) for x in (params, critic, ref))
+    assert params is not None
+    return model, params, critic_model, critic, ref
+
+
+def placed(params: Params, mesh: Mesh, device: torch.device) -> Params:
+    """This rank's part of the parameters, on the device."""
+    return tree.map(lambda x: x.to(device), fsdp.shard(params, mesh))
+
+
+def check_heads(model: Model, mesh: Mesh) -> None:
+    """Raises ValueError if the sequence axis cannot share out the model's attention heads."""
+    heads, ranks = model.config.num_attention_heads, mesh["sequence"].size
+    if heads % ranks:
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ValueError(
+            f"mesh.sequence = {ranks} does not divide the model's {heads} attention heads; give one of {fitting}"
+        )
+
+
+def check_attention(settings: TrainSettings, model: Model) -> None:
+    """Raises ValueError if the attention that the settings name has not what the model asks of it, or not its dtype."""
+    dtype = str(model.compute_dtype or torch.float32).removeprefix("torch.")
+    tables.get("attention", settings.model.attention, needs={*models.attention_needs(model), dtype})
+
+
+def kernels_of(settings: TrainSettings) -> Kernels:
+    """The kernels that the settings name."""
+    return Kernels.named(attention=settings.model.attention, log_probs=settings.model.log_probs)
+
+
+def micro_batching_of(section: ActorSettings | CriticSettings) -> MicroBatching:
+    """The micro-batching that a section asks for."""
+    size, budget = files.micro_batching(section)
+    return MicroBatching(size=size, token_budget=budget)
+
+
+@contextlib.contextmanager
+def engine_of(
+    settings: TrainSettings, model: Model, kernels: Kernels, pad_token_id: int, mesh: Mesh, lane: Lane
+) -> Iterator[SpreadEngine]:
+    """The engine that the settings name, on every rank, for as long as the context lasts."""
+    on_host = settings.model.offload == "all"
+
+    def spread(engine: Engine) -> SpreadEngine:
+        engine = FetchingEngine(engine=engine, lane=lane) if on_host else engine
+        return SpreadEngine(engine=engine, mesh=mesh, pad_token_id=pad_token_id)
+
+    idle = settings.rollout.from_ is not None and not settings.data.eval_path  # nothing is ever asked of it
+    if settings.rollout.engine == "embedded" or idle:
+        yield spread(EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad_token_id, mesh=mesh))
+        return
+    with vllm_engine(settings.rollout.vllm, model, pad_token_id, mesh) as engine:
+        yield spread(engine)
+
+
+@contextlib.contextmanager
+def vllm_engine(section: VllmSettings, model: Model, pad_token_id: int, mesh: Mesh) -> Iterator[Engine]:
+    """A vLLM of its own, as the section says, for as long as the context lasts."""
+    from fppo.rollout.vllm.engine import VllmEngine, VllmOptions  # here: it starts processes of another package
+
+    options = VllmOptions(
+        max_model_len=section.max_model_len,
+        max_rows=section.max_rows,
+        cache_gb=section.cache_gb,
+        memory_share=section.memory_share,
+        dtype=section.dtype,
+        eager=section.eager,
+        prefix_cache=section.prefix_cache,
+        sleep=section.sleep,
+        host=section.host,
+        tensor_parallel=section.tensor_parallel,
+        transport=section.transport,
+        restarts=section.restarts,
+        patience=section.patience,
+        start_patience=section.start_patience,
+    )
+    with VllmEngine(
+        model,
+        pad_token_id=pad_token_id,
+        mesh=mesh,
+        options=options,
+        bucket_bytes=section.bucket_mb << 20,
+        send=section.send,
+        probe=section.probe,
+    ) as engine:
+        yield engine

@@ -1,0 +1,258 @@
+"""What scores the responses of a run, as its settings name it: functions, a reward model, a judge."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from fppo import data, models, rewards
+from fppo.assembly.parts import check_attention, check_heads, kernels_of, micro_batching_of, placed, vllm_engine
+from fppo.data.encode import check_open_end
+from fppo.key import Key
+from fppo.models.load import find_directory
+from fppo.models.model import Model, Params
+from fppo.rewards.early import EarlyJudge
+from fppo.rewards.functions import RewardFn
+from fppo.rewards.judge import LanguageJudge
+from fppo.rewards.models import encode, load_reward_model, model_reward
+from fppo.rollout.embedded import EmbeddedEngine
+from fppo.rollout.engine import Engine, Sampling
+from fppo.rollout.spread import FetchingEngine
+from fppo.rollout.vllm.host import EngineFailure
+from fppo.runtime.mesh import LOCAL, Mesh
+from fppo.runtime.offload import Lane, OnHost, to_host
+from fppo.settings.train import TrainSettings
+from fppo.steps.micro_batching import MicroBatching
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+Weighted = Mapping[str, tuple[RewardFn, float]]  # by name: a function and its factor
+
+
+@contextlib.contextmanager
+def reward_runner(
+    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, device: torch.device
+) -> Iterator[EarlyJudge]:
+    """All that scores the run's responses, ready to judge, for as long as the context lasts."""
+    section = settings.reward
+    model = reward_model_of(settings, tokenizer, mesh, device)
+    with (
+        judge_of(settings, tokenizer, mesh, device) as judge,
+        rewards.RewardRunner(
+            reward_of(settings, {**model, **judge}), time_limit=section.time_limit, workers=section.workers
+        ) as runner,
+        EarlyJudge(runner, tokenizer, early=section.overlap) as early,
+    ):
+        yield early
+
+
+def reward_of(settings: TrainSettings, extra: Weighted) -> rewards.Reward:
+    """The sum of the settings' reward functions and of `extra` ones."""
+    section = settings.reward
+    return rewards.combine(
+        section.functions,
+        section.weights,
+        pattern=section.pattern,
+        max_tokens=settings.rollout.max_tokens,
+        overlong_buffer=section.overlong_buffer,
+        overlong_penalty=1.0 if section.overlong_penalty is None else section.overlong_penalty,
+        extra=extra,
+    )
+
+
+def reward_model_of(
+    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, device: torch.device
+) -> Weighted:
+    """The reward model by name; nothing without one. Its work is shared by all ranks.
+
+    Raises ValueError if it is no reward model, or does not fit its tokenizer.
+    """
+    section = settings.reward.model
+    if section.path is None:
+        return {}
+    model, params = load_reward_model(
+        _directory(section.path, "reward.model.path"),
+        label=section.label,
+        compute_dtype=_compute_dtype(settings),
+        trust_remote_code=settings.model.trust_remote_code,
+    )
+    check_attention(settings, model)
+    check_heads(model, mesh)
+    chat = settings.data.chat if section.chat is None else section.chat
+    own = _own_tokenizer(settings, tokenizer, model.config, chat=chat)
+    params = placed(params, mesh, device)
+    read = {} if own is None else {"read": _reader(tokenizer, own, chat)}
+    fn = model_reward(
+        OnHost(to_host(params), Lane(device)) if settings.model.offload == "all" else params,
+        model=model,
+        kernels=kernels_of(settings),
+        mesh=mesh,
+        micro_batching=_micro_batching(settings),
+        **read,
+    )
+    return {"reward_model": (fn, section.weight)}
+
+
+def _compute_dtype(settings: TrainSettings) -> torch.dtype | None:
+    name = settings.model.compute_dtype
+    return None if name == "float32" else getattr(torch, name)
+
+
+def _micro_batching(settings: TrainSettings) -> MicroBatching:
+    section = settings.reward.model
+    if section.micro_batch_size is None and section.token_budget is None:
+        return micro_batching_of(settings.actor)
+    return MicroBatching(size=section.micro_batch_size, token_budget=section.token_budget)
+
+
+def _reader(tokenizer: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, chat: bool) -> Any:
+    return partial(encode, tokenizer=tokenizer, own=own, chat=chat, end_token_id=data.stop_tokens(tokenizer)[0])
+
+
+def _own_tokenizer(
+    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, config: Any, *, chat: bool
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that responses are encoded with for the reward model; None if it reads the policy's tokens.
+
+    Raises ValueError if the model's vocabulary is not that of its tokenizer.
+    """
+    section, remote = settings.reward.model, settings.model.trust_remote_code
+    assert section.path is not None
+    found, own = section.tokenizer, None
+    if found is not None:
+        own = _load_tokenizer(found, "reward.model.tokenizer", remote)
+    elif _has_tokenizer(directory := _directory(section.path, "reward.model.path")):
+        found = section.path
+        own = AutoTokenizer.from_pretrained(directory, trust_remote_code=remote)
+    if own is not None and (section.tokenizer is not None or _differs(own, tokenizer, chat=chat)):
+        data.check_vocabulary(own, {"reward model": config})
+        if chat and own.chat_template is None:
+            raise ValueError(
+                f"the reward model's tokenizer {found} has no chat template; give another (reward.model.tokenizer), "
+                "or texts without one (reward.model.chat = false)"
+            )
+        return own
+    if section.chat is not None:
+        raise ValueError(
+            f"reward.model.chat = {section.chat}: the reward model reads the policy's tokens as they are, since it has "
+            "no tokenizer that differs; leave it out, or name its tokenizer (reward.model.tokenizer)"
+        )
+    policy = AutoConfig.from_pretrained(settings.model.path, trust_remote_code=remote)
+    others = {} if own is None else {"reward model": own}
+    data.check_vocabulary(tokenizer, {"policy": policy, "reward model": config}, tokenizers=others)
+    return None
+
+
+def _directory(path: str, name: str) -> Path:
+    """The directory of the model that the setting `name` names."""
+    try:
+        return find_directory(path)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).exists() for name in TOKENIZER_FILES)
+
+
+def _load_tokenizer(path: str, name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer that the setting `name` names. Raises ValueError if there is none."""
+    local = Path(path)
+    if (local.is_absolute() or local.exists() or path.startswith(".")) and not _has_tokenizer(local):
+        raise ValueError(f"{name}: {path} holds no tokenizer, none of {list(TOKENIZER_FILES)}")
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def _differs(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, *, chat: bool) -> bool:
+    """Whether the policy's tokens say something else to a model with the tokenizer `own`."""
+    if own.get_vocab() != policy.get_vocab():
+        return True
+    return chat and own.chat_template is not None and own.chat_template != policy.chat_template
+
+
+@contextlib.contextmanager
+def judge_of(
+    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, device: torch.device
+) -> Iterator[Weighted]:
+    """The judge by name, with its engine, for as long as the context lasts; nothing without one.
+
+    Raises ValueError if it does not fit its tokenizer, or that lacks what is needed; EngineFailure if its vLLM does not
+    start.
+    """
+    section, remote = settings.reward.judge, settings.model.trust_remote_code
+    if section.path is None:
+        yield {}
+        return
+    directory = _directory(section.path, "reward.judge.path")
+    own = _load_tokenizer(str(directory), "reward.judge.path", remote)
+    _check_judge_tokenizer(own, chat=section.chat)
+    compute = _compute_dtype(settings)
+    model, params = models.load(
+        directory, dtype=compute or torch.float32, compute_dtype=compute, trust_remote_code=remote
+    )
+    data.check_vocabulary(own, {"judge": model.config})
+    sampling = Sampling(
+        max_tokens=section.max_tokens,
+        stop_token_ids=data.stop_tokens(own),
+        greedy=section.temperature == 0,
+        temperature=section.temperature or 1.0,
+    )
+    with _judge_engine(settings, model, params, sampling.stop_token_ids[0], mesh, device) as (engine, held):
+        judge = LanguageJudge(
+            engine=engine,
+            params=held,
+            tokenizer=own,
+            rollout_tokenizer=tokenizer,
+            template=section.template,
+            pattern=section.pattern,
+            sampling=sampling,
+            key=Key(settings.seed).fold("judge"),
+            max_prompt_tokens=section.max_prompt_tokens,
+            chat=section.chat,
+            mesh=mesh,
+        )
+        yield {"judge": (judge, section.weight)}
+
+
+def _check_judge_tokenizer(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> None:
+    if chat and tokenizer.chat_template is None:
+        raise ValueError(
+            "reward.judge.chat: the judge's tokenizer has no chat template; use a chat model, or set it to false"
+        )
+    if not chat:
+        check_open_end("a question", tokenizer)
+
+
+@contextlib.contextmanager
+def _judge_engine(
+    settings: TrainSettings, model: Model, params: Params, pad_token_id: int, mesh: Mesh, device: torch.device
+) -> Iterator[tuple[Engine, Params]]:
+    """What generates the judge's answers, and the parameters to hand to it.
+
+    A vLLM is sent whole parameters once, from the host, so none are kept on the device beside it.
+    """
+    section = settings.reward.judge
+    if section.engine == "embedded":
+        check_attention(settings, model)
+        engine: Engine = EmbeddedEngine(
+            model=model, kernels=kernels_of(settings), pad_token_id=pad_token_id, max_rows=section.max_rows, mesh=mesh
+        )
+        params = placed(params, mesh, device)
+        if settings.model.offload == "all":
+            params, engine = to_host(params), FetchingEngine(engine=engine, lane=Lane(device))
+        yield engine, params
+        return
+    limit = section.vllm.max_model_len or section.max_prompt_tokens + section.max_tokens
+    vllm = attrs.evolve(section.vllm, max_model_len=limit)
+    with contextlib.ExitStack() as stack:
+        try:
+            engine = stack.enter_context(vllm_engine(vllm, model, pad_token_id, LOCAL))
+        except EngineFailure as error:
+            raise EngineFailure(f"reward.judge: {error}") from error
+        yield engine, params

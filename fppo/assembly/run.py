@@ -1,0 +1,179 @@
+"""From settings to a run: models, prompts, rewards and stages, bound once. Only the command line comes through here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+
+import attrs
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from fppo import data, rewards, tree
+from fppo.assembly.parts import device_of, engine_of, kernels_of, load_models, load_prompts, load_tokenizer
+from fppo.assembly.program import policy_loss, program_of
+from fppo.assembly.rewards import reward_runner
+from fppo.assembly.turns import in_turns
+from fppo.data import DataCursor, PromptSet
+from fppo.key import Key
+from fppo.losses import KLState
+from fppo.models.model import Model, Params
+from fppo.pipeline import stages
+from fppo.pipeline.draw import Draw
+from fppo.pipeline.evaluate import evaluate
+from fppo.pipeline.step import Program, RunState
+from fppo.pipeline.train import Evaluate
+from fppo.rewards.distributed import SpreadJudge
+from fppo.rollout.engine import Engine, Sampling
+from fppo.runtime.mesh import LOCAL, Mesh
+from fppo.runtime.offload import Lane, to_host
+from fppo.settings.train import TrainSettings
+from fppo.steps.train_state import TrainState, init_state
+from fppo_kernels.record import Kernels
+
+
+@attrs.frozen(kw_only=True)
+class Assembled:
+    """What a command needs of a run, bound."""
+
+    run: RunState  # before its first step
+    program: Program
+    draw: Draw
+    evaluate: Evaluate | None
+    tokenizer: PreTrainedTokenizerBase
+    model: Model
+    critic_model: Model | None
+    prompts: PromptSet
+    mesh: Mesh
+    shapes: dict[str, torch.Size]  # whole shapes of the leaves of `run` that a mesh may cut
+
+
+def sampling_of(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    """How responses are sampled in training."""
+    rollout = settings.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        n=rollout.n,
+        max_tokens=rollout.max_tokens,
+        stop_token_ids=data.stop_tokens(tokenizer, rollout.stop, rollout.stop_token_ids),
+    )
+
+
+@contextlib.contextmanager
+def assembled(
+    settings: TrainSettings,
+    *,
+    kernels: Kernels | None = None,
+    mesh: Mesh = LOCAL,
+    sampling_mesh: Mesh | None = None,
+    device: torch.device | None = None,
+) -> Iterator[Assembled]:
+    """The run that the settings describe, before its first step. What is wrong with them is raised before any work.
+
+    `kernels` stand in for those that the settings name, and `device` for the one they name. On a `mesh` of several
+    ranks this is one rank's part of the run; what samples and scores has the groups of `sampling_mesh` if that is
+    given, which it must be for a run that samples ahead.
+    """
+    key = Key(settings.seed)
+    sampling_mesh = mesh if sampling_mesh is None else sampling_mesh
+    device = device_of(settings) if device is None else device
+    kernels = kernels_of(settings) if kernels is None else kernels
+    loss_fn = policy_loss(settings.actor)
+    tokenizer = load_tokenizer(settings)
+    prompts = load_prompts(settings, tokenizer, held_out=False)
+    held_out = load_prompts(settings, tokenizer, held_out=True) if settings.data.eval_path else None
+    sampling = sampling_of(settings, tokenizer)
+    model, params, critic_model, critic, ref = load_models(settings, tokenizer, key, mesh, device)
+    for given in (prompts, held_out):
+        if given is not None:
+            data.check_tokens(given, model.config.vocab_size)
+    pad, lane = prompts.pad_token_id, Lane(device)
+    with (
+        reward_runner(settings, tokenizer, sampling_mesh, device) as judge,
+        engine_of(settings, model, kernels, pad, sampling_mesh, lane) as alone,
+        in_turns(settings, alone, tokenizer, pad, sampling_mesh) as engine,
+    ):
+        score = partial(rewards.score, reward=SpreadJudge(judge, sampling_mesh, device), tokenizer=tokenizer)
+        yield Assembled(
+            run=_fresh(settings, key, params, critic, ref),
+            program=program_of(
+                settings,
+                model=model,
+                critic_model=critic_model,
+                engine=engine,
+                kernels=kernels,
+                mesh=mesh,
+                lane=lane,
+                sampling=sampling,
+                pad_token_id=pad,
+                score=score,
+                listen=judge.listen,
+                loss=loss_fn,
+                parts=judge.parts,
+            ),
+            draw=_draw(settings, prompts, key.fold("data")),
+            evaluate=None if held_out is None else _evaluation(settings, held_out, engine, sampling, score),
+            tokenizer=tokenizer,
+            model=model,
+            critic_model=critic_model,
+            prompts=prompts,
+            mesh=mesh,
+            shapes=_shapes(model, critic_model, ref is not None),
+        )
+
+
+def _fresh(settings: TrainSettings, key: Key, params: Params, critic: Params | None, ref: Params | None) -> RunState:
+    """The run before its first step."""
+    return RunState(
+        actor=_state(settings, params),
+        critic=None if critic is None else _state(settings, critic),
+        ref=to_host(ref) if ref is not None and settings.model.offload == "all" else ref,
+        kl=KLState(coef=settings.algorithm.kl.coef),
+        key=key,
+        cursor=DataCursor(),
+        step=0,
+    )
+
+
+def _state(settings: TrainSettings, params: Params) -> TrainState:
+    """The state before the first update, on the host as far as the settings want it there."""
+    state = init_state(params)
+    match settings.model.offload:
+        case "all":
+            return to_host(state)
+        case "moments":
+            return tree.replace(state, opt=to_host(state.opt))
+        case _:
+            return state
+
+
+def _shapes(model: Model, critic_model: Model | None, reference: bool) -> dict[str, torch.Size]:
+    """By the paths of a RunState's leaves."""
+    trees = [(".actor.params", model), (".actor.opt.mu", model), (".actor.opt.nu", model)]
+    if critic_model is not None:
+        trees += [(f".critic.{part}", critic_model) for part in ("params", "opt.mu", "opt.nu")]
+    if reference:
+        trees.append((".ref", model))
+    return {f"{place}[{name!r}]": shape for place, each in trees for name, shape in each.shapes.items()}
+
+
+def _draw(settings: TrainSettings, prompts: PromptSet, key: Key) -> Draw:
+    size = settings.rollout.batch_size // settings.rollout.n
+    return lambda cursor: data.next_batch(prompts, cursor, size=size, key=key, shuffle=settings.data.shuffle)
+
+
+def _evaluation(
+    settings: TrainSettings, held_out: PromptSet, engine: Engine, sampling: Sampling, score: stages.ScoreFn
+) -> Evaluate:
+    section = settings.eval
+    wanted = attrs.evolve(
+        sampling,
+        n=section.n,
+        greedy=section.temperature == 0,
+        temperature=section.temperature or 1.0,
+    )
+    size = max(settings.rollout.batch_size // section.n, 1)
+    return lambda run: evaluate(run, batches=data.batches(held_out, size), engine=engine, sampling=wanted, score=score)

@@ -1,0 +1,277 @@
+"""The command line: reads arguments, loads settings, and hands them to `commands`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import attrs
+import tyro
+
+from fppo.settings import ablate as settings_ablate
+from fppo.settings import files
+from fppo.settings import plan as settings_plan
+from fppo.settings.ablate import AblateSettings
+from fppo.settings.mesh import MeshSettings
+from fppo.settings.plan import PlanSettings
+from fppo.settings.train import TrainSettings
+
+TRACEBACK = "--traceback"
+LAUNCH = {"--nproc": 1, "--max-restarts": 0}  # how commands that train are started, each with its least value
+PROCESSES = "[--nproc N [--max-restarts M]]"
+
+
+@attrs.frozen(kw_only=True)
+class Quickstart:
+    """Trains a small model on an addition task, from nothing to a report, in a few minutes."""
+
+    output_dir: str = "runs/quickstart"
+    """The directory for everything that the run writes."""
+    seed: int = 0
+    """What every random draw of the run follows from."""
+
+
+@attrs.frozen(kw_only=True)
+class Replay:
+    """Computes a step of a run again from the nearest checkpoint and names the first number that differs."""
+
+    run: tyro.conf.Positional[str]
+    """The output_dir of the run."""
+    step: int
+    """The step."""
+
+
+@attrs.frozen(kw_only=True)
+class Export:
+    """Writes the policy of a run as a Hugging Face directory."""
+
+    run: tyro.conf.Positional[str]
+    """The output_dir of the run."""
+    target: tyro.conf.Positional[str]
+    """The directory to write."""
+    step: int | None = None
+    """The step of the checkpoint; None: the last."""
+
+
+@attrs.frozen(kw_only=True)
+class Report:
+    """Draws the curves of a run and writes its report.html."""
+
+    run: tyro.conf.Positional[str]
+    """The output_dir of the run."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command that the arguments (none: those of the process) name; the exit status.
+
+    What a user can mend is one message without a traceback; `--traceback` shows where it came from.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    show = TRACEBACK in given
+    given = [argument for argument in given if argument != TRACEBACK]
+    if not given or given[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if given else 2
+    name, *rest = given
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        print(f"fppo: there is no command {name!r}; {hint}", file=sys.stderr)
+        return 2
+    try:
+        status = COMMANDS[name](rest) or 0
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        print(f"fppo {name}: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_abandoned():
+            return 128 + signal.SIGPIPE
+        if not _is_for_the_user(error):
+            raise
+        if show:
+            traceback.print_exc()
+        hint = "" if show or isinstance(error, files.SettingsError) else f"\n({TRACEBACK} shows where)"
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        print(f"fppo {name}: {error}{notes}{hint}", file=sys.stderr)
+        return 2
+
+
+def _is_abandoned() -> bool:
+    """Whether whoever read the output, as `head`, has gone; the rest of it then goes nowhere."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    if not output.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+def _is_for_the_user(error: Exception) -> bool:
+    """Whether the message alone says what to do."""
+    if isinstance(error, ValueError | OSError):
+        return True
+    from fppo.rollout.sync import SyncError
+    from fppo.rollout.vllm.host import EngineFailure
+    from fppo.runtime.checkpoint import CheckpointError
+    from fppo.runtime.failure import PeerError
+
+    return isinstance(error, CheckpointError | PeerError | EngineFailure | SyncError)
+
+
+def usage() -> str:
+    """The commands with one line on each."""
+    lines = "\n".join(f"  {name:<12}{(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items())
+    return f"usage: fppo COMMAND ...\n\n{lines}\n\nfppo COMMAND --help shows a command's arguments."
+
+
+def _quickstart(rest: Sequence[str]) -> int | None:
+    """Trains a small model on an addition task, from nothing to a report, in a few minutes [--nproc 2]"""
+    processes, rest = _processes(rest)
+    given = tyro.cli(Quickstart, args=rest, prog=f"fppo quickstart {PROCESSES}")
+    from fppo.commands import actions, distributed
+    from fppo.runs import session  # here, as below: --help answers before torch is loaded
+
+    def run(settings: TrainSettings) -> int:
+        file = Path(settings.output_dir) / session.SETTINGS
+        files.save(settings, file)
+        return distributed.run(actions.train, settings, ["train", str(file)], *processes)
+
+    return actions.quickstart(Path(given.output_dir), given.seed, run)
+
+
+def _train(rest: Sequence[str]) -> int | None:
+    """Trains on your own: fppo train FILE.toml [--nproc 2] [--actor.optimizer.lr 1e-6 ...]"""
+    processes, own = _processes(rest)
+    settings = files.load(*_file_and_overrides(own), prog=f"fppo train FILE.toml {PROCESSES}")
+    from fppo.commands import actions, distributed
+
+    return distributed.run(actions.train, settings, ["train", *own], *processes)
+
+
+def _rollout(rest: Sequence[str]) -> int | None:
+    """Only samples responses, scores and saves them: fppo rollout FILE.toml [--nproc 2] [--steps 10 ...]"""
+    processes, own = _processes(rest)
+    settings = files.load(*_file_and_overrides(own), prog=f"fppo rollout FILE.toml {PROCESSES}")
+    from fppo.commands import actions, distributed
+
+    return distributed.run(actions.rollout, settings, ["rollout", *own], *processes)
+
+
+def _eval(rest: Sequence[str]) -> int | None:
+    """Answers and scores the held-out prompts with a run's last checkpoint: fppo eval RUN [--eval.n 8 ...]"""
+    processes, own = _processes(rest)
+    run, overrides = _file_and_overrides(own)
+    if run is None and not overrides:
+        raise ValueError("give the output_dir of a run: fppo eval RUN")
+    file = None if run is None else Path(run) / "settings.toml"
+    if file is not None and not file.exists():
+        raise ValueError(f"{file}: there is no such file; give the output_dir of a run")
+    settings = files.load(file, overrides, prog=f"fppo eval RUN {PROCESSES}")
+    if processes.nproc is None and not any(argument.startswith("--mesh.") for argument in own):
+        settings = attrs.evolve(settings, mesh=MeshSettings())  # any mesh reads what another one wrote
+    from fppo.commands import actions, distributed
+
+    return distributed.run(actions.evaluate, settings, ["eval", *own], *processes)
+
+
+def _replay(rest: Sequence[str]) -> int | None:
+    """Computes a step of a run again and names the first number that differs: fppo replay RUN --step N"""
+    given = tyro.cli(Replay, args=rest, prog="fppo replay")
+    from fppo.commands import actions, distributed
+
+    def command(settings: TrainSettings, here: actions.Here) -> int:
+        del settings
+        return actions.replay(Path(given.run), given.step, here)
+
+    return distributed.run(command, actions.settings_of(Path(given.run)), ["replay", *rest])
+
+
+def _export(rest: Sequence[str]) -> int | None:
+    """Writes the policy of a run as a Hugging Face directory: fppo export RUN TARGET"""
+    given = tyro.cli(Export, args=rest, prog="fppo export")
+    from fppo.commands import actions
+
+    return actions.export(Path(given.run), Path(given.target), given.step)
+
+
+def _report(rest: Sequence[str]) -> None:
+    """Draws the curves of a run and writes its report.html: fppo report RUN"""
+    given = tyro.cli(Report, args=rest, prog="fppo report")
+    from fppo.report import write as report
+
+    print(report.write_report(given.run))
+
+
+def _ablate(rest: Sequence[str]) -> int | None:
+    """Runs every implementation of an operation side by side: fppo ablate --op log_probs [--replay RUN --step N]"""
+    given = tyro.cli(AblateSettings, args=rest, prog="fppo ablate")
+    if wrong := settings_ablate.problems(given):
+        raise files.SettingsError(wrong)
+    from fppo.commands import ablate as commands_ablate
+
+    return commands_ablate.ablate(given)
+
+
+def _plan(rest: Sequence[str]) -> int | None:
+    """Says what a run will need, before there is one: fppo plan --model llama-3.1-70b --mesh.shard 64 --gpu h200"""
+    given = tyro.cli(PlanSettings, args=rest, prog="fppo plan")
+    if wrong := settings_plan.problems(given):
+        raise files.SettingsError(wrong)
+    from fppo.commands import plan as commands_plan
+
+    return commands_plan.run(given)
+
+
+class _Processes(NamedTuple):
+    """How many processes run a command on this machine (None: as many as its mesh needs)."""
+
+    nproc: int | None = None
+    max_restarts: int = 0
+
+
+def _processes(rest: Sequence[str]) -> tuple[_Processes, list[str]]:
+    """What the arguments say of processes, and the others. Raises ValueError for a value that is no such number."""
+    found: dict[str, int] = {}
+    left: list[str] = []
+    arguments = iter(rest)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name not in LAUNCH:
+            left.append(argument)
+            continue
+        value = value if equals else next(arguments, "")
+        if not value.isdecimal() or int(value) < LAUNCH[name]:
+            raise ValueError(f"{name} {value}: give a whole number, {LAUNCH[name]} or more")
+        found[name.removeprefix("--").replace("-", "_")] = int(value)
+    return _Processes(**found), left
+
+
+def _file_and_overrides(rest: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The argument before the first flag, if there is one, and the rest."""
+    return (rest[0], list(rest[1:])) if rest and not rest[0].startswith("-") else (None, list(rest))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
+    "quickstart": _quickstart,
+    "train": _train,
+    "rollout": _rollout,
+    "eval": _eval,
+    "replay": _replay,
+    "export": _export,
+    "report": _report,
+    "ablate": _ablate,
+    "plan": _plan,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Commands on as many processes as they are asked to run on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import attrs
+import torch
+
+from fppo.assembly.parts import device_of, mesh_sizes, sharding_of
+from fppo.commands.actions import ALONE, Here
+from fppo.runtime import launch
+from fppo.runtime.launch import Place
+from fppo.settings.train import TrainSettings
+
+
+def run(
+    command: Callable[[TrainSettings, Here], int],
+    settings: TrainSettings,
+    arguments: Sequence[str],
+    nproc: int | None = None,
+    max_restarts: int = 0,
+) -> int:
+    """The exit status of `command` on the processes that torchrun started, or on those that are started here.
+
+    `arguments` are those for the processes it starts: `nproc`, or as many as the mesh of the settings needs. The
+    settings that `command` gets name every axis.
+    Raises SettingsError if the mesh does not fit the number of processes.
+    """
+    place = Place.of_environment()
+    mesh = settings.mesh
+    world = place.world
+    if not place.started:
+        world = nproc or mesh.replicate * (mesh.shard or 1) * mesh.sequence
+    sizes = mesh_sizes(settings, world)
+    settings = attrs.evolve(settings, mesh=attrs.evolve(mesh, shard=sizes["shard"]))
+    if world == 1:
+        return command(settings, ALONE)
+    if not place.started:
+        return launch.start(arguments, world, max_restarts=max_restarts)
+    device = device_of(settings)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", place.local_rank)
+        torch.cuda.set_device(device)
+    ahead = settings.rollout.ahead > 0
+    sharding = sharding_of(settings)
+    with launch.joined(sizes, place, device, timeout=mesh.timeout, sharding=sharding, twin=ahead) as joined:
+        own, watch, sampling = joined
+        return command(settings, Here(own, device, watch, sampling))

@@ -1,1 +1,0 @@
-"""Every implementation of an operation side by side: errors, time, memory, and whether it keeps its laws."""

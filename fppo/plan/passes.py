@@ -1,0 +1,180 @@
+"""The stages of a step, run for the record: the real functions, on parameters without data, on one rank of a mesh whose
+other ranks are imagined. Tokens and masks are real numbers, as the steps read lengths from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fppo import losses, models
+from fppo.batch import Column, Experience
+from fppo.models.model import HeadKind, Model
+from fppo.plan import standins
+from fppo.plan._group import counting_mesh
+from fppo.plan._track import BATCH, HOST, LOGITS, STATE, Tracker
+from fppo.plan.case import Case
+from fppo.plan.presets import with_layers
+from fppo.plan.values import Phase
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import Mesh
+from fppo.runtime.offload import Lane, by_layer, offloaded, offloaded_adamw
+from fppo.steps.forward import compute_log_probs, compute_reward_scores, compute_values
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizer import Optimizer
+from fppo.steps.train_state import TrainState, init_state
+from fppo.steps.update import update_actor, update_critic
+from fppo_kernels.record import Kernels
+
+REWARD = "reward model"
+HEADS: Mapping[str, HeadKind] = {"actor": "lm", "critic": "value", REWARD: "value"}  # of models that differ in shape
+# which of them each stage runs, in the order of a step
+STAGES: Mapping[str, str] = {
+    REWARD: REWARD,
+    "log-probs": "actor",
+    "reference": "actor",
+    "values": "critic",
+    "update critic": "critic",
+    "update actor": "actor",
+}
+SAME: Mapping[str, str] = {"reference": "log-probs"}  # the same pass on other parameters
+_LANE = Lane(torch.device("cpu"))
+PASSES = 2  # the second has everything that any later one has: gradients that are there, and new ones
+
+
+def stages_of(case: Case) -> list[str]:
+    """The stages of the case's step, in order."""
+    has = models_of(case)
+    return [name for name, model in STAGES.items() if model in has and (case.reference or name != "reference")]
+
+
+def models_of(case: Case) -> list[str]:
+    """Which models of `HEADS` the case has."""
+    wanted = {"critic": case.critic, REWARD: case.reward_model is not None}
+    return [name for name in HEADS if wanted.get(name, True)]
+
+
+def model_of(case: Case, name: str, layers: int | None = None) -> Model:
+    """One of `HEADS` as the case has it, with as many layers as it has or with `layers`."""
+    config = case.reward_model if name == REWARD else case.config
+    assert config is not None
+    config = config if layers is None else with_layers(config, layers)
+    return models.build(config, HEADS[name], compute_dtype=case.compute_dtype, checkpoint_layers=case.checkpoint_layers)
+
+
+def rows_of(case: Case, count: int) -> Experience:
+    """`count` full sequences, of a prompt and a response."""
+    length, response = case.length, case.response_tokens
+
+    def numbers() -> Tensor:
+        return torch.full((count, response), -1.0)
+
+    blank = Column([None] * count)
+    return Experience(
+        tokens=torch.ones(count, length, dtype=torch.int64),
+        attention_mask=torch.ones(count, length, dtype=torch.bool),
+        response_mask=torch.ones(count, response, dtype=torch.bool),
+        rollout_log_probs=numbers(),
+        sampling_log_probs=numbers(),
+        row_ids=torch.arange(count),
+        groups=torch.arange(count),
+        versions=torch.zeros(count, dtype=torch.int64),
+        finish=blank,
+        ids=blank,
+        ground_truth=blank,
+        source=blank,
+        extras=blank,
+        scores=torch.zeros(count),
+        named_scores={},
+        old_log_probs=numbers(),
+        ref_log_probs=numbers() if case.reference else None,
+        values=numbers() if case.critic else None,
+        token_rewards=numbers(),
+        advantages=numbers(),
+        returns=numbers(),
+    )
+
+
+def kernels_of(case: Case, tracker: Tracker) -> Kernels:
+    """The kernels of a run, that tell the tracker what is for logits, and when a pass begins."""
+    log_probs = standins.log_probs_of(case.log_probs, on_gpu=case.hardware.on_gpu)
+    kernels = Kernels.named()
+    if case.offload != "none":
+        kernels = attrs.evolve(kernels, adamw=offloaded_adamw(kernels.adamw, _LANE))
+
+    def unpad(*args: Any, **kwargs: Any) -> Any:
+        tracker.begin_pass()
+        return kernels.unpad(*args, **kwargs)
+
+    return attrs.evolve(kernels, unpad=unpad, log_probs=tracker.scoped(log_probs, LOGITS))
+
+
+def stage_of(
+    case: Case, name: str, batch: Experience, *, model: Model, kernels: Kernels, mesh: Mesh
+) -> Callable[[TrainState], Any]:
+    """The stage as a function of its model's state. All of `batch`, and as much on each data rank, is one update."""
+    shared: dict[str, Any] = {
+        "model": model,
+        "kernels": kernels,
+        "mesh": mesh,
+        "micro_batching": MicroBatching(token_budget=case.tokens),
+    }
+    on_host = case.offload == "all"
+    if not name.startswith("update"):
+        compute = {"values": compute_values, REWARD: compute_reward_scores}.get(name, compute_log_probs)
+        compute = by_layer(compute, _LANE) if on_host else compute
+        return lambda state: compute(state.params, batch, **shared)
+    size = len(batch.tokens) * case.data_ranks
+    shared |= {"optimizer": Optimizer(schedule=lambda step: 1e-6), "mini_batch_size": size, "donate": True}
+    update = update_critic if name == "update critic" else partial(update_actor, loss_fn=losses.ppo_clip)
+    update = offloaded(update, _LANE) if on_host else update
+    return lambda state: update(state, batch, **shared)
+
+
+def run_stage(case: Case, name: str, *, layers: int | None = None) -> list[Phase]:
+    """What the stage holds, computes and sends on the rank that has most, in at most `PASSES` passes."""
+    model = model_of(case, STAGES[name], layers)
+    passes = min(case.micro_batches, PASSES)
+    batch = rows_of(case, case.rows * passes)
+    tracker = Tracker(on_gpu=case.hardware.on_gpu)
+    sharding = case.sharding if case.size("shard") > 1 else None
+    mesh = counting_mesh(case.mesh, {"sequence": fullest_slice(case)}, sharding, tracker.sent)
+    stage = stage_of(case, name, batch, model=model, kernels=kernels_of(case, tracker), mesh=mesh)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        params = {n: torch.empty(shard_shape(shape, mesh)) for n, shape in model.shapes.items()}
+    return tracked(case, tracker, stage, init_state(params), batch)
+
+
+def tracked(
+    case: Case, tracker: Tracker, stage: Callable[[TrainState], Any], state: TrainState, batch: Any
+) -> list[Phase]:
+    """What `stage` does with a state, which it may use up."""
+    tracker.hold(state.params.values(), HOST if case.offload == "all" else STATE)
+    moments = [*state.opt.mu.values(), *state.opt.nu.values(), state.opt.count]
+    tracker.hold(moments, STATE if case.offload == "none" else HOST)
+    tracker.hold([x for name in batch.__annotations__ if isinstance(x := getattr(batch, name), Tensor)], BATCH)
+    with tracker:
+        result = stage(state)
+    del result
+    return tracker.phases()
+
+
+def shard_shape(shape: torch.Size, mesh: Mesh) -> tuple[int, ...]:
+    if not mesh.sharded:
+        return tuple(shape)
+    start, stop = fsdp.bounds(shape[0], mesh["shard"])
+    return (stop - start, *shape[1:])
+
+
+def fullest_slice(case: Case) -> int:
+    """The place on the sequence axis whose slice of the packed row has the most response tokens."""
+    ranks, total = case.size("sequence"), case.rows * case.length
+    width = -(-total // ranks)
+    is_response = torch.arange(total) % case.length >= case.length - case.response_tokens
+    counts = [int(part.sum()) for part in is_response.split(width)]
+    return max(range(len(counts)), key=lambda i: counts[i])

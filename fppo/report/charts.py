@@ -1,0 +1,216 @@
+"""Curves of a run, as one PNG and as SVG for the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import attrs
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from fppo.runs.loggers import held_out
+
+Points = list[tuple[float, float]]  # (step, value)
+COLORS = ("#2563eb", "#d97706", "#059669", "#9333ea")
+SMOOTH_FROM = 40  # points from which on a smoothed line is drawn over the raw one
+
+
+@attrs.frozen
+class Panel:
+    """One chart: what it shows, in one line, and its lines by label."""
+
+    title: str
+    note: str
+    lines: dict[str, Points]
+
+
+PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
+    ("Reward", "mean score of the sampled responses", (("score", "critic/score/mean"),)),
+    ("KL to the reference", "how far the policy has left the reference", (("kl", "actor/reward_kl_penalty"),)),
+    ("KL to the old policy", "how far one step moves the policy", (("kl", "actor/ppo_kl"),)),
+    ("Entropy", "how undecided the policy is, per token, in nats", (("entropy", "actor/entropy"),)),
+    (
+        "Clip fraction",
+        "tokens whose ratio, or value, was clipped",
+        (("policy", "actor/pg_clipfrac"), ("value", "critic/vf_clipfrac")),
+    ),
+    (
+        "Off-policy ratio",
+        "largest probability now over that when it was sampled",
+        (("largest", "training/rollout_ratio_max"),),
+    ),
+    ("Value loss", "squared error of the critic, halved", (("value loss", "critic/vf_loss"),)),
+    ("Explained variance", "share of the returns that the critic foresees", (("", "critic/vf_explained_var"),)),
+    ("Response length", "tokens per response", (("mean", "response_length/mean"),)),
+    ("Gradient norm", "before clipping", (("actor", "actor/grad_norm"), ("critic", "critic/grad_norm"))),
+    ("Throughput", "tokens per second", (("", "perf/throughput"),)),
+)
+
+
+def points(records: Sequence[Mapping[str, Any]], name: str) -> Points:
+    """(step, value) where the metric was logged as a finite number."""
+    found = ((r["step"], r.get(name)) for r in records)
+    return [(s, v) for s, v in found if isinstance(v, int | float) and math.isfinite(v)]
+
+
+def panels(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    """The charts for which there are numbers, held-out results first."""
+    names = held_out({name: None for record in records for name in record})
+    drawn = [("Held-out prompts", "never trained on", tuple((label(name), name) for name in names)), *PANELS]
+    made = [Panel(title, note, {n: p for n, m in lines if (p := points(records, m))}) for title, note, lines in drawn]
+    return [panel for panel in made if panel.lines]
+
+
+def label(name: str) -> str:
+    """A held-out metric's name without what all of them share."""
+    return "/".join(part for part in name.split("/")[1:] if part != "mean") or name
+
+
+def smooth(line: Points) -> Points:
+    """The mean over a window around each point, a fifteenth of the line wide and narrower at its ends: no lag."""
+    half = max(2, len(line) // 30)
+    made = []
+    for i, (step, _) in enumerate(line):
+        reach = min(half, i, len(line) - 1 - i)
+        window = [value for _, value in line[i - reach : i + reach + 1]]
+        made.append((step, sum(window) / len(window)))
+    return made
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """About `count` round numbers from `low` to `high`."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def short(value: float) -> str:
+    """The number in a few characters."""
+    size = abs(value)
+    if value == 0 or 0.001 <= size < 1000:
+        return f"{value:.3g}"
+    if 1000 <= size < 999500:
+        return f"{value:.0f}" if size < 10000 else f"{value / 1000:.3g}k"
+    digits, exponent = f"{value:.1e}".split("e")
+    return f"{digits.removesuffix('.0')}e{int(exponent)}"
+
+
+# PNG
+
+
+def write_png(drawn: Sequence[Panel], path: Path, *, title: str) -> None:
+    """All panels in one picture."""
+    columns = min(3, max(len(drawn), 1))
+    rows = max(-(-len(drawn) // columns), 1)
+    figure = Figure(figsize=(4.4 * columns, 2.9 * rows + 0.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
+    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.1)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for panel, ax in zip(drawn, axes.flat, strict=False):
+        _draw(panel, ax)
+    for ax in axes.flat[len(drawn) :]:
+        ax.set_axis_off()
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+
+
+def _draw(panel: Panel, ax: Axes) -> None:
+    for color, (name, line) in zip(_colors(), panel.lines.items(), strict=False):
+        steps, values = zip(*line, strict=True)
+        marker = "o" if len(line) < 12 else None
+        if len(line) >= SMOOTH_FROM:
+            ax.plot(steps, values, color=color, alpha=0.25, linewidth=1)
+            values = [v for _, v in smooth(line)]
+        ax.plot(steps, values, color=color, linewidth=1.8, marker=marker, markersize=4, label=name or None)
+    ax.set_title(panel.title, fontsize=10, loc="left")
+    ax.grid(True, color="#e5e7eb", linewidth=0.8)
+    ax.tick_params(labelsize=8, length=0)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.spines["bottom"].set_color("#9ca3af")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if len(panel.lines) > 1:
+        ax.legend(fontsize=8, frameon=False)
+
+
+def _colors() -> Iterator[str]:
+    while True:
+        yield from COLORS
+
+
+# SVG
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 380, 190, 50, 12, 10, 24
+
+
+def svg(panel: Panel) -> str:
+    """The panel as an inline SVG figure, coloured by the page's style; points name their numbers on hovering."""
+    steps = [s for line in panel.lines.values() for s, _ in line]
+    values = [v for line in panel.lines.values() for _, v in line]
+    low, high = _range(values)
+    first, last = min(steps), max(steps)
+
+    def x(step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * ((step - first) / (last - first) if last > first else 0.5)
+
+    def y(value: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / (high - low)
+
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(panel.title)} by step">',
+        *(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>'
+            f'<text class="tick" x="{LEFT - 6}" y="{y(t) + 3.5:.1f}" text-anchor="end">{short(t)}</text>'
+            for t in ticks(low, high)
+        ),
+        *(
+            f'<text class="tick" x="{x(t):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{short(t)}</text>'
+            for t in ticks(first, last)
+            if t == int(t)
+        ),
+    ]
+    for number, (name, line) in enumerate(panel.lines.items()):
+        color = f"c{number % len(COLORS)}"
+        placed = [(x(s), y(v)) for s, v in line]
+        if len(line) >= SMOOTH_FROM:
+            parts.append(_path(placed, f"line raw {color}"))
+            parts.append(_path([(x(s), y(v)) for s, v in smooth(line)], f"line {color}"))
+        else:
+            parts.append(_path(placed, f"line {color}"))
+        parts += _dots(line, placed, name, color)
+    return "".join([*parts, "</svg>"])
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    if high - low <= 1e-12 * max(abs(high), abs(low)):
+        margin = abs(high) * 0.1 or 1.0
+        return low - margin, high + margin
+    margin = (high - low) * 0.06
+    return (low if low == 0 else low - margin), high + margin
+
+
+def _path(placed: Points, css: str) -> str:
+    data = "L".join(f"{px:.1f} {py:.1f}" for px, py in placed)
+    return f'<path class="{css}" d="M{data}"/>'
+
+
+def _dots(line: Points, placed: Points, name: str, color: str) -> list[str]:
+    """A point with its numbers at up to 80 of the steps; few points are visible, many only under the pointer."""
+    stride = -(-len(line) // 80)
+    css = f"dot {color}" if len(line) < 12 else f"dot many {color}"
+    chosen = list(zip(line, placed, strict=True))[::stride]
+    return [
+        f'<circle class="{css}" cx="{px:.1f}" cy="{py:.1f}" r="3">'
+        f"<title>step {short(step)}{escape(': ' + name if name else '')}: {short(value)}</title></circle>"
+        for (step, value), (px, py) in chosen
+    ]

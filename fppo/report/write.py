@@ -1,0 +1,158 @@
+"""The report of a run: its curves as a PNG, and everything else with them in one HTML file that loads nothing."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fppo.report import charts
+from fppo.report.charts import label, points
+from fppo.report.page import Page, Tile, render
+from fppo.runs import jsonl
+from fppo.runs.loggers import METRICS, SAMPLES, held_out
+from fppo.settings import files
+
+SETTINGS, CURVES, REPORT = "settings.toml", "curves.png", "report.html"
+SHOWN_STEPS, SHOWN_PER_STEP = 6, 4
+
+
+def write_report(run_dir: str | os.PathLike[str]) -> Path:
+    """Writes curves.png and report.html into the run's directory, and returns the path of the latter.
+
+    What a run has not written (samples, settings, a critic's metrics) is left out. Raises ValueError if there are no
+    metrics, or if a file is damaged.
+    """
+    run_dir = Path(run_dir)
+    path = run_dir / METRICS
+    if not run_dir.is_dir():
+        raise ValueError(f"{run_dir}: there is no such directory; give the output_dir of a run")
+    records = merged(jsonl.read(path))
+    if not records:
+        hint = "is it the output_dir of a run that logged to jsonl and finished a step?"
+        raise ValueError(f"{path}: there are no metrics to report; {hint}")
+    title = run_dir.resolve().name
+    drawn = charts.panels(records)
+    charts.write_png(drawn, run_dir / CURVES, title=title)
+    chosen, rest = _settings(run_dir / SETTINGS)
+    page = Page(
+        title=title,
+        tiles=tiles(records, rest | chosen),
+        panels=drawn,
+        stages=stages(records),
+        samples=pick(jsonl.read(run_dir / SAMPLES)),
+        chosen=chosen,
+        rest=rest,
+        metrics=table(records),
+    )
+    target = run_dir / REPORT
+    temporary = run_dir / f".{REPORT}.new"
+    temporary.write_bytes(render(page).encode("utf-8", "replace"))  # a lone surrogate has no UTF-8
+    os.replace(temporary, target)
+    return target
+
+
+def held_out_change(run_dir: str | os.PathLike[str]) -> tuple[float, float]:
+    """The first and the last mean over held-out prompts. Raises ValueError if the run has none."""
+    records = merged(jsonl.read(Path(run_dir) / METRICS))
+    names = held_out({name: None for record in records for name in record})
+    line = points(records, names[0]) if names else []
+    if not line:
+        raise ValueError(f"{run_dir} has no held-out metrics")
+    return line[0][1], line[-1][1]
+
+
+def merged(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One record per step, in order; lines of one step are joined, and a line without a step is left out."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for record in records:
+        if isinstance(record.get("step"), int):
+            by_step.setdefault(record["step"], {}).update(record)
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def tiles(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[Tile]:
+    """The few numbers that say how the run went."""
+    names = held_out({name: None for record in records for name in record})
+    made = []
+    for name in names[:3]:
+        line = points(records, name)
+        if line:
+            caption = f"Held-out {label(name)}"
+            made.append(_change(caption, line[0][1], line[-1][1], f"before, and after step {line[-1][0]:.0f}"))
+    scores = [value for _, value in points(records, "critic/score/mean")]
+    if scores:
+        window = max(1, min(5, len(scores) // 2))
+        start, end = sum(scores[:window]) / window, sum(scores[-window:]) / window
+        about = "first and last step" if window == 1 else f"first and last {window} steps"
+        made.append(_change("Reward in training", start, end, about, share=False))
+    wanted = settings.get("steps")
+    done = records[-1]["step"]
+    made.append(Tile("Steps", f"{done} of {wanted}" if wanted is not None else str(done), ""))
+    seconds = [value for _, value in points(records, "timing_s/step")]
+    speed = [value for _, value in points(records, "perf/throughput")]
+    if seconds:
+        about = f"{sum(speed) / len(speed):,.0f} tokens/s" if speed else ""
+        made.append(Tile("Time in steps", _duration(sum(seconds)), about))
+    return made
+
+
+def _change(caption: str, before: float, after: float, note: str, *, share: bool = True) -> Tile:
+    """From before to after; shares of 1 as per cents, with the gain in points."""
+    if share and min(before, after) >= 0 and max(before, after) <= 1:
+        return Tile(caption, f"{before:.1%} → {after:.1%}", f"{100 * (after - before):+.1f} points; {note}")
+    return Tile(caption, f"{before:.3f} → {after:.3f}", f"{after - before:+.3f}; {note}")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
+def stages(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds per step by stage, the longest first."""
+    names = {n for r in records for n in r if n.startswith("timing_s/")} - {"timing_s/step", "timing_s/testing"}
+    lines = {name.removeprefix("timing_s/"): points(records, name) for name in names}
+    means = {name: sum(v for _, v in line) / len(line) for name, line in lines.items() if line}
+    return dict(sorted(means.items(), key=lambda item: -item[1]))
+
+
+def pick(samples: Sequence[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
+    """Some samples of the first step, the last, and some between, by step."""
+    by_step: dict[int, list[Mapping[str, Any]]] = {}
+    for sample in samples:
+        by_step.setdefault(sample.get("step", 0), []).append(sample)
+    steps = sorted(by_step)
+    count = min(len(steps), SHOWN_STEPS)
+    kept = [steps[round(i * (len(steps) - 1) / max(count - 1, 1))] for i in range(count)]
+    return {step: by_step[step][:SHOWN_PER_STEP] for step in dict.fromkeys([*kept, *steps[-1:]])}
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float, float, float]]:
+    """(first, last, least, greatest) of every metric."""
+    names = sorted({name for record in records for name in record} - {"step"})
+    lines = {name: [value for _, value in points(records, name)] for name in names}
+    return {name: (v[0], v[-1], min(v), max(v)) for name, v in lines.items() if v}
+
+
+def _settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings by their paths: those that differ from the defaults, and the others."""
+    if not path.exists():
+        return {}, {}
+    try:
+        given = _flat(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not TOML: {error}") from error
+    defaults = _flat(files.to_dict(files.TrainSettings()))
+    chosen = {name: value for name, value in given.items() if name not in defaults or defaults[name] != value}
+    return chosen, {name: value for name, value in given.items() if name not in chosen}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat

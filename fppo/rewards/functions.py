@@ -1,0 +1,95 @@
+"""How reward functions are marked, and their weighted sums."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from fppo.workers.sample import Kind, name_of
+
+RewardFn = Callable[..., Any]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def batch_reward(fn: F) -> F:
+    """Marks a function that takes a list of samples and returns a list of as many results."""
+    fn.reward_kind = "batch"  # type: ignore[attr-defined]
+    return fn
+
+
+def tensor_reward(fn: F) -> F:
+    """Marks a function of the whole rollout that returns scores [B], or them and metrics, as a reward model is.
+
+    It runs in this process.
+    """
+    fn.reward_kind = "tensor"  # type: ignore[attr-defined]
+    return fn
+
+
+def inline_reward(fn: F) -> F:
+    """Marks a function that runs in this process: exceptions stay isolated, but nothing can stop it if it hangs."""
+    fn.reward_inline = True  # type: ignore[attr-defined]
+    return fn
+
+
+class Part(NamedTuple):
+    """One function of a reward, by name, with its factor in the sum."""
+
+    name: str
+    weight: float
+    fn: RewardFn
+
+    @property
+    def kind(self) -> Kind:
+        return getattr(self.fn, "reward_kind", "sample")
+
+    @property
+    def inline(self) -> bool:
+        return self.kind == "tensor" or getattr(self.fn, "reward_inline", False)
+
+    @property
+    def asynchronous(self) -> bool:
+        return inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(type(self.fn).__call__)
+
+
+class WeightedSum(NamedTuple):
+    """A reward that is a sum: each part is run, isolated and reported by itself."""
+
+    parts: tuple[Part, ...]
+
+
+Reward = RewardFn | WeightedSum
+
+
+def weighted_sum(functions: Mapping[str, Reward], weights: Mapping[str, float] | None = None) -> WeightedSum:
+    """The sum of weight x score over named functions; a weight that is not given is 1.
+
+    A sum within the sum is taken apart: its parts are named "outer/inner" and weighted by both.
+    """
+    weights = {} if weights is None else weights
+    unknown = sorted(set(weights) - set(functions))
+    if unknown or not functions:
+        raise ValueError(f"weights for {unknown}, which are not among the functions {sorted(functions)}")
+    parts: list[Part] = []
+    for name, fn in functions.items():
+        weight = float(weights.get(name, 1.0))
+        if not math.isfinite(weight):
+            raise ValueError(f"the weight of {name!r} is {weight}")
+        for inner, factor, part in _parts(name, fn):
+            parts.append(Part(inner, weight * factor, part))
+    return WeightedSum(tuple(parts))
+
+
+def _parts(name: str, fn: Reward) -> list[tuple[str, float, RewardFn]]:
+    if isinstance(fn, WeightedSum):
+        return [(f"{name}/{part.name}", part.weight, part.fn) for part in fn.parts]
+    if not callable(fn):
+        raise ValueError(f"the reward {name!r} is a {type(fn).__name__}, not a function")
+    return [(name, 1.0, fn)]
+
+
+def as_sum(reward: Reward) -> WeightedSum:
+    """Any reward as a sum; a single function is its only part."""
+    return reward if isinstance(reward, WeightedSum) else weighted_sum({name_of(reward): reward})

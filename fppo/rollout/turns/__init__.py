@@ -1,0 +1,1 @@
+"""Responses of several turns: tools that answer, and how their words become tokens."""

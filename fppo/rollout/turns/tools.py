@@ -1,0 +1,134 @@
+"""Tools: functions that answer the policy's turns. Worker processes import this module, so it imports no torch.
+
+A tool is `respond(conversation) -> messages`, a function or a coroutine. The conversation is a list of messages, dicts
+with "role" and "content": the prompt, the policy's turns and what tools said so far; the policy's messages have "end"
+too, the text of the token that ended the turn. A tool returns messages that the policy goes on after; no messages, [],
+to let it go on with nothing in between; or None: the response is done.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import attrs
+
+from fppo.workers.imports import imported
+from fppo.workers.sample import Sample
+
+Message = dict[str, Any]
+Respond = Callable[[list[Message]], Any]
+CONVERSATION = "conversation"  # the key under which a worker's sample holds it
+_LONGEST = 64  # characters of an expression
+_PLACES = 4  # decimals of a result
+
+
+def calculator(conversation: Sequence[Mapping[str, Any]]) -> list[Message] | None:
+    """The value of an open `<<48/2=`, as `24>>`: the calculator of Cobbe et al. (2021), arXiv:2110.14168.
+
+    It wants "=" as a stop token. A turn that ends with an "=" elsewhere, or whose expression has no value, goes on with
+    nothing in between; one that ends otherwise is the end of the response.
+    """
+    last = conversation[-1]
+    if not str(last.get("end", "")).endswith("="):
+        return None
+    before, opened, inside = str(last["content"]).rpartition("<<")
+    del before
+    value = evaluate(inside.removesuffix("=")) if opened and ">>" not in inside else None
+    return [] if value is None else [{"role": "tool", "content": f"{value}>>"}]
+
+
+def evaluate(expression: str) -> str | None:
+    """The value of numbers, + - * / and parentheses, to four decimals; None if it is anything else, or has none.
+
+    Nothing is executed: the text is parsed, and exact fractions are added up over its tree. Its size is bounded.
+    """
+    text = expression.replace(",", "").strip()
+    if len(text) > _LONGEST or not re.fullmatch(r"[0-9.+\-*/() ]+", text):
+        return None
+    try:
+        return _text(_value(ast.parse(text, mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return Fraction(repr(number))
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _value(left) + _value(right)
+        case ast.BinOp(left=left, op=ast.Sub(), right=right):
+            return _value(left) - _value(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _value(left) * _value(right)
+        case ast.BinOp(left=left, op=ast.Div(), right=right):
+            return _value(left) / _value(right)
+    raise ValueError(f"{type(node).__name__} is no arithmetic")
+
+
+def _text(value: Fraction) -> str:
+    scaled = round(value * 10**_PLACES)
+    whole, rest = divmod(abs(scaled), 10**_PLACES)
+    decimals = f".{rest:0{_PLACES}d}".rstrip("0").rstrip(".")
+    return f"{'-' if scaled < 0 else ''}{whole}{decimals}"
+
+
+TOOLS: Mapping[str, Respond] = {"calculator": calculator}
+
+
+def resolve(name: str) -> Respond:
+    """The tool of that name: a built-in one, or "module:function". Raises ValueError for any other name."""
+    if ":" in name:
+        return imported(name, "tool")
+    if name not in TOOLS:
+        raise ValueError(f"there is no tool {name!r}; there are {sorted(TOOLS)} and module:function")
+    return TOOLS[name]
+
+
+@attrs.frozen
+class Asked:
+    """A tool as worker processes call it: a sample's conversation in, and text that tells what came back."""
+
+    respond: Respond
+
+    def __call__(self, sample: Sample) -> Any:
+        found = self.respond([dict(message) for message in sample.extras[CONVERSATION]])
+        return _later(found) if inspect.isawaitable(found) else _packed(found)
+
+
+async def _later(found: Any) -> Any:
+    return _packed(await found)
+
+
+def _packed(found: Any) -> dict[str, Any]:
+    """{"score", "answer"}, where the answer is JSON: [messages or null, what is wrong with them or null]."""
+    wrong = _wrong(found)
+    return {"score": 0.0, "answer": json.dumps([None, wrong] if wrong else [found, None])}
+
+
+def _wrong(found: Any) -> str | None:
+    """What keeps a tool's result from being messages, or None."""
+    if found is None:
+        return None
+    if not isinstance(found, (list, tuple)):
+        return f"a {type(found).__name__}"
+    for message in found:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            return f"a message without text as 'role' and 'content': {message!r}"[:200]
+        if message["role"] == "assistant":
+            return "a message of the role 'assistant', which is the policy's own"
+    try:
+        json.dumps(found)
+    except (TypeError, ValueError) as error:
+        return f"messages that do not fit JSON: {error}"
+    return None

@@ -1,0 +1,397 @@
+"""Generation with vLLM: the engine for throughput, on weights that are sent to it and checked.
+
+    with VllmEngine(model, pad_token_id=0, options=VllmOptions(max_model_len=2048)) as engine:
+        rollout = engine.generate(params, prompts, sampling, key, version=step)
+
+vLLM is imported when an engine starts, not before. Tokens are drawn as the embedded engine draws them, from vLLM's
+logits: the same key gives the same responses wherever the logits agree closely enough.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from fppo.batch import Prompts, Rollout
+from fppo.key import Key
+from fppo.models.model import Model
+from fppo.rollout import sync
+from fppo.rollout.engine import OnFinished, Sampling
+from fppo.rollout.records import check_prompts, number_rows, response_limits, rollout_of
+from fppo.rollout.sync import Bucket, Rename, SyncError
+from fppo.rollout.vllm.host import (
+    Answer,
+    EngineDied,
+    EngineFailure,
+    Host,
+    Request,
+    VllmOptions,
+    check_installed,
+    check_rows,
+)
+from fppo.rollout.vllm.probe import TOLERANCE, compare_log_probs, own_log_probs, probe_tokens
+from fppo.rollout.vllm.start import start_host
+from fppo.rollout.vllm.transfer import MakeInfo, Transfer, metadata, transfer_info
+from fppo.runtime.mesh import Mesh, any_rank, device_of
+
+__all__ = ["EngineFailure", "SyncError", "Synced", "VllmEngine", "VllmOptions"]
+
+
+class Synced(NamedTuple):
+    """What a sync did: the version that the engine holds now, and what was sent for it."""
+
+    version: int
+    tensors: int
+    num_bytes: int
+    seconds: float
+
+
+class _DiedElsewhere(EngineDied):
+    """The engine of another rank died, not this one's."""
+
+
+class _Held(NamedTuple):
+    version: int
+    leaves: dict[str, weakref.ref[Tensor]]
+    digests: dict[str, str]  # of this rank's parts, where only changes are sent
+
+
+class VllmEngine:
+    """vLLM for `model`, started here and ended by `close()`.
+
+    The engine holds the weights of one version. `generate` sends it others when the version differs, or when it is
+    given other tensors than before; every tensor's digest, and the set of names, is confirmed, and at the first sync
+    (`probe`) the log-probs of some tokens are held against the model's own. With `send="changed"` only parameters whose
+    digests differ go, those in `frozen` once. `rename` gives parameters the engine's names. On a sharded `mesh`
+    parameters are shards, and every rank's engine must be synced in the same order. `transfer` gives the trainer's side
+    of a transfer engine that vLLM has from a plugin, in place of `options.transport`.
+
+    Raises ValueError without a vLLM that fppo can run on, EngineFailure if vLLM does not start or stops working, and
+    SyncError if it does not hold what it was sent; an engine that failed or was interrupted takes all weights at its
+    next sync, and starts anew for it if it must.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        pad_token_id: int,
+        mesh: Mesh | None = None,
+        options: VllmOptions | None = None,
+        bucket_bytes: int = 1 << 28,
+        rename: Rename | None = None,
+        send: Literal["all", "changed"] = "all",
+        frozen: frozenset[str] = frozenset(),
+        probe: Literal["first", "always", "never"] = "first",
+        transfer: MakeInfo | None = None,
+    ) -> None:
+        self._model, self._pad, self._mesh = model, pad_token_id, mesh or Mesh.local()
+        self._options = options or VllmOptions()
+        self._bucket_bytes, self._send, self._frozen, self._probe = bucket_bytes, send, frozen, probe
+        self._rename = rename or sync.dtensor_weight_loader(model.config.model_type)
+        own = model.compute_dtype or torch.float32
+        self._dtype: str = self._options.dtype or str(own).removeprefix("torch.")
+        if self._dtype not in TOLERANCE:
+            raise ValueError(f"dtype = {self._dtype!r}: vLLM computes in one of {sorted(TOLERANCE)}")
+        check_installed()
+        self._info = transfer or (None if self._options.transport == "auto" else transfer_info)
+        self._transfer: Transfer | None = None  # of the host
+        self._targets = sync.targets(model.shapes, self._rename)
+        self._held: _Held | None = None
+        self.replaced = 0  # processes that died or hung, and were replaced
+        self._probed = self._asleep = self._broken = False
+        self._host: Host | None = start_host(self._model, self._options, self._dtype)
+        self._names = self._host.call("fppo_names")[0]
+
+    def __enter__(self) -> VllmEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def version(self) -> int | None:
+        """The version that the engine holds; None: none, or none that was confirmed."""
+        return None if self._held is None else self._held.version
+
+    @property
+    def limit(self) -> int:
+        """The longest prompt and response together."""
+        return self._running().limit
+
+    def generate(
+        self,
+        params: Mapping[str, Tensor],
+        prompts: Prompts,
+        sampling: Sampling,
+        key: Key,
+        *,
+        version: int = 0,
+        limits: Tensor | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> Rollout:
+        """The rollout of these parameters, as `EmbeddedEngine.generate` gives it; log-probs are float32.
+
+        Raises ValueError also for a prompt and response that may outgrow vLLM's limit.
+        """
+        device = next(iter(params.values())).device
+        mask = prompts.attention_mask.bool()
+        lengths = check_prompts(mask)
+        most = response_limits(limits, len(lengths), sampling)
+        check_rows(prompts, lengths, most, sampling, size=self._model.config.vocab_size, limit=self.limit)
+        row_ids = number_rows(prompts, sampling.n, torch.device("cpu"))
+        asked = [row[keep].tolist() for row, keep in zip(prompts.tokens, mask, strict=True)]
+        request = Request(
+            prompts=[prompt for prompt in asked for _ in range(sampling.n)],
+            sampling=sampling,
+            key=key,
+            row_ids=row_ids,
+            limits=[limit for limit in most for _ in range(sampling.n)],
+        )
+        answers = self._answers(request, params, version, on_finished)
+        if self._options.sleep:
+            try:
+                self.sleep()
+            except EngineDied as died:
+                self._replace(died, "all rows are done")
+        lasting = torch.tensor([len(answer.tokens) for answer in answers])
+        width = int(lasting.max())
+        tokens, log_probs, sampling_log_probs = (
+            pad_sequence([torch.from_numpy(x) for x in parts], batch_first=True).to(device)
+            for parts in zip(*answers, strict=True)
+        )
+        return rollout_of(
+            prompts,
+            tokens,
+            (torch.arange(width) < lasting[:, None]).to(device),
+            log_probs,
+            sampling_log_probs,
+            row_ids=row_ids.to(device),
+            sampling=sampling,
+            pad_token_id=self._pad,
+            version=version,
+        )
+
+    def log_probs(self, rows: list[list[int]], start: int = 1, *, temperature: float = 1.0) -> Tensor:
+        """What the engine gives tokens of rows of one length, from `start` on, after those before: float32 [B, T]."""
+        whole = torch.tensor(rows)
+        sampling = Sampling(max_tokens=whole.shape[1] - start, temperature=temperature)
+        prompts = [row[:start] for row in rows]
+        ids = torch.arange(len(rows))
+        answers: dict[int, Answer] = {}
+        request = Request(prompts=prompts, sampling=sampling, key=Key(0), row_ids=ids, forced=whole[:, start:])
+        self._generate(request, answers.__setitem__)
+        return torch.stack([torch.from_numpy(answers[row].log_probs) for row in range(len(rows))])
+
+    def sync(self, params: Mapping[str, Tensor], *, version: int) -> Synced:
+        """Makes the engine hold these parameters, under this version. On a sharded mesh every rank must call.
+
+        It sends what `send` says, whatever the engine holds already.
+        """
+        started = time.perf_counter()
+        before, self._held = self._held, None  # unless all goes well, the engine holds nothing that may be used
+        sync.compare_names(self._targets, params)
+        only, digests = self._wanted(params, before)
+        sent: dict[str, str] = {}
+        count = 0
+
+        def recorded() -> Iterator[Bucket]:
+            nonlocal count
+            shards = sync.reshard(
+                params,
+                self._model.shapes,
+                self._mesh,
+                bucket_bytes=self._bucket_bytes,
+                dtype=getattr(torch, self._dtype),
+                only=only,
+            )
+            for bucket in sync.renamed(shards, self._rename):
+                sent.update(bucket.digests)
+                count += sum(x.nbytes for x in bucket.tensors.values())
+                yield bucket
+
+        if only:
+            got, unfilled = self._load(only, recorded(), params)
+            sync.compare(sent, got)
+            if unfilled and len(only) == len(params):
+                raise SyncError(f"vLLM left parameters as they were: {unfilled[:8]}")
+        if self._probe == "always" or (self._probe == "first" and self._any(not self._probed, params)):
+            self._compare_log_probs(params)
+        self._held = _Held(version, {name: weakref.ref(x) for name, x in params.items()}, digests)
+        return Synced(version, len(sent), count, time.perf_counter() - started)
+
+    def _load(
+        self, only: list[str], buckets: Iterator[Bucket], params: Mapping[str, Tensor]
+    ) -> tuple[dict[str, str], list[str]]:
+        """What `Host.end_load` says of these buckets. A rank whose vLLM fails still gathers what the others send."""
+        got: dict[str, str] = {}
+        unfilled: list[str] = []
+        died = None
+        try:
+            if self._broken:
+                self._restart()
+            self._check_names(only)
+            how = sync.how_of(params.values())
+            self._broken = True  # if it fails in between, vLLM has half of its modules taken apart
+            self._wake("weights")
+            host = self._running()
+            if self._info is None:
+                host.begin_load(how)
+                for bucket in buckets:
+                    host.take_in(bucket.tensors)
+                got, unfilled = host.end_load()
+            else:
+                self._transfer = self._transfer or Transfer(host, self._info(self._options, self._bucket_bytes))
+                kind = getattr(torch, self._dtype)
+                metas = metadata(params, self._model.shapes, only, self._rename, kind)
+                got, unfilled = self._transfer.send(metas, buckets, how)
+            self._wake("kv_cache")
+            self._broken = False
+        except (EngineFailure, SyncError) as error:
+            if self._mesh.sharded:
+                for _ in buckets:
+                    pass
+            if not isinstance(error, EngineDied):
+                raise
+            died = error
+        if self._any(died is not None, params):
+            raise died or _DiedElsewhere("the vLLM of another rank died during a sync")
+        return got, unfilled
+
+    def sleep(self) -> None:
+        """Gives vLLM's memory for weights and cache back; the next rollout takes it again and is sent all weights.
+
+        Raises ValueError unless the engine was started with `sleep=True`.
+        """
+        if not self._options.sleep:
+            raise ValueError("the engine cannot sleep: start it with sleep = True, on a GPU")
+        self._held = None
+        if not (self._asleep or self._broken):
+            self._broken = True  # unless it sleeps
+            self._running().sleep()
+            self._asleep, self._broken = True, False
+
+    def close(self) -> None:
+        """Ends vLLM. Idempotent."""
+        host, self._host, self._held = self._host, None, None
+        if host is not None:
+            self._leave()
+            host.close()
+
+    def _leave(self) -> None:
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.close()
+
+    def _restart(self) -> None:
+        self._broken = True  # until a new one stands
+        self._leave()
+        self._running().close()
+        self._host = start_host(self._model, self._options, self._dtype)
+        self._names = self._host.call("fppo_names")[0]
+        self._asleep = self._probed = self._broken = False
+
+    def _running(self) -> Host:
+        if self._host is None:
+            raise ValueError("the engine is closed")
+        return self._host
+
+    def _stale(self, params: Mapping[str, Tensor], version: int) -> bool:
+        held = self._held
+        if held is None or held.version != version or held.leaves.keys() != params.keys():
+            return True
+        return any(held.leaves[name]() is not x for name, x in params.items())
+
+    def _answers(
+        self, request: Request, params: Mapping[str, Tensor], version: int, on_finished: OnFinished | None
+    ) -> list[Answer]:
+        """All rows' answers. A process that dies is replaced, and asked for the rows that it left.
+
+        On a sharded mesh all ranks go on together: where one was replaced, all sync again.
+        """
+        answers: dict[int, Answer] = {}
+
+        def keep(row: int, answer: Answer) -> None:
+            answers[row] = answer
+            if on_finished is not None:
+                tokens = answer.tokens.tolist()
+                on_finished(row, tokens, "stop" if tokens[-1] in request.sampling.stop_token_ids else "length")
+
+        for left in range(self._options.restarts, -1, -1):
+            rows = [row for row in range(len(request.prompts)) if row not in answers]
+            died = None
+            try:
+                if self._any(self._stale(params, version), params):
+                    self.sync(params, version=version)
+                if rows:
+                    self._generate(request.part(rows), lambda i, x, rows=rows: keep(rows[i], x))
+            except EngineDied as error:
+                died = error
+            if not self._any(died is not None, params):
+                return [answers[row] for row in range(len(request.prompts))]
+            if not left:
+                died = died or _DiedElsewhere("the vLLM of another rank died")
+                died.add_note(
+                    f"restarts = {self._options.restarts}: it is not replaced again in this rollout; "
+                    "a run that is started again goes on from its last checkpoint"
+                )
+                raise died
+            if died is not None and not isinstance(died, _DiedElsewhere):
+                self._replace(died, f"{len(answers)} of {len(request.prompts)} rows are done")
+        raise AssertionError
+
+    def _replace(self, died: EngineDied, done: str) -> None:
+        self.replaced += 1  # and said: a warning that says the same twice is shown once
+        text = f"{died}; {done}, a new one goes on (replaced so far: {self.replaced})"
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        self._held, self._broken = None, True  # the next sync starts another, and may see that die too
+
+    def _generate(self, request: Request, done: Callable[[int, Answer], None]) -> None:
+        try:
+            self._running().generate(request, done)
+        except BaseException:  # also an interruption: what vLLM is in the middle of, the next sync does not rely on
+            self._held, self._broken = None, True
+            raise
+
+    def _wanted(self, params: Mapping[str, Tensor], before: _Held | None) -> tuple[list[str], dict[str, str]]:
+        """The parameters to send, and the digests to compare with next time."""
+        if self._send == "all":
+            return list(params), {}
+        last = {} if before is None else before.digests
+        names, digests = sync.changed(params, last, self._mesh, frozen=self._frozen)
+        together = {name: module for module, own in self._names.items() for name in own}
+        # what vLLM fuses it loads together; what it does not name (None), it may have fused
+        modules = {None, *(together.get(new) for name in names for new in self._targets[name])}
+        sent = [name for name in params if any(together.get(new) in modules for new in self._targets[name])]
+        return (sent if names else []), digests
+
+    def _check_names(self, only: list[str]) -> None:
+        """Raises SyncError unless vLLM's modules are loaded from just these, each of them whole."""
+        sent = {new for name in only for new in self._targets[name]}
+        modules = [set(own) for own in self._names.values()]
+        if len(only) < len(self._targets):
+            modules = [own for own in modules if own & sent]
+        sync.compare_names(set().union(*modules), {name for name in sent if ".experts." not in name})
+
+    def _wake(self, part: str) -> None:
+        if self._asleep:
+            self._running().wake(part)
+            self._asleep = part != "kv_cache"
+
+    def _compare_log_probs(self, params: Mapping[str, Tensor]) -> None:
+        """Raises SyncError if the engine does not give tokens the log-probs that the model gives them."""
+        tokens, start = probe_tokens(self._model, self.limit)
+        ours = own_log_probs(self._model, params, self._mesh, tokens, start)
+        compare_log_probs(ours, self.log_probs([tokens.tolist()], start)[0], self._dtype)
+        self._probed = True
+
+    def _any(self, flag: bool, params: Mapping[str, Tensor]) -> bool:
+        """Whether it is so here, or on any rank of a mesh whose ranks gather parameters together."""
+        return any_rank(flag, self._mesh, device_of(params)) if self._mesh.sharded else flag

@@ -1,0 +1,256 @@
+"""vLLM in this process: where it starts, what it is asked, and the environment variables it reads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fppo.rollout.shared_memory import SharedMemory
+from fppo.rollout.sync import How, SyncError
+from fppo.rollout.vllm.host import Answer, EngineDied, EngineFailure, Request, VllmOptions, check_installed
+
+_GIB = 1 << 30
+# the first keeps vLLM in this process; the second asks for the model runner whose logits processors these are
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class LocalHost:
+    """vLLM inside this process. `path` is a directory with the model's config, all it needs beside the weights."""
+
+    def __init__(self, path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bool) -> None:
+        check_installed()
+        if dist.is_available() and dist.is_initialized():
+            raise ValueError(
+                "this process is in a torch.distributed group, the trainer's or another vLLM's, which vLLM would join: "
+                'give host = "process", for a process of its own'
+            )
+        _set_environment(options)
+        self._llm: Any = _start(path, options, dtype=dtype, trust_remote_code=trust_remote_code)
+        self._memory = SharedMemory.make() if options.tensor_parallel > 1 else None
+        self.limit = int(self._llm.llm_engine.model_config.max_model_len)
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """What the method of vLLM's worker returns, on every worker. Raises EngineDied if one of them is gone."""
+        with self._death_noticed():
+            return self._llm.collective_rpc(method, args=arguments)
+
+    def begin_load(self, how: How, transfer: bool = False) -> None:
+        """Weights are to come, to be digested so; with `transfer` through vLLM's own transfer engine, by
+        `call("update_weights", ...)`."""
+        with _as_sync_error():
+            self.call("fppo_begin_load", how, transfer)
+
+    def take_in(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes some weights in."""
+        with _as_sync_error():
+            if self._memory is None:
+                self.call("fppo_take_in", tensors)
+            else:  # its workers are other processes
+                self.call("fppo_take_in_from", self._memory.path, self._memory.put(tensors))
+
+    def end_load(self) -> tuple[dict[str, str], list[str]]:
+        """Each weight's digest as it came to every worker, and the parameters that a worker did not fill."""
+        with _as_sync_error():
+            return _agreed(self.call("fppo_end_load"))
+
+    def generate(self, request: Request, done: Callable[[int, Answer], None]) -> None:
+        """Calls `done` with each row's number and answer, when the row ends."""
+        for row, answer in self.answers(request):
+            if answer is not None:
+                done(row, answer)
+
+    def answers(self, request: Request) -> Iterator[tuple[int, Answer | None]]:
+        """Each row and its answer, when it ends; (-1, None) after a step in which none did."""
+        from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
+        from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+
+        from fppo.rollout.vllm import worker
+
+        engine, sampling = self._llm.llm_engine, request.sampling
+        self.call("fppo_begin", worker.Job(sampling, request.key, request.row_ids, request.forced))
+        if not self._llm.reset_prefix_cache():  # a rollout is to depend on nothing that was computed before it
+            raise EngineFailure("vLLM does not let go of what it computed for an earlier rollout")
+        stops = list(sampling.stop_token_ids) if request.forced is None else []
+        open_rows: set[str] = set()
+        try:
+            for row, prompt in enumerate(request.prompts):
+                params = SamplingParams(
+                    temperature=0.0,
+                    max_tokens=sampling.max_tokens if request.limits is None else request.limits[row],
+                    stop_token_ids=stops,
+                    ignore_eos=True,
+                    detokenize=False,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                    extra_args={worker.ROW: row},
+                )
+                engine.add_request(str(row), {"prompt_token_ids": list(prompt)}, params)
+                open_rows.add(str(row))
+            while engine.has_unfinished_requests():
+                with self._death_noticed():
+                    ended = [output for output in engine.step() if output.finished]
+                open_rows.difference_update(output.request_id for output in ended)
+                yield from self._drawn(ended)
+                if not ended:
+                    yield -1, None
+        finally:
+            if open_rows and not self._failed():
+                engine.abort_request(list(open_rows))
+
+    def _drawn(self, ended: Sequence[Any]) -> Iterator[tuple[int, Answer]]:
+        """The rows that ended. Raises EngineFailure if vLLM went on with other tokens than were drawn."""
+        if not ended:
+            return
+        tokens = [list(output.outputs[0].token_ids) for output in ended]
+        rows = [int(output.request_id) for output in ended]
+        answers = self.call("fppo_take", [(row, len(own)) for row, own in zip(rows, tokens, strict=True)])[0]
+        for row, own, answer in zip(rows, tokens, answers, strict=True):
+            if answer.tokens.tolist() != own:
+                if np.isnan(answer.log_probs).any():
+                    raise EngineFailure(f"the model's log-probs are not numbers in row {row}: are its weights finite?")
+                raise EngineFailure(
+                    f"vLLM went on with other tokens than were drawn in row {row}: {own[:8]} for "
+                    f"{answer.tokens[:8].tolist()}: is speculative decoding on, or another logits processor?"
+                )
+            yield row, answer
+
+    def _failed(self) -> bool:
+        """Whether a worker that is a process of its own has ended."""
+        return bool(getattr(self._llm.llm_engine.engine_core.engine_core.model_executor, "is_failed", False))
+
+    @contextlib.contextmanager
+    def _death_noticed(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self._failed():
+                raise EngineDied("a worker of vLLM ended; the others cannot go on without it") from error
+            raise
+
+    def sleep(self) -> None:
+        """Gives the memory of weights and cache back to the device; both are lost."""
+        self._llm.sleep(level=2)
+
+    def wake(self, part: str) -> None:
+        """Takes the memory of "weights" or "kv_cache" again."""
+        self._llm.wake_up(tags=[part])
+
+    def close(self) -> None:
+        """Ends vLLM and frees its memory. Idempotent."""
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        if self._memory is not None:
+            self._memory.close()
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        _clean_up()
+
+
+def _clean_up() -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory  # pyright: ignore[reportMissingImports]
+
+    cleanup_dist_env_and_memory()
+
+
+def _set_environment(options: VllmOptions) -> None:
+    level = {} if options.verbose else {"VLLM_LOGGING_LEVEL": "ERROR"}
+    threads = {}
+    if options.tensor_parallel > 1 and not torch.cuda.is_available():  # else vLLM wants a NUMA node for each worker
+        threads = {"VLLM_CPU_OMP_THREADS_BIND": _shares(options.tensor_parallel)}
+    for name, value in (_ENVIRONMENT | level | threads).items():
+        os.environ.setdefault(name, value)
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0" or os.environ["VLLM_USE_V2_MODEL_RUNNER"] != "0":
+        raise ValueError(
+            "VLLM_ENABLE_V1_MULTIPROCESSING and VLLM_USE_V2_MODEL_RUNNER are set: fppo needs both 0, or unset"
+        )
+
+
+def _shares(workers: int) -> str:
+    """Which of this machine's processors each worker's threads run on, as vLLM reads it."""
+    own = sorted(os.sched_getaffinity(0))
+    if len(own) < workers:
+        return "nobind"
+    return "|".join(",".join(str(cpu) for cpu in own[worker::workers]) for worker in range(workers))
+
+
+def _agreed(found: Sequence[tuple[dict[str, str], list[str]]]) -> tuple[dict[str, str], list[str]]:
+    """A digest of each weight that all workers got, equal to none if theirs differ; what one did not fill."""
+    names = set.intersection(*(set(got) for got, _ in found))
+    digests = {name: "|".join(dict.fromkeys(got[name] for got, _ in found)) for name in sorted(names)}
+    return digests, sorted({name for _, unfilled in found for name in unfilled})
+
+
+@contextlib.contextmanager
+def _as_sync_error() -> Iterator[None]:
+    try:
+        yield
+    except (SyncError, EngineDied):
+        raise
+    except Exception as error:
+        raise SyncError(f"vLLM could not load the weights: {type(error).__name__}: {error}") from error
+
+
+def _start(path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bool) -> Any:
+    """A `vllm.LLM` whose weights are still to come."""
+    from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
+
+    from fppo.rollout.vllm import worker
+
+    memory: dict[str, Any] = {"kv_cache_memory_bytes": int(options.cache_gb * _GIB)}
+    if options.memory_share is not None:
+        memory = {"gpu_memory_utilization": options.memory_share}
+    chosen = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": dtype,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_rows,
+        "enforce_eager": options.eager,
+        "enable_prefix_caching": options.prefix_cache,
+        "enable_sleep_mode": options.sleep,
+        "generation_config": "vllm",
+        "trust_remote_code": trust_remote_code,
+        "tensor_parallel_size": options.tensor_parallel,
+        "async_scheduling": False,  # draws count the tokens so far, which must all be known
+        "logits_processors": [worker.KeyedDraws],
+        "worker_extension_cls": f"{worker.__name__}.{worker.Extension.__name__}",
+        **memory,
+        **({} if options.transport == "auto" else {"weight_transfer_config": {"backend": options.transport}}),
+        **options.extra,
+    }
+    if options.sleep and not torch.cuda.is_available():
+        raise EngineFailure("sleep = True: vLLM's CPU build cannot give its memory back; leave it False")
+    state = torch.random.get_rng_state()
+    try:
+        return LLM(path, **chosen)
+    except BaseException as error:
+        _clean_up()
+        if not isinstance(error, Exception):
+            raise
+        raise EngineFailure(f"vLLM did not start: {_why(error, options)}") from error
+    finally:
+        torch.random.set_rng_state(state)
+
+
+def _why(error: Exception, options: VllmOptions) -> str:
+    text = str(error)
+    if "memory" in text.lower() or "KV cache" in text:
+        given = f"cache_gb = {options.cache_gb}, in place of vLLM's gpu_memory_utilization"
+        if options.memory_share is not None:
+            given = f"memory_share = {options.memory_share}, vLLM's gpu_memory_utilization"
+        rest = f"max_model_len = {options.max_model_len}, max_rows = {options.max_rows}"
+        return f"{text} (settings: {given}, {rest})"
+    if "max_model_len" in text or "max_position_embeddings" in text:
+        return f"{text} (setting: max_model_len = {options.max_model_len})"
+    return text

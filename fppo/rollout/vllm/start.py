@@ -1,0 +1,21 @@
+"""The host that the options name, with vLLM running in it."""
+
+from __future__ import annotations
+
+from fppo.models.model import Model
+from fppo.rollout.vllm.host import Host, VllmOptions, config_directory
+from fppo.rollout.vllm.local import LocalHost
+
+
+def start_host(model: Model, options: VllmOptions, dtype: str) -> Host:
+    """vLLM for the model, whose weights are still to come."""
+    remote = model.trust_remote_code
+    with config_directory(model.config, trust_remote_code=remote) as path:
+        match options.host:
+            case "process":
+                from fppo.rollout.vllm.process import ProcessHost as Chosen
+            case "ray":
+                from fppo.rollout.vllm.on_ray import RayHost as Chosen
+            case _:
+                Chosen = LocalHost
+        return Chosen(path, options, dtype=dtype, trust_remote_code=remote)

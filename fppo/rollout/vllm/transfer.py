@@ -1,0 +1,142 @@
+"""vLLM's own weight-transfer engine as the way of the weights: NCCL between GPUs, or CUDA's IPC on one.
+
+What goes over it is confirmed as on any other way: each of vLLM's workers digests what it got. The messages around it
+(names, begin and end) go through the host. The NCCL and IPC calls themselves need GPUs, and have not run in a test.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fppo.rollout.sync import Bucket, How, Rename, SyncError
+from fppo.rollout.vllm.host import EngineFailure, Host, VllmOptions
+
+MakeInfo = Callable[[VllmOptions, int], Any]  # the trainer's side of a backend, of some bytes at a time
+
+
+class Meta(NamedTuple):
+    """What a tensor will be, before it is made."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def metadata(
+    params: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], only: list[str], rename: Rename, dtype: torch.dtype
+) -> list[Meta]:
+    """What `sync.reshard` and `sync.renamed` will yield, tensor by tensor."""
+    wanted = set(only)
+    found = []
+    for name, x in params.items():
+        if name in wanted:
+            kind = dtype if x.dtype.is_floating_point else x.dtype
+            whole = torch.empty(shapes[name], dtype=kind, device="meta")
+            found += [Meta(new, part.dtype, tuple(part.shape)) for new, part in rename(name, whole)]
+    return found
+
+
+def transfer_info(options: VllmOptions, bucket_bytes: int) -> Any:
+    """The trainer's side of the transport that the options name, which takes a port that is free now."""
+    if not torch.cuda.is_available():
+        raise ValueError(f"transport = {options.transport!r} is between GPUs, and torch sees none here: give auto")
+    sizes = {"packed": True, "packed_buffer_size_bytes": bucket_bytes}
+    if options.transport == "ipc":
+        from vllm.distributed.weight_transfer.ipc_engine import (  # pyright: ignore[reportMissingImports]
+            IPCTrainerInitInfo,
+        )
+
+        return IPCTrainerInitInfo(rank=0, **sizes)
+    from vllm.distributed.weight_transfer.nccl_engine import (  # pyright: ignore[reportMissingImports]
+        NCCLTrainerInitInfo,
+    )
+
+    address, port = place(options)
+    world = 1 + options.tensor_parallel
+    return NCCLTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=world, **sizes)
+
+
+def place(options: VllmOptions) -> tuple[str, int]:
+    """Where this process and vLLM's workers meet: an address that they reach, and a port that is free now."""
+    address = "127.0.0.1"
+    if options.host == "ray":
+        from vllm.utils.network_utils import get_ip  # pyright: ignore[reportMissingImports]
+
+        address = get_ip()
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return address, found.getsockname()[1]
+
+
+class Transfer:
+    """The trainer's side of one host's transfer engine. Raises EngineFailure if the two sides do not meet."""
+
+    def __init__(self, host: Host, info: Any) -> None:
+        from vllm.distributed.weight_transfer.factory import (  # pyright: ignore[reportMissingImports]
+            WeightTransferTrainerFactory,
+        )
+
+        self._source, self._client = _Source(), _Client(host)
+        try:
+            self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=self._source)
+        except EngineFailure:
+            raise
+        except Exception as error:
+            raise EngineFailure(f"vLLM's weight transfer by {info.backend!r} did not start: {error}") from error
+
+    def send(self, metas: list[Meta], buckets: Iterator[Bucket], how: How) -> tuple[dict[str, str], list[str]]:
+        """What `Host.end_load` says of these tensors."""
+        self._source.metas, self._source.buckets, self._client.how = metas, buckets, how
+        try:
+            self._engine.send_weights()
+        except (SyncError, EngineFailure):
+            raise
+        except Exception as error:
+            raise SyncError(f"vLLM's weight transfer failed: {type(error).__name__}: {error}") from error
+        return self._client.result
+
+    def close(self) -> None:
+        """Leaves the group of the two sides."""
+        self._engine.shutdown()
+
+
+class _Source:
+    """What vLLM asks for the weights (its `WeightSource`), once for each sync."""
+
+    def __init__(self) -> None:
+        self.metas: list[Meta] = []
+        self.buckets: Iterator[Bucket] = iter(())
+
+    def metadata(self) -> list[Meta]:
+        return self.metas
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for bucket in self.buckets:
+            yield from bucket.tensors.items()
+
+
+class _Client:
+    """What vLLM tells its workers through (its `VLLMWeightSyncClient`)."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.how: How = "sums"
+        self.result: tuple[dict[str, str], list[str]] = ({}, [])
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._host.call("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        self._host.begin_load(self.how, transfer=True)
+
+    def update_weights(self, update_info: Any) -> None:
+        self._host.call("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        del weight_version
+        self.result = self._host.end_load()

@@ -1,0 +1,243 @@
+"""What fppo adds inside vLLM: drawing tokens by keys, and taking in weights with proof. Imports vllm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.v1.sample.logits_processor import (  # pyright: ignore[reportMissingImports]
+    LogitsProcessor,
+    MoveDirectionality,
+)
+
+from fppo.key import Key
+from fppo.rollout.engine import Sampling
+from fppo.rollout.sampling import Draws, draw
+from fppo.rollout.shared_memory import Place, SharedMemory
+from fppo.rollout.sync import How, digest
+from fppo.rollout.vllm.host import Answer
+
+ROW = "fppo_row"  # in a request's extra_args: the row of the rollout it answers
+
+
+class Job(NamedTuple):
+    """A rollout to draw; with `forced`, one whose tokens are given, and only their log-probs wanted."""
+
+    sampling: Sampling
+    key: Key
+    row_ids: Tensor  # [B]
+    forced: Tensor | None = None  # [B, T]
+
+
+class _Step(NamedTuple):
+    places: np.ndarray  # [R], in the flat [B, T]
+    tokens: Tensor
+    log_probs: Tensor
+    sampling_log_probs: Tensor
+
+
+class KeyedDraws(LogitsProcessor):
+    """Draws each token as the embedded engine does, by the key, the row's number and the position; vLLM's own greedy
+    choice then finds it at an infinite logit. So both kinds of log-probs come from the very logits drawn from.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        del vllm_config, is_pin_memory
+        self._device = device
+        self._live: dict[int, tuple[int, Sequence[int]]] = {}  # by place in the batch: row, tokens so far
+        self._job: Job | None = None
+        self._steps: list[_Step] = []
+        self._found = (np.empty(0), np.empty(0), np.empty(0))
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def begin(self, job: Job) -> None:
+        """A new rollout: what was drawn so far is forgotten."""
+        width = job.sampling.max_tokens
+        count = len(job.row_ids) * width
+        self._job = job._replace(row_ids=job.row_ids.to(self._device), forced=_moved(job.forced, self._device))
+        self._steps = []
+        self._found = (np.full(count, -1, np.int64), np.zeros(count, np.float32), np.zeros(count, np.float32))
+
+    def update_state(self, batch_update: Any) -> None:
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self._live.pop(index, None)
+        for index, params, _, output in batch_update.added:
+            self._live.pop(index, None)
+            row = (params.extra_args or {}).get(ROW)
+            if row is not None:
+                self._live[index] = (row, output)
+        for source, target, direction in batch_update.moved:
+            moved, other = self._live.pop(source, None), self._live.pop(target, None)
+            if moved is not None:
+                self._live[target] = moved
+            if direction == MoveDirectionality.SWAP and other is not None:
+                self._live[source] = other
+
+    def apply(self, logits: Tensor) -> Tensor:
+        if not self._live:
+            return logits
+        assert self._job is not None
+        sampling, key, row_ids, forced = self._job
+        places = sorted(self._live)
+        rows = [self._live[place][0] for place in places]
+        positions = [len(self._live[place][1]) for place in places]
+        index = torch.tensor([rows, positions, places], device=logits.device)
+        own = logits if len(places) == len(logits) else logits[index[2]]
+        if forced is None:
+            drawn = draw(own, key.uniform(row_ids[index[0]], index[1][:, None])[:, 0], sampling)
+        else:
+            drawn = _forced(own, forced[index[0], index[1]], sampling)
+        flat = np.array(rows) * sampling.max_tokens + np.array(positions)
+        self._steps.append(_Step(flat, *drawn))
+        logits[index[2], drawn.tokens] = torch.inf
+        return logits
+
+    def take(self, row: int, length: int) -> Answer:
+        """What a row got, which has ended after `length` tokens."""
+        assert self._job is not None
+        if self._steps:  # later steps win: a chunk of a prompt is followed by a draw too, which counts for nothing
+            places = np.concatenate([step.places for step in self._steps])
+            for found, parts in zip(self._found, zip(*(step[1:] for step in self._steps), strict=True), strict=True):
+                found[places] = torch.cat(parts).cpu().numpy()
+            self._steps = []
+        start = row * self._job.sampling.max_tokens
+        return Answer(*(found[start : start + length].copy() for found in self._found))
+
+
+def _moved(x: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if x is None else x.to(device)
+
+
+def _forced(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Draws:
+    log_probs = (logits / sampling.temperature).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    return Draws(tokens, log_probs, log_probs)
+
+
+class _Loading(NamedTuple):
+    """What has come so far."""
+
+    got: dict[str, str]  # digests
+    filled: set[str]
+    transfer: bool
+
+
+class Extension:
+    """Methods that each of vLLM's workers gets (`worker_extension_cls`)."""
+
+    rank: int
+    model_runner: Any
+    vllm_config: Any
+    start_weight_update: Any
+    finish_weight_update: Any
+
+    def fppo_begin(self, job: Job) -> None:
+        """A rollout begins."""
+        self._draws().begin(job)
+
+    def fppo_take(self, ended: Sequence[tuple[int, int]]) -> list[Answer] | None:
+        """What rows got that have ended after so many tokens; all workers have drawn it, the first one says it."""
+        draws = self._draws()
+        return [draws.take(row, length) for row, length in ended] if self.rank == 0 else None
+
+    def fppo_names(self) -> dict[str, list[str]]:
+        """The checkpoint names that each of the model's modules is loaded from."""
+        return checkpoint_names(self.model_runner.get_model())
+
+    def fppo_begin_load(self, how: How, transfer: bool) -> None:
+        """Weights are to come, digested so: what `fppo_take_in` is given, or vLLM's own transfer engine brings."""
+        model = self.model_runner.get_model()
+        loading = self._loading = _Loading({}, set(), transfer)
+        load_weights = type(model).load_weights
+
+        def recorded(stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            for name, x in stream:
+                loading.got[name] = digest(x, how)
+                yield name, x
+
+        def load(stream: Iterable[tuple[str, Tensor]]) -> set[str]:
+            found = load_weights(model, recorded(stream)) or set()
+            loading.filled.update(found)
+            return found
+
+        model.load_weights = load
+        if transfer:
+            self.start_weight_update()
+        else:
+            with set_current_vllm_config(self.vllm_config):
+                initialize_layerwise_reload(model)
+
+    def fppo_take_in(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes these weights in."""
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.get_model().load_weights(tensors.items())
+
+    def fppo_take_in_from(self, path: str, places: list[Place]) -> None:
+        """Takes weights in that another process has put into its memory."""
+        memory = SharedMemory.at(path)
+        try:
+            tensors = memory.get(places)
+        finally:
+            memory.close()
+        self.fppo_take_in(tensors)
+
+    def fppo_end_load(self) -> tuple[dict[str, str], list[str]]:
+        """All is here: the digest of each weight as it came, and the names of what vLLM did not fill."""
+        model = self.model_runner.get_model()
+        del model.load_weights
+        if self._loading.transfer:
+            self.finish_weight_update()
+        else:
+            with set_current_vllm_config(self.vllm_config):
+                finalize_layerwise_reload(model, self.vllm_config.model_config)
+            self.model_runner.reset_lora_state()
+        _repack_shared(model, self._loading.filled)
+        return self._loading.got, sorted({name for name, _ in model.named_parameters()} - self._loading.filled)
+
+    def _draws(self) -> KeyedDraws:
+        processors = self.model_runner.input_batch.logitsprocs.non_argmax_invariant
+        return next(processor for processor in processors if isinstance(processor, KeyedDraws))
+
+
+def _repack_shared(model: Any, filled: Set[str]) -> None:
+    """Prepares again what shares its weight with a module that was filled: vLLM only prepares the one it loads, so that
+    on CPUs a head tied to the embedding would go on with the packed weights of the load before."""
+    holders: dict[int, list[tuple[bool, Any]]] = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and hasattr(getattr(module, "quant_method", None), "embedding"):
+            holders.setdefault(weight.data_ptr(), []).append((f"{name}.weight" in filled, module))
+    for sharers in holders.values():
+        for was_filled, module in sharers:
+            if not was_filled and any(other for other, _ in sharers):
+                module.quant_method.process_weights_after_loading(module)
+
+
+def checkpoint_names(model: Any) -> dict[str, list[str]]:
+    """The checkpoint's names of what each module of a vLLM model holds, which fuses some (q, k and v; gate and up).
+
+    Those of experts are left out: vLLM says nowhere how it stacks them.
+    """
+    packed = getattr(model, "packed_modules_mapping", None) or {}
+    names: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters():
+        if ".experts." in name:
+            continue
+        parts = name.split(".")
+        place = next((i for i, part in enumerate(parts) if part in packed), None)
+        found = [name]
+        if place is not None:
+            found = [".".join([*parts[:place], part, *parts[place + 1 :]]) for part in packed[parts[place]]]
+        names.setdefault(name.rpartition(".")[0], []).extend(found)
+    return names

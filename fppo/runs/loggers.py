@@ -1,0 +1,258 @@
+"""Where a run's numbers go: the console, JSON lines, TensorBoard, W&B."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from fppo.runs.jsonl import JsonLines
+from fppo.runs.samples import samples_of
+
+NAMES = ("console", "jsonl", "tensorboard", "wandb")
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+
+
+class Logger(Protocol):
+    """Takes the metrics of one step after the other."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes the metrics of `step`; 0 is the evaluation before the first."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is left; it can be called twice."""
+        ...
+
+
+def open_loggers(
+    names: Sequence[str],
+    run_dir: str | os.PathLike[str],
+    *,
+    steps: int,
+    first_step: int = 0,
+    project: str = "fppo",
+    settings: Mapping[str, Any] | None = None,
+) -> list[Logger]:
+    """The loggers called `names` for a run of `steps` steps.
+
+    `first_step` is the first step that will be logged: what an earlier process logged from there on is dropped.
+    `settings` go to W&B. Raises ValueError for an unknown name, or for a logger whose package is not installed.
+    """
+    run_dir = Path(run_dir)
+    makers: dict[str, Callable[[], Logger]] = {
+        "console": lambda: console(steps, first_step=first_step),
+        "jsonl": lambda: JsonLines(run_dir / METRICS, first_step=first_step),
+        "tensorboard": lambda: TensorBoard(run_dir / "tensorboard", first_step=first_step),
+        "wandb": lambda: WandB(run_dir, project=project, settings=settings or {}),
+    }
+    unknown = [name for name in names if name not in makers]
+    if unknown:
+        raise ValueError(f"log.loggers = {list(names)}: there is no logger {unknown[0]!r}; there are {list(makers)}")
+    opened: list[Logger] = []
+    try:
+        for name in names:
+            opened.append(makers[name]())
+    except Exception:
+        close(opened)
+        raise
+    return opened
+
+
+def close(loggers: Sequence[Logger]) -> None:
+    """Closes them all."""
+    for logger in loggers:
+        logger.close()
+
+
+def observer(
+    loggers: Sequence[Logger], *, samples: JsonLines | None = None, tokenizer: Any = None, count: int = 0
+) -> Callable[[Any], None]:
+    """An observer for `pipeline.train`: a step's metrics to the loggers, `count` of its rows to `samples`."""
+
+    def observe(record: Any) -> None:
+        step = record.run.step
+        if samples is not None and record.experience is not None and count > 0:
+            samples.write(*samples_of(record.experience, tokenizer, step, count))
+        for logger in loggers:
+            logger.log(step, record.metrics)
+
+    return observe
+
+
+# the console: a label, the metrics that it stands for (the first that there is), and how the number is written
+Line = tuple[str, tuple[str, ...], Callable[[float], str]]
+LINES: tuple[Line, ...] = (
+    ("reward", ("critic/score/mean", "critic/rewards/mean"), lambda x: f"{x:.3f}"),
+    ("kl", ("actor/reward_kl_penalty", "actor/ppo_kl"), lambda x: f"{x:.4f}"),
+    ("entropy", ("actor/entropy",), lambda x: f"{x:.3f}"),
+    ("clip", ("actor/pg_clipfrac",), lambda x: f"{x:.1%}"),
+    ("vf loss", ("critic/vf_loss",), lambda x: f"{x:.4f}"),
+    ("length", ("response_length/mean",), lambda x: f"{x:.1f}"),
+    ("tok/s", ("perf/throughput",), lambda x: f"{x:,.0f}"),
+)
+
+
+def summary(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """(label, number) of what the console shows of a step; what was not logged is left out."""
+    shown = []
+    for label, names, write in LINES:
+        found = [metrics[name] for name in names if metrics.get(name) is not None]
+        if found:
+            shown.append((label, write(found[0])))
+    return shown + [(name, f"{metrics[name]:.3f}") for name in held_out(metrics)]
+
+
+def held_out(metrics: Mapping[str, Any]) -> list[str]:
+    """The names of the means over held-out prompts among the metrics: `val/...` ending in mean or mean@n."""
+    ends = ("/mean", "/accuracy")
+    return sorted(n for n in metrics if n.startswith("val") and (n.endswith(ends) or "/mean@" in n))
+
+
+class TimeLeft:
+    """Seconds until the last step, from the pace of the last steps. Time between steps counts, so saving does too."""
+
+    def __init__(
+        self, steps: int, *, first_step: int = 0, clock: Callable[[], float] = time.monotonic, window: int = 20
+    ) -> None:
+        self._steps = steps
+        self._clock = clock
+        self._times: deque[tuple[int, float]] = deque(maxlen=window + 1)
+        self._times.append((max(first_step - 1, 0), clock()))
+
+    def at(self, step: int) -> float | None:
+        """The estimate now that `step` is done; None before a first step."""
+        if self._times[-1][0] == step:  # the evaluation before the first step is none
+            self._times.pop()
+        self._times.append((step, self._clock()))
+        (first, start), (last, end) = self._times[0], self._times[-1]
+        return None if last == first else (self._steps - last) * (end - start) / (last - first)
+
+
+def duration(seconds: float) -> str:
+    """As 0:07, 12:30 or 1:02:03."""
+    whole = max(round(seconds), 0)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+class PlainConsole:
+    """One line per step, for pipes and files."""
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        first_step: int = 0,
+        file: IO[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._steps = steps
+        self._file = sys.stdout if file is None else file
+        self._left = TimeLeft(steps, first_step=first_step, clock=clock)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Prints the step's line."""
+        left = self._left.at(step)
+        parts = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
+        parts += [f"{label} {number}" for label, number in summary(metrics)]
+        if left is not None:
+            parts.append(f"left {duration(left)}")
+        print("  ".join(parts), file=self._file, flush=True)
+
+    def close(self) -> None:
+        """Nothing is left to print."""
+
+
+class LiveConsole:
+    """A progress bar below one line per step, for terminals."""
+
+    def __init__(self, steps: int, *, first_step: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._steps = steps
+        self._left = TimeLeft(steps, first_step=first_step, clock=clock)
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("{task.fields[left]}"),
+            transient=True,
+        )
+        self._task = self._progress.add_task("", total=steps, completed=max(first_step - 1, 0), left="")
+        self._progress.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Prints the step's line above the bar and moves it."""
+        left = self._left.at(step)
+        numbers = "  ".join(f"[dim]{label}[/] [bold]{number:>6}[/]" for label, number in summary(metrics))
+        self._progress.console.print(f"[cyan]{step:>{len(str(self._steps))}}[/]  {numbers}", highlight=False)
+        shown = "" if left is None else f"{duration(left)} left"
+        self._progress.update(self._task, completed=step, left=shown)
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        self._progress.stop()
+
+
+def console(steps: int, *, first_step: int = 0) -> Logger:
+    """Live progress where standard output is a terminal, else one plain line per step."""
+    kind = LiveConsole if sys.stdout.isatty() else PlainConsole
+    return kind(steps, first_step=first_step)
+
+
+class TensorBoard:
+    """Event files under `directory`; TensorBoard hides what they held from `first_step` on."""
+
+    def __init__(self, directory: str | os.PathLike[str], *, first_step: int = 0) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            text = "tensorboard is not installed; pip install 'fppo[tensorboard]'"
+            raise ValueError(f"log.loggers names tensorboard: {text}") from error
+        self._writer = SummaryWriter(str(directory), purge_step=first_step if first_step > 0 else None)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes one scalar per metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Closes the event file."""
+        self._writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, named after the run's directory; a resumed run goes on in the same one."""
+
+    def __init__(self, run_dir: str | os.PathLike[str], *, project: str, settings: Mapping[str, Any]) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            text = "wandb is not installed; pip install 'fppo[wandb]'"
+            raise ValueError(f"log.loggers names wandb: {text}") from error
+        run_dir = Path(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        marker = run_dir / "wandb_id"
+        previous = marker.read_text().strip() if marker.exists() else None
+        self._run = wandb.init(
+            project=project,
+            name=run_dir.resolve().name,
+            id=previous,
+            dir=str(run_dir),
+            config=dict(settings),
+            resume="allow" if previous else None,
+        )
+        marker.write_text(self._run.id)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends the metrics."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Ends the run."""
+        self._run.finish()

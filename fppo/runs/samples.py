@@ -1,0 +1,80 @@
+"""Rows of an experience as plain objects, token by token, for `samples.jsonl` and the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fppo.batch import Experience
+from fppo.runs.jsonl import plain
+
+
+def samples_of(experience: Experience, tokenizer: Any, step: int, count: int) -> list[dict[str, Any]]:
+    """`count` rows, spread evenly over the batch, as objects that JSON can hold.
+
+    `tokens` are the pieces of the response's text; `log_probs`, `advantages` and `values` have one entry for each, None
+    where the token is not trained on or the number is not finite. `values` is None without a critic.
+    """
+    total = len(experience.tokens)
+    count = min(count, total)
+    picked = [i * total // count for i in range(count)]
+    return [_sample(experience, tokenizer, step, row) for row in picked]
+
+
+def _sample(experience: Experience, tokenizer: Any, step: int, row: int) -> dict[str, Any]:
+    width = experience.response_mask.shape[1]
+    attended = experience.attention_mask[row].cpu()
+    tokens = experience.tokens[row].cpu()
+    prompt = tokens[:-width][attended[:-width]].tolist()
+    present = attended[-width:]
+    response = tokens[-width:][present].tolist()
+
+    def numbers(column: Tensor | None) -> list[float | None] | None:
+        if column is None:
+            return None
+        trained = experience.response_mask[row].cpu()[present].tolist()
+        kept = column[row].detach().cpu()[present].tolist()
+        return [round(x, 6) if keep and math.isfinite(x) else None for x, keep in zip(kept, trained, strict=True)]
+
+    return {
+        "step": step,
+        "id": plain(experience.ids[row]),
+        "row_id": int(experience.row_ids[row]),
+        "source": plain(experience.source[row]),
+        "prompt": _decode(tokenizer, prompt),
+        "response": _decode(tokenizer, response),
+        "tokens": pieces(tokenizer, response),
+        "log_probs": numbers(experience.old_log_probs),
+        "advantages": numbers(experience.advantages),
+        "values": numbers(experience.values),
+        "score": plain(float(experience.scores[row])),
+        "named_scores": {name: plain(float(scores[row])) for name, scores in experience.named_scores.items()},
+        "ground_truth": plain(experience.ground_truth[row]),
+        "finish": plain(experience.finish[row]),
+    }
+
+
+def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The text that each token adds; joined, they are the decoded text.
+
+    A character that several tokens spell stands with the last of them. A token is decoded after the tokens of the
+    piece before it, since some tokenizers drop the space before a first word.
+    """
+    found: list[str] = []
+    start = done = 0  # tokens [start, done) are decoded and kept as context
+    for end in range(1, len(ids) + 1):
+        before = _decode(tokenizer, ids[start:done]) if done > start else ""
+        text = _decode(tokenizer, ids[start:end])
+        if text.endswith("\ufffd") and end < len(ids):  # an unfinished character
+            found.append("")
+            continue
+        found.append(text[len(before) :])
+        start, done = done, end
+    return found

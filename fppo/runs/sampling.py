@@ -1,0 +1,89 @@
+"""Rollouts without training: a policy's responses and their scores on disk, to be read or trained on later."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fppo import batch as batches
+from fppo import metrics
+from fppo.settings import files
+from fppo.runs import loggers
+from fppo.runs import session
+from fppo.assembly.run import Assembled
+from fppo.batch import Rollout, Scored
+from fppo.runs.jsonl import JsonLines, plain
+from fppo.pipeline.ahead import sample
+from fppo.pipeline.measure import now
+from fppo.assembly.program import ROLLOUTS
+from fppo.rewards import samples_of
+from fppo.rollout import saved
+from fppo.runtime.mesh import any_rank, is_first
+from fppo.settings.train import TrainSettings
+
+STOPPING = "finishing this batch; ctrl-C again abandons it"
+
+
+def run_sampling(settings: TrainSettings, assembled: Assembled) -> int:
+    """Samples `settings.steps` batches of the policy as the run's newest checkpoint has it, or as it starts; how many.
+
+    Each stands in a file of its own, for `rollout.from`, and all rows as text in samples.jsonl beside. Raises
+    ValueError if there are rollouts already.
+    """
+    directory, mesh = Path(settings.output_dir) / ROLLOUTS, assembled.mesh
+    if saved.steps(directory):
+        raise ValueError(f"{directory} holds rollouts already: give another output_dir, or remove them")
+    run, first = session.restore(settings, assembled), is_first(mesh)
+    cursor = run.cursor
+    with contextlib.ExitStack() as opened:
+        lines = None
+        if first:
+            directory.mkdir(parents=True, exist_ok=True)
+            opened.enter_context(session.alone_in(directory))
+            files.save(settings, directory / session.SETTINGS)
+            lines = opened.enter_context(contextlib.closing(JsonLines(directory / loggers.SAMPLES)))
+        asked = opened.enter_context(session.asked_to_stop(announce=STOPPING if first else ""))
+        for number in range(settings.steps):
+            start = now()
+            scored, cursor, report = sample(
+                run,
+                cursor,
+                step=number,
+                program=assembled.program,
+                draw=assembled.draw,
+                params=run.actor.params,
+            )
+            if lines is not None:
+                saved.write(scored, directory, number + 1)
+                lines.write(*_lines(scored, assembled.tokenizer, number + 1))
+                print(_summary(settings, number + 1, scored, metrics.report(report), now() - start), flush=True)
+            if any_rank(bool(asked), mesh, run.actor.opt.count.device):
+                return number + 1
+    return settings.steps
+
+
+def _lines(scored: Scored, tokenizer: Any, step: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": step,
+            "id": plain(scored.ids[row]),
+            "source": plain(judged.source),
+            "prompt": judged.prompt,
+            "response": judged.response,
+            "score": plain(float(scored.scores[row])),
+            "named_scores": {name: plain(float(x[row])) for name, x in scored.named_scores.items()},
+            "ground_truth": plain(judged.ground_truth),
+            "finish": judged.finish,
+        }
+        for row, judged in enumerate(samples_of(batches.narrow(Rollout, scored), tokenizer))
+    ]
+
+
+def _summary(settings: TrainSettings, step: int, scored: Scored, numbers: Mapping[str, float], seconds: float) -> str:
+    tokens = int(scored.response_mask.sum())
+    return (
+        f"batch {step:>{len(str(settings.steps))}}/{settings.steps}  score {numbers['critic/score/mean']:.3f}  "
+        f"length {tokens / len(scored.tokens):.1f}  tok/s {tokens / seconds:,.0f}"
+    )

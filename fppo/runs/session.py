@@ -1,0 +1,289 @@
+"""A run on disk: what is written to its directory, when, and how it goes on after a stop."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import attrs
+import torch
+
+from fppo import models
+from fppo.settings import files
+from fppo.runs import jsonl
+from fppo.runs import loggers
+from fppo.assembly.run import Assembled
+from fppo.runs.jsonl import JsonLines
+from fppo.pipeline import ahead, replay
+from fppo.pipeline.measure import gauges
+from fppo.pipeline.step import RunState
+from fppo.pipeline.train import Observe, StepRecord, train
+from fppo.assembly.program import ROLLOUTS
+from fppo.runtime import checkpoint
+from fppo.runtime.checkpoint import Pending
+from fppo.runtime.mesh import Mesh, is_first
+from fppo.runtime.watch import Traffic, Watch
+from fppo.settings.train import TrainSettings
+from fppo.tree import replace
+
+CHECKPOINTS, MODEL, DUMPS, SETTINGS = "checkpoints", "model", "dumps", "settings.toml"
+STOPPING = "finishing this step; ctrl-C again abandons it, and all since the last checkpoint"
+_AHEAD = ".ahead"  # where a run's state has the batches that wait
+
+
+def check_output(settings: TrainSettings) -> None:
+    """Raises ValueError if output_dir cannot be a directory to write to. It is not made yet."""
+    path = Path(settings.output_dir)
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        wrong = "may not be written to" if there.is_dir() else "is a file"
+        raise ValueError(f"output_dir = {str(path)!r}: {there} {wrong}; give another directory")
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Keeps other runs out of a directory that is there. Raises ValueError if one is at work in it.
+
+    The kernel ends the lock with the process, however that ends; a file system without locks keeps none out.
+    """
+    place = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(place)
+        raise ValueError(
+            f"output_dir: another process is writing to {directory}; wait for it, end it, or give another directory"
+        ) from None
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(place)
+
+
+def restore(settings: TrainSettings, assembled: Assembled) -> RunState:
+    """The state to start from: `_found`'s, if it is a state of this run. Raises ValueError for another seed's."""
+    fresh = assembled.run
+    run = _found(settings, assembled)
+    if run.key != fresh.key:
+        raise ValueError(
+            f"seed = {settings.seed}, but the checkpoint in {settings.output_dir} is of a run with another seed: "
+            "give that seed to go on with it, or another output_dir to start anew"
+        )
+    return run
+
+
+def load(assembled: Assembled, directory: Path, step: int) -> RunState:
+    """The state of a checkpoint, as it lies on the run's mesh."""
+    shapes, device = assembled.shapes, assembled.run.actor.opt.count.device
+    run = checkpoint.load(assembled.run, directory, step, mesh=assembled.mesh, shapes=shapes, free=_AHEAD)
+    return replace(run, ahead=ahead.restore(checkpoint.load_free(directory, step, _AHEAD, device)))
+
+
+def _found(settings: TrainSettings, assembled: Assembled) -> RunState:
+    """By `settings.resume`: the newest checkpoint's state, a named one's, or the fresh one."""
+    directory = Path(settings.output_dir) / CHECKPOINTS
+    found = checkpoint.steps(directory)
+    match settings.resume:
+        case "never":
+            if found:
+                raise ValueError(
+                    f"resume = 'never', but {directory} holds the checkpoint of step {found[-1]}: "
+                    "give another output_dir, or resume = 'auto' to go on from there"
+                )
+            return assembled.run
+        case "auto" | "must":
+            if not found and settings.resume == "must":
+                raise ValueError(f"resume = 'must', but there is no checkpoint in {directory}")
+            return load(assembled, directory, found[-1]) if found else assembled.run
+        case _:
+            path = Path(settings.resume)
+            return load(assembled, path.parent, checkpoint.step_of(path))
+
+
+@contextlib.contextmanager
+def asked_to_stop(*, announce: str = "") -> Iterator[list[float]]:
+    """A list that is not empty once ctrl-C or SIGTERM has asked for a stop, which prints `announce`.
+
+    Asked again, it interrupts at once. What comes within a second is one request: a terminal and a launcher may both
+    pass it on.
+    """
+    asked: list[float] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        if asked and time.monotonic() - asked[0] > 1.0:
+            raise KeyboardInterrupt
+        if not asked and announce:
+            print(f"\n{announce}", file=sys.stderr, flush=True)
+        asked.append(time.monotonic())
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@attrs.frozen(kw_only=True)
+class _Writer:
+    """Writes what replay and resuming need: digests, dumps of updates that were not finite, checkpoints."""
+
+    directory: Path
+    lines: JsonLines | None  # of the first rank
+    every: int
+    keep: int
+    steps: int
+    mesh: Mesh
+    shapes: Mapping[str, torch.Size]  # whole shapes of the leaves that are cut
+    pending: list[Pending] = attrs.field(factory=list)
+
+    def __call__(self, record: StepRecord) -> None:
+        if record.experience is None:
+            return
+        line = replay.record_line(record, self.mesh)
+        if self.lines is not None:
+            self.lines.write(line)
+            self.keep_skipped(record, line)
+        step = record.run.step
+        if step == self.steps or (self.every and step % self.every == 0):
+            self.save(record.run)
+
+    def keep_skipped(self, record: StepRecord, line: dict[str, Any]) -> None:
+        """Writes the batch of a step whose update was not finite."""
+        skipped = sum(record.metrics.get(f"{role}/skipped", 0.0) for role in ("actor", "critic"))
+        if skipped:
+            path = replay.dump(record, line, self.directory / DUMPS)
+            print(
+                f"step {record.run.step}: an update was not finite and was skipped; its batch is in {path}; "
+                f"fppo replay {self.directory} --step {record.run.step} computes it again",
+                file=sys.stderr,
+            )
+
+    def save(self, run: RunState) -> None:
+        """Begins to write the checkpoint of a state, once the one before is written."""
+        self.wait()
+        to = self.directory / CHECKPOINTS
+        begun = checkpoint.begin_save(run, to, run.step, mesh=self.mesh, shapes=self.shapes, keep=self.keep)
+        self.pending.append(begun)
+
+    def wait(self) -> None:
+        """Returns when what was begun is written. Raises CheckpointError if it could not be."""
+        while self.pending:
+            self.pending.pop().wait()
+
+
+def run_training(settings: TrainSettings, assembled: Assembled, watch: Watch | None = None) -> RunState:
+    """Trains from where the run stands to its last step, or until asked to stop, writing as it goes.
+
+    On a mesh every rank does its part; the first one logs. `watch` counts what goes over it.
+    """
+    directory, mesh = Path(settings.output_dir), assembled.mesh
+    first = is_first(mesh)
+    directory.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as opened:
+        if first:
+            opened.enter_context(alone_in(directory))  # before it is read where the run stands
+        run = restore(settings, assembled)
+        if settings.rollout.save and (directory / ROLLOUTS / SETTINGS).exists():
+            kept = f"{directory / ROLLOUTS} holds what fppo rollout made; give another output_dir, or remove it"
+            raise ValueError(f"rollout.save = True: {kept}")
+        at = run.step + 1 if run.step else 0
+        observers: list[Observe] = _logging(settings, assembled, at, opened) if first else []
+        lines = opened.enter_context(_closing(directory / replay.DIGESTS, at)) if first else None
+        writer = _Writer(
+            directory=directory,
+            lines=lines,
+            every=settings.checkpoint.every,
+            keep=settings.checkpoint.keep,
+            steps=settings.steps,
+            mesh=mesh,
+            shapes=assembled.shapes,
+        )
+        asked = opened.enter_context(asked_to_stop(announce=STOPPING if first else ""))
+        run = train(
+            run,
+            program=assembled.program,
+            draw=assembled.draw,
+            steps=settings.steps,
+            observers=[*observers, writer],
+            evaluate=assembled.evaluate,
+            evaluate_every=settings.eval.every,
+            evaluate_before=settings.eval.before,
+            stop=lambda: bool(asked),
+            gauges=partial(gauges, mesh=mesh, device=run.actor.opt.count.device, traffic=_traffic(watch, run.step)),
+            ahead=settings.rollout.ahead,
+            mesh=mesh,
+        )
+        writer.save(run)
+        writer.wait()
+    if first and run.step < settings.steps:
+        print(f"stopped after step {run.step}; to go on: fppo train {directory / SETTINGS}", file=sys.stderr)
+    return run
+
+
+def _traffic(watch: Watch | None, step: int) -> Callable[[], dict[str, Traffic]]:
+    """What went over each axis since the last call, which ends a step; nothing without a watch."""
+    if watch is None:
+        return dict
+    watch.step = step
+    before = {axis: Traffic() for axis in watch.traffic()}
+
+    def since() -> dict[str, Traffic]:
+        now = watch.traffic()
+        found = {axis: now[axis].since(before[axis]) for axis in now}
+        before.update(now)
+        watch.step += 1
+        return found
+
+    return since
+
+
+@contextlib.contextmanager
+def _closing(path: Path, first_step: int) -> Iterator[JsonLines]:
+    lines = JsonLines(path, first_step=first_step)
+    try:
+        yield lines
+    finally:
+        loggers.close([lines])
+
+
+def _logging(
+    settings: TrainSettings, assembled: Assembled, first_step: int, opened: contextlib.ExitStack
+) -> list[Observe]:
+    """The settings on disk, and an observer that logs metrics and samples, closed with `opened`."""
+    directory = Path(settings.output_dir)
+    files.save(settings, directory / SETTINGS)
+    sinks = loggers.open_loggers(
+        settings.log.loggers,
+        directory,
+        steps=settings.steps,
+        first_step=first_step,
+        project=settings.log.project,
+        settings=files.to_dict(settings),
+    )
+    opened.callback(loggers.close, sinks)
+    samples = opened.enter_context(_closing(directory / loggers.SAMPLES, first_step))
+    tokenizer, count = assembled.tokenizer, settings.log.samples_per_step
+    return [loggers.observer(sinks, samples=samples, tokenizer=tokenizer, count=count)]
+
+
+def export(assembled: Assembled, run: RunState, target: Path) -> None:
+    """Writes the policy as a Hugging Face directory."""
+    models.save(assembled.model, run.actor.params, target, tokenizer=assembled.tokenizer, mesh=assembled.mesh)
+
+
+def recorded(directory: Path) -> dict[int, dict]:
+    """The digests of a run's steps."""
+    return {line["step"]: line for line in jsonl.read(directory / replay.DIGESTS)}

@@ -1,0 +1,109 @@
+"""The settings of `fppo ablate`; no torch, so that its help answers at once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import attrs
+import tyro
+
+from fppo.settings.fields import above, at_least, given, setting
+
+SHAPE = "write sizes as N=256,H=512"
+
+
+def _shapes(values: tuple[str, ...]) -> str | None:
+    for text in values:
+        for part in text.split(","):
+            name, _, size = part.partition("=")
+            if not name or not size.replace("_", "").isdecimal():
+                return f"{part!r} is not a size; {SHAPE}"
+    return None
+
+
+def _functions(values: tuple[str, ...]) -> str | None:
+    wrong = next((text for text in values if not all(text.rpartition("=")[2].partition(":")[::2])), None)
+    return None if wrong is None else f"{wrong!r} is not of the form module:function or op=module:function"
+
+
+@attrs.frozen(kw_only=True)
+class AblateSettings:
+    """Runs every implementation of operations side by side: laws, errors, time, memory; or a run's step under each."""
+
+    op: tuple[str, ...] = setting(("log_probs",), given("give operations, as log_probs,attention; or all"))
+    """Operations, by commas or spaces: log_probs, attention, gae, adamw, unpad, pad, all_to_all; or all."""
+    dtypes: tuple[str, ...] = setting(("float32", "bfloat16"), given("give dtypes, as float32,bfloat16"))
+    """What to compute in: float32, bfloat16, float64; an operation leaves out what it is not made for."""
+    shapes: tuple[str, ...] = setting((), _shapes)
+    """Sizes, as N=256,H=512,V=32000; what is left out has its default, and more shapes go behind spaces."""
+    model: str | None = setting(None)
+    """Take the sizes of a model: a directory with its config.json, or a name, as qwen2.5-0.5b."""
+    implementations: tuple[str, ...] = setting(())
+    """Only these of the table, by commas or spaces; none: all."""
+    with_: Annotated[tuple[str, ...], tyro.conf.arg(name="with")] = setting((), _functions)
+    """Functions of your own beside them: module:function, or op=module:function."""
+    repeats: int = setting(5, at_least(1))
+    """Rounds of timing, of which the median is shown."""
+    law_seconds: float = setting(5.0, at_least(0))
+    """How long an implementation's laws may take to check, in each dtype; 0: they are not checked."""
+    threads: int | None = setting(None, at_least(1))
+    """Threads of the CPU; None: torch's choice."""
+    device: str = setting("auto", given("give auto, cpu or cuda"))
+    """Where it runs: auto (a GPU if there is one), cpu, cuda or cuda:N."""
+    json: str | None = setting(None)
+    """Write everything to this JSON file."""
+    png: str | None = setting(None)
+    """Draw time and error to this PNG file."""
+    replay: str | None = setting(None)
+    """The output_dir of a run: compute one step of it again under each implementation of --op, others as in the run."""
+    step: int | None = setting(None, above(0))
+    """The step to replay."""
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The operations one by one."""
+        return _split(self.op)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The implementations one by one."""
+        return _split(self.implementations)
+
+    @property
+    def dtype_names(self) -> tuple[str, ...]:
+        """The dtypes one by one."""
+        return _split(self.dtypes)
+
+    @property
+    def sizes(self) -> list[dict[str, int]]:
+        """The shapes as mappings."""
+        return [{n: int(size) for n, size in (p.split("=") for p in text.split(","))} for text in self.shapes]
+
+
+def _split(values: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part for text in values for part in text.split(",") if part))
+
+
+def problems(settings: AblateSettings) -> list[str]:
+    """What is wrong with the settings, one line for each thing."""
+    found = []
+    for field in attrs.fields(AblateSettings):
+        value, name = getattr(settings, field.name), field.name.rstrip("_").replace("_", "-")
+        wrong = [check(value) for check in field.metadata.get("checks", ())]
+        found += [f"--{name} {value!r}: {text}" for text in wrong if text]
+    if (settings.replay is None) != (settings.step is None):
+        found.append("--replay RUN and --step N go together: the run, and which of its steps")
+    if settings.replay is not None:
+        unread = {"shapes": (), "model": None, "png": None, "dtypes": ("float32", "bfloat16"), "device": "auto"}
+        found += [
+            f"--{name}: a replayed step has the shapes, dtypes and device of its run, and no chart; leave it out"
+            for name, default in unread.items()
+            if getattr(settings, name) != default
+        ]
+    if settings.model is not None and settings.shapes and {"H", "V"} & {n for s in _try(settings) for n in s}:
+        found.append("--shapes gives H or V, which --model gives too; give one of them")
+    return found
+
+
+def _try(settings: AblateSettings) -> list[dict[str, int]]:
+    return [] if _shapes(settings.shapes) else settings.sizes

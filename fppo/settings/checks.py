@@ -1,0 +1,349 @@
+"""What is wrong with a run's settings: every problem at once, each with its place, its value, and what to do."""
+
+from __future__ import annotations
+
+import re
+import string
+from typing import Any
+
+import attrs
+
+from fppo.rollout.turns.tools import TOOLS
+from fppo.settings.checks_reward import FUNCTION, judge_on_ranks, reward_problems
+from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
+from fppo.settings.fields import name_of
+from fppo.settings.problems import Problems
+from fppo.settings.problems import problem as _problem
+from fppo.settings.problems import unread as _unread
+from fppo.settings.train import ActorSettings, CriticSettings, LossSettings, TrainSettings
+
+# for each policy loss: the setting and the keyword that the loss calls it by
+LOSS_KEYWORDS: dict[str, dict[str, str]] = {
+    "ppo_clip": {"clip_low": "clip_low", "clip_high": "clip_high", "dual_clip": "dual_clip"},
+    "gspo": {"clip_low": "clip_low", "clip_high": "clip_high"},
+    "sapo": {"tau_pos": "tau_pos", "tau_neg": "tau_neg"},
+    "gpg": {},
+    "cispo": {"clip_low": "clip_low", "clip_high": "clip_high"},
+    "gmpo": {"clip_low": "clip_low", "clip_high": "clip_high"},
+    "clip_cov": {"clip_low": "clip_low", "clip_high": "clip_high"},
+    "kl_cov": {"cov_kl_coef": "kl_coef"},
+    "dppo_tv": {"clip_low": "clip_low", "clip_high": "clip_high", "max_ratio": "max_ratio"},
+    "dppo_kl": {"clip_low": "clip_low", "clip_high": "clip_high", "max_ratio": "max_ratio"},
+    "dro": {"beta": "beta"},
+}
+# the same for the function that selects tokens over a mini-batch, for the losses that have one
+SELECTION_KEYWORDS: dict[str, dict[str, str]] = {
+    "clip_cov": {
+        "select_ratio": "ratio",
+        "cov_low": "low",
+        "cov_high": "high",
+        "clip_low": "clip_low",
+        "clip_high": "clip_high",
+    },
+    "kl_cov": {"select_ratio": "ratio"},
+}
+GROUP_ADVANTAGES = (
+    "grpo",
+    "rloo",
+    "opo",
+    "gpg",
+    "grpo_passk",
+    "reinforce_plus_plus_baseline",
+    "optimal_token_baseline",
+    "gdpo",
+)
+REJECTIONS = (
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+)
+
+
+def problems(settings: TrainSettings) -> list[str]:
+    """Every problem as "section.setting = value: what is wrong; what to do"; none if the settings can run.
+
+    Conflicts between fields are sought also where a single value is wrong, so that one run of the command names all.
+    """
+    rollout = (_rollout, _turns, _sampling)
+    conflicts = (_run, _model, _data, *rollout, reward_problems, _algorithm, _correction, _loss, _eval)
+    found = list(_values(settings, ""))
+    for conflict in conflicts:
+        found += conflict(settings)
+    found += _updates(settings, "actor", settings.actor)
+    if settings.algorithm.advantage == "gae":
+        found += _updates(settings, "critic", settings.critic)
+    return list(dict.fromkeys(found))
+
+
+def mesh_problems(settings: TrainSettings, world: int) -> list[str]:
+    """What keeps the settings from running as `world` processes."""
+    mesh = settings.mesh
+    others = mesh.replicate * mesh.sequence
+    if world % others if mesh.shard is None else others * mesh.shard != world:
+        axes = f"replicate {mesh.replicate}, shard {mesh.shard or 'unset'}, sequence {mesh.sequence}"
+        there = "there is 1 process" if world == 1 else f"there are {world} processes"
+        fitting = f"--nproc {others * (mesh.shard or 1)}" if mesh.shard else f"--nproc {others} or a multiple of it"
+        return [f"mesh: its axes ({axes}) do not multiply to the ranks: {there}; give {fitting}, or other axes"]
+    return [*_mesh(settings, world)]
+
+
+def _mesh(s: TrainSettings, world: int) -> Problems:
+    if s.mesh.sequence > 1 and not s.model.remove_padding:
+        yield _problem("mesh.sequence", s.mesh.sequence, "a sequence axis cuts packed rows; set model.remove_padding")
+    if s.rollout.engine == "vllm":
+        yield from vllm_on_ranks(s.rollout.vllm, "rollout.vllm", world)
+    yield from judge_on_ranks(s, world)
+    ranks = world // s.mesh.sequence
+    for name, section in (("actor", s.actor), ("critic", s.critic)):
+        size = section.mini_batch_size or s.rollout.batch_size
+        if size < ranks and (name == "actor" or uses_critic(s)):
+            advice = f"give at least as many sequences as there are data ranks, {ranks}, or a longer mesh.sequence"
+            yield _problem(f"{name}.mini_batch_size", size, f"some ranks would have nothing to do; {advice}")
+
+
+def uses_critic(settings: TrainSettings) -> bool:
+    """Whether the run trains a critic."""
+    return settings.algorithm.advantage == "gae"
+
+
+def uses_reference(settings: TrainSettings) -> bool:
+    """Whether the run needs a reference model."""
+    return settings.actor.kl_coef > 0 or settings.algorithm.kl.coef > 0
+
+
+def _values(section: Any, prefix: str) -> Problems:
+    """The checks that the fields carry, through all sections."""
+    for field in attrs.fields(type(section)):
+        value, path = getattr(section, field.name), f"{prefix}{name_of(field)}"
+        if attrs.has(type(value)):
+            yield from _values(value, f"{path}.")
+            continue
+        wrong = [check(value) for check in field.metadata.get("checks", ())]
+        yield from (_problem(path, value, text) for text in wrong if text)
+
+
+def _run(s: TrainSettings) -> Problems:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", s.device) and s.device:
+        yield _problem("device", s.device, "must be auto, cpu, cuda or cuda:N")
+    if len(set(s.log.loggers)) < len(s.log.loggers):
+        yield _problem("log.loggers", list(s.log.loggers), "names a logger twice")
+
+
+def _model(s: TrainSettings) -> Problems:
+    if not uses_critic(s):
+        yield from _unread("model.critic_path", s.model.critic_path, None, 'algorithm.advantage = "gae"')
+    if not uses_reference(s):
+        readers = "a KL term; actor.kl_coef and algorithm.kl.coef are both 0"
+        yield from _unread("model.ref_path", s.model.ref_path, None, readers)
+
+
+def _template_fields(text: str) -> list[str]:
+    return [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+
+
+def _data(s: TrainSettings) -> Problems:
+    try:
+        if any(not re.match(r"\w", name) for name in _template_fields(s.data.prompt)):
+            hint = "a {} without the name of a field; write {{ and }} for plain braces"
+            yield _problem("data.prompt", s.data.prompt, hint)
+    except ValueError as error:
+        hint = f"not a template: {error}; write {{{{ and }}}} for plain braces"
+        yield _problem("data.prompt", s.data.prompt, hint)
+    same = sorted(set(s.data.path) & set(s.data.eval_path))
+    if same and (s.data.split == s.data.eval_split or any("." in path for path in same)):
+        text = f"{same} are trained on too (data.path); held-out prompts must be others"
+        yield _problem("data.eval_path", list(s.data.eval_path), text)
+
+
+def _rollout(s: TrainSettings) -> Problems:
+    size, n = s.rollout.batch_size, s.rollout.n
+    if n >= 1 and size % n:
+        near = [max(size // n, 1) * n, (size // n + 1) * n]
+        text = f"must be a multiple of rollout.n = {n}, since it counts sequences; {_choices(near)} would do"
+        yield _problem("rollout.batch_size", size, text)
+    if s.algorithm.advantage in GROUP_ADVANTAGES and n == 1:
+        text = f"algorithm.advantage = {s.algorithm.advantage!r} compares responses to one prompt; give 2 or more"
+        yield _problem("rollout.n", n, text)
+    if s.rollout.engine != "vllm":
+        for field in attrs.fields(type(s.rollout.vllm)):
+            value = getattr(s.rollout.vllm, field.name)
+            yield from _unread(f"rollout.vllm.{field.name}", value, field.default, 'rollout.engine = "vllm"')
+    else:
+        yield from vllm_problems(s.rollout.vllm, "rollout.vllm")
+        needed = s.data.max_prompt_tokens + s.rollout.max_tokens
+        yield from too_short(s.rollout.vllm, "rollout.vllm", needed, "data.max_prompt_tokens and rollout.max_tokens")
+
+
+def _turns(s: TrainSettings) -> Problems:
+    turns, name = s.rollout.turns, s.rollout.turns.respond
+    if name is None:
+        for field in attrs.fields(type(turns)):
+            yield from _unread(
+                f"rollout.turns.{field.name}", getattr(turns, field.name), field.default, "rollout.turns.respond"
+            )
+        return
+    if name not in TOOLS and not FUNCTION.fullmatch(name):
+        yield _problem("rollout.turns.respond", name, f"must be one of {sorted(TOOLS)}, or module:function")
+    if turns.max_turns == 1:
+        yield _problem("rollout.turns.max_turns", 1, "respond would never be asked; give 2 or more")
+    if turns.turn_tokens is not None and turns.turn_tokens > s.rollout.max_tokens:
+        text = f"must be at most rollout.max_tokens = {s.rollout.max_tokens}, which bounds all turns together"
+        yield _problem("rollout.turns.turn_tokens", turns.turn_tokens, text)
+    if name == "calculator" and not (s.rollout.stop or s.rollout.stop_token_ids):
+        text = 'no turn would end with "=", which the calculator answers; give rollout.stop = ["="], or its token'
+        yield _problem("rollout.turns.respond", name, text)
+    if s.rollout.from_ is not None and not s.data.eval_path:
+        yield _problem("rollout.turns.respond", name, "rollout.from is given: nothing is sampled; leave it out")
+
+
+def _sampling(s: TrainSettings) -> Problems:
+    """What is sampled ahead, filtered, or read from files."""
+    kept, default = s.rollout.filter, type(s.rollout.filter)()
+    if not kept.groups:
+        for name in ("by", "max_draws"):
+            value = getattr(kept, name)
+            yield from _unread(f"rollout.filter.{name}", value, getattr(default, name), "rollout.filter.groups")
+    elif s.rollout.n == 1:
+        yield _problem(
+            "rollout.filter.groups", True, "rollout.n = 1: a single response has no other to equal; raise it"
+        )
+    if s.rollout.from_ is None:
+        return
+    for name, given in (("ahead", s.rollout.ahead), ("save", s.rollout.save)):
+        if given:
+            yield _problem(f"rollout.{name}", given, "rollout.from is given: nothing is sampled; leave one of them out")
+    if s.algorithm.advantage == "remax":
+        text = "remax samples a baseline for each prompt; take another estimator, or leave it out"
+        yield _problem("rollout.from", s.rollout.from_, text)
+
+
+def _choices(numbers: list[int]) -> str:
+    return " or ".join(str(n) for n in dict.fromkeys(numbers))
+
+
+def _algorithm(s: TrainSettings) -> Problems:
+    a, default = s.algorithm, TrainSettings().algorithm
+    if a.advantage not in ("gae", "reinforce_plus_plus"):
+        yield from _unread("algorithm.gamma", a.gamma, default.gamma, "gae and reinforce_plus_plus")
+    if a.advantage != "gae":
+        yield from _unread("algorithm.lam", a.lam, default.lam, "gae")
+        yield from _unread("algorithm.whiten", a.whiten, default.whiten, "gae")
+    if a.advantage not in ("grpo", "grpo_passk", "gdpo"):
+        yield from _unread("algorithm.scale", a.scale, default.scale, "grpo, grpo_passk and gdpo")
+    if a.kl.controller == "adaptive" and a.kl.coef == 0:
+        text = "the adaptive controller multiplies coef, which is 0; give a first algorithm.kl.coef"
+        yield _problem("algorithm.kl.controller", a.kl.controller, text)
+    if a.kl.controller == "fixed":
+        yield from _unread("algorithm.kl.target", a.kl.target, default.kl.target, "the adaptive controller")
+        yield from _unread("algorithm.kl.horizon", a.kl.horizon, default.kl.horizon, "the adaptive controller")
+    if a.kl.coef == 0:
+        yield from _unread("algorithm.kl.kind", a.kl.kind, default.kl.kind, "algorithm.kl.coef > 0")
+    if s.actor.kl_coef == 0:
+        yield from _unread("actor.kl_kind", s.actor.kl_kind, ActorSettings().kl_kind, "actor.kl_coef > 0")
+
+
+def _correction(s: TrainSettings) -> Problems:
+    c, default = s.algorithm.correction, TrainSettings().algorithm.correction
+    path = "algorithm.correction"
+    if c.mode == "none":
+        for name in ("high", "low", "batch_normalize"):
+            yield from _unread(
+                f"{path}.{name}", getattr(c, name), getattr(default, name), 'mode = "token" or "sequence"'
+            )
+    if c.bypass and (c.mode != "none" or c.rejection):
+        text = "the old log-probs are then the engine's own, and all weights 1; set mode none, and no rejection"
+        yield _problem(f"{path}.bypass", True, text)
+    if c.low is not None and c.low >= c.high:
+        yield _problem(f"{path}.low", c.low, f"must be less than {path}.high = {c.high}")
+    for name in c.rejection:
+        if name not in REJECTIONS:
+            yield _problem(f"{path}.rejection", list(c.rejection), f"{name!r} is none of {list(REJECTIONS)}")
+    if len(c.rejection_high) != len(c.rejection):
+        text = f"needs one bound for each of the {len(c.rejection)} statistics in {path}.rejection"
+        yield _problem(f"{path}.rejection_high", list(c.rejection_high), text)
+    ratios = [name for name in c.rejection if name.endswith("_k1")]
+    if c.rejection_low and len(c.rejection_low) != len(ratios):
+        text = f"needs one bound for each of the {len(ratios)} k1 statistics in {path}.rejection, or none"
+        yield _problem(f"{path}.rejection_low", list(c.rejection_low), text)
+    for name, bounds in (("rejection_high", c.rejection_high), ("rejection_low", c.rejection_low)):
+        if any(x <= 0 for x in bounds):
+            yield _problem(f"{path}.{name}", list(bounds), "each bound must be greater than 0")
+    highs = [high for name, high in zip(c.rejection, c.rejection_high) if name.endswith("_k1")]
+    lows = c.rejection_low or [1 / high for high in highs if high > 0]
+    if any(low > high or low == 0 for low, high in zip(lows, highs)):
+        text = "a k1 bound must be at least the lower one, which is 1 / it unless rejection_low is given, and above 0"
+        yield _problem(f"{path}.rejection_high", list(c.rejection_high), text)
+
+
+def _loss(s: TrainSettings) -> Problems:
+    loss = s.actor.loss
+    if FUNCTION.fullmatch(loss.name):
+        read: set[str] = set()
+        reader = "built-in losses; bind your own function's numbers in its module"
+    elif loss.name in LOSS_KEYWORDS:
+        read = {*LOSS_KEYWORDS[loss.name], *SELECTION_KEYWORDS.get(loss.name, {})}
+        reader = f"other losses; {loss.name} reads {sorted(read) or 'none of these'}"
+    else:
+        text = f"there is no such loss; there are {list(LOSS_KEYWORDS)} and module:function"
+        yield _problem("actor.loss.name", loss.name, text)
+        return
+    for field in attrs.fields(LossSettings):
+        if field.name != "name" and field.name not in read:
+            yield from _unread(f"actor.loss.{field.name}", getattr(loss, field.name), None, reader)
+    if loss.dual_clip is not None and 0 < loss.dual_clip <= 1:
+        yield _problem("actor.loss.dual_clip", loss.dual_clip, "must be greater than 1, or 0 for none")
+    if loss.cov_low is not None and loss.cov_high is not None and loss.cov_low >= loss.cov_high:
+        yield _problem("actor.loss.cov_low", loss.cov_low, f"must be less than actor.loss.cov_high = {loss.cov_high}")
+
+
+def _updates(s: TrainSettings, name: str, section: ActorSettings | CriticSettings) -> Problems:
+    """Batch sizes, weights and warm-up of the actor or the critic."""
+    size = s.rollout.batch_size
+    mini = size if section.mini_batch_size is None else section.mini_batch_size
+    if mini >= 1 and size % mini:
+        text = f"must divide rollout.batch_size = {size}; both count sequences"
+        yield _problem(f"{name}.mini_batch_size", section.mini_batch_size, text)
+    if section.micro_batch_size and section.token_budget:
+        text = f"{name}.token_budget = {section.token_budget} is given too; give one of the two, 0 turns the other off"
+        yield _problem(f"{name}.micro_batch_size", section.micro_batch_size, text)
+    if section.token_budget == 0 and not section.micro_batch_size:
+        text = f"{name}.micro_batch_size is off too; give one of the two"
+        yield _problem(f"{name}.token_budget", section.token_budget, text)
+    if section.micro_batch_size and section.micro_batch_size > mini:
+        text = f"must be at most the mini-batch of {mini} sequences"
+        yield _problem(f"{name}.micro_batch_size", section.micro_batch_size, text)
+    if section.weight_mode == "seq-mean-token-sum-norm":
+        if section.horizon is None:
+            text = f'{name}.weight_mode = "seq-mean-token-sum-norm" divides by it; give one, as rollout.max_tokens'
+            yield _problem(f"{name}.horizon", None, text)
+    else:
+        reader = f'{name}.weight_mode = "seq-mean-token-sum-norm"'
+        yield from _unread(f"{name}.horizon", section.horizon, None, reader)
+    yield from _warmup(s, name, section, updates=-(-size // max(mini, 1)) * max(section.epochs, 1))
+
+
+def _warmup(s: TrainSettings, name: str, section: ActorSettings | CriticSettings, *, updates: int) -> Problems:
+    steps = s.steps
+    if name == "critic" and s.critic.warmup_steps >= steps:
+        text = f"the actor would never be updated in {steps} steps; give fewer than steps"
+        yield _problem("critic.warmup_steps", s.critic.warmup_steps, text)
+    elif name == "actor" and uses_critic(s):
+        steps = max(steps - s.critic.warmup_steps, 1)
+    total = steps * updates
+    if section.optimizer.warmup_steps >= total:
+        text = f"must be less than the run's {total} updates ({steps} steps of {updates})"
+        yield _problem(f"{name}.optimizer.warmup_steps", section.optimizer.warmup_steps, text)
+    if section.optimizer.schedule == "constant":
+        reader = "the linear, cosine and wsd schedules"
+        yield from _unread(f"{name}.optimizer.min_lr_ratio", section.optimizer.min_lr_ratio, 0.0, reader)
+
+
+def _eval(s: TrainSettings) -> Problems:
+    if s.eval.every and not s.data.eval_path:
+        yield _problem("eval.every", s.eval.every, "there are no held-out prompts; give data.eval_path")
+    if not s.data.eval_path:
+        yield from _unread("eval.n", s.eval.n, 1, "held-out prompts, data.eval_path")
+        yield from _unread("eval.temperature", s.eval.temperature, 0.0, "held-out prompts, data.eval_path")
+        yield from _unread("eval.max_prompts", s.eval.max_prompts, None, "held-out prompts, data.eval_path")
+    if s.eval.n > 1 and s.eval.temperature == 0:
+        text = f"the likeliest response is the same all {s.eval.n} times; give a temperature, or eval.n = 1"
+        yield _problem("eval.temperature", s.eval.temperature, text)

@@ -1,0 +1,103 @@
+"""What is wrong with how a run scores responses."""
+
+from __future__ import annotations
+
+import re
+
+import attrs
+
+from fppo.rewards.question import pattern_problem, template_problem
+from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
+from fppo.settings.problems import Problems, problem, unread
+from fppo.settings.reward import JudgeSettings, RewardModelSettings
+from fppo.settings.train import TrainSettings
+
+FUNCTION = re.compile(r"[\w.]+:[\w.]+")
+
+
+def reward_problems(s: TrainSettings) -> Problems:
+    """The conflicts of the section reward, with itself and with others."""
+    yield from _functions(s)
+    yield from _model(s.reward.model)
+    yield from _judge(s)
+
+
+def judge_on_ranks(s: TrainSettings, world: int) -> Problems:
+    """What keeps a judge from running beside `world` - 1 others."""
+    judge = s.reward.judge
+    if judge.path is not None and judge.engine == "vllm":
+        yield from vllm_on_ranks(judge.vllm, "reward.judge.vllm", world)
+
+
+def _functions(s: TrainSettings) -> Problems:
+    names, weights = s.reward.functions, s.reward.weights
+    if not names and s.reward.model.path is None and s.reward.judge.path is None:
+        text = "nothing scores the responses; give reward functions, reward.model.path or reward.judge.path"
+        yield problem("reward.functions", list(names), text)
+    for name in names:
+        if ":" in name and not FUNCTION.fullmatch(name):
+            yield problem("reward.functions", list(names), f"{name!r} is not of the form module:function")
+    if weights and len(weights) != len(names):
+        text = f"needs one weight for each of the {len(names)} reward.functions, or none"
+        yield problem("reward.weights", list(weights), text)
+    if "regular_expression" in names and s.reward.pattern is None:
+        yield problem("reward.pattern", None, "regular_expression in reward.functions needs a pattern")
+    if "regular_expression" not in names:
+        yield from unread("reward.pattern", s.reward.pattern, None, "regular_expression in reward.functions")
+    if s.reward.pattern is not None:
+        try:
+            re.compile(s.reward.pattern)
+        except re.error as error:
+            yield problem("reward.pattern", s.reward.pattern, f"not a regular expression: {error}")
+    if s.reward.overlong_buffer == 0:
+        yield from unread("reward.overlong_penalty", s.reward.overlong_penalty, None, "reward.overlong_buffer > 0")
+    if s.reward.overlong_buffer >= s.rollout.max_tokens:
+        text = f"must be less than rollout.max_tokens = {s.rollout.max_tokens}"
+        yield problem("reward.overlong_buffer", s.reward.overlong_buffer, text)
+
+
+def _model(model: RewardModelSettings) -> Problems:
+    if model.path is None:
+        for field in attrs.fields(RewardModelSettings):
+            value = getattr(model, field.name)
+            yield from unread(f"reward.model.{field.name}", value, field.default, "reward.model.path")
+    if model.micro_batch_size is not None and model.token_budget is not None:
+        text = f"reward.model.token_budget = {model.token_budget} is given too; give one of the two"
+        yield problem("reward.model.micro_batch_size", model.micro_batch_size, text)
+
+
+def _judge(s: TrainSettings) -> Problems:
+    judge, path = s.reward.judge, "reward.judge"
+    if judge.path is None:
+        for field in attrs.fields(JudgeSettings):
+            if field.name not in ("path", "vllm"):
+                value = getattr(judge, field.name)
+                yield from unread(f"{path}.{field.name}", value, field.default, "reward.judge.path")
+    for name, find in (("template", template_problem), ("pattern", pattern_problem)):
+        value = getattr(judge, name)
+        if value and (wrong := find(value)):
+            yield problem(f"{path}.{name}", value, wrong)
+    for field in attrs.fields(type(judge.vllm)):
+        if judge.path is None or judge.engine != "vllm":
+            value = getattr(judge.vllm, field.name)
+            yield from unread(f"{path}.vllm.{field.name}", value, field.default, 'reward.judge.engine = "vllm"')
+    if judge.path is not None and judge.engine == "vllm":
+        reader = 'reward.judge.engine = "embedded"'
+        yield from unread(f"{path}.max_rows", judge.max_rows, attrs.fields(JudgeSettings).max_rows.default, reader)
+        yield from _judge_on_vllm(s)
+
+
+def _judge_on_vllm(s: TrainSettings) -> Problems:
+    judge, own, other = s.reward.judge, s.reward.judge.vllm, s.rollout.vllm
+    path = "reward.judge.vllm"
+    needed = judge.max_prompt_tokens + judge.max_tokens
+    yield from too_short(own, path, needed, "reward.judge.max_prompt_tokens and max_tokens")
+    yield from vllm_problems(own, path)
+    if s.rollout.engine == "vllm" and own.host == other.host == "local":
+        text = (
+            'a process runs one vLLM, and this one that of rollout.vllm; give "process", for one of its own, or "ray"'
+        )
+        yield problem(f"{path}.host", own.host, text)
+    if s.rollout.engine == "vllm" and (own.memory_share or 0) + (other.memory_share or 0) > 1:
+        text = f"with rollout.vllm.memory_share = {other.memory_share} it is more than all of the device's memory"
+        yield problem(f"{path}.memory_share", own.memory_share, text)

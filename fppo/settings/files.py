@@ -1,0 +1,282 @@
+"""Settings from files and the command line: read, checked as a whole, changed, and written back.
+
+`load` is what `fppo train FILE.toml --actor.optimizer.lr 1e-6` does first. Every problem is named at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import attrs
+import cattrs
+
+from fppo.settings import checks
+from fppo.settings.fields import name_of
+from fppo.settings.train import ActorSettings, CorrectionSettings, CriticSettings, LossSettings, TrainSettings
+
+DEFAULT_TOKEN_BUDGET = 16384
+
+
+class SettingsError(ValueError):
+    """All that is wrong with the settings, one line for each thing."""
+
+    def __init__(self, problems: Sequence[str], *, where: str = "the settings") -> None:
+        self.problems = tuple(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__("\n".join([f"{count} in {where}:", *(f"  {p}" for p in self.problems)]))
+
+
+def load(
+    path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = (), *, prog: str = "fppo train FILE.toml"
+) -> TrainSettings:
+    """The settings of a TOML file (none: the defaults) with command-line `overrides`, checked.
+
+    Raises SettingsError with every problem of the file and of the result. Overrides that are no settings end the
+    process with a message, as command lines do; so does `--help`.
+    """
+    values = {} if path is None else read_toml(path)
+    settings, problems = _structure(TrainSettings, values, "")
+    settings = override(settings, overrides, prog=prog)
+    known = {problem.split(" = ")[0] for problem in problems}  # a malformed value was replaced by its default
+    problems += [p for p in checks.problems(settings) if p.split(" = ")[0] not in known]
+    if problems:
+        raise SettingsError(problems, where="the settings" if path is None else str(path))
+    return settings
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The tables of a TOML file. Raises SettingsError if there is no such file or it is not TOML."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise SettingsError([f"there is no such file in {Path(path).resolve().parent}"], where=str(path)) from error
+    except IsADirectoryError as error:
+        raise SettingsError(["it is a directory; give a TOML file"], where=str(path)) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError([f"it is not TOML: {error}"], where=str(path)) from error
+
+
+def from_dict(values: Mapping[str, Any]) -> TrainSettings:
+    """The settings of nested tables; what is left out has its default. Raises SettingsError; see also `check`."""
+    settings, problems = _structure(TrainSettings, values, "")
+    if problems:
+        raise SettingsError(problems)
+    return settings
+
+
+def check(settings: TrainSettings) -> TrainSettings:
+    """The settings, if they can run. Raises SettingsError with every problem if not."""
+    problems = checks.problems(settings)
+    if problems:
+        raise SettingsError(problems)
+    return settings
+
+
+def override(settings: TrainSettings, arguments: Sequence[str], *, prog: str) -> TrainSettings:
+    """The settings with command-line arguments like ["--actor.optimizer.lr", "1e-6"] applied, unchecked."""
+    if not arguments:
+        return settings
+    import tyro  # here: its help and parser are for the command line alone
+
+    return tyro.cli(TrainSettings, default=settings, args=list(arguments), prog=prog)
+
+
+def replace(settings: TrainSettings, changes: Mapping[str, Any]) -> TrainSettings:
+    """The settings with some changed, by their paths: {"actor.optimizer.lr": 1e-6}; unchecked."""
+    values = to_dict(settings)
+    for path, value in changes.items():
+        *sections, name = path.split(".")
+        table = values
+        for section in sections:
+            table = table.setdefault(section, {})
+            if not isinstance(table, dict):
+                raise SettingsError([f"{path}: {section} is a setting, not a section"])
+        table[name] = value
+    return from_dict(values)
+
+
+def to_dict(settings: Any) -> dict[str, Any]:
+    """The settings as nested plain values; None stays None."""
+    values = {name_of(f): getattr(settings, f.name) for f in attrs.fields(type(settings))}
+    return {
+        name: to_dict(value) if attrs.has(type(value)) else list(value) if isinstance(value, tuple) else value
+        for name, value in values.items()
+    }
+
+
+def to_toml(settings: TrainSettings) -> str:
+    """The settings as a TOML file that gives them back; optional settings that are None are left out."""
+    return "\n".join(_toml_lines(to_dict(settings), "")).lstrip("\n") + "\n"
+
+
+def save(settings: TrainSettings, path: str | os.PathLike[str]) -> None:
+    """Writes the settings as TOML; `load` reads them back equal."""
+    Path(path).write_text(to_toml(settings), encoding="utf-8")
+
+
+def paths(cls: type = TrainSettings, prefix: str = "") -> dict[str, Any]:
+    """The type of every setting by its path, sections left out."""
+    found: dict[str, Any] = {}
+    attrs.resolve_types(cls, include_extras=False)
+    for field in attrs.fields(cls):
+        if attrs.has(field.type):
+            found |= paths(field.type, f"{prefix}{field.name}.")
+        else:
+            found[f"{prefix}{name_of(field)}"] = field.type
+    return found
+
+
+def loss_scalars(loss: LossSettings) -> dict[str, float | None]:
+    """The keywords that were given for the policy loss; the rest have the loss's own defaults."""
+    return _keywords(loss, checks.LOSS_KEYWORDS.get(loss.name, {}))
+
+
+def selection_scalars(loss: LossSettings) -> dict[str, float | None]:
+    """The keywords that were given for the loss's selection of tokens over the mini-batch (clip_cov, kl_cov)."""
+    return _keywords(loss, checks.SELECTION_KEYWORDS.get(loss.name, {}))
+
+
+def _keywords(loss: LossSettings, names: Mapping[str, str]) -> dict[str, float | None]:
+    given = {keyword: getattr(loss, name) for name, keyword in names.items() if getattr(loss, name) is not None}
+    return {k: None if k == "dual_clip" and v == 0 else v for k, v in given.items()}
+
+
+def correction_keywords(correction: CorrectionSettings) -> dict[str, Any] | None:
+    """The keywords of `losses.rollout_correction`; None if nothing is to be corrected."""
+    if correction.mode == "none" and not correction.rejection:
+        return None
+    lows = iter(correction.rejection_low)
+    pairs = [
+        f"{next(lows)}_{high}" if name.endswith("_k1") and correction.rejection_low else str(high)
+        for name, high in zip(correction.rejection, correction.rejection_high, strict=True)
+    ]
+    return {
+        "level": None if correction.mode == "none" else correction.mode,
+        "threshold": correction.high if correction.low is None else (correction.low, correction.high),
+        "batch_normalize": correction.batch_normalize,
+        "reject": ",".join(correction.rejection) or None,
+        "reject_threshold": ",".join(pairs) or None,
+    }
+
+
+def micro_batching(section: ActorSettings | CriticSettings) -> tuple[int | None, int | None]:
+    """(sequences, tokens) per forward and backward pass; one of them is None."""
+    if section.micro_batch_size:
+        return section.micro_batch_size, None
+    return None, DEFAULT_TOKEN_BUDGET if section.token_budget is None else section.token_budget
+
+
+def mini_batch_size(section: ActorSettings | CriticSettings, batch_size: int) -> int:
+    """Sequences per optimizer update."""
+    return batch_size if section.mini_batch_size is None else section.mini_batch_size
+
+
+# reading: our own walk over sections, so that one bad value hides no other
+
+
+def _converter() -> cattrs.Converter:
+    """Takes values as they are: no text for a number, no fraction for an integer, as plain conversion would."""
+    converter = cattrs.Converter()
+
+    def exactly(*kinds: type) -> Callable[[Any, Any], Any]:
+        def structure(value: Any, wanted: Any) -> Any:
+            if isinstance(value, bool) != (wanted is bool) or not isinstance(value, kinds):
+                raise TypeError
+            return wanted(value)
+
+        return structure
+
+    converter.register_structure_hook(bool, exactly(bool))
+    converter.register_structure_hook(int, exactly(int))
+    converter.register_structure_hook(float, exactly(int, float))
+    converter.register_structure_hook(str, exactly(str))
+    return converter
+
+
+def _structure(cls: type, values: Mapping[str, Any], prefix: str) -> tuple[Any, list[str]]:
+    """An instance of the section `cls`, with defaults in place of what is wrong, and the problems."""
+    attrs.resolve_types(cls, include_extras=False)
+    fields = {name_of(f): f.type for f in attrs.fields(cls)}
+    problems = [_unknown(name, values[name], list(fields), prefix) for name in values if name not in fields]
+    kept: dict[str, Any] = {}
+    for name, kind in fields.items():
+        if name not in values:
+            continue
+        path, value = f"{prefix}{name}", values[name]
+        if not attrs.has(kind):
+            try:
+                kept[name] = _converter().structure(_listed(value, kind), kind)
+            except Exception:  # cattrs raises a type of its own for each kind of mistake
+                problems.append(f"{path} = {value!r}: must be {_describe(kind)}{_nearest_choice(value, kind)}")
+        elif isinstance(value, Mapping):
+            default = next(f for f in attrs.fields(cls) if f.name == name).default.factory()  # type: ignore[union-attr]
+            section, found = _structure(kind, value, f"{path}.")
+            given = {f.name: getattr(section, f.name) for f in attrs.fields(kind) if name_of(f) in value}
+            kept[name] = attrs.evolve(default, **given)
+            problems += found
+        else:
+            problems.append(f"{path} = {value!r}: is a section; write [{path}] with its settings below")
+    return cls(**{f.name: kept[name_of(f)] for f in attrs.fields(cls) if name_of(f) in kept}), problems
+
+
+def _listed(value: Any, kind: Any) -> Any:
+    """One value stands for a list of it."""
+    return [value] if get_origin(kind) is tuple and not isinstance(value, list | tuple) else value
+
+
+def _unknown(name: str, value: Any, siblings: Sequence[str], prefix: str) -> str:
+    everywhere = list(paths())
+    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.5):
+        hint = f"did you mean {prefix}{near[0]}?"
+    elif same := [p for p in everywhere if p.rsplit(".", 1)[-1] == name]:
+        same.sort(key=lambda p: p.split(".")[0] != prefix.split(".")[0])
+        hint = f"did you mean {' or '.join(same[:3])}?"
+    elif far := difflib.get_close_matches(name, [p.rsplit(".", 1)[-1] for p in everywhere], n=1):
+        hint = f"did you mean {' or '.join(p for p in everywhere if p.rsplit('.', 1)[-1] == far[0])}?"
+    else:
+        hint = f"there are {', '.join(siblings)}"
+    shown = f"[{prefix}{name}]" if isinstance(value, Mapping) else f"{prefix}{name} = {value!r}"
+    return f"{shown}: there is no such setting; {hint}"
+
+
+def _describe(kind: Any) -> str:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin is tuple:
+        return f"a list, each {_describe(arguments[0])}"
+    if origin in (Union, types.UnionType):
+        return _describe(next(a for a in arguments if a is not types.NoneType))
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+
+
+def _nearest_choice(value: Any, kind: Any) -> str:
+    arguments = get_args(get_args(kind)[0]) if get_origin(kind) is tuple else get_args(kind)
+    wrong = next((v for v in value if v not in arguments), "") if isinstance(value, list) else value
+    near = difflib.get_close_matches(str(wrong), [a for a in arguments if isinstance(a, str)], n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _toml_lines(table: Mapping[str, Any], prefix: str) -> list[str]:
+    lines = [f"{name} = {_toml(v)}" for name, v in table.items() if not isinstance(v, Mapping) and v is not None]
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            inside = _toml_lines(value, f"{prefix}{name}.")
+            has_own = any(not isinstance(v, Mapping) and v is not None for v in value.values())
+            lines += ["", f"[{prefix}{name}]", *inside] if has_own else inside
+    return lines
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(_toml(v) for v in value)}]"
+    if isinstance(value, str):  # JSON's escapes are TOML's, but for DEL, which TOML wants escaped
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value).lower() if isinstance(value, bool) else repr(value)

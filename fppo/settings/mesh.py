@@ -1,0 +1,29 @@
+"""The settings of the mesh."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+
+from fppo.settings.fields import above, at_least, setting
+
+
+@attrs.frozen(kw_only=True)
+class MeshSettings:
+    """How a run is spread over processes: `fppo train --nproc N` or torchrun starts replicate * shard * sequence."""
+
+    replicate: int = setting(1, at_least(1))
+    """Groups of ranks with the same parameters and other rows."""
+    shard: int | None = setting(None, at_least(1))
+    """Ranks over which parameters, gradients and moments are cut (FSDP); None: all that the other axes leave."""
+    sequence: int = setting(1, at_least(1))
+    """Ranks over which packed sequences are cut (Ulysses); it must divide the attention heads."""
+    stage: Literal[1, 2, 3] = setting(3)
+    """When layers are gathered: 3, for each use; 2, kept until the backward pass; 1, once for a mini-batch."""
+    reduce_dtype: Literal["float32", "bfloat16"] = setting("float32")
+    """The dtype in which gradients are added up over ranks."""
+    prefetch: bool = setting(True)
+    """Gather the next layer while one runs."""
+    timeout: float = setting(600.0, above(0))
+    """Seconds that a collective waits for the other ranks before the run ends with an error."""

@@ -1,0 +1,109 @@
+"""The settings of `fppo plan`; no torch, so that its help answers at once."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import attrs
+
+from fppo.settings.fields import above, at_least, at_most, given, setting
+
+
+@attrs.frozen(kw_only=True)
+class PlanMeshSettings:
+    """How the run is spread over GPUs, as in `fppo train`."""
+
+    replicate: int = setting(1, at_least(1))
+    """Groups of ranks with the same parameters and other rows."""
+    shard: int | None = setting(None, at_least(1))
+    """Ranks over which parameters, gradients and moments are cut; None: all that the other axes leave of --gpus."""
+    sequence: int = setting(1, at_least(1))
+    """Ranks over which packed sequences are cut (Ulysses); it must divide the attention heads."""
+    stage: Literal[1, 2, 3] = setting(3)
+    """When layers are gathered: 3, for each use; 2, kept until the backward pass; 1, once for a mini-batch."""
+    reduce_dtype: Literal["float32", "bfloat16"] = setting("float32")
+    """The dtype in which gradients are added up over ranks."""
+    prefetch: bool = setting(True)
+    """Gather the next layer while one runs."""
+
+
+@attrs.frozen(kw_only=True)
+class PlanSettings:
+    """Says what a run will need, before there is one: memory of a rank by kind, bytes on the wire, time and MFU."""
+
+    model: str = setting("", given("give a directory with a config.json, or a name, as qwen2.5-7b"))
+    """The model: a directory with its config.json, or a name, as qwen2.5-7b, llama-3.1-70b, quickstart."""
+    mesh: PlanMeshSettings = setting(PlanMeshSettings)
+    """How the run is spread over GPUs."""
+    gpus: int | None = setting(None, at_least(1))
+    """GPUs in all; None: as many as the mesh has ranks."""
+    gpu: str = setting("h200", given("give a GPU, as h200"))
+    """What a rank runs on: a100-80, h100, h200, b200, cpu (this machine), or custom with the numbers below."""
+    tokens: int = setting(16384, at_least(2))
+    """Tokens of one forward and backward pass of a data rank (a run's token_budget); the sequence axis cuts them."""
+    length: int | None = setting(None, at_least(2))
+    """Tokens of each sequence, prompt and response; None: 4096, or --tokens if that is less."""
+    response: float = setting(0.5, above(0), at_most(1))
+    """The part of a sequence that is response: only these tokens reach the head."""
+    micro_batches: int = setting(4, at_least(1))
+    """Passes of each data rank for one optimizer update; a step has one update."""
+    critic: bool = setting(False)
+    """Plan a critic of the same size beside the actor, as PPO has it."""
+    reference: bool = setting(False)
+    """Plan a frozen reference of the same size, as a KL term needs it."""
+    reward_model: str | None = setting(None)
+    """Plan a reward model beside them: a directory or a name, as for --model; it reads the same tokens."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = setting("auto")
+    """The dtype of forward and backward passes; auto: bfloat16, and float32 on a cpu. State is always float32."""
+    checkpoint_layers: bool = setting(False)
+    """Recompute each layer in the backward pass."""
+    log_probs: Literal["chunked", "reference", "triton"] = setting("chunked")
+    """The kernel for log-probs and entropy from hidden states."""
+    offload: Literal["none", "moments", "all"] = setting("none")
+    """What of the state is on the host between uses: nothing, the moments, or all of it."""
+    memory: float | None = setting(None, above(0))
+    """In place of the GPU's own: its memory in GiB."""
+    flops: float | None = setting(None, above(0))
+    """In place of the GPU's own: dense bfloat16 FLOPs per second, as 989e12."""
+    bandwidth: float | None = setting(None, above(0))
+    """In place of the GPU's own: bytes per second of its memory, as 4.8e12."""
+    node_bandwidth: float | None = setting(None, above(0))
+    """In place of the GPU's own: bytes per second to another GPU of its node, one way, as 450e9."""
+    network_bandwidth: float | None = setting(None, above(0))
+    """In place of the GPU's own: bytes per second to GPUs of other nodes, one way, as 50e9."""
+    per_node: int | None = setting(None, at_least(1))
+    """In place of the GPU's own: GPUs of a node."""
+    full: bool = setting(False)
+    """Run every layer; else a few, where all are alike, from which the others follow exactly."""
+    tries: bool = setting(True)
+    """Where it does not fit, find settings with which it would."""
+    json: str | None = setting(None)
+    """Write everything to this JSON file; -: print it in place of the table."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The axes of the mesh."""
+        mesh, shard = self.mesh, self.mesh.shard
+        if shard is None:
+            shard = max(1, (self.gpus or 1) // (mesh.replicate * mesh.sequence))
+        return {"replicate": mesh.replicate, "shard": shard, "sequence": mesh.sequence}
+
+
+def problems(settings: PlanSettings) -> list[str]:
+    """What is wrong with the settings, one line for each thing."""
+    found = []
+    for prefix, section in (("", settings), ("mesh.", settings.mesh)):
+        for field in attrs.fields(type(section)):
+            value, name = getattr(section, field.name), f"{prefix}{field.name.replace('_', '-')}"
+            wrong = [check(value) for check in field.metadata.get("checks", ())]
+            found += [f"--{name} {value!r}: {text}" for text in wrong if text]
+    if found:
+        return found
+    world = math.prod(settings.sizes.values())
+    if settings.gpus is not None and world != settings.gpus:
+        shape = " * ".join(f"{name} {size}" for name, size in settings.sizes.items())
+        found.append(f"--gpus {settings.gpus}: the mesh has {world} ranks, {shape}; give a mesh of {settings.gpus}")
+    if settings.length is not None and settings.length > settings.tokens:
+        found.append(f"--length {settings.length}: a pass of --tokens {settings.tokens} holds no such sequence")
+    return found

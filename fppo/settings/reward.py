@@ -1,0 +1,97 @@
+"""The settings of how a response is scored."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+
+from fppo.settings.fields import above, at_least, given, setting
+from fppo.settings.vllm import VllmSettings
+
+TEMPLATE = """Rate the response to the prompt from 0 (wrong or useless) to 10 (right and complete).
+
+Prompt:
+{prompt}
+
+Reference answer:
+{ground_truth}
+
+Response:
+{response}
+
+End with one line of the form "Score: number"."""
+
+
+@attrs.frozen(kw_only=True)
+class RewardModelSettings:
+    """A reward model: a classifier or a critic, whose number at the last token is added to the reward functions'."""
+
+    path: str | None = setting(None)
+    """A model with a sequence- or token-classification head or a value head; None: no reward model."""
+    weight: float = setting(1.0)
+    """The factor of its score."""
+    label: str | None = setting(None)
+    """The label whose number is the score, by name or number, where the head has several."""
+    tokenizer: str | None = setting(None)
+    """Where its tokenizer is; None: in path, if that one differs; else it reads the policy's tokens."""
+    chat: bool | None = setting(None)
+    """Put texts for a tokenizer of its own through that one's chat template; None: where data.chat does so."""
+    micro_batch_size: int | None = setting(None, at_least(1))
+    """Sequences per forward pass; None: by token_budget, or as the actor."""
+    token_budget: int | None = setting(None, at_least(1))
+    """Tokens per forward pass; None: by micro_batch_size, or as the actor."""
+
+
+@attrs.frozen(kw_only=True)
+class JudgeSettings:
+    """A language model that is asked for a score, which is added to the reward functions'."""
+
+    path: str | None = setting(None)
+    """The judge: the name or directory of a Hugging Face model, with its tokenizer; None: no judge."""
+    weight: float = setting(1.0)
+    """The factor of its score."""
+    template: str = setting(TEMPLATE, given("give a text with {response} in it"))
+    """What it is asked: a text with {response}, and {prompt} and {ground_truth} where they are wanted."""
+    chat: bool = setting(True)
+    """Put the question through the judge's chat template."""
+    pattern: str = setting(r"Score:\s*(-?\d+(?:\.\d+)?)", given("give a regular expression with one group"))
+    """The regular expression that finds the score: the last match's group. No number: 0, and counted."""
+    temperature: float = setting(0.0, at_least(0))
+    """The sampling temperature; 0: the likeliest token always."""
+    max_tokens: int = setting(256, at_least(1))
+    """The longest answer, in tokens."""
+    max_prompt_tokens: int = setting(4096, at_least(2))
+    """The longest question, in tokens; longer ones lose their middle, and are counted."""
+    engine: Literal["embedded", "vllm"] = setting("embedded")
+    """What generates its answers: transformers, or a vLLM of its own."""
+    max_rows: int = setting(64, at_least(1))
+    """Questions that transformers answers at a time."""
+    vllm: VllmSettings = setting(VllmSettings)
+    """How that vLLM runs; max_model_len None: as long as a question and its answer may be."""
+
+
+@attrs.frozen(kw_only=True)
+class RewardSettings:
+    """How a response is scored."""
+
+    functions: tuple[str, ...] = setting(())
+    """Reward functions, added up: built-in names, or module:function for your own."""
+    weights: tuple[float, ...] = setting(())
+    """A factor for each function; none: 1 for each."""
+    time_limit: float = setting(10.0, above(0))
+    """Seconds that scoring one response may take; then it scores 0 and is counted."""
+    workers: int = setting(1, at_least(1))
+    """Processes that run the reward functions."""
+    pattern: str | None = setting(None)
+    """The regular expression of the built-in regular_expression."""
+    overlap: bool = setting(True)
+    """Begin with responses while others are still generated, with functions of single ones that the workers run."""
+    overlong_buffer: int = setting(0, at_least(0))
+    """Tokens before rollout.max_tokens over which a length penalty grows (DAPO); 0: none."""
+    overlong_penalty: float | None = setting(None, above(0))
+    """The length penalty of a response that reaches rollout.max_tokens; None: 1."""
+    model: RewardModelSettings = setting(RewardModelSettings)
+    """A reward model."""
+    judge: JudgeSettings = setting(JudgeSettings)
+    """A language model that is asked for a score."""

@@ -1,0 +1,62 @@
+"""The settings of how responses are sampled, and which of them are trained on."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import attrs
+import tyro
+
+from fppo.settings.fields import above, at_least, at_most, given, setting
+from fppo.settings.turns import TurnsSettings
+from fppo.settings.vllm import VllmSettings
+
+
+@attrs.frozen(kw_only=True)
+class FilterSettings:
+    """Which responses are not trained on."""
+
+    groups: bool = setting(False)
+    """Drop prompts whose responses all score the same, and sample others in their place (DAPO)."""
+    by: str = setting("score", given("give score, or the name of a reward function"))
+    """What is compared: score, or one reward function's part of it."""
+    max_draws: int = setting(10, at_least(1))
+    """How often prompts are drawn for one step at most; what is missing then is filled up, and not trained on."""
+    truncated: bool = setting(False)
+    """Leave responses that reached rollout.max_tokens out of the loss."""
+
+
+@attrs.frozen(kw_only=True)
+class RolloutSettings:
+    """How responses are sampled. Batch sizes count sequences, here and everywhere."""
+
+    batch_size: int = setting(64, at_least(1))
+    """Sequences per step: prompts times n."""
+    n: int = setting(1, at_least(1))
+    """Responses to each prompt; it must divide batch_size."""
+    temperature: float = setting(1.0, above(0))
+    """The sampling temperature, which training uses too."""
+    top_k: int | None = setting(None, at_least(1))
+    """Sample among the k likeliest tokens only; None: among all."""
+    top_p: float = setting(1.0, above(0), at_most(1))
+    """Sample among the likeliest tokens that together have this probability."""
+    max_tokens: int = setting(256, at_least(1))
+    """The longest response, in tokens."""
+    stop: tuple[str, ...] = setting(())
+    """Tokens that end a response beside the tokenizer's own end; each must be one token."""
+    stop_token_ids: tuple[int, ...] = setting(())
+    """The same, as token ids."""
+    engine: Literal["embedded", "vllm"] = setting("embedded")
+    """What generates: transformers on the training parameters themselves, or vLLM on a copy that is sent to it."""
+    vllm: VllmSettings = setting(VllmSettings)
+    """How vLLM runs."""
+    turns: TurnsSettings = setting(TurnsSettings)
+    """What answers the policy's turns, for responses of several of them."""
+    ahead: int = setting(0, at_least(0))
+    """Steps by which responses are sampled ahead, with the weights of that earlier step, while others train."""
+    filter: FilterSettings = setting(FilterSettings)
+    """Which responses are not trained on."""
+    save: bool = setting(False)
+    """Write every step's responses to the directory rollouts, for rollout.from."""
+    from_: Annotated[str | None, tyro.conf.arg(name="from")] = setting(None, name="from")
+    """Train on the responses in this directory, in the order of their steps, instead of sampling any."""

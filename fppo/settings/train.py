@@ -1,0 +1,335 @@
+"""The settings of a run as nested frozen classes: what the command line shows and a settings file holds.
+
+Each field carries the check of its own value; `settings_checks` holds the checks between fields. An optional
+setting is None unless given, so a file leaves it out. Only the command line reads these classes: library functions
+take keywords.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+
+from fppo.settings.fields import above, at_least, at_most, below, given, setting
+from fppo.settings.mesh import MeshSettings
+from fppo.settings.reward import RewardSettings
+from fppo.settings.rollout import RolloutSettings
+
+WeightMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KlKind = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
+AdvantageName = Literal[
+    "gae",
+    "grpo",
+    "rloo",
+    "opo",
+    "gpg",
+    "remax",
+    "grpo_passk",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "optimal_token_baseline",
+    "gdpo",
+]
+
+
+@attrs.frozen(kw_only=True)
+class ModelSettings:
+    """Which models, and how they run."""
+
+    path: str = setting("", given("give the name or directory of a Hugging Face model"))
+    """The policy to train: the name or directory of a Hugging Face model."""
+    critic_path: str | None = setting(None)
+    """Where the critic's weights come from; None: the policy's own weights with a new value head."""
+    ref_path: str | None = setting(None)
+    """The reference that KL terms hold the policy to; None: the policy as it was at the start."""
+    compute_dtype: Literal["float32", "bfloat16"] = setting("float32")
+    """The dtype of forward and backward passes; master weights are always float32."""
+    checkpoint_layers: bool = setting(False)
+    """Recompute each layer in the backward pass: less memory, more time."""
+    trust_remote_code: bool = setting(False)
+    """Let a model directory run its own Python code."""
+    offload: Literal["none", "moments", "all"] = setting("none")
+    """Keep the optimizer's moments, or them and all parameters, in the host's memory between uses (GPUs)."""
+    offload_activations: bool = setting(False)
+    """Keep what is saved for the backward pass in the host's memory until then (GPUs)."""
+    remove_padding: bool = setting(True)
+    """Run on packed sequences instead of padded rows."""
+    attention: str = setting("sdpa", given("give the name of an attention kernel, as sdpa"))
+    """The kernel for attention over packed sequences."""
+    log_probs: str = setting("chunked", given("give the name of a log-prob kernel, as chunked"))
+    """The kernel for log-probs and entropy from hidden states."""
+
+
+@attrs.frozen(kw_only=True)
+class DataSettings:
+    """Where prompts come from, and how a row becomes one."""
+
+    path: tuple[str, ...] = setting((), given("give jsonl or parquet files, or the name of a data set"))
+    """Prompts to train on: jsonl or parquet files, or one name of the datasets library."""
+    split: str = setting("train", given("give the name of a split"))
+    """The split to train on, where path is the name of a data set."""
+    eval_path: tuple[str, ...] = setting(())
+    """Held-out prompts, never trained on; none: no evaluation."""
+    eval_split: str = setting("test", given("give the name of a split"))
+    """The split to evaluate on, where eval_path is the name of a data set."""
+    prompt: str = setting("prompt", given("give a field of the rows, or a template with {field} in it"))
+    """The field that holds the prompt, or a template like 'Question: {question}\\nAnswer:'."""
+    chat: bool = setting(False)
+    """Put the prompt through the tokenizer's chat template."""
+    ground_truth: str = setting("answer", given("give a field of the rows"))
+    """The field that holds what a reward compares with."""
+    source: str | None = setting(None)
+    """The field that names a row's data set, for results by source; None: the file's name."""
+    pad_token: str | None = setting(None)
+    """The token to pad with, for a tokenizer that has none of its own; padding is masked, so any will do."""
+    max_prompt_tokens: int = setting(512, at_least(1))
+    """The longest prompt, in tokens."""
+    over_long: Literal["error", "drop", "truncate"] = setting("error")
+    """What happens to longer prompts; truncate keeps the end of them. Both are counted."""
+    shuffle: bool = setting(True)
+    """Draw a new order of the prompts in every epoch."""
+
+
+@attrs.frozen(kw_only=True)
+class KlRewardSettings:
+    """A penalty in the token rewards for leaving the reference."""
+
+    coef: float = setting(0.0, at_least(0))
+    """The factor of the KL estimate taken off the token rewards; 0: none, and no reference model for it."""
+    kind: KlKind = setting("k1")
+    """The estimator of the KL divergence."""
+    controller: Literal["fixed", "adaptive"] = setting("fixed")
+    """Keep coef, or steer it to the target."""
+    target: float = setting(0.1, above(0))
+    """The KL per token that the adaptive controller steers to."""
+    horizon: int = setting(10000, at_least(1))
+    """Sequences over which the adaptive controller acts."""
+
+
+@attrs.frozen(kw_only=True)
+class CorrectionSettings:
+    """What is done about the difference between the engine's log-probs and the trainer's."""
+
+    bypass: bool = setting(False)
+    """Take the engine's log-probs as the old ones: the ratio of the loss then covers the difference too, unweighted."""
+    mode: Literal["none", "token", "sequence"] = setting("none")
+    """Importance weights: none, per token, or per sequence."""
+    high: float = setting(2.0, above(0), unbounded=True)
+    """The largest weight; what is above is truncated."""
+    low: float | None = setting(None, above(0))
+    """With a lower bound, weights outside [low, high] become 0 (IcePop); None: truncate only."""
+    batch_normalize: bool = setting(False)
+    """Divide the weights by their mean."""
+    rejection: tuple[str, ...] = setting(())
+    """Drop what is too far off by all these statistics: token_k1, seq_mean_k3, seq_max_k2, ..."""
+    rejection_high: tuple[float, ...] = setting((), unbounded=True)
+    """The upper bound of each rejection statistic."""
+    rejection_low: tuple[float, ...] = setting(())
+    """The lower bound of each k1 rejection statistic; none: 1 / the upper bound."""
+
+
+@attrs.frozen(kw_only=True)
+class AlgorithmSettings:
+    """How scores become advantages."""
+
+    advantage: AdvantageName = setting("gae")
+    """The estimator of advantages; gae is PPO's and the only one that trains a critic."""
+    gamma: float = setting(1.0, above(0), at_most(1))
+    """The discount per token (gae, reinforce_plus_plus)."""
+    lam: float = setting(1.0, at_least(0), at_most(1))
+    """The decay of gae: 0 trusts the critic, 1 the rewards."""
+    whiten: bool = setting(True)
+    """Give gae's advantages mean 0 and variance 1 over the whole batch."""
+    scale: Literal["std", "none"] = setting("std")
+    """Divide by the group's standard deviation or not (grpo, grpo_passk, gdpo)."""
+    kl: KlRewardSettings = setting(KlRewardSettings)
+    """A penalty in the token rewards for leaving the reference."""
+    correction: CorrectionSettings = setting(CorrectionSettings)
+    """What is done about the difference between the engine's log-probs and the trainer's."""
+
+
+@attrs.frozen(kw_only=True)
+class LossSettings:
+    """The policy loss. A number left out has the loss's own default; one that the loss does not read is an error."""
+
+    name: str = setting("ppo_clip", given("give the name of a policy loss, as ppo_clip"))
+    """One of ppo_clip, gspo, sapo, gpg, cispo, gmpo, clip_cov, kl_cov, dppo_tv, dppo_kl, dro; or module:function."""
+    clip_low: float | None = setting(None, above(0))
+    """How far the ratio may fall below 1."""
+    clip_high: float | None = setting(None, above(0), unbounded=True)
+    """How far the ratio may rise above 1."""
+    dual_clip: float | None = setting(None, at_least(0))
+    """The bound of the ratio where the advantage is negative (ppo_clip): above 1, or 0 for none."""
+    max_ratio: float | None = setting(None, above(1), unbounded=True)
+    """The largest importance ratio (dppo_tv, dppo_kl)."""
+    tau_pos: float | None = setting(None, above(0))
+    """The sharpness of sapo's gate where the advantage is positive."""
+    tau_neg: float | None = setting(None, above(0))
+    """The sharpness of sapo's gate elsewhere."""
+    select_ratio: float | None = setting(None, above(0), at_most(1))
+    """The share of tokens that clip_cov and kl_cov select from a mini-batch."""
+    cov_low: float | None = setting(None)
+    """The covariance above which clip_cov selects."""
+    cov_high: float | None = setting(None, unbounded=True)
+    """The covariance below which clip_cov selects."""
+    cov_kl_coef: float | None = setting(None, at_least(0))
+    """The factor of the KL term on kl_cov's tokens."""
+    beta: float | None = setting(None, above(0))
+    """The strength of dro's quadratic term."""
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerSettings:
+    """AdamW and its learning rate."""
+
+    lr: float = setting(1e-6, above(0))
+    """The peak learning rate."""
+    beta1: float = setting(0.9, at_least(0), below(1))
+    """The decay of the first moment."""
+    beta2: float = setting(0.999, at_least(0), below(1))
+    """The decay of the second moment."""
+    eps: float = setting(1e-8, above(0))
+    """What is added to the root of the second moment."""
+    weight_decay: float = setting(0.01, at_least(0))
+    """The decoupled weight decay."""
+    max_grad_norm: float = setting(1.0, at_least(0))
+    """The global norm that gradients are clipped to; 0: no clipping."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = setting("constant")
+    """How the rate falls after the warm-up; wsd is warm-up, stable, decay."""
+    warmup_steps: int = setting(0, at_least(0))
+    """Updates over which the rate rises; the first is not 0."""
+    min_lr_ratio: float = setting(0.0, at_least(0), at_most(1))
+    """Where the rate ends, as a part of lr."""
+
+
+def _critic_optimizer() -> OptimizerSettings:
+    return OptimizerSettings(lr=1e-5)
+
+
+@attrs.frozen(kw_only=True)
+class ActorSettings:
+    """How the policy is updated."""
+
+    loss: LossSettings = setting(LossSettings)
+    """The policy loss."""
+    entropy_coef: float = setting(0.0)
+    """The factor of the entropy bonus."""
+    kl_coef: float = setting(0.0, at_least(0))
+    """The factor of a KL term in the loss; 0: none, and no reference model for it."""
+    kl_kind: KlKind = setting("k3")
+    """The estimator of that KL term."""
+    weight_mode: WeightMode = setting("token-mean")
+    """How per-token losses are weighted into one."""
+    horizon: int | None = setting(None, at_least(1))
+    """The constant length that seq-mean-token-sum-norm divides by."""
+    epochs: int = setting(1, at_least(1))
+    """Passes over the batch in a step."""
+    mini_batch_size: int | None = setting(None, at_least(1))
+    """Sequences per optimizer update; it must divide rollout.batch_size; None: all of them."""
+    micro_batch_size: int | None = setting(None, at_least(0))
+    """Sequences per forward and backward pass; 0 or None: split by token_budget."""
+    token_budget: int | None = setting(None, at_least(0))
+    """Tokens per forward and backward pass; None: 16384, unless micro_batch_size is given."""
+    optimizer: OptimizerSettings = setting(OptimizerSettings)
+    """AdamW and its learning rate."""
+
+
+@attrs.frozen(kw_only=True)
+class CriticSettings:
+    """How the critic is updated; there is one if algorithm.advantage is gae."""
+
+    value_clip: float = setting(0.5, above(0), unbounded=True)
+    """How far a value may move from the old one in a step; inf: any distance."""
+    warmup_steps: int = setting(0, at_least(0))
+    """Steps at the start in which only the critic is updated."""
+    weight_mode: WeightMode = setting("token-mean")
+    """How per-token losses are weighted into one."""
+    horizon: int | None = setting(None, at_least(1))
+    """The constant length that seq-mean-token-sum-norm divides by."""
+    epochs: int = setting(1, at_least(1))
+    """Passes over the batch in a step."""
+    mini_batch_size: int | None = setting(None, at_least(1))
+    """Sequences per optimizer update; it must divide rollout.batch_size; None: all of them."""
+    micro_batch_size: int | None = setting(None, at_least(0))
+    """Sequences per forward and backward pass; 0 or None: split by token_budget."""
+    token_budget: int | None = setting(None, at_least(0))
+    """Tokens per forward and backward pass; None: 16384, unless micro_batch_size is given."""
+    optimizer: OptimizerSettings = attrs.field(factory=_critic_optimizer)
+    """AdamW and its learning rate."""
+
+
+@attrs.frozen(kw_only=True)
+class EvalSettings:
+    """How held-out prompts (data.eval_path) are answered and scored."""
+
+    every: int = setting(0, at_least(0))
+    """Steps between evaluations; 0: only before and after the training."""
+    before: bool = setting(True)
+    """Evaluate before the first step."""
+    n: int = setting(1, at_least(1))
+    """Responses to each prompt."""
+    temperature: float = setting(0.0, at_least(0))
+    """The sampling temperature; 0: the likeliest token always."""
+    max_prompts: int | None = setting(None, at_least(1))
+    """The first so many prompts only; None: all."""
+
+
+@attrs.frozen(kw_only=True)
+class CheckpointSettings:
+    """When the whole state of the run is saved."""
+
+    every: int = setting(50, at_least(0))
+    """Steps between checkpoints; 0: only after the last step."""
+    keep: int = setting(2, at_least(1))
+    """How many of the last checkpoints stay on disk."""
+
+
+@attrs.frozen(kw_only=True)
+class LogSettings:
+    """Where numbers and samples go."""
+
+    loggers: tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...] = setting(("console", "jsonl"))
+    """What metrics are written to; the report needs jsonl."""
+    samples_per_step: int = setting(4, at_least(0))
+    """Responses per step that are written to samples.jsonl."""
+    project: str = setting("fppo", given("give the name of a W&B project"))
+    """The project that a run belongs to in W&B."""
+
+
+@attrs.frozen(kw_only=True)
+class TrainSettings:
+    """Everything that a run of `fppo train` is told."""
+
+    output_dir: str = setting("runs/fppo", given("give a directory for what the run writes"))
+    """The directory for everything that the run writes."""
+    seed: int = setting(0, at_least(0))
+    """What every random draw of the run follows from."""
+    steps: int = setting(100, at_least(1))
+    """Steps of the run: each samples one batch and updates on it."""
+    resume: str = setting("auto", given("give auto, never, must, or a checkpoint"))
+    """auto: from the last checkpoint if there is one; must: or fail; never: start anew; or a checkpoint's directory."""
+    device: str = setting("auto", given("give auto, cpu or cuda"))
+    """Where tensors live: auto (a GPU if there is one), cpu, cuda or cuda:N."""
+    model: ModelSettings = setting(ModelSettings)
+    """Which models, and how they run."""
+    data: DataSettings = setting(DataSettings)
+    """Where prompts come from, and how a row becomes one."""
+    rollout: RolloutSettings = setting(RolloutSettings)
+    """How responses are sampled."""
+    reward: RewardSettings = setting(RewardSettings)
+    """How a response is scored."""
+    algorithm: AlgorithmSettings = setting(AlgorithmSettings)
+    """How scores become advantages."""
+    actor: ActorSettings = setting(ActorSettings)
+    """How the policy is updated."""
+    critic: CriticSettings = setting(CriticSettings)
+    """How the critic is updated."""
+    eval: EvalSettings = setting(EvalSettings)
+    """How held-out prompts are answered and scored."""
+    mesh: MeshSettings = setting(MeshSettings)
+    """How the run is spread over processes."""
+    checkpoint: CheckpointSettings = setting(CheckpointSettings)
+    """When the whole state of the run is saved."""
+    log: LogSettings = setting(LogSettings)
+    """Where numbers and samples go."""

@@ -1,0 +1,25 @@
+"""The settings of responses of several turns."""
+
+from __future__ import annotations
+
+import attrs
+
+from fppo.settings.fields import above, at_least, setting
+
+
+@attrs.frozen(kw_only=True)
+class TurnsSettings:
+    """What answers the policy's turns. A turn ends with a stop token: the tokenizer's end, or one of rollout.stop."""
+
+    respond: str | None = setting(None)
+    """calculator, or module:function of the conversation so far; None: a response is one turn."""
+    max_turns: int = setting(8, at_least(1))
+    """Turns of a response at most."""
+    turn_tokens: int | None = setting(None, at_least(1))
+    """The longest turn, in tokens; None: any. rollout.max_tokens bounds the response with all that it is told."""
+    failure: str = setting("error")
+    """What the policy is told where respond raises or takes too long; empty: the response ends there."""
+    time_limit: float = setting(10.0, above(0))
+    """Seconds that a call may take."""
+    workers: int = setting(1, at_least(1))
+    """Processes that calls run in, on each rank; the calculator needs none."""

@@ -1,0 +1,49 @@
+"""The settings of the vLLM engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+
+from fppo.settings.fields import above, at_least, at_most, setting
+
+
+@attrs.frozen(kw_only=True)
+class VllmSettings:
+    """How vLLM runs, where rollout.engine is vllm."""
+
+    max_model_len: int | None = setting(None, at_least(1))
+    """The longest prompt and response together, in tokens; None: the model's own limit."""
+    max_rows: int = setting(256, at_least(1))
+    """Rows that decode together."""
+    cache_gb: float = setting(1.0, above(0))
+    """Memory for keys and values, in GiB."""
+    memory_share: float | None = setting(None, above(0), at_most(1))
+    """The share of the device's memory that vLLM may take in all, in place of cache_gb."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = setting(None)
+    """The dtype vLLM holds and computes in; None: the one training computes in."""
+    eager: bool = setting(True)
+    """Run without compiling or capturing graphs: starts at once, decodes slower on a GPU."""
+    prefix_cache: bool = setting(True)
+    """Compute what prompts share once; samples of one prompt share it."""
+    sleep: bool = setting(False)
+    """Give weights and cache back to the GPU between rollouts."""
+    host: Literal["local", "process", "ray"] = setting("local")
+    """Where it runs: in this process, in one of its own, or in a Ray actor; what dies or hangs there is replaced."""
+    tensor_parallel: int = setting(1, at_least(1))
+    """Over how many devices it cuts the model; not with host = "local"."""
+    transport: Literal["auto", "nccl", "ipc"] = setting("auto")
+    """How weights go: as the host has it (directly, shared memory, Ray's store), or by vLLM's own NCCL or CUDA IPC."""
+    restarts: int = setting(3, at_least(0))
+    """How often it is replaced in one rollout before the run ends."""
+    patience: float = setting(120.0, above(0))
+    """Seconds without a sign of life after which it counts as hung."""
+    start_patience: float = setting(900.0, above(0))
+    """The same, while it starts or takes weights in."""
+    send: Literal["all", "changed"] = setting("all")
+    """Send all parameters at every sync, or those that changed."""
+    bucket_mb: int = setting(256, at_least(1))
+    """MiB of parameters that are gathered and sent at once."""
+    probe: Literal["first", "always", "never"] = setting("first")
+    """After which syncs the log-probs of some tokens are held against the trainer's."""

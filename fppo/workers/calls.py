@@ -1,0 +1,117 @@
+"""Calls of reward functions with what they raise kept to the sample; the same in every process."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+
+from fppo.runtime.clock import Clock
+from fppo.workers.sample import Kind, Outcome, Sample, UserFn, outcome_of
+
+Emit = Callable[[int, Outcome], None]
+_LOOK = 0.5  # seconds between two looks at the clock, at most
+
+
+class Mode(NamedTuple):
+    """How a function is called."""
+
+    kind: Kind
+    asynchronous: bool
+    time_limit: float  # seconds for each coroutine
+    concurrency: int  # coroutines at a time
+
+
+def call(fn: UserFn, samples: Sequence[Sample], mode: Mode, loop: asyncio.Runner, emit: Emit, tick: Any) -> None:
+    """Calls `emit(number, outcome)` for a sample as soon as it is known, and `tick()` before each call of a batch."""
+    if mode.kind == "batch":
+        _batch(fn, samples, 0, loop, emit, tick)
+    elif mode.asynchronous:
+        loop.run(_gather(fn, samples, mode, emit))
+    else:
+        for number, sample in enumerate(samples):
+            emit(number, _guarded(lambda sample=sample: outcome_of(_settled(fn(sample), loop))))
+
+
+def _settled(result: Any, loop: asyncio.Runner) -> Any:
+    """What a function returned, after waiting for it if it has to be awaited."""
+    if not inspect.isawaitable(result):
+        return result
+
+    async def wait() -> Any:
+        return await result
+
+    return loop.run(wait())
+
+
+def _guarded(attempt: Callable[[], Outcome]) -> Outcome:
+    try:
+        return attempt()
+    except (Exception, SystemExit) as error:
+        return _error(error)
+
+
+def _error(error: BaseException) -> Outcome:
+    frames = traceback.extract_tb(error.__traceback__)
+    last = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return Outcome("error", text=f"{type(error).__name__}: {error}{last}")
+
+
+def _batch(fn: UserFn, samples: Sequence[Sample], first: int, loop: asyncio.Runner, emit: Emit, tick: Any) -> None:
+    """One call for all; if it raises, one for each half, until the samples at fault are alone."""
+    tick()
+    try:
+        results = _settled(fn(list(samples)), loop)
+    except (Exception, SystemExit) as error:
+        if len(samples) == 1:
+            emit(first, _error(error))
+            return
+        half = len(samples) // 2
+        _batch(fn, samples[:half], first, loop, emit, tick)
+        _batch(fn, samples[half:], first + half, loop, emit, tick)
+        return
+    for number, outcome in enumerate(_outcomes(results, len(samples))):
+        emit(first + number, outcome)
+
+
+def _outcomes(results: Any, count: int) -> list[Outcome]:
+    try:
+        found = [] if isinstance(results, (str, dict)) else list(results)
+    except TypeError:
+        found = []
+    if len(found) != count:
+        said = f"{len(found)} results" if isinstance(results, (list, tuple)) else f"a {type(results).__name__}"
+        return [Outcome("bad", text=f"{said} for {count} samples")] * count
+    return [outcome_of(result) for result in found]
+
+
+async def _gather(fn: UserFn, samples: Sequence[Sample], mode: Mode, emit: Emit) -> None:
+    turns = asyncio.Semaphore(mode.concurrency)
+
+    async def one(number: int, sample: Sample) -> None:
+        async with turns:
+            try:
+                outcome = outcome_of(await _within(fn(sample), mode.time_limit))
+            except TimeoutError:
+                outcome = Outcome("timeout", text=f"no result within {mode.time_limit:g} s")
+            except (Exception, SystemExit) as error:
+                outcome = _error(error)
+        emit(number, outcome)
+
+    await asyncio.gather(*(one(number, sample) for number, sample in enumerate(samples)))
+
+
+async def _within(waited: Awaitable[Any], limit: float) -> Any:
+    """What is waited for; TimeoutError after `limit` seconds in which this process was not stopped."""
+    task, clock = asyncio.ensure_future(waited), Clock(2 * _LOOK)
+    try:
+        while not task.done() and (left := limit - clock.now()) > 0:
+            await asyncio.wait([task], timeout=min(left, _LOOK))
+    finally:
+        late = task.cancel()
+    if late:
+        await asyncio.gather(task, return_exceptions=True)  # what it does at its end
+        raise TimeoutError
+    return task.result()

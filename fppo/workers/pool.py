@@ -1,0 +1,260 @@
+"""Worker processes that can be killed: a sample that hangs costs its time limit and a new process, nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, Pipe, wait
+
+import attrs
+
+from fppo.runtime.clock import Clock
+from fppo.workers.calls import Mode
+from fppo.workers.sample import Outcome, Sample, UserFn
+
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from fppo.workers.process import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+_SLACK = 1.0  # seconds that overdue coroutines are given to end by themselves
+_LOOK = 0.5  # seconds between two looks at the processes, at most
+_CHUNK = 32  # samples in a task, at most
+_Task = tuple[int, ...]  # numbers of samples
+
+
+@attrs.define
+class _Worker:
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    deadline: float  # of the pool's clock; until then it has to send something
+    ready: bool = False
+    task: _Task | None = None
+    open: list[int] = attrs.field(factory=list)  # the task's samples without an outcome, in order
+
+
+@attrs.define
+class _Run:
+    """One function on many samples."""
+
+    function: int
+    mode: Mode
+    samples: Sequence[Sample]
+    pending: deque[_Task]
+    outcomes: dict[int, Outcome] = attrs.field(factory=dict)
+
+
+class WorkerPool:
+    """At most `workers` processes that hold `functions`. They start when first needed, or at `start()`.
+
+    Raises ValueError for a function that cannot be sent to another process, and later for one that does not load there;
+    `kind` is what errors call them.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[tuple[str, UserFn]],
+        *,
+        workers: int,
+        time_limit: float,
+        start_limit: float,
+        kind: str = "reward",
+    ) -> None:
+        self._names = f"{kind} {', '.join(name for name, _ in functions)}"
+        self._functions = pickle.dumps([_portable(name, fn, kind) for name, fn in functions])
+        self._count, self._time_limit, self._start_limit = workers, time_limit, start_limit
+        self._clock = Clock(2 * _LOOK)
+        self._workers: list[_Worker] = []
+        self._closed = 0  # how often
+        self._starter: ThreadPoolExecutor | None = None
+        self._finalizer = weakref.finalize(self, _end, self._workers)  # runs at the interpreter's exit too
+
+    def start(self) -> None:
+        """Starts the processes without waiting for them."""
+        while len(self._workers) < self._count:
+            self._workers.append(self._started())
+
+    def close(self) -> None:
+        """Ends all processes, and what they started. A run under way in another thread fails; a later one starts new
+        ones."""
+        self._closed += 1
+        _end(self._workers)
+        starter, self._starter = self._starter, None
+        if starter is not None:
+            starter.shutdown(wait=False)
+
+    def run(self, function: int, mode: Mode, samples: Sequence[Sample]) -> list[Outcome]:
+        """The outcome of function number `function` on every sample. An interruption leaves no process behind."""
+        run, closed = _Run(function, mode, samples, deque(_tasks(len(samples), mode, self._count))), self._closed
+        try:
+            while len(run.outcomes) < len(samples) or any(w.task is not None for w in self._workers):
+                if self._closed != closed:
+                    raise RuntimeError(f"the processes of the {self._names} were closed while they were at work")
+                self._assign(run)
+                self._wait(run)
+        except BaseException:
+            self.close()
+            raise
+        return [run.outcomes[number] for number in range(len(samples))]
+
+    def _started(self) -> _Worker:
+        ours, theirs = Pipe()
+        path = [os.getcwd() if entry == "" else entry for entry in sys.path]
+        arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(path)]
+        # on a thread that stays: the system ends a worker with the thread that started it
+        self._starter = self._starter or ThreadPoolExecutor(1, "reward processes")
+        process = self._starter.submit(
+            subprocess.Popen,
+            [sys.executable, "-P", "-c", _START, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what a reward prints must not mix with the command's own output
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,  # ctrl-C is for the parent; and what a reward starts is killed with it
+        ).result()
+        theirs.close()
+        with contextlib.suppress(OSError):  # if it died at once, the first wait says so
+            ours.send_bytes(self._functions)
+        return _Worker(process, ours, self._clock.now() + self._start_limit)
+
+    def _assign(self, run: _Run) -> None:
+        busy = sum(w.task is not None for w in self._workers)
+        while len(self._workers) < min(self._count, len(run.pending) + busy):
+            self._workers.append(self._started())
+        for worker in list(self._workers):
+            if not worker.ready or worker.task is not None or not run.pending:
+                continue
+            task = run.pending[0]
+            try:
+                chosen = [tuple(run.samples[number]) for number in task]
+                worker.connection.send_bytes(pickle.dumps((run.function, tuple(run.mode), chosen)))
+            except OSError:  # it died while idle, which is no sample's fault
+                self._replace(worker)
+                continue
+            run.pending.popleft()
+            worker.task, worker.open = task, list(task)
+            worker.deadline = self._deadline(run.mode)
+
+    def _replace(self, worker: _Worker) -> None:
+        self._drop(worker)
+        self._workers.append(self._started())
+
+    def _drop(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        _kill(worker)
+
+    def _deadline(self, mode: Mode) -> float:
+        slack = _SLACK if mode.asynchronous and mode.kind == "sample" else 0.0
+        return self._clock.now() + self._time_limit + slack
+
+    def _wait(self, run: _Run) -> None:
+        waiting = [w for w in self._workers if w.task is not None or not w.ready]
+        if not waiting:
+            return
+        patience = max(0.0, min(w.deadline for w in waiting) - self._clock.now())
+        heard = wait([w.connection for w in waiting], min(patience, _LOOK))
+        now = self._clock.now()
+        for worker in waiting:
+            if worker.connection in heard:
+                try:
+                    self._hear(worker, run)
+                except (EOFError, ConnectionError):
+                    self._died(worker, run)
+            elif now >= worker.deadline:
+                self._overdue(worker, run)
+
+    def _hear(self, worker: _Worker, run: _Run) -> None:
+        while True:
+            match pickle.loads(worker.connection.recv_bytes()):
+                case ("ready",):
+                    worker.ready = True
+                case ("failed", text):
+                    raise ValueError(f"the {self._names} does not load in a worker process: {text}")
+                case ("done",):
+                    worker.task = None
+                case (int(number), outcome) if worker.task is not None:
+                    run.outcomes[worker.task[number]] = Outcome(*outcome)
+                    worker.open.remove(worker.task[number])
+            worker.deadline = self._deadline(run.mode)
+            if not worker.connection.poll(0):
+                return
+
+    def _died(self, worker: _Worker, run: _Run) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(timeout=1.0)
+        code = worker.process.poll()
+        if not worker.ready:
+            raise ValueError(f"the process of the {self._names} ended with code {code} before it was ready")
+        self._give_up(worker, run, Outcome("error", text=f"its process ended with code {code}"))
+
+    def _overdue(self, worker: _Worker, run: _Run) -> None:
+        if not worker.ready:
+            raise ValueError(f"the {self._names} did not load within {self._start_limit:g} s")
+        self._give_up(worker, run, Outcome("timeout", text=f"no result within {self._time_limit:g} s"))
+
+    def _give_up(self, worker: _Worker, run: _Run, outcome: Outcome) -> None:
+        """Kills a worker. The sample that it was at gets `outcome`; where that is not known, halves are tried again."""
+        left = worker.open
+        self._drop(worker)
+        if len(left) == 1 or (run.mode.kind == "sample" and not run.mode.asynchronous):
+            run.outcomes |= {number: outcome for number in left[:1]}
+            retry = [left[1:]]
+        else:
+            retry = [left[: len(left) // 2], left[len(left) // 2 :]]
+        run.pending.extendleft(tuple(task) for task in reversed(retry) if task)
+
+
+def _tasks(count: int, mode: Mode, workers: int) -> list[_Task]:
+    """All samples for a function of a batch; else pieces small enough that the workers end together."""
+    if mode.kind == "batch":
+        size = count
+    elif mode.asynchronous:
+        size = -(-count // workers)
+    else:
+        size = min(_CHUNK, -(-count // (4 * workers)))
+    numbers = range(count)
+    return [tuple(numbers[i : i + size]) for i in range(0, count, max(size, 1))]
+
+
+def _portable(name: str, fn: UserFn, kind: str) -> bytes:
+    """The function for another process: by the name of its module, or by value where there is none to import."""
+    try:
+        data = pickle.dumps(fn)
+        if b"__main__" not in data:  # the worker's __main__ is not ours
+            return data
+    except (pickle.PicklingError, AttributeError, TypeError):
+        pass
+    import dill
+
+    try:
+        return dill.dumps(fn, recurse=True)  # with the globals that it uses, not all that there are
+    except Exception as error:
+        raise ValueError(
+            f"the {kind} {name!r} cannot be sent to a worker process ({error}); define it at the top of a module"
+            + (", or mark it with inline_reward" if kind == "reward" else "")
+        ) from error
+
+
+def _end(workers: list[_Worker]) -> None:
+    while workers:
+        worker = workers.pop()
+        worker.connection.close()  # an idle one ends by itself
+        if worker.task is None and worker.ready:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(timeout=1.0)
+        _kill(worker)
+
+
+def _kill(worker: _Worker) -> None:
+    worker.connection.close()
+    with contextlib.suppress(OSError):  # nobody is left
+        os.killpg(worker.process.pid, signal.SIGKILL)
+    worker.process.kill()
+    worker.process.wait()

@@ -1,0 +1,78 @@
+"""What a user function is called on, and what became of the call."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+UserFn = Callable[..., Any]
+Kind = Literal["sample", "batch", "tensor"]
+ANSWER = "answer"
+
+
+class Sample(NamedTuple):
+    """One response to one prompt. Texts are decoded without special tokens; token ids hold them."""
+
+    prompt: str
+    response: str
+    ground_truth: Any
+    source: str
+    extras: Mapping[str, Any]  # the data row's other fields
+    prompt_tokens: tuple[int, ...]
+    response_tokens: tuple[int, ...]
+    finish: str  # "stop" or "length"
+
+
+class Outcome(NamedTuple):
+    """What became of one sample: a value; an error or a timeout, which score 0; or a result that is no score."""
+
+    kind: Literal["value", "error", "timeout", "bad"]
+    score: float = 0.0
+    named: Mapping[str, float] = {}
+    answer: str | None = None  # what the function took as the response's answer, for majority votes
+    text: str = ""
+
+
+def name_of(fn: UserFn) -> str:
+    """How errors and metrics call a function."""
+    given = getattr(fn, "reward_name", None)
+    if given is not None:
+        return given
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def outcome_of(result: Any) -> Outcome:
+    """A function's result, checked: a finite number, or a dict of them with "score" and maybe the text "answer"."""
+    if not isinstance(result, Mapping):
+        score = _number(result)
+        return Outcome("bad", text=_text(result)) if score is None else Outcome("value", score)
+    answer = result.get(ANSWER)
+    numbers = {name: _number(value) for name, value in result.items() if name != ANSWER}
+    names_are_text = all(isinstance(name, str) for name in numbers)
+    if "score" not in numbers or None in numbers.values() or not names_are_text or not isinstance(answer, str | None):
+        return Outcome("bad", text=_text(result))
+    score = numbers.pop("score")
+    return Outcome("value", score, numbers, answer)  # type: ignore[arg-type]
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, from Python, numpy or torch; None for anything else."""
+    if not hasattr(type(value), "__float__") or getattr(value, "ndim", 0):
+        return None
+    try:
+        number = float(value)
+    except Exception:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _text(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"a {type(value).__name__} whose repr raises {type(error).__name__}"
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,0 +1,122 @@
+"""`fppo ablate`: tables, files, a step replayed under each kernel, and mistakes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fppo.commands import actions, cli
+from tests import tiny_run
+
+SMALL = ["--shapes", "N=9,H=8,V=33", "--repeats", "1", "--law-seconds", "0", "--dtypes", "float32"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("task")
+    tiny_run.write_task(directory)
+    actions.train(tiny_run.settings(directory, steps=3, checkpoint__every=2, model__log_probs="reference"))
+    return directory / "run"
+
+
+def test_a_table_a_file_and_a_chart(tmp_path, capsys):
+    files = ["--json", str(tmp_path / "out" / "a.json"), "--png", str(tmp_path / "out" / "a.png")]
+    own = ["--with", "tests.laws.test_ablate:drops_entropy_gradient"]
+    assert cli.main(["ablate", *SMALL, "--implementations", "reference,chunked", *own, *files]) == 0
+    out = capsys.readouterr().out
+    read = json.loads((tmp_path / "out" / "a.json").read_text())
+    names = [row["implementation"] for row in read["rows"]]
+    assert names == ["reference", "chunked", "drops_entropy_gradient"]
+    assert all(name in out for name in names)
+    assert (tmp_path / "out" / "a.png").stat().st_size > 10_000
+
+
+def test_a_models_sizes_are_taken(tmp_path, capsys):
+    config = {"hidden_size": 8, "vocab_size": 21, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = ["--op", "log_probs,attention", "--model", str(tmp_path), "--shapes", "N=5,R=2,L=4", *SMALL[2:]]
+    assert cli.main(["ablate", *given, "--implementations", "reference", "sdpa"]) == 0
+    out = capsys.readouterr().out
+    assert "N=5 H=8 V=21" in out
+    assert "R=2 L=4 heads=2 kv_heads=2 head_dim=4" in out
+
+
+def test_a_replayed_step_is_bit_equal_under_the_same_kernel_and_parts_under_another(run, tmp_path, capsys):
+    given = ["--replay", str(run), "--step", "3", "--json", str(tmp_path / "r.json")]
+    names = ["--implementations", "reference", "chunked", "scan", "loop"]
+    own = ["--with", "log_probs=tests.laws.test_ablate:drops_entropy_gradient"]
+    assert cli.main(["ablate", "--op", "log_probs,gae", *names, *own, *given]) == 0
+    out = capsys.readouterr().out
+    assert "the run's own kernels: as recorded, bit for bit" in out
+    assert "log_probs = reference (the run has it): bit-equal in every stage" in out
+    assert "gae = loop: parts first in advantages, leaf advantages" in out
+    read = json.loads((tmp_path / "r.json").read_text())
+    found = {choice["implementation"]: choice for choice in read["choices"]}
+    assert list(found) == ["reference", "chunked", "drops_entropy_gradient", "scan", "loop"]
+    stages = {stage["stage"]: stage for stage in found["loop"]["stages"]}
+    order = ["rollout", "old_log_probs", "ref_log_probs", "values", "advantages"]
+    order += ["critic gradients", "critic state", "actor gradients", "actor state"]
+    assert list(stages) == order
+    assert all(stages[name]["leaf"] is None for name in order[:4])
+    assert 0 < stages["advantages"]["relative"] < 1e-4
+    assert stages["actor gradients"]["leaf"] == "model.embed_tokens.weight"
+    assert stages["actor state"]["differing"] > 0
+    assert all(stage["leaf"] is None for stage in found["reference"]["stages"])
+
+
+def test_a_kernel_that_breaks_is_told_from_one_that_rounds(run, tmp_path):
+    """Log-probs that are 1 off part in the rollout, by 1, and the gradients by far more than rounding."""
+    given = ["--replay", str(run), "--step", "2", "--json", str(tmp_path / "r.json"), "--implementations", "reference"]
+    own = ["--with", "tests.commands.test_ablate:doubled"]
+    assert cli.main(["ablate", *own, *given]) == 0
+    choice = json.loads((tmp_path / "r.json").read_text())["choices"][1]
+    first = next(stage for stage in choice["stages"] if stage["leaf"] is not None)
+    assert first["stage"] in ("rollout", "old_log_probs")
+    assert first["max_abs"] > 0.1
+
+
+def doubled(*args, **keywords):
+    from fppo_kernels.log_probs.reference import reference
+
+    out = reference(*args, **keywords)
+    return out._replace(log_probs=2 * out.log_probs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--op", "log_prob"], "did you mean log_probs?"),
+        (["--implementations", "chunkd"], "there is no such kernel; there are log_probs: reference, chunked"),
+        (["--dtypes", "float31"], "did you mean float32?"),
+        (["--shapes", "N=many"], "'N=many' is not a size; write sizes as N=256,H=512"),
+        (["--shapes", "M=3"], "there is no size 'M'; log_probs has N, H, V"),
+        (["--model", "no_such_model"], "there is no directory 'no_such_model'"),
+        (["--model", "gpt2", "--shapes", "H=3"], "--shapes gives H or V, which --model gives too"),
+        (["--with", "mine"], "not of the form module:function"),
+        (["--with", "no_such_module:fn"], "does not import"),
+        (["--with", "gae=math:sqrt"], "'gae' is not among the operations"),
+        (["--op", "gae,pad", "--with", "math:sqrt"], "say which operation it is for, as gae=math:sqrt"),
+        (["--with", "math:pi"], "that is a float, not a function"),
+        (["--device", "cuda:9"], "torch sees no GPU here"),
+        (["--repeats", "0", "--law-seconds", "-1"], "2 problems"),
+        (["--step", "3"], "--replay RUN and --step N go together"),
+        (["--replay", "no_such_run", "--step", "3"], "no such file; give the output_dir of a run"),
+    ],
+)
+def test_mistakes_are_one_message_that_names_what_there_is(arguments, message, capsys):
+    assert cli.main(["ablate", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_a_step_that_was_not_recorded_is_named(run, capsys):
+    assert cli.main(["ablate", "--replay", str(run), "--step", "9"]) == 2
+    assert "no record of step 9; the recorded steps are 1 to 3" in capsys.readouterr().err
+
+
+def test_an_unknown_flag_suggests_the_nearest(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["ablate", "--implementation", "chunked"])
+    assert "--implementations" in capsys.readouterr().err

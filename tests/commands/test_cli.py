@@ -1,0 +1,147 @@
+"""The command line: arguments reach their command, and mistakes are one message."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fppo.commands import actions, cli
+from fppo.commands.actions import ALONE
+from fppo.runtime.checkpoint import CheckpointError
+from fppo.settings import files
+from fppo.settings.train import TrainSettings
+
+MINIMAL = 'model.path = "m"\ndata.path = "a.jsonl"\nreward.functions = "exact_match"\n'
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[Any, ...]]:
+    """What reaches the commands; each returns 3."""
+    made: list[tuple[Any, ...]] = []
+
+    def command(name: str) -> Any:
+        return lambda *arguments: made.append((name, *arguments)) or 3
+
+    for name in ("quickstart", "train", "evaluate", "replay", "export"):
+        monkeypatch.setattr(actions, name, command(name))
+    monkeypatch.setattr(actions, "settings_of", lambda directory: TrainSettings())
+    return made
+
+
+def test_arguments_reach_their_command(calls, tmp_path):
+    file = tmp_path / "settings.toml"
+    file.write_text(MINIMAL)
+    settings = files.load(file)
+    assert cli.main(["quickstart", "--seed", "4"]) == 3
+    assert cli.main(["train", str(file), "--steps", "9"]) == 3
+    flags = "--steps 9 --model.path m --data.path a.jsonl --reward.functions exact_match"
+    assert cli.main(["train", *flags.split()]) == 3
+    assert cli.main(["eval", str(tmp_path), "--steps", "9"]) == 3
+    assert cli.main(["replay", "r", "--step", "7"]) == 3
+    assert cli.main(["export", "r", "out"]) == 3
+    changed = files.replace(settings, {"steps": 9, "mesh.shard": 1})
+    quickstart, *others = calls
+    assert quickstart[:-1] == ("quickstart", Path("runs/quickstart"), 4)
+    assert others == [
+        ("train", changed, ALONE),
+        ("train", changed, ALONE),
+        ("evaluate", changed, ALONE),
+        ("replay", Path("r"), 7, ALONE),
+        ("export", Path("r"), Path("out"), None),
+    ]
+
+
+def test_settings_that_conflict_stop_before_any_work(calls, tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text(MINIMAL + "[rollout]\nn = 3\nbatch_sise = 4\n")
+    assert cli.main(["train", str(file)]) == 2
+    assert calls == []
+    error = capsys.readouterr().err
+    assert "2 problems" in error
+    assert "did you mean rollout.batch_size?" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "did you mean train?"),
+        (["zzz"], "there are quickstart"),
+        (["train", "no_such.toml"], "no such file"),
+        (["eval", "no_such_run"], "no such file"),
+        (["eval"], "output_dir"),
+        (["report", "no_such_run"], "no such directory"),
+        (["train", "--nproc", "two"], "--nproc two: give a whole number, 1 or more"),
+        (["train", "--nproc=0"], "--nproc 0: give a whole number, 1 or more"),
+        (["quickstart", "--max-restarts"], "--max-restarts : give a whole number, 0 or more"),
+    ],
+)
+def test_mistakes_are_one_message(arguments, message, capsys):
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_a_traceback_is_shown_on_request(capsys):
+    assert cli.main(["report", "no_such_run", "--traceback"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(CheckpointError("torn"), 2), (OSError("disk full"), 2), (KeyboardInterrupt(), 130)]
+)
+def test_errors_of_commands_are_one_message(calls, monkeypatch, capsys, error, status):
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(actions, "replay", fail)
+    assert cli.main(["replay", "r", "--step", "7"]) == status
+    assert capsys.readouterr().err.startswith(f"fppo replay: {str(error) or 'interrupted'}")
+
+
+def test_a_defect_keeps_its_traceback(calls, monkeypatch):
+    monkeypatch.setattr(actions, "replay", lambda *arguments: {}["x"])
+    with pytest.raises(KeyError):
+        cli.main(["replay", "r", "--step", "7"])
+
+
+def test_help_names_every_command_without_loading_torch(capsys):
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in cli.COMMANDS)
+    assert cli.main([]) == 2
+    program = "import sys; from fppo import cli; cli.main(['--help']); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_a_report_is_written(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n')
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+
+
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["plan", "--model", "quickstart"]], ids=" ".join)
+def test_a_reader_that_has_gone_is_no_error(arguments):
+    """As in `fppo plan ... | head`: more than fits into a buffer, and less."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "fppo", *arguments]
+    done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, env=buffered)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_another_pipe_that_breaks_is_an_error(monkeypatch, capfd):
+    def breaks(arguments):
+        raise BrokenPipeError(32, "Broken pipe", "an engine's")
+
+    monkeypatch.setattr(cli, "COMMANDS", {"plan": breaks})
+    assert cli.main(["plan"]) == 2
+    assert 'Broken pipe: "an engine\'s"' in capfd.readouterr().err

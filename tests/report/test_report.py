@@ -1,0 +1,227 @@
+"""The report: complete where the run is, honest where it is not, and closed to what samples contain."""
+
+from __future__ import annotations
+
+import math
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fppo.report import charts, page
+from fppo.report import write as report
+from fppo.report.write import write_report
+from fppo.runs.jsonl import JsonLines
+from fppo.settings import files
+
+EVIL = "<script>alert('x')</script>\"&<img src=http://example.com/x.png>\u0000\ud800"
+
+
+def write_run(directory: Path, *, steps: int = 50, critic: bool = True, samples: bool = True, text: str = "47") -> Path:
+    metrics = JsonLines(directory / "metrics.jsonl")
+    metrics.log(0, {"val/sums/accuracy/mean@1": 0.25})
+    for step in range(1, steps + 1):
+        numbers = {
+            "critic/score/mean": step / steps,
+            "actor/ppo_kl": 0.0001 * step,
+            "actor/entropy": 1.0,
+            "perf/throughput": 1000.0,
+            "timing_s/step": 2.0,
+            "timing_s/gen": 1.5,
+        }
+        if critic:
+            numbers["critic/vf_loss"] = 1 / step
+        if step == steps:
+            numbers["val/sums/accuracy/mean@1"] = 0.75
+        metrics.log(step, numbers)
+    metrics.close()
+    if samples:
+        log = JsonLines(directory / "samples.jsonl")
+        for step in range(1, steps + 1):
+            log.write(sample(step, text, critic=critic))
+        log.close()
+    return directory
+
+
+def sample(step: int, text: str, *, critic: bool = True) -> dict[str, Any]:
+    return {
+        "step": step,
+        "id": text,
+        "row_id": 3,
+        "source": "sums",
+        "prompt": f"prompt {text}",
+        "response": f"is {text}",
+        "tokens": ["is", "", f" {text}\n"],
+        "log_probs": [-0.5, None, -3.0],
+        "advantages": [0.25, None, -2.0],
+        "values": [0.125, None, 0.5] if critic else None,
+        "score": None,
+        "named_scores": {"format": 1.0},
+        "ground_truth": {"answer": text},
+        "finish": "length",
+    }
+
+
+class Page(HTMLParser):
+    """The tags, links and text of a page; raises if tags do not close."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.text = ""
+        self.tips: list[str] = []
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "input"):
+            self.open.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "action")]
+        self.tips += [value or "" for name, value in attrs if name == "data-t"]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] != "style":
+            self.text += data
+
+
+def page_of(directory: Path) -> Page:
+    path = write_report(directory)
+    assert path == directory / "report.html"
+    assert (directory / "curves.png").read_bytes().startswith(b"\x89PNG")
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def test_a_whole_run_is_reported(tmp_path):
+    settings = files.replace(files.TrainSettings(), {"steps": 50, "model.path": "some/model"})
+    files.save(settings, tmp_path / "settings.toml")
+    page = page_of(write_run(tmp_path))
+    for shown in ("25.0% → 75.0%", "+50.0 points", "50 of 50", "1.7 min", "Value loss", "some/model", "timing_s/gen"):
+        assert shown in page.text
+    assert "settings at their defaults" in page.text
+    assert page.tips[:2] == ["log-prob -0.500  (p = 0.607)\nadvantage +0.250\nvalue 0.125", "not trained on"]
+    assert "svg" in page.tags
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_what_a_run_did_not_write_is_left_out(tmp_path):
+    page = page_of(write_run(tmp_path, steps=1, critic=False, samples=False))
+    assert "Value loss" not in page.text
+    assert page.text.count("This run wrote none.") == 2
+    page = page_of(write_run(tmp_path, steps=3, critic=False))
+    assert "value" not in page.tips[0]
+    assert "script" not in page.tags
+
+
+def test_partial_records_are_reported(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 2, "a": 1.0}\n{"step": 1, "a": null}\n{"b": 3}\n{"step": 2, "b": 4}\n{"step": 3, "a":')
+    (tmp_path / "samples.jsonl").write_text('{"step": 2}\n{"step": 2, "tokens": ["a"], "response": "a"}\n{"st')
+    page = page_of(tmp_path)
+    assert "All 2 metrics" in page.text
+    assert report.merged([{"step": 2, "a": 1}, {"step": 1}, {"step": 2, "b": 4}]) == [
+        {"step": 1},
+        {"step": 2, "a": 1, "b": 4},
+    ]
+
+
+def test_nothing_in_a_sample_becomes_markup_or_a_request(tmp_path):
+    directory = write_run(tmp_path / "<i>", text=EVIL, steps=2)
+    files.save(files.replace(files.TrainSettings(), {"model.path": EVIL[:-1]}), directory / "settings.toml")
+    page = page_of(directory)
+    assert {"script", "img"}.isdisjoint(page.tags)
+    assert page.links == []
+    assert "<script>alert('x')</script>" in page.text
+    html = (directory / "report.html").read_text(encoding="utf-8")
+    assert "default-src 'none'" in html
+    assert "url(" not in html
+    assert "@import" not in html
+
+
+def test_errors_name_the_file(tmp_path):
+    with pytest.raises(ValueError, match="no such directory"):
+        write_report(tmp_path / "none")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: there are no metrics"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("{\n{}\n")
+    with pytest.raises(ValueError, match="line 1"):
+        write_report(tmp_path)
+    write_run(tmp_path / "run", steps=1)
+    (tmp_path / "run" / "settings.toml").write_text("a =")
+    with pytest.raises(ValueError, match=r"settings\.toml: not TOML"):
+        write_report(tmp_path / "run")
+
+
+def test_samples_of_the_first_and_last_steps_are_kept():
+    samples = [{"step": step, "id": i} for step in range(1, 101) for i in range(9)]
+    picked = report.pick(samples)
+    assert next(iter(picked)) == 1
+    assert list(picked)[-1] == 100
+    assert len(picked) == report.SHOWN_STEPS
+    assert {len(group) for group in picked.values()} == {report.SHOWN_PER_STEP}
+    assert report.pick([]) == {}
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
+def test_ticks_are_round_and_inside(low, width):
+    high = low + width
+    if high - low < 1e-9 * max(abs(low), abs(high)):
+        return
+    marks = charts.ticks(low, high)
+    assert 1 <= len(marks) <= 9
+    slack = (high - low) * 1e-3
+    assert all(low - slack <= m <= high + slack for m in marks)
+    steps = {f"{b - a:.6e}" for a, b in pairwise(marks)}
+    assert len(steps) <= 2  # one step, but for rounding
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=100))
+def test_charts_stay_inside_their_frame(values):
+    line = [(float(step), value) for step, value in enumerate(values)]
+    drawn = charts.svg(charts.Panel("t", "n", {"a": line}))
+    for part in drawn.split('<circle class="dot')[1:]:
+        x, y = (float(part.split(f'{name}="')[1].split('"')[0]) for name in ("cx", "cy"))
+        assert 0 <= x <= charts.WIDTH
+        assert 0 <= y <= charts.HEIGHT
+
+
+@given(st.floats(-5, 5), st.floats(-5, 5), st.integers(1, 90))
+def test_smoothing_keeps_straight_lines(start, slope, count):
+    line = [(float(i), start + slope * i) for i in range(count)]
+    for (_, a), (_, b) in zip(charts.smooth(line), line):
+        assert math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.12345, "0.123"),
+        (0.00075, "7.5e-4"),
+        (-5e-7, "-5e-7"),
+        (1234.5, "1234"),
+        (15000, "15k"),
+        (2e6, "2e6"),
+    ],
+)
+def test_numbers_are_short(value, text):
+    assert charts.short(value) == text
+
+
+def test_colours_grow_with_size():
+    scale = page.scale_of([sample(1, "x")])
+    assert scale.advantage == 2.0
+    assert (scale.value_low, scale.value_high) == (0.125, 0.5)
+    assert page.scale_of([{}]).advantage == 1.0

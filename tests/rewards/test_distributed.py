@@ -1,0 +1,55 @@
+"""Judgements of many ranks are those of one process, and so are its complaints."""
+
+import pytest
+import torch
+
+from fppo import rewards
+from fppo.rewards.distributed import SpreadJudge
+from fppo.runtime.simulate import simulate
+from fppo.workers.sample import Sample
+
+
+def sample(number):
+    return Sample("", str(number), None, "s", {}, (number,), (), "stop")
+
+
+@rewards.inline_reward
+def parity(sample):
+    return {"score": float(sample.response), "odd": float(int(sample.response) % 2)}
+
+
+@rewards.inline_reward
+def odd_ones_fail(sample):
+    if int(sample.response) % 2:
+        raise RuntimeError("no")
+    return {"score": 1.0, "half": int(sample.response) / 2}
+
+
+@rewards.inline_reward
+def names_differ(sample):
+    return {"score": 1.0, "odd" if int(sample.response) % 2 else "even": 1.0}
+
+
+def judged(fns, ranks, count=5):
+    def on_rank(mesh):
+        with rewards.RewardRunner(rewards.combine(fns, (), extra={})) as runner:
+            return SpreadJudge(runner, mesh, torch.device("cpu")).judge([sample(n) for n in range(count)])
+
+    return simulate({"shard": ranks}, on_rank)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("fn", ["parity", "odd_ones_fail"])
+def test_any_number_of_ranks_judges_as_one(fn, count):
+    """With two ranks one of them has the samples that fail, all of them; with three and one sample two have none."""
+    name = f"{__name__}:{fn}"
+    (expected,) = judged([name], 1, count)
+    for ranks in (2, 3):
+        for found in judged([name], ranks, count):
+            assert found == expected
+
+
+def test_names_that_differ_between_ranks_are_an_error_as_in_one_process():
+    for ranks in (1, 2):
+        with pytest.raises(ValueError, match="give every sample the same"):
+            judged([f"{__name__}:names_differ"], ranks)

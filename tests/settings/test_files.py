@@ -1,0 +1,313 @@
+"""Settings: read strictly, checked as a whole, and written back as they were."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fppo import losses
+from fppo.settings import checks, files
+from fppo.settings import train as train_settings
+from fppo.settings.train import TrainSettings
+
+BASE = {"model.path": "m", "data.path": ["a.jsonl"], "reward.functions": ["exact_match"]}
+
+
+def make(changes: dict[str, Any] | None = None) -> TrainSettings:
+    return files.replace(TrainSettings(), BASE | (changes or {}))
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return path
+
+
+MINIMAL = 'model.path = "m"\ndata.path = "a.jsonl"\nreward.functions = "exact_match"\n'
+
+
+def test_the_defaults_run_once_model_data_and_reward_are_given():
+    assert checks.problems(make()) == []
+    missing = [p.split(" = ")[0] for p in checks.problems(TrainSettings())]
+    assert missing == ["model.path", "data.path", "reward.functions"]
+
+
+def test_a_file_and_overrides_make_settings(tmp_path):
+    path = write(tmp_path, MINIMAL + "steps = 7\n[actor.optimizer]\nlr = 1\n")
+    loaded = files.load(path, ["--actor.optimizer.lr", "1e-4", "--data.no-shuffle", "--rollout.top_k", "5"])
+    assert loaded == make({"steps": 7, "actor.optimizer.lr": 1e-4, "data.shuffle": False, "rollout.top_k": 5})
+    assert files.load(path).actor.optimizer.lr == 1.0
+
+
+def test_one_setting_of_a_section_keeps_the_section_s_other_defaults(tmp_path):
+    loaded = files.load(write(tmp_path, MINIMAL + "critic.optimizer.beta1 = 0.8\n"))
+    assert loaded.critic.optimizer.lr == TrainSettings().critic.optimizer.lr == 1e-5
+
+
+def test_every_problem_of_file_and_result_is_named_at_once(tmp_path):
+    text = """
+        steps = 10.5
+        lr = 3
+        [rollout]
+        batch_size = 10
+        n = 4
+        temprature = 1
+        [actor]
+        mini_batch_size = 3
+        micro_batch_size = 30
+        token_budget = 200
+        [actor.loss]
+        name = "grpo"
+        [algorithm]
+        advantage = "gro"
+        whiten = 1
+    """
+    with pytest.raises(files.SettingsError) as caught:
+        files.load(write(tmp_path, text))
+    places = {p.split(" = ")[0] for p in caught.value.problems}
+    assert places == {
+        *("steps", "lr", "model.path", "data.path", "reward.functions", "rollout.batch_size", "rollout.temprature"),
+        *("actor.mini_batch_size", "actor.micro_batch_size", "actor.loss.name", "algorithm.advantage"),
+        "algorithm.whiten",
+    }
+    message = str(caught.value)
+    assert f"{len(caught.value.problems)} problems in {tmp_path / 'run.toml'}" in message
+    for hint in ("rollout.temperature?", "actor.optimizer.lr", "8 or 12", "mean grpo?", "one of the two"):
+        assert hint in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("steps = = 3", "line 1"),
+        ("actor = 3", r"write \[actor\]"),
+        ("[optimizer]\nlr = 3", "did you mean actor.optimizer or critic.optimizer|there are output_dir"),
+        ("zzz = 3", "there are output_dir"),
+        ("steps = true", "whole number"),
+        ('steps = "3"', "whole number"),
+        ("model.path = 3", "must be text"),
+        ('reward.weights = ["a"]', "a list, each a number"),
+        ('log.loggers = ["consol"]', "did you mean console"),
+        ('data.shuffle = "false"', "true or false"),
+        ("rollout.temperature = nan", "must be greater than 0"),
+        ("rollout.temperature = inf", "must be finite"),
+        ("rollout.top_p = 1.5", "1 or less"),
+    ],
+)
+def test_malformed_files_say_what_to_write(tmp_path, text, message):
+    with pytest.raises(files.SettingsError, match=message):
+        files.load(write(tmp_path, text))
+
+
+def test_a_missing_file_and_a_directory_are_named(tmp_path):
+    with pytest.raises(files.SettingsError, match=r"nothing\.toml"):
+        files.load(tmp_path / "nothing.toml")
+    with pytest.raises(files.SettingsError, match="directory"):
+        files.load(tmp_path)
+
+
+def test_an_unknown_override_ends_the_command(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        files.load(write(tmp_path, MINIMAL), ["--actor.optimizer.rl", "3"])
+    assert "--actor.optimizer.lr" in "".join(capsys.readouterr())
+
+
+CONFLICTS = [
+    ({"rollout.batch_size": 10, "rollout.n": 4}, "rollout.batch_size"),
+    ({"algorithm.advantage": "grpo"}, "rollout.n"),
+    ({"algorithm.advantage": "rloo", "rollout.n": 2, "algorithm.lam": 0.9}, "algorithm.lam"),
+    ({"algorithm.advantage": "rloo", "rollout.n": 2, "model.critic_path": "x"}, "model.critic_path"),
+    ({"algorithm.scale": "none"}, "algorithm.scale"),
+    ({"actor.mini_batch_size": 48}, "actor.mini_batch_size"),
+    ({"critic.mini_batch_size": 48}, "critic.mini_batch_size"),
+    ({"actor.micro_batch_size": 8, "actor.token_budget": 100}, "actor.micro_batch_size"),
+    ({"actor.token_budget": 0}, "actor.token_budget"),
+    ({"actor.mini_batch_size": 8, "actor.micro_batch_size": 16}, "actor.micro_batch_size"),
+    ({"actor.weight_mode": "seq-mean-token-sum-norm"}, "actor.horizon"),
+    ({"actor.horizon": 100}, "actor.horizon"),
+    ({"actor.loss.beta": 1.0}, "actor.loss.beta"),
+    ({"actor.loss.name": "no_such"}, "actor.loss.name"),
+    ({"actor.loss.name": "my.losses:mine", "actor.loss.clip_low": 0.1}, "actor.loss.clip_low"),
+    ({"actor.loss.dual_clip": 0.5}, "actor.loss.dual_clip"),
+    ({"actor.loss.name": "clip_cov", "actor.loss.cov_low": 5.0, "actor.loss.cov_high": 1.0}, "actor.loss.cov_low"),
+    ({"actor.kl_kind": "k1"}, "actor.kl_kind"),
+    ({"model.ref_path": "x"}, "model.ref_path"),
+    ({"algorithm.kl.controller": "adaptive"}, "algorithm.kl.controller"),
+    ({"algorithm.kl.coef": 0.1, "algorithm.kl.target": 0.2}, "algorithm.kl.target"),
+    ({"algorithm.correction.high": 3.0}, "algorithm.correction.high"),
+    ({"algorithm.correction.mode": "token", "algorithm.correction.low": 3.0}, "algorithm.correction.low"),
+    ({"algorithm.correction.rejection": ["seq_k9"]}, "algorithm.correction.rejection"),
+    ({"algorithm.correction.rejection": ["seq_max_k3"]}, "algorithm.correction.rejection_high"),
+    (
+        {"algorithm.correction.rejection": ["token_k1"], "algorithm.correction.rejection_high": [0.5]},
+        "algorithm.correction.rejection_high",
+    ),
+    (
+        {"algorithm.correction.rejection": ["token_k1"], "algorithm.correction.rejection_high": [math.inf]},
+        "algorithm.correction.rejection_high",
+    ),
+    ({"steps": 5, "critic.warmup_steps": 5}, "critic.warmup_steps"),
+    ({"steps": 5, "actor.optimizer.warmup_steps": 5}, "actor.optimizer.warmup_steps"),
+    ({"critic.optimizer.min_lr_ratio": 0.1}, "critic.optimizer.min_lr_ratio"),
+    ({"reward.functions": []}, "reward.functions"),
+    ({"reward.functions": ["a b:c"]}, "reward.functions"),
+    ({"reward.weights": [1.0, 2.0]}, "reward.weights"),
+    ({"reward.functions": ["regular_expression"]}, "reward.pattern"),
+    ({"reward.functions": ["regular_expression"], "reward.pattern": "("}, "reward.pattern"),
+    ({"reward.overlong_buffer": 256}, "reward.overlong_buffer"),
+    ({"reward.overlong_penalty": 0.5}, "reward.overlong_penalty"),
+    ({"data.prompt": "Question: {}"}, "data.prompt"),
+    ({"data.prompt": "Question: {question"}, "data.prompt"),
+    ({"data.eval_path": ["a.jsonl"]}, "data.eval_path"),
+    ({"eval.every": 5}, "eval.every"),
+    ({"eval.n": 4}, "eval.n"),
+    ({"data.eval_path": ["b.jsonl"], "eval.n": 4}, "eval.temperature"),
+    ({"device": "gpu"}, "device"),
+    ({"log.loggers": ["jsonl", "jsonl"]}, "log.loggers"),
+]
+
+
+@pytest.mark.parametrize(("changes", "place"), CONFLICTS, ids=[c[1] + str(i) for i, c in enumerate(CONFLICTS)])
+def test_each_conflict_is_named_by_its_setting(changes, place):
+    problems = checks.problems(make(changes))
+    assert place in [p.split(" = ")[0] for p in problems]
+    with pytest.raises(files.SettingsError, match=place):
+        files.check(make(changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm.advantage": "grpo", "rollout.n": 8, "actor.kl_coef": 0.001, "model.ref_path": "x"},
+        {"algorithm.advantage": "remax"},
+        {"algorithm.advantage": "reinforce_plus_plus", "algorithm.gamma": 0.99},
+        {"actor.micro_batch_size": 5, "critic.token_budget": 4096},
+        {"actor.micro_batch_size": 5, "actor.token_budget": 0},
+        {"actor.loss.name": "clip_cov", "actor.loss.clip_low": 0.1, "actor.loss.select_ratio": 0.01},
+        {"actor.loss.name": "my.losses:mine"},
+        {"actor.loss.clip_high": float("inf"), "critic.value_clip": float("inf")},
+        {"actor.weight_mode": "seq-mean-token-sum-norm", "actor.horizon": 256},
+        {"data.path": ["org/set"], "data.eval_path": ["org/set"]},
+        {"data.prompt": "Question: {question}\nAnswer in {{}}:"},
+        {
+            "algorithm.correction.rejection": ["token_k1", "seq_max_k3"],
+            "algorithm.correction.rejection_high": [2.0, 1.0],
+        },
+    ],
+)
+def test_settings_that_agree_pass(changes):
+    assert files.check(make(changes)) == make(changes)
+
+
+def changed(kind: Any) -> st.SearchStrategy[Any]:
+    text = st.text(st.characters(codec="utf-8"), max_size=8)
+    simple = {bool: st.booleans(), int: st.integers(-9, 9), float: st.floats(allow_nan=False), str: text}
+    if kind in simple:
+        return simple[kind]
+    arguments = [a for a in getattr(kind, "__args__", ()) if a not in (type(None), Ellipsis)]
+    if getattr(kind, "__origin__", None) is tuple:
+        return st.lists(changed(arguments[0]), max_size=3)
+    if arguments and isinstance(arguments[0], str | int):
+        return st.sampled_from(arguments)
+    return changed(arguments[0]) | st.none()
+
+
+@given(st.data())
+def test_toml_gives_the_settings_back(data):
+    kinds = files.paths()
+    names = data.draw(st.lists(st.sampled_from(sorted(kinds)), max_size=6, unique=True))
+    drawn = files.replace(TrainSettings(), {name: data.draw(changed(kinds[name])) for name in names})
+    text = files.to_toml(drawn)
+    assert files.from_dict(files.tomllib.loads(text)) == drawn
+    assert files.from_dict(files.to_dict(drawn)) == drawn
+
+
+def test_saved_settings_load_equal(tmp_path):
+    files.save(make({"steps": 3}), tmp_path / "settings.toml")
+    assert files.load(tmp_path / "settings.toml") == make({"steps": 3})
+
+
+def test_every_setting_has_one_line_of_help():
+    tree = ast.parse(inspect.getsource(train_settings))
+    for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        assert ast.get_docstring(cls)
+        for field, after in zip(cls.body, [*cls.body[1:], None]):
+            if isinstance(field, ast.AnnAssign):
+                name = ast.unparse(field.target)
+                assert isinstance(after, ast.Expr), f"{cls.name}.{name} has no help"
+                help_text = ast.literal_eval(after.value)
+                assert isinstance(help_text, str)
+                assert "\n" not in help_text
+
+
+def test_optional_settings_are_none_by_default():
+    """A TOML file cannot hold None, so None has to mean the same as leaving the setting out."""
+    values = files.to_dict(TrainSettings())
+    for path, kind in files.paths().items():
+        value: Any = values
+        for name in path.split("."):
+            value = value[name]
+        assert (type(None) in getattr(kind, "__args__", ())) == (value is None), path
+
+
+def test_replace_leaves_the_old_settings_and_names_unknown_ones():
+    old = make()
+    assert files.replace(old, {"actor.optimizer.lr": 0.5}).actor.optimizer.lr == 0.5
+    assert old == make()
+    with pytest.raises(files.SettingsError, match=r"actor\.optimizer\.lr"):
+        files.replace(old, {"actor.optimizer.rl": 0.5})
+
+
+def test_scalars_are_only_those_given():
+    loss = attrs.evolve(make().actor.loss, name="clip_cov", clip_low=0.1, select_ratio=0.5)
+    assert files.loss_scalars(loss) == {"clip_low": 0.1}
+    assert files.selection_scalars(loss) == {"clip_low": 0.1, "ratio": 0.5}
+    assert files.loss_scalars(make({"actor.loss.dual_clip": 0.0}).actor.loss) == {"dual_clip": None}
+
+
+def test_every_loss_reads_the_scalars_that_settings_give_it():
+    """Settings name the losses' keywords: all of them, and no other."""
+
+    def keywords(function: Any) -> set[str]:
+        parameters = inspect.signature(function).parameters.values()
+        return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"selected", "noise"}
+
+    for name, known in checks.LOSS_KEYWORDS.items():
+        assert keywords(getattr(losses, name)) == set(known.values()), name
+    for name, known in checks.SELECTION_KEYWORDS.items():
+        assert keywords(getattr(losses, f"select_{name}")) == set(known.values()), name
+
+
+def test_correction_keywords_are_those_of_the_correction():
+    assert files.correction_keywords(make().algorithm.correction) is None
+    path = "algorithm.correction"
+    changes = {
+        f"{path}.mode": "sequence",
+        f"{path}.low": 0.5,
+        f"{path}.rejection": ["token_k1", "seq_max_k3", "seq_sum_k1"],
+        f"{path}.rejection_high": [2.0, 1.0, 3.0],
+        f"{path}.rejection_low": [0.1, 0.2],
+    }
+    keywords = files.correction_keywords(files.check(make(changes)).algorithm.correction)
+    assert keywords is not None
+    assert keywords["reject_threshold"] == "0.1_2.0,1.0,0.2_3.0"
+    log_probs = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    assert losses.rollout_correction(log_probs, log_probs, mask, **keywords).mask.all()
+
+
+def test_micro_batching_is_by_size_or_by_budget():
+    assert files.micro_batching(make().actor) == (None, files.DEFAULT_TOKEN_BUDGET)
+    assert files.micro_batching(make({"actor.micro_batch_size": 4}).actor) == (4, None)
+    assert files.micro_batching(make({"actor.token_budget": 100}).actor) == (None, 100)
+    assert files.mini_batch_size(make().actor, 64) == 64
+    assert files.mini_batch_size(make({"actor.mini_batch_size": 16}).actor, 64) == 16

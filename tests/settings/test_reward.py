@@ -1,0 +1,80 @@
+"""Settings of reward models and judges that cannot work are named, all at once, before any work."""
+
+from __future__ import annotations
+
+import pytest
+
+from fppo.settings import checks, files
+from fppo.settings.train import TrainSettings
+
+BASE = {"model.path": "m", "data.path": ["a.jsonl"], "reward.functions": ["exact_match"]}
+MODEL, JUDGE = {"reward.model.path": "r"}, {"reward.judge.path": "j"}
+VLLM = JUDGE | {"reward.judge.engine": "vllm"}
+BOTH = VLLM | {"rollout.engine": "vllm"}
+
+
+def make(changes):
+    return files.replace(TrainSettings(), BASE | changes)
+
+
+CONFLICTS = [
+    ({"reward.model.label": "good"}, "reward.model.label"),
+    ({"reward.model.weight": 2.0}, "reward.model.weight"),
+    (MODEL | {"reward.model.micro_batch_size": 2, "reward.model.token_budget": 9}, "reward.model.micro_batch_size"),
+    (MODEL | {"reward.model.micro_batch_size": 0}, "reward.model.micro_batch_size"),
+    (MODEL | {"reward.model.weight": float("nan")}, "reward.model.weight"),
+    ({"reward.judge.template": "{response}?"}, "reward.judge.template"),
+    ({"reward.judge.max_rows": 3}, "reward.judge.max_rows"),
+    (JUDGE | {"reward.judge.template": "{prompt}"}, "reward.judge.template"),
+    (JUDGE | {"reward.judge.template": ""}, "reward.judge.template"),
+    (JUDGE | {"reward.judge.template": "{response} {answer}"}, "reward.judge.template"),
+    (JUDGE | {"reward.judge.template": "{response"}, "reward.judge.template"),
+    (JUDGE | {"reward.judge.template": "{response.__class__}"}, "reward.judge.template"),
+    (JUDGE | {"reward.judge.pattern": r"\d+"}, "reward.judge.pattern"),
+    (JUDGE | {"reward.judge.pattern": r"(\d+)/(\d+)"}, "reward.judge.pattern"),
+    (JUDGE | {"reward.judge.pattern": "("}, "reward.judge.pattern"),
+    (JUDGE | {"reward.judge.pattern": ""}, "reward.judge.pattern"),
+    (JUDGE | {"reward.judge.temperature": -1.0}, "reward.judge.temperature"),
+    (JUDGE | {"reward.judge.vllm.cache_gb": 2.0}, "reward.judge.vllm.cache_gb"),
+    (VLLM | {"reward.judge.max_rows": 3}, "reward.judge.max_rows"),
+    (VLLM | {"reward.judge.vllm.max_model_len": 4000}, "reward.judge.vllm.max_model_len"),
+    (VLLM | {"reward.judge.vllm.cache_gb": 2.0, "reward.judge.vllm.memory_share": 0.3}, "reward.judge.vllm.cache_gb"),
+    (BOTH, "reward.judge.vllm.host"),
+    (
+        BOTH | {"reward.judge.vllm.memory_share": 0.6, "rollout.vllm.memory_share": 0.5},
+        "reward.judge.vllm.memory_share",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "place"), CONFLICTS, ids=[c[1] + str(i) for i, c in enumerate(CONFLICTS)])
+def test_each_conflict_is_named_by_its_setting(changes, place):
+    assert place in [p.split(" = ")[0] for p in checks.problems(make(changes))]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        MODEL | {"reward.functions": []},
+        MODEL | {"reward.model.label": "1", "reward.model.chat": False, "reward.model.token_budget": 100},
+        JUDGE | {"reward.functions": [], "reward.judge.weight": -1.0},
+        MODEL | JUDGE | {"reward.judge.template": "{{{response}}}", "reward.judge.pattern": r"(?:a|b)(\d)"},
+        VLLM | {"reward.judge.vllm.max_model_len": 4352, "reward.judge.vllm.memory_share": 0.4},
+        BOTH | {"reward.judge.vllm.host": "process"},
+    ],
+)
+def test_settings_that_agree_pass(changes):
+    assert checks.problems(make(changes)) == []
+
+
+def test_a_judge_on_several_ranks_needs_a_process_of_its_own():
+    said = checks.mesh_problems(make(VLLM), 2)
+    assert [p.split(" = ")[0] for p in said] == ["reward.judge.vllm.host"]
+    assert checks.mesh_problems(make(VLLM | {"reward.judge.vllm.host": "process"}), 2) == []
+    assert checks.mesh_problems(make(VLLM), 1) == []
+
+
+def test_nothing_that_scores_is_an_error_and_the_old_name_too():
+    assert "reward.judge.path" in checks.problems(make({"reward.functions": []}))[0]
+    with pytest.raises(files.SettingsError, match=r"model\.reward_path = 'r': there is no such setting"):
+        make({"model.reward_path": "r"})

@@ -1,0 +1,42 @@
+"""A run on disk that is small enough for tests: a tiny model, its tokenizer, prompts, settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fppo import models
+from fppo.key import Key
+from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
+from fppo.settings import files
+from fppo.settings.train import TrainSettings
+
+
+def write_task(directory: Path, *, rows: int = 24) -> None:
+    """A model that knows nothing, and prompts like "3+4="."""
+    tokenizer = character_tokenizer(CHARACTERS)
+    model = small_model(len(tokenizer), width=16, layers=1)
+    models.save(model, models.init_params(model, Key(0)), directory / "start", tokenizer=tokenizer)
+    for name, offset in (("train", 0), ("test", 1)):
+        pairs = [(i % 10, (3 * i + offset) % 10) for i in range(rows)]
+        lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str((a + b) % 10)}) for a, b in pairs]
+        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def settings(directory: Path, **changes: object) -> TrainSettings:
+    """Four steps of PPO on it; `changes` are settings by path, with __ for dots."""
+    values = {
+        "output_dir": str(directory / "run"),
+        "steps": 4,
+        "model": {"path": str(directory / "start")},
+        "data": {"path": [str(directory / "train.jsonl")], "eval_path": [str(directory / "test.jsonl")]},
+        "rollout": {"batch_size": 8, "max_tokens": 3},
+        "reward": {"functions": ["exact_match"]},
+        "algorithm": {"kl": {"coef": 0.01, "controller": "adaptive", "horizon": 50}},
+        "actor": {"mini_batch_size": 4, "epochs": 2, "optimizer": {"lr": 1e-3, "schedule": "linear"}},
+        "critic": {"mini_batch_size": 4, "optimizer": {"lr": 1e-3}},
+        "checkpoint": {"every": 1, "keep": 2},
+        "log": {"loggers": ["jsonl"], "samples_per_step": 2},
+    }
+    changed = {name.replace("__", "."): value for name, value in changes.items()}
+    return files.check(files.replace(files.from_dict(values), changed))
