@@ -1,0 +1,152 @@
+"""The rules of the rooms, read off the source: `python -m tests.house` draws the imports by room.
+
+A room is a folder or a module on the top floor of `fppo`, and the package `fppo_kernels`. A room imports only rooms of
+earlier floors, or of its own floor as long as no circle comes of it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FLOORS = (
+    ("tree", "key", "grad", "metrics", "shapes", "_errors", "fppo_kernels"),
+    ("batch", "losses"),
+    ("advantages", "runtime", "data"),
+    ("models", "workers"),
+    ("steps",),
+    ("rollout", "laws"),
+    ("rewards",),
+    ("pipeline", "settings"),
+    ("ablate", "assembly", "quickstart"),
+    ("plan", "runs"),
+    ("report",),
+    ("commands",),
+    ("__main__",),
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+EDGES = ("data", "runtime", "workers", "rollout", "quickstart", "runs", "report", "commands")  # may touch the world
+IN_PLACE = ("fppo_kernels", "tree")  # may write into memory that their caller has given up
+FILE_LINES, FUNCTION_LINES, EXPERIMENT_LINES = 400, 60, 60
+
+
+def sources(root: Path = ROOT) -> dict[str, ast.Module]:
+    """The syntax trees of both packages by module."""
+    files = [(root, path) for path in (root / "fppo").rglob("*.py")]
+    files += [(root / "kernels", path) for path in (root / "kernels").rglob("*.py")]
+    names = {".".join(path.relative_to(base).with_suffix("").parts): path for base, path in files}
+    return {name.removesuffix(".__init__"): ast.parse(path.read_text("utf-8")) for name, path in sorted(names.items())}
+
+
+def room_of(module: str) -> str:
+    """The room that a module stands in; of `fppo` itself "fppo"."""
+    first, *rest = module.split(".")
+    return rest[0] if first == "fppo" and rest else first
+
+
+def imports(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, module of ours) of every import, wherever it stands; relative imports are refused."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise ValueError(f"{module}:{node.lineno}: a relative import; write the whole name")
+            names = [node.module or ""]
+            if node.module == "fppo":
+                names = [f"fppo.{alias.name}" for alias in node.names if alias.name != "__version__"]
+        yield from ((node.lineno, name) for name in names if name.split(".")[0] in ("fppo", "fppo_kernels"))
+
+
+def arrows(root: Path = ROOT) -> dict[tuple[str, str], list[str]]:
+    """The places, as module:line, at which a room imports another, by (importer, imported)."""
+    result: dict[tuple[str, str], list[str]] = {}
+    for module, tree in sources(root).items():
+        for line, name in imports(module, tree):
+            pair = room_of(module), room_of(name)
+            if pair[0] != pair[1]:
+                result.setdefault(pair, []).append(f"{module}:{line}")
+    return result
+
+
+def circles(pairs: set[tuple[str, str]]) -> list[str]:
+    """Rooms that import each other, straight or through others."""
+    rest = set(pairs)
+    while leaves := {b for _, b in rest} - {a for a, _ in rest}:
+        rest = {(a, b) for a, b in rest if b not in leaves}
+    while tops := {a for a, _ in rest} - {b for _, b in rest}:
+        rest = {(a, b) for a, b in rest if a not in tops}
+    return sorted({room for pair in rest for room in pair})
+
+
+def drawing(root: Path = ROOT) -> str:
+    """The floors from the bottom up, each room with the rooms that it imports, lowest first."""
+    seen: dict[str, set[str]] = {}
+    for a, b in arrows(root):
+        seen.setdefault(a, set()).add(b)
+    lines: list[str] = []
+    for number, rooms in enumerate(FLOORS):
+        for room in rooms:
+            below = sorted(seen.get(room, ()), key=lambda name: (FLOOR.get(name, 99), name))
+            lines.append(f"{number:>2}  {room:<12} {' '.join(below)}".rstrip())
+    return "\n".join(lines)
+
+
+def sizes(root: Path = ROOT) -> Iterator[str]:
+    """Files, functions and experiments that are too long to be read in one sitting."""
+    for base, limit in (("fppo", FILE_LINES), ("kernels", FILE_LINES), ("experiments", FILE_LINES), ("tests", 0)):
+        for path in sorted((root / base).rglob("*.py")):
+            limit = EXPERIMENT_LINES if path.parent == root / "experiments" else limit
+            text = path.read_text("utf-8")
+            if limit and (lines := text.count("\n")) > limit:
+                yield f"{path.relative_to(root)}: {lines} lines, over {limit}"
+            for node in ast.walk(ast.parse(text)) if base in ("fppo", "kernels") else ():
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                    if lines > FUNCTION_LINES:
+                        yield f"{path.relative_to(root)}:{node.lineno}: {node.name} has {lines} lines, over {FUNCTION_LINES}"
+
+
+def side_effects(root: Path = ROOT) -> Iterator[str]:
+    """Global state anywhere; prints, reads of the environment and writes into arguments outside the edges."""
+    for module, tree in sources(root).items():
+        room = room_of(module)
+        for node in ast.walk(tree):
+            place = f"{module}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Global):
+                yield f"{place}: global state"
+            if room in EDGES:
+                continue
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+                yield f"{place}: print in the library"
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
+                yield f"{place}: reads the environment in the library"
+            if isinstance(node, ast.FunctionDef) and room not in IN_PLACE and not node.name.startswith("__"):
+                yield from (f"{module}:{line}: {node.name} writes into {name}" for line, name in _writes(node))
+
+
+def _writes(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
+    """Where a function writes into what it was called with: `x[...] = `, `x += ` or `x.add_()`.
+
+    One whose name ends with an underscore says that it does, as torch's do; a method may be torch's own interface.
+    """
+    arguments = function.args
+    own = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    if function.name.endswith("_") or "self" in own:
+        return
+    own -= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    for node in ast.walk(function):
+        written: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            written = [target.value for target in node.targets if isinstance(target, ast.Subscript)]
+        elif isinstance(node, ast.AugAssign):
+            written = [node.target.value if isinstance(node.target, ast.Subscript) else node.target]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr[-1] == "_":
+            written = [node.func.value]
+        yield from ((node.lineno, name.id) for name in written if isinstance(name, ast.Name) and name.id in own)
+
+if __name__ == "__main__":
+    print(drawing())

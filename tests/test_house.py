@@ -1,0 +1,105 @@
+"""The rules of the rooms hold over the whole tree, and each of them notices what breaks it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import house
+
+
+def backward(root: Path) -> list[str]:
+    """Imports of a room that stands on a later floor, or of one that stands on none."""
+    wrong = [places for (a, b), places in house.arrows(root).items() if not _may_import(a, b)]
+    return [place for places in wrong for place in places]
+
+
+def _may_import(a: str, b: str) -> bool:
+    return a in house.FLOOR and b in house.FLOOR and house.FLOOR[b] <= house.FLOOR[a]
+
+
+def test_rooms_import_rooms_of_earlier_floors_alone():
+    assert backward(house.ROOT) == []
+
+
+def test_rooms_form_no_circle():
+    assert house.circles(set(house.arrows())) == []
+
+
+def test_every_room_of_the_table_is_there_and_the_other_way_round():
+    assert {house.room_of(module) for module in house.sources()} - {"fppo"} <= set(house.FLOOR)
+    assert set(house.FLOOR) <= {house.room_of(module) for module in house.sources()}
+
+
+def test_files_and_functions_can_be_read_in_one_sitting():
+    assert list(house.sizes()) == []
+
+
+def test_the_library_touches_nothing_but_its_results():
+    assert list(house.side_effects()) == []
+
+
+def write(root: Path, path: str, text: str) -> None:
+    """A file of a house that is made up."""
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("fppo/losses/policy.py", "from fppo.steps.update import update_actor\n"),
+        ("fppo/losses/policy.py", "def f():\n    import fppo.models.load\n"),
+        ("fppo/tree.py", "from fppo import batch\n"),
+        ("kernels/fppo_kernels/table.py", "from fppo import losses\n"),
+        ("fppo/stray.py", "from fppo import tree\n"),
+    ],
+)
+def test_an_arrow_backwards_is_noticed(tmp_path, path, text):
+    write(tmp_path, path, text)
+    assert len(backward(tmp_path)) == 1
+
+
+def test_a_circle_is_noticed():
+    assert house.circles({("a", "b"), ("b", "c"), ("c", "b"), ("c", "d")}) == ["b", "c"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(x):\n    print(x)\n",
+        "import os\nHOME = os.environ['HOME']\n",
+        "import os\nHOME = os.getenv('HOME')\n",
+        "def f():\n    global x\n    x = 1\n",
+        "def f(x):\n    x[0] = 1\n",
+        "def f(x, y):\n    x[0] += y\n",
+        "def f(*, x):\n    x.add_(1)\n",
+    ],
+)
+def test_a_side_effect_is_noticed(tmp_path, text):
+    write(tmp_path, "fppo/losses/policy.py", text)
+    assert len(list(house.side_effects(tmp_path))) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def scale_(x):\n    x.mul_(2)\n",
+        "def f(x):\n    x = x.clone()\n    x[0] = 1\n    return x\n",
+        "def f(x):\n    y = {}\n    y[x] = 1\n    return y\n",
+    ],
+)
+def test_a_write_into_memory_of_its_own_is_none(tmp_path, text):
+    write(tmp_path, "fppo/losses/policy.py", text)
+    assert list(house.side_effects(tmp_path)) == []
+
+
+def test_what_is_too_long_is_noticed(tmp_path):
+    write(tmp_path, "fppo/losses/policy.py", "def f():\n" + "    x = 1\n" * 401)
+    write(tmp_path, "experiments/mine.py", "x = 1\n" * 61)
+    assert [line.split(",")[0].rsplit(": ", 1)[1] for line in house.sizes(tmp_path)] == [
+        "402 lines",
+        "f has 402 lines",
+        "61 lines",
+    ]
