@@ -2,13 +2,11 @@
 
 from fppo.advantages._common import Advantages
 from fppo.advantages.grouped import SCALES, gdpo, gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo
-from fppo.advantages.resampling import RESAMPLING, resample
 from fppo.advantages.temporal import discounted_returns, gae, reinforce_plus_plus, remax, token_rewards
 from fppo.advantages.token_baseline import optimal_token_baseline
 from fppo.advantages.whitening import whiten
 
 __all__ = [
-    "RESAMPLING",
     "SCALES",
     "Advantages",
     "discounted_returns",
@@ -22,7 +20,6 @@ __all__ = [
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",
-    "resample",
     "rloo",
     "token_rewards",
     "whiten",

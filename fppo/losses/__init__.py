@@ -1,9 +1,8 @@
 """Losses as pure functions: per-token values [B, T] and metrics; `loss_weights` turns them into one sum."""
 
 from fppo.losses.correction import LEVELS, REJECTIONS, Correction, geometric_mean, rollout_correction
-from fppo.losses.entropy import entropy_loss
-from fppo.losses.kl import KL_KINDS, KLState, kl_estimate, kl_loss, sequence_kl, update_kl
-from fppo.losses.mismatch import off_policy_metrics, probability_metrics
+from fppo.losses.kl import KL_KINDS, KLState, kl_estimate, sequence_kl, update_kl
+from fppo.losses.mismatch import off_policy_metrics
 from fppo.losses.policy import cispo, dppo_kl, dppo_tv, dro, gmpo, gpg, gspo, ppo_clip, sapo
 from fppo.losses.selection import clip_cov, kl_cov, select_clip_cov, select_kl_cov
 from fppo.losses.value import value_loss
@@ -23,18 +22,15 @@ __all__ = [
     "dppo_kl",
     "dppo_tv",
     "dro",
-    "entropy_loss",
     "geometric_mean",
     "gmpo",
     "gpg",
     "gspo",
     "kl_cov",
     "kl_estimate",
-    "kl_loss",
     "loss_weights",
     "off_policy_metrics",
     "ppo_clip",
-    "probability_metrics",
     "rollout_correction",
     "sapo",
     "select_clip_cov",

@@ -1,7 +1,7 @@
 """Correction for rollouts sampled by another policy than the one that trains: weights and rejection.
 
 Truncated importance sampling (https://fengyao.notion.site/off-policy-rl), IcePop (arXiv:2510.18855) and rejection by
-divergence, as verl defines them. All of it is about the whole batch; `all_reduce` joins rows held by other ranks.
+divergence, as verl defines them. All of it is about the whole batch, of all ranks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from fppo.losses._common import LOG_RATIO_BOUND, clean, row_mean, unknown
-from fppo.losses._moments import AllReduce, deviation, local, moments, prefixed
 from fppo.losses.mismatch import off_policy_metrics
-from fppo.metrics import Metrics, masked_max, masked_mean, masked_min, mean
+from fppo.metrics import Mean, Metrics, masked_max, masked_mean, masked_min, mean
 
 LEVELS = ("token", "sequence")
 REJECTIONS = (
@@ -73,14 +72,35 @@ def _rejections(reject: str, thresholds: str | float | tuple[float, float]) -> d
     return bounds
 
 
+def _moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, mean and population variance of `x` where `mask` is True; 0-d float64, 0 if empty."""
+    kept = x.detach().double().where(mask, 0.0)
+    count = mask.sum().double()
+    middle = kept.sum() / count.clamp(min=1)
+    # a second pass: the mean of squares less the squared mean would cancel
+    return count, middle, (kept - middle).square().where(mask, 0.0).sum() / count.clamp(min=1)
+
+
+def _deviation(x: Tensor, mask: Tensor, *, unbiased: bool = False) -> Mean:
+    """The standard deviation of `x` where `mask` is True; 0 if that is fewer than two numbers."""
+    count, _, variance = _moments(x, mask)
+    if unbiased:
+        variance = variance * count / (count - 1).clamp(min=1)
+    return mean(variance.sqrt())
+
+
+def _prefixed(prefix: str, metrics: Metrics) -> Metrics:
+    return {prefix + name: metric for name, metric in metrics.items()}
+
+
 def _outside(x: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     return x < low, x > high
 
 
-def _sequence_metrics(rows: Tensor, valid: Tensor, all_reduce: AllReduce, *, center: float) -> Metrics:
+def _sequence_metrics(rows: Tensor, valid: Tensor, *, center: float) -> Metrics:
     return {
         "seq_mean": masked_mean(rows, valid),
-        "seq_std": deviation(rows, valid, all_reduce, unbiased=True),
+        "seq_std": _deviation(rows, valid, unbiased=True),
         "seq_max": masked_max(rows, valid),
         "seq_min": masked_min(rows, valid),
         "seq_max_deviation": masked_max((rows - center).abs(), valid),
@@ -88,17 +108,12 @@ def _sequence_metrics(rows: Tensor, valid: Tensor, all_reduce: AllReduce, *, cen
 
 
 def _weight_metrics(
-    weights: Tensor,
-    raw: Tensor,
-    row_log: Tensor | None,
-    mask: Tensor,
-    bounds: tuple[float, float],
-    all_reduce: AllReduce,
+    weights: Tensor, raw: Tensor, row_log: Tensor | None, mask: Tensor, bounds: tuple[float, float]
 ) -> Metrics:
     """Of the applied weights; how many are out of bounds, and the sequence level's extremes, of the raw ones."""
     valid = mask.any(-1)
     low, high = bounds
-    _, middle, variance = moments(weights, mask, all_reduce)
+    _, middle, variance = _moments(weights, mask)
     square = variance + middle.square()
     if row_log is None:
         extremes: Metrics = {"max": masked_max(weights, mask), "min": masked_min(weights, mask)}
@@ -118,17 +133,12 @@ def _weight_metrics(
         "seq_fraction_high": masked_mean(row_above, valid),
         "seq_fraction_low": masked_mean(row_below, valid),
     }
-    metrics |= _sequence_metrics(row_mean(weights, mask), valid, all_reduce, center=1.0)
-    return prefixed("rollout_corr/rollout_is_", metrics)
+    metrics |= _sequence_metrics(row_mean(weights, mask), valid, center=1.0)
+    return _prefixed("rollout_corr/rollout_is_", metrics)
 
 
 def _importance_weights(
-    delta: Tensor,
-    mask: Tensor,
-    level: str,
-    threshold: str | float | tuple[float, float],
-    batch_normalize: bool,
-    all_reduce: AllReduce,
+    delta: Tensor, mask: Tensor, level: str, threshold: str | float | tuple[float, float], batch_normalize: bool
 ) -> tuple[Tensor, Metrics]:
     """Weights [B, T], float64, and their metrics; `delta` is the clean log-ratio training / rollout."""
     if level not in LEVELS:
@@ -142,12 +152,12 @@ def _importance_weights(
     raw = delta.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().where(mask, 0.0)
     below, above = _outside(raw, low, high)
     weights = raw.clamp(max=high) if len(numbers) == 1 else raw.where(~(below | above), 0.0)
-    metrics = _weight_metrics(weights, raw, row_log, mask, (low, high), all_reduce)
+    metrics = _weight_metrics(weights, raw, row_log, mask, (low, high))
     if len(numbers) == 2:
         metrics["rollout_corr/rollout_is_oob_ratio"] = masked_mean(below | above, mask)
     if batch_normalize:
         over = (weights, mask) if level == "token" else (row_mean(weights, mask), mask.any(-1))
-        _, factor, _ = moments(*over, all_reduce)
+        _, factor, _ = _moments(*over)
         factor = torch.where(factor > 1e-8, factor, 1.0)
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = mean(factor)
         weights = weights / factor
@@ -168,9 +178,7 @@ def _statistic(delta: Tensor, mask: Tensor, option: str) -> tuple[Tensor, Tensor
     return (tokens if option.startswith("token") else rows[..., None].expand_as(tokens)), rows
 
 
-def _reject(
-    delta: Tensor, mask: Tensor, option: str, bounds: tuple[float, float], all_reduce: AllReduce
-) -> tuple[Tensor, Metrics]:
+def _reject(delta: Tensor, mask: Tensor, option: str, bounds: tuple[float, float]) -> tuple[Tensor, Metrics]:
     """Which tokens an option keeps, [B, T], and its metrics."""
     valid = mask.any(-1)
     tokens, rows = _statistic(delta, mask, option)
@@ -183,7 +191,7 @@ def _reject(
     floor = 0.0 if bounds[0] == -math.inf else bounds[0]
     metrics: Metrics = {
         "mean": masked_mean(tokens, mask),
-        "std": deviation(tokens.clamp(floor, bounds[1]), mask, all_reduce),
+        "std": _deviation(tokens.clamp(floor, bounds[1]), mask),
         "max": masked_max(x, where),
         "min": masked_min(x, where),
         "fraction_high": masked_mean(above, mask) if at_tokens else masked_mean(row_above, valid),
@@ -193,8 +201,8 @@ def _reject(
         "masked_fraction": masked_mean(~keep, mask),
         "seq_masked_fraction": masked_mean((~keep & mask).any(-1), valid),
     }
-    metrics |= _sequence_metrics(rows, valid, all_reduce, center=0.0)
-    return keep, prefixed(f"rollout_corr/rollout_rs_{option}_", metrics)
+    metrics |= _sequence_metrics(rows, valid, center=0.0)
+    return keep, _prefixed(f"rollout_corr/rollout_rs_{option}_", metrics)
 
 
 def rollout_correction(
@@ -207,7 +215,6 @@ def rollout_correction(
     batch_normalize: bool = False,
     reject: str | None = None,
     reject_threshold: str | float | tuple[float, float] | None = None,
-    all_reduce: AllReduce = local,
 ) -> Correction:
     """Importance weights w = training / rollout probability, and the mask without rejected tokens.
 
@@ -217,15 +224,14 @@ def rollout_correction(
       Log-ratios are clamped to +-20.
     - `threshold`: a number cuts larger weights down to it (truncated importance sampling); a pair, or "low_high",
       sets weights outside it to 0 (IcePop).
-    - `batch_normalize`: weights over their mean, of tokens or of rows, over the batch on all ranks.
+    - `batch_normalize`: weights over their mean, of tokens or of rows, over the batch.
     - `reject`: options separated by commas, all of which a token must pass: token_k1|k2|k3, seq_sum_k1|k2|k3,
       seq_mean_k1|k2|k3, seq_max_k2|k3, of k1 = -log w, k2 = (log w)^2 / 2, k3 = w - 1 - log w. A row's statistic
       rejects the row. `reject_threshold`: one for all or one for each, an upper bound; for k1 a pair "low_high" (low
       defaults to 1 / high) that bounds rollout / training, 1 / w.
 
     Rejected tokens leave the mask, so counts and means made from it leave them out. Weights, their normalisation and
-    all metrics ("rollout_corr/...") are over the tokens given. `all_reduce` sums a tensor over the ranks that hold
-    other rows of the batch; deviations and the normalisation use it.
+    all metrics ("rollout_corr/...") are over the tokens of `mask`.
     """
     if not old_log_probs.shape == rollout_log_probs.shape == mask.shape:
         shapes = [tuple(x.shape) for x in (old_log_probs, rollout_log_probs, mask)]
@@ -237,11 +243,11 @@ def rollout_correction(
     metrics = off_policy_metrics(old, rollout, mask)
     weights, kept = None, mask
     if level is not None:
-        weights, weight_metrics = _importance_weights(delta, mask, level, threshold, batch_normalize, all_reduce)
+        weights, weight_metrics = _importance_weights(delta, mask, level, threshold, batch_normalize)
         metrics |= weight_metrics
     if reject is not None and reject_threshold is not None:
         for option, bounds in _rejections(reject, reject_threshold).items():
-            keep, option_metrics = _reject(delta, mask, option, bounds, all_reduce)
+            keep, option_metrics = _reject(delta, mask, option, bounds)
             kept = kept & keep
             metrics |= option_metrics
         lost = mask & ~kept

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fppo.losses._common import LOG_RATIO_BOUND, clean, positive, row_mean, unknown
-from fppo.metrics import Mean, Metrics, masked_mean
+from fppo.metrics import Mean, masked_mean
 from fppo.tree import state
 
 
@@ -52,12 +52,6 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, mask: Te
         slope = _ESTIMATORS["k2"](d)
         value = slope - slope.detach() + value.detach()
     return value if mask is None else value.where(mask, 0.0)
-
-
-def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, *, kind: str = "k3") -> tuple[Tensor, Metrics]:
-    """`kl_estimate` as a loss per token [B, T], to be added to a policy loss times its coefficient."""
-    per_token = kl_estimate(log_probs, ref_log_probs, kind, mask=mask)
-    return per_token, {"actor/kl_loss": masked_mean(per_token, mask)}
 
 
 def sequence_kl(kl: Tensor, mask: Tensor) -> Mean:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fppo.losses._common import LOG_RATIO_BOUND, clean, row_mean
-from fppo.losses._moments import AllReduce, deviation, local, moments
-from fppo.metrics import Metrics, masked_max, masked_mean, masked_min, mean
+from fppo.metrics import Metrics, masked_max, masked_mean, masked_min
 
 
 def off_policy_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
@@ -39,29 +37,4 @@ def off_policy_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: T
         "rollout_corr/ppl_ratio": masked_mean(diff.exp(), rows),
         "rollout_corr/chi2_token": masked_mean(token_chi2, mask),
         "rollout_corr/chi2_seq": masked_mean(row_chi2, rows),
-    }
-
-
-def probability_metrics(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, *, all_reduce: AllReduce = local
-) -> Metrics:
-    """The sampled tokens' probabilities under both policies, under "training/": difference and correlation.
-
-    The log-probs are floating [B, T], the mask bool [B, T]. `all_reduce` sums a tensor over ranks that hold other
-    rows. The correlation is Pearson's, 0 where one side does not vary.
-    """
-    train, rollout = (x.detach().double().exp() for x in clean(mask, old_log_probs, rollout_log_probs))
-    diff = (train - rollout).abs()
-    count, train_mean, train_var = moments(train, mask, all_reduce)
-    _, rollout_mean, rollout_var = moments(rollout, mask, all_reduce)
-    product = ((train - train_mean) * (rollout - rollout_mean)).where(mask, 0.0).sum()
-    covariance = all_reduce(product) / count.clamp(min=1)
-    scale = (train_var * rollout_var).sqrt()
-    pearson = torch.where(scale > 0, covariance / scale.where(scale > 0, 1.0), 0.0)
-    return {
-        "training/rollout_probs_diff_valid": mean((count > 0).double()),
-        "training/rollout_probs_diff_max": masked_max(diff, mask),
-        "training/rollout_probs_diff_mean": masked_mean(diff, mask),
-        "training/rollout_probs_diff_std": deviation(diff, mask, all_reduce, unbiased=True),
-        "training/rollout_actor_probs_pearson_corr": mean(pearson),
     }

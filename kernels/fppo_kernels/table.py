@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
@@ -49,9 +48,11 @@ def _needs_liger() -> str | None:
 def _needs_triton() -> str | None:
     if not importlib.util.find_spec("triton"):
         return "triton is not installed"
-    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        return "needs CUDA, or TRITON_INTERPRET=1"
-    return None
+    if torch.cuda.is_available():
+        return None
+    from triton import knobs  # reads TRITON_INTERPRET
+
+    return None if knobs.runtime.interpret else "needs CUDA, or TRITON_INTERPRET=1"
 
 
 @attrs.frozen
@@ -129,9 +130,13 @@ def available(op: str | None = None, *, table: Table = BUILTIN) -> Any:
     """The implementations of `op` by name, with the reason why it cannot run here or None; without `op`, of all."""
     if op is None:
         return {each: available(each, table=table) for each in table}
+    return {name: implementation.refuse() for name, implementation in _implementations(op, table).items()}
+
+
+def _implementations(op: str, table: Table) -> Mapping[str, Implementation]:
     if op not in table:
         raise ValueError(f"no operation {op!r}; there are {sorted(table)}")
-    return {name: implementation.refuse() for name, implementation in table[op].items()}
+    return table[op]
 
 
 def get(op: str, name: str, *, needs: Collection[str] = (), table: Table = BUILTIN) -> Callable:
@@ -139,12 +144,14 @@ def get(op: str, name: str, *, needs: Collection[str] = (), table: Table = BUILT
 
     Raises ValueError if there is none, if it cannot run here, or if it lacks a keyword or dtype that `needs` names.
     """
-    reasons = available(op, table=table)
-    if name not in reasons:
-        raise ValueError(f"no kernel {op}/{name}; there are {sorted(reasons)}")
-    able = sorted(each for each, reason in reasons.items() if reason is None and not table[op][each].lacks & {*needs})
-    if reasons[name]:
-        raise ValueError(f"kernel {op}/{name} cannot run here: {reasons[name]}; there are {able}")
-    if missing := sorted(table[op][name].lacks & {*needs}):
-        raise ValueError(f"kernel {op}/{name} has no {' and no '.join(missing)}, which is needed; there are {able}")
-    return table[op][name].load()
+    implementations = _implementations(op, table)
+    if name not in implementations:
+        raise ValueError(f"no kernel {op}/{name}; there are {sorted(implementations)}")
+    chosen = implementations[name]
+    reason, missing = chosen.refuse(), sorted(chosen.lacks & {*needs})
+    if reason is None and not missing:
+        return chosen.load()
+    able = sorted(each for each, x in implementations.items() if x.refuse() is None and not x.lacks & {*needs})
+    if reason is not None:
+        raise ValueError(f"kernel {op}/{name} cannot run here: {reason}; there are {able}")
+    raise ValueError(f"kernel {op}/{name} has no {' and no '.join(missing)}, which is needed; there are {able}")

@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given
 
-from fppo import advantages
 from fppo.advantages import gdpo, gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo, whiten
 from tests.advantages._data import cases, close, spoil
 
@@ -188,5 +187,3 @@ def test_bad_arguments_are_named():
         gdpo({"accuracy": scores, "format": scores}, mask, groups, weights={"acuracy": 1.0})
     with pytest.raises(ValueError, match="at least one named score"):
         gdpo({}, mask, groups)
-    with pytest.raises(ValueError, match="did you mean"):
-        advantages.resample(scores, scores, kind="power")
