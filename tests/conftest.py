@@ -1,8 +1,46 @@
-"""One Hypothesis profile: no deadline (the first call imports and warms up), the same examples in every run."""
+"""One Hypothesis profile, and jaxtyping's checks of every annotated shape in the rooms of tensor functions."""
 
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
 import torch
 from hypothesis import settings
 
+# no deadline (the first call imports and warms up), the same examples in every run
 settings.register_profile("fppo", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("fppo")
 torch.set_num_threads(1)
+
+# not what torch.compile or Triton compiles: log_probs/compiled, log_probs/triton, attention/flex
+CHECKED = (
+    "fppo.advantages",
+    "fppo.losses",
+    "fppo_kernels.adamw",
+    "fppo_kernels.attention.eager",
+    "fppo_kernels.attention.sdpa",
+    "fppo_kernels.collectives",
+    "fppo_kernels.gae",
+    "fppo_kernels.log_probs.chunked",
+    "fppo_kernels.log_probs.reference",
+    "fppo_kernels.padding",
+    "fppo_kernels.ulysses",
+)
+HOOKED = all(importlib.util.find_spec(name) for name in ("jaxtyping", "beartype"))
+if HOOKED:
+    import jaxtyping
+
+    # is_pep484_tower: an int is a float
+    checker = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+    jaxtyping.install_import_hook(CHECKED, checker)
+
+
+@pytest.fixture
+def unhooked() -> Iterator[None]:
+    """Without the checks of annotations, for what the functions themselves refuse."""
+    if not HOOKED:
+        yield
+        return
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

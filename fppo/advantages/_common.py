@@ -7,6 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fppo.losses._common import check_mask
+from fppo.shapes import Mask, RowIds, Rows, Tokens
+from fppo_kernels.shapes import Bool
+
 
 class Advantages(NamedTuple):
     """What an estimator returns: both [B, T], 0 where the mask is False, no gradient.
@@ -14,24 +18,8 @@ class Advantages(NamedTuple):
     `returns` is the reward-to-go: what a critic learns (gae: advantage + value), for outcome scores the score itself.
     """
 
-    advantages: Tensor
-    returns: Tensor
-
-
-def check_mask(mask: Tensor) -> None:
-    """ValueError unless `mask` is bool [B, T]."""
-    if mask.dtype != torch.bool or mask.dim() != 2:
-        raise ValueError(f"mask must be bool [B, T], got {mask.dtype} {list(mask.shape)}; a 0/1 mask: mask.bool()")
-
-
-def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
-    """ValueError unless every tensor is floating and of the mask's shape [B, T]."""
-    check_mask(mask)
-    for name, x in tensors.items():
-        if x.shape != mask.shape or not x.is_floating_point():
-            raise ValueError(
-                f"{name} must be floating [B, T] = {list(mask.shape)} as the mask, got {x.dtype} {list(x.shape)}"
-            )
+    advantages: Tokens
+    returns: Tokens
 
 
 def check_rows(mask: Tensor, groups: Tensor | None = None, **tensors: Tensor) -> None:
@@ -44,7 +32,7 @@ def check_rows(mask: Tensor, groups: Tensor | None = None, **tensors: Tensor) ->
         raise ValueError(f"groups must be int64 [B] = [{len(mask)}], got {groups.dtype} {list(groups.shape)}")
 
 
-def spread(x: Tensor, scores: Tensor, mask: Tensor) -> Advantages:
+def spread(x: Rows, scores: Rows, mask: Mask) -> Advantages:
     """One number per row at each of its tokens: advantages `x` [B] float64, returns `scores` [B], in scores' dtype."""
     dtype = scores.dtype
     return Advantages(x.to(dtype)[:, None].where(mask, 0.0), scores.detach()[:, None].where(mask, 0.0))
@@ -53,9 +41,9 @@ def spread(x: Tensor, scores: Tensor, mask: Tensor) -> Advantages:
 class Groups(NamedTuple):
     """Rows by group: `order` [B] sorts rows by group, `lengths` [G] rows in each, `index` [B] each row's group."""
 
-    order: Tensor
+    order: RowIds
     lengths: Tensor
-    index: Tensor
+    index: RowIds
 
     def reduce(self, x: Tensor, how: str) -> Tensor:
         """The "sum", "max" or "min" of `x` [B, ...] over the rows of each row's group, [B, ...]; order-stable."""
@@ -64,7 +52,7 @@ class Groups(NamedTuple):
         return torch.segment_reduce(x[self.order], how, lengths=self.lengths)[self.index]
 
 
-def group_rows(groups: Tensor) -> Groups:
+def group_rows(groups: RowIds) -> Groups:
     """The groups of rows with equal ids, int64 [B], any ids in any order."""
     order = torch.argsort(groups, stable=True)
     _, index, lengths = torch.unique(groups, return_inverse=True, return_counts=True)
@@ -74,12 +62,12 @@ def group_rows(groups: Tensor) -> Groups:
 class Centred(NamedTuple):
     """Scores against their group, each float64 [B]: deviation from the mean, unbiased std, rows in the group."""
 
-    deviation: Tensor
-    std: Tensor
-    count: Tensor
+    deviation: Rows
+    std: Rows
+    count: Rows
 
 
-def centre(scores: Tensor, present: Tensor, groups: Groups, weights: Tensor | None = None) -> Centred:
+def centre(scores: Rows, present: Bool[Tensor, " b"], groups: Groups, weights: Tensor | None = None) -> Centred:
     """Deviations from the (weighted) mean of the group over the rows that are `present`; 0 for the others.
 
     Counted from the lowest score of the group, so that equal scores give exactly 0. The only row of a group has

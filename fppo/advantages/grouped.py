@@ -13,27 +13,28 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fppo.advantages._common import Advantages, Centred, centre, check_mask, check_rows, group_rows, spread
+from fppo.advantages._common import Advantages, Centred, centre, check_rows, group_rows, spread
 from fppo.advantages.whitening import whiten
-from fppo.losses._common import unknown
+from fppo.losses._common import check_mask, unknown
+from fppo.shapes import Mask, RowIds, Rows
 
 SCALES = ("std", "none")
 
 _EPS = 1e-6
 
 
-def _divisor(stats: Centred, scale: str) -> Tensor:
+def _divisor(stats: Centred, scale: str) -> Rows:
     if scale not in SCALES:
         unknown("scale", scale, SCALES)
     return stats.std + _EPS if scale == "std" else torch.ones_like(stats.std)
 
 
-def _centre(scores: Tensor, mask: Tensor, groups: Tensor, weights: Tensor | None = None) -> Centred:
+def _centre(scores: Rows, mask: Mask, groups: RowIds, weights: Tensor | None = None) -> Centred:
     check_rows(mask, groups, scores=scores)
     return centre(scores, mask.any(1), group_rows(groups), weights)
 
 
-def grpo(scores: Tensor, mask: Tensor, groups: Tensor, *, scale: str = "std") -> Advantages:
+def grpo(scores: Rows, mask: Mask, groups: RowIds, *, scale: str = "std") -> Advantages:
     """(S - mean) / (std + 1e-6) over the group, with the unbiased std; arXiv:2402.03300.
 
     `scale="none"` leaves the division out (Dr. GRPO, arXiv:2503.20783).
@@ -42,28 +43,28 @@ def grpo(scores: Tensor, mask: Tensor, groups: Tensor, *, scale: str = "std") ->
     return spread(stats.deviation / _divisor(stats, scale), scores, mask)
 
 
-def rloo(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
+def rloo(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
     """S minus the mean of the group's other rows, n / (n - 1) (S - mean); arXiv:2402.14740."""
     stats = _centre(scores, mask, groups)
     factor = (stats.count / (stats.count - 1).clamp(min=1)).where(stats.count > 1, 1.0)
     return spread(factor * stats.deviation, scores, mask)
 
 
-def opo(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
+def opo(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
     """S minus the group's mean weighted by response length (tokens of the mask); arXiv:2505.23585."""
     stats = _centre(scores, mask, groups, mask.sum(1))
     return spread(stats.deviation, scores, mask)
 
 
-def gpg(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
-    """alpha (S - mean), alpha = rows / rows whose score is not 0, over the whole batch given; arXiv:2504.02546."""
+def gpg(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
+    """alpha (S - mean), alpha = rows / rows whose score is not 0, over the whole batch; arXiv:2504.02546."""
     stats = _centre(scores, mask, groups)
     present = mask.any(1)
     alpha = present.sum().double() / ((scores != 0) & present).sum().clamp(min=1)
     return spread(alpha * stats.deviation, scores, mask)
 
 
-def grpo_passk(scores: Tensor, mask: Tensor, groups: Tensor, *, scale: str = "std") -> Advantages:
+def grpo_passk(scores: Rows, mask: Mask, groups: RowIds, *, scale: str = "std") -> Advantages:
     """The group's best row gets (best - second) / (std + 1e-6), all others 0; arXiv:2503.19595.
 
     Rows that share the best score get 0. ValueError for a group of one row: it has no second.
@@ -81,23 +82,23 @@ def grpo_passk(scores: Tensor, mask: Tensor, groups: Tensor, *, scale: str = "st
     return spread(gap / _divisor(stats, scale), scores, mask)
 
 
-def reinforce_plus_plus_baseline(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
-    """S minus the mean of the group, whitened over all tokens of the batch given; arXiv:2501.03262."""
+def reinforce_plus_plus_baseline(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
+    """S minus the mean of the group, whitened over all tokens of the batch; arXiv:2501.03262."""
     result = spread(_centre(scores, mask, groups).deviation, scores, mask)
     return Advantages(whiten(result.advantages, mask), result.returns)
 
 
 def gdpo(
-    named_scores: Mapping[str, Tensor],
-    mask: Tensor,
-    groups: Tensor,
+    named_scores: Mapping[str, Rows],
+    mask: Mask,
+    groups: RowIds,
     *,
     weights: Mapping[str, float] | None = None,
     scale: str = "std",
 ) -> Advantages:
     """The weighted sum of each score's own grpo advantage, whitened over all tokens of the batch; arXiv:2601.05242.
 
-    `named_scores` maps names to [B]; `weights` names those to use (none given: all, with weight 1). Returns are the
+    `named_scores` maps names to [B]; `weights` names those to use (None: all, with weight 1). Returns are the
     weighted sum of the scores. ValueError for a weight without a score.
     """
     check_mask(mask)
@@ -108,8 +109,8 @@ def gdpo(
     for name in weights:
         if name not in named_scores:
             unknown("score in weights", name, named_scores)
-    parts = {name: grpo(named_scores[name], mask, groups, scale=scale) for name in weights}
-    advantages = torch.stack([weights[name] * part.advantages.double() for name, part in parts.items()]).sum(0)
-    returns = torch.stack([weights[name] * part.returns.double() for name, part in parts.items()]).sum(0)
-    dtype = next(iter(parts.values())).advantages.dtype
+    terms = {name: grpo(named_scores[name], mask, groups, scale=scale) for name in weights}
+    advantages = torch.stack([weights[name] * term.advantages.double() for name, term in terms.items()]).sum(0)
+    returns = torch.stack([weights[name] * term.returns.double() for name, term in terms.items()]).sum(0)
+    dtype = next(iter(terms.values())).advantages.dtype
     return Advantages(whiten(advantages.to(dtype), mask), returns.to(dtype))

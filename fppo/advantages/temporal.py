@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fppo.advantages._common import Advantages, check_rows, check_tokens
+from fppo.advantages._common import Advantages, check_rows
 from fppo.advantages.whitening import whiten
+from fppo.losses._common import check_tokens
+from fppo.shapes import Mask, Rows, Scalar, Tokens
 from fppo_kernels.gae.scan import reverse_scan, scan
-
-Scalar = float | Tensor  # a number, or a 0-d tensor so that an estimator can be vmapped over it
 
 
 def _check_unit(name: str, value: Scalar) -> None:
@@ -19,16 +19,16 @@ def _check_unit(name: str, value: Scalar) -> None:
         raise ValueError(f"{name} must be between 0 and 1, got {value}")
 
 
-def _clean(x: Tensor, mask: Tensor) -> Tensor:
+def _clean(x: Tokens, mask: Mask) -> Tokens:
     return x.detach().double().where(mask, 0.0)
 
 
-def _accumulate(x: Tensor, mask: Tensor, decay: float) -> Tensor:
+def _accumulate(x: Tokens, mask: Mask, decay: float) -> Tokens:
     """y_t = x_t + decay * y_s, s the next token of the mask after t; x is 0 outside the mask. float64 [B, T]."""
     return reverse_scan(x, torch.full_like(x, decay).where(mask, 1.0))
 
 
-def token_rewards(scores: Tensor, mask: Tensor, *, kl: Tensor | None = None, kl_coef: Scalar = 0.0) -> Tensor:
+def token_rewards(scores: Rows, mask: Mask, *, kl: Tokens | None = None, kl_coef: Scalar = 0.0) -> Tokens:
     """The score [B] at the last token of each row, minus kl_coef * kl [B, T] at every token; [B, T].
 
     0 outside the mask; a row without tokens gets nothing. All arguments are constants to the gradient.
@@ -42,7 +42,7 @@ def token_rewards(scores: Tensor, mask: Tensor, *, kl: Tensor | None = None, kl_
     return rewards - (kl_coef * kl.detach()).where(mask, 0.0).to(rewards.dtype)
 
 
-def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
+def discounted_returns(rewards: Tokens, mask: Mask, *, gamma: float = 1.0) -> Tokens:
     """The reward-to-go G_t = r_t + gamma * G_s, s the row's next token in the mask; [B, T], 0 outside the mask."""
     check_tokens(mask, rewards=rewards)
     _check_unit("gamma", gamma)
@@ -50,9 +50,9 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> 
 
 
 def gae(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
+    rewards: Tokens,
+    values: Tokens,
+    mask: Mask,
     *,
     gamma: Scalar = 1.0,
     lam: Scalar = 1.0,
@@ -71,7 +71,7 @@ def gae(
     return Advantages(*kernel(rewards, values, mask, gamma=gamma, lam=lam))
 
 
-def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Advantages:
+def reinforce_plus_plus(rewards: Tokens, mask: Mask, *, gamma: float = 1.0) -> Advantages:
     """Whitened reward-to-go, without a critic: advantages = whiten(G), returns = G of `discounted_returns`.
 
     `rewards` are token rewards [B, T], with the KL penalty in them. arXiv:2501.03262.
@@ -80,7 +80,7 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) ->
     return Advantages(whiten(returns, mask), returns)
 
 
-def remax(rewards: Tensor, baselines: Tensor, mask: Tensor) -> Advantages:
+def remax(rewards: Tokens, baselines: Rows, mask: Mask) -> Advantages:
     """Reward-to-go minus the score of the greedy response to the same prompt; arXiv:2310.10505.
 
     `rewards` are token rewards [B, T] (`token_rewards`), `baselines` [B].

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from fppo.advantages._common import Advantages, check_rows, check_tokens, group_rows
+from fppo.advantages._common import Advantages, check_rows, group_rows
 from fppo.advantages.temporal import discounted_returns
+from fppo.losses._common import check_tokens
+from fppo.shapes import Mask, RowIds, Tokens
 
 
 def optimal_token_baseline(
-    rewards: Tensor,
-    mask: Tensor,
-    groups: Tensor,
+    rewards: Tokens,
+    mask: Mask,
+    groups: RowIds,
     *,
-    log_probs: Tensor,
-    sum_squared_probs: Tensor,
-    correction: Tensor | None = None,
+    log_probs: Tokens,
+    sum_squared_probs: Tokens,
+    correction: Tokens | None = None,
 ) -> Advantages:
     """G_k - B_k with B_k = sum_i G_ik W_ik / sum_i W_ik over the group's rows that have a k-th token.
 

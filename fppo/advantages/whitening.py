@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from fppo.advantages._common import check_tokens
+from fppo.losses._common import check_tokens
+from fppo.shapes import Mask, Tokens
 
 _NOISE = 8.0  # a spread of this many rounding errors of the largest number is rounding, not signal
 
 
-def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
+def whiten(x: Tokens, mask: Mask, *, shift_mean: bool = True) -> Tokens:
     """(x - mean) / std over all tokens of the mask, [B, T], 0 outside it; `shift_mean=False` adds the mean again.
 
-    The statistics (unbiased variance, in float64) are those of every row given: pass the whole global batch.
+    The statistics (unbiased variance, in float64) are those of every row of `x`: pass the whole global batch.
     Shifting and scaling `x` changes nothing. Where the tokens are equal, up to rounding, or fewer than two, the
     result is exactly 0 (or the mean) instead of amplified noise. `x` is a constant to the gradient.
     """

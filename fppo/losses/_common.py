@@ -1,4 +1,4 @@
-"""What the losses share: scalars that may be tensors, clipping, sums over the mask, names in errors."""
+"""What losses and advantages share: checks of shapes, scalars that may be tensors, sums over the mask, near names."""
 
 from __future__ import annotations
 
@@ -9,37 +9,70 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-Scalar = float | Tensor  # a number, or a 0-d tensor so that a loss can be vmapped over it
+from fppo.shapes import Mask, Rows, Scalar, Tokens
 
 LOG_RATIO_BOUND = 20.0  # exp(20) squared is still finite in float32
 
 
-def scalar(value: Scalar, like: Tensor) -> Tensor:
-    """`value` as a 0-d tensor with the dtype and device of `like`, without waiting for the device."""
+def check_mask(mask: Tensor) -> None:
+    """ValueError unless `mask` is bool [B, T]."""
+    if mask.dtype != torch.bool or mask.dim() != 2:
+        raise ValueError(f"mask must be bool [B, T], got {mask.dtype} {list(mask.shape)}; a 0/1 mask: mask.bool()")
+
+
+def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
+    """ValueError unless `mask` is bool [B, T] and every tensor is floating and of its shape."""
+    check_mask(mask)
+    check_like("the mask", mask, **tensors)
+
+
+def check_like(name_of_like: str, like: Tensor, **tensors: Tensor) -> None:
+    """ValueError unless every tensor is floating and of the shape of `like`, which errors call `name_of_like`."""
+    for name, x in tensors.items():
+        if x.shape != like.shape or not x.is_floating_point():
+            raise ValueError(
+                f"{name} must be floating [B, T] = {list(like.shape)} as {name_of_like}, got {x.dtype} {list(x.shape)}"
+            )
+
+
+def scalar(value: float | Tensor, like: Tensor) -> Tensor:
+    """`value` as a tensor (0-d from a number) with the dtype and device of `like`, without waiting for the device."""
     return value.to(like) if isinstance(value, Tensor) else torch.full((), value, dtype=like.dtype, device=like.device)
 
 
-def clip(x: Tensor, low: Scalar, high: Scalar) -> Tensor:
+def clip(x: Tokens, low: float | Tensor, high: float | Tensor) -> Tokens:
     """max(min(x, high), low); the gradient is 1 on both bounds, 0 outside."""
     return torch.clamp(x, min=scalar(low, x), max=scalar(high, x))
 
 
-def clean(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+def clean(mask: Mask, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors with 0 where `mask` is False: before any arithmetic, so that garbage reaches no gradient."""
     return tuple(x.where(mask, 0.0) for x in tensors)
 
 
-def row_counts(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def clean_inputs(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tokens, Tokens, Tokens]:
+    """The first three of a policy loss with 0 where `mask` is False, the advantages as constants.
+
+    Raises ValueError unless the mask is bool [B, T] and they are floating and of its shape.
+    """
+    check_tokens(mask, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
+    log_probs, old_log_probs, advantages = clean(mask, log_probs, old_log_probs, advantages.detach())
+    return log_probs, old_log_probs, advantages
+
+
+def row_counts(mask: Mask, dtype: torch.dtype) -> Rows:
     """How many positions of each row count, at least 1, [B]."""
     return mask.sum(-1).clamp(min=1).to(dtype)
 
 
-def row_mean(x: Tensor, mask: Tensor) -> Tensor:
+def row_mean(x: Tokens, mask: Mask) -> Rows:
     """The mean of each row over the mask, [B]; 0 for a row without positions."""
     return x.where(mask, 0.0).sum(-1) / row_counts(mask, x.dtype)
 
 
-def log_ratio(log_probs: Tensor, old_log_probs: Tensor, *, bound: float | None = LOG_RATIO_BOUND) -> Tensor:
+def log_ratio(log_probs: Tokens, old_log_probs: Tokens, *, bound: float | None = LOG_RATIO_BOUND) -> Tokens:
     """log_probs - old_log_probs, clamped to +-`bound` (the gradient is 0 beyond it); old is a constant."""
     delta = log_probs - old_log_probs.detach()
     return delta if bound is None else delta.clamp(-bound, bound)
@@ -51,8 +84,8 @@ def positive(name: str, value: Scalar) -> None:
         raise ValueError(f"{name} must be > 0, got {value}")
 
 
-def unknown(what: str, given: str, choices: Iterable[str]) -> NoReturn:
-    """ValueError that names the nearest of the choices."""
+def unknown(what: str, name: str, choices: Iterable[str]) -> NoReturn:
+    """ValueError that says what the choices of `what` are, and which of them is nearest to `name`."""
     names = list(choices)
-    near = difflib.get_close_matches(given, names, n=1, cutoff=0.0)
-    raise ValueError(f"unknown {what} {given!r}; did you mean {near[0]!r}? The choices are {', '.join(names)}")
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    raise ValueError(f"unknown {what} {name!r}; did you mean {near[0]!r}? The choices are {', '.join(names)}")

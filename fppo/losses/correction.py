@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fppo.losses._common import LOG_RATIO_BOUND, clean, row_mean, unknown
+from fppo.losses._common import LOG_RATIO_BOUND, check_tokens, clean, row_mean, unknown
 from fppo.losses.mismatch import off_policy_metrics
 from fppo.metrics import Mean, Metrics, masked_max, masked_mean, masked_min, mean
+from fppo.shapes import Mask, Rows, Tokens
 
 LEVELS = ("token", "sequence")
 REJECTIONS = (
@@ -24,18 +25,18 @@ REJECTIONS = (
 
 
 class Correction(NamedTuple):
-    """What a correction makes of a batch."""
+    """Importance weights for the rows of a batch, and the tokens that remain in its mask."""
 
-    weights: Tensor | None  # [B, T], constants, 0 where `mask` is False; None without importance weights
-    mask: Tensor  # [B, T] bool: the tokens that remain
+    weights: Tokens | None  # constants, 0 where `mask` is False; None without importance weights
+    mask: Mask
     metrics: Metrics
 
 
 def _numbers(setting: str, value: str | float | tuple[float, float]) -> tuple[float, ...]:
     """One or two positive numbers, ascending: from a number, a pair, "2.0" or "0.5_2.0"."""
-    parts = value.split("_") if isinstance(value, str) else value if isinstance(value, tuple) else (value,)
+    words = value.split("_") if isinstance(value, str) else value if isinstance(value, tuple) else (value,)
     try:
-        numbers = tuple(float(part) for part in parts)
+        numbers = tuple(float(word) for word in words)
     except ValueError:
         numbers = ()
     if len(numbers) not in (1, 2) or not all(n > 0 for n in numbers) or list(numbers) != sorted(numbers):
@@ -43,20 +44,20 @@ def _numbers(setting: str, value: str | float | tuple[float, float]) -> tuple[fl
     return numbers
 
 
-def _rejections(reject: str, thresholds: str | float | tuple[float, float]) -> dict[str, tuple[float, float]]:
-    """(low, high) of each option's statistic: logs of the given bounds for k1, (-inf, high) for the others."""
-    options = list(dict.fromkeys(part.strip() for part in reject.split(",") if part.strip()))
+def _rejections(reject: str, threshold: str | float | tuple[float, float]) -> dict[str, tuple[float, float]]:
+    """(low, high) of each option's statistic: logs of the bounds for k1, (-inf, high) for the others."""
+    options = list(dict.fromkeys(word.strip() for word in reject.split(",") if word.strip()))
     for option in options:
         if option not in REJECTIONS:
             unknown("rejection", option, REJECTIONS)
-    given = thresholds.split(",") if isinstance(thresholds, str) else [thresholds]
-    if not options or len(given) not in (1, len(options)):
+    thresholds = threshold.split(",") if isinstance(threshold, str) else [threshold]
+    if not options or len(thresholds) not in (1, len(options)):
         raise ValueError(
-            f"reject={reject!r} names {len(options)} options and reject_threshold={thresholds!r} {len(given)}: "
+            f"reject={reject!r} names {len(options)} options and reject_threshold={threshold!r} {len(thresholds)}: "
             "give at least one option, and one threshold for all or one for each"
         )
-    bounds = {}
-    for option, value in zip(options, given * (len(options) // len(given)), strict=True):
+    bounds: dict[str, tuple[float, float]] = {}
+    for option, value in zip(options, thresholds * (len(options) // len(thresholds)), strict=True):
         numbers = _numbers(f"reject_threshold of {option}", value.strip() if isinstance(value, str) else value)
         if option.endswith("k1"):
             low = numbers[0] if len(numbers) == 2 else 1 / numbers[0]
@@ -97,7 +98,7 @@ def _outside(x: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     return x < low, x > high
 
 
-def _sequence_metrics(rows: Tensor, valid: Tensor, *, center: float) -> Metrics:
+def _sequence_metrics(rows: Rows, valid: Tensor, *, center: float) -> Metrics:
     return {
         "seq_mean": masked_mean(rows, valid),
         "seq_std": _deviation(rows, valid, unbiased=True),
@@ -108,7 +109,7 @@ def _sequence_metrics(rows: Tensor, valid: Tensor, *, center: float) -> Metrics:
 
 
 def _weight_metrics(
-    weights: Tensor, raw: Tensor, row_log: Tensor | None, mask: Tensor, bounds: tuple[float, float]
+    weights: Tokens, raw: Tokens, row_log: Rows | None, mask: Mask, bounds: tuple[float, float]
 ) -> Metrics:
     """Of the applied weights; how many are out of bounds, and the sequence level's extremes, of the raw ones."""
     valid = mask.any(-1)
@@ -138,8 +139,8 @@ def _weight_metrics(
 
 
 def _importance_weights(
-    delta: Tensor, mask: Tensor, level: str, threshold: str | float | tuple[float, float], batch_normalize: bool
-) -> tuple[Tensor, Metrics]:
+    delta: Tokens, mask: Mask, level: str, threshold: str | float | tuple[float, float], batch_normalize: bool
+) -> tuple[Tokens, Metrics]:
     """Weights [B, T], float64, and their metrics; `delta` is the clean log-ratio training / rollout."""
     if level not in LEVELS:
         unknown("level", level, LEVELS)
@@ -164,7 +165,7 @@ def _importance_weights(
     return weights, metrics
 
 
-def _statistic(delta: Tensor, mask: Tensor, option: str) -> tuple[Tensor, Tensor]:
+def _statistic(delta: Tokens, mask: Mask, option: str) -> tuple[Tokens, Rows]:
     """An option's statistic at each token [B, T] and of each row [B]; a sequence's is equal at its tokens."""
     x = delta.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     kind = option[-2:]
@@ -178,7 +179,7 @@ def _statistic(delta: Tensor, mask: Tensor, option: str) -> tuple[Tensor, Tensor
     return (tokens if option.startswith("token") else rows[..., None].expand_as(tokens)), rows
 
 
-def _reject(delta: Tensor, mask: Tensor, option: str, bounds: tuple[float, float]) -> tuple[Tensor, Metrics]:
+def _reject(delta: Tokens, mask: Mask, option: str, bounds: tuple[float, float]) -> tuple[Mask, Metrics]:
     """Which tokens an option keeps, [B, T], and its metrics."""
     valid = mask.any(-1)
     tokens, rows = _statistic(delta, mask, option)
@@ -206,9 +207,9 @@ def _reject(delta: Tensor, mask: Tensor, option: str, bounds: tuple[float, float
 
 
 def rollout_correction(
-    old_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    mask: Tensor,
+    old_log_probs: Tokens,
+    rollout_log_probs: Tokens,
+    mask: Mask,
     *,
     level: str | None = "token",
     threshold: str | float | tuple[float, float] = 2.0,
@@ -232,10 +233,10 @@ def rollout_correction(
 
     Rejected tokens leave the mask, so counts and means made from it leave them out. Weights, their normalisation and
     all metrics ("rollout_corr/...") are over the tokens of `mask`.
+
+    Raises ValueError for another shape or dtype, and for a level, threshold or rejection that does not exist.
     """
-    if not old_log_probs.shape == rollout_log_probs.shape == mask.shape:
-        shapes = [tuple(x.shape) for x in (old_log_probs, rollout_log_probs, mask)]
-        raise ValueError(f"old_log_probs, rollout_log_probs and mask need one shape, got {shapes}")
+    check_tokens(mask, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
     if (reject is None) != (reject_threshold is None):
         raise ValueError(f"reject={reject!r} with reject_threshold={reject_threshold!r}: give both or neither")
     old, rollout = clean(mask, old_log_probs.detach().double(), rollout_log_probs.detach().double())
@@ -258,7 +259,11 @@ def rollout_correction(
     return Correction(weights, kept, metrics)
 
 
-def geometric_mean(weights: Tensor, mask: Tensor) -> Tensor:
-    """The geometric mean of each row's weights at each of its tokens, [B, T]: what weighs a row of `gmpo`."""
+def geometric_mean(weights: Tokens, mask: Mask) -> Tokens:
+    """The geometric mean of each row's weights at each of its tokens, [B, T]: what weighs a row of `gmpo`.
+
+    `weights` floating [B, T], `mask` bool [B, T], else ValueError; 0 where it is False.
+    """
+    check_tokens(mask, weights=weights)
     logs = row_mean((weights.where(mask, 1.0) + 1e-10).log(), mask)
     return logs.exp()[..., None].expand_as(weights).where(mask, 0.0)

@@ -9,8 +9,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from fppo.losses._common import LOG_RATIO_BOUND, clean, positive, row_mean, unknown
+from fppo.losses._common import LOG_RATIO_BOUND, check_like, check_tokens, clean, positive, row_mean, unknown
 from fppo.metrics import Mean, masked_mean
+from fppo.shapes import Mask, Scalar, Tokens
 from fppo.tree import state
 
 
@@ -27,7 +28,7 @@ KL_KINDS = (*_ESTIMATORS, *(f"{kind}+" for kind in _ESTIMATORS))
 _OTHER_NAMES = MappingProxyType({"kl": "k1", "mse": "k2", "low_var_kl": "k3"})
 
 
-def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, mask: Tensor | None = None) -> Tensor:
+def kl_estimate(log_probs: Tokens, ref_log_probs: Tokens, kind: str, *, mask: Mask | None = None) -> Tokens:
     """KL(policy || reference) at each sampled token, [B, T], from d = log_probs - ref_log_probs.
 
     - "k1": d. As a loss its expected gradient is zero; it is for rewards.
@@ -37,14 +38,18 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, mask: Te
     - with "+" ("k3+"): the value of the kind, the gradient of k2 (straight-through)
 
     (http://joschu.net/blog/kl-approx.html.) `ref_log_probs` is a constant to the gradient. With `mask` (bool [B, T])
-    the result and the gradient are 0 where it is False, whatever stands there.
+    the result and the gradient are 0 where it is False, whatever stands there. Raises ValueError for an unknown kind,
+    and for tensors whose shapes differ.
     """
     if kind not in KL_KINDS:
         base = kind.removesuffix("+")
         if base in _OTHER_NAMES:
             raise ValueError(f"unknown kl kind {kind!r}; here it is {kind.replace(base, _OTHER_NAMES[base])!r}")
         unknown("kl kind", kind, KL_KINDS)
-    if mask is not None:
+    if mask is None:
+        check_like("log_probs", log_probs, ref_log_probs=ref_log_probs)
+    else:
+        check_tokens(mask, log_probs=log_probs, ref_log_probs=ref_log_probs)
         log_probs, ref_log_probs = clean(mask, log_probs, ref_log_probs)
     d = log_probs - ref_log_probs.detach()
     value = _ESTIMATORS[kind.removesuffix("+")](d)
@@ -54,11 +59,12 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, mask: Te
     return value if mask is None else value.where(mask, 0.0)
 
 
-def sequence_kl(kl: Tensor, mask: Tensor) -> Mean:
+def sequence_kl(kl: Tokens, mask: Mask) -> Mean:
     """The mean over rows of each row's mean over its tokens, what the adaptive controller looks at.
 
     `kl` floating [B, T], `mask` bool [B, T]; rows without tokens count nowhere.
     """
+    check_tokens(mask, kl=kl)
     return masked_mean(row_mean(kl.detach().double(), mask), mask.any(-1))
 
 
@@ -75,7 +81,7 @@ class KLState:
 
 def update_kl(
     state: KLState,
-    kl: float | Tensor,
+    kl: Scalar,
     num_sequences: float | Tensor,
     *,
     kind: str = "fixed",
@@ -85,7 +91,7 @@ def update_kl(
     """The controller's next state, having seen a mean divergence `kl` (`sequence_kl`) over `num_sequences` rows.
 
     "fixed": unchanged. "adaptive": coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon)
-    (arXiv:1909.08593). No rows, no change.
+    (arXiv:1909.08593). No rows, no change. Raises ValueError for another kind, or a target or horizon that is not > 0.
     """
     if kind not in ("fixed", "adaptive"):
         unknown("kl controller", kind, ("fixed", "adaptive"))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from fppo.losses._common import LOG_RATIO_BOUND, clean, row_mean
+from fppo.losses._common import LOG_RATIO_BOUND, check_tokens, clean, row_mean
 from fppo.metrics import Metrics, masked_max, masked_mean, masked_min
+from fppo.shapes import Mask, Tokens
 
 
-def off_policy_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
-    """Divergences and perplexities under "rollout_corr/"; the log-probs floating [B, T], the mask bool [B, T].
+def off_policy_metrics(old_log_probs: Tokens, rollout_log_probs: Tokens, mask: Mask) -> Metrics:
+    """Divergences and perplexities under "rollout_corr/"; log-probs floating, mask bool [B, T], else ValueError.
 
     kl and k3_kl estimate KL(rollout || training) per token; a perplexity is exp of a row's mean negative
     log-prob, and log_ppl_diff the training policy's less the rollout's; chi2_token and chi2_seq are the means of
     the squared ratio training / rollout less 1, over tokens and over rows (log-ratios clamped to +-20). Rows
     without tokens count nowhere.
     """
+    check_tokens(mask, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
     train, rollout = clean(mask, old_log_probs.detach().double(), rollout_log_probs.detach().double())
     rows = mask.any(-1)
     delta = train - rollout

@@ -11,20 +11,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fppo.losses._common import Scalar, clean, clip, log_ratio, positive, row_counts, row_mean, scalar
+from fppo.losses._common import clean_inputs, clip, log_ratio, positive, row_counts, row_mean, scalar
 from fppo.metrics import Metrics, masked_mean
+from fppo.shapes import Mask, Scalar, Tokens
 
 
 def ppo_clip(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
     *,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
     dual_clip: Scalar | None = 3.0,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tokens, Metrics]:
     """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and at most -A dual_clip where A < 0.
 
     PPO (arXiv:1707.06347) with the dual clip of arXiv:1912.09729; `dual_clip=None` leaves that out, otherwise it
@@ -32,7 +33,7 @@ def ppo_clip(
     """
     if dual_clip is not None and not isinstance(dual_clip, Tensor) and not dual_clip > 1:
         raise ValueError(f"dual_clip must be > 1 (it bounds the ratio of actions that got worse), got {dual_clip}")
-    log_probs, old_log_probs, adv = clean(mask, log_probs, old_log_probs, advantages.detach())
+    log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     delta = log_ratio(log_probs, old_log_probs)
     ratio = delta.exp()
     plain = -adv * ratio
@@ -51,20 +52,20 @@ def ppo_clip(
 
 
 def gspo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
     *,
     clip_low: Scalar = 3e-4,
     clip_high: Scalar = 4e-4,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tokens, Metrics]:
     """PPO's clipped loss on s = exp(mean over the row of the log-ratio), the row's ratio at each of its tokens.
 
     GSPO-token (arXiv:2507.18071): the value is s, the gradient s times that of the token's own log-prob. The
     log-ratio is capped at 10 from above. Meant for the mode "seq-mean-token-mean".
     """
-    log_probs, old_log_probs, adv = clean(mask, log_probs, old_log_probs, advantages.detach())
+    log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     delta = log_ratio(log_probs, old_log_probs, bound=None)
     sequence = row_mean(delta.detach(), mask)[..., None]
     ratio = (log_probs - log_probs.detach() + sequence).clamp(max=10.0).exp()
@@ -78,46 +79,46 @@ def gspo(
 
 
 def sapo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
     *,
     tau_pos: Scalar = 1.0,
     tau_neg: Scalar = 1.05,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tokens, Metrics]:
     """-A (4 / tau) sigmoid(tau (r - 1)), a soft gate in place of the clip; tau is tau_pos where A > 0, else tau_neg.
 
     SAPO (arXiv:2511.20347). Meant for the mode "seq-mean-token-mean".
     """
-    log_probs, old_log_probs, adv = clean(mask, log_probs, old_log_probs, advantages.detach())
+    log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     delta = log_ratio(log_probs, old_log_probs)
     tau = torch.where(adv > 0, scalar(tau_pos, adv), scalar(tau_neg, adv))
     gate = torch.sigmoid(tau * (delta.exp() - 1.0)) * (4.0 / tau)
     return (-adv * gate).where(mask, 0.0), {"actor/ppo_kl": masked_mean(-delta, mask)}
 
 
-def gpg(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Metrics]:
+def gpg(log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Mask) -> tuple[Tokens, Metrics]:
     """-A log_probs: REINFORCE (GPG, arXiv:2504.02546). `old_log_probs` enters the metrics alone."""
-    log_probs, old_log_probs, adv = clean(mask, log_probs, old_log_probs, advantages.detach())
+    log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     metrics: Metrics = {"actor/ppo_kl": masked_mean(-log_ratio(log_probs, old_log_probs), mask)}
     return (-adv * log_probs).where(mask, 0.0), metrics
 
 
 def cispo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
     *,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tokens, Metrics]:
     """-A clip(r, 1 - clip_low, 1 + clip_high) log_probs with the clipped ratio held constant.
 
     CISPO (arXiv:2506.13585): a clipped token keeps its gradient.
     """
-    log_probs, old_log_probs, adv = clean(mask, log_probs, old_log_probs, advantages.detach())
+    log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     delta = log_ratio(log_probs, old_log_probs).detach()
     ratio = delta.exp()
     weight = clip(ratio, 1 - clip_low, 1 + clip_high)
@@ -129,21 +130,21 @@ def cispo(
 
 
 def gmpo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
     *,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tokens, Metrics]:
     """-mean(A) exp(mean(u)) over each row, at every token of the row.
 
     u is the log-ratio clipped to [-clip_low, clip_high] on the side where it would gain: sign(A) min(sign(A) delta,
     sign(A) clip(delta)). GMPO (arXiv:2507.20673; the paper's bounds are 0.4). The log-ratio is not clamped otherwise.
     Meant for the mode "seq-mean-token-mean", under which a row counts once.
     """
-    log_probs, old_log_probs, adv = clean(mask, log_probs, old_log_probs, advantages.detach())
+    log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     delta = log_ratio(log_probs, old_log_probs, bound=None)
     sign = adv.sign()
     bounded = clip(delta, -clip_low, clip_high)
@@ -159,8 +160,8 @@ def gmpo(
 
 
 def _dppo(
-    log_probs: Tensor, delta: Tensor, adv: Tensor, mask: Tensor, trusted: Tensor, max_ratio: Scalar
-) -> tuple[Tensor, Metrics]:
+    log_probs: Tokens, delta: Tokens, adv: Tokens, mask: Mask, trusted: Mask, max_ratio: Scalar
+) -> tuple[Tokens, Metrics]:
     """-A min(r, max_ratio) log_probs on the trusted tokens, the ratio held constant."""
     ratio = delta.exp()
     cap = scalar(max_ratio, ratio)
@@ -174,21 +175,21 @@ def _dppo(
 
 
 def dppo_tv(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
     *,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
     max_ratio: Scalar = 20.0,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tokens, Metrics]:
     """-A min(r, max_ratio) log_probs, ratio constant, where the sampled token's probability stays in bounds.
 
     In bounds: p - p_old <= clip_high where A > 0, p - p_old >= -clip_low elsewhere. DPPO-Binary-TV
     (arXiv:2602.04879), which recommends a large `max_ratio`.
     """
-    log_probs, old_log_probs, adv = clean(mask, log_probs, old_log_probs, advantages.detach())
+    log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     delta = log_ratio(log_probs, old_log_probs).detach()
     moved = log_probs.detach().exp() - old_log_probs.detach().exp()
     trusted = torch.where(adv > 0, moved <= scalar(clip_high, moved), moved >= -scalar(clip_low, moved))
@@ -196,21 +197,21 @@ def dppo_tv(
 
 
 def dppo_kl(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
     *,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
     max_ratio: Scalar = 20.0,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tokens, Metrics]:
     """`dppo_tv` with the KL divergence from old to new of "the sampled token or another" as the distance.
 
     A token is in bounds if that is at most clip_high (A > 0) or clip_low (elsewhere), or if the probability moved
     against the advantage. DPPO-Binary-KL (arXiv:2602.04879).
     """
-    log_probs, old_log_probs, adv = clean(mask, log_probs, old_log_probs, advantages.detach())
+    log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     delta = log_ratio(log_probs, old_log_probs).detach()
     new_log, old_log = log_probs.detach(), old_log_probs.detach()
     new, old = new_log.exp(), old_log.exp()
@@ -222,14 +223,14 @@ def dppo_kl(
 
 
 def dro(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, beta: Scalar = 0.1
-) -> tuple[Tensor, Metrics]:
+    log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Mask, *, beta: Scalar = 0.1
+) -> tuple[Tokens, Metrics]:
     """-A log_probs + beta / 2 (log_probs - old_log_probs)^2, the log-ratio unclamped; beta > 0.
 
     Direct reward optimisation with a quadratic pull to the old policy (arXiv:2405.19107).
     """
     positive("beta", beta)
-    log_probs, old_log_probs, adv = clean(mask, log_probs, old_log_probs, advantages.detach())
+    log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     delta = log_ratio(log_probs, old_log_probs, bound=None)
     loss = -adv * log_probs + 0.5 * scalar(beta, delta) * delta.square()
     return loss.where(mask, 0.0), {"actor/ppo_kl": masked_mean(-delta, mask)}

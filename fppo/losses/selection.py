@@ -9,18 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fppo.losses._common import Scalar, clean, clip, log_ratio, positive, scalar
+from fppo.losses._common import check_tokens, clean, clean_inputs, clip, log_ratio, positive, scalar
 from fppo.metrics import Metrics, masked_mean
+from fppo.shapes import Mask, Scalar, Tokens
 
 
-def _covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+def _covariance(log_probs: Tokens, advantages: Tokens, mask: Mask) -> Tokens:
     """(A - mean A)(log_probs - mean log_probs) over the masked tokens of all rows, float64 [B, T]."""
     count = mask.sum().clamp(min=1).double()
     adv, logp = clean(mask, advantages.detach().double(), log_probs.detach().double())
     return (adv - adv.sum() / count) * (logp - logp.sum() / count)
 
 
-def _smallest(candidates: Tensor, keys: tuple[Tensor, ...], count: Tensor) -> Tensor:
+def _smallest(candidates: Mask, keys: tuple[Tokens, ...], count: Tensor) -> Mask:
     """Which `count` of the candidates come first, ordered by the last key, ties by the one before; bool [B, T]."""
     order = torch.arange(candidates.numel(), device=candidates.device)
     for key in (*keys, (~candidates).double()):
@@ -29,30 +30,24 @@ def _smallest(candidates: Tensor, keys: tuple[Tensor, ...], count: Tensor) -> Te
     return candidates & (rank < count)
 
 
-def _quota(mask: Tensor, ratio: Scalar) -> Tensor:
+def _quota(mask: Mask, ratio: Scalar) -> Tensor:
     """max(1, floor(ratio * tokens))."""
     return (mask.sum().double() * ratio).floor().clamp(min=1)
 
 
-def _noise(noise: Tensor, mask: Tensor) -> Tensor:
-    if noise.shape != mask.shape:
-        raise ValueError(f"noise has shape {tuple(noise.shape)}, but it needs that of mask, {tuple(mask.shape)}")
-    return noise.double()
-
-
 def select_clip_cov(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
     *,
-    noise: Tensor,
+    noise: Tokens,
     ratio: Scalar = 0.0002,
     low: Scalar = 1.0,
     high: Scalar = 5.0,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
-) -> Tensor:
+) -> Mask:
     """The tokens whose loss `clip_cov` drops, bool [B, T]: a random max(1, ratio * tokens) of the candidates.
 
     Candidates have a covariance in (low, high) and are not clipped by PPO's rule already. All tensors are of the
@@ -60,49 +55,58 @@ def select_clip_cov(
     the choice goes with the rows, not with their order.
     """
     positive("ratio", ratio)
+    check_tokens(mask, log_probs=log_probs, advantages=advantages, noise=noise)
     cov = _covariance(log_probs, advantages, mask)
-    log_probs, old_log_probs, adv = clean(mask, log_probs.detach(), old_log_probs, advantages.detach())
+    log_probs, old_log_probs, adv = clean_inputs(log_probs.detach(), old_log_probs, advantages, mask)
     r = log_ratio(log_probs, old_log_probs, bound=None).exp()
     clipped = -adv * clip(r, 1 - clip_low, 1 + clip_high) > -adv * r
     candidates = mask & ~clipped & (cov > scalar(low, cov)) & (cov < scalar(high, cov))
-    return _smallest(candidates, (_noise(noise, mask),), _quota(mask, ratio))
+    return _smallest(candidates, (noise.double(),), _quota(mask, ratio))
 
 
 def select_kl_cov(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
     *,
-    noise: Tensor,
+    noise: Tokens,
     ratio: Scalar = 0.0002,
-) -> Tensor:
+) -> Mask:
     """The tokens that `kl_cov` holds back, bool [B, T]: the max(1, ratio * tokens) of highest covariance.
 
     All tensors are of the whole mini-batch. `noise` [B, T] decides between equal covariances alone, and
     `old_log_probs` decides nothing: it is there for the signature that all selections have.
     """
     positive("ratio", ratio)
+    check_tokens(mask, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, noise=noise)
     cov = _covariance(log_probs, advantages, mask)
-    return _smallest(mask, (_noise(noise, mask), -cov), _quota(mask, ratio))
+    return _smallest(mask, (noise.double(), -cov), _quota(mask, ratio))
+
+
+def _check_selected(selected: Tensor, mask: Tensor) -> None:
+    if selected.shape != mask.shape or selected.dtype != torch.bool:
+        kind = f"{selected.dtype} {list(selected.shape)}"
+        raise ValueError(f"selected must be bool [B, T] = {list(mask.shape)} as the mask, got {kind}")
 
 
 def clip_cov(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
     *,
-    selected: Tensor,
+    selected: Mask,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tokens, Metrics]:
     """PPO's clipped loss, without dual clip, and 0 on the `selected` tokens (bool [B, T], from `select_clip_cov`).
 
     The selected tokens keep their place in the denominator. The log-ratio is not clamped. "actor/pg_clipfrac" is
     the fraction of tokens selected.
     """
-    log_probs, old_log_probs, adv = clean(mask, log_probs, old_log_probs, advantages.detach())
+    _check_selected(selected, mask)
+    log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     delta = log_ratio(log_probs, old_log_probs, bound=None)
     ratio = delta.exp()
     loss = torch.maximum(-adv * ratio, -adv * clip(ratio, 1 - clip_low, 1 + clip_high))
@@ -114,19 +118,20 @@ def clip_cov(
 
 
 def kl_cov(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
     *,
-    selected: Tensor,
+    selected: Mask,
     kl_coef: Scalar = 0.1,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tokens, Metrics]:
     """-A r, plus kl_coef |log_probs - old_log_probs| on the `selected` tokens (bool [B, T], from `select_kl_cov`).
 
     The log-ratio is not clamped. "actor/ppo_kl" is the mean of its absolute value here.
     """
-    log_probs, old_log_probs, adv = clean(mask, log_probs, old_log_probs, advantages.detach())
+    _check_selected(selected, mask)
+    log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     delta = log_ratio(log_probs, old_log_probs, bound=None)
     held = (scalar(kl_coef, delta) * delta.abs()).where(selected, 0.0)
     return (-adv * delta.exp() + held).where(mask, 0.0), {"actor/ppo_kl": masked_mean(delta.abs(), mask)}

@@ -7,23 +7,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fppo.losses._common import Scalar, positive, row_counts, unknown
+from fppo.losses._common import check_mask, positive, row_counts, unknown
+from fppo.shapes import Mask, Scalar, Tokens
+from fppo_kernels.shapes import Float
 
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 class Totals(NamedTuple):
-    """What the global mini-batch holds, as float64 0-d tensors; totals of parts add field by field."""
+    """The size of the global mini-batch, as float64 0-d tensors; totals of its rows add field by field."""
 
-    tokens: Tensor
-    sequences: Tensor
+    tokens: Float[Tensor, ""]
+    sequences: Float[Tensor, ""]
 
 
-def count_totals(mask: Tensor) -> Totals:
-    """How many tokens count and how many rows hold at least one of them. `mask` is bool [B, T].
+def count_totals(mask: Mask) -> Totals:
+    """How many tokens count and how many rows hold at least one of them. `mask` is bool [B, T], else ValueError.
 
     Over several ranks, the sum of their totals is what `loss_weights` takes.
     """
+    check_mask(mask)
     return Totals(mask.sum().double(), mask.any(-1).sum().double())
 
 
@@ -31,11 +34,11 @@ def _reciprocal(x: Tensor) -> Tensor:
     return torch.where(x > 0, 1.0 / x.where(x > 0, 1.0), 0.0)
 
 
-def loss_weights(mask: Tensor, mode: str, *, totals: Totals, horizon: Scalar | None = None) -> Tensor:
+def loss_weights(mask: Mask, mode: str, *, totals: Totals, horizon: Scalar | None = None) -> Tokens:
     """The weight of each token, float64 [B, T], 0 where `mask` is False: the loss is (weights * per_token).sum().
 
     `mask` holds whole rows of the mini-batch, any of them; `totals` counts all of it, on every rank, so that
-    the parts' losses and gradients add. Per token of a row with n tokens:
+    losses and gradients add. Per token of a row with n tokens:
 
     - "token-mean": 1 / tokens
     - "token-sum": 1
@@ -45,7 +48,9 @@ def loss_weights(mask: Tensor, mode: str, *, totals: Totals, horizon: Scalar | N
 
     Rows without tokens count nowhere. Totals of zero give weights of zero. `horizon` has no default: the
     padding width would make the gradient depend on the longest response of the batch.
+    Raises ValueError for an unknown mode, a horizon that it does not take, and a mask that is not bool [B, T].
     """
+    check_mask(mask)
     if mode not in MODES:
         unknown("loss mode", mode, MODES)
     if (mode == "seq-mean-token-sum-norm") != (horizon is not None):

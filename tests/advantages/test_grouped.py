@@ -175,6 +175,7 @@ def test_no_rows_and_no_gradient():
         assert not any(x.requires_grad for x in fn(scores, mask, groups))
 
 
+@pytest.mark.usefixtures("unhooked")
 def test_bad_arguments_are_named():
     scores, mask, groups = torch.zeros(2), torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"unknown scale 'sdt'; did you mean 'std'\?"):

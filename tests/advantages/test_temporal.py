@@ -182,6 +182,7 @@ def test_no_columns_and_no_rows():
         assert whiten(empty, mask).shape == shape
 
 
+@pytest.mark.usefixtures("unhooked")
 def test_bad_arguments_are_named():
     mask, x = torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3)
     with pytest.raises(ValueError, match=r"mask must be bool.*mask\.bool\(\)"):

@@ -66,6 +66,7 @@ def test_rounding_is_not_amplified():
     assert not whiten(x, torch.ones(1, 3, dtype=torch.bool)).any()
 
 
+@pytest.mark.usefixtures("unhooked")
 def test_no_gradient_and_shape_errors():
     x = torch.randn(2, 3, requires_grad=True)
     assert not whiten(x, torch.ones(2, 3, dtype=torch.bool)).requires_grad

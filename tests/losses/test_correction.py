@@ -329,7 +329,13 @@ def test_settings_that_cannot_be_meant(settings, message):
         losses.rollout_correction(x, x, mask, **settings)
 
 
+@pytest.mark.usefixtures("unhooked")
 def test_shapes_must_agree():
     x = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"\(2, 2\)"):
-        losses.rollout_correction(x, x[:, :2], x.bool())
+    for fn in (losses.rollout_correction, losses.off_policy_metrics):
+        with pytest.raises(ValueError, match=r"rollout_log_probs must be floating \[B, T\] = \[2, 3\].*got.* \[2, 2\]"):
+            fn(x, x[:, :2], x.bool())
+        with pytest.raises(ValueError, match="mask must be bool"):
+            fn(x, x, x)
+    with pytest.raises(ValueError, match="weights must be floating"):
+        losses.geometric_mean(x[:1], x.bool())

@@ -59,20 +59,20 @@ def test_signs(batch):
 def test_expectation_is_the_divergence(kind):
     """Summed over the vocabulary with the policy's probabilities, as is the expected k2+ gradient."""
     g = torch.Generator().manual_seed(0)
-    logits, other = (0.3 * torch.randn(50, generator=g, dtype=torch.float64) for _ in range(2))
-    lp, ref = logits.log_softmax(0), other.log_softmax(0)
+    logits, other = (0.3 * torch.randn(1, 50, generator=g, dtype=torch.float64) for _ in range(2))
+    lp, ref = logits.log_softmax(-1), other.log_softmax(-1)
     exact = (lp.exp() * (lp - ref)).sum()
     assert (lp.exp() * losses.kl_estimate(lp, ref, kind)).sum().item() == pytest.approx(exact.item())
-    divergence = gradient(lambda x: x.softmax(0) * (x.log_softmax(0) - ref), logits)
-    sampled = gradient(lambda x: lp.exp() * losses.kl_estimate(x.log_softmax(0), ref, f"{kind}+"), logits)
+    divergence = gradient(lambda x: x.softmax(-1) * (x.log_softmax(-1) - ref), logits)
+    sampled = gradient(lambda x: lp.exp() * losses.kl_estimate(x.log_softmax(-1), ref, f"{kind}+"), logits)
     torch.testing.assert_close(sampled, divergence)
 
 
 def test_k3_clamps_both_exponent_and_value():
-    ref = torch.zeros(4, dtype=torch.float64)
-    lp = torch.tensor([-3.0, -50.0, 50.0, -1e4], dtype=torch.float64)
+    ref = torch.zeros(1, 4, dtype=torch.float64)
+    lp = torch.tensor([[-3.0, -50.0, 50.0, -1e4]], dtype=torch.float64)
     found = losses.kl_estimate(lp, ref, "k3")
-    assert found.tolist() == [10.0] * 4
+    assert found.tolist() == [[10.0] * 4]
     assert (gradient(lambda x: losses.kl_estimate(x, ref, "k3"), lp) == 0).all()
 
 
@@ -129,3 +129,16 @@ def test_controllers_at_the_edges():
         losses.update_kl(state, 0.1, 4, kind="adaptiv")
     with pytest.raises(ValueError, match="horizon"):
         losses.update_kl(state, 0.1, 4, kind="adaptive", horizon=0)
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_shapes_that_would_broadcast_are_named():
+    x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"^ref_log_probs must be floating .* \[2, 3\] as log_probs, got .* \[2, 1\]"):
+        losses.kl_estimate(x, x[:, :1], "k3")
+    with pytest.raises(ValueError, match=r"^ref_log_probs must be floating .* \[2, 3\] as the mask, got .* \[2, 1\]"):
+        losses.kl_estimate(x, x[:, :1], "k3", mask=mask)
+    with pytest.raises(ValueError, match="mask must be bool"):
+        losses.kl_estimate(x, x, "k3", mask=x)
+    with pytest.raises(ValueError, match=r"^kl must be floating"):
+        losses.sequence_kl(x[:1], mask)

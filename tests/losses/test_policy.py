@@ -328,6 +328,20 @@ def test_gmpo_counts_a_row_once():
     assert (weights * per_token).sum().item() == pytest.approx(mean(rows))
 
 
+@every_loss
+@pytest.mark.usefixtures("unhooked")
+@pytest.mark.parametrize("spoiled", ["log_probs", "old_log_probs", "advantages"])
+def test_shapes_that_would_broadcast_are_named(loss_fn, spoiled):
+    tensors = {name: torch.zeros(2, 3) for name in ("log_probs", "old_log_probs", "advantages")}
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    for wrong in (torch.zeros(2, 1), torch.zeros(3), torch.zeros(2, 3, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=rf"^{spoiled} must be floating \[B, T\] = \[2, 3\] as the mask, got"):
+            loss_fn(*(tensors | {spoiled: wrong}).values(), mask)
+    for wrong in (torch.ones(2, 3), mask[0]):
+        with pytest.raises(ValueError, match="mask must be bool"):
+            loss_fn(*tensors.values(), wrong)
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "setting"),
     [(partial(losses.ppo_clip, dual_clip=1.0), "dual_clip"), (partial(losses.dro, beta=0.0), "beta")],

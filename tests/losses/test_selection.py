@@ -184,10 +184,17 @@ def test_vmap_is_a_loop(batch, seed):
             torch.testing.assert_close(a[i], b)
 
 
+@pytest.mark.usefixtures("unhooked")
 def test_settings_that_cannot_be_meant():
     x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
     for select in (losses.select_clip_cov, losses.select_kl_cov):
         with pytest.raises(ValueError, match="ratio must be > 0"):
             select(x, x, x, mask, noise=x, ratio=0.0)
-        with pytest.raises(ValueError, match="noise has shape"):
-            select(x, x, x, mask, noise=x[:1])
+        for i, name in enumerate(("log_probs", "old_log_probs", "advantages", "noise")):
+            arguments = [x[:1] if n == i else x for n in range(4)]
+            with pytest.raises(ValueError, match=rf"^{name} must be floating .* \[2, 3\] as the mask, got .* \[1, 3\]"):
+                select(*arguments[:3], mask, noise=arguments[3])
+    for loss_fn in (losses.clip_cov, losses.kl_cov):
+        for selected in (mask[:1], x):
+            with pytest.raises(ValueError, match="selected must be bool"):
+                loss_fn(x, x, x, mask, selected=selected)

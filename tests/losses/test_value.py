@@ -66,3 +66,13 @@ def test_default_clip_and_an_impossible_one():
     assert losses.value_loss(0 * x, x, 0 * x, mask)[0].item() == 0.5 * 1.5**2
     with pytest.raises(ValueError, match="clip must be > 0"):
         losses.value_loss(x, x, x, mask, clip=0.0)
+
+
+@pytest.mark.usefixtures("unhooked")
+@pytest.mark.parametrize("spoiled", ["values", "old_values", "returns"])
+def test_shapes_that_would_broadcast_are_named(spoiled):
+    tensors = {name: torch.zeros(2, 3) for name in ("values", "old_values", "returns")}
+    with pytest.raises(
+        ValueError, match=rf"^{spoiled} must be floating \[B, T\] = \[2, 3\] as the mask, got .*\[2, 1\]"
+    ):
+        losses.value_loss(*(tensors | {spoiled: torch.zeros(2, 1)}).values(), torch.ones(2, 3, dtype=torch.bool))

@@ -114,6 +114,7 @@ def test_modes_agree_on_rows_of_equal_length():
     torch.testing.assert_close(token, norm)
 
 
+@pytest.mark.usefixtures("unhooked")
 def test_settings_that_cannot_be_meant():
     mask = torch.ones(1, 2, dtype=torch.bool)
     totals = losses.count_totals(mask)
@@ -125,3 +126,8 @@ def test_settings_that_cannot_be_meant():
         losses.loss_weights(mask, "seq-mean-token-sum-norm", totals=totals, horizon=0)
     with pytest.raises(ValueError, match="'token-mean'"):
         losses.loss_weights(mask, "token_mean", totals=totals)
+    for wrong in (mask[0], mask.double()):
+        with pytest.raises(ValueError, match="mask must be bool"):
+            losses.loss_weights(wrong, "token-mean", totals=totals)
+        with pytest.raises(ValueError, match="mask must be bool"):
+            losses.count_totals(wrong)

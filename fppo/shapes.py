@@ -1,0 +1,13 @@
+"""Shapes for annotations. b rows, t positions of a response, s positions of a row; sizes are those of this rank."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fppo_kernels.shapes import Bool, Float, Int
+
+Tokens = Float[Tensor, "b t"]
+Mask = Bool[Tensor, "b t"]
+Rows = Float[Tensor, " b"]
+RowIds = Int[Tensor, " b"]
+Scalar = float | Float[Tensor, ""]  # as a tensor, so that a function can be vmapped over it

@@ -1,0 +1,18 @@
+"""Kinds of numbers for annotations, `Float[Tensor, "n h"]`, and the letters that stand for sizes in them.
+
+b rows, s positions of a row, n tokens of a packed row, m those of them that are not fill, r sequences and 1, h width of
+the hidden states, v words of this rank's vocabulary, q query heads, k key heads, d width of a head, e that of a value.
+Nothing reads them where a program runs; the tests check them by jaxtyping's import hook (tests/conftest.py).
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated
+
+if TYPE_CHECKING or find_spec("jaxtyping"):
+    from jaxtyping import Bool, Float, Int, Shaped
+else:
+    Bool = Float = Int = Shaped = Annotated
+
+__all__ = ["Bool", "Float", "Int", "Shaped"]
