@@ -19,7 +19,6 @@ CHECKED = (
     "fppo_kernels.adamw",
     "fppo_kernels.attention.eager",
     "fppo_kernels.attention.sdpa",
-    "fppo_kernels.collectives",
     "fppo_kernels.gae",
     "fppo_kernels.log_probs.chunked",
     "fppo_kernels.log_probs.reference",

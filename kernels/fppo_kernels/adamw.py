@@ -6,20 +6,22 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from fppo_kernels.shapes import Float
+
 
 def adamw_(
     params: list[Tensor],
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
-    steps: list[Tensor],
+    steps: list[Float[Tensor, ""]],
     *,
-    lr: float | Tensor,
+    lr: float | Float[Tensor, ""],
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    grad_scale: Float[Tensor, ""] | None = None,
+    found_inf: Float[Tensor, ""] | None = None,
 ) -> None:
     """One step of AdamW (Loshchilov and Hutter, 2019, algorithm 2) on every parameter, in place, by torch's kernel.
 
@@ -58,14 +60,14 @@ def reference_(
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
-    steps: list[Tensor],
+    steps: list[Float[Tensor, ""]],
     *,
-    lr: float | Tensor,
+    lr: float | Float[Tensor, ""],
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    grad_scale: Float[Tensor, ""] | None = None,
+    found_inf: Float[Tensor, ""] | None = None,
 ) -> None:
     """What `adamw_` computes, as the paper writes it, in the dtype of the parameters."""
     for param, grad, mu, nu, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):

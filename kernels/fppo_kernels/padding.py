@@ -8,13 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fppo_kernels.shapes import Bool, Int, Shaped
+
 IGNORE = -100  # the label of a token that nothing follows
 
 
 class Lengths(NamedTuple):
     """Where the sequences of a packed row begin and end."""
 
-    cu_seqlens: Tensor  # int32 [R + 1]: sequence r is cu_seqlens[r] : cu_seqlens[r + 1]
+    cu_seqlens: Int[Tensor, " r"]  # int32: sequence r is cu_seqlens[r] : cu_seqlens[r + 1]
     lengths: tuple[int, ...]  # the same on the host, each > 0
     max_length: int  # 0 without sequences
 
@@ -22,12 +24,12 @@ class Lengths(NamedTuple):
 class Packed(NamedTuple):
     """The M real tokens of a padded batch, one row after the other, and N - M more that fill a multiple."""
 
-    tokens: Tensor  # [N]; the fill is 0
-    positions: Tensor  # int64 [N], from 0 in each row and in the fill
-    labels: Tensor  # [N]: the next token of the same row, IGNORE at the last token of each row and in the fill
+    tokens: Int[Tensor, " n"]  # the fill is 0
+    positions: Int[Tensor, " n"]  # int64, from 0 in each row and in the fill
+    labels: Int[Tensor, " n"]  # the next token of the same row, IGNORE at the last token of each row and in the fill
     lengths: Lengths  # rows without tokens are not in it; the fill is one sequence more, the last
-    index: Tensor  # int64 [M]: each real token's place in the flat [B * S]
-    columns: dict[str, Tensor]  # [N, ...] by name; the fill is 0
+    index: Int[Tensor, " m"]  # int64: each real token's place in the flat [B * S]
+    columns: dict[str, Shaped[Tensor, "n ..."]]  # by name; the fill is 0
 
 
 def make_lengths(lengths: Sequence[int], device: torch.device | str = "cpu") -> Lengths:
@@ -38,7 +40,11 @@ def make_lengths(lengths: Sequence[int], device: torch.device | str = "cpu") -> 
 
 
 def unpad(
-    tokens: Tensor, attention_mask: Tensor, *, columns: Mapping[str, Tensor] | None = None, multiple: int = 1
+    tokens: Int[Tensor, "b s"],
+    attention_mask: Bool[Tensor, "b s"],
+    *,
+    columns: Mapping[str, Shaped[Tensor, "b s ..."]] | None = None,
+    multiple: int = 1,
 ) -> Packed:
     """The tokens [B, S] where `attention_mask` (bool [B, S]) is True, row by row, wherever the padding stands.
 
@@ -80,7 +86,7 @@ def _fill(x: Tensor, count: int) -> Tensor:
     return torch.cat([x, x.new_zeros((count, *x.shape[1:]))]) if count else x
 
 
-def pad(x: Tensor, index: Tensor, shape: Sequence[int]) -> Tensor:
+def pad(x: Shaped[Tensor, " n *k"], index: Int[Tensor, " m"], shape: Sequence[int]) -> Shaped[Tensor, "b s *k"]:
     """The [B, S, ...] tensor with row n of `x` [N, ...] at flat place index[n] and zero elsewhere; shape is (B, S).
 
     Rows of `x` beyond the places of `index` [M] are the fill of `unpad`, and dropped. Raises ValueError if N < M.

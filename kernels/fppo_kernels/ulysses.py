@@ -16,6 +16,7 @@ from torch import Tensor
 from fppo_kernels import collectives
 from fppo_kernels.collectives import Axis
 from fppo_kernels.padding import Lengths
+from fppo_kernels.shapes import Float
 
 
 def slice_sequence(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
@@ -64,16 +65,16 @@ def ulysses(
         return attention
 
     def sharded(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: Float[Tensor, "n q d"],
+        key: Float[Tensor, "n k d"],
+        value: Float[Tensor, "n k e"],
         *,
         lengths: Lengths,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+        sinks: Float[Tensor, " q"] | None = None,
+    ) -> Float[Tensor, "n q e"]:
         _check(query, key, lengths, axis)
         key, value = _repeated(key, query.shape[1], axis), _repeated(value, query.shape[1], axis)
         # one collective for the three, each cut into the heads of each rank

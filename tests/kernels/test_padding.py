@@ -64,6 +64,7 @@ def test_pad_undoes_unpad_and_its_gradient_selects(rows, width, density, seed, m
     assert not grad[real:].any()
 
 
+@pytest.mark.usefixtures("unhooked")
 def test_what_does_not_fit_is_refused():
     tokens, mask = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool)
     with pytest.raises(ValueError, match="does not fit tokens"):

@@ -6,18 +6,19 @@ import torch
 from torch import Tensor
 
 from fppo_kernels.padding import Lengths
+from fppo_kernels.shapes import Bool, Float
 
 
 def masked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
+    query: Float[Tensor, "*batch q l d"],
+    key: Float[Tensor, "*batch k s d"],
+    value: Float[Tensor, "*batch k s e"],
+    mask: Bool[Tensor, " ..."],
     *,
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+    sinks: Float[Tensor, " q"] | None = None,
+) -> Float[Tensor, "*batch q l e"]:
     """`softmax(query @ key.T * scale, where mask) @ value` over tensors [..., H, L, D]; all in float32 or wider.
 
     Query head h reads key head h // (Hq / Hkv). `softcap` c turns scores s to c * tanh(s / c) (Gemma 2). `sinks` [Hq]
@@ -38,16 +39,16 @@ def masked_attention(
 
 
 def eager(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Float[Tensor, "n q d"],
+    key: Float[Tensor, "n k d"],
+    value: Float[Tensor, "n k e"],
     *,
     lengths: Lengths,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+    sinks: Float[Tensor, " q"] | None = None,
+) -> Float[Tensor, "n q e"]:
     """Attention [N, Hq, Dv] of packed query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, Dv], causal in each sequence.
 
     With `window` w a token sees itself and the w - 1 tokens before it.

@@ -7,21 +7,22 @@ from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 from torch import Tensor
 
 from fppo_kernels.padding import Lengths
+from fppo_kernels.shapes import Float
 
 MAX_HEAD_DIM = 256
 
 
 def flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Float[Tensor, "n q d"],
+    key: Float[Tensor, "n k d"],
+    value: Float[Tensor, "n k e"],
     *,
     lengths: Lengths,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+    sinks: Float[Tensor, " q"] | None = None,
+) -> Float[Tensor, "n q e"]:
     """`sdpa` for float16 and bfloat16 on CUDA, without sinks, and with heads of one size for queries and values.
 
     Raises ValueError for anything else.

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from fppo_kernels.padding import Lengths
+from fppo_kernels.shapes import Bool, Float, Int
 
 
 @functools.cache
@@ -40,23 +41,23 @@ def _mask(lengths: tuple[int, ...], window: int | None, device: torch.device, bl
     return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=block, mask_mod=seen, seq_lengths=(total, total))
 
 
-def _counted(chosen: Tensor) -> tuple[Tensor, Tensor]:
+def _counted(chosen: Bool[Tensor, "r c"]) -> tuple[Int[Tensor, "1 1 r"], Int[Tensor, "1 1 r c"]]:
     """How many columns of `chosen` [R, C] each row has, int32 [1, 1, R], and which, first in int32 [1, 1, R, C]."""
     order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
 
 def flex(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Float[Tensor, "n q d"],
+    key: Float[Tensor, "n k d"],
+    value: Float[Tensor, "n k e"],
     *,
     lengths: Lengths,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+    sinks: Float[Tensor, " q"] | None = None,
+) -> Float[Tensor, "n q e"]:
     """`sdpa` by FlexAttention, in bfloat16, float16 and float32 on CUDA; its mask of blocks is made on the host.
 
     On a CPU it runs uncompiled, and torch gives it no backward pass there: good for a look at the values. Raises

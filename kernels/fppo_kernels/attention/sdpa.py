@@ -12,11 +12,12 @@ from torch.nn import functional as F
 
 from fppo_kernels.attention.eager import masked_attention
 from fppo_kernels.padding import Lengths
+from fppo_kernels.shapes import Bool, Float
 
 FULL, SPARE = 0.95, 16  # a sequence joins longer ones if it is 0.95 of the longest, or at most 16 tokens short
 
 
-def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+def causal_mask(length: int, window: int | None, device: torch.device) -> Bool[Tensor, "l l"]:
     """bool [L, L], True where a query (row) may see a key (column): itself and at most `window` - 1 before it."""
     place = torch.arange(length, device=device)
     distance = place[:, None] - place[None, :]
@@ -25,16 +26,16 @@ def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor
 
 
 def batch_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Float[Tensor, "b l q d"],
+    key: Float[Tensor, "b l k d"],
+    value: Float[Tensor, "b l k e"],
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
-    mask: Tensor | None = None,
-) -> Tensor:
+    sinks: Float[Tensor, " q"] | None = None,
+    mask: Bool[Tensor, " ..."] | None = None,
+) -> Float[Tensor, "b l q e"]:
     """Causal attention [B, L, Hq, Dv] of query [B, L, Hq, D], key [B, L, Hkv, D], value [B, L, Hkv, Dv], no padding.
 
     A given `mask` (bool, broadcast to [B, Hq, L, L]) stands in for the causal one and its window.
@@ -53,16 +54,16 @@ def batch_attention(
 
 
 def sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Float[Tensor, "n q d"],
+    key: Float[Tensor, "n k d"],
+    value: Float[Tensor, "n k e"],
     *,
     lengths: Lengths,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+    sinks: Float[Tensor, " q"] | None = None,
+) -> Float[Tensor, "n q e"]:
     """Attention [N, Hq, Dv] of packed query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, Dv], causal per sequence."""
     if len(set(lengths.lengths)) == 1:
         parts = [x.view(-1, lengths.max_length, *x.shape[1:]) for x in (query, key, value)]

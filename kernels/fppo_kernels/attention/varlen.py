@@ -10,21 +10,22 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from fppo_kernels.padding import Lengths
+from fppo_kernels.shapes import Float
 
 GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 may not have it
 
 
 def varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Float[Tensor, "n q d"],
+    key: Float[Tensor, "n k d"],
+    value: Float[Tensor, "n k e"],
     *,
     lengths: Lengths,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+    sinks: Float[Tensor, " q"] | None = None,
+) -> Float[Tensor, "n q e"]:
     """`sdpa` for float16 and bfloat16 on CUDA, without soft caps and sinks. Raises ValueError for anything else."""
     if softcap is not None or sinks is not None:
         what = "soft cap" if softcap is not None else "sinks"

@@ -5,10 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fppo_kernels.shapes import Bool, Float
+
 
 def loop(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float | Tensor = 1.0, lam: float | Tensor = 1.0
-) -> tuple[Tensor, Tensor]:
+    rewards: Float[Tensor, "b t"],
+    values: Float[Tensor, "b t"],
+    mask: Bool[Tensor, "b t"],
+    *,
+    gamma: float | Float[Tensor, ""] = 1.0,
+    lam: float | Float[Tensor, ""] = 1.0,
+) -> tuple[Float[Tensor, "b t"], Float[Tensor, "b t"]]:
     """Advantages and returns [B, T] of `rewards` and `values` [B, T] over the tokens of `mask` (bool [B, T]).
 
     A_t = delta_t + gamma lam A_s with delta_t = r_t + gamma V_s - V_t, s the row's next token in the mask (after the

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fppo_kernels.shapes import Bool, Float
+
 WINDOW = 128  # tokens that doubling adds up, in log2 steps; between windows there is a loop
 CPU_CHUNK = 2**18  # numbers of the rows that are scanned together, so that the work stays in the cache
 
 _BITS = {4: torch.int32, 8: torch.int64}
 
 
-def reverse_scan(x: Tensor, decay: Tensor | float) -> Tensor:
+def reverse_scan(x: Float[Tensor, "b t"], decay: Float[Tensor, "b t"] | float) -> Float[Tensor, "b t"]:
     """y_t = x_t + decay_t * y_{t+1}, with y = 0 after the end; x [B, T] floating, decay [B, T] or a number in [-1, 1].
 
     Nothing is divided by a power of the decay, so small decays neither overflow nor lose digits, and a row's result
@@ -30,8 +32,13 @@ def reverse_scan(x: Tensor, decay: Tensor | float) -> Tensor:
 
 
 def scan(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0
-) -> tuple[Tensor, Tensor]:
+    rewards: Float[Tensor, "b t"],
+    values: Float[Tensor, "b t"],
+    mask: Bool[Tensor, "b t"],
+    *,
+    gamma: float | Float[Tensor, ""] = 1.0,
+    lam: float | Float[Tensor, ""] = 1.0,
+) -> tuple[Float[Tensor, "b t"], Float[Tensor, "b t"]]:
     """What `fppo_kernels.gae.loop.loop` computes, by one reverse scan.
 
     With s the row's next token in the mask, the returns are G_t = r_t + gamma ((1 - lam) V_s + lam G_s): a scan that

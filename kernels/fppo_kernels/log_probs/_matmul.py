@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fppo_kernels.shapes import Float
+
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def matmul(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
-    """a [n, k] @ b [k, m], each number added up in `wide`; rounded to bfloat16 for bfloat16 operands on a CPU.
+def matmul(a: Float[Tensor, "n h"], b: Float[Tensor, "h m"], wide: torch.dtype) -> Float[Tensor, "n m"]:
+    """a @ b, each number added up in `wide`; rounded to bfloat16 for bfloat16 operands on a CPU.
 
     There, torch has no product of bfloat16 that hands out float32, and its float32 one takes two to four times as long.
     """

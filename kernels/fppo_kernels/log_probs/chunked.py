@@ -14,6 +14,7 @@ from fppo_kernels.log_probs import _moments
 from fppo_kernels.log_probs._matmul import matmul
 from fppo_kernels.log_probs._moments import Moments
 from fppo_kernels.log_probs.reference import LogProbs
+from fppo_kernels.shapes import Float, Int
 
 
 class Tiles(NamedTuple):
@@ -235,12 +236,12 @@ def _backward(
 
 
 def chunked(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
+    hidden: Float[Tensor, "n h"],
+    weight: Float[Tensor, "v h"],
+    labels: Int[Tensor, " n"],
     *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
+    bias: Float[Tensor, " v"] | None = None,
+    temperature: float | Float[Tensor, ""] | Float[Tensor, " n"] = 1.0,
     softcap: float | None = None,
     scale: float = 1.0,
     entropy: bool = False,

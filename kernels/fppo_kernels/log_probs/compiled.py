@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fppo_kernels.collectives import Axis
 from fppo_kernels.log_probs.reference import LogProbs
+from fppo_kernels.shapes import Float, Int
 
 SPECIALISATIONS = 256  # programs for shapes, dtypes, outputs asked for; torch's own limit of 8 is soon reached
 
@@ -50,12 +51,12 @@ def _compiled() -> Callable[..., LogProbs]:
 
 
 def compiled(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
+    hidden: Float[Tensor, "n h"],
+    weight: Float[Tensor, "v h"],
+    labels: Int[Tensor, " n"],
     *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
+    bias: Float[Tensor, " v"] | None = None,
+    temperature: float | Float[Tensor, ""] | Float[Tensor, " n"] = 1.0,
     softcap: float | None = None,
     scale: float = 1.0,
     entropy: bool = False,

@@ -8,24 +8,25 @@ import torch
 from torch import Tensor
 
 from fppo_kernels.collectives import Axis, all_gather
+from fppo_kernels.shapes import Float, Int
 
 
 class LogProbs(NamedTuple):
-    """What the next-token distribution says, float32 [N] (float64 from float64 inputs); None if not asked for."""
+    """Moments of the next-token distributions, float32 [N] (float64 from float64 inputs); None if not asked for."""
 
-    log_probs: Tensor
-    entropy: Tensor | None = None
-    sum_squared: Tensor | None = None
+    log_probs: Float[Tensor, " n"]
+    entropy: Float[Tensor, " n"] | None = None
+    sum_squared: Float[Tensor, " n"] | None = None
 
 
 def compute_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    temperature: float | Tensor,
+    hidden: Float[Tensor, "n h"],
+    weight: Float[Tensor, "v h"],
+    bias: Float[Tensor, " v"] | None,
+    temperature: float | Float[Tensor, ""] | Float[Tensor, " n"],
     softcap: float | None,
     scale: float,
-) -> Tensor:
+) -> Float[Tensor, "n v"]:
     """softcap * tanh((hidden @ weight.T + bias) * scale / softcap) / temperature, [N, V] in float32 or float64."""
     wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     logits = hidden.to(wide) @ weight.to(wide).T
@@ -40,12 +41,12 @@ def compute_logits(
 
 
 def reference(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
+    hidden: Float[Tensor, "n h"],
+    weight: Float[Tensor, "v h"],
+    labels: Int[Tensor, " n"],
     *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
+    bias: Float[Tensor, " v"] | None = None,
+    temperature: float | Float[Tensor, ""] | Float[Tensor, " n"] = 1.0,
     softcap: float | None = None,
     scale: float = 1.0,
     entropy: bool = False,

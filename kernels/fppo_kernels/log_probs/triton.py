@@ -16,6 +16,7 @@ from fppo_kernels.log_probs import _moments
 from fppo_kernels.log_probs._moments import Moments
 from fppo_kernels.log_probs._triton_kernels import backward_kernel, forward_kernel
 from fppo_kernels.log_probs.reference import LogProbs
+from fppo_kernels.shapes import Float, Int
 
 DTYPES = (torch.float32, torch.bfloat16)
 INTERPRETED = isinstance(forward_kernel, InterpretedFunction)
@@ -227,12 +228,12 @@ def _check(hidden: Tensor, weight: Tensor) -> None:
 
 
 def triton(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
+    hidden: Float[Tensor, "n h"],
+    weight: Float[Tensor, "v h"],
+    labels: Int[Tensor, " n"],
     *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
+    bias: Float[Tensor, " v"] | None = None,
+    temperature: float | Float[Tensor, ""] | Float[Tensor, " n"] = 1.0,
     softcap: float | None = None,
     scale: float = 1.0,
     entropy: bool = False,
