@@ -23,7 +23,7 @@ from fppo import losses, models
 from fppo.batch import Column, Experience, Prompts
 from fppo.key import Key
 from fppo.rollout.embedded import EmbeddedEngine
-from fppo.rollout.engine import Sampling
+from fppo.rollout.engine import Ask, Sampling
 from fppo.runtime.mesh import Mesh
 from fppo.steps.forward import compute_log_probs, compute_values
 from fppo.steps.micro_batching import MicroBatching
@@ -179,7 +179,7 @@ def rollouts(model: Any, params: Any, module: Any, prompts: Prompts, vocabulary:
     lengths: list[float] = []
 
     def generate() -> int:
-        rollout = engine.generate(params, prompts, sampling, Key(len(lengths)), version=0)
+        rollout = engine.generate(params, Ask(prompts, sampling, Key(len(lengths)), version=0))
         lengths.append(rollout.response_mask.sum().item())
         return int(lengths[-1])
 

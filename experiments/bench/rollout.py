@@ -26,7 +26,7 @@ from fppo.batch import Column, Prompts
 from fppo.key import Key
 from fppo.models.model import Model
 from fppo.rollout.embedded import EmbeddedEngine
-from fppo.rollout.engine import Sampling
+from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
 from fppo_kernels.record import Kernels
 
@@ -91,11 +91,11 @@ def engines(size: str) -> None:
     embedded = EmbeddedEngine(model=model, kernels=Kernels.named(), pad_token_id=0)
     fns: dict[str, Callable[[], Any]] = {
         "model.generate": lambda: module.generate(prompts.tokens, attention_mask=prompts.attention_mask, **asked),
-        "embedded": lambda: embedded.generate(params, prompts, sampling, Key(1)),
+        "embedded": lambda: embedded.generate(params, Ask(prompts, sampling, Key(1))),
     }
     times = seconds(fns, repeats)
     with VllmEngine(model, pad_token_id=0) as engine:
-        times |= seconds({"vllm": lambda: engine.generate(params, prompts, sampling, Key(1))}, repeats)
+        times |= seconds({"vllm": lambda: engine.generate(params, Ask(prompts, sampling, Key(1)))}, repeats)
     count = sum(x.numel() for x in params.values())
     print(f"{count / 1e6:.1f} M parameters, {ROWS} rows, {PROMPT} prompt and {NEW} new tokens; tokens/s (median)")
     for name, values in times.items():
@@ -118,7 +118,7 @@ def overhead(size: str) -> None:
             llm.generate(asked, [SamplingParams(seed=i, **wanted) for i in range(ROWS)], use_tqdm=False)
 
         fns: dict[str, Callable[[], Any]] = {
-            "fppo": lambda: engine.generate(params, prompts, sampling, Key(1)),
+            "fppo": lambda: engine.generate(params, Ask(prompts, sampling, Key(1))),
             "vLLM, with log-probs": lambda: direct(logprobs=0),
             "vLLM, none": lambda: direct(),
         }

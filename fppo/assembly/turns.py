@@ -11,7 +11,7 @@ from fppo.rollout.engine import Engine
 from fppo.rollout.turns import tools
 from fppo.rollout.turns.engine import TurnsEngine
 from fppo.rollout.turns.observations import PlainText, chat_template
-from fppo.rollout.turns.replies import Tools
+from fppo.rollout.turns.runner import ToolRunner
 from fppo.runtime.mesh import Mesh
 from fppo.settings.train import TrainSettings
 
@@ -31,7 +31,7 @@ def in_turns(
     respond = tools.resolve(section.respond)
     told = ("tool",) if section.failure else ()
     encode = chat_template(tokenizer, roles=told) if settings.data.chat else PlainText(tokenizer)
-    with Tools(
+    with ToolRunner(
         respond,
         failure=section.failure,
         time_limit=section.time_limit,

@@ -9,7 +9,7 @@ from fppo.metrics import Metrics
 from fppo.pipeline.stages import ScoreFn
 from fppo.pipeline.step import RunState
 from fppo.rewards import summarize
-from fppo.rollout.engine import Engine, Sampling
+from fppo.rollout.engine import Ask, Engine, Sampling
 
 
 def evaluate(
@@ -22,6 +22,6 @@ def evaluate(
     parts: list[Scored] = []
     for number, prompts in enumerate(batches):
         key = run.key.fold("evaluate", number)
-        rollout = engine.generate(run.actor.params, prompts, sampling, key, version=run.actor.step)
+        rollout = engine.generate(run.actor.params, Ask(prompts, sampling, key, version=run.actor.step))
         parts.append(score(rollout)[0])
     return summarize(parts, n=sampling.n)

@@ -17,7 +17,7 @@ from fppo.models.model import Model
 from fppo.pipeline.estimators import AdvantageFn
 from fppo.pipeline.measure import batch_metrics, now
 from fppo.pipeline.step import RunState
-from fppo.rollout.engine import Engine, OnFinished, Sampling
+from fppo.rollout.engine import Ask, Engine, OnFinished, Sampling
 from fppo.runtime.mesh import DATA_AXES, Mesh, place_on
 from fppo.runtime.offload import OnHost
 from fppo.steps.forward import compute_log_probs, compute_outputs, compute_values, row_lengths
@@ -43,8 +43,8 @@ def rollout_stage(
 ) -> tuple[Rollout, Metrics]:
     """Responses to the prompts from the engine, how far its two kinds of log-probs lie apart, and what `measure` finds
     in them. `listen(prompts, n)` gives what the engine is to tell of rows as they finish."""
-    told = listen(prompts, sampling.n)
-    rollout = engine.generate(params, prompts, sampling, key, version=version, on_finished=told)
+    ask = Ask(prompts, sampling, key, version=version, on_finished=listen(prompts, sampling.n))
+    rollout = engine.generate(params, ask)
     kept = (rollout.rollout_log_probs - rollout.sampling_log_probs).exp()
     found = [fn(rollout) for fn in measure]
     return rollout, metrics.merge({"rollout/kept_mass": metrics.masked_mean(kept, rollout.response_mask)}, *found)
@@ -61,7 +61,7 @@ def score_with_greedy(
 ) -> tuple[Scored, Metrics]:
     """`score_stage`, with the score of each prompt's greedy response as the baseline (ReMax, arXiv:2310.10505)."""
     scored, report = score(rollout)
-    greedy = engine.generate(params, prompts, sampling, Key(0), version=int(rollout.versions[0]))
+    greedy = engine.generate(params, Ask(prompts, sampling, Key(0), version=int(rollout.versions[0])))
     baselines, _ = score(greedy)
     per_row = baselines.scores.repeat_interleave(len(rollout.tokens) // len(prompts.tokens))
     report["critic/baseline/mean"] = metrics.masked_mean(per_row, torch.ones_like(per_row, dtype=torch.bool))

@@ -18,7 +18,7 @@ from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.rewards.question import pattern_problem, score_in, template_problem
 from fppo.rewards.scoring import samples_of
-from fppo.rollout.engine import Engine, Sampling
+from fppo.rollout.engine import Ask, Engine, Sampling
 from fppo.runtime.mesh import GRADIENT_AXES, LOCAL, Mesh, place_on
 from fppo.steps.ranks import collect, deal
 from fppo.workers.sample import Sample
@@ -93,9 +93,9 @@ class LanguageJudge:
         return tree.replace(asked, row_ids=rollout.row_ids.cpu())
 
     def _answers(self, prompts: Prompts) -> list[str]:
-        answered = self.engine.generate(self.params, prompts, self.sampling, self.key)
-        mask = answered.response_mask.cpu()
-        tokens = answered.tokens[:, -mask.shape[1] :].cpu()
+        answers = self.engine.generate(self.params, Ask(prompts, self.sampling, self.key))
+        mask = answers.response_mask.cpu()
+        tokens = answers.tokens[:, -mask.shape[1] :].cpu()
         keywords = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return [self.tokenizer.decode(row[keep].tolist(), **keywords) for row, keep in zip(tokens, mask, strict=True)]
 

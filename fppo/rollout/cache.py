@@ -5,7 +5,7 @@ All rows write the same column in a step: prompts stand left-padded in the cache
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -119,13 +119,3 @@ def decode_attention(cache: Layers, column: int, first: int, bias: Tensor | None
         return out.reshape(rows, 1, heads, v.shape[3])
 
     return attend
-
-
-def padding_bias(pads: Sequence[int], columns: int, like: Tensor) -> Tensor | None:
-    """-inf in each row's first `pads` columns, else 0, [R, 1, 1, C] in the dtype of `like`; None without padding."""
-    if not any(pads):
-        return None
-    place = torch.arange(columns, device=like.device)
-    hidden = place < torch.tensor(pads, device=like.device)[:, None]
-    bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
-    return bias[:, None, None]

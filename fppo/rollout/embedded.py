@@ -12,12 +12,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from fppo import models
-from fppo.batch import Prompts, Rollout
-from fppo.key import Key
+from fppo.batch import Rollout
 from fppo.models.heads import Head
 from fppo.models.model import Model
 from fppo.rollout import cache as caches
-from fppo.rollout.engine import OnFinished, Sampling
+from fppo.rollout.engine import Ask, OnFinished, Sampling
 from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits, rollout_of
 from fppo.rollout.sampling import draw
 from fppo.runtime import fsdp
@@ -47,52 +46,40 @@ class EmbeddedEngine:
     prefill_tokens: int = 16384
     mesh: Mesh = LOCAL
 
-    def generate(
-        self,
-        params: Mapping[str, Tensor],
-        prompts: Prompts,
-        sampling: Sampling,
-        key: Key,
-        *,
-        version: int = 0,
-        limits: Tensor | None = None,
-        on_finished: OnFinished | None = None,
-    ) -> Rollout:
-        """`sampling.n` responses to each prompt; row j of the prompt with row id i has row id i * n + j.
+    def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
+        """`ask.sampling.n` responses to each prompt; row j of the prompt with row id i has row id i * n + j.
 
         T is the longest response in the batch. What follows a response is `pad_token_id`, with False in the masks and
         zero in the log-probs, which are float32 (float64 from float64 parameters). `groups` are the prompts' row ids.
-        A response ends after `limits` [B] tokens where that is fewer than `sampling.max_tokens`.
         Raises ValueError for no prompts, for empty ones or ones not padded on the left, and for responses that may
         outgrow the model's learned positions.
         """
         with torch.no_grad():
             params = fsdp.gather(params, self.model.shapes, self.mesh)
         device = next(iter(params.values())).device
-        mask = prompts.attention_mask.to(device).bool()
+        mask = ask.prompts.attention_mask.to(device).bool()
         lengths = check_prompts(mask)
-        most = response_limits(limits, len(lengths), sampling)
-        _check_positions(self.model, lengths, most)
-        row_ids = number_rows(prompts, sampling.n, device)
-        width = max(lengths)
-        tokens, real = prompts.tokens.to(device)[:, -width:], mask[:, -width:]
-        tell = None if on_finished is None else _Teller(on_finished, most, sampling)
+        limits = response_limits(ask)
+        _check_positions(self.model, lengths, limits)
+        row_ids = number_rows(ask, device)
+        width, n = max(lengths), ask.sampling.n
+        tokens, real = ask.prompts.tokens.to(device)[:, -width:], mask[:, -width:]
+        on_step = None if ask.on_finished is None else _FinishedRows(ask.on_finished, limits, ask.sampling)
 
         def run(skeleton: PreTrainedModel) -> list[_Step]:
             policy = _Policy(skeleton, _wide(models.output_head(self.model, params)), self.kernels, self.prefill_tokens)
             steps: list[_Step] = []
-            for wave in torch.arange(len(lengths)).split(max(1, self.max_rows // sampling.n)):
-                part = slice(int(wave[0]), int(wave[-1]) + 1)
-                rows = torch.arange(part.start * sampling.n, part.stop * sampling.n, device=device)
-                places = tokens[part], real[part], lengths[part]
-                steps += _decode(policy, *places, most[part], rows, row_ids, sampling, key, tell)
+            for prompts in torch.arange(len(lengths)).split(max(1, self.max_rows // n)):
+                part = slice(int(prompts[0]), int(prompts[-1]) + 1)
+                rows = torch.arange(part.start * n, part.stop * n, device=device)
+                wave = _Wave(tokens[part], real[part], lengths[part], limits[part], rows, row_ids)
+                steps += _decode(policy, wave, ask, on_step)
             return steps
 
         with torch.inference_mode():
             steps = models.bind(self.model, params, run)
         with torch.no_grad():  # not in inference mode: the rollout is for autograd to use
-            pad = self.pad_token_id
-            return _assemble(steps, prompts, row_ids, sampling, limits=most, pad_token_id=pad, version=version)
+            return _assemble(steps, ask, row_ids, limits=limits, pad_token_id=self.pad_token_id)
 
 
 class _Policy(NamedTuple):
@@ -102,6 +89,17 @@ class _Policy(NamedTuple):
     head: Head  # in float32 or wider, as the training pass computes its logits
     kernels: Kernels
     prefill_tokens: int
+
+
+class _Wave(NamedTuple):
+    """Prompts [B, P] that are answered together, and where their rows stand in the rollout."""
+
+    tokens: Tensor
+    mask: Tensor
+    lengths: Sequence[int]
+    limits: Sequence[int]  # the most tokens of each prompt's responses
+    rows: Tensor  # [B * n]
+    row_ids: Tensor  # of all rows of the rollout
 
 
 class _Step(NamedTuple):
@@ -114,8 +112,8 @@ class _Step(NamedTuple):
     sampling_log_probs: Tensor
 
 
-class _Teller:
-    """Tells of rows as they finish, from the steps as they are made."""
+class _FinishedRows:
+    """Calls `on_finished` for rows as they finish, from the steps of all waves."""
 
     def __init__(self, on_finished: OnFinished, limits: Sequence[int], sampling: Sampling) -> None:
         self._on_finished, self._stops = on_finished, frozenset(sampling.stop_token_ids)
@@ -177,57 +175,44 @@ def _passes(lengths: Sequence[int], budget: int) -> Iterator[slice]:
     yield slice(start, len(lengths))
 
 
-def _prefill(
-    policy: _Policy, tokens: Tensor, mask: Tensor, lengths: Sequence[int], n: int, columns: int
-) -> tuple[Tensor, caches.Layers]:
+def _prefill(policy: _Policy, wave: _Wave, n: int, columns: int) -> tuple[Tensor, caches.Layers]:
     """The logits [B * n, V] after each prompt and the cache of the prompts' keys and values, each prompt run once."""
     cache: caches.Layers = {}
     logits = []
-    for part in _passes(lengths, policy.prefill_tokens):
-        packed = unpad(tokens[part], mask[part])
-        kept: caches.Layers = {}
-        attend = caches.prefill_attention(policy.kernels.attention, packed, kept)
+    for part in _passes(wave.lengths, policy.prefill_tokens):
+        packed = unpad(wave.tokens[part], wave.mask[part])
+        prompts: caches.Layers = {}
+        attend = caches.prefill_attention(policy.kernels.attention, packed, prompts)
         hidden = models.forward(policy.skeleton, packed.tokens[None], packed.positions[None], attend=attend)[0]
         logits.append(_logits(policy.head, hidden[packed.lengths.cu_seqlens[1:].long() - 1]))
-        cache = cache or caches.allocate(kept, len(lengths) * n, columns)
-        caches.write_prompts_(
-            cache, part.start * n, kept, packed.index, (len(packed.lengths.lengths), mask.shape[1]), n
-        )
+        cache = cache or caches.allocate(prompts, len(wave.lengths) * n, columns)
+        shape = len(packed.lengths.lengths), wave.mask.shape[1]
+        caches.write_prompts_(cache, part.start * n, prompts, packed.index, shape, n)
     return torch.cat(logits).repeat_interleave(n, 0), cache
 
 
-def _decode(
-    policy: _Policy,
-    tokens: Tensor,
-    mask: Tensor,
-    lengths: Sequence[int],
-    limits: Sequence[int],
-    rows: Tensor,
-    row_ids: Tensor,
-    sampling: Sampling,
-    key: Key,
-    tell: _Teller | None,
-) -> list[_Step]:
-    """Responses to prompts [B, P], of the given lengths, in the rollout's `rows` [B * n], of at most `limits` [B]."""
-    most = max(limits)
-    width, total = mask.shape[1], mask.shape[1] + most
+def _decode(policy: _Policy, wave: _Wave, ask: Ask, on_step: _FinishedRows | None) -> list[_Step]:
+    """Responses to the wave's prompts."""
+    rows, sampling = wave.rows, ask.sampling
+    most, width = max(wave.limits), wave.mask.shape[1]
+    total = width + most
     columns = min(total, width + _CHUNK)
-    logits, cache = _prefill(policy, tokens, mask, lengths, sampling.n, columns)
+    logits, cache = _prefill(policy, wave, sampling.n, columns)
     stops = _stop_table(sampling, logits)
-    positions = mask.sum(1, keepdim=True).repeat_interleave(sampling.n, 0)
+    positions = wave.mask.sum(1, keepdim=True).repeat_interleave(sampling.n, 0)
     first, bias = _padding(width - positions, columns, cache)
     done = torch.zeros_like(rows, dtype=torch.bool)
-    last = torch.tensor(limits, device=rows.device).repeat_interleave(sampling.n) - 1
-    ends = bool(sampling.stop_token_ids) or min(limits) < most
+    last = torch.tensor(wave.limits, device=rows.device).repeat_interleave(sampling.n) - 1
+    ends = bool(sampling.stop_token_ids) or min(wave.limits) < most
     steps: list[_Step] = []
     for t in range(most):
         if t % _CHUNK == 0:
             places = torch.arange(t, min(t + _CHUNK, most), device=rows.device)
-            uniforms = key.uniform(row_ids[rows], places)
+            uniforms = ask.key.uniform(wave.row_ids[rows], places)
         drawn = draw(logits, uniforms[:, t % _CHUNK], sampling)
         steps.append(_Step(rows, t, *drawn))
-        if tell is not None:
-            tell(steps[-1])
+        if on_step is not None:
+            on_step(steps[-1])
         new = drawn.tokens[:, None]
         if ends:
             done = done | stops[drawn.tokens] | (last == t)
@@ -237,8 +222,8 @@ def _decode(
             if left < len(done) * _COMPACT:
                 keep, holes = _survivors(done, left)
                 cache = caches.compact_(cache, holes, keep[holes], left, width + t)
-                kept = (rows, done, positions, uniforms, new, last)
-                rows, done, positions, uniforms, new, last = (x[keep] for x in kept)
+                columns_of_rows = (rows, done, positions, uniforms, new, last)
+                rows, done, positions, uniforms, new, last = (x[keep] for x in columns_of_rows)
                 first, bias = _padding(width + t - positions, columns, cache)
         if t + 1 == most:
             break
@@ -283,13 +268,11 @@ def _survivors(done: Tensor, left: int) -> tuple[Tensor, Tensor]:
 
 def _assemble(
     steps: Sequence[_Step],
-    prompts: Prompts,
+    ask: Ask,
     row_ids: Tensor,
-    sampling: Sampling,
     *,
     limits: Sequence[int],
     pad_token_id: int,
-    version: int,
 ) -> Rollout:
     """The rollout of all steps of all waves."""
     batch, length = len(row_ids), 1 + max(step.position for step in steps)
@@ -302,16 +285,6 @@ def _assemble(
     tokens = lay_out([step.tokens for step in steps], pad_token_id)
     log_probs = lay_out([step.log_probs for step in steps], 0.0)
     sampling_log_probs = lay_out([step.sampling_log_probs for step in steps], 0.0)
-    most = torch.tensor(limits, device=place.device).repeat_interleave(sampling.n)
+    most = torch.tensor(limits, device=place.device).repeat_interleave(ask.sampling.n)
     drawn = lay_out([step.position < most[step.rows] for step in steps], False)
-    return rollout_of(
-        prompts,
-        tokens,
-        drawn,
-        log_probs,
-        sampling_log_probs,
-        row_ids=row_ids,
-        sampling=sampling,
-        pad_token_id=pad_token_id,
-        version=version,
-    )
+    return rollout_of(ask, tokens, drawn, log_probs, sampling_log_probs, row_ids=row_ids, pad_token_id=pad_token_id)

@@ -62,22 +62,27 @@ class Sampling:
 OnFinished = Callable[[int, list[int], str], None]  # a row's number, its response's tokens, and its finish
 
 
-class Engine(Protocol):
-    """Anything that answers prompts: `sampling.n` rows for each, those of one prompt next to each other.
+@attrs.frozen(eq=False)
+class Ask:
+    """What is asked of an engine: `sampling.n` responses to each of B prompts, drawn by the key.
 
-    The same arguments give the same rollout. `version` is the number of the policy that `params` are. `limits` [B] are
-    the most tokens of each prompt's responses, where they are fewer than `sampling.max_tokens`. `on_finished` is called
-    when a row of the rollout is done, once for each, in any order; on several ranks, for the rows that this one made.
+    `version` is the number of the policy that samples. `limits` [B] are the most tokens of each prompt's responses,
+    where they are fewer than `sampling.max_tokens`. `on_finished` is called when a row of the rollout is done, once for
+    each, in any order; on several ranks, for the rows that this one samples.
     """
 
-    def generate(
-        self,
-        params: Mapping[str, Tensor],
-        prompts: Prompts,
-        sampling: Sampling,
-        key: Key,
-        *,
-        version: int = 0,
-        limits: Tensor | None = None,
-        on_finished: OnFinished | None = None,
-    ) -> Rollout: ...
+    prompts: Prompts
+    sampling: Sampling
+    key: Key
+    version: int = 0
+    limits: Tensor | None = None
+    on_finished: OnFinished | None = None
+
+
+class Engine(Protocol):
+    """Anything that answers prompts with the policy `params`: `ask.sampling.n` rows for each, next to each other.
+
+    The same arguments give the same rollout. An engine around another evolves the ask.
+    """
+
+    def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout: ...

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fppo.batch import Column, Prompts, Rollout, extend, repeat
-from fppo.rollout.engine import Sampling
+from fppo.batch import Column, Rollout, extend, repeat
+from fppo.rollout.engine import Ask, Sampling
 
 
 def check_prompts(mask: Tensor) -> list[int]:
@@ -20,14 +20,15 @@ def check_prompts(mask: Tensor) -> list[int]:
     return lengths
 
 
-def response_limits(limits: Tensor | None, count: int, sampling: Sampling) -> list[int]:
-    """The most tokens of the responses to each of `count` prompts. Raises ValueError if `limits` leave one none."""
-    if limits is None:
-        return [sampling.max_tokens] * count
-    found = [min(limit, sampling.max_tokens) for limit in limits.tolist()]
-    if len(found) != count or min(found) < 1:
-        raise ValueError(f"limits = {found}: give 1 or more tokens for each of {count} prompts")
-    return found
+def response_limits(ask: Ask) -> list[int]:
+    """The most tokens of the responses to each prompt. Raises ValueError if `ask.limits` leave one none."""
+    count, most = len(ask.prompts.tokens), ask.sampling.max_tokens
+    if ask.limits is None:
+        return [most] * count
+    limits = [min(limit, most) for limit in ask.limits.tolist()]
+    if len(limits) != count or min(limits) < 1:
+        raise ValueError(f"limits = {limits}: give 1 or more tokens for each of {count} prompts")
+    return limits
 
 
 def check_stops(sampling: Sampling, size: int) -> None:
@@ -37,27 +38,26 @@ def check_stops(sampling: Sampling, size: int) -> None:
         raise ValueError(f"stop_token_ids {wrong} are beyond the model's vocabulary of {size} tokens")
 
 
-def number_rows(prompts: Prompts, n: int, device: torch.device) -> Tensor:
-    """The row ids of `n` responses to each prompt: row j of the prompt with row id i has i * n + j."""
-    return (prompts.row_ids.to(device)[:, None] * n + torch.arange(n, device=device)).flatten()
+def number_rows(ask: Ask, device: torch.device) -> Tensor:
+    """The row ids of the n responses to each prompt: row j of the prompt with row id i has i * n + j."""
+    n = ask.sampling.n
+    return (ask.prompts.row_ids.to(device)[:, None] * n + torch.arange(n, device=device)).flatten()
 
 
 def rollout_of(
-    prompts: Prompts,
+    ask: Ask,
     tokens: Tensor,
     drawn: Tensor,
     log_probs: Tensor,
     sampling_log_probs: Tensor,
     *,
     row_ids: Tensor,
-    sampling: Sampling,
     pad_token_id: int,
-    version: int,
 ) -> Rollout:
     """The rollout whose responses are `tokens` [B, T] where `drawn`, up to and with the first stop token."""
-    stops = drawn & torch.isin(tokens, tokens.new_tensor(sampling.stop_token_ids))
+    stops = drawn & torch.isin(tokens, tokens.new_tensor(ask.sampling.stop_token_ids))
     mask = drawn & (stops.cumsum(1) - stops.long() == 0)
-    rows = repeat(prompts, sampling.n)
+    rows = repeat(ask.prompts, ask.sampling.n)
     device = tokens.device
     return extend(
         Rollout,
@@ -69,6 +69,6 @@ def rollout_of(
         sampling_log_probs=sampling_log_probs.where(mask, 0.0),
         row_ids=row_ids,
         groups=rows.row_ids.to(device),
-        versions=torch.full_like(row_ids, version),
+        versions=torch.full_like(row_ids, ask.version),
         finish=Column("stop" if ended else "length" for ended in (stops & mask).any(1).tolist()),
     )

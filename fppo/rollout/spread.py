@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fppo import batch as batches
-from fppo.batch import Column, Prompts, Rollout, extend, repeat
-from fppo.key import Key
-from fppo.rollout.engine import Engine, OnFinished, Sampling
+from fppo.batch import Column, Rollout, extend, repeat
+from fppo.rollout.engine import Ask, Engine
 from fppo.runtime.mesh import GRADIENT_AXES, Mesh, gather_objects, place_on, ranks_on
 from fppo.runtime.offload import Lane, to_device
 from fppo.steps.ranks import collect, deal
@@ -35,65 +34,55 @@ class SpreadEngine:
     mesh: Mesh
     pad_token_id: int
 
-    def generate(
-        self,
-        params: Mapping[str, Tensor],
-        prompts: Prompts,
-        sampling: Sampling,
-        key: Key,
-        *,
-        version: int = 0,
-        limits: Tensor | None = None,
-        on_finished: OnFinished | None = None,
-    ) -> Rollout:
+    def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
         """The rollout of all prompts, the same on every rank."""
         if ranks_on(self.mesh, ALL) == 1:
-            return self.engine.generate(
-                params, prompts, sampling, key, version=version, limits=limits, on_finished=on_finished
-            )
-        parts = deal(len(prompts.tokens), self.mesh)
-        own = parts[place_on(self.mesh, ALL)]
+            return self.engine.generate(params, ask)
+        shares = deal(len(ask.prompts.tokens), self.mesh)
+        own, n = shares[place_on(self.mesh, ALL)], ask.sampling.n
         # a rank without a prompt makes an answer that nobody reads: engines gather parameters together
-        asked = own or [0]
-        most = None if limits is None else limits[asked]
+        places = own or [0]
 
-        def tell(row: int, response: list[int], finish: str) -> None:
-            assert on_finished is not None
-            on_finished(own[row // sampling.n] * sampling.n + row % sampling.n, response, finish)
+        def on_finished(row: int, response: list[int], finish: str) -> None:
+            assert ask.on_finished is not None
+            ask.on_finished(own[row // n] * n + row % n, response, finish)
 
-        heard = tell if own and on_finished is not None else None
-        made = self.engine.generate(
-            params, batches.rows(prompts, asked), sampling, key, version=version, limits=most, on_finished=heard
+        share = attrs.evolve(
+            ask,
+            prompts=batches.rows(ask.prompts, places),
+            limits=None if ask.limits is None else ask.limits[places],
+            on_finished=on_finished if own and ask.on_finished is not None else None,
         )
-        return self._gathered(made if own else batches.rows(made, []), prompts, parts, sampling.n)
+        rollout = self.engine.generate(params, share)
+        return self._gathered(rollout if own else batches.rows(rollout, []), ask, shares)
 
-    def _gathered(self, made: Rollout, prompts: Prompts, parts: list[list[int]], n: int) -> Rollout:
+    def _gathered(self, own: Rollout, ask: Ask, shares: list[list[int]]) -> Rollout:
         """The rollout of all ranks from each rank's rows of it."""
-        device = made.tokens.device
-        every = gather_objects([made.response_mask.shape[1], list(made.finish)], self.mesh, ALL, device)
-        width = max(found[0] for found in every if found[1])
-        rows = [[prompt * n + j for prompt in part for j in range(n)] for part in parts]
+        device, n = own.tokens.device, ask.sampling.n
+        ranks = gather_objects([own.response_mask.shape[1], list(own.finish)], self.mesh, ALL, device)
+        width = max(wide for wide, finish in ranks if finish)
+        rows = [[prompt * n + j for prompt in share for j in range(n)] for share in shares]
 
         def column(x: Tensor, fill: int = 0) -> Tensor:
             return collect(F.pad(x, (0, width - x.shape[1]), value=fill), rows, self.mesh, ALL)
 
-        start = prompts.tokens.shape[1]
-        asked = repeat(prompts, n)
-        finish = [reason for found in every for reason in found[1]]
-        places = [row for part in rows for row in part]
+        start = ask.prompts.tokens.shape[1]
+        prompts = repeat(ask.prompts, n)
+        finish = [reason for _, reasons in ranks for reason in reasons]
+        places = [row for share in rows for row in share]
         return extend(
             Rollout,
-            asked,
-            tokens=torch.cat([asked.tokens.to(device), column(made.tokens[:, start:], self.pad_token_id)], 1),
+            prompts,
+            tokens=torch.cat([prompts.tokens.to(device), column(own.tokens[:, start:], self.pad_token_id)], 1),
             attention_mask=torch.cat(
-                [asked.attention_mask.to(device).bool(), column(made.attention_mask[:, start:])], 1
+                [prompts.attention_mask.to(device).bool(), column(own.attention_mask[:, start:])], 1
             ),
-            response_mask=column(made.response_mask),
-            rollout_log_probs=column(made.rollout_log_probs),
-            sampling_log_probs=column(made.sampling_log_probs),
-            row_ids=collect(made.row_ids, rows, self.mesh, ALL),
-            groups=asked.row_ids.to(device),
-            versions=collect(made.versions, rows, self.mesh, ALL),
+            response_mask=column(own.response_mask),
+            rollout_log_probs=column(own.rollout_log_probs),
+            sampling_log_probs=column(own.sampling_log_probs),
+            row_ids=collect(own.row_ids, rows, self.mesh, ALL),
+            groups=prompts.row_ids.to(device),
+            versions=collect(own.versions, rows, self.mesh, ALL),
             finish=Column(reason for _, reason in sorted(zip(places, finish, strict=True))),
         )
 
@@ -105,19 +94,6 @@ class FetchingEngine:
     engine: Engine
     lane: Lane
 
-    def generate(
-        self,
-        params: Mapping[str, Tensor],
-        prompts: Prompts,
-        sampling: Sampling,
-        key: Key,
-        *,
-        version: int = 0,
-        limits: Tensor | None = None,
-        on_finished: OnFinished | None = None,
-    ) -> Rollout:
+    def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
         """The engine's rollout."""
-        here = to_device(dict(params), self.lane)
-        return self.engine.generate(
-            here, prompts, sampling, key, version=version, limits=limits, on_finished=on_finished
-        )
+        return self.engine.generate(to_device(dict(params), self.lane), ask)

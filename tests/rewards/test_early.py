@@ -19,7 +19,7 @@ from fppo.key import Key
 from fppo.rewards.distributed import SpreadJudge
 from fppo.rewards.early import EarlyJudge
 from fppo.rollout.embedded import EmbeddedEngine
-from fppo.rollout.engine import Sampling
+from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.spread import SpreadEngine
 from fppo.runtime.simulate import simulate
 from fppo_kernels.record import Kernels
@@ -287,7 +287,7 @@ def heard_from(engine, prompts, sampling, limits=None):
         assert row not in told
         told[row] = (list(response), finish)
 
-    made = engine.generate(params, prompts, sampling, Key(3), limits=limits, on_finished=listener)
+    made = engine.generate(params, Ask(prompts, sampling, Key(3), limits=limits, on_finished=listener))
     width = made.response_mask.shape[1]
     rows = {
         row: (made.tokens[row, -width:][made.response_mask[row]].tolist(), made.finish[row])
@@ -313,7 +313,7 @@ def test_the_embedded_engine_tells_of_each_row_once(stops, limits):
         made, told, rows = heard_from(engine, some_prompts(), sampling, limits)
         assert told == rows
         plain = engine.generate(
-            tiny.model_and_params(dtype=torch.float32)[1], some_prompts(), sampling, Key(3), limits=limits
+            tiny.model_and_params(dtype=torch.float32)[1], Ask(some_prompts(), sampling, Key(3), limits=limits)
         )
         assert torch.equal(plain.tokens, made.tokens)
 
@@ -330,7 +330,7 @@ def test_each_rank_tells_of_what_it_made_and_is_asked_about_it(count):
         _, told, rows = heard_from(spread, prompts, sampling)
         assert told.items() <= rows.items()
         with Watched(functions.length) as runner, EarlyJudge(runner, Letters()) as early:
-            made = spread.generate(params, prompts, sampling, Key(3), on_finished=early.listen(prompts, N))
+            made = spread.generate(params, Ask(prompts, sampling, Key(3), on_finished=early.listen(prompts, N)))
             judge = SpreadJudge(early, mesh, torch.device("cpu"))
             found = judge.judge(rewards.samples_of(made, Letters()), made.groups.tolist())
             assert runner.late == 0

@@ -41,18 +41,17 @@ class Answering:
     def __init__(self, answer, tokenizer=BYTES) -> None:
         self.answer, self.tokenizer, self.asked, self.lengths = answer, tokenizer, [], []
 
-    def generate(self, params, prompts, sampling, key, *, version=0):
-        questions = [row[mask].tolist() for row, mask in zip(prompts.tokens, prompts.attention_mask, strict=True)]
+    def generate(self, params, ask):
+        rows = zip(ask.prompts.tokens, ask.prompts.attention_mask, strict=True)
+        questions = [row[mask].tolist() for row, mask in rows]
         self.lengths += map(len, questions)
         texts = [self.tokenizer.decode(ids) for ids in questions]
         self.asked += texts
         answers = [torch.tensor([*self.tokenizer(self.answer(text))["input_ids"], 1]) for text in texts]
         tokens = pad_sequence(answers, batch_first=True)
         drawn = torch.arange(tokens.shape[1]) < torch.tensor([len(ids) for ids in answers])[:, None]
-        zeros, ids = torch.zeros(tokens.shape), number_rows(prompts, 1, CPU)
-        return rollout_of(
-            prompts, tokens, drawn, zeros, zeros, row_ids=ids, sampling=sampling, pad_token_id=0, version=version
-        )
+        zeros, ids = torch.zeros(tokens.shape), number_rows(ask, CPU)
+        return rollout_of(ask, tokens, drawn, zeros, zeros, row_ids=ids, pad_token_id=0)
 
 
 def judge(engine, **changes) -> LanguageJudge:

@@ -292,7 +292,7 @@ def test_limits_are_checked():
 SCRIPT = """
 import os, signal, sys
 from fppo.rewards import RewardRunner
-from fppo.rewards.sample import Sample
+from fppo.workers.sample import Sample
 
 LIMIT = 3
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it leaves in the background without

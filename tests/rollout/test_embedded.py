@@ -11,7 +11,7 @@ from fppo.models.precision import KeepDouble
 from fppo.rollout import cache as caches
 from fppo.rollout import embedded
 from fppo.rollout.embedded import EmbeddedEngine
-from fppo.rollout.engine import Sampling
+from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.sampling import process_logits
 from fppo.runtime.mesh import Mesh
 from fppo.steps.forward import forward_micro_batch
@@ -64,7 +64,7 @@ def plain_logits(module, rollout, row):
 def test_log_probs_are_those_of_transformers(name, sampling):
     model, params = make(name)
     module = plain(model, params)
-    rollout = engine_of(model).generate(params, make_prompts(), sampling, Key(3))
+    rollout = engine_of(model).generate(params, Ask(make_prompts(), sampling, Key(3)))
     assert rollout.rollout_log_probs.dtype == torch.float64
     for row, length in enumerate(rollout.response_mask.sum(1).tolist()):
         logits = plain_logits(module, rollout, row)
@@ -79,7 +79,7 @@ def test_log_probs_are_those_of_transformers(name, sampling):
 def test_log_probs_of_float32(name):
     model, params = make(name, dtype=torch.float32)
     sampling = Sampling(temperature=0.9, max_tokens=8, stop_token_ids=STOPS)
-    rollout = engine_of(model).generate(params, make_prompts(), sampling, Key(3))
+    rollout = engine_of(model).generate(params, Ask(make_prompts(), sampling, Key(3)))
     assert rollout.rollout_log_probs.dtype == rollout.sampling_log_probs.dtype == torch.float32
     module = plain(model, params)
     for row, length in enumerate(rollout.response_mask.sum(1).tolist()):
@@ -92,7 +92,7 @@ def test_log_probs_of_float32(name):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(None, 1e-5), (torch.bfloat16, 0.1)])
 def test_the_training_pass_agrees(dtype, tolerance):
     model, params = make("qwen2", dtype=torch.float32, compute_dtype=dtype)
-    rollout = engine_of(model).generate(params, make_prompts(), Sampling(temperature=1.3, max_tokens=12), Key(0))
+    rollout = engine_of(model).generate(params, Ask(make_prompts(), Sampling(temperature=1.3, max_tokens=12), Key(0)))
     out = forward_micro_batch(params, rollout, model=model, kernels=KERNELS, mesh=Mesh.local(), temperature=1.3)
     torch.testing.assert_close(rollout.rollout_log_probs, out.log_probs, rtol=0, atol=tolerance)
 
@@ -101,7 +101,7 @@ def test_the_record():
     model, params = make("qwen2")
     prompts = make_prompts(extra=2)
     sampling = Sampling(n=3, max_tokens=8, stop_token_ids=STOPS)
-    out = engine_of(model).generate(params, prompts, sampling, Key(1), version=4)
+    out = engine_of(model).generate(params, Ask(prompts, sampling, Key(1), version=4))
     rows, length = out.response_mask.shape
     assert (rows, out.tokens.shape) == (18, (18, 9 + length))
     assert out.row_ids.tolist() == [10 * 3 + i for i in range(18)]
@@ -134,11 +134,11 @@ def test_the_record():
 def test_t_is_the_longest_response():
     model, params = make("qwen2")
     everything = Sampling(max_tokens=50, stop_token_ids=tuple(range(31)))
-    out = engine_of(model).generate(params, make_prompts(), everything, Key(1))
+    out = engine_of(model).generate(params, Ask(make_prompts(), everything, Key(1)))
     assert out.response_mask.shape == (6, 1)
     assert set(out.finish) == {"stop"}
     nothing = Sampling(max_tokens=1)
-    out = engine_of(model).generate(params, make_prompts(), nothing, Key(1))
+    out = engine_of(model).generate(params, Ask(make_prompts(), nothing, Key(1)))
     assert out.response_mask.shape == (6, 1)
     assert set(out.finish) == {"length"}
 
@@ -149,7 +149,7 @@ def test_the_rest_of_the_batch_changes_nothing(name):
     model, params = make(name)
     sampling = Sampling(n=2, max_tokens=40, stop_token_ids=(5,))
     prompts = make_prompts()
-    whole = engine_of(model).generate(params, prompts, sampling, Key(2))
+    whole = engine_of(model).generate(params, Ask(prompts, sampling, Key(2)))
     variants = [
         (engine_of(model), [1]),
         (engine_of(model), [5, 3, 0]),
@@ -158,7 +158,7 @@ def test_the_rest_of_the_batch_changes_nothing(name):
         (engine_of(model, prefill_tokens=8), list(range(6))),
     ]
     for engine, chosen in variants:
-        part = engine.generate(params, batches.rows(prompts, chosen), sampling, Key(2))
+        part = engine.generate(params, Ask(batches.rows(prompts, chosen), sampling, Key(2)))
         rows = [2 * i + j for i in chosen for j in range(2)]
         length = int(whole.response_mask[rows].sum(1).max())
         assert part.response_mask.shape[1] == length
@@ -174,11 +174,13 @@ def test_a_row_at_its_limit_gets_no_more_where_it_stays_among_the_others():
     told: dict[int, list[int]] = {}
     rollout = engine_of(model).generate(
         params,
-        make_prompts((3,) * 20),
-        Sampling(max_tokens=6),
-        Key(4),
-        limits=limits,
-        on_finished=lambda row, tokens, _: told.update({row: tokens}),
+        Ask(
+            make_prompts((3,) * 20),
+            Sampling(max_tokens=6),
+            Key(4),
+            limits=limits,
+            on_finished=lambda row, tokens, _: told.update({row: tokens}),
+        ),
     )
     assert torch.equal(rollout.response_mask.sum(1), limits)
     assert (rollout.tokens[13, 5:] == PAD).all()
@@ -192,7 +194,7 @@ def test_waves_hold_no_more_rows_than_asked_or_than_one_prompt_has(n, expected, 
     monkeypatch.setattr(
         caches, "allocate", lambda like, rows, columns: [waves.append(rows), allocate(like, rows, columns)][1]
     )
-    engine_of(model, max_rows=5).generate(params, make_prompts(), Sampling(n=n, max_tokens=2), Key(0))
+    engine_of(model, max_rows=5).generate(params, Ask(make_prompts(), Sampling(n=n, max_tokens=2), Key(0)))
     assert waves == expected
 
 
@@ -202,9 +204,9 @@ def test_long_responses_outgrow_the_first_cache(name, monkeypatch):
     model, params = make(name)
     sampling = Sampling(max_tokens=90, stop_token_ids=(5,), top_k=25)
     prompts = make_prompts((3, 6, 2, 6, 6) * 8)
-    expected = engine_of(model).generate(params, prompts, sampling, Key(0))
+    expected = engine_of(model).generate(params, Ask(prompts, sampling, Key(0)))
     monkeypatch.setattr(embedded, "_CHUNK", 16)
-    rollout = engine_of(model).generate(params, prompts, sampling, Key(0))
+    rollout = engine_of(model).generate(params, Ask(prompts, sampling, Key(0)))
     assert torch.equal(rollout.tokens, expected.tokens)
     assert rollout.finish == expected.finish
     lengths = rollout.response_mask.sum(1)
@@ -224,8 +226,8 @@ def test_limits_of_single_prompts_cut_their_responses_alone(stops):
     model, params = make("gpt2")
     limits = torch.tensor([3, 60, 9, 1, 12, 40])
     sampling = Sampling(n=3, max_tokens=50, stop_token_ids=stops)
-    whole = engine_of(model).generate(params, make_prompts(), sampling, Key(4))
-    cut = engine_of(model, max_rows=6).generate(params, make_prompts(), sampling, Key(4), limits=limits)
+    whole = engine_of(model).generate(params, Ask(make_prompts(), sampling, Key(4)))
+    cut = engine_of(model, max_rows=6).generate(params, Ask(make_prompts(), sampling, Key(4), limits=limits))
     length = cut.response_mask.shape[1]
     most = limits.repeat_interleave(3)[:, None]
     kept = whole.response_mask[:, :length] & (torch.arange(length) < most)
@@ -238,11 +240,11 @@ def test_limits_of_single_prompts_cut_their_responses_alone(stops):
     assert list(cut.finish) == reasons
     # a row may reach 7 + 57 of 64 positions, not the longest prompt with the highest limit
     engine_of(model).generate(
-        params, make_prompts((7, 4)), Sampling(max_tokens=60), Key(0), limits=torch.tensor([57, 60])
+        params, Ask(make_prompts((7, 4)), Sampling(max_tokens=60), Key(0), limits=torch.tensor([57, 60]))
     )
     for wrong in ([3, 0], [3]):
         with pytest.raises(ValueError, match="give 1 or more tokens for each of 2 prompts"):
-            engine_of(model).generate(params, make_prompts((3, 1)), sampling, Key(0), limits=torch.tensor(wrong))
+            engine_of(model).generate(params, Ask(make_prompts((3, 1)), sampling, Key(0), limits=torch.tensor(wrong)))
 
 
 def test_runs_repeat_bit_for_bit_and_keys_matter():
@@ -250,15 +252,15 @@ def test_runs_repeat_bit_for_bit_and_keys_matter():
     sampling = Sampling(n=2, max_tokens=10, stop_token_ids=STOPS, top_p=0.9)
     before = tree.digest(params)
     state = torch.random.get_rng_state()
-    first = engine_of(model).generate(params, make_prompts(), sampling, Key(5))
+    first = engine_of(model).generate(params, Ask(make_prompts(), sampling, Key(5)))
     torch.manual_seed(1)
-    again = engine_of(model).generate(params, make_prompts(), sampling, Key(5))
-    other = engine_of(model).generate(params, make_prompts(), sampling, Key(6))
+    again = engine_of(model).generate(params, Ask(make_prompts(), sampling, Key(5)))
+    other = engine_of(model).generate(params, Ask(make_prompts(), sampling, Key(6)))
     assert tree.digest(first) == tree.digest(again)
     assert tree.digest(first) != tree.digest(other)
     assert tree.digest(params) == before
     torch.random.set_rng_state(state)
-    engine_of(model).generate(params, make_prompts(), sampling, Key(5))
+    engine_of(model).generate(params, Ask(make_prompts(), sampling, Key(5)))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(x.is_meta for x in [*model.skeleton.parameters(), *model.skeleton.buffers()])
 
@@ -266,8 +268,8 @@ def test_runs_repeat_bit_for_bit_and_keys_matter():
 def test_greedy_takes_the_likeliest_token_of_transformers():
     model, params = make("llama")
     sampling = Sampling(greedy=True, max_tokens=7, temperature=0.5)
-    rollout = engine_of(model).generate(params, make_prompts(), sampling, Key(0))
-    assert tree.digest(rollout) == tree.digest(engine_of(model).generate(params, make_prompts(), sampling, Key(9)))
+    rollout = engine_of(model).generate(params, Ask(make_prompts(), sampling, Key(0)))
+    assert tree.digest(rollout) == tree.digest(engine_of(model).generate(params, Ask(make_prompts(), sampling, Key(9))))
     module = plain(model, params)
     for row in range(6):
         logits = plain_logits(module, rollout, row)
@@ -280,7 +282,7 @@ def test_greedy_takes_the_likeliest_token_of_transformers():
 def test_the_rollout_may_take_part_in_autograd():
     model, params = make("qwen2", dtype=torch.float32)
     trained = {name: x.clone().requires_grad_() for name, x in params.items()}
-    rollout = engine_of(model).generate(trained, make_prompts(), Sampling(max_tokens=3), Key(0))
+    rollout = engine_of(model).generate(trained, Ask(make_prompts(), Sampling(max_tokens=3), Key(0)))
     tensors = [x for _, x in tree.leaves_with_paths(rollout) if isinstance(x, torch.Tensor)]
     assert not any(x.is_inference() or x.requires_grad for x in tensors)
     weight = torch.ones(1, requires_grad=True)
@@ -296,20 +298,20 @@ def test_bad_input_is_refused():
     model, params = make("gpt2")
     engine, prompts = engine_of(model), make_prompts()
     with pytest.raises(ValueError, match=r"longest prompt has 7 tokens; with max_tokens = 58 .* 65 tokens.* 64 pos"):
-        engine.generate(params, prompts, Sampling(max_tokens=58), Key(0))
-    engine.generate(params, prompts, Sampling(max_tokens=57), Key(0))
+        engine.generate(params, Ask(prompts, Sampling(max_tokens=58), Key(0)))
+    engine.generate(params, Ask(prompts, Sampling(max_tokens=57), Key(0)))
     with pytest.raises(ValueError, match=r"no tokens in prompts \[1\] of 2"):
-        engine.generate(params, make_prompts((3, 0)), Sampling(), Key(0))
+        engine.generate(params, Ask(make_prompts((3, 0)), Sampling(), Key(0)))
     with pytest.raises(ValueError, match="no tokens in prompts"):
-        engine.generate(params, batches.rows(prompts, []), Sampling(), Key(0))
+        engine.generate(params, Ask(batches.rows(prompts, []), Sampling(), Key(0)))
     right = tree.replace(prompts, attention_mask=prompts.attention_mask.flip(1))
     with pytest.raises(ValueError, match="pad them on the left"):
-        engine.generate(params, right, Sampling(), Key(0))
+        engine.generate(params, Ask(right, Sampling(), Key(0)))
     with pytest.raises(ValueError, match=r"stop_token_ids \[31\] are beyond .* 31 tokens"):
-        engine.generate(params, prompts, Sampling(max_tokens=3, stop_token_ids=(2, 31)), Key(0))
+        engine.generate(params, Ask(prompts, Sampling(max_tokens=3, stop_token_ids=(2, 31)), Key(0)))
 
 
 def test_rotary_positions_may_go_beyond_the_config():
     model, params = make("qwen2")
-    rollout = engine_of(model).generate(params, make_prompts(), Sampling(max_tokens=70), Key(0))
+    rollout = engine_of(model).generate(params, Ask(make_prompts(), Sampling(max_tokens=70), Key(0)))
     assert rollout.response_mask.shape[1] == 70

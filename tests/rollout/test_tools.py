@@ -1,4 +1,4 @@
-"""Tools that answer turns: the calculator computes and nothing else, and any tool may fail."""
+"""ToolRunner that answer turns: the calculator computes and nothing else, and any tool may fail."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ import time
 import pytest
 
 from fppo.rollout.turns import tools
-from fppo.rollout.turns.replies import Reply, Tools
+from fppo.rollout.turns.runner import ToolResult, ToolRunner
 
 HERE = __name__
 ASK = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "<<2*3=", "end": "="}]
@@ -95,15 +95,15 @@ def rubbish(conversation):
     }[conversation[0]["content"]]
 
 
-SIX = Reply([{"role": "tool", "content": "6"}])
+SIX = ToolResult([{"role": "tool", "content": "6"}])
 
 
 @pytest.mark.parametrize("inline", [True, False])
 @pytest.mark.parametrize("fn", [six, six_later])
 def test_functions_and_coroutines_answer(fn, inline):
-    with Tools(fn, inline=inline) as ready:
-        assert ready.replies([ASK] * 5) == [SIX] * 5
-        assert ready.replies([]) == []
+    with ToolRunner(fn, inline=inline) as ready:
+        assert ready.respond([ASK] * 5) == [SIX] * 5
+        assert ready.respond([]) == []
 
 
 def asked(*contents):
@@ -112,14 +112,14 @@ def asked(*contents):
 
 def test_failures_are_told_counted_and_logged(caplog):
     conversations = asked("fine", "raise", "exit", "hang", "change", "fine")
-    with caplog.at_level(logging.WARNING), Tools(moody, failure="oops", time_limit=4.0) as ready:
-        found = ready.replies(conversations)
-    told = Reply([{"role": "tool", "content": "oops"}], failed=True)
-    assert found == [Reply(None), told, told, told, Reply(None), Reply(None)]
+    with caplog.at_level(logging.WARNING), ToolRunner(moody, failure="oops", time_limit=4.0) as ready:
+        found = ready.respond(conversations)
+    told = ToolResult([{"role": "tool", "content": "oops"}], failed=True)
+    assert found == [ToolResult(None), told, told, told, ToolResult(None), ToolResult(None)]
     assert "the tool 'moody' failed on 3 of 6 turns; turn 1: RuntimeError: no" in caplog.text
     assert conversations == asked("fine", "raise", "exit", "hang", "change", "fine")
-    with Tools(moody, failure="", inline=True) as ready:
-        assert ready.replies(asked("raise", "change")) == [Reply(None, failed=True), Reply(None)]
+    with ToolRunner(moody, failure="", inline=True) as ready:
+        assert ready.respond(asked("raise", "change")) == [ToolResult(None, failed=True), ToolResult(None)]
 
 
 @pytest.mark.parametrize("inline", [True, False])
@@ -136,8 +136,8 @@ def test_failures_are_told_counted_and_logged(caplog):
 def test_a_result_that_is_no_messages_is_an_error(content, said, inline):
     if not inline and content != "text":
         return
-    with Tools(rubbish, inline=inline) as ready, pytest.raises(ValueError, match=f"'rubbish' returned .*{said}"):
-        ready.replies(asked(content))
+    with ToolRunner(rubbish, inline=inline) as ready, pytest.raises(ValueError, match=f"'rubbish' returned .*{said}"):
+        ready.respond(asked(content))
 
 
 def test_names():
@@ -152,7 +152,7 @@ def test_names():
         with pytest.raises(ValueError, match=said):
             tools.resolve(name)
     with pytest.raises(ValueError, match="the tool 'broken' cannot be sent"):
-        Tools(broken())
+        ToolRunner(broken())
 
 
 def broken():

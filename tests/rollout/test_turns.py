@@ -13,13 +13,13 @@ from fppo.batch import Column, Experience, extend
 from fppo.key import Key
 from fppo.quickstart import character_tokenizer
 from fppo.rollout.embedded import EmbeddedEngine
-from fppo.rollout.engine import Sampling
+from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.records import number_rows, rollout_of
 from fppo.rollout.spread import SpreadEngine
 from fppo.rollout.turns import tools
 from fppo.rollout.turns.engine import TurnsEngine, turn_metrics
 from fppo.rollout.turns.observations import PlainText
-from fppo.rollout.turns.replies import Tools
+from fppo.rollout.turns.runner import ToolRunner
 from fppo.runtime.mesh import LOCAL
 from fppo.runtime.simulate import simulate
 from fppo.steps.forward import compute_log_probs, forward_micro_batch
@@ -62,13 +62,13 @@ def embedded(model, **changes):
 
 def engine_of(inner, respond=talkative, **changes):
     fixed = {"max_turns": 5, "pad_token_id": PAD, "encode": PlainText(TOKENIZER), "tokenizer": TOKENIZER}
-    return TurnsEngine(engine=inner, **{"tools": Tools(respond, inline=True), **fixed, **changes})
+    return TurnsEngine(engine=inner, **{"tools": ToolRunner(respond, inline=True), **fixed, **changes})
 
 
 def made(sampling=SAMPLING, *, dtype=torch.float64, key=3, lengths=None, respond=talkative, **changes):
     model, params = make("qwen2", dtype=dtype)
     prompts = make_prompts(*([] if lengths is None else [lengths]))
-    return engine_of(embedded(model), respond, **changes).generate(params, prompts, sampling, Key(key), version=4)
+    return engine_of(embedded(model), respond, **changes).generate(params, Ask(prompts, sampling, Key(key), version=4))
 
 
 def response(rollout, row):
@@ -84,16 +84,18 @@ def test_one_turn_is_the_inner_engines_rollout(sampling, changes):
     model, params = make("qwen2", dtype=torch.float32)
     limits = torch.tensor([3, 9, 4, 19, 7, 12])
     for most in (None, limits):
-        expected = embedded(model).generate(params, make_prompts(extra=2), sampling, Key(3), version=7, limits=most)
+        expected = embedded(model).generate(
+            params, Ask(make_prompts(extra=2), sampling, Key(3), version=7, limits=most)
+        )
         engine = engine_of(embedded(model), **changes)
-        found = engine.generate(params, make_prompts(extra=2), sampling, Key(3), version=7, limits=most)
+        found = engine.generate(params, Ask(make_prompts(extra=2), sampling, Key(3), version=7, limits=most))
         assert tree.digest(found) == tree.digest(expected)
         assert found.finish == expected.finish
         assert found.extras == expected.extras
     shorter = engine_of(embedded(model), **changes, turn_tokens=5)
     bounded = attrs.evolve(sampling, max_tokens=5)
-    expected = embedded(model).generate(params, make_prompts(), bounded, Key(3))
-    assert tree.digest(shorter.generate(params, make_prompts(), sampling, Key(3))) == tree.digest(expected)
+    expected = embedded(model).generate(params, Ask(make_prompts(), bounded, Key(3)))
+    assert tree.digest(shorter.generate(params, Ask(make_prompts(), sampling, Key(3)))) == tree.digest(expected)
 
 
 def one_row(inner, params, prompt, row_id, sampling, key, *, respond, max_turns, turn_tokens, most):
@@ -108,7 +110,7 @@ def one_row(inner, params, prompt, row_id, sampling, key, *, respond, max_turns,
         )
         bound = min(most - len(tokens), turn_tokens or most)
         place = key if turn == 1 else key.fold("turn", turn)
-        out = inner.generate(params, asked, attrs.evolve(sampling, n=1, max_tokens=bound), place)
+        out = inner.generate(params, Ask(asked, attrs.evolve(sampling, n=1, max_tokens=bound), place))
         new, _ = response(out, 0)
         tokens, chosen = tokens + new, chosen + [True] * len(new)
         log_probs += out.rollout_log_probs[0, : len(new)].tolist()
@@ -140,7 +142,7 @@ def test_rows_are_those_of_a_loop_over_single_rows(sampling, changes):
     prompts = make_prompts(extra=1)
     limits = torch.tensor([30, 14, 4, 30, 19, 1]) if changes.get("turn_tokens") else None
     engine = engine_of(embedded(model, max_rows=4), **changes)
-    found = engine.generate(params, prompts, sampling, Key(5), limits=limits)
+    found = engine.generate(params, Ask(prompts, sampling, Key(5), limits=limits))
     finishes, holes = set(), 0
     for row in range(6 * sampling.n):
         number = row // sampling.n
@@ -215,11 +217,11 @@ def test_chosen_tokens_have_the_log_probs_of_the_whole_context(dtype, at):
 def test_draws_depend_on_key_row_and_turn_alone():
     model, params = make("qwen2")
     engine, prompts = engine_of(embedded(model)), make_prompts()
-    whole = engine.generate(params, prompts, SAMPLING, Key(3))
-    assert tree.digest(whole) == tree.digest(engine.generate(params, prompts, SAMPLING, Key(3)))
-    assert tree.digest(whole) != tree.digest(engine.generate(params, prompts, SAMPLING, Key(4)))
+    whole = engine.generate(params, Ask(prompts, SAMPLING, Key(3)))
+    assert tree.digest(whole) == tree.digest(engine.generate(params, Ask(prompts, SAMPLING, Key(3))))
+    assert tree.digest(whole) != tree.digest(engine.generate(params, Ask(prompts, SAMPLING, Key(4))))
     for chosen in ([1], [5, 3, 0], [2, 5, 4, 3, 1, 0]):
-        part = engine.generate(params, batches.rows(prompts, chosen), SAMPLING, Key(3))
+        part = engine.generate(params, Ask(batches.rows(prompts, chosen), SAMPLING, Key(3)))
         rows = [2 * i + j for i in chosen for j in range(2)]
         for row, other in enumerate(rows):
             assert response(part, row) == response(whole, other)
@@ -240,7 +242,7 @@ def test_ranks_share_the_calls_and_hear_the_same(axes):
         inner = SpreadEngine(engine=embedded(model, mesh=mesh), mesh=mesh, pad_token_id=PAD)
         told = {}
         found = engine_of(inner, respond, mesh=mesh).generate(
-            params, make_prompts(), SAMPLING, Key(3), on_finished=lambda row, *rest: told.__setitem__(row, rest)
+            params, Ask(make_prompts(), SAMPLING, Key(3), on_finished=lambda row, *rest: told.__setitem__(row, rest))
         )
         return found, told
 
@@ -272,8 +274,8 @@ def failing(conversation):
 
 
 def test_failures_are_told_to_the_policy_or_end_the_row():
-    told = made(respond=failing, tools=Tools(failing, inline=True, failure="(h"))
-    ended = made(respond=failing, tools=Tools(failing, inline=True, failure=""))
+    told = made(respond=failing, tools=ToolRunner(failing, inline=True, failure="(h"))
+    ended = made(respond=failing, tools=ToolRunner(failing, inline=True, failure=""))
     alone = made(max_turns=1)
     assert torch.equal(ended.tokens, alone.tokens)
     assert ended.finish == alone.finish
@@ -357,7 +359,7 @@ def test_a_chat_hands_its_own_messages_to_the_tool():
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     prompts = attrs.evolve(make_prompts((3,)), extras=Column([{"prompt_messages": asked}]))
     engine_of(embedded(model), listen).generate(
-        params, prompts, Sampling(max_tokens=1, stop_token_ids=range(31)), Key(0)
+        params, Ask(prompts, Sampling(max_tokens=1, stop_token_ids=range(31)), Key(0))
     )
     (conversation,) = heard
     assert conversation[:2] == asked
@@ -369,7 +371,7 @@ def test_the_calculator_in_a_rollout():
     written = "<<2*3=a=c"
     sampling = Sampling(n=2, max_tokens=30, stop_token_ids=TOKENIZER.convert_tokens_to_ids(["=", "c"]))
     engine = engine_of(_Script(written), tools.calculator, max_turns=9)
-    rollout = engine.generate({}, make_prompts((2, 1)), sampling, Key(0))
+    rollout = engine.generate({}, Ask(make_prompts((2, 1)), sampling, Key(0)))
     for row in range(4):
         tokens, chosen = response(rollout, row)
         assert TOKENIZER.decode(tokens) == "<<2*3=6>>a=c"
@@ -380,7 +382,7 @@ def test_the_calculator_in_a_rollout():
 @pytest.mark.parametrize(("most", "tokens", "finish"), [(8, 6, "length"), (9, 6, "length"), (10, 10, "stop")])
 def test_an_observation_that_leaves_no_room_for_an_answer_is_left_out(most, tokens, finish):
     sampling = Sampling(max_tokens=most, stop_token_ids=TOKENIZER.convert_tokens_to_ids(["=", "c"]))
-    rollout = engine_of(_Script("<<2*3=c"), tools.calculator).generate({}, make_prompts((2,)), sampling, Key(0))
+    rollout = engine_of(_Script("<<2*3=c"), tools.calculator).generate({}, Ask(make_prompts((2,)), sampling, Key(0)))
     assert len(response(rollout, 0)[0]) == tokens
     assert rollout.finish[0] == finish
 
@@ -391,12 +393,10 @@ class _Script:
     def __init__(self, text):
         self.left = TOKENIZER.encode(text)
 
-    def generate(self, params, prompts, sampling, key, *, version=0, limits=None, on_finished=None):
-        stop = next(i for i, token in enumerate(self.left) if token in sampling.stop_token_ids) + 1
+    def generate(self, params, ask):
+        stop = next(i for i, token in enumerate(self.left) if token in ask.sampling.stop_token_ids) + 1
         tokens, self.left = self.left[:stop], self.left[stop:]
-        row_ids = number_rows(prompts, sampling.n, torch.device("cpu"))
+        row_ids = number_rows(ask, torch.device("cpu"))
         x = torch.tensor([tokens] * len(row_ids))
         zero = torch.zeros(x.shape)
-        return rollout_of(
-            prompts, x, x >= 0, zero, zero, row_ids=row_ids, sampling=sampling, pad_token_id=PAD, version=version
-        )
+        return rollout_of(ask, x, x >= 0, zero, zero, row_ids=row_ids, pad_token_id=PAD)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fppo.key import Key
-from fppo.rollout.engine import Sampling
+from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.sync import SyncError, digest
 from fppo.rollout.vllm import engine as vllm_engine
 from fppo.rollout.vllm import process
@@ -104,7 +104,7 @@ def start(monkeypatch):
 
 
 def generate(engine, version=1, sampling=SHORT, **others):
-    return engine.generate(PARAMS, make_prompts(), sampling, Key(0), version=version, **others)
+    return engine.generate(PARAMS, Ask(make_prompts(), sampling, Key(0), version=version, **others))
 
 
 def check(rollout):
@@ -159,7 +159,7 @@ def test_weights_are_sent_where_the_version_or_any_tensor_is_another(start):
         (PARAMS, 2, True),
     ):
         log.clear()
-        rollout = engine.generate(params, make_prompts(), SHORT, Key(0), version=version)
+        rollout = engine.generate(params, Ask(make_prompts(), SHORT, Key(0), version=version))
         assert rollout.versions.unique().tolist() == [engine.version] == [version]
         assert log == ["loaded"] * sent + ["asked for 12"]
 
@@ -254,7 +254,9 @@ def on_ranks(engines, fn):
 @pytest.mark.parametrize("method", ["generate", "start", "begin_load", "take_in", "end_load"])
 def test_ranks_go_on_together_when_a_replacement_of_one_dies(start, method, send):
     def run(engine, shards):
-        rollouts = [engine.generate(shards, make_prompts(), SHORT, Key(0), version=version) for version in (1, 1, 2)]
+        rollouts = [
+            engine.generate(shards, Ask(make_prompts(), SHORT, Key(0), version=version)) for version in (1, 1, 2)
+        ]
         return rollouts, engine._host.got.keys()
 
     fates = [("generate", DIED), (method, DIED)]

@@ -8,7 +8,7 @@ from fppo import tree
 from fppo.batch import Column
 from fppo.key import Key
 from fppo.rollout.embedded import EmbeddedEngine
-from fppo.rollout.engine import Sampling
+from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.sampling import process_logits
 from fppo.runtime.mesh import Mesh
 from fppo.steps.forward import forward_micro_batch
@@ -46,8 +46,8 @@ CUT = Sampling(temperature=0.7, top_k=8, top_p=0.9, n=3, max_tokens=12, stop_tok
 def test_the_record_is_that_of_the_embedded_engine(engine, sampling):
     _, params = make("qwen2", seed=2)
     prompts = make_prompts(extra=2)
-    got = engine.generate(params, prompts, sampling, Key(3), version=5)
-    expected = embedded().generate(params, prompts, sampling, Key(3), version=5)
+    got = engine.generate(params, Ask(prompts, sampling, Key(3), version=5))
+    expected = embedded().generate(params, Ask(prompts, sampling, Key(3), version=5))
     assert [path for path, _ in tree.leaves_with_paths(got)] == [path for path, _ in tree.leaves_with_paths(expected)]
     for (path, x), (_, y) in zip(tree.leaves_with_paths(got), tree.leaves_with_paths(expected), strict=True):
         if isinstance(x, Column):
@@ -60,7 +60,7 @@ def test_the_record_is_that_of_the_embedded_engine(engine, sampling):
 def test_ratios_are_one_where_the_distribution_is_cut(engine):
     """Log-probs are those of the training pass at its temperature; those sampled from, of the distribution cut."""
     model, params = make("qwen2", seed=2)
-    rollout = engine.generate(params, make_prompts(), CUT, Key(8))
+    rollout = engine.generate(params, Ask(make_prompts(), CUT, Key(8)))
     mask = rollout.response_mask
     out = forward_micro_batch(params, rollout, model=model, kernels=KERNELS, mesh=Mesh.local(), temperature=0.7)
     ratio = (out.log_probs - rollout.rollout_log_probs).exp()[mask]
@@ -80,9 +80,9 @@ def test_ratios_are_one_where_the_distribution_is_cut(engine):
 def test_runs_repeat_bit_for_bit_and_keys_matter(engine):
     _, params = make("qwen2", seed=2)
     before, state = tree.digest(params), torch.random.get_rng_state()
-    first = engine.generate(params, make_prompts(), CUT, Key(5))
-    again = engine.generate(params, make_prompts(), CUT, Key(5))
-    other = engine.generate(params, make_prompts(), CUT, Key(6))
+    first = engine.generate(params, Ask(make_prompts(), CUT, Key(5)))
+    again = engine.generate(params, Ask(make_prompts(), CUT, Key(5)))
+    other = engine.generate(params, Ask(make_prompts(), CUT, Key(6)))
     assert tree.digest(first) == tree.digest(again)
     assert tree.digest(first) != tree.digest(other)
     assert tree.digest(params) == before
@@ -92,9 +92,9 @@ def test_runs_repeat_bit_for_bit_and_keys_matter(engine):
 def test_the_rest_of_the_batch_changes_nothing(engine):
     _, params = make("qwen2", seed=2)
     prompts = make_prompts()
-    whole = engine.generate(params, prompts, CUT, Key(2))
+    whole = engine.generate(params, Ask(prompts, CUT, Key(2)))
     for chosen in ([1], [5, 3, 0]):
-        part = engine.generate(params, batches.rows(prompts, chosen), CUT, Key(2))
+        part = engine.generate(params, Ask(batches.rows(prompts, chosen), CUT, Key(2)))
         rows = [3 * i + j for i in chosen for j in range(3)]
         length = part.response_mask.shape[1]
         assert torch.equal(part.tokens[:, -length:], whole.tokens[rows, 7 : 7 + length])
@@ -104,10 +104,12 @@ def test_the_rest_of_the_batch_changes_nothing(engine):
 def test_stop_tokens_end_a_response_and_belong_to_it(engine):
     _, params = make("qwen2", seed=2)
     everything = Sampling(max_tokens=50, stop_token_ids=tuple(range(61)))
-    out = engine.generate(params, make_prompts(), everything, Key(1))
+    out = engine.generate(params, Ask(make_prompts(), everything, Key(1)))
     assert out.response_mask.shape == (6, 1)
     assert set(out.finish) == {"stop"}
-    out = engine.generate(params, make_prompts(), Sampling(max_tokens=40), Key(1))  # 2, the config's end, is a token
+    out = engine.generate(
+        params, Ask(make_prompts(), Sampling(max_tokens=40), Key(1))
+    )  # 2, the config's end, is a token
     assert out.response_mask.all()
     assert set(out.finish) == {"length"}
 
@@ -115,8 +117,8 @@ def test_stop_tokens_end_a_response_and_belong_to_it(engine):
 def test_more_rows_than_decode_together(engine):
     _, params = make("qwen2", seed=2)
     prompts = make_prompts((3, 6, 2, 6, 6) * 8)
-    got = engine.generate(params, prompts, CUT, Key(2))
-    expected = embedded().generate(params, prompts, CUT, Key(2))
+    got = engine.generate(params, Ask(prompts, CUT, Key(2)))
+    expected = embedded().generate(params, Ask(prompts, CUT, Key(2)))
     assert torch.equal(got.tokens, expected.tokens)
     torch.testing.assert_close(got.rollout_log_probs, expected.rollout_log_probs, rtol=0, atol=1e-5)
 
@@ -124,7 +126,7 @@ def test_more_rows_than_decode_together(engine):
 def test_the_rollout_may_take_part_in_autograd(engine):
     _, params = make("qwen2", seed=2)
     trained = {name: x.clone().requires_grad_() for name, x in params.items()}
-    rollout = engine.generate(trained, make_prompts(), Sampling(max_tokens=3), Key(0))
+    rollout = engine.generate(trained, Ask(make_prompts(), Sampling(max_tokens=3), Key(0)))
     tensors = [x for _, x in tree.leaves_with_paths(rollout) if isinstance(x, torch.Tensor)]
     assert not any(x.is_inference() or x.requires_grad for x in tensors)
     weight = torch.ones(1, requires_grad=True)
@@ -135,11 +137,11 @@ def test_bad_input_is_refused(engine):
     _, params = make("qwen2", seed=2)
     prompts = make_prompts()
     with pytest.raises(ValueError, match=r"no tokens in prompts \[1\] of 2"):
-        engine.generate(params, make_prompts((3, 0)), Sampling(), Key(0))
+        engine.generate(params, Ask(make_prompts((3, 0)), Sampling(), Key(0)))
     with pytest.raises(ValueError, match="no tokens in prompts"):
-        engine.generate(params, batches.rows(prompts, []), Sampling(), Key(0))
+        engine.generate(params, Ask(batches.rows(prompts, []), Sampling(), Key(0)))
     right = tree.replace(prompts, attention_mask=prompts.attention_mask.flip(1))
     with pytest.raises(ValueError, match="pad them on the left"):
-        engine.generate(params, right, Sampling(max_tokens=4), Key(0))
+        engine.generate(params, Ask(right, Sampling(max_tokens=4), Key(0)))
     with pytest.raises(ValueError, match=r"stop_token_ids \[61\] are beyond .* 61 tokens"):
-        engine.generate(params, prompts, Sampling(max_tokens=3, stop_token_ids=(2, 61)), Key(0))
+        engine.generate(params, Ask(prompts, Sampling(max_tokens=3, stop_token_ids=(2, 61)), Key(0)))

@@ -14,7 +14,7 @@ from torch import distributed
 from fppo import models, tree
 from fppo.key import Key
 from fppo.rollout.embedded import EmbeddedEngine
-from fppo.rollout.engine import Sampling
+from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.vllm.engine import EngineFailure, VllmEngine, VllmOptions
 from fppo.rollout.vllm.host import EngineDied
 from fppo_kernels.record import Kernels
@@ -28,7 +28,7 @@ LONG = Sampling(n=2, max_tokens=40, temperature=1.2)
 
 def expected(params, sampling=LONG):
     engine = EmbeddedEngine(model=make("qwen2")[0], kernels=Kernels.named(), pad_token_id=0)
-    return engine.generate(params, make_prompts(), sampling, Key(1), version=3)
+    return engine.generate(params, Ask(make_prompts(), sampling, Key(1), version=3))
 
 
 def test_limits_name_their_setting(qwen2):
@@ -36,13 +36,13 @@ def test_limits_name_their_setting(qwen2):
     _, params = make("qwen2")
     assert engine.limit == 128
     with pytest.raises(ValueError, match=r"longest prompt has 7 tokens; .* 129, .* max_model_len = 128: raise that"):
-        engine.generate(params, make_prompts(), Sampling(max_tokens=122), Key(0))
-    engine.generate(params, make_prompts(), Sampling(max_tokens=121), Key(0))
-    assert engine.generate(params, make_prompts((127, 3)), Sampling(max_tokens=1), Key(0)).tokens.shape == (2, 128)
+        engine.generate(params, Ask(make_prompts(), Sampling(max_tokens=122), Key(0)))
+    engine.generate(params, Ask(make_prompts(), Sampling(max_tokens=121), Key(0)))
+    assert engine.generate(params, Ask(make_prompts((127, 3)), Sampling(max_tokens=1), Key(0))).tokens.shape == (2, 128)
     prompts = make_prompts()
     wrong = tree.replace(prompts, tokens=prompts.tokens.where(prompts.tokens != int(prompts.tokens[0, -1]), 61))
     with pytest.raises(ValueError, match="tokens beyond the model's vocabulary of 61"):
-        engine.generate(params, wrong, Sampling(max_tokens=3), Key(0))
+        engine.generate(params, Ask(wrong, Sampling(max_tokens=3), Key(0)))
     with pytest.raises(ValueError, match="cannot sleep"):
         engine.sleep()
 
@@ -56,7 +56,7 @@ def test_a_caller_that_fails_leaves_no_rows_to_go_on(qwen2):
         raise ZeroDivisionError(row)
 
     with pytest.raises(ZeroDivisionError, match="0"):
-        engine.generate(params, make_prompts(), LONG, Key(1), limits=limits, on_finished=failed)
+        engine.generate(params, Ask(make_prompts(), LONG, Key(1), limits=limits, on_finished=failed))
     assert not engine._host._llm.llm_engine.has_unfinished_requests()
 
 
@@ -82,7 +82,7 @@ def test_a_closed_engine_says_so():
     engine.close()
     engine.close()
     with pytest.raises(ValueError, match="the engine is closed"):
-        engine.generate(make("qwen2")[1], make_prompts(), LONG, Key(0))
+        engine.generate(make("qwen2")[1], Ask(make_prompts(), LONG, Key(0)))
 
 
 def test_weights_that_are_not_numbers_are_named_and_a_start_that_fails_is_tried_again(monkeypatch):
@@ -91,7 +91,7 @@ def test_weights_that_are_not_numbers_are_named_and_a_start_that_fails_is_tried_
     none = {name: torch.full_like(x, torch.nan) for name, x in params.items()}
     with engine:
         with pytest.raises(EngineFailure, match=r"log-probs are not numbers in row \d+: are its weights finite"):
-            engine.generate(none, make_prompts(), LONG, Key(1), version=2)
+            engine.generate(none, Ask(make_prompts(), LONG, Key(1), version=2))
         start_host = engine.start_host
 
         def no_room(*_):
@@ -101,12 +101,12 @@ def test_weights_that_are_not_numbers_are_named_and_a_start_that_fails_is_tried_
             monkeypatch.setattr(engine, "start_host", again)
             if again is no_room:
                 with pytest.raises(EngineFailure, match="no room"):
-                    engine.generate(params, make_prompts(), LONG, Key(1), version=3)
-        rollout = engine.generate(params, make_prompts(), LONG, Key(1), version=3)
+                    engine.generate(params, Ask(make_prompts(), LONG, Key(1), version=3))
+        rollout = engine.generate(params, Ask(make_prompts(), LONG, Key(1), version=3))
         assert torch.equal(rollout.tokens, expected(params).tokens)
         monkeypatch.setattr(engine._host._llm, "reset_prefix_cache", lambda: False)
         with pytest.raises(EngineFailure, match="does not let go"):
-            engine.generate(params, make_prompts(), LONG, Key(1), version=3)
+            engine.generate(params, Ask(make_prompts(), LONG, Key(1), version=3))
         monkeypatch.setattr(engine, "start_host", no_room)
         with pytest.raises(EngineFailure, match="no room"):
             engine.sync(params, version=4)
@@ -140,7 +140,7 @@ def test_a_process_that_dies_or_hangs_costs_no_finished_row():
             host = engine._host
             host.generate = interrupted(host.generate, seen, steps=100, number=number)
             with pytest.warns(RuntimeWarning, match=rf"{reason}.* of 12 rows are done, a new one goes on"):
-                rollout = engine.generate(params, make_prompts(), LONG, Key(1), version=3)
+                rollout = engine.generate(params, Ask(make_prompts(), LONG, Key(1), version=3))
             assert len(seen) == 4
             assert torch.equal(rollout.tokens, whole.tokens)
             assert rollout.finish == whole.finish
@@ -161,7 +161,7 @@ def test_a_process_that_keeps_dying_ends_the_run(monkeypatch):
     with engine:
         os.kill(engine._host._process.pid, signal.SIGKILL)
         with pytest.raises(EngineDied, match="SIGKILL, perhaps for want of memory"):
-            engine.generate(make("qwen2")[1], make_prompts(), LONG, Key(1))
+            engine.generate(make("qwen2")[1], Ask(make_prompts(), LONG, Key(1)))
 
 
 def test_a_process_that_does_not_start_says_why():
@@ -191,7 +191,7 @@ def test_what_is_set_is_what_vllm_has():
         assert found.cache_config.gpu_memory_utilization == 0.05
         assert found.cache_config.block_size == 32
         assert not found.cache_config.enable_prefix_caching
-        rollout = engine.generate(params, make_prompts(), Sampling(n=2, max_tokens=5), Key(1))
+        rollout = engine.generate(params, Ask(make_prompts(), Sampling(n=2, max_tokens=5), Key(1)))
         assert rollout.rollout_log_probs.dtype == torch.float32
 
 
@@ -201,7 +201,7 @@ def test_with_and_without_a_prefix_cache_and_compiled_it_gives_the_same(monkeypa
     prompts = make_prompts((40, 40, 40))
     sampling = Sampling(n=4, max_tokens=30)
     whole = EmbeddedEngine(model=make("qwen2")[0], kernels=Kernels.named(), pad_token_id=0)
-    expected = whole.generate(params, prompts, sampling, Key(1))
+    expected = whole.generate(params, Ask(prompts, sampling, Key(1)))
     for cached, eager in ((True, True), (False, False)):
         few = {"num_gpu_blocks_override": 9} if cached else {}
         engine, _ = start(options={"prefix_cache": cached, "eager": eager, "extra": {"block_size": 32, **few}})
@@ -209,7 +209,7 @@ def test_with_and_without_a_prefix_cache_and_compiled_it_gives_the_same(monkeypa
             scheduler = engine._host._llm.llm_engine.engine_core.engine_core.scheduler
             put_off = Mock(wraps=scheduler._preempt_request)
             monkeypatch.setattr(scheduler, "_preempt_request", put_off)
-            rollout = engine.generate(params, prompts, sampling, Key(1))
+            rollout = engine.generate(params, Ask(prompts, sampling, Key(1)))
             assert put_off.called == cached
             assert engine._host._llm.llm_engine.vllm_config.cache_config.enable_prefix_caching == cached
             assert engine._host._llm.llm_engine.vllm_config.model_config.enforce_eager == eager

@@ -8,7 +8,7 @@ from fppo import models
 from fppo.assembly import rewards as loading_rewards
 from fppo.key import Key
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
-from fppo.rollout.engine import Sampling
+from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.vllm.engine import EngineFailure
 from fppo.runtime.mesh import LOCAL
 from tests import tiny_run
@@ -57,10 +57,12 @@ def test_it_tells_of_rows_as_they_end(qwen2):
     sampling = Sampling(n=2, max_tokens=9, stop_token_ids=(3, 5, 8, 13, 21))
     made = engine.generate(
         params,
-        make_prompts(),
-        sampling,
-        Key(1),
-        on_finished=lambda row, response, finish: told.setdefault(row, []).append((response, finish)),
+        Ask(
+            make_prompts(),
+            sampling,
+            Key(1),
+            on_finished=lambda row, response, finish: told.setdefault(row, []).append((response, finish)),
+        ),
     )
     rows = made.tokens[:, -made.response_mask.shape[1] :]
     expected = [(ids[mask].tolist(), finish) for ids, mask, finish in zip(rows, made.response_mask, made.finish)]

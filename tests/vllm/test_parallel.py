@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fppo.key import Key
-from fppo.rollout.engine import Sampling
+from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.sync import SyncError
 from fppo.rollout.vllm.engine import VllmOptions
 from fppo.rollout.vllm.host import EngineDied
@@ -34,7 +34,7 @@ def test_rollouts_are_those_of_the_embedded_engine(engine):
     model, params = make("qwen2", seed=2)
     for version in (3, 4):
         whole = expected(params, CUT)
-        rollout = engine.generate(params, make_prompts(), CUT, Key(1), version=version)
+        rollout = engine.generate(params, Ask(make_prompts(), CUT, Key(1), version=version))
         assert torch.equal(rollout.tokens, whole.tokens)
         for name in ("rollout_log_probs", "sampling_log_probs"):
             torch.testing.assert_close(getattr(rollout, name), getattr(whole, name), rtol=0, atol=1e-5)
@@ -68,7 +68,7 @@ def test_a_worker_that_dies_is_a_vllm_that_died(engine):
     assert len(workers) >= 2
     os.kill(workers[-1], signal.SIGKILL)
     with pytest.raises(EngineDied, match="a worker of vLLM ended"):
-        engine.generate(params, make_prompts(), CUT, Key(1), version=7)
+        engine.generate(params, Ask(make_prompts(), CUT, Key(1), version=7))
 
 
 def _parent(process: int) -> int:

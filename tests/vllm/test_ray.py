@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fppo.key import Key
+from fppo.rollout.engine import Ask
 from fppo.rollout.sync import SyncError
 from fppo.rollout.vllm.engine import EngineFailure
 from fppo.rollout.vllm.host import EngineDied
@@ -46,7 +47,7 @@ def process_of(engine):
 def test_its_rollouts_are_those_of_the_embedded_engine_and_its_weights_the_trainers(engine):
     model, params = make("qwen2", seed=2)
     whole = expected(params)
-    rollout = engine.generate(params, make_prompts(), LONG, Key(1), version=3)
+    rollout = engine.generate(params, Ask(make_prompts(), LONG, Key(1), version=3))
     assert torch.equal(rollout.tokens, whole.tokens)
     torch.testing.assert_close(rollout.rollout_log_probs, whole.rollout_log_probs, rtol=0, atol=1e-5)
     assert gap(engine, model, params) < 1e-5
@@ -75,7 +76,7 @@ def test_an_actor_that_dies_costs_no_finished_row(engine, monkeypatch):
     seen: list[int] = []
     monkeypatch.setattr(engine._host, "generate", interrupted(engine._host.generate, seen, steps=100))
     with pytest.warns(RuntimeWarning, match="the Ray actor of vLLM ended: .* of 12 rows are done, a new one goes on"):
-        rollout = engine.generate(params, make_prompts(), LONG, Key(1), version=3)
+        rollout = engine.generate(params, Ask(make_prompts(), LONG, Key(1), version=3))
     assert len(seen) == 4
     assert torch.equal(rollout.tokens, whole.tokens)
     assert engine.replaced == 1

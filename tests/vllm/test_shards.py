@@ -11,7 +11,7 @@ import torch
 
 from fppo.key import Key
 from fppo.rollout import sync
-from fppo.rollout.engine import Sampling
+from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.sync import SyncError
 from fppo.rollout.vllm.host import EngineDied
 from fppo.runtime import fsdp
@@ -51,7 +51,7 @@ def on_ranks(engines, params, fn):
 
 def rollouts(engines, params, *, version=3):
     prompts = make_prompts()
-    return on_ranks(engines, params, lambda engine, x: engine.generate(x, prompts, SHORT, Key(1), version=version))
+    return on_ranks(engines, params, lambda engine, x: engine.generate(x, Ask(prompts, SHORT, Key(1), version=version)))
 
 
 def test_shards_are_synced_bucket_by_bucket(engines):

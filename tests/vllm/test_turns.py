@@ -6,7 +6,7 @@ import torch
 
 from fppo.key import Key
 from fppo.rollout.embedded import EmbeddedEngine
-from fppo.rollout.engine import Sampling
+from fppo.rollout.engine import Ask, Sampling
 from fppo.runtime.mesh import Mesh
 from fppo.steps.forward import forward_micro_batch
 from tests.rollout.test_embedded import KERNELS, PAD, make_prompts
@@ -23,7 +23,7 @@ def test_rows_are_those_of_the_embedded_engine(host):
 
     def made(inner, sampling, most):
         engine = engine_of(inner, turn_tokens=9)
-        return engine.generate(params, prompts, sampling, Key(3), version=5, limits=most)
+        return engine.generate(params, Ask(prompts, sampling, Key(3), version=5, limits=most))
 
     cases = [(SAMPLING, None), (CUT, limits), (attrs.evolve(SAMPLING, greedy=True, n=1), None)]
     inner, _ = start(options={"host": host})
@@ -43,7 +43,7 @@ def test_the_trainer_gives_the_tokens_vllms_log_probs():
     model, params = make("qwen2", seed=2)
     inner, _ = start()
     with inner:
-        found = engine_of(inner).generate(params, make_prompts(), CUT, Key(8))
+        found = engine_of(inner).generate(params, Ask(make_prompts(), CUT, Key(8)))
     out = forward_micro_batch(
         params, found, model=model, kernels=KERNELS, mesh=Mesh.local(), temperature=CUT.temperature
     )
@@ -56,7 +56,7 @@ def test_a_context_may_fill_vllm_to_its_limit():
     inner, _ = start(options={"max_model_len": 32})
     sampling = Sampling(max_tokens=25, stop_token_ids=SAMPLING.stop_token_ids)
     with inner:
-        found = engine_of(inner).generate(params, make_prompts((7, 1, 4)), sampling, Key(3))
+        found = engine_of(inner).generate(params, Ask(make_prompts((7, 1, 4)), sampling, Key(3)))
         with pytest.raises(ValueError, match="reach 33, but vLLM was started for max_model_len = 32"):
-            engine_of(inner).generate(params, make_prompts((7, 1)), attrs.evolve(sampling, max_tokens=26), Key(3))
+            engine_of(inner).generate(params, Ask(make_prompts((7, 1)), attrs.evolve(sampling, max_tokens=26), Key(3)))
     assert (found.attention_mask.sum(1) <= 32).all()

@@ -6,7 +6,7 @@ import torch
 from fppo import models
 from fppo.key import Key
 from fppo.rollout import sync
-from fppo.rollout.engine import Sampling
+from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.sync import SyncError
 from tests.rollout.test_embedded import make_prompts
 from tests.vllm.conftest import start
@@ -143,7 +143,7 @@ def test_other_tensors_under_the_same_version_are_not_overlooked(qwen2):
     engine, model = qwen2
     for seed in (1, 2):
         _, params = make("qwen2", seed=seed)
-        engine.generate(params, make_prompts(), Sampling(max_tokens=2), Key(0), version=7)
+        engine.generate(params, Ask(make_prompts(), Sampling(max_tokens=2), Key(0), version=7))
         assert gap(engine, model, params) < 1e-5
 
 

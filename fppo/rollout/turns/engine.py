@@ -1,4 +1,4 @@
-"""Responses of several turns: a tool answers each, and its words are context that is not trained on."""
+"""Responses of several turns: a tool answers each, and its messages are context that is not trained on."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from fppo import batch as batches
 from fppo import metrics
 from fppo.batch import Column, Prompts, Rollout
 from fppo.data.encode import MESSAGES
-from fppo.key import Key
 from fppo.metrics import Metrics
-from fppo.rollout.engine import Engine, OnFinished, Sampling
+from fppo.rollout.engine import Ask, Engine
 from fppo.rollout.records import response_limits
 from fppo.rollout.turns.observations import Encode
-from fppo.rollout.turns.replies import Reply, Responder
+from fppo.rollout.turns.runner import Responder, ToolResult
 from fppo.rollout.turns.tools import Message
 from fppo.runtime.mesh import GRADIENT_AXES, LOCAL, Mesh, gather_objects, place_on, ranks_on
 from fppo.tree import replace
@@ -38,8 +37,8 @@ class _Section(NamedTuple):
 
 
 @attrs.define
-class _Talk:
-    """A row's conversation up to the policy's present turn, which began at column `since`."""
+class _Conversation:
+    """A row's messages up to the policy's present turn, which began at column `since`."""
 
     messages: list[Message]
     since: int = 0
@@ -50,9 +49,10 @@ class _Talk:
 class TurnsEngine:
     """An engine whose responses are conversations with a tool.
 
-    `engine` samples a turn. Each row that ended with a stop token goes to `tools`: what they say is encoded, put behind
-    the row's tokens, and the engine goes on from there, at most `max_turns` times; token ids that were sampled stay as
-    they are. What tools said is in the attention mask and not in the response mask, with log-probs of 0.
+    `engine` samples a turn. Each row that ended with a stop token goes to `tools`: their messages are encoded and put
+    behind the row's tokens as an observation, and the engine goes on from there, at most `max_turns` times; token ids
+    that were sampled stay as they are. Observations are in the attention mask and not in the response mask, with
+    log-probs of 0.
 
     `sampling.max_tokens` (and `limits`) bound a whole response, observations included; `turn_tokens` bounds each turn.
     A row at one of these bounds is done, its finish is "length"; so is that of a row whose observation would leave no
@@ -62,7 +62,7 @@ class TurnsEngine:
     Rows wait for each other at the end of a turn, so many short turns take more steps of decoding than one long one.
 
     Draws depend on key, row, turn and position in the turn; those of the first turn are the engine's own. On a mesh all
-    ranks hold all rows, as the engine gives them; each asks tools about some, and all hear all replies. Where the tool
+    ranks hold all rows, as the engine gives them; each asks tools about some, and all get all results. Where the tool
     failed, `extras` count it as "tool_failures".
     """
 
@@ -75,110 +75,104 @@ class TurnsEngine:
     turn_tokens: int | None = None
     mesh: Mesh = LOCAL
 
-    def generate(
-        self,
-        params: Mapping[str, Tensor],
-        prompts: Prompts,
-        sampling: Sampling,
-        key: Key,
-        *,
-        version: int = 0,
-        limits: Tensor | None = None,
-        on_finished: OnFinished | None = None,
-    ) -> Rollout:
-        """The rollout; with one turn, or tools that say nothing, the engine's own. See `Engine`."""
-        most = [limit for limit in response_limits(limits, len(prompts.tokens), sampling) for _ in range(sampling.n)]
+    def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
+        """The rollout; with one turn, or tools that end every response, the engine's own. See `Engine`."""
+        sampling = ask.sampling
+        most = [limit for limit in response_limits(ask) for _ in range(sampling.n)]
         per_turn = min(self.turn_tokens or sampling.max_tokens, sampling.max_tokens)
-        first = attrs.evolve(sampling, max_tokens=per_turn)
-        start = self.engine.generate(params, prompts, first, key, version=version, limits=limits)
+        first = attrs.evolve(ask, sampling=attrs.evolve(sampling, max_tokens=per_turn), on_finished=None)
+        start = self.engine.generate(params, first)
         section, finish, live = _section_of(start), list(start.finish), list(range(len(start.tokens)))
-        talks = [_Talk(self._opening(start, row)) for row in live]
+        conversations = [_Conversation(self._opening(start, row)) for row in live]
         for turn in range(2, self.max_turns + 1):
-            heard = self._heard([row for row in live if finish[row] == "stop"], section, talks)
+            observations = self._observe([row for row in live if finish[row] == "stop"], section, conversations)
             used = section.seen.sum(1).tolist()
-            left = {row: most[row] - used[row] - len(words) for row, words in heard.items()}
+            left = {row: most[row] - used[row] - len(ids) for row, ids in observations.items()}
             finish = ["length" if left.get(row, 1) < 1 else reason for row, reason in enumerate(finish)]
-            before, live = live, [row for row in heard if left[row] > 0]
-            self._tell(on_finished, sorted(set(before) - set(live)), section, finish, sampling.n)
+            before, live = live, [row for row in observations if left[row] > 0]
+            self._report(ask, sorted(set(before) - set(live)), section, finish)
             if not live:
                 break
-            section = _appended(section, live, _observed([heard[row] for row in live], section))
+            section = _appended(section, live, _observed([observations[row] for row in live], section))
             room = torch.tensor([min(left[row], per_turn) for row in live])
-            made = self.engine.generate(
-                params,
-                _contexts(start, section, live),
-                attrs.evolve(sampling, n=1, max_tokens=int(room.max())),
-                key.fold("turn", turn),
-                version=version,
+            next_turn = attrs.evolve(
+                first,
+                prompts=_contexts(start, section, live),
+                sampling=attrs.evolve(sampling, n=1, max_tokens=int(room.max())),
+                key=ask.key.fold("turn", turn),
                 limits=room,
             )
-            section = _appended(section, live, _section_of(made))
-            for row, reason in zip(live, made.finish, strict=True):
+            rollout = self.engine.generate(params, next_turn)
+            section = _appended(section, live, _section_of(rollout))
+            for row, reason in zip(live, rollout.finish, strict=True):
                 finish[row] = reason
-        self._tell(on_finished, live, section, finish, sampling.n)
-        return self._record(start, section, finish, talks)
+        self._report(ask, live, section, finish)
+        return self._record(start, section, finish, conversations)
 
-    def _tell(
-        self, on_finished: OnFinished | None, rows: Sequence[int], section: _Section, finish: Sequence[str], n: int
-    ) -> None:
-        """Tells of rows that are done; each is one rank's to tell of, that of its prompt."""
-        if on_finished is None:
+    def _report(self, ask: Ask, rows: Sequence[int], section: _Section, finish: Sequence[str]) -> None:
+        """Calls `ask.on_finished` for rows that are done, each on one rank, that of its prompt."""
+        if ask.on_finished is None:
             return
         ranks, place = ranks_on(self.mesh, GRADIENT_AXES), place_on(self.mesh, GRADIENT_AXES)
         for row in rows:
-            if row // n % ranks == place:
-                on_finished(row, section.tokens[row][section.seen[row]].tolist(), finish[row])
+            if row // ask.sampling.n % ranks == place:
+                ask.on_finished(row, section.tokens[row][section.seen[row]].tolist(), finish[row])
 
     def _opening(self, start: Rollout, row: int) -> list[Message]:
         """The prompt as messages: a chat's own, or its text."""
-        given = start.extras[row].get(MESSAGES)
-        if given is not None:
-            return [dict(message) for message in given]
+        messages = start.extras[row].get(MESSAGES)
+        if messages is not None:
+            return [dict(message) for message in messages]
         width = start.tokens.shape[1] - start.response_mask.shape[1]
         prompt = start.tokens[row, :width][start.attention_mask[row, :width]].tolist()
         text = self.tokenizer.decode(prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return [{"role": "user", "content": text}]
 
-    def _heard(self, asked: Sequence[int], section: _Section, talks: Sequence[_Talk]) -> dict[int, list[int]]:
-        """What tools say to these rows, as tokens, for those that are to go on. It becomes part of their talks."""
+    def _observe(
+        self, rows: Sequence[int], section: _Section, conversations: Sequence[_Conversation]
+    ) -> dict[int, list[int]]:
+        """The observations of these rows, as tokens, for those that are to go on; their conversations grow by them."""
         tokens, used = section.tokens.cpu(), section.seen.sum(1).tolist()
-        turns = [self._turn(tokens[row, talks[row].since : used[row]].tolist()) for row in asked]
-        conversations = [[*talks[row].messages, turn] for row, turn in zip(asked, turns, strict=True)]
-        heard: dict[int, list[int]] = {}
-        for row, turn, reply in zip(asked, turns, self._replies(conversations, section.tokens.device), strict=True):
-            talk = talks[row]
-            talk.failures += reply.failed
-            if reply.messages is None:
+        turns = [self._turn(tokens[row, conversations[row].since : used[row]].tolist()) for row in rows]
+        messages = [[*conversations[row].messages, turn] for row, turn in zip(rows, turns, strict=True)]
+        results = self._tool_results(messages, section.tokens.device)
+        observations: dict[int, list[int]] = {}
+        for row, turn, result in zip(rows, turns, results, strict=True):
+            conversation = conversations[row]
+            conversation.failures += result.failed
+            if result.messages is None:
                 continue
-            heard[row] = self.encode(reply.messages, int(tokens[row, used[row] - 1]))
-            if reply.messages:  # else the turn goes on
-                talk.messages += [turn, *reply.messages]
-                talk.since = used[row] + len(heard[row])
-        return heard
+            observations[row] = self.encode(result.messages, int(tokens[row, used[row] - 1]))
+            if result.messages:  # else the turn goes on
+                conversation.messages += [turn, *result.messages]
+                conversation.since = used[row] + len(observations[row])
+        return observations
 
     def _turn(self, ids: list[int]) -> Message:
         """The policy's turn as a message: special tokens stand in its text, but for one that ended it."""
-        words = ids[:-1] if ids[-1] in self.tokenizer.all_special_ids else ids
+        content = ids[:-1] if ids[-1] in self.tokenizer.all_special_ids else ids
         text, end = (
             self.tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            for part in (words, ids[-1:])
+            for part in (content, ids[-1:])
         )
         return {"role": "assistant", "content": text, "end": end}
 
-    def _replies(self, conversations: Sequence[list[Message]], device: torch.device) -> list[Reply]:
-        """The tools' replies to conversations that all ranks hold, each asked for by one of them."""
+    def _tool_results(self, conversations: Sequence[list[Message]], device: torch.device) -> list[ToolResult]:
+        """The tools' results for conversations that all ranks hold, each asked for by one of them."""
         ranks = ranks_on(self.mesh, GRADIENT_AXES)
-        own = self.tools.replies(conversations[place_on(self.mesh, GRADIENT_AXES) :: ranks])
+        own = self.tools.respond(conversations[place_on(self.mesh, GRADIENT_AXES) :: ranks])
         if ranks == 1:
             return own
-        found = gather_objects([list(reply) for reply in own], self.mesh, GRADIENT_AXES, device)
-        return [Reply(*found[number % ranks][number // ranks]) for number in range(len(conversations))]
+        every = gather_objects([list(result) for result in own], self.mesh, GRADIENT_AXES, device)
+        return [ToolResult(*every[number % ranks][number // ranks]) for number in range(len(conversations))]
 
-    def _record(self, start: Rollout, section: _Section, finish: list[str], talks: Sequence[_Talk]) -> Rollout:
+    def _record(
+        self, start: Rollout, section: _Section, finish: list[str], conversations: Sequence[_Conversation]
+    ) -> Rollout:
         width = start.tokens.shape[1] - start.response_mask.shape[1]
         extras = (
-            {**extra, FAILURES: talk.failures} if talk.failures else extra
-            for extra, talk in zip(start.extras, talks, strict=True)
+            {**extra, FAILURES: conversation.failures} if conversation.failures else extra
+            for extra, conversation in zip(start.extras, conversations, strict=True)
         )
         tokens = section.tokens.where(section.seen, self.pad_token_id)
         return replace(
@@ -218,12 +212,12 @@ def _section_of(rollout: Rollout) -> _Section:
     )
 
 
-def _observed(words: Sequence[Sequence[int]], like: _Section) -> _Section:
+def _observed(observations: Sequence[Sequence[int]], like: _Section) -> _Section:
     """Observations as a section: seen, and not chosen."""
-    lengths = torch.tensor([len(ids) for ids in words])
+    lengths = torch.tensor([len(ids) for ids in observations])
     width = int(lengths.max())
-    tokens = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in words], dtype=torch.int64)
-    tokens = tokens.view(len(words), width).to(like.tokens.device)
+    tokens = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in observations], dtype=torch.int64)
+    tokens = tokens.view(len(observations), width).to(like.tokens.device)
     seen = (torch.arange(width) < lengths[:, None]).to(tokens.device)
     nothing = like.log_probs.new_zeros(tokens.shape)
     return _Section(tokens, seen, torch.zeros_like(seen), nothing, nothing)
@@ -247,17 +241,10 @@ def _appended(whole: _Section, rows: Sequence[int], part: _Section) -> _Section:
 def _contexts(start: Rollout, section: _Section, rows: Sequence[int]) -> Prompts:
     """All that these rows hold so far, as prompts, padded on the left; their row ids are the rollout's."""
     width = start.tokens.shape[1] - start.response_mask.shape[1]
-    asked = batches.rows(start, rows)
-    index = asked.row_ids.new_tensor(rows)
-    tokens = torch.cat([asked.tokens[:, :width], section.tokens[index]], 1)
-    seen = torch.cat([asked.attention_mask[:, :width], section.seen[index]], 1)
+    chosen = batches.rows(start, rows)
+    index = chosen.row_ids.new_tensor(rows)
+    tokens = torch.cat([chosen.tokens[:, :width], section.tokens[index]], 1)
+    seen = torch.cat([chosen.attention_mask[:, :width], section.seen[index]], 1)
     order = torch.argsort(seen.long(), dim=1, stable=True)[:, -int(seen.sum(1).max()) :]
-    return Prompts(
-        tokens=tokens.gather(1, order),
-        attention_mask=seen.gather(1, order),
-        row_ids=asked.row_ids,
-        ids=asked.ids,
-        ground_truth=asked.ground_truth,
-        source=asked.source,
-        extras=asked.extras,
-    )
+    prompts = batches.narrow(Prompts, chosen)
+    return replace(prompts, tokens=tokens.gather(1, order), attention_mask=seen.gather(1, order))

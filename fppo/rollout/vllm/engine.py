@@ -1,7 +1,7 @@
 """Generation with vLLM: the engine for throughput, on weights that are sent to it and checked.
 
     with VllmEngine(model, pad_token_id=0, options=VllmOptions(max_model_len=2048)) as engine:
-        rollout = engine.generate(params, prompts, sampling, key, version=step)
+        rollout = engine.generate(params, Ask(prompts, sampling, key, version=step))
 
 vLLM is imported when an engine starts, not before. Tokens are drawn as the embedded engine draws them, from vLLM's
 logits: the same key gives the same responses wherever the logits agree closely enough.
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fppo.batch import Prompts, Rollout
+from fppo.batch import Rollout
 from fppo.key import Key
 from fppo.models.model import Model
 from fppo.rollout import sync
-from fppo.rollout.engine import OnFinished, Sampling
+from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.records import check_prompts, number_rows, response_limits, rollout_of
 from fppo.rollout.sync import Bucket, Rename, SyncError
 from fppo.rollout.vllm.host import (
@@ -126,36 +126,26 @@ class VllmEngine:
         """The longest prompt and response together."""
         return self._running().limit
 
-    def generate(
-        self,
-        params: Mapping[str, Tensor],
-        prompts: Prompts,
-        sampling: Sampling,
-        key: Key,
-        *,
-        version: int = 0,
-        limits: Tensor | None = None,
-        on_finished: OnFinished | None = None,
-    ) -> Rollout:
+    def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
         """The rollout of these parameters, as `EmbeddedEngine.generate` gives it; log-probs are float32.
 
         Raises ValueError also for a prompt and response that may outgrow vLLM's limit.
         """
         device = next(iter(params.values())).device
-        mask = prompts.attention_mask.bool()
+        mask = ask.prompts.attention_mask.bool()
         lengths = check_prompts(mask)
-        most = response_limits(limits, len(lengths), sampling)
-        check_rows(prompts, lengths, most, sampling, size=self._model.config.vocab_size, limit=self.limit)
-        row_ids = number_rows(prompts, sampling.n, torch.device("cpu"))
-        asked = [row[keep].tolist() for row, keep in zip(prompts.tokens, mask, strict=True)]
+        limits = response_limits(ask)
+        check_rows(ask, lengths, limits, size=self._model.config.vocab_size, limit=self.limit)
+        row_ids, n = number_rows(ask, torch.device("cpu")), ask.sampling.n
+        prompts = [row[keep].tolist() for row, keep in zip(ask.prompts.tokens, mask, strict=True)]
         request = Request(
-            prompts=[prompt for prompt in asked for _ in range(sampling.n)],
-            sampling=sampling,
-            key=key,
+            prompts=[prompt for prompt in prompts for _ in range(n)],
+            sampling=ask.sampling,
+            key=ask.key,
             row_ids=row_ids,
-            limits=[limit for limit in most for _ in range(sampling.n)],
+            limits=[limit for limit in limits for _ in range(n)],
         )
-        answers = self._answers(request, params, version, on_finished)
+        answers = self._answers(request, params, ask)
         if self._options.sleep:
             try:
                 self.sleep()
@@ -164,19 +154,17 @@ class VllmEngine:
         lasting = torch.tensor([len(answer.tokens) for answer in answers])
         width = int(lasting.max())
         tokens, log_probs, sampling_log_probs = (
-            pad_sequence([torch.from_numpy(x) for x in parts], batch_first=True).to(device)
-            for parts in zip(*answers, strict=True)
+            pad_sequence([torch.from_numpy(x) for x in column], batch_first=True).to(device)
+            for column in zip(*answers, strict=True)
         )
         return rollout_of(
-            prompts,
+            ask,
             tokens,
             (torch.arange(width) < lasting[:, None]).to(device),
             log_probs,
             sampling_log_probs,
             row_ids=row_ids.to(device),
-            sampling=sampling,
             pad_token_id=self._pad,
-            version=version,
         )
 
     def log_probs(self, rows: list[list[int]], start: int = 1, *, temperature: float = 1.0) -> Tensor:
@@ -309,9 +297,7 @@ class VllmEngine:
             return True
         return any(held.leaves[name]() is not x for name, x in params.items())
 
-    def _answers(
-        self, request: Request, params: Mapping[str, Tensor], version: int, on_finished: OnFinished | None
-    ) -> list[Answer]:
+    def _answers(self, request: Request, params: Mapping[str, Tensor], ask: Ask) -> list[Answer]:
         """All rows' answers. A process that dies is replaced, and asked for the rows that it left.
 
         On a sharded mesh all ranks go on together: where one was replaced, all sync again.
@@ -320,16 +306,16 @@ class VllmEngine:
 
         def keep(row: int, answer: Answer) -> None:
             answers[row] = answer
-            if on_finished is not None:
+            if ask.on_finished is not None:
                 tokens = answer.tokens.tolist()
-                on_finished(row, tokens, "stop" if tokens[-1] in request.sampling.stop_token_ids else "length")
+                ask.on_finished(row, tokens, "stop" if tokens[-1] in ask.sampling.stop_token_ids else "length")
 
         for left in range(self._options.restarts, -1, -1):
             rows = [row for row in range(len(request.prompts)) if row not in answers]
             died = None
             try:
-                if self._any(self._stale(params, version), params):
-                    self.sync(params, version=version)
+                if self._any(self._stale(params, ask.version), params):
+                    self.sync(params, version=ask.version)
                 if rows:
                     self._generate(request.part(rows), lambda i, x, rows=rows: keep(rows[i], x))
             except EngineDied as error:

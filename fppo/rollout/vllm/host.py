@@ -14,9 +14,8 @@ import numpy as np
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from fppo.batch import Prompts
 from fppo.key import Key
-from fppo.rollout.engine import Sampling
+from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.records import check_stops
 from fppo.rollout.sync import How
 
@@ -168,12 +167,10 @@ def check_installed() -> str:
     return "unknown"
 
 
-def check_rows(
-    prompts: Prompts, lengths: list[int], limits: list[int], sampling: Sampling, *, size: int, limit: int
-) -> None:
+def check_rows(ask: Ask, lengths: list[int], limits: list[int], *, size: int, limit: int) -> None:
     """Raises ValueError for tokens that a vocabulary of `size` tokens has not, and rows that may outgrow `limit`."""
-    check_stops(sampling, size)
-    if int(prompts.tokens.where(prompts.attention_mask.bool(), 0).max()) >= size:
+    check_stops(ask.sampling, size)
+    if int(ask.prompts.tokens.where(ask.prompts.attention_mask.bool(), 0).max()) >= size:
         raise ValueError(f"prompts hold tokens beyond the model's vocabulary of {size} tokens")
     total, length, most = max((sum(pair), *pair) for pair in zip(lengths, limits, strict=True))
     if total > limit:

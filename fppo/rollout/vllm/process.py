@@ -35,7 +35,7 @@ from fppo.runtime.clock import Clock
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from fppo.rollout.vllm_process import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+    "from fppo.rollout.vllm.process import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 _BEAT = 0.5  # seconds between two signs of life
 _GRACE = 10.0  # seconds to end in before it is killed

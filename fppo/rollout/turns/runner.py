@@ -18,8 +18,8 @@ from fppo.workers.sample import Outcome, Sample, name_of
 _log = logging.getLogger("fppo.rollout")
 
 
-class Reply(NamedTuple):
-    """What a tool said to a conversation: messages to go on after, or None to end the response."""
+class ToolResult(NamedTuple):
+    """A tool's result for a conversation: messages to go on after, or None to end the response."""
 
     messages: list[Message] | None
     failed: bool = False  # the tool raised, ended its process or took too long, and this stands in
@@ -28,16 +28,16 @@ class Reply(NamedTuple):
 class Responder(Protocol):
     """What answers the policy's turns."""
 
-    def replies(self, conversations: Sequence[list[Message]]) -> list[Reply]: ...
+    def respond(self, conversations: Sequence[list[Message]]) -> list[ToolResult]: ...
 
 
-class Tools:
-    """A tool, ready to answer; close it, or use it in a `with` statement.
+class ToolRunner:
+    """A tool, ready to respond; close it, or use it in a `with` statement.
 
     It runs in `workers` processes, which are killed and started again when a call takes more than `time_limit` seconds;
     coroutines run up to `concurrency` at a time. With `inline` it runs in this process, where nothing stops it. Where a
-    call raises, ends its process or takes too long, the policy is told `failure` in a message of the role tool; with
-    no `failure` the response ends there. Such calls are logged.
+    call raises, ends its process or takes too long, the policy gets `failure` in a message of the role tool; with no
+    `failure` the response ends there. Such calls are logged.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Tools:
         if self._pool is not None:
             self._pool.close()
 
-    def __enter__(self) -> Tools:
+    def __enter__(self) -> ToolRunner:
         self.start()
         return self
 
@@ -82,8 +82,8 @@ class Tools:
     ) -> None:
         self.close()
 
-    def replies(self, conversations: Sequence[list[Message]]) -> list[Reply]:
-        """The tool's reply to each conversation. Raises ValueError for a result that is neither messages nor None."""
+    def respond(self, conversations: Sequence[list[Message]]) -> list[ToolResult]:
+        """The tool's result for each conversation. Raises ValueError for a result that is neither messages nor None."""
         outcomes = self._outcomes([_sample(conversation) for conversation in conversations])
         failed = [number for number, outcome in enumerate(outcomes) if outcome.kind in ("error", "timeout")]
         if failed:
@@ -95,7 +95,7 @@ class Tools:
                 failed[0],
                 outcomes[failed[0]].text,
             )
-        return [self._reply(outcome) for outcome in outcomes]
+        return [self._result(outcome) for outcome in outcomes]
 
     def _outcomes(self, samples: list[Sample]) -> list[Outcome]:
         if not samples:
@@ -107,10 +107,10 @@ class Tools:
             call(self._asked, samples, self._mode, loop, found.__setitem__, None)
         return [found[number] for number in range(len(samples))]
 
-    def _reply(self, outcome: Outcome) -> Reply:
+    def _result(self, outcome: Outcome) -> ToolResult:
         if outcome.kind != "value":
-            told: list[Message] = [{"role": "tool", "content": self._failure}]
-            return Reply(told if self._failure else None, failed=True)
+            messages: list[Message] = [{"role": "tool", "content": self._failure}]
+            return ToolResult(messages if self._failure else None, failed=True)
         assert outcome.answer is not None
         messages, wrong = json.loads(outcome.answer)
         if wrong is not None:
@@ -118,7 +118,7 @@ class Tools:
                 f"the tool {self._name!r} returned {wrong}: it must return a list of messages, dicts with text as "
                 "'role' and 'content', or None to end the response"
             )
-        return Reply(messages)
+        return ToolResult(messages)
 
 
 def _sample(conversation: list[Message]) -> Sample:
