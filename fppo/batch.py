@@ -1,4 +1,4 @@
-"""Typed records of rows, one per stage, and functions on any of them.
+"""Typed records of rows, each stage's an extension of the one before, and functions on any of them.
 
 B rows, P prompt positions (padded on the left), T response positions (padded on the right), S = P + T.
 """
@@ -22,6 +22,7 @@ from fppo import tree
 from fppo.tree import state
 
 R = TypeVar("R")
+_COLUMNS = "columns"  # metadata of a field that holds columns by name, in a dict
 
 
 class Column(Sequence[Any]):
@@ -62,99 +63,46 @@ class Prompts:
 
 
 @state
-class Rollout:
-    """Prompts with sampled responses; `groups` holds one number per prompt, so samples of a prompt share it."""
+class Rollout(Prompts):
+    """Prompts with sampled responses: `tokens` and `attention_mask` are [B, S], padded on both sides.
 
-    tokens: Tensor  # [B, S] int64, padded on both sides
-    attention_mask: Tensor  # [B, S] bool
+    `groups` holds one number per prompt, so samples of a prompt share it.
+    """
+
     response_mask: Tensor  # [B, T] bool: True where the policy chose the token
     rollout_log_probs: Tensor  # [B, T] float32, of the full distribution at the sampling temperature
     sampling_log_probs: Tensor  # [B, T] float32, of the distribution sampled from, after top-k and top-p
-    row_ids: Tensor  # [B] int64, unique in the batch
     groups: Tensor  # [B] int64
     versions: Tensor  # [B] int64, the policy version that generated the row
     finish: Column  # "stop" or "length"
-    ids: Column
-    ground_truth: Column
-    source: Column
-    extras: Column
 
 
 @state
-class Scored:
-    """A rollout with one score per row, and the named parts of it."""
+class Scored(Rollout):
+    """A rollout with one score per row, and the scores of the reward's terms by name."""
 
-    tokens: Tensor
-    attention_mask: Tensor
-    response_mask: Tensor
-    rollout_log_probs: Tensor
-    sampling_log_probs: Tensor
-    row_ids: Tensor
-    groups: Tensor
-    versions: Tensor
-    finish: Column
-    ids: Column
-    ground_truth: Column
-    source: Column
-    extras: Column
     scores: Tensor  # [B] float32
-    named_scores: dict[str, Tensor]  # each [B] float32
+    named_scores: dict[str, Tensor] = attrs.field(metadata={_COLUMNS: True})  # each [B] float32
     baselines: Tensor | None = None  # [B] float32: the score of the greedy response (ReMax)
 
 
 @state
-class Annotated:
+class Annotated(Scored):
     """Scored rows with what the models before the update say of them; zero outside the response mask."""
 
-    tokens: Tensor
-    attention_mask: Tensor
-    response_mask: Tensor
-    rollout_log_probs: Tensor
-    sampling_log_probs: Tensor
-    row_ids: Tensor
-    groups: Tensor
-    versions: Tensor
-    finish: Column
-    ids: Column
-    ground_truth: Column
-    source: Column
-    extras: Column
-    scores: Tensor
-    named_scores: dict[str, Tensor]
     old_log_probs: Tensor  # [B, T] float32
-    baselines: Tensor | None = None
     ref_log_probs: Tensor | None = None  # [B, T] float32
     values: Tensor | None = None  # [B, T] float32
     sum_squared_probs: Tensor | None = None  # [B, T] float32
 
 
 @state
-class Experience:
+class Experience(Annotated):
     """Everything that the losses hold constant. `response_mask` is the loss mask: rejected tokens have left it."""
 
-    tokens: Tensor
-    attention_mask: Tensor
-    response_mask: Tensor
-    rollout_log_probs: Tensor
-    sampling_log_probs: Tensor
-    row_ids: Tensor
-    groups: Tensor
-    versions: Tensor
-    finish: Column
-    ids: Column
-    ground_truth: Column
-    source: Column
-    extras: Column
-    scores: Tensor
-    named_scores: dict[str, Tensor]
-    old_log_probs: Tensor
     token_rewards: Tensor  # [B, T] float32
     advantages: Tensor  # [B, T] float32
     returns: Tensor  # [B, T] float32
-    baselines: Tensor | None = None
-    ref_log_probs: Tensor | None = None
-    values: Tensor | None = None
-    sum_squared_probs: Tensor | None = None
     correction_weights: Tensor | None = None  # [B, T] float32
 
 
@@ -164,10 +112,6 @@ def num_rows(record: Any) -> int:
     if len(set(sizes.values())) != 1:
         raise ValueError(f"the columns of a {type(record).__name__} differ in length: {sizes}")
     return next(iter(sizes.values()))
-
-
-def _map_columns(fn: Any, record: R) -> R:
-    return pytree.tree_map(fn, record)
 
 
 def rows(record: R, index: Tensor | Sequence[int]) -> R:
@@ -186,11 +130,11 @@ def rows(record: R, index: Tensor | Sequence[int]) -> R:
             return column[index.long().to(column.device)]
         return Column([column[i] for i in numbers])
 
-    return _map_columns(take, record)
+    return pytree.tree_map(take, record)
 
 
 def _slice(record: R, start: int, stop: int) -> R:
-    return _map_columns(lambda column: column[start:stop], record)
+    return pytree.tree_map(lambda column: column[start:stop], record)
 
 
 def split(record: R, size: int) -> list[R]:
@@ -224,9 +168,9 @@ def concat(records: Sequence[R]) -> R:
         {p: (x.dtype, *x.shape[1:]) for p, x in tree.leaves_with_paths(r) if isinstance(x, Tensor)} for r in records
     ]
     for path in shapes[0]:
-        found = list(dict.fromkeys(s[path] for s in shapes))
-        if len(found) > 1:
-            raise ValueError(f"concat of unlike records: {path} differs in dtype or width: {found}")
+        kinds_of_column = list(dict.fromkeys(s[path] for s in shapes))
+        if len(kinds_of_column) > 1:
+            raise ValueError(f"concat of unlike records: {path} differs in dtype or width: {kinds_of_column}")
 
     def join_columns(first: Any, *others: Any) -> Any:
         if isinstance(first, Tensor):
@@ -291,7 +235,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def join(cls: type[R], *records: Any) -> R:
-    """A `cls` with the fields of all `records`. A field held by several must be equal in them, else ValueError."""
+    """A `cls` with the fields of all `records`. A field that several have must be equal in them, else ValueError."""
     values: dict[str, Any] = {}
     for record in records:
         for name, value in _fields(record).items():
@@ -318,9 +262,9 @@ def _make(cls: type[R], values: Mapping[str, Any]) -> R:
     missing = [n for n, required in names.items() if required and values.get(n) is None]
     if unknown or missing:
         raise ValueError(f"cannot make a {cls.__name__}: unknown fields {unknown}, missing fields {missing}")
-    made = cls(**{n: values[n] for n in names if n in values})
-    num_rows(made)
-    return made
+    record = cls(**{n: values[n] for n in names if n in values})
+    num_rows(record)
+    return record
 
 
 def _owned(x: Tensor) -> Tensor:
@@ -330,18 +274,18 @@ def _owned(x: Tensor) -> Tensor:
 
 def columns(record: Any) -> dict[str, Tensor | Column]:
     """The record's columns by name, those of a dict as "field.key"."""
-    found: dict[str, Tensor | Column] = {}
+    result: dict[str, Tensor | Column] = {}
     for name, value in _fields(record).items():
         if isinstance(value, Mapping):
-            found |= {f"{name}.{key}": x for key, x in value.items()}
+            result |= {f"{name}.{key}": x for key, x in value.items()}
         elif value is not None:
-            found[name] = value
-    return found
+            result[name] = value
+    return result
 
 
 def record(cls: type[R], columns: Mapping[str, Tensor | Column]) -> R:
     """The `cls` whose columns these are. Raises ValueError for columns that it does not have, or that are missing."""
-    values: dict[str, Any] = {f.name: {} for f in attrs.fields(cls) if f.type in ("dict[str, Tensor]",)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {f.name: {} for f in attrs.fields(cls) if f.metadata.get(_COLUMNS)}  # type: ignore[arg-type]
     for name, column in columns.items():
         field, _, key = name.partition(".")
         if key:
@@ -353,9 +297,8 @@ def record(cls: type[R], columns: Mapping[str, Tensor | Column]) -> R:
 
 def save(record: Any, path: str | os.PathLike[str]) -> None:
     """Writes the record to one safetensors file; objects per row go to its header as JSON, so they must fit JSON."""
-    found = columns(record)
-    tensors = {name: _owned(x) for name, x in found.items() if isinstance(x, Tensor)}
-    objects = {name: list(x) for name, x in found.items() if isinstance(x, Column)}
+    tensors = {name: _owned(x) for name, x in columns(record).items() if isinstance(x, Tensor)}
+    objects = {name: list(x) for name, x in columns(record).items() if isinstance(x, Column)}
     try:
         text = json.dumps(objects, ensure_ascii=False)
     except TypeError as error:

@@ -32,7 +32,8 @@ def _build(cls: type[T], values: dict[str, Any]) -> T:
 def state(cls: type[T]) -> type[T]:
     """Makes `cls` a frozen, keyword-only attrs class and a pytree of its fields that are not static.
 
-    A field that holds None is absent from the tree (torch, unlike JAX, would make it a leaf).
+    A field that holds None is absent from the tree (torch, unlike JAX, would make it a leaf). A `@state` class may
+    extend another: it has that one's fields first, and is a record of its own to the tree.
     """
     cls = attrs.frozen(kw_only=True, eq=False, slots=True)(cls)  # eq=False: == on tensors has no truth value
     names = tuple(f.name for f in attrs.fields(cls))  # type: ignore[arg-type]
@@ -42,16 +43,16 @@ def state(cls: type[T]) -> type[T]:
         return tuple(n for n in names if n not in statics and getattr(record, n) is not None)
 
     def flatten(record: Any) -> tuple[list[Any], Any]:
-        given = present(record)
-        return [getattr(record, n) for n in given], (given, tuple(getattr(record, n) for n in statics))
+        leaves = present(record)
+        return [getattr(record, n) for n in leaves], (leaves, tuple(getattr(record, n) for n in statics))
 
     def flatten_with_keys(record: Any) -> tuple[list[Any], Any]:
         leaves, context = flatten(record)
         return [(pytree.GetAttrKey(n), leaf) for n, leaf in zip(context[0], leaves, strict=True)], context
 
     def unflatten(children: Any, context: Any) -> Any:
-        given, values = context
-        filled = dict.fromkeys(names) | dict(zip((*given, *statics), (*children, *values), strict=True))
+        leaves, values = context
+        filled = dict.fromkeys(names) | dict(zip((*leaves, *statics), (*children, *values), strict=True))
         return _build(cls, filled)
 
     pytree.register_pytree_node(

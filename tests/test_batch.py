@@ -203,3 +203,12 @@ def test_column_is_an_immutable_sequence():
     assert column != ["a", "b", "c"]
     with pytest.raises(TypeError):
         column[0] = "z"  # type: ignore[index]
+
+
+def test_a_record_extends_that_of_the_stage_before():
+    record = tiny.experience(0, 3)
+    assert isinstance(record, Rollout)
+    rollout = batch.narrow(Rollout, record)
+    assert type(rollout) is Rollout
+    assert tree.digest(rollout).items() <= tree.digest(record).items()
+    assert same(tree.map(torch.clone, record), record)

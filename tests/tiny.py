@@ -92,9 +92,5 @@ def widened(batch: Experience, left: int, right: int) -> Experience:
         fill = False if x.dtype == torch.bool else (7 if x.dtype == torch.int64 else float("nan"))
         return torch.cat([x.new_full((len(x), before), fill), x, x.new_full((len(x), right), fill)], 1)
 
-    fields = {
-        name: pad(value, name)
-        for name in Experience.__annotations__
-        if isinstance(value := getattr(batch, name), torch.Tensor)
-    }
+    fields = {name: pad(x, name) for name, x in batches.columns(batch).items() if isinstance(x, torch.Tensor)}
     return batches.extend(Experience, batch, **fields)

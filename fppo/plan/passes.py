@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fppo import batch as batches
 from fppo import losses, models
 from fppo.batch import Column, Experience
 from fppo.models.model import HeadKind, Model
@@ -157,7 +158,7 @@ def tracked(
     tracker.hold(state.params.values(), HOST if case.offload == "all" else STATE)
     moments = [*state.opt.mu.values(), *state.opt.nu.values(), state.opt.count]
     tracker.hold(moments, STATE if case.offload == "none" else HOST)
-    tracker.hold([x for name in batch.__annotations__ if isinstance(x := getattr(batch, name), Tensor)], BATCH)
+    tracker.hold([x for x in batches.columns(batch).values() if isinstance(x, Tensor)], BATCH)
     with tracker:
         result = stage(state)
     del result

@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 import attrs
+from torch import Tensor
 
+from fppo import batch as batches
 from fppo.models import flops
 from fppo.models.model import Model
 from fppo.plan import layers, passes
@@ -147,5 +149,5 @@ def _at_rest(case: Case, models: Mapping[str, Model]) -> dict[str, float]:
     if case.reference:
         rest["reference's parameters"] = rest["actor's parameters"]
     row = passes.rows_of(case, 1)
-    size = sum(x.nbytes for name in row.__annotations__ if hasattr(x := getattr(row, name), "nbytes"))
+    size = sum(x.nbytes for x in batches.columns(row).values() if isinstance(x, Tensor))
     return rest | {BATCH: size * case.mini_batch}  # every rank holds all rows
