@@ -19,7 +19,7 @@ from fppo.pipeline.draw import Sample, equal_groups, sample_batch, sample_groups
 from fppo.pipeline.estimators import WHITENED, estimator
 from fppo.pipeline.measure import with_mfu
 from fppo.pipeline.step import Program
-from fppo.rewards.functions import Part
+from fppo.rewards.functions import Term
 from fppo.rollout import saved
 from fppo.rollout.engine import Engine, Sampling
 from fppo.rollout.turns.engine import turn_metrics
@@ -88,7 +88,7 @@ def program_of(
     score: stages.ScoreFn,
     listen: Callable[..., Any],
     loss: tuple[Callable[..., Any], Callable[..., Any] | None],
-    parts: Sequence[Part],
+    parts: Sequence[Term],
 ) -> Program:
     """The stages of the settings' algorithm, bound; `parts` are the functions of its reward."""
     actor, algorithm = settings.actor, settings.algorithm

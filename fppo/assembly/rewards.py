@@ -18,7 +18,7 @@ from fppo.data.encode import check_open_end
 from fppo.key import Key
 from fppo.models.load import find_directory
 from fppo.models.model import Model, Params
-from fppo.rewards.early import EarlyJudge
+from fppo.rewards.early import EarlyRewardRunner
 from fppo.rewards.functions import RewardFn
 from fppo.rewards.judge import LanguageJudge
 from fppo.rewards.models import encode, load_reward_model, model_reward
@@ -38,8 +38,8 @@ Weighted = Mapping[str, tuple[RewardFn, float]]  # by name: a function and its f
 @contextlib.contextmanager
 def reward_runner(
     settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, device: torch.device
-) -> Iterator[EarlyJudge]:
-    """All that scores the run's responses, ready to judge, for as long as the context lasts."""
+) -> Iterator[EarlyRewardRunner]:
+    """All that scores the run's responses, ready to run, for as long as the context lasts."""
     section = settings.reward
     model = reward_model_of(settings, tokenizer, mesh, device)
     with (
@@ -47,7 +47,7 @@ def reward_runner(
         rewards.RewardRunner(
             reward_of(settings, {**model, **judge}), time_limit=section.time_limit, workers=section.workers
         ) as runner,
-        EarlyJudge(runner, tokenizer, early=section.overlap) as early,
+        EarlyRewardRunner(runner, tokenizer, early=section.overlap) as early,
     ):
         yield early
 

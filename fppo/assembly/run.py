@@ -24,7 +24,7 @@ from fppo.pipeline.draw import Draw
 from fppo.pipeline.evaluate import evaluate
 from fppo.pipeline.step import Program, RunState
 from fppo.pipeline.train import Evaluate
-from fppo.rewards.distributed import SpreadJudge
+from fppo.rewards.distributed import SpreadRewardRunner
 from fppo.rollout.engine import Engine, Sampling
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import Lane, to_host
@@ -92,11 +92,11 @@ def assembled(
             data.check_tokens(given, model.config.vocab_size)
     pad, lane = prompts.pad_token_id, Lane(device)
     with (
-        reward_runner(settings, tokenizer, sampling_mesh, device) as judge,
+        reward_runner(settings, tokenizer, sampling_mesh, device) as runner,
         engine_of(settings, model, kernels, pad, sampling_mesh, lane) as alone,
         in_turns(settings, alone, tokenizer, pad, sampling_mesh) as engine,
     ):
-        score = partial(rewards.score, reward=SpreadJudge(judge, sampling_mesh, device), tokenizer=tokenizer)
+        score = partial(rewards.score, reward=SpreadRewardRunner(runner, sampling_mesh, device), tokenizer=tokenizer)
         yield Assembled(
             run=_fresh(settings, key, params, critic, ref),
             program=program_of(
@@ -110,9 +110,9 @@ def assembled(
                 sampling=sampling,
                 pad_token_id=pad,
                 score=score,
-                listen=judge.listen,
+                listen=runner.make_on_finished,
                 loss=loss_fn,
-                parts=judge.parts,
+                parts=runner.terms,
             ),
             draw=_draw(settings, prompts, key.fold("data")),
             evaluate=None if held_out is None else _evaluation(settings, held_out, engine, sampling, score),

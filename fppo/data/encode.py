@@ -119,19 +119,19 @@ class _Reader:
     chat: bool
 
     def example(self, row: Row, problems: Problems) -> _Example | None:
-        """What a row says; None, and its problems noted, if something is wrong with it."""
-        found: dict[str, Any] = {}
-        parts: tuple[tuple[str, Callable[[dict[str, Any]], Any]], ...] = (
+        """What a row holds; None, and its problems noted, if something is wrong with it."""
+        values: dict[str, Any] = {}
+        readers: tuple[tuple[str, Callable[[dict[str, Any]], Any]], ...] = (
             ("prompt", self._prompt),
             ("ground_truth", self._ground_truth),
             ("source", lambda fields: self._source(fields, row)),
         )
-        for name, part in parts:
+        for name, read in readers:
             try:
-                found[name] = part(row.fields)
+                values[name] = read(row.fields)
             except _Bad as error:
                 problems.add(f"{row.place}: {error}")
-        if len(found) < len(parts):
+        if len(values) < len(readers):
             return None
         used = {self.prompt, self.ground_truth, self.source}
         extras, left_out = {}, []
@@ -143,8 +143,8 @@ class _Reader:
             except ValueError:
                 left_out.append(name)
         if self.chat:
-            extras[MESSAGES] = found["prompt"]
-        return _Example(extras=extras, left_out=tuple(left_out), **found)
+            extras[MESSAGES] = values["prompt"]
+        return _Example(extras=extras, left_out=tuple(left_out), **values)
 
     def _prompt(self, fields: dict[str, Any]) -> str | list[dict[str, Any]]:
         if "{" in self.prompt:
@@ -200,13 +200,13 @@ def lookup(fields: Mapping[str, Any], name: str) -> Any:
 
 def fill(template: str, fields: Mapping[str, Any]) -> str:
     """The template with each {field} replaced by its text; {{ and }} are braces."""
-    parts = []
+    texts = []
     try:
         pieces = list(string.Formatter().parse(template))
     except ValueError as error:
         raise ValueError(f"prompt = {template!r} is not a template: {error}; write {{{{ for a brace") from error
     for text, name, specification, conversion in pieces:
-        parts.append(text)
+        texts.append(text)
         if name is None:
             continue
         if not name or specification or conversion:
@@ -214,8 +214,8 @@ def fill(template: str, fields: Mapping[str, Any]) -> str:
         value = lookup(fields, name)
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise _Bad(f"field {name!r}: a {_kind(value)}, not text")
-        parts.append(str(value))
-    return "".join(parts)
+        texts.append(str(value))
+    return "".join(texts)
 
 
 def _messages(value: Sequence[Any], name: str) -> list[dict[str, Any]]:

@@ -61,8 +61,8 @@ def prompt_set(
 ) -> PromptSet:
     """A prompt set from texts, which need a tokenizer, or from token ids.
 
-    `sources` is one name for all or one per prompt; `ids` are numbers if not given. The padding token is the
-    tokenizer's unless `pad_token_id` is given.
+    `sources` is one name for all or one per prompt; `ids` are numbers by default. The padding token is the
+    tokenizer's unless there is a `pad_token_id`.
     """
     if isinstance(prompts, str):
         raise ValueError("prompts is one string; give a list of them")

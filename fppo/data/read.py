@@ -132,12 +132,12 @@ def _directory(directory: Path, split: str) -> Iterator[Row]:
     saved = any((directory / name).is_file() for name in ("state.json", "dataset_dict.json"))
     try:
         if saved:
-            found = datasets.load_from_disk(str(directory))
+            loaded = datasets.load_from_disk(str(directory))
         else:
-            found = datasets.load_dataset(str(directory))
+            loaded = datasets.load_dataset(str(directory))
     except Exception as error:
         raise ValueError(f"{directory}: the datasets library cannot read this directory: {error}") from error
-    return _rows(_split(found, split, str(directory)), f"{directory}[{split}]", directory.name)
+    return _rows(_split(loaded, split, str(directory)), f"{directory}[{split}]", directory.name)
 
 
 def _named(name: str, split: str) -> Iterator[Row]:
@@ -145,20 +145,20 @@ def _named(name: str, split: str) -> Iterator[Row]:
 
     repository, _, configuration = name.partition(":")
     try:
-        found = datasets.load_dataset(repository, configuration or None)
+        loaded = datasets.load_dataset(repository, configuration or None)
     except Exception as error:  # the library raises its own, the hub's, http's and the file system's
         raise ValueError(
             f"{name}: neither a file nor a data set that could be loaded ({type(error).__name__}): {error}"
         ) from error
-    return _rows(_split(found, split, name), f"{repository}[{split}]", repository)
+    return _rows(_split(loaded, split, name), f"{repository}[{split}]", repository)
 
 
-def _split(found: Any, split: str, name: str) -> Any:
-    if not isinstance(found, dict):  # a single data set has no splits
-        return found
-    if split not in found:
-        raise ValueError(f"{name}: there is no split {split!r}; there are {sorted(found)}")
-    return found[split]
+def _split(loaded: Any, split: str, name: str) -> Any:
+    if not isinstance(loaded, dict):  # a single data set has no splits
+        return loaded
+    if split not in loaded:
+        raise ValueError(f"{name}: there is no split {split!r}; there are {sorted(loaded)}")
+    return loaded[split]
 
 
 def _rows(dataset: Any, file: str, source: str) -> Iterator[Row]:

@@ -16,8 +16,7 @@ class SpecialTokens(NamedTuple):
 def check_tokenizer(tokenizer: Any, *, pad_token: str | None = None) -> SpecialTokens:
     """The tokenizer's padding and end token.
 
-    Raises ValueError if it has no end token, or no padding token and none is given as `pad_token`: a token of its
-    vocabulary.
+    Raises ValueError if it has no end token, or neither a padding token nor a `pad_token`, one of its vocabulary.
     """
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     eos = tokenizer.eos_token_id
@@ -56,7 +55,7 @@ def check_vocabulary(
     """Raises ValueError if models do not fit the tokenizer or each other, naming all that is wrong.
 
     `configs` holds the models' Hugging Face configurations by name (actor, reference, critic); the first is the one
-    that the others are held against. `tokenizers` holds those that came with the others, where there are any: an equal
+    that the others are compared with. `tokenizers` holds those that came with the others, where there are any: an equal
     vocabulary then allows embeddings padded to another size.
     """
     highest = max(tokenizer.get_vocab().values())
@@ -83,14 +82,14 @@ def stop_tokens(tokenizer: Any, stop: Sequence[str] = (), stop_token_ids: Sequen
     Raises ValueError for a text in `stop` that is not exactly one token, and for ids that the tokenizer does not have.
     """
     vocabulary = tokenizer.get_vocab()
-    found = [check_tokenizer(tokenizer, pad_token=tokenizer.eos_token).eos_token_id]
+    stops = [check_tokenizer(tokenizer, pad_token=tokenizer.eos_token).eos_token_id]
     for text in stop:
         ids = [vocabulary[text]] if text in vocabulary else tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
             raise ValueError(f"stop = {text!r} is {len(ids)} tokens ({ids}); a response can only stop at single tokens")
-        found += ids
+        stops += ids
     known = set(vocabulary.values())
     unknown = [i for i in stop_token_ids if i not in known]
     if unknown:
         raise ValueError(f"stop_token_ids = {unknown}: the tokenizer has no such ids; they go up to {max(known)}")
-    return tuple(dict.fromkeys([*found, *stop_token_ids]))
+    return tuple(dict.fromkeys([*stops, *stop_token_ids]))

@@ -6,16 +6,16 @@ Worker processes import this package to load the functions, so nothing here impo
 from fppo.rewards.builtin import exact_match, length_penalty, math_verify, regular_expression
 from fppo.rewards.functions import Reward, RewardFn, batch_reward, inline_reward, tensor_reward, weighted_sum
 from fppo.rewards.resolve import combine, resolve
-from fppo.rewards.runner import Failure, Judged, RewardRunner
+from fppo.rewards.runner import Failure, RewardResults, RewardRunner
 from fppo.rewards.scoring import samples_of, score
 from fppo.rewards.validation import best_at_k, majority_at_k, summarize
 from fppo.workers.sample import Sample
 
 __all__ = [
     "Failure",
-    "Judged",
     "Reward",
     "RewardFn",
+    "RewardResults",
     "RewardRunner",
     "Sample",
     "batch_reward",

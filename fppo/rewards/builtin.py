@@ -31,15 +31,15 @@ class RegularExpression:
     def __call__(self, sample: Sample) -> float | dict[str, Any]:
         if not self.pattern.groups:
             return float(self.pattern.search(sample.response) is not None)
-        found = list(self.pattern.finditer(sample.response))
-        answer = found[-1][1] if found else None
+        matches = list(self.pattern.finditer(sample.response))
+        answer = matches[-1][1] if matches else None
         if answer is None:
             return {"score": 0.0, "answer": None}
         return {"score": float(answer.strip() == str(sample.ground_truth).strip()), "answer": answer.strip()}
 
 
 def regular_expression(pattern: str) -> RegularExpression:
-    """1 where `pattern` is found in the response, else 0.
+    """1 where `pattern` matches in the response, else 0.
 
     If the pattern has a group, the last match's first group must be the ground truth too, but for white space around
     them. Raises ValueError for what is no regular expression.
@@ -117,4 +117,4 @@ def builtins() -> dict[str, Callable[..., Any]]:
     }
 
 
-MADE = ("regular_expression", "length_penalty")  # the names whose function makes the reward
+FACTORIES = ("regular_expression", "length_penalty")  # the names whose function makes the reward

@@ -1,4 +1,4 @@
-"""Rewards on many ranks: each judges its share of the samples, and all get all judgements."""
+"""Rewards on many ranks: each calls the functions on its share of the samples, and all get all results."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from itertools import groupby
 import attrs
 import torch
 
-from fppo.rewards.functions import Part
-from fppo.rewards.runner import Judged, Scorer, judged, log_failures
+from fppo.rewards.early import EarlyRewardRunner
+from fppo.rewards.functions import Term
+from fppo.rewards.runner import RewardResults, RewardRunner, log_failures, results_of
 from fppo.runtime.mesh import GRADIENT_AXES, Mesh, gather_objects, is_first, place_on
 from fppo.steps.ranks import deal
 from fppo.workers.sample import Outcome, Sample
@@ -18,40 +19,37 @@ ALL = GRADIENT_AXES
 
 
 @attrs.frozen
-class SpreadJudge:
-    """Reward functions on every rank: each calls them on some of the samples, and all get all judgements.
+class SpreadRewardRunner:
+    """Reward functions on every rank: each calls them on some of the samples, and all get all results.
 
-    The samples of a rank are those that its engine made: all answers to a prompt are dealt together, as to engines.
+    The samples of a rank are those that its engine sampled: all answers to a prompt are dealt together, as to engines.
     """
 
-    own: Scorer
+    runner: RewardRunner | EarlyRewardRunner
     mesh: Mesh
     device: torch.device
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def terms(self) -> tuple[Term, ...]:
         """The functions of the reward."""
-        return self.own.parts
+        return self.runner.terms
 
-    def judge(self, samples: Sequence[Sample], groups: Sequence[int] = ()) -> Judged:
-        """Every function on every sample, as `RewardRunner.judge`; samples next to each other with the same number in
-        `groups` (none given: each by itself) on one rank."""
+    def run(self, samples: Sequence[Sample], groups: Sequence[int] = ()) -> RewardResults:
+        """Every function on every sample, as `RewardRunner.run`; samples next to each other with the same number in
+        `groups` (without them each by itself) on one rank."""
         numbers = range(len(samples))
-        together = [list(found) for _, found in groupby(numbers, groups.__getitem__ if groups else None)]
-        shares = [[i for place in part for i in together[place]] for part in deal(len(together), self.mesh)]
-        found = self.own.outcomes([samples[number] for number in shares[place_on(self.mesh, ALL)]])
-        every = [found]
+        together = [list(members) for _, members in groupby(numbers, groups.__getitem__ if groups else None)]
+        shares = [[i for place in share for i in together[place]] for share in deal(len(together), self.mesh)]
+        own = self.runner.outcomes([samples[number] for number in shares[place_on(self.mesh, ALL)]])
+        ranks = [own]
         if len(shares) > 1:
-            texts = gather_objects(found, self.mesh, ALL, self.device)
-            every = [{part: [Outcome(*each) for each in column] for part, column in own.items()} for own in texts]
-        whole = {
-            part: _in_order([outcome for own in every for outcome in own[part]], shares)
-            for part in (part.name for part in self.parts if part.kind != "tensor")
-        }
-        result = judged(self.parts, whole, samples)
+            texts = gather_objects(own, self.mesh, ALL, self.device)
+            ranks = [{name: [Outcome(*each) for each in column] for name, column in text.items()} for text in texts]
+        outcomes = {name: _in_order([outcome for rank in ranks for outcome in rank[name]], shares) for name in own}
+        results = results_of(self.terms, outcomes, samples)
         if is_first(self.mesh):
-            log_failures(result.failures, len(samples))
-        return result
+            log_failures(results.failures, len(samples))
+        return results
 
 
 def _in_order(outcomes: Sequence[Outcome], shares: Sequence[Sequence[int]]) -> list[Outcome]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from fppo.workers.sample import Kind, name_of
+from fppo.workers.sample import Kind, is_asynchronous, name_of
 
 RewardFn = Callable[..., Any]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,7 +33,7 @@ def inline_reward(fn: F) -> F:
     return fn
 
 
-class Part(NamedTuple):
+class Term(NamedTuple):
     """One function of a reward, by name, with its factor in the sum."""
 
     name: str
@@ -51,45 +50,44 @@ class Part(NamedTuple):
 
     @property
     def asynchronous(self) -> bool:
-        return inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(type(self.fn).__call__)
+        return is_asynchronous(self.fn)
 
 
 class WeightedSum(NamedTuple):
-    """A reward that is a sum: each part is run, isolated and reported by itself."""
+    """A reward that is a sum: each term is run, isolated and reported by itself."""
 
-    parts: tuple[Part, ...]
+    terms: tuple[Term, ...]
 
 
 Reward = RewardFn | WeightedSum
 
 
 def weighted_sum(functions: Mapping[str, Reward], weights: Mapping[str, float] | None = None) -> WeightedSum:
-    """The sum of weight x score over named functions; a weight that is not given is 1.
+    """The sum of weight x score over named functions; a weight that is left out is 1.
 
-    A sum within the sum is taken apart: its parts are named "outer/inner" and weighted by both.
+    A sum within the sum is taken apart: its terms are named "outer/inner" and weighted by both.
     """
     weights = {} if weights is None else weights
     unknown = sorted(set(weights) - set(functions))
     if unknown or not functions:
         raise ValueError(f"weights for {unknown}, which are not among the functions {sorted(functions)}")
-    parts: list[Part] = []
+    terms: list[Term] = []
     for name, fn in functions.items():
         weight = float(weights.get(name, 1.0))
         if not math.isfinite(weight):
             raise ValueError(f"the weight of {name!r} is {weight}")
-        for inner, factor, part in _parts(name, fn):
-            parts.append(Part(inner, weight * factor, part))
-    return WeightedSum(tuple(parts))
+        terms += [term._replace(weight=weight * term.weight) for term in _terms(name, fn)]
+    return WeightedSum(tuple(terms))
 
 
-def _parts(name: str, fn: Reward) -> list[tuple[str, float, RewardFn]]:
+def _terms(name: str, fn: Reward) -> list[Term]:
     if isinstance(fn, WeightedSum):
-        return [(f"{name}/{part.name}", part.weight, part.fn) for part in fn.parts]
+        return [term._replace(name=f"{name}/{term.name}") for term in fn.terms]
     if not callable(fn):
         raise ValueError(f"the reward {name!r} is a {type(fn).__name__}, not a function")
-    return [(name, 1.0, fn)]
+    return [Term(name, 1.0, fn)]
 
 
 def as_sum(reward: Reward) -> WeightedSum:
-    """Any reward as a sum; a single function is its only part."""
+    """Any reward as a sum; a single function is its only term."""
     return reward if isinstance(reward, WeightedSum) else weighted_sum({name_of(reward): reward})

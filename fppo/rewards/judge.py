@@ -38,7 +38,7 @@ class LanguageJudge:
     """A reward of the rollout: `engine` answers, with `params`, a question about each response.
 
     The question is `template` with {prompt}, {response} and {ground_truth} filled in, through the chat template of
-    `tokenizer` where `chat` says so; `rollout_tokenizer` is the one that the rollout was made with. A question of more
+    `tokenizer` where `chat` says so; `rollout_tokenizer` is the rollout's own. A question of more
     than `max_prompt_tokens` loses its middle. The score is the number in the group of the last match of `pattern` in
     the answer; an answer without one scores 0. Answers depend on the key, the row's id and the question alone. On a
     `mesh` all ranks hold all rows; each asks about some, and all get all scores.
@@ -60,11 +60,12 @@ class LanguageJudge:
 
     def __call__(self, rollout: Rollout) -> tuple[Tensor, Metrics]:
         """Scores [B] float64, and how many answers had none and how many questions were cut."""
-        parts = deal(len(rollout.tokens), self.mesh)
-        own = parts[place_on(self.mesh, GRADIENT_AXES)]
+        shares = deal(len(rollout.tokens), self.mesh)
+        own = shares[place_on(self.mesh, GRADIENT_AXES)]
         # a rank without a row asks a question whose answer nobody reads: engines gather parameters together
-        found = self._verdicts(batches.rows(rollout, own or [0]))[: len(own)]
-        scores, unparsed, cut = collect(found.to(rollout.tokens.device), parts, self.mesh, GRADIENT_AXES).unbind(1)
+        verdicts = self._verdicts(batches.rows(rollout, own or [0]))[: len(own)]
+        every = collect(verdicts.to(rollout.tokens.device), shares, self.mesh, GRADIENT_AXES)
+        scores, unparsed, cut = every.unbind(1)
         return scores, {
             "reward/judge_unparsed": metrics.total(unparsed.sum()),
             "reward/judge_truncated": metrics.total(cut.sum()),
@@ -72,16 +73,16 @@ class LanguageJudge:
 
     def _verdicts(self, rollout: Rollout) -> Tensor:
         """For each row [B, 3] its score, whether there was none in the answer, and whether the question was cut."""
-        asked = [self._encoded(sample) for sample in samples_of(rollout, self.rollout_tokenizer)]
+        questions = [self._encoded(sample) for sample in samples_of(rollout, self.rollout_tokenizer)]
         limit, head = self.max_prompt_tokens, self.max_prompt_tokens // 2
-        kept = [ids if len(ids) <= limit else [*ids[:head], *ids[head - limit :]] for ids in asked]
+        kept = [ids if len(ids) <= limit else [*ids[:head], *ids[head - limit :]] for ids in questions]
         answers = self._answers(self._prompts(kept, rollout))
         scores = [score_in(answer, self.pattern) for answer in answers]
-        rows = [(score or 0.0, score is None, len(ids) > limit) for score, ids in zip(scores, asked, strict=True)]
+        rows = [(score or 0.0, score is None, len(ids) > limit) for score, ids in zip(scores, questions, strict=True)]
         return torch.tensor(rows, dtype=torch.float64)
 
     def _encoded(self, sample: Sample) -> list[int]:
-        text = ask(self.template, sample)
+        text = question_of(self.template, sample)
         if not self.chat:
             return list(self.tokenizer(text)["input_ids"]) or [self.tokenizer.eos_token_id]
         keywords = {"tokenize": True, "return_dict": False, "add_generation_prompt": True}
@@ -89,8 +90,8 @@ class LanguageJudge:
 
     def _prompts(self, questions: list[list[int]], rollout: Rollout) -> Prompts:
         pad = self.tokenizer.eos_token_id  # masked, so any will do
-        asked = data.collate(data.prompt_set(questions, pad_token_id=pad), range(len(questions)))
-        return tree.replace(asked, row_ids=rollout.row_ids.cpu())
+        prompts = data.collate(data.prompt_set(questions, pad_token_id=pad), range(len(questions)))
+        return tree.replace(prompts, row_ids=rollout.row_ids.cpu())
 
     def _answers(self, prompts: Prompts) -> list[str]:
         answers = self.engine.generate(self.params, Ask(prompts, self.sampling, self.key))
@@ -100,7 +101,7 @@ class LanguageJudge:
         return [self.tokenizer.decode(row[keep].tolist(), **keywords) for row, keep in zip(tokens, mask, strict=True)]
 
 
-def ask(template: str, sample: Sample) -> str:
+def question_of(template: str, sample: Sample) -> str:
     """The template filled with a sample's texts; of a chat the messages, their roles named if there are several."""
     messages = sample.extras.get(MESSAGES) or ()
     prompt = "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)

@@ -93,12 +93,12 @@ def _label_row(path: str | os.PathLike[str], names: Mapping[int, str], label: st
 
 def conversation(sample: Sample) -> list[dict[str, Any]]:
     """A sample as chat messages: the prompt's own where it was a chat, else its text as the user's; and the answer."""
-    asked = sample.extras.get(MESSAGES) or [{"role": "user", "content": sample.prompt}]
-    return [*asked, {"role": "assistant", "content": sample.response}]
+    prompt = sample.extras.get(MESSAGES) or [{"role": "user", "content": sample.prompt}]
+    return [*prompt, {"role": "assistant", "content": sample.response}]
 
 
 def encode(rollout: Rollout, *, tokenizer: Any, own: Any, chat: bool, end_token_id: int | None = None) -> Conversations:
-    """The rollout's conversations in the tokens of `own`; `tokenizer` is the one that the rollout was made with.
+    """The rollout's conversations in the tokens of `own`; `tokenizer` is the rollout's own.
 
     With `chat` they go through the chat template of `own`; else prompt and response are one text, and the end token of
     `own` follows where the response ended with `end_token_id`. Padded on the right.
@@ -144,11 +144,11 @@ def model_reward(
     @tensor_reward
     def scores(rollout: Rollout) -> Tensor:
         whole = read(rollout)
-        parts: Sequence[Sequence[int]] = shares(model, row_lengths(whole), mesh)
-        own = whole if len(parts) == 1 else batches.rows(whole, parts[place_on(mesh, DATA_AXES)])
-        found = compute_reward_scores(
+        ranks: Sequence[Sequence[int]] = shares(model, row_lengths(whole), mesh)
+        own = whole if len(ranks) == 1 else batches.rows(whole, ranks[place_on(mesh, DATA_AXES)])
+        numbers = compute_reward_scores(
             params, own, model=model, kernels=kernels, mesh=mesh, micro_batching=micro_batching
         )
-        return collect(found, parts, mesh)
+        return collect(numbers, ranks, mesh)
 
     return scores

@@ -34,11 +34,11 @@ def pattern_problem(pattern: str) -> str | None:
 
 def score_in(answer: str, pattern: re.Pattern[str]) -> float | None:
     """The number in the group of the last match; None if there is none, or no finite one."""
-    found = list(pattern.finditer(answer))
-    if not found:
+    matches = list(pattern.finditer(answer))
+    if not matches:
         return None
     try:
-        number = float(found[-1][1])
+        number = float(matches[-1][1])
     except (TypeError, ValueError):
         return None
     return number if math.isfinite(number) else None

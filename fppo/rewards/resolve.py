@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fppo.rewards.builtin import MADE, _prepare_math_verify, builtins, length_penalty
+from fppo.rewards.builtin import FACTORIES, _prepare_math_verify, builtins, length_penalty
 from fppo.rewards.functions import Reward, RewardFn, WeightedSum, weighted_sum
 from fppo.workers.imports import imported
 from fppo.workers.sample import name_of
@@ -19,10 +19,10 @@ def resolve(name: str, arguments: Mapping[str, Any] | None = None) -> Reward:
     `arguments` are those of a built-in reward that takes some. Raises ValueError for a name that does not stand for a
     function, saying why.
     """
-    given = dict(arguments or {})
+    keywords = dict(arguments or {})
     if ":" in name:
-        if given:
-            raise ValueError(f"reward {name!r}: only built-in rewards take arguments, not {sorted(given)}")
+        if keywords:
+            raise ValueError(f"reward {name!r}: only built-in rewards take arguments, not {sorted(keywords)}")
         return imported(name, "reward", also=WeightedSum)
     known = builtins()
     if name not in known:
@@ -31,16 +31,16 @@ def resolve(name: str, arguments: Mapping[str, Any] | None = None) -> Reward:
         raise ValueError(f"there is no reward {name!r}; {hint}there are {sorted(known)} and module:function")
     if name == "math_verify":
         _prepare_math_verify()
-    if name not in MADE:
-        if given:
-            raise ValueError(f"the reward {name!r} takes no arguments, not {sorted(given)}")
+    if name not in FACTORIES:
+        if keywords:
+            raise ValueError(f"the reward {name!r} takes no arguments, not {sorted(keywords)}")
         return known[name]
     signature = inspect.signature(known[name])
     try:
-        signature.bind(**given)
+        signature.bind(**keywords)
     except TypeError as error:
-        raise ValueError(f"the reward {name}{signature} was given {given}: {error}") from error
-    return known[name](**given)
+        raise ValueError(f"the reward {name}{signature} was given {keywords}: {error}") from error
+    return known[name](**keywords)
 
 
 def combine(

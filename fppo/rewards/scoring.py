@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fppo.rewards.functions import Part
-from fppo.rewards.runner import Judge
+from fppo.rewards.functions import Term
+from fppo.rewards.runner import Runner
 from fppo.workers.sample import Sample
 
 if TYPE_CHECKING:
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 EXTRACTED = "extracted_answer"  # the key under which extras hold what a reward took as the answer
 
 
-def score(rollout: Rollout, *, reward: Judge, tokenizer: Any) -> tuple[Scored, Metrics]:
-    """The rollout with scores [B] float32, the weighted sum of the reward's parts, and with each part by name.
+def score(rollout: Rollout, *, reward: Runner, tokenizer: Any) -> tuple[Scored, Metrics]:
+    """The rollout with scores [B] float32, the weighted sum of the reward's terms, and with each term by name.
 
-    `named_scores` holds every part, unweighted, and the further numbers that functions returned: by their own names if
-    the reward is one function, else as "part/name". If functions name answers, `extras` hold them as
+    `named_scores` holds every term, unweighted, and the further numbers that functions returned: by their own names if
+    the reward is one function, else as "term/name". If functions name answers, `extras` hold them as
     "extracted_answer". The metrics count samples that failed as reward/errors and reward/timeouts; they score 0 and are
     logged. Raises ValueError for results that are no scores.
     """
@@ -31,23 +31,23 @@ def score(rollout: Rollout, *, reward: Judge, tokenizer: Any) -> tuple[Scored, M
     from fppo import batch, metrics
 
     device = rollout.tokens.device
-    judged = reward.judge(samples_of(rollout, tokenizer), rollout.groups.tolist())
-    parts = {name: torch.tensor(column, dtype=torch.float64) for name, column in judged.scores.items()}
+    results = reward.run(samples_of(rollout, tokenizer), rollout.groups.tolist())
+    scores = {name: torch.tensor(column, dtype=torch.float64) for name, column in results.scores.items()}
     noted: Metrics = {}
-    for part in reward.parts:
-        if part.kind == "tensor":
-            parts[part.name], more = _tensor_scores(part, rollout)
+    for term in reward.terms:
+        if term.kind == "tensor":
+            scores[term.name], more = _tensor_scores(term, rollout)
             noted |= more
-    parts = {part.name: parts[part.name].to(device) for part in reward.parts}
-    total = sum((part.weight * parts[part.name] for part in reward.parts), torch.zeros(len(rollout.tokens)).to(device))
-    clash = sorted(set(parts) & set(judged.named))
+    scores = {term.name: scores[term.name].to(device) for term in reward.terms}
+    total = sum((term.weight * scores[term.name] for term in reward.terms), torch.zeros(len(rollout.tokens)).to(device))
+    clash = sorted(set(scores) & set(results.named))
     if clash:
         raise ValueError(f"the reward returns {clash} beside its score, which are names of functions too; rename them")
-    further = {name: torch.tensor(column, dtype=torch.float64, device=device) for name, column in judged.named.items()}
-    named = {name: x.float() for name, x in (parts | further).items()}
+    further = {name: torch.tensor(column, dtype=torch.float64, device=device) for name, column in results.named.items()}
+    named = {name: x.float() for name, x in (scores | further).items()}
     extras = rollout.extras
-    if any(answer is not None for answer in judged.answers):
-        pairs = zip(extras, judged.answers, strict=True)
+    if any(answer is not None for answer in results.answers):
+        pairs = zip(extras, results.answers, strict=True)
         extras = batch.Column({**extra, EXTRACTED: answer} for extra, answer in pairs)
     scored = batch.extend(batch.Scored, rollout, scores=total.float(), named_scores=named, extras=extras)
     every = torch.ones_like(scored.scores, dtype=torch.bool)
@@ -59,7 +59,7 @@ def score(rollout: Rollout, *, reward: Judge, tokenizer: Any) -> tuple[Scored, M
         **noted,
     }
     for kind in ("error", "timeout"):
-        failed = {failure.number for failure in judged.failures if failure.kind == kind}
+        failed = {failure.number for failure in results.failures if failure.kind == kind}
         report[f"reward/{kind}s"] = metrics.total(len(failed))
     return scored, report
 
@@ -102,23 +102,23 @@ def _text(ids: Sequence[int], tokenizer: Any) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def _tensor_scores(part: Part, rollout: Rollout) -> tuple[Tensor, Metrics]:
-    """The scores of a function of the whole rollout, and its metrics if it gives any.
+def _tensor_scores(term: Term, rollout: Rollout) -> tuple[Tensor, Metrics]:
+    """The scores of a function of the whole rollout, and its metrics if it returns any.
 
     Raises ValueError unless the scores are finite and of shape [B].
     """
     import torch
 
-    found = part.fn(rollout)
-    found, more = found if isinstance(found, tuple) else (found, {})
+    result = term.fn(rollout)
+    scores, more = result if isinstance(result, tuple) else (result, {})
     count = len(rollout.tokens)
-    if not isinstance(found, torch.Tensor) or found.shape != (count,):
-        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-        raise ValueError(f"the reward {part.name!r} returned {shape}, not a tensor of shape ({count},)")
-    bad = (~found.isfinite()).nonzero().flatten().tolist()
+    if not isinstance(scores, torch.Tensor) or scores.shape != (count,):
+        shape = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+        raise ValueError(f"the reward {term.name!r} returned {shape}, not a tensor of shape ({count},)")
+    bad = (~scores.isfinite()).nonzero().flatten().tolist()
     if bad:
-        value = found[bad[0]].item()
+        value = scores[bad[0]].item()
         raise ValueError(
-            f"the reward {part.name!r} returned {value} for sample {bad[0]} ({len(bad)} of {count} are so)"
+            f"the reward {term.name!r} returned {value} for sample {bad[0]} ({len(bad)} of {count} are so)"
         )
-    return found.detach().double().cpu(), more
+    return scores.detach().double().cpu(), more

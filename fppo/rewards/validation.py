@@ -1,4 +1,4 @@
-"""What n answers to each held-out prompt say of a policy: mean, best of k and majority of k, by source."""
+"""What n answers to each held-out prompt show of a policy: mean, best of k and majority of k, by source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fppo.metrics import Metrics
 
 
-def summarize(parts: Sequence[Scored], *, n: int) -> Metrics:
+def summarize(batches: Sequence[Scored], *, n: int) -> Metrics:
     """Metrics of evaluation batches in which `n` consecutive or scattered rows share a number in `groups`.
 
     By source: val-core/SOURCE/reward/mean@n, best@n/mean and, where rewards name the answers, maj@n/mean; for smaller
@@ -25,32 +25,32 @@ def summarize(parts: Sequence[Scored], *, n: int) -> Metrics:
     from fppo import batch, metrics
 
     values: dict[str, list[float]] = defaultdict(list)
-    for part in batch.same_scores(parts):
-        columns = {"reward": part.scores.tolist(), **{k: v.tolist() for k, v in part.named_scores.items()}}
+    for scored in batch.same_scores(batches):
+        columns = {"reward": scored.scores.tolist(), **{k: v.tolist() for k, v in scored.named_scores.items()}}
         members: dict[int, list[int]] = defaultdict(list)
-        for row, group in enumerate(part.groups.tolist()):
+        for row, group in enumerate(scored.groups.tolist()):
             members[group].append(row)
         for group, rows in members.items():
             if len(rows) != n:
                 raise ValueError(f"prompt {group} has {len(rows)} responses, not n = {n}")
-            answers = [part.extras[row].get(EXTRACTED) for row in rows]
-            voted = any(EXTRACTED in part.extras[row] for row in rows)
+            answers = [scored.extras[row].get(EXTRACTED) for row in rows]
+            voted = any(EXTRACTED in scored.extras[row] for row in rows)
             for name, column in columns.items():
                 scores = [column[row] for row in rows]
                 for metric, value in _of_prompt(scores, answers if voted else None).items():
                     level = "core" if name == "reward" and f"@{n}" in metric else "aux"
-                    values[f"val-{level}/{part.source[rows[0]]}/{name}/{metric}"].append(value)
-    return {name: metrics.mean(math.fsum(found), len(found)) for name, found in values.items()}
+                    values[f"val-{level}/{scored.source[rows[0]]}/{name}/{metric}"].append(value)
+    return {name: metrics.mean(math.fsum(column), len(column)) for name, column in values.items()}
 
 
 def _of_prompt(scores: Sequence[float], answers: Sequence[str | None] | None) -> dict[str, float]:
     n = len(scores)
-    found = {f"mean@{n}": math.fsum(scores) / n}
+    result = {f"mean@{n}": math.fsum(scores) / n}
     for k in sizes(n):
-        found[f"best@{k}/mean"] = best_at_k(scores, k)
+        result[f"best@{k}/mean"] = best_at_k(scores, k)
         if answers is not None:
-            found[f"maj@{k}/mean"] = majority_at_k(scores, answers, k)
-    return found
+            result[f"maj@{k}/mean"] = majority_at_k(scores, answers, k)
+    return result
 
 
 def sizes(n: int) -> list[int]:
@@ -89,7 +89,7 @@ def majority_at_k(scores: Sequence[float], answers: Sequence[str | None], k: int
 
 
 def _share_of_votes(counts: Sequence[int], count: int, k: int) -> float:
-    """The probability that an answer given `count` times wins among k, where t ties win 1 / (t + 1) each."""
+    """The probability that an answer that came `count` times wins among k, where t ties win 1 / (t + 1) each."""
     others = list(counts)
     others.remove(count)
     won = 0.0

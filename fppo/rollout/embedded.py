@@ -278,8 +278,8 @@ def _assemble(
     batch, length = len(row_ids), 1 + max(step.position for step in steps)
     place = torch.cat([step.rows * length + step.position for step in steps])
 
-    def lay_out(parts: Sequence[Tensor], fill: float) -> Tensor:
-        x = torch.cat(list(parts))
+    def lay_out(columns: Sequence[Tensor], fill: float) -> Tensor:
+        x = torch.cat(list(columns))
         return x.new_full((batch * length,), fill).index_copy(0, place, x).view(batch, length)
 
     tokens = lay_out([step.tokens for step in steps], pad_token_id)

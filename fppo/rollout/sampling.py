@@ -13,7 +13,7 @@ _BLOCK = 128
 
 
 class Draws(NamedTuple):
-    """Tokens, and what two distributions said of them; [R], log-probs in float32 (float64 from float64 logits)."""
+    """Tokens, and their log-probs under two distributions; [R], log-probs in float32 (float64 from float64 logits)."""
 
     tokens: Tensor  # int64
     log_probs: Tensor  # under softmax(logits / temperature)
@@ -84,9 +84,9 @@ def _first_above(cumulative: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
     """
     total = cumulative[:, -1:].contiguous()
     target = fraction * total
-    found = torch.searchsorted(cumulative, target, right=True)
+    above = torch.searchsorted(cumulative, target, right=True)
     # clamps, here and above: nan still gives a token, since a bad index would bring down a GPU
-    column = torch.minimum(found, torch.searchsorted(cumulative, total)).clamp_(max=cumulative.shape[-1] - 1)
+    column = torch.minimum(above, torch.searchsorted(cumulative, total)).clamp_(max=cumulative.shape[-1] - 1)
     end = cumulative.gather(1, column)
     start = cumulative.gather(1, (column - 1).clamp_(min=0)).where(column > 0, 0.0)
     return column, ((target - start) / (end - start)).clamp_(0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Rollouts on disk: a file for each step, written where they are made and read where they are trained on."""
+"""Rollouts on disk: a file for each step, written where they are sampled and read where they are trained on."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def read(directory: Path, step: int, device: torch.device, *, vocabulary: int) -
     path = path_of(directory, step)
     if not path.exists():
         raise ValueError(f"{path}: there is no such file; the directory holds {_spans(steps(directory))}")
-    found = batches.load(Rollout, path)
-    top = int(found.tokens.max())
+    rollout = batches.load(Rollout, path)
+    top = int(rollout.tokens.max())
     if top >= vocabulary:
         raise ValueError(
             f"{path} holds token {top}, and the model has a vocabulary of {vocabulary}: it was made with another "
             "tokenizer; give rollouts of this model's (rollout.from)"
         )
-    return tree.map(lambda x: x.to(device, copy=True), found)
+    return tree.map(lambda x: x.to(device, copy=True), rollout)
 
 
 def steps(directory: Path) -> list[int]:
     """The steps that the directory holds rollouts of, in order."""
-    found = (_NAME.fullmatch(path.name) for path in directory.glob("step_*.safetensors"))
-    return sorted(int(match[1]) for match in found if match)
+    matches = (_NAME.fullmatch(path.name) for path in directory.glob("step_*.safetensors"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def check(directory: Path, *, until: int, rows: int) -> None:
@@ -75,11 +75,11 @@ def check(directory: Path, *, until: int, rows: int) -> None:
         path = path_of(directory, step)
         try:
             with safe_open(path, "pt") as file:
-                found = file.get_slice("row_ids").get_shape()[0]
+                count = file.get_slice("row_ids").get_shape()[0]
         except SafetensorError as error:
             raise ValueError(f"{path}: not a whole file of a rollout: {error}") from error
-        if found != rows:
-            raise ValueError(f"{path} holds {found} rows; give rollout.batch_size = {found}")
+        if count != rows:
+            raise ValueError(f"{path} holds {count} rows; give rollout.batch_size = {count}")
 
 
 def _spans(numbers: list[int]) -> str:

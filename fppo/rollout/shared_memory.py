@@ -31,7 +31,7 @@ def view(memory: Tensor, place: Place) -> Tensor:
 
 
 class SharedMemory:
-    """A file in memory that several processes map; it grows to the most it was given at once."""
+    """A file in memory that several processes map; it grows to the most that was put in at once."""
 
     def __init__(self, file: int) -> None:
         self.file = file

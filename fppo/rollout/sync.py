@@ -33,7 +33,7 @@ class SyncError(RuntimeError):
 
 
 class Bucket(NamedTuple):
-    """Some whole tensors under the engine's names, and the digest of each as it was sent, made as `how` says."""
+    """Some whole tensors under the engine's names, and the digest of each as it was sent, computed as `how` says."""
 
     tensors: dict[str, Tensor]
     digests: dict[str, str]
@@ -118,11 +118,11 @@ def reshard(
     names = [name for name in params if name in wanted]
     kinds = {name: _sent(params[name].dtype, dtype) for name in names}
     how = how_of(params.values())
-    budget = bucket_bytes // 3 if mesh.sharded else bucket_bytes  # a gather holds its parts, the buffer and the result
+    budget = bucket_bytes // 3 if mesh.sharded else bucket_bytes  # a gather holds its pieces, the buffer and the result
     sizes = {name: shapes[name].numel() * kinds[name].itemsize for name in names}
-    for part in _parts(sizes, budget):
+    for piece in _pieces(sizes, budget):
         with torch.no_grad():
-            whole = fsdp.gather({name: params[name].detach() for name in part}, shapes, mesh, dtypes=kinds)
+            whole = fsdp.gather({name: params[name].detach() for name in piece}, shapes, mesh, dtypes=kinds)
         yield Bucket(whole, {name: digest(x, how) for name, x in whole.items()}, how)
 
 
@@ -130,24 +130,24 @@ def _sent(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and own.is_floating_point else own
 
 
-def _parts(sizes: Mapping[str, int], budget: int) -> Iterator[list[str]]:
-    """Names in order, those of a part together at most `budget` bytes; one that is larger stands alone."""
-    part: list[str] = []
+def _pieces(sizes: Mapping[str, int], budget: int) -> Iterator[list[str]]:
+    """Names in order, those of a piece together at most `budget` bytes; one that is larger stands alone."""
+    piece: list[str] = []
     total = 0
     for name, size in sizes.items():
-        if part and total + size > budget:
-            yield part
-            part, total = [], 0
-        part.append(name)
+        if piece and total + size > budget:
+            yield piece
+            piece, total = [], 0
+        piece.append(name)
         total += size
-    if part:
-        yield part
+    if piece:
+        yield piece
 
 
 def changed(
     params: Mapping[str, Tensor], last: Mapping[str, str], mesh: Mesh | None = None, *, frozen: Iterable[str] = ()
 ) -> tuple[set[str], dict[str, str]]:
-    """The parameters whose digests differ from `last` on any rank, and this rank's digests of its parts now.
+    """The parameters whose digests differ from `last` on any rank, and this rank's digests of its shards now.
 
     Those in `frozen` are taken to be as they were, once `last` knows them. Every rank of the mesh must call.
     """
@@ -198,7 +198,7 @@ def targets(shapes: Mapping[str, torch.Size], rename: Rename) -> dict[str, list[
 
 
 def renamed(buckets: Iterable[Bucket], rename: Rename) -> Iterator[Bucket]:
-    """The buckets with each tensor under the names, or in the parts, that `rename` gives it.
+    """The buckets with each tensor under the names, or in the pieces, that `rename` makes of it.
 
     Raises SyncError where two parameters would have one name.
     """

@@ -1,4 +1,4 @@
-"""Calls of reward functions with what they raise kept to the sample; the same in every process."""
+"""Calls of user functions with what they raise kept to the sample; the same in every process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fppo.runtime.clock import Clock
 from fppo.workers.sample import Kind, Outcome, Sample, UserFn, outcome_of
 
-Emit = Callable[[int, Outcome], None]
+OnOutcome = Callable[[int, Outcome], None]
 _LOOK = 0.5  # seconds between two looks at the clock, at most
 
 
@@ -24,15 +24,22 @@ class Mode(NamedTuple):
     concurrency: int  # coroutines at a time
 
 
-def call(fn: UserFn, samples: Sequence[Sample], mode: Mode, loop: asyncio.Runner, emit: Emit, tick: Any) -> None:
-    """Calls `emit(number, outcome)` for a sample as soon as it is known, and `tick()` before each call of a batch."""
+def call(
+    fn: UserFn,
+    samples: Sequence[Sample],
+    mode: Mode,
+    loop: asyncio.Runner,
+    on_outcome: OnOutcome,
+    on_call: Callable[[], None],
+) -> None:
+    """Calls `on_outcome(number, outcome)` for a sample once it is known, `on_call()` before each call of a batch."""
     if mode.kind == "batch":
-        _batch(fn, samples, 0, loop, emit, tick)
+        _batch(fn, samples, 0, loop, on_outcome, on_call)
     elif mode.asynchronous:
-        loop.run(_gather(fn, samples, mode, emit))
+        loop.run(_gather(fn, samples, mode, on_outcome))
     else:
         for number, sample in enumerate(samples):
-            emit(number, _guarded(lambda sample=sample: outcome_of(_settled(fn(sample), loop))))
+            on_outcome(number, _guarded(lambda sample=sample: outcome_of(_settled(fn(sample), loop))))
 
 
 def _settled(result: Any, loop: asyncio.Runner) -> Any:
@@ -59,35 +66,42 @@ def _error(error: BaseException) -> Outcome:
     return Outcome("error", text=f"{type(error).__name__}: {error}{last}")
 
 
-def _batch(fn: UserFn, samples: Sequence[Sample], first: int, loop: asyncio.Runner, emit: Emit, tick: Any) -> None:
+def _batch(
+    fn: UserFn,
+    samples: Sequence[Sample],
+    first: int,
+    loop: asyncio.Runner,
+    on_outcome: OnOutcome,
+    on_call: Callable[[], None],
+) -> None:
     """One call for all; if it raises, one for each half, until the samples at fault are alone."""
-    tick()
+    on_call()
     try:
         results = _settled(fn(list(samples)), loop)
     except (Exception, SystemExit) as error:
         if len(samples) == 1:
-            emit(first, _error(error))
+            on_outcome(first, _error(error))
             return
         half = len(samples) // 2
-        _batch(fn, samples[:half], first, loop, emit, tick)
-        _batch(fn, samples[half:], first + half, loop, emit, tick)
+        _batch(fn, samples[:half], first, loop, on_outcome, on_call)
+        _batch(fn, samples[half:], first + half, loop, on_outcome, on_call)
         return
     for number, outcome in enumerate(_outcomes(results, len(samples))):
-        emit(first + number, outcome)
+        on_outcome(first + number, outcome)
 
 
 def _outcomes(results: Any, count: int) -> list[Outcome]:
     try:
-        found = [] if isinstance(results, (str, dict)) else list(results)
+        listed = [] if isinstance(results, (str, dict)) else list(results)
     except TypeError:
-        found = []
-    if len(found) != count:
-        said = f"{len(found)} results" if isinstance(results, (list, tuple)) else f"a {type(results).__name__}"
-        return [Outcome("bad", text=f"{said} for {count} samples")] * count
-    return [outcome_of(result) for result in found]
+        listed = []
+    if len(listed) != count:
+        text = f"{len(listed)} results" if isinstance(results, (list, tuple)) else f"a {type(results).__name__}"
+        return [Outcome("bad", text=f"{text} for {count} samples")] * count
+    return [outcome_of(result) for result in listed]
 
 
-async def _gather(fn: UserFn, samples: Sequence[Sample], mode: Mode, emit: Emit) -> None:
+async def _gather(fn: UserFn, samples: Sequence[Sample], mode: Mode, on_outcome: OnOutcome) -> None:
     turns = asyncio.Semaphore(mode.concurrency)
 
     async def one(number: int, sample: Sample) -> None:
@@ -98,7 +112,7 @@ async def _gather(fn: UserFn, samples: Sequence[Sample], mode: Mode, emit: Emit)
                 outcome = Outcome("timeout", text=f"no result within {mode.time_limit:g} s")
             except (Exception, SystemExit) as error:
                 outcome = _error(error)
-        emit(number, outcome)
+        on_outcome(number, outcome)
 
     await asyncio.gather(*(one(number, sample) for number, sample in enumerate(samples)))
 

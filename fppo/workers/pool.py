@@ -1,4 +1,9 @@
-"""Worker processes that can be killed: a sample that hangs costs its time limit and a new process, nothing else."""
+"""Worker processes that can be killed: a sample that hangs costs its time limit and a new process, nothing else.
+
+Pebble's ProcessPool kills what is overdue too, but its time limit is that of a whole task, whose results come together:
+a chunk loses all its samples with the one that hangs, and coroutines run one by one. It sends the function with every
+task instead of loading it once, and it kills the worker alone, not the processes that the function started.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
     "from fppo.workers.process import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
-_SLACK = 1.0  # seconds that overdue coroutines are given to end by themselves
+_SLACK = 1.0  # seconds that overdue coroutines have to end by themselves
 _LOOK = 0.5  # seconds between two looks at the processes, at most
 _CHUNK = 32  # samples in a task, at most
 _Task = tuple[int, ...]  # numbers of samples
@@ -56,7 +61,7 @@ class WorkerPool:
     """At most `workers` processes that hold `functions`. They start when first needed, or at `start()`.
 
     Raises ValueError for a function that cannot be sent to another process, and later for one that does not load there;
-    `kind` is what errors call them.
+    `role` is what errors call them.
     """
 
     def __init__(
@@ -66,10 +71,10 @@ class WorkerPool:
         workers: int,
         time_limit: float,
         start_limit: float,
-        kind: str = "reward",
+        role: str = "reward",
     ) -> None:
-        self._names = f"{kind} {', '.join(name for name, _ in functions)}"
-        self._functions = pickle.dumps([_portable(name, fn, kind) for name, fn in functions])
+        self._names = f"{role} {', '.join(name for name, _ in functions)}"
+        self._functions = pickle.dumps([_portable(name, fn, role) for name, fn in functions])
         self._count, self._time_limit, self._start_limit = workers, time_limit, start_limit
         self._clock = Clock(2 * _LOOK)
         self._workers: list[_Worker] = []
@@ -159,18 +164,18 @@ class WorkerPool:
         if not waiting:
             return
         patience = max(0.0, min(w.deadline for w in waiting) - self._clock.now())
-        heard = wait([w.connection for w in waiting], min(patience, _LOOK))
+        readable = wait([w.connection for w in waiting], min(patience, _LOOK))
         now = self._clock.now()
         for worker in waiting:
-            if worker.connection in heard:
+            if worker.connection in readable:
                 try:
-                    self._hear(worker, run)
+                    self._receive(worker, run)
                 except (EOFError, ConnectionError):
                     self._died(worker, run)
             elif now >= worker.deadline:
                 self._overdue(worker, run)
 
-    def _hear(self, worker: _Worker, run: _Run) -> None:
+    def _receive(self, worker: _Worker, run: _Run) -> None:
         while True:
             match pickle.loads(worker.connection.recv_bytes()):
                 case ("ready",):
@@ -223,7 +228,7 @@ def _tasks(count: int, mode: Mode, workers: int) -> list[_Task]:
     return [tuple(numbers[i : i + size]) for i in range(0, count, max(size, 1))]
 
 
-def _portable(name: str, fn: UserFn, kind: str) -> bytes:
+def _portable(name: str, fn: UserFn, role: str) -> bytes:
     """The function for another process: by the name of its module, or by value where there is none to import."""
     try:
         data = pickle.dumps(fn)
@@ -237,8 +242,8 @@ def _portable(name: str, fn: UserFn, kind: str) -> bytes:
         return dill.dumps(fn, recurse=True)  # with the globals that it uses, not all that there are
     except Exception as error:
         raise ValueError(
-            f"the {kind} {name!r} cannot be sent to a worker process ({error}); define it at the top of a module"
-            + (", or mark it with inline_reward" if kind == "reward" else "")
+            f"the {role} {name!r} cannot be sent to a worker process ({error}); define it at the top of a module"
+            + (", or mark it with inline_reward" if role == "reward" else "")
         ) from error
 
 

@@ -52,10 +52,10 @@ def _load(data: bytes) -> Any:
 
 
 def _answer(connection: Connection, fn: Any, mode: Mode, samples: list[Sample], loop: asyncio.Runner) -> None:
-    def emit(number: int, outcome: Outcome) -> None:
+    def on_outcome(number: int, outcome: Outcome) -> None:
         connection.send_bytes(pickle.dumps((number, tuple(outcome))))
 
-    call(fn, samples, mode, loop, emit, lambda: connection.send_bytes(pickle.dumps(("tick",))))
+    call(fn, samples, mode, loop, on_outcome, lambda: connection.send_bytes(pickle.dumps(("tick",))))
     connection.send_bytes(pickle.dumps(("done",)))
 
 

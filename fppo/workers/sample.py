@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -37,12 +38,17 @@ class Outcome(NamedTuple):
 
 def name_of(fn: UserFn) -> str:
     """How errors and metrics call a function."""
-    given = getattr(fn, "reward_name", None)
-    if given is not None:
-        return given
+    name = getattr(fn, "reward_name", None)
+    if name is not None:
+        return name
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__)
+
+
+def is_asynchronous(fn: UserFn) -> bool:
+    """Whether the function, or the instance that is called as one, is a coroutine."""
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
 def outcome_of(result: Any) -> Outcome:

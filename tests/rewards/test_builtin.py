@@ -33,9 +33,9 @@ def test_regular_expression_without_and_with_a_group():
 
 def test_a_pattern_that_takes_for_ever_is_bounded():
     with RewardRunner(rewards.regular_expression("(a+)+b"), time_limit=3.0) as runner:
-        judged = runner.judge([sample("a" * 60), sample("ab", "a")])
-    assert judged.scores == {"regular_expression": [0.0, 1.0]}
-    assert judged.failures[0].kind == "timeout"
+        results = runner.run([sample("a" * 60), sample("ab", "a")])
+    assert results.scores == {"regular_expression": [0.0, 1.0]}
+    assert results.failures[0].kind == "timeout"
 
 
 @pytest.mark.parametrize(("tokens", "penalty"), [(0, 0.0), (15, 0.0), (16, -0.1), (18, -0.3), (20, -0.5), (22, -0.7)])
@@ -60,10 +60,10 @@ def test_math_verify():
         sample("7", ""),
     ]
     with RewardRunner(rewards.math_verify, time_limit=120) as runner:
-        judged = runner.judge(given)
-    assert judged.scores["math_verify"] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
-    assert [(f.number, "cannot" in f.text or "not mathematics" in f.text) for f in judged.failures] == [(5, True)]
-    assert judged.answers[3:5] == ["7", None]
+        results = runner.run(given)
+    assert results.scores["math_verify"] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    assert [(f.number, "cannot" in f.text or "not mathematics" in f.text) for f in results.failures] == [(5, True)]
+    assert results.answers[3:5] == ["7", None]
 
 
 def test_math_verify_that_is_not_installed(monkeypatch):
@@ -84,7 +84,7 @@ def test_rewards_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert rewards.resolve("my_own_reward:score")(None) == 1.0
     with RewardRunner(rewards.resolve("my_own_reward:score")) as runner:
-        assert runner.judge([sample()]).scores == {"score": [1.0]}
+        assert runner.run([sample()]).scores == {"score": [1.0]}
     with pytest.raises(ValueError, match=r"'broken_reward' does not import: ModuleNotFoundError: .*no_such_module"):
         rewards.resolve("broken_reward:score")
 
@@ -119,7 +119,7 @@ def test_combining_by_name():
         overlong_penalty=0.25,
         extra={"model": (functions.judge, 0.5)},
     )
-    found = {part.name: part.weight for part in reward.parts}
+    found = {term.name: term.weight for term in reward.terms}
     assert found == {
         "exact_match": 1.0,
         "regular_expression": 0.5,
@@ -127,7 +127,7 @@ def test_combining_by_name():
         "length_penalty": 1.0,
         "model": 0.5,
     }
-    assert reward.parts[3].fn == rewards.length_penalty(8, 4, 0.25)
+    assert reward.terms[3].fn == rewards.length_penalty(8, 4, 0.25)
     with pytest.raises(ValueError, match="2 weights for 1 rewards"):
         rewards.combine(["exact_match"], [1.0, 2.0])
     with pytest.raises(ValueError, match="given twice"):

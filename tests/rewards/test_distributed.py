@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fppo import rewards
-from fppo.rewards.distributed import SpreadJudge
+from fppo.rewards.distributed import SpreadRewardRunner
 from fppo.runtime.simulate import simulate
 from fppo.workers.sample import Sample
 
@@ -30,10 +30,10 @@ def names_differ(sample):
     return {"score": 1.0, "odd" if int(sample.response) % 2 else "even": 1.0}
 
 
-def judged(fns, ranks, count=5):
+def run(fns, ranks, count=5):
     def on_rank(mesh):
         with rewards.RewardRunner(rewards.combine(fns, (), extra={})) as runner:
-            return SpreadJudge(runner, mesh, torch.device("cpu")).judge([sample(n) for n in range(count)])
+            return SpreadRewardRunner(runner, mesh, torch.device("cpu")).run([sample(n) for n in range(count)])
 
     return simulate({"shard": ranks}, on_rank)
 
@@ -43,13 +43,13 @@ def judged(fns, ranks, count=5):
 def test_any_number_of_ranks_judges_as_one(fn, count):
     """With two ranks one of them has the samples that fail, all of them; with three and one sample two have none."""
     name = f"{__name__}:{fn}"
-    (expected,) = judged([name], 1, count)
+    (expected,) = run([name], 1, count)
     for ranks in (2, 3):
-        for found in judged([name], ranks, count):
+        for found in run([name], ranks, count):
             assert found == expected
 
 
 def test_names_that_differ_between_ranks_are_an_error_as_in_one_process():
     for ranks in (1, 2):
         with pytest.raises(ValueError, match="give every sample the same"):
-            judged([f"{__name__}:names_differ"], ranks)
+            run([f"{__name__}:names_differ"], ranks)

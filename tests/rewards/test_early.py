@@ -16,8 +16,8 @@ from fppo import rewards
 from fppo.batch import Column, Prompts
 from fppo.data import collate, prompt_set
 from fppo.key import Key
-from fppo.rewards.distributed import SpreadJudge
-from fppo.rewards.early import EarlyJudge
+from fppo.rewards.distributed import SpreadRewardRunner
+from fppo.rewards.early import EarlyRewardRunner
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.spread import SpreadEngine
@@ -61,20 +61,20 @@ def tell(listener, made, rows) -> None:
 def both(runner, made, given, rows):
     """The plain judgement, and that of a judge that heard of these rows in this order."""
     samples = rewards.samples_of(made, Letters())
-    with EarlyJudge(runner, Letters()) as early:
-        tell(early.listen(given, N), made, rows)
-        return runner.judge(samples), early.judge(samples)
+    with EarlyRewardRunner(runner, Letters()) as early:
+        tell(early.make_on_finished(given, N), made, rows)
+        return runner.run(samples), early.run(samples)
 
 
 class Watched(rewards.RewardRunner):
-    """Counts what is judged after the rollout."""
+    """Counts what is scored after the rollout."""
 
     late = 0
 
-    def outcomes_of(self, part, samples):
+    def outcomes_of(self, term, samples):
         if threading.current_thread().name != "early rewards":
             self.late += len(samples)
-        return super().outcomes_of(part, samples)
+        return super().outcomes_of(term, samples)
 
 
 MANY = rewards.weighted_sum(
@@ -139,11 +139,11 @@ def test_faults_are_raised_where_the_plain_judgement_raises_them():
         with rewards.RewardRunner(fn) as runner:
             samples = rewards.samples_of(made, Letters())
             with pytest.raises(ValueError, match=r"the reward '\w+' returned") as expected:
-                runner.judge(samples)
-            with EarlyJudge(runner, Letters()) as early:
-                tell(early.listen(given, N), made, [1, 0])
+                runner.run(samples)
+            with EarlyRewardRunner(runner, Letters()) as early:
+                tell(early.make_on_finished(given, N), made, [1, 0])
                 with pytest.raises(ValueError, match="returned") as found:
-                    early.judge(samples)
+                    early.run(samples)
         assert str(found.value) == str(expected.value)
 
 
@@ -162,10 +162,10 @@ def unloadable():
 
 def test_a_function_that_does_not_load_is_an_error_of_the_judge():
     made, given = words(["p"], ["a", "b"])
-    with rewards.RewardRunner(unloadable()) as runner, EarlyJudge(runner, Letters()) as early:
-        tell(early.listen(given, N), made, [1, 0])
+    with rewards.RewardRunner(unloadable()) as runner, EarlyRewardRunner(runner, Letters()) as early:
+        tell(early.make_on_finished(given, N), made, [1, 0])
         with pytest.raises(ValueError, match="does not load in a worker process"):
-            early.judge(rewards.samples_of(made, Letters()))
+            early.run(rewards.samples_of(made, Letters()))
 
 
 def test_rewards_begin_while_others_are_generated(tmp_path):
@@ -173,15 +173,15 @@ def test_rewards_begin_while_others_are_generated(tmp_path):
     extras = {"directory": str(tmp_path)}
     given = attrs.evolve(given, extras=Column([extras]))
     made = attrs.evolve(made, extras=Column([extras, extras]))
-    with rewards.RewardRunner(functions.notes) as runner, EarlyJudge(runner, Letters()) as early:
-        listener = early.listen(given, N)
+    with rewards.RewardRunner(functions.notes) as runner, EarlyRewardRunner(runner, Letters()) as early:
+        listener = early.make_on_finished(given, N)
         tell(listener, made, [0])
         until = time.monotonic() + 60
         while not (tmp_path / "a").exists():  # the second row is still to come
             assert time.monotonic() < until
             time.sleep(0.01)
         tell(listener, made, [1])
-        assert early.judge(rewards.samples_of(made, Letters())).scores == {"notes": [1.0, 1.0]}
+        assert early.run(rewards.samples_of(made, Letters())).scores == {"notes": [1.0, 1.0]}
         assert (tmp_path / "b").exists()
 
 
@@ -189,33 +189,33 @@ def test_what_was_heard_before_or_elsewhere_does_not_count(tmp_path):
     """Two rollouts with one judge, one of them left unjudged; and samples of rows that nobody told of."""
     first, given = words(["p"], ["a", "bb"])
     second, again = words(["q"], ["ccc", "a"])
-    with rewards.RewardRunner(functions.length) as runner, EarlyJudge(runner, Letters()) as early:
-        tell(early.listen(given, N), first, [0, 1])
-        tell(early.listen(again, N), second, [1, 0])
-        assert early.judge(rewards.samples_of(second, Letters())).scores == {"length": [3.0, 1.0]}
-        assert early.judge(rewards.samples_of(second, Letters())).scores == {"length": [3.0, 1.0]}
-        assert early.judge(rewards.samples_of(first, Letters())).scores == {"length": [1.0, 2.0]}
+    with rewards.RewardRunner(functions.length) as runner, EarlyRewardRunner(runner, Letters()) as early:
+        tell(early.make_on_finished(given, N), first, [0, 1])
+        tell(early.make_on_finished(again, N), second, [1, 0])
+        assert early.run(rewards.samples_of(second, Letters())).scores == {"length": [3.0, 1.0]}
+        assert early.run(rewards.samples_of(second, Letters())).scores == {"length": [3.0, 1.0]}
+        assert early.run(rewards.samples_of(first, Letters())).scores == {"length": [1.0, 2.0]}
         changed = attrs.evolve(first, extras=Column([{"more": 1}, {"more": 2}]))
-        tell(early.listen(given, N), first, [0, 1])
-        assert early.judge(rewards.samples_of(changed, Letters())).scores == {"length": [1.0, 2.0]}
+        tell(early.make_on_finished(given, N), first, [0, 1])
+        assert early.run(rewards.samples_of(changed, Letters())).scores == {"length": [1.0, 2.0]}
 
 
 def test_a_rollout_that_was_given_up_does_not_answer_for_the_next(tmp_path):
-    """Its row is still being judged when the next one, of the same prompts, begins."""
+    """Its row is still being scored when the next one, of the same prompts, begins."""
     made, given = words(["p"], ["a", "b"])
     given = attrs.evolve(given, extras=Column([{"directory": str(tmp_path)}]))
     made = attrs.evolve(made, extras=Column(given.extras[0] for _ in range(N)))
     samples = rewards.samples_of(made, Letters())[:1]
-    with Watched(functions.numbered) as runner, EarlyJudge(runner, Letters()) as early:
-        old = early.listen(given, N)
+    with Watched(functions.numbered) as runner, EarlyRewardRunner(runner, Letters()) as early:
+        old = early.make_on_finished(given, N)
         tell(old, made, [0])
         while not (tmp_path / "calls").exists():
             time.sleep(0.01)
-        again = early.listen(given, N)
+        again = early.make_on_finished(given, N)
         tell(again, made, [0])
         tell(old, made, [0])
         (tmp_path / "go").touch()
-        assert early.judge(samples).scores == {"numbered": [2.0]}
+        assert early.run(samples).scores == {"numbered": [2.0]}
         assert runner.late == 0
 
 
@@ -224,30 +224,30 @@ def test_threads_judge_at_the_same_time():
     made, given = words(["p", "q"], ["a", "bb", "ccc", "dddd"])
     other, _ = words(["p"], ["eeeee", "a"])
     found = []
-    with rewards.RewardRunner(functions.length) as runner, EarlyJudge(runner, Letters()) as early:
+    with rewards.RewardRunner(functions.length) as runner, EarlyRewardRunner(runner, Letters()) as early:
 
         def evaluate():
             for _ in range(10):
-                found.append(early.judge(rewards.samples_of(other, Letters())).scores["length"])
+                found.append(early.run(rewards.samples_of(other, Letters())).scores["length"])
 
         thread = threading.Thread(target=evaluate)
         thread.start()
         for _ in range(10):
-            tell(early.listen(given, N), made, [3, 1, 0, 2])
-            assert early.judge(rewards.samples_of(made, Letters())).scores["length"] == [1.0, 2.0, 3.0, 4.0]
+            tell(early.make_on_finished(given, N), made, [3, 1, 0, 2])
+            assert early.run(rewards.samples_of(made, Letters())).scores["length"] == [1.0, 2.0, 3.0, 4.0]
         thread.join()
     assert found == [[5.0, 1.0]] * 10
 
 
 def test_nothing_is_listened_for_where_nothing_can_begin():
     _, given = words(["p"], ["a", "b"])
-    with rewards.RewardRunner(rewards.exact_match) as runner, EarlyJudge(runner, Letters()) as early:
-        assert early.listen(given, N) is None
-        assert early.parts == runner.parts
+    with rewards.RewardRunner(rewards.exact_match) as runner, EarlyRewardRunner(runner, Letters()) as early:
+        assert early.make_on_finished(given, N) is None
+        assert early.terms == runner.terms
     with rewards.RewardRunner(functions.length) as runner:
-        early = EarlyJudge(runner, Letters())
+        early = EarlyRewardRunner(runner, Letters())
         early.close()
-        assert early.listen(given, N) is None
+        assert early.make_on_finished(given, N) is None
 
 
 def test_a_rollout_that_fails_leaves_nothing_behind(tmp_path):
@@ -259,8 +259,11 @@ def test_a_rollout_that_fails_leaves_nothing_behind(tmp_path):
     start = time.monotonic()
 
     def fails():
-        with rewards.RewardRunner(functions.spawns, time_limit=120) as runner, EarlyJudge(runner, Letters()) as early:
-            tell(early.listen(given, N), made, [1])
+        with (
+            rewards.RewardRunner(functions.spawns, time_limit=120) as runner,
+            EarlyRewardRunner(runner, Letters()) as early,
+        ):
+            tell(early.make_on_finished(given, N), made, [1])
             while not file.exists() or len(file.read_text().split()) < 2:
                 time.sleep(0.01)
             raise RuntimeError("the engine died")
@@ -329,10 +332,12 @@ def test_each_rank_tells_of_what_it_made_and_is_asked_about_it(count):
         spread = SpreadEngine(engine=engine, mesh=mesh, pad_token_id=0)
         _, told, rows = heard_from(spread, prompts, sampling)
         assert told.items() <= rows.items()
-        with Watched(functions.length) as runner, EarlyJudge(runner, Letters()) as early:
-            made = spread.generate(params, Ask(prompts, sampling, Key(3), on_finished=early.listen(prompts, N)))
-            judge = SpreadJudge(early, mesh, torch.device("cpu"))
-            found = judge.judge(rewards.samples_of(made, Letters()), made.groups.tolist())
+        with Watched(functions.length) as runner, EarlyRewardRunner(runner, Letters()) as early:
+            made = spread.generate(
+                params, Ask(prompts, sampling, Key(3), on_finished=early.make_on_finished(prompts, N))
+            )
+            judge = SpreadRewardRunner(early, mesh, torch.device("cpu"))
+            found = judge.run(rewards.samples_of(made, Letters()), made.groups.tolist())
             assert runner.late == 0
         return sorted(told), found
 

@@ -19,7 +19,7 @@ from fppo.batch import Column
 from fppo.data.encode import MESSAGES
 from fppo.key import Key
 from fppo.quickstart import CHARACTERS, bpe_tokenizer, character_tokenizer, small_model
-from fppo.rewards.judge import LanguageJudge, ask
+from fppo.rewards.judge import LanguageJudge, question_of
 from fppo.rewards.question import score_in
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
@@ -99,9 +99,9 @@ def test_chats_are_asked_about_with_their_own_words():
     one = [{"role": "user", "content": "how?"}]
     two = [{"role": "system", "content": "be {kind}"}, *one]
     base = sample("so", "t")
-    assert ask("{prompt}/{response}/{{{ground_truth}}}", base) == "?/so/{t}"
-    assert ask("{prompt}", base._replace(extras={MESSAGES: one})) == "how?"
-    assert ask("{prompt}", base._replace(extras={MESSAGES: two})) == "system: be {kind}\n\nuser: how?"
+    assert question_of("{prompt}/{response}/{{{ground_truth}}}", base) == "?/so/{t}"
+    assert question_of("{prompt}", base._replace(extras={MESSAGES: one})) == "how?"
+    assert question_of("{prompt}", base._replace(extras={MESSAGES: two})) == "system: be {kind}\n\nuser: how?"
     tokenizer = bpe_tokenizer(["Score: 1"], size=300)
     tokenizer.chat_template = "<{{ messages[0]['content'] }}>{% if add_generation_prompt %}A:{% endif %}"
     engine = Answering(lambda text: "Score: 1", tokenizer)
@@ -238,7 +238,7 @@ def test_a_run_is_scored_by_its_judge_too(task):
     settings = settings_of(task)
     tokenizer = loading.load_tokenizer(settings)
     with loading_rewards.reward_runner(settings, tokenizer, LOCAL, CPU) as runner:
-        assert [part.name for part in runner.parts] == ["exact_match", "judge"]
+        assert [term.name for term in runner.terms] == ["exact_match", "judge"]
 
 
 def test_a_judge_that_does_not_fit_is_refused(task):

@@ -22,9 +22,9 @@ from tests.rewards import functions
 from tests.rewards.samples import sample, samples
 
 
-def judge(reward, given, **limits):
+def run(reward, given, **limits):
     with RewardRunner(reward, **{"time_limit": 60.0, **limits}) as runner:
-        return runner.judge(given)
+        return runner.run(given)
 
 
 def alive(pid: int) -> bool:
@@ -45,18 +45,18 @@ def gone(pid: int) -> bool:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_scores_come_in_order(workers):
     words = ["a" * (i % 7) for i in range(90)]
-    judged = judge(functions.length, samples(*words), workers=workers)
-    assert judged.scores == {"length": [float(len(w)) for w in words]}
-    assert judged.failures == ()
+    results = run(functions.length, samples(*words), workers=workers)
+    assert results.scores == {"length": [float(len(w)) for w in words]}
+    assert results.failures == ()
 
 
 def test_no_samples_and_no_processes():
-    assert judge(functions.length, []).scores == {"length": []}
+    assert run(functions.length, []).scores == {"length": []}
 
 
 def test_workers_are_other_processes_without_torch_and_stay():
     with RewardRunner(functions.process) as runner:
-        first, second = (runner.judge(samples("a", "b")) for _ in range(2))
+        first, second = (runner.run(samples("a", "b")) for _ in range(2))
         assert first.named == second.named
         (pid,) = set(first.named["pid"])
         assert int(pid) != os.getpid()
@@ -67,11 +67,11 @@ def test_workers_are_other_processes_without_torch_and_stay():
 
 def test_exceptions_are_counted_zeros(caplog):
     with caplog.at_level(logging.WARNING, logger="fppo.rewards"):
-        judged = judge(functions.by_response, samples("", "raise", "exit", ""))
-    assert judged.scores["by_response"] == [1.0, 0.0, 0.0, 1.0]
-    assert [(f.number, f.kind) for f in judged.failures] == [(1, "error"), (2, "error")]
-    assert "KeyError: 'no such thing' at " in judged.failures[0].text
-    assert "SystemExit: 3" in judged.failures[1].text
+        results = run(functions.by_response, samples("", "raise", "exit", ""))
+    assert results.scores["by_response"] == [1.0, 0.0, 0.0, 1.0]
+    assert [(f.number, f.kind) for f in results.failures] == [(1, "error"), (2, "error")]
+    assert "KeyError: 'no such thing' at " in results.failures[0].text
+    assert "SystemExit: 3" in results.failures[1].text
     (record,) = caplog.records
     assert "'by_response' failed on 2 of 4 samples" in record.getMessage()
     assert "no such thing" in record.getMessage()
@@ -80,38 +80,38 @@ def test_exceptions_are_counted_zeros(caplog):
 @pytest.mark.parametrize("hang", ["loop", "regex", "sleep"])
 def test_hangs_are_bounded_in_python_and_in_c(hang):
     with RewardRunner(functions.by_response, time_limit=3.0) as runner:
-        runner.judge(samples(""))
+        runner.run(samples(""))
         start = time.monotonic()
-        judged = runner.judge(samples("", hang, *[""] * 10))
+        results = runner.run(samples("", hang, *[""] * 10))
         assert time.monotonic() - start >= 3.0
-        assert judged.scores["by_response"] == [1.0, 0.0, *[1.0] * 10]
-        ((part, number, kind, text),) = judged.failures
-        assert (part, number, kind, text) == ("by_response", 1, "timeout", "no result within 3 s")
-        assert runner.judge(samples("")).scores["by_response"] == [1.0]
+        assert results.scores["by_response"] == [1.0, 0.0, *[1.0] * 10]
+        ((term, number, kind, text),) = results.failures
+        assert (term, number, kind, text) == ("by_response", 1, "timeout", "no result within 3 s")
+        assert runner.run(samples("")).scores["by_response"] == [1.0]
 
 
 def test_a_worker_that_dies_is_started_again():
-    judged = judge(functions.by_response, samples("", "die", "", "die", *[""] * 20), workers=2)
-    assert judged.scores["by_response"] == [1.0, 0.0, 1.0, 0.0, *[1.0] * 20]
-    assert [(f.number, f.kind, f.text) for f in judged.failures] == [
+    results = run(functions.by_response, samples("", "die", "", "die", *[""] * 20), workers=2)
+    assert results.scores["by_response"] == [1.0, 0.0, 1.0, 0.0, *[1.0] * 20]
+    assert [(f.number, f.kind, f.text) for f in results.failures] == [
         (number, "error", "its process ended with code 7") for number in (1, 3)
     ]
 
 
 def test_a_worker_killed_while_idle_is_no_samples_fault():
     with RewardRunner(functions.process) as runner:
-        pid = int(runner.judge(samples("")).named["pid"][0])
+        pid = int(runner.run(samples("")).named["pid"][0])
         os.kill(pid, signal.SIGKILL)
         assert gone(pid)
-        again = runner.judge(samples("", ""))
+        again = runner.run(samples("", ""))
         assert again.failures == ()
         assert int(again.named["pid"][0]) != pid
 
 
 def test_what_a_reward_starts_dies_with_it(tmp_path):
     file = tmp_path / "pids"
-    judged = judge(functions.spawns, [sample(file=str(file))], time_limit=4.0)
-    assert judged.failures[0].kind == "timeout"
+    results = run(functions.spawns, [sample(file=str(file))], time_limit=4.0)
+    assert results.failures[0].kind == "timeout"
     assert all(gone(int(pid)) for pid in file.read_text().split())
 
 
@@ -119,7 +119,7 @@ def test_a_machine_that_stood_still_costs_no_sample(tmp_path, monkeypatch):
     """Both processes were stopped, and the trainer goes on first."""
     given, stopped = sample(directory=str(tmp_path)), [0.0]
     with RewardRunner(functions.numbered, time_limit=60.0) as runner, ThreadPoolExecutor(1) as thread:
-        judged = thread.submit(runner.judge, [given])
+        results = thread.submit(runner.run, [given])
         while not (tmp_path / "calls").exists():
             time.sleep(0.01)
         moved = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped[0])
@@ -127,7 +127,7 @@ def test_a_machine_that_stood_still_costs_no_sample(tmp_path, monkeypatch):
         stopped[0] = 1000.0
         time.sleep(1.5)  # it looks a few times
         (tmp_path / "go").touch()
-        assert judged.result().failures == ()
+        assert results.result().failures == ()
 
 
 def test_a_machine_that_stood_still_costs_no_coroutine(monkeypatch):
@@ -140,7 +140,7 @@ def test_a_machine_that_stood_still_costs_no_coroutine(monkeypatch):
         await asyncio.sleep(0.01)
         return 3.0
 
-    assert judge(waits, samples("a", "b")).scores == {"waits": [3.0, 3.0]}
+    assert run(waits, samples("a", "b")).scores == {"waits": [3.0, 3.0]}
 
 
 def test_a_coroutine_that_is_late_ends_as_it_likes_and_is_late():
@@ -157,55 +157,55 @@ def test_a_coroutine_that_is_late_ends_as_it_likes_and_is_late():
                 raise OSError("broken") from None
         return 3.0
 
-    judged = judge(stubborn, samples("stay", "raise"), time_limit=2.0)
-    assert [(f.kind, f.text) for f in judged.failures] == [("timeout", "no result within 2 s")] * 2
+    results = run(stubborn, samples("stay", "raise"), time_limit=2.0)
+    assert [(f.kind, f.text) for f in results.failures] == [("timeout", "no result within 2 s")] * 2
     assert sorted(ended) == ["raise", "stay"]
 
 
 def test_functions_of_the_batch_see_all_and_isolate_by_halves():
     words = ["a", "bb", "ccc", "dddd"]
-    judged = judge(functions.batch_lengths, samples(*words))
-    assert judged.scores["batch_lengths"] == [401.0, 402.0, 403.0, 404.0]
-    judged = judge(functions.batch_lengths, samples("a", "bb", "raise", "dddd"))
-    assert judged.scores["batch_lengths"] == [201.0, 202.0, 0.0, 104.0]
-    assert [(f.number, f.kind) for f in judged.failures] == [(2, "error")]
-    judged = judge(functions.batch_lengths, samples("a", "loop", "ccc", "dddd"), time_limit=2.5)
-    assert judged.scores["batch_lengths"] == [101.0, 0.0, 203.0, 204.0]
-    assert [(f.number, f.kind) for f in judged.failures] == [(1, "timeout")]
+    results = run(functions.batch_lengths, samples(*words))
+    assert results.scores["batch_lengths"] == [401.0, 402.0, 403.0, 404.0]
+    results = run(functions.batch_lengths, samples("a", "bb", "raise", "dddd"))
+    assert results.scores["batch_lengths"] == [201.0, 202.0, 0.0, 104.0]
+    assert [(f.number, f.kind) for f in results.failures] == [(2, "error")]
+    results = run(functions.batch_lengths, samples("a", "loop", "ccc", "dddd"), time_limit=2.5)
+    assert results.scores["batch_lengths"] == [101.0, 0.0, 203.0, 204.0]
+    assert [(f.number, f.kind) for f in results.failures] == [(1, "timeout")]
 
 
 def test_coroutines_run_together_and_are_bounded():
     with RewardRunner(functions.coroutine, time_limit=4.0) as runner:
-        runner.judge(samples(""))
+        runner.run(samples(""))
         start = time.monotonic()
-        judged = runner.judge(samples(*["x"] * 20, "raise", "wait"))
+        results = runner.run(samples(*["x"] * 20, "raise", "wait"))
         assert time.monotonic() - start < 20  # one after the other they take more
-        assert judged.scores["coroutine"] == [1.0] * 20 + [0.0, 0.0]
-        assert judged.named["length"] == [1.0] * 20 + [0.0, 0.0]
-        assert [(f.number, f.kind) for f in judged.failures] == [(20, "error"), (21, "timeout")]
+        assert results.scores["coroutine"] == [1.0] * 20 + [0.0, 0.0]
+        assert results.named["length"] == [1.0] * 20 + [0.0, 0.0]
+        assert [(f.number, f.kind) for f in results.failures] == [(20, "error"), (21, "timeout")]
 
 
 def test_a_coroutine_that_blocks_its_loop_is_found():
-    judged = judge(functions.coroutine, samples("x", "loop", "x"), time_limit=2.5)
-    assert judged.scores["coroutine"] == [1.0, 0.0, 1.0]
-    assert [(f.number, f.kind) for f in judged.failures] == [(1, "timeout")]
+    results = run(functions.coroutine, samples("x", "loop", "x"), time_limit=2.5)
+    assert results.scores["coroutine"] == [1.0, 0.0, 1.0]
+    assert [(f.number, f.kind) for f in results.failures] == [(1, "timeout")]
 
 
 def test_async_functions_of_the_batch():
-    assert judge(functions.async_batch, samples("a", "bb")).scores == {"async_batch": [1.0, 2.0]}
+    assert run(functions.async_batch, samples("a", "bb")).scores == {"async_batch": [1.0, 2.0]}
 
 
 def test_inline_functions_run_here():
-    judged = judge(functions.inline, samples("", "raise"))
-    assert judged.scores["inline"] == [1.0 + os.getpid(), 0.0]
-    assert judged.failures[0].kind == "error"
+    results = run(functions.inline, samples("", "raise"))
+    assert results.scores["inline"] == [1.0 + os.getpid(), 0.0]
+    assert results.failures[0].kind == "error"
 
 
 def test_sums_keep_their_parts_apart():
-    judged = judge(weighted_sum({"outer": functions.summed, "process": functions.process}), samples("aa", "raise"))
-    assert judged.scores == {"outer/length": [2.0, 5.0], "outer/one": [1.0, 0.0], "process": [1.0, 1.0]}
-    assert set(judged.named) == {"process/pid", "process/torch"}
-    assert [(f.part, f.number) for f in judged.failures] == [("outer/one", 1)]
+    results = run(weighted_sum({"outer": functions.summed, "process": functions.process}), samples("aa", "raise"))
+    assert results.scores == {"outer/length": [2.0, 5.0], "outer/one": [1.0, 0.0], "process": [1.0, 1.0]}
+    assert set(results.named) == {"process/pid", "process/torch"}
+    assert [(f.term, f.number) for f in results.failures] == [("outer/one", 1)]
 
 
 @pytest.mark.parametrize(
@@ -226,18 +226,18 @@ def test_results_that_are_no_scores_are_errors(result, said):
     functions.bad_result.reward_inline = True
     try:
         with pytest.raises(ValueError, match=rf"'bad_result' returned .*{said}.* for sample 1 \(1 of 2 samples"):
-            judge(functions.bad_result, [sample("x", 1.0), sample("x", result)])
+            run(functions.bad_result, [sample("x", 1.0), sample("x", result)])
     finally:
         del functions.bad_result.reward_inline
 
 
 def test_bad_results_of_workers_and_batches():
     with pytest.raises(ValueError, match="'bad_result' returned None for sample 0"):
-        judge(functions.bad_result, [sample("", None)])
+        run(functions.bad_result, [sample("", None)])
     with pytest.raises(ValueError, match="'too_few' returned 1 results for 2 samples"):
-        judge(functions.too_few, samples("", ""))
+        run(functions.too_few, samples("", ""))
     with pytest.raises(ValueError, match=r"the names \['a'\] for sample 0, but \['b'\] for sample 1"):
-        judge(functions.uneven_names, samples("a", "b"))
+        run(functions.uneven_names, samples("a", "b"))
 
 
 def test_good_results_of_all_types():
@@ -247,10 +247,10 @@ def test_good_results_of_all_types():
     good = [True, 2, numpy.float32(0.5), torch.tensor(3.0), numpy.int64(4)]
     functions.bad_result.reward_inline = True
     try:
-        judged = judge(functions.bad_result, [sample("", value) for value in good])
+        results = run(functions.bad_result, [sample("", value) for value in good])
     finally:
         del functions.bad_result.reward_inline
-    assert judged.scores["bad_result"] == [1.0, 2.0, 0.5, 3.0, 4.0]
+    assert results.scores["bad_result"] == [1.0, 2.0, 0.5, 3.0, 4.0]
 
 
 def test_closures_are_sent_by_value():
@@ -259,7 +259,7 @@ def test_closures_are_sent_by_value():
     def local(given) -> float:
         return bonus + len(given.response)
 
-    assert judge(local, samples("ab")).scores == {"local": [7.0]}
+    assert run(local, samples("ab")).scores == {"local": [7.0]}
     generator = (i for i in ())
 
     def stuck(given) -> float:
@@ -280,7 +280,7 @@ def test_a_reward_that_does_not_load_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match="the reward f does not load in a worker process: ImportError: only under test"
     ):
-        judge(fragile.f, samples(""))
+        run(fragile.f, samples(""))
 
 
 def test_limits_are_checked():
@@ -305,8 +305,8 @@ def mine(sample):
 
 runner = RewardRunner(mine, time_limit=60)
 one = Sample("", "ab", None, "", {}, (), (), "stop")
-print(runner.judge([one]).scores["mine"], flush=True)
-runner.judge([one._replace(response="loop")])
+print(runner.run([one]).scores["mine"], flush=True)
+runner.run([one._replace(response="loop")])
 """
 
 
@@ -333,15 +333,15 @@ def test_a_script_without_a_guard_leaves_nothing_behind(tmp_path, how):
 
 
 def test_workers_outlive_the_thread_that_needed_them():
-    """A rollout ahead is judged on a thread that ends, maybe before a process that it started anew is ready."""
+    """A rollout ahead is scored on a thread that ends, maybe before a process that it started anew is ready."""
     with RewardRunner(functions.naps, time_limit=3.0, workers=2) as runner:
-        runner.judge(samples(*["0.4"] * 4))  # both are ready
+        runner.run(samples(*["0.4"] * 4))  # both are ready
         found = []
         first = ["60", "0", "2.0", "2.0", *["0"] * 12]  # tasks of two: the second ends just after the first is given up
-        thread = threading.Thread(target=lambda: found.append(runner.judge(samples(*first))))
+        thread = threading.Thread(target=lambda: found.append(runner.run(samples(*first))))
         thread.start()
         thread.join()
         time.sleep(0.1)
-        found.append(runner.judge(samples(*["0.3"] * 4)))
-    assert [judged.scores["naps"] for judged in found] == [[0.0, *map(float, first[1:])], [0.3] * 4]
-    assert [[f.kind for f in judged.failures] for judged in found] == [["timeout"], []]
+        found.append(runner.run(samples(*["0.3"] * 4)))
+    assert [results.scores["naps"] for results in found] == [[0.0, *map(float, first[1:])], [0.3] * 4]
+    assert [[f.kind for f in results.failures] for results in found] == [["timeout"], []]

@@ -14,7 +14,7 @@ from tests.models.families import make
 
 
 def test_importing_the_engine_imports_no_vllm():
-    code = "import sys, fppo.rollout.vllm; assert not any(m.split('.')[0] == 'vllm' for m in sys.modules)"
+    code = "import sys, fppo.rollout.vllm.engine; assert not any(m.split('.')[0] == 'vllm' for m in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -360,7 +360,7 @@ def test_time_in_which_this_process_stood_still_is_no_silence(monkeypatch):
 
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: passed[0]))
     said = SimpleNamespace(poll=poll, recv_bytes=lambda: pickle.dumps(("result", 3)))
-    assert host_of(said)[0]._hear("patience") == ("result", 3)
+    assert host_of(said)[0]._receive("patience") == ("result", 3)
     assert passed[0] > 1000
 
 
@@ -374,6 +374,6 @@ def test_silence_is_a_death(monkeypatch):
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: passed[0]))
     monkeypatch.setattr(process, "_end", lambda *_, grace: ended.append(grace))
     with pytest.raises(EngineDied, match=r"no sign of life for 7 s \(setting: patience\)"):
-        host_of(SimpleNamespace(poll=poll), patience=7.0)[0]._hear("patience")
+        host_of(SimpleNamespace(poll=poll), patience=7.0)[0]._receive("patience")
     assert 7 <= passed[0] < 9
     assert ended == [0]

@@ -56,8 +56,8 @@ class ChatTemplate:
                 "as they are"
             )
         stop = self.tokenizer.decode([end])
-        space, found, rest = self.tail.partition(stop) if stop else ("", "", "")
-        tail = rest if found and not space.strip() else self.tail
+        space, match, rest = self.tail.partition(stop) if stop else ("", "", "")
+        tail = rest if match and not space.strip() else self.tail
         return list(self.tokenizer.encode(tail + whole[len(self.before) :], add_special_tokens=False))
 
 
@@ -66,12 +66,12 @@ def chat_template(tokenizer: Any, *, roles: Sequence[str] = ()) -> ChatTemplate:
     an assistant, of the user, and of `roles`; or if it is not append-only."""
     before = _render(tokenizer, _DUMMY, generation=False)
     if _MARK not in before:
-        raise ValueError(f"the chat template does not show what an assistant said: {before!r}")
-    made = ChatTemplate(tokenizer, before, before.rpartition(_MARK)[2])
+        raise ValueError(f"the chat template does not show an assistant's words: {before!r}")
+    template = ChatTemplate(tokenizer, before, before.rpartition(_MARK)[2])
     end = tokenizer.eos_token_id
     for role in ("user", *roles):
-        made([{"role": role, "content": "x"}], end)
-    return made
+        template([{"role": role, "content": "x"}], end)
+    return template
 
 
 def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generation: bool) -> str:

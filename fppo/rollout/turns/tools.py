@@ -1,7 +1,7 @@
 """Tools: functions that answer the policy's turns. Worker processes import this module, so it imports no torch.
 
 A tool is `respond(conversation) -> messages`, a function or a coroutine. The conversation is a list of messages, dicts
-with "role" and "content": the prompt, the policy's turns and what tools said so far; the policy's messages have "end"
+with "role" and "content": the prompt, the policy's turns and the tools' messages; the policy's messages have "end"
 too, the text of the token that ended the turn. A tool returns messages that the policy goes on after; no messages, [],
 to let it go on with nothing in between; or None: the response is done.
 """
@@ -96,39 +96,39 @@ def resolve(name: str) -> Respond:
 
 
 @attrs.frozen
-class Asked:
-    """A tool as worker processes call it: a sample's conversation in, and text that tells what came back."""
+class SampleTool:
+    """A tool as worker processes call it: a sample's conversation in, its result out as JSON, in an answer."""
 
     respond: Respond
 
     def __call__(self, sample: Sample) -> Any:
-        found = self.respond([dict(message) for message in sample.extras[CONVERSATION]])
-        return _later(found) if inspect.isawaitable(found) else _packed(found)
+        result = self.respond([dict(message) for message in sample.extras[CONVERSATION]])
+        return _later(result) if inspect.isawaitable(result) else _packed(result)
 
 
-async def _later(found: Any) -> Any:
-    return _packed(await found)
+async def _later(result: Any) -> Any:
+    return _packed(await result)
 
 
-def _packed(found: Any) -> dict[str, Any]:
+def _packed(result: Any) -> dict[str, Any]:
     """{"score", "answer"}, where the answer is JSON: [messages or null, what is wrong with them or null]."""
-    wrong = _wrong(found)
-    return {"score": 0.0, "answer": json.dumps([None, wrong] if wrong else [found, None])}
+    problem = _problem(result)
+    return {"score": 0.0, "answer": json.dumps([None, problem] if problem else [result, None])}
 
 
-def _wrong(found: Any) -> str | None:
+def _problem(result: Any) -> str | None:
     """What keeps a tool's result from being messages, or None."""
-    if found is None:
+    if result is None:
         return None
-    if not isinstance(found, (list, tuple)):
-        return f"a {type(found).__name__}"
-    for message in found:
+    if not isinstance(result, (list, tuple)):
+        return f"a {type(result).__name__}"
+    for message in result:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             return f"a message without text as 'role' and 'content': {message!r}"[:200]
         if message["role"] == "assistant":
             return "a message of the role 'assistant', which is the policy's own"
     try:
-        json.dumps(found)
+        json.dumps(result)
     except (TypeError, ValueError) as error:
         return f"messages that do not fit JSON: {error}"
     return None

@@ -57,19 +57,19 @@ class _DiedElsewhere(EngineDied):
     """The engine of another rank died, not this one's."""
 
 
-class _Held(NamedTuple):
+class _Weights(NamedTuple):
     version: int
     leaves: dict[str, weakref.ref[Tensor]]
-    digests: dict[str, str]  # of this rank's parts, where only changes are sent
+    digests: dict[str, str]  # of this rank's shards, where only changes are sent
 
 
 class VllmEngine:
     """vLLM for `model`, started here and ended by `close()`.
 
-    The engine holds the weights of one version. `generate` sends it others when the version differs, or when it is
-    given other tensors than before; every tensor's digest, and the set of names, is confirmed, and at the first sync
-    (`probe`) the log-probs of some tokens are held against the model's own. With `send="changed"` only parameters whose
-    digests differ go, those in `frozen` once. `rename` gives parameters the engine's names. On a sharded `mesh`
+    The engine holds the weights of one version. `generate` sends it others when the version differs, or the tensors are
+    not those of before; every tensor's digest, and the set of names, is confirmed, and at the first sync (`probe`) the
+    log-probs of some tokens are compared with the model's own. With `send="changed"` only parameters whose digests
+    differ go, those in `frozen` once. `rename` gives parameters the engine's names. On a sharded `mesh`
     parameters are shards, and every rank's engine must be synced in the same order. `transfer` gives the trainer's side
     of a transfer engine that vLLM has from a plugin, in place of `options.transport`.
 
@@ -104,7 +104,7 @@ class VllmEngine:
         self._info = transfer or (None if self._options.transport == "auto" else transfer_info)
         self._transfer: Transfer | None = None  # of the host
         self._targets = sync.targets(model.shapes, self._rename)
-        self._held: _Held | None = None
+        self._weights: _Weights | None = None
         self.replaced = 0  # processes that died or hung, and were replaced
         self._probed = self._asleep = self._broken = False
         self._host: Host | None = start_host(self._model, self._options, self._dtype)
@@ -119,7 +119,7 @@ class VllmEngine:
     @property
     def version(self) -> int | None:
         """The version that the engine holds; None: none, or none that was confirmed."""
-        return None if self._held is None else self._held.version
+        return None if self._weights is None else self._weights.version
 
     @property
     def limit(self) -> int:
@@ -184,7 +184,7 @@ class VllmEngine:
         It sends what `send` says, whatever the engine holds already.
         """
         started = time.perf_counter()
-        before, self._held = self._held, None  # unless all goes well, the engine holds nothing that may be used
+        before, self._weights = self._weights, None  # unless all goes well, the engine holds nothing that may be used
         sync.compare_names(self._targets, params)
         only, digests = self._wanted(params, before)
         sent: dict[str, str] = {}
@@ -212,13 +212,13 @@ class VllmEngine:
                 raise SyncError(f"vLLM left parameters as they were: {unfilled[:8]}")
         if self._probe == "always" or (self._probe == "first" and self._any(not self._probed, params)):
             self._compare_log_probs(params)
-        self._held = _Held(version, {name: weakref.ref(x) for name, x in params.items()}, digests)
+        self._weights = _Weights(version, {name: weakref.ref(x) for name, x in params.items()}, digests)
         return Synced(version, len(sent), count, time.perf_counter() - started)
 
     def _load(
         self, only: list[str], buckets: Iterator[Bucket], params: Mapping[str, Tensor]
     ) -> tuple[dict[str, str], list[str]]:
-        """What `Host.end_load` says of these buckets. A rank whose vLLM fails still gathers what the others send."""
+        """What `Host.end_load` returns for these buckets. A rank whose vLLM fails still gathers what others send."""
         got: dict[str, str] = {}
         unfilled: list[str] = []
         died = None
@@ -260,7 +260,7 @@ class VllmEngine:
         """
         if not self._options.sleep:
             raise ValueError("the engine cannot sleep: start it with sleep = True, on a GPU")
-        self._held = None
+        self._weights = None
         if not (self._asleep or self._broken):
             self._broken = True  # unless it sleeps
             self._running().sleep()
@@ -268,7 +268,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """Ends vLLM. Idempotent."""
-        host, self._host, self._held = self._host, None, None
+        host, self._host, self._weights = self._host, None, None
         if host is not None:
             self._leave()
             host.close()
@@ -292,10 +292,10 @@ class VllmEngine:
         return self._host
 
     def _stale(self, params: Mapping[str, Tensor], version: int) -> bool:
-        held = self._held
-        if held is None or held.version != version or held.leaves.keys() != params.keys():
+        weights = self._weights
+        if weights is None or weights.version != version or weights.leaves.keys() != params.keys():
             return True
-        return any(held.leaves[name]() is not x for name, x in params.items())
+        return any(weights.leaves[name]() is not x for name, x in params.items())
 
     def _answers(self, request: Request, params: Mapping[str, Tensor], ask: Ask) -> list[Answer]:
         """All rows' answers. A process that dies is replaced, and asked for the rows that it left.
@@ -334,19 +334,19 @@ class VllmEngine:
         raise AssertionError
 
     def _replace(self, died: EngineDied, done: str) -> None:
-        self.replaced += 1  # and said: a warning that says the same twice is shown once
+        self.replaced += 1  # and named: a warning of the same text is shown once
         text = f"{died}; {done}, a new one goes on (replaced so far: {self.replaced})"
         warnings.warn(text, RuntimeWarning, stacklevel=4)
-        self._held, self._broken = None, True  # the next sync starts another, and may see that die too
+        self._weights, self._broken = None, True  # the next sync starts another, and may see that die too
 
-    def _generate(self, request: Request, done: Callable[[int, Answer], None]) -> None:
+    def _generate(self, request: Request, on_answer: Callable[[int, Answer], None]) -> None:
         try:
-            self._running().generate(request, done)
+            self._running().generate(request, on_answer)
         except BaseException:  # also an interruption: what vLLM is in the middle of, the next sync does not rely on
-            self._held, self._broken = None, True
+            self._weights, self._broken = None, True
             raise
 
-    def _wanted(self, params: Mapping[str, Tensor], before: _Held | None) -> tuple[list[str], dict[str, str]]:
+    def _wanted(self, params: Mapping[str, Tensor], before: _Weights | None) -> tuple[list[str], dict[str, str]]:
         """The parameters to send, and the digests to compare with next time."""
         if self._send == "all":
             return list(params), {}

@@ -64,11 +64,11 @@ class LocalHost:
         with _as_sync_error():
             return _agreed(self.call("fppo_end_load"))
 
-    def generate(self, request: Request, done: Callable[[int, Answer], None]) -> None:
-        """Calls `done` with each row's number and answer, when the row ends."""
+    def generate(self, request: Request, on_answer: Callable[[int, Answer], None]) -> None:
+        """Calls `on_answer` with each row's number and answer, when the row ends."""
         for row, answer in self.answers(request):
             if answer is not None:
-                done(row, answer)
+                on_answer(row, answer)
 
     def answers(self, request: Request) -> Iterator[tuple[int, Answer | None]]:
         """Each row and its answer, when it ends; (-1, None) after a step in which none did."""
@@ -184,11 +184,11 @@ def _shares(workers: int) -> str:
     return "|".join(",".join(str(cpu) for cpu in own[worker::workers]) for worker in range(workers))
 
 
-def _agreed(found: Sequence[tuple[dict[str, str], list[str]]]) -> tuple[dict[str, str], list[str]]:
+def _agreed(workers: Sequence[tuple[dict[str, str], list[str]]]) -> tuple[dict[str, str], list[str]]:
     """A digest of each weight that all workers got, equal to none if theirs differ; what one did not fill."""
-    names = set.intersection(*(set(got) for got, _ in found))
-    digests = {name: "|".join(dict.fromkeys(got[name] for got, _ in found)) for name in sorted(names)}
-    return digests, sorted({name for _, unfilled in found for name in unfilled})
+    names = set.intersection(*(set(got) for got, _ in workers))
+    digests = {name: "|".join(dict.fromkeys(got[name] for got, _ in workers)) for name in sorted(names)}
+    return digests, sorted({name for _, unfilled in workers for name in unfilled})
 
 
 @contextlib.contextmanager
@@ -246,11 +246,11 @@ def _start(path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bo
 def _why(error: Exception, options: VllmOptions) -> str:
     text = str(error)
     if "memory" in text.lower() or "KV cache" in text:
-        given = f"cache_gb = {options.cache_gb}, in place of vLLM's gpu_memory_utilization"
+        memory = f"cache_gb = {options.cache_gb}, in place of vLLM's gpu_memory_utilization"
         if options.memory_share is not None:
-            given = f"memory_share = {options.memory_share}, vLLM's gpu_memory_utilization"
+            memory = f"memory_share = {options.memory_share}, vLLM's gpu_memory_utilization"
         rest = f"max_model_len = {options.max_model_len}, max_rows = {options.max_rows}"
-        return f"{text} (settings: {given}, {rest})"
+        return f"{text} (settings: {memory}, {rest})"
     if "max_model_len" in text or "max_position_embeddings" in text:
         return f"{text} (setting: max_model_len = {options.max_model_len})"
     return text

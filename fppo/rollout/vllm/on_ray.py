@@ -47,7 +47,7 @@ class RayHost:
         paths = os.pathsep.join(os.getcwd() if entry == "" else entry for entry in sys.path)
         there = {"num_cpus": 1, "num_gpus": gpus, "runtime_env": {"env_vars": {"PYTHONPATH": paths}}}
         self._actor = self._ray.remote(_Server).options(**there).remote()
-        self._loading: Any = None  # what takes weights in while the next are made
+        self._loading: Any = None  # what takes weights in while the next are packed
         files = {} if trust_remote_code else {file.name: file.read_bytes() for file in Path(path).iterdir()}
         try:
             asked = {"dtype": dtype, "trust_remote_code": trust_remote_code}
@@ -66,7 +66,7 @@ class RayHost:
         self._ask("begin_load", how, transfer, wait="start_patience")
 
     def take_in(self, tensors: Mapping[str, Tensor]) -> None:
-        """As `LocalHost.take_in`; two of them may be under way, so that one is made while the other is taken in."""
+        """As `LocalHost.take_in`; two of them may be under way, so that one is packed while the other is taken in."""
         places, end = places_of(tensors)
         packed = np.empty(end, np.uint8)
         memory = torch.from_numpy(packed)
@@ -83,8 +83,8 @@ class RayHost:
             self._get(before, "start_patience")
         return self._ask("end_load", wait="start_patience")
 
-    def generate(self, request: Request, done: Callable[[int, Answer], None]) -> None:
-        """As `LocalHost.generate`; `done` is called as rows end, so what it was given outlives the actor."""
+    def generate(self, request: Request, on_answer: Callable[[int, Answer], None]) -> None:
+        """As `LocalHost.generate`; `on_answer` is called as rows end, so answers outlive the actor."""
         stream = self._actor.generate.options(num_returns="streaming").remote(request)
         try:
             while True:
@@ -95,8 +95,8 @@ class RayHost:
                 except StopIteration:
                     return
                 for row, answer in ended:
-                    done(row, Answer(*(x.copy() for x in answer)))  # what Ray hands out cannot be written to
-        except BaseException:  # also one of `done`: it would go on there
+                    on_answer(row, Answer(*(x.copy() for x in answer)))  # what Ray hands out cannot be written to
+        except BaseException:  # also one of `on_answer`: it would go on there
             self.close()
             raise
 
@@ -174,13 +174,13 @@ class _Server:
 
     def generate(self, request: Request) -> Iterator[list[tuple[int, tuple[np.ndarray, ...]]]]:
         """The rows that ended since the last time; none of them is a sign of life."""
-        said, ended = time.monotonic(), []
+        yielded, ended = time.monotonic(), []
         for row, answer in self._running.answers(request):
             if answer is not None:
                 ended.append((row, tuple(answer)))
-            elif ended or time.monotonic() - said > _BEAT:
+            elif ended or time.monotonic() - yielded > _BEAT:
                 yield ended
-                said, ended = time.monotonic(), []
+                yielded, ended = time.monotonic(), []
         yield ended
 
     @property

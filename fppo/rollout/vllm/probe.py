@@ -36,10 +36,10 @@ def own_log_probs(model: Model, params: Mapping[str, Tensor], mesh: Mesh, tokens
     root, apply_layer = opened(dict(params), model, mesh)
     hidden = models.hidden_states(model, root, tokens, places, attend=attend, apply_layer=apply_layer)
     head = models.output_head(model, root)
-    found = _TABLE.log_probs(
+    outputs = _TABLE.log_probs(
         hidden[start - 1 : -1], head.weight, tokens[start:], bias=head.bias, softcap=head.softcap, scale=head.scale
     )
-    return found.log_probs.cpu()
+    return outputs.log_probs.cpu()
 
 
 def compare_log_probs(ours: Tensor, theirs: Tensor, dtype: str) -> None:

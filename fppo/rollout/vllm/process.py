@@ -85,17 +85,17 @@ class ProcessHost:
         """As `LocalHost.end_load`."""
         return self._ask("end_load", wait="start_patience")
 
-    def generate(self, request: Request, done: Callable[[int, Answer], None]) -> None:
-        """As `LocalHost.generate`; `done` is called as rows end, so what it was given outlives the process."""
+    def generate(self, request: Request, on_answer: Callable[[int, Answer], None]) -> None:
+        """As `LocalHost.generate`; `on_answer` is called as rows end, so answers outlive the process."""
         self._send("generate", request)
         ended = False
         try:
             while not ended:
-                kind, *rest = self._hear("patience")
+                kind, *rest = self._receive("patience")
                 if kind == "row":
-                    done(rest[0], Answer(*rest[1]))
+                    on_answer(rest[0], Answer(*rest[1]))
                 ended = kind == "result"
-        except BaseException:  # also one of `done`: the rest of its answers has no reader
+        except BaseException:  # also one of `on_answer`: the rest of its answers has no reader
             self.close()
             raise
 
@@ -114,7 +114,7 @@ class ProcessHost:
 
     def _ask(self, *message: Any, wait: str = "patience") -> Any:
         self._send(*message)
-        kind, *rest = self._hear(wait)
+        kind, *rest = self._receive(wait)
         if kind != "result":
             raise EngineFailure(f"the process of vLLM answers out of turn: {kind}")
         return rest[0]
@@ -125,7 +125,7 @@ class ProcessHost:
         except OSError as error:
             raise self._died() from error
 
-    def _hear(self, wait: str) -> tuple[Any, ...]:
+    def _receive(self, wait: str) -> tuple[Any, ...]:
         """The next message that is not a mere sign of life; an error there is raised here."""
         patience = getattr(self._options, wait)
         while True:
@@ -161,12 +161,12 @@ class ProcessHost:
 
 def _environment(options: VllmOptions) -> dict[str, str]:
     """The process's environment: beside a rank of several it is to run on that rank's GPU, not on the first."""
-    found = {name: value for name, value in os.environ.items() if name not in NOT_FOR_VLLM}
+    variables = {name: value for name, value in os.environ.items() if name not in NOT_FOR_VLLM}
     shared = options.tensor_parallel == 1 and options.transport != "nccl"  # which is between different ones
     if shared and torch.cuda.is_initialized():
-        own, visible = torch.cuda.current_device(), found.get("CUDA_VISIBLE_DEVICES")
-        found["CUDA_VISIBLE_DEVICES"] = visible.split(",")[own] if visible else str(own)
-    return found
+        own, visible = torch.cuda.current_device(), variables.get("CUDA_VISIBLE_DEVICES")
+        variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[own] if visible else str(own)
+    return variables
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection, grace: float = _GRACE) -> None:
@@ -197,7 +197,7 @@ class _Server:
         self._connection, self._memory = connection, memory
         self._host: LocalHost | None = None
         self._wrong: Exception | None = None
-        self._said = 0.0
+        self._replied_at = 0.0
 
     def serve(self) -> None:
         """Answers one request. What goes wrong is sent; a lost connection is raised."""
@@ -210,10 +210,10 @@ class _Server:
         except Exception as error:
             kind = next((base.__name__ for base in type(error).__mro__ if base.__name__ in _ERRORS), "EngineFailure")
             known = isinstance(error, tuple(_ERRORS.values()))
-            self._say("error", kind, str(error) if known else "".join(traceback.format_exception(error)))
+            self._reply("error", kind, str(error) if known else "".join(traceback.format_exception(error)))
         else:
             if request[0] != "take_in":
-                self._say("result", result)
+                self._reply("result", result)
 
     def start(self, path: str, options: VllmOptions, rest: dict[str, Any]) -> int:
         """Starts vLLM; the longest prompt and response together."""
@@ -225,9 +225,9 @@ class _Server:
         self._running.begin_load(how, transfer)
 
     def take_in(self, places: list[Place]) -> None:
-        """Says that the memory is free again, and only then loads: the trainer fills it meanwhile."""
+        """Replies that the memory is free again, and only then loads: the trainer fills it meanwhile."""
         tensors = self._memory.get(places)
-        self._say("result", None)
+        self._reply("result", None)
         try:
             if self._wrong is None:
                 self._running.take_in(tensors)
@@ -242,9 +242,9 @@ class _Server:
     def generate(self, request: Request) -> None:
         for row, answer in self._running.answers(request):
             if answer is not None:
-                self._say("row", row, tuple(answer))
-            elif time.monotonic() - self._said > _BEAT:
-                self._say("alive")
+                self._reply("row", row, tuple(answer))
+            elif time.monotonic() - self._replied_at > _BEAT:
+                self._reply("alive")
 
     @property
     def _running(self) -> LocalHost:
@@ -255,6 +255,6 @@ class _Server:
     def _next(self) -> tuple[Any, ...]:
         return pickle.loads(self._connection.recv_bytes())
 
-    def _say(self, *message: Any) -> None:
-        self._said = time.monotonic()
+    def _reply(self, *message: Any) -> None:
+        self._replied_at = time.monotonic()
         self._connection.send_bytes(pickle.dumps(message))

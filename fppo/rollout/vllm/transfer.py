@@ -20,7 +20,7 @@ MakeInfo = Callable[[VllmOptions, int], Any]  # the trainer's side of a backend,
 
 
 class Meta(NamedTuple):
-    """What a tensor will be, before it is made."""
+    """What a tensor will be, before it exists."""
 
     name: str
     dtype: torch.dtype
@@ -32,13 +32,13 @@ def metadata(
 ) -> list[Meta]:
     """What `sync.reshard` and `sync.renamed` will yield, tensor by tensor."""
     wanted = set(only)
-    found = []
+    metas = []
     for name, x in params.items():
         if name in wanted:
             kind = dtype if x.dtype.is_floating_point else x.dtype
             whole = torch.empty(shapes[name], dtype=kind, device="meta")
-            found += [Meta(new, part.dtype, tuple(part.shape)) for new, part in rename(name, whole)]
-    return found
+            metas += [Meta(new, part.dtype, tuple(part.shape)) for new, part in rename(name, whole)]
+    return metas
 
 
 def transfer_info(options: VllmOptions, bucket_bytes: int) -> Any:
@@ -68,9 +68,9 @@ def place(options: VllmOptions) -> tuple[str, int]:
         from vllm.utils.network_utils import get_ip  # pyright: ignore[reportMissingImports]
 
         address = get_ip()
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return address, found.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return address, probe.getsockname()[1]
 
 
 class Transfer:
@@ -90,7 +90,7 @@ class Transfer:
             raise EngineFailure(f"vLLM's weight transfer by {info.backend!r} did not start: {error}") from error
 
     def send(self, metas: list[Meta], buckets: Iterator[Bucket], how: How) -> tuple[dict[str, str], list[str]]:
-        """What `Host.end_load` says of these tensors."""
+        """What `Host.end_load` returns for these tensors."""
         self._source.metas, self._source.buckets, self._client.how = metas, buckets, how
         try:
             self._engine.send_weights()

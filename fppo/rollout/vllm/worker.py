@@ -29,7 +29,7 @@ ROW = "fppo_row"  # in a request's extra_args: the row of the rollout it answers
 
 
 class Job(NamedTuple):
-    """A rollout to draw; with `forced`, one whose tokens are given, and only their log-probs wanted."""
+    """A rollout to draw; with `forced`, one whose tokens are known, and only their log-probs wanted."""
 
     sampling: Sampling
     key: Key
@@ -55,7 +55,7 @@ class KeyedDraws(LogitsProcessor):
         self._live: dict[int, tuple[int, Sequence[int]]] = {}  # by place in the batch: row, tokens so far
         self._job: Job | None = None
         self._steps: list[_Step] = []
-        self._found = (np.empty(0), np.empty(0), np.empty(0))
+        self._columns = (np.empty(0), np.empty(0), np.empty(0))
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -66,7 +66,7 @@ class KeyedDraws(LogitsProcessor):
         count = len(job.row_ids) * width
         self._job = job._replace(row_ids=job.row_ids.to(self._device), forced=_moved(job.forced, self._device))
         self._steps = []
-        self._found = (np.full(count, -1, np.int64), np.zeros(count, np.float32), np.zeros(count, np.float32))
+        self._columns = (np.full(count, -1, np.int64), np.zeros(count, np.float32), np.zeros(count, np.float32))
 
     def update_state(self, batch_update: Any) -> None:
         if batch_update is None:
@@ -109,11 +109,13 @@ class KeyedDraws(LogitsProcessor):
         assert self._job is not None
         if self._steps:  # later steps win: a chunk of a prompt is followed by a draw too, which counts for nothing
             places = np.concatenate([step.places for step in self._steps])
-            for found, parts in zip(self._found, zip(*(step[1:] for step in self._steps), strict=True), strict=True):
-                found[places] = torch.cat(parts).cpu().numpy()
+            for column, pieces in zip(
+                self._columns, zip(*(step[1:] for step in self._steps), strict=True), strict=True
+            ):
+                column[places] = torch.cat(pieces).cpu().numpy()
             self._steps = []
         start = row * self._job.sampling.max_tokens
-        return Answer(*(found[start : start + length].copy() for found in self._found))
+        return Answer(*(column[start : start + length].copy() for column in self._columns))
 
 
 def _moved(x: Tensor | None, device: torch.device) -> Tensor | None:
@@ -147,7 +149,7 @@ class Extension:
         self._draws().begin(job)
 
     def fppo_take(self, ended: Sequence[tuple[int, int]]) -> list[Answer] | None:
-        """What rows got that have ended after so many tokens; all workers have drawn it, the first one says it."""
+        """What rows got that have ended after so many tokens; all workers have drawn it, the first one returns it."""
         draws = self._draws()
         return [draws.take(row, length) for row, length in ended] if self.rank == 0 else None
 
@@ -156,7 +158,7 @@ class Extension:
         return checkpoint_names(self.model_runner.get_model())
 
     def fppo_begin_load(self, how: How, transfer: bool) -> None:
-        """Weights are to come, digested so: what `fppo_take_in` is given, or vLLM's own transfer engine brings."""
+        """Weights are to come, digested so: what `fppo_take_in` takes, or vLLM's own transfer engine brings."""
         model = self.model_runner.get_model()
         loading = self._loading = _Loading({}, set(), transfer)
         load_weights = type(model).load_weights
@@ -167,9 +169,9 @@ class Extension:
                 yield name, x
 
         def load(stream: Iterable[tuple[str, Tensor]]) -> set[str]:
-            found = load_weights(model, recorded(stream)) or set()
-            loading.filled.update(found)
-            return found
+            filled = load_weights(model, recorded(stream)) or set()
+            loading.filled.update(filled)
+            return filled
 
         model.load_weights = load
         if transfer:
@@ -227,17 +229,17 @@ def _repack_shared(model: Any, filled: Set[str]) -> None:
 def checkpoint_names(model: Any) -> dict[str, list[str]]:
     """The checkpoint's names of what each module of a vLLM model holds, which fuses some (q, k and v; gate and up).
 
-    Those of experts are left out: vLLM says nowhere how it stacks them.
+    Those of experts are left out: vLLM documents nowhere how it stacks them.
     """
     packed = getattr(model, "packed_modules_mapping", None) or {}
     names: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
         if ".experts." in name:
             continue
-        parts = name.split(".")
-        place = next((i for i, part in enumerate(parts) if part in packed), None)
-        found = [name]
+        path = name.split(".")
+        place = next((i for i, part in enumerate(path) if part in packed), None)
+        own = [name]
         if place is not None:
-            found = [".".join([*parts[:place], part, *parts[place + 1 :]]) for part in packed[parts[place]]]
-        names.setdefault(name.rpartition(".")[0], []).extend(found)
+            own = [".".join([*path[:place], part, *path[place + 1 :]]) for part in packed[path[place]]]
+        names.setdefault(name.rpartition(".")[0], []).extend(own)
     return names

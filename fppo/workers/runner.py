@@ -1,0 +1,95 @@
+"""User functions, ready to be called: some in this process, the rest in worker processes with a time limit."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from fppo.workers.calls import Mode, call
+from fppo.workers.pool import WorkerPool
+from fppo.workers.sample import Kind, Outcome, Sample, UserFn
+
+
+class Function(Protocol):
+    """A user function and how it is called."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def fn(self) -> UserFn: ...
+    @property
+    def kind(self) -> Kind: ...
+    @property
+    def asynchronous(self) -> bool: ...
+    @property
+    def inline(self) -> bool: ...  # in this process
+
+
+class FunctionRunner:
+    """Functions, ready to be called; close it, or use it in a `with` statement.
+
+    Inline functions run in this process, where nothing stops them. All others run in `workers` processes, which are
+    killed and started again when one call takes more than `time_limit` seconds, in Python or C. Coroutines run up to
+    `concurrency` at a time. Loading the functions may take `start_limit` seconds. `role` is what errors call them.
+    Several threads may call: the processes serve one at a time.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[Function],
+        *,
+        role: str,
+        time_limit: float,
+        workers: int,
+        concurrency: int,
+        start_limit: float,
+    ) -> None:
+        if not time_limit > 0 or workers < 1 or concurrency < 1:
+            raise ValueError(
+                f"time_limit = {time_limit}, workers = {workers}, concurrency = {concurrency}: all must be above 0"
+            )
+        self._time_limit, self._concurrency = time_limit, concurrency
+        outside = [(function.name, function.fn) for function in functions if not function.inline]
+        self._numbers = {name: number for number, (name, _) in enumerate(outside)}
+        self._pool, self._one_at_a_time = None, threading.Lock()
+        if outside:
+            self._pool = WorkerPool(outside, workers=workers, time_limit=time_limit, start_limit=start_limit, role=role)
+
+    def start(self) -> None:
+        """Starts the worker processes ahead of the first call, without waiting for them."""
+        if self._pool is not None:
+            self._pool.start()
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def outcomes_of(self, function: Function, samples: Sequence[Sample]) -> list[Outcome]:
+        """What became of every sample with one of the functions."""
+        mode = Mode(function.kind, function.asynchronous, self._time_limit, self._concurrency)
+        if not samples:
+            return []
+        if self._pool is not None and not function.inline:
+            with self._one_at_a_time:
+                return self._pool.run(self._numbers[function.name], mode, samples)
+        outcomes: dict[int, Outcome] = {}
+        with asyncio.Runner() as loop:
+            call(function.fn, samples, mode, loop, outcomes.__setitem__, _nothing)
+        return [outcomes[number] for number in range(len(samples))]
+
+
+def _nothing() -> None:
+    pass
