@@ -1,0 +1,1 @@
+"""What the README and the pages show keeps what they say."""

@@ -1,0 +1,37 @@
+"""Every Python block of the README and the pages runs, in the order of its page, in one namespace."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from .pages import PAGES, REASONS, ROOT, blocks, code_of
+
+WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    namespace: dict = {"__name__": "page"}
+    for block in blocks(page):
+        if block.language != "python" or block.skip is not None:
+            continue
+        code = compile(code_of(block), block.name, "exec")
+        if block.file is not None:
+            (tmp_path / block.file).write_text(block.text, encoding="utf-8")
+        exec(code, namespace)
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_block_is_skipped_for_a_reason_that_this_machine_cannot_help(page: Path):
+    for block in blocks(page):
+        assert block.skip is None or block.skip.startswith(REASONS), f"{block.name}: {block.skip}"
+        assert block.language in ("python", "bash", "toml", "text"), f"{block.name}: {block.language!r}"
