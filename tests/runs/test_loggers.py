@@ -1,0 +1,251 @@
+"""Loggers: what is written survives kills and resuming, and what is missing is left out."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from fppo.batch import Column, Experience
+from fppo.runs import jsonl, loggers
+from fppo.runs.jsonl import JsonLines
+from fppo.runs.samples import pieces, samples_of
+
+STEP = {
+    "critic/score/mean": 0.5,
+    "actor/ppo_kl": 0.001,
+    "actor/entropy": 1.25,
+    "actor/pg_clipfrac": 0.02,
+    "critic/vf_loss": 0.125,
+    "perf/throughput": 12345.6,
+}
+
+
+def ticking(seconds: float = 2.0):
+    times = iter(range(10**6))
+    return lambda: next(times) * seconds
+
+
+def test_each_line_is_on_disk_when_log_returns(tmp_path):
+    log = JsonLines(tmp_path / "sub" / "metrics.jsonl")
+    log.write({"step": 0, "text": "€ \ud800 \n"})
+    assert jsonl.read(tmp_path / "sub" / "metrics.jsonl") == [{"step": 0, "text": "€ \ud800 \n"}]
+    log = JsonLines(tmp_path / "sub" / "metrics.jsonl")
+    log.log(1, {"a": 0.1, "b": float("nan"), "c": float("inf")})
+    text = (tmp_path / "sub" / "metrics.jsonl").read_text()
+    assert text == '{"step": 1, "a": 0.1, "b": null, "c": null}\n'
+    log.close()
+    log.close()
+
+
+@given(st.integers(0, 6), st.integers(0, 60))
+def test_resuming_drops_later_and_torn_lines_alone(first_step, torn):
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "m.jsonl"
+        lines = [json.dumps({"step": step, "x": step / 7}) for step in range(1, 5)]
+        whole = "\n".join(lines) + "\n"
+        path.write_text(whole[: len(whole) - torn])
+        survivors = [r for r in jsonl.read(path) if r["step"] < first_step]
+        complete = [json.loads(line) for line in whole[: len(whole) - torn].split("\n")[:-1]]
+        assert [r for r in complete if r["step"] < first_step] == survivors[: len(complete)]
+        log = JsonLines(path, first_step=first_step)
+        log.log(first_step, {"x": 9.0})
+        log.close()
+        assert jsonl.read(path) == [*survivors, {"step": first_step, "x": 9.0}]
+        assert path.read_text().endswith("}\n")
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"m\.jsonl, line 2"):
+        jsonl.read(path)
+    path.write_text("[1]\n")
+    with pytest.raises(ValueError, match="not an object"):
+        jsonl.read(path)
+
+
+def test_a_pipe_gets_one_plain_line_per_step():
+    out = io.StringIO()
+    log = loggers.PlainConsole(100, file=out, clock=ticking())
+    log.log(0, {"val/arithmetic/accuracy/mean@1": 0.25})
+    log.log(1, STEP)
+    log.log(2, {"critic/score/mean": 0.75, "actor/reward_kl_penalty": 0.5, "actor/ppo_kl": 0.001})
+    log.close()
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "step   0/100  val/arithmetic/accuracy/mean@1 0.250"
+    assert lines[1] == (
+        "step   1/100  reward 0.500  kl 0.0010  entropy 1.250  clip 2.0%  vf loss 0.1250  tok/s 12,346  left 3:18"
+    )
+    assert lines[2] == "step   2/100  reward 0.750  kl 0.5000  left 3:16"
+    assert "\x1b" not in out.getvalue()
+
+
+def test_time_left_follows_the_pace_of_the_last_steps():
+    now = [0.0]
+    left = loggers.TimeLeft(10, first_step=3, clock=lambda: now[0], window=2)
+    now[0] = 100.0
+    assert left.at(3) == pytest.approx(700.0)
+    now[0] = 101.0
+    left.at(4)
+    now[0] = 102.0
+    assert left.at(5) == pytest.approx(5.0)
+    assert [loggers.duration(s) for s in (7, 750, 3723, -1)] == ["0:07", "12:30", "1:02:03", "0:00"]
+
+
+def test_the_live_console_shows_the_same_numbers(capsys):
+    log = loggers.LiveConsole(3)
+    log.log(1, STEP)
+    log.close()
+    shown = capsys.readouterr().out
+    assert "reward" in shown
+    assert "0.500" in shown
+    assert isinstance(loggers.console(3), loggers.PlainConsole)
+
+
+def test_tensorboard_gets_every_metric(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for log in loggers.open_loggers(["tensorboard"], tmp_path, steps=3):
+        log.log(1, STEP)
+        log.log(2, STEP)
+        log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == set(STEP)
+    assert [e.step for e in events.Scalars("actor/entropy")] == [1, 2]
+
+
+def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
+    calls: list[tuple[str, Any]] = []
+
+    def init(**options: Any) -> Any:
+        calls.append(("init", options))
+        return types.SimpleNamespace(
+            id="abc",
+            log=lambda metrics, step: calls.append(("log", (metrics, step))),
+            finish=lambda: calls.append(("finish", None)),
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    for _ in range(2):
+        (log,) = loggers.open_loggers(["wandb"], tmp_path / "run", steps=3, project="p", settings={"seed": 1})
+        log.log(1, STEP)
+        log.close()
+    first, second = (options for name, options in calls if name == "init")
+    assert (first["project"], first["name"], first["id"], first["config"]) == ("p", "run", None, {"seed": 1})
+    assert (second["id"], second["resume"]) == ("abc", "allow")
+    assert ("log", (STEP, 1)) in calls
+    assert calls[-1] == ("finish", None)
+
+
+@pytest.mark.parametrize(("name", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=rf"fppo\[{name}\]"):
+        loggers.open_loggers(["jsonl", name], tmp_path, steps=3)
+    with pytest.raises(ValueError, match="no logger 'mlflow'"):
+        loggers.open_loggers(["mlflow"], tmp_path, steps=3)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet)
+    backend.train_from_iterator(["what is twelve plus seven, it is nineteen"] * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+
+
+@given(st.text(max_size=12))
+def test_pieces_join_to_the_decoded_text(tokenizer, text):
+    ids = tokenizer.encode(text)
+    found = pieces(tokenizer, ids)
+    assert len(found) == len(ids)
+    assert "".join(found) == tokenizer.decode(ids)
+
+
+def test_a_character_of_several_tokens_stands_with_the_last(tokenizer):
+    ids = tokenizer.encode("a€b")
+    assert pieces(tokenizer, ids) == ["a", "", "", "€", "b"]
+
+
+def test_pieces_keep_the_space_that_a_first_word_loses():
+    words = ["two", " plus", " two"]
+    decode = lambda ids, **options: "".join(words[i] for i in ids).removeprefix(" ")  # noqa: E731
+    assert pieces(types.SimpleNamespace(decode=decode), [0, 1, 2]) == words
+
+
+def experience(tokenizer: Any, *, critic: bool = True) -> Experience:
+    """Two prompts, padded on the left; responses of 3 and 2 tokens; the first's second token is an observation."""
+    pad = tokenizer.pad_token_id
+    words = tokenizer.encode("abcdefgh")[:8]
+    tokens = torch.tensor([[pad, *words[:2], *words[2:5]], [*words[:3], *words[3:5], pad]])
+    attention = tokens != pad
+    response = torch.tensor([[True, False, True], [True, True, False]])
+    numbers = torch.arange(6.0).reshape(2, 3)
+    numbers = numbers.masked_fill(~response, float("nan"))
+    numbers[1, 1] = float("inf")
+    return Experience(
+        tokens=tokens,
+        attention_mask=attention,
+        response_mask=response,
+        rollout_log_probs=-numbers,
+        sampling_log_probs=-numbers,
+        row_ids=torch.tensor([7, 8]),
+        groups=torch.tensor([0, 1]),
+        versions=torch.zeros(2, dtype=torch.int64),
+        finish=Column(["stop", "length"]),
+        ids=Column(["r0", 3]),
+        ground_truth=Column(["19", {"answer": 4.0}]),
+        source=Column(["sums", "sums"]),
+        extras=Column([{}, {}]),
+        scores=torch.tensor([1.0, float("nan")]),
+        named_scores={"format": torch.tensor([0.5, 0.25])},
+        old_log_probs=-numbers,
+        token_rewards=numbers,
+        advantages=numbers,
+        returns=numbers,
+        values=numbers if critic else None,
+    )
+
+
+def test_samples_hold_one_number_per_token_and_fit_json(tokenizer):
+    first, second = samples_of(experience(tokenizer), tokenizer, 5, 9)
+    assert first["tokens"] == ["c", "d", "e"]
+    assert first["log_probs"] == [0.0, None, -2.0]
+    assert first["advantages"] == first["values"] == [0.0, None, 2.0]
+    assert (first["step"], first["row_id"], first["prompt"], first["response"]) == (5, 7, "ab", "cde")
+    assert (first["score"], first["named_scores"], first["finish"]) == (1.0, {"format": 0.5}, "stop")
+    assert (second["tokens"], second["values"], second["score"]) == (["d", "e"], [3.0, None], None)
+    assert json.loads(json.dumps([first, second], allow_nan=False)) == [first, second]
+    (one,) = samples_of(experience(tokenizer, critic=False), tokenizer, 5, 1)
+    assert one["values"] is None
+    assert samples_of(experience(tokenizer), tokenizer, 5, 0) == []
+
+
+def test_an_observer_writes_metrics_and_samples(tmp_path, tokenizer):
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    samples = JsonLines(tmp_path / "samples.jsonl")
+    observe = loggers.observer([log], samples=samples, tokenizer=tokenizer, count=1)
+    record = types.SimpleNamespace
+    observe(record(run=record(step=0), experience=None, metrics={"val/x/mean": 0.5}))
+    observe(record(run=record(step=1), experience=experience(tokenizer), metrics=STEP))
+    loggers.close([log, samples])
+    assert jsonl.read(tmp_path / "metrics.jsonl") == [{"step": 0, "val/x/mean": 0.5}, {"step": 1, **STEP}]
+    assert [s["step"] for s in jsonl.read(tmp_path / "samples.jsonl")] == [1]

@@ -1,0 +1,365 @@
+"""Whole runs: repeatable, resumable after any kill, replayable, exportable."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fppo import batch as batches
+from fppo import losses, models, tree
+from fppo.commands import actions
+from fppo.runs import jsonl, session
+from fppo.runtime import checkpoint
+from tests import tiny_run
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("task")
+    tiny_run.write_task(directory)
+    return directory
+
+
+def _numbers(directory: Path):
+    """The metrics without what depends on the clock or the machine's memory."""
+    skipped = ("timing_s/", "perf/", "time")
+    return [
+        {name: value for name, value in line.items() if not name.startswith(skipped)}
+        for line in jsonl.read(directory / "metrics.jsonl")
+    ]
+
+
+def _digests(directory: Path):
+    return {line["step"]: line["state"] for line in jsonl.read(directory / "digests.jsonl")}
+
+
+def _run(task, tmp_path, name, **changes):
+    given = tiny_run.settings(task, output_dir=str(tmp_path / name), **changes)
+    return actions.train(given), tmp_path / name
+
+
+def test_one_seed_twice_is_one_run_and_another_seed_is_another(task, tmp_path):
+    _, first = _run(task, tmp_path, "first")
+    _, second = _run(task, tmp_path, "second")
+    _, other = _run(task, tmp_path, "other", seed=1)
+    assert _numbers(first) == _numbers(second)
+    assert (first / "samples.jsonl").read_text() == (second / "samples.jsonl").read_text()
+    assert _digests(first) == _digests(second)
+    assert _digests(first) != _digests(other)
+
+
+@pytest.mark.parametrize("cut", [1, 3])
+def test_a_stopped_run_goes_on_bit_for_bit(task, tmp_path, cut):
+    _, whole = _run(task, tmp_path, "whole", actor__optimizer__schedule="constant")
+    _, parts = _run(task, tmp_path, "parts", steps=cut, actor__optimizer__schedule="constant")
+    _, parts = _run(task, tmp_path, "parts", actor__optimizer__schedule="constant")
+    assert _digests(whole) == _digests(parts)
+    steps = [line["step"] for line in jsonl.read(parts / "metrics.jsonl")]
+    assert steps == list(range(5))
+
+
+def test_a_run_that_samples_ahead_stops_goes_on_and_replays_bit_for_bit(task, tmp_path):
+    given = {"rollout__ahead": 1, "actor__optimizer__schedule": "constant"}
+    _, whole = _run(task, tmp_path, "whole", **given)
+    _, parts = _run(task, tmp_path, "parts", steps=2, **given)
+    _, parts = _run(task, tmp_path, "parts", **given)
+    assert _digests(whole) == _digests(parts)
+    without = [[{n: x for n, x in line.items() if "val" not in n} for line in _numbers(d)] for d in (whole, parts)]
+    assert without[0] == without[1]  # the run of two steps has evaluated after its last
+    assert actions.replay(whole, 4) == 0
+
+
+@pytest.mark.parametrize(
+    ("shared", "sampling"),
+    [
+        ({}, {}),
+        (
+            {"rollout__n": 2, "rollout__filter__groups": True, "rollout__filter__max_draws": 2},
+            {"rollout__ahead": 1},
+        ),
+    ],
+    ids=["plain", "groups ahead"],
+)
+def test_a_run_trains_on_the_rollouts_that_another_saved(task, tmp_path, shared, sampling):
+    """Groups that filled a batch up are left out of the loss again."""
+    shared = {"reward__functions": ["tests.rewards.functions:length"], **shared}
+    _, first = _run(task, tmp_path, "first", rollout__save=True, **shared, **sampling)
+    given = tiny_run.settings(task, output_dir=str(tmp_path / "second"), rollout__from=str(first / "rollouts"), **shared)
+    assert actions.train(given) == 0
+    other_data = (".cursor", ".ahead")  # no prompt was drawn
+    for one, other in zip(*(jsonl.read(x / "digests.jsonl") for x in (first, tmp_path / "second")), strict=True):
+        assert one["batch"] == other["batch"]
+        differing = {name for name in one["result"] if one["result"][name] != other["result"].get(name)}
+        assert all(name.startswith(other_data) for name in differing)
+    if sampling:
+        dropped = [line.get("rollout/dropped", 0.0) for line in jsonl.read(tmp_path / "second" / "metrics.jsonl")]
+        assert 0 < max(dropped) < 1
+
+
+def test_where_a_run_stands_is_read_once_nobody_else_writes(task, tmp_path, monkeypatch):
+    real, seen = session.restore, []
+
+    def restore(settings, assembled):
+        with pytest.raises(ValueError, match="is writing to"), session.alone_in(Path(settings.output_dir)):
+            seen.append("alone")
+        seen.append("restored")
+        return real(settings, assembled)
+
+    monkeypatch.setattr(session, "restore", restore)
+    _run(task, tmp_path, "run", steps=1)
+    assert seen == ["restored"]
+
+
+def test_what_a_run_saved_stays_as_it_is_when_steps_are_computed_again(task, tmp_path):
+    _, path = _run(task, tmp_path, "run", steps=2, rollout__save=True, checkpoint__keep=5)
+    for file in (path / "rollouts").iterdir():
+        file.write_bytes(b"mine")
+    assert actions.replay(path, 2) == 0
+    assert [file.read_bytes() for file in (path / "rollouts").iterdir()] == [b"mine"] * 2
+
+
+def test_rollouts_are_made_without_training_and_trained_on_later(task, tmp_path, capsys):
+    given = tiny_run.settings(task, output_dir=str(tmp_path / "made"), steps=2)
+    assert actions.rollout(given) == 0
+    directory = tmp_path / "made" / "rollouts"
+    assert f"--rollout.from {directory} --steps 2" in capsys.readouterr().out
+    assert len(jsonl.read(directory / "samples.jsonl")) == 16
+    with pytest.raises(ValueError, match="holds rollouts already"):
+        actions.rollout(given)
+    status, path = _run(task, tmp_path, "trained", steps=2, rollout__from=str(directory))
+    assert status == 0
+    assert len(jsonl.read(path / "digests.jsonl")) == 2
+    with pytest.raises(ValueError, match="none of step 3; give at most 2 steps"):
+        _run(task, tmp_path, "longer", steps=3, rollout__from=str(directory))
+
+
+@pytest.mark.parametrize("changes", [{"model__offload": "moments"}, {"model__offload": "all"}])
+def test_a_run_with_its_state_on_the_host_is_the_run_without(task, tmp_path, changes):
+    _, here = _run(task, tmp_path, "here", actor__kl_coef=0.1)
+    _, host = _run(task, tmp_path, "host", actor__kl_coef=0.1, model__offload_activations=True, **changes)
+    assert _digests(here) == _digests(host)
+    assert _numbers(here) == _numbers(host)
+
+
+def _started(given):
+    """A process that trains. It comes from a server that has imported everything and run nothing: forks of this
+    process, whose thread pools have run, can hang."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fppo.commands.actions", "tests.runs.test_runs"])
+    process = context.Process(target=_train_quietly, args=(given,))
+    process.start()
+    assert process.pid is not None
+    return process
+
+
+def _train_quietly(given):
+    torch.set_num_threads(1)
+    with open(os.devnull, "w") as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+        os._exit(actions.train(given))
+
+
+def test_a_run_killed_at_random_moments_ends_where_an_undisturbed_one_ends(task, tmp_path):
+    """20 starts, each killed at start-up, in a step or while writing, unless this machine let it end before; none may
+    lose more than the step under way and the one before, which is still being written."""
+    changes = {"steps": 200, "eval__before": False, "rollout__batch_size": 4, "checkpoint__keep": 1}
+    given = tiny_run.settings(task, output_dir=str(tmp_path / "killed"), **changes)
+    directory, draw, killed = tmp_path / "killed", random.Random(0), 0
+    for kill in range(20):
+        process = _started(given)
+        before = _saved(directory)
+        while kill % 4 and _saved(directory) == before and process.is_alive():
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0.0, 0.15))
+        process.kill()
+        process.join()
+        killed += process.exitcode == -signal.SIGKILL
+        assert _saved(directory) >= max(before, _last_digest(directory) - 2)
+    assert killed > 10, "runs ended before they were killed: give them more steps"
+    assert actions.train(given) == 0
+    _, whole = _run(task, tmp_path, "whole", **changes)
+    assert _digests(directory) == _digests(whole)
+    assert _numbers(directory) == _numbers(whole)
+
+
+def _saved(directory: Path) -> int:
+    return max(checkpoint.steps(directory / session.CHECKPOINTS), default=0)
+
+
+def _last_digest(directory: Path) -> int:
+    path = directory / "digests.jsonl"
+    return max((line["step"] for line in jsonl.read(path)), default=0)
+
+
+def test_replay_finds_nothing_in_a_sound_run_and_names_the_leaf_in_a_changed_one(task, tmp_path, capsys):
+    _, directory = _run(task, tmp_path, "run", checkpoint__every=2)
+    assert actions.replay(directory, 3) == 0
+    assert "step 3: equal, bit for bit" in capsys.readouterr().out
+    path = directory / "digests.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    leaf = next(name for name in lines[2]["result"] if "mu" in name)
+    lines[2]["result"][leaf] = "0" * 32
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert actions.replay(directory, 3) == 1
+    assert f"step 3: result differs first in {leaf}" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no record of step 5"):
+        actions.replay(directory, 9)
+
+
+def test_an_exported_policy_is_the_runs_policy_in_transformers(task, tmp_path):
+    _, directory = _run(task, tmp_path, "run")
+    assert actions.export(directory, tmp_path / "out", None) == 0
+    _, params = models.load(tmp_path / "out")
+    module = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.encode("1+2=") == AutoTokenizer.from_pretrained(task / "start").encode("1+2=")
+    state = module.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in params.items())
+    with pytest.raises(ValueError, match="no checkpoint of step 99"):
+        actions.export(directory, tmp_path / "out", 99)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "n"),
+    [
+        ("grpo", 4),
+        ("rloo", 4),
+        ("opo", 4),
+        ("gpg", 4),
+        ("grpo_passk", 4),
+        ("reinforce_plus_plus", 1),
+        ("reinforce_plus_plus_baseline", 4),
+        ("remax", 2),
+        ("optimal_token_baseline", 4),
+        ("gdpo", 4),
+    ],
+)
+def test_every_estimator_runs_as_a_setting(task, tmp_path, advantage, n):
+    status, directory = _run(
+        task,
+        tmp_path,
+        advantage,
+        algorithm__advantage=advantage,
+        algorithm__whiten=True,
+        rollout__n=n,
+        steps=2,
+    )
+    assert status == 0
+    assert all("critic/vf_loss" not in line for line in jsonl.read(directory / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "loss", ["gspo", "sapo", "gpg", "cispo", "gmpo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro"]
+)
+def test_every_policy_loss_runs_as_a_setting(task, tmp_path, loss):
+    status, _ = _run(task, tmp_path, loss, actor__loss__name=loss, steps=2)
+    assert status == 0
+
+
+def test_correction_and_layer_checkpoints_run_as_settings(task, tmp_path):
+    status, directory = _run(
+        task,
+        tmp_path,
+        "corrected",
+        algorithm__correction__mode="token",
+        algorithm__correction__rejection=("seq_mean_k3",),
+        algorithm__correction__rejection_high=(0.5,),
+        model__checkpoint_layers=True,
+        model__compute_dtype="bfloat16",
+        rollout__top_k=3,
+        rollout__top_p=0.9,
+        rollout__temperature=0.7,
+        steps=2,
+    )
+    assert status == 0
+    assert "rollout_corr/rollout_is_mean" in jsonl.read(directory / "metrics.jsonl")[-1]
+
+
+def test_the_engines_log_probs_are_the_trainers(task, tmp_path):
+    _, directory = _run(task, tmp_path, "run", rollout__temperature=0.7, rollout__top_k=5)
+    for line in jsonl.read(directory / "metrics.jsonl")[1:]:
+        assert line["training/rollout_probs_diff_max"] < 1e-5
+
+
+def test_the_critic_warms_up_alone(task, tmp_path):
+    _, directory = _run(task, tmp_path, "run", critic__warmup_steps=2)
+    lines = jsonl.read(directory / "metrics.jsonl")
+    assert ["actor/pg_loss" in line for line in lines] == [False, False, False, True, True]
+
+
+def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(task, tmp_path):
+    given = tiny_run.settings(task, output_dir=str(tmp_path / "run"), steps=500, checkpoint__every=0)
+    process = _started(given)
+    deadline = time.monotonic() + 200
+    while _last_digest(tmp_path / "run") < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(200)
+    assert process.exitcode == 130
+    assert checkpoint.steps(tmp_path / "run" / session.CHECKPOINTS) == [_last_digest(tmp_path / "run")]
+
+
+def test_a_request_to_stop_says_what_a_second_one_costs(capsys):
+    with session.asked_to_stop(announce=session.STOPPING) as asked:
+        for _ in range(2):  # both within a second: one request, from a terminal and a launcher
+            signal.raise_signal(signal.SIGINT)
+        assert len(asked) == 2
+        asked[0] -= 2
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert (
+        capsys.readouterr().err
+        == "\nfinishing this step; ctrl-C again abandons it, and all since the last checkpoint\n"
+    )
+
+
+def test_resuming_refuses_what_would_mix_runs(task, tmp_path):
+    _run(task, tmp_path, "run")
+    with pytest.raises(ValueError, match="another output_dir"):
+        _run(task, tmp_path, "run", resume="never")
+    with pytest.raises(ValueError, match="another seed"):
+        _run(task, tmp_path, "run", seed=7)
+    with pytest.raises(ValueError, match="no checkpoint"):
+        _run(task, tmp_path, "new", resume="must")
+
+
+def exploding(log_probs, old_log_probs, advantages, mask):
+    """A loss whose gradient is not finite in some mini-batches."""
+    per_token, report = losses.ppo_clip(log_probs, old_log_probs, advantages, mask)
+    factor = torch.where(mask.sum() % 5 == 0, float("inf"), 1.0)
+    return (per_token * factor).where(mask, 0.0), report
+
+
+def test_an_update_that_is_not_finite_is_skipped_counted_dumped_and_replays(task, tmp_path, capsys):
+    _, directory = _run(task, tmp_path, "run", actor__loss__name="tests.runs.test_runs:exploding", steps=6)
+    lines = jsonl.read(directory / "metrics.jsonl")
+    skipped = [line["step"] for line in lines if line.get("actor/skipped", 0) > 0]
+    assert skipped
+    assert any(line.get("actor/skipped", 0) < 1 for line in lines[1:])
+    for step in skipped:
+        dump = directory / "dumps" / f"step_{step:08d}.safetensors"
+        batch = batches.load(batches.Experience, dump)
+        record = json.loads(dump.with_suffix(".json").read_text())
+        assert tree.digest(batch) == record["batch"]
+    assert "an update was not finite" in capsys.readouterr().err
+    assert actions.replay(directory, skipped[-1]) == 0
+
+
+def test_eval_prints_what_the_run_logged_last(task, tmp_path, capsys):
+    _, directory = _run(task, tmp_path, "run")
+    capsys.readouterr()
+    assert actions.evaluate(tiny_run.settings(task, output_dir=str(directory))) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "step 4"
+    last = jsonl.read(directory / "metrics.jsonl")[-1]
+    numbers = {line.split()[0]: float(line.split()[1]) for line in printed[1:]}
+    assert numbers
+    assert all(abs(last[name] - value) < 1e-4 for name, value in numbers.items())
