@@ -67,11 +67,10 @@ def load_prompts(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, *,
     prompts = data.load_prompts(
         section.eval_path if held_out else section.path,
         tokenizer,
-        prompt=section.prompt,
-        ground_truth=section.ground_truth,
-        source=section.source,
+        fields=data.Fields(
+            prompt=section.prompt, ground_truth=section.ground_truth, source=section.source, chat=section.chat
+        ),
         split=section.eval_split if held_out else section.split,
-        chat=section.chat,
         max_prompt_tokens=section.max_prompt_tokens,
         over_long=section.over_long,
         pad_token=section.pad_token,

@@ -1,7 +1,7 @@
 """Prompts: read from files and data sets, encoded, and drawn in batches that resume exactly."""
 
 from fppo.data.cursor import DataCursor, batches, epoch_order, next_batch, next_indices
-from fppo.data.encode import encode_rows, load_prompts
+from fppo.data.encode import Fields, encode_rows, load_prompts
 from fppo.data.prompt_set import PromptSet, check_tokens, collate, prompt_set, select
 from fppo.data.read import Row, read_rows
 from fppo.data.tokenizers import (
@@ -15,6 +15,7 @@ from fppo.data.tokenizers import (
 
 __all__ = [
     "DataCursor",
+    "Fields",
     "PromptSet",
     "Row",
     "SpecialTokens",

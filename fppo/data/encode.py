@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -24,16 +24,32 @@ class _Bad(Exception):
     """What is wrong with one field of one row."""
 
 
+@attrs.frozen(kw_only=True)
+class Fields:
+    """Which of a row's fields are what. A dot reaches into a field: "reward_model.style".
+
+    prompt: a field, or a template like "Question: {question}".
+    ground_truth: the field that a reward compares with, any JSON value but null; None: there is none.
+    source: the field that names the row's data set; else `source_name`, else the file's name.
+    chat: the prompt is the field's messages, or its text as one message of the user, for a chat template.
+    """
+
+    prompt: str = "prompt"
+    ground_truth: str | None = "answer"
+    source: str | None = None
+    source_name: str | None = None
+    chat: bool = False
+
+
+FIELDS = Fields()
+
+
 def load_prompts(
     paths: PathLike | Sequence[PathLike],
     tokenizer: Any,
     *,
-    prompt: str = "prompt",
-    ground_truth: str | None = "answer",
-    source: str | None = None,
-    source_name: str | None = None,
+    fields: Fields = FIELDS,
     split: str = "train",
-    chat: bool = False,
     max_prompt_tokens: int = 512,
     over_long: OverLong = "error",
     pad_token: str | None = None,
@@ -43,11 +59,7 @@ def load_prompts(
     return encode_rows(
         read_rows(paths, split=split, problems=problems),
         tokenizer,
-        prompt=prompt,
-        ground_truth=ground_truth,
-        source=source,
-        source_name=source_name,
-        chat=chat,
+        fields=fields,
         max_prompt_tokens=max_prompt_tokens,
         over_long=over_long,
         pad_token=pad_token,
@@ -59,22 +71,14 @@ def encode_rows(
     rows: Sequence[Row],
     tokenizer: Any,
     *,
-    prompt: str = "prompt",
-    ground_truth: str | None = "answer",
-    source: str | None = None,
-    source_name: str | None = None,
-    chat: bool = False,
+    fields: Fields = FIELDS,
     max_prompt_tokens: int = 512,
     over_long: OverLong = "error",
     pad_token: str | None = None,
     problems: Problems | None = None,
 ) -> PromptSet:
-    """The prompt set of `rows`.
+    """The prompt set of `rows`, whose `fields` are named; the tokenizer's chat template makes prompts of messages.
 
-    prompt: a field, or a template like "Question: {question}". A dot reaches into a field: "reward_model.style".
-    ground_truth: the field that a reward compares with, any JSON value but null; None: there is none.
-    source: the field that names the row's data set; else `source_name`, else the file's name.
-    chat: apply the tokenizer's chat template to the field's messages, or to its text as one message of the user.
     over_long: what happens to prompts of more than `max_prompt_tokens`: "error" names them, "drop" leaves them out,
         "truncate" keeps their last tokens; both are counted in the result.
     pad_token: the token to pad with, for a tokenizer that has none of its own.
@@ -86,11 +90,11 @@ def encode_rows(
     if over_long not in ("error", "drop", "truncate"):
         raise ValueError(f"over_long = {over_long!r}; there are 'error', 'drop' and 'truncate'")
     special = check_tokenizer(tokenizer, pad_token=pad_token)
-    if chat:
+    if fields.chat:
         check_chat_template(tokenizer)
     problems = Problems() if problems is None else problems
-    read = _Reader(prompt=prompt, ground_truth=ground_truth, source=source, source_name=source_name, chat=chat)
-    asked = [(row, example) for row in rows if (example := read.example(row, problems)) is not None]
+    read = ((row, _example(row, fields, problems)) for row in rows)
+    asked = [(row, example) for row, example in read if example is not None]
     tokens = _tokens(asked, tokenizer, problems)
     if over_long == "error":
         for (row, _), ids in zip(asked, tokens, strict=True):
@@ -110,74 +114,65 @@ class _Example:
     left_out: tuple[str, ...]
 
 
-@attrs.frozen(kw_only=True)
-class _Reader:
-    prompt: str
-    ground_truth: str | None
-    source: str | None
-    source_name: str | None
-    chat: bool
-
-    def example(self, row: Row, problems: Problems) -> _Example | None:
-        """What a row holds; None, and its problems noted, if something is wrong with it."""
-        values: dict[str, Any] = {}
-        readers: tuple[tuple[str, Callable[[dict[str, Any]], Any]], ...] = (
-            ("prompt", self._prompt),
-            ("ground_truth", self._ground_truth),
-            ("source", lambda fields: self._source(fields, row)),
-        )
-        for name, read in readers:
-            try:
-                values[name] = read(row.fields)
-            except _Bad as error:
-                problems.add(f"{row.place}: {error}")
-        if len(values) < len(readers):
-            return None
-        used = {self.prompt, self.ground_truth, self.source}
-        extras, left_out = {}, []
-        for name, value in row.fields.items():
-            if name in used:
-                continue
-            try:
-                extras[name] = plain(value)
-            except ValueError:
-                left_out.append(name)
-        if self.chat:
-            extras[MESSAGES] = values["prompt"]
-        return _Example(extras=extras, left_out=tuple(left_out), **values)
-
-    def _prompt(self, fields: dict[str, Any]) -> str | list[dict[str, Any]]:
-        if "{" in self.prompt:
-            text = fill(self.prompt, fields)
-            return [{"role": "user", "content": text}] if self.chat else text
-        value = lookup(fields, self.prompt)
-        if isinstance(value, str):
-            if not value:
-                raise _Bad(f"field {self.prompt!r}: empty")
-            return [{"role": "user", "content": value}] if self.chat else value
-        if isinstance(value, (list, tuple)) and self.chat:
-            return _messages(value, self.prompt)
-        hint = "; messages need the chat template (chat = true)" if isinstance(value, list) else ""
-        raise _Bad(f"field {self.prompt!r}: a {_kind(value)}, not text{hint}")
-
-    def _ground_truth(self, fields: dict[str, Any]) -> Any:
-        if self.ground_truth is None:
-            return None
-        value = lookup(fields, self.ground_truth)
-        if value is None:
-            raise _Bad(f"field {self.ground_truth!r}: null")
+def _example(row: Row, fields: Fields, problems: Problems) -> _Example | None:
+    """What a row holds; None, and its problems noted, if something is wrong with it."""
+    values: dict[str, Any] = {}
+    readers = {"prompt": _prompt, "ground_truth": _ground_truth, "source": _source}
+    for name, read in readers.items():
         try:
-            return plain(value)
-        except ValueError as error:
-            raise _Bad(f"field {self.ground_truth!r}: {error}") from error
+            values[name] = read(row, fields)
+        except _Bad as error:
+            problems.add(f"{row.place}: {error}")
+    if len(values) < len(readers):
+        return None
+    used = {fields.prompt, fields.ground_truth, fields.source}
+    extras, left_out = {}, []
+    for name, value in row.fields.items():
+        if name in used:
+            continue
+        try:
+            extras[name] = plain(value)
+        except ValueError:
+            left_out.append(name)
+    if fields.chat:
+        extras[MESSAGES] = values["prompt"]
+    return _Example(extras=extras, left_out=tuple(left_out), **values)
 
-    def _source(self, fields: dict[str, Any], row: Row) -> str:
-        if self.source is None:
-            return row.source if self.source_name is None else self.source_name
-        value = lookup(fields, self.source)
-        if not isinstance(value, str) or not value:
-            raise _Bad(f"field {self.source!r}: a {_kind(value)}, not the name of a source")
-        return value
+
+def _prompt(row: Row, fields: Fields) -> str | list[dict[str, Any]]:
+    if "{" in fields.prompt:
+        text = fill(fields.prompt, row.fields)
+        return [{"role": "user", "content": text}] if fields.chat else text
+    value = lookup(row.fields, fields.prompt)
+    if isinstance(value, str):
+        if not value:
+            raise _Bad(f"field {fields.prompt!r}: empty")
+        return [{"role": "user", "content": value}] if fields.chat else value
+    if isinstance(value, (list, tuple)) and fields.chat:
+        return _messages(value, fields.prompt)
+    hint = "; messages need the chat template (chat = true)" if isinstance(value, list) else ""
+    raise _Bad(f"field {fields.prompt!r}: a {_kind(value)}, not text{hint}")
+
+
+def _ground_truth(row: Row, fields: Fields) -> Any:
+    if fields.ground_truth is None:
+        return None
+    value = lookup(row.fields, fields.ground_truth)
+    if value is None:
+        raise _Bad(f"field {fields.ground_truth!r}: null")
+    try:
+        return plain(value)
+    except ValueError as error:
+        raise _Bad(f"field {fields.ground_truth!r}: {error}") from error
+
+
+def _source(row: Row, fields: Fields) -> str:
+    if fields.source is None:
+        return row.source if fields.source_name is None else fields.source_name
+    value = lookup(row.fields, fields.source)
+    if not isinstance(value, str) or not value:
+        raise _Bad(f"field {fields.source!r}: a {_kind(value)}, not the name of a source")
+    return value
 
 
 def _kind(value: Any) -> str:

@@ -23,20 +23,20 @@ def imported(name: str, kind: str, *, also: type | tuple[type, ...] = ()) -> Any
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # a console script's path lacks it; workers get the same path
     try:
-        value: Any = importlib.import_module(module_name)
+        found: Any = importlib.import_module(module_name)
     except Exception as error:
         raise ValueError(
             f"{kind} {name!r}: the module {module_name!r} does not import: {type(error).__name__}: {error}"
         ) from error
     for part in path.split("."):
-        if not hasattr(value, part):
-            near = difflib.get_close_matches(part, dir(value), n=1)
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, dir(found), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"{kind} {name!r}: {module_name!r} has no {part!r}{hint}")
-        value = getattr(value, part)
-    if isinstance(value, also):
-        return value
-    if inspect.isclass(value) or not callable(value):
-        what = "a class; name a function or an instance" if inspect.isclass(value) else f"a {type(value).__name__}"
+        found = getattr(found, part)
+    if isinstance(found, also):
+        return found
+    if inspect.isclass(found) or not callable(found):
+        what = "a class; name a function or an instance" if inspect.isclass(found) else f"a {type(found).__name__}"
         raise ValueError(f"{kind} {name!r} is {what}, not a function")
-    return value
+    return found

@@ -21,11 +21,11 @@ def tokenizer(*, chat: bool = False, unknown: bool = True, **special: str | None
     vocabulary = {word: i for i, word in enumerate(words)} | {str(i): 10 + i for i in range(10)}
     model = Tokenizer(WordLevel(vocabulary, unk_token="<unk>" if unknown else None))
     model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    given = {"pad_token": "<pad>", "eos_token": "<eos>", **special}
-    made = PreTrainedTokenizerFast(tokenizer_object=model, **{k: v for k, v in given.items() if v is not None})
+    names = {"pad_token": "<pad>", "eos_token": "<eos>", **special}
+    fast = PreTrainedTokenizerFast(tokenizer_object=model, **{k: v for k, v in names.items() if v is not None})
     if chat:
-        made.chat_template = CHAT
-    return made
+        fast.chat_template = CHAT
+    return fast
 
 
 def write(path: Path, rows: list) -> Path:

@@ -29,8 +29,8 @@ def prompts(count: int) -> data.PromptSet:
 def stream(dataset, cursor, *, size, key, steps, shuffle=True):
     drawn = []
     for _ in range(steps):
-        found, cursor = data.next_batch(dataset, cursor, size=size, key=key, shuffle=shuffle)
-        drawn.append(list(found.ids))
+        indices, cursor = data.next_batch(dataset, cursor, size=size, key=key, shuffle=shuffle)
+        drawn.append(list(indices.ids))
     return drawn, cursor
 
 
@@ -78,8 +78,8 @@ def test_epochs_and_keys_have_their_own_orders():
 
 def test_a_cursor_survives_a_checkpoint(tmp_path):
     checkpoint.save({"cursor": DataCursor(epoch=3, position=2)}, tmp_path, 1)
-    found = checkpoint.load({"cursor": DataCursor()}, tmp_path, 1)["cursor"]
-    assert (found.epoch, found.position) == (3, 2)
+    indices = checkpoint.load({"cursor": DataCursor()}, tmp_path, 1)["cursor"]
+    assert (indices.epoch, indices.position) == (3, 2)
 
 
 @pytest.mark.parametrize("cursor", [DataCursor(position=5), DataCursor(epoch=-1), DataCursor(position=-1)])
@@ -92,21 +92,21 @@ def test_a_cursor_of_other_data_is_refused(cursor):
 
 @given(st.integers(1, 12), st.integers(1, 13))
 def test_evaluation_batches_hold_every_row_once_in_order(count, size):
-    found = list(data.batches(prompts(count), size))
-    assert [i for b in found for i in b.ids] == [str(i) for i in range(count)]
-    assert torch.cat([b.row_ids for b in found]).tolist() == list(range(count))
-    assert all(len(a.tokens) == size for a, _ in pairwise(found))
+    indices = list(data.batches(prompts(count), size))
+    assert [i for b in indices for i in b.ids] == [str(i) for i in range(count)]
+    assert torch.cat([b.row_ids for b in indices]).tolist() == list(range(count))
+    assert all(len(a.tokens) == size for a, _ in pairwise(indices))
 
 
 def test_collate_pads_on_the_left():
-    found = data.collate(prompts(6), [3, 0, 3], row_offset=10)
-    assert found.tokens.tolist() == [[4, 4, 4, 4], [0, 0, 0, 1], [4, 4, 4, 4]]
-    assert found.attention_mask.tolist() == [[True] * 4, [False] * 3 + [True], [True] * 4]
-    assert found.attention_mask.dtype == torch.bool
-    assert found.row_ids.tolist() == [10, 11, 12]
-    assert found.ids == batch.Column(["3", "0", "3"])
-    assert found.ground_truth == batch.Column([{"n": 3}, {"n": 0}, {"n": 3}])
-    assert found.extras[1] == {"i": 0}
+    indices = data.collate(prompts(6), [3, 0, 3], row_offset=10)
+    assert indices.tokens.tolist() == [[4, 4, 4, 4], [0, 0, 0, 1], [4, 4, 4, 4]]
+    assert indices.attention_mask.tolist() == [[True] * 4, [False] * 3 + [True], [True] * 4]
+    assert indices.attention_mask.dtype == torch.bool
+    assert indices.row_ids.tolist() == [10, 11, 12]
+    assert indices.ids == batch.Column(["3", "0", "3"])
+    assert indices.ground_truth == batch.Column([{"n": 3}, {"n": 0}, {"n": 3}])
+    assert indices.extras[1] == {"i": 0}
     assert data.collate(prompts(6), [0], width=3).tokens.tolist() == [[0, 0, 1]]
     with pytest.raises(ValueError, match="4 tokens does not fit the width of 3"):
         data.collate(prompts(6), [3], width=3)

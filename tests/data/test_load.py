@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 
+import attrs
 import pytest
 
 from fppo import data
@@ -14,18 +15,20 @@ GOOD = [{"prompt": "1 2 3", "answer": "6", "level": 2}, {"prompt": "4 5", "answe
 
 
 def load(path, **changes):
-    return data.load_prompts(path, changes.pop("tokenizer", None) or tokenizer(), **changes)
+    fields = {name: changes.pop(name) for name in attrs.fields_dict(data.Fields) if name in changes}
+    words = changes.pop("tokenizer", None) or tokenizer()
+    return data.load_prompts(path, words, fields=data.Fields(**fields), **changes)
 
 
 def test_a_jsonl_file_becomes_prompts(tmp_path):
     path = write(tmp_path / "train.jsonl", [GOOD[0], "", GOOD[1]])
-    found = load(path)
-    assert found.tokens == ((11, 12, 13), (14, 15))
-    assert found.ids == ("train.jsonl:1", "train.jsonl:3")
-    assert found.ground_truths == ("6", "9")
-    assert found.sources == ("train", "train")
-    assert found.extras == ({"level": 2}, {"level": None})
-    assert (found.pad_token_id, found.num_dropped, found.num_truncated, found.left_out) == (0, 0, 0, ())
+    prompts = load(path)
+    assert prompts.tokens == ((11, 12, 13), (14, 15))
+    assert prompts.ids == ("train.jsonl:1", "train.jsonl:3")
+    assert prompts.ground_truths == ("6", "9")
+    assert prompts.sources == ("train", "train")
+    assert prompts.extras == ({"level": 2}, {"level": None})
+    assert (prompts.pad_token_id, prompts.num_dropped, prompts.num_truncated, prompts.left_out) == (0, 0, 0, ())
 
 
 def test_every_format_gives_the_same_prompts(tmp_path):
@@ -40,8 +43,8 @@ def test_every_format_gives_the_same_prompts(tmp_path):
     datasets.DatasetDict({"train": table, "test": table.select([0])}).save_to_disk(str(tmp_path / "splits"))
     wanted = load(tmp_path / "a.jsonl")
     for name in ("lines.json", "array.json", "a.parquet", "saved", "splits"):
-        found = load(tmp_path / name)
-        assert (found.tokens, found.ground_truths, found.extras) == (
+        prompts = load(tmp_path / name)
+        assert (prompts.tokens, prompts.ground_truths, prompts.extras) == (
             wanted.tokens,
             wanted.ground_truths,
             wanted.extras,
@@ -61,8 +64,8 @@ def test_a_template_takes_fields(tmp_path):
 def test_dots_reach_into_fields(tmp_path):
     row = {"prompt": "1", "reward": {"truth": [1, 2]}, "data_source": "sums", "a.b": "dotted"}
     path = write(tmp_path / "a.jsonl", [row])
-    found = load(path, ground_truth="reward.truth", source="data_source")
-    assert (found.ground_truths, found.sources) == (([1, 2],), ("sums",))
+    prompts = load(path, ground_truth="reward.truth", source="data_source")
+    assert (prompts.ground_truths, prompts.sources) == (([1, 2],), ("sums",))
     assert load(path, ground_truth="a.b", source_name="all").ground_truths == ("dotted",)
     assert load(path, ground_truth=None, source_name="all").sources == ("all",)
 
@@ -70,9 +73,9 @@ def test_dots_reach_into_fields(tmp_path):
 def test_chat_takes_text_and_messages(tmp_path):
     messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "1 2"}]
     path = write(tmp_path / "a.jsonl", [{"prompt": "1 2", "answer": "3"}, {"prompt": messages, "answer": "3"}])
-    found = load(path, chat=True, tokenizer=tokenizer(chat=True))
-    assert found.tokens == ((3, 5, 11, 12, 4, 5), (8, 5, 9, 3, 5, 11, 12, 4, 5))
-    assert [extra["prompt_messages"] for extra in found.extras] == [messages[1:], messages]
+    prompts = load(path, chat=True, tokenizer=tokenizer(chat=True))
+    assert prompts.tokens == ((3, 5, 11, 12, 4, 5), (8, 5, 9, 3, 5, 11, 12, 4, 5))
+    assert [extra["prompt_messages"] for extra in prompts.extras] == [messages[1:], messages]
     with pytest.raises(ValueError, match="has no chat template"):
         load(path, chat=True)
     with pytest.raises(
@@ -182,9 +185,9 @@ def test_data_sets_by_name(monkeypatch):
 
     table = datasets.DatasetDict({"train": datasets.Dataset.from_list(GOOD)})
     monkeypatch.setattr(datasets, "load_dataset", lambda name, configuration: table)
-    found = load("team/sums:main")
-    assert found.ids == ("sums[train]:1", "sums[train]:2")
-    assert found.sources == ("team/sums",) * 2
+    prompts = load("team/sums:main")
+    assert prompts.ids == ("sums[train]:1", "sums[train]:2")
+    assert prompts.sources == ("team/sums",) * 2
 
 
 def test_long_prompts(tmp_path):
@@ -205,8 +208,8 @@ def test_extras_fit_json(tmp_path):
 
     row = {"prompt": "1", "answer": "2", "day": datetime.date(2024, 1, 2), "raw": b"x", "score": float("nan")}
     datasets.Dataset.from_list([row]).to_parquet(str(tmp_path / "a.parquet"))
-    found = load(tmp_path / "a.parquet")
-    assert found.extras == ({"day": "2024-01-02", "score": None},)
-    assert found.left_out == ("raw",)
+    prompts = load(tmp_path / "a.parquet")
+    assert prompts.extras == ({"day": "2024-01-02", "score": None},)
+    assert prompts.left_out == ("raw",)
     with pytest.raises(ValueError, match="field 'raw': a bytes does not fit JSON"):
         load(tmp_path / "a.parquet", ground_truth="raw")

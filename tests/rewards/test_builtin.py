@@ -51,7 +51,7 @@ def test_length_penalty_checks_its_numbers():
 
 
 def test_math_verify():
-    given = [
+    mathematics = [
         sample("so it is $\\frac{2}{4}$", "0.5"),
         sample("The answer is \\boxed{x^2 + 2x + 1}", "$(x+1)^2$"),
         sample("#### 1,234", "1234"),
@@ -60,7 +60,7 @@ def test_math_verify():
         sample("7", ""),
     ]
     with RewardRunner(rewards.math_verify, time_limit=120) as runner:
-        results = runner.run(given)
+        results = runner.run(mathematics)
     assert results.scores["math_verify"] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     assert [(f.number, "cannot" in f.text or "not mathematics" in f.text) for f in results.failures] == [(5, True)]
     assert results.answers[3:5] == ["7", None]
@@ -119,8 +119,8 @@ def test_combining_by_name():
         overlong_penalty=0.25,
         extra={"model": (functions.judge, 0.5)},
     )
-    found = {term.name: term.weight for term in reward.terms}
-    assert found == {
+    weights = {term.name: term.weight for term in reward.terms}
+    assert weights == {
         "exact_match": 1.0,
         "regular_expression": 0.5,
         "length": 2.0,

@@ -1,4 +1,4 @@
-"""Judgements of many ranks are those of one process, and so are its complaints."""
+"""Results of many ranks are those of one process, and so are its errors."""
 
 import pytest
 import torch
@@ -45,8 +45,8 @@ def test_any_number_of_ranks_judges_as_one(fn, count):
     name = f"{__name__}:{fn}"
     (expected,) = run([name], 1, count)
     for ranks in (2, 3):
-        for found in run([name], ranks, count):
-            assert found == expected
+        for results in run([name], ranks, count):
+            assert results == expected
 
 
 def test_names_that_differ_between_ranks_are_an_error_as_in_one_process():

@@ -1,4 +1,4 @@
-"""Rewards that begin before the rollout ends: the judgement is the plain one, and hanging rows hold up no others."""
+"""Rewards that begin before the rollout ends: the results are the plain ones, and hanging rows hold up no others."""
 
 from __future__ import annotations
 
@@ -31,38 +31,40 @@ from tests.rewards.test_runner import gone
 N = 2
 
 
-def prompts_of(made) -> Prompts:
+def prompts_of(sampled) -> Prompts:
     """The prompts that a rollout of N responses to each answers."""
-    start = made.tokens.shape[1] - made.response_mask.shape[1]
-    columns = {name: Column(getattr(made, name)[::N]) for name in ("ids", "ground_truth", "source", "extras")}
+    start = sampled.tokens.shape[1] - sampled.response_mask.shape[1]
+    columns = {name: Column(getattr(sampled, name)[::N]) for name in ("ids", "ground_truth", "source", "extras")}
     return Prompts(
-        tokens=made.tokens[::N, :start],
-        attention_mask=made.attention_mask[::N, :start],
-        row_ids=made.row_ids[::N] // N,
+        tokens=sampled.tokens[::N, :start],
+        attention_mask=sampled.attention_mask[::N, :start],
+        row_ids=sampled.row_ids[::N] // N,
         **columns,
     )
 
 
 def words(prompts: list[str], responses: list[str]):
     """N responses to each prompt, with columns as engines repeat them: the same objects for all."""
-    made = rollout([p for p in prompts for _ in range(N)], responses, [f"t{p}" for p in prompts for _ in range(N)], n=N)
-    given = prompts_of(made)
-    columns = {name: Column(x for x in getattr(given, name) for _ in range(N)) for name in ("ground_truth", "extras")}
-    return attrs.evolve(made, **columns), given
+    sampled = rollout(
+        [p for p in prompts for _ in range(N)], responses, [f"t{p}" for p in prompts for _ in range(N)], n=N
+    )
+    asked = prompts_of(sampled)
+    columns = {name: Column(x for x in getattr(asked, name) for _ in range(N)) for name in ("ground_truth", "extras")}
+    return attrs.evolve(sampled, **columns), asked
 
 
-def tell(listener, made, rows) -> None:
+def report(listener, sampled, rows) -> None:
     """What an engine does when these rows end, in this order."""
-    width = made.response_mask.shape[1]
+    width = sampled.response_mask.shape[1]
     for row in rows:
-        listener(row, made.tokens[row, -width:][made.attention_mask[row, -width:]].tolist(), made.finish[row])
+        listener(row, sampled.tokens[row, -width:][sampled.attention_mask[row, -width:]].tolist(), sampled.finish[row])
 
 
-def both(runner, made, given, rows):
-    """The plain judgement, and that of a judge that heard of these rows in this order."""
-    samples = rewards.samples_of(made, Letters())
+def both(runner, sampled, asked, rows):
+    """The plain results, and those of a runner for which these rows finished early, in this order."""
+    samples = rewards.samples_of(sampled, Letters())
     with EarlyRewardRunner(runner, Letters()) as early:
-        tell(early.make_on_finished(given, N), made, rows)
+        report(early.make_on_finished(asked, N), sampled, rows)
         return runner.run(samples), early.run(samples)
 
 
@@ -98,16 +100,16 @@ def finished(draw):
 
 
 def test_any_order_gives_the_plain_judgement():
-    """Failures, names, answers and functions of the batch; rows that are alike, and some that nobody told of."""
+    """Failures, names, answers and functions of the batch; rows that are alike, and some that were not reported."""
     with Watched(MANY, workers=2) as runner:
 
         @given(finished())
         def check(case):
             prompts, responses, rows = case
-            made, given = words(prompts, responses)
+            sampled, asked = words(prompts, responses)
             runner.late = 0
-            expected, found = both(runner, made, given, rows)
-            assert found == expected
+            expected, actual = both(runner, sampled, asked, rows)
+            assert actual == expected
             begun = 3  # functions of single samples that do not run in this process
             assert runner.late == 5 * len(responses) + 2 * len(responses) + begun * (len(responses) - len(rows))
 
@@ -115,36 +117,36 @@ def test_any_order_gives_the_plain_judgement():
 
 
 def test_rows_that_differ_in_their_finish_or_their_prompts_extras_alone_are_told_apart():
-    made, given = words(["p", "p"], ["a", "a", "a", "a"])
-    given = attrs.evolve(given, ground_truth=Column(["t", "t"]), extras=Column([{"mark": 1}, {"mark": 2}]))
-    columns = {name: Column(x for x in getattr(given, name) for _ in range(N)) for name in ("ground_truth", "extras")}
-    made = attrs.evolve(made, finish=Column(["stop", "length"] * 2), **columns)
+    sampled, asked = words(["p", "p"], ["a", "a", "a", "a"])
+    asked = attrs.evolve(asked, ground_truth=Column(["t", "t"]), extras=Column([{"mark": 1}, {"mark": 2}]))
+    columns = {name: Column(x for x in getattr(asked, name) for _ in range(N)) for name in ("ground_truth", "extras")}
+    sampled = attrs.evolve(sampled, finish=Column(["stop", "length"] * 2), **columns)
     with rewards.RewardRunner(functions.marked) as runner:
-        expected, found = both(runner, made, given, [0, 1, 2, 3])
-    assert found == expected
-    assert found.scores == {"marked": [1.0, 1.5, 2.0, 2.5]}
+        expected, actual = both(runner, sampled, asked, [0, 1, 2, 3])
+    assert actual == expected
+    assert actual.scores == {"marked": [1.0, 1.5, 2.0, 2.5]}
 
 
 def test_timeouts_and_deaths_are_those_of_the_plain_judgement():
-    made, given = words(["p", "q"], ["sleep", "a", "die", "b"])
+    sampled, asked = words(["p", "q"], ["sleep", "a", "die", "b"])
     with rewards.RewardRunner(functions.by_response, time_limit=4.0) as runner:
-        expected, found = both(runner, made, given, [2, 0, 3])
-    assert found == expected
-    assert [failure.kind for failure in found.failures] == ["timeout", "error"]
+        expected, actual = both(runner, sampled, asked, [2, 0, 3])
+    assert actual == expected
+    assert [failure.kind for failure in actual.failures] == ["timeout", "error"]
 
 
 def test_faults_are_raised_where_the_plain_judgement_raises_them():
-    made, given = words(["p"], ["a", "b"])
+    sampled, asked = words(["p"], ["a", "b"])
     for fn in (functions.bad_result, functions.uneven_names):
         with rewards.RewardRunner(fn) as runner:
-            samples = rewards.samples_of(made, Letters())
+            samples = rewards.samples_of(sampled, Letters())
             with pytest.raises(ValueError, match=r"the reward '\w+' returned") as expected:
                 runner.run(samples)
             with EarlyRewardRunner(runner, Letters()) as early:
-                tell(early.make_on_finished(given, N), made, [1, 0])
-                with pytest.raises(ValueError, match="returned") as found:
+                report(early.make_on_finished(asked, N), sampled, [1, 0])
+                with pytest.raises(ValueError, match="returned") as actual:
                     early.run(samples)
-        assert str(found.value) == str(expected.value)
+        assert str(actual.value) == str(expected.value)
 
 
 def unloadable():
@@ -161,59 +163,59 @@ def unloadable():
 
 
 def test_a_function_that_does_not_load_is_an_error_of_the_judge():
-    made, given = words(["p"], ["a", "b"])
+    sampled, asked = words(["p"], ["a", "b"])
     with rewards.RewardRunner(unloadable()) as runner, EarlyRewardRunner(runner, Letters()) as early:
-        tell(early.make_on_finished(given, N), made, [1, 0])
+        report(early.make_on_finished(asked, N), sampled, [1, 0])
         with pytest.raises(ValueError, match="does not load in a worker process"):
-            early.run(rewards.samples_of(made, Letters()))
+            early.run(rewards.samples_of(sampled, Letters()))
 
 
 def test_rewards_begin_while_others_are_generated(tmp_path):
-    made, given = words(["p"], ["a", "b"])
+    sampled, asked = words(["p"], ["a", "b"])
     extras = {"directory": str(tmp_path)}
-    given = attrs.evolve(given, extras=Column([extras]))
-    made = attrs.evolve(made, extras=Column([extras, extras]))
+    asked = attrs.evolve(asked, extras=Column([extras]))
+    sampled = attrs.evolve(sampled, extras=Column([extras, extras]))
     with rewards.RewardRunner(functions.notes) as runner, EarlyRewardRunner(runner, Letters()) as early:
-        listener = early.make_on_finished(given, N)
-        tell(listener, made, [0])
+        listener = early.make_on_finished(asked, N)
+        report(listener, sampled, [0])
         until = time.monotonic() + 60
         while not (tmp_path / "a").exists():  # the second row is still to come
             assert time.monotonic() < until
             time.sleep(0.01)
-        tell(listener, made, [1])
-        assert early.run(rewards.samples_of(made, Letters())).scores == {"notes": [1.0, 1.0]}
+        report(listener, sampled, [1])
+        assert early.run(rewards.samples_of(sampled, Letters())).scores == {"notes": [1.0, 1.0]}
         assert (tmp_path / "b").exists()
 
 
 def test_what_was_heard_before_or_elsewhere_does_not_count(tmp_path):
-    """Two rollouts with one judge, one of them left unjudged; and samples of rows that nobody told of."""
-    first, given = words(["p"], ["a", "bb"])
+    """Two rollouts with one runner, one of them left unscored; and samples of rows that were not reported."""
+    first, asked = words(["p"], ["a", "bb"])
     second, again = words(["q"], ["ccc", "a"])
     with rewards.RewardRunner(functions.length) as runner, EarlyRewardRunner(runner, Letters()) as early:
-        tell(early.make_on_finished(given, N), first, [0, 1])
-        tell(early.make_on_finished(again, N), second, [1, 0])
+        report(early.make_on_finished(asked, N), first, [0, 1])
+        report(early.make_on_finished(again, N), second, [1, 0])
         assert early.run(rewards.samples_of(second, Letters())).scores == {"length": [3.0, 1.0]}
         assert early.run(rewards.samples_of(second, Letters())).scores == {"length": [3.0, 1.0]}
         assert early.run(rewards.samples_of(first, Letters())).scores == {"length": [1.0, 2.0]}
         changed = attrs.evolve(first, extras=Column([{"more": 1}, {"more": 2}]))
-        tell(early.make_on_finished(given, N), first, [0, 1])
+        report(early.make_on_finished(asked, N), first, [0, 1])
         assert early.run(rewards.samples_of(changed, Letters())).scores == {"length": [1.0, 2.0]}
 
 
 def test_a_rollout_that_was_given_up_does_not_answer_for_the_next(tmp_path):
     """Its row is still being scored when the next one, of the same prompts, begins."""
-    made, given = words(["p"], ["a", "b"])
-    given = attrs.evolve(given, extras=Column([{"directory": str(tmp_path)}]))
-    made = attrs.evolve(made, extras=Column(given.extras[0] for _ in range(N)))
-    samples = rewards.samples_of(made, Letters())[:1]
+    sampled, asked = words(["p"], ["a", "b"])
+    asked = attrs.evolve(asked, extras=Column([{"directory": str(tmp_path)}]))
+    sampled = attrs.evolve(sampled, extras=Column(asked.extras[0] for _ in range(N)))
+    samples = rewards.samples_of(sampled, Letters())[:1]
     with Watched(functions.numbered) as runner, EarlyRewardRunner(runner, Letters()) as early:
-        old = early.make_on_finished(given, N)
-        tell(old, made, [0])
+        old = early.make_on_finished(asked, N)
+        report(old, sampled, [0])
         while not (tmp_path / "calls").exists():
             time.sleep(0.01)
-        again = early.make_on_finished(given, N)
-        tell(again, made, [0])
-        tell(old, made, [0])
+        again = early.make_on_finished(asked, N)
+        report(again, sampled, [0])
+        report(old, sampled, [0])
         (tmp_path / "go").touch()
         assert early.run(samples).scores == {"numbered": [2.0]}
         assert runner.late == 0
@@ -221,40 +223,40 @@ def test_a_rollout_that_was_given_up_does_not_answer_for_the_next(tmp_path):
 
 def test_threads_judge_at_the_same_time():
     """As an evaluation and a rollout ahead do."""
-    made, given = words(["p", "q"], ["a", "bb", "ccc", "dddd"])
+    sampled, asked = words(["p", "q"], ["a", "bb", "ccc", "dddd"])
     other, _ = words(["p"], ["eeeee", "a"])
-    found = []
+    actual = []
     with rewards.RewardRunner(functions.length) as runner, EarlyRewardRunner(runner, Letters()) as early:
 
         def evaluate():
             for _ in range(10):
-                found.append(early.run(rewards.samples_of(other, Letters())).scores["length"])
+                actual.append(early.run(rewards.samples_of(other, Letters())).scores["length"])
 
         thread = threading.Thread(target=evaluate)
         thread.start()
         for _ in range(10):
-            tell(early.make_on_finished(given, N), made, [3, 1, 0, 2])
-            assert early.run(rewards.samples_of(made, Letters())).scores["length"] == [1.0, 2.0, 3.0, 4.0]
+            report(early.make_on_finished(asked, N), sampled, [3, 1, 0, 2])
+            assert early.run(rewards.samples_of(sampled, Letters())).scores["length"] == [1.0, 2.0, 3.0, 4.0]
         thread.join()
-    assert found == [[5.0, 1.0]] * 10
+    assert actual == [[5.0, 1.0]] * 10
 
 
 def test_nothing_is_listened_for_where_nothing_can_begin():
-    _, given = words(["p"], ["a", "b"])
+    _, asked = words(["p"], ["a", "b"])
     with rewards.RewardRunner(rewards.exact_match) as runner, EarlyRewardRunner(runner, Letters()) as early:
-        assert early.make_on_finished(given, N) is None
+        assert early.make_on_finished(asked, N) is None
         assert early.terms == runner.terms
     with rewards.RewardRunner(functions.length) as runner:
         early = EarlyRewardRunner(runner, Letters())
         early.close()
-        assert early.make_on_finished(given, N) is None
+        assert early.make_on_finished(asked, N) is None
 
 
 def test_a_rollout_that_fails_leaves_nothing_behind(tmp_path):
     """The engine raises while a reward hangs: the command does not wait for it, and its processes end."""
-    made, given = words(["p"], ["a", "sleep"])
+    sampled, asked = words(["p"], ["a", "sleep"])
     file = tmp_path / "pids"
-    given = attrs.evolve(given, extras=Column([{"file": str(file)}]))
+    asked = attrs.evolve(asked, extras=Column([{"file": str(file)}]))
     before = set(threading.enumerate())
     start = time.monotonic()
 
@@ -263,7 +265,7 @@ def test_a_rollout_that_fails_leaves_nothing_behind(tmp_path):
             rewards.RewardRunner(functions.spawns, time_limit=120) as runner,
             EarlyRewardRunner(runner, Letters()) as early,
         ):
-            tell(early.make_on_finished(given, N), made, [1])
+            report(early.make_on_finished(asked, N), sampled, [1])
             while not file.exists() or len(file.read_text().split()) < 2:
                 time.sleep(0.01)
             raise RuntimeError("the engine died")
@@ -281,22 +283,22 @@ def test_a_rollout_that_fails_leaves_nothing_behind(tmp_path):
 # engines
 
 
-def heard_from(engine, prompts, sampling, limits=None):
-    """The rollout, and what was told of its rows."""
+def reported_by(engine, prompts, sampling, limits=None):
+    """The rollout, and the rows that were reported."""
     _, params = tiny.model_and_params(dtype=torch.float32)
-    told: dict[int, tuple[list[int], str]] = {}
+    reported: dict[int, tuple[list[int], str]] = {}
 
     def listener(row, response, finish):
-        assert row not in told
-        told[row] = (list(response), finish)
+        assert row not in reported
+        reported[row] = (list(response), finish)
 
-    made = engine.generate(params, Ask(prompts, sampling, Key(3), limits=limits, on_finished=listener))
-    width = made.response_mask.shape[1]
+    sampled = engine.generate(params, Ask(prompts, sampling, Key(3), limits=limits, on_finished=listener))
+    width = sampled.response_mask.shape[1]
     rows = {
-        row: (made.tokens[row, -width:][made.response_mask[row]].tolist(), made.finish[row])
-        for row in range(len(made.tokens))
+        row: (sampled.tokens[row, -width:][sampled.response_mask[row]].tolist(), sampled.finish[row])
+        for row in range(len(sampled.tokens))
     }
-    return made, told, rows
+    return sampled, reported, rows
 
 
 def some_prompts(count: int = 5) -> Prompts:
@@ -313,12 +315,12 @@ def test_the_embedded_engine_tells_of_each_row_once(stops, limits):
     model, _ = tiny.model_and_params()
     for waves in (3, 100):
         engine = EmbeddedEngine(model=model, kernels=Kernels.named(), pad_token_id=0, max_rows=waves)
-        made, told, rows = heard_from(engine, some_prompts(), sampling, limits)
-        assert told == rows
+        sampled, reported, rows = reported_by(engine, some_prompts(), sampling, limits)
+        assert reported == rows
         plain = engine.generate(
             tiny.model_and_params(dtype=torch.float32)[1], Ask(some_prompts(), sampling, Key(3), limits=limits)
         )
-        assert torch.equal(plain.tokens, made.tokens)
+        assert torch.equal(plain.tokens, sampled.tokens)
 
 
 @pytest.mark.parametrize("count", [1, 5])
@@ -330,20 +332,20 @@ def test_each_rank_tells_of_what_it_made_and_is_asked_about_it(count):
 
     def on_rank(mesh):
         spread = SpreadEngine(engine=engine, mesh=mesh, pad_token_id=0)
-        _, told, rows = heard_from(spread, prompts, sampling)
-        assert told.items() <= rows.items()
+        _, reported, rows = reported_by(spread, prompts, sampling)
+        assert reported.items() <= rows.items()
         with Watched(functions.length) as runner, EarlyRewardRunner(runner, Letters()) as early:
-            made = spread.generate(
+            sampled = spread.generate(
                 params, Ask(prompts, sampling, Key(3), on_finished=early.make_on_finished(prompts, N))
             )
-            judge = SpreadRewardRunner(early, mesh, torch.device("cpu"))
-            found = judge.run(rewards.samples_of(made, Letters()), made.groups.tolist())
+            on_ranks = SpreadRewardRunner(early, mesh, torch.device("cpu"))
+            actual = on_ranks.run(rewards.samples_of(sampled, Letters()), sampled.groups.tolist())
             assert runner.late == 0
-        return sorted(told), found
+        return sorted(reported), actual
 
     ((rows, expected),) = simulate({"shard": 1}, on_rank)
     assert rows == list(range(N * count))
     for ranks in (2, 3):
         results = simulate({"shard": ranks}, on_rank)
         assert sorted(row for rows, _ in results for row in rows) == list(range(N * count))
-        assert all(found == expected for _, found in results)
+        assert all(actual == expected for _, actual in results)

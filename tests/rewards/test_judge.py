@@ -55,7 +55,7 @@ class Answering:
 
 
 def judge(engine, **changes) -> LanguageJudge:
-    given = {
+    defaults = {
         "engine": engine,
         "params": {},
         "tokenizer": BYTES,
@@ -66,21 +66,21 @@ def judge(engine, **changes) -> LanguageJudge:
         "key": Key(0),
         "chat": False,
     }
-    return LanguageJudge(**(given | changes))
+    return LanguageJudge(**(defaults | changes))
 
 
 def test_it_is_asked_what_the_template_says_and_scored_by_its_answer():
     engine = Answering(lambda text: {"b": "7 of 10. Score: 7 ", "d": "Score: 1, no: Score: -2", "f": "good"}[text[2]])
     rewarded = judge(engine)
-    given = rollout(["a", "c", "e"], ["b", "d", "f"], ["x{y}", 3, "z"])
-    scores, report = rewarded(given)
+    rows = rollout(["a", "c", "e"], ["b", "d", "f"], ["x{y}", 3, "z"])
+    scores, report = rewarded(rows)
     assert engine.asked == ["a|b|x{y}", "c|d|3", "e|f|z"]
     assert scores.tolist() == [7.0, -2.0, 0.0]
-    found = metrics.report(report)
-    assert found == {"reward/judge_unparsed": 1.0, "reward/judge_truncated": 0.0}
+    scores_by_mesh = metrics.report(report)
+    assert scores_by_mesh == {"reward/judge_unparsed": 1.0, "reward/judge_truncated": 0.0}
     total = rewards.weighted_sum({"judge": rewarded, "exact": rewards.exact_match}, {"judge": 0.5})
     with rewards.RewardRunner(total) as runner:
-        scored, noted = rewards.score(given, reward=runner, tokenizer=Letters())
+        scored, noted = rewards.score(rows, reward=runner, tokenizer=Letters())
     assert scored.scores.tolist() == [3.5, -1.0, 0.0]
     noted = metrics.report(noted)
     assert noted["reward/judge_unparsed"] == 1.0
@@ -159,8 +159,8 @@ def embedded(mesh=LOCAL, *, temperature=0.0, **changes):
     params = {n: x + 0.5 * torch.randn(x.shape, generator=g) for n, x in models.init_params(model, Key(0)).items()}
     engine = EmbeddedEngine(model=model, kernels=Kernels.named(), pad_token_id=0, max_rows=3, mesh=mesh)
     sampling = Sampling(max_tokens=6, stop_token_ids=(1,), greedy=not temperature, temperature=temperature or 1.0)
-    given = {"tokenizer": tokenizer, "pattern": r"(\d)", "template": "{response}|{prompt}", "sampling": sampling}
-    return judge(engine, params=fsdp.shard(params, mesh), mesh=mesh, **(given | changes))
+    defaults = {"tokenizer": tokenizer, "pattern": r"(\d)", "template": "{response}|{prompt}", "sampling": sampling}
+    return judge(engine, params=fsdp.shard(params, mesh), mesh=mesh, **(defaults | changes))
 
 
 TEN = rollout(list("abcdefghij"), ["k", "lm", "n", "opq", "r", "s", "tu", "v", "w", "x"], list(range(10)))
@@ -208,30 +208,30 @@ def task(tmp_path):
 
 
 def settings_of(task, **changes):
-    given = {"path": str(task / "judge"), "template": "{prompt}|{response}", "pattern": r"(\d)", "chat": False}
-    given |= {"max_tokens": 5, "max_prompt_tokens": 20, "max_rows": 2} | changes
-    return tiny_run.settings(task, **{f"reward__judge__{name}": value for name, value in given.items()})
+    section = {"path": str(task / "judge"), "template": "{prompt}|{response}", "pattern": r"(\d)", "chat": False}
+    section |= {"max_tokens": 5, "max_prompt_tokens": 20, "max_rows": 2} | changes
+    return tiny_run.settings(task, **{f"reward__judge__{name}": value for name, value in section.items()})
 
 
 def test_the_settings_judge(task):
     tokenizer = character_tokenizer(CHARACTERS)
-    found = []
+    scores_by_mesh = []
     for weight, offload in ((0.5, "none"), (2.0, "all")):
         settings = attrs.evolve(settings_of(task, weight=weight))
         settings = attrs.evolve(settings, model=attrs.evolve(settings.model, offload=offload))
-        with loading_rewards.judge_of(settings, loading.load_tokenizer(settings), LOCAL, CPU) as made:
-            fn, factor = made["judge"]
+        with loading_rewards.judge_of(settings, loading.load_tokenizer(settings), LOCAL, CPU) as by_name:
+            fn, factor = by_name["judge"]
             assert factor == weight
-            given = rollout(["a", "b"], ["c", "d"], ["1", "2"])
+            rows = rollout(["a", "b"], ["c", "d"], ["1", "2"])
             tokens = tokenizer(["1+1=", "2+3="])["input_ids"]
-            given = attrs.evolve(
-                given, tokens=torch.tensor([[*ids[-1:], ids[0], 1] for ids in tokens]), extras=Column([{}, {}])
+            rows = attrs.evolve(
+                rows, tokens=torch.tensor([[*ids[-1:], ids[0], 1] for ids in tokens]), extras=Column([{}, {}])
             )
-            found.append(fn(given)[0])
-    assert torch.equal(*found)
+            scores_by_mesh.append(fn(rows)[0])
+    assert torch.equal(*scores_by_mesh)
     without = tiny_run.settings(task)
-    with loading_rewards.judge_of(without, tokenizer, LOCAL, CPU) as made:
-        assert made == {}
+    with loading_rewards.judge_of(without, tokenizer, LOCAL, CPU) as by_name:
+        assert by_name == {}
 
 
 def test_a_run_is_scored_by_its_judge_too(task):

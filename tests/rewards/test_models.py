@@ -80,11 +80,11 @@ def random_rollout(seed: int, rows: int = 5, *, prompt: int = 4, response: int =
 @torch.no_grad()
 def expected_scores(module, head: str, rollout: Rollout, label: int = 0) -> torch.Tensor:
     """Row by row, without padding: a sequence's logit, or its last token's."""
-    found = []
+    actual = []
     for tokens, attended in zip(rollout.tokens, rollout.attention_mask):
         logits = module(tokens[attended][None]).logits[0]
-        found.append((logits if head == "sequence" else logits[-1])[label])
-    return torch.stack(found)
+        actual.append((logits if head == "sequence" else logits[-1])[label])
+    return torch.stack(actual)
 
 
 def reward(loaded, *, size: int = 2, mesh=LOCAL):
@@ -140,8 +140,8 @@ def test_shards_and_the_host_change_nothing(stage, axes, tmp_path):
         mesh = attrs.evolve(mesh, sharding=Sharding(stage=stage))
         return reward((model, fsdp.shard(params, mesh)), mesh=mesh)(rollout)
 
-    for found in simulate(dict.fromkeys(axes, 2), on_rank):
-        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
+    for actual in simulate(dict.fromkeys(axes, 2), on_rank):
+        torch.testing.assert_close(actual, want, rtol=1e-6, atol=1e-6)
 
 
 def test_one_of_several_labels(tmp_path):
@@ -157,12 +157,12 @@ def test_one_of_several_labels(tmp_path):
         load_reward_model(tmp_path, label="fine")
     rollout = random_rollout(2)
     for label in ("good", "1"):
-        found = reward(load_reward_model(tmp_path, label=label))(rollout)
-        torch.testing.assert_close(found, expected_scores(module, "sequence", rollout, 1), rtol=1e-5, atol=1e-5)
+        actual = reward(load_reward_model(tmp_path, label=label))(rollout)
+        torch.testing.assert_close(actual, expected_scores(module, "sequence", rollout, 1), rtol=1e-5, atol=1e-5)
     config["id2label"], config["label2id"] = {"0": "1", "1": "0", "2": "odd"}, {"1": 0, "0": 1, "odd": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = reward(load_reward_model(tmp_path, label="0"))(rollout)  # a name comes before a number
-    torch.testing.assert_close(found, expected_scores(module, "sequence", rollout, 1), rtol=1e-5, atol=1e-5)
+    actual = reward(load_reward_model(tmp_path, label="0"))(rollout)  # a name comes before a number
+    torch.testing.assert_close(actual, expected_scores(module, "sequence", rollout, 1), rtol=1e-5, atol=1e-5)
 
 
 def test_a_policy_is_no_reward_model(tmp_path):
@@ -208,17 +208,17 @@ def test_conversations_are_encoded_anew():
     policy, own = character_tokenizer(CHARACTERS), character_tokenizer("=+9876543210")
     rollout = words([("1+2=", "3"), ("12+1=", "13")], policy)
     texts = [[*own(text)["input_ids"], own.eos_token_id] for text in ("1+2=3", "12+1=13")]
-    found = encode(rollout, tokenizer=policy, own=own, chat=False, end_token_id=policy.eos_token_id)
-    assert [t[m].tolist() for t, m in zip(found.tokens, found.attention_mask)] == texts
+    encoded = encode(rollout, tokenizer=policy, own=own, chat=False, end_token_id=policy.eos_token_id)
+    assert [t[m].tolist() for t, m in zip(encoded.tokens, encoded.attention_mask)] == texts
     cut = words([("1+2=", "3"), ("12+1=", "13")], policy, ended=False)
-    found = encode(cut, tokenizer=policy, own=own, chat=False, end_token_id=policy.eos_token_id)
-    assert [t[m].tolist() for t, m in zip(found.tokens, found.attention_mask)] == [ids[:-1] for ids in texts]
+    encoded = encode(cut, tokenizer=policy, own=own, chat=False, end_token_id=policy.eos_token_id)
+    assert [t[m].tolist() for t, m in zip(encoded.tokens, encoded.attention_mask)] == [ids[:-1] for ids in texts]
     own.chat_template = TEMPLATE
     asked = [{"role": "user", "content": "7"}, {"role": "assistant", "content": "8"}, {"role": "user", "content": "9"}]
     chats = words([("1+2=", "3"), ("12+1=", "13")], policy, extras=[{}, {MESSAGES: asked}])
-    found = encode(chats, tokenizer=policy, own=own, chat=True)
+    encoded = encode(chats, tokenizer=policy, own=own, chat=True)
     texts = [own(text)["input_ids"] for text in ("=1+2=+3", "=7+8=9+13")]
-    assert [t[m].tolist() for t, m in zip(found.tokens, found.attention_mask)] == texts
+    assert [t[m].tolist() for t, m in zip(encoded.tokens, encoded.attention_mask)] == texts
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def task(tmp_path):
     return tmp_path
 
 
-def made(task, **changes):
+def loaded_reward(task, **changes):
     settings = tiny_run.settings(task, reward__model__path=str(task / "judge"), **changes)
     tokenizer = loading.load_tokenizer(settings)
     (name, (fn, weight)), *others = loading_rewards.reward_model_of(settings, tokenizer, LOCAL, CPU).items()
@@ -241,7 +241,7 @@ def made(task, **changes):
 
 
 def test_a_tokenizer_in_the_models_directory_is_used_where_it_differs(task):
-    fn, weight, policy = made(task, reward__model__weight=0.5, reward__model__micro_batch_size=1)
+    fn, weight, policy = loaded_reward(task, reward__model__weight=0.5, reward__model__micro_batch_size=1)
     assert weight == 0.5
     loaded = load_reward_model(task / "judge")
     rollout = words([("1+2=", "3"), ("12+1=", "13")], policy)
@@ -249,8 +249,8 @@ def test_a_tokenizer_in_the_models_directory_is_used_where_it_differs(task):
     torch.testing.assert_close(fn(rollout), reward(loaded)(own))
     assert not torch.allclose(fn(rollout), reward(loaded)(rollout))
     shutil.copy(task / "start" / "tokenizer.json", task / "judge" / "tokenizer.json")  # now it is the policy's
-    torch.testing.assert_close(made(task)[0](rollout), reward(loaded)(rollout))
-    named = made(task, reward__model__tokenizer=str(task / "start"))[0]
+    torch.testing.assert_close(loaded_reward(task)[0](rollout), reward(loaded)(rollout))
+    named = loaded_reward(task, reward__model__tokenizer=str(task / "start"))[0]
     torch.testing.assert_close(named(rollout), reward(loaded)(rollout))
 
 
@@ -258,37 +258,37 @@ def test_a_chat_template_of_its_own_is_used(task):
     shutil.copy(task / "start" / "tokenizer.json", task / "judge" / "tokenizer.json")
     (task / "start" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     (task / "judge" / "chat_template.jinja").write_text(TEMPLATE)
-    fn, _, policy = made(task, data__chat=True)
+    fn, _, policy = loaded_reward(task, data__chat=True)
     rollout = words([("1+2=", "3")], policy, extras=[{MESSAGES: [{"role": "user", "content": "4+4="}]}])
     loaded = load_reward_model(task / "judge")
     torch.testing.assert_close(fn(rollout), reward(loaded)(words([("=4+4=", "+3")], policy, ended=False)))
     (task / "judge" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    torch.testing.assert_close(made(task, data__chat=True)[0](rollout), reward(loaded)(rollout))
+    torch.testing.assert_close(loaded_reward(task, data__chat=True)[0](rollout), reward(loaded)(rollout))
 
 
 def test_what_does_not_fit_is_said_before_any_work(task):
     with pytest.raises(ValueError, match=r"no chat template; give another \(reward\.model\.tokenizer\)"):
-        made(task, reward__model__chat=True)
+        loaded_reward(task, reward__model__chat=True)
     with pytest.raises(ValueError, match=r"reward\.model\.tokenizer: .*nowhere holds no tokenizer, none of"):
-        made(task, reward__model__tokenizer=str(task / "nowhere"))
+        loaded_reward(task, reward__model__tokenizer=str(task / "nowhere"))
     for file in (task / "judge").glob("*token*"):
         file.unlink()
     with pytest.raises(ValueError, match=r"reward\.model\.chat = False: the reward model reads the policy's tokens"):
-        made(task, reward__model__chat=False)
+        loaded_reward(task, reward__model__chat=False)
     small = models.build(small_model(20, width=16, layers=1).config, "value")
     models.save(small, models.init_params(small, Key(0)), task / "judge")
     with pytest.raises(ValueError, match="the reward model has 20 tokens, but the policy has 15"):
-        made(task)
+        loaded_reward(task)
     models.save(small, models.init_params(small, Key(0)), task / "judge", tokenizer=character_tokenizer(CHARACTERS))
-    made(task)  # the same vocabulary, with embeddings for more
+    loaded_reward(task)  # the same vocabulary, with embeddings for more
     big = character_tokenizer(CHARACTERS + "abcdefghij")
     big.save_pretrained(task / "judge")
     with pytest.raises(ValueError, match="the reward model has 20 tokens, but the tokenizer's ids go up to 24"):
-        made(task)
+        loaded_reward(task)
 
 
 def test_scores_join_the_other_rewards(task):
-    fn, weight, policy = made(task, reward__model__weight=-2.0)
+    fn, weight, policy = loaded_reward(task, reward__model__weight=-2.0)
     settings = tiny_run.settings(task)
     total = loading_rewards.reward_of(settings, {"reward_model": (fn, weight)})
     rollout = words([("1+2=", "3"), ("12+1=", "13")], policy, ground_truth=["3", "x"])

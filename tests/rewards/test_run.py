@@ -42,8 +42,8 @@ def test_a_step_scored_by_models_is_the_same_on_two_ranks(tmp_path, offload):
     assert set(experience.named_scores) == {"exact_match", "reward_model", "judge"}
     assert report["reward/judge_truncated"] == 0
     assert 0 <= report["reward/judge_unparsed"] <= 8
-    for ((_, found, others, _),), also in simulate({"shard": 2}, lambda mesh: steps(settings, mesh, 1)):
-        same(found.named_scores, experience.named_scores)
+    for ((_, runs, others, _),), also in simulate({"shard": 2}, lambda mesh: steps(settings, mesh, 1)):
+        same(runs.named_scores, experience.named_scores)
         common = {n: x for n, x in numbers(others).items() if n.startswith("reward/")}
         assert common == pytest.approx({n: report[n] for n in common}, rel=1e-4, abs=1e-5)
         assert also == pytest.approx(held_out, rel=1e-4, abs=1e-5)
@@ -53,8 +53,8 @@ def test_a_step_scored_by_models_is_the_same_on_two_ranks(tmp_path, offload):
 def test_a_run_that_judges_early_is_the_run_that_waits(tmp_path, monkeypatch, ranks, n):
     """With overlap no sample of the step waits for the rollout's end; the numbers are the same without."""
     tiny_run.write_task(tmp_path)
-    given = {"reward__functions": ["tests.rewards.functions:length", "exact_match"], "rollout__n": n}
-    given["data__eval_path"] = []
+    changes = {"reward__functions": ["tests.rewards.functions:length", "exact_match"], "rollout__n": n}
+    changes["data__eval_path"] = []
     late: list[int] = []
     plain = RewardRunner.outcomes_of
 
@@ -64,17 +64,17 @@ def test_a_run_that_judges_early_is_the_run_that_waits(tmp_path, monkeypatch, ra
         return plain(runner, term, samples)
 
     monkeypatch.setattr(RewardRunner, "outcomes_of", watched)
-    found = []
+    runs = []
     for overlap in (True, False):
-        settings = tiny_run.settings(tmp_path, reward__overlap=overlap, **given)
+        settings = tiny_run.settings(tmp_path, reward__overlap=overlap, **changes)
 
         def on_rank(mesh, settings=settings):
-            with assembly.assembled(settings, mesh=mesh) as parts:
-                steps = iterate(parts.run, program=parts.program, draw=parts.draw, donate=False)
+            with assembly.assembled(settings, mesh=mesh) as bound:
+                steps = iterate(bound.run, program=bound.program, draw=bound.draw, donate=False)
                 return [next(steps)[1].named_scores for _ in range(2)]
 
-        found.append(simulate({"shard": ranks}, on_rank) if ranks > 1 else [on_rank(LOCAL)])
+        runs.append(simulate({"shard": ranks}, on_rank) if ranks > 1 else [on_rank(LOCAL)])
         assert sum(late) == (0 if overlap else 16)
         late.clear()
-    for each in found[0] + found[1]:
-        same(each, found[1][0], at=0.0)
+    for each in runs[0] + runs[1]:
+        same(each, runs[1][0], at=0.0)

@@ -22,9 +22,9 @@ from tests.rewards import functions
 from tests.rewards.samples import sample, samples
 
 
-def run(reward, given, **limits):
+def run(reward, item, **limits):
     with RewardRunner(reward, **{"time_limit": 60.0, **limits}) as runner:
-        return runner.run(given)
+        return runner.run(item)
 
 
 def alive(pid: int) -> bool:
@@ -117,9 +117,9 @@ def test_what_a_reward_starts_dies_with_it(tmp_path):
 
 def test_a_machine_that_stood_still_costs_no_sample(tmp_path, monkeypatch):
     """Both processes were stopped, and the trainer goes on first."""
-    given, stopped = sample(directory=str(tmp_path)), [0.0]
+    item, stopped = sample(directory=str(tmp_path)), [0.0]
     with RewardRunner(functions.numbered, time_limit=60.0) as runner, ThreadPoolExecutor(1) as thread:
-        results = thread.submit(runner.run, [given])
+        results = thread.submit(runner.run, [item])
         while not (tmp_path / "calls").exists():
             time.sleep(0.01)
         moved = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped[0])
@@ -135,7 +135,7 @@ def test_a_machine_that_stood_still_costs_no_coroutine(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: real() + stopped[0])
 
     @inline_reward
-    async def waits(given) -> float:
+    async def waits(item) -> float:
         stopped[0] += 1000.0
         await asyncio.sleep(0.01)
         return 3.0
@@ -147,13 +147,13 @@ def test_a_coroutine_that_is_late_ends_as_it_likes_and_is_late():
     ended = []
 
     @inline_reward
-    async def stubborn(given) -> float:
+    async def stubborn(item) -> float:
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
             await asyncio.sleep(0.01)
-            ended.append(given.response)
-            if given.response == "raise":
+            ended.append(item.response)
+            if item.response == "raise":
                 raise OSError("broken") from None
         return 3.0
 
@@ -209,7 +209,7 @@ def test_sums_keep_their_parts_apart():
 
 
 @pytest.mark.parametrize(
-    ("result", "said"),
+    ("result", "text"),
     [
         (None, "None"),
         (float("nan"), "nan"),
@@ -222,10 +222,10 @@ def test_sums_keep_their_parts_apart():
         ({"score": 1.0, "answer": 3}, "'answer': 3"),
     ],
 )
-def test_results_that_are_no_scores_are_errors(result, said):
+def test_results_that_are_no_scores_are_errors(result, text):
     functions.bad_result.reward_inline = True
     try:
-        with pytest.raises(ValueError, match=rf"'bad_result' returned .*{said}.* for sample 1 \(1 of 2 samples"):
+        with pytest.raises(ValueError, match=rf"'bad_result' returned .*{text}.* for sample 1 \(1 of 2 samples"):
             run(functions.bad_result, [sample("x", 1.0), sample("x", result)])
     finally:
         del functions.bad_result.reward_inline
@@ -256,13 +256,13 @@ def test_good_results_of_all_types():
 def test_closures_are_sent_by_value():
     bonus = 5.0
 
-    def local(given) -> float:
-        return bonus + len(given.response)
+    def local(item) -> float:
+        return bonus + len(item.response)
 
     assert run(local, samples("ab")).scores == {"local": [7.0]}
     generator = (i for i in ())
 
-    def stuck(given) -> float:
+    def stuck(item) -> float:
         return float(bool(generator))
 
     with pytest.raises(ValueError, match="'stuck' cannot be sent to a worker process"):
@@ -336,12 +336,12 @@ def test_workers_outlive_the_thread_that_needed_them():
     """A rollout ahead is scored on a thread that ends, maybe before a process that it started anew is ready."""
     with RewardRunner(functions.naps, time_limit=3.0, workers=2) as runner:
         runner.run(samples(*["0.4"] * 4))  # both are ready
-        found = []
+        batches = []
         first = ["60", "0", "2.0", "2.0", *["0"] * 12]  # tasks of two: the second ends just after the first is given up
-        thread = threading.Thread(target=lambda: found.append(runner.run(samples(*first))))
+        thread = threading.Thread(target=lambda: batches.append(runner.run(samples(*first))))
         thread.start()
         thread.join()
         time.sleep(0.1)
-        found.append(runner.run(samples(*["0.3"] * 4)))
-    assert [results.scores["naps"] for results in found] == [[0.0, *map(float, first[1:])], [0.3] * 4]
-    assert [[f.kind for f in results.failures] for results in found] == [["timeout"], []]
+        batches.append(runner.run(samples(*["0.3"] * 4)))
+    assert [results.scores["naps"] for results in batches] == [[0.0, *map(float, first[1:])], [0.3] * 4]
+    assert [[f.kind for f in results.failures] for results in batches] == [["timeout"], []]

@@ -15,28 +15,28 @@ from tests.rewards.samples import Letters, rollout
 
 
 @rewards.inline_reward
-def vowels(given: Sample) -> dict[str, float]:
-    if "z" in given.response:
+def vowels(rows: Sample) -> dict[str, float]:
+    if "z" in rows.response:
         raise RuntimeError("no z")
-    count = float(sum(c in "aeiou" for c in given.response))
-    return {"score": count, "length": float(len(given.response_tokens))}
+    count = float(sum(c in "aeiou" for c in rows.response))
+    return {"score": count, "length": float(len(rows.response_tokens))}
 
 
-def score(given, reward):
+def score(rows, reward):
     with RewardRunner(reward) as runner:
-        return rewards.score(given, reward=runner, tokenizer=Letters())
+        return rewards.score(rows, reward=runner, tokenizer=Letters())
 
 
 def test_samples_hold_texts_and_ids():
-    given = rollout(["ab", "c"], ["xyz", "x"], ["t", None])
-    first, second = rewards.samples_of(given, Letters())
+    rows = rollout(["ab", "c"], ["xyz", "x"], ["t", None])
+    first, second = rewards.samples_of(rows, Letters())
     assert first == Sample("ab", "xyz", "t", "letters", {"row": 0}, (1, 2), (24, 25, 26, 27), "stop")
     assert (second.prompt, second.response, second.prompt_tokens, second.response_tokens) == ("c", "x", (3,), (24, 27))
 
 
 def test_scores_and_metrics():
-    given = rollout(["q"] * 3, ["aeb", "b", "az"], [None] * 3)
-    scored, report = score(given, vowels)
+    rows = rollout(["q"] * 3, ["aeb", "b", "az"], [None] * 3)
+    scored, report = score(rows, vowels)
     assert scored.scores.tolist() == [2.0, 0.0, 0.0]
     assert scored.scores.dtype == torch.float32
     assert {k: v.tolist() for k, v in scored.named_scores.items()} == {
@@ -44,8 +44,8 @@ def test_scores_and_metrics():
         "length": [4.0, 2.0, 0.0],
     }
     assert scored.named_scores["length"].dtype == torch.float32
-    assert torch.equal(scored.tokens, given.tokens)
-    assert scored.extras == given.extras
+    assert torch.equal(scored.tokens, rows.tokens)
+    assert scored.extras == rows.extras
     assert metrics.report(report) == pytest.approx(
         {
             "critic/score/mean": 2 / 3,
@@ -61,16 +61,16 @@ def test_scores_and_metrics():
 
 
 @rewards.tensor_reward
-def row_numbers(given) -> torch.Tensor:
-    return given.row_ids.double()
+def row_numbers(rows) -> torch.Tensor:
+    return rows.row_ids.double()
 
 
 def test_sums_with_functions_of_the_rollout():
-    given = rollout(["q"] * 3, ["aeb", "b", "e"], ["aeb", "x", "e"])
+    rows = rollout(["q"] * 3, ["aeb", "b", "e"], ["aeb", "x", "e"])
     reward = rewards.weighted_sum(
         {"exact": rewards.exact_match, "vowels": vowels, "model": row_numbers}, {"exact": 10.0, "model": -0.5}
     )
-    scored, _ = score(given, reward)
+    scored, _ = score(rows, reward)
     assert scored.scores.tolist() == [12.0, -0.5, 10.0]
     assert {k: v.tolist() for k, v in scored.named_scores.items()} == {
         "exact": [1.0, 0.0, 1.0],
@@ -83,7 +83,7 @@ def test_sums_with_functions_of_the_rollout():
 
 
 def test_tensor_rewards_are_checked():
-    given = rollout(["q"] * 2, ["a", "b"], [None] * 2)
+    rows = rollout(["q"] * 2, ["a", "b"], [None] * 2)
     cases = [
         (lambda r: r.row_ids[:1], r"'f' returned \(1,\), not a tensor of shape \(2,\)"),
         (lambda r: [1.0, 2.0], "'f' returned list"),
@@ -91,7 +91,7 @@ def test_tensor_rewards_are_checked():
     ]
     for fn, text in cases:
         with pytest.raises(ValueError, match=text):
-            score(given, rewards.weighted_sum({"f": rewards.tensor_reward(fn)}))
+            score(rows, rewards.weighted_sum({"f": rewards.tensor_reward(fn)}))
 
 
 def test_names_that_clash_are_refused():
@@ -106,8 +106,8 @@ def test_names_that_clash_are_refused():
 
 
 def brute_force(fn, n, k):
-    found = [fn(chosen) for chosen in combinations(range(n), k)]
-    return sum(found) / len(found)
+    actual = [fn(chosen) for chosen in combinations(range(n), k)]
+    return sum(actual) / len(actual)
 
 
 @st.composite
@@ -129,8 +129,8 @@ def test_best_and_majority_are_means_over_all_subsets(case):
         winners = {a for a in ballots if ballots.count(a) == most}
         means = []
         for winner in winners:
-            said = [s for s, a in zip(scores, answers, strict=True) if a == winner]
-            means.append(sum(said) / len(said))
+            logged = [s for s, a in zip(scores, answers, strict=True) if a == winner]
+            means.append(sum(logged) / len(logged))
         return sum(means) / len(means)
 
     assert rewards.best_at_k(scores, k) == pytest.approx(brute_force(lambda c: max(scores[i] for i in c), n, k))
@@ -156,8 +156,8 @@ def test_summary_by_source():
     scored, _ = score(rollout(["q"] * 8, words, list("aaaaxxxx"), n=4), rewards.exact_match)
     sources = batch.Column(["one"] * 4 + ["two"] * 4)
     scored = batch.extend(batch.Scored, scored, source=sources)
-    found = metrics.report(rewards.summarize([scored, scored], n=4))
-    assert {k: v for k, v in found.items() if "/reward/" in k} == pytest.approx(
+    actual = metrics.report(rewards.summarize([scored, scored], n=4))
+    assert {k: v for k, v in actual.items() if "/reward/" in k} == pytest.approx(
         {
             "val-core/one/reward/mean@4": 0.5,
             "val-core/one/reward/best@4/mean": 1.0,
@@ -171,15 +171,15 @@ def test_summary_by_source():
             "val-aux/two/reward/maj@2/mean": 0.75,
         }
     )
-    assert found["val-aux/two/exact_match/mean@4"] == 0.75
+    assert actual["val-aux/two/exact_match/mean@4"] == 0.75
     with pytest.raises(ValueError, match="prompt 0 has 4 responses, not n = 2"):
         rewards.summarize([scored], n=2)
 
 
 def test_summary_of_single_responses():
     scored, _ = score(rollout(["q"] * 2, ["a", "b"], list("ax")), rewards.exact_match)
-    found = metrics.report(rewards.summarize([scored], n=1))
-    assert found == {"val-core/letters/reward/mean@1": 0.5, "val-aux/letters/exact_match/mean@1": 0.5}
+    actual = metrics.report(rewards.summarize([scored], n=1))
+    assert actual == {"val-core/letters/reward/mean@1": 0.5, "val-aux/letters/exact_match/mean@1": 0.5}
 
 
 def test_a_batch_on_which_a_reward_failed_has_scored_0_by_every_name():
@@ -191,8 +191,8 @@ def test_a_batch_on_which_a_reward_failed_has_scored_0_by_every_name():
             raise RuntimeError("no")
         return {"score": 1.0, "format": 2.0}
 
-    parts = [score(rollout(["q"] * 2, words, list("ab")), picky)[0] for words in (["x", "x"], ["a", "b"])]
-    for order in (parts, parts[::-1]):
-        found = metrics.report(rewards.summarize(order, n=1))
-        assert found["val-core/letters/reward/mean@1"] == 0.5
-        assert found["val-aux/letters/format/mean@1"] == 1.0
+    records = [score(rollout(["q"] * 2, words, list("ab")), picky)[0] for words in (["x", "x"], ["a", "b"])]
+    for order in (records, records[::-1]):
+        actual = metrics.report(rewards.summarize(order, n=1))
+        assert actual["val-core/letters/reward/mean@1"] == 0.5
+        assert actual["val-aux/letters/format/mean@1"] == 1.0

@@ -171,7 +171,7 @@ def test_the_rest_of_the_batch_changes_nothing(name):
 def test_a_row_at_its_limit_gets_no_more_where_it_stays_among_the_others():
     model, params = make("qwen2")
     limits = torch.tensor([6] * 13 + [2] + [6] * 6)
-    told: dict[int, list[int]] = {}
+    reported: dict[int, list[int]] = {}
     rollout = engine_of(model).generate(
         params,
         Ask(
@@ -179,12 +179,12 @@ def test_a_row_at_its_limit_gets_no_more_where_it_stays_among_the_others():
             Sampling(max_tokens=6),
             Key(4),
             limits=limits,
-            on_finished=lambda row, tokens, _: told.update({row: tokens}),
+            on_finished=lambda row, tokens, _: reported.update({row: tokens}),
         ),
     )
     assert torch.equal(rollout.response_mask.sum(1), limits)
     assert (rollout.tokens[13, 5:] == PAD).all()
-    assert [len(told[row]) for row in range(20)] == limits.tolist()
+    assert [len(reported[row]) for row in range(20)] == limits.tolist()
 
 
 @pytest.mark.parametrize(("n", "expected"), [(2, [4, 4, 4]), (3, [3] * 6), (7, [7] * 6)])

@@ -12,11 +12,11 @@ CHATML = (
 
 
 def chat_tokenizer(template):
-    made = chats.tokenizer()
-    made.add_special_tokens({"additional_special_tokens": ["<s>"]})
-    made.add_tokens(["tool", "."])
-    made.chat_template = template
-    return made
+    prepared = chats.tokenizer()
+    prepared.add_special_tokens({"additional_special_tokens": ["<s>"]})
+    prepared.add_tokens(["tool", "."])
+    prepared.chat_template = template
+    return prepared
 
 
 @pytest.mark.parametrize("token", ["<eos>", "5", "."])
@@ -27,13 +27,13 @@ def test_a_chat_goes_on_as_its_template_has_it(token):
     end = words.convert_tokens_to_ids(token)
     encode = chat_template(words, roles=("tool",))
     start = [{"role": "user", "content": "1 2"}]
-    told = [{"role": "tool", "content": "7 8"}, {"role": "user", "content": "9"}]
+    tool_message = [{"role": "tool", "content": "7 8"}, {"role": "user", "content": "9"}]
     chat = {"tokenize": True, "return_dict": False, "add_generation_prompt": True}
     prompt = words.apply_chat_template(start, **chat)
     sampled = [13, 14, end]
     content = "3 4" if token == "<eos>" else f"3 4 {token}"
-    whole = words.apply_chat_template([*start, {"role": "assistant", "content": content}, *told], **chat)
-    assert [*prompt, *sampled, *encode(told, end)] == whole
+    whole = words.apply_chat_template([*start, {"role": "assistant", "content": content}, *tool_message], **chat)
+    assert [*prompt, *sampled, *encode(tool_message, end)] == whole
     assert encode([], end) == []
 
 

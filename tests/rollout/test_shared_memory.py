@@ -18,28 +18,28 @@ def tensors_of(seed, *sizes):
     } | {"none": torch.empty(0), "one": torch.tensor(float(seed))}
 
 
-def same(found, expected):
-    assert list(found) == list(expected)
+def same(copies, expected):
+    assert list(copies) == list(expected)
     for name, x in expected.items():
-        assert found[name].dtype == x.dtype
-        assert torch.equal(found[name], x)
+        assert copies[name].dtype == x.dtype
+        assert torch.equal(copies[name], x)
 
 
 @pytest.fixture
 def memory():
-    made = SharedMemory.make()
-    yield made
-    made.close()
-    made.close()
+    shared = SharedMemory.make()
+    yield shared
+    shared.close()
+    shared.close()
 
 
 def test_another_reader_gets_copies_of_what_was_put(memory):
     other = SharedMemory.at(memory.path)
     first, second, larger = tensors_of(1, 5, 1, 3, 7), tensors_of(2, 5, 1, 3, 7), tensors_of(3, 400, 3, 2, 9, 5)
-    found = other.get(memory.put(first))
-    same(found, first)
+    copies = other.get(memory.put(first))
+    same(copies, first)
     same(other.get(memory.put(second)), second)
-    same(found, first)
+    same(copies, first)
     same(other.get(memory.put(larger)), larger)
     same(other.get(memory.put(first)), first)
     other.close()
@@ -56,11 +56,11 @@ def test_what_is_put_is_no_longer_the_callers(memory):
 
 
 def test_memory_that_is_forgotten_is_given_back():
-    made = SharedMemory.make()
-    made.put(tensors_of(1, 4))
-    path = made.path
+    shared = SharedMemory.make()
+    shared.put(tensors_of(1, 4))
+    path = shared.path
     assert os.path.exists(path)
-    del made
+    del shared
     gc.collect()
     assert not os.path.exists(path)
 

@@ -126,9 +126,9 @@ def test_what_changed_is_agreed_by_all_ranks():
         unknown, _ = sync.changed(fsdp.shard(later, mesh), {}, mesh, frozen=["layers.3.weight"])
         return everything, nothing, some, frozen, unknown
 
-    for found in simulate({"shard": 2}, run):
+    for actual in simulate({"shard": 2}, run):
         both = {"layers.0.weight", "layers.3.weight"}
-        assert found == (set(params), set(), both, {"layers.0.weight"}, set(params))
+        assert actual == (set(params), set(), both, {"layers.0.weight"}, set(params))
 
 
 def test_renames_and_parts():

@@ -113,9 +113,9 @@ def asked(*contents):
 def test_failures_are_told_counted_and_logged(caplog):
     conversations = asked("fine", "raise", "exit", "hang", "change", "fine")
     with caplog.at_level(logging.WARNING), ToolRunner(moody, failure="oops", time_limit=4.0) as ready:
-        found = ready.respond(conversations)
-    told = ToolResult([{"role": "tool", "content": "oops"}], failed=True)
-    assert found == [ToolResult(None), told, told, told, ToolResult(None), ToolResult(None)]
+        results = ready.respond(conversations)
+    messages = ToolResult([{"role": "tool", "content": "oops"}], failed=True)
+    assert results == [ToolResult(None), messages, messages, messages, ToolResult(None), ToolResult(None)]
     assert "the tool 'moody' failed on 3 of 6 turns; turn 1: RuntimeError: no" in caplog.text
     assert conversations == asked("fine", "raise", "exit", "hang", "change", "fine")
     with ToolRunner(moody, failure="", inline=True) as ready:
@@ -124,7 +124,7 @@ def test_failures_are_told_counted_and_logged(caplog):
 
 @pytest.mark.parametrize("inline", [True, False])
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "text"),
     [
         ("text", "a str"),
         ("role", "a message without text as 'role' and 'content'"),
@@ -133,23 +133,23 @@ def test_failures_are_told_counted_and_logged(caplog):
         ("number", "a float"),
     ],
 )
-def test_a_result_that_is_no_messages_is_an_error(content, said, inline):
+def test_a_result_that_is_no_messages_is_an_error(content, text, inline):
     if not inline and content != "text":
         return
-    with ToolRunner(rubbish, inline=inline) as ready, pytest.raises(ValueError, match=f"'rubbish' returned .*{said}"):
+    with ToolRunner(rubbish, inline=inline) as ready, pytest.raises(ValueError, match=f"'rubbish' returned .*{text}"):
         ready.respond(asked(content))
 
 
 def test_names():
     assert tools.resolve("calculator") is tools.calculator
     assert tools.resolve(f"{HERE}:six") is six
-    for name, said in [
+    for name, logged in [
         ("calculate", "there is no tool 'calculate'; there are"),
         ("no.such:six", "tool 'no.such:six': the module 'no.such' does not import"),
         (f"{HERE}:sixx", "has no 'sixx'; did you mean 'six'"),
         (f"{HERE}:ASK", "is a list, not a function"),
     ]:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=logged):
             tools.resolve(name)
     with pytest.raises(ValueError, match="the tool 'broken' cannot be sent"):
         ToolRunner(broken())

@@ -1,4 +1,4 @@
-"""Responses of several turns are those of a loop over single rows, and what tools said is never trained on."""
+"""Responses of several turns are those of a loop over single rows, and their messages are never trained on."""
 
 import random
 from itertools import pairwise
@@ -65,7 +65,7 @@ def engine_of(inner, respond=talkative, **changes):
     return TurnsEngine(engine=inner, **{"tools": ToolRunner(respond, inline=True), **fixed, **changes})
 
 
-def made(sampling=SAMPLING, *, dtype=torch.float64, key=3, lengths=None, respond=talkative, **changes):
+def generated(sampling=SAMPLING, *, dtype=torch.float64, key=3, lengths=None, respond=talkative, **changes):
     model, params = make("qwen2", dtype=dtype)
     prompts = make_prompts(*([] if lengths is None else [lengths]))
     return engine_of(embedded(model), respond, **changes).generate(params, Ask(prompts, sampling, Key(key), version=4))
@@ -88,10 +88,10 @@ def test_one_turn_is_the_inner_engines_rollout(sampling, changes):
             params, Ask(make_prompts(extra=2), sampling, Key(3), version=7, limits=most)
         )
         engine = engine_of(embedded(model), **changes)
-        found = engine.generate(params, Ask(make_prompts(extra=2), sampling, Key(3), version=7, limits=most))
-        assert tree.digest(found) == tree.digest(expected)
-        assert found.finish == expected.finish
-        assert found.extras == expected.extras
+        sampled = engine.generate(params, Ask(make_prompts(extra=2), sampling, Key(3), version=7, limits=most))
+        assert tree.digest(sampled) == tree.digest(expected)
+        assert sampled.finish == expected.finish
+        assert sampled.extras == expected.extras
     shorter = engine_of(embedded(model), **changes, turn_tokens=5)
     bounded = attrs.evolve(sampling, max_tokens=5)
     expected = embedded(model).generate(params, Ask(make_prompts(), bounded, Key(3)))
@@ -117,15 +117,15 @@ def one_row(inner, params, prompt, row_id, sampling, key, *, respond, max_turns,
         if out.finish[0] == "length" or turn == max_turns:
             return tokens, chosen, log_probs, out.finish[0]
         words += "".join(TOKENIZER.decode(new[:-1] if new[-1] == 1 else new))
-        said = {"role": "assistant", "content": words, "end": TOKENIZER.decode(new[-1:])}
-        told = respond([*talk, said])
-        if told is None:
+        turn_message = {"role": "assistant", "content": words, "end": TOKENIZER.decode(new[-1:])}
+        reported = respond([*talk, turn_message])
+        if reported is None:
             return tokens, chosen, log_probs, "stop"
-        observed = TOKENIZER.encode("".join(message["content"] for message in told))
+        observed = TOKENIZER.encode("".join(message["content"] for message in reported))
         if len(tokens) + len(observed) >= most:
             return tokens, chosen, log_probs, "length"
-        if told:
-            talk, words = [*talk, said, *told], ""
+        if reported:
+            talk, words = [*talk, turn_message, *reported], ""
         tokens, chosen = tokens + observed, chosen + [False] * len(observed)
         log_probs += [0.0] * len(observed)
     raise AssertionError
@@ -142,7 +142,7 @@ def test_rows_are_those_of_a_loop_over_single_rows(sampling, changes):
     prompts = make_prompts(extra=1)
     limits = torch.tensor([30, 14, 4, 30, 19, 1]) if changes.get("turn_tokens") else None
     engine = engine_of(embedded(model, max_rows=4), **changes)
-    found = engine.generate(params, Ask(prompts, sampling, Key(5), limits=limits))
+    sampled = engine.generate(params, Ask(prompts, sampling, Key(5), limits=limits))
     finishes, holes = set(), 0
     for row in range(6 * sampling.n):
         number = row // sampling.n
@@ -152,7 +152,7 @@ def test_rows_are_those_of_a_loop_over_single_rows(sampling, changes):
             embedded(model),
             params,
             prompt,
-            int(found.row_ids[row]),
+            int(sampled.row_ids[row]),
             sampling,
             Key(5),
             respond=talkative,
@@ -160,13 +160,13 @@ def test_rows_are_those_of_a_loop_over_single_rows(sampling, changes):
             turn_tokens=engine.turn_tokens,
             most=most,
         )
-        assert (tokens, chosen) == response(found, row)
-        assert found.finish[row] == finish
+        assert (tokens, chosen) == response(sampled, row)
+        assert sampled.finish[row] == finish
         assert len(tokens) <= most
         assert chosen[-1]  # never an observation
-        got = found.rollout_log_probs[row, : len(tokens)]
+        got = sampled.rollout_log_probs[row, : len(tokens)]
         torch.testing.assert_close(got, torch.tensor(log_probs, dtype=torch.float64), rtol=0, atol=1e-10)
-        assert (found.rollout_log_probs[row, len(tokens) :] == 0).all()
+        assert (sampled.rollout_log_probs[row, len(tokens) :] == 0).all()
         finishes.add(finish)
         holes += not all(chosen)
     assert finishes == {"stop", "length"}
@@ -174,44 +174,44 @@ def test_rows_are_those_of_a_loop_over_single_rows(sampling, changes):
 
 
 def test_the_record():
-    found, prompts = made(), make_prompts()
-    width = found.response_mask.shape[1]
-    seen = found.attention_mask[:, -width:]
-    assert torch.equal(found.tokens[::2, :-width], prompts.tokens)
-    assert found.row_ids.tolist() == list(range(20, 32))
-    assert found.groups.tolist() == [10 + i // 2 for i in range(12)]
-    assert found.versions.tolist() == [4] * 12
-    assert found.extras[5] == {"name": "row 2"}
-    assert (found.tokens[:, -width:][~seen] == PAD).all()
+    sampled, prompts = generated(), make_prompts()
+    width = sampled.response_mask.shape[1]
+    seen = sampled.attention_mask[:, -width:]
+    assert torch.equal(sampled.tokens[::2, :-width], prompts.tokens)
+    assert sampled.row_ids.tolist() == list(range(20, 32))
+    assert sampled.groups.tolist() == [10 + i // 2 for i in range(12)]
+    assert sampled.versions.tolist() == [4] * 12
+    assert sampled.extras[5] == {"name": "row 2"}
+    assert (sampled.tokens[:, -width:][~seen] == PAD).all()
     assert seen.any(0).all()
-    for x in (found.rollout_log_probs, found.sampling_log_probs):
-        assert (x[~found.response_mask] == 0).all()
-        assert (x[found.response_mask] < 0).all()
-    report = metrics.report(turn_metrics(found))
-    turns = [1 + sum(a and not b for b, a in pairwise(response(found, row)[1])) for row in range(12)]
+    for x in (sampled.rollout_log_probs, sampled.sampling_log_probs):
+        assert (x[~sampled.response_mask] == 0).all()
+        assert (x[sampled.response_mask] < 0).all()
+    report = metrics.report(turn_metrics(sampled))
+    turns = [1 + sum(a and not b for b, a in pairwise(response(sampled, row)[1])) for row in range(12)]
     assert report["rollout/turns/mean"] == pytest.approx(sum(turns) / 12)
     assert report["rollout/turns/max"] == max(turns) > 1
-    told = sum(chosen.count(False) for _, chosen in (response(found, row) for row in range(12)))
-    assert report["rollout/observation_tokens/mean"] == pytest.approx(told / 12)
+    reported = sum(chosen.count(False) for _, chosen in (response(sampled, row) for row in range(12)))
+    assert report["rollout/observation_tokens/mean"] == pytest.approx(reported / 12)
     assert report["rollout/tool_failures"] == 0
 
 
 @pytest.mark.parametrize(("dtype", "at"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 def test_chosen_tokens_have_the_log_probs_of_the_whole_context(dtype, at):
     model, params = make("qwen2", dtype=dtype)
-    found = made(CUT, dtype=dtype)
+    sampled = generated(CUT, dtype=dtype)
     log_probs = compute_log_probs(
         params,
-        found,
+        sampled,
         model=model,
         kernels=KERNELS,
         mesh=LOCAL,
         micro_batching=MicroBatching(token_budget=60),
         temperature=CUT.temperature,
     )
-    holes = found.attention_mask[:, -log_probs.shape[1] :] & ~found.response_mask
+    holes = sampled.attention_mask[:, -log_probs.shape[1] :] & ~sampled.response_mask
     assert holes.any()
-    torch.testing.assert_close(found.rollout_log_probs, log_probs, rtol=0, atol=at)
+    torch.testing.assert_close(sampled.rollout_log_probs, log_probs, rtol=0, atol=at)
 
 
 def test_draws_depend_on_key_row_and_turn_alone():
@@ -240,26 +240,27 @@ def test_ranks_share_the_calls_and_hear_the_same(axes):
 
     def on_rank(mesh, respond=talkative):
         inner = SpreadEngine(engine=embedded(model, mesh=mesh), mesh=mesh, pad_token_id=PAD)
-        told = {}
-        found = engine_of(inner, respond, mesh=mesh).generate(
-            params, Ask(make_prompts(), SAMPLING, Key(3), on_finished=lambda row, *rest: told.__setitem__(row, rest))
+        reported = {}
+        sampled = engine_of(inner, respond, mesh=mesh).generate(
+            params,
+            Ask(make_prompts(), SAMPLING, Key(3), on_finished=lambda row, *rest: reported.__setitem__(row, rest)),
         )
-        return found, told
+        return sampled, reported
 
-    (expected, told), *_ = simulate({"shard": 1}, on_rank)
+    (expected, reported), *_ = simulate({"shard": 1}, on_rank)
     for row in range(12):
-        assert told[row] == (response(expected, row)[0], expected.finish[row])
-    found = simulate(axes, on_rank)
-    for other, _ in found:
-        assert tree.digest(other) == tree.digest(found[0][0])
+        assert reported[row] == (response(expected, row)[0], expected.finish[row])
+    sampled = simulate(axes, on_rank)
+    for other, _ in sampled:
+        assert tree.digest(other) == tree.digest(sampled[0][0])
         assert torch.equal(other.tokens, expected.tokens)
         assert torch.equal(other.response_mask, expected.response_mask)
         assert torch.equal(other.attention_mask, expected.attention_mask)
         torch.testing.assert_close(other.rollout_log_probs, expected.rollout_log_probs, rtol=0, atol=1e-10)
         assert other.finish == expected.finish
-    assert sorted(row for _, part in found for row in part) == list(range(12))
-    for place, (_, part) in enumerate(found):  # the rank that is asked about them
-        assert {row // SAMPLING.n % len(found) for row in part} == {place}
+    assert sorted(row for _, part in sampled for row in part) == list(range(12))
+    for place, (_, part) in enumerate(sampled):  # the rank that is asked about them
+        assert {row // SAMPLING.n % len(sampled) for row in part} == {place}
     (first, _), *others = simulate(axes, lambda mesh: on_rank(mesh, erratic))
     assert any("tool_failures" in extra for extra in first.extras)
     for other, _ in others:
@@ -274,18 +275,18 @@ def failing(conversation):
 
 
 def test_failures_are_told_to_the_policy_or_end_the_row():
-    told = made(respond=failing, tools=ToolRunner(failing, inline=True, failure="(h"))
-    ended = made(respond=failing, tools=ToolRunner(failing, inline=True, failure=""))
-    alone = made(max_turns=1)
+    reported = generated(respond=failing, tools=ToolRunner(failing, inline=True, failure="(h"))
+    ended = generated(respond=failing, tools=ToolRunner(failing, inline=True, failure=""))
+    alone = generated(max_turns=1)
     assert torch.equal(ended.tokens, alone.tokens)
     assert ended.finish == alone.finish
-    for found in (told, ended):
-        failed = [extra.get("tool_failures", 0) for extra in found.extras]
+    for sampled in (reported, ended):
+        failed = [extra.get("tool_failures", 0) for extra in sampled.extras]
         assert failed == [int(reason == "stop") for reason in alone.finish]
-        assert metrics.report(turn_metrics(found))["rollout/tool_failures"] == sum(failed) > 0
+        assert metrics.report(turn_metrics(sampled))["rollout/tool_failures"] == sum(failed) > 0
     for row, reason in enumerate(alone.finish):
         first = response(alone, row)[0]
-        tokens, chosen = response(told, row)
+        tokens, chosen = response(reported, row)
         assert tokens[: len(first)] == first
         if reason == "stop" and len(first) + 2 < SAMPLING.max_tokens:
             assert TOKENIZER.decode(tokens[len(first) : len(first) + 2]) == "(h"
@@ -330,7 +331,7 @@ def updated(batch, model, params):
 def test_observations_are_not_trained_on():
     """Not their log-probs, not what the batch holds at their places; they are context, though."""
     model, params = make("qwen2")
-    rollout = made()
+    rollout = generated()
     holes = rollout.attention_mask[:, -rollout.response_mask.shape[1] :] & ~rollout.response_mask
     batch = experience(rollout)
     state, report = updated(batch, model, params)
@@ -350,18 +351,18 @@ def test_observations_are_not_trained_on():
 
 
 def test_a_chat_hands_its_own_messages_to_the_tool():
-    heard = []
+    calls = []
 
-    def listen(conversation):
-        heard.append(conversation)
+    def silent_tool(conversation):
+        calls.append(conversation)
 
     model, params = make("qwen2")
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     prompts = attrs.evolve(make_prompts((3,)), extras=Column([{"prompt_messages": asked}]))
-    engine_of(embedded(model), listen).generate(
+    engine_of(embedded(model), silent_tool).generate(
         params, Ask(prompts, Sampling(max_tokens=1, stop_token_ids=range(31)), Key(0))
     )
-    (conversation,) = heard
+    (conversation,) = calls
     assert conversation[:2] == asked
     assert set(conversation[2]) == {"role", "content", "end"}
 

@@ -18,19 +18,19 @@ def with_adder(directory, **changes):
     """The settings of a run in whose rows most have several turns."""
     tiny_run.write_task(directory)
     turns = {"respond": "tests.rollout.functions:adder", "max_turns": 3}
-    given = {f"rollout__turns__{name}": value for name, value in turns.items()}
-    return tiny_run.settings(directory, rollout__stop=["+", "="], rollout__max_tokens=24, **given, **changes)
+    section = {f"rollout__turns__{name}": value for name, value in turns.items()}
+    return tiny_run.settings(directory, rollout__stop=["+", "="], rollout__max_tokens=24, **section, **changes)
 
 
 @pytest.mark.parametrize("changes", [{}, {"rollout__ahead": 1}, {"algorithm__advantage": "grpo", "rollout__n": 4}])
 def test_whole_steps_with_turns(tmp_path, changes):
     """Settings to metrics: all finite, and the trainer's log-probs are those sampled with."""
     settings = with_adder(tmp_path, **changes)
-    with assembly.assembled(settings) as parts:
-        run = parts.run
-        made = iterate(run, program=parts.program, draw=parts.draw, ahead=settings.rollout.ahead)
+    with assembly.assembled(settings) as assembled_run:
+        run = assembled_run.run
+        sampled = iterate(run, program=assembled_run.program, draw=assembled_run.draw, ahead=settings.rollout.ahead)
         for _ in range(2):
-            run, batch, report = next(made)
+            run, batch, report = next(sampled)
             numbers = metrics.report(report)
             assert numbers["rollout/turns/max"] > 1
             assert numbers["rollout/tool_failures"] == 0
@@ -40,7 +40,7 @@ def test_whole_steps_with_turns(tmp_path, changes):
             assert all(torch.tensor(list(trained.values())).isfinite()), trained
             seen = batch.attention_mask[:, -batch.response_mask.shape[1] :]
             assert (seen & ~batch.response_mask).any()
-        assert all(torch.tensor(list(metrics.report(parts.evaluate(run)).values())).isfinite())
+        assert all(torch.tensor(list(metrics.report(assembled_run.evaluate(run)).values())).isfinite())
 
 
 @pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 2, "sequence": 2}])
@@ -52,9 +52,9 @@ def test_steps_on_a_mesh_are_those_of_one_process(tmp_path, axes):
     def on_rank(mesh):
         return steps(settings, attrs.evolve(mesh, sharding=Sharding()), 2)
 
-    for found, evaluated in simulate(axes, on_rank):
+    for runs, evaluated in simulate(axes, on_rank):
         assert evaluated == pytest.approx(held_out, abs=1e-5, nan_ok=True)
-        for (_, batch, report, _), (_, other, same, _) in zip(expected, found, strict=True):
+        for (_, batch, report, _), (_, other, same, _) in zip(expected, runs, strict=True):
             assert torch.equal(batch.tokens, other.tokens)
             assert torch.equal(batch.response_mask, other.response_mask)
             for name in ("rollout/turns/mean", "actor/grad_norm", "critic/rewards/mean"):
@@ -71,14 +71,14 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "said"), BAD, ids=range(len(BAD)))
-def test_settings_that_conflict(tmp_path, changes, said):
+@pytest.mark.parametrize(("changes", "text"), BAD, ids=range(len(BAD)))
+def test_settings_that_conflict(tmp_path, changes, text):
     good = tiny_run.settings(tmp_path)
     turns = attrs.evolve(good.rollout.turns, **changes)
     bad = attrs.evolve(good, rollout=attrs.evolve(good.rollout, turns=turns))
     (problem,) = checks.problems(bad)
     assert problem.startswith("rollout.turns.")
-    assert said in problem
+    assert text in problem
 
 
 def test_a_tool_that_is_not_there(tmp_path):

@@ -82,8 +82,8 @@ SECTION = {"rollout.engine": "vllm"}
 )
 def test_settings_that_conflict_or_that_nothing_reads_are_named(changes, place):
     start = files.from_dict({"model": {"path": "m"}, "data": {"path": ["d"]}, "output_dir": "o"})
-    found = checks.problems(files.replace(start, SECTION | changes))
-    assert [p.split(" = ")[0] for p in found if p.startswith("rollout.vllm")] == [place]
+    actual = checks.problems(files.replace(start, SECTION | changes))
+    assert [p.split(" = ")[0] for p in actual if p.startswith("rollout.vllm")] == [place]
     there = {"rollout.vllm.host": "process", "rollout.vllm.transport": "nccl", "rollout.vllm.tensor_parallel": 2}
     there |= {"rollout.vllm.max_model_len": 768}
     assert not [p for p in checks.problems(files.replace(start, SECTION | there)) if "vllm" in p]

@@ -1,4 +1,4 @@
-"""What the engine does when its host dies, is interrupted, or does not come back: a host that does so when told."""
+"""What the engine does when its host dies, is interrupted, or does not come back: a host that does so on demand."""
 
 import pickle
 from multiprocessing.connection import Pipe
@@ -63,7 +63,7 @@ class Stub:
         self.log.append("loaded")
         return dict(self.got), []
 
-    def generate(self, request, done):
+    def generate(self, request, on_answer):
         self.log.append(f"asked for {len(request.prompts)}")
         for place, row in enumerate(request.row_ids.tolist()):
             if place == 5:
@@ -71,7 +71,7 @@ class Stub:
             assert self.here
             length = request.limits[place]
             ones = np.full(length, -1, np.float32)
-            done(place, Answer(np.full(length, row % 31), ones, ones))
+            on_answer(place, Answer(np.full(length, row % 31), ones, ones))
 
     def sleep(self):
         self._meet("sleep")
@@ -91,16 +91,16 @@ def start(monkeypatch):
     """Makes an engine on such hosts, whose first start is a good one; and the log of what became of them all."""
     monkeypatch.setattr(vllm_engine, "check_installed", lambda: "0")
 
-    def made(*fates, send="all", **options):
-        log, told = [], []
-        monkeypatch.setattr(vllm_engine, "start_host", lambda *_: Stub(log, told))
+    def build(*fates, send="all", **options):
+        log, reported = [], []
+        monkeypatch.setattr(vllm_engine, "start_host", lambda *_: Stub(log, reported))
         own = VllmOptions(host="process", **options)
         engine = VllmEngine(MODEL, pad_token_id=0, probe="never", send=send, options=own)
-        told.extend(fates)
+        reported.extend(fates)
         log.clear()
         return engine, log
 
-    return made
+    return build
 
 
 def generate(engine, version=1, sampling=SHORT, **others):
@@ -120,10 +120,10 @@ DIED = EngineDied("it died")
 @pytest.mark.parametrize("method", ["start", "call", "begin_load", "take_in", "end_load"])
 def test_a_replacement_that_dies_before_it_answers_is_replaced_too(start, method):
     engine, log = start(("generate", DIED), (method, DIED), restarts=2)
-    with pytest.warns(RuntimeWarning, match="it died; 5 of 12 rows are done, a new one goes on") as said:
+    with pytest.warns(RuntimeWarning, match="it died; 5 of 12 rows are done, a new one goes on") as warned:
         check(generate(engine))
-    assert len(said) == engine.replaced == 2
-    assert len({str(each.message) for each in said}) == 2  # Python shows a text once only
+    assert len(warned) == engine.replaced == 2
+    assert len({str(each.message) for each in warned}) == 2  # Python shows a text once only
     assert [line for line in log if line.startswith("asked")] == ["asked for 12", "asked for 7"]
     log.clear()
     check(generate(engine))
@@ -133,11 +133,11 @@ def test_a_replacement_that_dies_before_it_answers_is_replaced_too(start, method
 def test_rows_that_are_left_keep_their_numbers_and_limits(start):
     engine, _ = start(("generate", DIED))
     limits = torch.tensor([3, 1, 9, 2, 1, 2])
-    told = {}
+    reported = {}
     stop = attrs.evolve(SHORT, stop_token_ids=(22, 29))  # of rows that end then anyway
     with pytest.warns(RuntimeWarning, match="5 of 12 rows"):
         rollout = generate(
-            engine, sampling=stop, limits=limits, on_finished=lambda row, *rest: told.update({row: tuple(rest)})
+            engine, sampling=stop, limits=limits, on_finished=lambda row, *rest: reported.update({row: tuple(rest)})
         )
     check(rollout)
     assert [row for row, finish in enumerate(rollout.finish) if finish == "stop"] == [2, 9]
@@ -145,7 +145,7 @@ def test_rows_that_are_left_keep_their_numbers_and_limits(start):
     assert rollout.response_mask.sum(1).tolist() == lengths
     numbers = rollout.row_ids.tolist()
     tokens = [[numbers[row] % 31] * length for row, length in enumerate(lengths)]
-    assert told == dict(enumerate(zip(tokens, rollout.finish, strict=True)))
+    assert reported == dict(enumerate(zip(tokens, rollout.finish, strict=True)))
 
 
 def test_weights_are_sent_where_the_version_or_any_tensor_is_another(start):
@@ -223,7 +223,7 @@ def test_an_interruption_on_the_way_to_sleep_is_gone_on_from_by_a_new_start(star
     with pytest.raises(KeyboardInterrupt):
         engine.sleep()
     log.clear()
-    engine.sleep()  # there is nothing to be told to
+    engine.sleep()  # there is nothing that could sleep
     check(generate(engine))
     assert log == ["closed", "start", "loaded", "asked for 12", "slept"]
 
@@ -260,14 +260,14 @@ def test_ranks_go_on_together_when_a_replacement_of_one_dies(start, method, send
         return rollouts, engine._host.got.keys()
 
     fates = [("generate", DIED), (method, DIED)]
-    made = [start(restarts=2, send=send)[0], start(*fates, restarts=2, send=send)[0]]
+    build = [start(restarts=2, send=send)[0], start(*fates, restarts=2, send=send)[0]]
     with pytest.warns(RuntimeWarning, match="it died"):
-        found = on_ranks(made, run)
-    for rollouts, names in found:
+        results = on_ranks(build, run)
+    for rollouts, names in results:
         assert names == PARAMS.keys()
         for rollout in rollouts:
             check(rollout)
-    assert [engine.replaced for engine in made] == [0, 2]
+    assert [engine.replaced for engine in build] == [0, 2]
 
 
 @pytest.mark.parametrize("method", ["begin_load", "take_in", "end_load"])
@@ -331,9 +331,9 @@ def test_a_process_beside_a_rank_is_on_that_ranks_gpu(visible, initialized, opti
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    found = process._environment(VllmOptions(host="process", **options))
-    assert found.get("CUDA_VISIBLE_DEVICES") == expected
-    assert "LOCAL_RANK" not in found
+    results = process._environment(VllmOptions(host="process", **options))
+    assert results.get("CUDA_VISIBLE_DEVICES") == expected
+    assert "LOCAL_RANK" not in results
 
 
 def test_answers_that_nobody_waits_for_any_more_are_not_those_to_the_next_question():
@@ -342,11 +342,11 @@ def test_answers_that_nobody_waits_for_any_more_are_not_those_to_the_next_questi
     for message in [("row", row, ([row], [0.0], [0.0])) for row in range(3)] + [("result", None)]:
         theirs.send_bytes(pickle.dumps(message))
 
-    def done(row, answer):
+    def on_answer(row, answer):
         raise ValueError("of the caller")
 
     with pytest.raises(ValueError, match="of the caller"):
-        host.generate(None, done)
+        host.generate(None, on_answer)
     assert closed == ["process", "memory"]
 
 
@@ -359,8 +359,8 @@ def test_time_in_which_this_process_stood_still_is_no_silence(monkeypatch):
         return len(waits) == 40
 
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: passed[0]))
-    said = SimpleNamespace(poll=poll, recv_bytes=lambda: pickle.dumps(("result", 3)))
-    assert host_of(said)[0]._receive("patience") == ("result", 3)
+    warned = SimpleNamespace(poll=poll, recv_bytes=lambda: pickle.dumps(("result", 3)))
+    assert host_of(warned)[0]._receive("patience") == ("result", 3)
     assert passed[0] > 1000
 
 

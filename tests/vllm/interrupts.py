@@ -24,16 +24,16 @@ class Interrupting(Key):
 
 
 def interrupted(generate, seen, *, steps, number=signal.SIGKILL):
-    """A host's `generate`, interrupted after so many steps; `seen` is told of the rows that were answered."""
+    """A host's `generate`, interrupted after so many steps; `seen` gets the rows that were answered."""
 
-    def run(request, done):
+    def run(request, on_answer):
         def noted(row, answer):
             seen.append(row)
-            done(row, answer)
+            on_answer(row, answer)
 
         if request.forced is None:
             generate(attrs.evolve(request, key=Interrupting(request.key.seed, number, steps)), noted)
         else:  # the probe of a sync
-            generate(request, done)
+            generate(request, on_answer)
 
     return run

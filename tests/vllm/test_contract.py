@@ -1,4 +1,4 @@
-"""What an engine promises, held by the embedded engine and by vLLM, in this process and in one of its own."""
+"""What an engine promises, kept by the embedded engine and by vLLM, in this process and in one of its own."""
 
 import pytest
 import torch
@@ -30,9 +30,9 @@ def engine(request):
     if request.param == "embedded":
         yield embedded()
     else:
-        made, _ = start(options={"host": {"vllm": "local"}.get(request.param, request.param)})
-        with made:
-            yield made
+        started, _ = start(options={"host": {"vllm": "local"}.get(request.param, request.param)})
+        with started:
+            yield started
 
 
 CUT = Sampling(temperature=0.7, top_k=8, top_p=0.9, n=3, max_tokens=12, stop_token_ids=STOPS)

@@ -21,11 +21,11 @@ NUMBERS = torch.tensor([40, 7, 23, 5])
 
 def processor_of(*rows, **job):
     """A processor whose batch holds these rows of the rollout, and the tokens of each so far."""
-    made = worker.KeyedDraws(None, torch.device("cpu"), False)
-    made.begin(worker.Job(SAMPLING, Key(3), NUMBERS, **job))
+    keyed = worker.KeyedDraws(None, torch.device("cpu"), False)
+    keyed.begin(worker.Job(SAMPLING, Key(3), NUMBERS, **job))
     outputs = {row: [] for row in rows}
-    update(made, added=[(place, asked(row), [], outputs[row]) for place, row in enumerate(rows)])
-    return made, outputs
+    update(keyed, added=[(place, asked(row), [], outputs[row]) for place, row in enumerate(rows)])
+    return keyed, outputs
 
 
 def asked(row):
@@ -69,9 +69,9 @@ def test_rows_that_are_not_of_the_rollout_are_left_alone():
     processor, _ = processor_of(2, 3)
     other = SimpleNamespace(extra_args=None)
     update(processor, added=[(1, other, [], []), (2, asked(0), [], [])])
-    found = processor.apply(logits.clone())
-    assert torch.equal(found[1], logits[1])
-    assert found.argmax(-1).tolist()[::2] == expected(logits[::2], (2, 0))
+    draws = processor.apply(logits.clone())
+    assert torch.equal(draws[1], logits[1])
+    assert draws.argmax(-1).tolist()[::2] == expected(logits[::2], (2, 0))
 
 
 def test_answers_are_of_the_tokens_that_count_and_of_the_job_at_hand():

@@ -183,14 +183,14 @@ def test_what_is_set_is_what_vllm_has():
     engine, _ = start(options=options)
     _, params = make("qwen2")
     with engine:
-        found = engine._host._llm.llm_engine.vllm_config
-        assert engine.limit == found.model_config.max_model_len == 64
-        assert found.model_config.dtype == torch.bfloat16
-        assert found.model_config.enforce_eager
-        assert found.scheduler_config.max_num_seqs == 3
-        assert found.cache_config.gpu_memory_utilization == 0.05
-        assert found.cache_config.block_size == 32
-        assert not found.cache_config.enable_prefix_caching
+        actual = engine._host._llm.llm_engine.vllm_config
+        assert engine.limit == actual.model_config.max_model_len == 64
+        assert actual.model_config.dtype == torch.bfloat16
+        assert actual.model_config.enforce_eager
+        assert actual.scheduler_config.max_num_seqs == 3
+        assert actual.cache_config.gpu_memory_utilization == 0.05
+        assert actual.cache_config.block_size == 32
+        assert not actual.cache_config.enable_prefix_caching
         rollout = engine.generate(params, Ask(make_prompts(), Sampling(n=2, max_tokens=5), Key(1)))
         assert rollout.rollout_log_probs.dtype == torch.float32
 

@@ -20,14 +20,14 @@ GIVEN = rollout(list("abcdefgh"), list("ijklmnop"), list("12345678"))
 
 
 def settings(directory, engine, **changes):
-    given = {"path": str(directory / "judge"), "template": "{ground_truth}={response}+{prompt}", "pattern": r"(\d)"}
-    given |= {"chat": False, "max_tokens": 5, "max_prompt_tokens": 20, "temperature": 1.3, "engine": engine} | changes
-    return tiny_run.settings(directory, **{f"reward__judge__{name}": value for name, value in given.items()})
+    by_hand = {"path": str(directory / "judge"), "template": "{ground_truth}={response}+{prompt}", "pattern": r"(\d)"}
+    by_hand |= {"chat": False, "max_tokens": 5, "max_prompt_tokens": 20, "temperature": 1.3, "engine": engine} | changes
+    return tiny_run.settings(directory, **{f"reward__judge__{name}": value for name, value in by_hand.items()})
 
 
-def judged(given):
-    with loading_rewards.judge_of(given, Letters(), LOCAL, torch.device("cpu")) as made:
-        fn, _ = made["judge"]
+def judged(by_hand):
+    with loading_rewards.judge_of(by_hand, Letters(), LOCAL, torch.device("cpu")) as sampled:
+        fn, _ = sampled["judge"]
         first = fn(GIVEN)
         again = fn(attrs.evolve(GIVEN, row_ids=GIVEN.row_ids + 8))
     return [x[0].tolist() for x in (first, again)]
@@ -44,29 +44,29 @@ def task(tmp_path):
 
 
 def test_scores_are_those_of_the_embedded_judge(task):
-    found = judged(settings(task, "vllm", vllm__cache_gb=0.05))
-    assert found == judged(settings(task, "embedded"))
-    assert found[0] != found[1]  # other rows, other draws
-    assert len(set(found[0])) > 2
+    scores = judged(settings(task, "vllm", vllm__cache_gb=0.05))
+    assert scores == judged(settings(task, "embedded"))
+    assert scores[0] != scores[1]  # other rows, other draws
+    assert len(set(scores[0])) > 2
 
 
 def test_it_tells_of_rows_as_they_end(qwen2):
     engine, _ = qwen2
     _, params = make("qwen2")
-    told = {}
+    reported = {}
     sampling = Sampling(n=2, max_tokens=9, stop_token_ids=(3, 5, 8, 13, 21))
-    made = engine.generate(
+    sampled = engine.generate(
         params,
         Ask(
             make_prompts(),
             sampling,
             Key(1),
-            on_finished=lambda row, response, finish: told.setdefault(row, []).append((response, finish)),
+            on_finished=lambda row, response, finish: reported.setdefault(row, []).append((response, finish)),
         ),
     )
-    rows = made.tokens[:, -made.response_mask.shape[1] :]
-    expected = [(ids[mask].tolist(), finish) for ids, mask, finish in zip(rows, made.response_mask, made.finish)]
-    assert [told[row] for row in range(len(expected))] == [[each] for each in expected]
+    rows = sampled.tokens[:, -sampled.response_mask.shape[1] :]
+    expected = [(ids[mask].tolist(), finish) for ids, mask, finish in zip(rows, sampled.response_mask, sampled.finish)]
+    assert [reported[row] for row in range(len(expected))] == [[each] for each in expected]
     assert {finish for _, finish in expected} == {"stop", "length"}
 
 

@@ -25,9 +25,9 @@ OPTIONS = {"host": "process", "tensor_parallel": 2, "patience": 60.0, "restarts"
 
 @pytest.fixture(scope="module")
 def engine():
-    made, _ = start(options=OPTIONS, bucket_bytes=1 << 15)
-    with made:
-        yield made
+    started, _ = start(options=OPTIONS, bucket_bytes=1 << 15)
+    with started:
+        yield started
 
 
 def test_rollouts_are_those_of_the_embedded_engine(engine):

@@ -33,9 +33,9 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def engine():
-    made, _ = start(options=OPTIONS, bucket_bytes=1 << 15)
-    with made:
-        yield made
+    started, _ = start(options=OPTIONS, bucket_bytes=1 << 15)
+    with started:
+        yield started
 
 
 def process_of(engine):

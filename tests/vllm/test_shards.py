@@ -31,9 +31,9 @@ SETTINGS = {"host": "process", "max_rows": 2, "restarts": 1}
 @pytest.fixture(scope="module")
 def engines():
     with ThreadPoolExecutor() as pool:
-        made = list(pool.map(lambda _: start(options=SETTINGS, bucket_bytes=1 << 15), range(2)))
-    yield [engine for engine, _ in made]
-    for engine, _ in made:
+        started = list(pool.map(lambda _: start(options=SETTINGS, bucket_bytes=1 << 15), range(2)))
+    yield [engine for engine, _ in started]
+    for engine, _ in started:
         engine.close()
 
 
@@ -67,8 +67,8 @@ def test_shards_are_synced_bucket_by_bucket(engines):
         engine._host.take_in = counted
     done = on_ranks(engines, params, lambda engine, x: engine.sync(x, version=4))
     assert min(buckets) > 10
-    for engine, found in zip(engines, done, strict=True):
-        assert found.tensors == len(params)
+    for engine, synced in zip(engines, done, strict=True):
+        assert synced.tensors == len(params)
         assert gap(engine, model, params) < 1e-5
         del engine._host.take_in
 
@@ -110,11 +110,13 @@ def test_one_ranks_process_that_dies_is_replaced_and_all_sync_again(engines, whe
             take_in(tensors)
 
         engines[1]._host.take_in = broken
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        found = rollouts(engines, params, version=4)
-    assert any("SIGKILL" in str(x.message) and "of 12 rows are done, a new one goes on" in str(x.message) for x in said)
-    for rollout in found:
+        synced = rollouts(engines, params, version=4)
+    assert any(
+        "SIGKILL" in str(x.message) and "of 12 rows are done, a new one goes on" in str(x.message) for x in warned
+    )
+    for rollout in synced:
         assert torch.equal(rollout.tokens, whole.tokens)
         assert rollout.versions.unique().tolist() == [4]
     assert len(seen) < 12

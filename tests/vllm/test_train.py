@@ -46,8 +46,8 @@ def trained(directory, engine):
 def test_a_run_on_vllm_is_the_run_on_the_embedded_engine(tmp_path):
     """The weights of every step reach it: its log-probs stay the trainer's, and the numbers those of the other run."""
     task = write_task(tmp_path)
-    expected, found = trained(task, "embedded"), trained(task, "vllm")
-    for line, other in zip(expected[1:], found[1:], strict=True):
+    expected, actual = trained(task, "embedded"), trained(task, "vllm")
+    for line, other in zip(expected[1:], actual[1:], strict=True):
         assert other["training/rollout_probs_diff_max"] < 1e-5
         assert other["rollout/kept_mass"] == pytest.approx(1.0)
         for name in (
@@ -60,7 +60,7 @@ def test_a_run_on_vllm_is_the_run_on_the_embedded_engine(tmp_path):
             assert other[name] == pytest.approx(line[name], rel=1e-3, abs=1e-5), name
 
 
-STEP_2 = 5  # after the probe, the two parts of the first evaluation, and step 1
+STEP_2 = 5  # after the probe, the two batches of the first evaluation, and step 1
 OWN = {"rollout__vllm__host": "process", "rollout__vllm__max_rows": 4, "rollout__max_tokens": 24}
 
 
@@ -68,12 +68,12 @@ def kill_in(monkeypatch, generation):
     """Kills the process in that generation, counted over all processes, when some of its rows are done."""
     generate, asked, answered = ProcessHost.generate, [], []
 
-    def watched(self, request, done):
+    def watched(self, request, on_answer):
         asked.append(len(request.prompts))
         run = functools.partial(generate, self)
         if len(asked) == generation:
             run = interrupted(run, answered, steps=40)
-        run(request, done)
+        run(request, on_answer)
 
     monkeypatch.setattr(ProcessHost, "generate", watched)
     return asked, answered

@@ -31,9 +31,9 @@ def engine(tmp_path_factory):
             "restarts": 0,
             "extra": {"weight_transfer_config": {"backend": store_transfer.NAME}},
         }
-        made, _ = start(options=options, bucket_bytes=1 << 15, transfer=info_of)
-    with made:
-        yield made
+        started, _ = start(options=options, bucket_bytes=1 << 15, transfer=info_of)
+    with started:
+        yield started
 
 
 def info_of(options, bucket_bytes):

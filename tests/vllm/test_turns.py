@@ -21,20 +21,20 @@ def test_rows_are_those_of_the_embedded_engine(host):
     prompts, limits = make_prompts(extra=1), torch.tensor([30, 14, 4, 30, 19, 1])
     embedded = EmbeddedEngine(model=model, kernels=KERNELS, pad_token_id=PAD)
 
-    def made(inner, sampling, most):
+    def sample(inner, sampling, most):
         engine = engine_of(inner, turn_tokens=9)
         return engine.generate(params, Ask(prompts, sampling, Key(3), version=5, limits=most))
 
     cases = [(SAMPLING, None), (CUT, limits), (attrs.evolve(SAMPLING, greedy=True, n=1), None)]
     inner, _ = start(options={"host": host})
     with inner:
-        pairs = [(made(inner, *case), made(embedded, *case)) for case in cases]
-    for found, expected in pairs:
+        pairs = [(sample(inner, *case), sample(embedded, *case)) for case in cases]
+    for sampled, expected in pairs:
         for name in ("tokens", "attention_mask", "response_mask", "row_ids", "groups", "versions"):
-            assert torch.equal(getattr(found, name), getattr(expected, name)), name
-        assert found.finish == expected.finish
+            assert torch.equal(getattr(sampled, name), getattr(expected, name)), name
+        assert sampled.finish == expected.finish
         for name in ("rollout_log_probs", "sampling_log_probs"):
-            torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-5)
+            torch.testing.assert_close(getattr(sampled, name), getattr(expected, name), rtol=0, atol=1e-5)
         holes = expected.attention_mask[:, -expected.response_mask.shape[1] :] & ~expected.response_mask
         assert holes.any()
 
@@ -43,11 +43,11 @@ def test_the_trainer_gives_the_tokens_vllms_log_probs():
     model, params = make("qwen2", seed=2)
     inner, _ = start()
     with inner:
-        found = engine_of(inner).generate(params, Ask(make_prompts(), CUT, Key(8)))
+        sampled = engine_of(inner).generate(params, Ask(make_prompts(), CUT, Key(8)))
     out = forward_micro_batch(
-        params, found, model=model, kernels=KERNELS, mesh=Mesh.local(), temperature=CUT.temperature
+        params, sampled, model=model, kernels=KERNELS, mesh=Mesh.local(), temperature=CUT.temperature
     )
-    torch.testing.assert_close(found.rollout_log_probs, out.log_probs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(sampled.rollout_log_probs, out.log_probs, rtol=0, atol=1e-5)
 
 
 def test_a_context_may_fill_vllm_to_its_limit():
@@ -56,7 +56,7 @@ def test_a_context_may_fill_vllm_to_its_limit():
     inner, _ = start(options={"max_model_len": 32})
     sampling = Sampling(max_tokens=25, stop_token_ids=SAMPLING.stop_token_ids)
     with inner:
-        found = engine_of(inner).generate(params, Ask(make_prompts((7, 1, 4)), sampling, Key(3)))
+        sampled = engine_of(inner).generate(params, Ask(make_prompts((7, 1, 4)), sampling, Key(3)))
         with pytest.raises(ValueError, match="reach 33, but vLLM was started for max_model_len = 32"):
             engine_of(inner).generate(params, Ask(make_prompts((7, 1)), attrs.evolve(sampling, max_tokens=26), Key(3)))
-    assert (found.attention_mask.sum(1) <= 32).all()
+    assert (sampled.attention_mask.sum(1) <= 32).all()

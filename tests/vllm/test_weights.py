@@ -19,12 +19,12 @@ def trainer_log_probs(model, params, rows=ROWS):
     tokens = torch.tensor(rows)
     attend = models.padded_attention(torch.ones(1, tokens.shape[1], dtype=torch.bool))
     head = models.output_head(model, params)
-    found = []
+    actual = []
     for row in tokens:
         hidden = models.hidden_states(model, params, row, torch.arange(len(row)), attend=attend)
         logits = hidden[:-1] @ head.weight.T
-        found.append(logits.log_softmax(-1).gather(1, row[1:, None])[:, 0])
-    return torch.stack(found)
+        actual.append(logits.log_softmax(-1).gather(1, row[1:, None])[:, 0])
+    return torch.stack(actual)
 
 
 def gap(engine, model, params, start=1):
@@ -103,11 +103,11 @@ def test_what_changes_on_the_way_is_named_and_the_next_sync_mends_it(host, monke
         wrong = "model.layers.1.mlp.gate_proj.weight"
 
         def damaged(tensors):
-            found = dict(tensors)
-            if wrong in found:
-                found[wrong] = found[wrong].clone()
-                found[wrong][3, 5] += 1e-6
-            return found
+            actual = dict(tensors)
+            if wrong in actual:
+                actual[wrong] = actual[wrong].clone()
+                actual[wrong][3, 5] += 1e-6
+            return actual
 
         def lost(tensors):
             return {name: x for name, x in tensors.items() if name != wrong}

@@ -66,7 +66,7 @@ def chat_template(tokenizer: Any, *, roles: Sequence[str] = ()) -> ChatTemplate:
     an assistant, of the user, and of `roles`; or if it is not append-only."""
     before = _render(tokenizer, _DUMMY, generation=False)
     if _MARK not in before:
-        raise ValueError(f"the chat template does not show an assistant's words: {before!r}")
+        raise ValueError(f"the chat template does not show what an assistant said: {before!r}")
     template = ChatTemplate(tokenizer, before, before.rpartition(_MARK)[2])
     end = tokenizer.eos_token_id
     for role in ("user", *roles):
