@@ -133,17 +133,6 @@ def rows(record: R, index: Tensor | Sequence[int]) -> R:
     return pytree.tree_map(take, record)
 
 
-def _slice(record: R, start: int, stop: int) -> R:
-    return pytree.tree_map(lambda column: column[start:stop], record)
-
-
-def split(record: R, size: int) -> list[R]:
-    """Consecutive pieces of `size` rows; the last may be shorter."""
-    if size < 1:
-        raise ValueError(f"split into pieces of {size} rows: give 1 or more")
-    return [_slice(record, i, i + size) for i in range(0, num_rows(record), size)]
-
-
 def same_scores(records: Sequence[Scored]) -> list[Scored]:
     """The records, each with the named scores of all; one that it lacks is 0, for the reward failed on all its rows."""
     names = list(dict.fromkeys(name for record in records for name in record.named_scores))
@@ -188,33 +177,9 @@ def repeat(record: R, n: int, *, interleave: bool = True) -> R:
     return rows(record, index.repeat_interleave(n) if interleave else index.repeat(n))
 
 
-def reorder(record: R, order: Tensor | Sequence[int]) -> R:
-    """The rows in another order, a permutation of them."""
-    order = torch.as_tensor(order, device="cpu")
-    if sorted(order.tolist()) != list(range(num_rows(record))):
-        raise ValueError(f"reorder needs a permutation of {num_rows(record)} rows, got {order.tolist()}")
-    return rows(record, order)
-
-
 def inverse(order: Tensor | Sequence[int]) -> Tensor:
-    """The permutation that undoes `order`: reorder(reorder(x, order), inverse(order)) is x."""
+    """The permutation that undoes `order`: rows(rows(x, order), inverse(order)) is x."""
     return torch.argsort(torch.as_tensor(order))
-
-
-def pad_to_divisor(record: R, divisor: int) -> tuple[R, int]:
-    """The record with its first rows repeated at the end, so that `divisor` divides it; and how many were added."""
-    count = num_rows(record)
-    if count == 0 or divisor < 1:
-        raise ValueError(f"cannot pad {count} rows to a multiple of {divisor}")
-    added = -count % divisor
-    return rows(record, torch.arange(count + added) % count), added
-
-
-def unpad(record: R, added: int) -> R:
-    """The record without its last `added` rows; undoes `pad_to_divisor`."""
-    if not 0 <= added <= num_rows(record):
-        raise ValueError(f"cannot take {added} added rows off {num_rows(record)}")
-    return _slice(record, 0, num_rows(record) - added)
 
 
 def _fields(record: Any) -> dict[str, Any]:

@@ -53,33 +53,21 @@ def row_names(record) -> list[str]:
     return list(record.ids)
 
 
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 99))
-def test_split_and_concat_undo_each_other(count, size, seed):
+@given(st.integers(1, 9), st.integers(0, 9), st.integers(0, 99))
+def test_concat_undoes_a_cut(count, place, seed):
     record = tiny.experience(seed, count)
-    pieces = batch.split(record, size)
-    assert [batch.num_rows(p) for p in pieces[:-1]] == [size] * (len(pieces) - 1)
-    assert 1 <= batch.num_rows(pieces[-1]) <= size
-    assert same(batch.concat(pieces), record)
-
-
-@given(st.integers(1, 9), st.integers(1, 5))
-def test_padding_to_a_divisor_and_back(count, divisor):
-    record = prompts(count)
-    padded, added = batch.pad_to_divisor(record, divisor)
-    assert batch.num_rows(padded) % divisor == 0
-    assert 0 <= added < divisor
-    assert row_names(padded)[count:] == [f"row {i % count}" for i in range(added)]
-    assert same(batch.unpad(padded, added), record)
+    first, rest = range(min(place, count)), range(min(place, count), count)
+    assert same(batch.concat([batch.rows(record, first), batch.rows(record, rest)]), record)
 
 
 @given(st.integers(0, 9), st.integers(0, 99))
-def test_reorder_and_its_inverse(count, seed):
+def test_another_order_and_its_inverse(count, seed):
     record = prompts(count)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    shuffled = batch.reorder(record, order)
+    shuffled = batch.rows(record, order)
     assert shuffled.row_ids.tolist() == order.tolist()
     assert row_names(shuffled) == [f"row {i}" for i in order.tolist()]
-    assert same(batch.reorder(shuffled, batch.inverse(order)), record)
+    assert same(batch.rows(shuffled, batch.inverse(order)), record)
 
 
 def test_rows_moves_tensors_and_objects_together():
@@ -109,9 +97,8 @@ def test_repeat_interleaved_or_not():
 def test_functions_leave_their_argument_alone():
     record = scored(3)
     before = tree.digest(record)
-    batch.reorder(record, [2, 1, 0])
+    batch.rows(record, [2, 1, 0])
     batch.repeat(record, 2)
-    batch.pad_to_divisor(record, 2)
     batch.concat([record, record])
     assert tree.digest(record) == before
 
@@ -119,16 +106,11 @@ def test_functions_leave_their_argument_alone():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: batch.split(prompts(2), 0), "1 or more"),
         (lambda: batch.repeat(prompts(2), 0), "1 or more"),
         (lambda: batch.concat([]), "no records"),
         (lambda: batch.concat([prompts(1), scored(1)]), "unlike"),
         (lambda: batch.concat([prompts(1, 3), prompts(1, 4)]), "tokens differs in dtype or width"),
         (lambda: batch.concat([scored(1, names=("a",)), scored(1, names=("b",))]), "unlike"),
-        (lambda: batch.reorder(prompts(3), [0, 0, 1]), "permutation"),
-        (lambda: batch.reorder(prompts(3), [0, 1]), "permutation"),
-        (lambda: batch.unpad(prompts(3), 5), "5"),
-        (lambda: batch.pad_to_divisor(batch.rows(prompts(3), []), 2), "pad 0 rows"),
         (lambda: batch.extend(Rollout, prompts(2)), "missing fields .*response_mask"),
         (lambda: batch.extend(Prompts, prompts(2), colour=1), "unknown fields .*colour"),
         (lambda: batch.extend(Prompts, prompts(2), ids=Column(["a"])), "differ in length"),

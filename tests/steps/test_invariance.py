@@ -93,7 +93,7 @@ def _assert_same(got, expected):
 def _variants(run, batch, seed):
     """The same update, cut, ordered, padded and packed in other ways."""
     order = torch.randperm(batches.num_rows(batch), generator=torch.Generator().manual_seed(seed))
-    shuffled, wide = batches.reorder(batch, order), tiny.widened(batch, 2, 3)
+    shuffled, wide = batches.rows(batch, order), tiny.widened(batch, 2, 3)
     yield from (run(batch, micro_batching=cut) for cut in CUTS)
     yield run(shuffled, micro_batching=CUTS[seed % len(CUTS)])
     yield run(wide, micro_batching=CUTS[(seed + 1) % len(CUTS)])
@@ -130,7 +130,7 @@ def test_mini_batches_drawn_by_a_key_do_not_depend_on_the_order_of_rows(rows, se
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
     run = partial(_actor, name="ppo_clip", mode="token-mean", mini_batch_size=3, epochs=2, key=Key(seed))
     state, _ = run(batch)
-    state_, _ = run(batches.reorder(batch, order), micro_batching=CUTS[0])
+    state_, _ = run(batches.rows(batch, order), micro_batching=CUTS[0])
     for (path, a), (_, b) in zip(
         tree.leaves_with_paths(state.opt.mu), tree.leaves_with_paths(state_.opt.mu), strict=True
     ):
