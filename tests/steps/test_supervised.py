@@ -73,7 +73,7 @@ def test_the_gradient_is_that_of_the_plain_cross_entropy_in_any_cut(rows, seed):
     for given_batch, cut in (
         (batch, WHOLE),
         (batch, MicroBatching(size=1)),
-        (batches.reorder(batch, order), MicroBatching(token_budget=13)),
+        (batches.rows(batch, order), MicroBatching(token_budget=13)),
     ):
         state, report = _update(init_state(PARAMS), given_batch, micro_batching=cut)
         assert metrics.report(report)["supervised/nll_loss"] == pytest.approx(loss, rel=1e-10)
