@@ -13,7 +13,7 @@ class Mean(NamedTuple):
     """A mean as a sum and a count, both 0-d tensors; means add field by field."""
 
     total: Tensor
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class Sum(NamedTuple):

@@ -76,7 +76,11 @@ def replace(record: T, **changes: Any) -> T:
 
 def map(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
     """The tree with `fn` applied to each tensor; what is not a tensor stays as the first tree has it."""
-    return pytree.tree_map(lambda x, *others: fn(x, *others) if isinstance(x, Tensor) else x, tree, *rest)
+
+    def on_tensors(x: Any, *others: Any) -> Any:
+        return fn(x, *others) if isinstance(x, Tensor) else x
+
+    return pytree.tree_map(on_tensors, tree, *rest)
 
 
 def add(a: T, b: T) -> T:

@@ -25,10 +25,11 @@ CHECKED = (
     "fppo_kernels.padding",
     "fppo_kernels.ulysses",
 )
-HOOKED = all(importlib.util.find_spec(name) for name in ("jaxtyping", "beartype"))
-if HOOKED:
+if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"):
     import jaxtyping
-
+else:
+    jaxtyping = None
+if jaxtyping is not None:
     # is_pep484_tower: an int is a float
     checker = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
     jaxtyping.install_import_hook(CHECKED, checker)
@@ -37,9 +38,8 @@ if HOOKED:
 @pytest.fixture
 def unhooked() -> Iterator[None]:
     """Without the checks of annotations, for what the functions themselves refuse."""
-    if not HOOKED:
-        yield
-        return
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    for disabled in (True, False):
+        if jaxtyping is not None:
+            jaxtyping.config.update("jaxtyping_disable", disabled)
+        if disabled:
+            yield

@@ -39,24 +39,24 @@ def spread(x: Rows, scores: Rows, mask: Mask) -> Advantages:
 
 
 class Groups(NamedTuple):
-    """Rows by group: `order` [B] sorts rows by group, `lengths` [G] rows in each, `index` [B] each row's group."""
+    """Rows by group: `order` [B] sorts rows by group, `lengths` [G] rows in each, `group_of` [B] each row's group."""
 
     order: RowIds
     lengths: Tensor
-    index: RowIds
+    group_of: RowIds
 
     def reduce(self, x: Tensor, how: str) -> Tensor:
         """The "sum", "max" or "min" of `x` [B, ...] over the rows of each row's group, [B, ...]; order-stable."""
         if not x.numel():
             return x
-        return torch.segment_reduce(x[self.order], how, lengths=self.lengths)[self.index]
+        return torch.segment_reduce(x[self.order], how, lengths=self.lengths)[self.group_of]
 
 
 def group_rows(groups: RowIds) -> Groups:
     """The groups of rows with equal ids, int64 [B], any ids in any order."""
     order = torch.argsort(groups, stable=True)
-    _, index, lengths = torch.unique(groups, return_inverse=True, return_counts=True)
-    return Groups(order, lengths, index)
+    unique: tuple[Tensor, ...] = torch.unique(groups, return_inverse=True, return_counts=True)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return Groups(order, lengths=unique[2], group_of=unique[1])
 
 
 class Centred(NamedTuple):
@@ -64,7 +64,7 @@ class Centred(NamedTuple):
 
     deviation: Rows
     std: Rows
-    count: Rows
+    rows: Rows
 
 
 def centre(scores: Rows, present: Bool[Tensor, " b"], groups: Groups, weights: Tensor | None = None) -> Centred:

@@ -46,7 +46,7 @@ def grpo(scores: Rows, mask: Mask, groups: RowIds, *, scale: str = "std") -> Adv
 def rloo(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
     """S minus the mean of the group's other rows, n / (n - 1) (S - mean); arXiv:2402.14740."""
     stats = _centre(scores, mask, groups)
-    factor = (stats.count / (stats.count - 1).clamp(min=1)).where(stats.count > 1, 1.0)
+    factor = (stats.rows / (stats.rows - 1).clamp(min=1)).where(stats.rows > 1, 1.0)
     return spread(factor * stats.deviation, scores, mask)
 
 
@@ -71,8 +71,8 @@ def grpo_passk(scores: Rows, mask: Mask, groups: RowIds, *, scale: str = "std") 
     """
     stats = _centre(scores, mask, groups)
     present, members = mask.any(1), group_rows(groups)
-    if (stats.count[present] == 1).any():
-        alone = groups[present & (stats.count == 1)][0].item()
+    if (stats.rows[present] == 1).any():
+        alone = groups[present & (stats.rows == 1)][0].item()
         raise ValueError(f"grpo_passk needs two rows or more in each group, group {alone} has one; raise n")
     full = scores.detach().double().where(present, -torch.inf)
     best = full == members.reduce(full, "max")

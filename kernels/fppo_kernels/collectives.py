@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Collectives over one axis of a mesh, as differentiable functions: the backward pass of each is its transpose.
 
 Every function returns a new tensor and leaves its argument; on an axis of one rank it returns `x` itself. All ranks of
@@ -16,8 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 # torch 2.13 renamed these two; the old names warn there
-_gather_single: Callable = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single: Callable = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or (
+    dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
+)
+_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or (
+    dist.reduce_scatter_tensor  # pyright: ignore[reportDeprecated]
+)
 
 
 @attrs.frozen

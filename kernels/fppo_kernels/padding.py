@@ -28,7 +28,7 @@ class Packed(NamedTuple):
     positions: Int[Tensor, " n"]  # int64, from 0 in each row and in the fill
     labels: Int[Tensor, " n"]  # the next token of the same row, IGNORE at the last token of each row and in the fill
     lengths: Lengths  # rows without tokens are not in it; the fill is one sequence more, the last
-    index: Int[Tensor, " m"]  # int64: each real token's place in the flat [B * S]
+    index: Int[Tensor, " m"]  # pyright: ignore[reportIncompatibleMethodOverride]  # each real token's place in [B * S]
     columns: dict[str, Shaped[Tensor, "n ..."]]  # by name; the fill is 0
 
 
@@ -64,7 +64,7 @@ def unpad(
         raise ValueError(f"multiple must be at least 1, got {multiple}")
     mask = attention_mask.bool()
     index = mask.flatten().nonzero().flatten()
-    sizes = mask.sum(1).tolist()
+    sizes: list[int] = mask.sum(1).tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     fill = -len(index) % multiple
     lengths = make_lengths([*sizes, fill], tokens.device)
     packed = _fill(tokens.flatten()[index], fill)

@@ -17,8 +17,8 @@ class Kernels:
     """The functions that the steps call for the work on tensors. `attrs.evolve` swaps one for another."""
 
     unpad: Callable[..., Packed]
-    pad: Callable
-    attention: Callable
+    pad: Callable[..., Tensor]
+    attention: Callable[..., Tensor]
     log_probs: Callable[..., LogProbs]
     all_to_all: Callable[..., Tensor]
     adamw: Callable[..., None]

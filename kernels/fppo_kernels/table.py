@@ -50,7 +50,7 @@ def _needs_triton() -> str | None:
         return "triton is not installed"
     if torch.cuda.is_available():
         return None
-    from triton import knobs  # reads TRITON_INTERPRET
+    from triton import knobs  # pyright: ignore[reportMissingTypeStubs]  # reads TRITON_INTERPRET
 
     return None if knobs.runtime.interpret else "needs CUDA, or TRITON_INTERPRET=1"
 
@@ -64,11 +64,11 @@ class Implementation:
     dtypes that it does not compute in.
     """
 
-    fn: Callable | str
+    fn: Callable[..., Any] | str
     refuse: Callable[[], str | None] = _never
     lacks: frozenset[str] = frozenset()
 
-    def load(self) -> Callable:
+    def load(self) -> Callable[..., Any]:
         """The function itself."""
         if not isinstance(self.fn, str):
             return self.fn
@@ -139,7 +139,7 @@ def _implementations(op: str, table: Table) -> Mapping[str, Implementation]:
     return table[op]
 
 
-def get(op: str, name: str, *, needs: Collection[str] = (), table: Table = BUILTIN) -> Callable:
+def get(op: str, name: str, *, needs: Collection[str] = (), table: Table = BUILTIN) -> Callable[..., Any]:
     """The implementation `name` of `op`.
 
     Raises ValueError if there is none, if it cannot run here, or if it lacks a keyword or dtype that `needs` names.

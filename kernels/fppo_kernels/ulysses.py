@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Attention over a row whose tokens are spread over the ranks of an axis (DeepSpeed Ulysses, arXiv:2309.14509).
 
 Each rank holds a slice of the packed row and all heads; two all-to-alls turn that into the whole row and a slice of the
@@ -78,10 +79,10 @@ def ulysses(
         _check(query, key, lengths, axis)
         key, value = _repeated(key, query.shape[1], axis), _repeated(value, query.shape[1], axis)
         # one collective for the three, each cut into the heads of each rank
-        parts = [x.reshape(len(x), axis.size, -1) for x in (query, key, value)]
-        whole = all_to_all(torch.cat(parts, 2), axis, split_dim=1, concat_dim=0).squeeze(1)
+        slices = [x.reshape(len(x), axis.size, -1) for x in (query, key, value)]
+        whole = all_to_all(torch.cat(slices, 2), axis, split_dim=1, concat_dim=0).squeeze(1)
         sizes = [(x.shape[1] // axis.size, x.shape[2]) for x in (query, key, value)]
-        own = whole.split([heads * width for heads, width in sizes], 1)
+        own: tuple[Tensor, ...] = whole.split([heads * width for heads, width in sizes], 1)
         q, k, v = (x.unflatten(1, size) for x, size in zip(own, sizes, strict=True))
         if sinks is not None:
             sinks = slice_sequence(sinks, axis)

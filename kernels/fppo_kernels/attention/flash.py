@@ -39,7 +39,7 @@ def flash(
     if not len(query):
         return query + value.sum() * 0  # the kernel refuses no tokens
     left = -1 if window is None else window - 1
-    return flash_attn_varlen_func(
+    return flash_attn_varlen_func(  # pyright: ignore[reportUnknownVariableType]
         query,
         key,
         value,

@@ -1,9 +1,11 @@
+# pyright: reportUnknownMemberType=false
 """Packed attention by FlexAttention: one compiled kernel that skips blocks of other sequences."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from fppo_kernels.shapes import Bool, Float, Int
 
 
 @functools.cache
-def _compiled() -> Callable:
+def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=True)
 
 
@@ -72,7 +74,7 @@ def flex(
     def cap(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)  # type: ignore[operator]
 
-    attend = _compiled() if query.is_cuda else flex_attention
+    attend: Callable[..., Any] = _compiled() if query.is_cuda else flex_attention
     try:
         out, aux = attend(
             *(x.transpose(0, 1)[None] for x in (query, key, value)),

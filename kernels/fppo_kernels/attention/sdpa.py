@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """Packed attention by torch's scaled_dot_product_attention, one call for all sequences of about one length."""
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def batch_attention(
 ) -> Float[Tensor, "b l q e"]:
     """Causal attention [B, L, Hq, Dv] of query [B, L, Hq, D], key [B, L, Hkv, D], value [B, L, Hkv, Dv], no padding.
 
-    A given `mask` (bool, broadcast to [B, Hq, L, L]) stands in for the causal one and its window.
+    A `mask` (bool, broadcast to [B, Hq, L, L]) stands in for the causal one and its window.
     """
     length = query.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -66,14 +67,16 @@ def sdpa(
 ) -> Float[Tensor, "n q e"]:
     """Attention [N, Hq, Dv] of packed query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, Dv], causal per sequence."""
     if len(set(lengths.lengths)) == 1:
-        parts = [x.view(-1, lengths.max_length, *x.shape[1:]) for x in (query, key, value)]
-        return batch_attention(*parts, scale=scale, window=window, softcap=softcap, sinks=sinks).flatten(0, 1)
+        rows = [x.view(-1, lengths.max_length, *x.shape[1:]) for x in (query, key, value)]
+        return batch_attention(*rows, scale=scale, window=window, softcap=softcap, sinks=sinks).flatten(0, 1)
     if not len(query):
         return query.new_zeros(0, query.shape[1], value.shape[2]) + (query.sum() + key.sum() + value.sum()) * 0
     plan = _plan(lengths.lengths, query.device)
-    parts = [_Rows.apply(x, plan.places, plan.slots, None).split(plan.sizes) for x in (query, key, value)]
-    outputs = []
-    for (count, longest), *group in zip(plan.shapes, *parts, strict=True):
+    groups: list[tuple[Tensor, ...]] = [
+        _Rows.apply(x, plan.places, plan.slots, None).split(plan.sizes) for x in (query, key, value)
+    ]
+    outputs: list[Tensor] = []
+    for (count, longest), *group in zip(plan.shapes, *groups, strict=True):
         batch = [x.view(count, longest, *x.shape[1:]) for x in group]
         outputs.append(batch_attention(*batch, scale=scale, window=window, softcap=softcap, sinks=sinks).flatten(0, 1))
     return _Rows.apply(torch.cat(outputs), plan.slots, plan.places, plan.real)
@@ -82,7 +85,7 @@ def sdpa(
 class _Rows(torch.autograd.Function):
     """x[index], for an index that `back` undoes: the gradient is read from its places, where autograd would add it.
 
-    `real`, if given, says which rows of `x` are read at all.
+    `real`, unless None, says which rows of `x` are read at all.
     """
 
     @staticmethod
@@ -91,10 +94,10 @@ class _Rows(torch.autograd.Function):
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         back, real = ctx.saved_tensors
-        found = grad.index_select(0, back)
-        return found if real is None else found.where(real[:, None, None], 0.0), None, None, None
+        grad = grads[0].index_select(0, back)
+        return grad if real is None else grad.where(real[:, None, None], 0.0), None, None, None
 
 
 class _Plan(NamedTuple):
@@ -112,7 +115,8 @@ class _Plan(NamedTuple):
 
 def _plan(lengths: Sequence[int], device: torch.device) -> _Plan:
     groups = _groups(lengths)
-    places, reals = [], []
+    places: list[Tensor] = []
+    reals: list[Tensor] = []
     for longest, begins, sizes in groups:
         begin, step = torch.tensor(begins)[:, None], torch.arange(longest)
         real = step < torch.tensor(sizes)[:, None]

@@ -28,7 +28,7 @@ def loop(
     wide = torch.promote_types(dtype, torch.float32)
     rewards, values = (x.detach().to(wide).where(mask, 0.0) for x in (rewards, values))
     carry = following = rewards.new_zeros(len(mask))
-    columns = []
+    columns: list[Tensor] = []
     for t in reversed(range(mask.shape[1])):
         here = mask[:, t]
         delta = rewards[:, t] + gamma * following - values[:, t]

@@ -97,7 +97,11 @@ def _scan_(work: Tensor, length: int) -> Tensor:
         torch.mul(factor[:, :width], factor[:, after], out=spare_factor[:, :width])
         y, spare, factor, spare_factor = spare, y, spare_factor, factor
         step *= 2
-    sums, factors, results = (x[:, :width].unflatten(1, (-1, window)).unbind(1) for x in (y, factor, spare))
+    windows: list[tuple[Tensor, ...]] = [
+        x[:, :width].unflatten(1, (-1, window)).unbind(1)  # pyright: ignore[reportUnknownMemberType]
+        for x in (y, factor, spare)
+    ]
+    sums, factors, results = windows
     results[-1].copy_(sums[-1])
     for k in reversed(range(len(sums) - 1)):
         torch.addcmul(sums[k], factors[k], results[k + 1], out=results[k])

@@ -29,10 +29,10 @@ def put(moments: Moments, part: int, rows: slice, logits: Tensor, entropy: bool,
     log_sum = -probs.amax(-1).log_()  # the largest probability is exp(0) / sum
     moments.maximum[part, rows], moments.log_sum[part, rows] = maximum, log_sum
     if entropy:
-        mean = torch.linalg.vecdot(probs, logits.sub_(maximum[:, None]))
+        mean: Tensor = torch.linalg.vecdot(probs, logits.sub_(maximum[:, None]))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         moments.entropy[part, rows] = log_sum - mean
     if sum_squared:
-        moments.sum_squared[part, rows] = torch.linalg.vecdot(probs, probs)
+        moments.sum_squared[part, rows] = torch.linalg.vecdot(probs, probs)  # pyright: ignore[reportUnknownMemberType]
 
 
 def merge(parts: Moments) -> Moments:

@@ -1,3 +1,4 @@
+# pyright: basic, reportMissingTypeStubs=false
 """The two Triton programs of `log_probs/triton`: moments of the distributions, and the gradient by the logits.
 
 Each instance makes tiles of hidden @ weight.T, [BM, BN], in registers, BK hidden dimensions at a time, and works on

@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """The same as `reference` without the [N, V] logits: slabs of them, computed again in the backward pass."""
 
 from __future__ import annotations
@@ -193,7 +194,9 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
         inputs = _Inputs(ctx.rule, *ctx.saved_tensors[:5])
         label_logits, *moments = ctx.saved_tensors[5:]
         moments, total = Moments(*moments[:4]), Moments(*moments[4:])
@@ -259,5 +262,5 @@ def chunked(
     tempered = isinstance(temperature, Tensor) or temperature != 1.0
     tiles = tiles or (CUDA_TILES if hidden.is_cuda else CPU_TILES)
     rule = _Rule(softcap, scale, tempered, entropy, sum_squared, tiles)
-    out = _Chunked.apply(hidden, weight, bias, labels, temperatures, rule, axis or Axis())
+    out: tuple[Tensor, ...] = _Chunked.apply(hidden, weight, bias, labels, temperatures, rule, axis or Axis())
     return LogProbs(out[0], out[1] if entropy else None, out[2] if sum_squared else None)

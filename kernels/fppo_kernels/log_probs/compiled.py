@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false
 """The obvious program, compiled by torch: it holds the logits, but makes few passes over them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """Log-probs and entropy by Liger's fused linear and scaled cross entropy (Hsu et al., 2024), for comparison."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Log-probs by one fused Triton program forward, and one fused program and torch's matrix products backward."""
 
 from __future__ import annotations
@@ -200,7 +201,9 @@ class _Triton(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         *tensors, total, own = ctx.saved_tensors
         inputs = _Inputs(ctx.rule, *tensors)
         # every rank of an axis gets the gradients of all outputs, used by it or not
@@ -254,5 +257,5 @@ def triton(
     temperatures = temperatures.expand(len(hidden)).contiguous()
     rule = _Rule(softcap, scale, entropy, sum_squared, tiling or choose_tiling(hidden, weight))
     bias = None if bias is None else bias.contiguous()
-    out = _Triton.apply(hidden, weight, bias, labels, temperatures, rule, axis or Axis())
+    out: tuple[Tensor, ...] = _Triton.apply(hidden, weight, bias, labels, temperatures, rule, axis or Axis())
     return LogProbs(out[0], out[1] if entropy else None, out[2] if sum_squared else None)
