@@ -11,8 +11,8 @@ from fppo.key import Key
 from fppo.pipeline import stages
 from fppo.pipeline.estimators import estimator
 from fppo.pipeline.evaluate import evaluate
-from fppo.pipeline.step import Program, RunState
-from fppo.pipeline.train import train
+from fppo.pipeline.program import Program, RunState
+from fppo.pipeline.train import Evaluation, train
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
 from fppo.runs import loggers
@@ -52,8 +52,7 @@ def main(seed: int = 0, steps: int = 40, warm_up: int = 600, batch: int = 512) -
         draw=partial(data.next_batch, prompts, size=batch, key=key.fold("data")),
         steps=steps,
         observers=[loggers.observer([loggers.PlainConsole(steps)])],
-        evaluate=partial(evaluate, engine=engine, score=score, **test),
-        evaluate_every=10,
+        evaluation=Evaluation(partial(evaluate, engine=engine, score=score, **test), every=10),
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 
 class Mean(NamedTuple):
@@ -36,6 +37,8 @@ class Min(NamedTuple):
 
 Metric = Mean | Sum | Max | Min
 Metrics = dict[str, Metric]
+for _kind in get_args(Metric):  # so that the structure of a tree with metrics in it can be saved
+    pytree._register_namedtuple(_kind, serialized_type_name=f"{__name__}.{_kind.__name__}")
 
 
 def mean(value: Tensor | float, count: Tensor | float = 1.0) -> Mean:

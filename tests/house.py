@@ -107,7 +107,8 @@ def sizes(root: Path = ROOT) -> Iterator[str]:
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     lines = (node.end_lineno or node.lineno) - node.lineno + 1
                     if lines > FUNCTION_LINES:
-                        yield f"{path.relative_to(root)}:{node.lineno}: {node.name} has {lines} lines, over {FUNCTION_LINES}"
+                        place = f"{path.relative_to(root)}:{node.lineno}"
+                        yield f"{place}: {node.name} has {lines} lines, over {FUNCTION_LINES}"
 
 
 def side_effects(root: Path = ROOT) -> Iterator[str]:
@@ -147,6 +148,7 @@ def _writes(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr[-1] == "_":
             written = [node.func.value]
         yield from ((node.lineno, name.id) for name in written if isinstance(name, ast.Name) and name.id in own)
+
 
 if __name__ == "__main__":
     print(drawing())

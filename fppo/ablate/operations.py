@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from fppo._errors import did_you_mean
 from fppo.ablate.cases import Case, Shape
 from fppo.ablate.cases_around import ADAMW, ALL_TO_ALL, GAE, PAD, UNPAD
 from fppo.ablate.cases_model import ATTENTION, LOG_PROBS
@@ -23,15 +23,9 @@ CASES: Mapping[str, Case] = MappingProxyType(
 DTYPES = MappingProxyType({words(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float64)})
 
 
-def nearest(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    return f"{hint}there are {', '.join(names)}"
-
-
 def case_of(op: str) -> Case:
     if op not in CASES:
-        raise ValueError(f"there is no operation {op!r}; {nearest(op, list(CASES))}")
+        raise ValueError(f"there is no operation {op!r}; {did_you_mean(op, CASES)}")
     return CASES[op]
 
 
@@ -52,7 +46,7 @@ def names_of(op: str, implementations: Any, table: Table) -> list[str]:
         return known
     for name in implementations:
         if name not in known:
-            raise ValueError(f"there is no kernel {op}/{name}; {nearest(name, known)}")
+            raise ValueError(f"there is no kernel {op}/{name}; {did_you_mean(name, known)}")
     return list(implementations)
 
 
@@ -61,7 +55,7 @@ def dtypes_of(case: Case, dtypes: Sequence[str | torch.dtype], *, one: bool) -> 
     for given in dtypes:
         name = given if isinstance(given, str) else words(given)
         if name not in DTYPES:
-            raise ValueError(f"there is no dtype {name!r} to ablate in; {nearest(name, list(DTYPES))}")
+            raise ValueError(f"there is no dtype {name!r} to ablate in; {did_you_mean(name, DTYPES)}")
         found.append(DTYPES[name])
     kept = [dtype for dtype in dict.fromkeys(found) if dtype in case.dtypes]
     if one and not kept:

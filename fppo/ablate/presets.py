@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+
+from fppo._errors import did_you_mean
 
 NAMES = ("H", "V", "heads", "kv_heads", "head_dim")
 # hidden size, vocabulary, query heads, key heads, size of a head: from each model's published config.json
@@ -36,11 +37,9 @@ def sizes_of(model: str) -> dict[str, int]:
         return dict(zip(NAMES, _read(directory / "config.json"), strict=True))
     name = model.rpartition("/")[2].lower().removesuffix("-instruct")
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
         raise ValueError(
-            f"there is no directory {model!r}, and no model of that name is known here; {hint}"
-            f"there are {', '.join(PRESETS)}; or give the directory of a model, or its sizes by --shapes"
+            f"there is no directory {model!r}, and no model of that name is known here; "
+            f"{did_you_mean(name, PRESETS)}; or give the directory of a model, or its sizes by --shapes"
         )
     return dict(zip(NAMES, PRESETS[name], strict=True))
 

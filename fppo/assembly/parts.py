@@ -23,6 +23,7 @@ from fppo.settings import checks, files
 from fppo.settings.train import ActorSettings, CriticSettings, TrainSettings
 from fppo.settings.vllm import VllmSettings
 from fppo.steps.micro_batching import MicroBatching
+from fppo.workers.imports import imported
 from fppo_kernels import table as tables
 from fppo_kernels.record import Kernels
 
@@ -132,12 +133,24 @@ def check_heads(model: Model, mesh: Mesh) -> None:
 def check_attention(settings: TrainSettings, model: Model) -> None:
     """Raises ValueError if the attention that the settings name has not what the model asks of it, or not its dtype."""
     dtype = str(model.compute_dtype or torch.float32).removeprefix("torch.")
-    tables.get("attention", settings.model.attention, needs={*models.attention_needs(model), dtype})
+    needs = {*models.attention_needs(model), dtype}
+    tables.get("attention", settings.model.attention, needs=needs, table=kernel_table(settings))
+
+
+def kernel_table(settings: TrainSettings) -> tables.Table:
+    """The built-in kernels, and those that the settings name as module:function. Raises ValueError for what is none."""
+    table = tables.BUILTIN
+    for op, name in (("attention", settings.model.attention), ("log_probs", settings.model.log_probs)):
+        if ":" in name:
+            kernel = tables.Implementation(imported(name, f"model.{op}"))
+            table = tables.register(op, name, kernel, table=table)
+    return table
 
 
 def kernels_of(settings: TrainSettings) -> Kernels:
     """The kernels that the settings name."""
-    return Kernels.named(attention=settings.model.attention, log_probs=settings.model.log_probs)
+    section = settings.model
+    return Kernels.named(attention=section.attention, log_probs=section.log_probs, table=kernel_table(settings))
 
 
 def micro_batching_of(section: ActorSettings | CriticSettings) -> MicroBatching:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 from torch import Tensor
 
 from fppo import losses
 from fppo.assembly.parts import micro_batching_of
+from fppo.batch import Annotated
+from fppo.metrics import Metrics
 from fppo.models.model import Model
 from fppo.pipeline import stages
-from fppo.pipeline.draw import Sample, equal_groups, sample_batch, sample_groups, sample_saved, saving, truncated
-from fppo.pipeline.estimators import WHITENED, estimator
+from fppo.pipeline.draw import equal_groups, sample_groups, sample_saved, saving, truncated
+from fppo.pipeline.estimators import WHITENED, AdvantageFn, estimator
 from fppo.pipeline.measure import with_mfu
-from fppo.pipeline.step import Program
-from fppo.rewards.functions import Term
+from fppo.pipeline.program import EstimateStage, Program, SampleStage, ScoreStage, UpdateStage, sample_batch
+from fppo.rewards.early import EarlyRewardRunner
 from fppo.rollout import saved
 from fppo.rollout.engine import Engine, Sampling
 from fppo.rollout.turns.engine import turn_metrics
@@ -30,30 +31,66 @@ from fppo.settings.rollout import FilterSettings
 from fppo.settings.train import ActorSettings, OptimizerSettings, TrainSettings
 from fppo.steps.optimizer import Optimizer
 from fppo.steps.schedules import schedule
-from fppo.steps.update import update_actor, update_critic
+from fppo.steps.update import SelectFn, update_actor, update_critic
+from fppo.workers.imports import imported
 from fppo_kernels.record import Kernels
 
 ROLLOUTS = "rollouts"  # where a run that saves its rollouts has them
 
 
-def policy_loss(actor: ActorSettings) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """The policy loss with its scalars bound, and its selection of tokens if it has one."""
+class PolicyLoss(NamedTuple):
+    """A policy loss with its scalars bound, and its selection of tokens if it has one."""
+
+    loss_fn: Callable[..., tuple[Tensor, Metrics]]
+    select_fn: SelectFn | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Resources:
+    """What the stages of a run work with."""
+
+    model: Model
+    critic_model: Model | None
+    engine: Engine
+    sampling: Sampling
+    pad_token_id: int
+    kernels: Kernels
+    mesh: Mesh
+    lane: Lane
+    runner: EarlyRewardRunner
+    score: stages.ScoreFn
+    loss: PolicyLoss
+    advantage: Callable[[Mapping[str, float]], AdvantageFn]
+
+
+def policy_loss(actor: ActorSettings) -> PolicyLoss:
+    """The policy loss that the settings name. Raises ValueError if there is none."""
     name = actor.loss.name
     if ":" in name:
-        return _imported(name), None
+        return PolicyLoss(imported(name, "actor.loss.name"))
     loss = partial(getattr(losses, name), **files.loss_scalars(actor.loss))
     if name not in checks.SELECTION_KEYWORDS:
-        return loss, None
-    return loss, partial(getattr(losses, f"select_{name}"), **files.selection_scalars(actor.loss))
+        return PolicyLoss(loss)
+    return PolicyLoss(loss, partial(getattr(losses, f"select_{name}"), **files.selection_scalars(actor.loss)))
 
 
-def _imported(name: str) -> Callable[..., Any]:
-    """The policy loss of "module:function". Raises ValueError if it does not import."""
-    module, _, function = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"actor.loss.name = {name!r} does not import: {error}") from error
+def advantage_of(settings: TrainSettings, kernels: Kernels) -> Callable[[Mapping[str, float]], AdvantageFn]:
+    """The estimator that the settings name, for the weights of the reward's functions by their names.
+
+    Raises ValueError if there is none.
+    """
+    algorithm = settings.algorithm
+    if ":" in algorithm.advantage:
+        own: AdvantageFn = imported(algorithm.advantage, "algorithm.advantage")
+        return lambda weights: own
+    return lambda weights: estimator(
+        algorithm.advantage,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        scale=algorithm.scale,
+        gae=kernels.gae,
+        weights=weights,
+    )
 
 
 def optimizer_of(settings: OptimizerSettings, updates: int) -> Optimizer:
@@ -74,177 +111,159 @@ def optimizer_of(settings: OptimizerSettings, updates: int) -> Optimizer:
     )
 
 
-def program_of(
-    settings: TrainSettings,
-    *,
-    model: Model,
-    critic_model: Model | None,
-    engine: Engine,
-    kernels: Kernels,
-    mesh: Mesh,
-    lane: Lane,
-    sampling: Sampling,
-    pad_token_id: int,
-    score: stages.ScoreFn,
-    listen: Callable[..., Any],
-    loss: tuple[Callable[..., Any], Callable[..., Any] | None],
-    parts: Sequence[Term],
-) -> Program:
-    """The stages of the settings' algorithm, bound; `parts` are the functions of its reward."""
-    actor, algorithm = settings.actor, settings.algorithm
-    mini = files.mini_batch_size(actor, settings.rollout.batch_size)
-    corrected = algorithm.correction.mode != "none" or bool(algorithm.correction.rejection)
-    alone = actor.epochs == 1 and mini == settings.rollout.batch_size
-    sum_squared = algorithm.advantage == "optimal_token_baseline"
-    bypass = algorithm.correction.bypass
-    measured = () if settings.rollout.turns.respond is None else (turn_metrics,)
-    on_policy = alone and algorithm.kl.coef == 0 and not (corrected or bypass or sum_squared)
+def program_of(settings: TrainSettings, resources: Resources) -> Program:
+    """The stages of the settings' algorithm, bound."""
     if settings.model.offload != "none":
-        kernels = attrs.evolve(kernels, adamw=offloaded_adamw(kernels.adamw, lane))
-    shared = {"kernels": kernels, "mesh": mesh, "remove_padding": settings.model.remove_padding}
-    policy = shared | {"temperature": sampling.temperature}
+        kernels = attrs.evolve(resources.kernels, adamw=offloaded_adamw(resources.kernels.adamw, resources.lane))
+        resources = attrs.evolve(resources, kernels=kernels)
+    measured = () if settings.rollout.turns.respond is None else (turn_metrics,)
+    critic_model, lane = resources.critic_model, resources.lane
     return Program(
-        rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling, measure=measured, listen=listen),
-        score=_score_stage(algorithm.advantage, engine, sampling, score),
+        rollout=partial(
+            stages.rollout_stage,
+            engine=resources.engine,
+            sampling=resources.sampling,
+            measure=measured,
+            make_on_finished=resources.runner.make_on_finished,
+        ),
+        score=_score_stage(settings, resources),
         annotate=partial(
             stages.annotate,
-            model=model,
+            model=resources.model,
             critic_model=critic_model,
-            micro_batching=micro_batching_of(actor),
-            sum_squared=sum_squared,
-            by_engine=on_policy or bypass,
-            held=(lambda params: OnHost(params, lane)) if settings.model.offload == "all" else (lambda params: params),
-            **policy,
+            kernels=resources.kernels,
+            mesh=resources.mesh,
+            micro_batching=micro_batching_of(settings.actor),
+            temperature=resources.sampling.temperature,
+            old_log_probs=files.old_log_probs(settings),
+            sum_squared=settings.algorithm.advantage == "optimal_token_baseline",
+            remove_padding=settings.model.remove_padding,
+            fetch=(lambda params: OnHost(params, lane)) if settings.model.offload == "all" else (lambda params: params),
         ),
-        estimate=_estimate_stage(settings, sampling, kernels, {part.name: part.weight for part in parts}),
-        update_critic=_update_critic(settings, critic_model, lane, shared),
-        update_actor=_update_actor(settings, model, lane, loss, on_policy, policy),
-        sample=sample_of(settings, pad_token_id, mesh, vocabulary=model.config.vocab_size),
+        estimate=_estimate_stage(settings, resources),
+        update_critic=None if critic_model is None else _update_critic(settings, resources, critic_model),
+        update_actor=_update_actor(settings, resources),
+        sample=sample_of(
+            settings, resources.pad_token_id, resources.mesh, vocabulary=resources.model.config.vocab_size
+        ),
         critic_warmup=settings.critic.warmup_steps if critic_model is not None else 0,
     )
 
 
-def _estimate_stage(
-    settings: TrainSettings, sampling: Sampling, kernels: Kernels, weights: Mapping[str, float]
-) -> Callable[..., Any]:
+def _estimate_stage(settings: TrainSettings, resources: Resources) -> EstimateStage:
     algorithm = settings.algorithm
-    kl, corrected = algorithm.kl, files.correction_keywords(algorithm.correction)
-    estimate = estimator(
-        algorithm.advantage,
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
-        scale=algorithm.scale,
-        gae=kernels.gae,
-        weights=weights,
-    )
+    kl, correction = algorithm.kl, files.correction_keywords(algorithm.correction)
     return partial(
         stages.estimate,
-        advantage_fn=estimate,
-        max_tokens=sampling.max_tokens,
+        advantage_fn=resources.advantage({term.name: term.weight for term in resources.runner.terms}),
+        max_tokens=resources.sampling.max_tokens,
         kl_in_reward=kl.coef > 0,
         kl_kind=kl.kind,
         update_kl=partial(losses.update_kl, kind=kl.controller, target=kl.target, horizon=kl.horizon),
-        correct=_correction(corrected, settings.actor.loss.name) if corrected else None,
+        correct=_correction(correction, settings.actor.loss.name) if correction else None,
         drop=_dropped(settings.rollout.filter),
         whiten=algorithm.whiten if algorithm.advantage == "gae" else algorithm.advantage in WHITENED,
     )
 
 
-def _correction(keywords: dict[str, Any], loss: str) -> Callable[..., losses.Correction]:
+def _correction(keywords: Mapping[str, Any], loss: str) -> Callable[[Tensor, Tensor, Tensor], losses.Correction]:
     """The off-policy correction of a policy loss: gmpo, whose loss is a row's, has one weight for a row."""
     correct = partial(losses.rollout_correction, **keywords)
     if loss != "gmpo":
         return correct
 
-    def by_row(*given: Tensor) -> losses.Correction:
-        found = correct(*given)
-        if found.weights is None:
-            return found
-        return found._replace(weights=losses.geometric_mean(found.weights, found.mask))
+    def by_row(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> losses.Correction:
+        correction = correct(old_log_probs, rollout_log_probs, mask)
+        if correction.weights is None:
+            return correction
+        return correction._replace(weights=losses.geometric_mean(correction.weights, correction.mask))
 
     return by_row
 
 
-def _dropped(section: FilterSettings) -> list[Callable[..., Any]]:
+def _dropped(section: FilterSettings) -> list[Callable[[Annotated], Tensor]]:
     """What says which rows are not trained on."""
     groups = [partial(equal_groups, by=section.by)] if section.groups else []
     return [*groups, *([truncated] if section.truncated else [])]
 
 
-def sample_of(settings: TrainSettings, pad_token_id: int, mesh: Mesh, *, vocabulary: int) -> Sample:
+def sample_of(settings: TrainSettings, pad_token_id: int, mesh: Mesh, *, vocabulary: int) -> SampleStage:
     """How the settings want a step's batch made, for a model that knows `vocabulary` tokens."""
     section = settings.rollout
     if section.from_ is not None:
         saved.check(Path(section.from_), until=settings.steps, rows=section.batch_size)
         return partial(sample_saved, directory=Path(section.from_), vocabulary=vocabulary)
-    kept, sample = section.filter, sample_batch
-    if kept.groups:
-        sample = partial(sample_groups, pad_token_id=pad_token_id, max_draws=kept.max_draws, by=kept.by)
+    sample: SampleStage = sample_batch
+    if section.filter.groups:
+        draws, by = section.filter.max_draws, section.filter.by
+        sample = partial(sample_groups, pad_token_id=pad_token_id, max_draws=draws, by=by)
     if section.save and is_first(mesh):
         return saving(sample, Path(settings.output_dir) / ROLLOUTS)
     return sample
 
 
-def _score_stage(advantage: str, engine: Engine, sampling: Sampling, score: stages.ScoreFn) -> Callable[..., Any]:
-    if advantage != "remax":
-        return partial(stages.score_stage, score=score)
-    greedy = attrs.evolve(sampling, greedy=True, n=1)
-    return partial(stages.score_with_greedy, score=score, engine=engine, sampling=greedy)
+def _score_stage(settings: TrainSettings, resources: Resources) -> ScoreStage:
+    if settings.algorithm.advantage != "remax":
+        return partial(stages.score_stage, score=resources.score)
+    greedy = attrs.evolve(resources.sampling, greedy=True, n=1)
+    return partial(stages.score_with_greedy, score=resources.score, engine=resources.engine, sampling=greedy)
 
 
-def _measured(role: str, update: Callable[..., Any], settings: TrainSettings, lane: Lane) -> Callable[..., Any]:
+def _measured(
+    role: str, update: UpdateStage, settings: TrainSettings, resources: Resources, model: Model, epochs: int
+) -> UpdateStage:
     """The update with its rates as metrics, and with what the settings keep on the host."""
     if settings.model.offload_activations:
-        update = activations_on_host(update, lane)
-    return with_mfu(role, offloaded(update, lane) if settings.model.offload == "all" else update)
+        update = activations_on_host(update, resources.lane)
+    if settings.model.offload == "all":
+        update = offloaded(update, resources.lane)
+    return with_mfu(role, update, model=model, mesh=resources.mesh, epochs=epochs)
 
 
-def _update_actor(
-    settings: TrainSettings,
-    model: Model,
-    lane: Lane,
-    loss: tuple[Callable[..., Any], Callable[..., Any] | None],
-    on_policy: bool,
-    shared: dict[str, Any],
-) -> Callable[..., Any]:
+def _update_actor(settings: TrainSettings, resources: Resources) -> UpdateStage:
     actor, algorithm, batch_size = settings.actor, settings.algorithm, settings.rollout.batch_size
-    mini = files.mini_batch_size(actor, batch_size)
-    return partial(
-        _measured("actor", update_actor, settings, lane),
-        model=model,
-        loss_fn=loss[0],
-        select_fn=loss[1],
+    mini, source = files.mini_batch_size(actor, batch_size), files.old_log_probs(settings)
+    update = partial(
+        update_actor,
+        model=resources.model,
+        loss_fn=resources.loss.loss_fn,
+        select_fn=resources.loss.select_fn,
         optimizer=optimizer_of(actor.optimizer, settings.steps * actor.epochs * batch_size // mini),
+        kernels=resources.kernels,
+        mesh=resources.mesh,
         mini_batch_size=mini,
         micro_batching=micro_batching_of(actor),
         epochs=actor.epochs,
+        temperature=resources.sampling.temperature,
         weight_mode=actor.weight_mode,
         horizon=actor.horizon,
         entropy_coef=actor.entropy_coef,
         kl_coef=actor.kl_coef,
         kl_kind=actor.kl_kind,
+        on_policy=source == "update",
+        measure_gap=source == "engine" and algorithm.advantage != "optimal_token_baseline",  # whose pass measures it
+        remove_padding=settings.model.remove_padding,
         whole_batch=True,
-        on_policy=on_policy,
-        measure_gap=algorithm.correction.bypass and algorithm.advantage != "optimal_token_baseline",
-        **shared,
     )
+    return _measured("actor", update, settings, resources, resources.model, actor.epochs)
 
 
-def _update_critic(settings: TrainSettings, critic_model: Model | None, lane: Lane, shared: dict[str, Any]) -> Any:
+def _update_critic(settings: TrainSettings, resources: Resources, model: Model) -> UpdateStage:
     critic, batch_size = settings.critic, settings.rollout.batch_size
-    if critic_model is None:
-        return None
     mini = files.mini_batch_size(critic, batch_size)
-    return partial(
-        _measured("critic", update_critic, settings, lane),
-        model=critic_model,
+    update = partial(
+        update_critic,
+        model=model,
         optimizer=optimizer_of(critic.optimizer, settings.steps * critic.epochs * batch_size // mini),
+        kernels=resources.kernels,
+        mesh=resources.mesh,
         mini_batch_size=mini,
         micro_batching=micro_batching_of(critic),
         epochs=critic.epochs,
         clip=critic.value_clip,
         weight_mode=critic.weight_mode,
         horizon=critic.horizon,
+        remove_padding=settings.model.remove_padding,
         whole_batch=True,
-        **shared,
     )
+    return _measured("critic", update, settings, resources, model, critic.epochs)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fppo import data, rewards, tree
 from fppo.assembly.parts import device_of, engine_of, kernels_of, load_models, load_prompts, load_tokenizer
-from fppo.assembly.program import policy_loss, program_of
+from fppo.assembly.program import Resources, advantage_of, policy_loss, program_of
 from fppo.assembly.rewards import reward_runner
 from fppo.assembly.turns import in_turns
 from fppo.data import DataCursor, PromptSet
@@ -20,9 +20,8 @@ from fppo.key import Key
 from fppo.losses import KLState
 from fppo.models.model import Model, Params
 from fppo.pipeline import stages
-from fppo.pipeline.draw import Draw
 from fppo.pipeline.evaluate import evaluate
-from fppo.pipeline.step import Program, RunState
+from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.train import Evaluate
 from fppo.rewards.distributed import SpreadRewardRunner
 from fppo.rollout.engine import Engine, Sampling
@@ -30,14 +29,15 @@ from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import Lane, to_host
 from fppo.settings.train import TrainSettings
 from fppo.steps.train_state import TrainState, init_state
+from fppo.workers.imports import search
 from fppo_kernels.record import Kernels
 
 
 @attrs.frozen(kw_only=True)
-class Assembled:
-    """What a command needs of a run, bound."""
+class Assembly:
+    """A run before its first step, its program, and what they were made from: all that a command needs of it."""
 
-    run: RunState  # before its first step
+    run: RunState
     program: Program
     draw: Draw
     evaluate: Evaluate | None
@@ -63,33 +63,34 @@ def sampling_of(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 @contextlib.contextmanager
-def assembled(
+def assemble(
     settings: TrainSettings,
     *,
     kernels: Kernels | None = None,
     mesh: Mesh = LOCAL,
     sampling_mesh: Mesh | None = None,
     device: torch.device | None = None,
-) -> Iterator[Assembled]:
+) -> Iterator[Assembly]:
     """The run that the settings describe, before its first step. What is wrong with them is raised before any work.
 
     `kernels` stand in for those that the settings name, and `device` for the one they name. On a `mesh` of several
     ranks this is one rank's part of the run; what samples and scores has the groups of `sampling_mesh` if that is
     given, which it must be for a run that samples ahead.
     """
+    search(settings.module_dirs)
     key = Key(settings.seed)
     sampling_mesh = mesh if sampling_mesh is None else sampling_mesh
     device = device_of(settings) if device is None else device
     kernels = kernels_of(settings) if kernels is None else kernels
-    loss_fn = policy_loss(settings.actor)
+    loss, advantage = policy_loss(settings.actor), advantage_of(settings, kernels)
     tokenizer = load_tokenizer(settings)
     prompts = load_prompts(settings, tokenizer, held_out=False)
     held_out = load_prompts(settings, tokenizer, held_out=True) if settings.data.eval_path else None
     sampling = sampling_of(settings, tokenizer)
     model, params, critic_model, critic, ref = load_models(settings, tokenizer, key, mesh, device)
-    for given in (prompts, held_out):
-        if given is not None:
-            data.check_tokens(given, model.config.vocab_size)
+    for prompt_set in (prompts, held_out):
+        if prompt_set is not None:
+            data.check_tokens(prompt_set, model.config.vocab_size)
     pad, lane = prompts.pad_token_id, Lane(device)
     with (
         reward_runner(settings, tokenizer, sampling_mesh, device) as runner,
@@ -97,23 +98,23 @@ def assembled(
         in_turns(settings, alone, tokenizer, pad, sampling_mesh) as engine,
     ):
         score = partial(rewards.score, reward=SpreadRewardRunner(runner, sampling_mesh, device), tokenizer=tokenizer)
-        yield Assembled(
+        resources = Resources(
+            model=model,
+            critic_model=critic_model,
+            engine=engine,
+            sampling=sampling,
+            pad_token_id=pad,
+            kernels=kernels,
+            mesh=mesh,
+            lane=lane,
+            runner=runner,
+            score=score,
+            loss=loss,
+            advantage=advantage,
+        )
+        yield Assembly(
             run=_fresh(settings, key, params, critic, ref),
-            program=program_of(
-                settings,
-                model=model,
-                critic_model=critic_model,
-                engine=engine,
-                kernels=kernels,
-                mesh=mesh,
-                lane=lane,
-                sampling=sampling,
-                pad_token_id=pad,
-                score=score,
-                listen=runner.make_on_finished,
-                loss=loss_fn,
-                parts=runner.terms,
-            ),
+            program=program_of(settings, resources),
             draw=_draw(settings, prompts, key.fold("data")),
             evaluate=None if held_out is None else _evaluation(settings, held_out, engine, sampling, score),
             tokenizer=tokenizer,
@@ -154,7 +155,7 @@ def _shapes(model: Model, critic_model: Model | None, reference: bool) -> dict[s
     """By the paths of a RunState's leaves."""
     trees = [(".actor.params", model), (".actor.opt.mu", model), (".actor.opt.nu", model)]
     if critic_model is not None:
-        trees += [(f".critic.{part}", critic_model) for part in ("params", "opt.mu", "opt.nu")]
+        trees += [(f".critic.{place}", critic_model) for place in ("params", "opt.mu", "opt.nu")]
     if reference:
         trees.append((".ref", model))
     return {f"{place}[{name!r}]": shape for place, each in trees for name, shape in each.shapes.items()}
@@ -169,11 +170,11 @@ def _evaluation(
     settings: TrainSettings, held_out: PromptSet, engine: Engine, sampling: Sampling, score: stages.ScoreFn
 ) -> Evaluate:
     section = settings.eval
-    wanted = attrs.evolve(
+    sampling = attrs.evolve(
         sampling,
         n=section.n,
         greedy=section.temperature == 0,
         temperature=section.temperature or 1.0,
     )
-    size = max(settings.rollout.batch_size // section.n, 1)
-    return lambda run: evaluate(run, batches=data.batches(held_out, size), engine=engine, sampling=wanted, score=score)
+    batches = partial(data.batches, held_out, max(settings.rollout.batch_size // section.n, 1))
+    return lambda run: evaluate(run, batches=batches(), engine=engine, sampling=sampling, score=score)

@@ -12,12 +12,12 @@ from transformers.utils import logging as transformers_logging
 
 from fppo import quickstart as task
 from fppo.assembly.program import ROLLOUTS
-from fppo.assembly.run import Assembled, assembled
+from fppo.assembly.run import Assembly, assemble
 from fppo.metrics import report as numbers_of
 from fppo.pipeline import replay as replays
+from fppo.pipeline.program import RunState
 from fppo.report import write as report
-from fppo.runs import sampling as session_rollout
-from fppo.runs import session
+from fppo.runs import sampling, session
 from fppo.runtime import checkpoint
 from fppo.runtime.mesh import LOCAL, Mesh, is_first
 from fppo.runtime.watch import Watch
@@ -41,12 +41,12 @@ ALONE = Here()
 def train(settings: TrainSettings, here: Here = ALONE) -> int:
     """Trains, exports the policy and writes the report; 130 if it was stopped before its last step."""
     session.check_output(settings)
-    with _assembled(settings, here) as parts:
-        run = session.run_training(settings, parts, here.watch)
+    with _assemble(settings, here) as assembly:
+        run = session.run_training(settings, assembly, here.watch)
         directory = Path(settings.output_dir)
         if run.step < settings.steps:
             return 130
-        session.export(parts, run, directory / session.MODEL)
+        session.export(assembly, run, directory / session.MODEL)
     if is_first(here.mesh) and "jsonl" in settings.log.loggers:
         page = report.write_report(directory)
         print(f"model: {directory / session.MODEL}\nreport: {page}")
@@ -70,13 +70,13 @@ def quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], int] =
 
 def evaluate(settings: TrainSettings, here: Here = ALONE) -> int:
     """Prints the held-out metrics of a run's checkpoint."""
-    with _assembled(settings, here) as parts:
-        if parts.evaluate is None:
+    with _assemble(settings, here) as assembly:
+        if assembly.evaluate is None:
             raise ValueError("data.eval_path is not set: there are no held-out prompts; give --data.eval-path FILE")
-        run = session.restore(settings, parts)
-        found = sorted(numbers_of(parts.evaluate(run)).items())
+        run = session.restore(settings, assembly)
+        numbers = sorted(numbers_of(assembly.evaluate(run)).items())
         if is_first(here.mesh):
-            print("\n".join([f"step {run.step}", *(f"{name}  {value:.4f}" for name, value in found)]))
+            print("\n".join([f"step {run.step}", *(f"{name}  {value:.4f}" for name, value in numbers)]))
     return 0
 
 
@@ -85,8 +85,8 @@ def rollout(settings: TrainSettings, here: Here = ALONE) -> int:
     if settings.rollout.from_ is not None or settings.rollout.save:
         raise ValueError("rollout.from and rollout.save are for training; fppo rollout always samples, and saves")
     session.check_output(settings)
-    with _assembled(settings, here) as parts:
-        done = session_rollout.run_sampling(settings, parts)
+    with _assemble(settings, here) as assembly:
+        done = sampling.run_sampling(settings, assembly)
     if is_first(here.mesh):
         directory = Path(settings.output_dir) / ROLLOUTS
         print(f"to train on them: fppo train FILE.toml --rollout.from {directory} --steps {done}")
@@ -106,19 +106,25 @@ def settings_of(directory: Path) -> TrainSettings:
 
 def nearest_checkpoint(directory: Path, step: int | None) -> int | None:
     """The newest checkpoint's step, at or before `step` if that is given; None if there is none."""
-    found = [s for s in checkpoint.steps(directory / session.CHECKPOINTS) if step is None or s <= step]
-    return found[-1] if found else None
+    steps = [s for s in checkpoint.steps(directory / session.CHECKPOINTS) if step is None or s <= step]
+    return steps[-1] if steps else None
+
+
+def restored(assembly: Assembly, directory: Path, step: int) -> RunState:
+    """The state of a run at or before `step`: the newest checkpoint's, or the one that it began with."""
+    saved = nearest_checkpoint(directory, step)
+    return assembly.run if saved is None else session.load(assembly, directory / session.CHECKPOINTS, saved)
 
 
 def export(directory: Path, target: Path, step: int | None) -> int:
     """Writes the policy of a run's checkpoint as a Hugging Face directory."""
-    found = nearest_checkpoint(directory, step)
-    if found is None or (step is not None and found != step):
+    saved = nearest_checkpoint(directory, step)
+    if saved is None or (step is not None and saved != step):
         steps = checkpoint.steps(directory / session.CHECKPOINTS)
         raise ValueError(f"{directory} holds no checkpoint of step {step}; there are those of {steps}")
-    with _assembled(settings_of(directory), ALONE) as parts:
-        run = session.load(parts, directory / session.CHECKPOINTS, found)
-        session.export(parts, run, target)
+    with _assemble(settings_of(directory), ALONE) as assembly:
+        run = session.load(assembly, directory / session.CHECKPOINTS, saved)
+        session.export(assembly, run, target)
     print(target)
     return 0
 
@@ -131,14 +137,13 @@ def replay(directory: Path, step: int, here: Here = ALONE) -> int:
     recorded = session.recorded(directory)
     say = print if is_first(here.mesh) else _nothing
     settings = settings_of(directory)
-    with _assembled(settings, here) as parts:
-        found = nearest_checkpoint(directory, step - 1)
-        run = parts.run if found is None else session.load(parts, directory / session.CHECKPOINTS, found)
-        say(f"from {'the start' if found is None else f'the checkpoint of step {found}'}")
+    with _assemble(settings, here) as assembly:
+        run = restored(assembly, directory, step - 1)
+        say(f"from {f'the checkpoint of step {run.step}' if run.step else 'the start'}")
         steps = replays.replay(
             run,
-            program=parts.program,
-            draw=parts.draw,
+            program=assembly.program,
+            draw=assembly.draw,
             recorded=recorded,
             until=step,
             ahead=settings.rollout.ahead,
@@ -153,11 +158,11 @@ def replay(directory: Path, step: int, here: Here = ALONE) -> int:
 
 
 @contextlib.contextmanager
-def _assembled(settings: TrainSettings, here: Here) -> Iterator[Assembled]:
-    """What `assembled` gives, without bars of transformers between a command's own lines."""
+def _assemble(settings: TrainSettings, here: Here) -> Iterator[Assembly]:
+    """`assemble`, without bars of transformers between a command's own lines."""
     transformers_logging.disable_progress_bar()
-    with assembled(settings, mesh=here.mesh, sampling_mesh=here.sampling, device=here.device) as parts:
-        yield parts
+    with assemble(settings, mesh=here.mesh, sampling_mesh=here.sampling, device=here.device) as assembly:
+        yield assembly
 
 
 def _nothing(*_: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import select
 import signal
@@ -15,6 +14,7 @@ from typing import NamedTuple
 import attrs
 import tyro
 
+from fppo._errors import did_you_mean
 from fppo.settings import ablate as settings_ablate
 from fppo.settings import files
 from fppo.settings import plan as settings_plan
@@ -81,9 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if given else 2
     name, *rest = given
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
-        print(f"fppo: there is no command {name!r}; {hint}", file=sys.stderr)
+        print(f"fppo: there is no command {name!r}; {did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
     try:
         status = COMMANDS[name](rest) or 0

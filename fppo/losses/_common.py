@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from fppo._errors import nearest
 from fppo.shapes import Mask, Rows, Scalar, Tokens
 
 LOG_RATIO_BOUND = 20.0  # exp(20) squared is still finite in float32
@@ -87,5 +87,5 @@ def positive(name: str, value: Scalar) -> None:
 def unknown(what: str, name: str, choices: Iterable[str]) -> NoReturn:
     """ValueError that says what the choices of `what` are, and which of them is nearest to `name`."""
     names = list(choices)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-    raise ValueError(f"unknown {what} {name!r}; did you mean {near[0]!r}? The choices are {', '.join(names)}")
+    near = nearest(name, names, cutoff=0.0)
+    raise ValueError(f"unknown {what} {name!r}; did you mean {near!r}? The choices are {', '.join(names)}")

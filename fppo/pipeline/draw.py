@@ -1,15 +1,8 @@
-"""A step's batch: prompts drawn, answered and scored; and which of its rows the losses leave out.
-
-Each `sample_*` takes the policy's parameters and the cursor, and returns scored rows, the cursor behind their prompts
-and metrics. `draw(cursor)` gives prompts and the next cursor; `rollout` and `score` are the program's stages; `key` is
-that of the step, and `step` the number of steps before it.
-"""
+"""Other ways to make a step's batch than one draw: refilled groups, files; and which of its rows losses leave out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,41 +10,23 @@ from torch.nn import functional as F
 
 from fppo import batch as batches
 from fppo import metrics
-from fppo.batch import Annotated, Prompts, Scored
+from fppo.batch import Annotated, Scored
 from fppo.data.cursor import DataCursor
-from fppo.key import Key
 from fppo.metrics import Metrics
-from fppo.pipeline.measure import timed
+from fppo.pipeline.program import Draw, RolloutStage, RunState, SampleStage, ScoreStage, roll_out
+from fppo.pipeline.timing import timed
 from fppo.rollout import saved
-from fppo.steps.train_state import Params
 from fppo.tree import replace
 
-Draw = Callable[[DataCursor], tuple[Prompts, DataCursor]]
-Stage = Callable[..., tuple[Any, Metrics]]
-Sample = Callable[..., tuple[Scored, DataCursor, Metrics]]
 SCORE = "score"
 
 
-def sample_batch(
-    params: Params, cursor: DataCursor, *, draw: Draw, key: Key, step: int, version: int, rollout: Stage, score: Stage
-) -> tuple[Scored, DataCursor, Metrics]:
-    """One draw of prompts, rolled out and scored."""
-    del step
-    prompts, after = draw(cursor)
-    scored, report = roll_out(params, prompts, key.fold("rollout"), version, rollout, score)
-    return scored, after, report
-
-
 def sample_groups(
-    params: Params,
-    cursor: DataCursor,
+    run: RunState,
     *,
     draw: Draw,
-    key: Key,
-    step: int,
-    version: int,
-    rollout: Stage,
-    score: Stage,
+    rollout: RolloutStage,
+    score: ScoreStage,
     pad_token_id: int,
     max_draws: int = 10,
     by: str = SCORE,
@@ -63,7 +38,7 @@ def sample_groups(
     the order of their draws; those too many are dropped as well, the last first. `by` names the score that is compared,
     a part of the reward or "score".
     """
-    del step
+    key, cursor = run.key.fold("step", run.step), run.cursor
     kept: list[Scored] = []
     spare: list[Scored] = []
     reports: list[Metrics] = []
@@ -74,7 +49,9 @@ def sample_groups(
         wanted = wanted or count
         place = key.fold("rollout") if number == 0 else key.fold("refill", number)
         prompts = replace(prompts, row_ids=prompts.row_ids + number * wanted)  # unique over the draws
-        scored, report = roll_out(params, prompts, place, version, rollout, score)
+        scored, report = roll_out(
+            prompts, run.actor.params, key=place, version=run.actor.step, rollout=rollout, score=score
+        )
         reports.append(report)
         equal = equal_groups(scored, by=by)
         kept.append(batches.rows(scored, ~equal))
@@ -85,55 +62,39 @@ def sample_groups(
     rows = wanted * (len(equal) // count)
     # groups lie together, and draws in order: the first rows are whole groups
     chosen = batches.rows(concat([*kept, *spare], pad_token_id), range(rows))
-    found = {
+    counts = {
         "rollout/groups/kept": metrics.mean(float(good), float(drawn)),
         "rollout/groups/draws": metrics.total(len(reports)),
         "rollout/groups/filled": metrics.mean(float(max(wanted - good, 0)), float(wanted)),
     }
-    return chosen, cursor, metrics.merge(*reports) | found
+    return chosen, cursor, metrics.merge(*reports) | counts
 
 
 def sample_saved(
-    params: Params,
-    cursor: DataCursor,
-    *,
-    draw: Draw,
-    key: Key,
-    step: int,
-    version: int,
-    rollout: Stage,
-    score: Stage,
-    directory: Path,
-    vocabulary: int,
+    run: RunState, *, draw: Draw, rollout: RolloutStage, score: ScoreStage, directory: Path, vocabulary: int
 ) -> tuple[Scored, DataCursor, Metrics]:
     """The rollout that `directory` holds for this step, scored. It draws no prompts, so the cursor stays.
 
     Raises ValueError for tokens that a model of so large a `vocabulary` does not know.
     """
-    del draw, key, version, rollout
-    found = saved.read(directory, step + 1, next(iter(params.values())).device, vocabulary=vocabulary)
-    scored, judged = timed("reward", score)(found, params=params, prompts=None)
-    return scored, cursor, judged
+    del draw, rollout
+    device = next(iter(run.actor.params.values())).device
+    responses = saved.read(directory, run.step + 1, device, vocabulary=vocabulary)
+    scored, report = timed("reward", score)(responses, params=run.actor.params, prompts=None)
+    return scored, run.cursor, report
 
 
-def saving(sample: Sample, directory: Path) -> Sample:
+def saving(sample: SampleStage, directory: Path) -> SampleStage:
     """`sample`, which writes every rollout to `directory` too."""
 
-    def wrapped(params: Params, cursor: DataCursor, *, step: int, **others: Any) -> tuple[Scored, DataCursor, Metrics]:
-        scored, after, report = sample(params, cursor, step=step, **others)
-        saved.write(scored, directory, step + 1)
-        return scored, after, report
+    def sample_and_save(
+        run: RunState, *, draw: Draw, rollout: RolloutStage, score: ScoreStage
+    ) -> tuple[Scored, DataCursor, Metrics]:
+        scored, cursor, report = sample(run, draw=draw, rollout=rollout, score=score)
+        saved.write(scored, directory, run.step + 1)
+        return scored, cursor, report
 
-    return wrapped
-
-
-def roll_out(
-    params: Params, prompts: Prompts, key: Key, version: int, rollout: Stage, score: Stage
-) -> tuple[Scored, Metrics]:
-    """Responses to the prompts, with their scores."""
-    made, generated = timed("gen", rollout)(params, prompts, key=key, version=version)
-    scored, judged = timed("reward", score)(made, params=params, prompts=prompts)
-    return scored, metrics.merge(generated, judged)
+    return sample_and_save
 
 
 def equal_groups(rows: Scored | Annotated, *, by: str = SCORE) -> Tensor:
@@ -142,8 +103,8 @@ def equal_groups(rows: Scored | Annotated, *, by: str = SCORE) -> Tensor:
     Raises ValueError for a part that the reward does not have.
     """
     if by != SCORE and by not in rows.named_scores:
-        parts = [SCORE, *rows.named_scores]
-        raise ValueError(f"rollout.filter.by: the reward has no part {by!r} to compare groups by; there are {parts}")
+        names = [SCORE, *rows.named_scores]
+        raise ValueError(f"rollout.filter.by: the reward has no part {by!r} to compare groups by; there are {names}")
     scores = rows.scores if by == SCORE else rows.named_scores[by]
     groups, place = rows.groups.unique(return_inverse=True)
     low, high = (

@@ -49,7 +49,7 @@ def estimator(
         mask, groups, totals = rows.response_mask, rows.groups, rewards.sum(1)
         match name:
             case "gae":
-                values = _given(rows.values, name, "values")
+                values = _required(rows.values, name, "values")
                 return advantages.gae(rewards, values, mask, gamma=gamma, lam=lam, kernel=gae)
             case "grpo":
                 return advantages.grpo(totals, mask, groups, scale=scale)
@@ -62,13 +62,13 @@ def estimator(
             case "gpg":
                 return advantages.gpg(totals, mask, groups)
             case "remax":
-                return advantages.remax(rewards, _given(rows.baselines, name, "baselines"), mask)
+                return advantages.remax(rewards, _required(rows.baselines, name, "baselines"), mask)
             case "reinforce_plus_plus":
                 return advantages.reinforce_plus_plus(rewards, mask, gamma=gamma)
             case "reinforce_plus_plus_baseline":
                 return advantages.reinforce_plus_plus_baseline(totals, mask, groups)
             case "optimal_token_baseline":
-                squared = _given(rows.sum_squared_probs, name, "sum_squared_probs")
+                squared = _required(rows.sum_squared_probs, name, "sum_squared_probs")
                 return advantages.optimal_token_baseline(
                     rewards, mask, groups, log_probs=rows.old_log_probs, sum_squared_probs=squared
                 )
@@ -78,7 +78,7 @@ def estimator(
     return estimate
 
 
-def _given(column: Tensor | None, name: str, what: str) -> Tensor:
+def _required(column: Tensor | None, name: str, what: str) -> Tensor:
     if column is None:
         raise ValueError(f"the estimator {name!r} needs {what} in the batch")
     return column

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from fppo.batch import Prompts, Scored
 from fppo.metrics import Metrics
+from fppo.pipeline.program import RunState
 from fppo.pipeline.stages import ScoreFn
-from fppo.pipeline.step import RunState
 from fppo.rewards import summarize
 from fppo.rollout.engine import Ask, Engine, Sampling
 

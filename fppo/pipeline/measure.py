@@ -1,57 +1,43 @@
-"""Timings, sizes and rates of a step, by the names that verl logs."""
+"""Sizes and rates of a step, by the names that verl logs."""
 
 from __future__ import annotations
 
 import resource
 import sys
-import time
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
 
 import torch
 from torch import Tensor
 
 from fppo import metrics
 from fppo.batch import Experience
+from fppo.key import Key
 from fppo.metrics import Mean, Metrics
 from fppo.models import flops
 from fppo.models.model import Model
+from fppo.pipeline.program import UpdateStage
+from fppo.pipeline.timing import now
 from fppo.runtime.mesh import AXES, GRADIENT_AXES, Mesh, gather_objects, ranks_on
 from fppo.runtime.watch import Traffic
 from fppo.steps.forward import row_lengths
+from fppo.steps.train_state import TrainState
 
 GIB = 1024**3
 
 
-def timed(name: str, stage: Callable[..., Any]) -> Callable[..., Any]:
-    """The stage, with its seconds as `timing_s/name` in the metrics that it returns last."""
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        start = now()
-        *result, report = stage(*args, **kwargs)
-        return (*result, report | {f"timing_s/{name}": metrics.total(now() - start)})
-
-    return wrapped
-
-
-def now() -> float:
-    """Seconds on a clock that only rises, once the accelerator has done what it was asked to."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def with_mfu(role: str, update: Callable[..., Any]) -> Callable[..., Any]:
+def with_mfu(role: str, update: UpdateStage, *, model: Model, mesh: Mesh, epochs: int) -> UpdateStage:
     """The update, with the FLOPs per second that its model's arithmetic needs, and their share of the device's peak.
 
     Every rank holds the whole batch. perf/tflops/ROLE is in 1e12 per second and rank. perf/mfu/ROLE is a mean of
     nothing, nan, where the peak is unknown.
     """
 
-    def wrapped(state: Any, batch: Experience, *, model: Model, mesh: Mesh, epochs: int, **kwargs: Any) -> Any:
+    @wraps(update)
+    def wrapped(state: TrainState, batch: Experience, *, key: Key, donate: bool) -> tuple[TrainState, Metrics]:
         lengths, heads = row_lengths(batch), int(batch.response_mask.sum())
         start = now()
-        after, report = update(state, batch, model=model, mesh=mesh, epochs=epochs, **kwargs)
+        after, report = update(state, batch, key=key, donate=donate)
         seconds = now() - start
         done = epochs * flops.train_flops(model, lengths, head_tokens=heads) / ranks_on(mesh, GRADIENT_AXES)
         share = flops.mfu(done, seconds, batch.tokens.device)
@@ -123,10 +109,10 @@ def gauges(*, mesh: Mesh, device: torch.device, traffic: Callable[[], dict[str, 
     perf/comm_s/AXIS are the seconds that a rank waited in collectives, perf/comm_gb/AXIS the GiB that it sent.
     """
     memory = memory_metrics()
-    comm = {axis: (found.seconds, found.bytes / GIB) for axis, found in traffic().items()}
-    sent = {f"perf/comm_gb/{axis}": size for axis, (_, size) in comm.items()}
-    waited = {f"perf/comm_s/{axis}": seconds for axis, (seconds, _) in comm.items()}
-    every = gather_objects(memory | waited | sent, mesh, AXES, device)
+    comm = {axis: (sent.seconds, sent.bytes / GIB) for axis, sent in traffic().items()}
+    sizes = {f"perf/comm_gb/{axis}": size for axis, (_, size) in comm.items()}
+    waits = {f"perf/comm_s/{axis}": seconds for axis, (seconds, _) in comm.items()}
+    every = gather_objects(memory | waits | sizes, mesh, AXES, device)
     largest = {name: max(each[name] for each in every) for name in every[0]}
     if len(every) == 1:
         return largest

@@ -12,8 +12,7 @@ import attrs
 from fppo import batch as batches
 from fppo import tree
 from fppo.batch import Experience
-from fppo.pipeline.draw import Draw
-from fppo.pipeline.step import Program, RunState
+from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.train import StepRecord, iterate
 from fppo.runtime.mesh import GRADIENT_AXES, LOCAL, Mesh, gather_objects
 

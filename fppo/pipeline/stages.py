@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from fppo.losses import Correction, KLState
 from fppo.metrics import Metrics
 from fppo.models.model import Model
 from fppo.pipeline.estimators import AdvantageFn
-from fppo.pipeline.measure import batch_metrics, now
-from fppo.pipeline.step import RunState
+from fppo.pipeline.measure import batch_metrics
+from fppo.pipeline.program import RunState
+from fppo.pipeline.timing import now
 from fppo.rollout.engine import Ask, Engine, OnFinished, Sampling
 from fppo.runtime.mesh import DATA_AXES, Mesh, place_on
 from fppo.runtime.offload import OnHost
@@ -28,38 +30,44 @@ from fppo.steps.update import rollout_gap
 from fppo_kernels.record import Kernels
 
 ScoreFn = Callable[[Rollout], tuple[Scored, Metrics]]
+OldLogProbs = Literal["pass", "engine", "update"]
 
 
 def rollout_stage(
-    params: Params,
     prompts: Prompts,
+    params: Params,
     *,
     key: Key,
     version: int,
     engine: Engine,
     sampling: Sampling,
     measure: Sequence[Callable[[Rollout], Metrics]] = (),
-    listen: Callable[[Prompts, int], OnFinished | None] = lambda prompts, n: None,
+    make_on_finished: Callable[[Prompts, int], OnFinished | None] = lambda prompts, n: None,
 ) -> tuple[Rollout, Metrics]:
-    """Responses to the prompts from the engine, how far its two kinds of log-probs lie apart, and what `measure` finds
-    in them. `listen(prompts, n)` gives what the engine is to tell of rows as they finish."""
-    ask = Ask(prompts, sampling, key, version=version, on_finished=listen(prompts, sampling.n))
-    rollout = engine.generate(params, ask)
+    """Responses to the prompts from the engine, how far its two kinds of log-probs lie apart, and what `measure` says
+    of them. `make_on_finished(prompts, n)` gives the function that the engine calls for each row as it finishes."""
+    on_finished = make_on_finished(prompts, sampling.n)
+    rollout = engine.generate(params, Ask(prompts, sampling, key, version=version, on_finished=on_finished))
     kept = (rollout.rollout_log_probs - rollout.sampling_log_probs).exp()
-    found = [fn(rollout) for fn in measure]
-    return rollout, metrics.merge({"rollout/kept_mass": metrics.masked_mean(kept, rollout.response_mask)}, *found)
+    reports = [fn(rollout) for fn in measure]
+    return rollout, metrics.merge({"rollout/kept_mass": metrics.masked_mean(kept, rollout.response_mask)}, *reports)
 
 
-def score_stage(rollout: Rollout, *, params: Params, prompts: Prompts, score: ScoreFn) -> tuple[Scored, Metrics]:
+def score_stage(rollout: Rollout, *, params: Params, prompts: Prompts | None, score: ScoreFn) -> tuple[Scored, Metrics]:
     """The rollout with its scores."""
     del params, prompts
     return score(rollout)
 
 
 def score_with_greedy(
-    rollout: Rollout, *, params: Params, prompts: Prompts, score: ScoreFn, engine: Engine, sampling: Sampling
+    rollout: Rollout, *, params: Params, prompts: Prompts | None, score: ScoreFn, engine: Engine, sampling: Sampling
 ) -> tuple[Scored, Metrics]:
-    """`score_stage`, with the score of each prompt's greedy response as the baseline (ReMax, arXiv:2310.10505)."""
+    """`score_stage`, with the score of each prompt's greedy response as the baseline (ReMax, arXiv:2310.10505).
+
+    Raises ValueError without prompts.
+    """
+    if prompts is None:
+        raise ValueError("remax samples a greedy response to each prompt: a rollout from a file has no prompts")
     scored, report = score(rollout)
     greedy = engine.generate(params, Ask(prompts, sampling, Key(0), version=int(rollout.versions[0])))
     baselines, _ = score(greedy)
@@ -69,8 +77,8 @@ def score_with_greedy(
 
 
 def annotate(
-    run: RunState,
     scored: Scored,
+    run: RunState,
     *,
     model: Model,
     critic_model: Model | None,
@@ -78,43 +86,45 @@ def annotate(
     mesh: Mesh,
     micro_batching: MicroBatching,
     temperature: float = 1.0,
-    by_engine: bool = False,
+    old_log_probs: OldLogProbs = "pass",
     sum_squared: bool = False,
     remove_padding: bool = True,
-    held: Callable[[Params], Params | OnHost] = lambda params: params,
+    fetch: Callable[[Params], Params | OnHost] = lambda params: params,
 ) -> tuple[Annotated, Metrics]:
     """Old log-probs, reference log-probs if `run` holds a reference, and values if it holds a critic.
 
-    All ranks hold all rows; each computes a share of equal work, and all get all results. `held` says how the passes
-    get at parameters. With `by_engine` the old log-probs are the engine's, without a pass: to be used as they are, or
-    as a stand-in where the update takes them from its own pass.
+    All ranks hold all rows; each computes a share of equal work, and all get all results. `fetch` is how the passes get
+    at parameters. The old log-probs come from a "pass" of the policy before its update; or they are the "engine"'s; or
+    the "update" takes them from its own pass, and what stands in their field until then is the engine's. The metric
+    training/old_log_probs/SOURCE is 1.
     """
-    parts = shares(model, row_lengths(scored), mesh)
-    own = scored if len(parts) == 1 else batches.rows(scored, parts[place_on(mesh, DATA_AXES)])
+    places = shares(model, row_lengths(scored), mesh)
+    own = scored if len(places) == 1 else batches.rows(scored, places[place_on(mesh, DATA_AXES)])
     shared = {"kernels": kernels, "mesh": mesh, "micro_batching": micro_batching, "remove_padding": remove_padding}
     times = [now()]
     old, squared, report = scored.rollout_log_probs, None, {}
-    if not by_engine or sum_squared:
+    if old_log_probs == "pass" or sum_squared:
         outputs = ("log_probs", "sum_squared_probs") if sum_squared else ("log_probs",)
         out = compute_outputs(
-            held(run.actor.params), own, model=model, temperature=temperature, outputs=outputs, **shared
+            fetch(run.actor.params), own, model=model, temperature=temperature, outputs=outputs, **shared
         )
         assert out.log_probs is not None
-        trainers = collect(out.log_probs, parts, mesh)
-        squared = None if out.sum_squared_probs is None else collect(out.sum_squared_probs, parts, mesh)
+        trainers = collect(out.log_probs, places, mesh)
+        squared = None if out.sum_squared_probs is None else collect(out.sum_squared_probs, places, mesh)
         report = rollout_gap(trainers, scored.rollout_log_probs, scored.response_mask)
-        old = old if by_engine else trainers
+        old = trainers if old_log_probs == "pass" else old
     times.append(now())
     ref = values = None
     if run.ref is not None:
-        ref = compute_log_probs(held(run.ref), own, model=model, temperature=temperature, **shared)
-        ref = collect(ref, parts, mesh)
+        ref = compute_log_probs(fetch(run.ref), own, model=model, temperature=temperature, **shared)
+        ref = collect(ref, places, mesh)
     times.append(now())
     if run.critic is not None and critic_model is not None:
-        values = collect(compute_values(held(run.critic.params), own, model=critic_model, **shared), parts, mesh)
+        values = collect(compute_values(fetch(run.critic.params), own, model=critic_model, **shared), places, mesh)
     times.append(now())
-    if len(parts) > 1:
-        report["perf/imbalance"] = metrics.mean(imbalance(model, row_lengths(scored), parts))
+    report[f"training/old_log_probs/{old_log_probs}"] = metrics.mean(1.0)
+    if len(places) > 1:
+        report["perf/imbalance"] = metrics.mean(imbalance(model, row_lengths(scored), places))
     for name, start, end in zip(("old_log_prob", "ref", "values"), times, times[1:], strict=False):
         report[f"timing_s/{name}"] = metrics.total(end - start)
     annotated = extend(

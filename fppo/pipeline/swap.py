@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 
 from fppo import tree
-from fppo.batch import Experience, Prompts, Rollout, Scored
-from fppo.pipeline.step import Program, RunState, ppo_step
+from fppo.batch import Experience, Rollout, Scored, narrow
+from fppo.data.cursor import DataCursor
+from fppo.key import Key
+from fppo.metrics import Metrics
+from fppo.pipeline.program import Draw, Program, RolloutStage, RunState, ScoreStage, UpdateStage
+from fppo.pipeline.train import iterate
+from fppo.steps.train_state import TrainState
 from fppo_kernels.record import Kernels
 
 Leaves = list[tuple[str, Any]]
@@ -48,10 +53,13 @@ class Watched:
 
 @attrs.frozen(kw_only=True)
 class Trace:
-    """A step, stage by stage. `gradients` are those of the first update of each role, by parameter."""
+    """A step, stage by stage.
 
-    rollout: Rollout
-    scored: Scored
+    `sampled` is the batch that the step's own stages sampled and scored, None where one waited for it. `gradients` are
+    those of the first update of each role, by parameter.
+    """
+
+    sampled: Scored | None
     experience: Experience
     after: RunState
     gradients: dict[str, Leaves]
@@ -70,43 +78,46 @@ def watch(kernels: Kernels) -> Watched:
     return Watched(kernels=attrs.evolve(kernels, adamw=adamw), gradients=gradients, announced=announced)
 
 
-def trace(run: RunState, prompts: Prompts, *, program: Program, watched: Watched, given: Trace | None = None) -> Trace:
+def trace(
+    run: RunState, *, program: Program, draw: Draw, watched: Watched, ahead: int = 0, reference: Trace | None = None
+) -> Trace:
     """The step after `run`, by a program of watched kernels. `run` keeps its memory.
 
-    With a `given` trace the stages after the rollout start from its scored batch, so that they stay comparable where
-    the rollout's tokens are others.
+    With a `reference` the stages after the rollout start from its batch, so that they stay comparable where the
+    tokens sampled here are others. `ahead` is `iterate`'s.
     """
-    made: dict[str, Any] = {}
+    batches: list[Scored] = []
+    parameters: dict[str, list[str]] = {}
 
-    def rollout(*args: Any, **kwargs: Any) -> Any:
-        made["rollout"], report = program.rollout(*args, **kwargs)
-        return (made["rollout"] if given is None else given.rollout), report
+    def sample(
+        state: RunState, *, draw: Draw, rollout: RolloutStage, score: ScoreStage
+    ) -> tuple[Scored, DataCursor, Metrics]:
+        scored, cursor, report = program.sample(state, draw=draw, rollout=rollout, score=score)
+        if state.step == run.step:  # else it is sampled ahead
+            batches.append(scored)
+            if reference is not None and reference.sampled is not None:
+                scored = reference.sampled
+        return scored, cursor, report
 
-    def score(batch: Rollout, **kwargs: Any) -> Any:
-        if given is not None:
-            return given.scored, {}
-        made["scored"], report = program.score(batch, **kwargs)
-        return made["scored"], report
-
-    def announcing(role: str, update: Callable[..., Any] | None) -> Any:
-        def announced(state: Any, *args: Any, **kwargs: Any) -> Any:
+    def announcing(role: str, update: UpdateStage) -> UpdateStage:
+        def announced(state: TrainState, batch: Experience, *, key: Key, donate: bool) -> tuple[TrainState, Metrics]:
             watched.announced.append(role)
-            made[role] = list(state.params)
-            return update(state, *args, **kwargs)  # type: ignore[misc]
+            parameters[role] = list(state.params)
+            return update(state, batch, key=key, donate=donate)
 
-        return None if update is None else announced
+        return announced
 
+    critic = program.update_critic
     whole = attrs.evolve(
         program,
-        rollout=rollout,
-        score=score,
-        update_critic=announcing("critic", program.update_critic),
+        sample=sample,
+        update_critic=None if critic is None else announcing("critic", critic),
         update_actor=announcing("actor", program.update_actor),
     )
-    after, experience, _ = ppo_step(run, prompts, program=whole)
-    gradients = {role: list(zip(made[role], found, strict=True)) for role, found in watched.gradients.items()}
-    scored = made["scored"] if given is None else given.scored
-    return Trace(rollout=made["rollout"], scored=scored, experience=experience, after=after, gradients=gradients)
+    after, experience, _ = next(iterate(run, program=whole, draw=draw, ahead=ahead, donate=False))
+    gradients = {role: list(zip(parameters[role], grads, strict=True)) for role, grads in watched.gradients.items()}
+    sampled = batches[0] if batches else None
+    return Trace(sampled=sampled, experience=experience, after=after, gradients=gradients)
 
 
 def partings(reference: Trace, other: Trace) -> list[Parting]:
@@ -116,15 +127,16 @@ def partings(reference: Trace, other: Trace) -> list[Parting]:
 
 
 def _stages(step: Trace) -> dict[str, Leaves]:
-    found: dict[str, Leaves] = {"rollout": tree.leaves_with_paths(step.rollout)}
+    sampled = [] if step.sampled is None else tree.leaves_with_paths(narrow(Rollout, step.sampled))
+    stages: dict[str, Leaves] = {"rollout": sampled}
     for name in ANNOTATIONS:
-        found[name] = _fields(step.experience, (name,))
-    found["advantages"] = _fields(step.experience, ESTIMATES)
+        stages[name] = _fields(step.experience, (name,))
+    stages["advantages"] = _fields(step.experience, ESTIMATES)
     for role in ("critic", "actor"):
-        found[f"{role} gradients"] = step.gradients.get(role, [])
+        stages[f"{role} gradients"] = step.gradients.get(role, [])
         state = getattr(step.after, role)
-        found[f"{role} state"] = [] if state is None else tree.leaves_with_paths(state)
-    return {name: leaves for name, leaves in found.items() if leaves}
+        stages[f"{role} state"] = [] if state is None else tree.leaves_with_paths(state)
+    return {name: leaves for name, leaves in stages.items() if leaves}
 
 
 def _fields(record: Any, names: Sequence[str]) -> Leaves:
@@ -132,8 +144,8 @@ def _fields(record: Any, names: Sequence[str]) -> Leaves:
 
 
 def _parting(stage: str, expected: Leaves, actual: Leaves) -> Parting:
-    found = dict(actual)
-    gaps = [(name, _gap(value, found.get(name))) for name, value in expected]
+    others = dict(actual)
+    gaps = [(name, _gap(value, others.get(name))) for name, value in expected]
     apart = [(name, gap) for name, gap in gaps if gap is not None]
     if not apart:
         return Parting(stage=stage, leaves=len(gaps))

@@ -11,12 +11,12 @@ import torch
 from fppo import metrics
 from fppo.batch import Experience
 from fppo.metrics import Metrics
-from fppo.pipeline.ahead import making, sample, unpack
-from fppo.pipeline.draw import Draw
-from fppo.pipeline.measure import memory_metrics, now
-from fppo.pipeline.step import Program, RunState, learn
+from fppo.pipeline.ahead import sample_ahead, start_sampling
+from fppo.pipeline.measure import memory_metrics
+from fppo.pipeline.program import Draw, Program, RunState
+from fppo.pipeline.step import ppo_step
+from fppo.pipeline.timing import now
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, any_rank, ranks_on
-from fppo.tree import replace
 
 
 @attrs.frozen(kw_only=True)
@@ -32,6 +32,15 @@ Observe = Callable[[StepRecord], None]
 Evaluate = Callable[[RunState], Metrics]
 
 
+@attrs.frozen
+class Evaluation:
+    """What measures the policy beside its training, and when."""
+
+    evaluate: Evaluate
+    every: int = 0  # steps from one to the next; 0: only before the first step and after the last
+    before: bool = True  # the first step
+
+
 def iterate(
     run: RunState, *, program: Program, draw: Draw, ahead: int = 0, mesh: Mesh = LOCAL, donate: bool = True
 ) -> Iterator[tuple[RunState, Experience, Metrics]]:
@@ -42,24 +51,20 @@ def iterate(
     """
     while True:
         start = now()
-        if run.ahead:
-            scored, sampled = unpack(run.ahead[0])
-            run = replace(run, ahead=run.ahead[1:])
-        else:
-            scored, cursor, sampled = sample(
-                run, run.cursor, step=run.step, program=program, draw=draw, params=run.actor.params
-            )
-            run = replace(run, cursor=cursor)
-        wait = making(run, ahead - len(run.ahead), program=program, draw=draw)
+        first: Metrics = {}
+        if ahead and not run.ahead:  # this step's own batch, so that those behind it can be made beside the step
+            sampled = sample_ahead(run, 1, program=program, draw=draw)
+            run, first = sampled.joined(run), sampled.timings
+        wait = start_sampling(run, ahead + 1 - len(run.ahead) if ahead else 0, program=program, draw=draw)
         try:
-            run, experience, learned = learn(run, scored, program=program, donate=donate)
+            run, experience, report = ppo_step(run, program=program, draw=draw, donate=donate)
         except Exception:
             with contextlib.suppress(Exception):
                 wait()  # an engine is not closed under those who use it
             raise
-        made = wait()
-        run = replace(run, cursor=made.cursor, ahead=(*run.ahead, *made.batches))
-        report = metrics.merge(sampled, learned, made.timings)
+        sampled = wait()
+        run = sampled.joined(run)
+        report = metrics.merge(first, report, sampled.timings)
         seconds = now() - start
         tokens = report["perf/total_num_tokens"]
         assert isinstance(tokens, metrics.Mean)
@@ -78,46 +83,41 @@ def train(
     draw: Draw,
     steps: int,
     observers: Sequence[Observe] = (),
-    evaluate: Evaluate | None = None,
-    evaluate_every: int = 0,
-    evaluate_before: bool = True,
+    evaluation: Evaluation | None = None,
     stop: Callable[[], bool] = lambda: False,
     gauges: Callable[[], dict[str, float]] = memory_metrics,
     ahead: int = 0,
     mesh: Mesh = LOCAL,
-    donate: bool = True,
 ) -> RunState:
-    """The run after step `steps`, or after the step in which `stop` became true.
+    """The run after step `steps`, or after the step in which `stop` became true. The memory of `run` is given up.
 
-    Every step's record goes to each of `observers`, in order. `evaluate` runs before the first step of all (unless
-    `evaluate_before` is False), after every `evaluate_every` steps (0: never) and after the last; its metrics join
-    that step's, as do `gauges`, which are read at its end. On a mesh all ranks come here, and a stop that one asks for
-    stops all. `ahead` and `donate` are `iterate`'s; the memory of the state that comes in is given up too.
+    Every step's record goes to each of `observers`, in order; the metrics of an evaluation that is due join those of
+    its step, as do `gauges`, which are read at its end. On a mesh all ranks come here, and a stop that one asks for
+    stops all. `ahead` is `iterate`'s.
     """
 
     def stopped() -> bool:
         return any_rank(stop(), mesh, run.actor.opt.count.device)
 
-    if evaluate is not None and evaluate_before and run.step == 0:
-        _observe(observers, run, None, _evaluated(evaluate, run), gauges)
+    if evaluation is not None and evaluation.before and run.step == 0:
+        _observe(observers, run, None, _evaluated(evaluation, run), gauges)
     if run.step >= steps or stopped():
         return run
-    for after, experience, report in iterate(run, program=program, draw=draw, ahead=ahead, mesh=mesh, donate=donate):
+    for after, experience, report in iterate(run, program=program, draw=draw, ahead=ahead, mesh=mesh):
         run = after
         last = run.step >= steps
-        due = last or (evaluate_every > 0 and run.step % evaluate_every == 0)
-        if evaluate is not None and due:
-            report = report | _evaluated(evaluate, run)
+        if evaluation is not None and (last or (evaluation.every > 0 and run.step % evaluation.every == 0)):
+            report = report | _evaluated(evaluation, run)
         _observe(observers, run, experience, report, gauges)
         if last or stopped():
             return run
     raise AssertionError("iterate has no end")
 
 
-def _evaluated(evaluate: Evaluate, run: RunState) -> Metrics:
+def _evaluated(evaluation: Evaluation, run: RunState) -> Metrics:
     start = now()
     with torch.no_grad():
-        report = evaluate(run)
+        report = evaluation.evaluate(run)
     return report | {"timing_s/testing": metrics.total(now() - start)}
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
 
 import attrs
 
+from fppo._errors import did_you_mean
 from fppo.models.flops import PEAKS
 from fppo.plan.values import GIB
 
@@ -83,10 +83,7 @@ def hardware_of(
     if name == "cpu":
         return attrs.evolve(_CPU, memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), **changes)
     if name not in KNOWN:
-        names = [*KNOWN, "cpu", "custom"]
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"--gpu {name!r} is not known; {hint}there are {', '.join(names)}")
+        raise ValueError(f"--gpu {name!r} is not known; {did_you_mean(name, [*KNOWN, 'cpu', 'custom'], cutoff=0.5)}")
     return attrs.evolve(KNOWN[name], **changes)
 
 

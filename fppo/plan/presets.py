@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen2Config
+
+from fppo._errors import did_you_mean
 
 
 def _qwen(hidden: int, inner: int, layers: int, heads: int, kv: int, vocabulary: int, tied: bool) -> PreTrainedConfig:
@@ -74,11 +75,9 @@ def config_of(model: str, setting: str = "model") -> tuple[str, PreTrainedConfig
         return directory.name, AutoConfig.from_pretrained(str(directory), local_files_only=True)
     name = model.rpartition("/")[2].lower().removesuffix("-instruct").removeprefix("meta-")
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
         raise ValueError(
-            f"--{setting} {model!r}: there is no such directory, and no model of that name is known here; {hint}"
-            f"there are {', '.join(PRESETS)}; or give the directory of a model"
+            f"--{setting} {model!r}: there is no such directory, and no model of that name is known here; "
+            f"{did_you_mean(name, PRESETS, cutoff=0.5)}; or give the directory of a model"
         )
     return name, PRESETS[name]()
 

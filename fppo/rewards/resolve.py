@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fppo._errors import nearest
 from fppo.rewards.builtin import FACTORIES, _prepare_math_verify, builtins, length_penalty
 from fppo.rewards.functions import Reward, RewardFn, WeightedSum, weighted_sum
 from fppo.workers.imports import imported
@@ -26,8 +26,8 @@ def resolve(name: str, arguments: Mapping[str, Any] | None = None) -> Reward:
         return imported(name, "reward", also=WeightedSum)
     known = builtins()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        near = nearest(name, known)
+        hint = f"did you mean {near!r}? " if near else ""
         raise ValueError(f"there is no reward {name!r}; {hint}there are {sorted(known)} and module:function")
     if name == "math_verify":
         _prepare_math_verify()

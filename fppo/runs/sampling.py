@@ -9,33 +9,33 @@ from typing import Any
 
 from fppo import batch as batches
 from fppo import metrics
-from fppo.settings import files
-from fppo.runs import loggers
-from fppo.runs import session
-from fppo.assembly.run import Assembled
-from fppo.batch import Rollout, Scored
-from fppo.runs.jsonl import JsonLines, plain
-from fppo.pipeline.ahead import sample
-from fppo.pipeline.measure import now
 from fppo.assembly.program import ROLLOUTS
+from fppo.assembly.run import Assembly
+from fppo.batch import Rollout, Scored
+from fppo.pipeline.step import sample
+from fppo.pipeline.timing import now
 from fppo.rewards import samples_of
 from fppo.rollout import saved
+from fppo.runs import loggers, session
+from fppo.runs.jsonl import JsonLines, plain
 from fppo.runtime.mesh import any_rank, is_first
+from fppo.settings import files
 from fppo.settings.train import TrainSettings
+from fppo.tree import replace
 
 STOPPING = "finishing this batch; ctrl-C again abandons it"
 
 
-def run_sampling(settings: TrainSettings, assembled: Assembled) -> int:
+def run_sampling(settings: TrainSettings, assembly: Assembly) -> int:
     """Samples `settings.steps` batches of the policy as the run's newest checkpoint has it, or as it starts; how many.
 
     Each stands in a file of its own, for `rollout.from`, and all rows as text in samples.jsonl beside. Raises
     ValueError if there are rollouts already.
     """
-    directory, mesh = Path(settings.output_dir) / ROLLOUTS, assembled.mesh
+    directory, mesh = Path(settings.output_dir) / ROLLOUTS, assembly.mesh
     if saved.steps(directory):
         raise ValueError(f"{directory} holds rollouts already: give another output_dir, or remove them")
-    run, first = session.restore(settings, assembled), is_first(mesh)
+    run, first = session.restore(settings, assembly), is_first(mesh)
     cursor = run.cursor
     with contextlib.ExitStack() as opened:
         lines = None
@@ -48,16 +48,11 @@ def run_sampling(settings: TrainSettings, assembled: Assembled) -> int:
         for number in range(settings.steps):
             start = now()
             scored, cursor, report = sample(
-                run,
-                cursor,
-                step=number,
-                program=assembled.program,
-                draw=assembled.draw,
-                params=run.actor.params,
+                replace(run, step=number, cursor=cursor), program=assembly.program, draw=assembly.draw
             )
             if lines is not None:
                 saved.write(scored, directory, number + 1)
-                lines.write(*_lines(scored, assembled.tokenizer, number + 1))
+                lines.write(*_lines(scored, assembly.tokenizer, number + 1))
                 print(_summary(settings, number + 1, scored, metrics.report(report), now() - start), flush=True)
             if any_rank(bool(asked), mesh, run.actor.opt.count.device):
                 return number + 1

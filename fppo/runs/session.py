@@ -18,26 +18,24 @@ import attrs
 import torch
 
 from fppo import models
-from fppo.settings import files
-from fppo.runs import jsonl
-from fppo.runs import loggers
-from fppo.assembly.run import Assembled
-from fppo.runs.jsonl import JsonLines
-from fppo.pipeline import ahead, replay
-from fppo.pipeline.measure import gauges
-from fppo.pipeline.step import RunState
-from fppo.pipeline.train import Observe, StepRecord, train
 from fppo.assembly.program import ROLLOUTS
+from fppo.assembly.run import Assembly
+from fppo.pipeline import replay
+from fppo.pipeline.measure import gauges
+from fppo.pipeline.program import RunState
+from fppo.pipeline.train import Evaluation, Observe, StepRecord, train
+from fppo.runs import jsonl, loggers
+from fppo.runs.jsonl import JsonLines
 from fppo.runtime import checkpoint
 from fppo.runtime.checkpoint import Pending
 from fppo.runtime.mesh import Mesh, is_first
 from fppo.runtime.watch import Traffic, Watch
+from fppo.settings import files
 from fppo.settings.train import TrainSettings
-from fppo.tree import replace
 
 CHECKPOINTS, MODEL, DUMPS, SETTINGS = "checkpoints", "model", "dumps", "settings.toml"
 STOPPING = "finishing this step; ctrl-C again abandons it, and all since the last checkpoint"
-_AHEAD = ".ahead"  # where a run's state has the batches that wait
+AHEAD = "ahead"  # the field of a run's state with the batches that wait: as many, and as wide, as they are
 
 
 def check_output(settings: TrainSettings) -> None:
@@ -71,11 +69,10 @@ def alone_in(directory: Path) -> Iterator[None]:
         os.close(place)
 
 
-def restore(settings: TrainSettings, assembled: Assembled) -> RunState:
-    """The state to start from: `_found`'s, if it is a state of this run. Raises ValueError for another seed's."""
-    fresh = assembled.run
-    run = _found(settings, assembled)
-    if run.key != fresh.key:
+def restore(settings: TrainSettings, assembly: Assembly) -> RunState:
+    """The state to start from, if it is one of this run. Raises ValueError for another seed's."""
+    run = _resumed(settings, assembly)
+    if run.key != assembly.run.key:
         raise ValueError(
             f"seed = {settings.seed}, but the checkpoint in {settings.output_dir} is of a run with another seed: "
             "give that seed to go on with it, or another output_dir to start anew"
@@ -83,32 +80,31 @@ def restore(settings: TrainSettings, assembled: Assembled) -> RunState:
     return run
 
 
-def load(assembled: Assembled, directory: Path, step: int) -> RunState:
+def load(assembly: Assembly, directory: Path, step: int) -> RunState:
     """The state of a checkpoint, as it lies on the run's mesh."""
-    shapes, device = assembled.shapes, assembled.run.actor.opt.count.device
-    run = checkpoint.load(assembled.run, directory, step, mesh=assembled.mesh, shapes=shapes, free=_AHEAD)
-    return replace(run, ahead=ahead.restore(checkpoint.load_free(directory, step, _AHEAD, device)))
+    shapes, device = assembly.shapes, assembly.run.actor.opt.count.device
+    return checkpoint.load(assembly.run, directory, step, mesh=assembly.mesh, shapes=shapes, free=AHEAD, device=device)
 
 
-def _found(settings: TrainSettings, assembled: Assembled) -> RunState:
+def _resumed(settings: TrainSettings, assembly: Assembly) -> RunState:
     """By `settings.resume`: the newest checkpoint's state, a named one's, or the fresh one."""
     directory = Path(settings.output_dir) / CHECKPOINTS
-    found = checkpoint.steps(directory)
+    steps = checkpoint.steps(directory)
     match settings.resume:
         case "never":
-            if found:
+            if steps:
                 raise ValueError(
-                    f"resume = 'never', but {directory} holds the checkpoint of step {found[-1]}: "
+                    f"resume = 'never', but {directory} holds the checkpoint of step {steps[-1]}: "
                     "give another output_dir, or resume = 'auto' to go on from there"
                 )
-            return assembled.run
+            return assembly.run
         case "auto" | "must":
-            if not found and settings.resume == "must":
+            if not steps and settings.resume == "must":
                 raise ValueError(f"resume = 'must', but there is no checkpoint in {directory}")
-            return load(assembled, directory, found[-1]) if found else assembled.run
+            return load(assembly, directory, steps[-1]) if steps else assembly.run
         case _:
             path = Path(settings.resume)
-            return load(assembled, path.parent, checkpoint.step_of(path))
+            return load(assembly, path.parent, checkpoint.step_of(path))
 
 
 @contextlib.contextmanager
@@ -175,8 +171,10 @@ class _Writer:
         """Begins to write the checkpoint of a state, once the one before is written."""
         self.wait()
         to = self.directory / CHECKPOINTS
-        begun = checkpoint.begin_save(run, to, run.step, mesh=self.mesh, shapes=self.shapes, keep=self.keep)
-        self.pending.append(begun)
+        pending = checkpoint.begin_save(
+            run, to, run.step, mesh=self.mesh, shapes=self.shapes, free=AHEAD, keep=self.keep
+        )
+        self.pending.append(pending)
 
     def wait(self) -> None:
         """Returns when what was begun is written. Raises CheckpointError if it could not be."""
@@ -184,23 +182,23 @@ class _Writer:
             self.pending.pop().wait()
 
 
-def run_training(settings: TrainSettings, assembled: Assembled, watch: Watch | None = None) -> RunState:
+def run_training(settings: TrainSettings, assembly: Assembly, watch: Watch | None = None) -> RunState:
     """Trains from where the run stands to its last step, or until asked to stop, writing as it goes.
 
     On a mesh every rank does its part; the first one logs. `watch` counts what goes over it.
     """
-    directory, mesh = Path(settings.output_dir), assembled.mesh
+    directory, mesh = Path(settings.output_dir), assembly.mesh
     first = is_first(mesh)
     directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as opened:
         if first:
             opened.enter_context(alone_in(directory))  # before it is read where the run stands
-        run = restore(settings, assembled)
+        run = restore(settings, assembly)
         if settings.rollout.save and (directory / ROLLOUTS / SETTINGS).exists():
-            kept = f"{directory / ROLLOUTS} holds what fppo rollout made; give another output_dir, or remove it"
-            raise ValueError(f"rollout.save = True: {kept}")
+            text = f"{directory / ROLLOUTS} holds what fppo rollout made; give another output_dir, or remove it"
+            raise ValueError(f"rollout.save = True: {text}")
         at = run.step + 1 if run.step else 0
-        observers: list[Observe] = _logging(settings, assembled, at, opened) if first else []
+        observers: list[Observe] = _logging(settings, assembly, at, opened) if first else []
         lines = opened.enter_context(_closing(directory / replay.DIGESTS, at)) if first else None
         writer = _Writer(
             directory=directory,
@@ -209,18 +207,17 @@ def run_training(settings: TrainSettings, assembled: Assembled, watch: Watch | N
             keep=settings.checkpoint.keep,
             steps=settings.steps,
             mesh=mesh,
-            shapes=assembled.shapes,
+            shapes=assembly.shapes,
         )
         asked = opened.enter_context(asked_to_stop(announce=STOPPING if first else ""))
+        evaluate = assembly.evaluate
         run = train(
             run,
-            program=assembled.program,
-            draw=assembled.draw,
+            program=assembly.program,
+            draw=assembly.draw,
             steps=settings.steps,
             observers=[*observers, writer],
-            evaluate=assembled.evaluate,
-            evaluate_every=settings.eval.every,
-            evaluate_before=settings.eval.before,
+            evaluation=evaluate and Evaluation(evaluate, every=settings.eval.every, before=settings.eval.before),
             stop=lambda: bool(asked),
             gauges=partial(gauges, mesh=mesh, device=run.actor.opt.count.device, traffic=_traffic(watch, run.step)),
             ahead=settings.rollout.ahead,
@@ -242,10 +239,10 @@ def _traffic(watch: Watch | None, step: int) -> Callable[[], dict[str, Traffic]]
 
     def since() -> dict[str, Traffic]:
         now = watch.traffic()
-        found = {axis: now[axis].since(before[axis]) for axis in now}
+        changes = {axis: now[axis].since(before[axis]) for axis in now}
         before.update(now)
         watch.step += 1
-        return found
+        return changes
 
     return since
 
@@ -260,7 +257,7 @@ def _closing(path: Path, first_step: int) -> Iterator[JsonLines]:
 
 
 def _logging(
-    settings: TrainSettings, assembled: Assembled, first_step: int, opened: contextlib.ExitStack
+    settings: TrainSettings, assembly: Assembly, first_step: int, opened: contextlib.ExitStack
 ) -> list[Observe]:
     """The settings on disk, and an observer that logs metrics and samples, closed with `opened`."""
     directory = Path(settings.output_dir)
@@ -275,13 +272,13 @@ def _logging(
     )
     opened.callback(loggers.close, sinks)
     samples = opened.enter_context(_closing(directory / loggers.SAMPLES, first_step))
-    tokenizer, count = assembled.tokenizer, settings.log.samples_per_step
+    tokenizer, count = assembly.tokenizer, settings.log.samples_per_step
     return [loggers.observer(sinks, samples=samples, tokenizer=tokenizer, count=count)]
 
 
-def export(assembled: Assembled, run: RunState, target: Path) -> None:
+def export(assembly: Assembly, run: RunState, target: Path) -> None:
     """Writes the policy as a Hugging Face directory."""
-    models.save(assembled.model, run.actor.params, target, tokenizer=assembled.tokenizer, mesh=assembled.mesh)
+    models.save(assembly.model, run.actor.params, target, tokenizer=assembly.tokenizer, mesh=assembly.mesh)
 
 
 def recorded(directory: Path) -> dict[int, dict]:

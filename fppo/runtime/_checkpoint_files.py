@@ -27,7 +27,7 @@ from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh
 from fppo_kernels.collectives import Axis
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "state.json"
 
 
@@ -116,7 +116,14 @@ def write_shard(directory: Path, rank: int, tensors: Mapping[str, Tensor], held:
 
 
 def write_manifest(
-    directory: Path, *, step: int, attempt: str, plain: Any, dtypes: Mapping[str, torch.dtype], held: Mapping[str, Part]
+    directory: Path,
+    *,
+    step: int,
+    attempt: str,
+    plain: Any,
+    structure: str | None,
+    dtypes: Mapping[str, torch.dtype],
+    held: Mapping[str, Part],
 ) -> None:
     """Writes the manifest beside all ranks' files. `held` are rank 0's parts, of all leaves."""
     ranks = max((part.ranks for part in held.values()), default=1)
@@ -125,6 +132,7 @@ def write_manifest(
         "step": step,
         "attempt": attempt,
         "plain": plain,
+        "structure": structure,
         "leaves": {
             path: {"dtype": str(dtypes[path]), "shape": list(part.shape), "ranks": part.ranks}
             for path, part in held.items()

@@ -30,7 +30,6 @@ __all__ = [
     "Pending",
     "begin_save",
     "load",
-    "load_free",
     "newest",
     "path_of",
     "save",
@@ -74,11 +73,12 @@ def save(
     *,
     mesh: Mesh = Mesh.local(),  # noqa: B008
     shapes: Mapping[str, torch.Size] = {},
+    free: str | None = None,
     keep: int | None = None,
     timeout: float = TIMEOUT,
 ) -> Path:
     """`begin_save`, and the wait for it."""
-    return _begin(value, directory, step, mesh, shapes, keep, timeout, copy=False).wait()
+    return _begin(value, directory, step, mesh, shapes, free, keep, timeout, copy=False).wait()
 
 
 def begin_save(
@@ -88,6 +88,7 @@ def begin_save(
     *,
     mesh: Mesh = Mesh.local(),  # noqa: B008
     shapes: Mapping[str, torch.Size] = {},
+    free: str | None = None,
     keep: int | None = None,
     timeout: float = TIMEOUT,
 ) -> Pending:
@@ -95,7 +96,8 @@ def begin_save(
 
     Every rank of the mesh calls it. `shapes` are the whole shapes, by path as `tree.leaves_with_paths` has it, of the
     leaves whose rows are cut over the shard axis; they play no role if the mesh is not `mesh.sharded`. All other leaves
-    are equal on all ranks. The tensors are copied before it returns, so their memory may be used again; a thread
+    are equal on all ranks. `free` names a field of `value` whose structure is saved too, for `load`: one that differs
+    from step to step. The tensors are copied before it returns, so their memory may be used again; a thread
     writes.
 
     The files are written and synced under another name and renamed at the end, so a crash of any rank at any instant
@@ -103,7 +105,7 @@ def begin_save(
     same step is an error, on every rank. Ranks wait for each other as long as there is something new to see within
     `timeout` seconds.
     """
-    return _begin(value, directory, step, mesh, shapes, keep, timeout, copy=True)
+    return _begin(value, directory, step, mesh, shapes, free, keep, timeout, copy=True)
 
 
 def _begin(
@@ -112,6 +114,7 @@ def _begin(
     step: int,
     mesh: Mesh,
     shapes: Mapping[str, torch.Size],
+    free: str | None,
     keep: int | None,
     timeout: float,
     *,
@@ -131,7 +134,8 @@ def _begin(
         _compare(result, attempt, plain, tensors if shard is not None else None, held, mesh, device)
         return Pending(result)
     mine = {path: x for path, x in tensors.items() if shard is not None and (shard == 0 or held[path].ranks > 1)}
-    job = _Job(attempt, shard, shards, _on_host(mine, copy), held, plain, keep)
+    structure = None if free is None else pytree.treespec_dumps(pytree.tree_structure(getattr(value, free)))
+    job = _Job(attempt, shard, shards, _on_host(mine, copy), held, plain, structure, keep)
     # a daemon: a process that fails elsewhere ends at once, and leaves a draft
     threading.Thread(target=job.run, args=(result,), name=f"checkpoint of step {step}", daemon=True).start()
     return Pending(result)
@@ -197,6 +201,7 @@ class _Job:
     tensors: Mapping[str, Tensor]
     held: Mapping[str, Part]
     plain: Any
+    structure: str | None
     keep: int | None
 
     def run(self, result: Future[Path]) -> None:
@@ -237,6 +242,7 @@ class _Job:
             step=attempt.step,
             attempt=str(attempt.token),
             plain=self.plain,
+            structure=self.structure,
             dtypes=dtypes,
             held=self.held,
         )
@@ -253,22 +259,24 @@ def load(
     mesh: Mesh = Mesh.local(),  # noqa: B008
     shapes: Mapping[str, torch.Size] = {},
     free: str | None = None,
+    device: torch.device | None = None,
 ) -> T:
     """The tree that a mesh of any shape saved, in the structure and on the devices of `template`, whose values do not
-    matter. What is saved under the path `free` is left out, and need not be in `template`: see `load_free`.
+    matter. The field `free`, if that was given to `save` too, has the structure that was saved, and stands on `device`.
 
     On a mesh that is `mesh.sharded` the leaves with `shapes` are this rank's rows, in `template` as in the result, and
     only the chunks that hold such rows are read, one after the other. No collective is called. Raises CheckpointError
     for a damaged checkpoint, and for one of another model, naming the leaves that differ.
     """
     path = path_of(Path(directory), step)
-    expected = dict(tree.leaves_with_paths(template))
-    tensors = {name: leaf for name, leaf in expected.items() if isinstance(leaf, Tensor)}
-    wanted = files.parts(tensors, mesh, shapes)
     with _damage_explained(path):
         manifest = files.read_manifest(path)
-        problems = [x for x in _mismatches(expected, wanted, manifest) if free is None or not x.startswith(free)]
-        if problems:
+        if free is not None and manifest["structure"] is not None:
+            template = tree.replace(template, **{free: _standins(free, manifest, device)})
+        expected = dict(tree.leaves_with_paths(template))
+        tensors = {name: leaf for name, leaf in expected.items() if isinstance(leaf, Tensor)}
+        wanted = files.parts(tensors, mesh, shapes)
+        if problems := _mismatches(expected, wanted, manifest):
             shown = "; ".join(problems[:5])
             raise CheckpointError(
                 f"{path} is of another model or other settings: {len(problems)} leaves differ: {shown}"
@@ -283,19 +291,18 @@ def load(
     return pytree.tree_unflatten([(found | plain)[name] for name in expected], pytree.tree_structure(template))
 
 
-def load_free(directory: Path, step: int, free: str, device: torch.device) -> dict[str, Any]:
-    """The leaves that a checkpoint holds under the path `free`, whatever their number and shapes, by what follows it.
+def _standins(field: str, manifest: Mapping[str, Any], device: torch.device | None) -> Any:
+    """A tree in the structure that the field was saved in, with a leaf of the right kind for each that was saved."""
+    spec = pytree.treespec_loads(manifest["structure"])
+    paths = [path for path, _ in tree.leaves_with_paths(pytree.tree_unflatten([0] * spec.num_leaves, spec))]
 
-    They are those of no mesh, the same on all ranks. Raises CheckpointError for a damaged checkpoint.
-    """
-    path = path_of(Path(directory), step)
-    with _damage_explained(path):
-        manifest = files.read_manifest(path)
-        leaves = {name: leaf for name, leaf in manifest["leaves"].items() if name.startswith(free)}
-        wanted = {name: files.whole(tuple(leaf["shape"])) for name, leaf in leaves.items()}
-        found = {name: x.to(device, copy=True) for name, _, x in files.read(path, manifest, wanted)}
-    columns = {n: Column(leaf["column"]) for n, leaf in manifest["plain"].items() if n.startswith(free)}
-    return {name.removeprefix(free): leaf for name, leaf in (found | columns).items()}
+    def standin(path: str) -> Tensor | Column:
+        leaf = manifest["leaves"].get(f".{field}{path}")
+        if leaf is None:
+            return Column()
+        return torch.empty(leaf["shape"], dtype=getattr(torch, leaf["dtype"].removeprefix("torch.")), device=device)
+
+    return pytree.tree_unflatten([standin(path) for path in paths], spec)
 
 
 @contextlib.contextmanager
@@ -327,6 +334,8 @@ def _mismatches(expected: Mapping[str, Any], wanted: Mapping[str, Part], manifes
 
 
 def _restored(value: Any, like: Any) -> Any:
+    if isinstance(like, Column):
+        return Column(value["column"])
     return Key(value["key"]) if isinstance(like, Key) else value
 
 

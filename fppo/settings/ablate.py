@@ -7,7 +7,7 @@ from typing import Annotated
 import attrs
 import tyro
 
-from fppo.settings.fields import above, at_least, given, setting
+from fppo.settings.fields import above, at_least, nonempty, setting
 
 SHAPE = "write sizes as N=256,H=512"
 
@@ -30,9 +30,9 @@ def _functions(values: tuple[str, ...]) -> str | None:
 class AblateSettings:
     """Runs every implementation of operations side by side: laws, errors, time, memory; or a run's step under each."""
 
-    op: tuple[str, ...] = setting(("log_probs",), given("give operations, as log_probs,attention; or all"))
+    op: tuple[str, ...] = setting(("log_probs",), nonempty("give operations, as log_probs,attention; or all"))
     """Operations, by commas or spaces: log_probs, attention, gae, adamw, unpad, pad, all_to_all; or all."""
-    dtypes: tuple[str, ...] = setting(("float32", "bfloat16"), given("give dtypes, as float32,bfloat16"))
+    dtypes: tuple[str, ...] = setting(("float32", "bfloat16"), nonempty("give dtypes, as float32,bfloat16"))
     """What to compute in: float32, bfloat16, float64; an operation leaves out what it is not made for."""
     shapes: tuple[str, ...] = setting((), _shapes)
     """Sizes, as N=256,H=512,V=32000; what is left out has its default, and more shapes go behind spaces."""
@@ -48,7 +48,7 @@ class AblateSettings:
     """How long an implementation's laws may take to check, in each dtype; 0: they are not checked."""
     threads: int | None = setting(None, at_least(1))
     """Threads of the CPU; None: torch's choice."""
-    device: str = setting("auto", given("give auto, cpu or cuda"))
+    device: str = setting("auto", nonempty("give auto, cpu or cuda"))
     """Where it runs: auto (a GPU if there is one), cpu, cuda or cuda:N."""
     json: str | None = setting(None)
     """Write everything to this JSON file."""
@@ -86,23 +86,23 @@ def _split(values: tuple[str, ...]) -> tuple[str, ...]:
 
 def problems(settings: AblateSettings) -> list[str]:
     """What is wrong with the settings, one line for each thing."""
-    found = []
+    lines = []
     for field in attrs.fields(AblateSettings):
         value, name = getattr(settings, field.name), field.name.rstrip("_").replace("_", "-")
         wrong = [check(value) for check in field.metadata.get("checks", ())]
-        found += [f"--{name} {value!r}: {text}" for text in wrong if text]
+        lines += [f"--{name} {value!r}: {text}" for text in wrong if text]
     if (settings.replay is None) != (settings.step is None):
-        found.append("--replay RUN and --step N go together: the run, and which of its steps")
+        lines.append("--replay RUN and --step N go together: the run, and which of its steps")
     if settings.replay is not None:
         unread = {"shapes": (), "model": None, "png": None, "dtypes": ("float32", "bfloat16"), "device": "auto"}
-        found += [
+        lines += [
             f"--{name}: a replayed step has the shapes, dtypes and device of its run, and no chart; leave it out"
             for name, default in unread.items()
             if getattr(settings, name) != default
         ]
     if settings.model is not None and settings.shapes and {"H", "V"} & {n for s in _try(settings) for n in s}:
-        found.append("--shapes gives H or V, which --model gives too; give one of them")
-    return found
+        lines.append("--shapes gives H or V, which --model gives too; give one of them")
+    return lines
 
 
 def _try(settings: AblateSettings) -> list[dict[str, int]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from fppo._errors import did_you_mean
 from fppo.rollout.turns.tools import TOOLS
 from fppo.settings.checks_reward import FUNCTION, judge_on_ranks, reward_problems
 from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
@@ -42,15 +43,12 @@ SELECTION_KEYWORDS: dict[str, dict[str, str]] = {
     },
     "kl_cov": {"select_ratio": "ratio"},
 }
+ADVANTAGES = (
+    *("gae", "grpo", "rloo", "opo", "gpg", "remax", "grpo_passk", "reinforce_plus_plus"),
+    *("reinforce_plus_plus_baseline", "optimal_token_baseline", "gdpo"),
+)
 GROUP_ADVANTAGES = (
-    "grpo",
-    "rloo",
-    "opo",
-    "gpg",
-    "grpo_passk",
-    "reinforce_plus_plus_baseline",
-    "optimal_token_baseline",
-    "gdpo",
+    *("grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline", "optimal_token_baseline", "gdpo"),
 )
 REJECTIONS = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
@@ -63,15 +61,15 @@ def problems(settings: TrainSettings) -> list[str]:
 
     Conflicts between fields are sought also where a single value is wrong, so that one run of the command names all.
     """
-    rollout = (_rollout, _turns, _sampling)
-    conflicts = (_run, _model, _data, *rollout, reward_problems, _algorithm, _correction, _loss, _eval)
-    found = list(_values(settings, ""))
+    rollout, algorithm = (_rollout, _turns, _sampling), (_algorithm, _old_log_probs, _correction)
+    conflicts = (_run, _model, _data, *rollout, reward_problems, *algorithm, _loss, _eval)
+    lines = list(_values(settings, ""))
     for conflict in conflicts:
-        found += conflict(settings)
-    found += _updates(settings, "actor", settings.actor)
+        lines += conflict(settings)
+    lines += _updates(settings, "actor", settings.actor)
     if settings.algorithm.advantage == "gae":
-        found += _updates(settings, "critic", settings.critic)
-    return list(dict.fromkeys(found))
+        lines += _updates(settings, "critic", settings.critic)
+    return list(dict.fromkeys(lines))
 
 
 def mesh_problems(settings: TrainSettings, world: int) -> list[str]:
@@ -208,9 +206,9 @@ def _sampling(s: TrainSettings) -> Problems:
         )
     if s.rollout.from_ is None:
         return
-    for name, given in (("ahead", s.rollout.ahead), ("save", s.rollout.save)):
-        if given:
-            yield _problem(f"rollout.{name}", given, "rollout.from is given: nothing is sampled; leave one of them out")
+    for name, value in (("ahead", s.rollout.ahead), ("save", s.rollout.save)):
+        if value:
+            yield _problem(f"rollout.{name}", value, "rollout.from is given: nothing is sampled; leave one of them out")
     if s.algorithm.advantage == "remax":
         text = "remax samples a baseline for each prompt; take another estimator, or leave it out"
         yield _problem("rollout.from", s.rollout.from_, text)
@@ -222,6 +220,10 @@ def _choices(numbers: list[int]) -> str:
 
 def _algorithm(s: TrainSettings) -> Problems:
     a, default = s.algorithm, TrainSettings().algorithm
+    if a.advantage and a.advantage not in ADVANTAGES and not FUNCTION.fullmatch(a.advantage):
+        text = f"there is no such estimator; {did_you_mean(a.advantage, ADVANTAGES)} and module:function"
+        yield _problem("algorithm.advantage", a.advantage, text)
+        return
     if a.advantage not in ("gae", "reinforce_plus_plus"):
         yield from _unread("algorithm.gamma", a.gamma, default.gamma, "gae and reinforce_plus_plus")
     if a.advantage != "gae":
@@ -241,6 +243,34 @@ def _algorithm(s: TrainSettings) -> Problems:
         yield from _unread("actor.kl_kind", s.actor.kl_kind, ActorSettings().kl_kind, "actor.kl_coef > 0")
 
 
+def passes_before_update(s: TrainSettings) -> list[str]:
+    """Why the old log-probs must be there before the update, instead of from its own pass; empty if they need not.
+
+    Its own pass will do where the ratio of new to old is 1 all along, and nothing else asks for the old ones.
+    """
+    size, correction = s.rollout.batch_size, s.algorithm.correction
+    reasons = []
+    if s.actor.epochs > 1 or (s.actor.mini_batch_size or size) != size:
+        reasons.append("actor.epochs and actor.mini_batch_size make several updates of a batch")
+    if s.algorithm.kl.coef > 0:
+        reasons.append("algorithm.kl.coef puts their KL to the reference into the rewards")
+    if correction.mode != "none" or correction.rejection:
+        reasons.append("algorithm.correction compares them with the engine's")
+    if s.algorithm.advantage == "optimal_token_baseline":
+        reasons.append("optimal_token_baseline estimates advantages with them")
+    return reasons
+
+
+def _old_log_probs(s: TrainSettings) -> Problems:
+    source, correction = s.algorithm.old_log_probs, s.algorithm.correction
+    if source == "update" and (reasons := passes_before_update(s)):
+        text = f"they are needed before the update: {'; '.join(reasons)}; give pass, or leave it out"
+        yield _problem("algorithm.old_log_probs", source, text)
+    if source == "engine" and (correction.mode != "none" or correction.rejection):
+        text = "algorithm.correction would compare the engine's with themselves, and all weights be 1; leave one out"
+        yield _problem("algorithm.old_log_probs", source, text)
+
+
 def _correction(s: TrainSettings) -> Problems:
     c, default = s.algorithm.correction, TrainSettings().algorithm.correction
     path = "algorithm.correction"
@@ -249,9 +279,6 @@ def _correction(s: TrainSettings) -> Problems:
             yield from _unread(
                 f"{path}.{name}", getattr(c, name), getattr(default, name), 'mode = "token" or "sequence"'
             )
-    if c.bypass and (c.mode != "none" or c.rejection):
-        text = "the old log-probs are then the engine's own, and all weights 1; set mode none, and no rejection"
-        yield _problem(f"{path}.bypass", True, text)
     if c.low is not None and c.low >= c.high:
         yield _problem(f"{path}.low", c.low, f"must be less than {path}.high = {c.high}")
     for name in c.rejection:
@@ -283,7 +310,7 @@ def _loss(s: TrainSettings) -> Problems:
         read = {*LOSS_KEYWORDS[loss.name], *SELECTION_KEYWORDS.get(loss.name, {})}
         reader = f"other losses; {loss.name} reads {sorted(read) or 'none of these'}"
     else:
-        text = f"there is no such loss; there are {list(LOSS_KEYWORDS)} and module:function"
+        text = f"there is no such loss; {did_you_mean(loss.name, LOSS_KEYWORDS)} and module:function"
         yield _problem("actor.loss.name", loss.name, text)
         return
     for field in attrs.fields(LossSettings):

@@ -48,9 +48,9 @@ def below(high: float) -> Check:
     return lambda x: None if x is None or x < high else f"must be less than {high}"
 
 
-def given(what: str) -> Check:
+def nonempty(advice: str) -> Check:
     """The text or list is not empty."""
-    return lambda x: None if x else f"is not set; {what}"
+    return lambda x: None if x else f"is not set; {advice}"
 
 
 def _numbers(value: Any) -> list[float]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import tomllib
@@ -17,9 +16,17 @@ from typing import Any, Literal, Union, get_args, get_origin
 import attrs
 import cattrs
 
+from fppo._errors import nearest
 from fppo.settings import checks
 from fppo.settings.fields import name_of
-from fppo.settings.train import ActorSettings, CorrectionSettings, CriticSettings, LossSettings, TrainSettings
+from fppo.settings.train import (
+    ActorSettings,
+    CorrectionSettings,
+    CriticSettings,
+    LossSettings,
+    OldLogProbs,
+    TrainSettings,
+)
 
 DEFAULT_TOKEN_BUDGET = 16384
 
@@ -43,7 +50,7 @@ def load(
     """
     values = {} if path is None else read_toml(path)
     settings, problems = _structure(TrainSettings, values, "")
-    settings = override(settings, overrides, prog=prog)
+    settings = _remember_modules(override(settings, overrides, prog=prog), path)
     known = {problem.split(" = ")[0] for problem in problems}  # a malformed value was replaced by its default
     problems += [p for p in checks.problems(settings) if p.split(" = ")[0] not in known]
     if problems:
@@ -123,14 +130,14 @@ def save(settings: TrainSettings, path: str | os.PathLike[str]) -> None:
 
 def paths(cls: type = TrainSettings, prefix: str = "") -> dict[str, Any]:
     """The type of every setting by its path, sections left out."""
-    found: dict[str, Any] = {}
+    kinds: dict[str, Any] = {}
     attrs.resolve_types(cls, include_extras=False)
     for field in attrs.fields(cls):
         if attrs.has(field.type):
-            found |= paths(field.type, f"{prefix}{field.name}.")
+            kinds |= paths(field.type, f"{prefix}{field.name}.")
         else:
-            found[f"{prefix}{name_of(field)}"] = field.type
-    return found
+            kinds[f"{prefix}{name_of(field)}"] = field.type
+    return kinds
 
 
 def loss_scalars(loss: LossSettings) -> dict[str, float | None]:
@@ -144,8 +151,8 @@ def selection_scalars(loss: LossSettings) -> dict[str, float | None]:
 
 
 def _keywords(loss: LossSettings, names: Mapping[str, str]) -> dict[str, float | None]:
-    given = {keyword: getattr(loss, name) for name, keyword in names.items() if getattr(loss, name) is not None}
-    return {k: None if k == "dual_clip" and v == 0 else v for k, v in given.items()}
+    values = {keyword: getattr(loss, name) for name, keyword in names.items() if getattr(loss, name) is not None}
+    return {k: None if k == "dual_clip" and v == 0 else v for k, v in values.items()}
 
 
 def correction_keywords(correction: CorrectionSettings) -> dict[str, Any] | None:
@@ -176,6 +183,26 @@ def micro_batching(section: ActorSettings | CriticSettings) -> tuple[int | None,
 def mini_batch_size(section: ActorSettings | CriticSettings, batch_size: int) -> int:
     """Sequences per optimizer update."""
     return batch_size if section.mini_batch_size is None else section.mini_batch_size
+
+
+def old_log_probs(settings: TrainSettings) -> OldLogProbs:
+    """Where the old log-probs come from."""
+    automatic: OldLogProbs = "pass" if checks.passes_before_update(settings) else "update"
+    return settings.algorithm.old_log_probs or automatic
+
+
+def _remember_modules(settings: TrainSettings, path: str | os.PathLike[str] | None) -> TrainSettings:
+    """The settings with where their own functions are sought, if they name any and do not say it.
+
+    That is beside the file at `path` and in the working directory as they are now, so that a run which goes on from its
+    output_dir finds what it began with.
+    """
+    names = (settings.actor.loss.name, settings.algorithm.advantage, settings.model.attention, settings.model.log_probs)
+    names += (*settings.reward.functions, settings.rollout.turns.respond or "")
+    if settings.module_dirs or not any(":" in name for name in names):
+        return settings
+    places = [Path.cwd()] if path is None else [Path(path).absolute().parent, Path.cwd()]
+    return attrs.evolve(settings, module_dirs=tuple(dict.fromkeys(map(str, places))))
 
 
 # reading: our own walk over sections, so that one bad value hides no other
@@ -217,10 +244,10 @@ def _structure(cls: type, values: Mapping[str, Any], prefix: str) -> tuple[Any, 
                 problems.append(f"{path} = {value!r}: must be {_describe(kind)}{_nearest_choice(value, kind)}")
         elif isinstance(value, Mapping):
             default = next(f for f in attrs.fields(cls) if f.name == name).default.factory()  # type: ignore[union-attr]
-            section, found = _structure(kind, value, f"{path}.")
-            given = {f.name: getattr(section, f.name) for f in attrs.fields(kind) if name_of(f) in value}
-            kept[name] = attrs.evolve(default, **given)
-            problems += found
+            section, wrong = _structure(kind, value, f"{path}.")
+            changes = {f.name: getattr(section, f.name) for f in attrs.fields(kind) if name_of(f) in value}
+            kept[name] = attrs.evolve(default, **changes)
+            problems += wrong
         else:
             problems.append(f"{path} = {value!r}: is a section; write [{path}] with its settings below")
     return cls(**{f.name: kept[name_of(f)] for f in attrs.fields(cls) if name_of(f) in kept}), problems
@@ -233,13 +260,13 @@ def _listed(value: Any, kind: Any) -> Any:
 
 def _unknown(name: str, value: Any, siblings: Sequence[str], prefix: str) -> str:
     everywhere = list(paths())
-    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.5):
-        hint = f"did you mean {prefix}{near[0]}?"
+    if near := nearest(name, siblings, cutoff=0.5):
+        hint = f"did you mean {prefix}{near}?"
     elif same := [p for p in everywhere if p.rsplit(".", 1)[-1] == name]:
         same.sort(key=lambda p: p.split(".")[0] != prefix.split(".")[0])
         hint = f"did you mean {' or '.join(same[:3])}?"
-    elif far := difflib.get_close_matches(name, [p.rsplit(".", 1)[-1] for p in everywhere], n=1):
-        hint = f"did you mean {' or '.join(p for p in everywhere if p.rsplit('.', 1)[-1] == far[0])}?"
+    elif far := nearest(name, [p.rsplit(".", 1)[-1] for p in everywhere]):
+        hint = f"did you mean {' or '.join(p for p in everywhere if p.rsplit('.', 1)[-1] == far)}?"
     else:
         hint = f"there are {', '.join(siblings)}"
     shown = f"[{prefix}{name}]" if isinstance(value, Mapping) else f"{prefix}{name} = {value!r}"
@@ -260,8 +287,8 @@ def _describe(kind: Any) -> str:
 def _nearest_choice(value: Any, kind: Any) -> str:
     arguments = get_args(get_args(kind)[0]) if get_origin(kind) is tuple else get_args(kind)
     wrong = next((v for v in value if v not in arguments), "") if isinstance(value, list) else value
-    near = difflib.get_close_matches(str(wrong), [a for a in arguments if isinstance(a, str)], n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = nearest(str(wrong), [a for a in arguments if isinstance(a, str)])
+    return f"; did you mean {near}?" if near else ""
 
 
 def _toml_lines(table: Mapping[str, Any], prefix: str) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings.fields import above, at_least, at_most, given, setting
+from fppo.settings.fields import above, at_least, at_most, nonempty, setting
 
 
 @attrs.frozen(kw_only=True)
@@ -32,13 +32,13 @@ class PlanMeshSettings:
 class PlanSettings:
     """Says what a run will need, before there is one: memory of a rank by kind, bytes on the wire, time and MFU."""
 
-    model: str = setting("", given("give a directory with a config.json, or a name, as qwen2.5-7b"))
+    model: str = setting("", nonempty("give a directory with a config.json, or a name, as qwen2.5-7b"))
     """The model: a directory with its config.json, or a name, as qwen2.5-7b, llama-3.1-70b, quickstart."""
     mesh: PlanMeshSettings = setting(PlanMeshSettings)
     """How the run is spread over GPUs."""
     gpus: int | None = setting(None, at_least(1))
     """GPUs in all; None: as many as the mesh has ranks."""
-    gpu: str = setting("h200", given("give a GPU, as h200"))
+    gpu: str = setting("h200", nonempty("give a GPU, as h200"))
     """What a rank runs on: a100-80, h100, h200, b200, cpu (this machine), or custom with the numbers below."""
     tokens: int = setting(16384, at_least(2))
     """Tokens of one forward and backward pass of a data rank (a run's token_budget); the sequence axis cuts them."""
@@ -92,18 +92,18 @@ class PlanSettings:
 
 def problems(settings: PlanSettings) -> list[str]:
     """What is wrong with the settings, one line for each thing."""
-    found = []
+    lines = []
     for prefix, section in (("", settings), ("mesh.", settings.mesh)):
         for field in attrs.fields(type(section)):
             value, name = getattr(section, field.name), f"{prefix}{field.name.replace('_', '-')}"
             wrong = [check(value) for check in field.metadata.get("checks", ())]
-            found += [f"--{name} {value!r}: {text}" for text in wrong if text]
-    if found:
-        return found
+            lines += [f"--{name} {value!r}: {text}" for text in wrong if text]
+    if lines:
+        return lines
     world = math.prod(settings.sizes.values())
     if settings.gpus is not None and world != settings.gpus:
         shape = " * ".join(f"{name} {size}" for name, size in settings.sizes.items())
-        found.append(f"--gpus {settings.gpus}: the mesh has {world} ranks, {shape}; give a mesh of {settings.gpus}")
+        lines.append(f"--gpus {settings.gpus}: the mesh has {world} ranks, {shape}; give a mesh of {settings.gpus}")
     if settings.length is not None and settings.length > settings.tokens:
-        found.append(f"--length {settings.length}: a pass of --tokens {settings.tokens} holds no such sequence")
-    return found
+        lines.append(f"--length {settings.length}: a pass of --tokens {settings.tokens} holds no such sequence")
+    return lines

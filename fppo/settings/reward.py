@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings.fields import above, at_least, given, setting
+from fppo.settings.fields import above, at_least, nonempty, setting
 from fppo.settings.vllm import VllmSettings
 
 TEMPLATE = """Rate the response to the prompt from 0 (wrong or useless) to 10 (right and complete).
@@ -51,11 +51,11 @@ class JudgeSettings:
     """The judge: the name or directory of a Hugging Face model, with its tokenizer; None: no judge."""
     weight: float = setting(1.0)
     """The factor of its score."""
-    template: str = setting(TEMPLATE, given("give a text with {response} in it"))
+    template: str = setting(TEMPLATE, nonempty("give a text with {response} in it"))
     """What it is asked: a text with {response}, and {prompt} and {ground_truth} where they are wanted."""
     chat: bool = setting(True)
     """Put the question through the judge's chat template."""
-    pattern: str = setting(r"Score:\s*(-?\d+(?:\.\d+)?)", given("give a regular expression with one group"))
+    pattern: str = setting(r"Score:\s*(-?\d+(?:\.\d+)?)", nonempty("give a regular expression with one group"))
     """The regular expression that finds the score: the last match's group. No number: 0, and counted."""
     temperature: float = setting(0.0, at_least(0))
     """The sampling temperature; 0: the likeliest token always."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import attrs
 import tyro
 
-from fppo.settings.fields import above, at_least, at_most, given, setting
+from fppo.settings.fields import above, at_least, at_most, nonempty, setting
 from fppo.settings.turns import TurnsSettings
 from fppo.settings.vllm import VllmSettings
 
@@ -18,7 +18,7 @@ class FilterSettings:
 
     groups: bool = setting(False)
     """Drop prompts whose responses all score the same, and sample others in their place (DAPO)."""
-    by: str = setting("score", given("give score, or the name of a reward function"))
+    by: str = setting("score", nonempty("give score, or the name of a reward function"))
     """What is compared: score, or one reward function's part of it."""
     max_draws: int = setting(10, at_least(1))
     """How often prompts are drawn for one step at most; what is missing then is filled up, and not trained on."""

@@ -1,6 +1,6 @@
 """The settings of a run as nested frozen classes: what the command line shows and a settings file holds.
 
-Each field carries the check of its own value; `settings_checks` holds the checks between fields. An optional
+Each field carries the check of its own value; `checks` holds the checks between fields. An optional
 setting is None unless given, so a file leaves it out. Only the command line reads these classes: library functions
 take keywords.
 """
@@ -11,33 +11,21 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings.fields import above, at_least, at_most, below, given, setting
+from fppo.settings.fields import above, at_least, at_most, below, nonempty, setting
 from fppo.settings.mesh import MeshSettings
 from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import RolloutSettings
 
+OldLogProbs = Literal["pass", "engine", "update"]
 WeightMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlKind = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
-AdvantageName = Literal[
-    "gae",
-    "grpo",
-    "rloo",
-    "opo",
-    "gpg",
-    "remax",
-    "grpo_passk",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "optimal_token_baseline",
-    "gdpo",
-]
 
 
 @attrs.frozen(kw_only=True)
 class ModelSettings:
     """Which models, and how they run."""
 
-    path: str = setting("", given("give the name or directory of a Hugging Face model"))
+    path: str = setting("", nonempty("give the name or directory of a Hugging Face model"))
     """The policy to train: the name or directory of a Hugging Face model."""
     critic_path: str | None = setting(None)
     """Where the critic's weights come from; None: the policy's own weights with a new value head."""
@@ -55,29 +43,29 @@ class ModelSettings:
     """Keep what is saved for the backward pass in the host's memory until then (GPUs)."""
     remove_padding: bool = setting(True)
     """Run on packed sequences instead of padded rows."""
-    attention: str = setting("sdpa", given("give the name of an attention kernel, as sdpa"))
-    """The kernel for attention over packed sequences."""
-    log_probs: str = setting("chunked", given("give the name of a log-prob kernel, as chunked"))
-    """The kernel for log-probs and entropy from hidden states."""
+    attention: str = setting("sdpa", nonempty("give the name of an attention kernel, as sdpa"))
+    """The kernel for attention over packed sequences: sdpa, eager, flash, varlen, flex; or module:function."""
+    log_probs: str = setting("chunked", nonempty("give the name of a log-prob kernel, as chunked"))
+    """The kernel for log-probs and entropy: chunked, reference, compiled, liger, triton; or module:function."""
 
 
 @attrs.frozen(kw_only=True)
 class DataSettings:
     """Where prompts come from, and how a row becomes one."""
 
-    path: tuple[str, ...] = setting((), given("give jsonl or parquet files, or the name of a data set"))
+    path: tuple[str, ...] = setting((), nonempty("give jsonl or parquet files, or the name of a data set"))
     """Prompts to train on: jsonl or parquet files, or one name of the datasets library."""
-    split: str = setting("train", given("give the name of a split"))
+    split: str = setting("train", nonempty("give the name of a split"))
     """The split to train on, where path is the name of a data set."""
     eval_path: tuple[str, ...] = setting(())
     """Held-out prompts, never trained on; none: no evaluation."""
-    eval_split: str = setting("test", given("give the name of a split"))
+    eval_split: str = setting("test", nonempty("give the name of a split"))
     """The split to evaluate on, where eval_path is the name of a data set."""
-    prompt: str = setting("prompt", given("give a field of the rows, or a template with {field} in it"))
+    prompt: str = setting("prompt", nonempty("give a field of the rows, or a template with {field} in it"))
     """The field that holds the prompt, or a template like 'Question: {question}\\nAnswer:'."""
     chat: bool = setting(False)
     """Put the prompt through the tokenizer's chat template."""
-    ground_truth: str = setting("answer", given("give a field of the rows"))
+    ground_truth: str = setting("answer", nonempty("give a field of the rows"))
     """The field that holds what a reward compares with."""
     source: str | None = setting(None)
     """The field that names a row's data set, for results by source; None: the file's name."""
@@ -111,8 +99,6 @@ class KlRewardSettings:
 class CorrectionSettings:
     """What is done about the difference between the engine's log-probs and the trainer's."""
 
-    bypass: bool = setting(False)
-    """Take the engine's log-probs as the old ones: the ratio of the loss then covers the difference too, unweighted."""
     mode: Literal["none", "token", "sequence"] = setting("none")
     """Importance weights: none, per token, or per sequence."""
     high: float = setting(2.0, above(0), unbounded=True)
@@ -133,8 +119,8 @@ class CorrectionSettings:
 class AlgorithmSettings:
     """How scores become advantages."""
 
-    advantage: AdvantageName = setting("gae")
-    """The estimator of advantages; gae is PPO's and the only one that trains a critic."""
+    advantage: str = setting("gae", nonempty("give the name of an estimator, as gae"))
+    """The estimator of advantages; gae is PPO's and the only one that trains a critic; or module:function."""
     gamma: float = setting(1.0, above(0), at_most(1))
     """The discount per token (gae, reinforce_plus_plus)."""
     lam: float = setting(1.0, at_least(0), at_most(1))
@@ -145,6 +131,8 @@ class AlgorithmSettings:
     """Divide by the group's standard deviation or not (grpo, grpo_passk, gdpo)."""
     kl: KlRewardSettings = setting(KlRewardSettings)
     """A penalty in the token rewards for leaving the reference."""
+    old_log_probs: OldLogProbs | None = setting(None)
+    """From a pass before the update, the engine, or the update's own pass; None: update if that will do."""
     correction: CorrectionSettings = setting(CorrectionSettings)
     """What is done about the difference between the engine's log-probs and the trainer's."""
 
@@ -153,7 +141,7 @@ class AlgorithmSettings:
 class LossSettings:
     """The policy loss. A number left out has the loss's own default; one that the loss does not read is an error."""
 
-    name: str = setting("ppo_clip", given("give the name of a policy loss, as ppo_clip"))
+    name: str = setting("ppo_clip", nonempty("give the name of a policy loss, as ppo_clip"))
     """One of ppo_clip, gspo, sapo, gpg, cispo, gmpo, clip_cov, kl_cov, dppo_tv, dppo_kl, dro; or module:function."""
     clip_low: float | None = setting(None, above(0))
     """How far the ratio may fall below 1."""
@@ -293,23 +281,25 @@ class LogSettings:
     """What metrics are written to; the report needs jsonl."""
     samples_per_step: int = setting(4, at_least(0))
     """Responses per step that are written to samples.jsonl."""
-    project: str = setting("fppo", given("give the name of a W&B project"))
+    project: str = setting("fppo", nonempty("give the name of a W&B project"))
     """The project that a run belongs to in W&B."""
 
 
 @attrs.frozen(kw_only=True)
 class TrainSettings:
-    """Everything that a run of `fppo train` is told."""
+    """Everything that a run of `fppo train` depends on."""
 
-    output_dir: str = setting("runs/fppo", given("give a directory for what the run writes"))
+    output_dir: str = setting("runs/fppo", nonempty("give a directory for what the run writes"))
     """The directory for everything that the run writes."""
     seed: int = setting(0, at_least(0))
     """What every random draw of the run follows from."""
     steps: int = setting(100, at_least(1))
     """Steps of the run: each samples one batch and updates on it."""
-    resume: str = setting("auto", given("give auto, never, must, or a checkpoint"))
+    module_dirs: tuple[str, ...] = setting(())
+    """Where modules of module:function are sought too; none: beside the settings file, and the working directory."""
+    resume: str = setting("auto", nonempty("give auto, never, must, or a checkpoint"))
     """auto: from the last checkpoint if there is one; must: or fail; never: start anew; or a checkpoint's directory."""
-    device: str = setting("auto", given("give auto, cpu or cuda"))
+    device: str = setting("auto", nonempty("give auto, cpu or cuda"))
     """Where tensors live: auto (a GPU if there is one), cpu, cuda or cuda:N."""
     model: ModelSettings = setting(ModelSettings)
     """Which models, and how they run."""

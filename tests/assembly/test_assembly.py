@@ -1,24 +1,26 @@
 """Settings reach the run: each has a reader, and the program is what they say."""
 
 import ast
+import inspect
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 
 import fppo
 from fppo import models
+from fppo.advantages import Advantages
 from fppo.assembly import parts as loading
 from fppo.assembly import program as programs
 from fppo.assembly import rewards as loading_rewards
-from fppo.assembly import run as assembly
+from fppo.assembly.run import assemble
 from fppo.key import Key
 from fppo.pipeline import estimators
+from fppo.pipeline.step import ppo_step
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runtime.mesh import LOCAL
-from fppo.settings import files
-from fppo.settings.train import ActorSettings, AdvantageName, LossSettings, OptimizerSettings
+from fppo.settings import checks, files
+from fppo.settings.train import ActorSettings, LossSettings, OptimizerSettings
 from tests import tiny_run
 
 PACKAGE = Path(fppo.__file__).parent
@@ -41,7 +43,7 @@ def test_every_setting_has_a_reader():
 
 def test_the_program_has_the_settings_scalars(tmp_path):
     tiny_run.write_task(tmp_path)
-    given = tiny_run.settings(
+    settings = tiny_run.settings(
         tmp_path,
         actor__kl_coef=0.3,
         actor__entropy_coef=0.01,
@@ -50,27 +52,84 @@ def test_the_program_has_the_settings_scalars(tmp_path):
         critic__value_clip=0.25,
         critic__warmup_steps=2,
     )
-    with assembly.assembled(given) as parts:
-        program = parts.program
-        assert program.update_actor.keywords["kl_coef"] == 0.3
-        assert program.update_actor.keywords["entropy_coef"] == 0.01
-        assert program.update_actor.keywords["temperature"] == 0.7
+    with assemble(settings) as assembly:
+        program = assembly.program
+        actor, critic = (inspect.unwrap(update).keywords for update in (program.update_actor, program.update_critic))
+        assert actor["kl_coef"] == 0.3
+        assert actor["entropy_coef"] == 0.01
+        assert actor["temperature"] == 0.7
         assert program.annotate.keywords["temperature"] == 0.7
-        assert program.update_critic.keywords["clip"] == 0.25
+        assert critic["clip"] == 0.25
         assert program.critic_warmup == 2
-        assert not program.update_actor.keywords["on_policy"]  # two epochs
-        assert parts.run.ref is not None
-        assert parts.run.critic is not None
+        assert not actor["on_policy"]  # two epochs
+        assert assembly.run.ref is not None
+        assert assembly.run.critic is not None
 
 
-def test_on_policy_is_taken_when_one_update_makes_the_ratio_1(tmp_path):
+ONCE = {
+    "actor__epochs": 1,
+    "actor__mini_batch_size": 8,
+    "algorithm__kl__coef": 0.0,
+    "algorithm__kl__controller": "fixed",
+    "algorithm__kl__horizon": 10000,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (ONCE, "update"),
+        (ONCE | {"actor__mini_batch_size": 4}, "pass"),
+        (ONCE | {"algorithm__correction__mode": "token"}, "pass"),
+        (ONCE | {"algorithm__old_log_probs": "pass"}, "pass"),
+        (ONCE | {"algorithm__old_log_probs": "engine"}, "engine"),
+        ({}, "pass"),
+        ({"algorithm__old_log_probs": "engine"}, "engine"),
+    ],
+)
+def test_old_log_probs_come_from_the_update_when_that_makes_the_ratio_1_or_from_where_they_are_asked(
+    tmp_path, changes, expected
+):
     tiny_run.write_task(tmp_path)
-    once = {"actor__epochs": 1, "actor__mini_batch_size": 8, "algorithm__kl__coef": 0.0}
-    once |= {"algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
-    for changes, expected in ((once, True), (once | {"actor__mini_batch_size": 4}, False)):
-        with assembly.assembled(tiny_run.settings(tmp_path, **changes)) as parts:
-            assert parts.program.update_actor.keywords["on_policy"] is expected
-            assert parts.program.annotate.keywords["by_engine"] is expected
+    with assemble(tiny_run.settings(tmp_path, steps=1, **changes)) as assembly:
+        _, experience, report = ppo_step(assembly.run, program=assembly.program, draw=assembly.draw)
+        update = inspect.unwrap(assembly.program.update_actor).keywords
+    assert update["on_policy"] == (expected == "update")
+    assert update["measure_gap"] == (expected == "engine")
+    sources = [name.rpartition("/")[2] for name in report if name.startswith("training/old_log_probs/")]
+    assert sources == [expected]
+    mask = experience.response_mask
+    by_engine = torch.equal(experience.old_log_probs[mask], experience.rollout_log_probs[mask])
+    assert by_engine == (expected != "pass")
+    assert ("timing_s/old_log_prob" in report) == ("training/rollout_probs_diff_mean" in report)  # whoever measures it
+
+
+def own_kernel(*args, **keywords):
+    raise ValueError("the own kernel was called")
+
+
+def own_advantage(rows, rewards):
+    return Advantages(rewards + 2.0, rewards)
+
+
+@pytest.mark.parametrize("op", ["attention", "log_probs"])
+def test_own_kernels_are_those_of_the_run(tmp_path, op):
+    tiny_run.write_task(tmp_path)
+    settings = tiny_run.settings(tmp_path, **{f"model__{op}": f"{__name__}:own_kernel"})
+    with assemble(settings) as assembly, pytest.raises(ValueError, match="the own kernel was called"):
+        ppo_step(assembly.run, program=assembly.program, draw=assembly.draw)
+    settings = tiny_run.settings(tmp_path, **{f"model__{op}": f"{__name__}:own_kernal"})
+    with pytest.raises(ValueError, match=rf"model.{op} .*did you mean 'own_kernel'"), assemble(settings):
+        pass
+
+
+def test_an_own_estimator_is_called_with_rows_and_rewards(tmp_path):
+    tiny_run.write_task(tmp_path)
+    own = {"algorithm__advantage": f"{__name__}:own_advantage"}
+    with assemble(tiny_run.settings(tmp_path, **own)) as assembly:
+        _, experience, _ = ppo_step(assembly.run, program=assembly.program, draw=assembly.draw)
+    mask = experience.response_mask
+    assert torch.equal(experience.advantages[mask], experience.token_rewards[mask] + 2.0)
 
 
 def test_the_schedule_spans_all_updates():
@@ -89,7 +148,7 @@ def test_losses_by_name_take_their_scalars():
 
 
 def test_every_estimator_is_a_setting():
-    assert get_args(AdvantageName) == estimators.NAMES
+    assert checks.ADVANTAGES == estimators.NAMES
 
 
 @pytest.mark.parametrize(
@@ -103,9 +162,9 @@ def test_a_kernel_that_lacks_what_a_model_needs_is_refused_before_any_work(
     needs = frozenset({"sinks"})
     monkeypatch.setattr("fppo.models.attention_needs", lambda model: needs if model.head == sinks_in else frozenset())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    given = tiny_run.settings(tmp_path, model__attention="varlen", model__compute_dtype=dtype)
+    settings = tiny_run.settings(tmp_path, model__attention="varlen", model__compute_dtype=dtype)
     words = rf"attention/varlen has no {missing}, which is needed; there are \['eager'"
-    with pytest.raises(ValueError, match=words), assembly.assembled(given):
+    with pytest.raises(ValueError, match=words), assemble(settings):
         pass
 
 
@@ -116,6 +175,6 @@ def test_a_reward_model_is_asked_too(tmp_path, monkeypatch):
     policy = small_model(len(character_tokenizer(CHARACTERS)), width=16, layers=1)
     judge = models.build(policy.config, "value")
     models.save(judge, models.init_params(judge, Key(0)), tmp_path / "judge")
-    given = tiny_run.settings(tmp_path, model__attention="varlen", reward__model__path=str(tmp_path / "judge"))
+    settings = tiny_run.settings(tmp_path, model__attention="varlen", reward__model__path=str(tmp_path / "judge"))
     with pytest.raises(ValueError, match="attention/varlen has no float32 and no softcap"):
-        loading_rewards.reward_model_of(given, loading.load_tokenizer(given), LOCAL, torch.device("cpu"))
+        loading_rewards.reward_model_of(settings, loading.load_tokenizer(settings), LOCAL, torch.device("cpu"))

@@ -22,7 +22,7 @@ def run(tmp_path_factory):
 
 def test_a_table_a_file_and_a_chart(tmp_path, capsys):
     files = ["--json", str(tmp_path / "out" / "a.json"), "--png", str(tmp_path / "out" / "a.png")]
-    own = ["--with", "tests.laws.test_ablate:drops_entropy_gradient"]
+    own = ["--with", "tests.ablate.test_ablation:drops_entropy_gradient"]
     assert cli.main(["ablate", *SMALL, "--implementations", "reference,chunked", *own, *files]) == 0
     out = capsys.readouterr().out
     read = json.loads((tmp_path / "out" / "a.json").read_text())
@@ -45,7 +45,7 @@ def test_a_models_sizes_are_taken(tmp_path, capsys):
 def test_a_replayed_step_is_bit_equal_under_the_same_kernel_and_parts_under_another(run, tmp_path, capsys):
     given = ["--replay", str(run), "--step", "3", "--json", str(tmp_path / "r.json")]
     names = ["--implementations", "reference", "chunked", "scan", "loop"]
-    own = ["--with", "log_probs=tests.laws.test_ablate:drops_entropy_gradient"]
+    own = ["--with", "log_probs=tests.ablate.test_ablation:drops_entropy_gradient"]
     assert cli.main(["ablate", "--op", "log_probs,gae", *names, *own, *given]) == 0
     out = capsys.readouterr().out
     assert "the run's own kernels: as recorded, bit for bit" in out
@@ -97,7 +97,7 @@ def doubled(*args, **keywords):
         (["--with", "no_such_module:fn"], "does not import"),
         (["--with", "gae=math:sqrt"], "'gae' is not among the operations"),
         (["--op", "gae,pad", "--with", "math:sqrt"], "say which operation it is for, as gae=math:sqrt"),
-        (["--with", "math:pi"], "that is a float, not a function"),
+        (["--with", "math:pi"], "is a float, not a function"),
         (["--device", "cuda:9"], "torch sees no GPU here"),
         (["--repeats", "0", "--law-seconds", "-1"], "2 problems"),
         (["--step", "3"], "--replay RUN and --step N go together"),

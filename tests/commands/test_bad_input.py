@@ -204,7 +204,7 @@ def test_a_part_of_the_reward_that_there_is_not(task, capsys):
 def test_a_directory_that_another_process_writes_to(task, capsys, command, place):
     (task / place).mkdir(parents=True)
     code = (
-        "import sys; from pathlib import Path; from fppo.session import alone_in\n"
+        "import sys; from pathlib import Path; from fppo.runs.session import alone_in\n"
         "with alone_in(Path(sys.argv[1])): print('there', flush=True); sys.stdin.read()"
     )
     asked = [sys.executable, "-c", code, str(task / place)]

@@ -111,13 +111,34 @@ def test_a_defect_keeps_its_traceback(calls, monkeypatch):
         cli.main(["replay", "r", "--step", "7"])
 
 
-def test_help_names_every_command_without_loading_torch(capsys):
+def test_help_names_every_command(capsys):
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in cli.COMMANDS)
     assert cli.main([]) == 2
-    program = "import sys; from fppo import cli; cli.main(['--help']); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("arguments", ["--help", *(f"{name} --help" for name in cli.COMMANDS)])
+def test_help_answers_without_loading_what_is_slow(arguments):
+    program = (
+        "import sys; from fppo.commands import cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "slow = [name for name in ('torch', 'transformers', 'matplotlib', 'datasets') if name in sys.modules]\n"
+        "sys.exit(str(slow) if slow else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("room", "unwanted"), [("losses", ["transformers"]), ("laws", ["transformers", "matplotlib"])], ids=str
+)
+def test_math_is_imported_without_models_and_charts(room, unwanted):
+    program = f"import sys, fppo.{room}; print([name for name in {unwanted} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_report_is_written(tmp_path, capsys):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fppo import metrics, tree
-from fppo.assembly import run as assembly
+from fppo.assembly.run import assemble
 from fppo.pipeline.train import iterate
 from fppo.runs import session
 from fppo.runtime import fsdp
@@ -16,15 +16,17 @@ from tests import tiny_run
 
 def steps(settings, mesh, count):
     """The records of `count` steps; parameters whole, in float32."""
-    with assembly.assembled(settings, mesh=mesh) as parts:
+    with assemble(settings, mesh=mesh) as assembly:
         found = []
-        for run, experience, report in iterate(parts.run, program=parts.program, draw=parts.draw, donate=False):
-            whole = {"actor": fsdp.gather(run.actor.params, parts.model.shapes, mesh)}
+        for run, experience, report in iterate(
+            assembly.run, program=assembly.program, draw=assembly.draw, donate=False
+        ):
+            whole = {"actor": fsdp.gather(run.actor.params, assembly.model.shapes, mesh)}
             if run.critic is not None:
-                whole["critic"] = fsdp.gather(run.critic.params, parts.critic_model.shapes, mesh)
+                whole["critic"] = fsdp.gather(run.critic.params, assembly.critic_model.shapes, mesh)
             found.append((whole, experience, metrics.report(report), run.kl))
             if run.step == count:
-                held_out = metrics.report(parts.evaluate(run))
+                held_out = metrics.report(assembly.evaluate(run))
                 return found, held_out
     raise AssertionError
 
@@ -92,12 +94,12 @@ def test_steps_on_a_mesh_are_those_of_one_process(tmp_path, axes, changes):
             same(numbers(report), numbers(report_1))
 
 
-def digests_of_whole(run, parts):
+def digests_of_whole(run, assembly):
     """The digests of a state, its shards gathered."""
     whole = dict(tree.leaves_with_paths(run))
-    for path, shape in parts.shapes.items():
+    for path, shape in assembly.shapes.items():
         if path in whole:
-            whole[path] = fsdp.gather({"": whole[path]}, {"": shape}, parts.mesh)[""]
+            whole[path] = fsdp.gather({"": whole[path]}, {"": shape}, assembly.mesh)[""]
     return tree.digest(whole)
 
 
@@ -111,15 +113,17 @@ def test_a_run_saved_on_two_ranks_goes_on_on_any_mesh(tmp_path, axes):
 
     def go_on(mesh, saving):
         mesh = attrs.evolve(mesh, sharding=Sharding())
-        with assembly.assembled(settings, mesh=mesh) as parts:
+        with assemble(settings, mesh=mesh) as assembly:
             if saving:
-                run, *_ = next(iterate(parts.run, program=parts.program, draw=parts.draw))
-                session.checkpoint.save(run, tmp_path / "saved", run.step, mesh=mesh, shapes=parts.shapes)
+                run, *_ = next(iterate(assembly.run, program=assembly.program, draw=assembly.draw))
+                session.checkpoint.save(
+                    run, tmp_path / "saved", run.step, mesh=mesh, shapes=assembly.shapes, free=session.AHEAD
+                )
             else:
-                run = session.load(parts, tmp_path / "saved", 1)
-            state = digests_of_whole(run, parts)
-            run, experience, _ = next(iterate(run, program=parts.program, draw=parts.draw))
-            return state, fsdp.gather(run.actor.params, parts.model.shapes, mesh), experience
+                run = session.load(assembly, tmp_path / "saved", 1)
+            state = digests_of_whole(run, assembly)
+            run, experience, _ = next(iterate(run, program=assembly.program, draw=assembly.draw))
+            return state, fsdp.gather(run.actor.params, assembly.model.shapes, mesh), experience
 
     (state, params, experience), _ = simulate({"shard": 2}, lambda mesh: go_on(mesh, True))
     for loaded, params_1, experience_1 in simulate(axes, lambda mesh: go_on(mesh, False)):

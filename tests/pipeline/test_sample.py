@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 
 from fppo import advantages, losses, metrics
 from fppo import batch as batches
-from fppo.assembly import run as assembly
+from fppo.assembly.run import assemble
 from fppo.batch import Annotated, Column, Prompts, Rollout, Scored, extend
 from fppo.data import DataCursor
 from fppo.key import Key
 from fppo.losses import KLState
 from fppo.pipeline import draw, stages
-from fppo.pipeline.draw import equal_groups, sample_batch, sample_groups, truncated
+from fppo.pipeline.draw import equal_groups, sample_groups, truncated
 from fppo.pipeline.estimators import WHITENED, estimator
+from fppo.pipeline.program import RunState, sample_batch
 from fppo.rollout import saved
 from fppo.settings import files
+from fppo.steps.train_state import TrainState
 from tests import tiny_run
 
 PAD = 7
@@ -48,7 +50,7 @@ def _draw(size):
     return draw
 
 
-def _rollout(params, prompts, *, key, version, n):
+def _rollout(prompts, params, *, key, version, n):
     """Responses of 1 to 4 tokens, by the key."""
     rows = batches.repeat(prompts, n)
     row_ids = (prompts.row_ids[:, None] * n + torch.arange(n)).flatten()
@@ -78,14 +80,15 @@ def _score(rollout, *, params, prompts, table):
     return extend(Scored, rollout, scores=scores, named_scores={"half": (scores >= 1).float()}), {}
 
 
+def _run(version=0, *, step=0, **changes):
+    """A state before step `step`, of a policy that has had `version` updates and has no parameters."""
+    return RunState(actor=TrainState(params={}, opt=None, step=version), key=Key(0), step=step, **changes)
+
+
 def _sampled(table, *, size, n, max_draws, by="score"):
     return sample_groups(
-        {},
-        DataCursor(),
+        _run(3),
         draw=_draw(size),
-        key=Key(0),
-        step=0,
-        version=3,
         rollout=partial(_rollout, n=n),
         score=partial(_score, table=table),
         pad_token_id=PAD,
@@ -141,12 +144,11 @@ def test_seconds_and_counts_of_several_draws_add_up():
         time.sleep(0.02)
         return slow(*args, **kwargs)
 
-    def score(made, **given):
-        scored, _ = _score(made, table={str(i): [0, 0] for i in range(6)}, **given)
+    def score(rollout, **others):
+        scored, _ = _score(rollout, table={str(i): [0, 0] for i in range(6)}, **others)
         return scored, {"reward/errors": metrics.total(2)}
 
-    given = {"draw": _draw(2), "key": Key(0), "step": 0, "version": 0, "pad_token_id": PAD, "max_draws": 3}
-    _, _, report = sample_groups({}, DataCursor(), rollout=rollout, score=score, **given)
+    _, _, report = sample_groups(_run(), draw=_draw(2), rollout=rollout, score=score, pad_token_id=PAD, max_draws=3)
     assert metrics.report(report)["timing_s/gen"] >= 3 * 0.02
     assert metrics.report(report)["reward/errors"] == 6
 
@@ -155,13 +157,13 @@ def test_a_reward_that_failed_on_a_whole_draw_has_scored_0_by_every_name():
     """It has named none of its further numbers then; the next draw has them."""
     table = {"0": [0, 0], "1": [0, 0], "2": [1, 2], "3": [1, 1]}
 
-    def score(made, **given):
-        scored, report = _score(made, table=table, **given)
-        named = {} if made.ids[0] == "0" else {"format": scored.scores + 4}
+    def score(rollout, **others):
+        scored, report = _score(rollout, table=table, **others)
+        named = {} if rollout.ids[0] == "0" else {"format": scored.scores + 4}
         return attrs.evolve(scored, named_scores={**scored.named_scores, **named}), report
 
-    given = {"draw": _draw(2), "key": Key(0), "step": 0, "version": 0, "pad_token_id": PAD, "max_draws": 2}
-    batch, _, _ = sample_groups({}, DataCursor(), rollout=partial(_rollout, n=2), score=score, **given)
+    rollout = partial(_rollout, n=2)
+    batch, _, _ = sample_groups(_run(), draw=_draw(2), rollout=rollout, score=score, pad_token_id=PAD, max_draws=2)
     assert list(batch.ids) == ["2", "2", "0", "0"]
     assert {name: x.tolist() for name, x in batch.named_scores.items()} == {
         "half": [1.0, 1.0, 0.0, 0.0],
@@ -173,7 +175,7 @@ def test_one_draw_of_differing_groups_is_the_plain_batch():
     table = {str(i): [0, 1] for i in range(4)}
     filtered, cursor, _ = _sampled(table, size=4, n=2, max_draws=3)
     stages_of = {"rollout": partial(_rollout, n=2), "score": partial(_score, table=table)}
-    plain, after, _ = sample_batch({}, DataCursor(), draw=_draw(4), key=Key(0), step=0, version=3, **stages_of)
+    plain, after, _ = sample_batch(_run(3), draw=_draw(4), **stages_of)
     batches.join(Scored, filtered, plain)  # raises if a column differs
     assert cursor.position == after.position
 
@@ -191,7 +193,7 @@ def _annotated(scores, finish):
     mask = torch.ones(count, 2, dtype=torch.bool)
     numbers = torch.linspace(-2, -1, 2 * count).reshape(count, 2)
     prompts, _ = _draw(count)(DataCursor())
-    rollout, _ = _rollout({}, prompts, key=Key(0), version=0, n=1)
+    rollout, _ = _rollout(prompts, {}, key=Key(0), version=0, n=1)
     return extend(
         Annotated,
         rollout,
@@ -241,8 +243,8 @@ def task(tmp_path_factory):
 
 def _estimated(task, rows, **changes):
     """What a run's own program makes of the rows."""
-    with assembly.assembled(tiny_run.settings(task, rollout__n=2, **changes)) as parts:
-        experience, _, _ = parts.program.estimate(rows, KLState(coef=0.0))
+    with assemble(tiny_run.settings(task, rollout__n=2, **changes)) as assembly:
+        experience, _, _ = assembly.program.estimate(rows, KLState(coef=0.0))
     return experience
 
 
@@ -301,31 +303,30 @@ def test_a_loss_of_rows_has_one_weight_for_a_row(task, loss):
 
 def test_saved_rollouts_come_back_for_their_steps(tmp_path):
     table = {str(i): [0, i % 2] for i in range(8)}
-    shared = {"draw": _draw(4), "version": 3, "rollout": partial(_rollout, n=2), "score": partial(_score, table=table)}
+    shared = {"draw": _draw(4), "rollout": partial(_rollout, n=2), "score": partial(_score, table=table)}
     writing = draw.saving(sample_batch, tmp_path)
     made, cursor = [], DataCursor()
     for step in range(2):
-        scored, cursor, _ = writing({}, cursor, key=Key(step), step=step, **shared)
+        scored, cursor, _ = writing(_run(3, step=step, cursor=cursor), **shared)
         made.append(scored)
     assert saved.steps(tmp_path) == [1, 2]
     saved.check(tmp_path, until=2, rows=8)
     for step in (1, 0):
-        params = {"x": torch.zeros(1)}
-        found, after, _ = draw.sample_saved(
-            params, DataCursor(epoch=9), key=Key(5), step=step, directory=tmp_path, vocabulary=18, **shared
-        )
+        run = _run(step=step, cursor=DataCursor(epoch=9))
+        run = attrs.evolve(run, actor=attrs.evolve(run.actor, params={"x": torch.zeros(1)}))
+        found, after, _ = draw.sample_saved(run, directory=tmp_path, vocabulary=18, **shared)
         batches.join(Scored, found, made[step])
         assert after.epoch == 9
         with pytest.raises(
             ValueError, match=r"holds token 1[37], and the model has a vocabulary of 13: it was made with"
         ):
-            draw.sample_saved(params, DataCursor(), key=Key(5), step=step, directory=tmp_path, vocabulary=13, **shared)
+            draw.sample_saved(run, directory=tmp_path, vocabulary=13, **shared)
 
 
 def test_a_rollout_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path, monkeypatch):
     table = {str(i): [0, 1] for i in range(2)}
     prompts, _ = _draw(2)(DataCursor())
-    scored, _ = _score(_rollout({}, prompts, key=Key(0), version=0, n=2)[0], params={}, prompts=prompts, table=table)
+    scored, _ = _score(_rollout(prompts, {}, key=Key(0), version=0, n=2)[0], params={}, prompts=prompts, table=table)
     saved.write(scored, tmp_path, 1)
 
     def full(tensors, path, metadata):
@@ -343,9 +344,9 @@ def test_a_rollout_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path
 def test_what_is_wrong_with_saved_rollouts_is_said_before_any_work(tmp_path):
     table = {str(i): [0, 1] for i in range(4)}
     made = partial(_rollout, n=2)
-    shared = {"draw": _draw(4), "version": 0, "rollout": made, "score": partial(_score, table=table)}
+    shared = {"draw": _draw(4), "rollout": made, "score": partial(_score, table=table)}
     for step in (0, 2):
-        draw.saving(sample_batch, tmp_path)({}, DataCursor(), key=Key(0), step=step, **shared)
+        draw.saving(sample_batch, tmp_path)(_run(step=step), **shared)
     with pytest.raises(ValueError, match=r"holds rollouts of steps 1 to 3, but none of step 2; give at most 1 steps"):
         saved.check(tmp_path, until=3, rows=8)
     with pytest.raises(ValueError, match=r"holds 8 rows; give rollout.batch_size = 8"):
@@ -368,9 +369,10 @@ def test_what_is_wrong_with_saved_rollouts_is_said_before_any_work(tmp_path):
         ({"rollout__from": "x", "rollout__save": True}, "rollout.save = True: rollout.from is given"),
         ({"rollout__ahead": -1}, "rollout.ahead = -1: must be 0 or more"),
         (
-            {"algorithm__correction__bypass": True, "algorithm__correction__mode": "token"},
-            "algorithm.correction.bypass = True",
+            {"algorithm__old_log_probs": "engine", "algorithm__correction__mode": "token"},
+            "algorithm.old_log_probs = 'engine': algorithm.correction would compare",
         ),
+        ({"algorithm__old_log_probs": "update"}, "algorithm.old_log_probs = 'update': they are needed before"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path, changes, words):

@@ -69,7 +69,7 @@ def test_a_run_that_judges_early_is_the_run_that_waits(tmp_path, monkeypatch, ra
         settings = tiny_run.settings(tmp_path, reward__overlap=overlap, **changes)
 
         def on_rank(mesh, settings=settings):
-            with assembly.assembled(settings, mesh=mesh) as bound:
+            with assembly.assemble(settings, mesh=mesh) as bound:
                 steps = iterate(bound.run, program=bound.program, draw=bound.draw, donate=False)
                 return [next(steps)[1].named_scores for _ in range(2)]
 

@@ -26,9 +26,9 @@ def with_adder(directory, **changes):
 def test_whole_steps_with_turns(tmp_path, changes):
     """Settings to metrics: all finite, and the trainer's log-probs are those sampled with."""
     settings = with_adder(tmp_path, **changes)
-    with assembly.assembled(settings) as assembled_run:
-        run = assembled_run.run
-        sampled = iterate(run, program=assembled_run.program, draw=assembled_run.draw, ahead=settings.rollout.ahead)
+    with assembly.assemble(settings) as assembly_of_run:
+        run = assembly_of_run.run
+        sampled = iterate(run, program=assembly_of_run.program, draw=assembly_of_run.draw, ahead=settings.rollout.ahead)
         for _ in range(2):
             run, batch, report = next(sampled)
             numbers = metrics.report(report)
@@ -40,7 +40,7 @@ def test_whole_steps_with_turns(tmp_path, changes):
             assert all(torch.tensor(list(trained.values())).isfinite()), trained
             seen = batch.attention_mask[:, -batch.response_mask.shape[1] :]
             assert (seen & ~batch.response_mask).any()
-        assert all(torch.tensor(list(metrics.report(assembled_run.evaluate(run)).values())).isfinite())
+        assert all(torch.tensor(list(metrics.report(assembly_of_run.evaluate(run)).values())).isfinite())
 
 
 @pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 2, "sequence": 2}])
@@ -84,5 +84,5 @@ def test_settings_that_conflict(tmp_path, changes, text):
 def test_a_tool_that_is_not_there(tmp_path):
     tiny_run.write_task(tmp_path)
     settings = tiny_run.settings(tmp_path, rollout__turns__respond="no.such:tool")
-    with pytest.raises(ValueError, match=r"tool 'no\.such:tool': the module"), assembly.assembled(settings):
+    with pytest.raises(ValueError, match=r"tool 'no\.such:tool': the module"), assembly.assemble(settings):
         pass

@@ -91,7 +91,9 @@ def test_a_run_trains_on_the_rollouts_that_another_saved(task, tmp_path, shared,
     """Groups that filled a batch up are left out of the loss again."""
     shared = {"reward__functions": ["tests.rewards.functions:length"], **shared}
     _, first = _run(task, tmp_path, "first", rollout__save=True, **shared, **sampling)
-    given = tiny_run.settings(task, output_dir=str(tmp_path / "second"), rollout__from=str(first / "rollouts"), **shared)
+    given = tiny_run.settings(
+        task, output_dir=str(tmp_path / "second"), rollout__from=str(first / "rollouts"), **shared
+    )
     assert actions.train(given) == 0
     other_data = (".cursor", ".ahead")  # no prompt was drawn
     for one, other in zip(*(jsonl.read(x / "digests.jsonl") for x in (first, tmp_path / "second")), strict=True):

@@ -1,0 +1,119 @@
+"""What a run is, and what does not change in it: its stages, each of which extends the record of the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import attrs
+
+from fppo import metrics
+from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored
+from fppo.data.cursor import DataCursor
+from fppo.key import Key
+from fppo.losses import KLState
+from fppo.metrics import Metrics
+from fppo.pipeline.timing import timed
+from fppo.steps.train_state import Params, TrainState
+from fppo.tree import state
+
+
+@state
+class Waiting:
+    """A batch that was made before its step, with the metrics of how it was sampled and scored."""
+
+    scored: Scored
+    metrics: Metrics
+
+
+@state
+class RunState:
+    """What a run is, whole: saving it saves everything, and two runs from equal states are equal."""
+
+    actor: TrainState
+    key: Key
+    critic: TrainState | None = None
+    ref: Params | None = None
+    kl: KLState = attrs.field(factory=lambda: KLState(coef=0.0))
+    cursor: DataCursor = attrs.field(factory=DataCursor)
+    step: int = 0
+    ahead: tuple[Waiting, ...] = ()  # the batches of the next steps: see pipeline.ahead
+
+
+Draw = Callable[[DataCursor], tuple[Prompts, DataCursor]]
+
+
+class RolloutStage(Protocol):
+    """Responses to prompts by the policy `params`, whose number is `version`."""
+
+    def __call__(self, prompts: Prompts, params: Params, *, key: Key, version: int) -> tuple[Rollout, Metrics]: ...
+
+
+class ScoreStage(Protocol):
+    """The rollout with scores. `prompts` are None where the rollout comes from a file."""
+
+    def __call__(self, rollout: Rollout, *, params: Params, prompts: Prompts | None) -> tuple[Scored, Metrics]: ...
+
+
+class SampleStage(Protocol):
+    """The scored batch of step `run.step`, drawn from `run.cursor` on, and the cursor behind its prompts.
+
+    Of `run` it reads the step, the cursor, the key, and the actor's parameters and number of updates.
+    """
+
+    def __call__(
+        self, run: RunState, *, draw: Draw, rollout: RolloutStage, score: ScoreStage
+    ) -> tuple[Scored, DataCursor, Metrics]: ...
+
+
+class AnnotateStage(Protocol):
+    """Scored rows with what the models of `run` say of them."""
+
+    def __call__(self, scored: Scored, run: RunState) -> tuple[Annotated, Metrics]: ...
+
+
+class EstimateStage(Protocol):
+    """Annotated rows with rewards, advantages and returns, and the KL controller's next state."""
+
+    def __call__(self, annotated: Annotated, kl: KLState) -> tuple[Experience, KLState, Metrics]: ...
+
+
+class UpdateStage(Protocol):
+    """The state of actor or critic after its updates on the batch; `donate` gives up the memory of the old one."""
+
+    def __call__(
+        self, state: TrainState, batch: Experience, *, key: Key, donate: bool
+    ) -> tuple[TrainState, Metrics]: ...
+
+
+def roll_out(
+    prompts: Prompts, params: Params, *, key: Key, version: int, rollout: RolloutStage, score: ScoreStage
+) -> tuple[Scored, Metrics]:
+    """Responses to the prompts, with their scores."""
+    responses, generated = timed("gen", rollout)(prompts, params, key=key, version=version)
+    scored, judged = timed("reward", score)(responses, params=params, prompts=prompts)
+    return scored, metrics.merge(generated, judged)
+
+
+def sample_batch(
+    run: RunState, *, draw: Draw, rollout: RolloutStage, score: ScoreStage
+) -> tuple[Scored, DataCursor, Metrics]:
+    """One draw of prompts, rolled out and scored."""
+    prompts, cursor = draw(run.cursor)
+    key = run.key.fold("step", run.step).fold("rollout")
+    scored, report = roll_out(prompts, run.actor.params, key=key, version=run.actor.step, rollout=rollout, score=score)
+    return scored, cursor, report
+
+
+@attrs.frozen(kw_only=True)
+class Program:
+    """The stages of a step, bound to models, kernels, mesh and scalars. A script may swap any."""
+
+    rollout: RolloutStage
+    score: ScoreStage
+    annotate: AnnotateStage
+    estimate: EstimateStage
+    update_actor: UpdateStage
+    update_critic: UpdateStage | None = None
+    sample: SampleStage = sample_batch
+    critic_warmup: int = 0  # steps at the start that train the critic alone
