@@ -1,7 +1,5 @@
 """A new policy loss: written, put through the laws, and used for updates of a small model on synthetic data."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import Qwen2Config
@@ -9,13 +7,12 @@ from transformers import Qwen2Config
 from fppo import advantages, laws, metrics, models, tree
 from fppo.batch import Column, Experience
 from fppo.key import Key
-from fppo.runtime.mesh import Mesh
-from fppo.steps.forward import compute_log_probs
+from fppo.steps.actor import update_actor
+from fppo.steps.forward import Forward, compute_log_probs
+from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizer import Optimizer
+from fppo.steps.optimizers import adamw
 from fppo.steps.train_state import init_state
-from fppo.steps.update import update_actor
-from fppo_kernels.record import Kernels
 
 
 def spo(new: Tensor, old: Tensor, adv: Tensor, mask: Tensor, radius: float = 0.2) -> tuple[Tensor, metrics.Metrics]:
@@ -45,13 +42,12 @@ def main() -> None:
     laws.check_update(spo, modes=("token-mean", "seq-mean-token-mean"))  # and the gradient of a whole model
     model = models.build(Qwen2Config(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                                      num_attention_heads=4, num_key_value_heads=2))  # fmt: skip
-    state, batch = init_state(models.init_params(model, Key(0))), synthetic(64, 4, 12, 32, Key(1))
-    shared: dict[str, Any] = {"model": model, "kernels": Kernels.named(), "mesh": Mesh.local(),
-                              "micro_batching": MicroBatching(token_budget=256)}  # fmt: skip
-    batch = tree.replace(batch, old_log_probs=compute_log_probs(state.params, batch, **shared))
-    optimizer = Optimizer(schedule=lambda step: 3e-3)
-    state, report = update_actor(state, batch, loss_fn=spo, optimizer=optimizer, mini_batch_size=32, epochs=4, **shared)
-    moved = compute_log_probs(state.params, batch, **shared) - batch.old_log_probs
+    forward, optimizer, cut = Forward(model), adamw(lambda step: 3e-3), MicroBatching(token_budget=256)
+    state, batch = init_state(models.init_params(model, Key(0)), optimizer), synthetic(64, 4, 12, 32, Key(1))
+    old = compute_log_probs(state.params, batch, forward=forward, micro_batching=cut)
+    batch, loop = tree.replace(batch, old_log_probs=old), Loop(mini_batch_size=32, micro_batching=cut, epochs=4)
+    state, report = update_actor(state, batch, forward=forward, loss_fn=spo, loop=loop, optimizer=optimizer)
+    moved = compute_log_probs(state.params, batch, forward=forward, micro_batching=cut) - old
     numbers = metrics.report(report) | {"advantages * change of log-probs": (moved * batch.advantages).sum().item()}
     print("spo keeps the laws.", *(f"{name:>34} {x:10.4g}" for name, x in numbers.items()), sep="\n")
 

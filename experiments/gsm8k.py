@@ -14,20 +14,18 @@ import tyro
 from fppo import models, quickstart
 from fppo.commands import actions
 from fppo.key import Key
-from fppo.runtime.mesh import Mesh
 from fppo.settings import files
 from fppo.steps import supervised
+from fppo.steps.forward import Forward
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizer import Optimizer
+from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
-from fppo_kernels.record import Kernels
 
 
 def read(path: Path) -> list[dict[str, str]]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    prompts = [f"Question: {row['question']}\nAnswer:\n" for row in rows]
-    answers = [row["answer"].split("####")[1].strip().replace(",", "") for row in rows]
-    return [{"prompt": p, "solution": r["answer"], "answer": a} for p, r, a in zip(prompts, rows, answers, strict=True)]
+    pairs = [(f"Question: {row['question']}\nAnswer:\n", row["answer"]) for row in rows]
+    return [{"prompt": q, "solution": s, "answer": s.split("####")[1].strip().replace(",", "")} for q, s in pairs]
 
 
 def run(toml: str, data: Path, output_dir: Path, seed: int, warm_up: int, batch: int, *more: str, alone: str = "",
@@ -37,17 +35,17 @@ def run(toml: str, data: Path, output_dir: Path, seed: int, warm_up: int, batch:
     for name, rows in splits.items():
         (output_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = quickstart.bpe_tokenizer([row["prompt"] + row["solution"] for row in splits["train"]], alone=alone)
-    pairs = [(tokenizer.encode(r["prompt"]), [*tokenizer.encode(r["solution"]), 1]) for r in splits["train"]]
-    pairs = [pair for pair in pairs if len(pair[0]) <= 96 and len(pair[1]) <= 128]
+    every = ((tokenizer.encode(r["prompt"]), [*tokenizer.encode(r["solution"]), 1]) for r in splits["train"])
+    pairs = [pair for pair in every if len(pair[0]) <= 96 and len(pair[1]) <= 128]
     draws = (key.fold("warm-up", step).uniform(torch.arange(batch), 1)[:, 0].tolist() for step in range(warm_up))
     chosen = ([pairs[int(u * len(pairs))] for u in row] for row in draws)
     batches = (supervised.demonstrations(*map(list, zip(*rows, strict=True)), pad_token_id=0) for rows in chosen)
     size, compute = len(tokenizer), torch.bfloat16
     model = quickstart.small_model(size, width=width, layers=layers, positions=256, compute_dtype=compute)
     rate = schedule("cosine", 2e-3, total_steps=warm_up, warmup_steps=warm_up // 5, min_ratio=0.05)
-    params = supervised.imitate(models.init_params(model, key), batches, model=model, kernels=Kernels.named(), every=50,
-                                mesh=Mesh.local(), optimizer=Optimizer(rate), micro_batching=MicroBatching(size=batch),
-                                on_step=lambda step, loss: print(f"warm-up {step}: {loss:.3f}"))  # fmt: skip
+    params = supervised.imitate(models.init_params(model, key), batches, forward=Forward(model), every=50,
+                                on_step=lambda step, loss: print(f"warm-up {step}: {loss:.3f}"),
+                                optimizer=adamw(rate), micro_batching=MicroBatching(size=batch))  # fmt: skip
     models.save(model, params, output_dir / "warm", tokenizer=tokenizer)
     actions.train(files.load(Path(__file__).with_name(toml), [f"--output-dir={output_dir}", f"--seed={seed}",
                    f"--model.path={output_dir / 'warm'}", f"--data.path={output_dir / 'train.jsonl'}",

@@ -6,8 +6,9 @@ from typing import Any
 import attrs
 import tyro
 
-from fppo import data, losses, models, quickstart, rewards
+from fppo import data, models, quickstart, rewards
 from fppo.key import Key
+from fppo.losses import ppo_clip
 from fppo.pipeline import stages
 from fppo.pipeline.estimators import estimator
 from fppo.pipeline.evaluate import evaluate
@@ -16,12 +17,15 @@ from fppo.pipeline.train import Evaluation, train
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
 from fppo.runs import loggers
-from fppo.runtime.mesh import Mesh
+from fppo.runtime.mesh import LOCAL
+from fppo.steps.actor import update_actor
+from fppo.steps.critic import update_critic
+from fppo.steps.forward import Forward
+from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizer import Optimizer
+from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
-from fppo.steps.update import update_actor, update_critic
 from fppo_kernels.record import Kernels
 
 
@@ -33,21 +37,21 @@ def main(seed: int = 0, steps: int = 40, warm_up: int = 600, batch: int = 512) -
     engine = EmbeddedEngine(model=model, kernels=kernels, pad_token_id=0)
     sampling = Sampling(max_tokens=4, stop_token_ids=(1,))
     score = partial(rewards.score, reward=rewards.RewardRunner(rewards.exact_match), tokenizer=tokenizer)
-    shared: dict[str, Any] = {"kernels": kernels, "mesh": Mesh.local(), "micro_batching": MicroBatching(size=batch)}
-    update: dict[str, Any] = {"mini_batch_size": batch // 4, "epochs": 2, **shared}
+    loop = Loop(mini_batch_size=batch // 4, micro_batching=MicroBatching(size=batch), epochs=2)
     rate = partial(schedule, "linear", total_steps=steps * 8)
-    policy, value = (Optimizer(rate(lr), betas=(0.9, 0.99), weight_decay=0.0) for lr in (3e-4, 1e-3))
+    policy, value = (adamw(rate(lr), betas=(0.9, 0.99), weight_decay=0.0) for lr in (3e-4, 1e-3))
+    shared: dict[str, Any] = {"kernels": kernels, "mesh": LOCAL, "micro_batching": loop.micro_batching}
     program = Program(
         rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
         score=partial(stages.score_stage, score=score),
         annotate=partial(stages.annotate, model=model, critic_model=critic_model, **shared),
         estimate=partial(stages.estimate, advantage_fn=estimator("gae"), max_tokens=4, whiten=True),
-        update_critic=partial(update_critic, model=critic_model, optimizer=value, **update),
-        update_actor=partial(update_actor, model=model, loss_fn=losses.ppo_clip, optimizer=policy, **update),
+        update_critic=partial(update_critic, forward=Forward(critic_model), loop=loop, optimizer=value),
+        update_actor=partial(update_actor, forward=Forward(model), loss_fn=ppo_clip, loop=loop, optimizer=policy),
     )
     test = {"batches": [*data.batches(held_out, 512)], "sampling": attrs.evolve(sampling, greedy=True)}
     train(
-        RunState(actor=init_state(params), critic=init_state(critic), key=key),
+        RunState(actor=init_state(params, policy), critic=init_state(critic, value), key=key),
         program=program,
         draw=partial(data.next_batch, prompts, size=batch, key=key.fold("data")),
         steps=steps,

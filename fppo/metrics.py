@@ -35,10 +35,19 @@ class Min(NamedTuple):
     value: Tensor
 
 
-Metric = Mean | Sum | Max | Min
+class Term(NamedTuple):
+    """A term of an objective, a 0-d tensor: a weighted sum that adds up within a mini-batch and counts once for it.
+
+    `settled` makes a mean of it when the mini-batch is whole: over mini-batches it is averaged.
+    """
+
+    value: Tensor
+
+
+Metric = Mean | Sum | Max | Min | Term
 Metrics = dict[str, Metric]
 for _kind in get_args(Metric):  # so that the structure of a tree with metrics in it can be saved
-    pytree._register_namedtuple(_kind, serialized_type_name=f"{__name__}.{_kind.__name__}")
+    pytree._register_namedtuple(_kind, serialized_type_name=f"{__name__}.{_kind.__name__}")  # pyright: ignore[reportPrivateUsage]
 
 
 def mean(value: Tensor | float, count: Tensor | float = 1.0) -> Mean:
@@ -50,6 +59,11 @@ def mean(value: Tensor | float, count: Tensor | float = 1.0) -> Mean:
 def total(value: Tensor | float) -> Sum:
     """A number that adds up."""
     return Sum(torch.as_tensor(value).detach().double())
+
+
+def term(value: Tensor | float) -> Term:
+    """The part of a mini-batch's objective that one pass adds."""
+    return Term(torch.as_tensor(value).detach().double())
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Mean:
@@ -78,17 +92,24 @@ def _add(a: Metric, b: Metric) -> Metric:
             return Max(torch.maximum(a.value, b.value))
         case Min(), Min():
             return Min(torch.minimum(a.value, b.value))
+        case Term(), Term():
+            return Term(a.value + b.value)
         case _:
             raise ValueError(f"a metric is a {type(a).__name__} in one place and a {type(b).__name__} in another")
 
 
-def merge(*parts: Mapping[str, Metric]) -> Metrics:
-    """The metrics of all `parts` together; a name that stands in several parts is added up."""
+def merge(*reports: Mapping[str, Metric]) -> Metrics:
+    """The metrics of all `reports` together; a name that stands in several of them is added up."""
     merged: Metrics = {}
-    for part in parts:
-        for name, metric in part.items():
+    for one in reports:
+        for name, metric in one.items():
             merged[name] = _add(merged[name], metric) if name in merged else metric
     return merged
+
+
+def settled(metrics: Mapping[str, Metric]) -> Metrics:
+    """The metrics of a whole mini-batch: each term, now complete, as a number that counts once."""
+    return {name: mean(m.value) if isinstance(m, Term) else m for name, m in metrics.items()}
 
 
 def report(metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -17,7 +17,6 @@ from fppo import models
 from fppo.data import PromptSet, prompt_set
 from fppo.key import Key
 from fppo.models.model import Model
-from fppo.runtime.mesh import Mesh
 from fppo.settings.train import (
     ActorSettings,
     AlgorithmSettings,
@@ -33,12 +32,12 @@ from fppo.settings.train import (
     RolloutSettings,
     TrainSettings,
 )
+from fppo.steps.forward import Forward
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizer import Optimizer
+from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
 from fppo.steps.supervised import Demonstrations, demonstrations, imitate
 from fppo.steps.train_state import Params
-from fppo_kernels.record import Kernels
 
 CHARACTERS = "0123456789+="
 MODEL, TRAIN, TEST = "warm", "train.jsonl", "test.jsonl"
@@ -93,8 +92,8 @@ def bpe_tokenizer(texts: list[str], *, size: int = 2048, alone: str = "") -> Pre
     """
     tokenizer = Tokenizer(BPE())
     cuts = [pre_tokenizers.Split(character, "isolated") for character in alone]
-    parts = [*cuts, pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    splits = [*cuts, pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.decoder = decoders.ByteLevel()
     letters = pre_tokenizers.ByteLevel.alphabet()
     trainer = BpeTrainer(vocab_size=size, special_tokens=["<pad>", "<eos>"], initial_alphabet=letters)
@@ -144,7 +143,7 @@ def warm_up(
 ) -> Params:
     """Supervised learning on demonstrations, a share of `mistakes` of which forget the carry."""
     rate = schedule("linear", lr, total_steps=steps, warmup_steps=30)
-    optimizer = Optimizer(schedule=rate, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = adamw(rate, betas=(0.9, 0.99), weight_decay=0.0)
     vocabulary = tokenizer.get_vocab()
     pad, eos = vocabulary["<pad>"], vocabulary["<eos>"]
 
@@ -158,10 +157,8 @@ def warm_up(
     return imitate(
         params,
         map(batch, range(steps)),
-        model=model,
+        forward=Forward(model),
         optimizer=optimizer,
-        kernels=Kernels.named(),
-        mesh=Mesh.local(),
         micro_batching=MicroBatching(size=batch_size),
         on_step=on_step,
     )

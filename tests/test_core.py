@@ -189,6 +189,16 @@ def test_a_metric_has_one_kind():
         metrics.merge({"a": metrics.mean(1.0)}, {"a": metrics.masked_max(x, x > 0)})
 
 
+def test_terms_add_within_a_mini_batch_and_are_averaged_over_mini_batches():
+    x = torch.ones((), requires_grad=True)
+    minis = [metrics.merge(*({"a": metrics.term(part * x)} for part in parts)) for parts in ((1.0, 2.0), (4.0,), ())]
+    assert not minis[0]["a"].value.requires_grad
+    assert metrics.report(minis[0]) == {"a": 3.0}
+    assert metrics.report(metrics.merge(*map(metrics.settled, minis))) == {"a": 3.5}
+    with pytest.raises(ValueError, match="a Term in one place and a Mean in another"):
+        metrics.merge(minis[0], metrics.settled(minis[1]))
+
+
 def test_metrics_hold_no_graph():
     x = torch.ones(2, requires_grad=True)
     made = (metrics.masked_mean(x, x > 0).total, metrics.masked_max(x, x > 0).value, metrics.mean(x.sum()).total)

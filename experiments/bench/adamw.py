@@ -19,10 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fppo.runtime.mesh import Mesh
-from fppo.steps.optimizer import Optimizer, optimizer_step
-from fppo.steps.train_state import Params, init_state
-from fppo_kernels.record import Kernels
+from fppo.steps.optimizers import adamw
+from fppo.steps.train_state import Params, init_state, optimizer_step
 
 
 def parameters(layers: int, width: int, vocabulary: int) -> Params:
@@ -41,16 +39,14 @@ def gradients(params: Params) -> Params:
 
 def ours(params: Params) -> Iterator[Callable[[], object]]:
     """A step at a time; what stands before the yield is not timed."""
-    state, kernels, mesh = init_state(params), Kernels.named(), Mesh.local()
-    optimizer = Optimizer(schedule=lambda step: 1e-4)
+    optimizer = adamw(lambda step: 1e-4)
+    state = init_state(params, optimizer)
     while True:
         grads = gradients(state.params)
 
         def step(grads: Params = grads) -> None:
             nonlocal state
-            state, _ = optimizer_step(
-                state, grads, optimizer=optimizer, kernels=kernels, mesh=mesh, donate=True, donate_grads=True
-            )
+            state, _ = optimizer_step(state, grads, optimizer=optimizer, donate=True)
 
         yield step
 
@@ -99,17 +95,17 @@ def measure(sizes: tuple[int, int, int], steps: int, rounds: int, threads: int) 
         process.join()
     return {
         side: (
-            found[0][0],
-            statistics.median(s for _, seconds, _ in found for s in seconds),
-            statistics.median(memory for _, _, memory in found),
+            results[0][0],
+            statistics.median(s for _, seconds, _ in results for s in seconds),
+            statistics.median(memory for _, _, memory in results),
         )
-        for side, found in runs.items()
+        for side, results in runs.items()
     }
 
 
 def main(sizes: tuple[int, int, int] = (12, 768, 32000), steps: int = 7, rounds: int = 3, threads: int = 1) -> None:
-    found = measure(sizes, steps, rounds, threads)
-    (count, time_ours, memory_ours), (_, time_torch, memory_torch) = found["ours"], found["torch"]
+    results = measure(sizes, steps, rounds, threads)
+    (count, time_ours, memory_ours), (_, time_torch, memory_torch) = results["ours"], results["torch"]
     print(f"{count / 1e6:.1f} M parameters, {threads} thread(s), torch {torch.__version__}")
     print(f"{'':<14}{'ours':>12}{'torch':>12}{'ours / torch':>15}")
     print(f"{'step, ms':<14}{1e3 * time_ours:>12.1f}{1e3 * time_torch:>12.1f}{time_ours / time_torch:>15.3f}")
@@ -122,5 +118,5 @@ if __name__ == "__main__":
     arguments.add_argument("--steps", type=int, default=7)
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--threads", type=int, default=1, help="more than one only on idle cores")
-    given = arguments.parse_args()
-    main((given.layers, 768, 32000), given.steps, given.rounds, given.threads)
+    options = arguments.parse_args()
+    main((options.layers, 768, 32000), options.steps, options.rounds, options.threads)

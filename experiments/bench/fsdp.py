@@ -38,16 +38,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fppo import batch as batches
 from fppo import losses, models
 from fppo.batch import Column, Experience
 from fppo.key import Key
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.watch import Traffic, watched, wire_bytes
+from fppo.steps.actor import update_actor
+from fppo.steps.forward import Forward
+from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizer import Optimizer
+from fppo.steps.optimizers import adamw
 from fppo.steps.train_state import init_state
-from fppo.steps.update import update_actor
 from fppo_kernels.log_probs.reference import reference
 from fppo_kernels.record import Kernels
 
@@ -75,26 +78,27 @@ def llama(size: str) -> LlamaConfig:
     )
 
 
-def rows_of(rank: int, vocabulary: int) -> Experience:
-    """This rank's rows, whole: a prompt of one token, and a response."""
-    tokens = torch.randint(1, vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(rank))
-    seen, blank = torch.ones(ROWS, LENGTH - 1, dtype=torch.bool), Column([None] * ROWS)
-    ones = torch.ones(ROWS, LENGTH - 1)
+def rows_of(ranks: int, vocabulary: int) -> Experience:
+    """The rows of all ranks, whole: a prompt of one token, and a response."""
+    draws = [torch.Generator().manual_seed(rank) for rank in range(ranks)]
+    tokens = torch.cat([torch.randint(1, vocabulary, (ROWS, LENGTH), generator=draw) for draw in draws])
+    rows = len(tokens)
+    blank, ones = Column([None] * rows), torch.ones(rows, LENGTH - 1)
     return Experience(
         tokens=tokens,
         attention_mask=torch.ones_like(tokens, dtype=torch.bool),
-        response_mask=seen,
+        response_mask=ones.bool(),
         rollout_log_probs=-ones,
         sampling_log_probs=-ones,
-        row_ids=torch.arange(ROWS) + rank * ROWS,
-        groups=torch.arange(ROWS),
-        versions=torch.zeros(ROWS, dtype=torch.int64),
+        row_ids=torch.arange(rows),
+        groups=torch.arange(rows),
+        versions=torch.zeros(rows, dtype=torch.int64),
         finish=blank,
         ids=blank,
         ground_truth=blank,
         source=blank,
         extras=blank,
-        scores=torch.ones(ROWS),
+        scores=torch.ones(rows),
         named_scores={},
         old_log_probs=-ones,
         token_rewards=ones,
@@ -106,17 +110,15 @@ def rows_of(rank: int, vocabulary: int) -> Experience:
 def ours(mesh: Mesh, config: LlamaConfig, dtype: torch.dtype | None, kernel: str, rows: Experience) -> Step:
     """`update_actor` with the policy gradient of advantages 1: the sum of log-probs over all tokens of all ranks."""
     model = models.build(config, compute_dtype=dtype)
-    states = [init_state(fsdp.shard(models.init_params(model, Key(0)), mesh))]
+    optimizer = adamw(lambda step: LR, max_grad_norm=CLIP)
+    states = [init_state(fsdp.shard(models.init_params(model, Key(0)), mesh), optimizer)]
     update = partial(
         update_actor,
-        model=model,
+        forward=Forward(model, kernels=Kernels.named(log_probs=kernel), mesh=mesh),
         loss_fn=losses.gpg,
-        optimizer=Optimizer(schedule=lambda step: LR, max_grad_norm=CLIP),
-        kernels=Kernels.named(log_probs=kernel),
-        mesh=mesh,
-        mini_batch_size=ROWS * mesh["shard"].size,
-        micro_batching=MicroBatching(size=MICRO),
-        on_policy=True,
+        loop=Loop(mini_batch_size=len(rows.tokens), micro_batching=MicroBatching(size=MICRO)),
+        optimizer=optimizer,
+        old_log_probs="update",
         donate=True,
     )
 
@@ -213,13 +215,14 @@ def timed(step: Step) -> tuple[float, float]:
 def compare(mesh: Mesh, size: str, dtype: torch.dtype | None, repeats: int) -> dict[str, Any]:
     """Seconds and bytes of both sides, in turn, and that they do the same."""
     config, ranks = llama(size), mesh["shard"].size
-    rows = rows_of(mesh["shard"].rank, config.vocab_size)
+    rows = rows_of(ranks, config.vocab_size)
+    own = batches.rows(rows, range(mesh["shard"].rank * ROWS, (mesh["shard"].rank + 1) * ROWS))
     seen, watch = watched(mesh)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for variant, kernel in (("same kernel", "reference"), ("as they are", "chunked")):
         sides = {
             "ours": ours(seen, config, dtype, kernel, rows),
-            "fully_shard": peer(ranks, config, dtype, kernel == "reference", rows),
+            "fully_shard": peer(ranks, config, dtype, kernel == "reference", own),
         }
         before = watch.traffic().get("shard", Traffic()).bytes
         norms = [sides["ours"]()]
@@ -232,22 +235,22 @@ def compare(mesh: Mesh, size: str, dtype: torch.dtype | None, repeats: int) -> d
             for name, step in sides.items():
                 runs[name].append(timed(step))
         seconds, busy = ({name: statistics.median(r[i] for r in each) for name, each in runs.items()} for i in (0, 1))
-        found[variant] = {"seconds": seconds, "busy": busy, "runs": runs, "bytes": sent, "grad_norm": norms}
+        results[variant] = {"seconds": seconds, "busy": busy, "runs": runs, "bytes": sent, "grad_norm": norms}
         del sides
         _trim()
-    return found
+    return results
 
 
 def peak(mesh: Mesh, side: str, size: str, dtype: torch.dtype | None) -> dict[str, float]:
     """MiB of one side at rest after a step, and at the peak of the next, beyond what the process had before."""
-    config, rank = llama(size), mesh["shard"].rank
-    rows = rows_of(rank, config.vocab_size)
+    config, rank, ranks = llama(size), mesh["shard"].rank, mesh["shard"].size
+    rows = rows_of(ranks, config.vocab_size)
     _trim()
     before = _status("VmRSS")
     if side == "ours":
         step = ours(mesh, config, dtype, "reference", rows)
     else:
-        step = peer(mesh["shard"].size, config, dtype, True, rows)
+        step = peer(ranks, config, dtype, True, batches.rows(rows, range(rank * ROWS, (rank + 1) * ROWS)))
     step()
     _trim()
     rest = _status("VmRSS") - before
@@ -260,11 +263,11 @@ def _rank(rank: int, ranks: int, directory: str, work: Callable[[Mesh], Any]) ->
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=ranks)
     mesh = Mesh.of(init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",)))
-    found = work(attrs.evolve(mesh, sharding=Sharding()))
+    results = work(attrs.evolve(mesh, sharding=Sharding()))
     every: list[Any] = [None] * ranks
-    dist.all_gather_object(every, found)
+    dist.all_gather_object(every, results)
     if rank == 0:
-        Path(directory, "found.json").write_text(json.dumps(every))
+        Path(directory, "results.json").write_text(json.dumps(every))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -273,7 +276,7 @@ def on_ranks(ranks: int, work: Callable[[Mesh], Any]) -> list[Any]:
     """What `work` finds on every rank."""
     with tempfile.TemporaryDirectory() as directory:
         mp.start_processes(_rank, (ranks, directory, work), nprocs=ranks, start_method="spawn")  # type: ignore[attr-defined]
-        return json.loads(Path(directory, "found.json").read_text())
+        return json.loads(Path(directory, "results.json").read_text())
 
 
 def main() -> None:
@@ -283,31 +286,31 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the numbers here too")
-    given = parser.parse_args()
-    dtype = None if given.dtype == "float32" else torch.bfloat16
-    if given.ranks == 1 and dtype is not None:
+    options = parser.parse_args()
+    dtype = None if options.dtype == "float32" else torch.bfloat16
+    if options.ranks == 1 and dtype is not None:
         parser.error("one rank is held against the plain model, which computes in float32")
     rows: list[dict[str, Any]] = []
-    print(f"{given.ranks} processes, {given.dtype}, torch {torch.__version__}")
+    print(f"{options.ranks} processes, {options.dtype}, torch {torch.__version__}")
     print(f"{'':<22}{'ours':>10}{'fully_shard':>13}{'ratio':>8}")
-    for size in given.sizes:
-        found = on_ranks(given.ranks, partial(compare, size=size, dtype=dtype, repeats=given.repeats))[0]
-        for variant, numbers in found.items():
+    for size in options.sizes:
+        results = on_ranks(options.ranks, partial(compare, size=size, dtype=dtype, repeats=options.repeats))[0]
+        for variant, numbers in results.items():
             _line(f"{size} {variant}", numbers["seconds"], "s")
             _line("    processor", numbers["busy"], "s")
-        if given.ranks > 1:
-            _line(f"{size} sent per step", {k: v / 2**20 for k, v in found["same kernel"]["bytes"].items()}, "MiB")
+        if options.ranks > 1:
+            _line(f"{size} sent per step", {k: v / 2**20 for k, v in results["same kernel"]["bytes"].items()}, "MiB")
         peaks = {
-            side: on_ranks(given.ranks, partial(peak, side=side, size=size, dtype=dtype))
+            side: on_ranks(options.ranks, partial(peak, side=side, size=size, dtype=dtype))
             for side in ("ours", "fully_shard")
         }
         for what in ("rest", "peak"):
             _line(f"{size} memory, {what}", {side: max(e[what] for e in every) for side, every in peaks.items()}, "MiB")
-        norms = found["same kernel"]["grad_norm"]
+        norms = results["same kernel"]["grad_norm"]
         print(f"{size} norm of the first gradient: {norms[0]:.6f} and {norms[1]:.6f}")
-        rows.append({"size": size, "ranks": given.ranks, "dtype": given.dtype, **found, "peaks": peaks})
-    if given.json is not None:
-        given.json.write_text(json.dumps(rows, indent=1))
+        rows.append({"size": size, "ranks": options.ranks, "dtype": options.dtype, **results, "peaks": peaks})
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=1))
 
 
 def _line(name: str, sides: dict[str, float], unit: str) -> None:

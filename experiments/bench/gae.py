@@ -106,5 +106,5 @@ if __name__ == "__main__":
     arguments.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     arguments.add_argument("--repeats", type=int, default=5)
     arguments.add_argument("--threads", type=int, default=2)
-    given = arguments.parse_args()
-    main(given.rows, given.lengths, given.repeats, given.threads)
+    options = arguments.parse_args()
+    main(options.rows, options.lengths, options.repeats, options.threads)

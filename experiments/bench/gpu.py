@@ -97,11 +97,11 @@ class Case(NamedTuple):
 def make_case(plan: Plan, n: int, h: int, v: int) -> Case:
     """Logits of standard deviation 2."""
     g = torch.Generator(plan.device).manual_seed(0)
-    given = {"generator": g, "device": plan.device}
-    hidden = torch.randn(n, h, dtype=plan.dtype, **given).requires_grad_()
-    weight = torch.randn(v, h, dtype=plan.dtype, **given).mul_(2 / math.sqrt(h)).requires_grad_()
-    labels = torch.randint(v, (n,), **given)
-    return Case(hidden, weight, labels, (torch.randn(n, **given), torch.randn(n, **given)))
+    drawn = {"generator": g, "device": plan.device}
+    hidden = torch.randn(n, h, dtype=plan.dtype, **drawn).requires_grad_()
+    weight = torch.randn(v, h, dtype=plan.dtype, **drawn).mul_(2 / math.sqrt(h)).requires_grad_()
+    labels = torch.randint(v, (n,), **drawn)
+    return Case(hidden, weight, labels, (torch.randn(n, **drawn), torch.randn(n, **drawn)))
 
 
 @torch.no_grad()
@@ -154,8 +154,8 @@ def time_log_probs(
 
         def backward() -> Any:
             out = fn(case.hidden, case.weight, case.labels)
-            given = [d.to(x.dtype) if x.ndim else torch.ones_like(x) for d, x in zip(case.grads, out, strict=False)]
-            return torch.autograd.grad(out, (case.hidden, case.weight), given)
+            grads = [d.to(x.dtype) if x.ndim else torch.ones_like(x) for d, x in zip(case.grads, out, strict=False)]
+            return torch.autograd.grad(out, (case.hidden, case.weight), grads)
 
         one = measure(forward, plan.device, repeats=plan.repeats)
         all_ = measure(backward, plan.device, repeats=plan.repeats)
@@ -259,8 +259,8 @@ def bench_gae(plan: Plan) -> list[Record]:
 
     def one(name: str) -> Record:
         fn = functools.partial(kernels.get("gae", name), rewards, values, mask, gamma=1.0, lam=0.95)
-        found = measure(fn, plan.device, repeats=plan.repeats)
-        return {"ms": 1e3 * found["seconds"], "peak, MiB": found["peak_mib"]}
+        results = measure(fn, plan.device, repeats=plan.repeats)
+        return {"ms": 1e3 * results["seconds"], "peak, MiB": results["peak_mib"]}
 
     records = [{"name": name, **attempt(functools.partial(one, name))} for name in loadable("gae")]
     slow = next((r["ms"] for r in records if r["name"] == "loop" and "ms" in r), None)
@@ -309,9 +309,9 @@ SECTIONS = ("log_probs", "attention", "gae", "adamw", "laws")
 def main(plan: Plan, sections: Sequence[str], tune: bool, path: Path | None) -> None:
     """Runs the sections, prints a table of each, and writes all numbers as JSON after each."""
     named = torch.cuda.get_device_name() if plan.device.type == "cuda" else "CPU: a dry run, its numbers mean nothing"
-    found: dict[str, Any] = {"device": named, "torch": torch.__version__}
-    found["triton"] = attempt(lambda: {"version": import_module("triton").__version__}).get("version")
-    print(f"{named}, torch {found['torch']}, triton {found['triton']}")
+    results: dict[str, Any] = {"device": named, "torch": torch.__version__}
+    results["triton"] = attempt(lambda: {"version": import_module("triton").__version__}).get("version")
+    print(f"{named}, torch {results['torch']}, triton {results['triton']}")
     run: dict[str, Callable[[], list[Record]]] = {
         "log_probs": functools.partial(bench_log_probs, plan, tune),
         "attention": functools.partial(bench_attention, plan),
@@ -321,10 +321,10 @@ def main(plan: Plan, sections: Sequence[str], tune: bool, path: Path | None) -> 
     }
     for section in sections:
         start = time.perf_counter()
-        found[section] = run[section]()
+        results[section] = run[section]()
         print(f"({section}: {time.perf_counter() - start:.0f} s)", flush=True)
         if path:
-            path.write_text(json.dumps(found, indent=1))
+            path.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":
@@ -333,7 +333,7 @@ if __name__ == "__main__":
     parser.add_argument("--sections", nargs="+", default=SECTIONS, choices=SECTIONS)
     parser.add_argument("--tune", action="store_true", help="time the Triton log-probs in other tilings, besides")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
-    given = parser.parse_args()
-    if not given.dry_run and not torch.cuda.is_available():
+    options = parser.parse_args()
+    if not options.dry_run and not torch.cuda.is_available():
         parser.error("no GPU: torch.cuda.is_available() is False; --dry-run tries the script out on the CPU")
-    main(TINY if given.dry_run else FULL, given.sections, given.tune, given.json)
+    main(TINY if options.dry_run else FULL, options.sections, options.tune, options.json)

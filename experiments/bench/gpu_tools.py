@@ -35,13 +35,13 @@ def measure(fn: Callable[[], Any], device: torch.device, *, repeats: int, second
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        held = torch.cuda.memory_allocated(device)
+        before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
     runs: list[float] = []
     while len(runs) < repeats and sum(runs) < seconds:
         runs.append(_once(fn, device))
     if device.type == "cuda":
-        peak = (torch.cuda.max_memory_allocated(device) - held) / 2**20
+        peak = (torch.cuda.max_memory_allocated(device) - before) / 2**20
     runs = runs[1:] if len(runs) > 1 else runs  # the first gets its memory from the system
     return {"seconds": statistics.median(runs), "peak_mib": peak, "runs": len(runs)}
 

@@ -121,8 +121,8 @@ def make_variant(name: str, fn: Fn, case: Case, truth: Truth) -> Variant:
 
     def backward() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         out = tuple(x for x in fn(case.hidden, case.weight, case.labels) if x is not None)
-        given = [d.to(x.dtype) for d, x in zip((case.d_log_probs, case.d_entropy), out)]
-        return out, torch.autograd.grad(out, (case.hidden, case.weight), given)
+        grads = [d.to(x.dtype) for d, x in zip((case.d_log_probs, case.d_entropy), out)]
+        return out, torch.autograd.grad(out, (case.hidden, case.weight), grads)
 
     plain, (out, grads) = forward(), backward()
     expected = truth.both if len(out) == 2 else truth.label_only
@@ -301,21 +301,21 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each variant; the median counts")
     parser.add_argument("--threads", type=int, default=2, help="threads that torch uses")
     parser.add_argument("--json", type=Path, help="write the numbers there, too")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     records: list[dict[str, Any]] = []
-    for shape in given.shapes:
-        for dtype in given.dtypes:
+    for shape in options.shapes:
+        for dtype in options.dtypes:
             torch.compiler.reset()
-            variants, absent = make_variants(given.variants, make_case(_shape(shape), DTYPES[dtype]))
-            new = to_records(shape, dtype, variants, run(variants, given.repeats))
+            variants, absent = make_variants(options.variants, make_case(_shape(shape), DTYPES[dtype]))
+            new = to_records(shape, dtype, variants, run(variants, options.repeats))
             records += new
-            print(f"\nN x H x V = {shape}, {dtype}, {given.threads} threads, torch {torch.__version__}")
+            print(f"\nN x H x V = {shape}, {dtype}, {options.threads} threads, torch {torch.__version__}")
             print(to_table(new))
             for name, reason in absent.items():
                 print(f"{name}: absent ({reason})")
-    if given.json:
-        given.json.write_text(json.dumps(records, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(records, indent=1))
 
 
 if __name__ == "__main__":

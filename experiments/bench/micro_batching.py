@@ -28,19 +28,19 @@ def log_normal(seed: int) -> list[int]:
 
 def in_order(lengths: list[int], budget: int) -> list[list[int]]:
     """The simple way: fill a micro-batch with the rows as they come, until the next does not fit."""
-    parts, room = [], 0
+    groups, room = [], 0
     for i, length in enumerate(lengths):
-        if length > room or not parts:
-            parts.append([])
+        if length > room or not groups:
+            groups.append([])
             room = budget
-        parts[-1].append(i)
+        groups[-1].append(i)
         room -= length
-    return parts
+    return groups
 
 
-def by_count(lengths: list[int], parts: int) -> list[list[int]]:
+def by_count(lengths: list[int], count: int) -> list[list[int]]:
     """The simple way: as many rows to each."""
-    return [list(range(k, len(lengths), parts)) for k in range(parts)]
+    return [list(range(k, len(lengths), count)) for k in range(count)]
 
 
 def timed(fn: Callable[..., Any], *args: Any, repeats: int = 7) -> tuple[Any, float]:
@@ -53,8 +53,8 @@ def timed(fn: Callable[..., Any], *args: Any, repeats: int = 7) -> tuple[Any, fl
     return result, statistics.median(seconds)
 
 
-def loads(parts: list[list[int]], lengths: list[int]) -> list[int]:
-    return [sum(lengths[i] for i in part) for part in parts]
+def loads(groups: list[list[int]], lengths: list[int]) -> list[int]:
+    return [sum(lengths[i] for i in part) for part in groups]
 
 
 def main(seeds: int = 5) -> None:
@@ -64,12 +64,12 @@ def main(seeds: int = 5) -> None:
     for seed in range(seeds):
         lengths = log_normal(seed)
         bound = -(-sum(lengths) // BUDGET)
-        parts, seconds = timed(partition, lengths, MicroBatching(token_budget=BUDGET))
-        assert max(loads(parts, lengths)) <= BUDGET
+        groups, seconds = timed(partition, lengths, MicroBatching(token_budget=BUDGET))
+        assert max(loads(groups, lengths)) <= BUDGET
         even, even_seconds = timed(balance, lengths, PARTS)
         mean = sum(lengths) / PARTS
         print(
-            f"{seed:<6}{bound:>7}{len(parts):>7}{len(parts) / bound:>8.4f}{1e3 * seconds:>8.1f}"
+            f"{seed:<6}{bound:>7}{len(groups):>7}{len(groups) / bound:>8.4f}{1e3 * seconds:>8.1f}"
             f"{len(in_order(lengths, BUDGET)) / bound:>10.4f} |{max(loads(even, lengths)) / mean:>10.6f}"
             f"{1e3 * even_seconds:>8.1f}{max(loads(by_count(lengths, PARTS), lengths)) / mean:>10.6f}"
         )

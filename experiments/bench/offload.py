@@ -30,14 +30,14 @@ from fppo import batch as batches
 from fppo import losses, models, tree
 from fppo.key import Key
 from fppo.runtime import offload
-from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane
-from fppo.steps.forward import compute_log_probs
+from fppo.steps.actor import update_actor
+from fppo.steps.forward import Forward, compute_log_probs
+from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizer import Optimizer
+from fppo.steps.optimizers import adamw
 from fppo.steps.train_state import init_state
-from fppo.steps.update import update_actor
-from fppo_kernels.record import Kernels
+from fppo_kernels.adamw import adamw_
 
 CPU = torch.device("cpu")
 PARAMETERS, MOMENTS, SAVED, REST, HOST = "parameters", "moments", "saved", "the rest", "host"
@@ -128,27 +128,30 @@ def main() -> None:
     parser.add_argument("--window-mib", type=int, default=32, help="saved activations on their way")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each; the median counts")
     parser.add_argument("--threads", type=int, default=1)
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    model = models.build(qwen(given.width, given.layers, given.vocabulary))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model = models.build(qwen(options.width, options.layers, options.vocabulary))
     params = models.init_params(model, Key(0))
-    batch = experience_of(prompts_of(given.vocabulary), given.vocabulary, 0.5)
-    batch = batches.rows(batch, range(given.rows))
+    batch = experience_of(prompts_of(options.vocabulary), options.vocabulary, 0.5)
+    batch = batches.rows(batch, range(options.rows))
     count, tokens = sum(x.numel() for x in params.values()), int(batch.attention_mask.sum())
     print(
-        f"{count / 1e6:.1f} M float32 parameters, {tokens} tokens, torch {torch.__version__}, {given.threads} thread(s)"
+        f"{count / 1e6:.1f} M float32 parameters, {tokens} tokens, torch {torch.__version__}, "
+        f"{options.threads} thread(s)"
     )
-    print(f"buckets of {given.bucket_mib} MiB, a window of {given.window_mib} MiB; MiB on the device at the peaks of")
+    print(
+        f"buckets of {options.bucket_mib} MiB, a window of {options.window_mib} MiB; MiB on the device at the peaks of"
+    )
     print(f"{'':<44}{'passes':>8}" + "".join(f"{kind:>12}" for kind in KINDS) + f"{'AdamW':>9}{MOMENTS:>9}{'s':>8}")
-    sizes = {"bucket": given.bucket_mib << 20, "window": given.window_mib << 20}
+    sizes = {"bucket": options.bucket_mib << 20, "window": options.window_mib << 20}
     for again in (False, True):
         which = attrs.evolve(model, checkpoint_layers=again)
-        for parts in ((), ("moments",), ("moments", "params"), ("moments", "params", "activations")):
-            name = ", ".join(parts) or "nothing"
-            step = partial(update_once, which, params, batch, parts, **sizes)
-            report(f"update{', again' if again else ''}: {name}", step, given.repeats)
+        for kinds in ((), ("moments",), ("moments", "params"), ("moments", "params", "activations")):
+            name = ", ".join(kinds) or "nothing"
+            step = partial(update_once, which, params, batch, kinds, **sizes)
+            report(f"update{', again' if again else ''}: {name}", step, options.repeats)
     for how in ("nothing", "params", "params by layer"):
-        report(f"log-probs: {how}", partial(reference_once, model, params, batch, how), given.repeats)
+        report(f"log-probs: {how}", partial(reference_once, model, params, batch, how), options.repeats)
 
 
 def report(name: str, run: Callable[[Memory | None], float], repeats: int) -> None:
@@ -177,33 +180,33 @@ def timed(run: Callable[[], Any], memory: Memory | None) -> float:
 
 
 def update_once(
-    model: Any, params: Any, batch: Any, parts: Sequence[str], memory: Memory | None, *, bucket: int, window: int
+    model: Any, params: Any, batch: Any, kinds: Sequence[str], memory: Memory | None, *, bucket: int, window: int
 ) -> float:
     """One donated update in one micro-batch, of a fresh state."""
-    state, kernels = init_state(tree.copy(params)), Kernels.named()
+    kernel = adamw_
+    if "moments" in kinds:
+        kernel = offload.offloaded_adamw(kernel, lane_of(memory, MOMENTS), bucket_bytes=bucket)
     if memory is not None:
-        memory.hold(state.params, HOST if "params" in parts else PARAMETERS)
-        memory.hold(state.opt, HOST if "moments" in parts else MOMENTS)
+        kernel = memory.stepping(kernel)
+    optimizer = adamw(lambda step: 1e-5, kernel=kernel)
+    state = init_state(tree.copy(params), optimizer)
+    if memory is not None:
+        memory.hold(state.params, HOST if "params" in kinds else PARAMETERS)
+        memory.hold(state.opt, HOST if "moments" in kinds else MOMENTS)
         memory.hold(batch, HOST)
+    rows = len(batch.tokens)
     step = partial(
         update_actor,
-        model=model,
+        forward=Forward(model),
         loss_fn=losses.ppo_clip,
-        optimizer=Optimizer(schedule=lambda step: 1e-5),
-        mesh=Mesh.local(),
-        mini_batch_size=len(batch.tokens),
-        micro_batching=MicroBatching(size=len(batch.tokens)),
+        loop=Loop(mini_batch_size=rows, micro_batching=MicroBatching(size=rows)),
+        optimizer=optimizer,
     )
-    if "moments" in parts:
-        moments = offload.offloaded_adamw(kernels.adamw, lane_of(memory, MOMENTS), bucket_bytes=bucket)
-        kernels = attrs.evolve(kernels, adamw=moments)
-    if memory is not None:
-        kernels = attrs.evolve(kernels, adamw=memory.stepping(kernels.adamw))
-    if "activations" in parts:
+    if "activations" in kinds:
         step = offload.activations_on_host(step, lane_of(memory, SAVED), minimum_bytes=1 << 16, window_bytes=window)
-    if "params" in parts:
+    if "params" in kinds:
         step = offload.offloaded(step, lane_of(memory, PARAMETERS))
-    return timed(lambda: step(state, batch, kernels=kernels, donate=True), memory)
+    return timed(lambda: step(state, batch, donate=True), memory)
 
 
 def reference_once(model: Any, params: Any, batch: Any, how: str, memory: Memory | None) -> float:
@@ -211,11 +214,15 @@ def reference_once(model: Any, params: Any, batch: Any, how: str, memory: Memory
     if memory is not None:
         memory.hold(params, PARAMETERS if how == "nothing" else HOST)
         memory.hold(batch, HOST)
-    wrap = {"params": offload.fetched, "params by layer": offload.by_layer}.get(how)
-    compute = compute_log_probs if wrap is None else wrap(compute_log_probs, lane_of(memory, PARAMETERS))
-    shared = {"model": model, "kernels": Kernels.named(), "mesh": Mesh.local()}
+    lane, forward = lane_of(memory, PARAMETERS), Forward(model)
+    compute = offload.by_layer(compute_log_probs, lane) if how == "params by layer" else compute_log_probs
     micro = MicroBatching(size=len(batch.tokens))
-    return timed(lambda: compute(params, batch, micro_batching=micro, **shared), memory)
+
+    def run() -> Any:
+        own = offload.to_device(params, lane) if how == "params" else params
+        return compute(own, batch, forward=forward, micro_batching=micro)
+
+    return timed(run, memory)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,9 @@ from transformers import Qwen2Config
 from fppo import models
 from fppo.batch import Column, Rollout
 from fppo.key import Key
-from fppo.runtime.mesh import Mesh
-from fppo.steps.forward import forward_micro_batch
+from fppo.steps.forward import Forward, forward_micro_batch
 from fppo_kernels import table
 from fppo_kernels.padding import make_lengths
-from fppo_kernels.record import Kernels
 
 ROWS, WIDTH, PROMPT, HEADS, KV_HEADS, HEAD_DIM = 16, 512, 64, 4, 2, 64
 
@@ -96,9 +94,7 @@ def step(lengths: list[int], repeats: int) -> tuple[Timing, Timing]:
     )
 
     def run(remove_padding: bool) -> Tensor:
-        out = forward_micro_batch(
-            params, rows, model=model, kernels=Kernels.named(), mesh=Mesh.local(), remove_padding=remove_padding
-        )
+        out = forward_micro_batch(params, rows, forward=Forward(model, remove_padding=remove_padding))
         assert out.log_probs is not None
         torch.autograd.grad(out.log_probs.sum(), list(params.values()))
         return out.log_probs.detach()

@@ -90,7 +90,7 @@ def case_of(size: str, axis: str, ranks: int, stage: int, again: bool, log_probs
     )
 
 
-def held(field: str) -> int:
+def status_bytes(field: str) -> int:
     """Bytes of this process, by a field of its status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
@@ -109,19 +109,19 @@ def run(case: Case, name: str, mesh: Mesh) -> dict[str, Any]:
     stage(state)
     del state, stage
     gc.collect()
-    before = held("VmRSS")
+    before = status_bytes("VmRSS")
     state, stage, batch = prepared(case, name, telling(mesh, count), Tracker())
     Path("/proc/self/clear_refs").write_text("5")
     start = time.perf_counter()
     stage(state)
     del batch
-    return {"peak": held("VmHWM") - before, "sent": dict(sent), "seconds": time.perf_counter() - start}
+    return {"peak": status_bytes("VmHWM") - before, "sent": dict(sent), "seconds": time.perf_counter() - start}
 
 
-def rank_of(rank: int, given: Sequence[Any], name: str, directory: str) -> None:
+def rank_of(rank: int, options: Sequence[Any], name: str, directory: str) -> None:
     """One process of a run, that writes what it found."""
     torch.set_num_threads(1)
-    case = case_of(*given)
+    case = case_of(*options)
     mesh = Mesh.local()
     if case.world > 1:
         dist.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=case.world)
@@ -132,32 +132,32 @@ def rank_of(rank: int, given: Sequence[Any], name: str, directory: str) -> None:
         dist.destroy_process_group()
 
 
-def processes(given: Sequence[Any], name: str) -> dict[str, Any]:
+def processes(options: Sequence[Any], name: str) -> dict[str, Any]:
     """The run of a case, in processes of its own: what the rank that the plan is of has found."""
-    case = case_of(*given)
+    case = case_of(*options)
     with tempfile.TemporaryDirectory() as directory:
         mp.start_processes(  # type: ignore[attr-defined]
-            partial(rank_of, given=given, name=name, directory=directory), nprocs=case.world, start_method="spawn"
+            partial(rank_of, options=options, name=name, directory=directory), nprocs=case.world, start_method="spawn"
         )
         return json.loads(Path(directory, f"{passes.fullest_slice(case)}.json").read_text())
 
 
-def compare(given: Sequence[Any], name: str) -> None:
+def compare(options: Sequence[Any], name: str) -> None:
     """One line: planned, measured with and without the heap, and bytes sent."""
-    case = case_of(*given)
+    case = case_of(*options)
     phases = passes.run_stage(case, name)
     planned = peak_of(phases)[1].total
     wire = sum(sum(phase.cost.sent.values()) for phase in phases)
-    found = []
+    results = []
     for extra in (MAPPED, {}):
-        command = [sys.executable, __file__, "--run", json.dumps([given, name])]
+        command = [sys.executable, __file__, "--run", json.dumps([options, name])]
         out = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | extra).stdout
-        found.append(json.loads(out.splitlines()[-1]))
-    mapped, default = (x["peak"] for x in found)
-    size, axis, ranks, stage, again, log_probs, tokens = given
+        results.append(json.loads(out.splitlines()[-1]))
+    mapped, default = (x["peak"] for x in results)
+    size, axis, ranks, stage, again, log_probs, tokens = options
     mesh = "1" if ranks == 1 else f"{axis} {ranks}" + (f", stage {stage}" if axis == "shard" else "")
     what = f"{size} {name.removeprefix('update ')}, {mesh}, {log_probs}{', recomputed' if again else ''}, {tokens}"
-    sent = sum(found[0]["sent"].values())
+    sent = sum(results[0]["sent"].values())
     same = "-" if not sent else "equal" if sent == wire else f"{wire / sent - 1:+.2%}"
     print(
         f"{what:<52}{planned / 2**20:>9.0f}{mapped / 2**20:>9.0f}{planned / mapped - 1:>+8.1%}"
@@ -176,8 +176,8 @@ def large() -> None:
         planned = plan(attrs.evolve(case, full=full))
         taken = time.perf_counter() - start
         how = "all 80 layers" if full else "from 4 and 5 layers"
-        found = f"{planned.peak.total / 2**30:.3f} GiB, {planned.seconds:.2f} s a step, MFU {planned.mfu():.0%}"
-        print(f"{name} on {case.world:,} h200, {how}: planned in {taken:.1f} s; {found}")
+        results = f"{planned.peak.total / 2**30:.3f} GiB, {planned.seconds:.2f} s a step, MFU {planned.mfu():.0%}"
+        print(f"{name} on {case.world:,} h200, {how}: planned in {taken:.1f} s; {results}")
     for each in ("qwen2.5-0.5b", "qwen2.5-7b", "llama-3.1-70b"):
         cut = attrs.evolve(case, config=config_of(each)[1], mesh={"shard": 64})
         model = passes.model_of(cut, "actor")
@@ -191,9 +191,9 @@ def main() -> None:
     """Prints one line per case, then the large plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.run is not None:
-        print(json.dumps(processes(*json.loads(given.run))))
+    options = parser.parse_args()
+    if options.run is not None:
+        print(json.dumps(processes(*json.loads(options.run))))
         return
     print(f"{'MiB':<52}{'planned':>9}{'mapped':>9}{'':>8}{'default':>9}{'':>8}{'sent':>8}")
     for each in CASES:

@@ -24,13 +24,14 @@ from fppo.batch import Column, Experience, Prompts
 from fppo.key import Key
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
-from fppo.runtime.mesh import Mesh
-from fppo.steps.forward import compute_log_probs, compute_values
+from fppo.steps.actor import update_actor
+from fppo.steps.critic import update_critic
+from fppo.steps.forward import Forward, compute_log_probs, compute_values
+from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizer import Optimizer
+from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
-from fppo.steps.update import update_actor, update_critic
 from fppo_kernels.record import Kernels
 
 SIZES = {  # width, layers, vocabulary
@@ -110,15 +111,17 @@ def experience_of(prompts: Prompts, vocabulary: int, padding: float) -> Experien
 
 def ours(model: Any, params: Any, critic: Any, critic_params: Any, batch: Experience) -> dict[str, Callable[[], Any]]:
     """The stages as fppo runs them."""
-    shared = {"kernels": Kernels.named(), "mesh": Mesh.local(), "micro_batching": MicroBatching(token_budget=2048)}
-    optimizer = Optimizer(schedule=schedule("constant", 1e-5))
-    step = {"optimizer": optimizer, "mini_batch_size": ROWS, **shared}
-    actor_state, critic_state = init_state(params), init_state(critic_params)
+    cut, policy, value = MicroBatching(token_budget=2048), Forward(model), Forward(critic)
+    loop = Loop(mini_batch_size=ROWS, micro_batching=cut)
+    optimizer = adamw(schedule("constant", 1e-5))
+    actor_state, critic_state = init_state(params, optimizer), init_state(critic_params, optimizer)
     return {
-        "log-probs": lambda: compute_log_probs(params, batch, model=model, **shared),
-        "values": lambda: compute_values(critic_params, batch, model=critic, **shared),
-        "update actor": lambda: update_actor(actor_state, batch, model=model, loss_fn=losses.ppo_clip, **step),
-        "update critic": lambda: update_critic(critic_state, batch, model=critic, **step),
+        "log-probs": lambda: compute_log_probs(params, batch, forward=policy, micro_batching=cut),
+        "values": lambda: compute_values(critic_params, batch, forward=value, micro_batching=cut),
+        "update actor": lambda: update_actor(
+            actor_state, batch, forward=policy, loss_fn=losses.ppo_clip, loop=loop, optimizer=optimizer
+        ),
+        "update critic": lambda: update_critic(critic_state, batch, forward=value, loop=loop, optimizer=optimizer),
     }
 
 
@@ -197,8 +200,8 @@ def main() -> None:
     parser.add_argument("--padding", type=float, default=0.5, help="the share of padding in the batch")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each stage; the median counts")
     parser.add_argument("--threads", type=int, default=2, help="threads that torch uses")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     for size, (width, layers, vocabulary) in SIZES.items():
         config = qwen(width, layers, vocabulary)
         model, critic = models.build(config), models.build(config, "value")
@@ -208,13 +211,13 @@ def main() -> None:
             head = Qwen2ForTokenClassification(copy.deepcopy(config))
         module.load_state_dict(params, strict=False)
         prompts = prompts_of(vocabulary)
-        batch = experience_of(prompts, vocabulary, given.padding)
+        batch = experience_of(prompts, vocabulary, options.padding)
         mine, theirs = ours(model, params, critic, critic_params, batch), plain(module.eval(), head.eval(), batch)
         rows: list[tuple[str, Timing, Timing]] = []
         pair = rollouts(model, params, module, prompts, vocabulary)
-        rows.append(("rollout, per token", *measure(pair["ours"], pair["plain"], repeats=given.repeats, per=True)))
+        rows.append(("rollout, per token", *measure(pair["ours"], pair["plain"], repeats=options.repeats, per=True)))
         for stage in mine:
-            rows.append((stage, *measure(mine[stage], theirs[stage], repeats=given.repeats)))
+            rows.append((stage, *measure(mine[stage], theirs[stage], repeats=options.repeats)))
         real = batch.attention_mask.float().mean().item()
         print(f"\n{size} parameters, {ROWS} rows of {PROMPT} + {RESPONSE} tokens, {1 - real:.0%} padding")
         print(table(rows))

@@ -70,14 +70,14 @@ def prompts_of(size: str) -> Prompts:
 
 def seconds(fns: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     """Times of each function, taken in turn after one untimed round."""
-    found: dict[str, list[float]] = {name: [] for name in fns}
+    results: dict[str, list[float]] = {name: [] for name in fns}
     for turn in range(repeats + 1):
         for name, fn in fns.items():
             start = time.perf_counter()
             fn()
             if turn:
-                found[name].append(time.perf_counter() - start)
-    return found
+                results[name].append(time.perf_counter() - start)
+    return results
 
 
 def engines(size: str) -> None:

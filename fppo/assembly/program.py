@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 from torch import Tensor
@@ -13,8 +13,6 @@ from torch import Tensor
 from fppo import losses
 from fppo.assembly.parts import micro_batching_of
 from fppo.batch import Annotated
-from fppo.metrics import Metrics
-from fppo.models.model import Model
 from fppo.pipeline import stages
 from fppo.pipeline.draw import equal_groups, sample_groups, sample_saved, saving, truncated
 from fppo.pipeline.estimators import WHITENED, AdvantageFn, estimator
@@ -28,50 +26,50 @@ from fppo.runtime.mesh import Mesh, is_first
 from fppo.runtime.offload import Lane, OnHost, activations_on_host, offloaded, offloaded_adamw
 from fppo.settings import checks, files
 from fppo.settings.rollout import FilterSettings
-from fppo.settings.train import ActorSettings, OptimizerSettings, TrainSettings
-from fppo.steps.optimizer import Optimizer
+from fppo.settings.train import ActorSettings, CriticSettings, OptimizerSettings, TrainSettings
+from fppo.steps.actor import LossFn, PolicyTerms, SelectiveLoss, update_actor
+from fppo.steps.critic import update_critic
+from fppo.steps.forward import Forward
+from fppo.steps.loop import Loop
+from fppo.steps.muon import muon
+from fppo.steps.optimizers import Optimizer, adamw, kept_on_host, sgd
 from fppo.steps.schedules import schedule
-from fppo.steps.update import SelectFn, update_actor, update_critic
 from fppo.workers.imports import imported
+from fppo_kernels.adamw import adamw_
 from fppo_kernels.record import Kernels
 
 ROLLOUTS = "rollouts"  # where a run that saves its rollouts has them
-
-
-class PolicyLoss(NamedTuple):
-    """A policy loss with its scalars bound, and its selection of tokens if it has one."""
-
-    loss_fn: Callable[..., tuple[Tensor, Metrics]]
-    select_fn: SelectFn | None = None
 
 
 @attrs.frozen(kw_only=True)
 class Resources:
     """What the stages of a run work with."""
 
-    model: Model
-    critic_model: Model | None
+    forward: Forward  # of the policy
+    critic: Forward | None
     engine: Engine
     sampling: Sampling
     pad_token_id: int
-    kernels: Kernels
-    mesh: Mesh
     lane: Lane
     runner: EarlyRewardRunner
     score: stages.ScoreFn
-    loss: PolicyLoss
+    loss_fn: LossFn | SelectiveLoss
+    optimizers: Mapping[str, Optimizer]
     advantage: Callable[[Mapping[str, float]], AdvantageFn]
 
 
-def policy_loss(actor: ActorSettings) -> PolicyLoss:
-    """The policy loss that the settings name. Raises ValueError if there is none."""
+def policy_loss(actor: ActorSettings) -> LossFn | SelectiveLoss:
+    """The policy loss with its scalars bound, and its selection of tokens if it has one.
+
+    Raises ValueError for a function of the user's that does not import.
+    """
     name = actor.loss.name
     if ":" in name:
-        return PolicyLoss(imported(name, "actor.loss.name"))
+        return imported(name, "actor.loss.name")
     loss = partial(getattr(losses, name), **files.loss_scalars(actor.loss))
     if name not in checks.SELECTION_KEYWORDS:
-        return PolicyLoss(loss)
-    return PolicyLoss(loss, partial(getattr(losses, f"select_{name}"), **files.selection_scalars(actor.loss)))
+        return loss
+    return SelectiveLoss(loss, partial(getattr(losses, f"select_{name}"), **files.selection_scalars(actor.loss)))
 
 
 def advantage_of(settings: TrainSettings, kernels: Kernels) -> Callable[[Mapping[str, float]], AdvantageFn]:
@@ -93,8 +91,28 @@ def advantage_of(settings: TrainSettings, kernels: Kernels) -> Callable[[Mapping
     )
 
 
-def optimizer_of(settings: OptimizerSettings, updates: int) -> Optimizer:
-    """The optimizer for a run of `updates` updates."""
+def optimizers_of(settings: TrainSettings, kernels: Kernels, lane: Lane) -> dict[str, Optimizer]:
+    """The optimizers of actor and critic, for all updates of the run; what is kept on the host goes by the lane."""
+    on_host = None if settings.model.offload == "none" else lane
+    batch_size = settings.rollout.batch_size
+    optimizers = {}
+    for role, section in (("actor", settings.actor), ("critic", settings.critic)):
+        updates = settings.steps * section.epochs * batch_size // files.mini_batch_size(section, batch_size)
+        optimizers[role] = optimizer_of(section.optimizer, updates, kernel=kernels.adamw, on_host=on_host)
+    return optimizers
+
+
+def optimizer_of(
+    settings: OptimizerSettings,
+    updates: int,
+    *,
+    kernel: Callable[..., None] = adamw_,
+    on_host: Lane | None = None,
+) -> Optimizer:
+    """The optimizer for a run of `updates` updates, AdamW by the `kernel`. Its state is on the host if it has a lane.
+
+    Raises ValueError for a function of the user's that does not import, or makes no optimizer.
+    """
     rate = schedule(
         settings.schedule,
         settings.lr,
@@ -102,22 +120,29 @@ def optimizer_of(settings: OptimizerSettings, updates: int) -> Optimizer:
         warmup_steps=settings.warmup_steps,
         min_ratio=settings.min_lr_ratio,
     )
-    return Optimizer(
-        schedule=rate,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm or None,
-    )
+    clip, betas, decay = settings.max_grad_norm or None, (settings.beta1, settings.beta2), settings.weight_decay
+    if settings.name == "adamw":
+        kernel = kernel if on_host is None else offloaded_adamw(kernel, on_host)
+        return adamw(rate, betas=betas, eps=settings.eps, weight_decay=decay, max_grad_norm=clip, kernel=kernel)
+    if settings.name == "sgd":
+        optimizer = sgd(rate, momentum=settings.momentum or 0.0, weight_decay=decay, max_grad_norm=clip)
+    elif settings.name == "muon":
+        momentum = 0.95 if settings.momentum is None else settings.momentum
+        optimizer = muon(rate, momentum=momentum, betas=betas, eps=settings.eps, weight_decay=decay, max_grad_norm=clip)
+    else:
+        optimizer = imported(settings.name, "optimizer")(rate)
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                f"optimizer {settings.name!r} returned a {type(optimizer).__name__}: called with a schedule, it must "
+                "return an fppo.steps.optimizers.Optimizer; from_function makes one of a plain function"
+            )
+    return optimizer if on_host is None else kept_on_host(optimizer, on_host)
 
 
 def program_of(settings: TrainSettings, resources: Resources) -> Program:
     """The stages of the settings' algorithm, bound."""
-    if settings.model.offload != "none":
-        kernels = attrs.evolve(resources.kernels, adamw=offloaded_adamw(resources.kernels.adamw, resources.lane))
-        resources = attrs.evolve(resources, kernels=kernels)
     measured = () if settings.rollout.turns.respond is None else (turn_metrics,)
-    critic_model, lane = resources.critic_model, resources.lane
+    forward, critic, lane = resources.forward, resources.critic, resources.lane
     return Program(
         rollout=partial(
             stages.rollout_stage,
@@ -129,24 +154,19 @@ def program_of(settings: TrainSettings, resources: Resources) -> Program:
         score=_score_stage(settings, resources),
         annotate=partial(
             stages.annotate,
-            model=resources.model,
-            critic_model=critic_model,
-            kernels=resources.kernels,
-            mesh=resources.mesh,
+            forward=forward,
+            critic=critic,
             micro_batching=micro_batching_of(settings.actor),
             temperature=resources.sampling.temperature,
             old_log_probs=files.old_log_probs(settings),
-            sum_squared=settings.algorithm.advantage == "optimal_token_baseline",
-            remove_padding=settings.model.remove_padding,
+            sum_squared=_needs_squares(settings),
             fetch=(lambda params: OnHost(params, lane)) if settings.model.offload == "all" else (lambda params: params),
         ),
         estimate=_estimate_stage(settings, resources),
-        update_critic=None if critic_model is None else _update_critic(settings, resources, critic_model),
+        update_critic=None if critic is None else _update_critic(settings, resources, critic),
         update_actor=_update_actor(settings, resources),
-        sample=sample_of(
-            settings, resources.pad_token_id, resources.mesh, vocabulary=resources.model.config.vocab_size
-        ),
-        critic_warmup=settings.critic.warmup_steps if critic_model is not None else 0,
+        sample=sample_of(settings, resources.pad_token_id, forward.mesh, vocabulary=forward.model.config.vocab_size),
+        critic_warmup=settings.critic.warmup_steps if critic is not None else 0,
     )
 
 
@@ -210,60 +230,62 @@ def _score_stage(settings: TrainSettings, resources: Resources) -> ScoreStage:
 
 
 def _measured(
-    role: str, update: UpdateStage, settings: TrainSettings, resources: Resources, model: Model, epochs: int
+    role: str, update: UpdateStage, settings: TrainSettings, resources: Resources, forward: Forward, loop: Loop
 ) -> UpdateStage:
     """The update with its rates as metrics, and with what the settings keep on the host."""
     if settings.model.offload_activations:
         update = activations_on_host(update, resources.lane)
     if settings.model.offload == "all":
         update = offloaded(update, resources.lane)
-    return with_mfu(role, update, model=model, mesh=resources.mesh, epochs=epochs)
+    return with_mfu(role, update, forward=forward, epochs=loop.epochs)
+
+
+def loop_of(section: ActorSettings | CriticSettings, batch_size: int) -> Loop:
+    """The update loop that a section asks for."""
+    return Loop(
+        mini_batch_size=files.mini_batch_size(section, batch_size),
+        micro_batching=micro_batching_of(section),
+        epochs=section.epochs,
+        weight_mode=section.weight_mode,
+        horizon=section.horizon,
+    )
 
 
 def _update_actor(settings: TrainSettings, resources: Resources) -> UpdateStage:
-    actor, algorithm, batch_size = settings.actor, settings.algorithm, settings.rollout.batch_size
-    mini, source = files.mini_batch_size(actor, batch_size), files.old_log_probs(settings)
-    update = partial(
-        update_actor,
-        model=resources.model,
-        loss_fn=resources.loss.loss_fn,
-        select_fn=resources.loss.select_fn,
-        optimizer=optimizer_of(actor.optimizer, settings.steps * actor.epochs * batch_size // mini),
-        kernels=resources.kernels,
-        mesh=resources.mesh,
-        mini_batch_size=mini,
-        micro_batching=micro_batching_of(actor),
-        epochs=actor.epochs,
+    actor, loop = settings.actor, loop_of(settings.actor, settings.rollout.batch_size)
+    source = files.old_log_probs(settings)
+    if source == "engine" and _needs_squares(settings):
+        source = "pass"  # there is one, which measures the gap to the engine
+    terms = PolicyTerms(
         temperature=resources.sampling.temperature,
-        weight_mode=actor.weight_mode,
-        horizon=actor.horizon,
         entropy_coef=actor.entropy_coef,
         kl_coef=actor.kl_coef,
         kl_kind=actor.kl_kind,
-        on_policy=source == "update",
-        measure_gap=source == "engine" and algorithm.advantage != "optimal_token_baseline",  # whose pass measures it
-        remove_padding=settings.model.remove_padding,
-        whole_batch=True,
     )
-    return _measured("actor", update, settings, resources, resources.model, actor.epochs)
+    update = partial(
+        update_actor,
+        forward=resources.forward,
+        loss_fn=resources.loss_fn,
+        loop=loop,
+        optimizer=resources.optimizers["actor"],
+        terms=terms,
+        old_log_probs=source,
+    )
+    return _measured("actor", update, settings, resources, resources.forward, loop)
 
 
-def _update_critic(settings: TrainSettings, resources: Resources, model: Model) -> UpdateStage:
-    critic, batch_size = settings.critic, settings.rollout.batch_size
-    mini = files.mini_batch_size(critic, batch_size)
+def _update_critic(settings: TrainSettings, resources: Resources, forward: Forward) -> UpdateStage:
+    loop = loop_of(settings.critic, settings.rollout.batch_size)
     update = partial(
         update_critic,
-        model=model,
-        optimizer=optimizer_of(critic.optimizer, settings.steps * critic.epochs * batch_size // mini),
-        kernels=resources.kernels,
-        mesh=resources.mesh,
-        mini_batch_size=mini,
-        micro_batching=micro_batching_of(critic),
-        epochs=critic.epochs,
-        clip=critic.value_clip,
-        weight_mode=critic.weight_mode,
-        horizon=critic.horizon,
-        remove_padding=settings.model.remove_padding,
-        whole_batch=True,
+        forward=forward,
+        loop=loop,
+        optimizer=resources.optimizers["critic"],
+        clip=settings.critic.value_clip,
     )
-    return _measured("critic", update, settings, resources, model, critic.epochs)
+    return _measured("critic", update, settings, resources, forward, loop)
+
+
+def _needs_squares(settings: TrainSettings) -> bool:
+    """Whether the estimator wants the sum of squared probabilities, which takes a pass of the policy."""
+    return settings.algorithm.advantage == "optimal_token_baseline"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import attrs
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fppo import data, rewards, tree
 from fppo.assembly.parts import device_of, engine_of, kernels_of, load_models, load_prompts, load_tokenizer
-from fppo.assembly.program import Resources, advantage_of, policy_loss, program_of
+from fppo.assembly.program import Resources, advantage_of, optimizers_of, policy_loss, program_of
 from fppo.assembly.rewards import reward_runner
 from fppo.assembly.turns import in_turns
 from fppo.data import DataCursor, PromptSet
@@ -28,7 +28,9 @@ from fppo.rollout.engine import Engine, Sampling
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import Lane, to_host
 from fppo.settings.train import TrainSettings
-from fppo.steps.train_state import TrainState, init_state
+from fppo.steps.forward import Forward
+from fppo.steps.optimizers import Optimizer
+from fppo.steps.train_state import TrainState, init_state, whole_shapes
 from fppo.workers.imports import search
 from fppo_kernels.record import Kernels
 
@@ -82,7 +84,9 @@ def assemble(
     sampling_mesh = mesh if sampling_mesh is None else sampling_mesh
     device = device_of(settings) if device is None else device
     kernels = kernels_of(settings) if kernels is None else kernels
-    loss, advantage = policy_loss(settings.actor), advantage_of(settings, kernels)
+    lane = Lane(device)
+    loss_fn, advantage = policy_loss(settings.actor), advantage_of(settings, kernels)
+    optimizers = optimizers_of(settings, kernels, lane)
     tokenizer = load_tokenizer(settings)
     prompts = load_prompts(settings, tokenizer, held_out=False)
     held_out = load_prompts(settings, tokenizer, held_out=True) if settings.data.eval_path else None
@@ -91,29 +95,30 @@ def assemble(
     for prompt_set in (prompts, held_out):
         if prompt_set is not None:
             data.check_tokens(prompt_set, model.config.vocab_size)
-    pad, lane = prompts.pad_token_id, Lane(device)
+    pad = prompts.pad_token_id
+    run = _fresh(settings, key, params, critic, ref, optimizers)
     with (
         reward_runner(settings, tokenizer, sampling_mesh, device) as runner,
         engine_of(settings, model, kernels, pad, sampling_mesh, lane) as alone,
         in_turns(settings, alone, tokenizer, pad, sampling_mesh) as engine,
     ):
         score = partial(rewards.score, reward=SpreadRewardRunner(runner, sampling_mesh, device), tokenizer=tokenizer)
+        forward = Forward(model, kernels=kernels, mesh=mesh, remove_padding=settings.model.remove_padding)
         resources = Resources(
-            model=model,
-            critic_model=critic_model,
+            forward=forward,
+            critic=None if critic_model is None else attrs.evolve(forward, model=critic_model),
             engine=engine,
             sampling=sampling,
             pad_token_id=pad,
-            kernels=kernels,
-            mesh=mesh,
             lane=lane,
             runner=runner,
             score=score,
-            loss=loss,
+            loss_fn=loss_fn,
+            optimizers=optimizers,
             advantage=advantage,
         )
         yield Assembly(
-            run=_fresh(settings, key, params, critic, ref),
+            run=run,
             program=program_of(settings, resources),
             draw=_draw(settings, prompts, key.fold("data")),
             evaluate=None if held_out is None else _evaluation(settings, held_out, engine, sampling, score),
@@ -122,15 +127,22 @@ def assemble(
             critic_model=critic_model,
             prompts=prompts,
             mesh=mesh,
-            shapes=_shapes(model, critic_model, ref is not None),
+            shapes=_shapes(run, model, critic_model),
         )
 
 
-def _fresh(settings: TrainSettings, key: Key, params: Params, critic: Params | None, ref: Params | None) -> RunState:
+def _fresh(
+    settings: TrainSettings,
+    key: Key,
+    params: Params,
+    critic: Params | None,
+    ref: Params | None,
+    optimizers: Mapping[str, Optimizer],
+) -> RunState:
     """The run before its first step."""
     return RunState(
-        actor=_state(settings, params),
-        critic=None if critic is None else _state(settings, critic),
+        actor=_state(settings, params, optimizers["actor"]),
+        critic=None if critic is None else _state(settings, critic, optimizers["critic"]),
         ref=to_host(ref) if ref is not None and settings.model.offload == "all" else ref,
         kl=KLState(coef=settings.algorithm.kl.coef),
         key=key,
@@ -139,9 +151,9 @@ def _fresh(settings: TrainSettings, key: Key, params: Params, critic: Params | N
     )
 
 
-def _state(settings: TrainSettings, params: Params) -> TrainState:
+def _state(settings: TrainSettings, params: Params, optimizer: Optimizer) -> TrainState:
     """The state before the first update, on the host as far as the settings want it there."""
-    state = init_state(params)
+    state = init_state(params, optimizer)
     match settings.model.offload:
         case "all":
             return to_host(state)
@@ -151,14 +163,14 @@ def _state(settings: TrainSettings, params: Params) -> TrainState:
             return state
 
 
-def _shapes(model: Model, critic_model: Model | None, reference: bool) -> dict[str, torch.Size]:
+def _shapes(run: RunState, model: Model, critic_model: Model | None) -> dict[str, torch.Size]:
     """By the paths of a RunState's leaves."""
-    trees = [(".actor.params", model), (".actor.opt.mu", model), (".actor.opt.nu", model)]
-    if critic_model is not None:
-        trees += [(f".critic.{place}", critic_model) for place in ("params", "opt.mu", "opt.nu")]
-    if reference:
-        trees.append((".ref", model))
-    return {f"{place}[{name!r}]": shape for place, each in trees for name, shape in each.shapes.items()}
+    shapes = {f".actor{path}": shape for path, shape in whole_shapes(run.actor, model.shapes).items()}
+    if run.critic is not None and critic_model is not None:
+        shapes |= {f".critic{path}": shape for path, shape in whole_shapes(run.critic, critic_model.shapes).items()}
+    if run.ref is not None:
+        shapes |= {f".ref[{name!r}]": shape for name, shape in model.shapes.items()}
+    return shapes
 
 
 def _draw(settings: TrainSettings, prompts: PromptSet, key: Key) -> Draw:

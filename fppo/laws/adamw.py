@@ -64,7 +64,7 @@ def _grads(example: Example, step: int) -> list[Tensor]:
 def _step(kernel: Callable, state: _State, grads: list[Tensor], case: _Case, **changes: Tensor) -> None:
     device = state.params[0].device if state.params else torch.device("cpu")
     flags = {"grad_scale": case.grad_scale, "found_inf": case.found_inf}
-    given = {name: None if x is None else torch.tensor(x, device=device) for name, x in flags.items()} | changes
+    flags = {name: None if x is None else torch.tensor(x, device=device) for name, x in flags.items()} | changes
     lr = torch.tensor(case.lr, dtype=torch.float64) if case.lr_tensor else case.lr
     kernel(
         state.params,
@@ -76,7 +76,7 @@ def _step(kernel: Callable, state: _State, grads: list[Tensor], case: _Case, **c
         betas=case.betas,
         eps=case.eps,
         weight_decay=case.weight_decay,
-        **given,
+        **flags,
     )
 
 
@@ -100,8 +100,8 @@ def _is_textbook(kernel: Callable, example: Example, generator: torch.Generator,
         if any(int(x) != count for x in state.steps):
             return f"after step {step + 1}, steps are {[x.item() for x in state.steps]}, expected {count}.0 of each"
         for i, name in enumerate(names):
-            for what, wanted, found in zip(STATE, expected[i], (part[i] for part in state[:3]), strict=True):
-                if reason := apart(f"the {what} {name!r}", wanted, found, found.dtype):
+            for what, wanted, actual in zip(STATE, expected[i], (part[i] for part in state[:3]), strict=True):
+                if reason := apart(f"the {what} {name!r}", wanted, actual, actual.dtype):
                     return f"with {case}, after step {step + 1}, {reason}"
     return None
 

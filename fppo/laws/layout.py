@@ -17,12 +17,13 @@ from torch import Tensor
 
 from fppo import tree
 from fppo.laws._search import Example, Law, check, fn_name
-from fppo.laws.updates import HORIZON, VOCAB, _batch, _example, _Outcome, _outcomes_differ
+from fppo.laws.updates import HORIZON, VOCAB, _actor_update, _batch, _example, _Outcome, _outcomes_differ
 from fppo.losses import MODES
 from fppo.metrics import Metrics
 
 if TYPE_CHECKING:  # a model needs transformers; the other laws do without it
     from fppo.models.model import HeadKind
+    from fppo.steps.actor import PolicyTerms, SelectiveLoss
 
 SIZES = ((1, 1), (2, 2), (3, 3), (6, 4))
 MINI = 4  # rows of a mini-batch
@@ -38,18 +39,15 @@ class Layout:
     axes: Mapping[str, int]
     stage: int | None = None
     checkpoint_layers: bool = False
-    shares: tuple[tuple[int, ...], ...] = ((),)  # the rows of each data rank
     size: int | None = None
     token_budget: int | None = None
     remove_padding: bool = True
-    whole_batch: bool = False  # every rank is given all rows, and the update shares them out
 
     def __str__(self) -> str:
         mesh = " x ".join(f"{name} {size}" for name, size in self.axes.items())
         sharded = "whole parameters" if self.stage is None else f"sharding stage {self.stage}"
         cut = f"of {self.size}" if self.token_budget is None else f"of at most {self.token_budget} tokens"
-        rows = "rows shared out" if self.whole_batch else f"rows {[list(share) for share in self.shares]}"
-        words = f"on a mesh of {mesh}, {sharded}, {rows}, micro-batches {cut}"
+        words = f"on a mesh of {mesh}, {sharded}, micro-batches {cut}"
         extras = (", packed" if self.remove_padding else ", padded") + (", layers recomputed" * self.checkpoint_layers)
         return words + extras
 
@@ -62,8 +60,8 @@ def meshes(max_ranks: int) -> list[dict[str, int]]:
     """All meshes of replicate, shard and sequence axes of 1, 2 or 4 ranks that have at most `max_ranks`, and more
     than one; the small ones first."""
     sizes = sorted(product((1, 2, 4), repeat=3), key=lambda sizes: (sizes[0] * sizes[1] * sizes[2], sizes[::-1]))
-    found: list[dict[str, int]] = [dict(zip(AXES, counts, strict=True)) for counts in sizes]
-    return [axes for axes in found if 1 < _ranks(axes) <= max_ranks]
+    every: list[dict[str, int]] = [dict(zip(AXES, counts, strict=True)) for counts in sizes]
+    return [axes for axes in every if 1 < _ranks(axes) <= max_ranks]
 
 
 def _ranks(axes: Mapping[str, int]) -> int:
@@ -102,37 +100,34 @@ def _runner(update: Callable[..., Any], head: HeadKind) -> Run:
 
     With beta_1 = 0 the first moment is the gradient; with eps = 1 the step is smooth where a gradient is near 0.
     """
-    from fppo import batch as batches
     from fppo.runtime import fsdp
-    from fppo.runtime.mesh import DATA_AXES, Mesh, Sharding, place_on
+    from fppo.runtime.mesh import Mesh, Sharding
     from fppo.runtime.simulate import simulate
+    from fppo.steps.forward import Forward
+    from fppo.steps.loop import Loop
     from fppo.steps.micro_batching import MicroBatching
-    from fppo.steps.optimizer import Optimizer
+    from fppo.steps.optimizers import adamw
     from fppo.steps.train_state import init_state
-    from fppo_kernels.record import Kernels
 
     built = _models(head)
-    optimizer = Optimizer(schedule=lambda step: 0.1, betas=(0.0, 0.9), eps=1.0, max_grad_norm=1.0)
-    kernels = Kernels.named()
+    optimizer = adamw(lambda step: 0.1, betas=(0.0, 0.9), eps=1.0, max_grad_norm=1.0)
 
     def on_rank(example: Example, layout: Layout, number: int, mesh: Mesh) -> _Outcome:
         model, params = built[number]
         model = attrs.evolve(model, checkpoint_layers=layout.checkpoint_layers)
         mesh = attrs.evolve(mesh, sharding=None if layout.stage is None else Sharding(stage=layout.stage))
-        share = layout.shares[place_on(mesh, DATA_AXES)]
-        state, metrics = update(
-            init_state(fsdp.shard(params, mesh)),
-            _batch(example) if layout.whole_batch else batches.rows(_batch(example), list(share)),
-            model=model,
-            optimizer=optimizer,
-            kernels=kernels,
-            mesh=mesh,
+        loop = Loop(
             mini_batch_size=MINI,
             micro_batching=MicroBatching(size=layout.size, token_budget=layout.token_budget),
-            weight_mode=example.mode,
+            weight_mode=example.mode or MODES[0],
             horizon=HORIZON if example.mode == "seq-mean-token-sum-norm" else None,
-            remove_padding=layout.remove_padding,
-            whole_batch=layout.whole_batch,
+        )
+        state, metrics = update(
+            init_state(fsdp.shard(params, mesh), optimizer),
+            _batch(example),
+            forward=Forward(model, mesh=mesh, remove_padding=layout.remove_padding),
+            loop=loop,
+            optimizer=optimizer,
         )
         grads, params = (fsdp.gather(x, model.shapes, mesh) for x in (state.opt.mu, state.params))
         return _Outcome(grads, params, metrics)
@@ -149,26 +144,21 @@ def _draw(
     checkpoint_layers: bool,
     example: Example,
     generator: torch.Generator,
-    whole_batch: bool | None = None,
 ) -> Layout:
-    """Every row on some data rank, a split into micro-batches, and packed rows or, without a sequence axis, any."""
+    """A split into micro-batches, and packed rows or, without a sequence axis, any."""
 
     def draw(count: int) -> int:
         return int(torch.randint(count, (), generator=generator))
 
-    rows, ranks = len(example.mask), axes["replicate"] * axes["shard"]
-    owners = [draw(ranks) for _ in range(rows)]
     tokens = example.inputs["attention_mask"].sum().item()
     budget = draw(2) == 1
     return Layout(
         axes=axes,
         stage=stage if axes["shard"] > 1 else None,
         checkpoint_layers=checkpoint_layers,
-        shares=tuple(tuple(row for row in range(rows) if owners[row] == rank) for rank in range(ranks)),
         size=None if budget else 1 + draw(2),
         token_budget=1 + draw(max(int(tokens), 1)) if budget else None,
         remove_padding=axes["sequence"] > 1 or draw(2) == 1,
-        whole_batch=draw(2) == 1 if whole_batch is None else whole_batch,
     )
 
 
@@ -185,14 +175,11 @@ def _turns(layouts: Sequence[tuple[Mapping[str, int], int | None, bool]], each: 
 
 
 def _one_process(run: Run, example: Example, number: int) -> _Outcome:
-    rows = len(example.mask)
     axes = {"replicate": 1, "shard": 1, "sequence": 1}
-    return run(example, Layout(axes, shares=(tuple(range(rows)),), size=rows), number)[0]
+    return run(example, Layout(axes, size=len(example.mask)), number)[0]
 
 
-def _laws(
-    layouts: Sequence[tuple[Mapping[str, int], int | None, bool]], each: int, whole_batch: bool | None
-) -> tuple[Law, ...]:
+def _laws(layouts: Sequence[tuple[Mapping[str, int], int | None, bool]], each: int) -> tuple[Law, ...]:
     turn, again = _turns(layouts, each), _turns(layouts, 1)
 
     def same_as_one(run: Run, example: Example, generator: torch.Generator) -> str | None:
@@ -200,7 +187,7 @@ def _laws(
         number = count % 2
         expected = _one_process(run, example, number)
         for settings in chosen:
-            layout = _draw(*settings, example, generator, whole_batch)
+            layout = _draw(*settings, example, generator)
             for rank, outcome in enumerate(run(example, layout, number)):
                 if reason := _outcomes_differ(expected, outcome, TOLERANCE):
                     return f"{layout}: rank {rank}: {reason}, as in one process"
@@ -210,7 +197,7 @@ def _laws(
         count, (settings,) = again()
         if count % 4:  # each is run twice
             return None
-        layout = _draw(*settings, example, generator, whole_batch)
+        layout = _draw(*settings, example, generator)
         first, second = ([tree.digest(outcome) for outcome in run(example, layout, count % 2)] for _ in range(2))
         for what, bits, others in (
             ("when run again", first, second),
@@ -235,17 +222,16 @@ def check_layout_fn(
     modes: Sequence[str] = MODES,
     max_ranks: int = 8,
     each: int = 4,
-    whole_batch: bool | None = None,
     name: str | None = None,
 ) -> None:
     """Put a whole update through the laws of layouts: `laws.check_layout_fn(update_critic, head="value")`.
 
-    `update` is as in `check_update_fn`, takes `whole_batch` too, and the mesh it is given: replicate, shard and
-    sequence axes of 1, 2 and 4 ranks, `max_ranks` at most, with whole parameters or sharded ones of every stage, the
-    layers recomputed or not. Ragged rows are spread anyhow, over ranks some of which get none, or given to all ranks,
-    for the update to share out (`whole_batch` None: both), and cut into micro-batches anyhow. In every
-    weight mode of `modes` the gradient tree, the new state and the metrics on every rank must be those of one process,
-    in float64, to 1e-10. Each example tries the next `each` layouts. LawViolation for the first law that fails.
+    `update` is as in `check_update_fn`, on any mesh: replicate, shard and sequence axes of 1, 2 and 4 ranks,
+    `max_ranks` at most, with whole parameters or sharded ones of every stage, the layers recomputed or not. All ranks
+    have all rows, ragged ones, which the update shares out, to some ranks none, and cuts into micro-batches anyhow. In
+    every weight mode of `modes` the gradient tree, the new state and the metrics on every rank must be those of one
+    process, in float64, to 1e-10. Each example tries the next `each` layouts. LawViolation for the first law that
+    fails.
     """
     layouts = [
         (axes, stage, (number + place) % 2 == 1)
@@ -258,7 +244,7 @@ def check_layout_fn(
     examples = partial(_example, tuple(modes))
     check(
         run,
-        _laws(layouts, each, whole_batch),
+        _laws(layouts, each),
         examples,
         sizes=SIZES,
         seeds=max(3, len(modes)),
@@ -267,26 +253,17 @@ def check_layout_fn(
 
 
 def check_layout(
-    loss_fn: Callable[..., tuple[Tensor, Metrics]],
+    loss_fn: Callable[..., tuple[Tensor, Metrics]] | SelectiveLoss,
     *,
-    select_fn: Callable[..., Tensor] | None = None,
     modes: Sequence[str] = MODES,
     max_ranks: int = 8,
     each: int = 4,
-    entropy_coef: float = 0.01,
-    kl_coef: float = 0.1,
-    temperature: float = 0.9,
+    terms: PolicyTerms | None = None,
 ) -> None:
     """Put `update_actor` with a policy loss through the laws of layouts: `laws.check_layout(my_loss)`.
 
     `loss_fn(log_probs, old_log_probs, advantages, mask)` returns the loss per token [B, T] and metrics, its scalars
-    bound; `select_fn` is its selection of tokens over a mini-batch, if it has one. See `check_layout_fn`. Takes some
-    tens of seconds.
+    bound; or it is a `SelectiveLoss`. `terms` None are of each kind. See `check_layout_fn`. Takes some tens of seconds.
     """
-    from fppo.steps.update import update_actor
-
-    scalars = {"entropy_coef": entropy_coef, "kl_coef": kl_coef, "temperature": temperature}
-    update = partial(update_actor, loss_fn=loss_fn, select_fn=select_fn, **scalars)
-    whole = None if select_fn is None else True
-    name = f"update_actor with {fn_name(loss_fn)}"
-    check_layout_fn(update, modes=modes, max_ranks=max_ranks, each=each, whole_batch=whole, name=name)
+    update, name = _actor_update(loss_fn, terms)
+    check_layout_fn(update, modes=modes, max_ranks=max_ranks, each=each, name=name)

@@ -69,14 +69,14 @@ def check_donation(step: Callable[..., Any], state: Any) -> None:
     """
     law, statement = "donation", "donation changes no bit of the result, and leaves no old state that looks alive"
     before = tree.digest(state)
-    kept, given = tree.copy(state), tree.copy(state)
+    kept, donated = tree.copy(state), tree.copy(state)
     expected = tree.digest(step(kept, donate=False))
     if reason := _first_difference(before, tree.digest(kept)):
         raise _violation(step, law, statement, f"without donation it changed its argument: {reason}")
-    if reason := _first_difference(expected, tree.digest(step(given, donate=True))):
+    if reason := _first_difference(expected, tree.digest(step(donated, donate=True))):
         raise _violation(step, law, statement, f"with donation {reason}")
-    after = tree.digest(given)
-    for path, leaf in tree.leaves_with_paths(given):
+    after = tree.digest(donated)
+    for path, leaf in tree.leaves_with_paths(donated):
         if isinstance(leaf, Tensor) and leaf.numel() and after[path] != before[path]:
             raise _violation(step, law, statement, f"the donated {path or 'state'} was overwritten, not emptied")
 

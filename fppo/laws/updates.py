@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from fppo.metrics import Metrics
 if TYPE_CHECKING:  # a model needs transformers; the other laws do without it
     from fppo.batch import Experience
     from fppo.models.model import HeadKind
+    from fppo.steps.actor import PolicyTerms, SelectiveLoss
 
 SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 3), (5, 4))
 PROMPT = 3  # columns
@@ -42,11 +44,11 @@ def _runner(update: Callable[..., Any], head: HeadKind) -> Run:
 
     from fppo import models
     from fppo.key import Key
-    from fppo.runtime.mesh import Mesh
+    from fppo.steps.forward import Forward
+    from fppo.steps.loop import Loop
     from fppo.steps.micro_batching import MicroBatching
-    from fppo.steps.optimizer import Optimizer
+    from fppo.steps.optimizers import adamw
     from fppo.steps.train_state import init_state
-    from fppo_kernels.record import Kernels
 
     config = Qwen2Config(
         vocab_size=VOCAB,
@@ -62,23 +64,18 @@ def _runner(update: Callable[..., Any], head: HeadKind) -> Run:
     )
     model = models.build(config, head=head)
     params = models.init_params(model, Key(0), torch.float64)
-    optimizer = Optimizer(schedule=lambda step: 0.1, betas=(0.0, 0.9), eps=1.0, max_grad_norm=None)
-    kernels, mesh = Kernels.named(), Mesh.local()
+    optimizer = adamw(lambda step: 0.1, betas=(0.0, 0.9), eps=1.0, max_grad_norm=None)
+    packed = Forward(model)
 
     def run(batch: Experience, mode: str, size: int | None, budget: int | None, remove_padding: bool) -> _Outcome:
-        state, metrics = update(
-            init_state(params),
-            batch,
-            model=model,
-            optimizer=optimizer,
-            kernels=kernels,
-            mesh=mesh,
+        loop = Loop(
             mini_batch_size=len(batch.tokens),
             micro_batching=MicroBatching(size=size, token_budget=budget),
             weight_mode=mode,
             horizon=HORIZON if mode == "seq-mean-token-sum-norm" else None,
-            remove_padding=remove_padding,
         )
+        forward = attrs.evolve(packed, remove_padding=remove_padding)
+        state, metrics = update(init_state(params, optimizer), batch, forward=forward, loop=loop, optimizer=optimizer)
         return _Outcome(state.opt.mu, state.params, metrics)
 
     return run
@@ -145,12 +142,12 @@ def _run(run: Run, example: Example, *, size: int | None = None, budget: int | N
 
 
 def _outcomes_differ(expected: _Outcome, actual: _Outcome, tolerance: float = 1e-9) -> str | None:
-    for what, wanted, found in (
+    for what, wanted, got in (
         ("the gradient of", expected.grads, actual.grads),
         ("the new parameter", expected.params, actual.params),
     ):
         for name, x in wanted.items():
-            if reason := differ(f"{what} {name}", x, found[name], tolerance):
+            if reason := differ(f"{what} {name}", x, got[name], tolerance):
                 return reason
     if expected.metrics.keys() != actual.metrics.keys():
         return f"metrics are {sorted(actual.metrics)}, expected {sorted(expected.metrics)}"
@@ -226,9 +223,9 @@ def check_update_fn(
 ) -> None:
     """Put a whole update through its laws: `laws.check_update_fn(update_critic, head="value")`.
 
-    `update(state, batch, *, model, optimizer, kernels, mesh, mini_batch_size, micro_batching, weight_mode, horizon,
-    remove_padding)` returns (TrainState, Metrics); bind everything else with functools.partial. It trains a tiny Qwen2
-    in float64, with a vocabulary head ("lm") or a "value" head, on one mini-batch. For every weight mode in `modes`
+    `update(state, batch, *, forward, loop, optimizer)` returns (TrainState, Metrics); bind everything else with
+    functools.partial. It trains a tiny Qwen2 in float64, with a vocabulary head ("lm") or a "value" head, on one
+    mini-batch. For every weight mode in `modes`
     the whole gradient tree, the new parameters and the metrics must be finite and the same for any split into
     micro-batches, order of rows and padding width, packed or padded. LawViolation for the first law that fails.
     """
@@ -238,28 +235,27 @@ def check_update_fn(
 
 
 def check_update(
-    loss_fn: Callable[..., tuple[Tensor, Metrics]],
+    loss_fn: Callable[..., tuple[Tensor, Metrics]] | SelectiveLoss,
     *,
-    select_fn: Callable[..., Tensor] | None = None,
     modes: Sequence[str] = MODES,
-    entropy_coef: float = 0.01,
-    kl_coef: float = 0.1,
-    temperature: float = 0.9,
+    terms: PolicyTerms | None = None,
 ) -> None:
     """Put `update_actor` with a policy loss through the laws of updates: `laws.check_update(my_loss)`.
 
     `loss_fn(log_probs, old_log_probs, advantages, mask)` returns the loss per token [B, T] and metrics, its scalars
-    bound; one that selects tokens over a mini-batch comes with its `select_fn`. See `check_update_fn` for what must
-    hold; `check_policy_loss` has the laws of the loss alone, with smaller counter-examples. Takes some seconds.
+    bound; or it is a `SelectiveLoss`. `terms` None are of each kind. See `check_update_fn` for what must hold;
+    `check_policy_loss` has the laws of the loss alone, with smaller counter-examples. Takes some seconds.
     """
-    from fppo.steps.update import update_actor
+    update, name = _actor_update(loss_fn, terms)
+    check_update_fn(update, modes=modes, name=name)
 
-    update = partial(
-        update_actor,
-        loss_fn=loss_fn,
-        select_fn=select_fn,
-        entropy_coef=entropy_coef,
-        kl_coef=kl_coef,
-        temperature=temperature,
-    )
-    check_update_fn(update, modes=modes, name=f"update_actor with {fn_name(loss_fn)}")
+
+def _actor_update(
+    loss_fn: Callable[..., tuple[Tensor, Metrics]] | SelectiveLoss, terms: PolicyTerms | None
+) -> tuple[Callable[..., Any], str]:
+    """`update_actor` with the loss, and what messages call it."""
+    from fppo.steps.actor import PolicyTerms, SelectiveLoss, update_actor
+
+    terms = terms or PolicyTerms(temperature=0.9, entropy_coef=0.01, kl_coef=0.1)
+    name = fn_name(loss_fn.loss_fn if isinstance(loss_fn, SelectiveLoss) else loss_fn)
+    return partial(update_actor, loss_fn=loss_fn, terms=terms), f"update_actor with {name}"

@@ -63,19 +63,19 @@ def plan(model: Model, dtypes: Mapping[str, torch.dtype], max_shard_bytes: int) 
             named = _filled(module, named)
             _keep_config(module, model.config)
         first = next(iter(params.values())).dtype
-        found = Plan(model, first, module, renamed, files={}, made_of={}, index=None)
+        plan = Plan(model, first, module, renamed, files={}, made_of={}, index=None)
         ours = {theirs: name for name, theirs in renamed.items()}
         order = [ours.get(name, name) for name in named]
-        stored = found.stored({name: params[name] for name in order})
+        stored = plan.stored({name: params[name] for name in order})
         split = split_torch_state_dict_into_shards(stored, max_shard_size=max_shard_bytes)
         index = {
             "metadata": {"total_parameters": sum(x.numel() for x in params.values()), **split.metadata},
             "weight_map": split.tensor_to_filename,
         }
         return attrs.evolve(
-            found,
+            plan,
             files=split.filename_to_tensors,
-            made_of=_made_of(found.stored, {name: params[name] for name in order}, stored),
+            made_of=_made_of(plan.stored, {name: params[name] for name in order}, stored),
             index=index if split.is_sharded else None,
         )
 
@@ -109,9 +109,9 @@ def _made_of(convert: Callable[[Params], Params], params: Params, stored: Params
         groups: dict[str, list[str]] = {}
         for name in params:
             groups.setdefault(place(name), []).append(name)
-        found = dict(_outcomes(convert, params, list(groups.values())))
-        if {name: x.shape for name, (_, x) in found.items()} == {name: x.shape for name, x in stored.items()}:
-            return {name: group for name, (group, _) in found.items()}
+        outcomes = dict(_outcomes(convert, params, list(groups.values())))
+        if {name: x.shape for name, (_, x) in outcomes.items()} == {name: x.shape for name, x in stored.items()}:
+            return {name: group for name, (group, _) in outcomes.items()}
     raise AssertionError("all parameters together give what they gave before")
 
 

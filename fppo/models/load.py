@@ -50,10 +50,10 @@ def load(
     )
     params, problems = _read(model, directory, config, dtype)
     if head == "value":
-        found = read_value_head(directory, dtype)
+        value_head = read_value_head(directory, dtype)
         if label is not None:
-            found = {name: x[label : label + 1] for name, x in found.items()}
-        params |= found or _fresh_head(model, key, dtype)
+            value_head = {name: x[label : label + 1] for name, x in value_head.items()}
+        params |= value_head or _fresh_head(model, key, dtype)
         problems += _compare(model, {name: params[name] for name in (SCORE_WEIGHT, SCORE_BIAS)})
     if problems:
         raise ValueError(f"{path} does not hold a whole {config.model_type!r} model: " + "; ".join(problems))
@@ -139,16 +139,16 @@ def _expected(name: str, model: Model) -> bool:
 
 def read_value_head(directory: Path, dtype: torch.dtype) -> Params:
     """The value head in a checkpoint as score.weight [1, H] and score.bias [1] (zero if it has none), or {}."""
-    found: dict[str, Tensor] = {}
+    heads: dict[str, Tensor] = {}
     for file in list_files(directory):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 if name.rpartition(".")[0] in VALUE_HEADS:
-                    found[name] = tensors.get_tensor(name).to(dtype)
+                    heads[name] = tensors.get_tensor(name).to(dtype)
     for place in VALUE_HEADS:
-        if f"{place}.weight" in found:
-            weight = found[f"{place}.weight"]
-            return {SCORE_WEIGHT: weight, SCORE_BIAS: found.get(f"{place}.bias", weight.new_zeros(len(weight)))}
+        if f"{place}.weight" in heads:
+            weight = heads[f"{place}.weight"]
+            return {SCORE_WEIGHT: weight, SCORE_BIAS: heads.get(f"{place}.bias", weight.new_zeros(len(weight)))}
     return {}
 
 

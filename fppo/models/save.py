@@ -75,14 +75,14 @@ def save(
 def _check(model: Model, params: Params, mesh: Mesh) -> None:
     """Raises ValueError if the parameters are not this rank's of the model."""
 
-    def held(shape: torch.Size) -> tuple[int, ...]:
+    def own_shape(shape: torch.Size) -> tuple[int, ...]:
         if not mesh.sharded:
             return tuple(shape)
         start, stop = fsdp.bounds(shape[0], mesh["shard"])
         return (stop - start, *shape[1:])
 
     misfits = sorted(set(params) ^ set(model.shapes))
-    misfits = misfits or [n for n, x in params.items() if tuple(x.shape) != held(model.shapes[n])]
+    misfits = misfits or [n for n, x in params.items() if tuple(x.shape) != own_shape(model.shapes[n])]
     if misfits:
         raise ValueError(f"cannot save: parameters that are missing, unknown or of another shape: {misfits}")
 
@@ -95,11 +95,11 @@ def _first_alone(act: Callable[[], None], mesh: Mesh, device: torch.device) -> N
             act()
         except Exception as error:
             problem = error
-    said = gather_objects(problem and f"{type(problem).__name__}: {problem}", mesh, AXES, device)[0]
+    first_problem = gather_objects(problem and f"{type(problem).__name__}: {problem}", mesh, AXES, device)[0]
     if problem is not None:
         raise problem
-    if said is not None:
-        raise RuntimeError(f"the model could not be saved on the first rank: {said}")
+    if first_problem is not None:
+        raise RuntimeError(f"the model could not be saved on the first rank: {first_problem}")
 
 
 def _save_file(chosen: Plan, names: Iterable[str], params: Params, path: Path, mesh: Mesh) -> None:
@@ -110,17 +110,17 @@ def _save_file(chosen: Plan, names: Iterable[str], params: Params, path: Path, m
 
 def _tensors(chosen: Plan, names: Iterable[str], params: Params, mesh: Mesh) -> Params:
     """A file's tensors on the first rank's host; other ranks help to gather them, and get nothing."""
-    found: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
     if any(mesh[name].rank for name in AXES if name != "shard"):
-        return found  # another rank has the same shards and helps
+        return own  # another rank has the same shards and helps
     wanted = dict.fromkeys(names)
     for group in dict.fromkeys(chosen.made_of[name] for name in wanted):
         whole = {}
         for name in group:
             whole |= fsdp.gather({name: params[name]}, chosen.model.shapes, mesh)
         if is_first(mesh):
-            found |= {name: _own(x, whole, mesh) for name, x in chosen.stored(whole).items() if name in wanted}
-    return {name: found[name] for name in wanted} if found else found
+            own |= {name: _own(x, whole, mesh) for name, x in chosen.stored(whole).items() if name in wanted}
+    return {name: own[name] for name in wanted} if own else own
 
 
 def _own(x: Tensor, whole: Params, mesh: Mesh) -> Tensor:

@@ -15,18 +15,17 @@ from fppo.batch import Experience
 from fppo.key import Key
 from fppo.metrics import Mean, Metrics
 from fppo.models import flops
-from fppo.models.model import Model
 from fppo.pipeline.program import UpdateStage
 from fppo.pipeline.timing import now
 from fppo.runtime.mesh import AXES, GRADIENT_AXES, Mesh, gather_objects, ranks_on
 from fppo.runtime.watch import Traffic
-from fppo.steps.forward import row_lengths
+from fppo.steps.forward import Forward, row_lengths
 from fppo.steps.train_state import TrainState
 
 GIB = 1024**3
 
 
-def with_mfu(role: str, update: UpdateStage, *, model: Model, mesh: Mesh, epochs: int) -> UpdateStage:
+def with_mfu(role: str, update: UpdateStage, *, forward: Forward, epochs: int) -> UpdateStage:
     """The update, with the FLOPs per second that its model's arithmetic needs, and their share of the device's peak.
 
     Every rank holds the whole batch. perf/tflops/ROLE is in 1e12 per second and rank. perf/mfu/ROLE is a mean of
@@ -39,7 +38,8 @@ def with_mfu(role: str, update: UpdateStage, *, model: Model, mesh: Mesh, epochs
         start = now()
         after, report = update(state, batch, key=key, donate=donate)
         seconds = now() - start
-        done = epochs * flops.train_flops(model, lengths, head_tokens=heads) / ranks_on(mesh, GRADIENT_AXES)
+        needed = epochs * flops.train_flops(forward.model, lengths, head_tokens=heads)
+        done = needed / ranks_on(forward.mesh, GRADIENT_AXES)
         share = flops.mfu(done, seconds, batch.tokens.device)
         rates = {
             f"perf/tflops/{role}": metrics.mean(done / seconds / 1e12),

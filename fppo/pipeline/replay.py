@@ -14,7 +14,7 @@ from fppo import tree
 from fppo.batch import Experience
 from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.train import StepRecord, iterate
-from fppo.runtime.mesh import GRADIENT_AXES, LOCAL, Mesh, gather_objects
+from fppo.runtime.mesh import GRADIENT_AXES, LOCAL, Mesh, device_of, gather_objects
 
 DIGESTS = "digests.jsonl"
 
@@ -31,7 +31,7 @@ class Difference:
 def digests_of(run: RunState, experience: Experience, mesh: Mesh = LOCAL) -> dict[str, dict[str, str]]:
     """The digests of a step's batch and of the state it led to, leaf by leaf; every rank gets those of all ranks."""
     own = tree.digest(run)
-    every = gather_objects(own, mesh, GRADIENT_AXES, run.actor.opt.count.device)
+    every = gather_objects(own, mesh, GRADIENT_AXES, device_of(run.actor.params))
     result = {leaf: tree.combine({str(rank): each[leaf] for rank, each in enumerate(every)}) for leaf in own}
     return {"batch": tree.digest(experience), "result": own if len(every) == 1 else result}
 

@@ -14,20 +14,18 @@ from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored, extend
 from fppo.key import Key
 from fppo.losses import Correction, KLState
 from fppo.metrics import Metrics
-from fppo.models.model import Model
 from fppo.pipeline.estimators import AdvantageFn
 from fppo.pipeline.measure import batch_metrics
 from fppo.pipeline.program import RunState
 from fppo.pipeline.timing import now
 from fppo.rollout.engine import Ask, Engine, OnFinished, Sampling
-from fppo.runtime.mesh import DATA_AXES, Mesh, place_on
+from fppo.runtime.mesh import DATA_AXES, place_on
 from fppo.runtime.offload import OnHost
-from fppo.steps.forward import compute_log_probs, compute_outputs, compute_values, row_lengths
+from fppo.steps.actor import rollout_gap
+from fppo.steps.forward import Forward, compute_log_probs, compute_outputs, compute_values, row_lengths
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.ranks import collect, imbalance, shares
 from fppo.steps.train_state import Params
-from fppo.steps.update import rollout_gap
-from fppo_kernels.record import Kernels
 
 ScoreFn = Callable[[Rollout], tuple[Scored, Metrics]]
 OldLogProbs = Literal["pass", "engine", "update"]
@@ -80,33 +78,36 @@ def annotate(
     scored: Scored,
     run: RunState,
     *,
-    model: Model,
-    critic_model: Model | None,
-    kernels: Kernels,
-    mesh: Mesh,
+    forward: Forward,
+    critic: Forward | None,
     micro_batching: MicroBatching,
     temperature: float = 1.0,
     old_log_probs: OldLogProbs = "pass",
     sum_squared: bool = False,
-    remove_padding: bool = True,
     fetch: Callable[[Params], Params | OnHost] = lambda params: params,
 ) -> tuple[Annotated, Metrics]:
-    """Old log-probs, reference log-probs if `run` holds a reference, and values if it holds a critic.
+    """Old log-probs, reference log-probs if `run` holds a reference, and values if it holds a critic, by
+    `forward` and `critic`.
 
     All ranks hold all rows; each computes a share of equal work, and all get all results. `fetch` is how the passes get
     at parameters. The old log-probs come from a "pass" of the policy before its update; or they are the "engine"'s; or
     the "update" takes them from its own pass, and what stands in their field until then is the engine's. The metric
     training/old_log_probs/SOURCE is 1.
     """
-    places = shares(model, row_lengths(scored), mesh)
+    mesh = forward.mesh
+    places = shares(forward.model, row_lengths(scored), mesh)
     own = scored if len(places) == 1 else batches.rows(scored, places[place_on(mesh, DATA_AXES)])
-    shared = {"kernels": kernels, "mesh": mesh, "micro_batching": micro_batching, "remove_padding": remove_padding}
     times = [now()]
     old, squared, report = scored.rollout_log_probs, None, {}
     if old_log_probs == "pass" or sum_squared:
         outputs = ("log_probs", "sum_squared_probs") if sum_squared else ("log_probs",)
         out = compute_outputs(
-            fetch(run.actor.params), own, model=model, temperature=temperature, outputs=outputs, **shared
+            fetch(run.actor.params),
+            own,
+            forward=forward,
+            micro_batching=micro_batching,
+            outputs=outputs,
+            temperature=temperature,
         )
         assert out.log_probs is not None
         trainers = collect(out.log_probs, places, mesh)
@@ -116,15 +117,18 @@ def annotate(
     times.append(now())
     ref = values = None
     if run.ref is not None:
-        ref = compute_log_probs(fetch(run.ref), own, model=model, temperature=temperature, **shared)
+        ref = compute_log_probs(
+            fetch(run.ref), own, forward=forward, micro_batching=micro_batching, temperature=temperature
+        )
         ref = collect(ref, places, mesh)
     times.append(now())
-    if run.critic is not None and critic_model is not None:
-        values = collect(compute_values(fetch(run.critic.params), own, model=critic_model, **shared), places, mesh)
+    if run.critic is not None and critic is not None:
+        values = compute_values(fetch(run.critic.params), own, forward=critic, micro_batching=micro_batching)
+        values = collect(values, places, mesh)
     times.append(now())
     report[f"training/old_log_probs/{old_log_probs}"] = metrics.mean(1.0)
     if len(places) > 1:
-        report["perf/imbalance"] = metrics.mean(imbalance(model, row_lengths(scored), places))
+        report["perf/imbalance"] = metrics.mean(imbalance(forward.model, row_lengths(scored), places))
     for name, start, end in zip(("old_log_prob", "ref", "values"), times, times[1:], strict=False):
         report[f"timing_s/{name}"] = metrics.total(end - start)
     annotated = extend(

@@ -16,7 +16,7 @@ from fppo.pipeline.measure import memory_metrics
 from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.step import ppo_step
 from fppo.pipeline.timing import now
-from fppo.runtime.mesh import AXES, LOCAL, Mesh, any_rank, ranks_on
+from fppo.runtime.mesh import AXES, LOCAL, Mesh, any_rank, device_of, ranks_on
 
 
 @attrs.frozen(kw_only=True)
@@ -97,7 +97,7 @@ def train(
     """
 
     def stopped() -> bool:
-        return any_rank(stop(), mesh, run.actor.opt.count.device)
+        return any_rank(stop(), mesh, device_of(run.actor.params))
 
     if evaluation is not None and evaluation.before and run.step == 0:
         _observe(observers, run, None, _evaluated(evaluation, run), gauges)

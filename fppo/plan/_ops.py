@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fppo.plan.values import Work
@@ -84,11 +83,3 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 def _dtype(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
-
-
-def is_narrow(kind: str) -> bool:
-    """Whether work of this kind runs in 16 bits."""
-    return kind.endswith(("bfloat16", "float16"))
-
-
-HALVES = (torch.bfloat16, torch.float16)

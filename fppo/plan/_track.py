@@ -39,7 +39,7 @@ class Tracker(TorchDispatchMode):
     """Inside this context every operation of this thread is noted.
 
     `hold` names what is there before; `scoped` marks functions whose storages are of a kind; `begin_pass` says that the
-    next forward pass begins; `sent` is told of collectives. `phases` is what there was, in order. With `on_gpu` the
+    next forward pass begins; `sent` counts collectives. `phases` is what there was, in order. With `on_gpu` the
     workspace of a GPU's attention kernels counts, which no operation shows.
     """
 
@@ -55,7 +55,7 @@ class Tracker(TorchDispatchMode):
         self._nodes = (0, 0)  # of the functions of the autograd graph that a scope has made
         self._start("setup")
 
-    # what is told
+    # what a plan says
 
     def hold(self, tensors: Iterable[Tensor], kind: str = STATE) -> None:
         """These are there from the start; those of kind HOST lie on the host."""
@@ -185,12 +185,12 @@ class Tracker(TorchDispatchMode):
         """Everything that has happened, in order."""
         ends = [start for _, start, _ in self._starts[1:]] + [len(self._events)]
         live: Counter[str] = Counter()
-        found = []
+        phases = []
         for (name, start, cost), end in zip(self._starts, ends, strict=True):
             cuts = [start, *(mark for mark in self._marks if start < mark < end), end]
             segments = tuple(self._segment(live, a, b) for a, b in itertools.pairwise(cuts))
-            found.append(Phase(name, segments, cost))
-        return found
+            phases.append(Phase(name, segments, cost))
+        return phases
 
     def _segment(self, live: Counter[str], start: int, end: int) -> Segment:
         """What lives where most does; `live` is brought up to the end."""

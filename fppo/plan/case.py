@@ -44,10 +44,10 @@ class Case:
 
     @property
     def data_ranks(self) -> int:
-        found = 1
+        ranks = 1
         for axis in DATA_AXES:
-            found *= self.size(axis)
-        return found
+            ranks *= self.size(axis)
+        return ranks
 
     @property
     def rows(self) -> int:
@@ -67,16 +67,16 @@ class Case:
 
 def problems(case: Case) -> list[str]:
     """What is wrong with the case, one line for each thing."""
-    found, sequence = [], case.size("sequence")
+    wrong, sequence = [], case.size("sequence")
     for name, config in ((case.name, case.config), ("the reward model", case.reward_model)):
         if config is not None and (heads := config.num_attention_heads) % sequence:
             works = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-            found.append(
+            wrong.append(
                 f"--mesh.sequence {sequence}: {name} has {heads} attention heads, which it does not divide; "
                 f"these sizes do: {works}"
             )
     if case.length > case.tokens:
-        found.append(f"--length {case.length}: a pass of --tokens {case.tokens} holds no such sequence")
+        wrong.append(f"--length {case.length}: a pass of --tokens {case.tokens} holds no such sequence")
     if case.length < 2:
-        found.append(f"--length {case.length}: a sequence has a token of prompt and one of response at least")
-    return found
+        wrong.append(f"--length {case.length}: a sequence has a token of prompt and one of response at least")
+    return wrong

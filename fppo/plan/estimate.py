@@ -85,15 +85,15 @@ def compute_seconds(cost: Cost, hardware: Hardware) -> float:
 
 def wires(phases: Sequence[Phase], case: Case) -> dict[str, Wire]:
     """What a rank sends in a stage with all of its passes, by axis."""
-    found: dict[str, Counter] = {}
+    by_axis: dict[str, Counter] = {}
     for phase, times in _repeated(phases, case.micro_batches):
         for (axis, op, wait), calls in phase.cost.calls.items():
             sent = phase.cost.sent[axis, op, wait]
-            counts = found.setdefault(axis, Counter())
+            counts = by_axis.setdefault(axis, Counter())
             counts["sent"] += times * sent  # type: ignore[assignment]
             counts["calls"] += times * calls
             counts["seconds"] += times * _collective(case, axis, op, sent, calls)  # type: ignore[assignment]
-    return {axis: Wire(**found[axis]) for axis in ORDER if axis in found}
+    return {axis: Wire(**by_axis[axis]) for axis in ORDER if axis in by_axis}
 
 
 def link(case: Case, axis: str) -> tuple[bool, float, float]:
@@ -131,8 +131,8 @@ def _repeated(phases: Sequence[Phase], passes: int) -> list[tuple[Phase, int]]:
 
 def totals(phases: Sequence[Phase], passes: int) -> Mapping[str, float]:
     """FLOPs of a stage with all of its passes, by kind."""
-    found: Counter[str] = Counter()
+    by_kind: Counter[str] = Counter()
     for phase, times in _repeated(phases, passes):
         for kind, flops in phase.cost.flops.items():
-            found[kind] += times * flops  # type: ignore[assignment]
-    return found
+            by_kind[kind] += times * flops  # type: ignore[assignment]
+    return by_kind

@@ -66,7 +66,7 @@ def hardware_of(
 
     "cpu" has this machine's memory. Raises ValueError for a name that is not known, or a custom one that lacks numbers.
     """
-    given = {
+    numbers = {
         "memory": memory,
         "flops": flops,
         "bandwidth": bandwidth,
@@ -74,9 +74,9 @@ def hardware_of(
         "network_bandwidth": network_bandwidth,
         "per_node": per_node,
     }
-    changes = {key: value for key, value in given.items() if value is not None}
+    changes = {key: value for key, value in numbers.items() if value is not None}
     if name == "custom":
-        missing = [key.replace("_", "-") for key, value in given.items() if value is None and key != "per_node"]
+        missing = [key.replace("_", "-") for key, value in numbers.items() if value is None and key != "per_node"]
         if missing:
             raise ValueError(f"--gpu custom needs all of its numbers; missing: {', '.join(f'--{n}' for n in missing)}")
         return attrs.evolve(KNOWN["h100"], name=name, flops_float32=(flops or 0.0) / 15, **changes)

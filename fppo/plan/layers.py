@@ -28,7 +28,7 @@ def extrapolated(few: Sequence[Phase], more: Sequence[Phase], layers: int) -> li
     """
     if [p.name for p in few] != [p.name for p in more]:
         return None
-    found = []
+    phases = []
     for a, b in zip(few, more, strict=True):
         extra = (len(b.segments) - len(a.segments)) / (MORE - FEW)
         if extra != int(extra) or extra < 0:
@@ -39,8 +39,8 @@ def extrapolated(few: Sequence[Phase], more: Sequence[Phase], layers: int) -> li
         if rest:
             pairs += zip(a.segments[-rest:], b.segments[-rest:], strict=True)
         segments = tuple(Segment(_linear(x.peak, y.peak, layers)) for x, y in pairs)
-        found.append(Phase(a.name, segments, _cost(a.cost, b.cost, layers)))
-    return found
+        phases.append(Phase(a.name, segments, _cost(a.cost, b.cost, layers)))
+    return phases
 
 
 def _cost(few: Cost, more: Cost, layers: int) -> Cost:
@@ -48,8 +48,8 @@ def _cost(few: Cost, more: Cost, layers: int) -> Cost:
 
 
 def _linear(few: Mapping[Any, float], more: Mapping[Any, float], layers: int) -> dict[Any, float]:
-    found = {}
+    values = {}
     for key in dict.fromkeys([*few, *more]):
         a, b = few.get(key, 0), more.get(key, 0)
-        found[key] = a + (b - a) * (layers - FEW) / (MORE - FEW)
-    return found
+        values[key] = a + (b - a) * (layers - FEW) / (MORE - FEW)
+    return values

@@ -1,4 +1,4 @@
-"""The same stages on real tensors and a real mesh, simulated or not: what a plan is held against."""
+"""The same stages on real tensors and a real mesh, simulated or not: what a plan is compared with."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from fppo.plan.values import Phase
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.watch import wire_bytes
+from fppo.steps.forward import Forward
 from fppo.steps.train_state import TrainState, init_state
 from fppo_kernels.collectives import Axis
 
@@ -40,14 +41,14 @@ def prepared(
     """A fresh state of the stage's model on this rank, the stage as a function of it, and the rows that it runs on."""
     if case.size("shard") > 1:
         mesh = attrs.evolve(mesh, sharding=case.sharding)
-    count = min(case.micro_batches, passes.PASSES)
-    model, batch = passes.model_of(case, passes.STAGES[name]), passes.rows_of(case, case.rows * count)
-    run = passes.stage_of(case, name, batch, model=model, kernels=passes.kernels_of(case, tracker), mesh=mesh)
-    return init_state(fsdp.shard(models.init_params(model, Key(0)), mesh)), run, batch
+    model, batch = passes.model_of(case, passes.STAGES[name]), passes.rows_of_stage(case, name)
+    forward = Forward(model, kernels=passes.kernels_of(case, tracker), mesh=mesh)
+    shards = fsdp.shard(models.init_params(model, Key(0)), mesh)
+    return init_state(shards, passes.optimizer_of(case)), passes.stage_of(case, name, batch, forward=forward), batch
 
 
 def telling(mesh: Mesh, sent: Sent) -> Mesh:
-    """The mesh, whose collectives are told to `sent` before they are made."""
+    """The mesh, whose collectives go to `sent` before they run."""
     axes = {
         name: axis if axis.group is None else Axis(axis.size, axis.rank, _TellingGroup(name, axis, sent))
         for name, axis in mesh.axes.items()

@@ -11,6 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from fppo import batch as batches
 from fppo import losses, models
@@ -25,11 +26,14 @@ from fppo.plan.values import Phase
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane, by_layer, offloaded, offloaded_adamw
-from fppo.steps.forward import compute_log_probs, compute_reward_scores, compute_values
+from fppo.steps.actor import update_actor
+from fppo.steps.critic import update_critic
+from fppo.steps.forward import Forward, compute_log_probs, compute_reward_scores, compute_values
+from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizer import Optimizer
+from fppo.steps.optimizers import Optimizer, adamw
 from fppo.steps.train_state import TrainState, init_state
-from fppo.steps.update import update_actor, update_critic
+from fppo_kernels.adamw import adamw_
 from fppo_kernels.record import Kernels
 
 REWARD = "reward model"
@@ -105,8 +109,6 @@ def kernels_of(case: Case, tracker: Tracker) -> Kernels:
     """The kernels of a run, that tell the tracker what is for logits, and when a pass begins."""
     log_probs = standins.log_probs_of(case.log_probs, on_gpu=case.hardware.on_gpu)
     kernels = Kernels.named()
-    if case.offload != "none":
-        kernels = attrs.evolve(kernels, adamw=offloaded_adamw(kernels.adamw, _LANE))
 
     def unpad(*args: Any, **kwargs: Any) -> Any:
         tracker.begin_pass()
@@ -115,40 +117,44 @@ def kernels_of(case: Case, tracker: Tracker) -> Kernels:
     return attrs.evolve(kernels, unpad=unpad, log_probs=tracker.scoped(log_probs, LOGITS))
 
 
-def stage_of(
-    case: Case, name: str, batch: Experience, *, model: Model, kernels: Kernels, mesh: Mesh
-) -> Callable[[TrainState], Any]:
-    """The stage as a function of its model's state. All of `batch`, and as much on each data rank, is one update."""
-    shared: dict[str, Any] = {
-        "model": model,
-        "kernels": kernels,
-        "mesh": mesh,
-        "micro_batching": MicroBatching(token_budget=case.tokens),
-    }
+def optimizer_of(case: Case) -> Optimizer:
+    """The optimizer of actor and critic."""
+    return adamw(lambda step: 1e-6, kernel=adamw_ if case.offload == "none" else offloaded_adamw(adamw_, _LANE))
+
+
+def stage_of(case: Case, name: str, batch: Experience, *, forward: Forward) -> Callable[[TrainState], Any]:
+    """The stage as a function of its model's state. All of `batch`, which every data rank has, is one update; the other
+    stages are of this rank's rows."""
+    micro_batching = MicroBatching(token_budget=case.tokens)
     on_host = case.offload == "all"
     if not name.startswith("update"):
         compute = {"values": compute_values, REWARD: compute_reward_scores}.get(name, compute_log_probs)
         compute = by_layer(compute, _LANE) if on_host else compute
-        return lambda state: compute(state.params, batch, **shared)
-    size = len(batch.tokens) * case.data_ranks
-    shared |= {"optimizer": Optimizer(schedule=lambda step: 1e-6), "mini_batch_size": size, "donate": True}
+        return lambda state: compute(state.params, batch, forward=forward, micro_batching=micro_batching)
     update = update_critic if name == "update critic" else partial(update_actor, loss_fn=losses.ppo_clip)
     update = offloaded(update, _LANE) if on_host else update
-    return lambda state: update(state, batch, **shared)
+    loop = Loop(mini_batch_size=len(batch.tokens), micro_batching=micro_batching)
+    optimizer = optimizer_of(case)
+    return lambda state: update(state, batch, forward=forward, loop=loop, optimizer=optimizer, donate=True)
+
+
+def rows_of_stage(case: Case, name: str) -> Experience:
+    """The rows of at most `PASSES` passes: those of all data ranks for an update, this rank's for another stage."""
+    rows = case.rows * min(case.micro_batches, PASSES)
+    return rows_of(case, rows * (case.data_ranks if name.startswith("update") else 1))
 
 
 def run_stage(case: Case, name: str, *, layers: int | None = None) -> list[Phase]:
     """What the stage holds, computes and sends on the rank that has most, in at most `PASSES` passes."""
     model = model_of(case, STAGES[name], layers)
-    passes = min(case.micro_batches, PASSES)
-    batch = rows_of(case, case.rows * passes)
+    batch = rows_of_stage(case, name)
     tracker = Tracker(on_gpu=case.hardware.on_gpu)
     sharding = case.sharding if case.size("shard") > 1 else None
     mesh = counting_mesh(case.mesh, {"sequence": fullest_slice(case)}, sharding, tracker.sent)
-    stage = stage_of(case, name, batch, model=model, kernels=kernels_of(case, tracker), mesh=mesh)
+    stage = stage_of(case, name, batch, forward=Forward(model, kernels=kernels_of(case, tracker), mesh=mesh))
     with FakeTensorMode(allow_non_fake_inputs=True):
         params = {n: torch.empty(shard_shape(shape, mesh)) for n, shape in model.shapes.items()}
-    return tracked(case, tracker, stage, init_state(params), batch)
+    return tracked(case, tracker, stage, init_state(params, optimizer_of(case)), batch)
 
 
 def tracked(
@@ -156,13 +162,18 @@ def tracked(
 ) -> list[Phase]:
     """What `stage` does with a state, which it may use up."""
     tracker.hold(state.params.values(), HOST if case.offload == "all" else STATE)
-    moments = [*state.opt.mu.values(), *state.opt.nu.values(), state.opt.count]
+    moments = [x for x in pytree.tree_leaves(state.opt) if isinstance(x, Tensor)]
     tracker.hold(moments, STATE if case.offload == "none" else HOST)
     tracker.hold([x for x in batches.columns(batch).values() if isinstance(x, Tensor)], BATCH)
     with tracker:
         result = stage(state)
     del result
     return tracker.phases()
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    """The tensors of a tree."""
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def shard_shape(shape: torch.Size, mesh: Mesh) -> tuple[int, ...]:

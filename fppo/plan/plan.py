@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import attrs
+import torch
 from torch import Tensor
 
 from fppo import batch as batches
@@ -87,7 +88,7 @@ def plan(case: Case, *, only_if_fits: bool = False) -> Plan:
     models = {name: passes.model_of(case, name) for name in passes.models_of(case)}
     rest = _at_rest(case, models)
     parameters = {name: sum(shape.numel() for shape in model.shapes.values()) for name, model in models.items()}
-    found: list[Stage] = []
+    stages: list[Stage] = []
     known: dict[str, list[Phase]] = {}
     if only_if_fits and sum(rest.values()) > case.hardware.memory:
         return Plan(case, parameters, rest, ())
@@ -95,10 +96,10 @@ def plan(case: Case, *, only_if_fits: bool = False) -> Plan:
         model, same = models[passes.STAGES[name]], passes.SAME.get(name, name)
         if same not in known:
             known[same] = phases_of(case, same, model)
-        found.insert(0, _stage(case, name, model, rest, known[same]))
-        if only_if_fits and found[0].total > case.hardware.memory:
+        stages.insert(0, _stage(case, name, model, rest, known[same]))
+        if only_if_fits and stages[0].total > case.hardware.memory:
             break
-    return Plan(case, parameters, rest, tuple(found))
+    return Plan(case, parameters, rest, tuple(stages))
 
 
 def phases_of(case: Case, name: str, model: Model) -> list[Phase]:
@@ -106,16 +107,26 @@ def phases_of(case: Case, name: str, model: Model) -> list[Phase]:
     count = len(model.layers)
     if not case.full and count > layers.MORE and layers.alike(model):
         few, more = (passes.run_stage(case, name, layers=n) for n in (layers.FEW, layers.MORE))
-        found = layers.extrapolated(few, more, count)
-        if found is not None:
-            return found
+        phases = layers.extrapolated(few, more, count)
+        if phases is not None:
+            return phases
     return passes.run_stage(case, name)
 
 
 def shard_numbers(model: Model, case: Case) -> int:
-    """How many numbers of the parameters the rank with most of them holds."""
+    """How many numbers of the parameters the rank with most of them has."""
+    return sum(math.prod(shape) for shape in _shard_shapes(model, case).values())
+
+
+def optimizer_bytes(model: Model, case: Case) -> int:
+    """How many bytes the tensors of the optimizer's state take on that rank, single numbers left out."""
+    params = {name: torch.empty(shape, device="meta") for name, shape in _shard_shapes(model, case).items()}
+    return sum(x.nbytes for x in passes.tensors_of(passes.optimizer_of(case).init(params)) if x.dim())
+
+
+def _shard_shapes(model: Model, case: Case) -> dict[str, tuple[int, ...]]:
     mesh = counting_mesh(case.mesh, {}, case.sharding, lambda *_: None)
-    return sum(math.prod(passes.shard_shape(shape, mesh)) for shape in model.shapes.values())
+    return {name: passes.shard_shape(shape, mesh) for name, shape in model.shapes.items()}
 
 
 def _stage(case: Case, name: str, model: Model, rest: Mapping[str, float], phases: Sequence[Phase]) -> Stage:
@@ -138,14 +149,11 @@ def _stage(case: Case, name: str, model: Model, rest: Mapping[str, float], phase
 
 def _at_rest(case: Case, models: Mapping[str, Model]) -> dict[str, float]:
     """Bytes on a rank between the stages."""
-    params = 0 if case.offload == "all" else BYTES
-    moments = 2 * BYTES if case.offload == "none" else 0
     rest: dict[str, float] = {}
     for name, model in models.items():
-        numbers = shard_numbers(model, case)
-        rest[f"{name}'s parameters"] = params * numbers
+        rest[f"{name}'s parameters"] = 0 if case.offload == "all" else BYTES * shard_numbers(model, case)
         if name != passes.REWARD:
-            rest[f"{name}'s optimizer"] = moments * numbers
+            rest[f"{name}'s optimizer"] = optimizer_bytes(model, case) if case.offload == "none" else 0
     if case.reference:
         rest["reference's parameters"] = rest["actor's parameters"]
     row = passes.rows_of(case, 1)

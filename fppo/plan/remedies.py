@@ -35,9 +35,9 @@ class Remedy:
         return seconds_per_token(self.plan)
 
 
-def seconds_per_token(found: Plan) -> float:
+def seconds_per_token(planned: Plan) -> float:
     """GPU seconds for each token of a step."""
-    return found.seconds * found.case.world / found.tokens
+    return planned.seconds * planned.case.world / planned.tokens
 
 
 def remedies(base: Plan) -> list[Remedy]:
@@ -46,41 +46,41 @@ def remedies(base: Plan) -> list[Remedy]:
     More GPUs are thought of only if nothing helps on those there are. Empty if nothing does at all.
     """
     case = base.case
-    found = [remedy for family in families(case) if _helps(family, base) and (remedy := _first(case, family))]
-    if found:
-        return sorted(found, key=lambda remedy: remedy.seconds_per_token)
+    remedies = [remedy for family in families(case) if _helps(family, base) and (remedy := _first(case, family))]
+    if remedies:
+        return sorted(remedies, key=lambda remedy: remedy.seconds_per_token)
     together = _together(case)
     if together is not None:
         return [together]
     wider = [{"gpus": case.world * n, "mesh.shard": case.size("shard") * n} for n in MORE]
     alone = _first(case, wider) if _helps(wider, base) else None
     both = next((r for flags in wider if (r := _together(applied(case, flags), flags)) is not None), None)
-    found = [remedy for remedy in (both, alone) if remedy is not None]
-    return sorted(found, key=lambda remedy: remedy.plan.case.world)
+    remedies = [remedy for remedy in (both, alone) if remedy is not None]
+    return sorted(remedies, key=lambda remedy: remedy.plan.case.world)
 
 
 def families(case: Case) -> list[list[Flags]]:
     """Changes of one kind each, the smallest first: kinds that cost little before those that cost more."""
-    found: list[list[Flags]] = []
+    choices: list[list[Flags]] = []
     if case.log_probs == "reference":
-        found.append([{"log-probs": "chunked"}])
+        choices.append([{"log-probs": "chunked"}])
     if case.compute_dtype is None and case.hardware.on_gpu:
-        found.append([{"compute-dtype": "bfloat16"}])
+        choices.append([{"compute-dtype": "bfloat16"}])
     if case.size("shard") > 1 and case.sharding.stage < 3:
-        found.append([{"mesh.stage": stage} for stage in range(case.sharding.stage + 1, 4)])
+        choices.append([{"mesh.stage": stage} for stage in range(case.sharding.stage + 1, 4)])
     if case.rows > 1:
-        found.append([{"tokens": tokens} for tokens in _budgets(case)])
+        choices.append([{"tokens": tokens} for tokens in _budgets(case)])
     replicate, shard = case.size("replicate"), case.size("shard")
     if replicate > 1:
-        parts = [n for n in range(2, replicate + 1) if replicate % n == 0]
-        found.append([{"mesh.replicate": replicate // n, "mesh.shard": shard * n} for n in parts])
+        divisors = [n for n in range(2, replicate + 1) if replicate % n == 0]
+        choices.append([{"mesh.replicate": replicate // n, "mesh.shard": shard * n} for n in divisors])
     if not case.checkpoint_layers:
-        found.append([{"checkpoint-layers": True}])
+        choices.append([{"checkpoint-layers": True}])
     if sequence := list(_longer_sequence_axes(case)):
-        found.append(sequence)
+        choices.append(sequence)
     if case.hardware.on_gpu and case.offload != "all":
-        found.append([{"offload": what} for what in ("moments", "all") if what != case.offload])
-    return found
+        choices.append([{"offload": what} for what in ("moments", "all") if what != case.offload])
+    return choices
 
 
 def applied(case: Case, flags: Flags) -> Case:
@@ -105,11 +105,11 @@ def applied(case: Case, flags: Flags) -> Case:
 
 def _budgets(case: Case) -> list[int]:
     """Half as many sequences of a pass, and so on down to one."""
-    found, rows = [], case.rows
+    budgets, rows = [], case.rows
     while rows > 1:
         rows = -(-rows // 2)
-        found.append(rows * case.length)
-    return found
+        budgets.append(rows * case.length)
+    return budgets
 
 
 def _longer_sequence_axes(case: Case) -> Iterator[Flags]:
@@ -125,8 +125,8 @@ def _longer_sequence_axes(case: Case) -> Iterator[Flags]:
 
 
 def _fitting(case: Case, flags: Flags) -> Remedy | None:
-    found = plan(applied(case, flags), only_if_fits=True)
-    return Remedy(flags, found) if found.fits else None
+    tried = plan(applied(case, flags), only_if_fits=True)
+    return Remedy(flags, tried) if tried.fits else None
 
 
 def _helps(family: Sequence[Flags], base: Plan) -> bool:
@@ -141,10 +141,10 @@ def _first(case: Case, options: Sequence[Flags]) -> Remedy | None:
     return next((remedy for flags in options if (remedy := _fitting(case, flags)) is not None), None)
 
 
-def _together(case: Case, given: Flags | None = None) -> Remedy | None:
+def _together(case: Case, before: Flags | None = None) -> Remedy | None:
     """The largest change of each family, one on top of the other until it fits; then without those it can do without.
 
-    `given` are changes that the case has already.
+    `before` are changes that the case has already.
     """
     flags: dict[str, Any] = {}
     while True:
@@ -154,8 +154,8 @@ def _together(case: Case, given: Flags | None = None) -> Remedy | None:
         flags |= options[0][-1]
         remedy = _fitting(case, flags)
         if remedy is not None:
-            found = _trimmed(case, remedy)
-            return Remedy({**(given or {}), **found.flags}, found.plan)
+            trimmed = _trimmed(case, remedy)
+            return Remedy({**(before or {}), **trimmed.flags}, trimmed.plan)
 
 
 def _trimmed(case: Case, remedy: Remedy) -> Remedy:
@@ -165,6 +165,6 @@ def _trimmed(case: Case, remedy: Remedy) -> Remedy:
         remedy = (_fitting(case, rest) if rest else None) or remedy
     if "tokens" in remedy.flags:
         for tokens in _budgets(case):
-            if found := _fitting(case, {**remedy.flags, "tokens": tokens}):
-                return found
+            if better := _fitting(case, {**remedy.flags, "tokens": tokens}):
+                return better
     return remedy

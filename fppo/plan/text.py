@@ -143,10 +143,10 @@ def _table(
     def line(name: str, cells: Sequence[str]) -> str:
         return f"  {name:<{label}}{''.join(f'  {c:>{w}}' for c, w in zip(cells, widths, strict=True))}".rstrip()
 
-    found = [line("", heads), *(line(name, cells) for name, cells in rows)]
+    lines = [line("", heads), *(line(name, cells) for name, cells in rows)]
     if last is not None:
-        found += ["  " + "-" * (label + sum(widths) + 2 * len(widths)), line(*last)]
-    return found
+        lines += ["  " + "-" * (label + sum(widths) + 2 * len(widths)), line(*last)]
+    return lines
 
 
 def _gib(size: float) -> str:

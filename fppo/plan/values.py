@@ -1,4 +1,4 @@
-"""What is found out about a case, as values."""
+"""What is known of a case, as values."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ class Phase(NamedTuple):
 
 def peak_of(phases: Sequence[Phase]) -> tuple[str, Segment]:
     """Where most is held, and what."""
-    found = max(((p.name, s) for p in phases for s in p.segments), key=lambda pair: pair[1].total)
-    return found
+    return max(((p.name, s) for p in phases for s in p.segments), key=lambda pair: pair[1].total)
 
 
 def plain(value: Any) -> Any:

@@ -23,7 +23,7 @@ from fppo.rewards.functions import RewardFn, tensor_reward
 from fppo.rewards.scoring import samples_of
 from fppo.runtime.mesh import DATA_AXES, Mesh, place_on
 from fppo.runtime.offload import OnHost
-from fppo.steps.forward import Rows, compute_reward_scores, row_lengths
+from fppo.steps.forward import Forward, Rows, compute_reward_scores, row_lengths
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.ranks import collect, shares
 from fppo.tree import state
@@ -146,9 +146,8 @@ def model_reward(
         whole = read(rollout)
         ranks: Sequence[Sequence[int]] = shares(model, row_lengths(whole), mesh)
         own = whole if len(ranks) == 1 else batches.rows(whole, ranks[place_on(mesh, DATA_AXES)])
-        numbers = compute_reward_scores(
-            params, own, model=model, kernels=kernels, mesh=mesh, micro_batching=micro_batching
-        )
+        forward = Forward(model, kernels=kernels, mesh=mesh)
+        numbers = compute_reward_scores(params, own, forward=forward, micro_batching=micro_batching)
         return collect(numbers, ranks, mesh)
 
     return scores

@@ -18,7 +18,7 @@ from fppo.rewards import samples_of
 from fppo.rollout import saved
 from fppo.runs import loggers, session
 from fppo.runs.jsonl import JsonLines, plain
-from fppo.runtime.mesh import any_rank, is_first
+from fppo.runtime.mesh import any_rank, device_of, is_first
 from fppo.settings import files
 from fppo.settings.train import TrainSettings
 from fppo.tree import replace
@@ -54,7 +54,7 @@ def run_sampling(settings: TrainSettings, assembly: Assembly) -> int:
                 saved.write(scored, directory, number + 1)
                 lines.write(*_lines(scored, assembly.tokenizer, number + 1))
                 print(_summary(settings, number + 1, scored, metrics.report(report), now() - start), flush=True)
-            if any_rank(bool(asked), mesh, run.actor.opt.count.device):
+            if any_rank(bool(asked), mesh, device_of(run.actor.params)):
                 return number + 1
     return settings.steps
 

@@ -28,7 +28,7 @@ from fppo.runs import jsonl, loggers
 from fppo.runs.jsonl import JsonLines
 from fppo.runtime import checkpoint
 from fppo.runtime.checkpoint import Pending
-from fppo.runtime.mesh import Mesh, is_first
+from fppo.runtime.mesh import Mesh, device_of, is_first
 from fppo.runtime.watch import Traffic, Watch
 from fppo.settings import files
 from fppo.settings.train import TrainSettings
@@ -82,7 +82,7 @@ def restore(settings: TrainSettings, assembly: Assembly) -> RunState:
 
 def load(assembly: Assembly, directory: Path, step: int) -> RunState:
     """The state of a checkpoint, as it lies on the run's mesh."""
-    shapes, device = assembly.shapes, assembly.run.actor.opt.count.device
+    shapes, device = assembly.shapes, device_of(assembly.run.actor.params)
     return checkpoint.load(assembly.run, directory, step, mesh=assembly.mesh, shapes=shapes, free=AHEAD, device=device)
 
 
@@ -219,7 +219,7 @@ def run_training(settings: TrainSettings, assembly: Assembly, watch: Watch | Non
             observers=[*observers, writer],
             evaluation=evaluate and Evaluation(evaluate, every=settings.eval.every, before=settings.eval.before),
             stop=lambda: bool(asked),
-            gauges=partial(gauges, mesh=mesh, device=run.actor.opt.count.device, traffic=_traffic(watch, run.step)),
+            gauges=partial(gauges, mesh=mesh, device=device_of(run.actor.params), traffic=_traffic(watch, run.step)),
             ahead=settings.rollout.ahead,
             mesh=mesh,
         )

@@ -100,7 +100,7 @@ class Attempt:
         self._wait(committed, lambda: f"rank 0 has not finished it: is it alive? {self._shared()}")
 
     def raise_if_failed(self) -> None:
-        """Raises what another rank said when it gave up."""
+        """Raises the reason for which another rank gave up."""
         with contextlib.suppress(OSError):
             raise CheckpointError((self.draft / FAILED).read_text())
 
@@ -114,9 +114,9 @@ class Attempt:
                 for path in (files.data_file, files.about_file):
                     path(self.draft, shard).unlink(missing_ok=True)
             if not (self.draft / FAILED).exists():
-                said = self.draft / f".{FAILED}.{self.rank}"
-                said.write_text(reason)
-                said.rename(self.draft / FAILED)
+                failure = self.draft / f".{FAILED}.{self.rank}"
+                failure.write_text(reason)
+                failure.rename(self.draft / FAILED)
 
     def _shared(self) -> str:
         return f"is {self.directory} one directory for all nodes?"
@@ -124,21 +124,21 @@ class Attempt:
     def _wait(self, look: Callable[[], T | None], complaint: Callable[[], str]) -> T:
         """What `look` finds. CheckpointError once nothing in the draft has changed for the time to wait."""
         clock, unchanged, pause = Clock(2 * LONGEST_PAUSE), Unchanged(), 0.005
-        while (found := look()) is None:
+        while (seen := look()) is None:
             if unchanged.seconds(_sizes(self.draft), clock.now()) > self.timeout:
                 raise CheckpointError(f"for {self.timeout:g} seconds nothing has happened: {complaint()}")
             time.sleep(pause)
             pause = min(1.5 * pause, LONGEST_PAUSE)
-        return found
+        return seen
 
 
 def _sizes(directory: Path) -> dict[str, int]:
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
-                found[entry.name] = entry.stat().st_size
-    return found
+                sizes[entry.name] = entry.stat().st_size
+    return sizes
 
 
 def agree(directory: Path, step: int, mesh: Mesh, device: torch.device, timeout: float) -> Attempt:
@@ -147,21 +147,21 @@ def agree(directory: Path, step: int, mesh: Mesh, device: torch.device, timeout:
     No rank leaves before all have come: so every rank is done with the last attempt when this one clears it away.
     """
     rank, ranks = place_on(mesh, AXES), ranks_on(mesh, AXES)
-    said: dict[str, str | None] = {}
+    answer: dict[str, str | None] = {}
     if rank == 0:
-        found = Attempt(directory, step, os.urandom(8).hex(), rank, ranks, timeout)
+        attempt = Attempt(directory, step, os.urandom(8).hex(), rank, ranks, timeout)
         try:
-            if found.final.is_dir():
-                said = {"token": None}
+            if attempt.final.is_dir():
+                answer = {"token": None}
             else:
-                found.draft.mkdir(parents=True)
-                said = {"token": found.token}
+                attempt.draft.mkdir(parents=True)
+                answer = {"token": attempt.token}
         except OSError as error:
-            said = {"error": str(error)}
-    said = gather_objects(said, mesh, AXES, device)[0]
-    if error := said.get("error"):
+            answer = {"error": str(error)}
+    answer = gather_objects(answer, mesh, AXES, device)[0]
+    if error := answer.get("error"):
         raise cannot_write(directory, step, error)
-    return Attempt(directory, step, said["token"], rank, ranks, timeout)
+    return Attempt(directory, step, answer["token"], rank, ranks, timeout)
 
 
 def cannot_write(directory: Path, step: int, reason: str) -> CheckpointError:

@@ -49,23 +49,24 @@ class Part:
     ranks: int = 1
 
 
-def parts(tensors: Mapping[str, Tensor], mesh: Mesh, shapes: Mapping[str, torch.Size]) -> dict[str, Part]:
+def cuts_of(tensors: Mapping[str, Tensor], mesh: Mesh, shapes: Mapping[str, torch.Size]) -> dict[str, Part]:
     """Which part of each leaf this rank holds. Raises ValueError for tensors that do not fit the shapes."""
     axis = mesh["shard"]
     cut = {path: tuple(shape) for path, shape in shapes.items()} if mesh.sharded else {}
     unknown = sorted(cut.keys() - tensors.keys())
     if unknown:
         raise ValueError(f"shapes are given for tensors that the state does not have: {unknown[:5]}")
-    found = {path: whole(tuple(x.shape)) for path, x in tensors.items() if path not in cut}
-    found |= {path: _part(shape, axis.size, axis.rank) for path, shape in cut.items()}
-    for path, part in found.items():
-        held = (part.stop - part.start, *part.shape[1:])
-        if path in cut and tuple(tensors[path].shape) != held:
+    cuts = {path: whole(tuple(x.shape)) for path, x in tensors.items() if path not in cut}
+    cuts |= {path: _part(shape, axis.size, axis.rank) for path, shape in cut.items()}
+    for path, part in cuts.items():
+        own_shape = (part.stop - part.start, *part.shape[1:])
+        if path in cut and tuple(tensors[path].shape) != own_shape:
             raise ValueError(
-                f"{path} has the shape {tuple(tensors[path].shape)}, but rank {axis.rank} of {axis.size} holds {held} "
-                f"of {part.shape}: give whole shapes for the leaves that are cut over the shard axis, and only those"
+                f"{path} has the shape {tuple(tensors[path].shape)}, but rank {axis.rank} of {axis.size} holds "
+                f"{own_shape} of {part.shape}: give whole shapes for the leaves that are cut over the shard axis, and "
+                "only those"
             )
-    return {path: found[path] for path in tensors}
+    return {path: cuts[path] for path in tensors}
 
 
 def whole(shape: tuple[int, ...]) -> Part:
@@ -106,12 +107,12 @@ def publish(path: Path, content: Any) -> None:
     draft.rename(path)
 
 
-def write_shard(directory: Path, rank: int, tensors: Mapping[str, Tensor], held: Mapping[str, Part]) -> None:
+def write_shard(directory: Path, rank: int, tensors: Mapping[str, Tensor], cuts: Mapping[str, Part]) -> None:
     """Writes and syncs one rank's files. The tensors must be contiguous, on the host, with memory of their own."""
     data = data_file(directory, rank)
     safetensors.torch.save_file(dict(tensors), data)
     sync(data)
-    about = {p: {"rows": [held[p].start, held[p].stop], "digest": tree.digest(x)[""]} for p, x in tensors.items()}
+    about = {p: {"rows": [cuts[p].start, cuts[p].stop], "digest": tree.digest(x)[""]} for p, x in tensors.items()}
     publish(about_file(directory, rank), about)
 
 
@@ -123,10 +124,10 @@ def write_manifest(
     plain: Any,
     structure: str | None,
     dtypes: Mapping[str, torch.dtype],
-    held: Mapping[str, Part],
+    cuts: Mapping[str, Part],
 ) -> None:
-    """Writes the manifest beside all ranks' files. `held` are rank 0's parts, of all leaves."""
-    ranks = max((part.ranks for part in held.values()), default=1)
+    """Writes the manifest beside all ranks' files. `cuts` are rank 0's, of all leaves."""
+    ranks = max((part.ranks for part in cuts.values()), default=1)
     content = {
         "format": FORMAT,
         "step": step,
@@ -135,7 +136,7 @@ def write_manifest(
         "structure": structure,
         "leaves": {
             path: {"dtype": str(dtypes[path]), "shape": list(part.shape), "ranks": part.ranks}
-            for path, part in held.items()
+            for path, part in cuts.items()
         },
         "shards": [_digest(about_file(directory, rank).read_bytes()) for rank in range(ranks)],
     }
@@ -207,17 +208,17 @@ def overlap(x: Tensor, part: Part, other: Part) -> Tensor:
     return x[max(part.start, other.start) - part.start : min(part.stop, other.stop) - part.start]
 
 
-def same(directory: Path, plain: Any, tensors: Mapping[str, Tensor], held: Mapping[str, Part]) -> bool:
+def same(directory: Path, plain: Any, tensors: Mapping[str, Tensor], cuts: Mapping[str, Part]) -> bool:
     """Whether these parts of a state are what the checkpoint holds, bit for bit. Raises CheckpointError."""
     manifest = read_manifest(directory)
     leaves = {path: (leaf["dtype"], tuple(leaf["shape"])) for path, leaf in manifest["leaves"].items()}
     if _canonical(manifest["plain"]) != _canonical(plain):
         return False
-    if leaves != {path: (str(x.dtype), held[path].shape) for path, x in tensors.items()}:
+    if leaves != {path: (str(x.dtype), cuts[path].shape) for path, x in tensors.items()}:
         return False
     return all(
-        torch.equal(_bytes(overlap(x, stored, held[path])), _bytes(overlap(tensors[path], held[path], stored)))
-        for path, stored, x in read(directory, manifest, held)
+        torch.equal(_bytes(overlap(x, stored, cuts[path])), _bytes(overlap(tensors[path], cuts[path], stored)))
+        for path, stored, x in read(directory, manifest, cuts)
     )
 
 

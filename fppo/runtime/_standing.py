@@ -69,11 +69,11 @@ def _line(frame: FrameType | None) -> str:
         if name not in _HERE and name.partition(".")[0] not in _OUTSIDE:
             break
         frame = frame.f_back
-    found = frame or innermost
-    if found is None:
+    inner = frame or innermost
+    if inner is None:
         return "an unknown line"
-    path = "/".join(found.f_code.co_filename.split("/")[-2:])
-    return f"{path}:{found.f_lineno} in {found.f_code.co_name}"
+    path = "/".join(inner.f_code.co_filename.split("/")[-2:])
+    return f"{path}:{inner.f_lineno} in {inner.f_code.co_name}"
 
 
 def missing(axis: str, number: int, ranks: Sequence[int], standings: Mapping[int, Standing | None]) -> list[int]:
@@ -87,7 +87,7 @@ def missing(axis: str, number: int, ranks: Sequence[int], standings: Mapping[int
 
 def causes(late: Sequence[int], standings: Mapping[int, Standing | None]) -> list[int]:
     """The ranks that `late` ones wait for in the end, because they wait for nobody themselves."""
-    seen, found = set(), []
+    seen, ranks = set(), []
     ahead = list(late)
     while ahead:
         rank = ahead.pop(0)
@@ -96,11 +96,11 @@ def causes(late: Sequence[int], standings: Mapping[int, Standing | None]) -> lis
         seen.add(rank)
         standing = standings[rank]
         if standing is None or standing.waiting is None:
-            found.append(rank)
+            ranks.append(rank)
         else:
             axis, _, number = standing.waiting
             ahead += missing(axis, number, standing.group, standings)
-    return sorted(found)
+    return sorted(ranks)
 
 
 def described(ranks: Sequence[int], standings: Mapping[int, Standing | None]) -> str:

@@ -152,25 +152,25 @@ class ThreadGroup(dist.ProcessGroup):
         op = _SUM if opts is None else opts.reduceOp
 
         def work(all_tensors: list[list[Tensor]]) -> None:
-            for parts in zip(*all_tensors, strict=True):
-                total = _reduced(parts, op)
-                for part in parts:
+            for tensors in zip(*all_tensors, strict=True):
+                total = _reduced(tensors, op)
+                for part in tensors:
                     part.copy_(total)
 
         return self._join(_of("all_reduce", *tensors), [x.detach() for x in tensors], work)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         def work(all_tensors: list[list[Tensor]]) -> None:
-            for parts in zip(*all_tensors, strict=True):
-                parts[opts.rootRank].copy_(_reduced(parts, opts.reduceOp))
+            for tensors in zip(*all_tensors, strict=True):
+                tensors[opts.rootRank].copy_(_reduced(tensors, opts.reduceOp))
 
         return self._join(_of("reduce", *tensors), [x.detach() for x in tensors], work)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         def work(all_tensors: list[list[Tensor]]) -> None:
-            for parts in zip(*all_tensors, strict=True):
-                for part in parts:
-                    part.copy_(parts[opts.rootRank])
+            for tensors in zip(*all_tensors, strict=True):
+                for part in tensors:
+                    part.copy_(tensors[opts.rootRank])
 
         return self._join(_of("broadcast", *tensors), [x.detach() for x in tensors], work)
 
@@ -195,25 +195,25 @@ class ThreadGroup(dist.ProcessGroup):
 
         def work(payloads: list[tuple[Tensor, list[Tensor]]]) -> None:
             for number, (place, _) in enumerate(payloads):
-                place.copy_(_reduced([parts[number] for _, parts in payloads], op))
+                place.copy_(_reduced([tensors[number] for _, tensors in payloads], op))
 
         return self._join(_of("reduce_scatter", *outputs), (outputs[0].detach(), [x.detach() for x in inputs[0]]), work)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        parts = input.detach().reshape(self._count, *output.shape)
-        return self.reduce_scatter([output], [list(parts.unbind(0))], opts)
+        tensors = input.detach().reshape(self._count, *output.shape)
+        return self.reduce_scatter([output], [list(tensors.unbind(0))], opts)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
     ) -> Any:
-        places, parts = _pieces(output.detach(), received, self._count), _pieces(input.detach(), sent, self._count)
-        return self.alltoall(places, parts, opts)
+        places, tensors = _pieces(output.detach(), received, self._count), _pieces(input.detach(), sent, self._count)
+        return self.alltoall(places, tensors, opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         def work(payloads: list[tuple[list[Tensor], list[Tensor]]]) -> None:
             for number, (places, _) in enumerate(payloads):
-                for place, (_, parts) in zip(places, payloads, strict=True):
-                    place.copy_(parts[number])
+                for place, (_, tensors) in zip(places, payloads, strict=True):
+                    place.copy_(tensors[number])
 
         return self._join("all_to_all", ([x.detach() for x in outputs], [x.detach() for x in inputs]), work)
 

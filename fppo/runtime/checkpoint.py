@@ -123,19 +123,19 @@ def _begin(
     leaves = dict(tree.leaves_with_paths(value))
     tensors = {path: x.detach() for path, x in leaves.items() if isinstance(x, Tensor)}
     plain = {path: _plain(x) for path, x in leaves.items() if not isinstance(x, Tensor)}
-    held = files.parts(tensors, mesh, shapes)
-    shards = max((part.ranks for part in held.values()), default=1)
+    cuts = files.cuts_of(tensors, mesh, shapes)
+    shards = max((part.ranks for part in cuts.values()), default=1)
     others = [mesh[name].rank for name in AXES if name != "shard"]
     shard = mesh["shard"].rank if not any(others) and mesh["shard"].rank < shards else None
     device = next((x.device for x in tensors.values() if x.is_cuda), torch.device("cpu"))
     result: Future[Path] = Future()
     attempt = attempts.agree(Path(directory), step, mesh, device, timeout)
     if attempt.token is None:
-        _compare(result, attempt, plain, tensors if shard is not None else None, held, mesh, device)
+        _compare(result, attempt, plain, tensors if shard is not None else None, cuts, mesh, device)
         return Pending(result)
-    mine = {path: x for path, x in tensors.items() if shard is not None and (shard == 0 or held[path].ranks > 1)}
+    mine = {path: x for path, x in tensors.items() if shard is not None and (shard == 0 or cuts[path].ranks > 1)}
     structure = None if free is None else pytree.treespec_dumps(pytree.tree_structure(getattr(value, free)))
-    job = _Job(attempt, shard, shards, _on_host(mine, copy), held, plain, structure, keep)
+    job = _Job(attempt, shard, shards, _on_host(mine, copy), cuts, plain, structure, keep)
     # a daemon: a process that fails elsewhere ends at once, and leaves a draft
     threading.Thread(target=job.run, args=(result,), name=f"checkpoint of step {step}", daemon=True).start()
     return Pending(result)
@@ -153,19 +153,19 @@ def _plain(leaf: Any) -> Any:
 
 def _on_host(tensors: Mapping[str, Tensor], copy: bool) -> dict[str, Tensor]:
     """The tensors on the host, contiguous, each with memory of its own: of others' too with `copy`."""
-    found: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
     taken: set[int] = set()
     for path, x in tensors.items():
         if x.is_cuda:
             place = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-            found[path] = place.copy_(x, non_blocking=True)
+            own[path] = place.copy_(x, non_blocking=True)
         else:
             pointer = x.untyped_storage().data_ptr()
-            found[path] = x.to("cpu", copy=copy or pointer in taken, memory_format=torch.contiguous_format).contiguous()
+            own[path] = x.to("cpu", copy=copy or pointer in taken, memory_format=torch.contiguous_format).contiguous()
             taken.add(pointer)
     for device in {x.device for x in tensors.values() if x.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
-    return found
+    return own
 
 
 def _compare(
@@ -173,14 +173,14 @@ def _compare(
     attempt: Attempt,
     plain: Any,
     tensors: Mapping[str, Tensor] | None,
-    held: Mapping[str, Part],
+    cuts: Mapping[str, Part],
     mesh: Mesh,
     device: torch.device,
 ) -> None:
     """Accepts the checkpoint that is there already if it holds this very state, on all ranks."""
     problem = None
     try:
-        if tensors is not None and not files.same(attempt.final, plain, tensors, held):
+        if tensors is not None and not files.same(attempt.final, plain, tensors, cuts):
             problem = "there is one of another state"
     except CheckpointError as error:
         problem = f"there is one, and it is not whole: {error}"
@@ -199,7 +199,7 @@ class _Job:
     shard: int | None  # this rank's number among those that write
     shards: int
     tensors: Mapping[str, Tensor]
-    held: Mapping[str, Part]
+    cuts: Mapping[str, Part]
     plain: Any
     structure: str | None
     keep: int | None
@@ -231,7 +231,7 @@ class _Job:
             attempts.clear_leftovers(self.attempt)
         else:
             self.attempt.await_draft()
-        files.write_shard(self.attempt.draft, shard, self.tensors, self.held)
+        files.write_shard(self.attempt.draft, shard, self.tensors, self.cuts)
 
     def _commit(self) -> None:
         attempt = self.attempt
@@ -244,7 +244,7 @@ class _Job:
             plain=self.plain,
             structure=self.structure,
             dtypes=dtypes,
-            held=self.held,
+            cuts=self.cuts,
         )
         attempts.commit(attempt)
         for old_step in steps(attempt.directory)[: -self.keep if self.keep else 0]:
@@ -275,20 +275,20 @@ def load(
             template = tree.replace(template, **{free: _standins(free, manifest, device)})
         expected = dict(tree.leaves_with_paths(template))
         tensors = {name: leaf for name, leaf in expected.items() if isinstance(leaf, Tensor)}
-        wanted = files.parts(tensors, mesh, shapes)
+        wanted = files.cuts_of(tensors, mesh, shapes)
         if problems := _mismatches(expected, wanted, manifest):
             shown = "; ".join(problems[:5])
             raise CheckpointError(
                 f"{path} is of another model or other settings: {len(problems)} leaves differ: {shown}"
             )
         # memory of their own: a file's layout aligns tensors otherwise, and kernels then round otherwise
-        found: dict[str, Any] = {
+        loaded: dict[str, Any] = {
             name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name, x in tensors.items()
         }
         for name, stored, x in files.read(path, manifest, wanted):
-            files.overlap(found[name], wanted[name], stored).copy_(files.overlap(x, stored, wanted[name]))
-    plain = {name: _restored(manifest["plain"][name], leaf) for name, leaf in expected.items() if name not in found}
-    return pytree.tree_unflatten([(found | plain)[name] for name in expected], pytree.tree_structure(template))
+            files.overlap(loaded[name], wanted[name], stored).copy_(files.overlap(x, stored, wanted[name]))
+    plain = {name: _restored(manifest["plain"][name], leaf) for name, leaf in expected.items() if name not in loaded}
+    return pytree.tree_unflatten([(loaded | plain)[name] for name in expected], pytree.tree_structure(template))
 
 
 def _standins(field: str, manifest: Mapping[str, Any], device: torch.device | None) -> Any:
@@ -347,5 +347,5 @@ def newest(
     shapes: Mapping[str, torch.Size] = {},
 ) -> tuple[T, int] | None:
     """The newest complete checkpoint and its step; None if there is none."""
-    found = steps(directory)
-    return (load(template, directory, found[-1], mesh=mesh, shapes=shapes), found[-1]) if found else None
+    saved = steps(directory)
+    return (load(template, directory, saved[-1], mesh=mesh, shapes=shapes), saved[-1]) if saved else None

@@ -115,7 +115,7 @@ class Monitor:
     def _run(self) -> None:
         limits, next_one = self._limits, (self._rank + 1) % self._world
         clock = Clock(4 * limits.period)
-        heard, awaited = Unchanged(), Unchanged()
+        neighbour, awaited = Unchanged(), Unchanged()
         beat = 0
         while not self._ended.wait(limits.period):
             beat += 1
@@ -129,7 +129,7 @@ class Monitor:
                     others = [rank for rank in self._watch.ranks[waiting.axis] if rank != self._rank]
                     known = self._standings()
                     self._fail(too_long(waiting, self._watch.step, limits.timeout, others, known))
-                if heard.seconds(self._standing(next_one), now) > limits.silence:
+                if neighbour.seconds(self._standing(next_one), now) > limits.silence:
                     self._fail(f"rank {next_one} has not been heard of for {limits.silence:g} s")
             except DistError as error:
                 if not self._ended.wait(_GRACE):

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo_kernels.collectives import Axis
@@ -79,13 +77,13 @@ def begin_gather(
         waiting.append((places, sizes, part, whole, work))
 
     def finish() -> tuple[Tensor, ...]:
-        found: dict[int, Tensor] = {}
+        tensors: dict[int, Tensor] = {}
         while waiting:
             places, sizes, _, whole, work = waiting.pop(0)
             work.wait()
             for i, x in zip(places, whole.view(axis.size, -1).split(sizes, 1), strict=True):
-                found[i] = x.contiguous().view(-1, *shapes[i][1:])[: shapes[i][0]]
-        return tuple(found[i] for i in range(len(shards)))
+                tensors[i] = x.contiguous().view(-1, *shapes[i][1:])[: shapes[i][0]]
+        return tuple(tensors[i] for i in range(len(shards)))
 
     return finish
 
@@ -149,7 +147,7 @@ def begin_reduce_scatter(
     """Starts a `reduce_scatter`: the shards, and the function that waits for their numbers."""
     axis, sharding = mesh["shard"], sharding or mesh.sharding or Sharding()
     kinds = [reduce_dtype(dtype, sharding) for dtype in dtypes]
-    found: dict[int, Tensor] = {}
+    shards: dict[int, Tensor] = {}
     casts: list[tuple[Tensor, Tensor]] = []
     waiting = []
     for kind in dict.fromkeys(kinds):
@@ -164,9 +162,9 @@ def begin_reduce_scatter(
             start, stop = bounds(len(grads[i]), axis)
             rest = grads[i].shape[1:]
             summed = x[: (stop - start) * rest.numel()].view(stop - start, *rest)
-            found[i] = summed if kind == dtypes[i] else torch.empty_like(summed, dtype=dtypes[i])
-            if found[i] is not summed:
-                casts.append((found[i], summed))
+            shards[i] = summed if kind == dtypes[i] else torch.empty_like(summed, dtype=dtypes[i])
+            if shards[i] is not summed:
+                casts.append((shards[i], summed))
 
     def finish() -> None:
         while waiting:
@@ -175,30 +173,12 @@ def begin_reduce_scatter(
             target.copy_(summed)
         casts.clear()
 
-    return [found[i] for i in range(len(grads))], finish
+    return [shards[i] for i in range(len(grads))], finish
 
 
 def reduce_dtype(dtype: torch.dtype, sharding: Sharding) -> torch.dtype:
     """The dtype in which gradients of parameters of `dtype` are added up."""
     return dtype if dtype == torch.float64 else sharding.reduce_dtype
-
-
-def as_dtensors(shards: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], mesh: Mesh) -> dict[str, DTensor]:
-    """The shards as torch's DTensors over the shard axis, sharing their memory, for its tools: checkpoints, resharding.
-
-    They hold the metadata alone: no process group is needed, and none of their own collectives work.
-    """
-    axis = mesh["shard"]
-    device = next(iter(shards.values())).device.type
-    names = ("shard",)
-    ranks = torch.arange(axis.size)
-    grid = DeviceMesh(device, ranks, mesh_dim_names=names, _init_backend=False, _rank=axis.rank)
-    return {
-        name: DTensor.from_local(
-            x, grid, [Shard(0)], run_check=False, shape=shapes[name], stride=_strides(shapes[name])
-        )
-        for name, x in shards.items()
-    }
 
 
 class _Gathered(torch.autograd.Function):
@@ -211,9 +191,9 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
         begin = reduce_scatter if ctx.sums is None else ctx.sums.begin
-        parts = begin([grads[i] for i in wanted], [ctx.dtypes[i] for i in wanted], ctx.mesh)
-        found = dict(zip(wanted, parts, strict=True))
-        return (None, None, None, *(found.get(i) for i in range(len(grads))))
+        shards = begin([grads[i] for i in wanted], [ctx.dtypes[i] for i in wanted], ctx.mesh)
+        by_place = dict(zip(wanted, shards, strict=True))
+        return (None, None, None, *(by_place.get(i) for i in range(len(grads))))
 
 
 class _Landing(torch.autograd.Function):
@@ -233,10 +213,10 @@ def _width(shape: torch.Size, axis: Axis) -> int:
     return -(-shape[0] // axis.size) * shape[1:].numel()
 
 
-def _packed(parts: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The parts one after the other, each filled up with zeros to its size."""
-    flat = parts[0].new_empty(sum(sizes), dtype=dtype)
-    for slot, x in zip(flat.split(list(sizes)), parts, strict=True):
+def _packed(tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The tensors one after the other, each filled up with zeros to its size."""
+    flat = tensors[0].new_empty(sum(sizes), dtype=dtype)
+    for slot, x in zip(flat.split(list(sizes)), tensors, strict=True):
         slot[: x.numel()].copy_(x.reshape(-1))
         slot[x.numel() :].zero_()
     return flat
@@ -253,7 +233,3 @@ def _fill_rows(slot: Tensor, grad: Tensor) -> None:
         slot[full, : len(rest)].copy_(rest)
         slot[full, len(rest) :].zero_()
         slot[full + 1 :].zero_()
-
-
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    return tuple(shape[i + 1 :].numel() for i in range(len(shape)))

@@ -85,13 +85,13 @@ def joined(
 
 def _groups_again(device_mesh: DeviceMesh, mesh: Mesh) -> dict[str, Axis]:
     """The mesh's axes with new groups of the same ranks."""
-    found: dict[str, Axis] = {}
+    axes: dict[str, Axis] = {}
     for dim, name in enumerate(device_mesh.mesh_dim_names or ()):
         lines = device_mesh.mesh.movedim(dim, -1).reshape(-1, device_mesh.size(dim)).tolist()
         groups = [(line, dist.new_group(line)) for line in lines]  # every rank makes all of them
         mine = next(group for line, group in groups if dist.get_rank() in line)
-        found[name] = attrs.evolve(mesh[name], group=mine)
-    return found
+        axes[name] = attrs.evolve(mesh[name], group=mine)
+    return axes
 
 
 def start(arguments: Sequence[str], ranks: int, *, max_restarts: int = 0) -> int:

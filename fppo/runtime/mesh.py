@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from fppo.metrics import Max, Mean, Metrics, Min, Sum
+from fppo.metrics import Max, Mean, Metrics, Min, Sum, Term
 from fppo_kernels import collectives
 from fppo_kernels.collectives import Axis
 
@@ -45,7 +45,7 @@ class Sharding:
 class Mesh:
     """Axis names to axes. An axis that is not named is one rank wide.
 
-    Without `sharding` every rank of the shard axis holds whole parameters, and the axis only parts the data.
+    Without `sharding` every rank of the shard axis holds whole parameters, and the axis only divides the data.
     """
 
     axes: Mapping[str, Axis] = attrs.field(factory=dict)
@@ -114,15 +114,15 @@ def _sum(values: T, mesh: Mesh, names: Iterable[str]) -> T:
     if not axes:
         return values
     leaves, spec = pytree.tree_flatten(values)
-    found = dict(enumerate(leaves))
+    reduced = dict(enumerate(leaves))
     buckets = [(places, torch.cat([leaves[i].detach().flatten() for i in places])) for places in _buckets(leaves)]
     for axis in axes:
         for work in [dist.all_reduce(flat, group=axis.group, async_op=True) for _, flat in buckets]:
             work.wait()  # type: ignore[union-attr]
     for places, flat in buckets:
         for i, x in zip(places, flat.split([leaves[i].numel() for i in places]), strict=True):
-            found[i] = x.view(leaves[i].shape)
-    return pytree.tree_unflatten(list(found.values()), spec)
+            reduced[i] = x.view(leaves[i].shape)
+    return pytree.tree_unflatten(list(reduced.values()), spec)
 
 
 def _buckets(leaves: Sequence[Any]) -> list[list[int]]:
@@ -179,20 +179,20 @@ def gather_objects(value: Any, mesh: Mesh, axes: Sequence[str], device: torch.de
     lengths = gather_over(torch.tensor(len(text), device=device), mesh, axes).tolist()
     padded = text.new_zeros(max(lengths))
     padded[: len(text)] = text
-    found = gather_over(padded, mesh, axes).cpu()
-    return [json.loads(bytes(x[:length].tolist())) for x, length in zip(found, lengths, strict=True)]
+    texts = gather_over(padded, mesh, axes).cpu()
+    return [json.loads(bytes(x[:length].tolist())) for x, length in zip(texts, lengths, strict=True)]
 
 
 def data_metrics(metrics: Metrics, mesh: Mesh) -> Metrics:
     """Metrics over all data ranks; every rank must hold the same names."""
     if ranks_on(mesh, DATA_AXES) == 1:
         return metrics
-    means = data_sum({name: tuple(metric) for name, metric in metrics.items() if isinstance(metric, Mean)}, mesh)
+    sums = data_sum({name: tuple(metric) for name, metric in metrics.items() if isinstance(metric, Mean | Term)}, mesh)
     reduced: Metrics = {}
     for name, metric in metrics.items():
         match metric:
-            case Mean():
-                reduced[name] = Mean(*means[name])
+            case Mean() | Term():
+                reduced[name] = type(metric)(*sums[name])
             case Sum(value) | Max(value) | Min(value):
                 op = _OPS[type(metric)]
                 for axis in DATA_AXES:

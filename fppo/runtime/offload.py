@@ -63,25 +63,25 @@ class Lane:
             self._let_go()
 
     def _copy(self, direction: int, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Finish:
-        found = tuple(targets)
+        copies = tuple(targets)
         if self._streams is None:
-            for target, source in zip(found, sources, strict=True):
+            for target, source in zip(copies, sources, strict=True):
                 target.copy_(source)
-            return lambda: found
+            return lambda: copies
         stream = self._streams[direction]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            for target, source in zip(found, sources, strict=True):
+            for target, source in zip(copies, sources, strict=True):
                 target.copy_(source, non_blocking=True)
         done, number = stream.record_event(), next(self._numbers)
         # nobody may get this memory before the copy is done, even if nobody waits for the copy
         self._let_go()
-        self._under_way[number] = (done, (*sources, *found))
+        self._under_way[number] = (done, (*sources, *copies))
 
         def finish() -> tuple[Tensor, ...]:
             torch.cuda.current_stream(self.device).wait_event(done)
             self._under_way.pop(number, None)
-            return found
+            return copies
 
         return finish
 
@@ -99,10 +99,10 @@ class OnHost(NamedTuple):
 
 def to_host(values: T, *, pinned: bool = True) -> T:
     """A copy of a tree on the host; in pinned memory, as the lanes of a GPU want it, where there is one."""
-    found = tree.map(lambda x: _host_like(x, pinned).copy_(x.detach(), non_blocking=True), values)
+    copies = tree.map(lambda x: _host_like(x, pinned).copy_(x.detach(), non_blocking=True), values)
     for device in {x.device for x in pytree.tree_leaves(values) if isinstance(x, Tensor) and x.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
-    return found
+    return copies
 
 
 def to_device(values: T, lane: Lane) -> T:
@@ -111,13 +111,9 @@ def to_device(values: T, lane: Lane) -> T:
     return tree.map(lambda x: next(arrived), values)
 
 
-def fetched(fn: Callable[..., T], lane: Lane) -> Callable[..., T]:
-    """`fn(params, ...)` for parameters on the host: they are on the device, whole, for the call."""
-
-    def run(params: Mapping[str, Tensor], *args: Any, **keywords: Any) -> T:
-        return fn(to_device(params, lane), *args, **keywords)
-
-    return run
+def copied(values: T) -> T:
+    """A copy of a tree where it is, pinned where it is pinned."""
+    return tree.map(lambda x: torch.empty_like(x, pin_memory=x.is_pinned()).copy_(x), values)
 
 
 def by_layer(fn: Callable[..., T], lane: Lane) -> Callable[..., T]:
@@ -137,7 +133,7 @@ def offloaded(update: Update, lane: Lane) -> Update:
     """
 
     def run(state: Any, *args: Any, donate: bool = False, **keywords: Any) -> tuple[Any, Any]:
-        state = tree.donate(state) if donate else tree.map(_clone, state)
+        state = tree.donate(state) if donate else copied(state)
         home = state.params
         after, report = update(tree.replace(state, params=to_device(home, lane)), *args, donate=True, **keywords)
         lane.store([after.params[name] for name in home], list(home.values()))
@@ -226,11 +222,6 @@ def _host_like(x: Tensor, pinned: bool = True) -> Tensor:
     return torch.empty_like(x, device="cpu", requires_grad=False, pin_memory=pinned and torch.cuda.is_available())
 
 
-def _clone(x: Tensor) -> Tensor:
-    """A copy that is pinned if `x` is."""
-    return torch.empty_like(x, pin_memory=x.is_pinned()).copy_(x)
-
-
 def activations_on_host(
     fn: Callable[..., T], lane: Lane, *, minimum_bytes: int = 1 << 20, window_bytes: int = 1 << 28
 ) -> Callable[..., T]:
@@ -243,8 +234,8 @@ def activations_on_host(
     """
 
     def run(*args: Any, **keywords: Any) -> T:
-        given = [x for x in pytree.tree_leaves((args, keywords)) if isinstance(x, Tensor)]
-        shelf = _Shelf(lane, minimum_bytes, window_bytes, given)
+        inputs = [x for x in pytree.tree_leaves((args, keywords)) if isinstance(x, Tensor)]
+        shelf = _Shelf(lane, minimum_bytes, window_bytes, inputs)
         with saved_tensors_hooks(shelf.pack, shelf.unpack):
             try:
                 return fn(*args, **keywords)
@@ -285,9 +276,9 @@ class _Saved(NamedTuple):
 class _Shelf:
     """Where saved tensors are put, and fetched from in the opposite order. Whole storages are: views stay views."""
 
-    def __init__(self, lane: Lane, minimum: int, window: int, given: Sequence[Tensor]) -> None:
+    def __init__(self, lane: Lane, minimum: int, window: int, inputs: Sequence[Tensor]) -> None:
         self._lane, self._minimum, self._window = lane, minimum, window
-        self._given = weakref.WeakSet(x.untyped_storage() for x in given)
+        self._inputs = weakref.WeakSet(x.untyped_storage() for x in inputs)
         self._known: weakref.WeakKeyDictionary[Any, weakref.ref[_Kept]] = weakref.WeakKeyDictionary()
         self._order: list[weakref.ref[_Kept]] = []  # by place
         self._near: set[_Kept] = set()
@@ -343,7 +334,7 @@ class _Shelf:
         plain = x.device == self._lane.device and x.layout == torch.strided
         if not plain or x.untyped_storage().nbytes() < self._minimum:
             return False
-        return not _is_parameter(x) and x.untyped_storage() not in self._given
+        return not _is_parameter(x) and x.untyped_storage() not in self._inputs
 
     def _put(self, x: Tensor) -> _Kept:
         here = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())

@@ -79,10 +79,10 @@ def _meshes(axes: Mapping[str, int]) -> list[tuple[World, Mesh]]:
     shape = list(axes.values())
     ranks = torch.arange(math.prod(shape)).reshape(shape)
     world = World(ranks.numel())
-    found: list[dict[str, Axis]] = [{} for _ in range(ranks.numel())]
+    axes_of: list[dict[str, Axis]] = [{} for _ in range(ranks.numel())]
     for place, (name, size) in enumerate(axes.items()):
         for line in ranks.movedim(place, -1).reshape(-1, size).tolist():
             meeting = Meeting(world, name, line)
             for number, rank in enumerate(line):
-                found[rank][name] = Axis(size, number, ThreadGroup(meeting, number) if size > 1 else None)
-    return [(world, Mesh(axes=axes)) for axes in found]
+                axes_of[rank][name] = Axis(size, number, ThreadGroup(meeting, number) if size > 1 else None)
+    return [(world, Mesh(axes=axes)) for axes in axes_of]

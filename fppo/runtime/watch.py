@@ -85,7 +85,7 @@ class Watch:
             self._drain()
             queued = [self._stalls[0].waiting] if self._stalls else []
         now = self.waiting
-        return min([*queued, *([now] if now is not None else [])], key=lambda found: found.since, default=None)
+        return min([*queued, *([now] if now is not None else [])], key=lambda waiting: waiting.since, default=None)
 
     def count(self, axis: str, size: int) -> int:
         """A collective begins that sends `size` bytes; its number over the axis, from 1."""
@@ -179,11 +179,11 @@ class WatchedGroup(dist.ProcessGroup):
         if sent is None:
             sent = wire_bytes(op, sum(x.numel() * x.element_size() for x in whole), self._size)
         number = self._watch.count(self._axis, sent)
-        given = args if args[-1] is not None else args[:-1]  # the options have defaults of their own
+        arguments = args if args[-1] is not None else args[:-1]  # the options have defaults of their own
         about = self._axis, op, number
         device = whole[0].device if whole else None
         ahead = getattr(args[-1], "asyncOp", False)  # even so, a group among threads waits in the call
-        work = self._watch.wait(about, None if ahead else device, lambda: call(*given))
+        work = self._watch.wait(about, None if ahead else device, lambda: call(*arguments))
         return None if work is None else _Work(work, self._watch, about, device)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:

@@ -47,6 +47,12 @@ ADVANTAGES = (
     *("gae", "grpo", "rloo", "opo", "gpg", "remax", "grpo_passk", "reinforce_plus_plus"),
     *("reinforce_plus_plus_baseline", "optimal_token_baseline", "gdpo"),
 )
+# for each optimizer: the settings that it reads beside its rate
+OPTIMIZER_READS: dict[str, tuple[str, ...]] = {
+    "adamw": ("beta1", "beta2", "eps", "weight_decay", "max_grad_norm"),
+    "sgd": ("momentum", "weight_decay", "max_grad_norm"),
+    "muon": ("momentum", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm"),
+}
 GROUP_ADVANTAGES = (
     *("grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline", "optimal_token_baseline", "gdpo"),
 )
@@ -345,6 +351,7 @@ def _updates(s: TrainSettings, name: str, section: ActorSettings | CriticSetting
     else:
         reader = f'{name}.weight_mode = "seq-mean-token-sum-norm"'
         yield from _unread(f"{name}.horizon", section.horizon, None, reader)
+    yield from _optimizer(name, section)
     yield from _warmup(s, name, section, updates=-(-size // max(mini, 1)) * max(section.epochs, 1))
 
 
@@ -362,6 +369,23 @@ def _warmup(s: TrainSettings, name: str, section: ActorSettings | CriticSettings
     if section.optimizer.schedule == "constant":
         reader = "the linear, cosine and wsd schedules"
         yield from _unread(f"{name}.optimizer.min_lr_ratio", section.optimizer.min_lr_ratio, 0.0, reader)
+
+
+def _optimizer(name: str, section: ActorSettings | CriticSettings) -> Problems:
+    optimizer, default = section.optimizer, type(section)().optimizer
+    path = f"{name}.optimizer"
+    if optimizer.name not in OPTIMIZER_READS and not FUNCTION.fullmatch(optimizer.name):
+        text = f"there is no such optimizer; there are {list(OPTIMIZER_READS)} and module:function"
+        yield _problem(f"{path}.name", optimizer.name, text)
+        return
+    read = OPTIMIZER_READS.get(optimizer.name, ())
+    for field in dict.fromkeys(name for names in OPTIMIZER_READS.values() for name in names):
+        if field not in read:
+            readers = [name for name, names in OPTIMIZER_READS.items() if field in names]
+            value = getattr(optimizer, field)
+            yield from _unread(
+                f"{path}.{field}", value, getattr(default, field), f"{path}.name = {' or '.join(readers)}"
+            )
 
 
 def _eval(s: TrainSettings) -> Problems:

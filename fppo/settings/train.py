@@ -169,16 +169,20 @@ class LossSettings:
 
 @attrs.frozen(kw_only=True)
 class OptimizerSettings:
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
 
+    name: str = setting("adamw", nonempty("give the name of an optimizer, as adamw"))
+    """adamw, sgd or muon; or module:function, called with the schedule (update's number -> rate) for an Optimizer."""
     lr: float = setting(1e-6, above(0))
     """The peak learning rate."""
     beta1: float = setting(0.9, at_least(0), below(1))
-    """The decay of the first moment."""
+    """The decay of the first moment (adamw, muon's vectors and embeddings)."""
     beta2: float = setting(0.999, at_least(0), below(1))
-    """The decay of the second moment."""
+    """The decay of the second moment (adamw, muon's vectors and embeddings)."""
     eps: float = setting(1e-8, above(0))
-    """What is added to the root of the second moment."""
+    """What is added to the root of the second moment (adamw, muon's vectors and embeddings)."""
+    momentum: float | None = setting(None, at_least(0), below(1))
+    """The decay of the momentum; None: 0 for sgd, 0.95 for muon's matrices."""
     weight_decay: float = setting(0.01, at_least(0))
     """The decoupled weight decay."""
     max_grad_norm: float = setting(1.0, at_least(0))
@@ -220,7 +224,7 @@ class ActorSettings:
     token_budget: int | None = setting(None, at_least(0))
     """Tokens per forward and backward pass; None: 16384, unless micro_batch_size is given."""
     optimizer: OptimizerSettings = setting(OptimizerSettings)
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
 
 
 @attrs.frozen(kw_only=True)
@@ -244,7 +248,7 @@ class CriticSettings:
     token_budget: int | None = setting(None, at_least(0))
     """Tokens per forward and backward pass; None: 16384, unless micro_batch_size is given."""
     optimizer: OptimizerSettings = attrs.field(factory=_critic_optimizer)
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
 
 
 @attrs.frozen(kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from typing import NamedTuple, Protocol
 
+import attrs
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from fppo import batch as batches
 from fppo import models
 from fppo.models.model import Model
-from fppo.runtime.mesh import Mesh
+from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import OnHost
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.ranks import blank, rounds
@@ -37,6 +38,19 @@ class Rows(Protocol):
     def response_mask(self) -> Tensor: ...  # [B, T] bool
 
 
+@attrs.frozen
+class Forward:
+    """What runs a model: its code, the kernels it runs with and the mesh it runs on.
+
+    `remove_padding` packs the rows of a pass; without it the padded rows run as they are.
+    """
+
+    model: Model
+    kernels: Kernels = attrs.field(factory=Kernels.named)
+    mesh: Mesh = LOCAL
+    remove_padding: bool = True
+
+
 class TokenOutputs(NamedTuple):
     """Per-token outputs [B, T], float32 (float64 from float64 parameters), zero outside the response mask."""
 
@@ -48,42 +62,39 @@ class TokenOutputs(NamedTuple):
 
 def forward_micro_batch(
     params: Params | Whole | OnHost,
-    micro_batch: Rows,
+    rows: Rows,
     *,
-    model: Model,
-    kernels: Kernels,
-    mesh: Mesh,
-    temperature: float = 1.0,
+    forward: Forward,
     outputs: Sequence[str] = ("log_probs",),
-    remove_padding: bool = True,
+    temperature: float = 1.0,
 ) -> TokenOutputs:
     """The outputs at every position t of the response, computed from the hidden state of the token before it.
 
     "log_probs" of the response tokens under logits / `temperature`, "entropy" and "sum_squared_probs" of that
     distribution need a model with a vocabulary head; "values" need one with a value head. Only positions in the
-    response mask reach a head. `remove_padding` packs the rows; without it the padded rows run as they are.
+    response mask reach a head.
 
     On a mesh with a sequence axis all its ranks hold the same rows; each runs its slice of the packed row, and all get
     all outputs. If all compute the same loss from them, each rank's gradient is its share: the sum over the axis is
     the gradient.
     """
-    _check_outputs(model, outputs)
-    mask = micro_batch.response_mask
-    at_hand = opened(params, model, mesh)
-    hidden, before = _hidden_before_responses(at_hand, micro_batch, model, kernels, mesh, remove_padding)
-    own = _own(before, len(hidden), mesh["sequence"])
+    _check_outputs(forward.model, outputs)
+    mask, axis = rows.response_mask, forward.mesh["sequence"]
+    ready = opened(params, forward.model, forward.mesh)
+    hidden, before = _hidden_before_responses(ready, rows, forward)
+    own = _own(before, len(hidden), axis)
     index = mask.flatten().nonzero().flatten()
-    head = models.output_head(model, at_hand.root)
+    head = models.output_head(forward.model, ready.root)
     states = hidden[own.places]
     if "values" in outputs:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         bias = None if head.bias is None else head.bias.to(dtype)
-        found = {"values": F.linear(states.to(dtype), head.weight.to(dtype), bias)[:, 0]}
+        computed = {"values": F.linear(states.to(dtype), head.weight.to(dtype), bias)[:, 0]}
     else:
-        result = kernels.log_probs(
+        result = forward.kernels.log_probs(
             states,
             head.weight,
-            micro_batch.tokens[:, -mask.shape[1] :].flatten()[index][own.numbers],
+            rows.tokens[:, -mask.shape[1] :].flatten()[index][own.numbers],
             bias=head.bias,
             temperature=temperature,
             softcap=head.softcap,
@@ -91,14 +102,15 @@ def forward_micro_batch(
             entropy="entropy" in outputs,
             sum_squared="sum_squared_probs" in outputs,
         )
-        found = {
+        computed = {
             "log_probs": result.log_probs,
             "entropy": result.entropy,
             "sum_squared_probs": result.sum_squared,
         }
-    names = [name for name, x in found.items() if x is not None]
-    columns = _gathered([x for x in found.values() if x is not None], own, before, len(hidden), mesh["sequence"])
-    return TokenOutputs(**{name: kernels.pad(x, index, mask.shape) for name, x in zip(names, columns, strict=True)})
+    names = [name for name, x in computed.items() if x is not None]
+    columns = _gathered([x for x in computed.values() if x is not None], own, before, len(hidden), axis)
+    pad = forward.kernels.pad
+    return TokenOutputs(**{name: pad(x, index, mask.shape) for name, x in zip(names, columns, strict=True)})
 
 
 class _Own(NamedTuple):
@@ -136,53 +148,54 @@ def _check_outputs(model: Model, outputs: Sequence[str]) -> None:
         raise ValueError(f"outputs {list(outputs)} need a {lacks} head; this model has a {has} head")
 
 
-def _hidden_before_responses(
-    params: Opened, rows: Rows, model: Model, kernels: Kernels, mesh: Mesh, remove_padding: bool
-) -> tuple[Tensor, Tensor]:
+def _hidden_before_responses(params: Opened, rows: Rows, forward: Forward) -> tuple[Tensor, Tensor]:
     """Hidden states of this rank's slice [N, H], and for each response token [M] the place in the whole row of the
     token before it."""
     batch, width = rows.tokens.shape
-    length = rows.response_mask.shape[1]
+    length, ranks = rows.response_mask.shape[1], forward.mesh["sequence"].size
     columns = torch.arange(width - length, width, device=rows.tokens.device)
     flat = (torch.arange(batch, device=columns.device)[:, None] * width + columns)[rows.response_mask]
-    if remove_padding:
+    if forward.remove_padding:
         place = rows.attention_mask.flatten().cumsum(0) - 1
-        return _packed_hidden(params, rows, model, kernels, mesh), place[flat] - 1
-    if mesh["sequence"].size > 1:
+        return _packed_hidden(params, rows, forward), place[flat] - 1
+    if ranks > 1:
         raise ValueError(
-            f"remove_padding=False runs padded rows as they are, and a sequence axis of {mesh['sequence'].size} ranks "
+            f"remove_padding=False runs padded rows as they are, and a sequence axis of {ranks} ranks "
             "cuts one packed row: remove padding, or use a mesh without a sequence axis"
         )
     positions = (rows.attention_mask.cumsum(1) - 1).clamp(min=0)
     attend = models.padded_attention(rows.attention_mask)
     hidden = models.hidden_states(
-        model, params.root, rows.tokens, positions, attend=attend, apply_layer=params.apply_layer
+        forward.model, params.root, rows.tokens, positions, attend=attend, apply_layer=params.apply_layer
     )
     return hidden.flatten(0, 1), flat - 1
 
 
-def _packed_hidden(params: Opened, rows: Rows, model: Model, kernels: Kernels, mesh: Mesh) -> Tensor:
+def _packed_hidden(params: Opened, rows: Rows, forward: Forward) -> Tensor:
     """Hidden states of this rank's slice of the packed row, filled up to a multiple of the sequence axis."""
-    axis = mesh["sequence"]
+    kernels, axis = forward.kernels, forward.mesh["sequence"]
     packed = kernels.unpad(rows.tokens, rows.attention_mask, multiple=axis.size)
     attend = models.packed_attention(ulysses(kernels.attention, axis, kernels.all_to_all), packed.lengths)
     tokens, positions = (slice_sequence(x, axis) for x in (packed.tokens, packed.positions))
-    return models.hidden_states(model, params.root, tokens, positions, attend=attend, apply_layer=params.apply_layer)
+    return models.hidden_states(
+        forward.model, params.root, tokens, positions, attend=attend, apply_layer=params.apply_layer
+    )
 
 
-def _passes(batch: Rows, micro_batching: MicroBatching, mesh: Mesh) -> tuple[Tensor, Iterable[Rows]]:
+def _passes(rows: Rows, micro_batching: MicroBatching, mesh: Mesh) -> tuple[Tensor, Iterable[Rows]]:
     """Where each row's result is [B] among those of the micro-batches, and these, with blank ones at the end so that
     all ranks make equally many passes."""
-    parts = partition(row_lengths(batch), micro_batching)
-    (count,) = rounds([len(parts)], mesh, batch.tokens.device)
-    order = batches.inverse([i for part in parts for i in part]).to(batch.tokens.device)
-    return order, chain((batches.rows(batch, part) for part in parts), repeat(blank(batch), count - len(parts)))
+    groups = partition(row_lengths(rows), micro_batching)
+    (count,) = rounds([len(groups)], mesh, rows.tokens.device)
+    order = batches.inverse([i for group in groups for i in group]).to(rows.tokens.device)
+    return order, chain((batches.rows(rows, group) for group in groups), repeat(blank(rows), count - len(groups)))
 
 
-def _held(params: Params | Whole | OnHost, model: Model, mesh: Mesh) -> Params | Whole | OnHost:
+def _for_passes(params: Params | Whole | OnHost, forward: Forward) -> Params | Whole | OnHost:
     """The parameters as several passes use them: whole where the sharding keeps them so between passes."""
+    mesh = forward.mesh
     if mesh.sharded and mesh.sharding is not None and mesh.sharding.stage == 1:
-        return whole(params, model, mesh)
+        return whole(params, forward.model, mesh)
     return params
 
 
@@ -191,36 +204,23 @@ def row_lengths(rows: Rows) -> list[int]:
     return rows.attention_mask.sum(1).tolist()
 
 
+@torch.no_grad()
 def compute_outputs(
     params: Params | Whole | OnHost,
-    batch: Rows,
+    rows: Rows,
     *,
-    model: Model,
-    kernels: Kernels,
-    mesh: Mesh,
+    forward: Forward,
     micro_batching: MicroBatching,
-    temperature: float = 1.0,
     outputs: Sequence[str] = ("log_probs",),
-    remove_padding: bool = True,
+    temperature: float = 1.0,
 ) -> TokenOutputs:
     """`forward_micro_batch` over all rows, of which there may be none, without gradients; rows come back in order."""
-    order, micro_batches = _passes(batch, micro_batching, mesh)
-    results: list[TokenOutputs] = []
-    with torch.no_grad():
-        held = _held(params, model, mesh)
-        for rows in micro_batches:
-            results.append(
-                forward_micro_batch(
-                    held,
-                    rows,
-                    model=model,
-                    kernels=kernels,
-                    mesh=mesh,
-                    temperature=temperature,
-                    outputs=outputs,
-                    remove_padding=remove_padding,
-                )
-            )
+    order, micro_batches = _passes(rows, micro_batching, forward.mesh)
+    ready = _for_passes(params, forward)
+    results = [
+        forward_micro_batch(ready, micro_batch, forward=forward, outputs=outputs, temperature=temperature)
+        for micro_batch in micro_batches
+    ]
     joined = {
         name: torch.cat([x for r in results if (x := getattr(r, name)) is not None])[order]
         for name in TokenOutputs._fields
@@ -231,77 +231,45 @@ def compute_outputs(
 
 def compute_log_probs(
     params: Params | Whole | OnHost,
-    batch: Rows,
+    rows: Rows,
     *,
-    model: Model,
-    kernels: Kernels,
-    mesh: Mesh,
+    forward: Forward,
     micro_batching: MicroBatching,
     temperature: float = 1.0,
-    remove_padding: bool = True,
 ) -> Tensor:
     """Log-probs [B, T] of the response tokens under the policy or the reference; zero outside the response mask."""
-    out = compute_outputs(
-        params,
-        batch,
-        model=model,
-        kernels=kernels,
-        mesh=mesh,
-        micro_batching=micro_batching,
-        temperature=temperature,
-        outputs=("log_probs",),
-        remove_padding=remove_padding,
-    )
+    out = compute_outputs(params, rows, forward=forward, micro_batching=micro_batching, temperature=temperature)
     assert out.log_probs is not None
     return out.log_probs
 
 
 def compute_values(
-    params: Params | Whole | OnHost,
-    batch: Rows,
-    *,
-    model: Model,
-    kernels: Kernels,
-    mesh: Mesh,
-    micro_batching: MicroBatching,
-    remove_padding: bool = True,
+    params: Params | Whole | OnHost, rows: Rows, *, forward: Forward, micro_batching: MicroBatching
 ) -> Tensor:
     """The critic's values [B, T] before each response token; zero outside the response mask."""
-    out = compute_outputs(
-        params,
-        batch,
-        model=model,
-        kernels=kernels,
-        mesh=mesh,
-        micro_batching=micro_batching,
-        outputs=("values",),
-        remove_padding=remove_padding,
-    )
+    out = compute_outputs(params, rows, forward=forward, micro_batching=micro_batching, outputs=("values",))
     assert out.values is not None
     return out.values
 
 
+@torch.no_grad()
 def compute_reward_scores(
-    params: Params | Whole | OnHost,
-    batch: Rows,
-    *,
-    model: Model,
-    kernels: Kernels,
-    mesh: Mesh,
-    micro_batching: MicroBatching,
+    params: Params | Whole | OnHost, rows: Rows, *, forward: Forward, micro_batching: MicroBatching
 ) -> Tensor:
-    """A reward model's score [B] of each row: its head at the row's last real token. The model has a value head."""
-    _check_outputs(model, ("values",))
-    order, micro_batches = _passes(batch, micro_batching, mesh)
+    """A reward model's score [B] of each row: its head at the row's last real token. The model has a value head.
+
+    The rows are always packed.
+    """
+    _check_outputs(forward.model, ("values",))
+    order, micro_batches = _passes(rows, micro_batching, forward.mesh)
+    ready = _for_passes(params, forward)
     scores: list[Tensor] = []
-    with torch.no_grad():
-        held = _held(params, model, mesh)
-        for rows in micro_batches:
-            at_hand = opened(held, model, mesh)
-            head = models.output_head(model, at_hand.root)
-            hidden = _packed_hidden(at_hand, rows, model, kernels, mesh)
-            last = rows.attention_mask.sum(1).cumsum(0) - 1
-            own = _own(last, len(hidden), mesh["sequence"])
-            found = F.linear(hidden[own.places].to(head.weight.dtype), head.weight, head.bias)[:, 0].float()
-            scores += _gathered([found], own, last, len(hidden), mesh["sequence"])
+    for micro_batch in micro_batches:
+        passing = opened(ready, forward.model, forward.mesh)
+        head = models.output_head(forward.model, passing.root)
+        hidden = _packed_hidden(passing, micro_batch, forward)
+        last = micro_batch.attention_mask.sum(1).cumsum(0) - 1
+        own = _own(last, len(hidden), forward.mesh["sequence"])
+        numbers = F.linear(hidden[own.places].to(head.weight.dtype), head.weight, head.bias)[:, 0].float()
+        scores += _gathered([numbers], own, last, len(hidden), forward.mesh["sequence"])
     return torch.cat(scores)[order]

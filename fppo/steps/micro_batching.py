@@ -71,29 +71,29 @@ def _best_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """`parts` non-empty groups of nearly equal token counts.
+def balance(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """`count` non-empty groups of nearly equal token counts.
 
     The longest sequence first, each to the lightest group (LPT: at most 4/3 of the best possible, Graham, 1969); then
     the heaviest and the lightest group trade the two sequences that bring them closest, while that helps. Raises
-    ValueError for fewer rows than parts.
+    ValueError for fewer rows than groups.
     """
-    if not 1 <= parts <= len(lengths):
-        raise ValueError(f"cannot share {len(lengths)} sequences among {parts} parts")
+    if not 1 <= count <= len(lengths):
+        raise ValueError(f"cannot share {len(lengths)} sequences among {count} groups")
     values = np.asarray(lengths)
     order = np.argsort(-values, kind="stable").tolist()
     sizes = values.tolist()
-    groups: list[list[int]] = [[i] for i in order[:parts]]
-    heap = [(sizes[i], k) for k, i in enumerate(order[:parts])]
+    groups: list[list[int]] = [[i] for i in order[:count]]
+    heap = [(sizes[i], k) for k, i in enumerate(order[:count])]
     heapq.heapify(heap)
-    for i in order[parts:]:
+    for i in order[count:]:
         load, k = heap[0]
         groups[k].append(i)
         heapq.heapreplace(heap, (load + sizes[i], k))
-    loads = np.zeros(parts, dtype=values.dtype)
+    loads = np.zeros(count, dtype=values.dtype)
     for load, k in heap:
         loads[k] = load
-    for _ in range(parts):
+    for _ in range(count):
         if not _trade(groups, loads, values):
             break
     return [sorted(group) for group in groups]

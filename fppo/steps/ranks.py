@@ -15,7 +15,7 @@ from fppo.batch import Column
 from fppo.key import Key
 from fppo.models import flops
 from fppo.models.model import Model
-from fppo.runtime.mesh import DATA_AXES, GRADIENT_AXES, Mesh, all_reduce, gather_over, place_on, ranks_on
+from fppo.runtime.mesh import DATA_AXES, GRADIENT_AXES, Mesh, all_reduce, gather_over, ranks_on
 from fppo.steps.micro_batching import balance
 
 R = TypeVar("R")
@@ -30,8 +30,8 @@ def shares(model: Model, lengths: Sequence[int], mesh: Mesh) -> list[list[int]]:
     if ranks == 1:
         return [list(range(len(lengths)))]
     cost = {length: round(flops.forward_flops(model, [length]) / 1e3) for length in set(lengths)}
-    parts = balance([cost[length] for length in lengths], min(ranks, len(lengths))) if len(lengths) else []
-    return parts + [[] for _ in range(ranks - len(parts))]
+    groups = balance([cost[length] for length in lengths], min(ranks, len(lengths))) if len(lengths) else []
+    return groups + [[] for _ in range(ranks - len(groups))]
 
 
 def deal(count: int, mesh: Mesh) -> list[list[int]]:
@@ -40,58 +40,42 @@ def deal(count: int, mesh: Mesh) -> list[list[int]]:
     return [list(range(rank, count, ranks)) for rank in range(ranks)]
 
 
-def imbalance(model: Model, lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> float:
+def imbalance(model: Model, lengths: Sequence[int], shared: Sequence[Sequence[int]]) -> float:
     """The work of the rank that has most, over the mean of all ranks: 1 is ideal."""
-    work = [flops.forward_flops(model, [lengths[row] for row in part]) for part in parts]
+    work = [flops.forward_flops(model, [lengths[row] for row in part]) for part in shared]
     return max(work) * len(work) / max(sum(work), 1.0)
 
 
-def collect(x: Tensor, parts: Sequence[Sequence[int]], mesh: Mesh, axes: Sequence[str] = DATA_AXES) -> Tensor:
+def collect(x: Tensor, shared: Sequence[Sequence[int]], mesh: Mesh, axes: Sequence[str] = DATA_AXES) -> Tensor:
     """What each rank computed of its rows [b, ...], on all ranks and in the order of the rows [B, ...].
 
-    `parts` are the rows of each rank of `axes`, in their order, on all ranks the same. No gradients.
+    `shared` are the rows of each rank of `axes`, in their order, on all ranks the same. No gradients.
     """
-    if len(parts) == 1:
+    if len(shared) == 1:
         return x
     if x.dtype == torch.bool:
-        return collect(x.byte(), parts, mesh, axes).bool()
-    width = max(map(len, parts))
+        return collect(x.byte(), shared, mesh, axes).bool()
+    width = max(map(len, shared))
     padded = x.new_zeros(width, *x.shape[1:])
     padded[: len(x)] = x.detach()
-    found = gather_over(padded, mesh, axes)
-    order = torch.tensor([row for part in parts for row in part], device=x.device)
-    joined = torch.cat([rows[: len(part)] for rows, part in zip(found, parts, strict=True)])
+    gathered = gather_over(padded, mesh, axes)
+    order = torch.tensor([row for part in shared for row in part], device=x.device)
+    joined = torch.cat([rows[: len(part)] for rows, part in zip(gathered, shared, strict=True)])
     return torch.empty_like(joined).index_copy(0, order, joined)
 
 
-def mini_batches(row_ids: Tensor, size: int, mesh: Mesh, *, key: Key | None = None) -> list[Tensor]:
-    """The numbers of this rank's rows in each mini-batch of `size` rows of all data ranks, in order; some may be empty.
+def mini_batches(row_ids: Tensor, size: int, *, key: Key | None = None) -> list[Tensor]:
+    """The numbers of the rows in each mini-batch of `size` rows; the last may have fewer.
 
-    The rows of all ranks are ordered by a draw that depends on `key` and `row_ids` [B]. Without a key one rank takes
-    its rows as they come, and several take theirs in the order of `row_ids`, however they are spread.
+    They are ordered by a draw that depends on `key` and `row_ids` [B], or taken as they come without a key.
     """
     if size < 1:
         raise ValueError(f"mini_batch_size={size}: give 1 or more")
-    ids, first = _all_row_ids(row_ids, mesh)
-    if key is not None:
-        place = key.uniform(ids, 1)[:, 0]
+    if key is None:
+        order = torch.arange(len(row_ids))
     else:
-        place = torch.arange(len(ids)) if len(ids) == len(row_ids) else ids
-    order = torch.argsort(place, stable=True)
-    own = (order >= first) & (order < first + len(row_ids))
-    return [part[mine] - first for part, mine in zip(order.split(size), own.split(size), strict=True) if len(part)]
-
-
-def _all_row_ids(row_ids: Tensor, mesh: Mesh) -> tuple[Tensor, int]:
-    """The row ids of all data ranks, rank after rank, on the host; and the place of this rank's first."""
-    if ranks_on(mesh, DATA_AXES) == 1:
-        return row_ids.cpu(), 0
-    counts = gather_over(torch.tensor(len(row_ids), device=row_ids.device), mesh, DATA_AXES).tolist()
-    padded = row_ids.new_zeros(max(counts))
-    padded[: len(row_ids)] = row_ids
-    found = gather_over(padded, mesh, DATA_AXES).cpu()
-    first = sum(counts[: place_on(mesh, DATA_AXES)])
-    return torch.cat([ids[:count] for ids, count in zip(found, counts, strict=True)]), first
+        order = torch.argsort(key.uniform(row_ids.cpu(), 1)[:, 0], stable=True)
+    return [numbers for numbers in order.split(size) if len(numbers)]
 
 
 def rounds(counts: Sequence[int], mesh: Mesh, device: torch.device) -> list[int]:

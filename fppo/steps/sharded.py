@@ -46,8 +46,8 @@ def whole(params: Params | Whole | OnHost, model: Model, mesh: Mesh) -> Whole:
 def scattered(grads: Whole, params: Params, mesh: Mesh) -> Params:
     """The shards of the sum over the shard axis of whole gradients, in the dtypes of the sharded parameters."""
     names = list(params)
-    parts = fsdp.reduce_scatter([grads.params[name] for name in names], [x.dtype for x in params.values()], mesh)
-    return dict(zip(names, parts, strict=True))
+    shards = fsdp.reduce_scatter([grads.params[name] for name in names], [x.dtype for x in params.values()], mesh)
+    return dict(zip(names, shards, strict=True))
 
 
 def accumulable(grads: Whole, params: Params, mesh: Mesh) -> Whole:

@@ -9,16 +9,13 @@ from torch import Tensor
 
 from fppo.key import Key
 from fppo.metrics import Metrics, report
-from fppo.models.model import Model
-from fppo.runtime.mesh import Mesh
-from fppo.steps.epochs import update_epochs, weighted
-from fppo.steps.forward import forward_micro_batch
+from fppo.steps.forward import Forward, forward_micro_batch
+from fppo.steps.loop import Loop, update, weighted_sum
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizer import Optimizer
+from fppo.steps.optimizers import Optimizer
 from fppo.steps.sharded import Whole
 from fppo.steps.train_state import Params, TrainState, init_state
 from fppo.tree import state
-from fppo_kernels.record import Kernels
 
 
 @state
@@ -50,71 +47,51 @@ def update_supervised(
     state: TrainState,
     batch: Demonstrations,
     *,
-    model: Model,
+    forward: Forward,
+    loop: Loop,
     optimizer: Optimizer,
-    kernels: Kernels,
-    mesh: Mesh,
-    mini_batch_size: int,
-    micro_batching: MicroBatching,
-    epochs: int = 1,
-    weight_mode: str = "token-mean",
     key: Key | None = None,
-    whole_batch: bool = False,
     donate: bool = False,
 ) -> tuple[TrainState, Metrics]:
-    """The model after `epochs` passes of maximum likelihood on the responses; see `update_actor` for the rest."""
-
-    def micro_loss(params: Params | Whole, rows: Demonstrations, weights: Tensor, selected: Tensor | None):
-        del selected
-        out = forward_micro_batch(params, rows, model=model, kernels=kernels, mesh=mesh)
-        assert out.log_probs is not None
-        return weighted({"supervised/nll_loss": -out.log_probs}, weights, {})
-
-    return update_epochs(
+    """The model after `loop.epochs` passes of maximum likelihood on the responses; see `update_actor` for the rest."""
+    return update(
         state,
         batch,
-        model=model,
-        micro_loss=micro_loss,
+        forward=forward,
+        objective=likelihood_objective,
+        loop=loop,
         optimizer=optimizer,
-        kernels=kernels,
-        mesh=mesh,
-        mini_batch_size=mini_batch_size,
-        micro_batching=micro_batching,
-        epochs=epochs,
-        weight_mode=weight_mode,
-        horizon=None,
         prefix="supervised",
         key=key,
-        whole_batch=whole_batch,
         donate=donate,
     )
+
+
+def likelihood_objective(
+    params: Params | Whole, rows: Demonstrations, weights: Tensor, *, forward: Forward
+) -> tuple[Tensor, Metrics]:
+    """`update_supervised`'s objective on some rows of a mini-batch, with their weights [B, T], and its metrics."""
+    out = forward_micro_batch(params, rows, forward=forward)
+    assert out.log_probs is not None
+    return weighted_sum({"supervised/nll_loss": -out.log_probs}, weights)
 
 
 def imitate(
     params: Params,
     batches: Iterable[Demonstrations],
     *,
-    model: Model,
+    forward: Forward,
     optimizer: Optimizer,
-    kernels: Kernels,
-    mesh: Mesh,
     micro_batching: MicroBatching,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
     every: int = 100,
 ) -> Params:
-    """The parameters after one supervised update per batch; `on_step` hears the loss of every `every`-th."""
-    state = init_state(params)
+    """The parameters after one supervised update per batch; `on_step` gets the loss of every `every`-th."""
+    state = init_state(params, optimizer)
     for number, batch in enumerate(batches, start=1):
+        loop = Loop(mini_batch_size=len(batch.tokens), micro_batching=micro_batching)
         state, metrics = update_supervised(
-            state,
-            batch,
-            model=model,
-            optimizer=optimizer,
-            kernels=kernels,
-            mesh=mesh,
-            mini_batch_size=len(batch.tokens),
-            micro_batching=micro_batching,
-            donate=number > 1,
+            state, batch, forward=forward, loop=loop, optimizer=optimizer, donate=number > 1
         )
         if number % every == 0:
             on_step(number, report(metrics)["supervised/nll_loss"])

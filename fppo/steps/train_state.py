@@ -1,39 +1,67 @@
-"""What one model's training is, whole: saving it saves everything."""
+"""What one model's training is, whole: saving it saves everything; and one step of it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from fppo import tree
+from fppo.metrics import Metrics
+from fppo.models.model import Params
+from fppo.runtime.mesh import LOCAL, Mesh
+from fppo.steps.optimizers import Optimizer
 from fppo.tree import state
 
-Params = dict[str, Tensor]
-
-
-@state
-class OptState:
-    """AdamW's first and second moments, in the tree of the parameters, and the number of updates applied."""
-
-    mu: Params
-    nu: Params
-    count: Tensor  # [] float32, as torch's kernels want it
+__all__ = ["Params", "TrainState", "init_state", "optimizer_step", "whole_shapes"]
 
 
 @state
 class TrainState:
-    """Parameters, optimizer state, and the number of updates tried (a skipped one counts here, not in `opt.count`)."""
+    """Parameters, the optimizer's own state, and the number of updates tried, of which some may have been skipped."""
 
     params: Params
-    opt: OptState
+    opt: Any
     step: int
 
 
-def init_state(params: Params) -> TrainState:
-    """A fresh state around `params`, which it holds without copying."""
-    zeros = {name: torch.zeros_like(p) for name, p in params.items()}
-    count = torch.zeros((), dtype=torch.float32, device=next(iter(params.values())).device)
-    return TrainState(
-        params=params,
-        opt=OptState(mu=zeros, nu={name: torch.zeros_like(p) for name, p in params.items()}, count=count),
-        step=0,
-    )
+def init_state(params: Params, optimizer: Optimizer) -> TrainState:
+    """A fresh state around `params`, which it keeps without copying."""
+    return TrainState(params=params, opt=optimizer.init(params), step=0)
+
+
+def optimizer_step(
+    state: TrainState, grads: Params, *, optimizer: Optimizer, mesh: Mesh = LOCAL, donate: bool = False
+) -> tuple[TrainState, Metrics]:
+    """The state after one update with `grads`, which are summed over all ranks already, and the optimizer's metrics.
+
+    On a mesh that cuts parameters, gradients and state are shards. With `donate` the memory of `state` and of `grads`
+    is taken over, and they are left empty.
+    """
+    params, opt, report = optimizer.update(state.params, grads, state.opt, state.step, mesh=mesh, donate=donate)
+    return tree.replace(state, params=params, opt=opt, step=state.step + 1), report
+
+
+def whole_shapes(state: TrainState, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+    """By their paths in `state`, the whole shapes of the leaves that a mesh cuts: parameters, of whole `shapes`, and
+    what the optimizer keeps under their names in their shapes.
+
+    Raises ValueError for a tensor of the optimizer's that could be cut or not, where parameters are.
+    """
+    cut = any(x.shape != shapes[name] for name, x in state.params.items())
+    whole = {f".params[{name!r}]": shapes[name] for name in state.params}
+    for path, leaf in pytree.tree_flatten_with_path(state.opt)[0]:
+        name = getattr(path[-1], "key", None) if path else None
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+            continue
+        if name in state.params and leaf.shape == state.params[name].shape:
+            whole[f".opt{pytree.keystr(path)}"] = shapes[name]
+        elif cut:
+            raise ValueError(
+                f"the optimizer's state .opt{pytree.keystr(path)} of shape {tuple(leaf.shape)} is neither a number nor "
+                "of the shape of the parameter it is named by: it cannot be saved where parameters are cut"
+            )
+    return whole

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fppo
-from fppo import models
+from fppo import metrics, models, tree
 from fppo.advantages import Advantages
 from fppo.assembly import parts as loading
 from fppo.assembly import program as programs
@@ -21,6 +21,8 @@ from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runtime.mesh import LOCAL
 from fppo.settings import checks, files
 from fppo.settings.train import ActorSettings, LossSettings, OptimizerSettings
+from fppo.steps.optimizers import from_function
+from fppo.steps.train_state import init_state, optimizer_step
 from tests import tiny_run
 
 PACKAGE = Path(fppo.__file__).parent
@@ -55,13 +57,12 @@ def test_the_program_has_the_settings_scalars(tmp_path):
     with assemble(settings) as assembly:
         program = assembly.program
         actor, critic = (inspect.unwrap(update).keywords for update in (program.update_actor, program.update_critic))
-        assert actor["kl_coef"] == 0.3
-        assert actor["entropy_coef"] == 0.01
-        assert actor["temperature"] == 0.7
+        terms = actor["terms"]
+        assert (terms.kl_coef, terms.entropy_coef, terms.temperature) == (0.3, 0.01, 0.7)
         assert program.annotate.keywords["temperature"] == 0.7
         assert critic["clip"] == 0.25
         assert program.critic_warmup == 2
-        assert not actor["on_policy"]  # two epochs
+        assert actor["old_log_probs"] == "pass"  # two epochs
         assert assembly.run.ref is not None
         assert assembly.run.critic is not None
 
@@ -94,8 +95,7 @@ def test_old_log_probs_come_from_the_update_when_that_makes_the_ratio_1_or_from_
     with assemble(tiny_run.settings(tmp_path, steps=1, **changes)) as assembly:
         _, experience, report = ppo_step(assembly.run, program=assembly.program, draw=assembly.draw)
         update = inspect.unwrap(assembly.program.update_actor).keywords
-    assert update["on_policy"] == (expected == "update")
-    assert update["measure_gap"] == (expected == "engine")
+    assert update["old_log_probs"] == expected
     sources = [name.rpartition("/")[2] for name in report if name.startswith("training/old_log_probs/")]
     assert sources == [expected]
     mask = experience.response_mask
@@ -132,19 +132,56 @@ def test_an_own_estimator_is_called_with_rows_and_rewards(tmp_path):
     assert torch.equal(experience.advantages[mask], experience.token_rewards[mask] + 2.0)
 
 
+def momentum_alone(schedule):
+    """An optimizer of one's own, for a test below."""
+
+    def update(params, grads, state, step):
+        state = {name: 0.9 * m + grads[name] for name, m in state.items()}
+        return {name: p - schedule(step) * state[name] for name, p in params.items()}, state
+
+    return from_function(lambda params: tree.map(torch.zeros_like, params), update)
+
+
+@pytest.mark.parametrize("offload", ["none", "moments", "all"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "tests.assembly.test_assembly:momentum_alone"])
+def test_an_optimizer_by_name_trains_and_its_state_has_the_shapes_of_parameters(tmp_path, name, offload):
+    tiny_run.write_task(tmp_path)
+    changes = {"actor__optimizer__name": name, "model__offload": offload, "actor__optimizer__lr": 0.01}
+    with assemble(tiny_run.settings(tmp_path, **changes)) as assembly:
+        before = tree.digest(assembly.run.actor.params)
+        shapes = {path for path in assembly.shapes if path.startswith(".actor.opt")}
+        tensors = tree.leaves_with_paths(assembly.run.actor.opt)
+        assert shapes == {f".actor.opt{path}" for path, x in tensors if x.dim()}
+        after, _, report = ppo_step(assembly.run, program=assembly.program, draw=assembly.draw)
+    assert metrics.report(report)["actor/skipped"] == 0
+    assert all(before[path] != x for path, x in tree.digest(after.actor.params).items())
+
+
+def no_optimizer(schedule):
+    return schedule(0)
+
+
+def test_an_optimizer_that_is_none_is_named():
+    with pytest.raises(ValueError, match=r"no_optimizer' returned a float: .* from_function makes one"):
+        programs.optimizer_of(OptimizerSettings(name="tests.assembly.test_assembly:no_optimizer"), 10)
+
+
 def test_the_schedule_spans_all_updates():
-    optimizer = programs.optimizer_of(OptimizerSettings(lr=1.0, schedule="linear", max_grad_norm=0.0), 10)
-    assert optimizer.max_grad_norm is None
-    assert optimizer.schedule(0) == 1.0
-    assert optimizer.schedule(10) == 0.0
+    settings = OptimizerSettings(lr=1.0, schedule="linear", max_grad_norm=0.0, weight_decay=0.0, eps=1e-12)
+    optimizer = programs.optimizer_of(settings, 10)
+    for step, moves in ((0, 1.0), (5, 0.5), (10, 0.0)):
+        state = init_state({"w": torch.zeros(1)}, optimizer)
+        grads = {"w": torch.full((1,), 1e3)}  # clipped or not, the first update moves by the rate
+        after, report = optimizer_step(tree.replace(state, step=step), grads, optimizer=optimizer)
+        assert metrics.report(report)["lr"] == moves
+        assert -after.params["w"].item() == pytest.approx(moves, abs=1e-6)
+        assert after.opt.mu["w"].item() == pytest.approx(100.0)  # not clipped
 
 
 def test_losses_by_name_take_their_scalars():
-    loss, select = programs.policy_loss(
-        ActorSettings(loss=LossSettings(name="clip_cov", clip_low=0.1, select_ratio=0.5))
-    )
-    assert loss.keywords == {"clip_low": 0.1}
-    assert select.keywords == {"ratio": 0.5, "clip_low": 0.1}
+    loss = programs.policy_loss(ActorSettings(loss=LossSettings(name="clip_cov", clip_low=0.1, select_ratio=0.5)))
+    assert loss.loss_fn.keywords == {"clip_low": 0.1}
+    assert loss.select_fn.keywords == {"ratio": 0.5, "clip_low": 0.1}
 
 
 def test_every_estimator_is_a_setting():

@@ -8,13 +8,13 @@ from fppo import batch as batches
 from fppo import losses, metrics, tree
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, Sharding
-from fppo.steps.forward import compute_log_probs
+from fppo.steps.actor import PolicyTerms, update_actor
+from fppo.steps.forward import Forward, compute_log_probs
+from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizer import Optimizer
+from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
-from fppo.steps.update import update_actor
-from fppo_kernels.record import Kernels
 from tests import tiny
 from tests.distributed import processes
 
@@ -22,7 +22,7 @@ SETTINGS = [(3, False), (3, True), (2, False), (1, False)]
 
 
 def share(mesh):
-    """This data rank's rows of 7: all of one rank; of several, the first has none."""
+    """The rows of 7 whose log-probs this data rank computes: all of one rank; of several, the first has none."""
     ranks = mesh["replicate"].size * mesh["shard"].size
     rank = mesh["replicate"].rank * mesh["shard"].size + mesh["shard"].rank
     return [row for row in range(7) if ranks == 1 or row % (ranks - 1) == rank - 1]
@@ -34,18 +34,17 @@ def update(mesh, stage, checkpoint_layers):
     model = attrs.evolve(model, checkpoint_layers=checkpoint_layers)
     mesh = attrs.evolve(mesh, sharding=Sharding(stage=stage))
     shards = fsdp.shard(params, mesh)
-    batch = batches.rows(tiny.experience(7, 7), share(mesh))
-    settings = {"model": model, "kernels": Kernels.named(), "mesh": mesh, "micro_batching": MicroBatching(size=2)}
-    log_probs = compute_log_probs(shards, batch, **settings)
+    batch, forward, cut = tiny.experience(7, 7), Forward(model, mesh=mesh), MicroBatching(size=2)
+    log_probs = compute_log_probs(shards, batches.rows(batch, share(mesh)), forward=forward, micro_batching=cut)
+    optimizer = adamw(schedule("constant", 1e-2), eps=1e-2, max_grad_norm=0.5)
     state, report = update_actor(
-        init_state(shards),
+        init_state(shards, optimizer),
         batch,
+        forward=forward,
         loss_fn=losses.ppo_clip,
-        optimizer=Optimizer(schedule=schedule("constant", 1e-2), eps=1e-2, max_grad_norm=0.5),
-        mini_batch_size=4,
-        epochs=2,
-        entropy_coef=0.01,
-        **settings,
+        loop=Loop(mini_batch_size=4, micro_batching=cut, epochs=2),
+        optimizer=optimizer,
+        terms=PolicyTerms(entropy_coef=0.01),
     )
     trees = {name: fsdp.gather(x, model.shapes, mesh) for name, x in (("p", state.params), ("m", state.opt.mu))}
     return dict(tree.leaves_with_paths(trees)), metrics.report(report), log_probs

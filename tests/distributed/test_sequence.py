@@ -2,35 +2,31 @@
 
 import torch
 
-from fppo import batch as batches
 from fppo import losses, metrics, tree
 from fppo.runtime.mesh import Mesh
+from fppo.steps.actor import PolicyTerms, update_actor
+from fppo.steps.forward import Forward
+from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizer import Optimizer
+from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
-from fppo.steps.update import update_actor
-from fppo_kernels.record import Kernels
 from tests import tiny
 from tests.distributed import processes
 
 
 def update(mesh):
-    """The actor after two steps, on this data rank's rows: all 7 of one, 4 and 3 of two."""
+    """The actor after two steps."""
     model, params = tiny.model_and_params("lm")
-    rows = range(7) if mesh["shard"].size == 1 else (range(4), range(4, 7))[mesh["shard"].rank]
+    optimizer = adamw(schedule("constant", 1e-2), eps=1e-2, max_grad_norm=0.5)
     state, report = update_actor(
-        init_state(params),
-        batches.rows(tiny.experience(7, 7), list(rows)),
-        model=model,
+        init_state(params, optimizer),
+        tiny.experience(7, 7),
+        forward=Forward(model, mesh=mesh),
         loss_fn=losses.ppo_clip,
-        optimizer=Optimizer(schedule=schedule("constant", 1e-2), eps=1e-2, max_grad_norm=0.5),
-        kernels=Kernels.named(),
-        mesh=mesh,
-        mini_batch_size=1000,
-        micro_batching=MicroBatching(size=3),
-        epochs=2,
-        entropy_coef=0.01,
+        loop=Loop(mini_batch_size=1000, micro_batching=MicroBatching(size=3), epochs=2),
+        optimizer=optimizer,
+        terms=PolicyTerms(entropy_coef=0.01),
     )
     leaves = {path: x for path, x in tree.leaves_with_paths(state) if isinstance(x, torch.Tensor)}
     return leaves, metrics.report(report), str(tree.digest(state))

@@ -8,10 +8,13 @@ import torch
 
 from fppo import laws, losses, tree
 from fppo.laws import layout
+from fppo.losses import loss_weights
 from fppo.runtime import mesh as meshes
 from fppo.runtime.mesh import Mesh
-from fppo.steps import epochs, optimizer, ranks
-from fppo.steps.update import update_actor, update_critic
+from fppo.steps import loop, optimizers
+from fppo.steps.actor import SelectiveLoss, update_actor
+from fppo.steps.critic import update_critic
+from fppo.steps.ranks import shares
 
 OTHERS = ("gspo", "sapo", "gpg", "cispo", "gmpo", "dppo_tv", "dppo_kl", "dro")
 
@@ -38,8 +41,8 @@ def above_the_mean_probability(log_probs, old_log_probs, advantages, mask, *, no
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_the_losses_that_select_tokens_keep_the_law(name):
-    loss_fn, select_fn = getattr(losses, name), above_the_mean_probability
-    laws.check_layout(loss_fn, select_fn=select_fn, modes=("token-mean",), each=2, max_ranks=4)
+    loss_fn = SelectiveLoss(getattr(losses, name), above_the_mean_probability)
+    laws.check_layout(loss_fn, modes=("token-mean",), each=2, max_ranks=4)
 
 
 def test_the_large_meshes_keep_the_law():
@@ -58,9 +61,10 @@ def test_the_large_meshes_keep_the_law():
 def test_every_mesh_and_stage_takes_its_turn():
     seen = []
 
-    def update(state, batch, *, mesh, model, **_):
+    def update(state, batch, *, forward, **_):
+        mesh = forward.mesh
         sizes = tuple(mesh[name].size for name in ("replicate", "shard", "sequence"))
-        seen.append((sizes, mesh.sharding and mesh.sharding.stage, model.checkpoint_layers))
+        seen.append((sizes, mesh.sharding and mesh.sharding.stage, forward.model.checkpoint_layers))
         return state, {}
 
     laws.check_layout_fn(update, each=3)
@@ -93,25 +97,34 @@ def own_rounds(counts, mesh, device):
     return [max(count, 1) for count in counts]
 
 
-def own_mini_batches(row_ids, size, mesh, key=None):
-    return list(torch.arange(len(row_ids)).split(size)) or [torch.arange(0)]
+def own_totals(mask, mode, *, totals, horizon):
+    return loss_weights(mask, mode, totals=losses.count_totals(mask), horizon=horizon)
+
+
+def all_rows(model, lengths, mesh):
+    return [list(range(len(lengths)))] * meshes.ranks_on(mesh, meshes.DATA_AXES)
+
+
+def none_for_the_last(model, lengths, mesh):
+    shared = shares(model, lengths, mesh)
+    return [*shared[:-1], []] if len(shared) > 1 else shared
 
 
 @pytest.mark.parametrize(
     ("module", "name", "mistake"),
     [
-        (epochs, "gradient_sum", averaged),
-        (epochs, "gradient_sum", partial(without, "replicate")),
-        (epochs, "gradient_sum", partial(without, "sequence")),
-        (epochs, "gradient_sum", sharded_twice),
-        (epochs, "data_sum", lambda x, mesh: x),
-        (epochs, "data_metrics", lambda x, mesh: x),
-        (epochs, "rounds", own_rounds),
-        (epochs, "mini_batches", own_mini_batches),
-        (optimizer, "_global_norm", own_norm),
-        (ranks, "_all_row_ids", lambda ids, mesh: (ids, 0)),
+        (loop, "gradient_sum", averaged),
+        (loop, "gradient_sum", partial(without, "replicate")),
+        (loop, "gradient_sum", partial(without, "sequence")),
+        (loop, "gradient_sum", sharded_twice),
+        (losses, "loss_weights", own_totals),
+        (loop, "data_metrics", lambda x, mesh: x),
+        (loop, "rounds", own_rounds),
+        (loop, "shares", all_rows),
+        (optimizers, "_global_norm", own_norm),
+        (loop, "shares", none_for_the_last),
     ],
-    ids=["mean", "replicate", "sequence", "shard", "totals", "metrics", "rounds", "mini-batches", "norm", "row ids"],
+    ids=["mean", "replicate", "sequence", "shard", "totals", "metrics", "rounds", "all rows", "norm", "lost rows"],
 )
 def test_a_broken_update_is_caught(module, name, mistake, monkeypatch):
     monkeypatch.setattr(module, name, mistake)

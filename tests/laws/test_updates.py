@@ -6,38 +6,40 @@ import attrs
 import pytest
 import torch
 
-from fppo import laws, losses, tree
-from fppo.metrics import masked_mean
+from fppo import batch as batches
+from fppo import laws, losses, metrics, tree
+from fppo.metrics import masked_mean, term
 from fppo.runtime import checkpoint
-from fppo.runtime.mesh import Mesh
+from fppo.steps.actor import PolicyTerms, SelectiveLoss, update_actor
+from fppo.steps.critic import update_critic
+from fppo.steps.forward import Forward, forward_micro_batch
+from fppo.steps.loop import Loop, update, weighted_sum
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizer import Optimizer, optimizer_step
-from fppo.steps.train_state import init_state
-from fppo.steps.update import update_actor, update_critic
-from fppo_kernels.record import Kernels
+from fppo.steps.optimizers import adamw
+from fppo.steps.train_state import init_state, optimizer_step
 from tests import tiny
 
 
 def test_our_updates_keep_the_laws():
     laws.check_update(losses.ppo_clip)
     chosen_by_noise = partial(losses.select_clip_cov, ratio=0.3, low=-50.0, high=50.0)
-    laws.check_update(losses.clip_cov, select_fn=chosen_by_noise, modes=("token-mean",))
+    laws.check_update(SelectiveLoss(losses.clip_cov, chosen_by_noise), modes=("token-mean",))
     laws.check_update_fn(update_critic, head="value")
 
 
 def local_mean(log_probs, old, advantages, mask):
-    loss, metrics = losses.ppo_clip(log_probs, old, advantages, mask)
-    return loss / mask.sum().clamp(min=1), metrics
+    loss, report = losses.ppo_clip(log_probs, old, advantages, mask)
+    return loss / mask.sum().clamp(min=1), report
 
 
 def first_row_counts_twice(log_probs, old, advantages, mask):
-    loss, metrics = losses.gpg(log_probs, old, advantages, mask)
-    return torch.cat([2 * loss[:1], loss[1:]]), metrics
+    loss, report = losses.gpg(log_probs, old, advantages, mask)
+    return torch.cat([2 * loss[:1], loss[1:]]), report
 
 
 def mean_over_padding(log_probs, old, advantages, mask):
-    loss, metrics = losses.gpg(log_probs, old, advantages, mask)
-    return loss / mask.shape[1], metrics
+    loss, report = losses.gpg(log_probs, old, advantages, mask)
+    return loss / mask.shape[1], report
 
 
 def local_metric(log_probs, old, advantages, mask):
@@ -74,54 +76,84 @@ def by_place(state, batch, **settings):
     return update_actor(state, scaled, loss_fn=losses.gpg, **settings)
 
 
-def by_packing(state, batch, *, remove_padding, **settings):
-    return update_actor(state, batch, loss_fn=losses.gpg, temperature=1.0 if remove_padding else 1.1, **settings)
+def by_packing(state, batch, *, forward, **settings):
+    terms = PolicyTerms(temperature=1.0 if forward.remove_padding else 1.1)
+    return update_actor(state, batch, forward=forward, loss_fn=losses.gpg, terms=terms, **settings)
 
 
-def by_mode(state, batch, *, weight_mode, micro_batching, **settings):
-    if weight_mode == "seq-mean-token-mean" and micro_batching.size == 1:
-        weight_mode = "token-mean"
-    return update_actor(
-        state, batch, loss_fn=losses.gpg, weight_mode=weight_mode, micro_batching=micro_batching, **settings
-    )
+def by_mode(state, batch, *, loop, **settings):
+    if loop.weight_mode == "seq-mean-token-mean" and loop.micro_batching.size == 1:
+        loop = attrs.evolve(loop, weight_mode="token-mean")
+    return update_actor(state, batch, loss_fn=losses.gpg, loop=loop, **settings)
 
 
 @pytest.mark.parametrize(
-    ("update", "law", "words"),
+    ("broken", "law", "words"),
     [
         (by_place, "row order", "with the rows in the order"),
         (by_packing, "packing", "remove_padding=False"),
         (by_mode, "micro-batch split", "weight_mode = 'seq-mean-token-mean'"),
     ],
 )
-def test_a_broken_update_is_caught(update, law, words):
+def test_a_broken_update_is_caught(broken, law, words):
     with pytest.raises(laws.LawViolation) as caught:
-        laws.check_update_fn(update)
+        laws.check_update_fn(broken)
     assert caught.value.law == law
     assert words in str(caught.value)
 
 
+def spread_objective(params, rows, weights, *, forward, report):
+    """An objective of one's own, with a term of its own; `report` makes the term's metric."""
+    out = forward_micro_batch(params, rows, forward=forward, outputs=("log_probs", "entropy"))
+    loss, sums = weighted_sum({"mine/likelihood": -out.log_probs, "mine/uncertainty": 0.1 * out.entropy}, weights)
+    squares = (weights * out.log_probs.square()).sum()
+    return loss + squares, sums | {"mine/squares": report(squares)}
+
+
+def own_update(state, batch, *, report=term, **settings):
+    objective = partial(spread_objective, report=report)
+    return update(state, batch, objective=objective, prefix="mine", **settings)
+
+
+def test_a_term_of_ones_own_objective_counts_once_for_a_mini_batch_under_any_name():
+    laws.check_update_fn(own_update, modes=("token-mean",))
+    laws.check_layout_fn(own_update, modes=("token-mean",), max_ranks=4, each=1)
+    batch, loop = tiny.experience(3, 6), Loop(mini_batch_size=3, micro_batching=MicroBatching(size=1))
+    state, parts = init_state(PARAMS, OPTIMIZER), []
+    _, report = own_update(state, batch, forward=Forward(MODEL), loop=loop, optimizer=OPTIMIZER)
+    for numbers in (range(3), range(3, 6)):
+        rows = batches.rows(batch, numbers)
+        state, part = own_update(state, rows, forward=Forward(MODEL), loop=loop, optimizer=OPTIMIZER)
+        parts.append(metrics.report(part))
+    found = metrics.report(report)
+    for name in ("mine/likelihood", "mine/uncertainty", "mine/squares"):
+        assert found[name] == pytest.approx(sum(part[name] for part in parts) / 2), name
+
+
+def test_a_term_that_counts_once_for_a_micro_batch_is_caught():
+    with pytest.raises(laws.LawViolation, match="metric mine/squares") as caught:
+        laws.check_update_fn(partial(own_update, report=metrics.mean), modes=("token-mean",))
+    assert caught.value.law == "micro-batch split"
+
+
 MODEL, PARAMS = tiny.model_and_params()
-OPTIMIZER = Optimizer(schedule=lambda step: 0.01 / (step + 1))
+OPTIMIZER = adamw(lambda step: 0.01 / (step + 1))
 
 
 def actor_step(state, donate=False):
     return update_actor(
         state,
         tiny.experience(state.step, 4),
-        model=MODEL,
+        forward=Forward(MODEL),
         loss_fn=losses.ppo_clip,
+        loop=Loop(mini_batch_size=2, micro_batching=MicroBatching(size=1)),
         optimizer=OPTIMIZER,
-        kernels=Kernels.named(),
-        mesh=Mesh.local(),
-        mini_batch_size=2,
-        micro_batching=MicroBatching(size=1),
         donate=donate,
     )[0]
 
 
 def test_training_resumes_from_its_checkpoints_bit_for_bit(tmp_path):
-    state = init_state(PARAMS)
+    state = init_state(PARAMS, OPTIMIZER)
 
     def save(state):
         return checkpoint.save(state, tmp_path, state.step)
@@ -132,12 +164,12 @@ def test_training_resumes_from_its_checkpoints_bit_for_bit(tmp_path):
 
 
 def forgetful(state):
-    return tree.replace(state, opt=init_state(state.params).opt)
+    return tree.replace(state, opt=init_state(state.params, OPTIMIZER).opt)
 
 
 def test_a_checkpoint_that_forgets_the_moments_is_caught():
     with pytest.raises(laws.LawViolation, match=r"\.opt\.mu\['model.embed_tokens.weight'\] has other bits") as caught:
-        laws.check_resume(actor_step, init_state(PARAMS), save=lambda state: state, load=forgetful)
+        laws.check_resume(actor_step, init_state(PARAMS, OPTIMIZER), save=lambda state: state, load=forgetful)
     assert {name: int(x) for name, x in caught.value.example.items()} == {"n": 1, "m": 0}
 
 
@@ -153,11 +185,10 @@ def test_a_step_with_a_memory_of_its_own_does_not_resume():
 
 
 def test_updates_donate_and_are_pure():
-    laws.check_donation(actor_step, init_state(PARAMS))
-    laws.check_purity(actor_step, init_state(PARAMS))
+    laws.check_donation(actor_step, init_state(PARAMS, OPTIMIZER))
+    laws.check_purity(actor_step, init_state(PARAMS, OPTIMIZER))
     grads = tree.map(torch.ones_like, PARAMS)
-    shared = {"optimizer": OPTIMIZER, "kernels": Kernels.named(), "mesh": Mesh.local()}
-    laws.check_purity(optimizer_step, init_state(PARAMS), grads, **shared)
+    laws.check_purity(optimizer_step, init_state(PARAMS, OPTIMIZER), grads, optimizer=OPTIMIZER)
 
 
 def overwrites(state, *, donate):

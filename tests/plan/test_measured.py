@@ -151,10 +151,10 @@ import gc
 from pathlib import Path
 import attrs
 import torch
-from fppo.plan import stages
+from fppo.plan import passes
 from fppo.plan._track import Tracker
 from fppo.plan.measured import prepared
-from fppo.plan.record import peak_of
+from fppo.plan.values import peak_of
 from fppo.runtime.mesh import Mesh
 from tests.plan.cases import case, config
 
@@ -174,7 +174,7 @@ state, run, batch = prepared(what, "update actor", Mesh.local(), Tracker())
 Path("/proc/self/clear_refs").write_text("5")
 run(state)
 taken = held("VmHWM") - before
-planned = peak_of(stages.run_stage(what, "update actor"))[1].total
+planned = peak_of(passes.run_stage(what, "update actor"))[1].total
 print(planned / taken)
 """
 

@@ -13,8 +13,7 @@ from fppo.rollout import embedded
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.sampling import process_logits
-from fppo.runtime.mesh import Mesh
-from fppo.steps.forward import forward_micro_batch
+from fppo.steps.forward import Forward, forward_micro_batch
 from fppo_kernels.record import Kernels
 from tests.models.families import make, plain
 
@@ -93,7 +92,7 @@ def test_log_probs_of_float32(name):
 def test_the_training_pass_agrees(dtype, tolerance):
     model, params = make("qwen2", dtype=torch.float32, compute_dtype=dtype)
     rollout = engine_of(model).generate(params, Ask(make_prompts(), Sampling(temperature=1.3, max_tokens=12), Key(0)))
-    out = forward_micro_batch(params, rollout, model=model, kernels=KERNELS, mesh=Mesh.local(), temperature=1.3)
+    out = forward_micro_batch(params, rollout, forward=Forward(model), temperature=1.3)
     torch.testing.assert_close(rollout.rollout_log_probs, out.log_probs, rtol=0, atol=tolerance)
 
 

@@ -20,15 +20,14 @@ from fppo.rollout.turns import tools
 from fppo.rollout.turns.engine import TurnsEngine, turn_metrics
 from fppo.rollout.turns.observations import PlainText
 from fppo.rollout.turns.runner import ToolRunner
-from fppo.runtime.mesh import LOCAL
 from fppo.runtime.simulate import simulate
-from fppo.steps.forward import compute_log_probs, forward_micro_batch
+from fppo.steps.actor import PolicyTerms, update_actor
+from fppo.steps.forward import Forward, compute_log_probs, forward_micro_batch
+from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizer import Optimizer
+from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
-from fppo.steps.update import update_actor
-from fppo_kernels.record import Kernels
 from tests.models.families import make
 from tests.rollout.test_embedded import KERNELS, PAD, make_prompts
 
@@ -203,9 +202,7 @@ def test_chosen_tokens_have_the_log_probs_of_the_whole_context(dtype, at):
     log_probs = compute_log_probs(
         params,
         sampled,
-        model=model,
-        kernels=KERNELS,
-        mesh=LOCAL,
+        forward=Forward(model),
         micro_batching=MicroBatching(token_budget=60),
         temperature=CUT.temperature,
     )
@@ -313,18 +310,15 @@ def experience(rollout):
 
 
 def updated(batch, model, params):
+    optimizer = adamw(schedule("constant", 1e-3))
     return update_actor(
-        init_state(params),
+        init_state(params, optimizer),
         batch,
-        model=model,
+        forward=Forward(model),
         loss_fn=losses.ppo_clip,
-        optimizer=Optimizer(schedule=schedule("constant", 1e-3)),
-        kernels=Kernels.named(),
-        mesh=LOCAL,
-        mini_batch_size=100,
-        micro_batching=MicroBatching(size=3),
-        entropy_coef=0.01,
-        temperature=SAMPLING.temperature,
+        loop=Loop(mini_batch_size=100, micro_batching=MicroBatching(size=3)),
+        optimizer=optimizer,
+        terms=PolicyTerms(entropy_coef=0.01, temperature=SAMPLING.temperature),
     )
 
 
@@ -341,7 +335,7 @@ def test_observations_are_not_trained_on():
         spoilt = {name: getattr(batch, name).masked_fill(holes, value) for name in columns}
         assert tree.digest(updated(tree.replace(batch, **spoilt), model, params)[0]) == tree.digest(state)
     trained = {name: x.clone().requires_grad_() for name, x in params.items()}
-    out = forward_micro_batch(trained, rollout, model=model, kernels=KERNELS, mesh=LOCAL, outputs=("log_probs",))
+    out = forward_micro_batch(trained, rollout, forward=Forward(model))
     assert (out.log_probs[holes] == 0).all()
     grads = torch.autograd.grad(out.log_probs[holes].sum(), list(trained.values()), allow_unused=True)
     assert all(g is None or (g == 0).all() for g in grads)

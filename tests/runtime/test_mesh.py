@@ -10,19 +10,21 @@ import torch.multiprocessing as mp
 
 from fppo import batch as batches
 from fppo import losses, metrics, tree
-from fppo.metrics import Max, Mean, Min, Sum
+from fppo.metrics import Max, Mean, Min, Sum, Term
 from fppo.runtime import mesh as meshes
 from fppo.runtime.mesh import Axis, Mesh, all_reduce, data_metrics, data_sum
 from fppo.runtime.simulate import simulate
+from fppo.steps.actor import PolicyTerms, update_actor
+from fppo.steps.critic import update_critic
+from fppo.steps.forward import Forward
+from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizer import Optimizer
+from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
-from fppo.steps.update import update_actor, update_critic
-from fppo_kernels.record import Kernels
 from tests import tiny
 
-OPTIMIZER = Optimizer(schedule=schedule("constant", 1e-2), eps=1e-2, max_grad_norm=0.5)
+OPTIMIZER = adamw(schedule("constant", 1e-2), eps=1e-2, max_grad_norm=0.5)
 
 
 def _updates(batch, mesh):
@@ -31,37 +33,36 @@ def _updates(batch, mesh):
     critic, critic_params = tiny.model_and_params("value", seed=1)
     found = {}
     for mode in losses.MODES:
-        shared = {
-            "optimizer": OPTIMIZER,
-            "kernels": Kernels.named(),
-            "mesh": mesh,
-            "mini_batch_size": 1000,
-            "micro_batching": MicroBatching(size=2),
-            "weight_mode": mode,
-            "horizon": 9 if mode == "seq-mean-token-sum-norm" else None,
-            "epochs": 2,
-        }
-        with_terms = {"loss_fn": losses.ppo_clip, "entropy_coef": 0.01, "kl_coef": 0.1}
-        found[f"actor {mode}"] = update_actor(init_state(actor_params), batch, model=actor, **with_terms, **shared)
-        found[f"critic {mode}"] = update_critic(init_state(critic_params), batch, model=critic, **shared)
+        loop = Loop(
+            mini_batch_size=1000,
+            micro_batching=MicroBatching(size=2),
+            weight_mode=mode,
+            horizon=9 if mode == "seq-mean-token-sum-norm" else None,
+            epochs=2,
+        )
+        shared = {"loop": loop, "optimizer": OPTIMIZER}
+        policy = {"loss_fn": losses.ppo_clip, "terms": PolicyTerms(entropy_coef=0.01, kl_coef=0.1)}
+        first, second = (init_state(params, OPTIMIZER) for params in (actor_params, critic_params))
+        found[f"actor {mode}"] = update_actor(first, batch, forward=Forward(actor, mesh=mesh), **policy, **shared)
+        found[f"critic {mode}"] = update_critic(second, batch, forward=Forward(critic, mesh=mesh), **shared)
     return {name: (state, metrics.report(report)) for name, (state, report) in found.items()}
 
 
-def _share(rank):
-    """7 rows as 5 and 2; the second share of another batch has no token to train on."""
+def _batches():
+    """7 rows; and 7 of which 2 have no token to train on."""
     batch = tiny.experience(14, 7)
     assert batch.response_mask.any(1).all()
     masked = batch.response_mask.clone()
     masked[5:] = False
     empty = batches.extend(type(batch), batch, response_mask=masked)
-    part = {0: slice(0, 5), 1: slice(5, 7), None: slice(0, 7)}[rank]
-    return {name: batches.rows(b, list(range(7))[part]) for name, b in (("ragged", batch), ("empty", empty))}
+    return {"ragged": batch, "empty": empty}
 
 
 def _numbers(mesh, rank):
     x = torch.tensor([1.0, 2.0]) * (rank + 1)
     kept = x.clone()
-    report = data_metrics({"mean": Mean(x[0], x[1]), "sum": Sum(x[1]), "max": Max(x[1]), "min": Min(x[1])}, mesh)
+    kinds = {"mean": Mean(x[0], x[1]), "sum": Sum(x[1]), "max": Max(x[1]), "min": Min(x[1]), "term": Term(x[0])}
+    report = data_metrics(kinds, mesh)
     return {"sum": data_sum({"x": x}, mesh)["x"], "unchanged": torch.equal(x, kept), "report": metrics.report(report)}
 
 
@@ -69,7 +70,7 @@ def _rank(rank, directory):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
     mesh = Mesh(axes={"replicate": Axis(2, rank, dist.group.WORLD)})
-    results = {name: _updates(batch, mesh) for name, batch in _share(rank).items()}
+    results = {name: _updates(batch, mesh) for name, batch in _batches().items()}
     plain = {
         name: {key: (dict(tree.leaves_with_paths(state)), numbers) for key, (state, numbers) in updates.items()}
         for name, updates in results.items()
@@ -87,8 +88,8 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["ragged", "empty"])
-def test_two_processes_with_shares_of_a_batch_do_the_update_of_one_with_all_of_it(ranks, kind):
-    expected = _updates(_share(None)[kind], Mesh.local())
+def test_two_processes_that_share_a_batch_do_the_update_of_one(ranks, kind):
+    expected = _updates(_batches()[kind], Mesh.local())
     for found in (rank["updates"][kind] for rank in ranks):
         assert found.keys() == expected.keys()
         for name, (state, numbers) in expected.items():
@@ -110,7 +111,7 @@ def test_sums_and_metrics_go_over_all_processes_and_change_no_argument(ranks):
     for rank in ranks:
         assert rank["numbers"]["sum"].tolist() == [3.0, 6.0]
         assert rank["numbers"]["unchanged"]
-        assert rank["numbers"]["report"] == {"mean": 0.5, "sum": 6.0, "max": 4.0, "min": 2.0}
+        assert rank["numbers"]["report"] == {"mean": 0.5, "sum": 6.0, "max": 4.0, "min": 2.0, "term": 3.0}
 
 
 def test_on_one_process_collectives_are_the_identity():
@@ -124,23 +125,6 @@ def test_on_one_process_collectives_are_the_identity():
 def test_unknown_axes_are_an_error():
     with pytest.raises(ValueError, match=r"\['model'\]; there are"):
         Mesh(axes={"model": Axis()})
-
-
-def test_a_selection_over_the_mini_batch_needs_all_of_it_in_one_process():
-    model, params = tiny.model_and_params()
-    with pytest.raises(ValueError, match="select_fn needs the whole mini-batch"):
-        update_actor(
-            init_state(params),
-            tiny.experience(0, 2),
-            model=model,
-            loss_fn=losses.kl_cov,
-            select_fn=losses.select_kl_cov,
-            optimizer=OPTIMIZER,
-            kernels=Kernels.named(),
-            mesh=Mesh(axes={"shard": Axis(2, 0, None)}),
-            mini_batch_size=2,
-            micro_batching=MicroBatching(size=2),
-        )
 
 
 def test_sums_go_in_buckets_of_one_dtype(monkeypatch):

@@ -8,17 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fppo import batch as batches
 from fppo import losses, tree
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.simulate import simulate
+from fppo.steps.actor import update_actor
+from fppo.steps.forward import Forward
+from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizer import Optimizer
+from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
-from fppo.steps.update import update_actor
 from fppo_kernels import collectives
-from fppo_kernels.record import Kernels
 from tests import tiny
 
 AXES = {"replicate": 2, "shard": 3}
@@ -131,26 +131,21 @@ def test_grad_mode_and_context_are_the_callers():
 
 def test_an_update_over_shares_of_a_batch_is_that_of_one_process_and_repeats_to_the_bit():
     model, params = tiny.model_and_params("lm")
-    batch = tiny.experience(5, 7)
+    batch, optimizer = tiny.experience(5, 7), adamw(schedule("constant", 1e-2), eps=1e-2)
 
-    def update(mesh, rows):
+    def update(mesh):
         state, _ = update_actor(
-            init_state(params),
-            batches.rows(batch, rows),
-            model=model,
+            init_state(params, optimizer),
+            batch,
+            forward=Forward(model, mesh=mesh),
             loss_fn=losses.ppo_clip,
-            optimizer=Optimizer(schedule=schedule("constant", 1e-2), eps=1e-2),
-            kernels=Kernels.named(),
-            mesh=mesh,
-            mini_batch_size=1000,
-            micro_batching=MicroBatching(size=2),
-            epochs=2,
+            loop=Loop(mini_batch_size=1000, micro_batching=MicroBatching(size=2), epochs=2),
+            optimizer=optimizer,
         )
         return state
 
-    shares = [[1, 2], [0], [3, 4], [5, 6]]
-    first, second = (simulate({"replicate": 2, "shard": 2}, update, shares) for _ in range(2))
-    expected = update(Mesh.local(), list(range(7)))
+    first, second = (simulate({"replicate": 2, "shard": 2}, update) for _ in range(2))
+    expected = update(Mesh.local())
     assert len({str(tree.digest(state)) for state in [*first, *second]}) == 1
     for (path, a), (_, b) in zip(tree.leaves_with_paths(first[0]), tree.leaves_with_paths(expected), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12, msg=lambda m, path=path: f"{path}: {m}")

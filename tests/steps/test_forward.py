@@ -1,5 +1,6 @@
 """Outputs per token against transformers' plain forward, one row at a time, without padding, in float64."""
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from fppo import batch as batches
 from fppo.models.precision import KeepDouble
-from fppo.runtime.mesh import Mesh
 from fppo.steps.forward import (
+    Forward,
     compute_log_probs,
     compute_outputs,
     compute_reward_scores,
@@ -18,12 +19,11 @@ from fppo.steps.forward import (
     forward_micro_batch,
 )
 from fppo.steps.micro_batching import MicroBatching
-from fppo_kernels.record import Kernels
 from tests import tiny
 
 MODEL, PARAMS = tiny.model_and_params()
 VALUE_MODEL, VALUE_PARAMS = tiny.model_and_params("value", seed=1)
-SHARED = {"kernels": Kernels.named(), "mesh": Mesh.local()}
+POLICY, CRITIC = Forward(MODEL), Forward(VALUE_MODEL)
 CUTS = (MicroBatching(size=1), MicroBatching(size=2), MicroBatching(token_budget=9), MicroBatching(size=100))
 VOCABULARY = ("log_probs", "entropy", "sum_squared_probs")
 
@@ -85,11 +85,9 @@ def test_outputs_equal_the_plain_forward_packed_and_padded(rows, seed, temperatu
         out = forward_micro_batch(
             PARAMS,
             batch,
-            model=MODEL,
-            temperature=temperature,
+            forward=attrs.evolve(POLICY, remove_padding=remove_padding),
             outputs=VOCABULARY,
-            remove_padding=remove_padding,
-            **SHARED,
+            temperature=temperature,
         )
         assert out.values is None
         for name in VOCABULARY:
@@ -101,14 +99,13 @@ def test_outputs_equal_the_plain_forward_packed_and_padded(rows, seed, temperatu
 @given(rows=st.integers(1, 6), seed=st.integers(0, 10_000), cut=st.sampled_from(CUTS), packed=st.booleans())
 def test_compute_functions_keep_the_order_of_rows_in_any_partition(rows, seed, cut, packed):
     batch = tiny.experience(seed, rows)
-    log_probs = compute_log_probs(
-        PARAMS, batch, model=MODEL, micro_batching=cut, temperature=0.8, remove_padding=packed, **SHARED
-    )
+    policy, critic = (attrs.evolve(forward, remove_padding=packed) for forward in (POLICY, CRITIC))
+    log_probs = compute_log_probs(PARAMS, batch, forward=policy, micro_batching=cut, temperature=0.8)
     torch.testing.assert_close(log_probs, _expected(batch, 0.8)["log_probs"], atol=1e-10, rtol=1e-10)
-    values = compute_values(VALUE_PARAMS, batch, model=VALUE_MODEL, micro_batching=cut, remove_padding=packed, **SHARED)
+    values = compute_values(VALUE_PARAMS, batch, forward=critic, micro_batching=cut)
     expected, scores = _expected_values(batch)
     torch.testing.assert_close(values, expected, atol=1e-10, rtol=1e-10)
-    found = compute_reward_scores(VALUE_PARAMS, batch, model=VALUE_MODEL, micro_batching=cut, **SHARED)
+    found = compute_reward_scores(VALUE_PARAMS, batch, forward=CRITIC, micro_batching=cut)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, scores.float())
     assert not any(x.requires_grad for x in (log_probs, values, found))
@@ -117,7 +114,7 @@ def test_compute_functions_keep_the_order_of_rows_in_any_partition(rows, seed, c
 def test_the_mask_decides_what_is_computed_not_what_is_read():
     batch = tiny.experience(3, 6)
     full = batches.extend(type(batch), batch, response_mask=batch.attention_mask[:, -6:])
-    run = {"model": MODEL, "micro_batching": CUTS[1], "outputs": VOCABULARY, **SHARED}
+    run = {"forward": POLICY, "micro_batching": CUTS[1], "outputs": VOCABULARY}
     out, wide = compute_outputs(PARAMS, batch, **run), compute_outputs(PARAMS, full, **run)
     assert not torch.equal(batch.response_mask, full.response_mask)
     for name in VOCABULARY:
@@ -128,9 +125,9 @@ def test_the_mask_decides_what_is_computed_not_what_is_read():
 def test_low_precision_parameters_give_float32_outputs():
     batch = tiny.experience(4, 3)
     half = {name: x.bfloat16() for name, x in PARAMS.items()}
-    out = forward_micro_batch(half, batch, model=MODEL, outputs=VOCABULARY, **SHARED)
+    out = forward_micro_batch(half, batch, forward=POLICY, outputs=VOCABULARY)
     values = {name: x.bfloat16() for name, x in VALUE_PARAMS.items()}
-    valued = forward_micro_batch(values, batch, model=VALUE_MODEL, outputs=("values",), **SHARED)
+    valued = forward_micro_batch(values, batch, forward=CRITIC, outputs=("values",))
     assert {x.dtype for x in (*out[:3], valued.values) if x is not None} == {torch.float32}
     torch.testing.assert_close(out.log_probs.double(), _expected(batch, 1.0)["log_probs"], atol=0.15, rtol=0.1)
 
@@ -147,9 +144,9 @@ def test_low_precision_parameters_give_float32_outputs():
 def test_outputs_that_the_head_does_not_have_are_errors(model, outputs, words):
     params = PARAMS if model is MODEL else VALUE_PARAMS
     with pytest.raises(ValueError, match=words):
-        forward_micro_batch(params, tiny.experience(0, 2), model=model, outputs=outputs, **SHARED)
+        forward_micro_batch(params, tiny.experience(0, 2), forward=Forward(model), outputs=outputs)
 
 
 def test_a_reward_model_has_a_value_head():
     with pytest.raises(ValueError, match="value head"):
-        compute_reward_scores(PARAMS, tiny.experience(0, 2), model=MODEL, micro_batching=CUTS[0], **SHARED)
+        compute_reward_scores(PARAMS, tiny.experience(0, 2), forward=POLICY, micro_batching=CUTS[0])

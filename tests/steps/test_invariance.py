@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from fppo import batch as batches
 from fppo import losses, metrics, tree
 from fppo.key import Key
-from fppo.runtime.mesh import Mesh
+from fppo.steps.actor import PolicyTerms, SelectiveLoss, update_actor
+from fppo.steps.critic import update_critic
+from fppo.steps.forward import Forward
+from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizer import Optimizer
+from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
-from fppo.steps.update import update_actor, update_critic
-from fppo_kernels.record import Kernels
 from tests import tiny
 
 POLICY_LOSSES = {
@@ -26,15 +27,11 @@ POLICY_LOSSES = {
     "gpg": losses.gpg,
     "cispo": losses.cispo,
     "gmpo": losses.gmpo,
-    "clip_cov": losses.clip_cov,
-    "kl_cov": losses.kl_cov,
+    "clip_cov": SelectiveLoss(losses.clip_cov, partial(losses.select_clip_cov, ratio=0.2, low=0.0, high=50.0)),
+    "kl_cov": SelectiveLoss(losses.kl_cov, partial(losses.select_kl_cov, ratio=0.2)),
     "dppo_tv": losses.dppo_tv,
     "dppo_kl": losses.dppo_kl,
     "dro": losses.dro,
-}
-SELECT = {
-    "clip_cov": partial(losses.select_clip_cov, ratio=0.2, low=0.0, high=50.0),
-    "kl_cov": partial(losses.select_kl_cov, ratio=0.2),
 }
 CUTS = (
     MicroBatching(size=1),
@@ -43,38 +40,32 @@ CUTS = (
     MicroBatching(token_budget=17),
 )
 WHOLE = MicroBatching(size=1000)
-OPTIMIZER = Optimizer(schedule=schedule("constant", 1e-3), max_grad_norm=None)
+OPTIMIZER = adamw(schedule("constant", 1e-3), max_grad_norm=None)
 ACTOR, ACTOR_PARAMS = tiny.model_and_params("lm")
 CRITIC, CRITIC_PARAMS = tiny.model_and_params("value", seed=1)
-COMMON = {"optimizer": OPTIMIZER, "kernels": Kernels.named(), "mesh": Mesh.local(), "mini_batch_size": 1000}
+TERMS = PolicyTerms(entropy_coef=0.01, kl_coef=0.1)
+LOOP = {"mini_batch_size", "micro_batching", "epochs"}  # keywords of `_actor` and `_critic` that are the loop's
+
+
+def _arguments(model, mode, changes):
+    horizon = 9 if mode == "seq-mean-token-sum-norm" else None
+    sizes = {"mini_batch_size": 1000, "micro_batching": WHOLE} | {k: x for k, x in changes.items() if k in LOOP}
+    rest = {k: x for k, x in changes.items() if k not in {*LOOP, "remove_padding"}}
+    return {
+        "forward": Forward(model, remove_padding=changes.get("remove_padding", True)),
+        "loop": Loop(**sizes, weight_mode=mode, horizon=horizon),
+        "optimizer": OPTIMIZER,
+        **rest,
+    }
 
 
 def _actor(batch, name, mode, **changes):
-    arguments = {
-        "model": ACTOR,
-        "loss_fn": POLICY_LOSSES[name],
-        "select_fn": SELECT.get(name),
-        "weight_mode": mode,
-        "horizon": 9 if mode == "seq-mean-token-sum-norm" else None,
-        "entropy_coef": 0.01,
-        "kl_coef": 0.1,
-        "micro_batching": WHOLE,
-        **COMMON,
-        **changes,
-    }
-    return update_actor(init_state(ACTOR_PARAMS), batch, **arguments)
+    arguments = {"loss_fn": POLICY_LOSSES[name], "terms": TERMS, **_arguments(ACTOR, mode, changes)}
+    return update_actor(init_state(ACTOR_PARAMS, OPTIMIZER), batch, **arguments)
 
 
 def _critic(batch, mode, **changes):
-    arguments = {
-        "model": CRITIC,
-        "weight_mode": mode,
-        "horizon": 9 if mode == "seq-mean-token-sum-norm" else None,
-        "micro_batching": WHOLE,
-        **COMMON,
-        **changes,
-    }
-    return update_critic(init_state(CRITIC_PARAMS), batch, **arguments)
+    return update_critic(init_state(CRITIC_PARAMS, OPTIMIZER), batch, **_arguments(CRITIC, mode, changes))
 
 
 def _assert_same(got, expected):
@@ -140,8 +131,8 @@ def test_mini_batches_drawn_by_a_key_do_not_depend_on_the_order_of_rows(rows, se
 def test_correction_weights_multiply_the_policy_term():
     batch = tiny.experience(3, 6)
     doubled = batches.extend(type(batch), batch, correction_weights=torch.full_like(batch.advantages, 2.0))
-    one, _ = _actor(batch, "ppo_clip", "token-mean", entropy_coef=0.0, kl_coef=0.0)
-    two, _ = _actor(doubled, "ppo_clip", "token-mean", entropy_coef=0.0, kl_coef=0.0)
+    one, _ = _actor(batch, "ppo_clip", "token-mean", terms=PolicyTerms())
+    two, _ = _actor(doubled, "ppo_clip", "token-mean", terms=PolicyTerms())
     for a, b in zip(one.opt.mu.values(), two.opt.mu.values(), strict=True):
         torch.testing.assert_close(2 * a, b, atol=1e-12, rtol=1e-9)
 
@@ -165,7 +156,7 @@ CORRECTIONS = (
 @given(correction=st.sampled_from(CORRECTIONS), rows=st.integers(2, 7), seed=st.integers(0, 10_000))
 def test_a_corrected_batch_obeys_the_same_laws(mode, correction, rows, seed):
     batch = _corrected(tiny.experience(seed, rows), **correction)
-    run = partial(_actor, name="ppo_clip", mode=mode, measure_gap=True)
+    run = partial(_actor, name="ppo_clip", mode=mode, old_log_probs="engine")
     expected = run(batch)
     for got in _variants(run, batch, seed):
         _assert_same(got, expected)
@@ -186,8 +177,8 @@ def test_rejected_rows_are_as_if_they_had_never_been(mode, rows, seed):
 
 def test_on_policy_is_the_reinforce_gradient():
     batch = tiny.experience(4, 6)
-    got, report = _actor(batch, "ppo_clip", "token-mean", entropy_coef=0.0, kl_coef=0.0, on_policy=True)
-    expected, _ = _actor(batch, "gpg", "token-mean", entropy_coef=0.0, kl_coef=0.0)
+    got, report = _actor(batch, "ppo_clip", "token-mean", terms=PolicyTerms(), old_log_probs="update")
+    expected, _ = _actor(batch, "gpg", "token-mean", terms=PolicyTerms())
     for a, b in zip(got.opt.mu.values(), expected.opt.mu.values(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-9)
     assert metrics.report(report)["actor/pg_clipfrac"] == 0.0
@@ -204,16 +195,10 @@ def test_a_batch_with_every_token_masked_gives_zero_gradients_and_finite_metrics
 
 def test_no_argument_is_changed_and_donation_changes_no_bit():
     batch = tiny.experience(6, 7)
-    state = init_state(tree.copy(ACTOR_PARAMS))
+    state = init_state(tree.copy(ACTOR_PARAMS), OPTIMIZER)
     before = tree.digest((state, batch))
-    arguments = {
-        "model": ACTOR,
-        "loss_fn": losses.ppo_clip,
-        "micro_batching": CUTS[1],
-        **COMMON,
-        "mini_batch_size": 3,
-        "epochs": 2,
-    }
+    changes = {"loss_fn": losses.ppo_clip, "micro_batching": CUTS[1], "mini_batch_size": 3, "epochs": 2}
+    arguments = _arguments(ACTOR, "token-mean", changes)
     kept, _ = update_actor(state, batch, **arguments)
     assert tree.digest((state, batch)) == before
     again, _ = update_actor(state, batch, **arguments)
@@ -225,7 +210,7 @@ def test_no_argument_is_changed_and_donation_changes_no_bit():
 def test_a_gradient_that_is_not_finite_leaves_the_state_as_it_was_and_is_counted():
     batch = tiny.experience(7, 4)
     broken = batches.extend(type(batch), batch, advantages=batch.advantages * float("inf"))
-    state = init_state(ACTOR_PARAMS)
+    state = init_state(ACTOR_PARAMS, OPTIMIZER)
     after, report = _actor(broken, "ppo_clip", "token-mean")
     assert tree.digest((after.params, after.opt)) == tree.digest((state.params, state.opt))
     assert after.step == 1

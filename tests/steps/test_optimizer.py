@@ -8,13 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo import laws, metrics, tree
-from fppo.runtime.mesh import Mesh
-from fppo.steps.optimizer import Optimizer, optimizer_step
+from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
-from fppo.steps.train_state import init_state
-from fppo_kernels.record import Kernels
+from fppo.steps.train_state import init_state, optimizer_step
 
-SHARED = {"kernels": Kernels.named(), "mesh": Mesh.local()}
 SHAPES = {"embed": (7, 5), "norm": (5,), "scale": (), "deep": (2, 3, 4)}
 
 
@@ -36,15 +33,15 @@ def _params(seed, dtype, scale=1.0):
 )
 def test_steps_equal_torchs_adamw_after_clip_grad_norm(seed, dtype, clip, decay, kind):
     rate = schedule(kind, 0.1, total_steps=8, warmup_steps=2)
-    ours = Optimizer(schedule=rate, betas=(0.8, 0.95), eps=1e-6, weight_decay=decay, max_grad_norm=clip)
-    state = init_state(_params(seed, dtype))
+    ours = adamw(rate, betas=(0.8, 0.95), eps=1e-6, weight_decay=decay, max_grad_norm=clip)
+    state = init_state(_params(seed, dtype), ours)
     theirs = {name: x.clone().requires_grad_() for name, x in state.params.items()}
     torchs = torch.optim.AdamW(theirs.values(), betas=(0.8, 0.95), eps=1e-6, weight_decay=decay)
     for step in range(5):
         grads = _params(seed + step + 1, dtype, scale=10.0 ** (step % 3 - 1))
-        state, report = optimizer_step(state, grads, optimizer=ours, donate=step % 2 == 1, **SHARED)
         for name, x in theirs.items():
             x.grad = grads[name].clone()
+        state, report = optimizer_step(state, grads, optimizer=ours, donate=step % 2 == 1)
         norm = torch.nn.utils.clip_grad_norm_(theirs.values(), torch.inf if clip is None else clip)
         torchs.param_groups[0]["lr"] = rate(step)
         torchs.step()
@@ -63,26 +60,26 @@ def test_steps_equal_torchs_adamw_after_clip_grad_norm(seed, dtype, clip, decay,
 
 
 def test_donation_changes_no_bit_and_empties_the_old_state_and_gradients():
-    optimizer = Optimizer(schedule=schedule("constant", 0.1))
+    optimizer = adamw(schedule("constant", 0.1))
     grads = _params(1, torch.float32)
 
     def step(state, donate):
-        return optimizer_step(state, grads, optimizer=optimizer, donate=donate, **SHARED)
+        return optimizer_step(state, tree.copy(grads), optimizer=optimizer, donate=donate)
 
-    laws.check_donation(step, init_state(_params(0, torch.float32)))
-    kept, _ = step(init_state(_params(0, torch.float32)), donate=False)
+    laws.check_donation(step, init_state(_params(0, torch.float32), optimizer))
+    kept, _ = step(init_state(_params(0, torch.float32), optimizer), donate=False)
     given = tree.copy(grads)
-    state = init_state(_params(0, torch.float32))
-    donated, _ = optimizer_step(state, given, optimizer=optimizer, donate_grads=True, **SHARED)
+    state = init_state(_params(0, torch.float32), optimizer)
+    donated, _ = optimizer_step(state, given, optimizer=optimizer, donate=True)
     assert tree.digest(kept) == tree.digest(donated)
     assert all(x.numel() == 0 for x in given.values())
 
 
 def test_a_donated_step_writes_where_the_old_state_was():
-    state = init_state(_params(0, torch.float32))
+    optimizer = adamw(schedule("constant", 0.1))
+    state = init_state(_params(0, torch.float32), optimizer)
     before = {path: x.data_ptr() for path, x in tree.leaves_with_paths((state.params, state.opt.mu, state.opt.nu))}
-    optimizer = Optimizer(schedule=schedule("constant", 0.1))
-    after, _ = optimizer_step(state, _params(1, torch.float32), optimizer=optimizer, donate=True, **SHARED)
+    after, _ = optimizer_step(state, _params(1, torch.float32), optimizer=optimizer, donate=True)
     found = {path: x.data_ptr() for path, x in tree.leaves_with_paths((after.params, after.opt.mu, after.opt.nu))}
     assert found == before
 
@@ -91,31 +88,31 @@ def test_a_donated_step_writes_where_the_old_state_was():
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_norm_that_is_not_finite_skips_the_update_and_the_next_one_goes_on(garbage, clip, donate):
-    optimizer = Optimizer(schedule=schedule("constant", 0.1), max_grad_norm=clip)
+    optimizer = adamw(schedule("constant", 0.1), max_grad_norm=clip)
     state, _ = optimizer_step(
-        init_state(_params(0, torch.float32)), _params(1, torch.float32), optimizer=optimizer, **SHARED
+        init_state(_params(0, torch.float32), optimizer), _params(1, torch.float32), optimizer=optimizer
     )
     broken = _params(2, torch.float32)
     broken["embed"][0] = garbage  # the square of 3e38 overflows
     expected = tree.digest((state.params, state.opt))
     kept = tree.copy(state)
-    after, report = optimizer_step(state, broken, optimizer=optimizer, donate=donate, **SHARED)
+    after, report = optimizer_step(state, broken, optimizer=optimizer, donate=donate)
     assert tree.digest((after.params, after.opt)) == expected
     assert metrics.report(report)["skipped"] == 1
     assert after.step == 2
     grads = _params(3, torch.float32)
-    one, _ = optimizer_step(after, grads, optimizer=optimizer, **SHARED)
-    two, _ = optimizer_step(kept, grads, optimizer=optimizer, **SHARED)
+    one, _ = optimizer_step(after, grads, optimizer=optimizer)
+    two, _ = optimizer_step(kept, grads, optimizer=optimizer)
     assert tree.digest((one.params, one.opt)) == tree.digest((two.params, two.opt))
 
 
 def test_the_rate_is_that_of_the_states_step():
     rates = [0.3, 0.2, 0.1]
-    optimizer = Optimizer(schedule=rates.__getitem__, weight_decay=0.0, eps=1e-12, max_grad_norm=None)
-    state = init_state({"w": torch.zeros(1, dtype=torch.float64)})
+    optimizer = adamw(rates.__getitem__, weight_decay=0.0, eps=1e-12, max_grad_norm=None)
+    state = init_state({"w": torch.zeros(1, dtype=torch.float64)}, optimizer)
     places = [0.0]
     for _ in rates:
-        state, _ = optimizer_step(state, {"w": torch.ones(1, dtype=torch.float64)}, optimizer=optimizer, **SHARED)
+        state, _ = optimizer_step(state, {"w": torch.ones(1, dtype=torch.float64)}, optimizer=optimizer)
         places.append(state.params["w"].item())
     moves = [a - b for a, b in itertools.pairwise(places)]
     assert moves == pytest.approx(rates)  # with equal gradients AdamW moves by its rate

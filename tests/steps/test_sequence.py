@@ -14,17 +14,17 @@ from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.runtime.mesh import Mesh, gradient_sum
 from fppo.runtime.simulate import simulate
-from fppo.steps.forward import compute_log_probs, compute_outputs, compute_reward_scores, forward_micro_batch
+from fppo.steps.actor import PolicyTerms, update_actor
+from fppo.steps.critic import update_critic
+from fppo.steps.forward import Forward, compute_log_probs, compute_outputs, compute_reward_scores, forward_micro_batch
+from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizer import Optimizer
+from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
-from fppo.steps.update import update_actor, update_critic
-from fppo_kernels.record import Kernels
 from tests import tiny
 
-KERNELS = Kernels.named()
-OPTIMIZER = Optimizer(schedule=schedule("constant", 1e-2), eps=1e-2, max_grad_norm=0.5)
+OPTIMIZER = adamw(schedule("constant", 1e-2), eps=1e-2, max_grad_norm=0.5)
 LLAMA = (
     "vocab_size",
     "hidden_size",
@@ -63,9 +63,7 @@ def loss_of(model, batch, params, mesh):
     weights = torch.arange(batch.response_mask.numel()).view(batch.response_mask.shape).double().sin()
 
     def loss(params):
-        out = forward_micro_batch(
-            params, batch, model=model, kernels=KERNELS, mesh=mesh, temperature=0.7, outputs=names
-        )
+        out = forward_micro_batch(params, batch, forward=Forward(model, mesh=mesh), outputs=names, temperature=0.7)
         found = {name: getattr(out, name) for name in names}
         return sum((weights * (i + 1) * x).sum() for i, x in enumerate(found.values())), found
 
@@ -118,22 +116,21 @@ def test_ranks_without_a_response_token_take_part(batch):
 
 
 def updates(mesh, batch, *, epochs=2, weight_mode="token-mean"):
-    shared = {
-        "optimizer": OPTIMIZER,
-        "kernels": KERNELS,
-        "mesh": mesh,
-        "mini_batch_size": 1000,
-        "micro_batching": MicroBatching(token_budget=30),
-        "weight_mode": weight_mode,
-        "horizon": 9 if weight_mode == "seq-mean-token-sum-norm" else None,
-        "epochs": epochs,
-    }
+    loop = Loop(
+        mini_batch_size=1000,
+        micro_batching=MicroBatching(token_budget=30),
+        weight_mode=weight_mode,
+        horizon=9 if weight_mode == "seq-mean-token-sum-norm" else None,
+        epochs=epochs,
+    )
+    shared = {"loop": loop, "optimizer": OPTIMIZER}
     actor, actor_params = tiny.model_and_params("lm")
     critic, critic_params = tiny.model_and_params("value", seed=1)
-    terms = {"loss_fn": losses.ppo_clip, "entropy_coef": 0.01, "kl_coef": 0.1}
+    policy = {"loss_fn": losses.ppo_clip, "terms": PolicyTerms(entropy_coef=0.01, kl_coef=0.1)}
+    states = [init_state(params, OPTIMIZER) for params in (actor_params, critic_params)]
     pairs = (
-        update_actor(init_state(actor_params), batch, model=actor, **terms, **shared),
-        update_critic(init_state(critic_params), batch, model=critic, **shared),
+        update_actor(states[0], batch, forward=Forward(actor, mesh=mesh), **policy, **shared),
+        update_critic(states[1], batch, forward=Forward(critic, mesh=mesh), **shared),
     )
     return [(state, metrics.report(report)) for state, report in pairs]
 
@@ -142,10 +139,8 @@ def updates(mesh, batch, *, epochs=2, weight_mode="token-mean"):
 @pytest.mark.parametrize("mode", losses.MODES)
 def test_updates_are_those_of_one_process(axes, mode):
     batch = tiny.experience(7, 7)
-    cuts = [range(4), range(4, 7)] if "shard" in axes else [range(7)]
-    shares = [batches.rows(batch, list(rows)) for rows in cuts for _ in range(axes["sequence"])]
     expected = updates(Mesh.local(), batch, weight_mode=mode)
-    found = simulate(axes, partial(updates, weight_mode=mode), shares)
+    found = simulate(axes, partial(updates, batch=batch, weight_mode=mode))
     assert len({str([tree.digest(state) for state, _ in rank]) for rank in found}) == 1
     for (state, numbers), (state_, numbers_) in zip(found[0], expected, strict=True):
         for (path, a), (_, b) in zip(tree.leaves_with_paths(state), tree.leaves_with_paths(state_), strict=True):
@@ -160,11 +155,12 @@ def test_passes_without_gradients_are_those_of_one_process():
     batch, cut = tiny.experience(11, 6), MicroBatching(size=2)
 
     def run(mesh):
-        shared = {"kernels": KERNELS, "mesh": mesh, "micro_batching": cut}
+        policy, judge = Forward(lm[0], mesh=mesh), Forward(value[0], mesh=mesh)
+        out = compute_outputs(lm[1], batch, forward=policy, micro_batching=cut, outputs=("entropy",))
         return {
-            "log-probs": compute_log_probs(lm[1], batch, model=lm[0], **shared),
-            "entropy": compute_outputs(lm[1], batch, model=lm[0], outputs=("entropy",), **shared).entropy,
-            "scores": compute_reward_scores(value[1], batch, model=value[0], **shared),
+            "log-probs": compute_log_probs(lm[1], batch, forward=policy, micro_batching=cut),
+            "entropy": out.entropy,
+            "scores": compute_reward_scores(value[1], batch, forward=judge, micro_batching=cut),
         }
 
     (expected,) = simulate({}, run)
@@ -179,7 +175,7 @@ def test_settings_that_a_sequence_axis_cannot_do_are_named():
     batch = tiny.experience(1, 2)
 
     def run(mesh, **changes):
-        return forward_micro_batch(params, batch, model=model, kernels=KERNELS, mesh=mesh, **changes)
+        return forward_micro_batch(params, batch, forward=Forward(model, mesh=mesh, **changes))
 
     with pytest.raises(ValueError, match="a sequence axis of 2 ranks cuts one packed row: remove padding"):
         simulate({"sequence": 2}, partial(run, remove_padding=False))

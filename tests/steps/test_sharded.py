@@ -16,15 +16,14 @@ from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.simulate import simulate
 from fppo.steps import ranks
-from fppo.steps.forward import compute_log_probs, compute_reward_scores, compute_values, forward_micro_batch
+from fppo.steps.actor import update_actor
+from fppo.steps.forward import Forward, compute_log_probs, compute_reward_scores, compute_values, forward_micro_batch
+from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizer import Optimizer, optimizer_step
-from fppo.steps.train_state import init_state
-from fppo.steps.update import update_actor
-from fppo_kernels.record import Kernels
+from fppo.steps.optimizers import adamw
+from fppo.steps.train_state import init_state, optimizer_step
 from tests import tiny
 
-KERNELS = Kernels.named()
 LAYERS = 4
 CASES = [(stage, again) for stage in (1, 2, 3) for again in (False, True)]
 
@@ -40,7 +39,7 @@ def deep_model(**changes):
 
 def loss_and_grads(model, params, batch, mesh):
     def loss(params):
-        out = forward_micro_batch(params, batch, model=model, kernels=KERNELS, mesh=mesh)
+        out = forward_micro_batch(params, batch, forward=Forward(model, mesh=mesh))
         return out.log_probs.square().sum()
 
     return value_and_grad(loss)(params)
@@ -107,7 +106,7 @@ def test_stage_3_keeps_no_layer_between_forward_and_backward(again, monkeypatch)
     def run(stage, mesh):
         mesh = sharded(mesh, stage=stage)
         shards = {name: x.requires_grad_() for name, x in fsdp.shard(params, mesh).items()}
-        out = forward_micro_batch(shards, batch, model=model, kernels=KERNELS, mesh=mesh)
+        out = forward_micro_batch(shards, batch, forward=Forward(model, mesh=mesh))
         if mesh["shard"].rank == 0:
             gc.collect()
             kept[stage] = sum(x() is not None for x in alive)
@@ -167,7 +166,7 @@ def test_gradients_are_reduced_while_the_backward_pass_goes_on(stage, again, mon
 
     def loss(shards, mesh):
         halves = [batches.rows(batch, part) for part in ([0, 1], [2, 3])]
-        outs = [forward_micro_batch(shards, half, model=model, kernels=KERNELS, mesh=mesh) for half in halves]
+        outs = [forward_micro_batch(shards, half, forward=Forward(model, mesh=mesh)) for half in halves]
         return torch.stack([out.log_probs.square().sum() for out in outs]).sum()
 
     def run(mesh):
@@ -185,21 +184,18 @@ def test_gradients_are_reduced_while_the_backward_pass_goes_on(stage, again, mon
 
 def test_stage_1_communicates_once_for_all_micro_batches(monkeypatch):
     model, params = deep_model()
-    batch = tiny.experience(1, 6, dtype=torch.float32)
+    batch, optimizer = tiny.experience(1, 11, dtype=torch.float32), adamw(lambda step: 0.1)
     _, events, _ = watch(monkeypatch)
 
     def run(stage, mesh):
         mesh = sharded(mesh, stage=stage)
         update_actor(
-            init_state(fsdp.shard(params, mesh)),
-            batches.rows(batch, range(3)) if mesh["shard"].rank else batch,
-            model=model,
+            init_state(fsdp.shard(params, mesh), optimizer),
+            batch,
+            forward=Forward(model, mesh=mesh),
             loss_fn=losses.gpg,
-            optimizer=Optimizer(schedule=lambda step: 0.1),
-            kernels=KERNELS,
-            mesh=mesh,
-            mini_batch_size=100,
-            micro_batching=MicroBatching(size=2),
+            loop=Loop(mini_batch_size=100, micro_batching=MicroBatching(size=2)),
+            optimizer=optimizer,
         )
 
     simulate({"shard": 2}, partial(run, 1))
@@ -217,12 +213,12 @@ def test_passes_without_gradients_are_those_of_one_process(stage):
 
     def run(mesh, share):
         mesh, rows = sharded(mesh, stage=stage), batches.rows(batch, share)
-        shared = {"kernels": KERNELS, "mesh": mesh, "micro_batching": MicroBatching(size=2)}
-        critic = fsdp.shard(value[1], mesh)
+        cut, critic = MicroBatching(size=2), fsdp.shard(value[1], mesh)
+        policy, judge = Forward(lm[0], mesh=mesh), Forward(value[0], mesh=mesh)
         return (
-            compute_log_probs(fsdp.shard(lm[1], mesh), rows, model=lm[0], **shared),
-            compute_values(critic, rows, model=value[0], **shared),
-            compute_reward_scores(critic, rows, model=value[0], **shared),
+            compute_log_probs(fsdp.shard(lm[1], mesh), rows, forward=policy, micro_batching=cut),
+            compute_values(critic, rows, forward=judge, micro_batching=cut),
+            compute_reward_scores(critic, rows, forward=judge, micro_batching=cut),
         )
 
     (expected,) = simulate({}, run, [list(range(7))])
@@ -237,15 +233,15 @@ def test_passes_without_gradients_are_those_of_one_process(stage):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(bad):
     params = {"w": torch.ones(5, 2), "b": torch.ones(1)}
-    optimizer = Optimizer(schedule=lambda step: 0.1)
+    optimizer = adamw(lambda step: 0.1)
 
     def run(mesh, spoiled):
         mesh = sharded(mesh)
-        state = init_state(fsdp.shard(params, mesh))
+        state = init_state(fsdp.shard(params, mesh), optimizer)
         grads = fsdp.shard({"w": torch.ones(5, 2), "b": torch.ones(1)}, mesh)
         if spoiled and mesh["shard"].rank == 1:
             grads["w"][0, 0] = bad
-        new, report = optimizer_step(state, grads, optimizer=optimizer, kernels=KERNELS, mesh=mesh)
+        new, report = optimizer_step(state, grads, optimizer=optimizer, mesh=mesh)
         same = tree.digest(new.params) == tree.digest(state.params)
         return same, metrics.report(report)
 
@@ -259,19 +255,20 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(bad):
 
 
 @pytest.mark.parametrize("key", [None, Key(3)])
-@pytest.mark.parametrize("axes", [{"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
-def test_mini_batches_are_those_of_one_process(axes, key):
+def test_every_row_is_in_one_mini_batch_and_a_key_orders_them_by_their_ids(key):
     ids = torch.arange(100, 111)
-    expected = [ids[part].tolist() for part in ranks.mini_batches(ids, 4, Mesh.local(), key=key)]
-    assert [len(part) for part in expected] == [4, 4, 3]
-    size = axes["shard"] * axes.get("replicate", 1)
-    shares = [ids[:0], *(ids[rank :: size - 1] for rank in range(size - 1))]
-    found = simulate(axes, lambda mesh, own: [own[n] for n in ranks.mini_batches(own, 4, mesh, key=key)], shares)
-    for number, rows in enumerate(expected):
-        parts = [rank[number].tolist() for rank in found]
-        assert sorted(row for part in parts for row in part) == sorted(rows)
-        for part in parts:  # in the same order
-            assert part == [row for row in rows if row in part]
+    numbers = ranks.mini_batches(ids, 4, key=key)
+    assert [len(part) for part in numbers] == [4, 4, 3]
+    drawn = torch.cat(numbers)
+    assert sorted(drawn.tolist()) == list(range(11))
+    shuffled = torch.randperm(11, generator=torch.Generator().manual_seed(1))
+    again = torch.cat(ranks.mini_batches(ids[shuffled], 4, key=key))
+    if key is None:
+        assert drawn.tolist() == again.tolist() == list(range(11))
+    else:
+        assert ids[drawn].tolist() == ids[shuffled][again].tolist() != ids.tolist()
+    with pytest.raises(ValueError, match="mini_batch_size=0"):
+        ranks.mini_batches(ids, 0)
 
 
 def test_a_missing_parameter_is_named():

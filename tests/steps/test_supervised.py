@@ -11,17 +11,17 @@ from fppo import batch as batches
 from fppo import metrics
 from fppo.key import Key
 from fppo.models.precision import KeepDouble
-from fppo.runtime.mesh import Mesh
+from fppo.steps.forward import Forward
+from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizer import Optimizer
+from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
 from fppo.steps.supervised import demonstrations, update_supervised
 from fppo.steps.train_state import init_state
-from fppo_kernels.record import Kernels
 from tests import tiny
 
 MODEL, PARAMS = tiny.model_and_params()
-GRADIENT = Optimizer(schedule=schedule("constant", 1e-3), betas=(0.0, 0.9), max_grad_norm=None)
+GRADIENT = adamw(schedule("constant", 1e-3), betas=(0.0, 0.9), max_grad_norm=None)
 WHOLE = MicroBatching(size=1000)
 
 
@@ -35,16 +35,9 @@ def _texts(seed, rows):
     return [draw(1, 5) for _ in range(rows)], [draw(0 if i else 1, 6) for i in range(rows)]
 
 
-def _update(state, batch, **changes):
-    arguments = {
-        "model": MODEL,
-        "optimizer": GRADIENT,
-        "kernels": Kernels.named(),
-        "mesh": Mesh.local(),
-        "mini_batch_size": 1000,
-        "micro_batching": WHOLE,
-    }
-    return update_supervised(state, batch, **{**arguments, **changes})
+def _update(state, batch, *, optimizer=GRADIENT, key=None, mini_batch_size=1000, micro_batching=WHOLE):
+    loop = Loop(mini_batch_size=mini_batch_size, micro_batching=micro_batching)
+    return update_supervised(state, batch, forward=Forward(MODEL), loop=loop, optimizer=optimizer, key=key)
 
 
 def _cross_entropy(prompts, responses):
@@ -75,7 +68,7 @@ def test_the_gradient_is_that_of_the_plain_cross_entropy_in_any_cut(rows, seed):
         (batch, MicroBatching(size=1)),
         (batches.rows(batch, order), MicroBatching(token_budget=13)),
     ):
-        state, report = _update(init_state(PARAMS), given_batch, micro_batching=cut)
+        state, report = _update(init_state(PARAMS, GRADIENT), given_batch, micro_batching=cut)
         assert metrics.report(report)["supervised/nll_loss"] == pytest.approx(loss, rel=1e-10)
         for name, grad in grads.items():
             torch.testing.assert_close(state.opt.mu[name], grad, atol=1e-11, rtol=1e-9)
@@ -94,8 +87,8 @@ def test_demonstrations_are_padded_like_a_rollout():
 def test_it_learns_and_its_metrics_are_means_over_mini_batches():
     prompts, responses = _texts(1, 9)
     batch = demonstrations(prompts, responses, pad_token_id=0)
-    optimizer = Optimizer(schedule=schedule("constant", 0.02))
-    state, losses = init_state(PARAMS), []
+    optimizer = adamw(schedule("constant", 0.02))
+    state, losses = init_state(PARAMS, optimizer), []
     for epoch in range(8):
         state, report = _update(
             state, batch, optimizer=optimizer, mini_batch_size=4, micro_batching=MicroBatching(size=3), key=Key(epoch)

@@ -10,8 +10,7 @@ from fppo.key import Key
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.sampling import process_logits
-from fppo.runtime.mesh import Mesh
-from fppo.steps.forward import forward_micro_batch
+from fppo.steps.forward import Forward, forward_micro_batch
 from fppo_kernels.record import Kernels
 from tests.models.families import plain
 from tests.rollout.test_embedded import PAD, STOPS, make_prompts
@@ -62,7 +61,7 @@ def test_ratios_are_one_where_the_distribution_is_cut(engine):
     model, params = make("qwen2", seed=2)
     rollout = engine.generate(params, Ask(make_prompts(), CUT, Key(8)))
     mask = rollout.response_mask
-    out = forward_micro_batch(params, rollout, model=model, kernels=KERNELS, mesh=Mesh.local(), temperature=0.7)
+    out = forward_micro_batch(params, rollout, forward=Forward(model), temperature=0.7)
     ratio = (out.log_probs - rollout.rollout_log_probs).exp()[mask]
     torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0, atol=1e-5)
     module = plain(model, params)

@@ -7,8 +7,7 @@ import torch
 from fppo.key import Key
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
-from fppo.runtime.mesh import Mesh
-from fppo.steps.forward import forward_micro_batch
+from fppo.steps.forward import Forward, forward_micro_batch
 from tests.rollout.test_embedded import KERNELS, PAD, make_prompts
 from tests.rollout.test_turns import CUT, SAMPLING, engine_of
 from tests.vllm.conftest import start
@@ -44,9 +43,7 @@ def test_the_trainer_gives_the_tokens_vllms_log_probs():
     inner, _ = start()
     with inner:
         sampled = engine_of(inner).generate(params, Ask(make_prompts(), CUT, Key(8)))
-    out = forward_micro_batch(
-        params, sampled, model=model, kernels=KERNELS, mesh=Mesh.local(), temperature=CUT.temperature
-    )
+    out = forward_micro_batch(params, sampled, forward=Forward(model), temperature=CUT.temperature)
     torch.testing.assert_close(sampled.rollout_log_probs, out.log_probs, rtol=0, atol=1e-5)
 
 

@@ -1,0 +1,180 @@
+"""The update of the actor. What it computes does not depend on the split into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo import batch as batches
+from fppo import losses, metrics
+from fppo.batch import Experience
+from fppo.key import Key
+from fppo.metrics import Metrics
+from fppo.runtime.mesh import DATA_AXES, place_on
+from fppo.steps.forward import Forward, forward_micro_batch
+from fppo.steps.loop import Loop, MiniBatch, update, weighted_sum
+from fppo.steps.optimizers import Optimizer
+from fppo.steps.ranks import blank, collect
+from fppo.steps.sharded import Whole
+from fppo.steps.train_state import Params, TrainState
+
+LossFn = Callable[..., tuple[Tensor, Metrics]]
+OldLogProbs = Literal["pass", "engine", "update"]
+
+
+@attrs.frozen
+class SelectiveLoss:
+    """A policy loss that depends on tokens selected over a whole mini-batch, and the function that selects them.
+
+    `loss_fn` takes them as `selected`, bool [B, T], beside what every policy loss takes;
+    `select_fn(log_probs, old_log_probs, advantages, mask, *, noise)` gives them, from all rows of the mini-batch.
+    """
+
+    loss_fn: LossFn
+    select_fn: Callable[..., Tensor]
+
+
+@attrs.frozen(kw_only=True)
+class PolicyTerms:
+    """The scalars of the actor's objective: the temperature that log-probs are under, the factor of the entropy bonus,
+    and the factor and kind (`losses.kl_estimate`) of the KL term to the reference."""
+
+    temperature: float = 1.0
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    kl_kind: str = "k3"
+
+
+PLAIN = PolicyTerms()
+
+
+def update_actor(
+    state: TrainState,
+    batch: Experience,
+    *,
+    forward: Forward,
+    loss_fn: LossFn | SelectiveLoss,
+    loop: Loop,
+    optimizer: Optimizer,
+    terms: PolicyTerms = PLAIN,
+    old_log_probs: OldLogProbs = "pass",
+    key: Key | None = None,
+    donate: bool = False,
+) -> tuple[TrainState, Metrics]:
+    """The policy after `loop.epochs` passes over `batch`, all of which every data rank has.
+
+    The objective of a mini-batch is sum(weights * (policy loss * correction - entropy_coef * entropy + kl_coef * KL
+    to the reference)), with weights [B, T] from `losses.loss_weights` over the whole mini-batch.
+    `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss with its scalars bound.
+
+    `old_log_probs` says where those come from. "pass": the batch's are those of a pass before the update. "engine": the
+    batch's are the engine's, and `rollout_gap` of the policy being updated is reported. "update": they are taken from
+    the same pass as the new ones, and the gap is reported: right when one mini-batch and one epoch make the ratio 1.
+
+    Mini-batches are drawn by `key`, or taken in order without one. `donate` gives up the memory of `state`.
+    """
+    select = None
+    if isinstance(loss_fn, SelectiveLoss):
+        select = partial(_select, select_fn=loss_fn.select_fn, temperature=terms.temperature)
+        loss_fn = loss_fn.loss_fn
+    return update(
+        state,
+        batch,
+        forward=forward,
+        objective=partial(policy_objective, loss_fn=loss_fn, terms=terms, old_log_probs=old_log_probs),
+        loop=loop,
+        optimizer=optimizer,
+        prefix="actor",
+        select=select,
+        key=key,
+        donate=donate,
+    )
+
+
+def policy_objective(
+    params: Params | Whole,
+    rows: Experience,
+    weights: Tensor,
+    *,
+    forward: Forward,
+    loss_fn: LossFn,
+    terms: PolicyTerms = PLAIN,
+    old_log_probs: OldLogProbs = "pass",
+    selected: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """`update_actor`'s objective on some rows of a mini-batch, with their weights [B, T], and its metrics.
+
+    Raises ValueError for a KL term without reference log-probs in the rows.
+    """
+    out = forward_micro_batch(
+        params, rows, forward=forward, outputs=("log_probs", "entropy"), temperature=terms.temperature
+    )
+    assert out.log_probs is not None
+    assert out.entropy is not None
+    mask = rows.response_mask
+    old = out.log_probs.detach() if old_log_probs == "update" else rows.old_log_probs
+    policy_loss = loss_fn if selected is None else partial(loss_fn, selected=selected)
+    policy, report = policy_loss(out.log_probs, old, rows.advantages, mask)
+    if rows.correction_weights is not None:
+        policy = policy * rows.correction_weights.where(mask, 0.0)
+    summed = {"actor/pg_loss": policy}
+    if terms.entropy_coef:
+        summed["actor/entropy_loss"] = -terms.entropy_coef * out.entropy
+    if terms.kl_coef:
+        if rows.ref_log_probs is None:
+            raise ValueError(f"kl_coef={terms.kl_coef} needs ref_log_probs in the batch: give a reference policy")
+        kl = losses.kl_estimate(out.log_probs, rows.ref_log_probs, terms.kl_kind, mask=mask)
+        summed["actor/kl_loss"] = terms.kl_coef * kl
+    report = report | {"actor/entropy": metrics.masked_mean(out.entropy, mask)}
+    if old_log_probs != "pass":
+        report = report | rollout_gap(out.log_probs, rows.rollout_log_probs, mask)
+    loss, sums = weighted_sum(summed, weights)
+    if not loss.requires_grad:  # a loss without a token: the backward pass is still there, for its collectives
+        loss = loss + 0.0 * out.log_probs.sum()
+    return loss, report | sums
+
+
+def _select(
+    params: Params,
+    mini: MiniBatch,
+    key: Key,
+    *,
+    forward: Forward,
+    select_fn: Callable[..., Tensor],
+    temperature: float,
+) -> Tensor:
+    """The tokens [b, T] of this rank's rows that `select_fn` chooses in a mini-batch, by the log-probs of a pass
+    without gradients."""
+    log_probs = torch.zeros_like(mini.own.old_log_probs)
+    for numbers in [*mini.micro_batches, *([[]] * (mini.passes - len(mini.micro_batches)))]:
+        with torch.no_grad():
+            rows = batches.rows(mini.own, numbers) if numbers else blank(mini.own)
+            new = forward_micro_batch(params, rows, forward=forward, temperature=temperature).log_probs
+        assert new is not None
+        if numbers:
+            log_probs = log_probs.index_copy(0, torch.tensor(numbers, device=log_probs.device), new.to(log_probs))
+    log_probs = collect(log_probs, mini.shares, forward.mesh)
+    rows = mini.rows
+    noise = key.uniform(rows.row_ids, rows.response_mask.shape[1])
+    selected = select_fn(log_probs, rows.old_log_probs, rows.advantages, rows.response_mask, noise=noise)
+    return selected if len(mini.shares) == 1 else selected[mini.shares[place_on(forward.mesh, DATA_AXES)]]
+
+
+def rollout_gap(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
+    """How far the engine's probabilities are from the trainer's, both [B, T], over the mask: the gap is zero if they
+    run the same numbers with the same weights. rollout_corr/... are `losses.off_policy_metrics`.
+    """
+    gap = (log_probs.detach().exp() - rollout_log_probs.exp()).abs()
+    ratio = (log_probs.detach() - rollout_log_probs).where(mask, 0.0).exp()
+    return {
+        "training/rollout_probs_diff_mean": metrics.masked_mean(gap, mask),
+        "training/rollout_probs_diff_max": metrics.masked_max(gap, mask),
+        "training/rollout_ratio_mean": metrics.masked_mean(ratio, mask),
+        "training/rollout_ratio_max": metrics.masked_max(ratio, mask),
+        **losses.off_policy_metrics(log_probs, rollout_log_probs, mask),
+    }

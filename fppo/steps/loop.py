@@ -1,0 +1,156 @@
+"""The loop that all updates share: epochs of mini-batches of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo import batch as batches
+from fppo import losses, metrics, tree
+from fppo.grad import value_and_grad
+from fppo.key import Key
+from fppo.metrics import Metrics
+from fppo.runtime.mesh import DATA_AXES, data_metrics, gradient_sum, place_on, ranks_on
+from fppo.steps.forward import Forward, Rows, row_lengths
+from fppo.steps.micro_batching import MicroBatching, partition
+from fppo.steps.optimizers import Optimizer
+from fppo.steps.ranks import blank, mini_batches, rounds, shares
+from fppo.steps.sharded import Whole, accumulable, scattered, whole
+from fppo.steps.train_state import Params, TrainState, optimizer_step
+
+
+class TrainRows(Rows, Protocol):
+    """What the loop reads of a record."""
+
+    @property
+    def row_ids(self) -> Tensor: ...  # [B] int64
+
+
+@attrs.frozen(kw_only=True)
+class Loop:
+    """How a batch becomes updates: an optimizer step per mini-batch of `mini_batch_size` rows, a gradient per
+    micro-batch, `epochs` times over. `weight_mode` and `horizon` are those of `losses.loss_weights`."""
+
+    mini_batch_size: int
+    micro_batching: MicroBatching
+    epochs: int = 1
+    weight_mode: str = "token-mean"
+    horizon: int | None = None
+
+
+class MiniBatch(NamedTuple):
+    """A mini-batch, as all data ranks have it, and this rank's share of it."""
+
+    rows: Any  # all of them
+    own: Any
+    shares: list[list[int]]  # the numbers of the rows that each data rank takes
+    micro_batches: list[list[int]]  # of this rank's rows
+    passes: int  # that this rank makes: as many as its micro-batches, or more, to keep up with others
+
+
+# What an update makes smaller: objective(params, rows, weights, *, forward) -> (0-d loss, metrics), the part of it that
+# some rows of a mini-batch add, with their weights [B, T] of the whole; see `weighted_sum`. Where the loop selects
+# tokens it is called with selected=, bool [B, T], too.
+Objective = Callable[..., tuple[Tensor, Metrics]]
+# select(params, mini_batch, key, *, forward) -> the tokens selected in this rank's rows, bool [b, T]
+Select = Callable[..., Tensor]
+
+
+def weighted_sum(terms: dict[str, Tensor], weights: Tensor) -> tuple[Tensor, Metrics]:
+    """The sum over all `terms` [B, T] of sum(weights * term), 0-d; and each of these sums as a metric of its name."""
+    sums = {name: (weights * term).sum() for name, term in terms.items()}
+    return torch.stack(list(sums.values())).sum(), {name: metrics.term(x) for name, x in sums.items()}
+
+
+def update(
+    state: TrainState,
+    batch: TrainRows,
+    *,
+    forward: Forward,
+    objective: Objective,
+    loop: Loop,
+    optimizer: Optimizer,
+    prefix: str,
+    select: Select | None = None,
+    key: Key | None = None,
+    donate: bool = False,
+) -> tuple[TrainState, Metrics]:
+    """The state after `loop.epochs` passes over `batch`, all of which every data rank has; each takes a share of equal
+    work of every mini-batch, so that the result does not depend on how many there are.
+
+    `objective` gives the weighted sum of a micro-batch; `select` chooses tokens over a whole mini-batch before. The
+    optimizer's metrics are named `prefix`/.... With `key` the mini-batches are drawn anew in every epoch, else they
+    are taken in order. `donate` gives up the memory of `state`.
+    """
+    history: list[Metrics] = []
+    place = key or Key(0)
+    for epoch in range(loop.epochs):
+        drawn = None if key is None else key.fold("epoch", epoch)
+        for number, mini in enumerate(_mini_batches(batch, loop, forward, drawn)):
+            totals = losses.count_totals(mini.rows.response_mask)
+            weights = losses.loss_weights(mini.own.response_mask, loop.weight_mode, totals=totals, horizon=loop.horizon)
+            selected = None
+            if select is not None:
+                selected = select(state.params, mini, place.fold("select", epoch, number), forward=forward)
+            passes = _passes(mini, weights, objective, selected)
+            grads, report = _gradients(state.params, passes, forward)
+            report = metrics.settled(data_metrics(report, forward.mesh))
+            grads = gradient_sum(grads, forward.mesh)
+            state = state if donate or history else tree.copy(state)
+            state, stepped = optimizer_step(state, grads, optimizer=optimizer, mesh=forward.mesh, donate=True)
+            history.append(metrics.merge(report, {f"{prefix}/{name}": m for name, m in stepped.items()}))
+    return state, metrics.merge(*history)
+
+
+def _mini_batches(batch: TrainRows, loop: Loop, forward: Forward, key: Key | None) -> list[MiniBatch]:
+    """The mini-batches of an epoch."""
+    mesh = forward.mesh
+    every = [batches.rows(batch, numbers) for numbers in mini_batches(batch.row_ids, loop.mini_batch_size, key=key)]
+    shared = [shares(forward.model, row_lengths(rows), mesh) for rows in every]
+    own = every
+    if ranks_on(mesh, DATA_AXES) > 1:
+        place = place_on(mesh, DATA_AXES)
+        own = [batches.rows(rows, each[place]) for rows, each in zip(every, shared, strict=True)]
+    cuts = [partition(row_lengths(rows), loop.micro_batching) for rows in own]
+    passes = rounds([len(cut) for cut in cuts], mesh, batch.tokens.device)
+    return [MiniBatch(*mini) for mini in zip(every, own, shared, cuts, passes, strict=True)]
+
+
+def _passes(
+    mini: MiniBatch, weights: Tensor, objective: Objective, selected: Tensor | None
+) -> Iterator[tuple[Objective, Any, Tensor]]:
+    """Objective, rows and weights of this rank's micro-batches, then of ones that add nothing."""
+
+    def on(tokens: Tensor | None) -> Objective:
+        return objective if tokens is None else partial(objective, selected=tokens)
+
+    for numbers in mini.micro_batches:
+        index = torch.tensor(numbers, device=weights.device)
+        yield on(None if selected is None else selected[index]), batches.rows(mini.own, numbers), weights[index]
+    row = blank(mini.own)
+    nothing = row.response_mask
+    for _ in range(mini.passes - len(mini.micro_batches)):
+        yield on(None if selected is None else selected.new_zeros(nothing.shape)), row, weights.new_zeros(nothing.shape)
+
+
+def _gradients(
+    params: Params, passes: Iterable[tuple[Objective, Any, Tensor]], forward: Forward
+) -> tuple[Params, Metrics]:
+    """This rank's share of the gradient, and its metrics: sums over its passes."""
+    mesh = forward.mesh
+    once = mesh.sharded and mesh.sharding is not None and mesh.sharding.stage == 1
+    inputs: Params | Whole = whole(params, forward.model, mesh) if once else params
+    grads: Any = {}
+    reports: list[Metrics] = []
+    for objective, rows, weights in passes:
+        (_, report), new = value_and_grad(objective, has_aux=True)(inputs, rows, weights, forward=forward)
+        new = accumulable(new, params, mesh) if once else new
+        grads = tree.add(grads, new) if reports else new
+        del new  # or it would live through the next pass
+        reports.append(report)
+    return scattered(grads, params, mesh) if once else grads, metrics.merge(*reports)

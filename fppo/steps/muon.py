@@ -1,0 +1,120 @@
+"""Muon: momentum whose matrices are made orthogonal before they are applied.
+
+K. Jordan et al., 2024, https://kellerjordan.github.io/posts/muon; sizes and weight decay of J. Liu et al., 2025,
+arXiv:2502.16982.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fppo.models.model import Params
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import Mesh, gather_over
+from fppo.steps.optimizers import AdamWState, Call, Optimizer, adamw_write, clipped, decay_, init_adamw, zeros_like
+from fppo.steps.schedules import Schedule
+from fppo.tree import replace, state
+from fppo_kernels.adamw import adamw_
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic whose slope at 0 is steep, where convergence to 1 is rough
+ITERATIONS = 5
+WHOLE_MATRICES = ("tensor", "expert")  # axes over which a matrix is cut in a way that is not undone here
+
+
+@state
+class MuonState:
+    """The momentum of the matrices, and AdamW's state of all other parameters."""
+
+    momentum: Params
+    adamw: AdamWState
+
+
+def is_hidden_matrix(name: str, param: Tensor) -> bool:
+    """Whether a parameter, by its Hugging Face name, is a matrix inside a decoder layer, which has a number.
+
+    Embeddings and heads are outside layers.
+    """
+    return param.dim() == 2 and any(word.isdigit() for word in name.split("."))
+
+
+def orthogonalized(x: Tensor) -> Tensor:
+    """Nearly U @ V.T of the singular value decomposition U @ S @ V.T of `x` [m, n]: its singular values, of which those
+    far below the norm of `x` stay smaller, are in about [0.7, 1.2].
+
+    `ITERATIONS` of the Newton-Schulz polynomial a X + b (X X') X + c (X X')^2 X; in bfloat16, as the reference does it,
+    for all but float64.
+    """
+    a, b, c = COEFFICIENTS
+    y = x if x.dtype == torch.float64 else x.bfloat16()
+    y = y.T if x.shape[0] > x.shape[1] else y
+    y = y / y.norm().clamp(min=1e-7)
+    for _ in range(ITERATIONS):
+        gram = y @ y.T
+        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return (y.T if x.shape[0] > x.shape[1] else y).to(x.dtype)
+
+
+def muon(
+    schedule: Schedule,
+    *,
+    momentum: float = 0.95,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    max_grad_norm: float | None = 1.0,
+    is_matrix: Callable[[str, Tensor], bool] = is_hidden_matrix,
+    kernel: Callable[..., None] = adamw_,
+) -> Optimizer:
+    """Muon with Nesterov's momentum for the matrices that `is_matrix(name, parameter)` names, AdamW for the rest.
+
+    A matrix [m, n] moves by 0.2 * sqrt(max(m, n)) times its orthogonalised momentum, which is as far as AdamW moves:
+    one rate serves both. Where a mesh cuts parameters each rank gathers the momentum of one matrix after the other, and
+    orthogonalises it. Raises ValueError for a mesh that cuts matrices otherwise.
+    """
+
+    rest_ = adamw_write(schedule, betas=betas, eps=eps, weight_decay=weight_decay, kernel=kernel)
+
+    def write_(params: Params, grads: Params, state: MuonState, call: Call) -> MuonState:
+        _check(call.mesh)
+        lr, matrices, skipped = schedule(call.step), list(state.momentum), call.skipped.bool()
+        decay_([params[n] for n in matrices], lr * weight_decay, call.skipped)
+        for name, shape in zip(matrices, _whole_shapes([params[n] for n in matrices], call.mesh), strict=True):
+            old, grad = state.momentum[name], grads[name]
+            grad = grad if call.scale is None else grad.div_(call.scale)
+            new = torch.lerp(old, grad, 1 - momentum)
+            move = _orthogonal_rows(torch.lerp(grad, new, momentum), shape, call.mesh)
+            params[name].sub_(torch.where(skipped, 0.0, lr * 0.2 * max(shape) ** 0.5 * move))
+            old.copy_(torch.where(skipped, old, new))
+        return replace(state, adamw=rest_(params, grads, state.adamw, call))
+
+    def init(params: Params) -> MuonState:
+        matrices = {name: p for name, p in params.items() if is_matrix(name, p)}
+        rest = {name: p for name, p in params.items() if name not in matrices}
+        return MuonState(momentum=zeros_like(matrices), adamw=init_adamw(rest))
+
+    return clipped(init, write_, max_grad_norm=max_grad_norm, schedule=schedule)
+
+
+def _check(mesh: Mesh) -> None:
+    for name in WHOLE_MATRICES:
+        if mesh[name].size > 1:
+            raise ValueError(f"muon needs whole matrices, and the {name} axis of {mesh[name].size} ranks cuts them")
+
+
+def _whole_shapes(shards: list[Tensor], mesh: Mesh) -> list[torch.Size]:
+    """The whole shapes of matrices of which every rank of the shard axis has some rows."""
+    if not mesh.sharded or not shards:
+        return [x.shape for x in shards]
+    rows = gather_over(torch.tensor([len(x) for x in shards], device=shards[0].device), mesh, ["shard"]).sum(0)
+    return [torch.Size((count, *x.shape[1:])) for count, x in zip(rows.tolist(), shards, strict=True)]
+
+
+def _orthogonal_rows(x: Tensor, shape: torch.Size, mesh: Mesh) -> Tensor:
+    """This rank's rows of the orthogonalised whole matrix of which `x` is this rank's rows."""
+    if not mesh.sharded:
+        return orthogonalized(x)
+    matrix = fsdp.gather({"": x}, {"": shape}, mesh)[""]
+    return orthogonalized(matrix)[slice(*fsdp.bounds(shape[0], mesh["shard"]))]

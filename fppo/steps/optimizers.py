@@ -1,0 +1,265 @@
+"""Optimizers as pairs of functions, with clipping, skipping and donation around each: AdamW, SGD, and one's own.
+
+`muon` is in a module of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+from torch.optim.sgd import sgd as fused_sgd
+from torch.utils import _pytree as pytree
+
+from fppo import metrics, tree
+from fppo.metrics import Metrics
+from fppo.models.model import Params
+from fppo.runtime.mesh import Mesh, all_reduce
+from fppo.runtime.offload import Lane, copied, to_device, to_host
+from fppo.steps.schedules import Schedule
+from fppo.tree import state
+from fppo_kernels.adamw import adamw_
+
+
+class Update(Protocol):
+    """New parameters, new optimizer state, and metrics, from gradients that are summed over all ranks already.
+
+    `step` is the number of updates tried before. On a mesh that cuts parameters all three trees are shards. With
+    `donate` the memory of all three is taken over, and they are left empty.
+    """
+
+    def __call__(
+        self, params: Params, grads: Params, state: Any, step: int, *, mesh: Mesh, donate: bool
+    ) -> tuple[Params, Any, Metrics]: ...
+
+
+class Optimizer(NamedTuple):
+    """A pair of functions, as in optax. `init(params)` makes the state: any tree of tensors.
+
+    Where a mesh cuts parameters, a tensor of the state is a number (0-d), or it has the shape of a parameter and stands
+    under its name in a mapping: such are taken to be cut as it is.
+    """
+
+    init: Callable[[Params], Any]
+    update: Update
+
+
+class Call(NamedTuple):
+    """What an update knows beside its trees."""
+
+    step: int
+    mesh: Mesh
+    scale: Tensor | None  # 0-d, what gradients are to be divided by; None: nothing
+    skipped: Tensor  # 0-d float32; where it is 1 no bit of parameters and state may change
+
+
+# write_(params, grads, state, call) -> state: it overwrites the tensors of its arguments, which are its own
+Write = Callable[[Params, Params, Any, Call], Any]
+
+
+def clipped(
+    init: Callable[[Params], Any],
+    write_: Write,
+    *,
+    max_grad_norm: float | None,
+    schedule: Schedule | None = None,
+) -> Optimizer:
+    """The optimizer of a function that writes in place: clipping to a global norm, skipping and donation around it.
+
+    The norm is that of all gradients on all ranks. One that is not finite leaves parameters and state as they were, bit
+    for bit, and counts as `skipped`: decided on the device, without waiting for it.
+
+    Metrics: grad_norm (before clipping), lr (of a `schedule`), skipped (0 or 1).
+    """
+
+    def update(
+        params: Params, grads: Params, state: Any, step: int, *, mesh: Mesh, donate: bool = False
+    ) -> tuple[Params, Any, Metrics]:
+        take = tree.donate if donate else tree.copy
+        params, grads, state = take(params), take(grads), take(state)
+        norm = _global_norm(list(grads.values()), mesh)
+        skipped = (~norm.isfinite()).float()
+        scale = None
+        if max_grad_norm is not None:
+            scale = ((norm.float() + 1e-6) / max_grad_norm).clamp(min=1.0)
+        state = write_(params, grads, state, Call(step, mesh, scale, skipped))
+        report: Metrics = {"grad_norm": metrics.mean(norm)}
+        if schedule is not None:
+            report["lr"] = metrics.mean(schedule(step))
+        return params, state, report | {"skipped": metrics.mean(skipped)}
+
+    return Optimizer(init, update)
+
+
+def _global_norm(grads: list[Tensor], mesh: Mesh) -> Tensor:
+    """The 2-norm of all gradients, on all ranks: 0-d, of their dtype."""
+    norm = get_total_norm(grads)
+    if not mesh.sharded:
+        return norm
+    return all_reduce(norm.double().square(), mesh["shard"]).sqrt().to(norm.dtype)
+
+
+def zeros_like(params: Params) -> Params:
+    """Zeros in the tree of the parameters."""
+    return {name: torch.zeros_like(p) for name, p in params.items()}
+
+
+@state
+class AdamWState:
+    """First and second moments, in the tree of the parameters, and the number of updates applied."""
+
+    mu: Params
+    nu: Params
+    count: Tensor  # [] float32, as torch's kernels want it
+
+
+def init_adamw(params: Params) -> AdamWState:
+    """AdamW's state before the first update."""
+    devices = [p.device for p in params.values()] or [torch.device("cpu")]
+    count = torch.zeros((), dtype=torch.float32, device=devices[0])
+    return AdamWState(mu=zeros_like(params), nu=zeros_like(params), count=count)
+
+
+def adamw(
+    schedule: Schedule,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    max_grad_norm: float | None = 1.0,
+    kernel: Callable[..., None] = adamw_,
+) -> Optimizer:
+    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) by a kernel like `fppo_kernels.adamw.adamw_`.
+
+    The kernel clips and skips too, so that each tensor is read and written once. `max_grad_norm` None does not clip.
+    """
+
+    write_ = adamw_write(schedule, betas=betas, eps=eps, weight_decay=weight_decay, kernel=kernel)
+    return clipped(init_adamw, write_, max_grad_norm=max_grad_norm, schedule=schedule)
+
+
+def adamw_write(
+    schedule: Schedule, *, betas: tuple[float, float], eps: float, weight_decay: float, kernel: Callable[..., None]
+) -> Write:
+    """AdamW's part of an update: of the parameters that its state has."""
+
+    def write_(params: Params, grads: Params, state: AdamWState, call: Call) -> AdamWState:
+        names, count = list(state.mu), state.count
+        kernel(
+            [params[n] for n in names],
+            [grads[n] for n in names],
+            [state.mu[n] for n in names],
+            [state.nu[n] for n in names],
+            [count.clone() for _ in names],
+            lr=schedule(call.step),
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            grad_scale=call.scale,
+            found_inf=call.skipped,
+        )
+        return tree.replace(state, count=count + (1.0 - call.skipped.to(count)))
+
+    return write_
+
+
+@state
+class SgdState:
+    """The sum of gradients that momentum is, in the tree of the parameters; empty without momentum."""
+
+    momentum: Params
+
+
+def sgd(
+    schedule: Schedule,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    max_grad_norm: float | None = 1.0,
+) -> Optimizer:
+    """Gradient descent with momentum, as torch.optim.SGD's, by torch's kernel.
+
+    The weight decay is decoupled: algorithm 1 of Loshchilov and Hutter (2019, arXiv:1711.05101), the rate in the decay.
+    """
+
+    def write_(params: Params, grads: Params, state: SgdState, call: Call) -> SgdState:
+        lr, names = schedule(call.step), list(params)
+        if weight_decay:
+            decay_(list(params.values()), lr * weight_decay, call.skipped)
+        fused_sgd(
+            [params[n] for n in names],
+            [_laid_out_as(params[n], grads[n]) for n in names],
+            [state.momentum[n] if momentum else None for n in names],
+            fused=True,
+            grad_scale=call.scale,
+            found_inf=call.skipped,
+            weight_decay=0.0,
+            momentum=momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=nesterov,
+            maximize=False,
+        )
+        return state
+
+    def init(params: Params) -> SgdState:
+        return SgdState(momentum=zeros_like(params) if momentum else {})
+
+    return clipped(init, write_, max_grad_norm=max_grad_norm, schedule=schedule)
+
+
+def decay_(params: Sequence[Tensor], rate: float, skipped: Tensor) -> None:
+    """Multiplies the parameters by 1 - `rate`, or by 1 where `skipped` (0-d) is."""
+    for p in params:
+        p.mul_(1.0 - rate * (1.0 - skipped.to(p)))
+
+
+def _laid_out_as(param: Tensor, grad: Tensor) -> Tensor:
+    """The gradient with the strides of its parameter, as torch's kernel walks both in the order of memory."""
+    return grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
+
+
+def from_function(
+    init: Callable[[Params], Any],
+    fn: Callable[[Params, Params, Any, int], tuple[Params, Any]],
+    *,
+    max_grad_norm: float | None = 1.0,
+) -> Optimizer:
+    """The optimizer of a plain function `fn(params, grads, state, step) -> (params, state)`, which changes no argument.
+
+    Gradients come clipped, and all trees are this rank's shards where a mesh cuts parameters: a function that is not
+    elementwise would be wrong there. The state is a tree of tensors, see `Optimizer`; `init(params)` makes it.
+    """
+
+    def write_(params: Params, grads: Params, state: Any, call: Call) -> Any:
+        if call.scale is not None:
+            grads = {name: g.div_(call.scale) for name, g in grads.items()}
+        skipped = call.skipped.bool()
+        old, new = (params, state), fn(params, grads, state, call.step)
+        tree.map(lambda x, y: x.copy_(torch.where(skipped, x, y)), old, tuple(new))
+        return state
+
+    return clipped(init, write_, max_grad_norm=max_grad_norm)
+
+
+def kept_on_host(optimizer: Optimizer, lane: Lane) -> Optimizer:
+    """The optimizer, whose state is on the host between updates, and on the lane's device, whole, during one.
+
+    AdamW has a kernel for this that takes less of the device's memory: `offload.offloaded_adamw`.
+    """
+
+    def update(
+        params: Params, grads: Params, state: Any, step: int, *, mesh: Mesh, donate: bool = False
+    ) -> tuple[Params, Any, Metrics]:
+        home = tree.donate(state) if donate else copied(state)
+        params, after, report = optimizer.update(params, grads, to_device(home, lane), step, mesh=mesh, donate=donate)
+        leaves = [[x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)] for values in (after, home)]
+        lane.store(*leaves)
+        lane.settle()
+        return params, home, report
+
+    return Optimizer(lambda params: to_host(optimizer.init(params)), update)
