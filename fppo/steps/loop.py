@@ -75,7 +75,7 @@ def update(
     objective: Objective,
     loop: Loop,
     optimizer: Optimizer,
-    prefix: str,
+    prefix: str = "update",
     select: Select | None = None,
     key: Key | None = None,
     donate: bool = False,
