@@ -8,11 +8,7 @@ import tyro
 
 from fppo import data, losses, quickstart, rewards, tree
 from fppo.key import Key
-from fppo.pipeline import stages
-from fppo.pipeline.estimators import estimator
-from fppo.pipeline.evaluate import evaluate
-from fppo.pipeline.program import Program, RunState
-from fppo.pipeline.train import Evaluation, train
+from fppo.pipeline import Evaluation, Program, RunState, estimator, evaluate, stages, train
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
 from fppo.runs import loggers

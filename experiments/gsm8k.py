@@ -1,8 +1,6 @@
-"""PPO on real text: GSM8K, with a tokenizer and a small model made from its training split.
+"""PPO on GSM8K: a small model imitates its solutions for a while; PPO (gsm8k.toml) then rewards format and answer.
 
-    python experiments/gsm8k.py --data DIR        # DIR holds train.jsonl and test.jsonl
-
-The model imitates the solutions for a while; PPO (gsm8k.toml) then rewards the answer's format and the exact answer.
+python experiments/gsm8k.py --data DIR        # DIR holds train.jsonl and test.jsonl
 """
 
 import json

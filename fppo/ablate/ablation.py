@@ -69,8 +69,8 @@ def ablate(
             base = Group(
                 case=case, shape={}, dtype=torch.float32, device=place, repeats=repeats, machine=known, default=usual
             )
-            for found, interrupted in _measured(base, implementing, wanted[case.op], sizes[case.op], law_seconds, say):
-                rows += found
+            for group, interrupted in _measured(base, implementing, wanted[case.op], sizes[case.op], law_seconds, say):
+                rows += group
                 if interrupted:
                     raise KeyboardInterrupt
     except KeyboardInterrupt:

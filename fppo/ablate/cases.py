@@ -85,11 +85,11 @@ def differentiate(call: Call, leaves: Sequence[str]) -> Evaluate:
         fresh = {name: drawn.inputs[name].detach().requires_grad_() for name in leaves}
         values = call(fn, {**drawn.inputs, **fresh}, outputs)
         kept = [(values[name], drawn.cotangents[name]) for name in of if values[name].requires_grad]
-        found = [None] * len(fresh)
+        grads = [None] * len(fresh)
         if kept:
             tensors, cotangents = zip(*((x, c.to(x.dtype)) for x, c in kept), strict=True)
-            found = torch.autograd.grad(tensors, list(fresh.values()), cotangents, allow_unused=True)
-        gradients = {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(fresh.items(), found, strict=True)}
+            grads = torch.autograd.grad(tensors, list(fresh.values()), cotangents, allow_unused=True)
+        gradients = {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(fresh.items(), grads, strict=True)}
         return Result({name: x.detach() for name, x in values.items()}, gradients)
 
     return evaluate
@@ -101,8 +101,8 @@ def exact_by(evaluate: Evaluate, reference: Callable, drawn: Drawn, outputs: Seq
     values, gradients = evaluate(reference, wide, outputs, ()).values, {}
     for output in outputs:
         if output in drawn.cotangents:
-            found = evaluate(reference, wide, outputs, (output,)).gradients
-            gradients |= {(output, leaf): gradient for leaf, gradient in found.items()}
+            exact = evaluate(reference, wide, outputs, (output,)).gradients
+            gradients |= {(output, leaf): gradient for leaf, gradient in exact.items()}
     return Exact(values, gradients)
 
 

@@ -205,9 +205,9 @@ def _evaluate_all_to_all(fn: Callable, drawn: Drawn, outputs: Sequence[str], of:
         cotangent = drawn.cotangents["exchanged"].chunk(RANKS, 1)[axis.rank].to(out.dtype)
         return out.detach(), torch.autograd.grad(out, own, cotangent)[0]
 
-    found = simulate({"sequence": RANKS}, run)
-    gradients = {"x": torch.cat([gradient for _, gradient in found])} if backward else {}  # type: ignore[arg-type]
-    return Result({"exchanged": torch.cat([out for out, _ in found], 1)}, gradients)
+    shards = simulate({"sequence": RANKS}, run)
+    gradients = {"x": torch.cat([gradient for _, gradient in shards])} if backward else {}  # type: ignore[arg-type]
+    return Result({"exchanged": torch.cat([out for out, _ in shards], 1)}, gradients)
 
 
 def _exact_all_to_all(drawn: Drawn, outputs: Sequence[str]) -> Exact:
@@ -267,9 +267,9 @@ def _cloned(inputs: dict[str, Any]) -> dict[str, list[Tensor]]:
 
 def _evaluate_adamw(fn: Callable, drawn: Drawn, outputs: Sequence[str], of: Sequence[str]) -> Result:
     """One step in place: of a copy, if `outputs` names what is returned, and without any of what is donated."""
-    given = _cloned(drawn.inputs) if outputs else drawn.inputs["donated"]
-    fn(*given.values(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    return Result({name: torch.cat(given[name]) for name in outputs}, {})
+    donated = _cloned(drawn.inputs) if outputs else drawn.inputs["donated"]
+    fn(*donated.values(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    return Result({name: torch.cat(donated[name]) for name in outputs}, {})
 
 
 def _exact_adamw(drawn: Drawn, outputs: Sequence[str]) -> Exact:

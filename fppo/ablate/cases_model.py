@@ -35,25 +35,25 @@ def _draw_log_probs(shape: Shape, dtype: torch.dtype, device: torch.device) -> D
 
 def _call_log_probs(fn: Callable, inputs: dict[str, Any], outputs: Sequence[str]) -> dict[str, Tensor]:
     asked = {name: True for name in ("entropy", "sum_squared") if name in outputs}
-    found = fn(inputs["hidden"], inputs["weight"], inputs["labels"], **asked)
-    return {name: getattr(found, name) for name in outputs}
+    result = fn(inputs["hidden"], inputs["weight"], inputs["labels"], **asked)
+    return {name: getattr(result, name) for name in outputs}
 
 
 def _exact_log_probs(drawn: Drawn, outputs: Sequence[str]) -> Exact:
     """By chunks of tokens, whose gradients by weight are summed."""
-    weight, parts = drawn.inputs["weight"].double(), []
+    weight, pieces = drawn.inputs["weight"].double(), []
     for start in range(0, len(drawn.inputs["hidden"]), CHUNK):
         rows = slice(start, start + CHUNK)
         inputs = {"hidden": drawn.inputs["hidden"][rows], "weight": weight, "labels": drawn.inputs["labels"][rows]}
         cotangents = {name: x[rows] for name, x in drawn.cotangents.items()}
-        parts.append(exact_by(_EVALUATE_LOG_PROBS, reference, Drawn(inputs, cotangents), outputs))
-    if not parts:
+        pieces.append(exact_by(_EVALUATE_LOG_PROBS, reference, Drawn(inputs, cotangents), outputs))
+    if not pieces:
         return exact_by(_EVALUATE_LOG_PROBS, reference, drawn, outputs)
-    values = {name: torch.cat([part.values[name] for part in parts]) for name in outputs}
+    values = {name: torch.cat([piece.values[name] for piece in pieces]) for name in outputs}
     gradients = {}
-    for place in parts[0].gradients:
-        found = [part.gradients[place] for part in parts]
-        gradients[place] = torch.cat(found) if place[1] == "hidden" else sum(found[1:], found[0])
+    for place in pieces[0].gradients:
+        grads = [piece.gradients[place] for piece in pieces]
+        gradients[place] = torch.cat(grads) if place[1] == "hidden" else sum(grads[1:], grads[0])
     return Exact(values, gradients)
 
 
@@ -121,14 +121,14 @@ def _call_attention(fn: Callable, inputs: dict[str, Any], outputs: Sequence[str]
 
 def _exact_attention(drawn: Drawn, outputs: Sequence[str]) -> Exact:
     """Sequence by sequence, so that no mask of all tokens is held."""
-    sizes, parts, names = drawn.inputs["lengths"].lengths, [], ("query", "key", "value")
+    sizes, pieces, names = drawn.inputs["lengths"].lengths, [], ("query", "key", "value")
     inputs = {name: widened(drawn.inputs[name]).split(sizes) for name in names}
     cotangents = drawn.cotangents["result"].split(sizes)
     for i, size in enumerate(sizes):
         one = {name: x[i] for name, x in inputs.items()} | {"lengths": make_lengths([size], cotangents[i].device)}
-        parts.append(exact_by(_EVALUATE_ATTENTION, eager, Drawn(one, {"result": cotangents[i]}), outputs))
-    values = {name: torch.cat([part.values[name] for part in parts]) for name in outputs}
-    return Exact(values, {p: torch.cat([part.gradients[p] for part in parts]) for p in parts[0].gradients})
+        pieces.append(exact_by(_EVALUATE_ATTENTION, eager, Drawn(one, {"result": cotangents[i]}), outputs))
+    values = {name: torch.cat([piece.values[name] for piece in pieces]) for name in outputs}
+    return Exact(values, {p: torch.cat([piece.gradients[p] for piece in pieces]) for p in pieces[0].gradients})
 
 
 def _cost_attention(shape: Shape, itemsize: int) -> Cost:

@@ -18,14 +18,14 @@ FORWARD, TOTAL, VALUE, GRADIENT, BAD, GREY = "#93c5fd", "#2563eb", "#059669", "#
 
 def save(ablation: Ablation, path: Path) -> None:
     """Writes the PNG. Raises ValueError if there are no rows."""
-    found = groups(ablation.rows)
-    if not found:
+    panels = groups(ablation.rows)
+    if not panels:
         raise ValueError("nothing was measured: there is no chart to draw")
-    heights = [0.42 * len(rows) + 1.15 for rows in found]
+    heights = [0.42 * len(rows) + 1.15 for rows in panels]
     figure = Figure(figsize=(12, sum(heights) + 0.5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(found), 2, squeeze=False, height_ratios=heights, width_ratios=(1.15, 1))
-    for rows, (left, right) in zip(found, axes, strict=True):
+    axes = figure.subplots(len(panels), 2, squeeze=False, height_ratios=heights, width_ratios=(1.15, 1))
+    for rows, (left, right) in zip(panels, axes, strict=True):
         _times(rows, left)
         _errors(rows, right)
     machine = ablation.machine
@@ -49,16 +49,16 @@ def _times(rows: Sequence[Row], ax: Axes) -> None:
     unit, factor = ("s", 1.0) if longest >= 1 else ("ms", 1e3) if longest >= 1e-3 else ("us", 1e6)
     for place, row in enumerate(rows):
         bars = ((row.seconds_total, TOTAL, "forward and backward"), (row.seconds_forward, FORWARD, "forward"))
-        given = [bar for bar in bars if bar[0] is not None]
-        thick = 0.76 / max(len(given), 1)
-        for i, (value, color, label) in enumerate(given):
+        shown = [bar for bar in bars if bar[0] is not None]
+        thick = 0.76 / max(len(shown), 1)
+        for i, (value, color, label) in enumerate(shown):
             assert value is not None
-            y = place + (i - (len(given) - 1) / 2) * -thick
+            y = place + (i - (len(shown) - 1) / 2) * -thick
             ax.barh(y, value * factor, 0.9 * thick, color=color)
             fraction = row.fraction_total if label != "forward" else row.fraction_forward
             beside = "" if fraction is None else f"  {share(fraction)}"
             ax.text((value + longest * 0.012) * factor, y, f"{seconds(value)}{beside}", fontsize=7, va="center")
-        if not given:
+        if not shown:
             text = {"refused": "cannot run here", "error": "error"}.get(row.status, row.status)
             text = f"{text}: {row.reason}" if row.reason else text
             ax.text(longest * 0.012 * factor, place, _cut(text, 62), fontsize=8, va="center", color=GREY)
@@ -81,7 +81,7 @@ def _cut(text: str, length: int) -> str:
 
 def _errors(rows: Sequence[Row], ax: Axes) -> None:
     """A dot for each output's value and gradient, by its relative error."""
-    exact, found = [], []
+    exact, rounded = [], []
     outputs = list(dict.fromkeys(e.output for row in rows for e in row.errors))
     markers = dict(zip(outputs, "osD^v" * len(outputs), strict=False))
     for place, row in enumerate(rows):
@@ -92,11 +92,11 @@ def _errors(rows: Sequence[Row], ax: Axes) -> None:
                 exact.append((place, value))
                 continue
             x = min(error.relative, 1e6)
-            found.append(x)
+            rounded.append(x)
             color = VALUE if value else GRADIENT
             label = f"{error.output}, {'value' if value else 'gradient'}"
             ax.plot([x], [y], markers[error.output], color=color, markersize=5, alpha=0.85, label=label)
-    low, high = (min(found), max(found)) if found else (1e-8, 1e-6)
+    low, high = (min(rounded), max(rounded)) if rounded else (1e-8, 1e-6)
     ax.set_xscale("log")
     ax.set_xlim(low / 4, high * 4)
     for place, value in set(exact):

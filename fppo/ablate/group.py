@@ -43,7 +43,7 @@ class Group:
 
 
 @attrs.frozen(kw_only=True)
-class _Found:
+class _Examined:
     """What is known of an implementation before its times; without `fn` it is not timed."""
 
     fn: Callable | None = None
@@ -75,32 +75,32 @@ def measure_group(
 ) -> tuple[list[Row], bool]:
     """A row for each implementation, and whether ctrl-C cut it short."""
     case, what = group.case, f"{group.case.op} {words(group.dtype)}"
-    found: dict[str, _Found] = {}
+    results: dict[str, _Examined] = {}
     times: Times = {name: ([], []) for name in implementations}
     interrupted = False
     try:
         refused = {name: refusal(case, x, group.device) for name, x in implementations.items()}
-        found = {name: _Found(status="refused", reason=reason) for name, reason in refused.items() if reason}
-        if len(found) < len(implementations):
+        results = {name: _Examined(status="refused", reason=reason) for name, reason in refused.items() if reason}
+        if len(results) < len(implementations):
             drawn = case.draw(group.shape, group.dtype, group.device)
             progress(f"{what}: the float64 reference")
             exact = case.exact(drawn, case.outputs)
             for name, implementation in implementations.items():
-                if name not in found:
+                if name not in results:
                     progress(f"{what} {name}: errors and memory")
-                    found[name] = _examine(group, implementation, contracts[name], drawn, exact)
+                    results[name] = _examine(group, implementation, contracts[name], drawn, exact)
             del exact
             for number in range(group.repeats):
                 progress(f"{what}: times, round {number + 1} of {group.repeats}")
-                _time(group, found, implementations, drawn, times)
+                _time(group, results, implementations, drawn, times)
     except KeyboardInterrupt:
         interrupted = True
-    missing = _Found(status="interrupted", reason="not measured: interrupted")
-    rows = [_row(group, name, x, found.get(name, missing), times[name]) for name, x in implementations.items()]
+    missing = _Examined(status="interrupted", reason="not measured: interrupted")
+    rows = [_row(group, name, x, results.get(name, missing), times[name]) for name, x in implementations.items()]
     return rows, interrupted
 
 
-def _examine(group: Group, implementation: Implementation, contract: Checked, drawn: Drawn, exact: Exact) -> _Found:
+def _examine(group: Group, implementation: Implementation, contract: Checked, drawn: Drawn, exact: Exact) -> _Examined:
     """Errors and memory; an exception becomes a status."""
     case, device = group.case, group.device
     outputs, timed = (_without(names, implementation) for names in (case.outputs, case.timed))
@@ -117,8 +117,8 @@ def _examine(group: Group, implementation: Implementation, contract: Checked, dr
             torch.cuda.empty_cache()
         reason = f"it raised {type(error).__name__}: {_first_line(error)}"
         reason = f"{contract[1]}; at this shape {reason}" if broken else reason
-        return _Found(status="failed" if broken else "error", reason=reason, contract=contract)
-    return _Found(
+        return _Examined(status="failed" if broken else "error", reason=reason, contract=contract)
+    return _Examined(
         fn=fn,
         status="failed" if broken else "ok",
         reason=contract[1],
@@ -136,13 +136,13 @@ def _size(result: Result) -> int:
 
 def _time(
     group: Group,
-    found: Mapping[str, _Found],
+    results: Mapping[str, _Examined],
     implementations: Mapping[str, Implementation],
     drawn: Drawn,
     times: Times,
 ) -> None:
     """Adds one forward, and one forward and backward, of each implementation that runs to `times`."""
-    for name, known in found.items():
+    for name, known in results.items():
         if known.fn is None:
             continue
         timed = _without(group.case.timed, implementations[name])
@@ -156,7 +156,7 @@ def _time(
 
 
 def _row(
-    group: Group, name: str, implementation: Implementation, found: _Found, times: tuple[list[float], list[float]]
+    group: Group, name: str, implementation: Implementation, examined: _Examined, times: tuple[list[float], list[float]]
 ) -> Row:
     case = group.case
     cost = case.cost(group.shape, group.dtype.itemsize)
@@ -171,19 +171,19 @@ def _row(
         dtype=words(group.dtype),
         shape=group.shape,
         default=name == group.default,
-        status=found.status,
-        reason=found.reason,
-        contract=found.contract[0],
+        status=examined.status,
+        reason=examined.reason,
+        contract=examined.contract[0],
         lacks=tuple(sorted(implementation.lacks)),
-        errors=found.errors,
+        errors=examined.errors,
         seconds_forward=forward,
         seconds_total=total,
-        seconds_first=found.seconds_first,
+        seconds_first=examined.seconds_first,
         repeats=len(times[0]),
         cost=cost,
         bound=case.bound,
-        peak_bytes=found.peak_bytes,
-        result_bytes=found.result_bytes,
+        peak_bytes=examined.peak_bytes,
+        result_bytes=examined.result_bytes,
         fraction_forward=fractions[0],
         fraction_total=fractions[1],
     )
@@ -231,16 +231,16 @@ def check_contract(
 
 def _errors(case: Case, fn: Callable, drawn: Drawn, exact: Exact, outputs: Sequence[str]) -> list[Error]:
     """Of every output and of its gradient by every leaf."""
-    found = []
+    errors = []
     for output in outputs:
         of = (output,) if any(place[0] == output for place in exact.gradients) else ()
         result = case.evaluate(fn, drawn, outputs, of)
-        found.append(_error(output, None, exact.values[output], result.values[output]))
+        errors.append(_error(output, None, exact.values[output], result.values[output]))
         for leaf, gradient in result.gradients.items():
-            found.append(_error(output, leaf, exact.gradients[output, leaf], gradient))
+            errors.append(_error(output, leaf, exact.gradients[output, leaf], gradient))
         del result
         gc.collect()
-    return found
+    return errors
 
 
 def _error(output: str, by: str | None, expected: Tensor, actual: Tensor) -> Error:

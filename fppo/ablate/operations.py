@@ -51,13 +51,13 @@ def names_of(op: str, implementations: Any, table: Table) -> list[str]:
 
 
 def dtypes_of(case: Case, dtypes: Sequence[str | torch.dtype], *, one: bool) -> list[torch.dtype]:
-    found = []
-    for given in dtypes:
-        name = given if isinstance(given, str) else words(given)
+    chosen = []
+    for dtype in dtypes:
+        name = dtype if isinstance(dtype, str) else words(dtype)
         if name not in DTYPES:
             raise ValueError(f"there is no dtype {name!r} to ablate in; {did_you_mean(name, DTYPES)}")
-        found.append(DTYPES[name])
-    kept = [dtype for dtype in dict.fromkeys(found) if dtype in case.dtypes]
+        chosen.append(DTYPES[name])
+    kept = [dtype for dtype in dict.fromkeys(chosen) if dtype in case.dtypes]
     if one and not kept:
         raise ValueError(f"{case.op} is ablated in {', '.join(words(d) for d in case.dtypes)}, not in {list(dtypes)}")
     return kept
@@ -65,7 +65,7 @@ def dtypes_of(case: Case, dtypes: Sequence[str | torch.dtype], *, one: bool) -> 
 
 def shapes_of(case: Case, shapes: Sequence[Shape] | None, cases: Sequence[Case]) -> list[dict[str, int]]:
     known = {name for other in cases for name in other.shape}
-    found = []
+    chosen = []
     for shape in shapes or [{}]:
         for name, size in shape.items():
             if name not in known:
@@ -73,14 +73,14 @@ def shapes_of(case: Case, shapes: Sequence[Shape] | None, cases: Sequence[Case])
                 raise ValueError(f"there is no size {name!r}; {there}")
             if size < 1:
                 raise ValueError(f"a size must be 1 or more, got {name} = {size}")
-        made = {name: shape.get(name, size) for name, size in case.shape.items()}
+        sizes = {name: shape.get(name, size) for name, size in case.shape.items()}
         for name, by in case.multiples.items():
-            if made[name] % (made[by] if isinstance(by, str) else by):
-                unit = f"{by} = {made[by]}" if isinstance(by, str) else by
-                raise ValueError(f"{case.op}: {name} must be a multiple of {unit}, got {name} = {made[name]}")
-        if made not in found:
-            found.append(made)
-    return found
+            if sizes[name] % (sizes[by] if isinstance(by, str) else by):
+                unit = f"{by} = {sizes[by]}" if isinstance(by, str) else by
+                raise ValueError(f"{case.op}: {name} must be a multiple of {unit}, got {name} = {sizes[name]}")
+        if sizes not in chosen:
+            chosen.append(sizes)
+    return chosen
 
 
 def default_of(op: str, table: Table, defaults: Kernels | None) -> str | None:

@@ -130,10 +130,10 @@ def plain(value: Any) -> Any:
 
 def groups(rows: Sequence[Row]) -> list[list[Row]]:
     """The rows by operation, shape and dtype, in order."""
-    found: dict[tuple, list[Row]] = {}
+    by_place: dict[tuple, list[Row]] = {}
     for row in rows:
-        found.setdefault((row.op, tuple(row.shape.items()), row.dtype), []).append(row)
-    return list(found.values())
+        by_place.setdefault((row.op, tuple(row.shape.items()), row.dtype), []).append(row)
+    return list(by_place.values())
 
 
 def shape_words(row: Row) -> str:

@@ -87,8 +87,8 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
     columns.append(("", "peak MiB", [_mib(row.peak_bytes) for row in rows]))
     places = dict.fromkeys((e.output, e.by) for row in rows for e in row.errors)
     for output, by in places:
-        found = [next((e for e in row.errors if (e.output, e.by) == (output, by)), None) for row in rows]
-        cells = ["-" if e is None else _error(e.relative) for e in found]
+        errors = [next((e for e in row.errors if (e.output, e.by) == (output, by)), None) for row in rows]
+        cells = ["-" if e is None else _error(e.relative) for e in errors]
         columns.append((f"error of {output}", "value" if by is None else f"d {by}", cells))
     return columns
 

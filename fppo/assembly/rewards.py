@@ -124,17 +124,17 @@ def _own_tokenizer(
     """
     section, remote = settings.reward.model, settings.model.trust_remote_code
     assert section.path is not None
-    found, own = section.tokenizer, None
-    if found is not None:
-        own = _load_tokenizer(found, "reward.model.tokenizer", remote)
+    path, own = section.tokenizer, None
+    if path is not None:
+        own = _load_tokenizer(path, "reward.model.tokenizer", remote)
     elif _has_tokenizer(directory := _directory(section.path, "reward.model.path")):
-        found = section.path
+        path = section.path
         own = AutoTokenizer.from_pretrained(directory, trust_remote_code=remote)
     if own is not None and (section.tokenizer is not None or _differs(own, tokenizer, chat=chat)):
         data.check_vocabulary(own, {"reward model": config})
         if chat and own.chat_template is None:
             raise ValueError(
-                f"the reward model's tokenizer {found} has no chat template; give another (reward.model.tokenizer), "
+                f"the reward model's tokenizer {path} has no chat template; give another (reward.model.tokenizer), "
                 "or texts without one (reward.model.chat = false)"
             )
         return own
@@ -203,10 +203,10 @@ def judge_of(
         greedy=section.temperature == 0,
         temperature=section.temperature or 1.0,
     )
-    with _judge_engine(settings, model, params, sampling.stop_token_ids[0], mesh, device) as (engine, held):
+    with _judge_engine(settings, model, params, sampling.stop_token_ids[0], mesh, device) as (engine, judge_params):
         judge = LanguageJudge(
             engine=engine,
-            params=held,
+            params=judge_params,
             tokenizer=own,
             rollout_tokenizer=tokenizer,
             template=section.template,

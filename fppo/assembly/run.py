@@ -80,10 +80,8 @@ def assemble(
     given, which it must be for a run that samples ahead.
     """
     search(settings.module_dirs)
-    key = Key(settings.seed)
-    sampling_mesh = mesh if sampling_mesh is None else sampling_mesh
-    device = device_of(settings) if device is None else device
-    kernels = kernels_of(settings) if kernels is None else kernels
+    key, sampling_mesh = Key(settings.seed), sampling_mesh or mesh
+    device, kernels = device or device_of(settings), kernels or kernels_of(settings)
     lane = Lane(device)
     loss_fn, advantage = policy_loss(settings.actor), advantage_of(settings, kernels)
     optimizers = optimizers_of(settings, kernels, lane)
@@ -92,11 +90,9 @@ def assemble(
     held_out = load_prompts(settings, tokenizer, held_out=True) if settings.data.eval_path else None
     sampling = sampling_of(settings, tokenizer)
     model, params, critic_model, critic, ref = load_models(settings, tokenizer, key, mesh, device)
-    for prompt_set in (prompts, held_out):
-        if prompt_set is not None:
-            data.check_tokens(prompt_set, model.config.vocab_size)
-    pad = prompts.pad_token_id
-    run = _fresh(settings, key, params, critic, ref, optimizers)
+    for prompt_set in [prompts] if held_out is None else [prompts, held_out]:
+        data.check_tokens(prompt_set, model.config.vocab_size)
+    pad, run = prompts.pad_token_id, _fresh(settings, key, params, critic, ref, optimizers)
     with (
         reward_runner(settings, tokenizer, sampling_mesh, device) as runner,
         engine_of(settings, model, kernels, pad, sampling_mesh, lane) as alone,

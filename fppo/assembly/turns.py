@@ -29,8 +29,8 @@ def in_turns(
         yield engine
         return
     respond = tools.resolve(section.respond)
-    told = ("tool",) if section.failure else ()
-    encode = chat_template(tokenizer, roles=told) if settings.data.chat else PlainText(tokenizer)
+    roles = ("tool",) if section.failure else ()
+    encode = chat_template(tokenizer, roles=roles) if settings.data.chat else PlainText(tokenizer)
     with ToolRunner(
         respond,
         failure=section.failure,

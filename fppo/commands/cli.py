@@ -73,13 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     What a user can mend is one message without a traceback; `--traceback` shows where it came from.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    show = TRACEBACK in given
-    given = [argument for argument in given if argument != TRACEBACK]
-    if not given or given[0] in ("-h", "--help"):
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    show = TRACEBACK in words
+    words = [word for word in words if word != TRACEBACK]
+    if not words or words[0] in ("-h", "--help"):
         print(usage())
-        return 0 if given else 2
-    name, *rest = given
+        return 0 if words else 2
+    name, *rest = words
     if name not in COMMANDS:
         print(f"fppo: there is no command {name!r}; {did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
@@ -134,7 +134,7 @@ def usage() -> str:
 def _quickstart(rest: Sequence[str]) -> int | None:
     """Trains a small model on an addition task, from nothing to a report, in a few minutes [--nproc 2]"""
     processes, rest = _processes(rest)
-    given = tyro.cli(Quickstart, args=rest, prog=f"fppo quickstart {PROCESSES}")
+    options = tyro.cli(Quickstart, args=rest, prog=f"fppo quickstart {PROCESSES}")
     from fppo.commands import actions, distributed
     from fppo.runs import session  # here, as below: --help answers before torch is loaded
 
@@ -143,7 +143,7 @@ def _quickstart(rest: Sequence[str]) -> int | None:
         files.save(settings, file)
         return distributed.run(actions.train, settings, ["train", str(file)], *processes)
 
-    return actions.quickstart(Path(given.output_dir), given.seed, run)
+    return actions.quickstart(Path(options.output_dir), options.seed, run)
 
 
 def _train(rest: Sequence[str]) -> int | None:
@@ -183,50 +183,50 @@ def _eval(rest: Sequence[str]) -> int | None:
 
 def _replay(rest: Sequence[str]) -> int | None:
     """Computes a step of a run again and names the first number that differs: fppo replay RUN --step N"""
-    given = tyro.cli(Replay, args=rest, prog="fppo replay")
+    options = tyro.cli(Replay, args=rest, prog="fppo replay")
     from fppo.commands import actions, distributed
 
     def command(settings: TrainSettings, here: actions.Here) -> int:
         del settings
-        return actions.replay(Path(given.run), given.step, here)
+        return actions.replay(Path(options.run), options.step, here)
 
-    return distributed.run(command, actions.settings_of(Path(given.run)), ["replay", *rest])
+    return distributed.run(command, actions.settings_of(Path(options.run)), ["replay", *rest])
 
 
 def _export(rest: Sequence[str]) -> int | None:
     """Writes the policy of a run as a Hugging Face directory: fppo export RUN TARGET"""
-    given = tyro.cli(Export, args=rest, prog="fppo export")
+    options = tyro.cli(Export, args=rest, prog="fppo export")
     from fppo.commands import actions
 
-    return actions.export(Path(given.run), Path(given.target), given.step)
+    return actions.export(Path(options.run), Path(options.target), options.step)
 
 
 def _report(rest: Sequence[str]) -> None:
     """Draws the curves of a run and writes its report.html: fppo report RUN"""
-    given = tyro.cli(Report, args=rest, prog="fppo report")
+    options = tyro.cli(Report, args=rest, prog="fppo report")
     from fppo.report import write as report
 
-    print(report.write_report(given.run))
+    print(report.write_report(options.run))
 
 
 def _ablate(rest: Sequence[str]) -> int | None:
     """Runs every implementation of an operation side by side: fppo ablate --op log_probs [--replay RUN --step N]"""
-    given = tyro.cli(AblateSettings, args=rest, prog="fppo ablate")
-    if wrong := settings_ablate.problems(given):
+    options = tyro.cli(AblateSettings, args=rest, prog="fppo ablate")
+    if wrong := settings_ablate.problems(options):
         raise files.SettingsError(wrong)
-    from fppo.commands import ablate as commands_ablate
+    from fppo.commands import ablate
 
-    return commands_ablate.ablate(given)
+    return ablate.ablate(options)
 
 
 def _plan(rest: Sequence[str]) -> int | None:
     """Says what a run will need, before there is one: fppo plan --model llama-3.1-70b --mesh.shard 64 --gpu h200"""
-    given = tyro.cli(PlanSettings, args=rest, prog="fppo plan")
-    if wrong := settings_plan.problems(given):
+    options = tyro.cli(PlanSettings, args=rest, prog="fppo plan")
+    if wrong := settings_plan.problems(options):
         raise files.SettingsError(wrong)
-    from fppo.commands import plan as commands_plan
+    from fppo.commands import plan
 
-    return commands_plan.run(given)
+    return plan.run(options)
 
 
 class _Processes(NamedTuple):
@@ -238,7 +238,7 @@ class _Processes(NamedTuple):
 
 def _processes(rest: Sequence[str]) -> tuple[_Processes, list[str]]:
     """What the arguments say of processes, and the others. Raises ValueError for a value that is no such number."""
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     left: list[str] = []
     arguments = iter(rest)
     for argument in arguments:
@@ -249,8 +249,8 @@ def _processes(rest: Sequence[str]) -> tuple[_Processes, list[str]]:
         value = value if equals else next(arguments, "")
         if not value.isdecimal() or int(value) < LAUNCH[name]:
             raise ValueError(f"{name} {value}: give a whole number, {LAUNCH[name]} or more")
-        found[name.removeprefix("--").replace("-", "_")] = int(value)
-    return _Processes(**found), left
+        numbers[name.removeprefix("--").replace("-", "_")] = int(value)
+    return _Processes(**numbers), left
 
 
 def _file_and_overrides(rest: Sequence[str]) -> tuple[str | None, list[str]]:

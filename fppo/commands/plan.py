@@ -20,52 +20,52 @@ from fppo.runtime.mesh import Sharding
 from fppo.settings.plan import PlanSettings
 
 
-def run(given: PlanSettings) -> int:
+def run(settings: PlanSettings) -> int:
     """Prints the plan and writes what was asked for; 1 if it does not fit."""
     transformers_logging.set_verbosity_error()
-    found = plan(case_of(given))
-    helping = remedies(found) if given.tries and not found.fits else None
-    text = json.dumps(plain(summary(found, helping)), indent=1)
-    if given.json == "-":
+    estimate = plan(case_of(settings))
+    helping = remedies(estimate) if settings.tries and not estimate.fits else None
+    text = json.dumps(plain(summary(estimate, helping)), indent=1)
+    if settings.json == "-":
         print(text)
     else:
-        print(report(found, helping, width=min(shutil.get_terminal_size((100, 24)).columns, 100)))
-        if given.json is not None:
-            Path(given.json).parent.mkdir(parents=True, exist_ok=True)
-            Path(given.json).write_text(text + "\n", encoding="utf-8")
-    return 0 if found.fits else 1
+        print(report(estimate, helping, width=min(shutil.get_terminal_size((100, 24)).columns, 100)))
+        if settings.json is not None:
+            Path(settings.json).parent.mkdir(parents=True, exist_ok=True)
+            Path(settings.json).write_text(text + "\n", encoding="utf-8")
+    return 0 if estimate.fits else 1
 
 
-def case_of(given: PlanSettings) -> Case:
+def case_of(settings: PlanSettings) -> Case:
     """The case that the settings name. Raises ValueError for a model or a GPU that is not known."""
     hardware = hardware_of(
-        given.gpu,
-        memory=None if given.memory is None else given.memory * GIB,
-        flops=given.flops,
-        bandwidth=given.bandwidth,
-        node_bandwidth=given.node_bandwidth,
-        network_bandwidth=given.network_bandwidth,
-        per_node=given.per_node,
+        settings.gpu,
+        memory=None if settings.memory is None else settings.memory * GIB,
+        flops=settings.flops,
+        bandwidth=settings.bandwidth,
+        node_bandwidth=settings.node_bandwidth,
+        network_bandwidth=settings.network_bandwidth,
+        per_node=settings.per_node,
     )
-    name, config = config_of(given.model)
-    narrow = given.compute_dtype == "bfloat16" or (given.compute_dtype == "auto" and hardware.on_gpu)
-    mesh = given.mesh
+    name, config = config_of(settings.model)
+    narrow = settings.compute_dtype == "bfloat16" or (settings.compute_dtype == "auto" and hardware.on_gpu)
+    mesh = settings.mesh
     return Case(
         name=name,
         config=config,
         hardware=hardware,
-        mesh=given.sizes,
+        mesh=settings.sizes,
         sharding=Sharding(mesh.stage, getattr(torch, mesh.reduce_dtype), mesh.prefetch),
-        tokens=given.tokens,
-        length=given.length or min(4096, given.tokens),
-        response=given.response,
-        micro_batches=given.micro_batches,
-        critic=given.critic,
-        reference=given.reference,
-        reward_model=None if given.reward_model is None else config_of(given.reward_model, "reward-model")[1],
+        tokens=settings.tokens,
+        length=settings.length or min(4096, settings.tokens),
+        response=settings.response,
+        micro_batches=settings.micro_batches,
+        critic=settings.critic,
+        reference=settings.reference,
+        reward_model=None if settings.reward_model is None else config_of(settings.reward_model, "reward-model")[1],
         compute_dtype=torch.bfloat16 if narrow else None,
-        checkpoint_layers=given.checkpoint_layers,
-        log_probs=given.log_probs,
-        offload=given.offload,
-        full=given.full,
+        checkpoint_layers=settings.checkpoint_layers,
+        log_probs=settings.log_probs,
+        offload=settings.offload,
+        full=settings.full,
     )

@@ -1,1 +1,28 @@
-"""The loop: what a run is, its stages, one step, and what trains, evaluates and replays it."""
+"""A run as state and stages: one step of it, the loop around it, and what computes or compares its steps again."""
+
+from fppo.pipeline.estimators import estimator
+from fppo.pipeline.evaluate import evaluate
+from fppo.pipeline.program import Draw, Program, RunState, Waiting, sample_batch
+from fppo.pipeline.stages import annotate, estimate, rollout_stage, score_stage, score_with_greedy
+from fppo.pipeline.step import ppo_step
+from fppo.pipeline.train import Evaluation, StepRecord, iterate, train
+
+__all__ = [
+    "Draw",
+    "Evaluation",
+    "Program",
+    "RunState",
+    "StepRecord",
+    "Waiting",
+    "annotate",
+    "estimate",
+    "estimator",
+    "evaluate",
+    "iterate",
+    "ppo_step",
+    "rollout_stage",
+    "sample_batch",
+    "score_stage",
+    "score_with_greedy",
+    "train",
+]

@@ -19,9 +19,9 @@ def evaluate(
 
     Draws depend on the run's key and the prompt, not on the step, so evaluations differ by the policy alone.
     """
-    parts: list[Scored] = []
+    scored: list[Scored] = []
     for number, prompts in enumerate(batches):
         key = run.key.fold("evaluate", number)
         rollout = engine.generate(run.actor.params, Ask(prompts, sampling, key, version=run.actor.step))
-        parts.append(score(rollout)[0])
-    return summarize(parts, n=sampling.n)
+        scored.append(score(rollout)[0])
+    return summarize(scored, n=sampling.n)

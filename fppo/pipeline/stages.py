@@ -86,8 +86,7 @@ def annotate(
     sum_squared: bool = False,
     fetch: Callable[[Params], Params | OnHost] = lambda params: params,
 ) -> tuple[Annotated, Metrics]:
-    """Old log-probs, reference log-probs if `run` holds a reference, and values if it holds a critic, by
-    `forward` and `critic`.
+    """Old log-probs, reference log-probs if the run has a reference, values by `critic` if it has a critic.
 
     All ranks hold all rows; each computes a share of equal work, and all get all results. `fetch` is how the passes get
     at parameters. The old log-probs come from a "pass" of the policy before its update; or they are the "engine"'s; or
@@ -101,13 +100,9 @@ def annotate(
     old, squared, report = scored.rollout_log_probs, None, {}
     if old_log_probs == "pass" or sum_squared:
         outputs = ("log_probs", "sum_squared_probs") if sum_squared else ("log_probs",)
+        params = fetch(run.actor.params)
         out = compute_outputs(
-            fetch(run.actor.params),
-            own,
-            forward=forward,
-            micro_batching=micro_batching,
-            outputs=outputs,
-            temperature=temperature,
+            params, own, forward=forward, micro_batching=micro_batching, outputs=outputs, temperature=temperature
         )
         assert out.log_probs is not None
         trainers = collect(out.log_probs, places, mesh)

@@ -55,16 +55,16 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
 
 def points(records: Sequence[Mapping[str, Any]], name: str) -> Points:
     """(step, value) where the metric was logged as a finite number."""
-    found = ((r["step"], r.get(name)) for r in records)
-    return [(s, v) for s, v in found if isinstance(v, int | float) and math.isfinite(v)]
+    values = ((r["step"], r.get(name)) for r in records)
+    return [(s, v) for s, v in values if isinstance(v, int | float) and math.isfinite(v)]
 
 
 def panels(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
     """The charts for which there are numbers, held-out results first."""
     names = held_out({name: None for record in records for name in record})
     drawn = [("Held-out prompts", "never trained on", tuple((label(name), name) for name in names)), *PANELS]
-    made = [Panel(title, note, {n: p for n, m in lines if (p := points(records, m))}) for title, note, lines in drawn]
-    return [panel for panel in made if panel.lines]
+    panels = [Panel(title, note, {n: p for n, m in lines if (p := points(records, m))}) for title, note, lines in drawn]
+    return [panel for panel in panels if panel.lines]
 
 
 def label(name: str) -> str:
@@ -75,12 +75,12 @@ def label(name: str) -> str:
 def smooth(line: Points) -> Points:
     """The mean over a window around each point, a fifteenth of the line wide and narrower at its ends: no lag."""
     half = max(2, len(line) // 30)
-    made = []
+    means = []
     for i, (step, _) in enumerate(line):
         reach = min(half, i, len(line) - 1 - i)
         window = [value for _, value in line[i - reach : i + reach + 1]]
-        made.append((step, sum(window) / len(window)))
-    return made
+        means.append((step, sum(window) / len(window)))
+    return means
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -165,7 +165,7 @@ def svg(panel: Panel) -> str:
     def y(value: float) -> float:
         return TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / (high - low)
 
-    parts = [
+    elements = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(panel.title)} by step">',
         *(
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>'
@@ -182,12 +182,12 @@ def svg(panel: Panel) -> str:
         color = f"c{number % len(COLORS)}"
         placed = [(x(s), y(v)) for s, v in line]
         if len(line) >= SMOOTH_FROM:
-            parts.append(_path(placed, f"line raw {color}"))
-            parts.append(_path([(x(s), y(v)) for s, v in smooth(line)], f"line {color}"))
+            elements.append(_path(placed, f"line raw {color}"))
+            elements.append(_path([(x(s), y(v)) for s, v in smooth(line)], f"line {color}"))
         else:
-            parts.append(_path(placed, f"line {color}"))
-        parts += _dots(line, placed, name, color)
-    return "".join([*parts, "</svg>"])
+            elements.append(_path(placed, f"line {color}"))
+        elements += _dots(line, placed, name, color)
+    return "".join([*elements, "</svg>"])
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:

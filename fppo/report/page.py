@@ -53,17 +53,17 @@ def render(page: Page) -> str:
 
 
 def _tiles(page: Page) -> str:
-    made = "".join(
+    markup = "".join(
         f"<div class=tile><div class=caption>{escape(t.caption)}</div><div class=big>{escape(t.value)}</div>"
         f"<div class=note>{escape(t.note)}</div></div>"
         for t in page.tiles
     )
-    return f"<section class=tiles>{made}</section>"
+    return f"<section class=tiles>{markup}</section>"
 
 
 def _curves(page: Page) -> str:
-    made = "".join(_figure(panel) for panel in page.panels)
-    return f"<section><h2>Curves</h2><div class=charts>{made}</div></section>" if made else ""
+    markup = "".join(_figure(panel) for panel in page.panels)
+    return f"<section><h2>Curves</h2><div class=charts>{markup}</div></section>" if markup else ""
 
 
 def _figure(panel: Panel) -> str:
@@ -159,9 +159,9 @@ def _tokens(sample: Mapping[str, Any], scale: Scale) -> str:
         return escape(str(sample.get("response", ""))) or "<span class=note>(empty)</span>"
     columns = [sample.get(name) or [None] * len(tokens) for name in ("log_probs", "advantages", "values")]
     cells = list(zip(tokens, *columns, strict=False))[:MAX_TOKENS]
-    made = "".join(_token(text, log_prob, advantage, value, scale) for text, log_prob, advantage, value in cells)
+    markup = "".join(_token(text, log_prob, advantage, value, scale) for text, log_prob, advantage, value in cells)
     more = f"<span class=note> … {len(tokens) - MAX_TOKENS} more tokens</span>" if len(tokens) > MAX_TOKENS else ""
-    return made + more
+    return markup + more
 
 
 def _token(text: str, log_prob: float | None, advantage: float | None, value: float | None, scale: Scale) -> str:

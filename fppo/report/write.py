@@ -76,27 +76,27 @@ def merged(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def tiles(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[Tile]:
     """The few numbers that say how the run went."""
     names = held_out({name: None for record in records for name in record})
-    made = []
+    tiles = []
     for name in names[:3]:
         line = points(records, name)
         if line:
             caption = f"Held-out {label(name)}"
-            made.append(_change(caption, line[0][1], line[-1][1], f"before, and after step {line[-1][0]:.0f}"))
+            tiles.append(_change(caption, line[0][1], line[-1][1], f"before, and after step {line[-1][0]:.0f}"))
     scores = [value for _, value in points(records, "critic/score/mean")]
     if scores:
         window = max(1, min(5, len(scores) // 2))
         start, end = sum(scores[:window]) / window, sum(scores[-window:]) / window
         about = "first and last step" if window == 1 else f"first and last {window} steps"
-        made.append(_change("Reward in training", start, end, about, share=False))
+        tiles.append(_change("Reward in training", start, end, about, share=False))
     wanted = settings.get("steps")
     done = records[-1]["step"]
-    made.append(Tile("Steps", f"{done} of {wanted}" if wanted is not None else str(done), ""))
+    tiles.append(Tile("Steps", f"{done} of {wanted}" if wanted is not None else str(done), ""))
     seconds = [value for _, value in points(records, "timing_s/step")]
     speed = [value for _, value in points(records, "perf/throughput")]
     if seconds:
         about = f"{sum(speed) / len(speed):,.0f} tokens/s" if speed else ""
-        made.append(Tile("Time in steps", _duration(sum(seconds)), about))
-    return made
+        tiles.append(Tile("Time in steps", _duration(sum(seconds)), about))
+    return tiles
 
 
 def _change(caption: str, before: float, after: float, note: str, *, share: bool = True) -> Tile:
@@ -143,12 +143,12 @@ def _settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not path.exists():
         return {}, {}
     try:
-        given = _flat(tomllib.loads(path.read_text(encoding="utf-8")))
+        values = _flat(tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not TOML: {error}") from error
     defaults = _flat(files.to_dict(files.TrainSettings()))
-    chosen = {name: value for name, value in given.items() if name not in defaults or defaults[name] != value}
-    return chosen, {name: value for name, value in given.items() if name not in chosen}
+    chosen = {name: value for name, value in values.items() if name not in defaults or defaults[name] != value}
+    return chosen, {name: value for name, value in values.items() if name not in chosen}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,1 +1,71 @@
-"""Rollout engines."""
+"""Rollout: engines that answer prompts, on the training parameters themselves or elsewhere.
+
+A name is imported when it is first used: worker processes and `--help` come through here, and load no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fppo.rollout.embedded import EmbeddedEngine as EmbeddedEngine
+    from fppo.rollout.engine import Ask as Ask
+    from fppo.rollout.engine import Engine as Engine
+    from fppo.rollout.engine import OnFinished as OnFinished
+    from fppo.rollout.engine import Sampling as Sampling
+    from fppo.rollout.spread import FetchingEngine as FetchingEngine
+    from fppo.rollout.spread import SpreadEngine as SpreadEngine
+    from fppo.rollout.sync import SyncError as SyncError
+    from fppo.rollout.sync import reshard as reshard
+    from fppo.rollout.turns.engine import TurnsEngine as TurnsEngine
+    from fppo.rollout.turns.engine import turn_metrics as turn_metrics
+    from fppo.rollout.turns.observations import PlainText as PlainText
+    from fppo.rollout.turns.observations import chat_template as chat_template
+    from fppo.rollout.turns.runner import ToolRunner as ToolRunner
+    from fppo.rollout.vllm.engine import VllmEngine as VllmEngine
+    from fppo.rollout.vllm.host import EngineFailure as EngineFailure
+    from fppo.rollout.vllm.host import VllmOptions as VllmOptions
+
+__all__ = [
+    "Ask",
+    "EmbeddedEngine",
+    "Engine",
+    "EngineFailure",
+    "FetchingEngine",
+    "OnFinished",
+    "PlainText",
+    "Sampling",
+    "SpreadEngine",
+    "SyncError",
+    "ToolRunner",
+    "TurnsEngine",
+    "VllmEngine",
+    "VllmOptions",
+    "chat_template",
+    "reshard",
+    "turn_metrics",
+]
+_HOMES = {
+    "Ask": "fppo.rollout.engine",
+    "EmbeddedEngine": "fppo.rollout.embedded",
+    "Engine": "fppo.rollout.engine",
+    "EngineFailure": "fppo.rollout.vllm.host",
+    "FetchingEngine": "fppo.rollout.spread",
+    "OnFinished": "fppo.rollout.engine",
+    "PlainText": "fppo.rollout.turns.observations",
+    "Sampling": "fppo.rollout.engine",
+    "SpreadEngine": "fppo.rollout.spread",
+    "SyncError": "fppo.rollout.sync",
+    "ToolRunner": "fppo.rollout.turns.runner",
+    "TurnsEngine": "fppo.rollout.turns.engine",
+    "VllmEngine": "fppo.rollout.vllm.engine",
+    "VllmOptions": "fppo.rollout.vllm.host",
+    "chat_template": "fppo.rollout.turns.observations",
+    "reshard": "fppo.rollout.sync",
+    "turn_metrics": "fppo.rollout.turns.engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -101,9 +101,9 @@ def summary(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """(label, number) of what the console shows of a step; what was not logged is left out."""
     shown = []
     for label, names, write in LINES:
-        found = [metrics[name] for name in names if metrics.get(name) is not None]
-        if found:
-            shown.append((label, write(found[0])))
+        values = [metrics[name] for name in names if metrics.get(name) is not None]
+        if values:
+            shown.append((label, write(values[0])))
     return shown + [(name, f"{metrics[name]:.3f}") for name in held_out(metrics)]
 
 
@@ -158,11 +158,11 @@ class PlainConsole:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the step's line."""
         left = self._left.at(step)
-        parts = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
-        parts += [f"{label} {number}" for label, number in summary(metrics)]
+        words = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
+        words += [f"{label} {number}" for label, number in summary(metrics)]
         if left is not None:
-            parts.append(f"left {duration(left)}")
-        print("  ".join(parts), file=self._file, flush=True)
+            words.append(f"left {duration(left)}")
+        print("  ".join(words), file=self._file, flush=True)
 
     def close(self) -> None:
         """Nothing is left to print."""

@@ -67,14 +67,14 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     A character that several tokens spell stands with the last of them. A token is decoded after the tokens of the
     piece before it, since some tokenizers drop the space before a first word.
     """
-    found: list[str] = []
+    pieces: list[str] = []
     start = done = 0  # tokens [start, done) are decoded and kept as context
     for end in range(1, len(ids) + 1):
         before = _decode(tokenizer, ids[start:done]) if done > start else ""
         text = _decode(tokenizer, ids[start:end])
         if text.endswith("\ufffd") and end < len(ids):  # an unfinished character
-            found.append("")
+            pieces.append("")
             continue
-        found.append(text[len(before) :])
+        pieces.append(text[len(before) :])
         start, done = done, end
-    return found
+    return pieces

@@ -201,7 +201,7 @@ def _remember_modules(settings: TrainSettings, path: str | os.PathLike[str] | No
     names += (*settings.reward.functions, settings.rollout.turns.respond or "")
     if settings.module_dirs or not any(":" in name for name in names):
         return settings
-    places = [Path.cwd()] if path is None else [Path(path).absolute().parent, Path.cwd()]
+    places = [Path.cwd()] if path is None else [Path(path).resolve().parent, Path.cwd()]
     return attrs.evolve(settings, module_dirs=tuple(dict.fromkeys(map(str, places))))
 
 

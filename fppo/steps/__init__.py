@@ -1,1 +1,51 @@
 """Steps: compositions of models, losses, kernels and mesh that take state and return state."""
+
+from fppo.steps.actor import PolicyTerms, SelectiveLoss, update_actor
+from fppo.steps.critic import update_critic
+from fppo.steps.forward import (
+    Forward,
+    TokenOutputs,
+    compute_log_probs,
+    compute_outputs,
+    compute_reward_scores,
+    compute_values,
+    forward_micro_batch,
+)
+from fppo.steps.loop import Loop, update, weighted_sum
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.muon import muon
+from fppo.steps.optimizers import Optimizer, adamw, from_function, sgd
+from fppo.steps.schedules import schedule
+from fppo.steps.supervised import Demonstrations, demonstrations, imitate, update_supervised
+from fppo.steps.train_state import TrainState, init_state, optimizer_step
+
+__all__ = [
+    "Demonstrations",
+    "Forward",
+    "Loop",
+    "MicroBatching",
+    "Optimizer",
+    "PolicyTerms",
+    "SelectiveLoss",
+    "TokenOutputs",
+    "TrainState",
+    "adamw",
+    "compute_log_probs",
+    "compute_outputs",
+    "compute_reward_scores",
+    "compute_values",
+    "demonstrations",
+    "forward_micro_batch",
+    "from_function",
+    "imitate",
+    "init_state",
+    "muon",
+    "optimizer_step",
+    "schedule",
+    "sgd",
+    "update",
+    "update_actor",
+    "update_critic",
+    "update_supervised",
+    "weighted_sum",
+]

@@ -94,12 +94,12 @@ def balance(lengths: Sequence[int], count: int) -> list[list[int]]:
     for load, k in heap:
         loads[k] = load
     for _ in range(count):
-        if not _trade(groups, loads, values):
+        if not _trade_(groups, loads, values):
             break
     return [sorted(group) for group in groups]
 
 
-def _trade(groups: list[list[int]], loads: np.ndarray, values: np.ndarray) -> bool:
+def _trade_(groups: list[list[int]], loads: np.ndarray, values: np.ndarray) -> bool:
     """One trade between the heaviest and the lightest of `groups`, in place; whether there was a useful one."""
     heavy, light = int(loads.argmax()), int(loads.argmin())
     gap = int(loads[heavy] - loads[light])

@@ -7,7 +7,6 @@ import inspect
 import os
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from fppo._errors import nearest
@@ -16,8 +15,8 @@ from fppo._errors import nearest
 def search(directories: Iterable[str | os.PathLike[str]]) -> None:
     """Has modules sought in these directories too, behind where they are sought already; workers get the same path."""
     for directory in directories:
-        place = str(Path(directory).absolute())
-        if place not in (os.path.abspath(entry) for entry in sys.path):
+        place = os.path.abspath(directory)
+        if place not in map(os.path.abspath, sys.path):
             sys.path.append(place)
 
 

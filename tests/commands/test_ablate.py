@@ -76,6 +76,33 @@ def test_a_kernel_that_breaks_is_told_from_one_that_rounds(run, tmp_path):
     assert first["max_abs"] > 0.1
 
 
+@pytest.mark.parametrize(
+    ("changes", "sampled"),
+    [
+        ({"rollout__ahead": 1}, False),
+        ({"rollout__n": 2, "rollout__filter__groups": True, "rollout__filter__max_draws": 2}, True),
+        ({"rollout__from": "rollouts"}, True),
+    ],
+    ids=["ahead", "groups", "from"],
+)
+def test_any_batch_can_be_replayed_under_another_kernel(tmp_path, capsys, changes, sampled):
+    """One that waited for its step has no rollout to compare; what is sampled for later steps is as recorded too."""
+    tiny_run.write_task(tmp_path)
+    if "rollout__from" in changes:
+        actions.rollout(tiny_run.settings(tmp_path, steps=2))
+        changes = {"rollout__from": str(tmp_path / "run" / "rollouts")}
+    actions.train(tiny_run.settings(tmp_path, steps=2, model__log_probs="reference", **changes))
+    given = ["--replay", str(tmp_path / "run"), "--step", "2", "--json", str(tmp_path / "r.json")]
+    assert cli.main(["ablate", "--op", "log_probs", "--implementations", "reference", "chunked", *given]) == 0
+    out = capsys.readouterr().out
+    assert "the run's own kernels: as recorded, bit for bit" in out
+    assert "log_probs = reference (the run has it): bit-equal in every stage" in out
+    choices = json.loads((tmp_path / "r.json").read_text())["choices"]
+    stages = [stage["stage"] for stage in choices[1]["stages"]]
+    assert ("rollout" in stages) == sampled
+    assert stages[-1] == "actor state"
+
+
 def doubled(*args, **keywords):
     from fppo_kernels.log_probs.reference import reference
 

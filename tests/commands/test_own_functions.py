@@ -1,0 +1,74 @@
+"""Functions named as module:function are found beside the settings file and where the command was first started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from fppo.runs import jsonl
+from fppo.settings import files
+from tests import tiny_run
+
+MINE = """
+import fppo_kernels.attention.sdpa
+from fppo import advantages, losses
+
+def loss(log_probs, old_log_probs, advantages, mask):
+    per_token, report = losses.ppo_clip(log_probs, old_log_probs, advantages, mask, clip_high=0.3)
+    return per_token, report | {"actor/mine": next(iter(report.values()))}
+
+def advantage(rows, rewards):
+    return advantages.grpo(rewards.sum(1), rows.response_mask, rows.groups)
+
+def attention(*args, **keywords):
+    return fppo_kernels.attention.sdpa.sdpa(*args, **keywords)
+"""
+ELSEWHERE = """
+def reward(sample):
+    return {"score": float(len(sample.response)), "seen": 7.0}
+"""
+FLAGS = (
+    *("--actor.loss.name", "mine:loss", "--algorithm.advantage", "mine:advantage"),
+    *("--model.attention", "mine:attention", "--reward.functions", "elsewhere:reward"),
+)
+
+
+@pytest.fixture
+def task(tmp_path):
+    tiny_run.write_task(tmp_path)
+    files.save(tiny_run.settings(tmp_path, rollout__n=2), tmp_path / "run.toml")
+    (tmp_path / "mine.py").write_text(MINE)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "first" / "elsewhere.py").write_text(ELSEWHERE)
+    return tmp_path
+
+
+def _console(cwd, *arguments):
+    """What a console script does: without the working directory on its path."""
+    program = "import sys; from fppo.commands.cli import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_run_finds_them_in_ranks_and_workers_and_when_it_goes_on_from_elsewhere(task):
+    _console(task / "first", "train", "../run.toml", *FLAGS, "--steps", 1, "--nproc", 2)
+    saved = files.load(task / "run" / "settings.toml")
+    assert saved.module_dirs == (str(task), str(task / "first"))
+    _console(task / "second", "train", task / "run" / "settings.toml", "--steps", 2, "--mesh.shard", 1)
+    first, second = [line for line in jsonl.read(task / "run" / "metrics.jsonl") if line["step"]]
+    assert first["reward/seen"] == second["reward/seen"] == 7.0
+    assert {"actor/mine"} <= first.keys() & second.keys()
+
+
+def test_runs_without_them_remember_no_directories(task):
+    assert files.load(task / "run.toml").module_dirs == ()
+
+
+def test_directories_that_are_named_are_kept(task):
+    loaded = files.load(task / "run.toml", ["--actor.loss.name", "mine:loss", "--module-dirs", "somewhere"])
+    assert loaded.module_dirs == ("somewhere",)
