@@ -60,7 +60,7 @@ MACHINE = Machine(device="a machine", threads=1, torch="0", matmul=RATES, copy=1
 def small(op, **keywords):
     sizes = {name: SIZES[name] for name in operations.CASES[op].shape}
     keywords = {"defaults": Kernels.named(log_probs="reference"), "machine": MACHINE} | keywords
-    return ablate(op, shapes=[sizes], repeats=2, **keywords)
+    return ablate(op, shapes=[sizes], repeats=2, **{"law_seconds": 1e6} | keywords)
 
 
 def test_the_rates_are_measured():
