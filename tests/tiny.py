@@ -9,6 +9,7 @@ from fppo import batch as batches
 from fppo import models
 from fppo.batch import Column, Experience
 from fppo.key import Key
+from fppo.models.model import HeadKind
 
 VOCAB = 23
 
@@ -31,7 +32,7 @@ def config(**changes) -> Qwen2Config:
     return Qwen2Config(**{**settings, **changes})
 
 
-def model_and_params(head: str = "lm", *, seed: int = 0, dtype: torch.dtype = torch.float64):
+def model_and_params(head: HeadKind = "lm", *, seed: int = 0, dtype: torch.dtype = torch.float64):
     """A model with weights large enough that its outputs differ from uniform."""
     model = models.build(config(), head=head)
     params = models.init_params(model, Key(seed))

@@ -1,4 +1,7 @@
-"""Estimators along the tokens of a row. Tokens outside the mask are bridged as if they were not there."""
+"""Estimators along the tokens of a row. Tokens outside the mask are bridged as if they were not there.
+
+Tensors of other shapes or dtypes than annotated, and a gamma or lam outside [0, 1], are a ValueError.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ def optimal_token_baseline(
     1 - 2 pi + sum pi^2: pi = exp(log_probs) of the token taken, sum_squared_probs over the vocabulary, both [B, T]
     under the policy that is trained. `correction` [B, T], the importance weights of the rollout, multiplies each
     term by its square. Tokens are counted along the mask, so what lies between two turns does not matter. Where
-    a single row has a k-th token, its baseline is 0; where all weights are 0, rows weigh the same.
+    a single row has a k-th token, its baseline is 0; where all weights are 0, rows weigh the same. Raises ValueError
+    for other shapes or dtypes.
     """
     check_tokens(mask, rewards=rewards, log_probs=log_probs, sum_squared_probs=sum_squared_probs)
     check_rows(mask, groups)

@@ -15,7 +15,8 @@ def whiten(x: Tokens, mask: Mask, *, shift_mean: bool = True) -> Tokens:
 
     The statistics (unbiased variance, in float64) are those of every row of `x`: pass the whole global batch.
     Shifting and scaling `x` changes nothing. Where the tokens are equal, up to rounding, or fewer than two, the
-    result is exactly 0 (or the mean) instead of amplified noise. `x` is a constant to the gradient.
+    result is exactly 0 (or the mean) instead of amplified noise. `x` is a constant to the gradient, floating,
+    and the mask bool [B, T], else ValueError.
     """
     check_tokens(mask, x=x)
     if not x.numel():

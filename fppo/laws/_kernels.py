@@ -18,6 +18,7 @@ DTYPES = (torch.float64, torch.float32)  # of kernels that say no more
 
 
 def words(dtype: torch.dtype) -> str:
+    """The name of a dtype without its module."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -40,8 +41,8 @@ def settings(example: Example) -> dict[str, Any]:
 
 def grads(total: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     """The gradient of `total` by each leaf; zeros where it does not reach."""
-    found = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else [None] * len(leaves)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+    values = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else [None] * len(leaves)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, values, strict=True)]
 
 
 def carry(example: Example, names: Sequence[str]) -> tuple[Example, dict[str, Tensor]]:
@@ -51,8 +52,9 @@ def carry(example: Example, names: Sequence[str]) -> tuple[Example, dict[str, Te
     return example.put(**leaves), leaves
 
 
-def unchanged(example: Example, kept: Example) -> str | None:
-    before = {**kept.inputs, **kept.extras}
+def unchanged(example: Example, copy: Example) -> str | None:
+    """What of the example differs from a copy of it, in words; None if nothing."""
+    before = {**copy.inputs, **copy.extras}
     for name, x in {**example.inputs, **example.extras}.items():
         if not torch.equal(x, before[name]):
             return f"it changed its argument {name}"
@@ -71,6 +73,7 @@ def place(example: Example, dtype: torch.dtype, device: torch.device | str) -> E
 
 
 def checked(dtypes: Sequence[torch.dtype]) -> tuple[torch.dtype, ...]:
+    """The dtypes. Raises ValueError for none, or one without a tolerance."""
     if not dtypes or not set(dtypes) <= set(TOLERANCES):
         raise ValueError(f"dtypes must be some of {[words(x) for x in TOLERANCES]}, got {[str(x) for x in dtypes]}")
     return tuple(dtypes)

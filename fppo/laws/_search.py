@@ -16,7 +16,7 @@ GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e300)
 
 
 class LawViolation(AssertionError):
-    """A function broke a law: `law` is its name, `example` the smallest inputs found on which it does."""
+    """A function broke a law: `law` is its name, `example` the smallest inputs on which it does."""
 
     def __init__(self, message: str, law: str, example: dict[str, Tensor]) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ class LawViolation(AssertionError):
 
 
 class Law(NamedTuple):
-    """What must hold. `breach(fn, example, generator)` says what is wrong on an example, or gives None."""
+    """A law: `breach(fn, example, generator)` says what is wrong on an example, or returns None."""
 
     name: str
     statement: str
@@ -33,8 +33,10 @@ class Law(NamedTuple):
 
 
 class Example(NamedTuple):
-    """Inputs of a function: `inputs` in the order of its arguments, `extras` its keywords, `weights` [B, T]; and the
-    weight mode of an update."""
+    """Inputs of a function: `inputs` in the order of its arguments, `extras` its keywords, and `weights` [B, T].
+
+    `mode` is the weight mode of an update.
+    """
 
     inputs: dict[str, Tensor]
     extras: dict[str, Tensor]
@@ -52,7 +54,7 @@ class Example(NamedTuple):
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Example:
         """The example with `fn` applied to every tensor."""
-        inputs, extras = ({k: fn(v) for k, v in part.items()} for part in (self.inputs, self.extras))
+        inputs, extras = ({k: fn(v) for k, v in tensors.items()} for tensors in (self.inputs, self.extras))
         return Example(inputs, extras, fn(self.weights), self.mode)
 
     def put(self, **changes: Tensor) -> Example:
@@ -78,8 +80,10 @@ def normal(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def spoil(x: Tensor, where: Tensor, generator: torch.Generator, kind: str = "mixed") -> Tensor:
-    """`x` with NaN (kind "nan"), or with infinities and huge numbers too, where `where` is True; some bools
-    are flipped, integers left."""
+    """`x` with NaN (kind "nan"), or with infinities and huge numbers too, where `where` is True.
+
+    Some bools are flipped there; integers stay.
+    """
     if x.dtype == torch.bool:
         return x ^ (where & (torch.rand(x.shape, generator=generator) < 0.5))
     if not x.is_floating_point():
@@ -103,7 +107,7 @@ def differ(
 ) -> str | None:
     """The place where two tensors differ most, in words; None if they agree (NaN agrees with NaN).
 
-    They may differ by `tolerance` and by `relative` (the same number if not given) times the number expected.
+    They may differ by `tolerance` plus `relative` (by default the same number) times the number expected.
     """
     if expected.shape != actual.shape:
         return f"{what} has the shape {list(actual.shape)}, expected {list(expected.shape)}"
@@ -114,8 +118,8 @@ def differ(
         return None
     gap = (actual - expected).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).where(~same, -1.0)
     place = [int(i) for i in torch.unravel_index(gap.argmax(), gap.shape)] if gap.dim() else []
-    found, wanted = (x[tuple(place)].item() for x in (actual, expected))
-    return f"{what}{place or ''} is {found:.9g}, expected {wanted:.9g}"
+    number, wanted = (x[tuple(place)].item() for x in (actual, expected))
+    return f"{what}{place or ''} is {number:.9g}, expected {wanted:.9g}"
 
 
 def fn_name(fn: Callable) -> str:
@@ -161,7 +165,7 @@ def check(
     that do not hold.
     """
     examples = [(seed, make_example(rows, width, seed)) for rows, width in sizes for seed in range(seeds)]
-    broken = [(law, found) for law in laws if (found := _first_breach(fn, law, examples)) is not None]
+    broken = [(law, breach) for law in laws if (breach := _first_breach(fn, law, examples)) is not None]
     if not broken:
         return
     law, (example, reason) = broken[0]

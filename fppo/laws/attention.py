@@ -42,16 +42,16 @@ def _shape(kernel: Callable, example: Example, generator: torch.Generator) -> st
 
 
 def _purity(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
-    kept, first = example.map(torch.clone), _attention(kernel, example)
+    copy, first = example.map(torch.clone), _attention(kernel, example)
     _gradient_tree(kernel, example)
-    if reason := unchanged(example, kept):
+    if reason := unchanged(example, copy):
         return reason
     reason = differ("the result", first, _attention(kernel, example), 0.0)
     return reason and f"a second call gave another result: {reason}, as before"
 
 
 def _gradient_tree(kernel: Callable, example: Example, rows: Tensor | None = None) -> dict[str, Tensor]:
-    """The gradients of sum(weights * result), over some rows [N] alone if given."""
+    """The gradients of sum(weights * result), over `rows` [N] alone unless None."""
     example, leaves = carry(example, ("query", "key", "value", "sinks"))
     weights = example.weights if rows is None else example.weights.where(rows[:, None, None], 0.0)
     return dict(zip(leaves, grads((weights * _attention(kernel, example)).sum(), list(leaves.values())), strict=True))
@@ -91,17 +91,17 @@ def _causal(kernel: Callable, example: Example, generator: torch.Generator) -> s
 
 
 def _values(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
-    expected, found = _attention(eager, exact(example)), _attention(kernel, example)
-    return apart("the result", expected, found, example.inputs["query"].dtype)
+    expected, actual = _attention(eager, exact(example)), _attention(kernel, example)
+    return apart("the result", expected, actual, example.inputs["query"].dtype)
 
 
 def _gradients(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
-    found, expected = _gradient_tree(kernel, example), _gradient_tree(eager, exact(example))
+    actual, expected = _gradient_tree(kernel, example), _gradient_tree(eager, exact(example))
     dtype, width = example.inputs["query"].dtype, example.inputs["query"].shape[2]
     # what a rounded result is wrong by, in its product with a gradient, grows with the root of the number of terms
     steep = max(1.0, example.extras["scale"].item() * (width / 2) ** 0.5) if dtype == torch.bfloat16 else 1.0
     for name, grad in expected.items():
-        if reason := apart(f"the gradient by {name}", grad, found[name], dtype, steep):
+        if reason := apart(f"the gradient by {name}", grad, actual[name], dtype, steep):
             return reason
     return None
 

@@ -43,8 +43,8 @@ def _all_reduce(xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _all_to_all(xs: Sequence[Tensor], split_dim: int, concat_dim: int) -> list[Tensor]:
-    parts = [x.tensor_split(len(xs), split_dim) for x in xs]
-    return [torch.cat([part[rank] for part in parts], concat_dim) for rank in range(len(xs))]
+    slices = [x.tensor_split(len(xs), split_dim) for x in xs]
+    return [torch.cat([x[rank] for x in slices], concat_dim) for rank in range(len(xs))]
 
 
 def _broadcast(xs: Sequence[Tensor], source: int) -> list[Tensor]:
@@ -100,20 +100,20 @@ def _cotangents(like: Sequence[Tensor]) -> list[Tensor]:
     return [(torch.arange(x.numel()).view(x.shape) * (3 + i) % 7 - 3).to(x.dtype) for i, x in enumerate(like)]
 
 
-def _first(what: str, expected: Sequence[Tensor], found: Sequence[Tensor]) -> str | None:
+def _first(what: str, expected: Sequence[Tensor], actual: Sequence[Tensor]) -> str | None:
     """The first rank whose tensor is not the expected one, to the bit: the examples hold small whole numbers."""
-    for rank, (a, b) in enumerate(zip(expected, found, strict=True)):
+    for rank, (a, b) in enumerate(zip(expected, actual, strict=True)):
         if a.dtype != b.dtype:
             return f"{what} on rank {rank} has the dtype {words(b.dtype)}, expected {words(a.dtype)}"
-        if reason := differ(f"{what} on rank {rank} of {len(found)}", a, b, 0.0):
+        if reason := differ(f"{what} on rank {rank} of {len(actual)}", a, b, 0.0):
             return reason
     return None
 
 
 def _values(name: str, kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
     keywords = settings(example)
-    found = _on_ranks(lambda axis, x: kernel(x, axis, **keywords), _inputs(example))
-    return _first("the result", DEFINITIONS[name](_inputs(example), **keywords), found)
+    results = _on_ranks(lambda axis, x: kernel(x, axis, **keywords), _inputs(example))
+    return _first("the result", DEFINITIONS[name](_inputs(example), **keywords), results)
 
 
 def _transpose(name: str, kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
@@ -136,9 +136,9 @@ def _transpose(name: str, kernel: Callable, example: Example, generator: torch.G
         (again,) = torch.autograd.grad((grad * z).sum(), y)
         return grad.detach(), again
 
-    found = _on_ranks(run, xs, ys, zs)
-    return _first("the gradient", wanted, [grad for grad, _ in found]) or _first(
-        "the gradient of its gradient", DEFINITIONS[name](zs, **keywords), [again for _, again in found]
+    results = _on_ranks(run, xs, ys, zs)
+    return _first("the gradient", wanted, [grad for grad, _ in results]) or _first(
+        "the gradient of its gradient", DEFINITIONS[name](zs, **keywords), [again for _, again in results]
     )
 
 
@@ -147,14 +147,14 @@ def _purity(name: str, kernel: Callable, example: Example, generator: torch.Gene
 
     def run(axis: Axis, x: Tensor) -> tuple[Tensor, Tensor]:
         first = kernel(x, axis, **keywords)
-        kept = first.clone()
+        result = first.clone()
         if axis.size > 1 and first.numel():
             first.add_(1)  # reaches x if the result is not a new tensor
-        return kept, kernel(x, axis, **keywords)
+        return result, kernel(x, axis, **keywords)
 
-    found = _on_ranks(run, xs)
+    results = _on_ranks(run, xs)
     return _first("its argument afterwards", _inputs(example), xs) or _first(
-        "the result of a second call", [first for first, _ in found], [again for _, again in found]
+        "the result of a second call", [first for first, _ in results], [again for _, again in results]
     )
 
 
@@ -166,8 +166,8 @@ def _one_rank(name: str, kernel: Callable, example: Example, generator: torch.Ge
 def _inverse(name: str, kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
     keywords = settings(example)
     back = INVERSE[name](keywords)
-    found = _on_ranks(lambda axis, x: kernel(kernel(x, axis, **keywords), axis, **back), _inputs(example))
-    return _first(f"what comes back with {back}", _inputs(example), found)
+    results = _on_ranks(lambda axis, x: kernel(kernel(x, axis, **keywords), axis, **back), _inputs(example))
+    return _first(f"what comes back with {back}", _inputs(example), results)
 
 
 def _uneven(name: str, kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
@@ -209,8 +209,10 @@ def _laws(name: str) -> list[Law]:
 
 
 def _example(name: str, ranks: int, width: int, seed: int) -> Example:
-    """Small whole numbers, of which every dtype holds any sum; three dimensions that the ranks divide, of which half
-    the examples are not contiguous."""
+    """Small whole numbers, of which every dtype holds any sum, in three dimensions that the ranks divide.
+
+    Half of the examples are not contiguous.
+    """
     generator = torch.Generator().manual_seed(1000 * ranks + 100 * width + seed)
     case, dtype = divmod(seed, len(DTYPES))
     shape = (ranks, ranks * width, ranks * (1 + case % 2), ranks)

@@ -44,12 +44,12 @@ def _shape(fn: Callable, example: Example, generator: torch.Generator) -> str | 
 
 
 def _purity(fn: Callable, example: Example, generator: torch.Generator) -> str | None:
-    kept, state = example.map(torch.clone), torch.get_rng_state()
+    copy, state = example.map(torch.clone), torch.get_rng_state()
     first = _call(fn, example)
     if not torch.equal(state, torch.get_rng_state()):
         return "it drew from torch's global generator"
     for name, value in example.inputs.items():
-        if not torch.equal(value, kept.inputs[name]):
+        if not torch.equal(value, copy.inputs[name]):
             return f"it changed its argument {name}"
     reason = _results_differ(first, _call(fn, example), 0.0)
     return reason and f"a second call gave another result: {reason}"

@@ -40,8 +40,8 @@ def _log_probs_grads(
     """The gradients by these names of sum(weights * output), summed over the outputs."""
     example, leaves = carry(example, names)
     result = _log_probs(kernel, example)
-    parts = [(example.weights[OUTPUTS.index(output)] * getattr(result, output)).sum() for output in outputs]
-    return dict(zip(leaves, grads(torch.stack(parts).sum(), list(leaves.values())), strict=True))
+    sums = [(example.weights[OUTPUTS.index(output)] * getattr(result, output)).sum() for output in outputs]
+    return dict(zip(leaves, grads(torch.stack(sums).sum(), list(leaves.values())), strict=True))
 
 
 def _log_probs_shape(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
@@ -70,10 +70,10 @@ def _outputs_asked_for(kernel: Callable, example: Example, generator: torch.Gene
 
 
 def _log_probs_purity(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
-    kept = example.map(torch.clone)
+    copy = example.map(torch.clone)
     first = _log_probs(kernel, example)
     _log_probs_grads(kernel, example, OUTPUTS)
-    if reason := unchanged(example, kept):
+    if reason := unchanged(example, copy):
         return reason
     second = _log_probs(kernel, example)
     for name in OUTPUTS:
@@ -98,9 +98,9 @@ def _log_probs_range(kernel: Callable, example: Example, generator: torch.Genera
 
 
 def _log_probs_values(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
-    found, expected = _log_probs(kernel, example), _log_probs(reference, exact(example))
+    actual, expected = _log_probs(kernel, example), _log_probs(reference, exact(example))
     for name in OUTPUTS:
-        if reason := apart(name, getattr(expected, name), getattr(found, name), example.inputs["hidden"].dtype):
+        if reason := apart(name, getattr(expected, name), getattr(actual, name), example.inputs["hidden"].dtype):
             return reason
     return None
 
@@ -108,9 +108,9 @@ def _log_probs_values(kernel: Callable, example: Example, generator: torch.Gener
 def _log_probs_gradient(
     kernel: Callable, example: Example, generator: torch.Generator, *, outputs: Sequence[str]
 ) -> str | None:
-    found, expected = (_log_probs_grads(fn, x, outputs) for fn, x in ((kernel, example), (reference, exact(example))))
+    actual, expected = (_log_probs_grads(fn, x, outputs) for fn, x in ((kernel, example), (reference, exact(example))))
     for name, grad in expected.items():
-        if reason := apart(f"the gradient by {name}", grad, found[name], example.inputs["hidden"].dtype):
+        if reason := apart(f"the gradient by {name}", grad, actual[name], example.inputs["hidden"].dtype):
             return reason
     return None
 
@@ -160,12 +160,12 @@ def _sums_example(
 
 
 def _long_sums(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
-    found, expected = (
+    actual, expected = (
         _log_probs_grads(fn, x, OUTPUTS[:1]) for fn, x in ((kernel, example), (reference, exact(example)))
     )
     for name, grad in expected.items():
         slack = SUM_TOLERANCES[example.inputs["hidden"].dtype] * grad.abs().max().item()
-        if reason := differ(f"the gradient by {name}", grad, found[name], slack, relative=0.0):
+        if reason := differ(f"the gradient by {name}", grad, actual[name], slack, relative=0.0):
             return reason
     return None
 
@@ -212,8 +212,8 @@ def _log_probs_example(
         "weight": draw(width, hidden_size),
         "labels": torch.randint(width, (rows,), generator=generator),
     }
-    given = {"temperature": case.temperature, "softcap": case.softcap, "scale": case.scale}
-    extras = {name: torch.tensor(x, dtype=torch.float64) for name, x in given.items() if isinstance(x, float)}
+    numbers = {"temperature": case.temperature, "softcap": case.softcap, "scale": case.scale}
+    extras = {name: torch.tensor(x, dtype=torch.float64) for name, x in numbers.items() if isinstance(x, float)}
     if case.temperature == "per token":
         extras["temperature"] = 2.0 ** torch.randint(-1, 2, (rows,), generator=generator).double()
     if case.bias:

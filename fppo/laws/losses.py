@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from fppo.laws._search import Example, Law, check, differ, draw_mask, normal, spoil, widen
-from fppo.metrics import Max, Mean, Metrics, Min, merge
+from fppo.metrics import Max, Mean, Metric, Min, merge
 
-LossFn = Callable[..., tuple[Tensor, Metrics]]
+LossFn = Callable[..., tuple[Tensor, Mapping[str, Metric]]]
 
 
 class _Outcome(NamedTuple):
     loss: Tensor  # [B, T]
     grad: Tensor  # of (weights * loss).sum() by the first input, [B, T]
-    metrics: Metrics
+    metrics: Mapping[str, Metric]
 
 
-def _call(fn: LossFn, example: Example) -> tuple[Tensor, Metrics]:
+def _call(fn: LossFn, example: Example) -> tuple[Tensor, Mapping[str, Metric]]:
     return fn(*example.inputs.values(), **example.extras)
 
 
@@ -35,7 +35,7 @@ def _evaluate(fn: LossFn, example: Example) -> _Outcome:
     return _Outcome(loss.detach(), torch.autograd.grad(total, carried)[0], metrics)
 
 
-def _metrics_differ(expected: Metrics, actual: Metrics) -> str | None:
+def _metrics_differ(expected: Mapping[str, Metric], actual: Mapping[str, Metric]) -> str | None:
     if expected.keys() != actual.keys():
         return f"metrics are {sorted(actual)}, expected {sorted(expected)}"
     for name, metric in expected.items():
@@ -72,12 +72,12 @@ def _per_token(fn: LossFn, example: Example, generator: torch.Generator) -> str 
 
 
 def _purity(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
-    kept, state = example.map(torch.clone), torch.get_rng_state()
+    copy, state = example.map(torch.clone), torch.get_rng_state()
     first = _evaluate(fn, example)
     if not torch.equal(state, torch.get_rng_state()):
         return "it drew from torch's global generator"
     for name, value in {**example.inputs, **example.extras}.items():
-        if not torch.equal(value, {**kept.inputs, **kept.extras}[name]):
+        if not torch.equal(value, {**copy.inputs, **copy.extras}[name]):
             return f"it changed its argument {name}"
     reason = _outcomes_differ(first, _evaluate(fn, example), 0.0)
     return reason and f"a second call gave another result: {reason}"
@@ -130,8 +130,8 @@ def _micro_batches(fn: LossFn, example: Example, generator: torch.Generator) -> 
     for size in range(1, rows):
         pieces = [_evaluate(fn, example.map(lambda x, i=i, n=size: x[i : i + n])) for i in range(0, rows, size)]
         total = (example.weights * whole.loss).sum()
-        parts = torch.cat([piece.loss for piece in pieces])
-        reason = differ("sum(weights * loss)", total, (example.weights * parts).sum()) or differ(
+        joined = torch.cat([piece.loss for piece in pieces])
+        reason = differ("sum(weights * loss)", total, (example.weights * joined).sum()) or differ(
             "the gradient", whole.grad, torch.cat([piece.grad for piece in pieces])
         )
         if reason:
@@ -141,8 +141,8 @@ def _micro_batches(fn: LossFn, example: Example, generator: torch.Generator) -> 
 
 def _metrics_add(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
     whole = _call(fn, example)[1]
-    parts = [_call(fn, example.map(lambda x, i=i: x[i : i + 1]))[1] for i in range(len(example.mask))]
-    reason = _metrics_differ(whole, merge(*parts))
+    by_row = [_call(fn, example.map(lambda x, i=i: x[i : i + 1]))[1] for i in range(len(example.mask))]
+    reason = _metrics_differ(whole, merge(*by_row))
     return reason and f"merged over single rows, {reason}, as in the whole batch"
 
 
@@ -193,7 +193,7 @@ _COMMON = (
     Law("micro-batches", "the sum of weights * loss and its gradient do not depend on the split", _micro_batches),
     Law("row order", "loss, gradient and metrics go with their rows", _row_order),
     Law("padding width", "columns outside the mask change nothing", _padding),
-    Law("metrics add", "the metrics of the parts, merged, are those of the whole", _metrics_add),
+    Law("metrics add", "the metrics of single rows, merged, are those of the whole", _metrics_add),
 )
 
 

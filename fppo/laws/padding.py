@@ -25,8 +25,8 @@ def _rows(example: Example) -> list[Tensor]:
     return [row[keep] for row, keep in zip(tokens, mask, strict=True)]
 
 
-def _joined(tokens: Tensor, parts: list[Tensor]) -> Tensor:
-    return torch.cat([x.to(tokens) for x in parts]) if parts else tokens.new_zeros(0)
+def _joined(tokens: Tensor, rows: list[Tensor]) -> Tensor:
+    return torch.cat([x.to(tokens) for x in rows]) if rows else tokens.new_zeros(0)
 
 
 def _lengths_differ(lengths: Any, sizes: list[int]) -> str | None:
@@ -70,15 +70,17 @@ def _multiple(unpad: Callable, example: Example, generator: torch.Generator, *, 
         fill = -count % multiple
         column = packed.columns["weights"]
         rest = {"tokens": [0] * fill, "positions": list(range(fill)), "labels": [IGNORE] * fill}
-        found = [
+        reasons = [
             differ(name, torch.cat([getattr(plain, name), tokens.new_tensor(rest[name])]), getattr(packed, name), 0.0)
             for name in FIELDS
         ]
-        found.append(differ("the column", _joined(column, [example.weights[mask], column.new_zeros(fill, 2)]), column))
-        found.append(differ("index", plain.index, packed.index, 0.0))
-        found.append(_lengths_differ(packed.lengths, [*sizes, fill]))
-        found.append(differ("pad(tokens)", tokens.where(mask, 0), pad(packed.tokens, packed.index, mask.shape), 0.0))
-        for reason in found:
+        reasons.append(
+            differ("the column", _joined(column, [example.weights[mask], column.new_zeros(fill, 2)]), column)
+        )
+        reasons.append(differ("index", plain.index, packed.index, 0.0))
+        reasons.append(_lengths_differ(packed.lengths, [*sizes, fill]))
+        reasons.append(differ("pad(tokens)", tokens.where(mask, 0), pad(packed.tokens, packed.index, mask.shape), 0.0))
+        for reason in reasons:
             if reason:
                 return f"with multiple={multiple}, {reason}"
     return None
@@ -100,7 +102,7 @@ def _columns(unpad: Callable, example: Example, generator: torch.Generator, *, p
     wide = weights.clone().requires_grad_()
     packed = unpad(tokens, mask, columns={"wide": wide, "flat": weights[..., 0], "mask": mask})
     if set(packed.columns) != {"wide", "flat", "mask"}:
-        return f"columns are {sorted(packed.columns)}, expected those that were given"
+        return f"columns are {sorted(packed.columns)}, expected flat, mask and wide"
     for name, expected in (("wide", weights[mask]), ("flat", weights[mask][:, 0]), ("mask", mask[mask])):
         if reason := differ(f"column {name!r}", expected, packed.columns[name], 0.0):
             return reason
@@ -123,13 +125,13 @@ def _wide(mask: Tensor) -> Tensor:
 
 
 def _purity(unpad: Callable, example: Example, generator: torch.Generator, *, pad: Callable) -> str | None:
-    kept, weights = example.map(torch.clone), example.weights.clone()
+    copy, weights = example.map(torch.clone), example.weights.clone()
     packed = unpad(*example.inputs.values(), columns={"weights": example.weights})
     before = packed.tokens.clone(), packed.index.clone()
     pad(packed.tokens, packed.index, example.mask.shape)
     if not (torch.equal(before[0], packed.tokens) and torch.equal(before[1], packed.index)):
         return "pad changed its argument"
-    return unchanged(example, kept) or differ("its argument columns", weights, example.weights, 0.0)
+    return unchanged(example, copy) or differ("its argument columns", weights, example.weights, 0.0)
 
 
 def _example(device: torch.device | str, rows: int, width: int, seed: int) -> Example:

@@ -77,16 +77,16 @@ def _on_ranks(wrap: Callable, attention: Callable, example: Example) -> list[tup
 
 def _values(attention: Callable, wrap: Callable, example: Example, generator: torch.Generator) -> str | None:
     expected, _ = _whole(attention, example)
-    found = _on_ranks(wrap, attention, example)
-    reasons = (differ(f"the result on rank {rank}", expected, x, TOLERANCE) for rank, (x, _) in enumerate(found))
+    results = _on_ranks(wrap, attention, example)
+    reasons = (differ(f"the result on rank {rank}", expected, x, TOLERANCE) for rank, (x, _) in enumerate(results))
     return next((reason for reason in reasons if reason), None)
 
 
 def _shares(attention: Callable, wrap: Callable, example: Example, generator: torch.Generator) -> str | None:
     _, expected = _whole(attention, example)
-    found = [shares for _, shares in _on_ranks(wrap, attention, example)]
+    by_rank = [shares for _, shares in _on_ranks(wrap, attention, example)]
     for name, grad in expected.items():
-        total = torch.stack([shares[name] for shares in found]).sum(0)
+        total = torch.stack([shares[name] for shares in by_rank]).sum(0)
         if reason := differ(f"the gradient by {name}, summed over ranks,", grad, total, TOLERANCE):
             return reason
     return None

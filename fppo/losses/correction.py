@@ -75,11 +75,11 @@ def _rejections(reject: str, threshold: str | float | tuple[float, float]) -> di
 
 def _moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and population variance of `x` where `mask` is True; 0-d float64, 0 if empty."""
-    kept = x.detach().double().where(mask, 0.0)
+    numbers = x.detach().double().where(mask, 0.0)
     count = mask.sum().double()
-    middle = kept.sum() / count.clamp(min=1)
+    middle = numbers.sum() / count.clamp(min=1)
     # a second pass: the mean of squares less the squared mean would cancel
-    return count, middle, (kept - middle).square().where(mask, 0.0).sum() / count.clamp(min=1)
+    return count, middle, (numbers - middle).square().where(mask, 0.0).sum() / count.clamp(min=1)
 
 
 def _deviation(x: Tensor, mask: Tensor, *, unbiased: bool = False) -> Mean:
@@ -231,7 +231,7 @@ def rollout_correction(
       rejects the row. `reject_threshold`: one for all or one for each, an upper bound; for k1 a pair "low_high" (low
       defaults to 1 / high) that bounds rollout / training, 1 / w.
 
-    Rejected tokens leave the mask, so counts and means made from it leave them out. Weights, their normalisation and
+    Rejected tokens leave the mask, so counts and means over it leave them out. Weights, their normalisation and
     all metrics ("rollout_corr/...") are over the tokens of `mask`.
 
     Raises ValueError for another shape or dtype, and for a level, threshold or rejection that does not exist.
@@ -242,21 +242,21 @@ def rollout_correction(
     old, rollout = clean(mask, old_log_probs.detach().double(), rollout_log_probs.detach().double())
     delta = old - rollout
     metrics = off_policy_metrics(old, rollout, mask)
-    weights, kept = None, mask
+    weights, remaining = None, mask
     if level is not None:
         weights, weight_metrics = _importance_weights(delta, mask, level, threshold, batch_normalize)
         metrics |= weight_metrics
     if reject is not None and reject_threshold is not None:
         for option, bounds in _rejections(reject, reject_threshold).items():
             keep, option_metrics = _reject(delta, mask, option, bounds)
-            kept = kept & keep
+            remaining = remaining & keep
             metrics |= option_metrics
-        lost = mask & ~kept
+        lost = mask & ~remaining
         metrics["rollout_corr/rollout_rs_masked_fraction"] = masked_mean(lost, mask)
         metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = masked_mean(lost.any(-1), mask.any(-1))
     if weights is not None:
-        weights = weights.where(kept, 0.0).to(old_log_probs.dtype)
-    return Correction(weights, kept, metrics)
+        weights = weights.where(remaining, 0.0).to(old_log_probs.dtype)
+    return Correction(weights, remaining, metrics)
 
 
 def geometric_mean(weights: Tokens, mask: Mask) -> Tokens:

@@ -1,7 +1,8 @@
 """Losses that treat the tokens of highest covariance apart, and the choice of those tokens.
 
 Clip-Cov and KL-Cov (arXiv:2505.22617). The choice is made once over the whole mini-batch, before it is split, and
-given to the loss: made inside a micro-batch it would depend on the split.
+passed to the loss: inside a micro-batch it would depend on the split. Shapes, dtypes
+and errors are those of `fppo.losses.policy`.
 """
 
 from __future__ import annotations
@@ -133,5 +134,5 @@ def kl_cov(
     _check_selected(selected, mask)
     log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     delta = log_ratio(log_probs, old_log_probs, bound=None)
-    held = (scalar(kl_coef, delta) * delta.abs()).where(selected, 0.0)
-    return (-adv * delta.exp() + held).where(mask, 0.0), {"actor/ppo_kl": masked_mean(delta.abs(), mask)}
+    penalty = (scalar(kl_coef, delta) * delta.abs()).where(selected, 0.0)
+    return (-adv * delta.exp() + penalty).where(mask, 0.0), {"actor/ppo_kl": masked_mean(delta.abs(), mask)}

@@ -1,0 +1,1 @@
+"""Operations on tensors and their implementations, with torch and attrs alone."""

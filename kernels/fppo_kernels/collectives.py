@@ -40,7 +40,7 @@ def all_gather(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """This rank's part, of n equal parts along `dim`, of the sum of all ranks' `x`.
+    """This rank's slice, of n equal ones along `dim`, of the sum of all ranks' `x`.
 
     Raises ValueError if the dimension does not divide.
     """
@@ -56,10 +56,10 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: Axis, *, split_dim: int, concat_dim: int) -> Tensor:
-    """Part r, of n equal parts along `split_dim`, goes to rank r; the n parts received are concatenated along
-    `concat_dim` in the order of the ranks.
+    """Slice r, of n equal ones along `split_dim`, goes to rank r; those received are joined along `concat_dim`.
 
-    Exchanging the two dims inverts it. Raises ValueError if the dimension does not divide.
+    They come in the order of the ranks. Exchanging the two dims inverts it. Raises ValueError if the dimension does
+    not divide.
     """
     if axis.size == 1:
         return x
@@ -89,9 +89,9 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.where = axis, dim
-        part = x.movedim(dim, 0).contiguous()
-        whole = part.new_empty(part.shape[0] * axis.size, *part.shape[1:])
-        _gather_single(whole, part, group=axis.group)
+        shard = x.movedim(dim, 0).contiguous()
+        whole = shard.new_empty(shard.shape[0] * axis.size, *shard.shape[1:])
+        _gather_single(whole, shard, group=axis.group)
         return whole.movedim(0, dim)
 
     @staticmethod
@@ -104,9 +104,9 @@ class _ReduceScatter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.where = axis, dim
         whole = x.movedim(dim, 0).contiguous()
-        part = whole.new_empty(whole.shape[0] // axis.size, *whole.shape[1:])
-        _reduce_scatter_single(part, whole, group=axis.group)
-        return part.movedim(0, dim)
+        shard = whole.new_empty(whole.shape[0] // axis.size, *whole.shape[1:])
+        _reduce_scatter_single(shard, whole, group=axis.group)
+        return shard.movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

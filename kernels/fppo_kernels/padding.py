@@ -34,9 +34,9 @@ class Packed(NamedTuple):
 
 def make_lengths(lengths: Sequence[int], device: torch.device | str = "cpu") -> Lengths:
     """The record for sequences of these lengths, in order; empty sequences are left out."""
-    kept = tuple(int(n) for n in lengths if n)
-    ends = torch.tensor([0, *kept], dtype=torch.int64).cumsum(0).to(torch.int32)
-    return Lengths(ends.to(device), kept, max(kept, default=0))
+    sizes = tuple(int(n) for n in lengths if n)
+    ends = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0).to(torch.int32)
+    return Lengths(ends.to(device), sizes, max(sizes, default=0))
 
 
 def unpad(

@@ -21,9 +21,9 @@ from fppo_kernels.shapes import Float
 
 
 def slice_sequence(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """This rank's part, of n equal parts along `dim`, of an `x` that all ranks hold.
+    """This rank's slice, of n equal ones along `dim`, of an `x` that all ranks hold.
 
-    Its gradient is this rank's share: zero outside the part. Raises ValueError if the dimension does not divide.
+    Its gradient is this rank's share: zero outside the slice. Raises ValueError if the dimension does not divide.
     """
     if x.shape[dim] % axis.size:
         raise ValueError(
@@ -36,7 +36,7 @@ def gather_sequence(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
     """All ranks' slices, concatenated along `dim`, on every rank: undoes `slice_sequence`.
 
     All ranks must go on to compute the same: the backward pass takes from the gradient, which each of them then holds
-    whole, the part of its own slice, and communicates nothing.
+    whole, its own slice, and communicates nothing.
     """
     return x if axis.size == 1 else _Gather.apply(x, axis, dim % x.dim())  # type: ignore[return-value]
 

@@ -8,7 +8,7 @@ import torch
 
 from fppo_kernels import table
 from fppo_kernels.collectives import Axis
-from fppo_kernels.log_probs.reference import reference
+from fppo_kernels.log_probs.reference import LogProbs, reference
 
 NAME = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
 
@@ -17,7 +17,7 @@ def stand_in(hidden, weight, labels, *, temperature, return_entropy):
     """What Liger is documented to compute."""
     assert len(hidden)
     out = reference(hidden, weight, labels, temperature=temperature, entropy=return_entropy)
-    return (-out.log_probs, out.entropy.to(hidden.dtype)) if return_entropy else -out.log_probs
+    return -out.log_probs if out.entropy is None else (-out.log_probs, out.entropy.to(hidden.dtype))
 
 
 @pytest.fixture
@@ -31,16 +31,22 @@ def liger(monkeypatch):
     sys.modules.pop("fppo_kernels.log_probs.liger", None)  # it holds the stand-in
 
 
+def sum_of(out: LogProbs) -> torch.Tensor:
+    assert out.entropy is not None
+    return (out.log_probs + out.entropy).sum()
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, torch.tensor(0.7)])
 def test_equals_the_reference(liger, tokens, temperature):
     hidden, weight = torch.randn(tokens, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
     labels = torch.randint(7, (tokens,))
-    settings = {"temperature": temperature, "scale": 0.5, "entropy": True}
-    found, expected = (fn(hidden, weight, labels, **settings) for fn in (liger, reference))
+    found, expected = (
+        fn(hidden, weight, labels, temperature=temperature, scale=0.5, entropy=True) for fn in (liger, reference)
+    )
     torch.testing.assert_close(found.log_probs, expected.log_probs)
     torch.testing.assert_close(found.entropy, expected.entropy)
-    grads = [torch.autograd.grad((x.log_probs + x.entropy).sum(), [hidden, weight]) for x in (found, expected)]
+    grads = [torch.autograd.grad(sum_of(x), [hidden, weight]) for x in (found, expected)]
     torch.testing.assert_close(*grads)
     assert liger(hidden, weight, labels).entropy is None
 

@@ -16,7 +16,7 @@ from .batches import batches, clip, gradient, kept, mean, spoil
 LOW, HIGH = 0.3, 0.4
 
 
-def slow_ppo(lp, old, adv, *, clip_low=LOW, clip_high=HIGH, dual_clip=3.0):
+def slow_ppo(lp, old, adv, *, clip_low=LOW, clip_high=HIGH, dual_clip: float | None = 3.0):
     out = []
     for x, y, a in zip(lp, old, adv, strict=True):
         r = math.exp(clip(x - y, -20, 20))

@@ -193,7 +193,7 @@ def test_settings_that_cannot_be_meant():
         for i, name in enumerate(("log_probs", "old_log_probs", "advantages", "noise")):
             arguments = [x[:1] if n == i else x for n in range(4)]
             with pytest.raises(ValueError, match=rf"^{name} must be floating .* \[2, 3\] as the mask, got .* \[1, 3\]"):
-                select(*arguments[:3], mask, noise=arguments[3])
+                select(arguments[0], arguments[1], arguments[2], mask, noise=arguments[3])
     for loss_fn in (losses.clip_cov, losses.kl_cov):
         for selected in (mask[:1], x):
             with pytest.raises(ValueError, match="selected must be bool"):

@@ -41,7 +41,8 @@ def test_gradient_is_the_error_or_zero_where_the_clipped_term_is_taken(batch):
 def test_what_is_masked_changes_nothing(batch):
     values, old, returns, mask = batch
     dirty = [spoil(x, mask) for x in (values, old, returns)]
-    torch.testing.assert_close(losses.value_loss(*dirty, mask)[0], losses.value_loss(*batch)[0], rtol=0, atol=0)
+    found = losses.value_loss(dirty[0], dirty[1], dirty[2], mask)[0]
+    torch.testing.assert_close(found, losses.value_loss(*batch)[0], rtol=0, atol=0)
     grad = gradient(lambda v: losses.value_loss(v, dirty[1], dirty[2], mask)[0], dirty[0])
     torch.testing.assert_close(
         grad, gradient(lambda v: losses.value_loss(v, old, returns, mask)[0], values), rtol=0, atol=0
@@ -50,9 +51,9 @@ def test_what_is_masked_changes_nothing(batch):
 
 @given(batches())
 def test_old_values_and_returns_are_constants_and_clip_vmaps(batch):
-    values, *rest = (x.clone().requires_grad_() for x in batch[:3])
-    loss = losses.value_loss(values, *rest, batch.mask)[0].sum()
-    assert torch.autograd.grad(loss, rest, allow_unused=True) == (None, None)
+    values, old, returns = (x.clone().requires_grad_() for x in batch[:3])
+    loss = losses.value_loss(values, old, returns, batch.mask)[0].sum()
+    assert torch.autograd.grad(loss, (old, returns), allow_unused=True) == (None, None)
     margins = torch.tensor([0.1, 0.5, 3.0], dtype=torch.float64)
     found = torch.func.vmap(lambda c: losses.value_loss(*batch, clip=c)[0])(margins)
     for i, c in enumerate(margins.tolist()):
@@ -75,4 +76,4 @@ def test_shapes_that_would_broadcast_are_named(spoiled):
     with pytest.raises(
         ValueError, match=rf"^{spoiled} must be floating \[B, T\] = \[2, 3\] as the mask, got .*\[2, 1\]"
     ):
-        losses.value_loss(*(tensors | {spoiled: torch.zeros(2, 1)}).values(), torch.ones(2, 3, dtype=torch.bool))
+        losses.value_loss(**tensors | {spoiled: torch.zeros(2, 1)}, mask=torch.ones(2, 3, dtype=torch.bool))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -25,9 +27,9 @@ from transformers import (
 
 from fppo import models
 from fppo.key import Key
-from fppo.models.model import Model, Params
+from fppo.models.model import HeadKind, Model, Params
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": 31,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -82,7 +84,9 @@ CONFIGS = {
         word_embed_proj_dim=16,
         dropout=0.1,
     ),
-    "qwen3_moe": Qwen3MoeConfig(**COMMON, head_dim=6, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8),
+    "qwen3_moe": Qwen3MoeConfig(
+        **COMMON | {"head_dim": 6}, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8
+    ),
     "gpt_oss": GptOssConfig(
         **COMMON, head_dim=6, num_local_experts=4, num_experts_per_tok=2, sliding_window=3, rope_parameters=ROPE
     ),
@@ -91,7 +95,7 @@ CONFIGS = {
 }
 
 
-def make(name: str, *, head: str = "lm", dtype: torch.dtype = torch.float64, **changes) -> tuple[Model, Params]:
+def make(name: str, *, head: HeadKind = "lm", dtype: torch.dtype = torch.float64, **changes) -> tuple[Model, Params]:
     """The model with random parameters, large enough that attention patterns matter."""
     model = models.build(CONFIGS[name], head, **changes)
     model.skeleton.config._experts_implementation = "eager"  # the default knows no float64

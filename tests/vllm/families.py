@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
@@ -9,7 +11,7 @@ from fppo import models
 from fppo.key import Key
 from fppo.models.model import Model, Params
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -28,7 +30,11 @@ CONFIGS = {
     "qwen2-tied": Qwen2Config(**COMMON, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=False),
     "qwen3_moe": Qwen3MoeConfig(
-        **COMMON, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+        **COMMON | {"head_dim": 32},
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
     ),
     "gpt2": GPT2Config(vocab_size=61, n_embd=64, n_layer=2, n_head=2, n_positions=128, bos_token_id=1, eos_token_id=2),
 }

@@ -93,7 +93,7 @@ def forward_kernel(
     total = tl.zeros((BM,), tl.float32)
     first = tl.zeros((BM,), tl.float32)  # sum exp(z - maximum) (z - maximum)
     second = tl.zeros((BM,), tl.float32)  # sum exp(z - maximum)^2
-    found = tl.zeros((BM,), tl.float32)
+    own_logit = tl.zeros((BM,), tl.float32)
     start = split * tiles * BN
     stop = min(start + tiles * BN, vocab)
     for column in range(start, stop, BN):
@@ -102,7 +102,7 @@ def forward_kernel(
         logits = _finish(raw, bias, columns, vocab, inner, outer, BIAS, SOFTCAP)
         here = (label >= column) & (label < column + BN)
         if tl.max(here.to(tl.int32), 0) > 0:  # pyright: ignore[reportOperatorIssue]
-            found += tl.sum(tl.where(columns[None, :] == label[:, None], logits, 0.0), 1)
+            own_logit += tl.sum(tl.where(columns[None, :] == label[:, None], logits, 0.0), 1)
         larger = tl.maximum(maximum, tl.max(logits, 1))
         drop = maximum - larger
         shrink = tl.exp(drop)
@@ -114,7 +114,7 @@ def forward_kernel(
             second = shrink * shrink * second + tl.sum(grown * grown, 1)
         total = shrink * total + tl.sum(grown, 1)
         maximum = larger
-    tl.store(own + rows, found, real & (label >= start) & (label < stop))
+    tl.store(own + rows, own_logit, real & (label >= start) & (label < stop))
     log_sum = tl.log(total)
     place = moments + split * tokens + rows
     plane = splits * tokens
@@ -140,8 +140,8 @@ def backward_kernel(
     `rows_of` [8, N]: maximum, log_sum, entropy, sum_squared, the gradients of the three outputs, the label's logit.
     With z the logits: d log p_y / dz = 1_y - p; d H / dz = -p (log p + H); d (sum p^2) / dz = 2 p (p - sum p^2).
     """
-    block, part = _find_tile(tl.cdiv(tokens, BM), tl.cdiv(stop - start, BN), GROUP)
-    column = start + part * BN
+    block, split = _find_tile(tl.cdiv(tokens, BM), tl.cdiv(stop - start, BN), GROUP)
+    column = start + split * BN
     raw = _products(hidden, weight, block * BM, column, tokens, stop, width, BM, BN, BK, TMA, WIDEN)
     rows = block * BM + tl.arange(0, BM)
     columns = column + tl.arange(0, BN)

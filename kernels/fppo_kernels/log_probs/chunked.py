@@ -19,7 +19,7 @@ from fppo_kernels.shapes import Float, Int
 
 
 class Tiles(NamedTuple):
-    """How much is worked on at once. A slab is a product of hidden states and a part of the weight."""
+    """How much is worked on at once. A slab is a product of hidden states and a split of the weight."""
 
     tokens: int  # of a slab at most; the weight's gradient over more is added up in float32
     slab: int  # bytes of a slab
@@ -70,7 +70,7 @@ class _Inputs(NamedTuple):
         return self.finish(raw.to(self.wide), bias, self.temperature[tokens, None])
 
     def find(self, tokens: slice, vocab: slice) -> tuple[Tensor, Tensor]:
-        """Which labels are in this part of the vocabulary, bool [n, 1], and where, int64 [n, 1]."""
+        """Which labels are in this split of the vocabulary, bool [n, 1], and where, int64 [n, 1]."""
         places = self.labels[tokens, None] - vocab.start
         last = vocab.stop - vocab.start - 1
         return (places >= 0) & (places <= last), places.clamp(0, last)
@@ -94,21 +94,21 @@ def _blocks(slab: Tensor, tokens: slice, tiles: Tiles) -> Iterator[tuple[Tensor,
 
 
 def _forward(inputs: _Inputs) -> tuple[Tensor, Moments]:
-    """Logits of the labels [N], and the moments of each part of the vocabulary."""
-    parts, runs = _slabs(inputs)
-    moments = _moments.empty(len(parts), inputs.temperature)
+    """Logits of the labels [N], and the moments of each split of the vocabulary."""
+    splits, runs = _slabs(inputs)
+    moments = _moments.empty(len(splits), inputs.temperature)
     own = torch.zeros_like(inputs.temperature)[:, None]
-    for part, vocab in enumerate(parts):
+    for split, vocab in enumerate(splits):
         for tokens in runs:
             slab = matmul(inputs.hidden[tokens], inputs.weight[vocab].T, inputs.wide)
-            found, places = inputs.find(tokens, vocab)
-            own[tokens] += torch.where(found, slab.gather(1, places).to(inputs.wide), 0.0)
+            inside, places = inputs.find(tokens, vocab)
+            own[tokens] += torch.where(inside, slab.gather(1, places).to(inputs.wide), 0.0)
             for raw, rows in _blocks(slab, tokens, inputs.rule.tiles):
                 logits = inputs.logits(raw, rows, vocab)
-                _moments.put(moments, part, rows, logits, inputs.rule.entropy, inputs.rule.sum_squared)
-    found, places = inputs.find(slice(None), slice(0, len(inputs.weight)))
+                _moments.put(moments, split, rows, logits, inputs.rule.entropy, inputs.rule.sum_squared)
+    inside, places = inputs.find(slice(None), slice(0, len(inputs.weight)))
     bias = None if inputs.bias is None else inputs.bias[places]
-    return torch.where(found, inputs.finish(own, bias, inputs.temperature[:, None]), 0.0)[:, 0], moments
+    return torch.where(inside, inputs.finish(own, bias, inputs.temperature[:, None]), 0.0)[:, 0], moments
 
 
 class _Coefficients(NamedTuple):
@@ -120,7 +120,7 @@ class _Coefficients(NamedTuple):
     label: Tensor  # what is added at the label
 
     def at(self, rows: slice, share: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Of some tokens, [n, 1], for probabilities given that the token is in a part that has probability `share`."""
+        """Of some tokens, [n, 1], where probabilities are those within a split that has probability `share`."""
         linear = None if self.linear is None else (self.linear[rows] * share[rows])[:, None]
         squared = None if self.squared is None else (self.squared[rows] * share[rows].square())[:, None]
         return (self.constant[rows] * share[rows])[:, None], linear, squared
@@ -213,18 +213,18 @@ def _backward(
     d_hidden = torch.zeros_like(hidden, dtype=wide) if needed[0] else None
     d_weight = torch.zeros_like(weight) if needed[1] else None
     d_bias = torch.zeros_like(inputs.bias) if needed[2] and inputs.bias is not None else None
-    parts, runs = _slabs(inputs)
-    for part, vocab in enumerate(parts):
-        share = _moments.share(moments, part, total)
+    splits, runs = _slabs(inputs)
+    for split, vocab in enumerate(splits):
+        share = _moments.share(moments, split, total)
         d_rows = None  # of the weight
         for tokens in runs:
             slab = matmul(hidden[tokens], weight[vocab].T, wide)
             for raw, rows in _blocks(slab, tokens, inputs.rule.tiles):
                 logits = inputs.logits(raw, rows, vocab)
                 _write_d_raw(inputs, logits, rows, coefficients, share, total.maximum, out=raw)
-            found, places = inputs.find(tokens, vocab)
+            inside, places = inputs.find(tokens, vocab)
             at_labels = torch.arange(len(slab), device=slab.device), places[:, 0]
-            slab[at_labels] += torch.where(found[:, 0], coefficients.label[tokens], 0.0).to(slab.dtype)
+            slab[at_labels] += torch.where(inside[:, 0], coefficients.label[tokens], 0.0).to(slab.dtype)
             if d_bias is not None:
                 d_bias[vocab] += slab.sum(0, dtype=wide)
             slab = slab.to(weight.dtype) if slab.is_cuda else slab

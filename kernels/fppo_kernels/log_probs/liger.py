@@ -38,7 +38,7 @@ def liger(
         "axis": axis is not None and axis.size > 1,
         "temperature per token": isinstance(temperature, Tensor) and temperature.ndim > 0,
     }
-    if lacking := [name for name, given in asked.items() if given]:
+    if lacking := [name for name, wanted in asked.items() if wanted]:
         raise ValueError(f"log_probs/liger has no {' and no '.join(lacking)}; log_probs/chunked has")
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if not len(hidden):

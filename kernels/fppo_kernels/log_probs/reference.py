@@ -58,9 +58,9 @@ def reference(
     `temperature` is a number or one per token [N], a constant to the gradient. entropy is -sum p log p in nats,
     sum_squared is sum p^2.
 
-    With an `axis`, each of its ranks has the same hidden states and labels, and an equal part of the rows of weight and
-    bias, in the order of the ranks. All get all outputs, and the gradient of the sum of what the ranks make of them: by
-    its own rows, and by hidden a share, which the sum over the ranks makes whole.
+    With an `axis`, each of its ranks has the same hidden states and labels, and as many rows of weight and bias as
+    every other, in the order of the ranks. All get all outputs, and the gradient of the sum of what the ranks make of
+    them: by its own rows, and by hidden a share, which the sum over the ranks makes whole.
     """
     if axis is not None:
         weight, bias = all_gather(weight, axis), None if bias is None else all_gather(bias, axis)

@@ -111,7 +111,7 @@ def _split(length: int, size: int) -> list[slice]:
 
 
 def _forward(inputs: _Inputs) -> tuple[Tensor, Moments]:
-    """Logits of the labels [N] (0 where another rank has them), and the moments of each part of the vocabulary."""
+    """Logits of the labels [N] (0 where another rank has them), and the moments of each split of the vocabulary."""
     rule, tiling = inputs.rule, inputs.rule.tiling
     tokens, vocab = len(inputs.hidden), len(inputs.weight)
     own = torch.zeros_like(inputs.temperature)
@@ -149,7 +149,7 @@ def _write_slab(
 def _backward(
     inputs: _Inputs, rows_of: Tensor, asked: tuple[bool, bool], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Slabs of the logits' gradient, tokens by a part of the vocabulary in the weight's dtype, and their products."""
+    """Slabs of the logits' gradient, tokens by a split of the vocabulary in the weight's dtype, and their products."""
     hidden, weight, bias, tiling = inputs.hidden, inputs.weight, inputs.bias, inputs.rule.tiling
     d_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needed[0] else None
     d_weight = torch.zeros_like(weight) if needed[1] else None
