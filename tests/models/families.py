@@ -43,6 +43,7 @@ COMMON: dict[str, Any] = {
 }
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+QWEN3_MOE: dict[str, Any] = COMMON | {"head_dim": 6}  # no parameter of its own
 
 CONFIGS = {
     "llama": LlamaConfig(**COMMON, attention_bias=True, tie_word_embeddings=False, attention_dropout=0.1),
@@ -84,9 +85,7 @@ CONFIGS = {
         word_embed_proj_dim=16,
         dropout=0.1,
     ),
-    "qwen3_moe": Qwen3MoeConfig(
-        **COMMON | {"head_dim": 6}, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8
-    ),
+    "qwen3_moe": Qwen3MoeConfig(**QWEN3_MOE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8),
     "gpt_oss": GptOssConfig(
         **COMMON, head_dim=6, num_local_experts=4, num_experts_per_tok=2, sliding_window=3, rope_parameters=ROPE
     ),

@@ -23,6 +23,7 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+QWEN3_MOE: dict[str, Any] = COMMON | {"head_dim": 32}  # no parameter of its own
 
 CONFIGS = {
     "llama": LlamaConfig(**COMMON, attention_bias=True, tie_word_embeddings=False),
@@ -30,7 +31,7 @@ CONFIGS = {
     "qwen2-tied": Qwen2Config(**COMMON, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=False),
     "qwen3_moe": Qwen3MoeConfig(
-        **COMMON | {"head_dim": 32},
+        **QWEN3_MOE,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=32,
