@@ -17,7 +17,7 @@ from fppo_kernels.record import Kernels
 from fppo_kernels.table import Implementation, Table
 
 
-def ablate(
+def ablate(  # a notebook sets any of them  # noqa: PLR0913
     op: str | Sequence[str],
     *,
     implementations: Sequence[str] | Mapping[str, Callable | Implementation] | None = None,

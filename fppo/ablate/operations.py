@@ -24,12 +24,14 @@ DTYPES = MappingProxyType({words(dtype): dtype for dtype in (torch.float32, torc
 
 
 def case_of(op: str) -> Case:
+    """The operation of that name. Raises ValueError if there is none."""
     if op not in CASES:
         raise ValueError(f"there is no operation {op!r}; {did_you_mean(op, CASES)}")
     return CASES[op]
 
 
 def extended(cases: Sequence[Case], implementations: Any, table: Table) -> Table:
+    """The table with the implementations of a mapping, which are those of the only operation in `cases`."""
     if not isinstance(implementations, Mapping):
         return table
     if len(cases) != 1:
@@ -41,6 +43,7 @@ def extended(cases: Sequence[Case], implementations: Any, table: Table) -> Table
 
 
 def names_of(op: str, implementations: Any, table: Table) -> list[str]:
+    """The implementations to run: those that are named, else all of the table. Raises ValueError for unknown ones."""
     known = list(table[op])
     if implementations is None or isinstance(implementations, Mapping):
         return known
@@ -51,6 +54,7 @@ def names_of(op: str, implementations: Any, table: Table) -> list[str]:
 
 
 def dtypes_of(case: Case, dtypes: Sequence[str | torch.dtype], *, one: bool) -> list[torch.dtype]:
+    """Those of the dtypes that the operation is made for; none of them is an error if it is the only operation."""
     chosen = []
     for dtype in dtypes:
         name = dtype if isinstance(dtype, str) else words(dtype)
@@ -64,6 +68,7 @@ def dtypes_of(case: Case, dtypes: Sequence[str | torch.dtype], *, one: bool) -> 
 
 
 def shapes_of(case: Case, shapes: Sequence[Shape] | None, cases: Sequence[Case]) -> list[dict[str, int]]:
+    """The operation's whole shapes, from sizes of which some may be other operations'. Raises ValueError for others."""
     known = {name for other in cases for name in other.shape}
     chosen = []
     for shape in shapes or [{}]:

@@ -137,4 +137,5 @@ def groups(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def shape_words(row: Row) -> str:
+    """The sizes of a row's shape by name."""
     return " ".join(f"{name}={size:,}" for name, size in row.shape.items())

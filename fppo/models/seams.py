@@ -60,7 +60,7 @@ class LayerSeam(nn.Module):
         return layer(*args, **kwargs) if apply_layer is None else apply_layer(index, layer, args, kwargs)
 
 
-def attention_seam(
+def attention_seam(  # transformers calls it  # noqa: PLR0913
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -177,6 +177,7 @@ def tensors_of(values: Any) -> list[Tensor]:
 
 
 def shard_shape(shape: torch.Size, mesh: Mesh) -> tuple[int, ...]:
+    """What a rank keeps of a tensor of that shape."""
     if not mesh.sharded:
         return tuple(shape)
     start, stop = fsdp.bounds(shape[0], mesh["shard"])

@@ -74,7 +74,6 @@ def muon(
     one rate serves both. Where a mesh cuts parameters each rank gathers the momentum of one matrix after the other, and
     orthogonalises it. Raises ValueError for a mesh that cuts matrices otherwise.
     """
-
     rest_ = adamw_write(schedule, betas=betas, eps=eps, weight_decay=weight_decay, kernel=kernel)
 
     def write_(params: Params, grads: Params, state: MuonState, call: Call) -> MuonState:

@@ -136,7 +136,6 @@ def adamw(
 
     The kernel clips and skips too, so that each tensor is read and written once. `max_grad_norm` None does not clip.
     """
-
     write_ = adamw_write(schedule, betas=betas, eps=eps, weight_decay=weight_decay, kernel=kernel)
     return clipped(init_adamw, write_, max_grad_norm=max_grad_norm, schedule=schedule)
 
