@@ -33,6 +33,14 @@ def exported(path: Path) -> list[str]:
     return []
 
 
+def foreign(path: Path) -> set[str]:
+    """The names that a module imports from other packages than ours, which have no place in our reference."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    others = [node for node in imports if (node.module or "").split(".")[0] not in ("fppo", "fppo_kernels")]
+    return {alias.asname or alias.name for node in others for alias in node.names}
+
+
 def defined(path: Path) -> list[str]:
     """The public names that a module defines at its top level."""
     names: list[str] = []
@@ -64,9 +72,10 @@ def pages() -> dict[str, str]:
         places = {name: each for each in names if each.startswith(f"{module}.") for name in contents[each]}
         lines = texts.setdefault(room, [f"# {room if room in ('values', 'fppo_kernels') else f'fppo.{room}'}"])
         lines.append(f"::: {module}" + ("" if own else "\n    options: {members: false}"))
-        for name in [name for name in exported(path) if name not in own and name not in places]:
+        others = [name for name in exported(path) if name not in own and name not in foreign(path)]
+        for name in [name for name in others if name not in places]:
             lines.append(f"::: {module}.{name}")  # what a private module defines
-        links = [f"[`{name}`][{places.get(name, module)}.{name}]" for name in exported(path) if name not in own]
+        links = [f"[`{name}`][{places.get(name, module)}.{name}]" for name in others]
         if links:
             lines.append(f"Import from `{module}`: {', '.join(links)}.")
     return {room: "\n\n".join(lines) + "\n" for room, lines in texts.items()}

@@ -16,7 +16,7 @@ import attrs
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-REASONS = ("needs a GPU", "needs a network", "needs vLLM", "needs Ray", "waits for the merge")
+REASONS = ("needs a GPU", "needs a network", "needs vLLM", "needs Ray")
 _COMMENT = re.compile(r"\s*<!--\s*(skip|run with):\s*(.*?)\s*-->\s*")
 _FENCE = re.compile(r"(\s*)(```+)(\S*)\s*")
 

@@ -141,8 +141,6 @@ def toml_of(block: Block) -> dict[str, Any]:
 def test_commands_and_settings_are_understood(page, parsed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for block in blocks(page):
-        if block.skip is not None and block.skip.startswith("waits"):
-            continue
         if block.language == "toml":
             settings = files.check(files.from_dict(toml_of(block)))
             if block.file is not None:
