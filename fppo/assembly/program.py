@@ -91,8 +91,11 @@ def advantage_of(settings: TrainSettings, kernels: Kernels) -> Callable[[Mapping
     )
 
 
-def optimizers_of(settings: TrainSettings, kernels: Kernels, lane: Lane) -> dict[str, Optimizer]:
-    """The optimizers of actor and critic, for all updates of the run; what is kept on the host goes by the lane."""
+def optimizers_of(settings: TrainSettings, kernels: Kernels, lane: Lane | None) -> dict[str, Optimizer]:
+    """The optimizers of actor and critic, for all updates of the run.
+
+    What the settings keep on the host goes by the lane; without one it stays on the device.
+    """
     on_host = None if settings.model.offload == "none" else lane
     batch_size = settings.rollout.batch_size
     optimizers = {}

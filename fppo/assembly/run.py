@@ -46,7 +46,6 @@ class Assembly:
     tokenizer: PreTrainedTokenizerBase
     model: Model
     critic_model: Model | None
-    prompts: PromptSet
     mesh: Mesh
     shapes: dict[str, torch.Size]  # whole shapes of the leaves of `run` that a mesh may cut
 
@@ -82,9 +81,8 @@ def assemble(
     search(settings.module_dirs)
     key, sampling_mesh = Key(settings.seed), sampling_mesh or mesh
     device, kernels = device or device_of(settings), kernels or kernels_of(settings)
-    lane = Lane(device)
     loss_fn, advantage = policy_loss(settings.actor), advantage_of(settings, kernels)
-    optimizers = optimizers_of(settings, kernels, lane)
+    optimizers_of(settings, kernels, None)  # a function of the user's imports, or not
     tokenizer = load_tokenizer(settings)
     prompts = load_prompts(settings, tokenizer, held_out=False)
     held_out = load_prompts(settings, tokenizer, held_out=True) if settings.data.eval_path else None
@@ -92,7 +90,9 @@ def assemble(
     model, params, critic_model, critic, ref = load_models(settings, tokenizer, key, mesh, device)
     for prompt_set in [prompts] if held_out is None else [prompts, held_out]:
         data.check_tokens(prompt_set, model.config.vocab_size)
-    pad, run = prompts.pad_token_id, _fresh(settings, key, params, critic, ref, optimizers)
+    pad, lane = prompts.pad_token_id, Lane(device)
+    optimizers = optimizers_of(settings, kernels, lane)
+    run = _fresh(settings, key, params, critic, ref, optimizers)
     with (
         reward_runner(settings, tokenizer, sampling_mesh, device) as runner,
         engine_of(settings, model, kernels, pad, sampling_mesh, lane) as alone,
@@ -121,7 +121,6 @@ def assemble(
             tokenizer=tokenizer,
             model=model,
             critic_model=critic_model,
-            prompts=prompts,
             mesh=mesh,
             shapes=_shapes(run, model, critic_model),
         )

@@ -198,6 +198,7 @@ def _remember_modules(settings: TrainSettings, path: str | os.PathLike[str] | No
     output_dir finds what it began with.
     """
     names = (settings.actor.loss.name, settings.algorithm.advantage, settings.model.attention, settings.model.log_probs)
+    names += (settings.actor.optimizer.name, settings.critic.optimizer.name)
     names += (*settings.reward.functions, settings.rollout.turns.respond or "")
     if settings.module_dirs or not any(":" in name for name in names):
         return settings

@@ -316,3 +316,15 @@ def test_micro_batching_is_by_size_or_by_budget():
     assert files.micro_batching(make({"actor.token_budget": 100}).actor) == (None, 100)
     assert files.mini_batch_size(make().actor, 64) == 64
     assert files.mini_batch_size(make({"actor.mini_batch_size": 16}).actor, 64) == 16
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["actor.loss.name", "algorithm.advantage", "model.attention", "model.log_probs", "rollout.turns.respond"]
+    + ["actor.optimizer.name", "critic.optimizer.name", "reward.functions"],
+)
+def test_whoever_names_a_function_of_ones_own_remembers_where_it_is_sought(tmp_path, name):
+    value = '["mine:fn"]' if name == "reward.functions" else '"mine:fn"'
+    (tmp_path / "run.toml").write_text(f"{name} = {value}\n")
+    settings, _ = files._structure(files.TrainSettings, files.read_toml(tmp_path / "run.toml"), "")
+    assert files._remember_modules(settings, tmp_path / "run.toml").module_dirs[0] == str(tmp_path)
