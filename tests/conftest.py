@@ -27,12 +27,12 @@ CHECKED = (
 )
 if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"):
     import jaxtyping
+
+    from tests.hook import checked
+
+    jaxtyping.install_import_hook(CHECKED, f"{checked.__module__}.{checked.__name__}")
 else:
     jaxtyping = None
-if jaxtyping is not None:
-    # is_pep484_tower: an int is a float
-    checker = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
-    jaxtyping.install_import_hook(CHECKED, checker)
 
 
 @pytest.fixture

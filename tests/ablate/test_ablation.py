@@ -71,7 +71,7 @@ def test_the_rates_are_measured():
 
 @pytest.fixture(scope="module")
 def ablation():
-    return small("log_probs", dtypes=["float32"], table=table())
+    return small("log_probs", dtypes=["float32"], table=table(), law_seconds=60)
 
 
 def row(ablation, name):
