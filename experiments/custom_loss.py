@@ -2,17 +2,11 @@
 
 import torch
 from torch import Tensor
-from transformers import Qwen2Config
 
-from fppo import advantages, laws, metrics, models, tree
+from fppo import advantages, laws, metrics, models, quickstart, tree
 from fppo.batch import Column, Experience
 from fppo.key import Key
-from fppo.steps.actor import update_actor
-from fppo.steps.forward import Forward, compute_log_probs
-from fppo.steps.loop import Loop
-from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizers import adamw
-from fppo.steps.train_state import init_state
+from fppo.steps import Forward, Loop, MicroBatching, adamw, compute_log_probs, init_state, update_actor
 
 
 def spo(new: Tensor, old: Tensor, adv: Tensor, mask: Tensor, radius: float = 0.2) -> tuple[Tensor, metrics.Metrics]:
@@ -30,18 +24,27 @@ def synthetic(rows: int, prompt: int, response: int, vocabulary: int, key: Key) 
     scores = ((tokens[:, prompt:] % 2 == 0) & mask).sum(1) / mask.sum(1)
     number, real = torch.arange(rows), torch.cat([torch.ones(rows, prompt, dtype=torch.bool), mask], 1)
     advantage, returns = advantages.grpo(scores, mask, number // 4)
-    empty = dict.fromkeys(("finish", "ids", "ground_truth", "source", "extras"), Column([None] * rows))
-    guess = dict.fromkeys(("rollout_log_probs", "sampling_log_probs", "old_log_probs", "token_rewards"), 0.0 * returns)
-    return Experience(tokens=tokens, attention_mask=real, response_mask=mask, scores=scores, named_scores={},
-                      row_ids=number, groups=number // 4, versions=0 * number, advantages=advantage, returns=returns,
-                      **empty, **guess)  # fmt: skip
+    none, zeros = Column([None] * rows), torch.zeros_like(returns)
+    return Experience(
+        **dict.fromkeys(("ids", "ground_truth", "source", "extras", "finish"), none),
+        **dict.fromkeys(("rollout_log_probs", "sampling_log_probs", "old_log_probs", "token_rewards"), zeros),
+        tokens=tokens,
+        attention_mask=real,
+        response_mask=mask,
+        row_ids=number,
+        groups=number // 4,
+        versions=torch.zeros_like(number),
+        scores=scores,
+        named_scores={},
+        advantages=advantage,
+        returns=returns,
+    )
 
 
 def main() -> None:
     laws.check_policy_loss(spo)  # the loss alone; a broken one is shown with the smallest batch on which it is broken
     laws.check_update(spo, modes=("token-mean", "seq-mean-token-mean"))  # and the gradient of a whole model
-    model = models.build(Qwen2Config(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                                     num_attention_heads=4, num_key_value_heads=2))  # fmt: skip
+    model = quickstart.small_model(32, width=32)
     forward, optimizer, cut = Forward(model), adamw(lambda step: 3e-3), MicroBatching(token_budget=256)
     state, batch = init_state(models.init_params(model, Key(0)), optimizer), synthetic(64, 4, 12, 32, Key(1))
     old = compute_log_probs(state.params, batch, forward=forward, micro_batching=cut)

@@ -12,12 +12,24 @@ from pathlib import Path
 import gsm8k
 import tyro
 
+from fppo.key import Key
 
-def main(data: Path, output_dir: Path = Path("runs/gsm8k_calculator"), seed: int = 0, warm_up: int = 150,
-         batch: int = 32, width: int = 192, layers: int = 4, more: tuple[str, ...] = ()) -> None:  # fmt: skip
-    given = [f"--{each}" for each in more]  # further settings, as --more steps=20 eval.every=0
-    gsm8k.run("gsm8k_calculator.toml", data, output_dir, seed, warm_up, batch, *given, alone="=", width=width,
-              layers=layers)  # fmt: skip
+
+def main(
+    data: Path,
+    output_dir: Path = Path("runs/gsm8k_calculator"),
+    seed: int = 0,
+    warm_up: int = 150,
+    batch: int = 32,
+    width: int = 192,
+    layers: int = 4,
+    more: tuple[str, ...] = (),
+) -> None:
+    gsm8k.imitate_solutions(
+        data, output_dir, Key(seed), steps=warm_up, batch=batch, alone="=", width=width, layers=layers
+    )
+    overrides = [f"--{each}" for each in more]  # further settings, as --more steps=20 eval.every=0
+    gsm8k.ppo("gsm8k_calculator.toml", output_dir, seed, *overrides)
 
 
 if __name__ == "__main__":

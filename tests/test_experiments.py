@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fppo import quickstart, tree
+from fppo.key import Key
 from fppo.rollout.turns.tools import evaluate
 from fppo.runs import jsonl
 
@@ -16,9 +18,24 @@ EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 
 def _load(name):
     spec = importlib.util.spec_from_file_location(f"experiments_{name}", EXPERIMENTS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def warmed_up():
+    """A model that is right now and then: else every advantage of a group is 0, and nothing is trained."""
+    return quickstart.warmed_up(Key(0), steps=80)
+
+
+@pytest.fixture
+def warm(warmed_up, monkeypatch):
+    """Scripts start from that model, each from a copy of its parameters, instead of warming up one of their own."""
+    tokenizer, model, params = warmed_up
+    monkeypatch.setattr(quickstart, "warmed_up", lambda key, *, steps: (tokenizer, model, tree.copy(params)))
 
 
 @pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.py")), ids=lambda path: path.name)
@@ -61,6 +78,64 @@ def test_arithmetic(name, capsys):
     assert len(lines) == 3
     assert "val-core/addition/reward/mean@1" in lines[0]
     assert ("vf loss" in lines[-1]) == (name == "ppo_arithmetic")
+
+
+def test_the_loop_and_the_pipeline_end_with_the_same_bits(warm, capsys):
+    actor, critic = _load("ppo_loop").ppo(Key(3), count=3, warm_up=1, batch=64)
+    printed = capsys.readouterr().out.splitlines()
+    rewards = [float(line.split("reward")[1].split()[0]) for line in printed]
+    run = _load("ppo_arithmetic").main(seed=3, steps=3, warm_up=1, batch=64)
+    assert len(printed) == 3
+    assert max(rewards) > 0  # else nothing of the scores would be compared
+    assert run.step == 3
+    assert tree.digest(actor) == tree.digest(run.actor)
+    assert tree.digest(critic) == tree.digest(run.critic)
+
+
+def test_custom_advantage(warm, capsys):
+    module = _load("custom_advantage")
+    module.main(steps=2, batch=64)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "median_baseline keeps the laws."
+    assert [line.split()[1] for line in lines[1:]] == ["1/2", "2/2"]
+    scores, mask = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0]), torch.ones(7, 2, dtype=torch.bool)
+    result = module.median_baseline(scores, mask, torch.tensor([5, 5, 5, 2, 2, 2, 2]))
+    assert result.advantages[:, 0].tolist() == [1, 0, 0, 0, 0, -1, 0]
+
+
+def test_kl_annealing(warm, capsys):
+    _load("kl_annealing").main(steps=4, batch=64, start=0.4)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [float(words[words.index("coefficient") + 1]) for words in lines] == pytest.approx([0.4, 0.3, 0.2, 0.1])
+    divergence = [float(words[words.index("kl") + 1]) for words in lines]
+    assert divergence[0] == 0  # before the first update the policy is the reference
+    assert divergence[-1] != 0
+
+
+def test_best_of_n(warm, capsys):
+    _load("best_of_n").main(steps=2, batch=64)
+    lines = capsys.readouterr().out.splitlines()
+    for line in lines[:2]:
+        mean, best = (float(part.split()[0]) for part in line.split("reward ")[1].split("of the best "))
+        assert best >= mean
+    assert [line.rpartition(" ")[0] for line in lines[2:]] == ["held out, before:", "held out, after:"]
+
+
+def test_best_of_n_takes_the_first_of_the_best_rows():
+    synthetic = _load("custom_loss").synthetic(8, 2, 3, 16, Key(0))
+    scores = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.5, 0.0, 0.0, 0.0])
+    best = _load("best_of_n").best_of(tree.replace(synthetic, scores=scores), 4)
+    assert best.row_ids.tolist() == [1, 4]
+
+
+def test_two_actors(warm, capsys):
+    module = _load("two_actors")
+    assert module.main("ppo_clip", "ppo_clip", steps=2, batch=64) is None
+    assert capsys.readouterr().out.splitlines()[-1] == "no difference"
+    difference = module.main("ppo_clip", "dro", steps=2, batch=64)
+    assert difference.part == "result"  # the losses part in an update: its batch was the same
+    assert difference.leaf.startswith(".actor.params")
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"first difference: step {difference.step}, ")
 
 
 def _word_problems(path, count, seed):
