@@ -3,6 +3,8 @@
 B rows, P prompt positions (padded on the left), T response positions (padded on the right), S = P + T.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# safetensors, json and Tensor.tolist say nothing of types
 from __future__ import annotations
 
 import json

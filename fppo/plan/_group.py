@@ -1,5 +1,7 @@
 """Process groups that send nothing: they count, and answer as if every other rank did what this one does."""
 
+# pyright: reportIncompatibleMethodOverride=false
+# torch's stubs name the parameters of its C++ classes otherwise than torch calls them
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence

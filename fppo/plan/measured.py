@@ -1,5 +1,7 @@
 """The same stages on real tensors and a real mesh, simulated or not: what a plan is compared with."""
 
+# pyright: reportIncompatibleMethodOverride=false
+# torch's stubs name the parameters of its C++ classes otherwise than torch calls them
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -10,6 +10,8 @@ The only place where a plan does not run the code of a step:
 - CPU kernels' own scratch memory, which torch does not allocate as tensors, is not seen.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+# torch's stubs name the parameters of its C++ classes otherwise than torch calls them
 from __future__ import annotations
 
 from collections.abc import Callable

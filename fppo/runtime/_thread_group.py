@@ -1,5 +1,7 @@
 """Process groups among the threads of one process."""
 
+# pyright: reportIncompatibleMethodOverride=false
+# torch's stubs name the parameters of its C++ classes otherwise than torch calls them
 from __future__ import annotations
 
 import threading

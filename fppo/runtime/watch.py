@@ -1,5 +1,7 @@
 """Process groups that are watched: what goes over each axis, how long it takes, and what a rank waits for."""
 
+# pyright: reportIncompatibleMethodOverride=false
+# torch's stubs name the parameters of its C++ classes otherwise than torch calls them
 from __future__ import annotations
 
 import threading

@@ -320,8 +320,10 @@ def test_micro_batching_is_by_size_or_by_budget():
 
 @pytest.mark.parametrize(
     "name",
-    ["actor.loss.name", "algorithm.advantage", "model.attention", "model.log_probs", "rollout.turns.respond"]
-    + ["actor.optimizer.name", "critic.optimizer.name", "reward.functions"],
+    [
+        *("actor.loss.name", "algorithm.advantage", "model.attention", "model.log_probs", "rollout.turns.respond"),
+        *("actor.optimizer.name", "critic.optimizer.name", "reward.functions"),
+    ],
 )
 def test_whoever_names_a_function_of_ones_own_remembers_where_it_is_sought(tmp_path, name):
     value = '["mine:fn"]' if name == "reward.functions" else '"mine:fn"'
