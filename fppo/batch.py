@@ -188,31 +188,6 @@ def _fields(record: Any) -> dict[str, Any]:
     return {f.name: getattr(record, f.name) for f in attrs.fields(type(record))}
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if a is b or not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        return a is b or a == b
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return bool(((a == b) | ((a != a) & (b != b))).all())  # nan is nan here: padding may hold it
-
-
-def _same(a: Any, b: Any) -> bool:
-    left, right = pytree.tree_flatten(a), pytree.tree_flatten(b)
-    return left[1] == right[1] and all(_equal(x, y) for x, y in zip(left[0], right[0], strict=True))
-
-
-def join(cls: type[R], *records: Any) -> R:
-    """A `cls` with the fields of all `records`. A field that several have must be equal in them, else ValueError."""
-    values: dict[str, Any] = {}
-    for record in records:
-        for name, value in _fields(record).items():
-            if values.get(name) is not None and value is not None and not _same(values[name], value):
-                raise ValueError(f"join to {cls.__name__}: the records hold different values of {name!r}")
-            if value is not None or name not in values:
-                values[name] = value
-    return _make(cls, values)
-
-
 def extend(cls: type[R], record: Any, **fields: Any) -> R:
     """The next stage's record: a `cls` with `record`'s fields, and `fields` new or in their place."""
     return _make(cls, _fields(record) | fields)

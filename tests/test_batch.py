@@ -27,19 +27,15 @@ def prompts(count: int, width: int = 3) -> Prompts:
 
 def scored(count: int, width: int = 3, names: tuple[str, ...] = ("exact", "format.strict")) -> Scored:
     asked = prompts(count, width)
-    rollout = batch.join(
+    rollout = batch.extend(
         Rollout,
         asked,
-        batch.extend(
-            Rollout,
-            asked,
-            response_mask=torch.ones(count, 2, dtype=torch.bool),
-            rollout_log_probs=torch.randn(count, 2),
-            sampling_log_probs=torch.randn(count, 2),
-            groups=torch.arange(count),
-            versions=torch.zeros(count, dtype=torch.int64),
-            finish=Column(["stop"] * count),
-        ),
+        response_mask=torch.ones(count, 2, dtype=torch.bool),
+        rollout_log_probs=torch.randn(count, 2),
+        sampling_log_probs=torch.randn(count, 2),
+        groups=torch.arange(count),
+        versions=torch.zeros(count, dtype=torch.int64),
+        finish=Column(["stop"] * count),
     )
     named = {name: torch.arange(count).float() for name in names}
     return batch.extend(Scored, rollout, scores=torch.arange(count).float(), named_scores=named)
@@ -119,22 +115,6 @@ def test_functions_leave_their_argument_alone():
 def test_bad_calls_say_what_is_wrong(call, text):
     with pytest.raises(ValueError, match=text):
         call()
-
-
-def test_join_takes_equal_fields_and_refuses_conflicts():
-    record = scored(3)
-    log_probs = torch.tensor([[torch.nan, 1.0]] * 3)
-    left = batch.extend(Annotated, record, old_log_probs=log_probs)
-    right = batch.extend(Annotated, record, old_log_probs=log_probs.clone(), values=torch.ones(3, 2))
-    joined = batch.join(Annotated, left, right)
-    assert joined.values is right.values
-    assert joined.ref_log_probs is None
-    with pytest.raises(ValueError, match="different values of 'old_log_probs'"):
-        batch.join(Annotated, left, tree.replace(right, old_log_probs=log_probs + 1))
-    with pytest.raises(ValueError, match="'ids'"):
-        batch.join(Prompts, prompts(3), tree.replace(prompts(3), ids=Column(["x", "y", "z"])))
-    with pytest.raises(ValueError, match="'scores'"):  # equal numbers of another dtype are another value
-        batch.join(Scored, record, tree.replace(record, scores=record.scores.double()))
 
 
 @pytest.mark.parametrize("names", [(), ("exact",), ("exact", "format.strict")])

@@ -6,7 +6,7 @@ import torch
 from transformers import Qwen2Config
 
 from fppo import batch as batches
-from fppo import models
+from fppo import models, tree
 from fppo.batch import Column, Experience
 from fppo.key import Key
 from fppo.models.model import HeadKind
@@ -95,3 +95,10 @@ def widened(batch: Experience, left: int, right: int) -> Experience:
 
     fields = {name: pad(x, name) for name, x in batches.columns(batch).items() if isinstance(x, torch.Tensor)}
     return batches.extend(Experience, batch, **fields)
+
+
+def assert_same_columns(one, other) -> None:
+    """The columns that two records share are equal, bit for bit."""
+    left, right = batches.columns(one), batches.columns(other)
+    for name in left.keys() & right.keys():
+        assert tree.digest(left[name]) == tree.digest(right[name]), name

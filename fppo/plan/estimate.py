@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fppo.plan.case import Case
@@ -127,12 +127,3 @@ def _repeated(phases: Sequence[Phase], passes: int) -> list[tuple[Phase, int]]:
     """Each phase and how often it happens: of two passes that were run, the first stands for all but the last."""
     again = ("forward 1", "backward 1", "after 1")
     return [(phase, passes - 1 if phase.name in again and passes > 2 else 1) for phase in phases]
-
-
-def totals(phases: Sequence[Phase], passes: int) -> Mapping[str, float]:
-    """FLOPs of a stage with all of its passes, by kind."""
-    by_kind: Counter[str] = Counter()
-    for phase, times in _repeated(phases, passes):
-        for kind, flops in phase.cost.flops.items():
-            by_kind[kind] += times * flops  # type: ignore[assignment]
-    return by_kind

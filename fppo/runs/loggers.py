@@ -13,7 +13,6 @@ from typing import IO, Any, Protocol
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.samples import samples_of
 
-NAMES = ("console", "jsonl", "tensorboard", "wandb")
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import attrs
@@ -30,7 +29,6 @@ __all__ = [
     "Pending",
     "begin_save",
     "load",
-    "newest",
     "path_of",
     "save",
     "step_of",
@@ -39,7 +37,6 @@ __all__ = [
 
 T = TypeVar("T")
 TIMEOUT = 600.0
-NOT_CUT: Mapping[str, torch.Size] = MappingProxyType({})
 
 
 def step_of(path: Path) -> int:
@@ -337,15 +334,3 @@ def _restored(value: Any, like: Any) -> Any:
     if isinstance(like, Column):
         return Column(value["column"])
     return Key(value["key"]) if isinstance(like, Key) else value
-
-
-def newest(
-    template: T,
-    directory: Path,
-    *,
-    mesh: Mesh = Mesh.local(),  # noqa: B008
-    shapes: Mapping[str, torch.Size] = {},
-) -> tuple[T, int] | None:
-    """The newest complete checkpoint and its step; None if there is none."""
-    saved = steps(directory)
-    return (load(template, directory, saved[-1], mesh=mesh, shapes=shapes), saved[-1]) if saved else None

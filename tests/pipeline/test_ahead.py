@@ -9,13 +9,13 @@ import torch
 
 from fppo import tree
 from fppo.assembly.run import assemble
-from fppo.batch import Column, Scored, join
+from fppo.batch import Column
 from fppo.pipeline.ahead import as_saved, sample_ahead
 from fppo.pipeline.step import ppo_step, sample
 from fppo.pipeline.train import iterate
 from fppo.runs import session
 from fppo.runtime import checkpoint
-from tests import tiny_run
+from tests import tiny, tiny_run
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_a_batch_is_version_the_policy_of_so_many_steps_ago_and_never_of_an_olde
 
 def test_the_first_step_and_the_prompts_are_those_of_a_run_that_is_not_ahead(assembly):
     plain, early = _steps(assembly, 4), _steps(assembly, 4, ahead=1)
-    join(type(plain[0][1]), plain[0][1], early[0][1])  # raises if a column differs
+    tiny.assert_same_columns(plain[0][1], early[0][1])
     for (_, a, _), (_, b, _) in zip(plain, early, strict=True):
         assert a.ids == b.ids
     # the second batch: the same prompts and draws, answered by the first policy
@@ -193,7 +193,7 @@ def test_a_step_that_fails_waits_for_what_samples(assembly):
 def test_what_waits_is_what_was_sampled(assembly):
     scored, _, report = sample(assembly.run, program=assembly.program, draw=assembly.draw)
     (waiting,) = sample_ahead(assembly.run, 1, program=assembly.program, draw=assembly.draw).batches
-    join(Scored, scored, waiting.scored)
+    tiny.assert_same_columns(scored, waiting.scored)
     assert waiting.metrics.keys() == {name for name in report if not name.startswith("timing_s/")}
     for name, metric in waiting.metrics.items():
         assert type(metric) is type(report[name])

@@ -24,7 +24,7 @@ from fppo.pipeline.program import RunState, sample_batch
 from fppo.rollout import saved
 from fppo.settings import files
 from fppo.steps.train_state import TrainState
-from tests import tiny_run
+from tests import tiny, tiny_run
 
 PAD = 7
 
@@ -176,7 +176,7 @@ def test_one_draw_of_differing_groups_is_the_plain_batch():
     filtered, cursor, _ = _sampled(table, size=4, n=2, max_draws=3)
     stages_of = {"rollout": partial(_rollout, n=2), "score": partial(_score, table=table)}
     plain, after, _ = sample_batch(_run(3), draw=_draw(4), **stages_of)
-    batches.join(Scored, filtered, plain)  # raises if a column differs
+    tiny.assert_same_columns(filtered, plain)
     assert cursor.position == after.position
 
 
@@ -315,7 +315,7 @@ def test_saved_rollouts_come_back_for_their_steps(tmp_path):
         run = _run(step=step, cursor=DataCursor(epoch=9))
         run = attrs.evolve(run, actor=attrs.evolve(run.actor, params={"x": torch.zeros(1)}))
         found, after, _ = draw.sample_saved(run, directory=tmp_path, vocabulary=18, **shared)
-        batches.join(Scored, found, made[step])
+        tiny.assert_same_columns(found, made[step])
         assert after.epoch == 9
         with pytest.raises(
             ValueError, match=r"holds token 1[37], and the model has a vocabulary of 13: it was made with"
@@ -337,7 +337,7 @@ def test_a_rollout_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path
     with pytest.raises(OSError, match="no space left"):
         saved.write(scored, tmp_path, 1)
     found = saved.read(tmp_path, 1, torch.device("cpu"), vocabulary=20)
-    batches.join(Rollout, found, batches.narrow(Rollout, scored))
+    tiny.assert_same_columns(found, batches.narrow(Rollout, scored))
     assert saved.steps(tmp_path) == [1]
 
 
@@ -384,7 +384,7 @@ def test_a_record_is_its_columns():
     rows = _annotated([1.0, 0.0], ["stop", "length"])
     rows = attrs.evolve(rows, named_scores={"a": rows.scores, "b": -rows.scores})
     again = batches.record(Annotated, batches.columns(rows))
-    batches.join(Annotated, rows, again)
+    tiny.assert_same_columns(rows, again)
     assert list(again.named_scores) == ["a", "b"]
     with pytest.raises(ValueError, match="unknown fields"):
         batches.record(Annotated, {**batches.columns(rows), "colour": rows.scores})
