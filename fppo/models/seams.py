@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,26 +15,25 @@ from fppo_kernels.padding import Lengths
 ATTENTION = "fppo"
 
 
+class AttentionLayer(NamedTuple):
+    """What is asked of a layer's attention, beside its tensors; `sinks` [Hq]."""
+
+    number: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
 class Attend(Protocol):
     """Attention [B, S, Hq, Dv] of query [B, S, Hq, D], key [B, S, Hkv, D] and value [B, S, Hkv, Dv].
 
     These are the projections of the tokens in this call, after rotation; a packed row comes as B = 1. The function
     knows which tokens may see which: from packed lengths, a padding mask, or its own cache of keys and values. With
-    `window` w a token sees itself and w - 1 before it.
+    the layer's `window` w a token sees itself and w - 1 before it.
     """
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor: ...
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor: ...
 
 
 class ApplyLayer(Protocol):
@@ -81,17 +80,9 @@ def attention_seam(  # transformers calls it  # noqa: PLR0913
         raise ValueError(f"{name} does not hand keyword arguments on to its attention: fppo cannot run this model")
     if position_bias is not None or attention_mask is not None or not getattr(module, "is_causal", True):
         raise ValueError(f"{name} is no plain causal self-attention (position bias, own mask): fppo cannot run it")
-    out = attend(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        layer=module.layer_idx,  # type: ignore[arg-type]
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return out, None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = AttentionLayer(module.layer_idx, scale, sliding_window, softcap, s_aux)  # type: ignore[arg-type]
+    return attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), layer), None
 
 
 # No mask function goes with it: without one, transformers builds no masks and does not look for packed sequences.
@@ -126,19 +117,9 @@ def put_seams(base: PreTrainedModel, layers: tuple[str, ...]) -> None:
 def packed_attention(attention: Callable[..., Tensor], lengths: Lengths) -> Attend:
     """`attend` for packed tokens, from an attention kernel over query [N, Hq, D] and the packed lengths."""
 
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        del layer
+    def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
         q, k, v = query.squeeze(0), key.squeeze(0), value.squeeze(0)
+        _, scale, window, softcap, sinks = layer
         out = attention(q, k, v, lengths=lengths, scale=scale, window=window, softcap=softcap, sinks=sinks)
         return out.unsqueeze(0)
 
@@ -153,18 +134,8 @@ def padded_attention(attention_mask: Tensor) -> Attend:
     # a padding token sees itself, so that no softmax is empty
     visible = (attention_mask.bool()[:, None, :] & (distance >= 0)) | (distance == 0)
 
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        del layer
+    def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
+        _, scale, window, softcap, sinks = layer
         mask = (visible if window is None else visible & (distance < window))[:, None]
         return batch_attention(query, key, value, scale=scale, softcap=softcap, sinks=sinks, mask=mask)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fppo.models.seams import Attend
+from fppo.models.seams import Attend, AttentionLayer, packed_attention
 from fppo_kernels.attention.eager import masked_attention
 from fppo_kernels.padding import Packed
 
@@ -20,22 +20,11 @@ Layers = dict[int, tuple[Tensor, Tensor]]  # keys and values [R, Hkv, C, D] by l
 
 def prefill_attention(attention: Callable[..., Tensor], packed: Packed, kept: Layers) -> Attend:
     """`attend` for packed prompts, which puts each layer's keys and values [N, Hkv, D] into `kept`."""
+    attend_packed = packed_attention(attention, packed.lengths)
 
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        q, k, v = query.squeeze(0), key.squeeze(0), value.squeeze(0)
-        kept[layer] = k, v
-        out = attention(q, k, v, lengths=packed.lengths, scale=scale, window=window, softcap=softcap, sinks=sinks)
-        return out.unsqueeze(0)
+    def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
+        kept[layer.number] = key.squeeze(0), value.squeeze(0)
+        return attend_packed(query, key, value, layer)
 
     return attend
 
@@ -90,18 +79,9 @@ def decode_attention(cache: Layers, column: int, first: int, bias: Tensor | None
     """
     end = column + 1
 
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        keys, values = cache[layer]
+    def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
+        number, scale, window, softcap, sinks = layer
+        keys, values = cache[number]
         keys[:, :, column] = key[:, 0]
         values[:, :, column] = value[:, 0]
         start = first if window is None else max(first, end - window)

@@ -103,10 +103,11 @@ def test_decoding_with_a_cache_in_one_bind_equals_the_whole_pass(name):
     expected = models.hidden_states(model, params, tokens, positions, attend=whole)
     cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def attend(query, key, value, *, layer, scale, window, softcap, sinks):
-        if layer in cache:
-            key, value = torch.cat([cache[layer][0], key], 1), torch.cat([cache[layer][1], value], 1)
-        cache[layer] = key, value
+    def attend(query, key, value, layer):
+        index, scale, window, softcap, sinks = layer
+        if index in cache:
+            key, value = torch.cat([cache[index][0], key], 1), torch.cat([cache[index][1], value], 1)
+        cache[index] = key, value
         seen = slice(None) if window is None else slice(-window, None)
         groups = query.shape[2] // key.shape[2]
         k, v = (x[:, seen].repeat_interleave(groups, 2) for x in (key, value))
