@@ -7,7 +7,7 @@ from typing import Annotated
 import attrs
 import tyro
 
-from fppo.settings.fields import above, at_least, nonempty, setting
+from fppo.settings.fields import above, at_least, nonempty, setting, wrong_values
 
 SHAPE = "write sizes as N=256,H=512"
 
@@ -86,11 +86,9 @@ def _split(values: tuple[str, ...]) -> tuple[str, ...]:
 
 def problems(settings: AblateSettings) -> list[str]:
     """What is wrong with the settings, one line for each thing."""
-    lines = []
-    for field in attrs.fields(AblateSettings):
-        value, name = getattr(settings, field.name), field.name.rstrip("_").replace("_", "-")
-        wrong = [check(value) for check in field.metadata.get("checks", ())]
-        lines += [f"--{name} {value!r}: {text}" for text in wrong if text]
+    lines = [
+        f"--{name.rstrip('_').replace('_', '-')} {value!r}: {text}" for name, value, text in wrong_values(settings)
+    ]
     if (settings.replay is None) != (settings.step is None):
         lines.append("--replay RUN and --step N go together: the run, and which of its steps")
     if settings.replay is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import string
-from typing import Any
 
 import attrs
 
@@ -12,7 +11,7 @@ from fppo._errors import did_you_mean
 from fppo.rollout.turns.tools import TOOLS
 from fppo.settings.checks_reward import FUNCTION, judge_on_ranks, reward_problems
 from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
-from fppo.settings.fields import name_of
+from fppo.settings.fields import wrong_values
 from fppo.settings.problems import Problems
 from fppo.settings.problems import problem as _problem
 from fppo.settings.problems import unread as _unread
@@ -69,7 +68,7 @@ def problems(settings: TrainSettings) -> list[str]:
     """
     rollout, algorithm = (_rollout, _turns, _sampling), (_algorithm, _old_log_probs, _correction)
     conflicts = (_run, _model, _data, *rollout, reward_problems, *algorithm, _loss, _eval)
-    lines = list(_values(settings, ""))
+    lines = [_problem(*wrong) for wrong in wrong_values(settings)]
     for conflict in conflicts:
         lines += conflict(settings)
     lines += _updates(settings, "actor", settings.actor)
@@ -112,17 +111,6 @@ def uses_critic(settings: TrainSettings) -> bool:
 def uses_reference(settings: TrainSettings) -> bool:
     """Whether the run needs a reference model."""
     return settings.actor.kl_coef > 0 or settings.algorithm.kl.coef > 0
-
-
-def _values(section: Any, prefix: str) -> Problems:
-    """The checks that the fields carry, through all sections."""
-    for field in attrs.fields(type(section)):
-        value, path = getattr(section, field.name), f"{prefix}{name_of(field)}"
-        if attrs.has(type(value)):
-            yield from _values(value, f"{path}.")
-            continue
-        wrong = [check(value) for check in field.metadata.get("checks", ())]
-        yield from (_problem(path, value, text) for text in wrong if text)
 
 
 def _run(s: TrainSettings) -> Problems:

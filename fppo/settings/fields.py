@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -26,6 +26,17 @@ def setting(default: Any, *checks: Check, unbounded: bool = False, name: str | N
 def name_of(field: attrs.Attribute) -> str:
     """What files and the command line call a setting."""
     return field.metadata.get("name") or field.name
+
+
+def wrong_values(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """The path, the value and what is wrong with it, of what fails a check of its field, through all sections."""
+    for field in attrs.fields(type(section)):
+        value, path = getattr(section, field.name), f"{prefix}{name_of(field)}"
+        if attrs.has(type(value)):
+            yield from wrong_values(value, f"{path}.")
+            continue
+        wrong = [check(value) for check in field.metadata.get("checks", ())]
+        yield from ((path, value, text) for text in wrong if text)
 
 
 def at_least(low: float) -> Check:

@@ -10,8 +10,8 @@ from fppo.settings.fields import above, at_least, setting
 
 
 @attrs.frozen(kw_only=True)
-class MeshSettings:
-    """How a run is spread over processes: `fppo train --nproc N` or torchrun starts replicate * shard * sequence."""
+class PlanMeshSettings:
+    """How the run is spread over GPUs, as in `fppo train`."""
 
     replicate: int = setting(1, at_least(1))
     """Groups of ranks with the same parameters and other rows."""
@@ -25,5 +25,11 @@ class MeshSettings:
     """The dtype in which gradients are added up over ranks."""
     prefetch: bool = setting(True)
     """Gather the next layer while one runs."""
+
+
+@attrs.frozen(kw_only=True)
+class MeshSettings(PlanMeshSettings):
+    """How a run is spread over processes: `fppo train --nproc N` or torchrun starts replicate * shard * sequence."""
+
     timeout: float = setting(600.0, above(0))
     """Seconds that a collective waits for the other ranks before the run ends with an error."""

@@ -7,25 +7,8 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings.fields import above, at_least, at_most, nonempty, setting
-
-
-@attrs.frozen(kw_only=True)
-class PlanMeshSettings:
-    """How the run is spread over GPUs, as in `fppo train`."""
-
-    replicate: int = setting(1, at_least(1))
-    """Groups of ranks with the same parameters and other rows."""
-    shard: int | None = setting(None, at_least(1))
-    """Ranks over which parameters, gradients and moments are cut; None: all that the other axes leave of --gpus."""
-    sequence: int = setting(1, at_least(1))
-    """Ranks over which packed sequences are cut (Ulysses); it must divide the attention heads."""
-    stage: Literal[1, 2, 3] = setting(3)
-    """When layers are gathered: 3, for each use; 2, kept until the backward pass; 1, once for a mini-batch."""
-    reduce_dtype: Literal["float32", "bfloat16"] = setting("float32")
-    """The dtype in which gradients are added up over ranks."""
-    prefetch: bool = setting(True)
-    """Gather the next layer while one runs."""
+from fppo.settings.fields import above, at_least, at_most, nonempty, setting, wrong_values
+from fppo.settings.mesh import PlanMeshSettings
 
 
 @attrs.frozen(kw_only=True)
@@ -92,12 +75,7 @@ class PlanSettings:
 
 def problems(settings: PlanSettings) -> list[str]:
     """What is wrong with the settings, one line for each thing."""
-    lines = []
-    for prefix, section in (("", settings), ("mesh.", settings.mesh)):
-        for field in attrs.fields(type(section)):
-            value, name = getattr(section, field.name), f"{prefix}{field.name.replace('_', '-')}"
-            wrong = [check(value) for check in field.metadata.get("checks", ())]
-            lines += [f"--{name} {value!r}: {text}" for text in wrong if text]
+    lines = [f"--{name.replace('_', '-')} {value!r}: {text}" for name, value, text in wrong_values(settings)]
     if lines:
         return lines
     world = math.prod(settings.sizes.values())
