@@ -52,15 +52,6 @@ def carry(example: Example, names: Sequence[str]) -> tuple[Example, dict[str, Te
     return example.put(**leaves), leaves
 
 
-def unchanged(example: Example, copy: Example) -> str | None:
-    """What of the example differs from a copy of it, in words; None if nothing."""
-    before = {**copy.inputs, **copy.extras}
-    for name, x in {**example.inputs, **example.extras}.items():
-        if not torch.equal(x, before[name]):
-            return f"it changed its argument {name}"
-    return None
-
-
 def place(example: Example, dtype: torch.dtype, device: torch.device | str) -> Example:
     """The example on a device in a dtype; numbers (0-d) stay, and every number is one that float32 holds."""
 

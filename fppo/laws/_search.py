@@ -122,6 +122,27 @@ def differ(
     return f"{what}{place or ''} is {number:.9g}, expected {wanted:.9g}"
 
 
+def unchanged(example: Example, copy: Example) -> str | None:
+    """What of the example differs from a copy of it, in words; None if nothing."""
+    before = {**copy.inputs, **copy.extras}
+    for name, x in {**example.inputs, **example.extras}.items():
+        if not torch.equal(x, before[name]):
+            return f"it changed its argument {name}"
+    return None
+
+
+def impure(example: Example, call: Callable[[], Any], differ: Callable[[Any, Any], str | None]) -> str | None:
+    """What a function, called twice on the example by `call`, does beside its results, or how these `differ`."""
+    copy, state = example.map(torch.clone), torch.get_rng_state()
+    first = call()
+    if not torch.equal(state, torch.get_rng_state()):
+        return "it drew from torch's global generator"
+    if reason := unchanged(example, copy):
+        return reason
+    reason = differ(first, call())
+    return reason and f"a second call gave another result: {reason}"
+
+
 def fn_name(fn: Callable) -> str:
     """The name of a function, also of a partial one."""
     while isinstance(fn, functools.partial):

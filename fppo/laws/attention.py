@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fppo.laws._kernels import TOLERANCES, apart, carry, checked, exact, grads, place, settings, unchanged, words
-from fppo.laws._search import Example, Law, check, differ, normal
+from fppo.laws._kernels import TOLERANCES, apart, carry, checked, exact, grads, place, settings, words
+from fppo.laws._search import Example, Law, check, differ, normal, unchanged
 from fppo_kernels.attention.eager import eager
 from fppo_kernels.padding import make_lengths
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fppo.laws._kernels import apart, checked, place, words
-from fppo.laws._search import SIZES, Example, Law, check, differ, draw_mask, normal, spoil, widen
+from fppo.laws._search import SIZES, Example, Law, check, differ, draw_mask, impure, normal, spoil, widen
 
 Tensors = tuple[Tensor, ...]
 
@@ -44,15 +44,7 @@ def _shape(fn: Callable, example: Example, generator: torch.Generator) -> str | 
 
 
 def _purity(fn: Callable, example: Example, generator: torch.Generator) -> str | None:
-    copy, state = example.map(torch.clone), torch.get_rng_state()
-    first = _call(fn, example)
-    if not torch.equal(state, torch.get_rng_state()):
-        return "it drew from torch's global generator"
-    for name, value in example.inputs.items():
-        if not torch.equal(value, copy.inputs[name]):
-            return f"it changed its argument {name}"
-    reason = _results_differ(first, _call(fn, example), 0.0)
-    return reason and f"a second call gave another result: {reason}"
+    return impure(example, lambda: _call(fn, example), partial(_results_differ, tolerance=0.0))
 
 
 def _masked_garbage(fn: Callable, example: Example, generator: torch.Generator) -> str | None:

@@ -11,19 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fppo.laws._kernels import (
-    TOLERANCES,
-    apart,
-    carry,
-    checked,
-    exact,
-    grads,
-    place,
-    settings,
-    unchanged,
-    words,
-)
-from fppo.laws._search import Example, Law, check, differ, normal
+from fppo.laws._kernels import TOLERANCES, apart, carry, checked, exact, grads, place, settings, words
+from fppo.laws._search import Example, Law, check, differ, normal, unchanged
 from fppo_kernels.log_probs.reference import reference
 
 OUTPUTS = ("log_probs", "entropy", "sum_squared")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fppo.laws._search import Example, Law, check, differ, draw_mask, normal, spoil, widen
+from fppo.laws._search import Example, Law, check, differ, draw_mask, impure, normal, spoil, widen
 from fppo.metrics import Max, Mean, Metric, Min, merge
 
 LossFn = Callable[..., tuple[Tensor, Mapping[str, Metric]]]
@@ -35,12 +35,13 @@ def _evaluate(fn: LossFn, example: Example) -> _Outcome:
     return _Outcome(loss.detach(), torch.autograd.grad(total, carried)[0], metrics)
 
 
-def _metrics_differ(expected: Mapping[str, Metric], actual: Mapping[str, Metric]) -> str | None:
+def metrics_differ(expected: Mapping[str, Metric], actual: Mapping[str, Metric], tolerance: float = 1e-9) -> str | None:
+    """The first metric that is not as expected, in words; None if all are."""
     if expected.keys() != actual.keys():
         return f"metrics are {sorted(actual)}, expected {sorted(expected)}"
     for name, metric in expected.items():
         for field, a, b in zip(metric._fields, metric, actual[name], strict=True):
-            if reason := differ(f"metric {name}, {field}", a, b):
+            if reason := differ(f"metric {name}, {field}", a, b, tolerance):
                 return reason
     return None
 
@@ -49,7 +50,7 @@ def _outcomes_differ(expected: _Outcome, actual: _Outcome, tolerance: float = 1e
     return (
         differ("the loss", expected.loss, actual.loss, tolerance)
         or differ("the gradient", expected.grad, actual.grad, tolerance)
-        or _metrics_differ(expected.metrics, actual.metrics)
+        or metrics_differ(expected.metrics, actual.metrics)
     )
 
 
@@ -72,15 +73,7 @@ def _per_token(fn: LossFn, example: Example, generator: torch.Generator) -> str 
 
 
 def _purity(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
-    copy, state = example.map(torch.clone), torch.get_rng_state()
-    first = _evaluate(fn, example)
-    if not torch.equal(state, torch.get_rng_state()):
-        return "it drew from torch's global generator"
-    for name, value in {**example.inputs, **example.extras}.items():
-        if not torch.equal(value, {**copy.inputs, **copy.extras}[name]):
-            return f"it changed its argument {name}"
-    reason = _outcomes_differ(first, _evaluate(fn, example), 0.0)
-    return reason and f"a second call gave another result: {reason}"
+    return impure(example, lambda: _evaluate(fn, example), partial(_outcomes_differ, tolerance=0.0))
 
 
 def _masked_garbage(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
@@ -142,7 +135,7 @@ def _micro_batches(fn: LossFn, example: Example, generator: torch.Generator) -> 
 def _metrics_add(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
     whole = _call(fn, example)[1]
     by_row = [_call(fn, example.map(lambda x, i=i: x[i : i + 1]))[1] for i in range(len(example.mask))]
-    reason = _metrics_differ(whole, merge(*by_row))
+    reason = metrics_differ(whole, merge(*by_row))
     return reason and f"merged over single rows, {reason}, as in the whole batch"
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fppo.laws._kernels import grads, unchanged, words
-from fppo.laws._search import Example, Law, check, differ, fn_name, normal
+from fppo.laws._kernels import grads, words
+from fppo.laws._search import Example, Law, check, differ, fn_name, normal, unchanged
 from fppo_kernels.padding import IGNORE
 
 SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (3, 3), (5, 6), (0, 3))

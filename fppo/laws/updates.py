@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fppo.laws._search import Example, Law, check, differ, draw_mask, fn_name, normal, widen
+from fppo.laws.losses import metrics_differ
 from fppo.losses import MODES
 from fppo.metrics import Metrics
 
@@ -149,13 +150,7 @@ def _outcomes_differ(expected: _Outcome, actual: _Outcome, tolerance: float = 1e
         for name, x in wanted.items():
             if reason := differ(f"{what} {name}", x, got[name], tolerance):
                 return reason
-    if expected.metrics.keys() != actual.metrics.keys():
-        return f"metrics are {sorted(actual.metrics)}, expected {sorted(expected.metrics)}"
-    for name, metric in expected.metrics.items():
-        for field, a, b in zip(metric._fields, metric, actual.metrics[name], strict=True):
-            if reason := differ(f"metric {name}, {field}", a, b, tolerance):
-                return reason
-    return None
+    return metrics_differ(expected.metrics, actual.metrics, tolerance)
 
 
 def _finite(run: Run, example: Example, generator: torch.Generator) -> str | None:
