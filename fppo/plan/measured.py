@@ -4,12 +4,12 @@
 # torch's stubs name the parameters of its C++ classes otherwise than torch calls them
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
-import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fppo import models
@@ -21,7 +21,7 @@ from fppo.plan.case import Case
 from fppo.plan.values import Phase
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh
-from fppo.runtime.watch import wire_bytes
+from fppo.runtime.watch import RelayGroup, wire_bytes, without_default
 from fppo.steps.forward import Forward
 from fppo.steps.train_state import TrainState, init_state
 from fppo_kernels.collectives import Axis
@@ -52,58 +52,25 @@ def prepared(
 def telling(mesh: Mesh, sent: Sent) -> Mesh:
     """The mesh, whose collectives go to `sent` before they run."""
     axes = {
-        name: axis if axis.group is None else Axis(axis.size, axis.rank, _TellingGroup(name, axis, sent))
+        name: axis if axis.group is None else Axis(axis.size, axis.rank, _TellingGroup(name, axis.group, sent))
         for name, axis in mesh.axes.items()
     }
     return attrs.evolve(mesh, axes=axes)
 
 
-class _TellingGroup(dist.ProcessGroup):
-    """A group that hands everything on to another."""
+class _TellingGroup(RelayGroup):
+    """A group whose collectives go to `sent` before they run."""
 
-    def __init__(self, name: str, axis: Axis, sent: Sent) -> None:
-        super().__init__(axis.rank, axis.size)  # type: ignore[call-arg]
-        self._name, self._axis, self._sent = name, axis, sent
+    def __init__(self, name: str, group: Any, sent: Sent) -> None:
+        super().__init__(group)
+        self._name, self._sent = name, sent
 
-    def __deepcopy__(self, memo: dict) -> _TellingGroup:
-        return self
-
-    def size(self) -> int:
-        return self._axis.size
-
-    def rank(self) -> int:
-        return self._axis.rank
-
-    def _tell(self, op: str, whole: list[Tensor], inputs: list[Tensor], outputs: list[Tensor], opts: Any) -> None:
+    def _call(
+        self, op: str, whole: Sequence[Tensor], call: Callable[..., Any], *args: Any, sent: int | None = None
+    ) -> Any:
         size = sum(x.numel() * x.element_size() for x in whole)
-        waits = not getattr(opts, "asyncOp", False)
-        self._sent(self._name, op, wire_bytes(op, size, self._axis.size), inputs, outputs, waits)
-
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        self._tell("all_reduce", tensors, tensors, tensors, opts)
+        waits = not getattr(args[-1], "asyncOp", False)
+        outputs, inputs = map(pytree.tree_leaves, args[:2]) if len(args) > 2 else (list(whole), list(whole))
+        self._sent(self._name, op, wire_bytes(op, size, self._size), inputs, outputs, waits)
         with _disable_current_modes():
-            return self._axis.group.allreduce(tensors, opts)
-
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        self._tell("all_gather", [output], [input], [output], opts)
-        with _disable_current_modes():
-            return self._axis.group.all_gather_single(output, input, opts)
-
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        self._tell("reduce_scatter", [input], [input], [output], opts)
-        with _disable_current_modes():
-            return self._axis.group.reduce_scatter_single(output, input, opts)
-
-    def all_to_all_single(self, output: Tensor, input: Tensor, received: Any, sent: Any, opts: Any = None) -> Any:
-        self._tell("all_to_all", [input], [input], [output], opts)
-        with _disable_current_modes():
-            return self._axis.group.all_to_all_single(output, input, received, sent, opts)
-
-    def barrier(self, opts: Any = None) -> Any:
-        self._tell("barrier", [], [], [], opts)
-        return self._axis.group.barrier(opts)
-
-    # the names before torch 2.13
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
-    alltoall_base = all_to_all_single  # type: ignore[assignment]
+            return call(*without_default(args))

@@ -153,21 +153,15 @@ class _Work:
         return self._work.is_completed()
 
 
-class WatchedGroup(dist.ProcessGroup):
-    """A group that does what `group` does. The functions of torch.distributed call these methods."""
+class RelayGroup(dist.ProcessGroup):
+    """A group that does what `group` does, through `_call`. The functions of torch.distributed call these methods."""
 
-    def __init__(self, group: Any, axis: str, watch: Watch) -> None:
+    def __init__(self, group: Any) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
-        self.group, self._axis, self._watch = group, axis, watch
-        self._size = group.size()
+        self.group, self._size = group, group.size()
 
-    def __deepcopy__(self, memo: dict) -> WatchedGroup:
+    def __deepcopy__(self, memo: dict) -> RelayGroup:
         return self
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Those of the group, among all."""
-        return self._watch.ranks[self._axis]
 
     def size(self) -> int:
         return self._size
@@ -178,15 +172,11 @@ class WatchedGroup(dist.ProcessGroup):
     def _call(
         self, op: str, whole: Sequence[Tensor], call: Callable[..., Any], *args: Any, sent: int | None = None
     ) -> Any:
-        if sent is None:
-            sent = wire_bytes(op, sum(x.numel() * x.element_size() for x in whole), self._size)
-        number = self._watch.count(self._axis, sent)
-        arguments = args if args[-1] is not None else args[:-1]  # the options have defaults of their own
-        about = self._axis, op, number
-        device = whole[0].device if whole else None
-        ahead = getattr(args[-1], "asyncOp", False)  # even so, a group among threads waits in the call
-        work = self._watch.wait(about, None if ahead else device, lambda: call(*arguments))
-        return None if work is None else _Work(work, self._watch, about, device)
+        """The collective `op` of `whole`: `call` of `args`, of which the options, None or not, are the last.
+
+        `sent` are the bytes that this rank sends, where they are not those of `wire_bytes`.
+        """
+        raise NotImplementedError
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self._call("all_reduce", tensors, self.group.allreduce, tensors, opts)
@@ -231,6 +221,35 @@ class WatchedGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+
+def without_default(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a collective without options that are None: those have defaults of their own."""
+    return args if args[-1] is not None else args[:-1]
+
+
+class WatchedGroup(RelayGroup):
+    """A group whose collectives over an axis are watched."""
+
+    def __init__(self, group: Any, axis: str, watch: Watch) -> None:
+        super().__init__(group)
+        self._axis, self._watch = axis, watch
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those of the group, among all."""
+        return self._watch.ranks[self._axis]
+
+    def _call(
+        self, op: str, whole: Sequence[Tensor], call: Callable[..., Any], *args: Any, sent: int | None = None
+    ) -> Any:
+        if sent is None:
+            sent = wire_bytes(op, sum(x.numel() * x.element_size() for x in whole), self._size)
+        about = self._axis, op, self._watch.count(self._axis, sent)
+        device = whole[0].device if whole else None
+        ahead = getattr(args[-1], "asyncOp", False)  # even so, a group among threads waits in the call
+        work = self._watch.wait(about, None if ahead else device, lambda: call(*without_default(args)))
+        return None if work is None else _Work(work, self._watch, about, device)
 
 
 def watched(mesh: Mesh) -> tuple[Mesh, Watch]:
