@@ -46,9 +46,9 @@ class Key:
             x = _mix(x ^ _mix(item & _MASK))
         return Key(x)
 
-    def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
+    def generator(self) -> torch.Generator:
         """A fresh torch generator in the state that this key stands for."""
-        return torch.Generator(device).manual_seed(self.seed & (_MASK >> 1))
+        return torch.Generator().manual_seed(self.seed & (_MASK >> 1))
 
     def uniform(self, rows: Tensor, columns: int | Tensor) -> Tensor:
         """Numbers in [0, 1), float64 [B, T]: number (i, j) depends on this key, rows[i] and columns[j] alone.

@@ -108,6 +108,11 @@ def donate(tree: T) -> T:
     return map(move, tree)
 
 
+def tensors(tree: Tree) -> list[Tensor]:
+    """The tensors of the tree, in its order."""
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
 def leaves_with_paths(tree: Tree) -> list[tuple[str, Any]]:
     """(path, leaf) of every leaf, in the tree's order; a path reads like `.params['lm_head.weight']`."""
     return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,14 +20,13 @@ from fppo.pipeline.timing import now
 from fppo.rollout.engine import Ask, Engine, OnFinished, Sampling
 from fppo.runtime.mesh import DATA_AXES, place_on
 from fppo.runtime.offload import OnHost
-from fppo.steps.actor import rollout_gap
+from fppo.steps.actor import OldLogProbs, rollout_gap
 from fppo.steps.forward import Forward, compute_log_probs, compute_outputs, compute_values, row_lengths
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.ranks import collect, imbalance, shares
 from fppo.steps.train_state import Params
 
 ScoreFn = Callable[[Rollout], tuple[Scored, Metrics]]
-OldLogProbs = Literal["pass", "engine", "update"]
 
 
 def rollout_stage(

@@ -11,10 +11,8 @@ import attrs
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
-from fppo import batch as batches
-from fppo import losses, models
+from fppo import losses, models, tree
 from fppo.batch import Column, Experience
 from fppo.models.model import HeadKind, Model
 from fppo.plan import standins
@@ -162,18 +160,12 @@ def tracked(
 ) -> list[Phase]:
     """What `stage` does with a state, which it may use up."""
     tracker.hold(state.params.values(), HOST if case.offload == "all" else STATE)
-    moments = [x for x in pytree.tree_leaves(state.opt) if isinstance(x, Tensor)]
-    tracker.hold(moments, STATE if case.offload == "none" else HOST)
-    tracker.hold([x for x in batches.columns(batch).values() if isinstance(x, Tensor)], BATCH)
+    tracker.hold(tree.tensors(state.opt), STATE if case.offload == "none" else HOST)
+    tracker.hold(tree.tensors(batch), BATCH)
     with tracker:
         result = stage(state)
     del result
     return tracker.phases()
-
-
-def tensors_of(values: Any) -> list[Tensor]:
-    """The tensors of a tree."""
-    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def shard_shape(shape: torch.Size, mesh: Mesh) -> tuple[int, ...]:

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
-from torch import Tensor
 
-from fppo import batch as batches
+from fppo import tree
 from fppo.models import flops
 from fppo.models.model import Model
 from fppo.plan import layers, passes
@@ -121,7 +120,7 @@ def shard_numbers(model: Model, case: Case) -> int:
 def optimizer_bytes(model: Model, case: Case) -> int:
     """How many bytes the tensors of the optimizer's state take on that rank, single numbers left out."""
     params = {name: torch.empty(shape, device="meta") for name, shape in _shard_shapes(model, case).items()}
-    return sum(x.nbytes for x in passes.tensors_of(passes.optimizer_of(case).init(params)) if x.dim())
+    return sum(x.nbytes for x in tree.tensors(passes.optimizer_of(case).init(params)) if x.dim())
 
 
 def _shard_shapes(model: Model, case: Case) -> dict[str, tuple[int, ...]]:
@@ -157,5 +156,5 @@ def _at_rest(case: Case, models: Mapping[str, Model]) -> dict[str, float]:
     if case.reference:
         rest["reference's parameters"] = rest["actor's parameters"]
     row = passes.rows_of(case, 1)
-    size = sum(x.nbytes for x in batches.columns(row).values() if isinstance(x, Tensor))
+    size = sum(x.nbytes for x in tree.tensors(row))
     return rest | {BATCH: size * case.mini_batch}  # every rank holds all rows

@@ -6,7 +6,6 @@ import copy
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fppo.rewards.functions import Term
@@ -60,9 +59,7 @@ class EarlyRewardRunner:
     def __enter__(self) -> EarlyRewardRunner:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

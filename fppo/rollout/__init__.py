@@ -45,27 +45,20 @@ __all__ = [
     "turn_metrics",
 ]
 _HOMES = {
-    "Ask": "fppo.rollout.engine",
-    "EmbeddedEngine": "fppo.rollout.embedded",
-    "Engine": "fppo.rollout.engine",
-    "EngineFailure": "fppo.rollout.vllm.host",
-    "FetchingEngine": "fppo.rollout.spread",
-    "OnFinished": "fppo.rollout.engine",
-    "PlainText": "fppo.rollout.turns.observations",
-    "Sampling": "fppo.rollout.engine",
-    "SpreadEngine": "fppo.rollout.spread",
-    "SyncError": "fppo.rollout.sync",
-    "ToolRunner": "fppo.rollout.turns.runner",
-    "TurnsEngine": "fppo.rollout.turns.engine",
-    "VllmEngine": "fppo.rollout.vllm.engine",
-    "VllmOptions": "fppo.rollout.vllm.host",
-    "chat_template": "fppo.rollout.turns.observations",
-    "reshard": "fppo.rollout.sync",
-    "turn_metrics": "fppo.rollout.turns.engine",
+    "embedded": ("EmbeddedEngine",),
+    "engine": ("Ask", "Engine", "OnFinished", "Sampling"),
+    "spread": ("FetchingEngine", "SpreadEngine"),
+    "sync": ("SyncError", "reshard"),
+    "turns.engine": ("TurnsEngine", "turn_metrics"),
+    "turns.observations": ("PlainText", "chat_template"),
+    "turns.runner": ("ToolRunner",),
+    "vllm.engine": ("VllmEngine",),
+    "vllm.host": ("EngineFailure", "VllmOptions"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(f"{__name__}.{home}"), name)

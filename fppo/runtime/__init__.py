@@ -33,21 +33,17 @@ __all__ = [
     "to_host",
 ]
 _HOMES = {
-    "CheckpointError": "fppo.runtime.checkpoint",
-    "LOCAL": "fppo.runtime.mesh",
-    "Lane": "fppo.runtime.offload",
-    "Mesh": "fppo.runtime.mesh",
-    "OnHost": "fppo.runtime.offload",
-    "PeerError": "fppo.runtime.failure",
-    "Sharding": "fppo.runtime.mesh",
-    "joined": "fppo.runtime.launch",
-    "simulate": "fppo.runtime.simulate",
-    "to_device": "fppo.runtime.offload",
-    "to_host": "fppo.runtime.offload",
+    "checkpoint": ("CheckpointError",),
+    "failure": ("PeerError",),
+    "launch": ("joined",),
+    "mesh": ("LOCAL", "Mesh", "Sharding"),
+    "offload": ("Lane", "OnHost", "to_device", "to_host"),
+    "simulate": ("simulate",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(f"{__name__}.{home}"), name)

@@ -129,23 +129,21 @@ def gathered(finish: Finish, shards: Sequence[Tensor], mesh: Mesh, *, sums: Sums
     return _Gathered.apply(finish, mesh, sums, *shards)  # type: ignore[return-value]
 
 
-def reduce_scatter(
-    grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], mesh: Mesh, *, sharding: Sharding | None = None
-) -> list[Tensor]:
+def reduce_scatter(grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], mesh: Mesh) -> list[Tensor]:
     """This rank's shards of the sum over ranks of whole gradients, as `dtypes` (the parameters' own).
 
-    They are added up in `sharding.reduce_dtype`, those of float64 parameters in float64: a collective for each.
+    They are added up in the sharding's `reduce_dtype`, those of float64 parameters in float64: a collective for each.
     """
-    shards, finish = begin_reduce_scatter(grads, dtypes, mesh, sharding=sharding)
+    shards, finish = begin_reduce_scatter(grads, dtypes, mesh)
     finish()
     return shards
 
 
 def begin_reduce_scatter(
-    grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], mesh: Mesh, *, sharding: Sharding | None = None
+    grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], mesh: Mesh
 ) -> tuple[list[Tensor], Callable[[], None]]:
     """Starts a `reduce_scatter`: the shards, and the function that waits for their numbers."""
-    axis, sharding = mesh["shard"], sharding or mesh.sharding or Sharding()
+    axis, sharding = mesh["shard"], mesh.sharding or Sharding()
     kinds = [reduce_dtype(dtype, sharding) for dtype in dtypes]
     shards: dict[int, Tensor] = {}
     casts: list[tuple[Tensor, Tensor]] = []

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 from fppo import tree
 
@@ -97,17 +96,17 @@ class OnHost(NamedTuple):
     lane: Lane
 
 
-def to_host(values: T, *, pinned: bool = True) -> T:
+def to_host(values: T) -> T:
     """A copy of a tree on the host; in pinned memory, as the lanes of a GPU want it, where there is one."""
-    copies = tree.map(lambda x: _host_like(x, pinned).copy_(x.detach(), non_blocking=True), values)
-    for device in {x.device for x in pytree.tree_leaves(values) if isinstance(x, Tensor) and x.is_cuda}:
+    copies = tree.map(lambda x: _host_like(x).copy_(x.detach(), non_blocking=True), values)
+    for device in {x.device for x in tree.tensors(values) if x.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     return copies
 
 
 def to_device(values: T, lane: Lane) -> T:
     """A copy of a tree on the lane's device."""
-    arrived = iter(lane.fetch([x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)])())
+    arrived = iter(lane.fetch(tree.tensors(values))())
     return tree.map(lambda x: next(arrived), values)
 
 
@@ -218,8 +217,8 @@ def _buckets(columns: Sequence[Sequence[Tensor]], size: int) -> list[list[_Piece
     return buckets
 
 
-def _host_like(x: Tensor, pinned: bool = True) -> Tensor:
-    return torch.empty_like(x, device="cpu", requires_grad=False, pin_memory=pinned and torch.cuda.is_available())
+def _host_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, device="cpu", requires_grad=False, pin_memory=torch.cuda.is_available())
 
 
 def activations_on_host(
@@ -234,8 +233,7 @@ def activations_on_host(
     """
 
     def run(*args: Any, **keywords: Any) -> T:
-        inputs = [x for x in pytree.tree_leaves((args, keywords)) if isinstance(x, Tensor)]
-        shelf = _Shelf(lane, minimum_bytes, window_bytes, inputs)
+        shelf = _Shelf(lane, minimum_bytes, window_bytes, tree.tensors((args, keywords)))
         with saved_tensors_hooks(shelf.pack, shelf.unpack):
             try:
                 return fn(*args, **keywords)

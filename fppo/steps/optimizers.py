@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim.sgd import sgd as fused_sgd
-from torch.utils import _pytree as pytree
 
 from fppo import metrics, tree
 from fppo.metrics import Metrics
@@ -256,8 +255,7 @@ def kept_on_host(optimizer: Optimizer, lane: Lane) -> Optimizer:
     ) -> tuple[Params, Any, Metrics]:
         home = tree.donate(state) if donate else copied(state)
         params, after, report = optimizer.update(params, grads, to_device(home, lane), step, mesh=mesh, donate=donate)
-        leaves = [[x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)] for values in (after, home)]
-        lane.store(*leaves)
+        lane.store(tree.tensors(after), tree.tensors(home))
         lane.settle()
         return params, home, report
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Protocol, Self
 
 from fppo.workers.calls import Mode, call
@@ -72,9 +71,7 @@ class FunctionRunner:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def outcomes_of(self, function: Function, samples: Sequence[Sample]) -> list[Outcome]:
