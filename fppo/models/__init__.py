@@ -1,6 +1,6 @@
 """A model as a pure function of its parameters."""
 
-from fppo.models.heads import Head, output_head
+from fppo.models.heads import Head, check_head, output_head
 from fppo.models.init import as_critic, init_params
 from fppo.models.load import load
 from fppo.models.model import Model, attention_needs, build, packed_attention, padded_attention
@@ -15,6 +15,7 @@ __all__ = [
     "bind",
     "build",
     "call_layer",
+    "check_head",
     "forward",
     "hidden_states",
     "init_params",
