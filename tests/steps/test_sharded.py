@@ -113,7 +113,8 @@ def test_stage_3_keeps_no_layer_between_forward_and_backward(again, monkeypatch)
         torch.autograd.grad(out.log_probs.sum(), list(shards.values()))
 
     for stage in (3, 2):
-        alive.clear(), events.clear(), before.clear()
+        for log in (alive, events, before):
+            log.clear()
         simulate({"shard": 2}, partial(run, stage))
         # embeddings and head, then each layer; again backward under stage 3; and gradients of each
         assert events.count("begin") == events.count("use") == 1 + LAYERS * (2 if stage == 3 else 1)
