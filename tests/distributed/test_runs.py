@@ -39,6 +39,7 @@ def saved(directory: Path) -> int:
     return max(checkpoint.steps(directory / session.CHECKPOINTS), default=0)
 
 
+@pytest.mark.slow
 def test_ranks_killed_at_random_moments_end_where_undisturbed_ones_end(task, tmp_path):
     """20 starts, in each of which a rank is killed, at start-up, in a step or while writing, unless the machine let
     both end before: the other ends by itself, unless they had not met yet (then a launcher ends it)."""
@@ -72,6 +73,7 @@ def numbers(directory: Path) -> dict[int, dict[str, float]]:
     return {line["step"]: {k: v for k, v in line.items() if not k.startswith(("timing_s/", "perf/"))} for line in lines}
 
 
+@pytest.mark.slow
 def test_a_run_of_two_ranks_goes_on_on_one_and_on_four(task, tmp_path):
     """With the numbers of one process from the first step to the last, also where batches are made ahead."""
     shared = {"checkpoint__every": 3, "mesh__stage": 2, "actor__optimizer__schedule": "constant", "rollout__ahead": 1}

@@ -1,5 +1,6 @@
 """Updates on real gloo processes with a sequence axis: those of one process."""
 
+import pytest
 import torch
 
 from fppo import losses, metrics, tree
@@ -32,6 +33,7 @@ def update(mesh):
     return leaves, metrics.report(report), str(tree.digest(state))
 
 
+@pytest.mark.slow
 def test_four_processes_with_a_sequence_axis_do_the_update_of_one():
     leaves, numbers, _ = update(Mesh.local())
     found = processes.run({"shard": 2, "sequence": 2}, update)

@@ -52,6 +52,7 @@ def test_kernels_keep_the_laws(name):
     laws.check_attention(table.get("attention", name), **can(name), device=DEVICE, head_dim=16)
 
 
+@pytest.mark.slow
 def test_flex_keeps_the_laws_where_it_has_a_backward_pass():
     with backward_on_cpus():
         laws.check_attention(flex, dtypes=(torch.float64,))

@@ -12,6 +12,7 @@ from fppo_kernels.collectives import Axis
 from fppo_kernels.record import Kernels
 
 
+@pytest.mark.slow
 def test_all_keep_their_laws_also_on_three_ranks():
     check_collectives(ranks=(1, 2, 3))
 

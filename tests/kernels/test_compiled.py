@@ -10,6 +10,7 @@ from fppo_kernels.collectives import Axis
 REASON = table.available("log_probs")["compiled"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_compiled_log_probs_keep_the_laws_in_float32():
     laws.check_log_probs(table.get("log_probs", "compiled"), dtypes=(torch.float32,))

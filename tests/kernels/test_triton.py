@@ -29,6 +29,7 @@ def run(module, *names, interpret):
     return done.stdout
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("names", CHECKS, ids=lambda names: names[0])
 def test_under_the_interpreter(names):

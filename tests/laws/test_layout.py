@@ -23,10 +23,12 @@ def test_the_actor_keeps_the_law():
     laws.check_layout(losses.ppo_clip, each=3)
 
 
+@pytest.mark.slow
 def test_the_critic_keeps_the_law():
     laws.check_layout_fn(update_critic, head="value", each=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(OTHERS)))
 def test_the_other_losses_keep_the_law(number):
     loss_fn = getattr(losses, OTHERS[number])
@@ -39,12 +41,14 @@ def above_the_mean_probability(log_probs, old_log_probs, advantages, mask, *, no
     return mask & (noise > mean.exp())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_the_losses_that_select_tokens_keep_the_law(name):
     loss_fn = SelectiveLoss(getattr(losses, name), above_the_mean_probability)
     laws.check_layout(loss_fn, modes=("token-mean",), each=2, max_ranks=4)
 
 
+@pytest.mark.slow
 def test_the_large_meshes_keep_the_law():
     """Up to 64 ranks, each mesh once, most ranks with nothing to do."""
     run = layout._runner(partial(update_actor, loss_fn=losses.ppo_clip), "lm")

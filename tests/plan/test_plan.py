@@ -63,6 +63,7 @@ def test_what_does_not_fit_fits_with_each_remedy():
         assert again.tokens == plan(tight).tokens or "mesh.sequence" in remedy.flags
 
 
+@pytest.mark.slow
 def test_changes_are_put_together_where_none_is_enough():
     free = bare(layers=2, log_probs="reference", tokens=512, micro_batches=2)
     alone = min(plan(applied(free, family[-1]), only_if_fits=True).peak.total for family in families(free))

@@ -169,6 +169,7 @@ def _train_quietly(given):
         os._exit(actions.train(given))
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_where_an_undisturbed_one_ends(task, tmp_path):
     """20 starts, each killed at start-up, in a step or while writing, unless this machine let it end before; none may
     lose more than the step under way and the one before, which is still being written."""
