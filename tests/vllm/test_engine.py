@@ -15,6 +15,7 @@ from fppo import models, tree
 from fppo.key import Key
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
+from fppo.rollout.vllm import engine as vllm
 from fppo.rollout.vllm.engine import EngineFailure, VllmEngine, VllmOptions
 from fppo.rollout.vllm.host import EngineDied
 from fppo_kernels.record import Kernels
@@ -92,13 +93,13 @@ def test_weights_that_are_not_numbers_are_named_and_a_start_that_fails_is_tried_
     with engine:
         with pytest.raises(EngineFailure, match=r"log-probs are not numbers in row \d+: are its weights finite"):
             engine.generate(none, Ask(make_prompts(), LONG, Key(1), version=2))
-        start_host = engine.start_host
+        start_host = vllm.start_host
 
         def no_room(*_):
             raise EngineFailure("no room")
 
         for again in (no_room, no_room, start_host):
-            monkeypatch.setattr(engine, "start_host", again)
+            monkeypatch.setattr(vllm, "start_host", again)
             if again is no_room:
                 with pytest.raises(EngineFailure, match="no room"):
                     engine.generate(params, Ask(make_prompts(), LONG, Key(1), version=3))
@@ -107,7 +108,7 @@ def test_weights_that_are_not_numbers_are_named_and_a_start_that_fails_is_tried_
         monkeypatch.setattr(engine._host._llm, "reset_prefix_cache", lambda: False)
         with pytest.raises(EngineFailure, match="does not let go"):
             engine.generate(params, Ask(make_prompts(), LONG, Key(1), version=3))
-        monkeypatch.setattr(engine, "start_host", no_room)
+        monkeypatch.setattr(vllm, "start_host", no_room)
         with pytest.raises(EngineFailure, match="no room"):
             engine.sync(params, version=4)
 
