@@ -238,7 +238,8 @@ def from_function(
             grads = {name: g.div_(call.scale) for name, g in grads.items()}
         skipped = call.skipped.bool()
         old, new = (params, state), fn(params, grads, state, call.step)
-        tree.map(lambda x, y: x.copy_(torch.where(skipped, x, y)), old, tuple(new))
+        chosen = tree.map(lambda x, y: torch.where(skipped, x, y), old, tuple(new))  # new may share memory with old
+        tree.map(Tensor.copy_, old, chosen)
         return state
 
     return clipped(init, write_, max_grad_norm=max_grad_norm)

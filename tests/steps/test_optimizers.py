@@ -180,6 +180,21 @@ def test_sgds_weight_decay_is_decoupled():
         torch.testing.assert_close(state.params[name], x, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_ones_own_function_may_keep_what_it_was_called_with(donate):
+    """Its state after an update is the parameters and gradients before it, without a copy."""
+
+    def fn(params, grads, state, step):
+        return {name: p - grads[name] for name, p in params.items()}, {"before": params, "grads": grads}
+
+    optimizer = from_function(lambda params: {"before": tree.copy(params), "grads": tree.copy(params)}, fn)
+    params, grads = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.25, 0.5])}
+    after, _ = optimizer_step(init_state(params, optimizer), grads, optimizer=optimizer, donate=donate)
+    assert after.params["w"].tolist() == [0.75, 1.5]
+    assert after.opt["before"]["w"].tolist() == [1.0, 2.0]
+    assert after.opt["grads"]["w"].tolist() == [0.25, 0.5]
+
+
 def test_ones_own_function_gets_clipped_gradients():
     state = init_state(some(0), from_function(zeros, heavy_ball, max_grad_norm=0.5))
     grads = some(1)
