@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -290,6 +291,7 @@ def load(
 
 def _standins(field: str, manifest: Mapping[str, Any], device: torch.device | None) -> Any:
     """A tree in the structure that the field was saved in, with a leaf of the right kind for each that was saved."""
+    _check_structure(json.loads(manifest["structure"])[1])
     spec = pytree.treespec_loads(manifest["structure"])
     paths = [path for path, _ in tree.leaves_with_paths(pytree.tree_unflatten([0] * spec.num_leaves, spec))]
 
@@ -300,6 +302,17 @@ def _standins(field: str, manifest: Mapping[str, Any], device: torch.device | No
         return torch.empty(leaf["shape"], dtype=getattr(torch, leaf["dtype"].removeprefix("torch.")), device=device)
 
     return pytree.tree_unflatten([standin(path) for path in paths], spec)
+
+
+def _check_structure(node: Mapping[str, Any]) -> None:
+    """Raises DamagedError for anything but tuples, dicts and records of ours: torch imports what others name."""
+    kind, context = node["type"], str(node["context"])
+    plain = kind in (None, "builtins.tuple", "builtins.dict") or kind.startswith("fppo.")
+    metric = kind == "collections.namedtuple" and context.startswith("fppo.")
+    if not (plain or metric) or "__enum__" in context:
+        raise DamagedError(f"{files.MANIFEST}: the structure of a {kind} is none that a run saves")
+    for child in node["children_spec"]:
+        _check_structure(child)
 
 
 @contextlib.contextmanager

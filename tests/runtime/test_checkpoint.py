@@ -12,6 +12,7 @@ import torch
 
 from fppo import tree
 from fppo.key import Key
+from fppo.runtime import _checkpoint_files as files
 from fppo.runtime import checkpoint
 
 
@@ -83,6 +84,27 @@ def test_damage_is_found_and_the_way_out_named(tmp_path, damage):
     with pytest.raises(checkpoint.CheckpointError, match=r"damaged: .*shard_00000|damaged: state\.json") as caught:
         checkpoint.load(_state(), tmp_path, 2)
     assert "Remove it to resume from step 1" in str(caught.value)
+
+
+NODE = {"type": "builtins.tuple", "context": "null", "children_spec": []}
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"type": "builtins.dict", "context": '{"__enum__": true, "fqn": "evil:E", "name": "x"}', "children_spec": []},
+        {"type": "collections.defaultdict", "context": '{"default_factory_module": "evil"}', "children_spec": []},
+        {"type": "torch.Size", "context": "null", "children_spec": []},
+    ],
+)
+def test_a_structure_from_a_file_names_no_module(tmp_path, monkeypatch, node):
+    """Only tuples, dicts and the project's own records are built: torch would import what the others name."""
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    structure = json.dumps([1, NODE | {"children_spec": [node]}])
+    with pytest.raises(files.DamagedError, match="structure"):
+        checkpoint._standins("ahead", {"structure": structure, "leaves": {}}, None)
+    assert checkpoint._standins("ahead", {"structure": json.dumps([1, NODE]), "leaves": {}}, None) == ()
 
 
 def test_a_full_disk_is_an_error_that_leaves_the_last_one(tmp_path, monkeypatch):
