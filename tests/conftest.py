@@ -16,6 +16,11 @@ torch.set_num_threads(1)
 CHECKED = (
     "fppo.advantages",
     "fppo.losses",
+    "fppo.steps.actor",
+    "fppo.steps.forward",
+    "fppo.steps.loop",
+    "fppo.steps.muon",
+    "fppo.steps.ranks",
     "fppo_kernels.adamw",
     "fppo_kernels.attention.eager",
     "fppo_kernels.attention.sdpa",

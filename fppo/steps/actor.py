@@ -16,6 +16,7 @@ from fppo.batch import Experience
 from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.runtime.mesh import DATA_AXES, place_on
+from fppo.shapes import Mask, Tokens
 from fppo.steps.forward import Forward, forward_micro_batch
 from fppo.steps.loop import Loop, MiniBatch, update, weighted_sum
 from fppo.steps.optimizers import Optimizer
@@ -165,7 +166,7 @@ def _select(
     return selected if len(mini.shares) == 1 else selected[mini.shares[place_on(forward.mesh, DATA_AXES)]]
 
 
-def rollout_gap(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
+def rollout_gap(log_probs: Tokens, rollout_log_probs: Tokens, mask: Mask) -> Metrics:
     """How far the engine's probabilities are from the trainer's, both [B, T], over the mask: the gap is zero if they
     run the same numbers with the same weights. rollout_corr/... are `losses.off_policy_metrics`.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -16,17 +16,20 @@ from fppo import models
 from fppo.models.model import Model
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import OnHost
+from fppo.shapes import Tokens
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.ranks import blank, rounds
 from fppo.steps.sharded import Opened, Whole, opened, whole
 from fppo.steps.train_state import Params
 from fppo_kernels.collectives import Axis
 from fppo_kernels.record import Kernels
+from fppo_kernels.shapes import Float
 from fppo_kernels.ulysses import gather_sequence, slice_sequence, ulysses
 
 OUTPUTS = ("log_probs", "entropy", "sum_squared_probs", "values")
 
 
+@runtime_checkable
 class Rows(Protocol):
     """What a pass reads of a record: a Rollout or any later stage."""
 
@@ -54,10 +57,10 @@ class Forward:
 class TokenOutputs(NamedTuple):
     """Per-token outputs [B, T], float32 (float64 from float64 parameters), zero outside the response mask."""
 
-    log_probs: Tensor | None = None
-    entropy: Tensor | None = None
-    sum_squared_probs: Tensor | None = None
-    values: Tensor | None = None
+    log_probs: Tokens | None = None
+    entropy: Tokens | None = None
+    sum_squared_probs: Tokens | None = None
+    values: Tokens | None = None
 
 
 def forward_micro_batch(
@@ -236,7 +239,7 @@ def compute_log_probs(
     forward: Forward,
     micro_batching: MicroBatching,
     temperature: float = 1.0,
-) -> Tensor:
+) -> Tokens:
     """Log-probs [B, T] of the response tokens under the policy or the reference; zero outside the response mask."""
     out = compute_outputs(params, rows, forward=forward, micro_batching=micro_batching, temperature=temperature)
     assert out.log_probs is not None
@@ -245,7 +248,7 @@ def compute_log_probs(
 
 def compute_values(
     params: Params | Whole | OnHost, rows: Rows, *, forward: Forward, micro_batching: MicroBatching
-) -> Tensor:
+) -> Tokens:
     """The critic's values [B, T] before each response token; zero outside the response mask."""
     out = compute_outputs(params, rows, forward=forward, micro_batching=micro_batching, outputs=("values",))
     assert out.values is not None
@@ -255,7 +258,7 @@ def compute_values(
 @torch.no_grad()
 def compute_reward_scores(
     params: Params | Whole | OnHost, rows: Rows, *, forward: Forward, micro_batching: MicroBatching
-) -> Tensor:
+) -> Float[Tensor, " b"]:
     """A reward model's score [B] of each row: its head at the row's last real token. The model has a value head.
 
     The rows are always packed.

@@ -16,12 +16,14 @@ from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.runtime.mesh import DATA_AXES, data_metrics, gradient_sum, place_on, ranks_on
+from fppo.shapes import Tokens
 from fppo.steps.forward import Forward, Rows, row_lengths
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.ranks import blank, mini_batches, rounds, shares
 from fppo.steps.sharded import Whole, accumulable, scattered, whole
 from fppo.steps.train_state import Params, TrainState, optimizer_step
+from fppo_kernels.shapes import Float
 
 
 class TrainRows(Rows, Protocol):
@@ -61,7 +63,7 @@ Objective = Callable[..., tuple[Tensor, Metrics]]
 Select = Callable[..., Tensor]
 
 
-def weighted_sum(terms: dict[str, Tensor], weights: Tensor) -> tuple[Tensor, Metrics]:
+def weighted_sum(terms: dict[str, Tokens], weights: Tokens) -> tuple[Float[Tensor, ""], Metrics]:
     """The sum over all `terms` [B, T] of sum(weights * term), 0-d; and each of these sums as a metric of its name."""
     sums = {name: (weights * term).sum() for name, term in terms.items()}
     return torch.stack(list(sums.values())).sum(), {name: metrics.term(x) for name, x in sums.items()}

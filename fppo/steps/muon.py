@@ -18,6 +18,7 @@ from fppo.steps.optimizers import AdamWState, Call, Optimizer, adamw_write, clip
 from fppo.steps.schedules import Schedule
 from fppo.tree import replace, state
 from fppo_kernels.adamw import adamw_
+from fppo_kernels.shapes import Float
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic whose slope at 0 is steep, where convergence to 1 is rough
 ITERATIONS = 5
@@ -40,7 +41,7 @@ def is_hidden_matrix(name: str, param: Tensor) -> bool:
     return param.dim() == 2 and any(word.isdigit() for word in name.split("."))
 
 
-def orthogonalized(x: Tensor) -> Tensor:
+def orthogonalized(x: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
     """Nearly U @ V.T of the singular value decomposition U @ S @ V.T of `x` [m, n]: its singular values, of which those
     far below the norm of `x` stay smaller, are in about [0.7, 1.2].
 

@@ -16,6 +16,7 @@ from fppo.key import Key
 from fppo.models import flops
 from fppo.models.model import Model
 from fppo.runtime.mesh import DATA_AXES, GRADIENT_AXES, Mesh, all_reduce, gather_over, ranks_on
+from fppo.shapes import RowIds
 from fppo.steps.micro_batching import balance
 
 R = TypeVar("R")
@@ -64,7 +65,7 @@ def collect(x: Tensor, shared: Sequence[Sequence[int]], mesh: Mesh, axes: Sequen
     return torch.empty_like(joined).index_copy(0, order, joined)
 
 
-def mini_batches(row_ids: Tensor, size: int, *, key: Key | None = None) -> list[Tensor]:
+def mini_batches(row_ids: RowIds, size: int, *, key: Key | None = None) -> list[Tensor]:
     """The numbers of the rows in each mini-batch of `size` rows; the last may have fewer.
 
     They are ordered by a draw that depends on `key` and `row_ids` [B], or taken as they come without a key.
