@@ -17,8 +17,10 @@ from fppo.laws._kernels import TOLERANCES, words
 from fppo.laws.attention import FEATURES
 from fppo_kernels import table
 from fppo_kernels.attention import flex as flex_file
+from fppo_kernels.attention import sdpa as sdpa_file
 from fppo_kernels.attention.eager import eager
 from fppo_kernels.attention.flex import flex
+from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.padding import make_lengths
 
 KERNELS = table.BUILTIN["attention"]
@@ -120,6 +122,24 @@ def test_sequences_of_any_lengths_make_groups(sizes, seed):
         out = kernel(*inputs, lengths=make_lengths(sizes), scale=0.7)
         found.append((out, *torch.autograd.grad((out * weight).sum(), inputs)))
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
+def test_cudnn_which_plans_every_shape_anew_is_left_out_on_a_gpu():
+    enabled = torch.backends.cuda.cudnn_sdp_enabled
+    for device, expected in (("cpu", enabled()), ("cuda", False)):
+        with for_any_shape(torch.device(device)):
+            assert enabled() == expected
+            assert torch.backends.cuda.flash_sdp_enabled()
+    assert enabled()
+
+
+def test_sdpa_runs_where_any_shape_will_do(monkeypatch):
+    entered = []
+    monkeypatch.setattr(sdpa_file, "for_any_shape", lambda device: contextlib.nullcontext(entered.append(device.type)))
+    x = torch.ones(5, 1, 4)
+    for sizes in ([5], [2, 3]):
+        sdpa_file.sdpa(x, x, x, lengths=make_lengths(sizes), scale=1.0)
+    assert entered == ["cpu", "cpu"]
 
 
 @pytest.mark.parametrize("name", [*ON_CPUS, "flex"])

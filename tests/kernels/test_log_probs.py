@@ -142,6 +142,24 @@ def test_tiles_change_nothing(
     torch.testing.assert_close(run(tiled, *parts, softcap=softcap, scale=scale), expected, rtol=1e-9, atol=1e-11)
 
 
+def test_what_nothing_uses_costs_chunked_nothing_backward():
+    calls = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls[-1].append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    hidden, weight = torch.ones(5, 3, requires_grad=True), torch.ones(7, 3, requires_grad=True)
+    for asked in ({}, {"entropy": True, "sum_squared": True}):
+        out = chunked(hidden, weight, torch.arange(5), **asked)
+        calls.append([])
+        with Count():
+            torch.autograd.grad(out.log_probs.sum(), [hidden, weight])
+    assert calls[0].count("aten._softmax.default") == 1
+    assert calls[0] == calls[1]
+
+
 def test_chunked_holds_no_full_logits():
     tokens, vocab, slab = 256, 4096, 1 << 18
     bytes_of = []

@@ -4,6 +4,8 @@ import importlib.util
 import os
 import subprocess
 import sys
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +42,27 @@ def test_under_the_interpreter(names):
 def test_compiles_for_hopper():
     found = run("compiled_for_hopper", interpret="0")
     assert found.count("wgmma") == 4, found
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("capability", "kib"), [((8, 0), 163), ((8, 6), 99), ((8, 9), 99), ((9, 0), 227), ((12, 0), 99)]
+)
+def test_tiles_fit_the_shared_memory(capability, kib, monkeypatch):
+    from fppo_kernels.log_probs.triton import choose_tiling
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    for dtype in (torch.bfloat16, torch.float32):
+        matrix = SimpleNamespace(
+            is_cuda=True,
+            dtype=dtype,
+            device="cuda",
+            shape=(64, 64),
+            data_ptr=lambda: 0,
+            element_size=partial(int, dtype.itemsize),
+        )
+        tiling = choose_tiling(matrix, matrix)
+        assert tiling.stages * (tiling.tokens + tiling.vocab) * tiling.hidden * dtype.itemsize <= kib * 1024
 
 
 def test_refuses_where_it_cannot_run(monkeypatch):

@@ -5,17 +5,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fppo_kernels.attention.eager import masked_attention
 from fppo_kernels.padding import Lengths
 from fppo_kernels.shapes import Bool, Float
 
+# not cuDNN's, which makes a plan for every new shape, in tenths of a second; ragged rows are nearly always of a new one
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FULL, SPARE = 0.95, 16  # a sequence joins longer ones if it is 0.95 of the longest, or at most 16 tokens short
+
+
+def for_any_shape(device: torch.device) -> AbstractContextManager[Any]:
+    """Where scaled_dot_product_attention runs by kernels that need no plan of their own for each shape."""
+    return sdpa_kernel(BACKENDS) if device.type == "cuda" else nullcontext()
 
 
 def causal_mask(length: int, window: int | None, device: torch.device) -> Bool[Tensor, "l l"]:
@@ -48,9 +57,10 @@ def batch_attention(
     if softcap is not None or sinks is not None:
         assert mask is not None
         return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks).transpose(1, 2)
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    with for_any_shape(query.device):
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return out.transpose(1, 2)
 
 

@@ -190,18 +190,25 @@ class _Chunked(torch.autograd.Function):
         total = _moments.merge(Moments(*(all_gather(x, axis) for x in moments)))
         ctx.save_for_backward(*inputs[1:], label_logits, *moments, *total)
         ctx.rule, ctx.axis = rule, axis
+        ctx.set_materialize_grads(False)
         return (label_logits - total.maximum - total.log_sum).clamp_(max=0), total.entropy, total.sum_squared
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: Tensor
+        ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         inputs = _Inputs(ctx.rule, *ctx.saved_tensors[:5])
         label_logits, *moments = ctx.saved_tensors[5:]
         moments, total = Moments(*moments[:4]), Moments(*moments[4:])
-        grads = tuple(all_reduce(grad, ctx.axis) for grad in grads)
-        asked = grads[0], grads[1] if ctx.rule.entropy else None, grads[2] if ctx.rule.sum_squared else None
+        shared = ctx.axis.size > 1  # then every rank gets the gradients of all outputs, used by it or not
+        d_outputs = [torch.zeros_like(label_logits) if grad is None else grad for grad in grads]
+        d_label, d_entropy, d_squared = (all_reduce(x, ctx.axis) for x in d_outputs)
+        asked = (
+            d_label,
+            d_entropy if ctx.rule.entropy and (shared or grads[1] is not None) else None,
+            d_squared if ctx.rule.sum_squared and (shared or grads[2] is not None) else None,
+        )
         coefficients = _coefficients(inputs, label_logits, total, asked)
         return *_backward(inputs, coefficients, moments, total, ctx.needs_input_grad[:3]), None, None, None, None
 

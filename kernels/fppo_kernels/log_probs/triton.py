@@ -96,7 +96,7 @@ def choose_tiling(hidden: Tensor, weight: Tensor) -> Tiling:
         return Tiling(64, 512, 32, warps=4, stages=1)
     if hidden.dtype == torch.float32:
         return Tiling(64, 64, 32, warps=4, stages=3)
-    if torch.cuda.get_device_capability(hidden.device) < (9, 0):
+    if torch.cuda.get_device_capability(hidden.device)[0] not in (9, 10):  # others have about 100 KB of shared memory
         return Tiling(128, 128, 32, warps=8, stages=3)
     return Tiling(128, 256, 64, warps=8, stages=4, descriptors=can_describe(hidden) and can_describe(weight))
 
