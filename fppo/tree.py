@@ -83,11 +83,6 @@ def map(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
     return pytree.tree_map(on_tensors, tree, *rest)
 
 
-def add(a: T, b: T) -> T:
-    """The leafwise sum of two trees of tensors."""
-    return map(torch.add, a, b)
-
-
 def copy(tree: T) -> T:
     """The tree with every tensor cloned."""
     return map(torch.clone, tree)

@@ -75,7 +75,7 @@ def test_replace_makes_a_new_record_and_refuses_unknown_fields():
 
 def test_add_and_copy():
     a = pair()
-    both = tree.add(a, tree.map(torch.ones_like, a))
+    both = tree.map(torch.add, a, tree.map(torch.ones_like, a))
     assert both.count.item() == 5
     copied = tree.copy(a)
     copied.params["w"].add_(1)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import attrs
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from fppo import batch as batches
 from fppo import losses, metrics, tree
@@ -147,12 +148,16 @@ def _gradients(
     mesh = forward.mesh
     once = mesh.sharded and mesh.sharding is not None and mesh.sharding.stage == 1
     inputs: Params | Whole = whole(params, forward.model, mesh) if once else params
-    grads: Any = {}
+    total: list[Tensor] = []
+    structure: pytree.TreeSpec | None = None
     reports: list[Metrics] = []
     for objective, rows, weights in passes:
         (_, report), new = value_and_grad(objective, has_aux=True)(inputs, rows, weights, forward=forward)
-        new = accumulable(new, params, mesh) if once else new
-        grads = tree.add(grads, new) if reports else new
+        leaves, structure = pytree.tree_flatten(accumulable(new, params, mesh) if once else new)
         del new  # or it would live through the next pass
+        for place in range(len(total)):  # one by one, so that two trees are in memory and never three
+            leaves[place] = total[place] = total[place] + leaves[place]
+        total = leaves
         reports.append(report)
+    grads: Any = pytree.tree_unflatten(total, structure) if structure is not None else {}
     return scattered(grads, params, mesh) if once else grads, metrics.merge(*reports)
