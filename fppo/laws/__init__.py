@@ -9,6 +9,7 @@ from fppo.laws.kernels import check_log_probs
 from fppo.laws.layout import check_layout, check_layout_fn
 from fppo.laws.losses import check_policy_loss, check_value_loss
 from fppo.laws.padding import check_padding
+from fppo.laws.screening import screen_estimator, screen_kernel, screen_policy_loss
 from fppo.laws.states import check_donation, check_purity, check_resume
 from fppo.laws.ulysses import check_ulysses
 from fppo.laws.updates import check_update, check_update_fn
@@ -35,4 +36,7 @@ __all__ = [
     "check_update_fn",
     "check_value_loss",
     "check_whiten",
+    "screen_estimator",
+    "screen_kernel",
+    "screen_policy_loss",
 ]

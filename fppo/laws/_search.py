@@ -25,11 +25,22 @@ class LawViolation(AssertionError):
 
 
 class Law(NamedTuple):
-    """A law: `breach(fn, example, generator)` says what is wrong on an example, or returns None."""
+    """A law: `breach(fn, example, generator)` says what is wrong on an example, or returns None.
+
+    `way_out` is what to write where the law is not meant to hold.
+    """
 
     name: str
     statement: str
-    breach: Callable[[Callable, Any, torch.Generator], str | None]
+    breach: Callable[[Callable, Any, torch.Generator], str | Breach | None]
+    way_out: str = ""
+
+
+class Breach(NamedTuple):
+    """What is wrong, and the example with which the function was called, where a law has changed it."""
+
+    reason: str
+    example: Example
 
 
 class Example(NamedTuple):
@@ -72,6 +83,11 @@ def draw_mask(rows: int, width: int, seed: int, generator: torch.Generator) -> T
         lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
         return torch.arange(width) < lengths
     return torch.rand(rows, width, generator=generator) < 0.6
+
+
+def short(x: Tensor) -> Tensor:
+    """The numbers with 3 decimals: what a message shows of them is all of them."""
+    return x.mul(1000).round().div(1000)
 
 
 def normal(generator: torch.Generator, *shape: int) -> Tensor:
@@ -118,8 +134,14 @@ def differ(
         return None
     gap = (actual - expected).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).where(~same, -1.0)
     place = [int(i) for i in torch.unravel_index(gap.argmax(), gap.shape)] if gap.dim() else []
-    number, wanted = (x[tuple(place)].item() for x in (actual, expected))
-    return f"{what}{place or ''} is {number:.9g}, expected {wanted:.9g}"
+    number, wanted = _apart(*(x[tuple(place)].item() for x in (actual, expected)))
+    return f"{what}{place or ''} is {number}, expected {wanted}"
+
+
+def _apart(a: float, b: float) -> tuple[str, str]:
+    """Two numbers in as few digits as tell them apart: 4, 9 or 17."""
+    texts = [(f"{a:.{digits}g}", f"{b:.{digits}g}") for digits in (4, 9, 17)]
+    return next((pair for pair in texts if pair[0] != pair[1]), texts[0])
 
 
 def unchanged(example: Example, copy: Example) -> str | None:
@@ -143,31 +165,59 @@ def impure(example: Example, call: Callable[[], Any], differ: Callable[[Any, Any
     return reason and f"a second call gave another result: {reason}"
 
 
+def changed(reason: str | None, words: str, example: Example) -> Breach | None:
+    """The breach of a law that called the function with an example of its own, `words` before what is wrong."""
+    return None if reason is None else Breach(f"{words}{reason}", example)
+
+
 def fn_name(fn: Callable) -> str:
-    """The name of a function, also of a partial one."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
+    """The name of a function; of a partial one with what is bound: partial(f, radius=0.1)."""
+    if isinstance(fn, functools.partial):
+        bound = [*map(_short_repr, fn.args), *(f"{name}={_short_repr(x)}" for name, x in fn.keywords.items())]
+        return f"partial({', '.join([fn_name(fn.func), *bound])})"
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def _describe(example: Example) -> str:
-    tensors = {**example.inputs, **example.extras}
-    width = max((len(name) for name in tensors), default=0)
-    lines = [
-        f"    {name:<{width}} = {value.tolist() if value.numel() <= PRINTED else f'{list(value.shape)}, in .example'}"
-        for name, value in tensors.items()
-    ]
-    return "\n".join(lines if example.mode is None else [f"    weight_mode = {example.mode!r}", *lines])
+def _short_repr(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor({_digits(value)[0]})" if value.numel() <= 8 else f"<tensor {list(value.shape)}>"
+    return fn_name(value) if callable(value) else repr(value)
 
 
-def _first_breach(fn: Callable, law: Law, examples: Sequence[tuple[int, Example]]) -> tuple[Example, str] | None:
+def _digits(x: Tensor) -> tuple[str, bool]:
+    """The numbers of a tensor to 4 digits, as nested lists, and whether these are all of their digits."""
+    if not x.is_floating_point():
+        return str(x.tolist()), True
+
+    def rounded(value: Any) -> Any:
+        return [rounded(item) for item in value] if isinstance(value, list) else float(f"{value:.4g}")
+
+    numbers = rounded(x.tolist())
+    whole = torch.tensor(numbers, dtype=x.dtype).view(x.shape)
+    return str(numbers), torch.isclose(whole, x.detach().cpu(), rtol=0.0, atol=0.0, equal_nan=True).all().item() is True
+
+
+def _describe(example: Example, weights: bool) -> tuple[list[str], bool]:
+    """The example as lines of Python, and whether they make all of it."""
+    tensors = {**example.inputs, **example.extras, **({"weights": example.weights} if weights else {})}
+    width, whole = max((len(name) for name in tensors), default=0), True
+    lines = [] if example.mode is None else [f"weight_mode = {example.mode!r}"]
+    for name, value in tensors.items():
+        numbers, exact = _digits(value) if value.numel() <= PRINTED else (f"{list(value.shape)}, in .example", False)
+        kind = "" if value.dtype in (torch.bool, torch.int64) else f", dtype={str(value.dtype).rpartition('.')[2]}"
+        lines.append(f"{name:<{width}} = " + (f"tensor({numbers}{kind})" if exact else numbers))
+        whole = whole and exact
+    return lines, whole
+
+
+def _first_breach(fn: Callable, law: Law, examples: Sequence[tuple[int, Example]]) -> Breach | None:
     for seed, example in examples:
         try:
-            reason = law.breach(fn, example.map(torch.clone), torch.Generator().manual_seed(seed))
+            breach = law.breach(fn, example.map(torch.clone), torch.Generator().manual_seed(seed))
         except Exception as error:
-            reason = f"it raised {type(error).__name__}: {error}"
-        if reason is not None:
-            return example, reason
+            breach = f"it raised {type(error).__name__}: {error}"
+        if breach is not None:
+            return Breach(breach, example) if isinstance(breach, str) else breach
     return None
 
 
@@ -179,22 +229,30 @@ def check(
     sizes: Sequence[tuple[int, int]] = SIZES,
     seeds: int = SEEDS,
     name: str | None = None,
+    see: Sequence[str] = (),
 ) -> None:
     """Put `fn` through every law on `make_example(rows, width, seed)`; LawViolation for the first that is broken.
 
-    The message holds the function's name (or `name`), the smallest counter-example, and the names of the other laws
-    that do not hold.
+    The message holds the function's name (or `name`), the smallest counter-example as the function was called with it,
+    and the names of the other laws that do not hold. `see` are lines of Python that show what went wrong, {} being the
+    function; where they are given, the example's weights are shown too.
     """
     examples = [(seed, make_example(rows, width, seed)) for rows, width in sizes for seed in range(seeds)]
     broken = [(law, breach) for law in laws if (breach := _first_breach(fn, law, examples)) is not None]
     if not broken:
         return
-    law, (example, reason) = broken[0]
+    law, (reason, example) = broken[0]
+    name = name or fn_name(fn)
+    shown, whole = _describe(example, weights=bool(see))
+    if see and whole:
+        head = ["from functools import partial"] if name.startswith("partial(") else []
+        shown = [*head, "from torch import float32, float64, inf, nan, tensor", *shown, *(x.format(name) for x in see)]
     lines = [
-        f'{name or fn_name(fn)} breaks the law "{law.name}": {law.statement}.',
+        f'{name} breaks the law "{law.name}": {law.statement}.',
         f"  {reason}",
-        f"  The smallest counter-example, {example.size}:",
-        _describe(example),
+        *([f"  If that is meant: {law.way_out}."] if law.way_out else []),
+        f"  The smallest counter-example, {example.size}, as it was used:",
+        *(f"    {line}" for line in shown),
     ]
     if broken[1:]:
         lines.append("  It also breaks: " + ", ".join(f'"{other.name}"' for other, _ in broken[1:]))

@@ -162,6 +162,60 @@ def _long_sums(kernel: Callable, example: Example, generator: torch.Generator) -
 _SUM_LAWS = (Law("long sums", "gradients over many tokens and a large vocabulary are rounded once", _long_sums),)
 
 
+BITS = 14  # of the codes that tell columns apart: 2**14 is more than the columns
+LARGE = (1100, 8300)  # tokens, vocabulary: more than 1,024 and 8,192, and no multiple of a block
+PIECE = 100  # tokens that the reference is asked about at a time: its logits of all would take 70 MB, several times
+
+
+def _large_example(
+    dtypes: Sequence[torch.dtype], device: torch.device | str, hidden_size: int, rows: int, width: int, seed: int
+) -> Example:
+    """Every token's probability lies on one column and those whose code differs from it in a bit or two.
+
+    These columns are the borders of blocks of 64, and others by chance; so a label or a logit at the wrong place shows.
+    Labels of tokens that are a power of two apart differ from their columns in different numbers of bits. Logits are
+    small whole numbers, which no dtype rounds.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    columns = torch.arange(width)
+    border = (columns % 64 == 0) | (columns % 64 == 63)
+    order = torch.randperm(width, generator=generator)
+    peaks = torch.cat([columns[border], order[~border[order]]])[:rows]
+    peaks = peaks[torch.randperm(rows, generator=generator)]
+    codes = torch.zeros(width, max(hidden_size, 16), dtype=torch.float64)
+    codes[:, :BITS] = 2.0 * ((columns[:, None] >> torch.arange(BITS)) % 2) - 1
+    labels = peaks ^ torch.tensor([0, 1, 3])[torch.arange(rows) % 3]
+    weights = torch.randint(-2, 3, (3, rows), generator=generator).double()
+    return place(
+        Example({"hidden": 2 * codes[peaks], "weight": codes, "labels": labels}, {}, weights), dtypes[0], device
+    )
+
+
+def _large(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+    dtype, (hidden, weight, labels) = example.inputs["hidden"].dtype, example.inputs.values()
+    weight = weight.double().requires_grad_()
+    values, by_hidden, by_weight = [], [], torch.zeros_like(weight)
+    for rows in torch.arange(len(labels)).split(PIECE):
+        leaf = hidden[rows].double().requires_grad_()
+        out = reference(leaf, weight, labels[rows], entropy=True, sum_squared=True)
+        stacked = torch.stack([getattr(out, name) for name in OUTPUTS])
+        of_hidden, of_weight = torch.autograd.grad((example.weights[:, rows] * stacked).sum(), (leaf, weight))
+        values, by_hidden, by_weight = [*values, stacked.detach()], [*by_hidden, of_hidden], by_weight + of_weight
+    actual = _log_probs(kernel, example)
+    for name, expected in zip(OUTPUTS, torch.cat(values, 1), strict=True):
+        if reason := apart(name, expected, getattr(actual, name), dtype):
+            return reason
+    del actual
+    expected_grads = {"hidden": torch.cat(by_hidden), "weight": by_weight}
+    for name, grad in _log_probs_grads(kernel, example, OUTPUTS).items():
+        if reason := apart(f"the gradient by {name}", expected_grads[name], grad, dtype):
+            return reason
+    return None
+
+
+_LARGE_LAWS = (Law("large", "values and gradients are right over more tokens and columns than a block has", _large),)
+
+
 class _LogProbsCase(NamedTuple):
     bias: bool = False
     temperature: float | str | None = None
@@ -225,9 +279,9 @@ def check_log_probs(
     log_probs <= 0, 0 <= entropy <= log V, 1 / V <= sum of squares <= 1; the values of every output and its gradient by
     hidden, weight and bias are those of the float64 reference, to 1e-9 in float64, 1e-4 in float32 and 2e-2 in
     bfloat16 (relative to the larger of 1 and the tensor's largest number), for no token, one and more, with and without
-    bias, softcap and scale, a temperature for all or one per token, flat and extreme logits; long sums are rounded
-    once; arguments stay as they are. Kernels that compute in float32 alone bind `dtypes=(torch.float32,)`. Raises
-    ValueError for another dtype.
+    bias, softcap and scale, a temperature for all or one per token, flat and extreme logits, and 1,100 tokens over a
+    vocabulary of 8,300; long sums are rounded once; arguments stay as they are. Kernels that compute in float32 alone
+    bind `dtypes=(torch.float32,)`. Raises ValueError for another dtype.
     """
     dtypes = checked(dtypes)
     examples = partial(_log_probs_example, dtypes, device, hidden_size)
@@ -235,3 +289,5 @@ def check_log_probs(
     check(kernel, _LOG_PROBS_LAWS, examples, sizes=SIZES, seeds=seeds)
     sums = partial(_sums_example, dtypes, device)
     check(kernel, _SUM_LAWS, sums, sizes=((4096, 4),), seeds=2 * len(dtypes))
+    middle = torch.float32 if torch.float32 in dtypes else dtypes[0]  # what is wrong here is so in every dtype
+    check(kernel, _LARGE_LAWS, partial(_large_example, (middle,), device, hidden_size), sizes=(LARGE,), seeds=1)

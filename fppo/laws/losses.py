@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fppo.laws._search import Example, Law, check, differ, draw_mask, impure, normal, spoil, widen
-from fppo.metrics import Max, Mean, Metric, Min, merge
+from fppo.laws._kernels import TOLERANCES, checked, words
+from fppo.laws._search import (
+    Breach,
+    Example,
+    Law,
+    changed,
+    check,
+    differ,
+    draw_mask,
+    fn_name,
+    impure,
+    normal,
+    short,
+    spoil,
+    widen,
+)
+from fppo.metrics import Max, Mean, Metric, Min, Sum, merge
 
 LossFn = Callable[..., tuple[Tensor, Mapping[str, Metric]]]
+POLICY = ("log_probs", "old_log_probs", "advantages")
+VALUES = ("values", "old_values", "returns")
+TOKENS = 6  # that an example must have where single tokens may be clipped or equal by chance
 
 
 class _Outcome(NamedTuple):
@@ -46,11 +64,13 @@ def metrics_differ(expected: Mapping[str, Metric], actual: Mapping[str, Metric],
     return None
 
 
-def _outcomes_differ(expected: _Outcome, actual: _Outcome, tolerance: float = 1e-9) -> str | None:
+def _outcomes_differ(expected: _Outcome, actual: _Outcome, tolerance: float | None = None) -> str | None:
+    """Where they differ, by more than the tolerance of their dtype or the one that is given."""
+    within = TOLERANCES[expected.grad.dtype] if tolerance is None else tolerance
     return (
-        differ("the loss", expected.loss, actual.loss, tolerance)
-        or differ("the gradient", expected.grad, actual.grad, tolerance)
-        or metrics_differ(expected.metrics, actual.metrics)
+        differ("the loss", expected.loss, actual.loss, within)
+        or differ("the gradient", expected.grad, actual.grad, within)
+        or metrics_differ(expected.metrics, actual.metrics, TOLERANCES[expected.grad.dtype])
     )
 
 
@@ -65,8 +85,8 @@ def _per_token(fn: LossFn, example: Example, generator: torch.Generator) -> str 
     if not isinstance(metrics, dict):
         return f"metrics are a {type(metrics).__name__}, expected a dict"
     for name, metric in metrics.items():
-        if not isinstance(metric, Mean | Max | Min):
-            return f"metric {name} is a {type(metric).__name__}, expected a Mean, Max or Min of fppo.metrics"
+        if not isinstance(metric, Mean | Sum | Max | Min):
+            return f"metric {name} is a {type(metric).__name__}, expected a Mean, Sum, Max or Min of fppo.metrics"
         if any(x.requires_grad for x in metric):
             return f"metric {name} carries a gradient; detach it"
     return None
@@ -76,15 +96,37 @@ def _purity(fn: LossFn, example: Example, generator: torch.Generator) -> str | N
     return impure(example, lambda: _evaluate(fn, example), partial(_outcomes_differ, tolerance=0.0))
 
 
-def _masked_garbage(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+def _precision(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+    dtype, outcome = example.weights.dtype, _evaluate(fn, example)
+    if outcome.loss.dtype != dtype:
+        return f"{words(dtype)} arguments gave a loss in {words(outcome.loss.dtype)}"
+    if dtype != torch.float64 or example.mask.sum() < TOKENS or not outcome.grad.any():
+        return None
+    rounded = _evaluate(fn, example.map(lambda x: x.float().double() if x.is_floating_point() else x))
+    if torch.equal(outcome.loss, rounded.loss):  # the weights are rounded too: the gradient differs in any case
+        return "float64 arguments gave the same loss, to the bit, as their float32 roundings: it computes in float32"
+    return None
+
+
+def _gradient(fn: LossFn, example: Example, generator: torch.Generator) -> Breach | None:
+    first, second = (name for name in list(example.inputs)[:2])
+    example = example.put(**{second: example.inputs[first].clone()})
+    if example.mask.sum() < TOKENS or _evaluate(fn, example).grad.any():
+        return None
+    return Breach(
+        f"no gradient reaches {first}, although {second} are equal to them: nothing would be learned", example
+    )
+
+
+def _masked_garbage(fn: LossFn, example: Example, generator: torch.Generator) -> Breach | None:
     def dirty(x: Tensor, kind: str) -> Tensor:
         return spoil(x, ~mask if x.dim() == 2 else ~mask.any(1), generator, kind)
 
     mask, plain = example.mask, _evaluate(fn, example)
-    for kind, words in (("nan", "NaN"), ("mixed", "NaN, inf or 1e300")):
+    for kind, garbage in (("nan", "NaN"), ("mixed", "NaN, inf or 1e300")):
         spoiled = example.map(partial(dirty, kind=kind))._replace(weights=example.weights).put(mask=mask)
         if reason := _outcomes_differ(plain, _evaluate(fn, spoiled), 0.0):
-            return f"with {words} where the mask is False, {reason}"
+            return Breach(f"with {garbage} where the mask is False, {reason}", spoiled)
     return None
 
 
@@ -96,12 +138,13 @@ def _zero_outside(fn: LossFn, example: Example, generator: torch.Generator) -> s
     return None
 
 
-def _all_masked(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+def _all_masked(fn: LossFn, example: Example, generator: torch.Generator) -> Breach | None:
     empty = example.put(mask=torch.zeros_like(example.mask))
     outcome, zero = _evaluate(fn, empty), torch.zeros_like(example.weights)
-    return differ("the loss of an empty mask", zero, outcome.loss, 0.0) or differ(
+    reason = differ("the loss of an empty mask", zero, outcome.loss, 0.0) or differ(
         "the gradient of an empty mask", zero, outcome.grad, 0.0
     )
+    return changed(reason, "", empty)
 
 
 def _constants(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
@@ -124,8 +167,9 @@ def _micro_batches(fn: LossFn, example: Example, generator: torch.Generator) -> 
         pieces = [_evaluate(fn, example.map(lambda x, i=i, n=size: x[i : i + n])) for i in range(0, rows, size)]
         total = (example.weights * whole.loss).sum()
         joined = torch.cat([piece.loss for piece in pieces])
-        reason = differ("sum(weights * loss)", total, (example.weights * joined).sum()) or differ(
-            "the gradient", whole.grad, torch.cat([piece.grad for piece in pieces])
+        within = TOLERANCES[example.weights.dtype]
+        reason = differ("sum(weights * loss)", total, (example.weights * joined).sum(), within) or differ(
+            "the gradient", whole.grad, torch.cat([piece.grad for piece in pieces]), within
         )
         if reason:
             return f"in micro-batches of {size}, {reason}, as in the whole batch"
@@ -135,19 +179,20 @@ def _micro_batches(fn: LossFn, example: Example, generator: torch.Generator) -> 
 def _metrics_add(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
     whole = _call(fn, example)[1]
     by_row = [_call(fn, example.map(lambda x, i=i: x[i : i + 1]))[1] for i in range(len(example.mask))]
-    reason = metrics_differ(whole, merge(*by_row))
+    reason = metrics_differ(whole, merge(*by_row), TOLERANCES[example.weights.dtype])
     return reason and f"merged over single rows, {reason}, as in the whole batch"
 
 
-def _row_order(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+def _row_order(fn: LossFn, example: Example, generator: torch.Generator) -> Breach | None:
     order = torch.randperm(len(example.mask), generator=generator)
-    plain, moved = _evaluate(fn, example), _evaluate(fn, example.map(lambda x: x[order]))
+    moved = example.map(lambda x: x[order])
+    plain = _evaluate(fn, example)
     expected = plain._replace(loss=plain.loss[order], grad=plain.grad[order])
-    reason = _outcomes_differ(expected, moved)
-    return reason and f"with the rows in the order {order.tolist()}, {reason}"
+    reason = _outcomes_differ(expected, _evaluate(fn, moved))
+    return changed(reason, f"with the rows in the order {order.tolist()}, which they have here, ", moved)
 
 
-def _padding(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+def _padding(fn: LossFn, example: Example, generator: torch.Generator) -> Breach | None:
     width = example.mask.shape[1]
     for columns in (1, 3):
         wide = example.map(partial(widen, columns=columns))._replace(
@@ -156,28 +201,40 @@ def _padding(fn: LossFn, example: Example, generator: torch.Generator) -> str | 
         outcome = _evaluate(fn, wide)
         cut = outcome._replace(loss=outcome.loss[:, :width], grad=outcome.grad[:, :width])
         if reason := _outcomes_differ(_evaluate(fn, example), cut):
-            return f"with {columns} more columns of padding, {reason}"
+            return Breach(f"with {columns} more columns of padding, {reason}", wide)
     return None
 
 
-def _reinforce(fn: LossFn, example: Example, generator: torch.Generator, *, by_row: bool) -> str | None:
+def _reinforce(fn: LossFn, example: Example, generator: torch.Generator, *, by_row: bool) -> Breach | None:
     log_probs, _, advantages, mask = list(example.inputs.values())[:4]
     if by_row:
         advantages = advantages[:, :1].expand_as(advantages).clone()
         example = example._replace(weights=example.weights.amax(1, keepdim=True).where(mask, 0.0))
     example = example.put(old_log_probs=log_probs.clone(), advantages=advantages)
     expected = (-example.weights * advantages).where(mask, 0.0)
-    return differ("the gradient at old == new", expected, _evaluate(fn, example).grad)
+    return changed(_gradient_differs(expected, fn, example), "", example)
 
 
-def _error_gradient(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+def _error_gradient(fn: LossFn, example: Example, generator: torch.Generator) -> Breach | None:
     values, _, returns, mask = list(example.inputs.values())[:4]
-    expected = (example.weights * (values - returns)).where(mask, 0.0)
-    return differ("the gradient at old == new", expected, _evaluate(fn, example.put(old_values=values.clone())).grad)
+    expected, example = (example.weights * (values - returns)).where(mask, 0.0), example.put(old_values=values.clone())
+    return changed(_gradient_differs(expected, fn, example), "", example)
 
 
-_COMMON = (
-    Law("per token", "it returns (loss [B, T], metrics that are Mean, Max or Min, without gradient)", _per_token),
+def _gradient_differs(expected: Tensor, fn: LossFn, example: Example) -> str | None:
+    return differ("the gradient at old == new", expected, _evaluate(fn, example).grad, TOLERANCES[expected.dtype])
+
+
+def _as_reference(reference: LossFn, fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+    expected, actual = _evaluate(reference, example), _evaluate(fn, example)
+    reason = _outcomes_differ(expected, actual._replace(metrics=expected.metrics))
+    return reason and f"{reason}, as of {fn_name(reference)}"
+
+
+COMMON = (
+    Law("per token", "it returns (loss [B, T], metrics that are Mean, Sum, Max or Min, without gradient)", _per_token),
+    Law("gradient", "the loss has a gradient by its first argument", _gradient),
+    Law("precision", "it computes in the dtype of its arguments", _precision, "give dtype=torch.float32"),
     Law("purity", "arguments stay as they are, and equal arguments give equal bits", _purity),
     Law("empty mask", "with nothing in the mask, loss and gradient are 0", _all_masked),
     Law("masked garbage", "what stands where the mask is False changes no bit", _masked_garbage),
@@ -190,53 +247,101 @@ _COMMON = (
 )
 
 
-def _example(
-    names: tuple[str, str, str], extras: Callable[..., dict[str, Tensor]] | None, rows: int, width: int, seed: int
+def make_example(
+    names: tuple[str, str, str],
+    extras: Callable[..., dict[str, Tensor]] | None,
+    dtype: torch.dtype,
+    rows: int,
+    width: int,
+    seed: int,
 ) -> Example:
+    """A batch of log-probs or values in a dtype, old ones a little or much apart, with a mask by the seed."""
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
     mask = draw_mask(rows, width, seed, generator)
     first = -normal(generator, rows, width).abs() - 0.05
     second = first + normal(generator, rows, width) * (0.1 if seed % 2 else 0.8)
     inputs = dict(zip(names, (first, second.clamp(max=-0.01), normal(generator, rows, width)), strict=True))
     weights = torch.rand(rows, width, generator=generator, dtype=torch.float64).add(0.1).where(mask, 0.0)
-    inputs["mask"] = mask
-    return Example(inputs, {} if extras is None else extras(*inputs.values()), weights)
+    inputs = {name: short(x).to(dtype) for name, x in inputs.items()} | {"mask": mask}
+    return Example(inputs, {} if extras is None else extras(*inputs.values()), short(weights).to(dtype))
+
+
+def _check(
+    fn: LossFn,
+    laws: tuple[Law, ...],
+    names: tuple[str, str, str],
+    *,
+    extras: Callable[..., dict[str, Any]] | None = None,
+    reference: LossFn | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    """The laws of all losses, then `laws`, then the comparison with a reference, on batches of these names."""
+    checked((dtype,))
+    if reference is not None:
+        text = "loss and gradient are those of the reference"
+        laws += (Law("reference", text, partial(_as_reference, reference)),)
+    example = partial(make_example, names, extras, dtype)
+    check(fn, (*COMMON, *laws), example, see=see(names, [] if extras is None else list(example(1, 1, 0).extras)))
+
+
+def see(names: tuple[str, str, str], extras: Sequence[str] = ()) -> tuple[str, str, str]:
+    """Lines of Python that show a loss, its gradient and its metrics on an example; {} is the loss."""
+    arguments = ", ".join([f"{names[0]}.requires_grad_()", *names[1:], "mask", *(f"{x}={x}" for x in extras)])
+    return (
+        f"loss, metrics = {{}}({arguments})",
+        "(weights * loss).sum().backward()",
+        f"print(loss, {names[0]}.grad, metrics)",
+    )
 
 
 def check_policy_loss(
-    loss_fn: LossFn, *, reinforce: str | None = "token", extras: Callable[..., dict[str, Any]] | None = None
+    loss_fn: LossFn,
+    *,
+    reinforce: str | None = "token",
+    extras: Callable[..., dict[str, Any]] | None = None,
+    reference: LossFn | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> None:
     """Put a policy loss through its laws: `laws.check_policy_loss(my_loss)`. LawViolation for the first that fails.
 
     `loss_fn(log_probs, old_log_probs, advantages, mask)` returns the loss per token [B, T] and metrics; bind its
-    scalars with functools.partial. In float64, on small batches with ragged rows, holes and empty rows:
+    scalars with functools.partial. On small batches with ragged rows, holes and empty rows:
 
     masked garbage changes nothing, loss and gradient are 0 outside the mask, only log_probs gets a gradient,
     micro-batch split, row order and padding width change neither sum(weights * loss) nor its gradient, metrics add,
     arguments stay as they are, and at old == new the gradient is REINFORCE's, -weights * advantages.
 
-    `reinforce="row"` holds the last one for advantages that are equal along a row (a loss that averages over the row),
+    Away from old == new these laws leave a loss free: what it does there, such as its clip, is held against a
+    `reference`, a slow and plain loss of the same signature, whose loss and gradient it must have on all batches.
+
+    `reinforce="row"` holds the last law for advantages that are equal along a row (a loss that averages over the row),
     None leaves it out. `extras(log_probs, old_log_probs, advantages, mask)` gives further keyword tensors [B, T] or
-    [B] of the loss, which go with their rows.
+    [B] of the loss, which go with their rows. `dtype` is that of the batches, and the precision that is asked for:
+    1e-9 in float64, 1e-4 in float32, 2e-2 in bfloat16. Raises ValueError for other dtypes or kinds of `reinforce`.
     """
     if reinforce not in ("token", "row", None):
         raise ValueError(f"reinforce must be 'token', 'row' or None, got {reinforce!r}")
-    laws = _COMMON
+    own = ()
     if reinforce is not None:
         law = partial(_reinforce, by_row=reinforce == "row")
-        laws += (Law("REINFORCE", "at old == new the gradient is -weights * advantages", law),)
-    check(loss_fn, laws, partial(_example, ("log_probs", "old_log_probs", "advantages"), extras))
+        way_out = "give reinforce=None" + (
+            ', or reinforce="row" for advantages that are equal along a row' if reinforce == "token" else ""
+        )
+        own = (Law("REINFORCE", "at old == new the gradient is -weights * advantages", law, way_out),)
+    _check(loss_fn, own, POLICY, extras=extras, reference=reference, dtype=dtype)
 
 
-def check_value_loss(loss_fn: LossFn, *, squared: bool = True) -> None:
+def check_value_loss(
+    loss_fn: LossFn, *, squared: bool = True, reference: LossFn | None = None, dtype: torch.dtype = torch.float64
+) -> None:
     """Put a value loss through its laws: `laws.check_value_loss(my_loss)`. LawViolation for the first that fails.
 
     `loss_fn(values, old_values, returns, mask)` returns the loss per token [B, T] and metrics. The laws are those of
-    `check_policy_loss`; the last one: at old == new the gradient is weights * (values - returns), that of half the
-    squared error (`squared=False` leaves it out).
+    `check_policy_loss`, with its `reference` and `dtype`; the last one: at old == new the gradient is
+    weights * (values - returns), that of half the squared error (`squared=False` leaves it out).
     """
-    laws = _COMMON
+    own = ()
     if squared:
         statement = "at old == new the gradient is weights * (values - returns)"
-        laws += (Law("squared error", statement, _error_gradient),)
-    check(loss_fn, laws, partial(_example, ("values", "old_values", "returns"), None))
+        own = (Law("squared error", statement, _error_gradient, "give squared=False"),)
+    _check(loss_fn, own, VALUES, reference=reference, dtype=dtype)

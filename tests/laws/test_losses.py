@@ -1,5 +1,6 @@
 """Our losses keep the laws, and every law catches the mistake it is there for."""
 
+import re
 import subprocess
 import sys
 from functools import partial
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from fppo import laws, losses
-from fppo.laws.losses import _COMMON
+from fppo.laws.losses import COMMON
 from fppo.metrics import masked_max, masked_mean
 
 
@@ -142,6 +143,19 @@ def wrong_sign(log_probs, old, advantages, mask):
     return -loss, metrics
 
 
+def detached(log_probs, old, advantages, mask):
+    return reinforce(log_probs.detach(), old, advantages, mask)
+
+
+def single_precision(log_probs, old, advantages, mask):
+    loss, metrics = reinforce(log_probs.float(), old.float(), advantages.float(), mask)
+    return loss.double(), metrics
+
+
+def half_way(log_probs, old, advantages, mask):
+    return reinforce(log_probs.float(), old.float(), advantages.float(), mask)
+
+
 def crashes(log_probs, old, advantages, mask):
     raise RuntimeError("no kernel image")
 
@@ -168,12 +182,15 @@ MISTAKES = [
     (global_noise, "purity", 1, "global generator"),
     (nan_when_empty, "empty mask", 1, "is nan, expected 0"),
     (wrong_sign, "REINFORCE", 1, "the gradient at old == new"),
+    (detached, "gradient", 3, "no gradient reaches log_probs"),
+    (single_precision, "precision", 3, "it computes in float32"),
+    (half_way, "precision", 1, "float64 arguments gave a loss in float32"),
     (crashes, "per token", 1, "it raised RuntimeError: no kernel image"),
 ]
 
 
 def test_every_law_is_broken_by_a_mistake():
-    names = {law.name for law in _COMMON} | {"REINFORCE"}
+    names = {law.name for law in COMMON} | {"REINFORCE"}
     assert names == {law for _, law, _, _ in MISTAKES}
 
 
@@ -203,6 +220,92 @@ def test_a_value_loss_without_the_half_breaks_the_last_law():
         laws.check_value_loss(doubled)
     assert caught.value.law == "squared error"
     laws.check_value_loss(doubled, squared=False)
+
+
+def clipped(log_probs, old, advantages, mask, *, low=0.2, high=0.2):
+    """ppo_clip without the dual clip, as a formula: the reference of the mistakes below."""
+    log_probs, old, adv = (x.where(mask, 0.0) for x in (log_probs, old.detach(), advantages.detach()))
+    ratio = (log_probs - old).exp()
+    return torch.maximum(-adv * ratio, -adv * ratio.clamp(1 - low, 1 + high)).where(mask, 0.0), {}
+
+
+def min_for_max(log_probs, old, advantages, mask):
+    log_probs, old, adv = (x.where(mask, 0.0) for x in (log_probs, old.detach(), advantages.detach()))
+    ratio = (log_probs - old).exp()
+    return torch.minimum(-adv * ratio, -adv * ratio.clamp(0.8, 1.2)).where(mask, 0.0), {}
+
+
+def not_pessimistic(log_probs, old, advantages, mask):
+    log_probs, old, adv = (x.where(mask, 0.0) for x in (log_probs, old.detach(), advantages.detach()))
+    return (-adv * (log_probs - old).exp().clamp(0.8, 1.2)).where(mask, 0.0), {}
+
+
+def around_returns(values, old_values, returns, mask):
+    loss, metrics = losses.value_loss(values, returns, returns, mask)
+    return loss, metrics
+
+
+@pytest.mark.parametrize("mistake", [min_for_max, not_pessimistic, partial(clipped, high=0.3), losses.gpg])
+def test_what_a_loss_does_away_from_old_is_held_against_a_reference(mistake):
+    laws.check_policy_loss(partial(losses.ppo_clip, dual_clip=None), reference=clipped)
+    laws.check_policy_loss(losses.kl_cov, extras=selected, reference=losses.kl_cov)
+    laws.check_policy_loss(mistake)
+    with pytest.raises(laws.LawViolation, match=r"the (loss|gradient)\[.*, as of clipped") as caught:
+        laws.check_policy_loss(mistake, reference=clipped)
+    assert caught.value.law == "reference"
+
+
+def test_a_value_loss_is_held_against_a_reference():
+    laws.check_value_loss(around_returns)
+    with pytest.raises(laws.LawViolation, match="as of value_loss") as caught:
+        laws.check_value_loss(around_returns, reference=losses.value_loss)
+    assert caught.value.law == "reference"
+
+
+@pytest.mark.parametrize("mistake", [single_precision, half_way])
+def test_a_loss_in_single_precision_is_checked_in_that(mistake):
+    with pytest.raises(laws.LawViolation, match="give dtype=torch"):
+        laws.check_policy_loss(mistake)
+    if mistake is half_way:
+        laws.check_policy_loss(mistake, dtype=torch.float32, reference=reinforce)
+    laws.check_policy_loss(losses.ppo_clip, dtype=torch.float32)
+    laws.check_value_loss(losses.value_loss, dtype=torch.float32)
+    with pytest.raises(ValueError, match="dtypes must be some of"):
+        laws.check_policy_loss(mistake, dtype=torch.float16)
+
+
+def test_a_message_names_the_way_out_and_shows_what_is_bound():
+    with pytest.raises(laws.LawViolation, match='give reinforce=None, or reinforce="row"'):
+        laws.check_policy_loss(partial(losses.gmpo, clip_low=torch.tensor(0.25)))
+    with pytest.raises(laws.LawViolation, match=r"partial\(gmpo, clip_low=tensor\(0.25\)\) breaks"):
+        laws.check_policy_loss(partial(losses.gmpo, clip_low=torch.tensor(0.25)))
+    with pytest.raises(laws.LawViolation, match="give squared=False"):
+        laws.check_value_loss(wrong_sign)
+
+
+@pytest.mark.parametrize(("mistake", "law", "rows", "words"), MISTAKES[:-1], ids=lambda x: getattr(x, "__name__", ""))
+def test_the_lines_of_a_message_run_and_hold_the_batch_as_it_was_used(mistake, law, rows, words):
+    with pytest.raises(laws.LawViolation) as caught:
+        laws.check_policy_loss(partial(mistake))
+    text = str(caught.value).partition("as it was used:\n")[2].partition("\n  It also")[0]
+    assert max(len(number) for number in re.findall(r"\d+\.\d+", text)) <= 5  # 4 digits and a point
+    lines = [line.strip() for line in text.splitlines()]
+    scope = {mistake.__name__: mistake}
+    exec("\n".join(lines[:-3]), scope)  # what follows calls the loss, which may be right there
+    for name, value in caught.value.example.items():
+        assert torch.equal(scope[name].nan_to_num(7.0), value.nan_to_num(7.0)), name
+    assert scope["weights"].shape == scope["mask"].shape
+    assert (
+        lines[-3]
+        == f"loss, metrics = partial({mistake.__name__})(log_probs.requires_grad_(), old_log_probs, advantages, mask)"
+    )
+    if law in ("masked garbage", "REINFORCE"):
+        exec("\n".join(lines[-3:]), scope)
+    if law == "masked garbage":
+        assert scope["log_probs"].isnan().any()
+        assert scope["log_probs"].grad.isnan().any() or scope["loss"].isnan().any()
+    if law == "REINFORCE":
+        assert torch.equal(scope["log_probs"], scope["old_log_probs"])
 
 
 def test_gmpo_keeps_reinforce_along_rows_alone():
