@@ -235,7 +235,7 @@ def check(
 
     The message holds the function's name (or `name`), the smallest counter-example as the function was called with it,
     and the names of the other laws that do not hold. `see` are lines of Python that show what went wrong, {} being the
-    function; where they are given, the example's weights are shown too.
+    function.
     """
     examples = [(seed, make_example(rows, width, seed)) for rows, width in sizes for seed in range(seeds)]
     broken = [(law, breach) for law in laws if (breach := _first_breach(fn, law, examples)) is not None]
@@ -243,7 +243,7 @@ def check(
         return
     law, (reason, example) = broken[0]
     name = name or fn_name(fn)
-    shown, whole = _describe(example, weights=bool(see))
+    shown, whole = _describe(example, weights=any("weights" in line for line in see))
     if see and whole:
         head = ["from functools import partial"] if name.startswith("partial(") else []
         shown = [*head, "from torch import float32, float64, inf, nan, tensor", *shown, *(x.format(name) for x in see)]

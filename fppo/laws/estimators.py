@@ -141,7 +141,7 @@ def _unequal_rewards(fn: Callable, example: Example, generator: torch.Generator)
     present, groups = example.mask.any(1), example.inputs["groups"]
     if (groups[present].bincount() < 2).all():
         return None
-    scores = ((7 * torch.arange(len(groups)) - 7).double() / 10).to(example.inputs["scores"])
+    scores = ((7 * torch.arange(len(groups))).double() / 10).to(example.inputs["scores"])
     example = example.put(scores=scores)
     return None if _call(fn, example)[0].any() else Breach("all advantages are 0, although all scores differ", example)
 

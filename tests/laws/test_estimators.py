@@ -14,7 +14,7 @@ def test_group_estimators_keep_the_laws(name):
 
 def test_others_keep_the_laws():
     laws.check_advantages(advantages.grpo_passk, group_rows=2)
-    laws.check_advantages(lambda s, m, g: advantages.gdpo({"a": s, "b": s.abs()}, m, g))
+    laws.check_advantages(lambda s, m, g: advantages.gdpo({"a": s, "b": s.abs()}, m, g), higher_scores=False)
     laws.check_gae(advantages.gae)
     laws.check_whiten(advantages.whiten)
 
@@ -68,8 +68,29 @@ def padded_mean(scores, mask, groups):
     return Advantages(result.advantages / mask.shape[1], result.returns)
 
 
-def attached(scores, mask, groups):
-    return scores[:, None].where(mask, 0.0)
+def numpy_baseline(scores, mask, groups):
+    """An estimator that takes its scores to be numbers, which they are in a run: nothing asks for their gradient."""
+    live, group, score = mask.any(1).numpy(), groups.numpy(), scores.numpy()
+    above = score.copy()
+    for g in set(group[live]):
+        rows = (group == g) & live
+        if rows.sum() > 1:
+            low = score[rows].min()
+            above[rows] = score[rows] - low - (score[rows] - low).mean()
+    return torch.from_numpy(above)[:, None].where(mask, 0.0)
+
+
+def test_scores_are_handed_in_without_a_gradient_to_come():
+    laws.check_advantages(numpy_baseline)
+    laws.check_advantages(lambda scores, mask, groups: scores[:, None].where(mask, 0.0), equal_rewards=False)
+
+
+def negated(scores, mask, groups):
+    return -numpy_baseline(scores, mask, groups)
+
+
+def nothing(scores, mask, groups):
+    return torch.zeros_like(mask, dtype=scores.dtype)
 
 
 def one_column(scores, mask, groups):
@@ -95,7 +116,8 @@ def in_place(scores, mask, groups):
         (contiguous_groups, "row order"),
         (ordered_names, "group names"),
         (padded_mean, "padding width"),
-        (attached, "shape"),
+        (negated, "higher scores"),
+        (nothing, "unequal rewards"),
         (one_column, "shape"),
         (single_precision, "shape"),
         (in_place, "purity"),
@@ -106,6 +128,67 @@ def test_each_mistake_of_a_group_estimator_breaks_its_law(mistake, law):
         laws.check_advantages(mistake)
     assert caught.value.law == law
     assert "scores" in caught.value.example
+
+
+def test_each_law_of_order_can_be_left_out():
+    with pytest.raises(laws.LawViolation, match="give higher_scores=False"):
+        laws.check_advantages(negated)
+    laws.check_advantages(negated, higher_scores=False)
+    with pytest.raises(laws.LawViolation, match="give unequal_rewards=False"):
+        laws.check_advantages(nothing)
+    laws.check_advantages(nothing, unequal_rewards=False)
+
+
+def by_loop(advantage_of):
+    """`advantage_of(score, the scores of its group, the lengths of its group)` for every row."""
+
+    def slow(scores, mask, groups):
+        rows = torch.zeros_like(scores)
+        for row, group in enumerate(groups.tolist()):
+            peers = (groups == group) & mask.any(1)
+            if mask[row].any():
+                rows[row] = advantage_of(scores[row], scores[peers], mask[peers].sum(1))
+        return rows[:, None].where(mask, 0.0)
+
+    return slow
+
+
+grpo_by_loop = by_loop(lambda s, group, n: (s - group.mean()) / (group.std() + 1e-6))
+rloo_by_loop = by_loop(lambda s, group, n: (s - group.mean()) * len(group) / (len(group) - 1))
+opo_by_loop = by_loop(lambda s, group, n: s - (group * n).sum() / n.sum())
+
+
+def biased_deviation(scores, mask, groups):
+    peers = ((groups[:, None] == groups) & mask.any(1)).sum(1)
+    result = advantages.grpo(scores, mask, groups)
+    return result.advantages * (peers / (peers - 1).clamp(min=1)).sqrt().where(peers > 1, 1.0)[:, None]
+
+
+def without_factor(scores, mask, groups):
+    return advantages.grpo(scores, mask, groups, scale="none")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "mistake", "slow"),
+    [
+        (advantages.grpo, biased_deviation, grpo_by_loop),
+        (advantages.rloo, without_factor, rloo_by_loop),
+        (advantages.opo, without_factor, opo_by_loop),
+    ],
+)
+def test_factors_and_lengths_are_held_against_a_reference(estimator, mistake, slow):
+    laws.check_advantages(estimator, reference=slow, group_rows=2)
+    laws.check_advantages(estimator, reference=slow, group_rows=2, dtype=torch.float32)
+    laws.check_advantages(mistake)
+    with pytest.raises(laws.LawViolation, match=r"expected .*, as of slow") as caught:
+        laws.check_advantages(mistake, reference=slow, group_rows=2)
+    assert caught.value.law == "reference"
+
+
+def test_an_estimator_in_single_precision_is_checked_in_that():
+    with pytest.raises(laws.LawViolation, match=r"precision; if that is meant, give dtype=torch\.float32"):
+        laws.check_advantages(single_precision)
+    laws.check_advantages(single_precision, dtype=torch.float32)
 
 
 def arithmetic_carry(rewards, values, mask, *, gamma, lam):
@@ -209,3 +292,29 @@ def test_each_mistake_of_whitening_breaks_its_law(mistake, law):
     with pytest.raises(laws.LawViolation, match=mistake.__name__) as caught:
         laws.check_whiten(mistake)
     assert caught.value.law == law
+
+
+def kept_mean(x, mask, eps=0.0):
+    """verl's masked_whiten(shift_mean=False), with its 1e-8 or without."""
+    x = x.detach().where(mask, 0.0)
+    mean = x.sum() / mask.sum().clamp(min=1)
+    whitened = advantages.whiten(x, mask) if not eps else verl_whiten(x, mask)
+    return (whitened + mean).where(mask, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("whiten", "keywords"),
+    [
+        (verl_whiten, {"eps": 1e-8}),
+        (kept_mean, {"shift_mean": False}),
+        (lambda x, mask: kept_mean(x, mask, 1e-8), {"shift_mean": False, "eps": 1e-8}),
+    ],
+)
+def test_whitening_of_other_kinds_is_checked_for_what_it_is(whiten, keywords):
+    laws.check_whiten(whiten, **keywords)
+    with pytest.raises(laws.LawViolation, match=r"give shift_mean=False if the mean is kept, eps=\.\.\. for what"):
+        laws.check_whiten(whiten)
+    with pytest.raises(laws.LawViolation):
+        laws.check_whiten(lambda x, mask: 1.01 * whiten(x, mask), **keywords)
+    with pytest.raises(laws.LawViolation):
+        laws.check_whiten(lambda x, mask: (whiten(x, mask) + 0.1).where(mask, 0.0), **keywords)

@@ -1,0 +1,127 @@
+"""What is looked at before a run: a good function passes, and each mistake that would train on is named."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from fppo import advantages, laws, losses
+from fppo.advantages import Advantages
+from fppo.pipeline import estimators
+from fppo_kernels import table
+from fppo_kernels.attention.eager import eager
+from fppo_kernels.log_probs.reference import reference
+from tests.laws import test_losses as bad
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl", "dro", "gmpo"])
+def test_good_losses_pass(name):
+    laws.screen_policy_loss(getattr(losses, name))
+
+
+def test_selective_losses_are_handed_a_selection():
+    laws.screen_policy_loss(losses.kl_cov, selective=True)
+    laws.screen_policy_loss(partial(losses.clip_cov, clip_low=0.1), selective=True)
+
+
+def three_arguments(log_probs, old, advantages):
+    return log_probs, {}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "law", "words"),
+    [
+        (bad.scalar_loss, "per token", r"the loss has shape \[\]"),
+        (bad.no_metrics, "per token", "expected the tuple"),
+        (bad.float_metrics, "per token", "metric loss is a float"),
+        (three_arguments, "per token", "it raised TypeError: three_arguments"),
+        (bad.detached, "gradient", "nothing would be learned"),
+        (bad.nan_when_empty, "empty mask", "is nan, expected 0"),
+        (bad.where_after_exp, "masked garbage", "the gradient.* is nan, expected"),
+    ],
+)
+def test_losses_that_would_train_on_are_named(mistake, law, words):
+    with pytest.raises(laws.LawViolation, match=words) as caught:
+        laws.screen_policy_loss(mistake)
+    assert caught.value.law == law
+
+
+@pytest.mark.parametrize("group", [1, 2, 8])
+@pytest.mark.parametrize("name", estimators.NAMES)
+def test_good_estimators_pass(name, group):
+    if group > 1 or name != "grpo_passk":
+        laws.screen_estimator(estimators.estimator(name, weights={"a": 1.0, "b": 2.0}), group=group, names=("a", "b"))
+
+
+def by_group(rows, rewards):
+    return advantages.grpo(rewards.sum(1).view(-1, 4).flatten(), rows.response_mask, rows.groups)
+
+
+def of_ones_data(rows, rewards):
+    return Advantages(rewards * rows.extras[0]["difficulty"], rewards)
+
+
+def of_scores_by_name(rows, rewards):
+    return advantages.grpo(rows.named_scores["format"], rows.response_mask, rows.groups)
+
+
+@pytest.mark.parametrize("fn", [by_group, of_ones_data, of_scores_by_name])
+def test_estimators_that_read_what_is_theirs_pass(fn):
+    laws.screen_estimator(fn, group=4)
+
+
+def no_deviation(rows, rewards):
+    s = rewards.sum(1).view(-1, 4)
+    per_row = ((s - s.mean(1, keepdim=True)) / s.std(1, keepdim=True)).flatten()
+    return advantages.Advantages(per_row[:, None].expand(rewards.shape), rewards)
+
+
+def one_column(rows, rewards):
+    return Advantages(rewards.sum(1, keepdim=True), rewards)
+
+
+def alone(rows, rewards):
+    return rewards
+
+
+def rows_alone(rows):
+    return Advantages(rows.scores, rows.scores)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (no_deviation, r"advantages are not finite in row \d: \[nan"),
+        (one_column, r"advantages are torch.float32 \[12, 1\], expected floating \[B, T\] = \[12, 5\]"),
+        (alone, r"it returned a Tensor, expected an Advantages"),
+        (rows_alone, "it raised TypeError: rows_alone"),
+    ],
+)
+def test_estimators_that_would_train_on_are_named(mistake, words):
+    with pytest.raises(laws.LawViolation, match=words):
+        laws.screen_estimator(mistake, group=4)
+
+
+def wrong_temperature(*args, temperature=1.0, **keywords):
+    return reference(*args, temperature=temperature**2, **keywords)
+
+
+def detached_entropy(*args, **keywords):
+    out = reference(*args, **keywords)
+    return out._replace(entropy=out.entropy.detach())
+
+
+def wrong_scale(query, key, value, *, scale, **keywords):
+    return eager(query, key, value, scale=scale**2, **keywords)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_are_screened_in_the_dtype_of_the_run(dtype):
+    for op, names in (("log_probs", ("reference", "chunked")), ("attention", ("sdpa", "eager"))):
+        for name in names:
+            laws.screen_kernel(op, table.get(op, name), dtype=dtype)
+    for op, mistake in (("log_probs", wrong_temperature), ("log_probs", detached_entropy), ("attention", wrong_scale)):
+        with pytest.raises(laws.LawViolation, match=f"{mistake.__name__} breaks"):
+            laws.screen_kernel(op, mistake, dtype=dtype)
+    with pytest.raises(ValueError, match="op must be one of"):
+        laws.screen_kernel("adamw", eager)
