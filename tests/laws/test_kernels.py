@@ -7,7 +7,7 @@ import torch
 
 from fppo import laws
 from fppo.laws.attention import _CASES, _LAWS
-from fppo.laws.kernels import _LOG_PROBS_LAWS, _SUM_LAWS
+from fppo.laws.kernels import _LARGE_LAWS, _LOG_PROBS_LAWS, _SUM_LAWS
 from fppo_kernels import table
 from fppo_kernels.attention.eager import eager
 from fppo_kernels.log_probs.reference import reference
@@ -144,7 +144,32 @@ def rounds_chunk_sums(hidden, weight, labels, **settings):
     return out._replace(log_probs=_RoundedSums.apply(hidden, weight, labels))
 
 
+def moves_a_label(every):
+    """A kernel that takes the label before at each token whose number is a multiple of `every`, but for the first."""
+
+    def kernel(hidden, weight, labels, **settings):
+        places = torch.arange(len(labels))
+        moved = (places % every == 0) & (places > 0)
+        return reference(hidden, weight, torch.where(moved, labels.roll(1), labels), **settings)
+
+    return kernel
+
+
+def drops_a_logit(every, place=0):
+    """A kernel that leaves out one column of every so many, unless a label is there."""
+
+    def kernel(hidden, weight, labels, *, bias=None, **settings):
+        columns = torch.arange(len(weight))
+        dropped = (columns % every == place) & (columns > 0) & ~torch.isin(columns, labels)
+        bias = hidden.new_zeros(len(weight)) if bias is None else bias
+        return reference(hidden, weight, labels, bias=bias.masked_fill(dropped, -1e5), **settings)
+
+    return kernel
+
+
 LOG_PROBS = [
+    (moves_a_label(1024), "large", r"log_probs\[1024\] is"),
+    (drops_a_logit(8192), "large", "in float32, log_probs"),
     (rounds_chunk_sums, "long sums", "the gradient by weight"),
     (drops_entropy_gradient, "gradient of entropy", "the gradient by hidden"),
     (drops_squares_gradient, "gradient of sum_squared", "the gradient by hidden"),
@@ -168,7 +193,14 @@ def test_each_mistake_in_log_probs_breaks_its_law(mistake, law, words):
         laws.check_log_probs(mistake)
     assert caught.value.law == law
     assert f'{mistake.__name__} breaks the law "{law}"' in str(caught.value)
-    assert law == "long sums" or len(caught.value.example["labels"]) <= 2
+    assert law in ("long sums", "large") or len(caught.value.example["labels"]) <= 2
+
+
+@pytest.mark.parametrize("mistake", [moves_a_label(64), drops_a_logit(8192, 8191)])
+def test_labels_and_logits_that_are_lost_at_borders_of_blocks_show(mistake):
+    with pytest.raises(laws.LawViolation, match="kernel breaks") as caught:
+        laws.check_log_probs(mistake, dtypes=(torch.float32,))
+    assert caught.value.law == "large"
 
 
 def leaks_across_sequences(*args, lengths, **settings):
@@ -242,7 +274,7 @@ def test_each_mistake_in_attention_breaks_its_law(mistake, law, tokens, words):
 
 
 def test_every_law_is_broken_by_a_mistake():
-    assert {law.name for law in (*_LOG_PROBS_LAWS, *_SUM_LAWS)} == {law for _, law, _ in LOG_PROBS}
+    assert {law.name for law in (*_LOG_PROBS_LAWS, *_SUM_LAWS, *_LARGE_LAWS)} == {law for _, law, _ in LOG_PROBS}
     assert {law.name for law in _LAWS} == {law for _, law, _, _ in ATTENTION}
 
 
