@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from fppo import losses
@@ -17,6 +18,7 @@ from fppo.pipeline import stages
 from fppo.pipeline.draw import equal_groups, sample_groups, sample_saved, saving, truncated
 from fppo.pipeline.estimators import WHITENED, AdvantageFn, estimator
 from fppo.pipeline.measure import with_mfu
+from fppo.pipeline.own import SCREENED, screened
 from fppo.pipeline.program import EstimateStage, Program, SampleStage, ScoreStage, UpdateStage, sample_batch
 from fppo.rewards.early import EarlyRewardRunner
 from fppo.rollout import saved
@@ -170,7 +172,42 @@ def program_of(settings: TrainSettings, resources: Resources) -> Program:
         update_actor=_update_actor(settings, resources),
         sample=sample_of(settings, resources.pad_token_id, forward.mesh, vocabulary=forward.model.config.vocab_size),
         critic_warmup=settings.critic.warmup_steps if critic is not None else 0,
+        check=False,  # `functions_of` has done it
     )
+
+
+def functions_of(
+    settings: TrainSettings, kernels: Kernels, device: torch.device, *, check: bool
+) -> tuple[LossFn | SelectiveLoss, Callable[[Mapping[str, float]], AdvantageFn]]:
+    """The policy loss and the estimator of the settings (`policy_loss`, `advantage_of`).
+
+    All functions that they name as module:function are sought, and with `check` these two and the kernels are put
+    through the laws that take no time. Raises ValueError for what does not import, SettingsError for what breaks a law.
+    """
+    loss_fn, advantage = policy_loss(settings.actor), advantage_of(settings, kernels)
+    optimizers_of(settings, kernels, None)
+    model, section = settings.model, settings.algorithm
+    named = {
+        "loss_fn": ("actor.loss.name", settings.actor.loss.name),
+        "advantage_fn": ("algorithm.advantage", section.advantage),
+        **{op: (f"model.{op}", getattr(model, op)) for op in SCREENED},
+    }
+    wrong = (
+        {}
+        if not check
+        else screened(
+            loss_fn=loss_fn,
+            advantage_fn=advantage({}),
+            kernels={op: getattr(kernels, op) for op in SCREENED},
+            group=settings.rollout.n,
+            dtype=getattr(torch, model.compute_dtype),
+            device=device,
+        )
+    )
+    if wrong:
+        hint = "\n  check = false starts all the same"
+        raise files.SettingsError([f"{named[key][0]} = {named[key][1]!r}: {text}{hint}" for key, text in wrong.items()])
+    return loss_fn, advantage
 
 
 def _estimate_stage(settings: TrainSettings, resources: Resources) -> EstimateStage:

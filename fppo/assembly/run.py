@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fppo import data, rewards, tree
 from fppo.assembly.parts import device_of, engine_of, kernels_of, load_models, load_prompts, load_tokenizer
-from fppo.assembly.program import Resources, advantage_of, optimizers_of, policy_loss, program_of
+from fppo.assembly.program import Resources, functions_of, optimizers_of, program_of
 from fppo.assembly.rewards import reward_runner
 from fppo.assembly.turns import in_turns
 from fppo.data import DataCursor, PromptSet
@@ -80,9 +80,9 @@ def assemble(
     """
     search(settings.module_dirs)
     key, sampling_mesh = Key(settings.seed), sampling_mesh or mesh
+    check = settings.check and kernels is None  # kernels that are compared with others may be wrong
     device, kernels = device or device_of(settings), kernels or kernels_of(settings)
-    loss_fn, advantage = policy_loss(settings.actor), advantage_of(settings, kernels)
-    optimizers_of(settings, kernels, None)  # a function of the user's imports, or not
+    loss_fn, advantage = functions_of(settings, kernels, device, check=check)
     tokenizer = load_tokenizer(settings)
     prompts = load_prompts(settings, tokenizer, held_out=False)
     held_out = load_prompts(settings, tokenizer, held_out=True) if settings.data.eval_path else None

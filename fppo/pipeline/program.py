@@ -13,6 +13,7 @@ from fppo.data.cursor import DataCursor
 from fppo.key import Key
 from fppo.losses import KLState
 from fppo.metrics import Metrics
+from fppo.pipeline.own import check_stages
 from fppo.pipeline.timing import timed
 from fppo.steps.train_state import Params, TrainState
 from fppo.tree import state
@@ -107,7 +108,11 @@ def sample_batch(
 
 @attrs.frozen(kw_only=True)
 class Program:
-    """The stages of a step, bound to models, kernels, mesh and scalars. A script may swap any."""
+    """The stages of a step, bound to models, kernels, mesh and scalars. A script may swap any.
+
+    Losses, estimators and kernels of one's own that are bound to the stages by functools.partial are put through the
+    laws that take no time (`laws.screen_policy_loss` and the like), unless `check` is False. Raises LawViolation.
+    """
 
     rollout: RolloutStage
     score: ScoreStage
@@ -117,3 +122,10 @@ class Program:
     update_critic: UpdateStage | None = None
     sample: SampleStage = sample_batch
     critic_warmup: int = 0  # steps at the start that train the critic alone
+    check: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        if self.check:
+            check_stages(
+                rollout=self.rollout, annotate=self.annotate, estimate=self.estimate, update_actor=self.update_actor
+            )

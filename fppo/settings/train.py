@@ -305,6 +305,8 @@ class TrainSettings:
     """auto: from the last checkpoint if there is one; must: or fail; never: start anew; or a checkpoint's directory."""
     device: str = setting("auto", nonempty("give auto, cpu or cuda"))
     """Where tensors live: auto (a GPU if there is one), cpu, cuda or cuda:N."""
+    check: bool = setting(True)
+    """Put your own loss, estimator and kernels through a few laws before the run; it takes a fraction of a second."""
     model: ModelSettings = setting(ModelSettings)
     """Which models, and how they run."""
     data: DataSettings = setting(DataSettings)

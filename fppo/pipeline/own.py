@@ -1,0 +1,90 @@
+"""What the stages of a program call that is not this library's, put through the laws that take no time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from fppo import laws
+from fppo.laws import LawViolation
+from fppo.steps.actor import SelectiveLoss
+
+LIBRARY = ("fppo", "fppo_kernels")
+SCREENED = ("attention", "log_probs")  # the kernels that are looked at
+
+
+def is_own(fn: Any) -> bool:
+    """Whether a function, whatever is bound to it or wrapped around it, is none of this library's."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    fn = inspect.unwrap(fn)
+    return (getattr(fn, "__module__", None) or type(fn).__module__).partition(".")[0] not in LIBRARY
+
+
+def screened(
+    *,
+    loss_fn: Any = None,
+    advantage_fn: Any = None,
+    kernels: Mapping[str, Callable[..., Any]],
+    group: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> dict[str, LawViolation]:
+    """What is wrong, by the names of the arguments and of the kernels, with those of them that are not this library's.
+
+    `group` is the number of responses to a prompt; `dtype` and `device` are what kernels run in and on.
+    """
+    checks: dict[str, Callable[[], None]] = {}
+    if isinstance(loss_fn, SelectiveLoss) and is_own(loss_fn.loss_fn):
+        checks["loss_fn"] = partial(laws.screen_policy_loss, loss_fn.loss_fn, selective=True)
+    elif loss_fn is not None and not isinstance(loss_fn, SelectiveLoss) and is_own(loss_fn):
+        checks["loss_fn"] = partial(laws.screen_policy_loss, loss_fn)
+    if advantage_fn is not None and is_own(advantage_fn):
+        checks["advantage_fn"] = partial(laws.screen_estimator, advantage_fn, group=group)
+    for op, kernel in kernels.items():
+        if is_own(kernel):
+            checks[op] = partial(laws.screen_kernel, op, kernel, dtype=dtype, device=device)
+    wrong: dict[str, LawViolation] = {}
+    for name, check in checks.items():
+        try:
+            check()
+        except LawViolation as violation:
+            wrong[name] = violation
+    return wrong
+
+
+def bound(stage: Any, name: str) -> Any:
+    """What is bound to a stage as the keyword `name`, by functools.partial and under wrappers; None if nothing is."""
+    while stage is not None:
+        if isinstance(stage, partial):
+            if name in stage.keywords:
+                return stage.keywords[name]
+            stage = stage.func
+        else:
+            stage = getattr(stage, "__wrapped__", None)
+    return None
+
+
+def check_stages(*, rollout: Any, annotate: Any, estimate: Any, update_actor: Any) -> None:
+    """Raises LawViolation for an own loss, estimator or kernel among what is bound to a program's stages.
+
+    A stage that is a plain function hides what it calls; that is not looked at. Kernels run where training would: on
+    the GPU if there is one.
+    """
+    forward, sampling = bound(annotate, "forward"), bound(rollout, "sampling")
+    wrong = screened(
+        loss_fn=bound(update_actor, "loss_fn"),
+        advantage_fn=bound(estimate, "advantage_fn"),
+        kernels={} if forward is None else {op: getattr(forward.kernels, op) for op in SCREENED},
+        group=4 if sampling is None else sampling.n,
+        dtype=torch.float32 if forward is None else forward.model.compute_dtype or torch.float32,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    if wrong:
+        first = next(iter(wrong.values()))
+        texts = [f"{name}: {violation}" for name, violation in wrong.items()]
+        raise LawViolation("\n".join([*texts, "Program(check=False) starts all the same."]), first.law, first.example)

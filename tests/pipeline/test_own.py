@@ -1,0 +1,114 @@
+"""Functions of one's own are looked at before a run, in a script and by settings, and not if that is turned off."""
+
+from functools import partial
+
+import attrs
+import pytest
+import torch
+
+from fppo import laws, losses, models
+from fppo.advantages import Advantages
+from fppo.assembly.run import assemble
+from fppo.pipeline import Program, own, stages
+from fppo.rollout import Sampling
+from fppo.settings.files import SettingsError
+from fppo.steps import Forward, MicroBatching, SelectiveLoss, update_actor
+from fppo_kernels import table
+from fppo_kernels.attention.eager import eager
+from fppo_kernels.record import Kernels
+from tests import tiny, tiny_run
+
+
+def scalar(log_probs, old_log_probs, advantages, mask):
+    per_token, report = losses.ppo_clip(log_probs, old_log_probs, advantages, mask)
+    return per_token.mean(), report
+
+
+def without_advantages(rows, rewards):
+    return Advantages(rewards * float("nan"), rewards)
+
+
+def halved(*args, **keywords):
+    return 0.5 * eager(*args, **keywords)
+
+
+def tripled(*args, selected):
+    per_token, report = losses.clip_cov(*args, selected=selected)
+    return torch.stack([per_token] * 3), report
+
+
+def program(loss_fn=losses.ppo_clip, advantage_fn=None, attention=None, **changes):
+    kernels = Kernels.named() if attention is None else attrs.evolve(Kernels.named(), attention=attention)
+    policy = Forward(models.build(tiny.config()), kernels=kernels)
+    return Program(
+        rollout=partial(stages.rollout_stage, sampling=Sampling(n=3)),
+        score=stages.score_stage,
+        annotate=partial(stages.annotate, forward=policy, critic=None, micro_batching=MicroBatching(size=1)),
+        estimate=partial(stages.estimate, advantage_fn=advantage_fn),
+        update_actor=partial(partial(update_actor, forward=policy, loss_fn=loss_fn)),
+        **changes,
+    )
+
+
+WRONG = [
+    ({"loss_fn": scalar}, 'loss_fn: scalar breaks the law "per token"'),
+    ({"loss_fn": partial(scalar)}, "loss_fn: partial(scalar) breaks"),
+    ({"loss_fn": SelectiveLoss(tripled, losses.select_clip_cov)}, "loss_fn: tripled breaks"),
+    ({"advantage_fn": without_advantages}, "advantage_fn: without_advantages breaks"),
+    ({"attention": halved}, "attention: halved breaks"),
+]
+
+
+@pytest.mark.parametrize(("bound", "words"), WRONG, ids=range(len(WRONG)))
+def test_a_program_of_a_script_looks_at_what_is_bound_to_its_stages(bound, words):
+    with pytest.raises(laws.LawViolation) as caught:
+        program(**bound)
+    assert str(caught.value).startswith(words)
+    assert str(caught.value).endswith("Program(check=False) starts all the same.")
+    assert not program(**bound, check=False).check
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    with pytest.raises(laws.LawViolation) as caught:
+        program(scalar, without_advantages, halved)
+    for name in ("loss_fn", "advantage_fn", "attention"):
+        assert f"{name}: " in str(caught.value)
+
+
+def test_a_swapped_stage_is_looked_at_too():
+    good = program()
+    with pytest.raises(laws.LawViolation, match="scalar breaks"):
+        attrs.evolve(good, update_actor=partial(update_actor, loss_fn=scalar))
+    attrs.evolve(good, update_actor=lambda state, batch, *, key, donate: (state, {}))  # nothing to look at
+
+
+def test_what_is_the_librarys_own_is_not_looked_at():
+    assert not any(own.is_own(getattr(losses, name)) for name in ("ppo_clip", "gspo", "kl_cov"))
+    assert not own.is_own(partial(losses.ppo_clip, clip_low=0.1))
+    assert not any(own.is_own(fn) for fn in attrs.asdict(Kernels.named(), recurse=False).values())
+    assert not own.is_own(table.get("log_probs", "reference"))
+    assert own.is_own(partial(scalar))
+
+
+OWN = {
+    "actor__loss__name": f"{__name__}:scalar",
+    "algorithm__advantage": f"{__name__}:without_advantages",
+    "model__attention": f"{__name__}:halved",
+}
+
+
+def test_a_run_by_settings_is_refused_before_any_work(tmp_path):
+    settings = tiny_run.settings(tmp_path, **OWN)  # there is neither a model nor a prompt
+    with pytest.raises(SettingsError) as caught, assemble(settings):
+        pass
+    assert len(caught.value.problems) == 3
+    for name, value in OWN.items():
+        assert f"{name.replace('__', '.')} = {value!r}: " in str(caught.value)
+    assert "check = false starts all the same" in str(caught.value)
+
+
+@pytest.mark.parametrize("off", [{"check": False}, {}])
+def test_looking_can_be_turned_off_and_kernels_that_are_compared_may_be_wrong(tmp_path, off):
+    tiny_run.write_task(tmp_path)
+    with assemble(tiny_run.settings(tmp_path, **OWN, **off), kernels=None if off else Kernels.named()) as assembly:
+        assert own.bound(assembly.program.update_actor, "loss_fn") is scalar
