@@ -147,7 +147,7 @@ def estimate(
 
     Advantages are estimated on all response tokens; then the rows that a function of `drop` names (bool [B]) and what
     the correction rejects leave the mask, the whitening and all denominators, so a rejected last token does not take
-    its row's reward with it.
+    its row's reward with it. Raises ValueError for an estimator whose results are not [B, T].
     """
     mask, report = annotated.response_mask, {}
     penalty, coef = None, 0.0
@@ -161,6 +161,9 @@ def estimate(
             kl = update_kl(kl, current.total / current.count.clamp(min=1), current.count)
     rewards = advantages.token_rewards(annotated.scores, mask, kl=penalty, kl_coef=coef)
     result = advantage_fn(annotated, rewards)
+    for name, x in (("advantages", result.advantages), ("returns", result.returns)):
+        if x.shape != mask.shape:
+            raise ValueError(f"the estimator gave {name} {list(x.shape)}, expected [B, T] = {list(mask.shape)}")
     for fn in drop:
         mask = mask & ~fn(annotated)[:, None]
     if drop:

@@ -110,7 +110,7 @@ def policy_objective(
 ) -> tuple[Tensor, Metrics]:
     """`update_actor`'s objective on some rows of a mini-batch, with their weights [B, T], and its metrics.
 
-    Raises ValueError for a KL term without reference log-probs in the rows.
+    Raises ValueError for a KL term without reference log-probs in the rows, and for a policy loss of another shape.
     """
     out = forward_micro_batch(
         params, rows, forward=forward, outputs=("log_probs", "entropy"), temperature=terms.temperature
@@ -121,6 +121,8 @@ def policy_objective(
     old = out.log_probs.detach() if old_log_probs == "update" else rows.old_log_probs
     policy_loss = loss_fn if selected is None else partial(loss_fn, selected=selected)
     policy, report = policy_loss(out.log_probs, old, rows.advantages, mask)
+    if policy.shape != mask.shape:
+        raise ValueError(f"the policy loss is {list(policy.shape)}, expected [B, T] = {list(mask.shape)}: sum nothing")
     if rows.correction_weights is not None:
         policy = policy * rows.correction_weights.where(mask, 0.0)
     summed = {"actor/pg_loss": policy}

@@ -12,7 +12,7 @@ from fppo.assembly.run import assemble
 from fppo.pipeline import Program, own, stages
 from fppo.rollout import Sampling
 from fppo.settings.files import SettingsError
-from fppo.steps import Forward, MicroBatching, SelectiveLoss, update_actor
+from fppo.steps import Forward, Loop, MicroBatching, SelectiveLoss, adamw, init_state, update_actor
 from fppo_kernels import table
 from fppo_kernels.attention.eager import eager
 from fppo_kernels.record import Kernels
@@ -66,6 +66,22 @@ def test_a_program_of_a_script_looks_at_what_is_bound_to_its_stages(bound, words
     assert str(caught.value).startswith(words)
     assert str(caught.value).endswith("Program(check=False) starts all the same.")
     assert not program(**bound, check=False).check
+
+
+def one_column(rows, rewards):
+    return Advantages(rewards.sum(1, keepdim=True), rewards)
+
+
+def test_wrong_shapes_are_refused_where_nothing_was_looked_at():
+    """By a script that calls updates and stages itself."""
+    model, params = tiny.model_and_params()
+    adam = adamw(lambda step: 1e-3)
+    loop, state = Loop(mini_batch_size=4, micro_batching=MicroBatching(size=2)), init_state(params, adam)
+    batch = tiny.experience(0, 4)
+    with pytest.raises(ValueError, match=r"the policy loss is \[\], expected \[B, T\] = \[2, 6\]"):
+        update_actor(state, batch, forward=Forward(model), loss_fn=scalar, loop=loop, optimizer=adam)
+    with pytest.raises(ValueError, match=r"the estimator gave advantages \[4, 1\], expected \[B, T\] = \[4, 6\]"):
+        stages.estimate(batch, losses.KLState(coef=0.0), advantage_fn=one_column, max_tokens=6)
 
 
 def test_all_that_is_wrong_is_said_at_once():
