@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -146,6 +147,16 @@ def _unequal_rewards(fn: Callable, example: Example, generator: torch.Generator)
     return None if _call(fn, example)[0].any() else Breach("all advantages are 0, although all scores differ", example)
 
 
+def _alone(fn: Callable, example: Example, generator: torch.Generator) -> str | None:
+    try:
+        _call(fn, example)
+    except Exception as error:
+        with contextlib.suppress(Exception):  # where this raises too, groups of one are not why
+            _call(fn, example.map(lambda x: torch.cat([x, x])))
+            return f"it raised {type(error).__name__}: {error}"
+    return None
+
+
 def _group_names(fn: Callable, example: Example, generator: torch.Generator) -> Breach | None:
     renamed = example.put(groups=1000 - 7 * example.inputs["groups"])
     reason = _results_differ(_call(fn, example), _call(fn, renamed))
@@ -196,6 +207,8 @@ def check_advantages(
     and the precision asked for (see `check_policy_loss`).
     """
     laws = (*_COMMON, Law("group names", "ids of groups are names, in any order", _group_names))
+    if group_rows == 1:
+        laws = (Law("groups of one", "a group may have one row", _alone, "give group_rows=2"), *laws)
     if equal_rewards:
         text = "equal rewards in a group give exactly 0"
         laws += (Law("equal rewards", text, _equal_rewards, "give equal_rewards=False"),)

@@ -130,6 +130,19 @@ def test_each_mistake_of_a_group_estimator_breaks_its_law(mistake, law):
     assert "scores" in caught.value.example
 
 
+def test_an_estimator_that_takes_no_groups_of_one_is_told_how_to_say_so():
+    with pytest.raises(laws.LawViolation, match=r"grpo_passk needs two rows(.|\n)*give group_rows=2") as caught:
+        laws.check_advantages(advantages.grpo_passk)
+    assert caught.value.law == "groups of one"
+
+    def crashes(scores, mask, groups):
+        raise RuntimeError("always")
+
+    with pytest.raises(laws.LawViolation, match="it raised RuntimeError: always") as caught:
+        laws.check_advantages(crashes)
+    assert caught.value.law == "shape"
+
+
 def test_each_law_of_order_can_be_left_out():
     with pytest.raises(laws.LawViolation, match="give higher_scores=False"):
         laws.check_advantages(negated)

@@ -10,7 +10,7 @@ import torch
 
 from fppo import laws, losses
 from fppo.laws.losses import COMMON
-from fppo.metrics import masked_max, masked_mean
+from fppo.metrics import masked_max, masked_mean, total
 
 
 def selected(log_probs, old_log_probs, advantages, mask):
@@ -306,6 +306,13 @@ def test_the_lines_of_a_message_run_and_hold_the_batch_as_it_was_used(mistake, l
         assert scope["log_probs"].grad.isnan().any() or scope["loss"].isnan().any()
     if law == "REINFORCE":
         assert torch.equal(scope["log_probs"], scope["old_log_probs"])
+
+
+def test_a_metric_may_be_a_sum():
+    def counted(log_probs, old, advantages, mask):
+        return reinforce(log_probs, old, advantages, mask)[0], {"tokens": total(mask.sum())}
+
+    laws.check_policy_loss(counted)
 
 
 def test_gmpo_keeps_reinforce_along_rows_alone():
