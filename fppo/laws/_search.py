@@ -12,6 +12,7 @@ from torch import Tensor
 SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (3, 2), (3, 3), (4, 5), (6, 7))
 SEEDS = 6
 PRINTED = 1000  # numbers of a tensor
+BOUND = 60  # characters of what is bound to a function
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e300)
 
 
@@ -181,7 +182,8 @@ def fn_name(fn: Callable) -> str:
 def _short_repr(value: object) -> str:
     if isinstance(value, Tensor):
         return f"tensor({_digits(value)[0]})" if value.numel() <= 8 else f"<tensor {list(value.shape)}>"
-    return fn_name(value) if callable(value) else repr(value)
+    text = fn_name(value) if callable(value) else repr(value)
+    return text if len(text) <= BOUND else f"<{type(value).__name__}>"
 
 
 def _digits(x: Tensor) -> tuple[str, bool]:
@@ -197,17 +199,23 @@ def _digits(x: Tensor) -> tuple[str, bool]:
     return str(numbers), torch.isclose(whole, x.detach().cpu(), rtol=0.0, atol=0.0, equal_nan=True).all().item() is True
 
 
-def _describe(example: Example, weights: bool) -> tuple[list[str], bool]:
-    """The example as lines of Python, and whether they make all of it."""
-    tensors = {**example.inputs, **example.extras, **({"weights": example.weights} if weights else {})}
-    width, whole = max((len(name) for name in tensors), default=0), True
-    lines = [] if example.mode is None else [f"weight_mode = {example.mode!r}"]
-    for name, value in tensors.items():
-        numbers, exact = _digits(value) if value.numel() <= PRINTED else (f"{list(value.shape)}, in .example", False)
-        kind = "" if value.dtype in (torch.bool, torch.int64) else f", dtype={str(value.dtype).rpartition('.')[2]}"
-        lines.append(f"{name:<{width}} = " + (f"tensor({numbers}{kind})" if exact else numbers))
-        whole = whole and exact
-    return lines, whole
+def _describe(example: Example, name: str, see: Sequence[str]) -> list[str]:
+    """The example in 4 digits, as lines of Python that run where these are all of its digits and there are lines to
+    `see` what it shows."""
+    tensors = {**example.inputs, **example.extras}
+    if any("weights" in line for line in see):
+        tensors["weights"] = example.weights
+    texts = {key: _digits(x) if x.numel() <= PRINTED else (str(list(x.shape)), False) for key, x in tensors.items()}
+    width = max((len(key) for key in tensors), default=0)
+    if not see or not all(whole for _, whole in texts.values()):
+        mode = [] if example.mode is None else [f"weight_mode = {example.mode!r}"]
+        return [*mode, *(f"{key:<{width}} = {text}" for key, (text, _) in texts.items()), "(all of it is in .example)"]
+    lines = ["from functools import partial"] if name.startswith("partial(") else []
+    lines.append("from torch import float32, float64, inf, nan, tensor")
+    for key, (text, _) in texts.items():
+        kind = f", dtype={str(tensors[key].dtype).removeprefix('torch.')}" if tensors[key].is_floating_point() else ""
+        lines.append(f"{key:<{width}} = tensor({text}{kind})")
+    return [*lines, *(line.format(name) for line in see)]
 
 
 def _first_breach(fn: Callable, law: Law, examples: Sequence[tuple[int, Example]]) -> Breach | None:
@@ -243,16 +251,12 @@ def check(
         return
     law, (reason, example) = broken[0]
     name = name or fn_name(fn)
-    shown, whole = _describe(example, weights=any("weights" in line for line in see))
-    if see and whole:
-        head = ["from functools import partial"] if name.startswith("partial(") else []
-        shown = [*head, "from torch import float32, float64, inf, nan, tensor", *shown, *(x.format(name) for x in see)]
     lines = [
         f'{name} breaks the law "{law.name}": {law.statement}.',
         f"  {reason}",
         *([f"  If that is meant: {law.way_out}."] if law.way_out else []),
         f"  The smallest counter-example, {example.size}, as it was used:",
-        *(f"    {line}" for line in shown),
+        *(f"    {line}" for line in _describe(example, name, see)),
     ]
     if broken[1:]:
         lines.append("  It also breaks: " + ", ".join(f'"{other.name}"' for other, _ in broken[1:]))

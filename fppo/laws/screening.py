@@ -19,7 +19,7 @@ from fppo_kernels.attention.eager import eager
 from fppo_kernels.log_probs.reference import reference
 from fppo_kernels.padding import make_lengths
 
-SIZES = ((4, 5),)
+SIZES = ((1, 2), (2, 2), (4, 5))  # a small one where that shows what is wrong
 SLACK = 10.0  # of the tolerances, for kernels that multiply in TF32 or the like
 _LOSS = ("per token", "gradient", "empty mask", "masked garbage")
 
@@ -111,7 +111,7 @@ def screen_estimator(estimator: Callable[..., Any], *, group: int = 4, names: Se
     """
     text = "it takes (rows, rewards [B, T]) and gives Advantages, both finite [B, T]"
     law = Law("estimates", text, partial(_estimates, tuple(names)))
-    check(estimator, [law], partial(_estimator_example, group), sizes=SIZES, seeds=1)
+    check(estimator, [law], partial(_estimator_example, group), sizes=((1, 3),), seeds=1)
 
 
 def _log_probs(kernel: Callable, example: Example) -> dict[str, Tensor]:
@@ -171,4 +171,4 @@ def screen_kernel(
     if op not in _CALLS:
         raise ValueError(f"op must be one of {list(_CALLS)}, got {op!r}")
     law = Law("near", "values and gradients are about those of the float64 reference", partial(_near, op))
-    check(kernel, [law], partial(_kernel_example, op, dtype, device), sizes=SIZES, seeds=1)
+    check(kernel, [law], partial(_kernel_example, op, dtype, device), sizes=((4, 5),), seeds=1)

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -279,6 +280,8 @@ def test_a_message_names_the_way_out_and_shows_what_is_bound():
         laws.check_policy_loss(partial(losses.gmpo, clip_low=torch.tensor(0.25)))
     with pytest.raises(laws.LawViolation, match=r"partial\(gmpo, clip_low=tensor\(0.25\)\) breaks"):
         laws.check_policy_loss(partial(losses.gmpo, clip_low=torch.tensor(0.25)))
+    with pytest.raises(laws.LawViolation, match=r"partial\(gmpo, extra=<SimpleNamespace>\) breaks"):
+        laws.check_policy_loss(partial(losses.gmpo, extra=SimpleNamespace(long="x" * 100)))
     with pytest.raises(laws.LawViolation, match="give squared=False"):
         laws.check_value_loss(wrong_sign)
 

@@ -92,7 +92,7 @@ def rows_alone(rows):
     ("mistake", "words"),
     [
         (no_deviation, r"advantages are not finite in row \d: \[nan"),
-        (one_column, r"advantages are torch.float32 \[12, 1\], expected floating \[B, T\] = \[12, 5\]"),
+        (one_column, r"advantages are torch.float32 \[12, 1\], expected floating \[B, T\] = \[12, 3\]"),
         (alone, r"it returned a Tensor, expected an Advantages"),
         (rows_alone, "it raised TypeError: rows_alone"),
     ],
