@@ -218,14 +218,15 @@ def _describe(example: Example, name: str, see: Sequence[str]) -> list[str]:
     return [*lines, *(line.format(name) for line in see)]
 
 
-def _first_breach(fn: Callable, law: Law, examples: Sequence[tuple[int, Example]]) -> Breach | None:
+def _first_breach(fn: Callable, law: Law, examples: Sequence[tuple[int, Example]]) -> tuple[str, Breach] | None:
+    """The first example that breaks the law: its size, and the breach."""
     for seed, example in examples:
         try:
             breach = law.breach(fn, example.map(torch.clone), torch.Generator().manual_seed(seed))
         except Exception as error:
             breach = f"it raised {type(error).__name__}: {error}"
         if breach is not None:
-            return Breach(breach, example) if isinstance(breach, str) else breach
+            return example.size, Breach(breach, example) if isinstance(breach, str) else breach
     return None
 
 
@@ -249,13 +250,13 @@ def check(
     broken = [(law, breach) for law in laws if (breach := _first_breach(fn, law, examples)) is not None]
     if not broken:
         return
-    law, (reason, example) = broken[0]
+    law, (size, (reason, example)) = broken[0]
     name = name or fn_name(fn)
     lines = [
         f'{name} breaks the law "{law.name}": {law.statement}.',
         f"  {reason}",
         *([f"  If that is meant: {law.way_out}."] if law.way_out else []),
-        f"  The smallest counter-example, {example.size}, as it was used:",
+        f"  The smallest counter-example, {size}, as it was used:",
         *(f"    {line}" for line in _describe(example, name, see)),
     ]
     if broken[1:]:

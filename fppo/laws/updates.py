@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fppo.laws._search import Example, Law, check, differ, draw_mask, fn_name, normal, widen
+from fppo.laws._search import Breach, Example, Law, changed, check, differ, draw_mask, fn_name, normal, widen
 from fppo.laws.losses import metrics_differ
 from fppo.losses import MODES
 from fppo.metrics import Metrics
@@ -176,10 +176,12 @@ def _micro_batches(run: Run, example: Example, generator: torch.Generator) -> st
     return None
 
 
-def _row_order(run: Run, example: Example, generator: torch.Generator) -> str | None:
+def _row_order(run: Run, example: Example, generator: torch.Generator) -> Breach | None:
     order = torch.randperm(len(example.mask), generator=generator)
-    reason = _outcomes_differ(_run(run, example), _run(run, example.map(lambda x: x[order]), size=2))
-    return reason and f"with the rows in the order {order.tolist()}, in micro-batches of 2, {reason}"
+    moved = example.map(lambda x: x[order])
+    reason = _outcomes_differ(_run(run, example), _run(run, moved, size=2))
+    words = f"with the rows in the order {order.tolist()}, which they have here, in micro-batches of 2, "
+    return changed(reason, words, moved)
 
 
 def _wide(example: Example, left: int, right: int) -> Example:
@@ -189,18 +191,22 @@ def _wide(example: Example, left: int, right: int) -> Example:
     return wide.put(**prompts)
 
 
-def _padding(run: Run, example: Example, generator: torch.Generator) -> str | None:
+def _padding(run: Run, example: Example, generator: torch.Generator) -> Breach | None:
     for left, right in ((0, 1), (2, 3)):
-        if reason := _outcomes_differ(_run(run, example), _run(run, _wide(example, left, right))):
-            return f"with {left} more columns of padding before the prompts and {right} after the responses, {reason}"
+        wide = _wide(example, left, right)
+        if reason := _outcomes_differ(_run(run, example), _run(run, wide)):
+            words = f"with {left} more columns of padding before the prompts and {right} after the responses, {reason}"
+            return Breach(words, wide)
     return None
 
 
-def _packing(run: Run, example: Example, generator: torch.Generator) -> str | None:
+def _packing(run: Run, example: Example, generator: torch.Generator) -> Breach | None:
     packed = _run(run, example)
     for columns in (0, 2):
-        if reason := _outcomes_differ(packed, _run(run, _wide(example, columns, columns), packed=False)):
-            return f"with remove_padding=False and {columns} more columns of padding on each side, {reason}, as packed"
+        wide = _wide(example, columns, columns)
+        if reason := _outcomes_differ(packed, _run(run, wide, packed=False)):
+            words = f"with remove_padding=False and {columns} more columns of padding on each side, {reason}, as packed"
+            return Breach(words, wide)
     return None
 
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from fppo.commands.cli import main
 from fppo.runs import jsonl
 from fppo.settings import files
 from tests import tiny_run
@@ -63,6 +64,17 @@ def test_a_run_finds_them_in_ranks_and_workers_and_when_it_goes_on_from_elsewher
     first, second = [line for line in jsonl.read(task / "run" / "metrics.jsonl") if line["step"]]
     assert first["reward/seen"] == second["reward/seen"] == 7.0
     assert {"actor/mine"} <= first.keys() & second.keys()
+
+
+def test_a_loss_that_would_train_on_in_silence_ends_the_command_before_any_work(task, monkeypatch, capsys):
+    monkeypatch.chdir(task)
+    (task / "wrong.py").write_text("def mean(log_probs, old, advantages, mask):\n    return log_probs.mean(), {}\n")
+    assert main(["train", "run.toml", "--actor.loss.name", "wrong:mean"]) == 2
+    told = capsys.readouterr().err
+    assert "actor.loss.name = 'wrong:mean': mean breaks the law" in told
+    assert "the loss has shape [], expected [B, T]" in told
+    assert "check = false starts all the same" in told
+    assert not (task / "run").exists()
 
 
 def test_runs_without_them_remember_no_directories(task):
