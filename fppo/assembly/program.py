@@ -94,7 +94,7 @@ def advantage_of(settings: TrainSettings, kernels: Kernels) -> Callable[[Mapping
 
 
 def optimizers_of(settings: TrainSettings, kernels: Kernels, lane: Lane | None) -> dict[str, Optimizer]:
-    """The optimizers of actor and critic, for all updates of the run.
+    """The optimizers of actor and critic, for all updates of each: the actor has none while the critic warms up.
 
     What the settings keep on the host goes by the lane; without one it stays on the device.
     """
@@ -102,9 +102,15 @@ def optimizers_of(settings: TrainSettings, kernels: Kernels, lane: Lane | None) 
     batch_size = settings.rollout.batch_size
     optimizers = {}
     for role, section in (("actor", settings.actor), ("critic", settings.critic)):
-        updates = settings.steps * section.epochs * batch_size // files.mini_batch_size(section, batch_size)
+        steps = settings.steps - (_critic_warmup(settings) if role == "actor" else 0)
+        updates = steps * section.epochs * batch_size // files.mini_batch_size(section, batch_size)
         optimizers[role] = optimizer_of(section.optimizer, updates, kernel=kernels.adamw, on_host=on_host)
     return optimizers
+
+
+def _critic_warmup(settings: TrainSettings) -> int:
+    """Steps at the start that train the critic alone."""
+    return settings.critic.warmup_steps if checks.uses_critic(settings) else 0
 
 
 def optimizer_of(
@@ -171,7 +177,7 @@ def program_of(settings: TrainSettings, resources: Resources) -> Program:
         update_critic=None if critic is None else _update_critic(settings, resources, critic),
         update_actor=_update_actor(settings, resources),
         sample=sample_of(settings, resources.pad_token_id, forward.mesh, vocabulary=forward.model.config.vocab_size),
-        critic_warmup=settings.critic.warmup_steps if critic is not None else 0,
+        critic_warmup=_critic_warmup(settings),
         check=False,  # `functions_of` has done it
     )
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # a model needs transformers; the other laws do without it
     from fppo.steps.actor import PolicyTerms, SelectiveLoss
 
 SIZES = ((1, 1), (2, 2), (3, 3), (6, 4))
-MINI = 4  # rows of a mini-batch
+MINI = 4  # rows of a mini-batch, at most
 AXES = ("replicate", "shard", "sequence")
 SHARDINGS = (3, 2, 1, None)  # stages; None: whole parameters on every rank
 TOLERANCE = 1e-10
@@ -117,7 +117,7 @@ def _runner(update: Callable[..., Any], head: HeadKind) -> Run:
         model = attrs.evolve(model, checkpoint_layers=layout.checkpoint_layers)
         mesh = attrs.evolve(mesh, sharding=None if layout.stage is None else Sharding(stage=layout.stage))
         loop = Loop(
-            mini_batch_size=MINI,
+            mini_batch_size=min(MINI, len(example.mask)),
             micro_batching=MicroBatching(size=layout.size, token_budget=layout.token_budget),
             weight_mode=example.mode or MODES[0],
             horizon=HORIZON if example.mode == "seq-mean-token-sum-norm" else None,

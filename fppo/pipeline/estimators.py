@@ -25,6 +25,9 @@ NAMES = (
     "optimal_token_baseline",
     "gdpo",
 )
+GROUPED = (
+    *("grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline", "optimal_token_baseline", "gdpo"),
+)
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")  # those that whiten what they estimate
 
 
@@ -40,13 +43,17 @@ def estimator(
     """The estimator of that name with its scalars bound: (annotated rows, token rewards [B, T]) -> Advantages.
 
     Group estimators compare the sums of the token rewards, so a KL penalty in the rewards reaches them too. `gae` is
-    the kernel that "gae" calls, and `weights` are those of "gdpo". Raises ValueError for a name that there is not.
+    the kernel that "gae" calls, and `weights` are those of "gdpo". Raises ValueError for a name that there is not; the
+    function, for columns that it needs and lacks, and for groups of one row each.
     """
     if name not in NAMES:
         raise ValueError(f"unknown advantage estimator {name!r}; there are {list(NAMES)}")
 
     def estimate(rows: Annotated, rewards: Tensor) -> Advantages:
         mask, groups, totals = rows.response_mask, rows.groups, rewards.sum(1)
+        if name in GROUPED and len(groups) == len(groups.unique()):
+            text = "compares responses to one prompt, and each has one: raise Sampling.n (rollout.n) to 2 or more"
+            raise ValueError(f"the estimator {name!r} {text}")
         match name:
             case "gae":
                 values = _required(rows.values, name, "values")

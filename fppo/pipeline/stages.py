@@ -147,8 +147,12 @@ def estimate(
 
     Advantages are estimated on all response tokens; then the rows that a function of `drop` names (bool [B]) and what
     the correction rejects leave the mask, the whitening and all denominators, so a rejected last token does not take
-    its row's reward with it. Raises ValueError for an estimator whose results are not [B, T].
+    its row's reward with it. Raises ValueError for an estimator whose results are not [B, T], and for a KL in the
+    rewards without reference log-probs.
     """
+    if kl_in_reward and kl.coef > 0 and annotated.ref_log_probs is None:
+        text = "needs ref_log_probs in the batch: give the run a reference policy (RunState.ref)"
+        raise ValueError(f"kl_in_reward=True with the coefficient {float(kl.coef):g} {text}")
     mask, report = annotated.response_mask, {}
     penalty, coef = None, 0.0
     if annotated.ref_log_probs is not None:

@@ -8,6 +8,7 @@ from fppo import metrics
 from fppo.batch import Experience, Scored
 from fppo.data.cursor import DataCursor
 from fppo.metrics import Metrics
+from fppo.pipeline.agreement import problems
 from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.timing import timed
 from fppo.tree import replace
@@ -20,9 +21,13 @@ def ppo_step(
 
     The batch is the first that waits in `run.ahead`, else one that is sampled here, of prompts from `draw(run.cursor)`.
     A run without a critic skips its update; the first `program.critic_warmup` steps skip the actor's. `donate` gives up
-    the memory of `run`'s actor and critic. rollout/lag is how many updates the policy has had since it sampled. Raises
-    ValueError for a run with a critic whose program never updates it.
+    the memory of `run`'s actor and critic. rollout/lag is how many updates the policy has had since it sampled.
+
+    Raises ValueError for a run with a critic whose program never updates it, for stages that are bound to what does not
+    go together (`agreement.problems`).
     """
+    if wrong := problems(program):
+        raise ValueError("\n".join(wrong))
     if run.critic is not None and program.update_critic is None:
         raise ValueError("the run has a critic, but the program has no update_critic: it would never learn")
     if run.ahead:

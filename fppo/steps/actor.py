@@ -77,8 +77,14 @@ def update_actor(
     batch's are the engine's, and `rollout_gap` of the policy being updated is reported. "update": they are taken from
     the same pass as the new ones, and the gap is reported: right when one mini-batch and one epoch make the ratio 1.
 
-    Mini-batches are drawn by `key`, or taken in order without one. `donate` gives up the memory of `state`.
+    Mini-batches are drawn by `key`, or taken in order without one. `donate` gives up the memory of `state`. Raises
+    ValueError for "update" with several updates, whose ratios would all be 1.
     """
+    if old_log_probs == "update" and (loop.epochs > 1 or loop.mini_batch_size < len(batch.row_ids)):
+        raise ValueError(
+            f"old_log_probs='update' with epochs={loop.epochs}, mini_batch_size={loop.mini_batch_size} of "
+            f"{len(batch.row_ids)} rows: in all but the first of these updates the ratio is not 1; give 'pass'"
+        )
     select = None
     if isinstance(loss_fn, SelectiveLoss):
         select = partial(_select, select_fn=loss_fn.select_fn, temperature=terms.temperature)

@@ -37,13 +37,19 @@ class TrainRows(Rows, Protocol):
 @attrs.frozen(kw_only=True)
 class Loop:
     """How a batch becomes updates: an optimizer step per mini-batch of `mini_batch_size` rows, a gradient per
-    micro-batch, `epochs` times over. `weight_mode` and `horizon` are those of `losses.loss_weights`."""
+    micro-batch, `epochs` times over. `weight_mode` and `horizon` are those of `losses.loss_weights`. Raises ValueError
+    for a size or a number of epochs below 1."""
 
     mini_batch_size: int
     micro_batching: MicroBatching
     epochs: int = 1
     weight_mode: str = "token-mean"
     horizon: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name, value in (("mini_batch_size", self.mini_batch_size), ("epochs", self.epochs)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: give 1 or more")
 
 
 class MiniBatch(NamedTuple):
@@ -88,8 +94,10 @@ def update(
 
     `objective` gives the weighted sum of a micro-batch; `select` chooses tokens over a whole mini-batch before. The
     optimizer's metrics are named `prefix`/.... With `key` the mini-batches are drawn anew in every epoch, else they
-    are taken in order. `donate` gives up the memory of `state`.
+    are taken in order. `donate` gives up the memory of `state`. Raises ValueError for mini-batches larger than `batch`.
     """
+    if loop.mini_batch_size > (count := len(batch.row_ids)):
+        raise ValueError(f"mini_batch_size={loop.mini_batch_size}: the batch has {count} rows; give at most as many")
     history: list[Metrics] = []
     place = key or Key(0)
     for epoch in range(loop.epochs):

@@ -67,6 +67,21 @@ def test_the_program_has_the_settings_scalars(tmp_path):
         assert assembly.run.critic is not None
 
 
+@pytest.mark.parametrize(("warmup", "ratios"), [(0, range(12, 8, -1)), (2, (12, 9, 6, 3))])
+def test_the_actors_rate_falls_over_its_own_updates(tmp_path, warmup, ratios):
+    """Four updates in each of three steps; while the critic warms up there are none, and none is counted."""
+    tiny_run.write_task(tmp_path)
+    settings = tiny_run.settings(tmp_path, steps=3, critic__warmup_steps=warmup, critic__optimizer__schedule="linear")
+    with assemble(settings) as assembly:
+        run = assembly.run
+        for _ in range(warmup + 1):
+            run, _, report = ppo_step(run, program=assembly.program, draw=assembly.draw)
+    rates = metrics.report(report)
+    assert run.actor.step == 4
+    assert rates["actor/lr"] == pytest.approx(sum(ratios) / 12 * 1e-3 / 4)
+    assert rates["critic/lr"] == pytest.approx(1e-3 * (6 - 2 * warmup - 0.5) / 6)
+
+
 ONCE = {
     "actor__epochs": 1,
     "actor__mini_batch_size": 8,

@@ -25,7 +25,7 @@ def update(mesh):
         tiny.experience(7, 7),
         forward=Forward(model, mesh=mesh),
         loss_fn=losses.ppo_clip,
-        loop=Loop(mini_batch_size=1000, micro_batching=MicroBatching(size=3), epochs=2),
+        loop=Loop(mini_batch_size=7, micro_batching=MicroBatching(size=3), epochs=2),
         optimizer=optimizer,
         terms=PolicyTerms(entropy_coef=0.01),
     )

@@ -316,7 +316,7 @@ def updated(batch, model, params):
         batch,
         forward=Forward(model),
         loss_fn=losses.ppo_clip,
-        loop=Loop(mini_batch_size=100, micro_batching=MicroBatching(size=3)),
+        loop=Loop(mini_batch_size=len(batch.tokens), micro_batching=MicroBatching(size=3)),
         optimizer=optimizer,
         terms=PolicyTerms(entropy_coef=0.01, temperature=SAMPLING.temperature),
     )

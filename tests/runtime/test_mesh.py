@@ -34,7 +34,7 @@ def _updates(batch, mesh):
     found = {}
     for mode in losses.MODES:
         loop = Loop(
-            mini_batch_size=1000,
+            mini_batch_size=len(batch.tokens),
             micro_batching=MicroBatching(size=2),
             weight_mode=mode,
             horizon=9 if mode == "seq-mean-token-sum-norm" else None,

@@ -139,7 +139,7 @@ def test_an_update_over_shares_of_a_batch_is_that_of_one_process_and_repeats_to_
             batch,
             forward=Forward(model, mesh=mesh),
             loss_fn=losses.ppo_clip,
-            loop=Loop(mini_batch_size=1000, micro_batching=MicroBatching(size=2), epochs=2),
+            loop=Loop(mini_batch_size=7, micro_batching=MicroBatching(size=2), epochs=2),
             optimizer=optimizer,
         )
         return state

@@ -47,9 +47,9 @@ TERMS = PolicyTerms(entropy_coef=0.01, kl_coef=0.1)
 LOOP = {"mini_batch_size", "micro_batching", "epochs"}  # keywords of `_actor` and `_critic` that are the loop's
 
 
-def _arguments(model, mode, changes):
+def _arguments(model, rows, mode, changes):
     horizon = 9 if mode == "seq-mean-token-sum-norm" else None
-    sizes = {"mini_batch_size": 1000, "micro_batching": WHOLE} | {k: x for k, x in changes.items() if k in LOOP}
+    sizes = {"mini_batch_size": rows, "micro_batching": WHOLE} | {k: x for k, x in changes.items() if k in LOOP}
     rest = {k: x for k, x in changes.items() if k not in {*LOOP, "remove_padding"}}
     return {
         "forward": Forward(model, remove_padding=changes.get("remove_padding", True)),
@@ -60,12 +60,17 @@ def _arguments(model, mode, changes):
 
 
 def _actor(batch, name, mode, **changes):
-    arguments = {"loss_fn": POLICY_LOSSES[name], "terms": TERMS, **_arguments(ACTOR, mode, changes)}
+    arguments = {
+        "loss_fn": POLICY_LOSSES[name],
+        "terms": TERMS,
+        **_arguments(ACTOR, batches.num_rows(batch), mode, changes),
+    }
     return update_actor(init_state(ACTOR_PARAMS, OPTIMIZER), batch, **arguments)
 
 
 def _critic(batch, mode, **changes):
-    return update_critic(init_state(CRITIC_PARAMS, OPTIMIZER), batch, **_arguments(CRITIC, mode, changes))
+    arguments = _arguments(CRITIC, batches.num_rows(batch), mode, changes)
+    return update_critic(init_state(CRITIC_PARAMS, OPTIMIZER), batch, **arguments)
 
 
 def _assert_same(got, expected):
@@ -198,7 +203,7 @@ def test_no_argument_is_changed_and_donation_changes_no_bit():
     state = init_state(tree.copy(ACTOR_PARAMS), OPTIMIZER)
     before = tree.digest((state, batch))
     changes = {"loss_fn": losses.ppo_clip, "micro_batching": CUTS[1], "mini_batch_size": 3, "epochs": 2}
-    arguments = _arguments(ACTOR, "token-mean", changes)
+    arguments = _arguments(ACTOR, 7, "token-mean", changes)
     kept, _ = update_actor(state, batch, **arguments)
     assert tree.digest((state, batch)) == before
     again, _ = update_actor(state, batch, **arguments)

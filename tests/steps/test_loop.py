@@ -1,40 +1,57 @@
-"""The memory of an update."""
+"""What an update loop refuses: sizes that the batch has not, and sources that fit one update alone."""
 
-import weakref
+from functools import partial
 
 import pytest
-import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fppo.quickstart import small_model
+from fppo import losses
+from fppo.steps.actor import update_actor
+from fppo.steps.critic import update_critic
 from fppo.steps.forward import Forward
-from fppo.steps.loop import _gradients
+from fppo.steps.loop import Loop
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizers import adamw
+from fppo.steps.schedules import schedule
+from fppo.steps.train_state import init_state
+from tests import tiny
 
-LEAVES, SIZE = 6, 1000
+OPTIMIZER = adamw(schedule("constant", 1e-3))
+CUT = MicroBatching(size=4)
 
 
-@pytest.mark.parametrize("passes", [1, 2, 4])
-def test_two_trees_of_gradients_are_in_memory_and_never_three(passes):
-    alive, most = [], 0
-    params = {str(i): torch.full((SIZE,), float(i)) for i in range(LEAVES)}
-    factor = torch.arange(float(SIZE))
-    known = {x.untyped_storage().data_ptr() for x in (*params.values(), factor)}
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_a_mini_batch_is_no_larger_than_the_batch(head):
+    model, params = tiny.model_and_params(head)
+    update = partial(update_actor, loss_fn=losses.ppo_clip) if head == "lm" else update_critic
+    run = partial(
+        update, init_state(params, OPTIMIZER), tiny.experience(0, 4), forward=Forward(model), optimizer=OPTIMIZER
+    )
+    with pytest.raises(ValueError, match="mini_batch_size=5: the batch has 4 rows; give at most as many"):
+        run(loop=Loop(mini_batch_size=5, micro_batching=CUT))
+    assert run(loop=Loop(mini_batch_size=4, micro_batching=CUT))[0].step == 1
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal most
-            out = func(*args, **(kwargs or {}))
-            new = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.numel() == SIZE]
-            alive.extend(weakref.ref(x) for x in new if x.untyped_storage().nbytes() >= 4 * SIZE)
-            places = {x.untyped_storage().data_ptr() for ref in alive if (x := ref()) is not None}
-            most = max(most, len(places - known))
-            return out
 
-    def objective(params, rows, weights, *, forward):
-        return torch.stack([(factor * x).sum() for x in params.values()]).sum(), {}
+@pytest.mark.parametrize("changes", [{"mini_batch_size": 0}, {"epochs": 0}])
+def test_a_loop_without_an_update_is_refused(changes):
+    with pytest.raises(ValueError, match="=0: give 1 or more"):
+        Loop(**{"mini_batch_size": 1, "micro_batching": CUT, **changes})
 
-    with Watch():
-        grads, _ = _gradients(params, [(objective, None, factor)] * passes, Forward(small_model(8, width=8, layers=1)))
-    assert all(torch.equal(x, passes * factor) for x in grads.values())
-    assert LEAVES <= most <= (1 if passes == 1 else 2) * LEAVES + 2
+
+@pytest.mark.parametrize(("changes", "fits"), [({}, True), ({"epochs": 2}, False), ({"mini_batch_size": 2}, False)])
+def test_old_log_probs_of_the_update_itself_are_for_one_update(changes, fits):
+    model, params = tiny.model_and_params()
+    run = partial(
+        update_actor,
+        init_state(params, OPTIMIZER),
+        tiny.experience(0, 4),
+        forward=Forward(model),
+        loss_fn=losses.ppo_clip,
+        loop=Loop(**{"mini_batch_size": 4, "micro_batching": CUT, **changes}),
+        optimizer=OPTIMIZER,
+    )
+    assert run()[0].step == (1 if fits else 2)
+    if fits:
+        run(old_log_probs="update")
+    else:
+        with pytest.raises(ValueError, match=r"old_log_probs='update' with .*the ratio is not 1; give 'pass'"):
+            run(old_log_probs="update")

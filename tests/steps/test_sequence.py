@@ -117,7 +117,7 @@ def test_ranks_without_a_response_token_take_part(batch):
 
 def updates(mesh, batch, *, epochs=2, weight_mode="token-mean"):
     loop = Loop(
-        mini_batch_size=1000,
+        mini_batch_size=len(batch.tokens),
         micro_batching=MicroBatching(token_budget=30),
         weight_mode=weight_mode,
         horizon=9 if weight_mode == "seq-mean-token-sum-norm" else None,

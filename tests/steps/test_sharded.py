@@ -195,7 +195,7 @@ def test_stage_1_communicates_once_for_all_micro_batches(monkeypatch):
             batch,
             forward=Forward(model, mesh=mesh),
             loss_fn=losses.gpg,
-            loop=Loop(mini_batch_size=100, micro_batching=MicroBatching(size=2)),
+            loop=Loop(mini_batch_size=11, micro_batching=MicroBatching(size=2)),
             optimizer=optimizer,
         )
 

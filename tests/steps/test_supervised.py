@@ -35,8 +35,8 @@ def _texts(seed, rows):
     return [draw(1, 5) for _ in range(rows)], [draw(0 if i else 1, 6) for i in range(rows)]
 
 
-def _update(state, batch, *, optimizer=GRADIENT, key=None, mini_batch_size=1000, micro_batching=WHOLE):
-    loop = Loop(mini_batch_size=mini_batch_size, micro_batching=micro_batching)
+def _update(state, batch, *, optimizer=GRADIENT, key=None, mini_batch_size=None, micro_batching=WHOLE):
+    loop = Loop(mini_batch_size=mini_batch_size or len(batch.tokens), micro_batching=micro_batching)
     return update_supervised(state, batch, forward=Forward(MODEL), loop=loop, optimizer=optimizer, key=key)
 
 
