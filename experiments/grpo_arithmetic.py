@@ -5,7 +5,7 @@ from functools import partial
 import attrs
 import tyro
 
-from fppo import data, losses, quickstart, rewards, tree
+from fppo import data, losses, quickstart, rewards
 from fppo.key import Key
 from fppo.pipeline import Evaluation, Program, RunState, estimator, evaluate, stages, train
 from fppo.rollout import EmbeddedEngine, Sampling
@@ -33,7 +33,7 @@ def main(seed: int = 0, steps: int = 40, warm_up: int = 600, batch: int = 512, g
     )
     tests, greedy = [*data.batches(held_out, 512)], attrs.evolve(sampling, greedy=True, n=1)
     train(
-        RunState(actor=init_state(tree.copy(params), adam), ref=params, key=key),
+        RunState(actor=init_state(params, adam), ref=params, key=key),
         program=program,
         draw=partial(data.next_batch, prompts, size=batch // group, key=key.fold("data")),
         steps=steps,

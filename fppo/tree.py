@@ -9,6 +9,7 @@ from typing import Any, TypeVar, dataclass_transform
 import attrs
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 T = TypeVar("T")
@@ -88,16 +89,42 @@ def copy(tree: T) -> T:
     return map(torch.clone, tree)
 
 
+_STILL_ANSWERED = frozenset(
+    getter.__get__
+    for getter in (Tensor.shape, Tensor.dtype, Tensor.device)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+) | {Tensor.numel, Tensor.size, Tensor.dim}
+
+
+class Donated(Tensor):
+    """What is left of a tensor whose memory was given up: empty, and any use of it but of its shape raises."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """RuntimeError, for nearly all that torch does."""
+        if func in _STILL_ANSWERED:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise RuntimeError(
+            f"{getattr(func, '__name__', func)} of a tensor that was donated: its memory belongs to the state that the "
+            "call with donate=True returned. Use that one, or call without donation"
+        )
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return "Donated()"
+
+
 def donate(tree: T) -> T:
     """Moves the tensors of `tree` to a tree that its caller may overwrite; `tree` is left empty.
 
-    A later use of the old tree meets tensors of shape [0] and fails. A leaf of shape [] or [1] broadcasts
-    against those, so it alone does not fail.
+    A later use of the old tree's tensors raises RuntimeError. (Subclasses of Tensor are emptied alone.)
     """
 
     def move(x: Tensor) -> Tensor:
         moved = x.detach()
         x.data = x.new_empty(0)
+        if type(x) in (Tensor, Parameter):
+            x.__class__ = Donated
         return moved
 
     return map(move, tree)

@@ -93,6 +93,29 @@ def test_donate_moves_the_memory_and_leaves_nothing():
         torch.mv(old.params["w"], torch.ones(3))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
+@pytest.mark.parametrize("kind", [torch.Tensor.clone, torch.nn.Parameter])
+def test_a_use_of_what_was_donated_names_the_donation(shape, kind):
+    """Also of leaves that would broadcast against an empty one."""
+    old = {"x": kind(torch.ones(shape))}
+    moved = tree.donate(old)["x"]
+    assert moved.sum() == max(1, moved.numel())
+    left, layer = old["x"], torch.nn.Linear(3, 2)
+    assert (left.numel(), left.shape, left.dtype, repr(left)) == (0, (0,), torch.float32, "Donated()")
+    for use in (
+        lambda: left + 1,
+        lambda: moved * left,
+        lambda: left.to(torch.float64),
+        lambda: torch._foreach_mul([left], 2.0),
+        lambda: torch.func.functional_call(layer, {"weight": left}, torch.ones(1, 3)),
+        lambda: tree.copy(old),
+        lambda: tree.digest(old),
+        lambda: tree.donate(old),
+    ):
+        with pytest.raises(RuntimeError, match=r"was donated.*Use that one, or call without donation"):
+            use()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
 def test_digest_sees_every_bit(dtype):
     x = torch.zeros(3, 2).to(dtype)

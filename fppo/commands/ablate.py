@@ -181,7 +181,7 @@ def _reference(
     with assemble(settings, kernels=watched.kernels) as assembly:
         run = restored(assembly, directory, step - 1)
         if run.step < step - 1:
-            steps = iterate(run, program=assembly.program, draw=assembly.draw, ahead=ahead)
+            steps = iterate(run, program=assembly.program, draw=assembly.draw, ahead=ahead, donate=True)
             run = next(after for after, _, _ in steps if after.step == step - 1)
         trace = swap.trace(run, program=assembly.program, draw=assembly.draw, watched=watched, ahead=ahead)
     reference = _Reference(settings=settings, kernels=kernels, run=run, trace=trace)

@@ -55,13 +55,15 @@ def replay(
 ) -> Iterator[tuple[int, Difference | None]]:
     """Recomputes the steps after `run.step` up to `until`: each step's number, and where it first differs or None.
 
+    The memory of `run` is given up.
+
     Batch leaves come before result leaves, so a difference in the rollout is named before what follows from it. A step
     that was not recorded raises ValueError.
     """
     missing = [s for s in range(run.step + 1, until + 1) if s not in recorded]
     if missing:
         raise ValueError(f"no record of step {missing[0]}; the recorded steps are {_spans(sorted(recorded))}")
-    for after, experience, _ in iterate(run, program=program, draw=draw, ahead=ahead):
+    for after, experience, _ in iterate(run, program=program, draw=draw, ahead=ahead, donate=True):
         new, old = digests_of(after, experience, mesh), recorded[after.step]
         yield after.step, first_difference(after.step, old, new)
         if after.step >= until:

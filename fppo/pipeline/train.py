@@ -17,6 +17,8 @@ from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.step import ppo_step
 from fppo.pipeline.timing import now
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, any_rank, device_of, ranks_on
+from fppo.runtime.offload import copied
+from fppo.tree import replace
 
 
 @attrs.frozen(kw_only=True)
@@ -42,7 +44,7 @@ class Evaluation:
 
 
 def iterate(
-    run: RunState, *, program: Program, draw: Draw, ahead: int = 0, mesh: Mesh = LOCAL, donate: bool = True
+    run: RunState, *, program: Program, draw: Draw, ahead: int = 0, mesh: Mesh = LOCAL, donate: bool = False
 ) -> Iterator[tuple[RunState, Experience, Metrics]]:
     """Steps without end. With `donate` each state is given up to the next step: use it before asking for that.
 
@@ -85,30 +87,33 @@ def train(
     observers: Sequence[Observe] = (),
     evaluation: Evaluation | None = None,
     stop: Callable[[], bool] = lambda: False,
-    gauges: Callable[[], dict[str, float]] = memory_metrics,
     ahead: int = 0,
     mesh: Mesh = LOCAL,
+    donate: bool = False,
 ) -> RunState:
-    """The run after step `steps`, or after the step in which `stop` became true. The memory of `run` is given up.
+    """The run after step `steps`, or after the step in which `stop` became true.
 
-    Every step's record goes to each of `observers`, in order; the metrics of an evaluation that is due join those of
-    its step, as do `gauges`, which are read at its end. On a mesh all ranks come here, and a stop that one asks for
-    stops all. `ahead` is `iterate`'s.
+    Every step's record goes to each of `observers`, in order, and its memory is given up to the next step; the metrics
+    of an evaluation that is due join those of its step. On a mesh all ranks come here, and a stop that one asks for
+    stops all. `ahead` is `iterate`'s. `donate` gives up the memory of `run` too; without it actor and critic are copied
+    first.
     """
 
     def stopped() -> bool:
         return any_rank(stop(), mesh, device_of(run.actor.params))
 
     if evaluation is not None and evaluation.before and run.step == 0:
-        _observe(observers, run, None, _evaluated(evaluation, run), gauges)
+        _observe(observers, run, None, _evaluated(evaluation, run))
     if run.step >= steps or stopped():
         return run
-    for after, experience, report in iterate(run, program=program, draw=draw, ahead=ahead, mesh=mesh):
+    if not donate:
+        run = replace(run, actor=copied(run.actor), critic=copied(run.critic))
+    for after, experience, report in iterate(run, program=program, draw=draw, ahead=ahead, mesh=mesh, donate=True):
         run = after
         last = run.step >= steps
         if evaluation is not None and (last or (evaluation.every > 0 and run.step % evaluation.every == 0)):
             report = report | _evaluated(evaluation, run)
-        _observe(observers, run, experience, report, gauges)
+        _observe(observers, run, experience, report)
         if last or stopped():
             return run
     raise AssertionError("iterate has no end")
@@ -121,14 +126,8 @@ def _evaluated(evaluation: Evaluation, run: RunState) -> Metrics:
     return report | {"timing_s/testing": metrics.total(now() - start)}
 
 
-def _observe(
-    observers: Sequence[Observe],
-    run: RunState,
-    experience: Experience | None,
-    report: Metrics,
-    gauges: Callable[[], dict[str, float]],
-) -> None:
-    numbers = metrics.report(report) | gauges() | {"training/global_step": float(run.step)}
+def _observe(observers: Sequence[Observe], run: RunState, experience: Experience | None, report: Metrics) -> None:
+    numbers = metrics.report(report) | memory_metrics() | {"training/global_step": float(run.step)}
     record = StepRecord(run=run, experience=experience, metrics=numbers)
     for observe in observers:
         observe(record)

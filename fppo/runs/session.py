@@ -8,8 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -216,18 +215,31 @@ def run_training(settings: TrainSettings, assembly: Assembly, watch: Watch | Non
             program=assembly.program,
             draw=assembly.draw,
             steps=settings.steps,
-            observers=[*observers, writer],
+            observers=[_gauged([*observers, writer], mesh, device_of(run.actor.params), _traffic(watch, run.step))],
             evaluation=evaluate and Evaluation(evaluate, every=settings.eval.every, before=settings.eval.before),
             stop=lambda: bool(asked),
-            gauges=partial(gauges, mesh=mesh, device=device_of(run.actor.params), traffic=_traffic(watch, run.step)),
             ahead=settings.rollout.ahead,
             mesh=mesh,
+            donate=True,
         )
         writer.save(run)
         writer.wait()
     if first and run.step < settings.steps:
         print(f"stopped after step {run.step}; to go on: fppo train {directory / SETTINGS}", file=sys.stderr)
     return run
+
+
+def _gauged(
+    observers: Sequence[Observe], mesh: Mesh, device: torch.device, traffic: Callable[[], dict[str, Traffic]]
+) -> Observe:
+    """The observers, for a rank of several: their records have the gauges of all of them."""
+
+    def observe(record: StepRecord) -> None:
+        numbers = record.metrics | gauges(mesh=mesh, device=device, traffic=traffic)
+        for each in observers:
+            each(attrs.evolve(record, metrics=numbers))
+
+    return observe
 
 
 def _traffic(watch: Watch | None, step: int) -> Callable[[], dict[str, Traffic]]:

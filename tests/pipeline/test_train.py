@@ -1,0 +1,44 @@
+"""The loop leaves its caller's state alone unless it is told to take it, and says so of a state that was taken."""
+
+from functools import partial
+
+import pytest
+
+from fppo import tree
+from fppo.assembly.run import assemble
+from fppo.pipeline import iterate, ppo_step, train
+from tests import tiny_run
+
+
+@pytest.fixture(params=["none", "all"])
+def assembly(request, tmp_path):
+    tiny_run.write_task(tmp_path)
+    with assemble(tiny_run.settings(tmp_path, model__offload=request.param)) as assembly:
+        yield assembly
+
+
+def test_a_state_that_is_handed_in_stays_or_is_said_to_be_donated(assembly):
+    run = assembly.run
+    before = tree.digest(run)
+    go = partial(train, program=assembly.program, draw=assembly.draw, steps=2)
+    first, second = go(run), go(run)
+    assert tree.digest(run) == before
+    assert tree.digest(first) == tree.digest(second) != before
+    assert go(run, steps=0) is run
+    third = go(run, donate=True)
+    assert tree.digest(third) == tree.digest(first)
+    for again in (go, partial(ppo_step, program=assembly.program, draw=assembly.draw), tree.copy):
+        with pytest.raises(
+            RuntimeError, match="was donated: its memory belongs to the state that the call with donate"
+        ):
+            again(run)
+
+
+def test_steps_without_end_keep_their_states_unless_told(assembly):
+    steps = iterate(assembly.run, program=assembly.program, draw=assembly.draw)
+    states = [assembly.run, *(next(steps)[0] for _ in range(2))]
+    assert len({str(tree.digest(state.actor)) for state in states}) == 3
+    gone = iterate(states[1], program=assembly.program, draw=assembly.draw, donate=True)
+    assert tree.digest(next(gone)[0]) == tree.digest(states[2])
+    with pytest.raises(RuntimeError, match="was donated"):
+        tree.digest(states[1])
