@@ -6,6 +6,10 @@ import difflib
 from collections.abc import Iterable
 
 
+class RunFailed(ValueError):
+    """What ends a run that had begun and can come to nothing: a command that raises it has the exit status 1."""
+
+
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The one of `names` that is most like `name`; None if none is so much like it as `cutoff`, from 0 to 1."""
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)), None)

@@ -45,7 +45,10 @@ def reward_runner(
     with (
         judge_of(settings, tokenizer, mesh, device) as judge,
         rewards.RewardRunner(
-            reward_of(settings, {**model, **judge}), time_limit=section.time_limit, workers=section.workers
+            reward_of(settings, {**model, **judge}),
+            time_limit=section.time_limit,
+            batch_limit=section.batch_time_limit,
+            workers=section.workers,
         ) as runner,
         EarlyRewardRunner(runner, tokenizer, early=section.overlap) as early,
     ):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import attrs
 import tyro
 
-from fppo._errors import did_you_mean
+from fppo._errors import RunFailed, did_you_mean
 from fppo.settings import ablate as settings_ablate
 from fppo.settings import files
 from fppo.settings import plan as settings_plan
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = "" if show or isinstance(error, files.SettingsError) else f"\n({TRACEBACK} shows where)"
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         print(f"fppo {name}: {error}{notes}{hint}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, RunFailed) else 2
 
 
 def _is_abandoned() -> bool:

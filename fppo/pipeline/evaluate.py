@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fppo import metrics
 from fppo.batch import Prompts, Scored
 from fppo.metrics import Metrics
 from fppo.pipeline.program import RunState
@@ -11,17 +12,23 @@ from fppo.pipeline.stages import ScoreFn
 from fppo.rewards import summarize
 from fppo.rollout.engine import Ask, Engine, Sampling
 
+FAILED = ("errors", "timeouts")
+
 
 def evaluate(
     run: RunState, *, batches: Iterable[Prompts], engine: Engine, sampling: Sampling, score: ScoreFn
 ) -> Metrics:
-    """The held-out metrics of the policy: mean, best@k and majority@k of its scores, by source.
+    """The held-out metrics of the policy: mean, best@k and majority@k of its scores, by source; val-aux/errors and
+    val-aux/timeouts are the responses that could not be scored.
 
     Draws depend on the run's key and the prompt, not on the step, so evaluations differ by the policy alone.
     """
     scored: list[Scored] = []
+    reports: list[Metrics] = []
     for number, prompts in enumerate(batches):
         key = run.key.fold("evaluate", number)
         rollout = engine.generate(run.actor.params, Ask(prompts, sampling, key, version=run.actor.step))
-        scored.append(score(rollout)[0])
-    return summarize(scored, n=sampling.n)
+        rows, report = score(rollout)
+        scored.append(rows)
+        reports.append({f"val-aux/{name}": report[f"reward/{name}"] for name in FAILED if f"reward/{name}" in report})
+    return summarize(scored, n=sampling.n) | metrics.merge(*reports)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from fppo import metrics
+from fppo._errors import RunFailed
 from fppo.batch import Experience, Scored
 from fppo.data.cursor import DataCursor
 from fppo.metrics import Metrics
 from fppo.pipeline.agreement import problems
 from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.timing import timed
+from fppo.steps.train_state import Params
 from fppo.tree import replace
 
 
@@ -24,7 +26,8 @@ def ppo_step(
     the memory of `run`'s actor and critic. rollout/lag is how many updates the policy has had since it sampled.
 
     Raises ValueError for a run with a critic whose program never updates it, for stages that are bound to what does not
-    go together (`agreement.problems`).
+    go together (`agreement.problems`), and RunFailed, which is one too, where all of a model's first updates were
+    skipped.
     """
     if wrong := problems(program):
         raise ValueError("\n".join(wrong))
@@ -45,13 +48,32 @@ def ppo_step(
     if critic is not None and program.update_critic is not None:
         update = timed("update_critic", program.update_critic)
         critic, report = update(critic, experience, key=key.fold("critic"), donate=donate)
+        _check_updates("critic", run.critic.step, replace(run, critic=critic), report)
         reports.append(report)
     if run.step >= program.critic_warmup:
         update = timed("update_actor", program.update_actor)
         actor, report = update(actor, experience, key=key.fold("actor"), donate=donate)
+        _check_updates("actor", run.actor.step, replace(run, actor=actor, critic=critic), report)
         reports.append(report)
     after = replace(run, actor=actor, critic=critic, kl=kl, cursor=cursor, step=run.step + 1, ahead=run.ahead[1:])
     return after, experience, metrics.merge(*reports)
+
+
+def _check_updates(role: str, before: int, after: RunState, report: Metrics) -> None:
+    """Raises RunFailed if these were the model's first updates (`before` there were 0), and no gradient was finite."""
+    skipped = report.get(f"{role}/skipped")
+    if before or not isinstance(skipped, metrics.Mean) or skipped.total < skipped.count:
+        return
+    models = {"actor": after.actor.params, "critic": after.critic and after.critic.params, "reference": after.ref}
+    bad = [f"{name} of the {each}" for each, params in models.items() for name in _not_finite(params or {})]
+    cause = "all parameters are finite: look at the loss, the advantages and returns, and the compute dtype"
+    if bad:
+        cause = f"{len(bad)} parameters are not finite either, first {bad[0]}: start from another model"
+    raise RunFailed(f"the {role} cannot learn: its first updates were all skipped, as no gradient was finite; {cause}")
+
+
+def _not_finite(params: Params) -> list[str]:
+    return [name for name, x in params.items() if not x.isfinite().all()]
 
 
 def sample(run: RunState, *, program: Program, draw: Draw) -> tuple[Scored, DataCursor, Metrics]:

@@ -54,6 +54,7 @@ class EarlyRewardRunner:
         self._queue: deque[_Row] = deque()
         self._open: Counter[Hashable] = Counter()  # finished, and without outcomes yet
         self._done: dict[Hashable, list[list[Outcome]]] = defaultdict(list)  # one outcome for each early term
+        self._patience = [self._runner.patience() for _ in self._early]
         self._error: BaseException | None = None
 
     def __enter__(self) -> EarlyRewardRunner:
@@ -100,6 +101,7 @@ class EarlyRewardRunner:
             [_key(s.prompt_tokens, s.response_tokens, s.finish, s.ground_truth, s.extras) for s in samples]
         )
         left = [number for number in range(len(samples)) if number not in early]
+        patience = self._patience
         outcomes: Outcomes = {}
         for term in self.terms:
             if term.kind == "tensor":
@@ -108,7 +110,8 @@ class EarlyRewardRunner:
                 outcomes[term.name] = self._runner.outcomes_of(term, samples)
                 continue
             place = self._early.index(term)
-            late = self._runner.outcomes_of(term, [samples[number] for number in left])
+            rest = [samples[number] for number in left]
+            late = self._runner.outcomes_of(term, rest, patience[place] if early else None)
             whole = {number: each[place] for number, each in early.items()} | dict(zip(left, late, strict=True))
             outcomes[term.name] = [whole[number] for number in range(len(samples))]
         return outcomes
@@ -143,13 +146,14 @@ class EarlyRewardRunner:
                 self._changed.wait_for(lambda: self._closed or self._queue)
                 if self._closed:
                     return
-                rows, rollout = list(self._queue), self._rollout
+                rows, rollout, patience = list(self._queue), self._rollout, self._patience
                 self._queue.clear()
             outcomes: list[list[Outcome]] = []
             problem = None
             try:
                 samples = [row.sample() for row in rows]
-                columns = [self._runner.outcomes_of(term, samples) for term in self._early]
+                terms = zip(self._early, patience, strict=True)
+                columns = [self._runner.outcomes_of(term, samples, left) for term, left in terms]
                 outcomes = [list(each) for each in zip(*columns, strict=True)]
             except BaseException as error:  # for the thread that asks for outcomes
                 problem = error

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from fppo._errors import RunFailed
 from fppo.rewards.functions import Reward, Term, as_sum
 from fppo.workers.runner import FunctionRunner
 from fppo.workers.sample import Outcome, Sample
@@ -56,6 +57,7 @@ class RewardRunner(FunctionRunner):
         reward: Reward,
         *,
         time_limit: float = 10.0,
+        batch_limit: float | None = None,
         workers: int = 1,
         concurrency: int = 64,
         start_limit: float = 120.0,
@@ -65,6 +67,7 @@ class RewardRunner(FunctionRunner):
             self.terms,
             role="reward",
             time_limit=time_limit,
+            batch_limit=batch_limit,
             workers=workers,
             concurrency=concurrency,
             start_limit=start_limit,
@@ -153,3 +156,14 @@ def log_failures(failures: Sequence[Failure], count: int) -> None:
             first.number,
             first.text,
         )
+
+
+def check_failures(failures: Sequence[Failure], count: int) -> None:
+    """Raises RunFailed, a ValueError, for a function that failed on all of `count` samples."""
+    for term in dict.fromkeys(failure.term for failure in failures):
+        mine = [failure for failure in failures if failure.term == term]
+        if len(mine) == count:
+            raise RunFailed(
+                f"the reward {term!r} failed on every one of the first {count} responses, so there is nothing to learn "
+                f"from; the first: {mine[0].text}"
+            )

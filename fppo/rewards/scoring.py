@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fppo.rewards.functions import Term
-from fppo.rewards.runner import Runner
+from fppo.rewards.runner import Runner, check_failures
 from fppo.workers.sample import Sample
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ def score(rollout: Rollout, *, reward: Runner, tokenizer: Any) -> tuple[Scored, 
     `named_scores` holds every term, unweighted, and the further numbers that functions returned: by their own names if
     the reward is one function, else as "term/name". If functions name answers, `extras` hold them as
     "extracted_answer". The metrics count samples that failed as reward/errors and reward/timeouts; they score 0 and are
-    logged. Raises ValueError for results that are no scores.
+    logged. Raises ValueError for results that are no scores, and RunFailed, which is one too, for a function that fails
+    on every row of a policy that has had no update (whose `versions` are 0): the fault is not the responses'.
     """
     import torch
 
@@ -32,6 +33,8 @@ def score(rollout: Rollout, *, reward: Runner, tokenizer: Any) -> tuple[Scored, 
 
     device = rollout.tokens.device
     results = reward.run(samples_of(rollout, tokenizer), rollout.groups.tolist())
+    if results.failures and not rollout.versions.any():
+        check_failures(results.failures, len(rollout.tokens))
     scores = {name: torch.tensor(column, dtype=torch.float64) for name, column in results.scores.items()}
     noted: Metrics = {}
     for term in reward.terms:

@@ -96,6 +96,14 @@ LINES: tuple[Line, ...] = (
 )
 
 
+# what went wrong in a step, shown where it is not 0: responses that got no score, a part of the updates
+FAILURES: tuple[Line, ...] = (
+    ("no score", ("reward/errors", "reward/timeouts"), lambda x: f"{x:.0f}"),
+    ("actor skipped", ("actor/skipped",), lambda x: f"{x:.0%}"),
+    ("critic skipped", ("critic/skipped",), lambda x: f"{x:.0%}"),
+)
+
+
 def summary(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """(label, number) of what the console shows of a step; what was not logged is left out."""
     shown = []
@@ -103,6 +111,9 @@ def summary(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         values = [metrics[name] for name in names if metrics.get(name) is not None]
         if values:
             shown.append((label, write(values[0])))
+    for label, names, write in FAILURES:
+        if total := sum(metrics.get(name) or 0.0 for name in names):
+            shown.append((label, write(total)))
     return shown + [(name, f"{metrics[name]:.3f}") for name in held_out(metrics)]
 
 

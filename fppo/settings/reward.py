@@ -81,6 +81,8 @@ class RewardSettings:
     """A factor for each function; none: 1 for each."""
     time_limit: float = setting(10.0, above(0))
     """Seconds that scoring one response may take; then it scores 0 and is counted."""
+    batch_time_limit: float | None = setting(None, above(0))
+    """Seconds a process may lose to late calls of a batch; then these get a tenth, then none; None: 60 or 6 limits."""
     workers: int = setting(1, at_least(1))
     """Processes that run the reward functions."""
     pattern: str | None = setting(None)

@@ -8,11 +8,14 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
+import attrs
+
 from fppo.runtime.clock import Clock
 from fppo.workers.sample import Kind, Outcome, Sample, UserFn, outcome_of
 
 OnOutcome = Callable[[int, Outcome], None]
 _LOOK = 0.5  # seconds between two looks at the clock, at most
+_SHORTEST = 1.0  # seconds that a call has, however long others took, unless its time limit is less
 
 
 class Mode(NamedTuple):
@@ -21,7 +24,39 @@ class Mode(NamedTuple):
     kind: Kind
     asynchronous: bool
     time_limit: float  # seconds for each coroutine
+    batch_limit: float  # see `Patience`, for coroutines that run one at a time
     concurrency: int  # coroutines at a time
+
+
+@attrs.define
+class Patience:
+    """How long calls on one batch may take: `time_limit` seconds each, until `batch_limit` seconds in all have gone to
+    calls that took longer; then a tenth of it, but a second at least. Once as long again has gone, it is used up."""
+
+    time_limit: float
+    batch_limit: float
+    lost: float = 0.0
+
+    @property
+    def limit(self) -> float:
+        """Seconds that the next call may take."""
+        if self.lost < self.batch_limit:
+            return self.time_limit
+        return min(self.time_limit, max(self.time_limit / 10, _SHORTEST))
+
+    @property
+    def used_up(self) -> bool:
+        """Whether no further call is to be made."""
+        return self.lost >= 2 * self.batch_limit
+
+    def overdue(self, limit: float) -> Outcome:
+        """What becomes of a sample whose call took longer than `limit`, which is lost."""
+        self.lost += limit
+        return Outcome("timeout", text=f"no result within {limit:g} s")
+
+    def given_up(self) -> Outcome:
+        """What becomes of a sample that is not called any more."""
+        return Outcome("timeout", text=f"not called: others of its batch have run out of time for {self.lost:g} s")
 
 
 def call(
@@ -103,13 +138,15 @@ def _outcomes(results: Any, count: int) -> list[Outcome]:
 
 async def _gather(fn: UserFn, samples: Sequence[Sample], mode: Mode, on_outcome: OnOutcome) -> None:
     turns = asyncio.Semaphore(mode.concurrency)
+    patience = Patience(mode.time_limit, mode.batch_limit * mode.concurrency)
 
     async def one(number: int, sample: Sample) -> None:
         async with turns:
+            limit = patience.limit
             try:
-                outcome = outcome_of(await _within(fn(sample), mode.time_limit))
+                outcome = patience.given_up() if patience.used_up else outcome_of(await _within(fn(sample), limit))
             except TimeoutError:
-                outcome = Outcome("timeout", text=f"no result within {mode.time_limit:g} s")
+                outcome = patience.overdue(limit)
             except (Exception, SystemExit) as error:
                 outcome = _error(error)
         on_outcome(number, outcome)

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 import attrs
 
 from fppo.runtime.clock import Clock
-from fppo.workers.calls import Mode
+from fppo.workers.calls import Mode, Patience
 from fppo.workers.sample import Outcome, Sample, UserFn
 
 _START = (
@@ -41,6 +41,7 @@ class _Worker:
     process: subprocess.Popen[bytes]
     connection: Connection
     deadline: float  # of the pool's clock; until then it has to send something
+    limit: float = 0.0  # seconds that its call may take
     ready: bool = False
     task: _Task | None = None
     open: list[int] = attrs.field(factory=list)  # the task's samples without an outcome, in order
@@ -53,6 +54,7 @@ class _Run:
     function: int
     mode: Mode
     samples: Sequence[Sample]
+    patience: Patience
     pending: deque[_Task]
     outcomes: dict[int, Outcome] = attrs.field(factory=dict)
 
@@ -69,13 +71,12 @@ class WorkerPool:
         functions: Sequence[tuple[str, UserFn]],
         *,
         workers: int,
-        time_limit: float,
         start_limit: float,
         role: str = "reward",
     ) -> None:
         self._names = f"{role} {', '.join(name for name, _ in functions)}"
         self._functions = pickle.dumps([_portable(name, fn, role) for name, fn in functions])
-        self._count, self._time_limit, self._start_limit = workers, time_limit, start_limit
+        self._count, self._start_limit = workers, start_limit
         self._clock = Clock(2 * _LOOK)
         self._workers: list[_Worker] = []
         self._closed = 0  # how often
@@ -96,9 +97,11 @@ class WorkerPool:
         if starter is not None:
             starter.shutdown(wait=False)
 
-    def run(self, function: int, mode: Mode, samples: Sequence[Sample]) -> list[Outcome]:
-        """The outcome of function number `function` on every sample. An interruption leaves no process behind."""
-        run, closed = _Run(function, mode, samples, deque(_tasks(len(samples), mode, self._count))), self._closed
+    def run(self, function: int, mode: Mode, samples: Sequence[Sample], patience: Patience) -> list[Outcome]:
+        """The outcome of function number `function` on every sample, with the patience that is left for their batch. An
+        interruption leaves no process behind."""
+        tasks = deque(_tasks(len(samples), mode, self._count))
+        run, closed = _Run(function, mode, samples, patience, tasks), self._closed
         try:
             while len(run.outcomes) < len(samples) or any(w.task is not None for w in self._workers):
                 if self._closed != closed:
@@ -130,6 +133,9 @@ class WorkerPool:
         return _Worker(process, ours, self._clock.now() + self._start_limit)
 
     def _assign(self, run: _Run) -> None:
+        if run.patience.used_up:
+            run.outcomes |= {number: run.patience.given_up() for task in run.pending for number in task}
+            run.pending.clear()
         busy = sum(w.task is not None for w in self._workers)
         while len(self._workers) < min(self._count, len(run.pending) + busy):
             self._workers.append(self._started())
@@ -145,7 +151,7 @@ class WorkerPool:
                 continue
             run.pending.popleft()
             worker.task, worker.open = task, list(task)
-            worker.deadline = self._deadline(run.mode)
+            self._await(worker, run)
 
     def _replace(self, worker: _Worker) -> None:
         self._drop(worker)
@@ -155,9 +161,11 @@ class WorkerPool:
         self._workers.remove(worker)
         _kill(worker)
 
-    def _deadline(self, mode: Mode) -> float:
-        slack = _SLACK if mode.asynchronous and mode.kind == "sample" else 0.0
-        return self._clock.now() + self._time_limit + slack
+    def _await(self, worker: _Worker, run: _Run) -> None:
+        """Gives a worker until its next call has to be done, or until coroutines have to end by themselves."""
+        slack = _SLACK if run.mode.asynchronous and run.mode.kind == "sample" else 0.0
+        worker.limit = run.patience.limit
+        worker.deadline = self._clock.now() + worker.limit + slack
 
     def _wait(self, run: _Run) -> None:
         waiting = [w for w in self._workers if w.task is not None or not w.ready]
@@ -187,7 +195,7 @@ class WorkerPool:
                 case (int(number), outcome) if worker.task is not None:
                     run.outcomes[worker.task[number]] = Outcome(*outcome)
                     worker.open.remove(worker.task[number])
-            worker.deadline = self._deadline(run.mode)
+            self._await(worker, run)
             if not worker.connection.poll(0):
                 return
 
@@ -202,7 +210,7 @@ class WorkerPool:
     def _overdue(self, worker: _Worker, run: _Run) -> None:
         if not worker.ready:
             raise ValueError(f"the {self._names} did not load within {self._start_limit:g} s")
-        self._give_up(worker, run, Outcome("timeout", text=f"no result within {self._time_limit:g} s"))
+        self._give_up(worker, run, run.patience.overdue(worker.limit))
 
     def _give_up(self, worker: _Worker, run: _Run, outcome: Outcome) -> None:
         """Kills a worker. The sample that it was at gets `outcome`; where that is not known, halves are tried again."""

@@ -7,9 +7,11 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol, Self
 
-from fppo.workers.calls import Mode, call
+from fppo.workers.calls import Mode, Patience, call
 from fppo.workers.pool import WorkerPool
 from fppo.workers.sample import Kind, Outcome, Sample, UserFn
+
+CALLS, LEAST = 6, 60.0  # late calls, and seconds, that a process may lose on a batch by default, whichever is more
 
 
 class Function(Protocol):
@@ -31,9 +33,11 @@ class FunctionRunner:
     """Functions, ready to be called; close it, or use it in a `with` statement.
 
     Inline functions run in this process, where nothing stops them. All others run in `workers` processes, which are
-    killed and started again when one call takes more than `time_limit` seconds, in Python or C. Coroutines run up to
-    `concurrency` at a time. Loading the functions may take `start_limit` seconds. `role` is what errors call them.
-    Several threads may call: the processes serve one at a time.
+    killed and started again when one call takes more than `time_limit` seconds, in Python or C. Once calls on one batch
+    have run out of time for `batch_limit` seconds in each process, the others have a tenth of that time (a second at
+    least), and after as long again they are not made. Coroutines run up to `concurrency` at a time. Loading the
+    functions may take `start_limit` seconds. `role` is what errors call them. Several threads may call: the processes
+    serve one at a time.
     """
 
     def __init__(
@@ -42,20 +46,24 @@ class FunctionRunner:
         *,
         role: str,
         time_limit: float,
+        batch_limit: float | None = None,
         workers: int,
         concurrency: int,
         start_limit: float,
     ) -> None:
-        if not time_limit > 0 or workers < 1 or concurrency < 1:
+        batch_limit = max(LEAST, CALLS * time_limit) if batch_limit is None else batch_limit
+        if not (time_limit > 0 and batch_limit > 0) or workers < 1 or concurrency < 1:
             raise ValueError(
-                f"time_limit = {time_limit}, workers = {workers}, concurrency = {concurrency}: all must be above 0"
+                f"time_limit = {time_limit}, batch_limit = {batch_limit}, workers = {workers}, "
+                f"concurrency = {concurrency}: all must be above 0"
             )
-        self._time_limit, self._concurrency = time_limit, concurrency
+        self._time_limit, self._batch_limit, self._concurrency = time_limit, batch_limit, concurrency
+        self._workers = workers
         outside = [(function.name, function.fn) for function in functions if not function.inline]
         self._numbers = {name: number for number, (name, _) in enumerate(outside)}
         self._pool, self._one_at_a_time = None, threading.Lock()
         if outside:
-            self._pool = WorkerPool(outside, workers=workers, time_limit=time_limit, start_limit=start_limit, role=role)
+            self._pool = WorkerPool(outside, workers=workers, start_limit=start_limit, role=role)
 
     def start(self) -> None:
         """Starts the worker processes ahead of the first call, without waiting for them."""
@@ -74,14 +82,21 @@ class FunctionRunner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def outcomes_of(self, function: Function, samples: Sequence[Sample]) -> list[Outcome]:
-        """What became of every sample with one of the functions."""
-        mode = Mode(function.kind, function.asynchronous, self._time_limit, self._concurrency)
+    def patience(self) -> Patience:
+        """What the processes may lose on one batch that comes in parts, fresh."""
+        return Patience(self._time_limit, self._batch_limit * self._workers)
+
+    def outcomes_of(
+        self, function: Function, samples: Sequence[Sample], patience: Patience | None = None
+    ) -> list[Outcome]:
+        """What became of every sample with one of the functions. Without `patience` they are a batch of their own."""
+        limits = self._time_limit, self._batch_limit, self._concurrency
+        mode = Mode(function.kind, function.asynchronous, *limits)
         if not samples:
             return []
         if self._pool is not None and not function.inline:
             with self._one_at_a_time:
-                return self._pool.run(self._numbers[function.name], mode, samples)
+                return self._pool.run(self._numbers[function.name], mode, samples, patience or self.patience())
         outcomes: dict[int, Outcome] = {}
         with asyncio.Runner() as loop:
             call(function.fn, samples, mode, loop, outcomes.__setitem__, _nothing)

@@ -73,10 +73,10 @@ class Watched(rewards.RewardRunner):
 
     late = 0
 
-    def outcomes_of(self, term, samples):
+    def outcomes_of(self, term, samples, patience=None):
         if threading.current_thread().name != "early rewards":
             self.late += len(samples)
-        return super().outcomes_of(term, samples)
+        return super().outcomes_of(term, samples, patience)
 
 
 MANY = rewards.weighted_sum(
@@ -133,6 +133,25 @@ def test_timeouts_and_deaths_are_those_of_the_plain_judgement():
         expected, actual = both(runner, sampled, asked, [2, 0, 3])
     assert actual == expected
     assert [failure.kind for failure in actual.failures] == ["timeout", "error"]
+
+
+def test_parts_of_a_rollout_share_its_patience():
+    """Rows that come one by one are one batch to the limit of the batch; another rollout is another batch."""
+    sampled, asked = words(["p", "q"], ["sleep", "sleep", "sleep", "sleep"])
+    with (
+        rewards.RewardRunner(functions.by_response, time_limit=1.0, batch_limit=1.0) as runner,
+        EarlyRewardRunner(runner, Letters()) as early,
+    ):
+        for _ in range(2):
+            on_finished = early.make_on_finished(asked, N)
+            for row in range(3):
+                report(on_finished, sampled, [row])
+                time.sleep(0.3)
+            failures = early.run(rewards.samples_of(sampled, Letters())).failures
+            assert [failure.text.partition(":")[0] for failure in failures] == [
+                *["no result within 1 s"] * 2,
+                *["not called"] * 2,
+            ]
 
 
 def test_faults_are_raised_where_the_plain_judgement_raises_them():

@@ -18,6 +18,7 @@ import pytest
 
 from fppo.rewards import RewardRunner, inline_reward, weighted_sum
 from fppo.runtime import clock
+from fppo.workers.calls import Patience
 from tests.rewards import functions
 from tests.rewards.samples import sample, samples
 
@@ -88,6 +89,42 @@ def test_hangs_are_bounded_in_python_and_in_c(hang):
         ((term, number, kind, text),) = results.failures
         assert (term, number, kind, text) == ("by_response", 1, "timeout", "no result within 3 s")
         assert runner.run(samples("")).scores["by_response"] == [1.0]
+
+
+def test_calls_have_less_time_and_then_none_where_others_of_the_batch_ran_out_of_it():
+    patience, texts = Patience(time_limit=20.0, batch_limit=50.0), []
+    while not patience.used_up:
+        texts.append(patience.overdue(patience.limit).text)
+    assert texts == ["no result within 20 s"] * 3 + ["no result within 2 s"] * 20
+    assert patience.given_up().kind == "timeout"
+    assert patience.given_up().text == "not called: others of its batch have run out of time for 100 s"
+    short, shorter = Patience(time_limit=4.0, batch_limit=1.0), Patience(time_limit=0.5, batch_limit=1.0)
+    for each in (short, shorter):
+        each.overdue(1.0)
+    assert (short.limit, shorter.limit) == (1.0, 0.5)
+
+
+@pytest.mark.parametrize("fn", [functions.by_response, functions.batch_lengths])
+def test_a_batch_of_hanging_calls_is_given_up(fn):
+    """Not the samples of the next one."""
+    with RewardRunner(fn, time_limit=1.0, batch_limit=1.5) as runner:
+        texts = [failure.text for failure in runner.run(samples(*["sleep"] * 8)).failures]
+        lost = 3 if fn is functions.by_response else 0  # of a function of the batch no call was on one sample
+        given_up = "not called: others of its batch have run out of time for 3 s"
+        assert texts == [*["no result within 1 s"] * lost, *[given_up] * (8 - lost)]
+        again = runner.run(samples("a", "b"))
+        assert again.failures == ()
+
+
+def test_coroutines_of_a_batch_are_given_up_too():
+    with RewardRunner(functions.coroutine, time_limit=2.0, batch_limit=2.0, concurrency=1) as runner:
+        results = runner.run(samples(*["wait"] * 5))
+    assert [failure.text for failure in results.failures] == [
+        "no result within 2 s",
+        "no result within 1 s",
+        "no result within 1 s",
+        *["not called: others of its batch have run out of time for 4 s"] * 2,
+    ]
 
 
 def test_a_worker_that_dies_is_started_again():
@@ -284,7 +321,7 @@ def test_a_reward_that_does_not_load_is_an_error(tmp_path, monkeypatch):
 
 
 def test_limits_are_checked():
-    for limits in ({"time_limit": 0}, {"workers": 0}, {"time_limit": float("nan")}):
+    for limits in ({"time_limit": 0}, {"workers": 0}, {"time_limit": float("nan")}, {"batch_limit": 0}):
         with pytest.raises(ValueError, match="above 0"):
             RewardRunner(functions.length, **limits)
 

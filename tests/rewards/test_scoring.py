@@ -60,6 +60,24 @@ def test_scores_and_metrics():
     assert batch.num_rows(scored) == 3
 
 
+def refuses(rows: Sample) -> float:
+    raise RuntimeError("no server")
+
+
+def test_a_function_that_fails_on_all_rows_of_the_first_policy_is_an_error():
+    """A later one has shown that it can score: such rows are counted."""
+    rows = rollout(["q"] * 3, ["aeb", "b", "a"], [None] * 3)
+    both = rewards.weighted_sum({"v": vowels, "r": refuses})
+    with pytest.raises(
+        ValueError, match=r"the reward 'r' failed on every one of the first 3 .*RuntimeError: no server"
+    ):
+        score(rows, both)
+    later = batch.extend(type(rows), rows, versions=torch.tensor([0, 0, 1]))
+    scored, report = score(later, both)
+    assert scored.scores.tolist() == [2.0, 0.0, 1.0]
+    assert metrics.report(report)["reward/errors"] == 3
+
+
 @rewards.tensor_reward
 def row_numbers(rows) -> torch.Tensor:
     return rows.row_ids.double()
@@ -191,7 +209,9 @@ def test_a_batch_on_which_a_reward_failed_has_scored_0_by_every_name():
             raise RuntimeError("no")
         return {"score": 1.0, "format": 2.0}
 
-    records = [score(rollout(["q"] * 2, words, list("ab")), picky)[0] for words in (["x", "x"], ["a", "b"])]
+    rows = [rollout(["q"] * 2, words, list("ab")) for words in (["x", "x"], ["a", "b"])]
+    later = [batch.extend(type(each), each, versions=torch.ones(2, dtype=torch.int64)) for each in rows]
+    records = [score(each, picky)[0] for each in later]
     for order in (records, records[::-1]):
         actual = metrics.report(rewards.summarize(order, n=1))
         assert actual["val-core/letters/reward/mean@1"] == 0.5
