@@ -31,11 +31,17 @@ def _mix_tensor(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
+def _of_64_bits(key: object, field: object, seed: int) -> None:
+    del key, field
+    if not 0 <= seed <= _MASK:
+        raise ValueError(f"seed = {seed}: must be 0 to 2**64 - 1; what is beyond would give the draws of another seed")
+
+
 @attrs.frozen
 class Key:
-    """A seed of 64 bits, as a value."""
+    """A seed of 64 bits, as a value. Raises ValueError for one of more."""
 
-    seed: int
+    seed: int = attrs.field(validator=_of_64_bits)
 
     def fold(self, *data: int | str) -> Key:
         """The key of a place below this one; each of `data` names one level."""

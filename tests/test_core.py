@@ -166,6 +166,13 @@ def test_draws_are_uniform_and_uncorrelated():
         assert (centred * other).mean().abs() < 5 / 12 / 400
 
 
+@pytest.mark.parametrize("seed", [1 << 64, -1])
+def test_a_seed_beyond_64_bits_is_refused(seed):
+    with pytest.raises(ValueError, match=r"seed = .* must be 0 to 2\*\*64 - 1"):
+        Key(seed)
+    Key((1 << 64) - 1).uniform(torch.arange(2), 2)
+
+
 def test_neighbouring_seeds_share_no_numbers():
     draws = [set(Key(seed).uniform(torch.arange(64), 8).flatten().tolist()) for seed in range(4)]
     assert len(set.union(*draws)) == 4 * 64 * 8

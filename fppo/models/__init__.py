@@ -5,7 +5,7 @@ from fppo.models.init import as_critic, init_params
 from fppo.models.load import load
 from fppo.models.model import Model, attention_needs, build, packed_attention, padded_attention
 from fppo.models.run import bind, call_layer, forward, hidden_states
-from fppo.models.save import save
+from fppo.models.save import check_replaceable, save, save_config
 
 __all__ = [
     "Head",
@@ -16,6 +16,7 @@ __all__ = [
     "build",
     "call_layer",
     "check_head",
+    "check_replaceable",
     "forward",
     "hidden_states",
     "init_params",
@@ -24,4 +25,5 @@ __all__ = [
     "packed_attention",
     "padded_attention",
     "save",
+    "save_config",
 ]

@@ -20,6 +20,7 @@ from fppo.runtime import fsdp
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, device_of, gather_objects, is_first
 
 DEFAULT_SHARD_BYTES = 2 << 30
+CONTENTS = "fppo_files.json"  # names all files of an export, so that the next one knows what it may replace
 
 
 @torch.no_grad()
@@ -36,19 +37,22 @@ def save(
     """Writes parameters as a directory that transformers loads: AutoModelForCausalLM, or for a value head
     AutoModelForTokenClassification with one label where the family has that class.
 
-    It is written beside `directory` first and takes its place at the end. Every rank of the mesh calls it, and the
+    It is written beside `directory` first and takes its place at the end: of nothing, of an empty directory, or of what
+    was saved there before, as `check_replaceable` has it. Every rank of the mesh calls it, and the
     first one writes; on a mesh that is `mesh.sharded` `params` are shards. They are gathered one by one, so beyond its
     shards no rank holds more than one parameter, and the first one no more than a file of `max_shard_bytes` besides.
-    All ranks return when it is written, or fail with the first one. Raises ValueError if `params` do not fit.
+    All ranks return when it is written, or fail with the first one. Raises ValueError if `params` do not fit, or if
+    there is something else at `directory`.
     """
     _check(model, params, mesh)
     params = {name: x.detach() for name, x in params.items()}
     chosen = plan(model, {name: x.dtype for name, x in params.items()}, max_shard_bytes)
-    target = Path(directory)
+    target = Path(directory).resolve()
     beside = target.with_name(f".{target.name}.{os.getpid()}.partial")
     device = device_of(params)
 
     def prepare() -> None:
+        check_replaceable(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(beside, ignore_errors=True)
         chosen.write_config(beside)
@@ -60,6 +64,8 @@ def save(
         for extra in (tokenizer, generation_config):
             if extra is not None:
                 extra.save_pretrained(beside)
+        _complete(beside)
+        check_replaceable(target)  # again: writing takes a while
         _take_place(beside, target)
 
     try:
@@ -70,6 +76,28 @@ def save(
     finally:
         if is_first(mesh):
             shutil.rmtree(beside, ignore_errors=True)
+
+
+def save_config(
+    model: Model, directory: str | os.PathLike[str], *, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """Writes all of a model but its parameters: the config, a custom model's code, the tokenizer.
+
+    `build` makes the model again of it. Raises ValueError as `save` does for what is in its way.
+    """
+    target = Path(directory).resolve()
+    check_replaceable(target)
+    beside = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        plan(model, dict.fromkeys(model.shapes, torch.float32), DEFAULT_SHARD_BYTES).write_config(beside)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(beside)
+        _complete(beside)
+        _take_place(beside, target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _check(model: Model, params: Params, mesh: Mesh) -> None:
@@ -127,6 +155,48 @@ def _own(x: Tensor, whole: Params, mesh: Mesh) -> Tensor:
     """`x` on the host, contiguous; if it was cut out of gathered parameters, in memory of its own, to free those."""
     piece = mesh.sharded and all(x is not each for each in whole.values())
     return x.to("cpu", copy=piece, memory_format=torch.contiguous_format).contiguous()
+
+
+def check_replaceable(directory: str | os.PathLike[str]) -> None:
+    """Raises ValueError unless `save` may write to the directory: it is not there, or empty, or holds a model that
+    `save` has written, and nothing else."""
+    target = Path(directory)
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise ValueError(f"{target} is a file, which a model does not replace; give a new directory")
+    saved = _saved(target)
+    others = sorted(_files(target) - saved if saved else (path.name for path in target.iterdir()))
+    if others:
+        shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        raise ValueError(
+            f"{target} holds {shown}, which saving a model would delete; give a new or empty directory, or one that "
+            "holds an earlier export and nothing else"
+        )
+
+
+def _files(directory: Path) -> set[str]:
+    """The paths below a directory, but for those of directories."""
+    paths = [path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return {path.relative_to(directory).as_posix() for path in paths}
+
+
+def _saved(directory: Path) -> set[str]:
+    """What `save` has written to the directory, by its own list."""
+    try:
+        return {CONTENTS, *json.loads((directory / CONTENTS).read_text(encoding="utf-8"))["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def _complete(directory: Path) -> None:
+    """Lists what was written, and gives every file the mode that the umask asks for: safetensors gives 0600."""
+    text = json.dumps({"files": sorted(_files(directory))}, indent=1) + "\n"
+    (directory / CONTENTS).write_text(text, encoding="utf-8")
+    mode = (directory / CONTENTS).stat().st_mode & 0o666
+    for file in directory.rglob("*"):
+        if file.is_file():
+            file.chmod(mode)
 
 
 def _take_place(beside: Path, target: Path) -> None:

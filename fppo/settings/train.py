@@ -295,7 +295,7 @@ class TrainSettings:
 
     output_dir: str = setting("runs/fppo", nonempty("give a directory for what the run writes"))
     """The directory for everything that the run writes."""
-    seed: int = setting(0, at_least(0))
+    seed: int = setting(0, at_least(0), at_most(2**64 - 1))
     """What every random draw of the run follows from."""
     steps: int = setting(100, at_least(1))
     """Steps of the run: each samples one batch and updates on it."""

@@ -1,11 +1,13 @@
 """What is saved is what transformers loads, and what is loaded is what was saved."""
 
 import json
+import os
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -65,6 +67,63 @@ def test_saving_again_replaces_all(tmp_path):
     assert GenerationConfig.from_pretrained(tmp_path / "m").max_new_tokens == 3
     assert len(list((tmp_path / "m").glob("*.safetensors"))) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def _all_of(directory):
+    return {path: path.is_file() and path.read_bytes() for path in directory.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    "there", ["a file", "notes", "a run", "notes in an export", "another's model", "a damaged list"]
+)
+def test_only_an_earlier_save_is_replaced(tmp_path, there):
+    model, params = make("llama", dtype=FLOATS)
+    target = tmp_path / "m"
+    if there == "a file":
+        target.write_text("mine")
+    elif there == "another's model":
+        plain(model, params).save_pretrained(target)
+    elif there in ("notes in an export", "a damaged list"):
+        models.save(model, params, target)
+        (target / "sub").mkdir()
+        (target / ("fppo_files.json" if there == "a damaged list" else "sub/notes.txt")).write_text("mine")
+    else:
+        (target / "checkpoints").mkdir(parents=True)
+        (target / "checkpoints" / "notes.txt").write_text("mine")
+    before = _all_of(tmp_path)
+    with pytest.raises(ValueError, match="a file, which a model does not replace|which saving a model would delete"):
+        models.save(model, params, target)
+    assert _all_of(tmp_path) == before
+
+
+def test_an_empty_directory_and_an_earlier_save_behind_a_link_are_replaced(tmp_path):
+    model, params = make("llama", dtype=FLOATS)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "link").symlink_to("m")
+    for factor in (1, 2):
+        models.save(model, {name: x * factor for name, x in params.items()}, tmp_path / "link")
+        assert_same(models.load(tmp_path / "m")[1], {name: x * factor for name, x in params.items()})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "m"]
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_files_have_the_mode_of_the_umask(tmp_path):
+    model, params = make("llama", dtype=FLOATS)
+    before = os.umask(0o027)
+    try:
+        models.save(model, params, tmp_path / "m", max_shard_bytes=4000)
+    finally:
+        os.umask(before)
+    assert {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "m").iterdir()} == {"0o640"}
+
+
+def test_a_model_without_its_parameters_is_built_again(tmp_path):
+    for head in ("lm", "value"):
+        model, _ = make("llama", head=head, dtype=FLOATS)
+        models.save_config(model, tmp_path / head)
+        again = models.build(AutoConfig.from_pretrained(tmp_path / head), head)
+        assert dict(again.shapes) == dict(model.shapes)
+        assert list((tmp_path / head).glob("*.safetensors")) == []
 
 
 def test_a_failed_save_leaves_the_old_one(tmp_path):

@@ -89,6 +89,7 @@ def test_every_problem_of_file_and_result_is_named_at_once(tmp_path):
     ("text", "message"),
     [
         ("steps = = 3", "line 1"),
+        (f"seed = {1 << 64}", "seed = 18446744073709551616: must be 18446744073709551615 or less"),
         ("actor = 3", r"write \[actor\]"),
         ("[optimizer]\nlr = 3", "did you mean actor.optimizer or critic.optimizer|there are output_dir"),
         ("zzz = 3", "there are output_dir"),
