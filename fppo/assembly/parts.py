@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from fppo import data, models, tree
 from fppo.data import PromptSet
 from fppo.key import Key
-from fppo.models.model import Model, Params
+from fppo.models.model import HeadKind, Model, Params
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Engine
 from fppo.rollout.spread import FetchingEngine, SpreadEngine
@@ -82,6 +82,25 @@ def load_prompts(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, *,
     return prompts
 
 
+def bare_model(settings: TrainSettings, head: HeadKind = "lm") -> Model:
+    """The policy's model, or with a value head the critic's, without parameters: it takes only a config."""
+    section = settings.model
+    path = section.path if head == "lm" else section.critic_path or section.path
+    config = AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code)
+    return models.build(
+        config,
+        head,
+        compute_dtype=_compute_dtype(settings),
+        checkpoint_layers=section.checkpoint_layers,
+        trust_remote_code=section.trust_remote_code,
+    )
+
+
+def _compute_dtype(settings: TrainSettings) -> torch.dtype | None:
+    name = settings.model.compute_dtype
+    return None if name == "float32" else getattr(torch, name)
+
+
 def load_models(
     settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, key: Key, mesh: Mesh, device: torch.device
 ) -> tuple[Model, Params, Model | None, Params | None, Params | None]:
@@ -92,7 +111,7 @@ def load_models(
     section = settings.model
     load = partial(
         models.load,
-        compute_dtype=None if section.compute_dtype == "float32" else getattr(torch, section.compute_dtype),
+        compute_dtype=_compute_dtype(settings),
         checkpoint_layers=section.checkpoint_layers,
         trust_remote_code=section.trust_remote_code,
     )

@@ -11,7 +11,17 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fppo import data, rewards, tree
-from fppo.assembly.parts import device_of, engine_of, kernels_of, load_models, load_prompts, load_tokenizer
+from fppo.assembly.parts import (
+    bare_model,
+    check_attention,
+    check_heads,
+    device_of,
+    engine_of,
+    kernels_of,
+    load_models,
+    load_prompts,
+    load_tokenizer,
+)
 from fppo.assembly.program import Resources, functions_of, optimizers_of, program_of
 from fppo.assembly.rewards import reward_runner
 from fppo.assembly.turns import in_turns
@@ -24,6 +34,7 @@ from fppo.pipeline.evaluate import evaluate
 from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.train import Evaluate
 from fppo.rewards.distributed import SpreadRewardRunner
+from fppo.rewards.early import EarlyRewardRunner
 from fppo.rollout.engine import Engine, Sampling
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import Lane, to_host
@@ -93,22 +104,17 @@ def assemble(
     pad, lane = prompts.pad_token_id, Lane(device)
     optimizers = optimizers_of(settings, kernels, lane)
     run = _fresh(settings, key, params, critic, ref, optimizers)
-    with (
-        reward_runner(settings, tokenizer, sampling_mesh, device) as runner,
-        engine_of(settings, model, kernels, pad, sampling_mesh, lane) as alone,
-        in_turns(settings, alone, tokenizer, pad, sampling_mesh) as engine,
-    ):
-        score = partial(rewards.score, reward=SpreadRewardRunner(runner, sampling_mesh, device), tokenizer=tokenizer)
+    with _answering(settings, kernels, model, tokenizer, pad, sampling_mesh, lane) as answering:
         forward = Forward(model, kernels=kernels, mesh=mesh, remove_padding=settings.model.remove_padding)
         resources = Resources(
             forward=forward,
             critic=None if critic_model is None else attrs.evolve(forward, model=critic_model),
-            engine=engine,
+            engine=answering.engine,
             sampling=sampling,
             pad_token_id=pad,
             lane=lane,
-            runner=runner,
-            score=score,
+            runner=answering.runner,
+            score=answering.score,
             loss_fn=loss_fn,
             optimizers=optimizers,
             advantage=advantage,
@@ -117,13 +123,76 @@ def assemble(
             run=run,
             program=program_of(settings, resources),
             draw=_draw(settings, prompts, key.fold("data")),
-            evaluate=None if held_out is None else _evaluation(settings, held_out, engine, sampling, score),
+            evaluate=None if held_out is None else _evaluation(settings, held_out, sampling, answering),
             tokenizer=tokenizer,
             model=model,
             critic_model=critic_model,
             mesh=mesh,
             shapes=_shapes(run, model, critic_model),
         )
+
+
+@attrs.frozen(kw_only=True)
+class Evaluator:
+    """What answers and scores held-out prompts with parameters of the policy, of which it holds none."""
+
+    evaluate: Evaluate
+    model: Model
+    device: torch.device  # where it wants them
+
+
+@contextlib.contextmanager
+def assemble_evaluation(
+    settings: TrainSettings, *, mesh: Mesh = LOCAL, device: torch.device | None = None
+) -> Iterator[Evaluator]:
+    """What evaluates a policy, and nothing that trains one: no other data, no parameters, no critic.
+
+    Of the policy itself `settings.model.path` needs the config and the tokenizer alone. Raises ValueError for settings
+    without held-out prompts.
+    """
+    if not settings.data.eval_path:
+        raise ValueError("data.eval_path is not set: there are no held-out prompts; give --data.eval-path FILE")
+    search(settings.module_dirs)
+    device, kernels = device or device_of(settings), kernels_of(settings)
+    tokenizer = load_tokenizer(settings)
+    held_out = load_prompts(settings, tokenizer, held_out=True)
+    model = bare_model(settings)
+    check_attention(settings, model)
+    check_heads(model, mesh)
+    data.check_vocabulary(tokenizer, {"actor": model.config})
+    data.check_tokens(held_out, model.config.vocab_size)
+    with _answering(settings, kernels, model, tokenizer, held_out.pad_token_id, mesh, Lane(device)) as answering:
+        run_evaluation = _evaluation(settings, held_out, sampling_of(settings, tokenizer), answering)
+        place = torch.device("cpu") if settings.model.offload == "all" else device
+        yield Evaluator(evaluate=run_evaluation, model=model, device=place)
+
+
+@attrs.frozen(kw_only=True)
+class _Answering:
+    """What answers prompts and scores the responses."""
+
+    engine: Engine
+    runner: EarlyRewardRunner
+    score: stages.ScoreFn
+
+
+@contextlib.contextmanager
+def _answering(
+    settings: TrainSettings,
+    kernels: Kernels,
+    model: Model,
+    tokenizer: PreTrainedTokenizerBase,
+    pad: int,
+    mesh: Mesh,
+    lane: Lane,
+) -> Iterator[_Answering]:
+    with (
+        reward_runner(settings, tokenizer, mesh, lane.device) as runner,
+        engine_of(settings, model, kernels, pad, mesh, lane) as alone,
+        in_turns(settings, alone, tokenizer, pad, mesh) as engine,
+    ):
+        reward = SpreadRewardRunner(runner, mesh, lane.device)
+        yield _Answering(engine=engine, runner=runner, score=partial(rewards.score, reward=reward, tokenizer=tokenizer))
 
 
 def _fresh(
@@ -173,9 +242,7 @@ def _draw(settings: TrainSettings, prompts: PromptSet, key: Key) -> Draw:
     return lambda cursor: data.next_batch(prompts, cursor, size=size, key=key, shuffle=settings.data.shuffle)
 
 
-def _evaluation(
-    settings: TrainSettings, held_out: PromptSet, engine: Engine, sampling: Sampling, score: stages.ScoreFn
-) -> Evaluate:
+def _evaluation(settings: TrainSettings, held_out: PromptSet, sampling: Sampling, answering: _Answering) -> Evaluate:
     section = settings.eval
     sampling = attrs.evolve(
         sampling,
@@ -184,4 +251,5 @@ def _evaluation(
         temperature=section.temperature or 1.0,
     )
     batches = partial(data.batches, held_out, max(settings.rollout.batch_size // section.n, 1))
+    engine, score = answering.engine, answering.score
     return lambda run: evaluate(run, batches=batches(), engine=engine, sampling=sampling, score=score)

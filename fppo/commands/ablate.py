@@ -25,7 +25,8 @@ from fppo.pipeline import replay, swap
 from fppo.pipeline.program import RunState
 from fppo.pipeline.swap import Parting, Trace
 from fppo.pipeline.train import iterate
-from fppo.runs import session
+from fppo.runs import saved, session, starts
+from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.train import TrainSettings
 from fppo.workers.imports import imported, search
@@ -141,7 +142,7 @@ class _Reference:
 
 def _replay(directory: Path, step: int, asked: AblateSettings, ops: list[str]) -> int:
     """One step of a run under each implementation; each other operation as the run has it."""
-    settings = settings_of(directory)
+    settings = settings_of(directory, step)
     recorded = session.recorded(directory)
     if step not in recorded:
         steps = sorted(recorded)
@@ -178,11 +179,14 @@ def _reference(
     """The step under the run's own kernels, and whether it is as recorded."""
     kernels, ahead = kernels_of(settings), settings.rollout.ahead
     watched = swap.watch(kernels)
+    run, begin = None, saved.newest(directory, step - 1) or 0
+    for earlier, until in starts.spans(directory, begin + 1, step - 1) if begin < step - 1 else ():
+        with assemble(files.replace(earlier, {"rollout.save": False})) as assembly:
+            run = run or restored(assembly, directory, begin)
+            steps = iterate(run, program=assembly.program, draw=assembly.draw, ahead=earlier.rollout.ahead, donate=True)
+            run = next(after for after, _, _ in steps if after.step == until)
     with assemble(settings, kernels=watched.kernels) as assembly:
-        run = restored(assembly, directory, step - 1)
-        if run.step < step - 1:
-            steps = iterate(run, program=assembly.program, draw=assembly.draw, ahead=ahead, donate=True)
-            run = next(after for after, _, _ in steps if after.step == step - 1)
+        run = run or restored(assembly, directory, begin)
         trace = swap.trace(run, program=assembly.program, draw=assembly.draw, watched=watched, ahead=ahead)
     reference = _Reference(settings=settings, kernels=kernels, run=run, trace=trace)
     difference = replay.first_difference(step, dict(recorded[step]), replay.digests_of(trace.after, trace.experience))

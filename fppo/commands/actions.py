@@ -12,12 +12,12 @@ from transformers.utils import logging as transformers_logging
 
 from fppo import quickstart as task
 from fppo.assembly.program import ROLLOUTS
-from fppo.assembly.run import Assembly, assemble
+from fppo.assembly.run import Assembly, assemble, assemble_evaluation
 from fppo.metrics import report as numbers_of
 from fppo.pipeline import replay as replays
 from fppo.pipeline.program import RunState
 from fppo.report import write as report
-from fppo.runs import sampling, session
+from fppo.runs import sampling, saved, session, starts
 from fppo.runtime import checkpoint
 from fppo.runtime.mesh import LOCAL, Mesh, is_first
 from fppo.runtime.watch import Watch
@@ -44,8 +44,8 @@ def train(settings: TrainSettings, here: Here = ALONE) -> int:
     with _assemble(settings, here) as assembly:
         run = session.run_training(settings, assembly, here.watch)
         directory = Path(settings.output_dir)
-        if run.step < settings.steps:
-            return 130
+        if run.step != settings.steps:
+            return 130 if run.step < settings.steps else 0
         session.export(assembly, run, directory / session.MODEL)
     if is_first(here.mesh) and "jsonl" in settings.log.loggers:
         page = report.write_report(directory)
@@ -69,12 +69,21 @@ def quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], int] =
 
 
 def evaluate(settings: TrainSettings, here: Here = ALONE) -> int:
-    """Prints the held-out metrics of a run's checkpoint."""
-    with _assemble(settings, here) as assembly:
-        if assembly.evaluate is None:
-            raise ValueError("data.eval_path is not set: there are no held-out prompts; give --data.eval-path FILE")
-        run = session.restore(settings, assembly)
-        numbers = sorted(numbers_of(assembly.evaluate(run)).items())
+    """Prints the held-out metrics of a checkpoint of the run in output_dir: the newest, or that of `resume`.
+
+    Raises ValueError if there is none.
+    """
+    checkpoints = Path(settings.output_dir) / session.CHECKPOINTS
+    path = Path(settings.resume)
+    if settings.resume in files.RESUMES:
+        step = saved.newest(checkpoints.parent)
+        if step is None:
+            raise ValueError(f"there is no checkpoint in {checkpoints}; give the output_dir of a run that has one")
+        path = checkpoint.path_of(checkpoints, step)
+    transformers_logging.disable_progress_bar()
+    with assemble_evaluation(saved.bare(settings), mesh=here.mesh, device=here.device) as evaluator:
+        run = saved.policy(evaluator.model, path, mesh=here.mesh, device=evaluator.device)
+        numbers = sorted(numbers_of(evaluator.evaluate(run)).items())
         if is_first(here.mesh):
             print("\n".join([f"step {run.step}", *(f"{name}  {value:.4f}" for name, value in numbers)]))
     return 0
@@ -93,38 +102,31 @@ def rollout(settings: TrainSettings, here: Here = ALONE) -> int:
     return 0 if done == settings.steps else 130
 
 
-def settings_of(directory: Path) -> TrainSettings:
-    """The settings that a run wrote, to compute parts of it again: what it saved of rollouts stays as it is.
+def settings_of(directory: Path, step: int | None = None) -> TrainSettings:
+    """The settings that made a step of the run in a directory, or the last ones, to compute parts of it again: what it
+    saved of rollouts stays as it is.
 
     Raises ValueError if the directory holds none.
     """
-    path = directory / session.SETTINGS
-    if not path.exists():
-        raise ValueError(f"{path}: there is no such file; give the output_dir of a run")
-    return files.replace(files.load(path), {"rollout.save": False})
-
-
-def nearest_checkpoint(directory: Path, step: int | None) -> int | None:
-    """The newest checkpoint's step, at or before `step` if that is given; None if there is none."""
-    steps = [s for s in checkpoint.steps(directory / session.CHECKPOINTS) if step is None or s <= step]
-    return steps[-1] if steps else None
+    return files.replace(starts.load(directory, step), {"rollout.save": False})
 
 
 def restored(assembly: Assembly, directory: Path, step: int) -> RunState:
     """The state of a run at or before `step`: the newest checkpoint's, or the one that it began with."""
-    saved = nearest_checkpoint(directory, step)
-    return assembly.run if saved is None else session.load(assembly, directory / session.CHECKPOINTS, saved)
+    at = saved.newest(directory, step)
+    return assembly.run if at is None else session.load(assembly, directory / session.CHECKPOINTS, at)
 
 
-def export(directory: Path, target: Path, step: int | None) -> int:
-    """Writes the policy of a run's checkpoint as a Hugging Face directory."""
-    saved = nearest_checkpoint(directory, step)
-    if saved is None or (step is not None and saved != step):
+def export(directory: Path, target: Path, step: int | None, role: saved.Role = "actor", device: str = "cpu") -> int:
+    """Writes the policy, or the critic, of a run's checkpoint as a Hugging Face directory."""
+    settings = attrs.evolve(settings_of(directory), device=device)
+    at = saved.newest(directory, step)
+    if at is None or (step is not None and at != step):
         steps = checkpoint.steps(directory / session.CHECKPOINTS)
         raise ValueError(f"{directory} holds no checkpoint of step {step}; there are those of {steps}")
-    with _assemble(settings_of(directory), ALONE) as assembly:
-        run = session.load(assembly, directory / session.CHECKPOINTS, saved)
-        session.export(assembly, run, target)
+    session.check_target(settings, target)
+    transformers_logging.disable_progress_bar()
+    saved.export(settings, target, at, role)
     print(target)
     return 0
 
@@ -132,28 +134,29 @@ def export(directory: Path, target: Path, step: int | None) -> int:
 def replay(directory: Path, step: int, here: Here = ALONE) -> int:
     """Computes the steps from the nearest checkpoint to `step` again; 1 if a number differs from the record.
 
-    Only the mesh of the run gives its bits.
+    Each is computed with the settings of its time. Only the mesh of the run gives its bits.
     """
     recorded = session.recorded(directory)
     say = print if is_first(here.mesh) else _nothing
-    settings = settings_of(directory)
-    with _assemble(settings, here) as assembly:
-        run = restored(assembly, directory, step - 1)
-        say(f"from {f'the checkpoint of step {run.step}' if run.step else 'the start'}")
-        steps = replays.replay(
-            run,
-            program=assembly.program,
-            draw=assembly.draw,
-            recorded=recorded,
-            until=step,
-            ahead=settings.rollout.ahead,
-            mesh=here.mesh,
-        )
-        for number, difference in steps:
-            if difference is not None:
-                say(f"step {number}: {difference.part} differs first in {difference.leaf}")
-                return 1
-            say(f"step {number}: equal, bit for bit")
+    run = None
+    begin = saved.newest(directory, step - 1)
+    say(f"from {'the start' if begin is None else f'the checkpoint of step {begin}'}")
+    for settings, until in starts.spans(directory, (begin or 0) + 1, step):
+        with _assemble(files.replace(settings, {"rollout.save": False}), here) as assembly:
+            steps = replays.replay(
+                run or restored(assembly, directory, step - 1),
+                program=assembly.program,
+                draw=assembly.draw,
+                recorded=recorded,
+                until=until,
+                ahead=settings.rollout.ahead,
+                mesh=here.mesh,
+            )
+            for run, difference in steps:
+                if difference is not None:
+                    say(f"step {run.step}: {difference.part} differs first in {difference.leaf}")
+                    return 1
+                say(f"step {run.step}: equal, bit for bit")
     return 0
 
 

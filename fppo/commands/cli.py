@@ -15,6 +15,7 @@ import attrs
 import tyro
 
 from fppo._errors import RunFailed, did_you_mean
+from fppo.runtime.parent import end_with_launcher
 from fppo.settings import ablate as settings_ablate
 from fppo.settings import files
 from fppo.settings import plan as settings_plan
@@ -46,6 +47,8 @@ class Replay:
     """The output_dir of the run."""
     step: int
     """The step."""
+    device: str | None = None
+    """Where tensors live; None: where the run had them, whose bits no other device may give."""
 
 
 @attrs.frozen(kw_only=True)
@@ -58,6 +61,10 @@ class Export:
     """The directory to write."""
     step: int | None = None
     """The step of the checkpoint; None: the last."""
+    critic: bool = False
+    """Write the critic in place of the policy, as a token classifier with one label."""
+    device: str = "cpu"
+    """Where the parameters are read to: the host's memory will do."""
 
 
 @attrs.frozen(kw_only=True)
@@ -73,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     What a user can mend is one message without a traceback; `--traceback` shows where it came from.
     """
+    end_with_launcher()
     words = list(sys.argv[1:] if arguments is None else arguments)
     show = TRACEBACK in words
     words = [word for word in words if word != TRACEBACK]
@@ -168,12 +176,14 @@ def _eval(rest: Sequence[str]) -> int | None:
     """Answers and scores the held-out prompts with a run's last checkpoint: fppo eval RUN [--eval.n 8 ...]"""
     processes, own = _processes(rest)
     run, overrides = _file_and_overrides(own)
-    if run is None and not overrides:
+    if run is None and not {"-h", "--help"} & set(overrides):
         raise ValueError("give the output_dir of a run: fppo eval RUN")
-    file = None if run is None else Path(run) / "settings.toml"
+    file = None if run is None else Path(run) / files.SETTINGS
     if file is not None and not file.exists():
         raise ValueError(f"{file}: there is no such file; give the output_dir of a run")
-    settings = files.load(file, overrides, prog=f"fppo eval RUN {PROCESSES}")
+    settings = files.load(file, overrides, prog=f"fppo eval RUN {PROCESSES}", run=run)
+    if run is not None and settings.output_dir != run:
+        raise ValueError(f"--output-dir {settings.output_dir}: fppo eval reads the run that it is given, {run}")
     if processes.nproc is None and not any(argument.startswith("--mesh.") for argument in own):
         settings = attrs.evolve(settings, mesh=MeshSettings())  # any mesh reads what another one wrote
     from fppo.commands import actions, distributed
@@ -187,10 +197,13 @@ def _replay(rest: Sequence[str]) -> int | None:
     from fppo.commands import actions, distributed
 
     def command(settings: TrainSettings, here: actions.Here) -> int:
-        del settings
+        if options.device is not None and here.device is None:
+            here = attrs.evolve(here, device=distributed.device_of(settings))
         return actions.replay(Path(options.run), options.step, here)
 
-    return distributed.run(command, actions.settings_of(Path(options.run)), ["replay", *rest])
+    settings = actions.settings_of(Path(options.run), options.step)
+    settings = attrs.evolve(settings, device=options.device or settings.device)
+    return distributed.run(command, settings, ["replay", *rest])
 
 
 def _export(rest: Sequence[str]) -> int | None:
@@ -198,7 +211,8 @@ def _export(rest: Sequence[str]) -> int | None:
     options = tyro.cli(Export, args=rest, prog="fppo export")
     from fppo.commands import actions
 
-    return actions.export(Path(options.run), Path(options.target), options.step)
+    role = "critic" if options.critic else "actor"
+    return actions.export(Path(options.run), Path(options.target), options.step, role, options.device)
 
 
 def _report(rest: Sequence[str]) -> None:

@@ -34,6 +34,8 @@ def run(
         world = nproc or mesh.replicate * (mesh.shard or 1) * mesh.sequence
     sizes = mesh_sizes(settings, world)
     settings = attrs.evolve(settings, mesh=attrs.evolve(mesh, shard=sizes["shard"]))
+    if place.attempt and settings.resume == "never":
+        settings = attrs.evolve(settings, resume="auto")  # what is there now is what the attempts before left
     if world == 1:
         return command(settings, ALONE)
     if not place.started:

@@ -52,8 +52,8 @@ def replay(
     until: int,
     ahead: int = 0,
     mesh: Mesh = LOCAL,
-) -> Iterator[tuple[int, Difference | None]]:
-    """Recomputes the steps after `run.step` up to `until`: each step's number, and where it first differs or None.
+) -> Iterator[tuple[RunState, Difference | None]]:
+    """Recomputes the steps after `run.step` up to `until`: the run after each, and where it first differs or None.
 
     The memory of `run` is given up.
 
@@ -65,7 +65,7 @@ def replay(
         raise ValueError(f"no record of step {missing[0]}; the recorded steps are {_spans(sorted(recorded))}")
     for after, experience, _ in iterate(run, program=program, draw=draw, ahead=ahead, donate=True):
         new, old = digests_of(after, experience, mesh), recorded[after.step]
-        yield after.step, first_difference(after.step, old, new)
+        yield after, first_difference(after.step, old, new)
         if after.step >= until:
             return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,17 +23,21 @@ SHOWN_STEPS, SHOWN_PER_STEP = 6, 4
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Writes curves.png and report.html into the run's directory, and returns the path of the latter.
 
-    What a run has not written (samples, settings, a critic's metrics) is left out. Raises ValueError if there are no
-    metrics, or if a file is damaged.
+    What a run has not written (samples, settings, a critic's metrics) is left out; so are damaged lines of metrics and
+    samples, which are named on standard error. Raises ValueError if there are no metrics, or the settings are damaged.
     """
     run_dir = Path(run_dir)
     path = run_dir / METRICS
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir}: there is no such directory; give the output_dir of a run")
-    records = merged(jsonl.read(path))
+    damaged: list[str] = []
+    records = merged(jsonl.read(path, on_damage=damaged.append))
     if not records:
-        hint = "is it the output_dir of a run that logged to jsonl and finished a step?"
-        raise ValueError(f"{path}: there are no metrics to report; {hint}")
+        hints = ["is it the output_dir of a run that logged to jsonl and finished a step?", *damaged]
+        raise ValueError(f"{path}: there are no metrics to report; {'; '.join(hints)}")
+    samples = jsonl.read(run_dir / SAMPLES, on_damage=damaged.append)
+    for text in damaged:
+        print(f"left out: {text}", file=sys.stderr)
     title = run_dir.resolve().name
     drawn = charts.panels(records)
     charts.write_png(drawn, run_dir / CURVES, title=title)
@@ -42,7 +47,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         tiles=tiles(records, rest | chosen),
         panels=drawn,
         stages=stages(records),
-        samples=pick(jsonl.read(run_dir / SAMPLES)),
+        samples=pick(samples),
         chosen=chosen,
         rest=rest,
         metrics=table(records),
@@ -56,7 +61,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 
 def held_out_change(run_dir: str | os.PathLike[str]) -> tuple[float, float]:
     """The first and the last mean over held-out prompts. Raises ValueError if the run has none."""
-    records = merged(jsonl.read(Path(run_dir) / METRICS))
+    records = merged(jsonl.read(Path(run_dir) / METRICS, on_damage=lambda _: None))
     names = held_out({name: None for record in records for name in record})
     line = points(records, names[0]) if names else []
     if not line:
@@ -81,7 +86,8 @@ def tiles(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> 
         line = points(records, name)
         if line:
             caption = f"Held-out {label(name)}"
-            tiles.append(_change(caption, line[0][1], line[-1][1], f"before, and after step {line[-1][0]:.0f}"))
+            since = f"after step {line[0][0]:.0f}" if line[0][0] else "before"
+            tiles.append(_change(caption, line[0][1], line[-1][1], f"{since}, and after step {line[-1][0]:.0f}"))
     scores = [value for _, value in points(records, "critic/score/mean")]
     if scores:
         window = max(1, min(5, len(scores) // 2))
@@ -143,16 +149,9 @@ def _settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not path.exists():
         return {}, {}
     try:
-        values = _flat(tomllib.loads(path.read_text(encoding="utf-8")))
+        values = files.flat(tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not TOML: {error}") from error
-    defaults = _flat(files.to_dict(files.TrainSettings()))
+    defaults = files.flat(files.to_dict(files.TrainSettings()))
     chosen = {name: value for name, value in values.items() if name not in defaults or defaults[name] != value}
     return chosen, {name: value for name, value in values.items() if name not in chosen}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read(path: str | os.PathLike[str], *, on_damage: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
     """The objects of the file, none if there is no file. A torn last line, as a kill leaves it, is left out.
 
-    Raises ValueError naming file and line if another line is not an object.
+    Raises ValueError naming file and line if another line is not an object; or leaves that out too, and calls
+    `on_damage` with what the error would say.
     """
     path = Path(path)
     lines = path.read_bytes().split(b"\n") if path.exists() else []
@@ -35,29 +37,53 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            records.append(_object(line))
         except ValueError as error:
             if number == len(lines):  # no newline after it: it was never finished
                 break
-            raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number}: holds a {type(record).__name__}, not an object")
-        records.append(record)
+            if on_damage is None:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+            on_damage(f"{path}, line {number}: {error}")
     return records
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"holds a {type(record).__name__}, not an object")
+    return record
+
+
+def gone(path: str | os.PathLike[str], first: int, last: int) -> list[str]:
+    """What to say of the steps `first` to `last` that the file has no line of, and of its damaged lines."""
+    damaged: list[str] = []
+    there = {record.get("step") for record in read(path, on_damage=damaged.append)}
+    missing = {step for step in range(first, last + 1) if step not in there}
+    starts = sorted(step for step in missing if step - 1 not in missing)
+    ends = sorted(step for step in missing if step + 1 not in missing)
+    spans = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
+    return damaged + ([f"{path} holds nothing of step {', '.join(spans)}"] if spans else [])
 
 
 class JsonLines:
     """Appends objects to a file; each is on disk, as far as a killed process goes, when `write` returns.
 
     Lines of step `first_step` or later, and a torn last line, are dropped at the start: a resumed run writes them
-    again. The file is replaced as a whole for that, so a kill at that moment loses nothing.
+    again. The file is replaced as a whole for that, so a kill at that moment loses nothing; one with damaged lines is
+    kept under the name that ends in `.damaged`.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, first_step: int = 0) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            kept = [record for record in read(path) if record.get("step", 0) < first_step]
+            damaged: list[str] = []
+            kept = [record for record in read(path, on_damage=damaged.append) if record.get("step", 0) < first_step]
+            if damaged:
+                shutil.copy(path, path.with_name(f"{path.name}.damaged"))
             text = "".join(_line(record) for record in kept).encode(errors="backslashreplace")
             if text != path.read_bytes():
                 temporary = path.with_name(f".{path.name}.new")

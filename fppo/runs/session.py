@@ -23,27 +23,40 @@ from fppo.pipeline import replay
 from fppo.pipeline.measure import gauges
 from fppo.pipeline.program import RunState
 from fppo.pipeline.train import Evaluation, Observe, StepRecord, train
-from fppo.runs import jsonl, loggers
+from fppo.runs import jsonl, loggers, starts
 from fppo.runs.jsonl import JsonLines
+from fppo.runs.starts import SETTINGS
 from fppo.runtime import checkpoint
-from fppo.runtime.checkpoint import Pending
-from fppo.runtime.mesh import Mesh, device_of, is_first
+from fppo.runtime.checkpoint import CheckpointError, Pending
+from fppo.runtime.mesh import AXES, Mesh, device_of, is_first, ranks_on
 from fppo.runtime.watch import Traffic, Watch
 from fppo.settings import files
 from fppo.settings.train import TrainSettings
 
-CHECKPOINTS, MODEL, DUMPS, SETTINGS = "checkpoints", "model", "dumps", "settings.toml"
+CHECKPOINTS, MODEL, CONFIGS, DUMPS = "checkpoints", "model", "configs", "dumps"
 STOPPING = "finishing this step; ctrl-C again abandons it, and all since the last checkpoint"
 AHEAD = "ahead"  # the field of a run's state with the batches that wait: as many, and as wide, as they are
 
 
 def check_output(settings: TrainSettings) -> None:
-    """Raises ValueError if output_dir cannot be a directory to write to. It is not made yet."""
+    """Raises ValueError if output_dir cannot be a directory to write to, or the policy could not be exported there in
+    the end. It is not made yet."""
     path = Path(settings.output_dir)
+    check_target(settings, path / MODEL)
     there = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         wrong = "may not be written to" if there.is_dir() else "is a file"
         raise ValueError(f"output_dir = {str(path)!r}: {there} {wrong}; give another directory")
+
+
+def check_target(settings: TrainSettings, target: Path) -> None:
+    """Raises ValueError if exporting a model to `target` would replace what is not an export, or what the run reads."""
+    models.check_replaceable(target)
+    values = files.flat(files.to_dict(settings))
+    for name in files.PATHS:
+        paths = [values[name]] if isinstance(values[name], str) else values[name] or []
+        if any(Path(path).resolve() == target.resolve() for path in paths):
+            raise ValueError(f"{target} is what {name} names, and an export would replace it; give another directory")
 
 
 @contextlib.contextmanager
@@ -70,10 +83,13 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 def restore(settings: TrainSettings, assembly: Assembly) -> RunState:
     """The state to start from, if it is one of this run. Raises ValueError for another seed's."""
-    run = _resumed(settings, assembly)
+    path = _checkpoint(settings)
+    if path is None:
+        return assembly.run
+    run = load(assembly, path.parent, checkpoint.step_of(path))
     if run.key != assembly.run.key:
         raise ValueError(
-            f"seed = {settings.seed}, but the checkpoint in {settings.output_dir} is of a run with another seed: "
+            f"seed = {settings.seed}, but the checkpoint in {path.parent} is of a run with another seed: "
             "give that seed to go on with it, or another output_dir to start anew"
         )
     return run
@@ -85,25 +101,44 @@ def load(assembly: Assembly, directory: Path, step: int) -> RunState:
     return checkpoint.load(assembly.run, directory, step, mesh=assembly.mesh, shapes=shapes, free=AHEAD, device=device)
 
 
-def _resumed(settings: TrainSettings, assembly: Assembly) -> RunState:
-    """By `settings.resume`: the newest checkpoint's state, a named one's, or the fresh one."""
-    directory = Path(settings.output_dir) / CHECKPOINTS
-    steps = checkpoint.steps(directory)
-    match settings.resume:
-        case "never":
-            if steps:
-                raise ValueError(
-                    f"resume = 'never', but {directory} holds the checkpoint of step {steps[-1]}: "
-                    "give another output_dir, or resume = 'auto' to go on from there"
-                )
-            return assembly.run
-        case "auto" | "must":
-            if not steps and settings.resume == "must":
-                raise ValueError(f"resume = 'must', but there is no checkpoint in {directory}")
-            return load(assembly, directory, steps[-1]) if steps else assembly.run
-        case _:
-            path = Path(settings.resume)
-            return load(assembly, path.parent, checkpoint.step_of(path))
+def _checkpoint(settings: TrainSettings) -> Path | None:
+    """Where the run goes on from, by `settings.resume`: its newest checkpoint, another's, or None for its beginning.
+
+    A run that began from another's checkpoint goes on from its own as soon as it has any.
+    """
+    directory = Path(settings.output_dir)
+    own, resume = checkpoint.steps(directory / CHECKPOINTS), settings.resume
+    newest = checkpoint.path_of(directory / CHECKPOINTS, own[-1]) if own else None
+    if resume == "never" and own:
+        raise ValueError(
+            f"resume = 'never', but {directory / CHECKPOINTS} holds the checkpoint of step {own[-1]}: "
+            "give another output_dir, or resume = 'auto' to go on from there"
+        )
+    if resume == "must" and not own:
+        raise ValueError(f"resume = 'must', but there is no checkpoint in {directory / CHECKPOINTS}")
+    if resume in files.RESUMES:
+        if newest is None and resume == "auto":
+            _check_beginning(directory)
+        return newest
+    asked = Path(resume)
+    checkpoint.step_of(asked)
+    if newest is None or newest.resolve() == asked.resolve() or starts.source(directory) == os.path.abspath(asked):
+        return newest or asked
+    raise ValueError(
+        f"resume = {resume!r}, but {directory / CHECKPOINTS} holds the checkpoint of step {own[-1]} already: give "
+        f"another output_dir to start from {asked.name}, or leave resume out to go on from step {own[-1]}"
+    )
+
+
+def _check_beginning(directory: Path) -> None:
+    """Raises ValueError if a run has come past a checkpoint, or to its end, and none is there: to begin anew would
+    delete the record of it."""
+    last, every = max(recorded(directory), default=0), starts.last(directory).get("checkpoint.every", 0)
+    if last and ((directory / MODEL).exists() or 0 < 2 * every < last):
+        raise ValueError(
+            f"{directory} holds the record of {last} steps, but no checkpoint to go on from: give another output_dir, "
+            "or resume = 'never' to begin anew and delete the record"
+        )
 
 
 @contextlib.contextmanager
@@ -151,6 +186,8 @@ class _Writer:
         if self.lines is not None:
             self.lines.write(line)
             self.keep_skipped(record, line)
+        if self.pending and self.pending[-1].done():
+            self.wait()  # at every step: one that failed is not to be found out at the next one
         step = record.run.step
         if step == self.steps or (self.every and step % self.every == 0):
             self.save(record.run)
@@ -180,11 +217,18 @@ class _Writer:
         while self.pending:
             self.pending.pop().wait()
 
+    def leave(self) -> None:
+        """After an error: returns when what was begun is written, or failed. Other ranks may be gone, and needed."""
+        if ranks_on(self.mesh, AXES) == 1:
+            with contextlib.suppress(CheckpointError):
+                self.wait()
+
 
 def run_training(settings: TrainSettings, assembly: Assembly, watch: Watch | None = None) -> RunState:
     """Trains from where the run stands to its last step, or until asked to stop, writing as it goes.
 
-    On a mesh every rank does its part; the first one logs. `watch` counts what goes over it.
+    On a mesh every rank does its part; the first one logs. `watch` counts what goes over it. A run that has taken all
+    its steps is returned as it is, and nothing is written.
     """
     directory, mesh = Path(settings.output_dir), assembly.mesh
     first = is_first(mesh)
@@ -196,37 +240,61 @@ def run_training(settings: TrainSettings, assembly: Assembly, watch: Watch | Non
         if settings.rollout.save and (directory / ROLLOUTS / SETTINGS).exists():
             text = f"{directory / ROLLOUTS} holds what fppo rollout made; give another output_dir, or remove it"
             raise ValueError(f"rollout.save = True: {text}")
-        at = run.step + 1 if run.step else 0
-        observers: list[Observe] = _logging(settings, assembly, at, opened) if first else []
-        lines = opened.enter_context(_closing(directory / replay.DIGESTS, at)) if first else None
-        writer = _Writer(
-            directory=directory,
-            lines=lines,
-            every=settings.checkpoint.every,
-            keep=settings.checkpoint.keep,
-            steps=settings.steps,
-            mesh=mesh,
-            shapes=assembly.shapes,
-        )
+        if run.step >= settings.steps:
+            if first and run.step > settings.steps:
+                print(f"steps = {settings.steps}: step {run.step} is done, and nothing is changed", file=sys.stderr)
+            return run
+        observers, writer = _writing(settings, assembly, run, opened)
         asked = opened.enter_context(asked_to_stop(announce=STOPPING if first else ""))
-        evaluate = assembly.evaluate
-        run = train(
-            run,
-            program=assembly.program,
-            draw=assembly.draw,
-            steps=settings.steps,
-            observers=[_gauged([*observers, writer], mesh, device_of(run.actor.params), _traffic(watch, run.step))],
-            evaluation=evaluate and Evaluation(evaluate, every=settings.eval.every, before=settings.eval.before),
-            stop=lambda: bool(asked),
-            ahead=settings.rollout.ahead,
-            mesh=mesh,
-            donate=True,
-        )
+        evaluate, device = assembly.evaluate, device_of(run.actor.params)
+        try:
+            run = train(
+                run,
+                program=assembly.program,
+                draw=assembly.draw,
+                steps=settings.steps,
+                observers=[_gauged(observers, mesh, device, _traffic(watch, run.step))],
+                evaluation=evaluate and Evaluation(evaluate, every=settings.eval.every, before=settings.eval.before),
+                stop=lambda: bool(asked),
+                ahead=settings.rollout.ahead,
+                mesh=mesh,
+                donate=True,
+            )
+        except Exception:
+            writer.leave()
+            raise
         writer.save(run)
         writer.wait()
     if first and run.step < settings.steps:
         print(f"stopped after step {run.step}; to go on: fppo train {directory / SETTINGS}", file=sys.stderr)
     return run
+
+
+def _writing(
+    settings: TrainSettings, assembly: Assembly, run: RunState, opened: contextlib.ExitStack
+) -> tuple[list[Observe], _Writer]:
+    """All that observes a run which goes on from `run`, and of it what writes checkpoints, closed with `opened`."""
+    directory, mesh = Path(settings.output_dir), assembly.mesh
+    first_step = run.step + 1 if run.step else 0
+    if run.step and not checkpoint.steps(directory / CHECKPOINTS):  # another run's: from here on it is this one's too
+        to, shapes = directory / CHECKPOINTS, assembly.shapes
+        checkpoint.save(run, to, run.step, mesh=mesh, shapes=shapes, free=AHEAD)
+    observers: list[Observe] = []
+    lines = None
+    if is_first(mesh):
+        _record_start(settings, assembly, run.step)
+        observers += _logging(settings, assembly, first_step, opened)
+        lines = opened.enter_context(_closing(directory / replay.DIGESTS, first_step))
+    writer = _Writer(
+        directory=directory,
+        lines=lines,
+        every=settings.checkpoint.every,
+        keep=settings.checkpoint.keep,
+        steps=settings.steps,
+        mesh=mesh,
+        shapes=assembly.shapes,
+    )
+    return [*observers, writer], writer
 
 
 def _gauged(
@@ -271,9 +339,8 @@ def _closing(path: Path, first_step: int) -> Iterator[JsonLines]:
 def _logging(
     settings: TrainSettings, assembly: Assembly, first_step: int, opened: contextlib.ExitStack
 ) -> list[Observe]:
-    """The settings on disk, and an observer that logs metrics and samples, closed with `opened`."""
+    """An observer that logs metrics and samples, closed with `opened`."""
     directory = Path(settings.output_dir)
-    files.save(settings, directory / SETTINGS)
     sinks = loggers.open_loggers(
         settings.log.loggers,
         directory,
@@ -288,11 +355,27 @@ def _logging(
     return [loggers.observer(sinks, samples=samples, tokenizer=tokenizer, count=count)]
 
 
+def _record_start(settings: TrainSettings, assembly: Assembly, step: int) -> None:
+    """Writes down what the steps after `step` are made with, and says what of it is new, and what is gone."""
+    directory = Path(settings.output_dir)
+    if changes := starts.record(settings, step):
+        shown = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes.items())
+        print(f"going on from step {step} with other settings: {shown}", file=sys.stderr)
+    for role, model in (("actor", assembly.model), ("critic", assembly.critic_model)):
+        if model is not None and not (directory / CONFIGS / role).exists():
+            models.save_config(model, directory / CONFIGS / role, tokenizer=assembly.tokenizer)
+    logged = (loggers.METRICS,) if "jsonl" in settings.log.loggers else ()
+    for name in (*logged, replay.DIGESTS):
+        for text in jsonl.gone(directory / name, starts.first(directory) + 1, step):
+            print(text, file=sys.stderr)
+
+
 def export(assembly: Assembly, run: RunState, target: Path) -> None:
     """Writes the policy as a Hugging Face directory."""
     models.save(assembly.model, run.actor.params, target, tokenizer=assembly.tokenizer, mesh=assembly.mesh)
 
 
 def recorded(directory: Path) -> dict[int, dict]:
-    """The digests of a run's steps."""
-    return {line["step"]: line for line in jsonl.read(directory / replay.DIGESTS)}
+    """The digests of a run's steps, but for those whose lines are damaged."""
+    lines = jsonl.read(directory / replay.DIGESTS, on_damage=lambda _: None)
+    return {line["step"]: line for line in lines}

@@ -257,10 +257,13 @@ def load(
     mesh: Mesh = Mesh.local(),  # noqa: B008
     shapes: Mapping[str, torch.Size] = {},
     free: str | None = None,
+    part: str = "",
     device: torch.device | None = None,
 ) -> T:
     """The tree that a mesh of any shape saved, in the structure and on the devices of `template`, whose values do not
-    matter. The field `free`, if that was given to `save` too, has the structure that was saved, and stands on `device`.
+    matter. The field `free`, if that was given to `save` too, has the structure that was saved, and stands on `device`,
+    as tensors do that `template` has on meta. With `part`, a path like ".actor.params", template, shapes and result are
+    what the tree has there, and nothing else is read.
 
     On a mesh that is `mesh.sharded` the leaves with `shapes` are this rank's rows, in `template` as in the result, and
     only the chunks that hold such rows are read, one after the other. No collective is called. Raises CheckpointError
@@ -271,17 +274,18 @@ def load(
         manifest = files.read_manifest(path)
         if free is not None and manifest["structure"] is not None:
             template = tree.replace(template, **{free: _standins(free, manifest, device)})
-        expected = dict(tree.leaves_with_paths(template))
+        expected = {part + name: leaf for name, leaf in tree.leaves_with_paths(template)}
         tensors = {name: leaf for name, leaf in expected.items() if isinstance(leaf, Tensor)}
-        wanted = files.cuts_of(tensors, mesh, shapes)
-        if problems := _mismatches(expected, wanted, manifest):
+        wanted = files.cuts_of(tensors, mesh, {part + name: shape for name, shape in shapes.items()})
+        if problems := _mismatches(expected, wanted, manifest, part):
             shown = "; ".join(problems[:5])
             raise CheckpointError(
                 f"{path} is of another model or other settings: {len(problems)} leaves differ: {shown}"
             )
         # memory of their own: a file's layout aligns tensors otherwise, and kernels then round otherwise
         loaded: dict[str, Any] = {
-            name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name, x in tensors.items()
+            name: torch.empty(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
+            for name, x in tensors.items()
         }
         for name, stored, x in files.read(path, manifest, wanted):
             files.overlap(loaded[name], wanted[name], stored).copy_(files.overlap(x, stored, wanted[name]))
@@ -326,8 +330,10 @@ def _damage_explained(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} is damaged: {error}. Remove it to resume from {way_out}.") from error
 
 
-def _mismatches(expected: Mapping[str, Any], wanted: Mapping[str, Part], manifest: Mapping[str, Any]) -> list[str]:
-    stored = manifest["plain"] | manifest["leaves"]
+def _mismatches(
+    expected: Mapping[str, Any], wanted: Mapping[str, Part], manifest: Mapping[str, Any], part: str
+) -> list[str]:
+    stored = {name: leaf for kind in ("plain", "leaves") for name, leaf in manifest[kind].items() if _is_in(part, name)}
     problems = [f"{name} is missing" for name in expected if name not in stored]
     problems += [f"{name} is unknown" for name in stored if name not in expected]
     for name in expected.keys() & stored.keys():
@@ -341,6 +347,10 @@ def _mismatches(expected: Mapping[str, Any], wanted: Mapping[str, Part], manifes
             if (shape, dtype) != (tuple(have["shape"]), have["dtype"]):
                 problems.append(f"{name} is {have['dtype']} {tuple(have['shape'])}, expected {dtype} {shape}")
     return sorted(problems)
+
+
+def _is_in(part: str, name: str) -> bool:
+    return name.startswith(part) and name[len(part) : len(part) + 1] in ("", ".", "[")
 
 
 def _restored(value: Any, like: Any) -> Any:

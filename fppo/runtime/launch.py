@@ -21,10 +21,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from fppo.runtime.failure import Limits, Monitor
 from fppo.runtime.mesh import Mesh, Sharding
+from fppo.runtime.parent import LAUNCHER
 from fppo.runtime.watch import Watch, watched
 from fppo_kernels.collectives import Axis
 
 STOPPED = 130  # the exit status of a process that was asked to stop, and did
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # torchrun's variable: how often it has started all ranks again
 _GRACE = 15.0  # seconds in which ranks end by themselves once one has failed
 _KILL = 5.0  # seconds from the request to the kill
 
@@ -37,6 +39,7 @@ class Place:
     local_rank: int = 0
     world: int = 1
     started: bool = False  # by something that starts several
+    attempt: int = 0  # how often all of them were started before
 
     @staticmethod
     def of_environment() -> Place:
@@ -44,7 +47,8 @@ class Place:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return Place()
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return Place(rank, int(os.environ.get("LOCAL_RANK", rank)), world, started=True)
+        local_rank, attempt = (int(os.environ.get(name, d)) for name, d in (("LOCAL_RANK", rank), (RESTARTS, 0)))
+        return Place(rank, local_rank, world, started=True, attempt=attempt)
 
 
 @contextlib.contextmanager
@@ -67,7 +71,7 @@ def joined(
     """
     shared = next(iter(rendezvous("env://", rank=place.rank, world_size=place.world)))[0]
     # torchrun keeps its store when it starts the ranks again: what the ones before have written is not for these
-    store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
+    store = PrefixStore(f"attempt_{os.environ.get(RESTARTS, '0')}", shared)
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     limit = timedelta(seconds=2 * timeout)  # the monitor is first, and says more
     groups = PrefixStore("groups", store)
@@ -101,19 +105,19 @@ def start(arguments: Sequence[str], ranks: int, *, max_restarts: int = 0) -> int
     ended then; if none was asked to stop, all are started again, up to `max_restarts` times.
     """
     for attempt in range(max_restarts + 1):
-        status, asked = _attempt(arguments, ranks)
+        status, asked = _attempt(arguments, ranks, attempt)
         if asked or status in (0, STOPPED) or attempt == max_restarts:
             return status
         print(f"fppo: starting all {ranks} ranks again ({attempt + 1} of {max_restarts} times)", file=sys.stderr)
     raise AssertionError("the last attempt returns")
 
 
-def _attempt(arguments: Sequence[str], ranks: int) -> tuple[int, bool]:
+def _attempt(arguments: Sequence[str], ranks: int, attempt: int) -> tuple[int, bool]:
     """The exit status of one start of all ranks, and whether they were asked to stop."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # here, so that it outlives any rank
     with _passed_on() as (children, asked):
         for rank in range(ranks):
-            environment = os.environ | _environment(rank, ranks, store.port)
+            environment = os.environ | _environment(rank, ranks, store.port, attempt)
             command = [sys.executable, "-m", "fppo", *arguments]
             children.append(
                 # in sessions of their own: a terminal's ctrl-C would come twice, by itself and passed on
@@ -123,7 +127,7 @@ def _attempt(arguments: Sequence[str], ranks: int) -> tuple[int, bool]:
     return status, bool(asked)
 
 
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def _environment(rank: int, ranks: int, port: int, attempt: int) -> dict[str, str]:
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // ranks))
     return {
         "RANK": str(rank),
@@ -133,6 +137,8 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        RESTARTS: str(attempt),
+        LAUNCHER: str(os.getpid()),
         "OMP_NUM_THREADS": threads,
     }
 

@@ -29,6 +29,12 @@ from fppo.settings.train import (
 )
 
 DEFAULT_TOKEN_BUDGET = 16384
+SETTINGS, STARTS = "settings.toml", "starts"  # in a run's directory: its settings, and those of each of its starts
+RESUMES = ("auto", "never", "must")  # what `resume` may be beside a checkpoint
+PATHS = (
+    *("model.path", "model.critic_path", "model.ref_path", "data.path", "data.eval_path", "module_dirs"),
+    *("rollout.from", "reward.model.path", "reward.model.tokenizer", "reward.judge.path"),
+)  # settings that may name a file or a directory
 
 
 class SettingsError(ValueError):
@@ -41,15 +47,25 @@ class SettingsError(ValueError):
 
 
 def load(
-    path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = (), *, prog: str = "fppo train FILE.toml"
+    path: str | os.PathLike[str] | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    prog: str = "fppo train FILE.toml",
+    run: str | os.PathLike[str] | None = None,
 ) -> TrainSettings:
     """The settings of a TOML file (none: the defaults) with command-line `overrides`, checked.
 
+    Those that a run has written are of the run in the directory `run` (none: the file's own directory, if a run has
+    written it), wherever that was moved or copied to.
     Raises SettingsError with every problem of the file and of the result. Overrides that are no settings end the
     process with a message, as command lines do; so does `--help`.
     """
     values = {} if path is None else read_toml(path)
     settings, problems = _structure(TrainSettings, values, "")
+    if run is None and path is not None and (Path(path).parent / STARTS).is_dir():
+        run = Path(path).parent
+    if run is not None:
+        settings = attrs.evolve(relocated(settings, run), resume="auto")
     settings = _remember_modules(override(settings, overrides, prog=prog), path)
     known = {problem.split(" = ")[0] for problem in problems}  # a malformed value was replaced by its default
     problems += [p for p in checks.problems(settings) if p.split(" = ")[0] not in known]
@@ -126,6 +142,50 @@ def to_toml(settings: TrainSettings) -> str:
 def save(settings: TrainSettings, path: str | os.PathLike[str]) -> None:
     """Writes the settings as TOML; `load` reads them back equal."""
     Path(path).write_text(to_toml(settings), encoding="utf-8")
+
+
+def relocated(settings: TrainSettings, directory: str | os.PathLike[str]) -> TrainSettings:
+    """The settings of a run whose output_dir is `directory` now: what they name inside of it is there too."""
+    return replace(settings, _moves(flat(to_dict(settings)), directory))
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as values by their paths: {"actor.optimizer.lr": 1e-6}."""
+    by_path: dict[str, Any] = {}
+    for name, value in values.items():
+        by_path |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return by_path
+
+
+def changes(old: Mapping[str, Any], new: TrainSettings) -> dict[str, tuple[Any, Any]]:
+    """Old and new value, by their paths, of what differs between a run's tables in TOML and its settings now.
+
+    Where the run stands, and `resume`, which says how one start of it was asked for, are none of its settings.
+    """
+    before, now = flat(old), flat(to_dict(new))
+    for values in (before, now):
+        values |= _moves(values, new.output_dir) | {"resume": None}
+    names = [*now, *(name for name in before if name not in now)]
+    return {name: (before.get(name), now.get(name)) for name in names if before.get(name) != now.get(name)}
+
+
+def _moves(values: Mapping[str, Any], directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """What changes in the values, by their paths, of a run that stands in `directory` now."""
+    new, old = os.fspath(directory), os.path.abspath(values.get("output_dir", directory))
+
+    def moved(path: str) -> str:
+        inside = os.path.relpath(os.path.abspath(path), old)
+        place = os.path.normpath(os.path.join(new, inside))
+        outside = inside.split(os.sep)[0] == os.pardir
+        return path if not path or outside or not os.path.exists(place) else place
+
+    moves: dict[str, Any] = {"output_dir": new}
+    for name in PATHS:
+        if isinstance(value := values.get(name), str):
+            moves[name] = moved(value)
+        elif value is not None:
+            moves[name] = [moved(path) for path in value]
+    return moves
 
 
 def paths(cls: type = TrainSettings, prefix: str = "") -> dict[str, Any]:

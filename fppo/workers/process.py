@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import pickle
-import signal
-import sys
-import threading
-import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from fppo.runtime.parent import end_with
 from fppo.workers.calls import Mode, call
 from fppo.workers.sample import Outcome, Sample
 
@@ -24,7 +20,7 @@ def main(descriptor: int, parent: int) -> None:
     First come the functions, pickled; the answer is ("ready",) or ("failed", why). Then come tasks (number of the
     function, mode, samples); the answers are (number of the sample, outcome) and ("tick",), and ("done",) at the end.
     """
-    _end_with(parent)
+    end_with(parent)
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     try:
@@ -57,20 +53,3 @@ def _answer(connection: Connection, fn: Any, mode: Mode, samples: list[Sample], 
 
     call(fn, samples, mode, loop, on_outcome, lambda: connection.send_bytes(pickle.dumps(("tick",))))
     connection.send_bytes(pickle.dumps(("done",)))
-
-
-def _end_with(parent: int) -> None:
-    """Makes this process end when its parent does, even amid a loop that never looks up."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it ended before this
-        os._exit(1)
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)

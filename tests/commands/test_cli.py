@@ -29,7 +29,7 @@ def calls(monkeypatch) -> list[tuple[Any, ...]]:
 
     for name in ("quickstart", "train", "evaluate", "replay", "export"):
         monkeypatch.setattr(actions, name, command(name))
-    monkeypatch.setattr(actions, "settings_of", lambda directory: TrainSettings())
+    monkeypatch.setattr(actions, "settings_of", lambda directory, step=None: TrainSettings())
     return made
 
 
@@ -44,15 +44,17 @@ def test_arguments_reach_their_command(calls, tmp_path):
     assert cli.main(["eval", str(tmp_path), "--steps", "9"]) == 3
     assert cli.main(["replay", "r", "--step", "7"]) == 3
     assert cli.main(["export", "r", "out"]) == 3
+    assert cli.main(["export", "r", "out", "--critic", "--step", "2", "--device", "cuda"]) == 3
     changed = files.replace(settings, {"steps": 9, "mesh.shard": 1})
     quickstart, *others = calls
     assert quickstart[:-1] == ("quickstart", Path("runs/quickstart"), 4)
     assert others == [
         ("train", changed, ALONE),
         ("train", changed, ALONE),
-        ("evaluate", changed, ALONE),
+        ("evaluate", files.replace(changed, {"output_dir": str(tmp_path)}), ALONE),
         ("replay", Path("r"), 7, ALONE),
-        ("export", Path("r"), Path("out"), None),
+        ("export", Path("r"), Path("out"), None, "actor", "cpu"),
+        ("export", Path("r"), Path("out"), 2, "critic", "cuda"),
     ]
 
 

@@ -1,8 +1,12 @@
 """`fppo train` on real processes: the run of one, killed and resumed, and on another number of ranks."""
 
+import contextlib
+import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -37,6 +41,34 @@ def digests(directory: Path):
 
 def saved(directory: Path) -> int:
     return max(checkpoint.steps(directory / session.CHECKPOINTS), default=0)
+
+
+def stat(process: int) -> tuple[str, int]:
+    """The state and the parent of a process; it is as good as ended if it is a zombie."""
+    with contextlib.suppress(OSError):
+        state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
+        return state, int(parent)
+    return "Z", 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
+def test_ranks_end_when_their_launcher_is_killed_while_they_start(task, tmp_path):
+    """They have not met yet, and would wait minutes for the store that was in it."""
+    file = write(task, tmp_path / "run", **STEPS)
+    launcher = subprocess.Popen([sys.executable, "-m", "fppo", "train", str(file)], stderr=subprocess.DEVNULL)
+    ranks: list[int] = []
+    deadline = time.monotonic() + 200
+    while len(ranks) < 2 and time.monotonic() < deadline:
+        ranks = [p for p in map(int, filter(str.isdigit, os.listdir("/proc"))) if stat(p)[1] == launcher.pid]
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 60
+    while any(stat(rank)[0] != "Z" for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = [rank for rank in ranks if stat(rank)[0] != "Z"]
+    for rank in left:
+        os.kill(rank, signal.SIGKILL)
+    assert (len(ranks), left) == (2, [])
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ def test_only_an_earlier_save_is_replaced(tmp_path, there):
         (target / "checkpoints").mkdir(parents=True)
         (target / "checkpoints" / "notes.txt").write_text("mine")
     before = _all_of(tmp_path)
-    with pytest.raises(ValueError, match="a file, which a model does not replace|which saving a model would delete"):
+    with pytest.raises(ValueError, match=r"a file, which a model does not replace|which saving a model would delete"):
         models.save(model, params, target)
     assert _all_of(tmp_path) == before
 

@@ -1,0 +1,79 @@
+"""Parts of a run on disk, for commands that do not train: each reads what it uses, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import attrs
+import torch
+
+from fppo import models
+from fppo.assembly.parts import bare_model, device_of, load_tokenizer
+from fppo.key import Key
+from fppo.models.model import Model, Params
+from fppo.pipeline.program import RunState
+from fppo.runs.session import CHECKPOINTS, CONFIGS
+from fppo.runtime import checkpoint, fsdp
+from fppo.runtime.mesh import LOCAL, Mesh
+from fppo.settings import checks
+from fppo.settings.train import TrainSettings
+from fppo.steps.train_state import TrainState
+
+Role = Literal["actor", "critic"]
+CPU = torch.device("cpu")
+
+
+def newest(directory: Path, step: int | None = None) -> int | None:
+    """The newest checkpoint's step, at or before `step` if that is given; None if there is none."""
+    steps = [s for s in checkpoint.steps(directory / CHECKPOINTS) if step is None or s <= step]
+    return steps[-1] if steps else None
+
+
+def bare(settings: TrainSettings) -> TrainSettings:
+    """The settings of a run with the configs and the tokenizer that it keeps, in place of the models it began from."""
+    configs = Path(settings.output_dir) / CONFIGS
+    if not configs.is_dir():
+        return settings
+    critic = str(configs / "critic") if checks.uses_critic(settings) else None
+    return attrs.evolve(settings, model=attrs.evolve(settings.model, path=str(configs / "actor"), critic_path=critic))
+
+
+def params(model: Model, role: Role, path: Path, *, mesh: Mesh = LOCAL, device: torch.device = CPU) -> Params:
+    """The parameters of actor or critic in the checkpoint at `path`, on `device`; on a mesh that cuts, this rank's."""
+    shaped = {name: torch.empty(shape, device="meta") for name, shape in model.shapes.items()}
+    shapes = {f"[{name!r}]": shape for name, shape in model.shapes.items()}
+    return checkpoint.load(
+        fsdp.shard(shaped, mesh),
+        path.parent,
+        checkpoint.step_of(path),
+        mesh=mesh,
+        shapes=shapes,
+        part=f".{role}.params",
+        device=device,
+    )
+
+
+def policy(model: Model, path: Path, *, mesh: Mesh = LOCAL, device: torch.device = CPU) -> RunState:
+    """A run's state in the checkpoint at `path` as far as its policy answers prompts: nothing of what trains it."""
+    directory, step = path.parent, checkpoint.step_of(path)
+    actor = TrainState(
+        params=params(model, "actor", path, mesh=mesh, device=device),
+        opt=None,
+        step=checkpoint.load(0, directory, step, part=".actor.step"),
+    )
+    return RunState(actor=actor, key=checkpoint.load(Key(0), directory, step, part=".key"), step=step)
+
+
+def export(settings: TrainSettings, target: Path, step: int, role: Role) -> None:
+    """Writes the policy or the critic of a checkpoint as a Hugging Face directory.
+
+    Raises ValueError for the critic of a run that has none.
+    """
+    if role == "critic" and not checks.uses_critic(settings):
+        raise ValueError(f"the run has no critic: algorithm.advantage = {settings.algorithm.advantage!r} trains none")
+    path = checkpoint.path_of(Path(settings.output_dir) / CHECKPOINTS, step)
+    settings = bare(settings)
+    model = bare_model(settings, "lm" if role == "actor" else "value")
+    whole = params(model, role, path, device=device_of(settings))
+    models.save(model, whole, target, tokenizer=load_tokenizer(settings))
