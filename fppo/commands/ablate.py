@@ -20,12 +20,12 @@ from fppo.ablate.presets import sizes_of
 from fppo.ablate.result import plain
 from fppo.assembly.parts import kernel_table, kernels_of
 from fppo.assembly.run import assemble
-from fppo.commands.actions import restored, settings_of
+from fppo.commands.actions import beginning, restored, settings_of
 from fppo.pipeline import replay, swap
 from fppo.pipeline.program import RunState
 from fppo.pipeline.swap import Parting, Trace
 from fppo.pipeline.train import iterate
-from fppo.runs import saved, session, starts
+from fppo.runs import session, starts
 from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.train import TrainSettings
@@ -179,7 +179,7 @@ def _reference(
     """The step under the run's own kernels, and whether it is as recorded."""
     kernels, ahead = kernels_of(settings), settings.rollout.ahead
     watched = swap.watch(kernels)
-    run, begin = None, saved.newest(directory, step - 1) or 0
+    run, begin = None, beginning(directory, step)
     for earlier, until in starts.spans(directory, begin + 1, step - 1) if begin < step - 1 else ():
         with assemble(files.replace(earlier, {"rollout.save": False})) as assembly:
             run = run or restored(assembly, directory, begin)

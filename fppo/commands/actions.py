@@ -111,6 +111,20 @@ def settings_of(directory: Path, step: int | None = None) -> TrainSettings:
     return files.replace(starts.load(directory, step), {"rollout.save": False})
 
 
+def beginning(directory: Path, step: int) -> int:
+    """The step from which `step` of a run is computed again: that of the newest checkpoint before it, or 0.
+
+    Raises ValueError if the run began from another's checkpoint and has dropped it.
+    """
+    at = saved.newest(directory, step - 1)
+    if at is None and (first := starts.first(directory)):
+        raise ValueError(
+            f"{directory} began from the checkpoint of step {first}, and keeps none before step {step} any more "
+            f"(checkpoint.keep); there are those of {checkpoint.steps(directory / session.CHECKPOINTS)}"
+        )
+    return at or 0
+
+
 def restored(assembly: Assembly, directory: Path, step: int) -> RunState:
     """The state of a run at or before `step`: the newest checkpoint's, or the one that it began with."""
     at = saved.newest(directory, step)
@@ -139,12 +153,12 @@ def replay(directory: Path, step: int, here: Here = ALONE) -> int:
     recorded = session.recorded(directory)
     say = print if is_first(here.mesh) else _nothing
     run = None
-    begin = saved.newest(directory, step - 1)
-    say(f"from {'the start' if begin is None else f'the checkpoint of step {begin}'}")
-    for settings, until in starts.spans(directory, (begin or 0) + 1, step):
+    begin = beginning(directory, step)
+    say(f"from {f'the checkpoint of step {begin}' if begin else 'the start'}")
+    for settings, until in starts.spans(directory, begin + 1, step):
         with _assemble(files.replace(settings, {"rollout.save": False}), here) as assembly:
             steps = replays.replay(
-                run or restored(assembly, directory, step - 1),
+                run or restored(assembly, directory, begin),
                 program=assembly.program,
                 draw=assembly.draw,
                 recorded=recorded,

@@ -170,8 +170,8 @@ def check_replaceable(directory: str | os.PathLike[str]) -> None:
     if others:
         shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
         raise ValueError(
-            f"{target} holds {shown}, which saving a model would delete; give a new or empty directory, or one that "
-            "holds an earlier export and nothing else"
+            f"{target} holds {shown}, which saving a model would delete; move that away, or give a new or empty "
+            "directory, or one that holds an earlier export and nothing else"
         )
 
 

@@ -62,10 +62,10 @@ def load(
     """
     values = {} if path is None else read_toml(path)
     settings, problems = _structure(TrainSettings, values, "")
-    if run is None and path is not None and (Path(path).parent / STARTS).is_dir():
-        run = Path(path).parent
     if run is not None:
         settings = attrs.evolve(relocated(settings, run), resume="auto")
+    elif path is not None and (Path(path).parent / STARTS).is_dir():
+        settings = relocated(settings, Path(path).parent)
     settings = _remember_modules(override(settings, overrides, prog=prog), path)
     known = {problem.split(" = ")[0] for problem in problems}  # a malformed value was replaced by its default
     problems += [p for p in checks.problems(settings) if p.split(" = ")[0] not in known]

@@ -105,11 +105,15 @@ def test_how_a_start_was_asked_for_is_none_of_the_runs_settings(task, tmp_path, 
     ask = ("train", file, "--resume", fork)
     fppo(capsys, *ask, "--steps", 3)
     assert checkpoint.steps(tmp_path / "fork" / "checkpoints") == [2, 3]
+    assert 'resume = "auto"' in (tmp_path / "fork" / "settings.toml").read_text()
     fppo(capsys, "train", tmp_path / "fork" / "settings.toml", "--steps", 4)  # the advice of a run that was stopped
     assert digests(tmp_path / "fork") == {step: whole[step] for step in (3, 4)}
     fppo(capsys, *ask, "--steps", 5)  # the same command again goes on too
     assert max(digests(tmp_path / "fork")) == 5
     assert "equal, bit for bit" in fppo(capsys, "replay", tmp_path / "fork", "--step", 3)
+    shutil.rmtree(checkpoint.path_of(tmp_path / "fork" / "checkpoints", 2))
+    said = fppo(capsys, "replay", tmp_path / "fork", "--step", 3, status=2)
+    assert "began from the checkpoint of step 2, and keeps none before step 3 any more" in said
     said = fppo(capsys, "train", file, "--resume", checkpoint.path_of(fork.parent, 3), status=2)
     assert "holds the checkpoint of step 5 already: give another output_dir" in said
     new = tmp_path / "new"
