@@ -89,10 +89,11 @@ def copy(tree: T) -> T:
     return map(torch.clone, tree)
 
 
-_STILL_ANSWERED = frozenset(
-    getter.__get__
-    for getter in (Tensor.shape, Tensor.dtype, Tensor.device)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-) | {Tensor.numel, Tensor.size, Tensor.dim}
+_ANSWERED: frozenset[Any] = frozenset(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device")) | {
+    Tensor.numel,
+    Tensor.size,
+    Tensor.dim,
+}
 
 
 class Donated(Tensor):
@@ -103,8 +104,9 @@ class Donated(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """RuntimeError, for nearly all that torch does."""
-        if func in _STILL_ANSWERED:
-            return super().__torch_function__(func, types, args, kwargs or {})
+        if func in _ANSWERED:
+            tensor: Any = super()
+            return tensor.__torch_function__(func, types, args, kwargs or {})
         raise RuntimeError(
             f"{getattr(func, '__name__', func)} of a tensor that was donated: its memory belongs to the state that the "
             "call with donate=True returned. Use that one, or call without donation"

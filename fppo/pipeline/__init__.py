@@ -6,10 +6,12 @@ from fppo.pipeline.program import Draw, Program, RunState, Waiting, sample_batch
 from fppo.pipeline.stages import annotate, estimate, rollout_stage, score_stage, score_with_greedy
 from fppo.pipeline.step import ppo_step
 from fppo.pipeline.train import Evaluation, StepRecord, iterate, train
+from fppo.pipeline.wiring import Pieces, pieces
 
 __all__ = [
     "Draw",
     "Evaluation",
+    "Pieces",
     "Program",
     "RunState",
     "StepRecord",
@@ -19,6 +21,7 @@ __all__ = [
     "estimator",
     "evaluate",
     "iterate",
+    "pieces",
     "ppo_step",
     "rollout_stage",
     "sample_batch",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from typing import cast
 
 from torch import Tensor
 
@@ -11,7 +13,9 @@ from fppo.advantages import Advantages
 from fppo.batch import Annotated
 from fppo_kernels.gae.scan import scan
 
-AdvantageFn = Callable[[Annotated, Tensor], Advantages]
+AdvantageFn = Callable[[Annotated, Tensor], Advantages]  # of rows and their token rewards [B, T]
+GroupFn = Callable[[Tensor, Tensor, Tensor], Advantages | Tensor]  # of scores [B], mask [B, T] and groups [B]
+Estimator = AdvantageFn | GroupFn
 NAMES = (
     "gae",
     "grpo",
@@ -83,6 +87,32 @@ def estimator(
                 return advantages.gdpo(rows.named_scores, mask, groups, weights=weights, scale=scale)
 
     return estimate
+
+
+def of_rows(fn: Estimator) -> AdvantageFn:
+    """Any estimator as a function of annotated rows and their token rewards.
+
+    One of three arguments, (scores, mask, groups), is what `laws.check_advantages` takes: its scores are the sums of
+    the token rewards, and where it returns advantages alone the returns are those sums. Others are left as they are.
+    """
+    if _arguments(fn) != 3:
+        return cast(AdvantageFn, fn)
+    grouped = cast(GroupFn, fn)
+
+    def estimate(rows: Annotated, rewards: Tensor) -> Advantages:
+        scores, mask = rewards.sum(1), rows.response_mask
+        result = grouped(scores, mask, rows.groups)
+        if isinstance(result, Tensor):
+            return Advantages(result, scores[:, None].where(mask, 0.0))
+        return result
+
+    return estimate
+
+
+def _arguments(fn: Callable[..., object]) -> int:
+    """How many positional arguments the function must have."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in kinds and p.default is p.empty for p in inspect.signature(fn).parameters.values())
 
 
 def _required(column: Tensor | None, name: str, what: str) -> Tensor:

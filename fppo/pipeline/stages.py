@@ -13,7 +13,7 @@ from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored, extend
 from fppo.key import Key
 from fppo.losses import Correction, KLState
 from fppo.metrics import Metrics
-from fppo.pipeline.estimators import AdvantageFn
+from fppo.pipeline.estimators import Estimator, of_rows
 from fppo.pipeline.measure import batch_metrics
 from fppo.pipeline.program import RunState
 from fppo.pipeline.timing import now
@@ -134,7 +134,7 @@ def estimate(
     annotated: Annotated,
     kl: KLState,
     *,
-    advantage_fn: AdvantageFn,
+    advantage_fn: Estimator,
     max_tokens: int,
     kl_in_reward: bool = False,
     kl_kind: str = "k1",
@@ -145,6 +145,8 @@ def estimate(
 ) -> tuple[Experience, KLState, Metrics]:
     """Token rewards, advantages and returns; the KL controller's next state; the off-policy correction.
 
+    `advantage_fn` is one that `estimator` makes, `fn(rows, token_rewards)`, or one of groups, as
+    `laws.check_advantages` takes it: `fn(scores, mask, groups)`.
     Advantages are estimated on all response tokens; then the rows that a function of `drop` names (bool [B]) and what
     the correction rejects leave the mask, the whitening and all denominators, so a rejected last token does not take
     its row's reward with it. Raises ValueError for an estimator whose results are not [B, T], and for a KL in the
@@ -164,7 +166,7 @@ def estimate(
         if update_kl is not None:
             kl = update_kl(kl, current.total / current.count.clamp(min=1), current.count)
     rewards = advantages.token_rewards(annotated.scores, mask, kl=penalty, kl_coef=coef)
-    result = advantage_fn(annotated, rewards)
+    result = of_rows(advantage_fn)(annotated, rewards)
     for name, x in (("advantages", result.advantages), ("returns", result.returns)):
         if x.shape != mask.shape:
             raise ValueError(f"the estimator gave {name} {list(x.shape)}, expected [B, T] = {list(mask.shape)}")

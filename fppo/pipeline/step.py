@@ -46,9 +46,9 @@ def ppo_step(
     reports: list[Metrics] = [sampled, aged, noted, estimated]
     critic, actor = run.critic, run.actor
     if critic is not None and program.update_critic is not None:
-        update = timed("update_critic", program.update_critic)
+        update, before = timed("update_critic", program.update_critic), critic.step
         critic, report = update(critic, experience, key=key.fold("critic"), donate=donate)
-        _check_updates("critic", run.critic.step, replace(run, critic=critic), report)
+        _check_updates("critic", before, replace(run, critic=critic), report)
         reports.append(report)
     if run.step >= program.critic_warmup:
         update = timed("update_actor", program.update_actor)

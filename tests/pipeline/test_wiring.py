@@ -1,0 +1,133 @@
+"""The short way in gives the run that wiring by hand gives, and its pieces can be rearranged."""
+
+from functools import partial
+
+import attrs
+import pytest
+import torch
+
+from fppo import advantages, data, laws, losses, models, quickstart, rewards, tree
+from fppo.advantages import Advantages
+from fppo.key import Key
+from fppo.pipeline import Program, RunState, agreement, estimator, pieces, ppo_step, stages, train
+from fppo.pipeline.estimators import NAMES
+from fppo.rollout import EmbeddedEngine, Sampling
+from fppo.steps import (
+    Forward,
+    Loop,
+    MicroBatching,
+    PolicyTerms,
+    adamw,
+    init_state,
+    schedule,
+    update_actor,
+    update_critic,
+)
+
+OPTIMIZER = adamw(schedule("constant", 1e-3))
+LOOP = Loop(mini_batch_size=4, micro_batching=MicroBatching(size=4))
+SAMPLING = Sampling(n=2, max_tokens=3, temperature=0.8)
+
+
+@rewards.inline_reward
+def length(sample):
+    return len(sample.response) + float("5" in sample.response)
+
+
+@pytest.fixture(scope="module")
+def task():
+    tokenizer, model, params = quickstart.warmed_up(Key(1), steps=2)
+    return tokenizer, model, params, quickstart.prompt_sets(tokenizer)[0]
+
+
+def _wired(task, **changes):
+    tokenizer, model, params, prompts = task
+    sizes = {"sampling": SAMPLING, "batch_size": 8, "loop": LOOP}
+    shared = {"reward": length, "optimizer": OPTIMIZER, "key": Key(3), **sizes}
+    return pieces((model, params), tokenizer, prompts, **{**shared, **changes})
+
+
+def _by_hand(task, name):
+    """As `pieces` does it, in the words of a script."""
+    tokenizer, model, params, prompts = task
+    policy, terms = Forward(model), PolicyTerms(temperature=0.8)
+    sampling = attrs.evolve(SAMPLING, stop_token_ids=(tokenizer.eos_token_id,))
+    engine = EmbeddedEngine(model=model, kernels=policy.kernels, pad_token_id=0)
+    score = partial(rewards.score, reward=rewards.RewardRunner(length), tokenizer=tokenizer)
+    value, critic = None, None
+    if name == "gae":
+        critic_model, critic_params = models.as_critic(model, params, Key(3))
+        value, critic = Forward(critic_model), init_state(critic_params, OPTIMIZER)
+    shared = {"loop": LOOP, "optimizer": OPTIMIZER}
+    program = Program(
+        rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
+        score=partial(stages.score_stage, score=score),
+        annotate=partial(
+            stages.annotate, forward=policy, critic=value, micro_batching=LOOP.micro_batching, temperature=0.8
+        ),
+        estimate=partial(stages.estimate, advantage_fn=estimator(name), max_tokens=3, whiten=name == "gae"),
+        update_actor=partial(update_actor, forward=policy, loss_fn=losses.ppo_clip, terms=terms, **shared),
+        update_critic=value and partial(update_critic, forward=value, **shared),
+    )
+    run = RunState(actor=init_state(params, OPTIMIZER), critic=critic, key=Key(3))
+    return train(run, program=program, draw=partial(data.next_batch, prompts, size=4, key=Key(3).fold("data")), steps=2)
+
+
+@pytest.mark.parametrize("name", ["gae", "grpo"])
+def test_it_is_what_a_script_wires_by_hand(task, name):
+    wired = _wired(task, advantage=name)
+    assert agreement.problems(wired.program) == []
+    after = train(wired.run, program=wired.program, draw=wired.draw, steps=2)
+    assert tree.digest(after) == tree.digest(_by_hand(task, name))
+    assert tree.digest(after.actor.params) != tree.digest(wired.run.actor.params)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_estimator_can_be_wired(task, name):
+    wired = _wired(task, advantage=name)
+    after, experience, _ = ppo_step(wired.run, program=wired.program, draw=wired.draw)
+    assert after.actor.step == 2
+    assert experience.advantages.isfinite().all()
+
+
+def test_its_pieces_can_be_rearranged(task):
+    wired = _wired(task, advantage="grpo")
+    update = partial(wired.program.update_actor, terms=PolicyTerms(temperature=0.8, kl_coef=0.1))
+    run = tree.replace(wired.run, ref=wired.run.actor.params)
+    _, _, report = ppo_step(run, program=attrs.evolve(wired.program, update_actor=update), draw=wired.draw)
+    assert "actor/kl_loss" in report
+
+
+def best_of_group(scores, mask, groups):
+    """One of one's own, in the words of the laws."""
+    result = advantages.rloo(scores, mask, groups)
+    return Advantages(2.0 * result.advantages, result.returns)
+
+
+def test_an_estimator_is_one_function_to_the_laws_and_to_a_pipeline(task):
+    laws.check_advantages(best_of_group)
+    steps = {}
+    for name, fn in {
+        "grouped": best_of_group,
+        "alone": lambda scores, mask, groups: best_of_group(scores, mask, groups).advantages,
+        "rows": lambda rows, rewards: best_of_group(rewards.sum(1), rows.response_mask, rows.groups),
+    }.items():
+        wired = _wired(task, advantage=fn)
+        _, experience, _ = ppo_step(wired.run, program=wired.program, draw=wired.draw)
+        steps[name] = experience
+    for experience in steps.values():
+        assert torch.equal(experience.advantages, steps["rows"].advantages)
+        assert torch.equal(experience.returns, steps["rows"].returns)
+    assert steps["rows"].advantages.any()
+
+
+def test_sizes_that_do_not_fit_are_said_at_once(task):
+    loop = Loop(mini_batch_size=6, micro_batching=MicroBatching(size=4))
+    with pytest.raises(ValueError) as error:
+        _wired(task, batch_size=7, loop=loop, advantage="grpo")
+    assert "batch_size=7: give a multiple of Sampling.n = 2" in str(error.value)
+    assert "mini_batch_size=6: must divide batch_size = 7" in str(error.value)
+    with pytest.raises(ValueError, match="'grpo' compares responses to one prompt; give 2 or more"):
+        _wired(task, sampling=attrs.evolve(SAMPLING, n=1), advantage="grpo")
+    with pytest.raises(ValueError, match="unknown advantage estimator 'gdpp'"):
+        _wired(task, advantage="gdpp")
