@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from fppo import data, models, tree
 from fppo.data import PromptSet
 from fppo.key import Key
-from fppo.models.model import HeadKind, Model, Params
+from fppo.models.model import HeadKind, Model, Params, over_long
+from fppo.rollout.check import check_engine
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Engine
 from fppo.rollout.spread import FetchingEngine, SpreadEngine
@@ -127,6 +128,7 @@ def load_models(
         if each is not None:
             check_attention(settings, each)
             check_heads(each, mesh)
+            check_length(settings, each)
     configs = {"actor": model.config} | {name: m.config for name, m in others.items() if m is not None}
     data.check_vocabulary(tokenizer, configs)
     params, critic, ref = (x and placed(x, mesh, device) for x in (params, critic, ref))
@@ -146,6 +148,17 @@ def check_heads(model: Model, mesh: Mesh) -> None:
         fitting = [n for n in range(1, heads + 1) if heads % n == 0]
         raise ValueError(
             f"mesh.sequence = {ranks} does not divide the model's {heads} attention heads; give one of {fitting}"
+        )
+
+
+def check_length(settings: TrainSettings, model: Model) -> None:
+    """Raises ValueError if rows may grow longer than those for which the model is one function."""
+    limit = models.longest_row(model.config)
+    prompt, response = settings.data.max_prompt_tokens, settings.rollout.max_tokens
+    if limit is not None and prompt + response > limit:
+        raise ValueError(
+            f"data.max_prompt_tokens = {prompt} and rollout.max_tokens = {response} allow rows of {prompt + response} "
+            f"tokens: {over_long(model.config, limit)}"
         )
 
 
@@ -191,6 +204,7 @@ def engine_of(
 
     idle = settings.rollout.from_ is not None and not settings.data.eval_path  # nothing is ever asked of it
     if settings.rollout.engine == "embedded" or idle:
+        check_engine(model)
         yield spread(EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad_token_id, mesh=mesh))
         return
     with vllm_engine(settings.rollout.vllm, model, pad_token_id, mesh) as engine:

@@ -1,9 +1,10 @@
 """A model as a pure function of its parameters."""
 
-from fppo.models.heads import Head, check_head, output_head
+from fppo.models.heads import Head, output_head
 from fppo.models.init import as_critic, init_params
 from fppo.models.load import load
-from fppo.models.model import Model, attention_needs, build, packed_attention, padded_attention
+from fppo.models.model import Model, attention_needs, build, longest_row, packed_attention, padded_attention
+from fppo.models.probe import check_model
 from fppo.models.run import bind, call_layer, forward, hidden_states
 from fppo.models.save import check_replaceable, save, save_config
 
@@ -15,12 +16,13 @@ __all__ = [
     "bind",
     "build",
     "call_layer",
-    "check_head",
+    "check_model",
     "check_replaceable",
     "forward",
     "hidden_states",
     "init_params",
     "load",
+    "longest_row",
     "output_head",
     "packed_attention",
     "padded_attention",

@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from fppo.models.model import SCORE_BIAS, SCORE_WEIGHT, Model, Params, causal_lm
-from fppo.models.run import hidden_states
-from fppo.models.seams import padded_attention
+from fppo.models.model import SCORE_BIAS, SCORE_WEIGHT, Model, Params
 
 
 class Head(NamedTuple):
@@ -48,36 +47,8 @@ def embedding_name(model: Model) -> str:
     return f"{model.prefix}{path}.weight"
 
 
-@torch.no_grad()
-def check_head(model: Model, params: Params, *, tokens: int = 4) -> None:
-    """Holds hidden states and head against the plain Hugging Face forward on a few tokens of float32 parameters.
-
-    Raises ValueError, naming the model type, if the logits differ. Nothing is copied. A value head
-    has nothing to be held against.
-    """
-    if model.head == "value":
-        return
-    device = next(iter(params.values())).device
-    full = {name: x.detach() for name, x in params.items()}
-    row = torch.arange(1, tokens + 1, device=device)[None] % model.config.vocab_size
-    attend = padded_attention(torch.ones_like(row, dtype=torch.bool))
-    positions = torch.arange(tokens, device=device)[None]
-    head = output_head(model, full)
-    hidden = hidden_states(model, full, row, positions, attend=attend).to(head.weight.dtype)
-    logits = (
-        hidden @ head.weight.T * head.scale if head.bias is None else (hidden @ head.weight.T + head.bias) * head.scale
-    )
-    if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    module = causal_lm(model.config, "meta", trust_remote_code=model.trust_remote_code)
-    module.config._attn_implementation = "eager"
-    buffers = {model.prefix + name: x.to(device) for name, x in model.constants.items()}
-    expected = torch.func.functional_call(
-        module, {**full, **buffers}, (), {"input_ids": row, "use_cache": False}, tie_weights=True
-    ).logits
-    difference = (logits - expected).abs().max().item()
-    if not difference <= 1e-3 * max(1.0, expected.abs().max().item()):
-        raise ValueError(
-            f"model type {model.config.model_type!r}: fppo's logits differ from transformers' by {difference:.2g}; "
-            "its head or attention does something fppo does not know"
-        )
+def logits_of(head: Head, hidden: Tensor) -> Tensor:
+    """The logits [..., V] of hidden states [..., H], in the head's dtype."""
+    logits = F.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
+    logits = logits if head.scale == 1.0 else logits * head.scale
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)

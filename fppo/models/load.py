@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from fppo.key import Key
 from fppo.models.init import init_value_head
 from fppo.models.model import BUILDING, SCORE_BIAS, SCORE_WEIGHT, HeadKind, Model, Params, build, plain_config
+from fppo.models.probe import check_model
 
 # where a value head stands: token and sequence classification, GPT-2's token classification, TRL, and others' models
 VALUE_HEADS = ("score", "classifier", "v_head.summary", "v_head", "value_head")
@@ -37,7 +38,8 @@ def load(
     A value head is read from token- or sequence-classification checkpoints (`score`, `classifier`) and TRL's
     (`v_head.summary`); `label` is the row to take of a head that has several. A checkpoint without one gets a head
     drawn from `key`, or zeros without a key. Only safetensors files are read. Raises ValueError that lists every
-    parameter that is missing, unknown or of another shape.
+    parameter that is missing, unknown or of another shape, and for a model that fppo computes otherwise than
+    transformers does (`check_model`).
     """
     directory = find_directory(path)
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
@@ -48,6 +50,7 @@ def load(
         checkpoint_layers=checkpoint_layers,
         trust_remote_code=trust_remote_code,
     )
+    check_model(model)
     params, problems = _read(model, directory, config, dtype)
     if head == "value":
         value_head = read_value_head(directory, dtype)

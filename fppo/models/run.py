@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from fppo.models.model import Model, Params
+from fppo.models.model import Model, Params, longest_row, over_long
 from fppo.models.precision import KeepDouble
 from fppo.models.seams import ApplyLayer, Attend
 
@@ -96,7 +96,9 @@ def hidden_states(
     """Hidden states after the last norm: [N, H] of packed tokens [N], or [B, S, H] of rows [B, S].
 
     With `apply_layer` the layers' parameters need not be in `params`; casting and checkpointing are then its business.
+    Raises ValueError for rows longer than `longest_row`.
     """
+    _check_length(model, positions)
     packed = tokens.ndim == 1
     if packed:
         tokens, positions = tokens[None], positions[None]
@@ -112,6 +114,15 @@ def hidden_states(
     else:
         out = bind(model, params, run, partial=apply_layer is not None)
     return out[0] if packed else out
+
+
+def _check_length(model: Model, positions: Tensor) -> None:
+    limit = longest_row(model.config)
+    if limit is None or type(positions) is not Tensor or positions.is_meta:  # a fake tensor has no numbers
+        return
+    longest = int(positions.max()) + 1
+    if longest > limit:
+        raise ValueError(f"a row of {longest} tokens: " + over_long(model.config, limit))
 
 
 def call_layer(

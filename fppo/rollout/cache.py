@@ -6,6 +6,7 @@ All rows write the same column in a step: prompts stand left-padded in the cache
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -16,15 +17,17 @@ from fppo_kernels.attention.eager import masked_attention
 from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.padding import Packed
 
-Layers = dict[int, tuple[Tensor, Tensor]]  # keys and values [R, Hkv, C, D] by layer: C columns, some not yet written
+# keys and values [R, Hkv, C, D] by the number of the call in a pass, as a layer may call twice; C columns, some not yet
+# written
+Layers = dict[int, tuple[Tensor, Tensor]]
 
 
 def prefill_attention(attention: Callable[..., Tensor], packed: Packed, kept: Layers) -> Attend:
-    """`attend` for packed prompts, which puts each layer's keys and values [N, Hkv, D] into `kept`."""
+    """`attend` for packed prompts of one pass, which puts each call's keys and values [N, Hkv, D] into `kept`."""
     attend_packed = packed_attention(attention, packed.lengths)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
-        kept[layer.number] = key.squeeze(0), value.squeeze(0)
+        kept[len(kept)] = key.squeeze(0), value.squeeze(0)
         return attend_packed(query, key, value, layer)
 
     return attend
@@ -73,16 +76,16 @@ def compact_(cache: Layers, holes: Tensor, moved: Tensor, rows: int, used: int) 
 
 
 def decode_attention(cache: Layers, column: int, first: int, bias: Tensor | None) -> Attend:
-    """`attend` for one token per row: it writes the token's key and value at `column` and reads columns from `first`.
+    """`attend` for one token per row and one pass: it writes its key and value at `column` and reads from `first` on.
 
     `bias` [R, 1, 1, C] is -inf at padding; None if no row has padding from `first` on. Since all rows stand at the same
     column, a window is a slice.
     """
-    end = column + 1
+    end, calls = column + 1, count()
 
     def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
-        number, scale, window, softcap, sinks = layer
-        keys, values = cache[number]
+        _, scale, window, softcap, sinks = layer
+        keys, values = cache[next(calls)]
         keys[:, :, column] = key[:, 0]
         values[:, :, column] = value[:, 0]
         start = first if window is None else max(first, end - window)

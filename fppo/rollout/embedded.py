@@ -8,13 +8,12 @@ from typing import NamedTuple
 import attrs
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from fppo import models
 from fppo.batch import Rollout
-from fppo.models.heads import Head
-from fppo.models.model import Model
+from fppo.models.heads import Head, logits_of
+from fppo.models.model import Model, longest_row, over_long
 from fppo.rollout import cache as caches
 from fppo.rollout.engine import Ask, OnFinished, Sampling
 from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits, rollout_of
@@ -52,7 +51,7 @@ class EmbeddedEngine:
         T is the longest response in the batch. What follows a response is `pad_token_id`, with False in the masks and
         zero in the log-probs, which are float32 (float64 from float64 parameters). `groups` are the prompts' row ids.
         Raises ValueError for no prompts, for empty ones or ones not padded on the left, and for responses that may
-        outgrow the model's learned positions.
+        outgrow the model's learned positions or the length for which its rope is made.
         """
         with torch.no_grad():
             params = fsdp.gather(params, self.model.shapes, self.mesh)
@@ -134,8 +133,14 @@ class _FinishedRows:
 
 
 def _check_positions(model: Model, lengths: Sequence[int], limits: Sequence[int]) -> None:
-    """Raises ValueError if a response may outgrow a table of learned positions (GPT-2, OPT)."""
+    """Raises ValueError if a response may outgrow a table of learned positions (GPT-2, OPT) or the longest row."""
     total, prompt, most = max((sum(pair), *pair) for pair in zip(lengths, limits, strict=True))
+    alike = longest_row(model.config)
+    if alike is not None and total > alike:
+        raise ValueError(
+            f"the longest prompt has {prompt} tokens; with max_tokens = {most} a row may reach {total} tokens: "
+            + over_long(model.config, alike)
+        )
     inside = tuple(f"{path}." for path in model.layers)
     tables = [
         path
@@ -158,12 +163,6 @@ def _wide(head: Head) -> Head:
     return head._replace(weight=head.weight.to(wide), bias=None if head.bias is None else head.bias.to(wide))
 
 
-def _logits(head: Head, hidden: Tensor) -> Tensor:
-    logits = F.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
-    logits = logits if head.scale == 1.0 else logits * head.scale
-    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
-
-
 def _passes(lengths: Sequence[int], budget: int) -> Iterator[slice]:
     """Consecutive prompts of at most `budget` tokens together."""
     start, total = 0, 0
@@ -184,7 +183,7 @@ def _prefill(policy: _Policy, wave: _Wave, n: int, columns: int) -> tuple[Tensor
         prompts: caches.Layers = {}
         attend = caches.prefill_attention(policy.kernels.attention, packed, prompts)
         hidden = models.forward(policy.skeleton, packed.tokens[None], packed.positions[None], attend=attend)[0]
-        logits.append(_logits(policy.head, hidden[packed.lengths.cu_seqlens[1:].long() - 1]))
+        logits.append(logits_of(policy.head, hidden[packed.lengths.cu_seqlens[1:].long() - 1]))
         cache = cache or caches.allocate(prompts, len(wave.lengths) * n, columns)
         shape = len(packed.lengths.lengths), wave.mask.shape[1]
         caches.write_prompts_(cache, part.start * n, prompts, packed.index, shape, n)
@@ -234,7 +233,7 @@ def _decode(policy: _Policy, wave: _Wave, ask: Ask, on_step: _FinishedRows | Non
             first, bias = _padding(column - positions, columns, cache)
         attend = caches.decode_attention(cache, column, first, bias)
         hidden = models.forward(policy.skeleton, new, positions, attend=attend)[:, 0]
-        logits = _logits(policy.head, hidden)
+        logits = logits_of(policy.head, hidden)
         positions = positions + 1
     return steps
 

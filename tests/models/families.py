@@ -7,22 +7,31 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    CodeGenConfig,
     CohereConfig,
+    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    GPTJConfig,
+    GPTNeoConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MptConfig,
     Olmo2Config,
+    OpenAIGPTConfig,
     OPTConfig,
     Phi3Config,
+    PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
+    XGLMConfig,
 )
 
 from fppo import models
@@ -91,6 +100,37 @@ CONFIGS = {
     ),
     "cohere": CohereConfig(**COMMON, logit_scale=0.25),
     "granite": GraniteConfig(**COMMON, logits_scaling=3.0, embedding_multiplier=2.0),
+}
+
+
+# what makes a family's rope change with the length of a row
+LONGROPE = Phi3Config(
+    **COMMON | {"max_position_embeddings": 256},
+    original_max_position_embeddings=12,
+    rope_parameters={
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.0],
+        "long_factor": [4.0, 9.0],
+    },
+)
+DYNAMIC = LlamaConfig(
+    **COMMON | {"max_position_embeddings": 12},
+    rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+)
+
+# families that compute attention in a way of their own
+OWN: dict[str, PreTrainedConfig] = {
+    "bloom": BloomConfig(vocab_size=31, hidden_size=16, n_layer=2, n_head=4),
+    "gptj": GPTJConfig(vocab_size=31, n_embd=16, n_layer=2, n_head=4, rotary_dim=4, n_positions=64),
+    "codegen": CodeGenConfig(vocab_size=31, n_embd=32, n_layer=2, n_head=8, rotary_dim=4, n_positions=64),
+    "xglm": XGLMConfig(vocab_size=31, d_model=16, num_layers=2, attention_heads=4, ffn_dim=24),
+    "gpt_neo": GPTNeoConfig(
+        vocab_size=31, hidden_size=16, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
+    ),
+    "openai-gpt": OpenAIGPTConfig(vocab_size=31, n_embd=16, n_layer=2, n_head=4, n_positions=64),
+    "falcon": FalconConfig(vocab_size=31, hidden_size=16, num_hidden_layers=2, num_attention_heads=4),
+    "mpt": MptConfig(vocab_size=31, d_model=16, n_layers=2, n_heads=4, max_seq_len=64),
 }
 
 

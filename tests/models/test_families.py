@@ -77,20 +77,6 @@ def test_checkpointed_layers_change_no_bit(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_head_check_accepts(name):
-    model, params = make(name, dtype=torch.float32)
-    models.check_head(model, params, tokens=6)
-
-
-def test_the_head_check_refuses_a_head_it_does_not_know(monkeypatch):
-    model, params = make("cohere", dtype=torch.float32)
-    head = models.output_head(model, params)._replace(scale=1.0)
-    monkeypatch.setattr("fppo.models.heads.output_head", lambda *_: head)
-    with pytest.raises(ValueError, match="model type 'cohere'"):
-        models.check_head(model, params)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
 def test_what_a_model_asks_of_attention_is_known_beforehand(name):
     model, params = make(name, dtype=torch.float32)
     asked = set()

@@ -1,0 +1,201 @@
+"""Whether fppo computes what transformers computes, found out on a small random instance of a model's architecture."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import attrs
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fppo.key import Key
+from fppo.models.heads import logits_of, output_head
+from fppo.models.model import BUILDING, Model, Params, build, causal_lm, longest_row
+from fppo.models.run import hidden_states
+from fppo.models.seams import AttentionLayer, packed_attention
+from fppo_kernels.attention.sdpa import sdpa
+from fppo_kernels.padding import make_lengths
+
+TOLERANCE = 1e-3  # of float32 numbers of size 1; what models were found to do wrong is above 0.1
+_SHORT, _LONG = 5, 24  # tokens of the two rows
+_EDGE = 16  # what a rope changes at becomes this, so that the long row is beyond it
+_WINDOW = 7
+_VOCABULARY = _INNER_WIDTH = 64
+_MOST = 1 << 28  # parameters
+_INNER = re.compile(r".*(intermediate_size|inner_size|ffn_hidden_size)$|ffn_dim|n_inner|d_ff")
+
+
+@attrs.frozen(eq=False)
+class Probe:
+    """A small random instance of a model's architecture: as fppo runs it, and as transformers does."""
+
+    model: Model
+    params: Params  # float32, on the CPU
+    plain: PreTrainedModel
+
+    @torch.no_grad()
+    def expected(self, row: Tensor) -> Tensor:
+        """transformers' logits [S, V] of one row of tokens [S], alone."""
+        return self.plain(input_ids=row[None], use_cache=False).logits[0]
+
+
+def make_probe(model: Model) -> Probe:
+    """The probe of a model: few layers, narrow and with few tokens, but with a layer of each kind that the model has.
+
+    Where fewer layers or narrower widths do not fit the architecture, they stay. Raises ValueError if no small instance
+    runs in transformers.
+    """
+    few, total = _layers_of_each_kind(model), len(model.layers)
+    problems: list[Exception] = []
+    for count, heads in ((few, 2), (few, 4), (total, 2), (few, None)):
+        try:
+            small = build(_smaller(model.config, count, heads), trust_remote_code=model.trust_remote_code)
+            if _parts(small, count) == _parts(model, count) and sum(x.numel() for x in small.shapes.values()) < _MOST:
+                probe = _filled(small)
+                probe.expected(probe_rows(probe)[0])
+                return probe
+        except Exception as error:  # what a class raises for sizes that do not fit may be anything
+            problems.append(error)
+    why = "; ".join(dict.fromkeys(f"{type(error).__name__}: {error}" for error in problems))
+    raise ValueError(
+        f"fppo cannot check whether it runs model type {model.config.model_type!r} as transformers does: small random "
+        f"instances of it do not run in transformers either, are too large, or have other parameters. {why}"
+    )
+
+
+@torch.no_grad()
+def check_model(model: Model) -> None:
+    """Holds the function of a model of this architecture against the plain transformers forward.
+
+    Two rows of different lengths are packed into one, the longer beyond what its rope changes at, if that is not
+    refused anyway (`longest_row`). Raises ValueError that names the model type and the fault: a layer that does not
+    ask the attention seam for its attention, or other logits.
+    """
+    kind = model.config.model_type
+    probe = make_probe(model)
+    rows = probe_rows(probe)
+    expected = torch.cat([probe.expected(row) for row in rows])
+    try:
+        logits, asked = _packed_logits(probe, rows)
+    except Exception as error:
+        raise ValueError(
+            f"fppo cannot run model type {kind!r}, whose code fails where it gets packed rows and no attention mask: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if asked != set(range(len(probe.model.layers))):
+        raise ValueError(
+            f"fppo cannot run model type {kind!r}: its layers compute attention in code of their own, not by "
+            "transformers' attention interface, so that rows packed together would see one another"
+        )
+    compare(kind, logits, expected, f"the logits of packed rows of {_SHORT} and {len(rows[1])} tokens")
+
+
+def probe_rows(probe: Probe) -> tuple[Tensor, Tensor]:
+    """A short row and a long one."""
+    config = probe.model.config
+    long = min(_LONG, longest_row(config) or _LONG)
+    tokens = torch.arange(3, 3 + _SHORT + long) * 7 % config.vocab_size
+    return tokens[:_SHORT], tokens[_SHORT:]
+
+
+def compare(kind: str, got: Tensor, expected: Tensor, what: str) -> None:
+    """Raises ValueError if numbers of a model of type `kind` are not those expected, within float32's rounding."""
+    difference = (got - expected).abs().max().item()
+    if not difference <= TOLERANCE * max(1.0, expected.abs().max().item()):
+        raise ValueError(
+            f"fppo cannot run model type {kind!r}: {what} differ from transformers' by {difference:.2g} in a small "
+            "random model of this kind; its head, its positions or its attention do something that fppo does not know"
+        )
+
+
+def _packed_logits(probe: Probe, rows: tuple[Tensor, ...]) -> tuple[Tensor, set[int]]:
+    """The logits [N, V] of rows packed into one, and the numbers of the layers that asked for attention."""
+    plain, asked = packed_attention(sdpa, make_lengths([len(row) for row in rows])), set()
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
+        asked.add(layer.number)
+        return plain(query, key, value, layer)
+
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    hidden = hidden_states(probe.model, probe.params, torch.cat(rows), positions, attend=attend)
+    return logits_of(output_head(probe.model, probe.params), hidden), asked
+
+
+def _filled(small: Model) -> Probe:
+    """The probe of a small model, with numbers large enough that attention patterns and positions matter."""
+    with BUILDING, torch.random.fork_rng(devices=[]):
+        plain = causal_lm(small.config, "cpu", trust_remote_code=small.trust_remote_code)
+    plain.config._attn_implementation = "eager"
+    generator = Key(0).generator()
+    for parameter in plain.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() > 1:
+            parameter.data = 1.5 * noise / parameter.shape[-1] ** 0.5
+        else:
+            parameter.data += 0.3 * noise
+    named = dict(plain.named_parameters())
+    return Probe(small, {name: named[name].detach() for name in small.shapes}, plain)
+
+
+def _parts(model: Model, count: int) -> set[str]:
+    """The names of the parameters before the head, without those of layers beyond the first `count`."""
+    beyond = tuple(f"{model.prefix}{path}." for path in model.layers[count:])
+    return {name for name in model.shapes if name.startswith(model.prefix) and not name.startswith(beyond)}
+
+
+def _layers_of_each_kind(model: Model) -> int:
+    """The least number of layers from the first on, two or more, among which each kind of layer is."""
+    total = len(model.layers)
+    lists = [x for x in vars(model.config).values() if isinstance(x, (list, tuple)) and len(x) == total]
+    kinds: dict[tuple[object, ...], int] = {}
+    for i, path in enumerate(model.layers):
+        start = f"{model.prefix}{path}."
+        names = frozenset(name.removeprefix(start) for name in model.shapes if name.startswith(start))
+        kinds.setdefault((names, *(str(x[i]) for x in lists)), i)
+    return min(max(1, *kinds.values()) + 1, total)
+
+
+def _smaller(config: PreTrainedConfig, layers: int, heads: int | None) -> PreTrainedConfig:
+    """The config of a model with the first `layers` layers, few tokens, and widths of `heads` heads if that is less.
+
+    A head keeps its width, and what a rope or a window changes at comes within the long row.
+    """
+    config, total = copy.deepcopy(config), config.num_hidden_layers
+    before, hidden = config.num_attention_heads, config.hidden_size
+    width = (heads or before) * (getattr(config, "head_dim", None) or hidden // before)
+    narrow = heads is not None and heads < before and width < hidden
+    if heads is not None and narrow:
+        if getattr(config, "num_key_value_heads", None):
+            config.num_key_value_heads = heads if config.num_key_value_heads == before else 1
+        config.num_attention_heads = heads
+    for name, value in list(vars(config).items()):
+        if isinstance(value, (list, tuple)) and len(value) == total:
+            shrink = narrow and _INNER.fullmatch(name)  # of Gemma 3n's layers each has its own
+            setattr(config, name, [min(x, _INNER_WIDTH) for x in value[:layers]] if shrink else value[:layers])
+        elif type(value) is int:
+            if name.endswith("sliding_window"):
+                setattr(config, name, min(value, _WINDOW))
+            elif name.startswith("vocab_size"):
+                setattr(config, name, min(value, _VOCABULARY))
+            elif narrow and _INNER.fullmatch(name):
+                setattr(config, name, min(value, _INNER_WIDTH))
+            elif narrow and value == hidden:
+                setattr(config, name, width)
+    config.num_hidden_layers, config.vocab_size = layers, min(config.vocab_size, _VOCABULARY)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, 0)
+    if longest_row(config) is None:
+        _lower_edges(vars(config))
+    return config
+
+
+def _lower_edges(section: dict[str, object]) -> None:
+    """Puts what a rope may change at within the long row, in a config's fields and the sections among them."""
+    for name, value in section.items():
+        if name == "original_max_position_embeddings" and value is not None:
+            section[name] = _EDGE
+        elif isinstance(value, dict):
+            _lower_edges(value)

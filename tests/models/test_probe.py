@@ -1,0 +1,136 @@
+"""A model that fppo would run otherwise than transformers does is refused when it is loaded, by name."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    OlmoeConfig,
+    OPTConfig,
+    Phi3Config,
+    SmolLM3Config,
+)
+
+from fppo import models
+from fppo.key import Key
+from fppo.models import probe as probes
+from fppo_kernels.padding import make_lengths
+from fppo_kernels.record import Kernels
+from tests.models.families import CONFIGS, DYNAMIC, LONGROPE, OWN, make, plain
+
+KERNELS = Kernels.named()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_runs_as_in_transformers_is_accepted(name):
+    models.check_model(models.build(CONFIGS[name]))
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_computes_attention_in_a_way_of_its_own_is_refused(name):
+    with pytest.raises(ValueError, match=f"cannot run model type '{name}'.*(code of their own|no attention mask)"):
+        models.check_model(models.build(OWN[name]))
+
+
+def test_a_wrong_model_is_refused_before_its_weights_are_read(tmp_path):
+    AutoModelForCausalLM.from_config(OWN["gpt_neo"]).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    for head in ("lm", "value"):
+        with pytest.raises(ValueError, match="model type 'gpt_neo': its layers compute attention in code of their own"):
+            models.load(tmp_path, head)
+
+
+def scaled_head(model, params):
+    return models.output_head(model, params)._replace(scale=1.0)
+
+
+def test_a_head_that_is_not_known_is_refused(monkeypatch):
+    monkeypatch.setattr("fppo.models.probe.output_head", scaled_head)
+    with pytest.raises(ValueError, match="model type 'cohere': the logits of packed rows of 5 and 24 tokens differ"):
+        models.check_model(models.build(CONFIGS["cohere"]))
+
+
+def test_rows_that_see_one_another_are_refused(monkeypatch):
+    monkeypatch.setattr(probes, "make_lengths", lambda lengths: make_lengths([sum(lengths)]))
+    with pytest.raises(ValueError, match="model type 'llama': the logits of packed rows"):
+        models.check_model(models.build(CONFIGS["llama"]))
+
+
+@pytest.mark.parametrize("feature", ["window", "sinks", "softcap"])
+def test_an_attention_that_leaves_something_out_is_refused(feature, monkeypatch):
+    def deaf(*args, **kwargs):
+        return KERNELS.attention(*args, **kwargs | {feature: None})
+
+    monkeypatch.setattr(probes, "sdpa", deaf)
+    name = {"window": "mistral", "sinks": "gpt_oss", "softcap": "gemma2"}[feature]
+    with pytest.raises(ValueError, match="differ from transformers'"):
+        models.check_model(models.build(CONFIGS[name]))
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "millions"),
+    [
+        (LlamaConfig(num_key_value_heads=8), 2, 1),
+        (Gemma3TextConfig(), 6, 6),
+        (SmolLM3Config(), 4, 2),
+        (OlmoeConfig(), 2, 8),
+        (OPTConfig(hidden_size=1024, word_embed_proj_dim=512, num_attention_heads=16), 2, 2),
+    ],
+    ids=lambda x: getattr(x, "model_type", ""),
+)
+def test_a_large_model_is_probed_on_a_small_instance_with_a_layer_of_each_kind(config, layers, millions):
+    model = models.build(config)
+    probe = probes.make_probe(model)
+    assert sum(x.numel() for x in probe.params.values()) < millions * 1e6
+    assert len(probe.model.layers) == layers
+    for kinds in ("layer_types", "no_rope_layers"):
+        if getattr(config, kinds, None):
+            assert set(getattr(probe.model.config, kinds)) == set(getattr(config, kinds))
+    models.check_model(model)
+
+
+@pytest.mark.parametrize("config", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+def test_a_rope_that_changes_with_the_length_gives_each_row_its_own_numbers_or_refuses_it(config, monkeypatch):
+    monkeypatch.setitem(CONFIGS, "rope", config)
+    model, params = make("rope")
+    assert models.longest_row(config) == 12
+    models.check_model(model)
+    module = plain(model, params)
+
+    def run(lengths):
+        tokens = torch.randint(3, 31, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        attend = models.packed_attention(KERNELS.attention, make_lengths(lengths))
+        hidden = models.hidden_states(model, params, tokens, positions, attend=attend)
+        return tokens, hidden @ models.output_head(model, params).weight.T
+
+    tokens, logits = run([5, 12])
+    with pytest.raises(ValueError, match=r"a row of 13 tokens.*longrope or dynamic.*config.json"):
+        run([5, 13])
+    assert torch.equal(run([5, 12])[1], logits)
+    with torch.no_grad():
+        for own, row in zip(logits.split([5, 12]), tokens.split([5, 12]), strict=True):
+            torch.testing.assert_close(own, module.double()(row[None]).logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_other_ropes_have_no_longest_row():
+    assert {models.longest_row(config) for config in CONFIGS.values()} == {None}
+    assert models.longest_row(Phi3Config(bos_token_id=1, eos_token_id=2, pad_token_id=0)) is None
+
+
+def test_a_family_whose_small_instances_do_not_run_is_refused(monkeypatch):
+    def broken(*_):
+        raise TypeError("no such width")
+
+    monkeypatch.setattr(probes, "_filled", broken)
+    with pytest.raises(ValueError, match=r"cannot check whether it runs model type 'llama'.*TypeError: no such width"):
+        models.check_model(models.build(CONFIGS["llama"]))
+
+
+def test_the_probe_draws_nothing_of_others():
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    models.check_model(models.build(CONFIGS["llama"]))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(models.init_params(models.build(CONFIGS["qwen2"]), Key(1))["model.norm.weight"], torch.ones(16))
