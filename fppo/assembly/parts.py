@@ -17,7 +17,6 @@ from fppo.rollout.check import check_engine
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Engine
 from fppo.rollout.spread import FetchingEngine, SpreadEngine
-from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.offload import Lane
 from fppo.settings import checks, files
@@ -115,6 +114,7 @@ def load_models(
         compute_dtype=_compute_dtype(settings),
         checkpoint_layers=section.checkpoint_layers,
         trust_remote_code=section.trust_remote_code,
+        mesh=mesh,
     )
     model, params = load(section.path)
     critic_model, critic = None, None
@@ -131,14 +131,14 @@ def load_models(
             check_length(settings, each)
     configs = {"actor": model.config} | {name: m.config for name, m in others.items() if m is not None}
     data.check_vocabulary(tokenizer, configs)
-    params, critic, ref = (x and placed(x, mesh, device) for x in (params, critic, ref))
+    params, critic, ref = (x and on_device(x, device) for x in (params, critic, ref))
     assert params is not None
     return model, params, critic_model, critic, ref
 
 
-def placed(params: Params, mesh: Mesh, device: torch.device) -> Params:
-    """This rank's part of the parameters, on the device."""
-    return tree.map(lambda x: x.to(device), fsdp.shard(params, mesh))
+def on_device(params: Params, device: torch.device) -> Params:
+    """The parameters on the device."""
+    return tree.map(lambda x: x.to(device), params)
 
 
 def check_heads(model: Model, mesh: Mesh) -> None:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from fppo import data, models, rewards
-from fppo.assembly.parts import check_attention, check_heads, kernels_of, micro_batching_of, placed, vllm_engine
+from fppo.assembly.parts import check_attention, check_heads, kernels_of, micro_batching_of, on_device, vllm_engine
 from fppo.data.encode import check_open_end
 from fppo.key import Key
 from fppo.models.load import find_directory
@@ -22,6 +22,7 @@ from fppo.rewards.early import EarlyRewardRunner
 from fppo.rewards.functions import RewardFn
 from fppo.rewards.judge import LanguageJudge
 from fppo.rewards.models import encode, load_reward_model, model_reward
+from fppo.rollout.check import check_engine
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Engine, Sampling
 from fppo.rollout.spread import FetchingEngine
@@ -84,12 +85,13 @@ def reward_model_of(
         label=section.label,
         compute_dtype=_compute_dtype(settings),
         trust_remote_code=settings.model.trust_remote_code,
+        mesh=mesh,
     )
     check_attention(settings, model)
     check_heads(model, mesh)
     chat = settings.data.chat if section.chat is None else section.chat
     own = _own_tokenizer(settings, tokenizer, model.config, chat=chat)
-    params = placed(params, mesh, device)
+    params = on_device(params, device)
     read = {} if own is None else {"read": _reader(tokenizer, own, chat)}
     fn = model_reward(
         OnHost(to_host(params), Lane(device)) if settings.model.offload == "all" else params,
@@ -197,7 +199,11 @@ def judge_of(
     _check_judge_tokenizer(own, chat=section.chat)
     compute = _compute_dtype(settings)
     model, params = models.load(
-        directory, dtype=compute or torch.float32, compute_dtype=compute, trust_remote_code=remote
+        directory,
+        dtype=compute or torch.float32,
+        compute_dtype=compute,
+        trust_remote_code=remote,
+        mesh=mesh if section.engine == "embedded" else LOCAL,
     )
     data.check_vocabulary(own, {"judge": model.config})
     sampling = Sampling(
@@ -236,17 +242,18 @@ def _check_judge_tokenizer(tokenizer: PreTrainedTokenizerBase, *, chat: bool) ->
 def _judge_engine(
     settings: TrainSettings, model: Model, params: Params, pad_token_id: int, mesh: Mesh, device: torch.device
 ) -> Iterator[tuple[Engine, Params]]:
-    """What generates the judge's answers, and the parameters to hand to it.
+    """What generates the judge's answers, and the parameters to hand to it: this rank's part for the embedded engine.
 
     A vLLM is sent whole parameters once, from the host, so none are kept on the device beside it.
     """
     section = settings.reward.judge
     if section.engine == "embedded":
         check_attention(settings, model)
+        check_engine(model)
         engine: Engine = EmbeddedEngine(
             model=model, kernels=kernels_of(settings), pad_token_id=pad_token_id, max_rows=section.max_rows, mesh=mesh
         )
-        params = placed(params, mesh, device)
+        params = on_device(params, device)
         if settings.model.offload == "all":
             params, engine = to_host(params), FetchingEngine(engine=engine, lane=Lane(device))
         yield engine, params

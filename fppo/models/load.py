@@ -14,9 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from fppo.key import Key
+from fppo.models._parts import read_parts
 from fppo.models.init import init_value_head
 from fppo.models.model import BUILDING, SCORE_BIAS, SCORE_WEIGHT, HeadKind, Model, Params, build, plain_config
 from fppo.models.probe import check_model
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import LOCAL, Mesh
 
 # where a value head stands: token and sequence classification, GPT-2's token classification, TRL, and others' models
 VALUE_HEADS = ("score", "classifier", "v_head.summary", "v_head", "value_head")
@@ -32,9 +35,11 @@ def load(
     compute_dtype: torch.dtype | None = None,
     checkpoint_layers: bool = False,
     trust_remote_code: bool = False,
+    mesh: Mesh = LOCAL,
 ) -> tuple[Model, Params]:
     """The model in a directory or on the Hugging Face hub, with its parameters on the CPU in `dtype`.
 
+    On a mesh that cuts parameters they are this rank's shards, and it reads no more than these of most checkpoints.
     A value head is read from token- or sequence-classification checkpoints (`score`, `classifier`) and TRL's
     (`v_head.summary`); `label` is the row to take of a head that has several. A checkpoint without one gets a head
     drawn from `key`, or zeros without a key. Only safetensors files are read. Raises ValueError that lists every
@@ -51,17 +56,17 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     check_model(model)
-    params, problems = _read(model, directory, config, dtype)
+    params, problems = _read(model, directory, config, dtype, mesh)
     if head == "value":
         value_head = read_value_head(directory, dtype)
         if label is not None:
             value_head = {name: x[label : label + 1] for name, x in value_head.items()}
-        params |= value_head or _fresh_head(model, key, dtype)
-        problems += _compare(model, {name: params[name] for name in (SCORE_WEIGHT, SCORE_BIAS)})
+        value_head = value_head or _fresh_head(model, key, dtype)
+        problems += _compare(model, value_head)
+        params |= fsdp.shard(value_head, mesh)
     if problems:
         raise ValueError(f"{path} does not hold a whole {config.model_type!r} model: " + "; ".join(problems))
-    # memory of their own: a file's layout aligns tensors otherwise, and kernels then round otherwise
-    return model, {name: params[name].clone() for name in model.shapes}
+    return model, {name: params[name] for name in model.shapes}
 
 
 def find_directory(path: str | os.PathLike[str]) -> Path:
@@ -100,11 +105,30 @@ def list_files(directory: Path) -> list[Path]:
     return [file for file in [directory / "model.safetensors"] if file.exists()]
 
 
-def _read(model: Model, directory: Path, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[Params, list[str]]:
-    """The model's parameters without a value head, and what is wrong with the files."""
-    absent = [file.name for file in list_files(directory) if not file.exists()]
+def _read(
+    model: Model, directory: Path, config: PreTrainedConfig, dtype: torch.dtype, mesh: Mesh
+) -> tuple[Params, list[str]]:
+    """This rank's part of the parameters without a value head, and what is wrong with the files."""
+    files = list_files(directory)
+    absent = [file.name for file in files if not file.exists()]
     if absent:
         raise ValueError(f"{directory} lacks files that its index names: {absent}")
+    parts = read_parts(model, files, dtype=dtype, mesh=mesh, ignored=lambda name: _expected(name, model))
+    if parts is not None:
+        return parts, []
+    named, problems = _read_whole(model, directory, config, dtype)
+    if problems:
+        return named, problems
+    parts = {}
+    for name in list(named):  # one by one, in memory of their own as above
+        parts |= fsdp.shard({name: named.pop(name).clone()}, mesh)
+    return parts, []
+
+
+def _read_whole(
+    model: Model, directory: Path, config: PreTrainedConfig, dtype: torch.dtype
+) -> tuple[Params, list[str]]:
+    """The parameters as transformers reads them, and what is wrong with the files."""
     with BUILDING, torch.random.fork_rng(devices=[]), _QuietTransformers():  # what is missing gets drawn
         loaded = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -147,7 +171,7 @@ def read_value_head(directory: Path, dtype: torch.dtype) -> Params:
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 if name.rpartition(".")[0] in VALUE_HEADS:
-                    heads[name] = tensors.get_tensor(name).to(dtype)
+                    heads[name] = tensors.get_tensor(name).to(dtype, copy=True)
     for place in VALUE_HEADS:
         if f"{place}.weight" in heads:
             weight = heads[f"{place}.weight"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping
 
 import attrs
 import torch
@@ -188,14 +189,14 @@ def _smaller(config: PreTrainedConfig, layers: int, heads: int | None) -> PreTra
         if getattr(config, name, None) is not None:
             setattr(config, name, 0)
     if longest_row(config) is None:
-        _lower_edges(vars(config))
+        for name in ("rope_parameters", "original_max_position_embeddings"):
+            if getattr(config, name, None) is not None:
+                setattr(config, name, _lowered(name, getattr(config, name)))
     return config
 
 
-def _lower_edges(section: dict[str, object]) -> None:
-    """Puts what a rope may change at within the long row, in a config's fields and the sections among them."""
-    for name, value in section.items():
-        if name == "original_max_position_embeddings" and value is not None:
-            section[name] = _EDGE
-        elif isinstance(value, dict):
-            _lower_edges(value)
+def _lowered(name: str, value: object) -> object:
+    """A field of a config, or a section of fields, with what a rope may change at within the long row."""
+    if isinstance(value, Mapping):
+        return {key: _lowered(key, x) for key, x in value.items()}
+    return _EDGE if name == "original_max_position_embeddings" else value

@@ -21,7 +21,7 @@ from fppo.models.load import VALUE_HEADS, find_directory, list_files, read_value
 from fppo.models.model import Model, Params
 from fppo.rewards.functions import RewardFn, tensor_reward
 from fppo.rewards.scoring import samples_of
-from fppo.runtime.mesh import DATA_AXES, Mesh, place_on
+from fppo.runtime.mesh import DATA_AXES, LOCAL, Mesh, place_on
 from fppo.runtime.offload import OnHost
 from fppo.steps.forward import Forward, Rows, compute_reward_scores, row_lengths
 from fppo.steps.micro_batching import MicroBatching
@@ -50,8 +50,10 @@ def load_reward_model(
     label: str | None = None,
     compute_dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
+    mesh: Mesh = LOCAL,
 ) -> tuple[Model, Params]:
-    """A model with a sequence- or token-classification head, or a value head, and its parameters on the CPU.
+    """A model with a sequence- or token-classification head, or a value head, and its parameters on the CPU: this
+    rank's shards on a mesh that cuts parameters.
 
     `label` is the name or the number of the label whose number is the score, where the head has several. Raises
     ValueError for a model without such a head, and for a head of several labels of which none is named.
@@ -65,7 +67,9 @@ def load_reward_model(
         )
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     row = _label_row(path, getattr(config, "id2label", None) or {}, label, len(head["score.weight"]))
-    return models.load(directory, "value", label=row, compute_dtype=compute_dtype, trust_remote_code=trust_remote_code)
+    return models.load(
+        directory, "value", label=row, compute_dtype=compute_dtype, trust_remote_code=trust_remote_code, mesh=mesh
+    )
 
 
 def _outside(directory: Path) -> list[str]:

@@ -1,0 +1,111 @@
+"""A rank's part of a checkpoint, read tensor by tensor, so that no rank holds more than its part and what makes one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from fppo.models.model import Model, Params, causal_lm
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import Mesh
+
+
+class _Stored(NamedTuple):
+    """A stored tensor; `pattern` is which source of a converter it is, or "" if it goes through none."""
+
+    name: str
+    file: Path
+    pattern: str
+
+
+def read_parts(
+    model: Model, files: Sequence[Path], *, dtype: torch.dtype, mesh: Mesh, ignored: Callable[[str], bool]
+) -> Params | None:
+    """This rank's part of the parameters in `dtype`, without a value head, in memory of its own.
+
+    What transformers stores in another form, as experts one by one, is put together first. None if the files hold not
+    just these parameters, beside names that are `ignored`, or hold them in a form that transformers alone can read.
+    """
+    module = causal_lm(model.config, "meta", trust_remote_code=model.trust_remote_code)
+    kept = module._keep_in_fp32_modules or module._keep_in_fp32_modules_strict
+    if (kept and dtype != torch.float32) or getattr(model.config, "quantization_config", None) is not None:
+        return None
+    wanted = {name for name in model.shapes if name.startswith(model.prefix) or model.head == "lm"}
+    converters, groups = _groups(module, files)
+    parts: Params = {}
+    for target, sources in groups.items():
+        converter = converters.get(sources[0].pattern)
+        if converter is None and target not in wanted:
+            if ignored(target):
+                continue
+            return None
+        if converter is None:
+            parts[target] = _read(sources[0], dtype, mesh)
+        else:
+            made = _converted(module, target, sources, converter)
+            parts |= {name: _part(x, dtype, mesh) for name, x in made.items()}
+    cut = fsdp.shard({name: torch.empty(model.shapes[name], device="meta") for name in wanted}, mesh)
+    fits = {name: x.shape for name, x in parts.items()} == {name: x.shape for name, x in cut.items()}
+    return parts if fits else None
+
+
+def _groups(
+    module: PreTrainedModel, files: Sequence[Path]
+) -> tuple[Mapping[str, WeightConverter], dict[str, list[_Stored]]]:
+    """transformers' converters by source pattern; and by the first parameter made of them, what is stored."""
+    transforms = get_model_conversion_mapping(module)
+    renamings = [x for x in transforms if isinstance(x, WeightRenaming)]
+    converters = {pattern: x for x in transforms if isinstance(x, WeightConverter) for pattern in x.source_patterns}
+    state, prefix = module.state_dict(), module.base_model_prefix
+    stored = []
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            stored += [(name, file) for name in tensors.keys()]  # noqa: SIM118
+    groups: dict[str, list[_Stored]] = {}
+    for name, file in sorted(stored, key=lambda pair: dot_natural_key(pair[0])):
+        target, pattern = rename_source_key(name, renamings, list(converters.values()), prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        groups.setdefault(target, []).append(_Stored(name, file, pattern or ""))
+    return converters, groups
+
+
+def _converted(
+    module: PreTrainedModel, target: str, sources: Sequence[_Stored], converter: WeightConverter
+) -> Mapping[str, Tensor]:
+    """The whole parameters that transformers' converter makes of stored tensors."""
+    converter = copy.deepcopy(converter)
+    for name, file, pattern in sources:
+        with safe_open(file, "pt") as tensors:
+            converter.add_tensor(target, name, pattern, tensors.get_tensor(name))
+    made = converter.convert(target, model=module, config=module.config)
+    return {name: x[0] if isinstance(x, list) else x for name, x in made.items()}
+
+
+def _read(source: _Stored, dtype: torch.dtype, mesh: Mesh) -> Tensor:
+    """This rank's rows of a stored tensor."""
+    with safe_open(source.file, "pt") as tensors:  # anew for each: an open file keeps what was read of it in memory
+        stored = tensors.get_slice(source.name)
+        shape = stored.get_shape()
+        if not mesh.sharded or not shape:
+            return _part(tensors.get_tensor(source.name), dtype, mesh)
+        start, stop = fsdp.bounds(shape[0], mesh["shard"])
+        return _own(stored[start:stop] if start < stop else torch.empty(0, *shape[1:]), dtype)
+
+
+def _part(whole: Tensor, dtype: torch.dtype, mesh: Mesh) -> Tensor:
+    return _own(fsdp.shard({"": whole}, mesh)[""], dtype)
+
+
+def _own(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In memory of its own: a file's layout aligns tensors otherwise, and kernels then round otherwise."""
+    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
