@@ -90,15 +90,10 @@ def bare_model(settings: TrainSettings, head: HeadKind = "lm") -> Model:
     return models.build(
         config,
         head,
-        compute_dtype=_compute_dtype(settings),
+        compute_dtype=compute_dtype_of((head == "value" and settings.critic.compute_dtype) or section.compute_dtype),
         checkpoint_layers=section.checkpoint_layers,
         trust_remote_code=section.trust_remote_code,
     )
-
-
-def _compute_dtype(settings: TrainSettings) -> torch.dtype | None:
-    name = settings.model.compute_dtype
-    return None if name == "float32" else getattr(torch, name)
 
 
 def load_models(
@@ -111,7 +106,7 @@ def load_models(
     section = settings.model
     load = partial(
         models.load,
-        compute_dtype=_compute_dtype(settings),
+        compute_dtype=compute_dtype_of(section.compute_dtype),
         checkpoint_layers=section.checkpoint_layers,
         trust_remote_code=section.trust_remote_code,
         mesh=mesh,
@@ -119,10 +114,21 @@ def load_models(
     model, params = load(section.path)
     critic_model, critic = None, None
     if checks.uses_critic(settings):
-        critic_model, critic = load(section.critic_path or section.path, "value", key=key.fold("value head"))
+        own, recompute = settings.critic, settings.critic.checkpoint_layers
+        critic_model, critic = load(
+            section.critic_path or section.path,
+            "value",
+            key=key.fold("value head"),
+            compute_dtype=compute_dtype_of(own.compute_dtype or section.compute_dtype),
+            checkpoint_layers=section.checkpoint_layers if recompute is None else recompute,
+        )
     ref_model, ref = None, None
     if checks.uses_reference(settings):
-        ref_model, ref = (model, tree.copy(params)) if section.ref_path is None else load(section.ref_path)
+        dtype = getattr(torch, section.ref_dtype)
+        if section.ref_path is None:
+            ref_model, ref = model, tree.map(lambda x: x.to(dtype, copy=True), params)
+        else:
+            ref_model, ref = load(section.ref_path, dtype=dtype)
     others = {"critic": critic_model, "reference": ref_model}
     for each in (model, *others.values()):
         if each is not None:
@@ -139,6 +145,11 @@ def load_models(
 def on_device(params: Params, device: torch.device) -> Params:
     """The parameters on the device."""
     return tree.map(lambda x: x.to(device), params)
+
+
+def compute_dtype_of(name: str) -> torch.dtype | None:
+    """The dtype by name that parameters are cast to; None for float32, which they are kept in."""
+    return None if name == "float32" else getattr(torch, name)
 
 
 def check_heads(model: Model, mesh: Mesh) -> None:
@@ -189,6 +200,12 @@ def micro_batching_of(section: ActorSettings | CriticSettings) -> MicroBatching:
     """The micro-batching that a section asks for."""
     size, budget = files.micro_batching(section)
     return MicroBatching(size=size, token_budget=budget)
+
+
+def forward_micro_batching_of(settings: TrainSettings) -> MicroBatching:
+    """The micro-batching of passes without a gradient."""
+    budget = settings.model.forward_token_budget
+    return micro_batching_of(settings.actor) if budget is None else MicroBatching(token_budget=budget)
 
 
 @contextlib.contextmanager

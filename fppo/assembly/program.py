@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fppo import losses
-from fppo.assembly.parts import micro_batching_of
+from fppo.assembly.parts import forward_micro_batching_of, micro_batching_of
 from fppo.batch import Annotated
 from fppo.pipeline import stages
 from fppo.pipeline.draw import equal_groups, sample_groups, sample_saved, saving, truncated
@@ -167,7 +167,7 @@ def program_of(settings: TrainSettings, resources: Resources) -> Program:
             stages.annotate,
             forward=forward,
             critic=critic,
-            micro_batching=micro_batching_of(settings.actor),
+            micro_batching=forward_micro_batching_of(settings),
             temperature=resources.sampling.temperature,
             old_log_probs=files.old_log_probs(settings),
             sum_squared=_needs_squares(settings),

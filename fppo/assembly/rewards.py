@@ -13,7 +13,15 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from fppo import data, models, rewards
-from fppo.assembly.parts import check_attention, check_heads, kernels_of, micro_batching_of, on_device, vllm_engine
+from fppo.assembly.parts import (
+    check_attention,
+    check_heads,
+    compute_dtype_of,
+    forward_micro_batching_of,
+    kernels_of,
+    on_device,
+    vllm_engine,
+)
 from fppo.data.encode import check_open_end
 from fppo.key import Key
 from fppo.models.load import find_directory
@@ -83,7 +91,8 @@ def reward_model_of(
     model, params = load_reward_model(
         _directory(section.path, "reward.model.path"),
         label=section.label,
-        compute_dtype=_compute_dtype(settings),
+        dtype=getattr(torch, section.dtype),
+        compute_dtype=compute_dtype_of(settings.model.compute_dtype),
         trust_remote_code=settings.model.trust_remote_code,
         mesh=mesh,
     )
@@ -104,15 +113,10 @@ def reward_model_of(
     return {"reward_model": (fn, section.weight)}
 
 
-def _compute_dtype(settings: TrainSettings) -> torch.dtype | None:
-    name = settings.model.compute_dtype
-    return None if name == "float32" else getattr(torch, name)
-
-
 def _micro_batching(settings: TrainSettings) -> MicroBatching:
     section = settings.reward.model
     if section.micro_batch_size is None and section.token_budget is None:
-        return micro_batching_of(settings.actor)
+        return forward_micro_batching_of(settings)
     return MicroBatching(size=section.micro_batch_size, token_budget=section.token_budget)
 
 
@@ -197,7 +201,7 @@ def judge_of(
     directory = _directory(section.path, "reward.judge.path")
     own = _load_tokenizer(str(directory), "reward.judge.path", remote)
     _check_judge_tokenizer(own, chat=section.chat)
-    compute = _compute_dtype(settings)
+    compute = compute_dtype_of(settings.model.compute_dtype)
     model, params = models.load(
         directory,
         dtype=compute or torch.float32,

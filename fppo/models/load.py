@@ -41,10 +41,10 @@ def load(
 
     On a mesh that cuts parameters they are this rank's shards, and it reads no more than these of most checkpoints.
     A value head is read from token- or sequence-classification checkpoints (`score`, `classifier`) and TRL's
-    (`v_head.summary`); `label` is the row to take of a head that has several. A checkpoint without one gets a head
-    drawn from `key`, or zeros without a key. Only safetensors files are read. Raises ValueError that lists every
-    parameter that is missing, unknown or of another shape, and for a model that fppo computes otherwise than
-    transformers does (`check_model`).
+    (`v_head.summary`), in float32 or wider; `label` is the row to take of a head that has several. A checkpoint without
+    one gets a head drawn from `key`, or zeros without a key. Only safetensors files are read. Raises ValueError that
+    lists every parameter that is missing, unknown or of another shape, and for a model that fppo computes otherwise
+    than transformers does (`check_model`).
     """
     directory = find_directory(path)
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
@@ -58,10 +58,11 @@ def load(
     check_model(model)
     params, problems = _read(model, directory, config, dtype, mesh)
     if head == "value":
-        value_head = read_value_head(directory, dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        value_head = read_value_head(directory, wide)
         if label is not None:
             value_head = {name: x[label : label + 1] for name, x in value_head.items()}
-        value_head = value_head or _fresh_head(model, key, dtype)
+        value_head = value_head or _fresh_head(model, key, wide)
         problems += _compare(model, value_head)
         params |= fsdp.shard(value_head, mesh)
     if problems:

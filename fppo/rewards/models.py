@@ -48,6 +48,7 @@ def load_reward_model(
     path: str | os.PathLike[str],
     *,
     label: str | None = None,
+    dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
     mesh: Mesh = LOCAL,
@@ -68,7 +69,13 @@ def load_reward_model(
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     row = _label_row(path, getattr(config, "id2label", None) or {}, label, len(head["score.weight"]))
     return models.load(
-        directory, "value", label=row, compute_dtype=compute_dtype, trust_remote_code=trust_remote_code, mesh=mesh
+        directory,
+        "value",
+        dtype=dtype,
+        label=row,
+        compute_dtype=compute_dtype,
+        trust_remote_code=trust_remote_code,
+        mesh=mesh,
     )
 
 

@@ -126,6 +126,7 @@ def _model(s: TrainSettings) -> Problems:
     if not uses_reference(s):
         readers = "a KL term; actor.kl_coef and algorithm.kl.coef are both 0"
         yield from _unread("model.ref_path", s.model.ref_path, None, readers)
+        yield from _unread("model.ref_dtype", s.model.ref_dtype, "float32", readers)
 
 
 def _template_fields(text: str) -> list[str]:

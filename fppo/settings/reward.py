@@ -37,10 +37,12 @@ class RewardModelSettings:
     """Where its tokenizer is; None: in path, if that one differs; else it reads the policy's tokens."""
     chat: bool | None = setting(None)
     """Put texts for a tokenizer of its own through that one's chat template; None: where data.chat does so."""
+    dtype: Literal["float32", "bfloat16"] = setting("float32")
+    """The dtype it is kept in, but for its head; bfloat16 halves its memory, and it then runs in that too."""
     micro_batch_size: int | None = setting(None, at_least(1))
-    """Sequences per forward pass; None: by token_budget, or as the actor."""
+    """Sequences per forward pass; None: by token_budget, or as model.forward_token_budget."""
     token_budget: int | None = setting(None, at_least(1))
-    """Tokens per forward pass; None: by micro_batch_size, or as the actor."""
+    """Tokens per forward pass; None: by micro_batch_size, or as model.forward_token_budget."""
 
 
 @attrs.frozen(kw_only=True)

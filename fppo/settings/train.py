@@ -31,8 +31,12 @@ class ModelSettings:
     """Where the critic's weights come from; None: the policy's own weights with a new value head."""
     ref_path: str | None = setting(None)
     """The reference that KL terms hold the policy to; None: the policy as it was at the start."""
+    ref_dtype: Literal["float32", "bfloat16"] = setting("float32")
+    """The dtype the reference is kept in; bfloat16 halves its memory, and it then runs in that too."""
     compute_dtype: Literal["float32", "bfloat16"] = setting("float32")
     """The dtype of forward and backward passes; master weights are always float32."""
+    forward_token_budget: int | None = setting(None, at_least(1))
+    """Tokens per pass without a gradient (old log-probs, reference, values, rewards); None: as the actor's."""
     checkpoint_layers: bool = setting(False)
     """Recompute each layer in the backward pass: less memory, more time."""
     trust_remote_code: bool = setting(False)
@@ -235,6 +239,10 @@ class CriticSettings:
     """How far a value may move from the old one in a step; inf: any distance."""
     warmup_steps: int = setting(0, at_least(0))
     """Steps at the start in which only the critic is updated."""
+    compute_dtype: Literal["float32", "bfloat16"] | None = setting(None)
+    """The dtype of its forward and backward passes; None: model.compute_dtype."""
+    checkpoint_layers: bool | None = setting(None)
+    """Recompute each of its layers in the backward pass; None: as model.checkpoint_layers."""
     weight_mode: WeightMode = setting("token-mean")
     """How per-token losses are weighted into one."""
     horizon: int | None = setting(None, at_least(1))

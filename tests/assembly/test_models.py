@@ -1,10 +1,17 @@
 """What the command line loads: models that run as in transformers, each read once."""
 
-import pytest
+import inspect
 
-from fppo import models
+import pytest
+import torch
+
+from fppo import models, tree
 from fppo.assembly import parts
+from fppo.assembly import rewards as loading_rewards
 from fppo.assembly.run import assemble
+from fppo.key import Key
+from fppo.pipeline.step import ppo_step
+from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from tests import tiny_run
 from tests.models.families import LONGROPE
 
@@ -22,3 +29,92 @@ def test_the_embedded_engine_is_held_against_transformers_before_a_run(tmp_path,
     monkeypatch.setattr(parts, "check_engine", lambda model: checked.append(model.config.model_type))
     with assemble(tiny_run.settings(tmp_path)):
         assert checked == ["qwen2"]
+
+
+def actor_after_a_step(settings):
+    with assemble(settings) as assembly:
+        run, experience, _ = ppo_step(assembly.run, program=assembly.program, draw=assembly.draw)
+    return run, experience
+
+
+def test_a_reference_in_bfloat16_takes_half_the_memory(tmp_path):
+    tiny_run.write_task(tmp_path)
+    run, exact = actor_after_a_step(tiny_run.settings(tmp_path))
+    half, close = actor_after_a_step(tiny_run.settings(tmp_path, model__ref_dtype="bfloat16"))
+    assert {x.dtype for x in run.ref.values()} == {torch.float32}
+    assert {x.dtype for x in half.ref.values()} == {torch.bfloat16}
+    assert {x.dtype for x in half.actor.params.values()} == {torch.float32}
+    assert tree.digest(close.old_log_probs) == tree.digest(exact.old_log_probs)
+    assert close.ref_log_probs.dtype == torch.float32
+    assert 0 < (close.ref_log_probs - exact.ref_log_probs).abs().max() < 0.05
+
+
+def test_a_reference_that_computes_in_bfloat16_anyway_may_be_kept_in_it(tmp_path):
+    tiny_run.write_task(tmp_path)
+    runs = [
+        actor_after_a_step(tiny_run.settings(tmp_path, model__compute_dtype="bfloat16", model__ref_dtype=dtype))[0]
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert tree.digest(runs[0].actor) == tree.digest(runs[1].actor)
+
+
+def test_a_reference_of_its_own_is_read_in_its_dtype(tmp_path):
+    tiny_run.write_task(tmp_path)
+    changes = {"model__ref_dtype": "bfloat16", "model__ref_path": str(tmp_path / "start")}
+    with assemble(tiny_run.settings(tmp_path, **changes)) as assembly:
+        assert {x.dtype for x in assembly.run.ref.values()} == {torch.bfloat16}
+
+
+def test_a_reference_equal_to_the_policy_is_not_read_again(tmp_path, monkeypatch):
+    tiny_run.write_task(tmp_path)
+    read, load = [], models.load
+    monkeypatch.setattr(models, "load", lambda path, *args, **kwargs: read.append(path) or load(path, *args, **kwargs))
+    with assemble(tiny_run.settings(tmp_path, algorithm__advantage="grpo", rollout__n=4)) as assembly:
+        run = assembly.run
+    assert len(read) == 1
+    assert all(torch.equal(x, run.actor.params[name]) for name, x in run.ref.items())
+    assert not {x.data_ptr() for x in run.ref.values()} & {x.data_ptr() for x in run.actor.params.values()}
+
+
+def test_the_critic_has_its_own_dtype_and_recomputation(tmp_path):
+    tiny_run.write_task(tmp_path)
+    own = {"critic__compute_dtype": "bfloat16", "critic__checkpoint_layers": True}
+    with assemble(tiny_run.settings(tmp_path, **own)) as assembly:
+        model, critic = assembly.model, assembly.critic_model
+    assert (model.compute_dtype, model.checkpoint_layers) == (None, False)
+    assert (critic.compute_dtype, critic.checkpoint_layers) == (torch.bfloat16, True)
+    shared = {"model__compute_dtype": "bfloat16", "model__checkpoint_layers": True}
+    for changes, expected in (
+        (shared, (torch.bfloat16, True)),
+        (shared | {"critic__compute_dtype": "float32", "critic__checkpoint_layers": False}, (None, False)),
+    ):
+        with assemble(tiny_run.settings(tmp_path, **changes)) as assembly:
+            critic = assembly.critic_model
+        assert (critic.compute_dtype, critic.checkpoint_layers) == expected
+
+
+def test_passes_without_a_gradient_have_a_budget_of_their_own(tmp_path):
+    tiny_run.write_task(tmp_path)
+    for changes, expected in (({}, 33), ({"model__forward_token_budget": 77}, 77)):
+        settings = tiny_run.settings(tmp_path, actor__token_budget=33, **changes)
+        with assemble(settings) as assembly:
+            update, annotate = assembly.program.update_actor, assembly.program.annotate
+        assert inspect.unwrap(annotate).keywords["micro_batching"].token_budget == expected
+        assert inspect.unwrap(update).keywords["loop"].micro_batching.token_budget == 33
+        assert parts.forward_micro_batching_of(settings).token_budget == expected
+
+
+def test_a_reward_model_is_kept_in_its_dtype(tmp_path, monkeypatch):
+    tiny_run.write_task(tmp_path)
+    judge = small_model(len(character_tokenizer(CHARACTERS)), width=16, layers=1)
+    judge = models.build(judge.config, "value")
+    models.save(judge, models.init_params(judge, Key(1)), tmp_path / "judge")
+    kept = []
+    monkeypatch.setattr(loading_rewards, "on_device", lambda params, device: kept.append(params) or params)
+    scores = []
+    for dtype in ("float32", "bfloat16"):
+        changes = {"reward__model__path": str(tmp_path / "judge"), "reward__model__dtype": dtype}
+        scores.append(actor_after_a_step(tiny_run.settings(tmp_path, **changes))[1].scores)
+    assert [{n: x.dtype for n, x in params.items()}["score.weight"] for params in kept] == [torch.float32] * 2
+    assert {x.dtype for n, x in kept[1].items() if "score" not in n} == {torch.bfloat16}
+    assert 0 < (scores[0] - scores[1]).abs().max() < 0.05
