@@ -102,16 +102,19 @@ def _estimator_example(group: int, rows: int, width: int, seed: int) -> Example:
     return Example(inputs, {}, mask.float())
 
 
-def screen_estimator(estimator: Callable[..., Any], *, group: int = 4, names: Sequence[str] = ()) -> None:
+def screen_estimator(
+    estimator: Callable[..., Any], *, group: int = 4, names: Sequence[str] = (), name: str | None = None
+) -> None:
     """Whether an estimator (annotated rows, token rewards [B, T]) -> Advantages gives finite [B, T].
 
     The rows are made up, in groups of `group`: one of equal scores, one of scores that differ, one with a single other
     score. `names` are those of the scores by name; without them there is any. An estimator that looks for what is not
-    in these rows, as a field of one's data, is not judged. LawViolation for what else is wrong.
+    in these rows, as a field of one's data, is not judged. LawViolation for what else is wrong; `name` is what its
+    message calls the estimator, if not by its own name.
     """
     text = "it takes (rows, rewards [B, T]) and gives Advantages, both finite [B, T]"
     law = Law("estimates", text, partial(_estimates, tuple(names)))
-    check(estimator, [law], partial(_estimator_example, group), sizes=((1, 3),), seeds=1)
+    check(estimator, [law], partial(_estimator_example, group), sizes=((1, 3),), seeds=1, name=name)
 
 
 def _log_probs(kernel: Callable, example: Example) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 
 from fppo import laws
 from fppo.laws import LawViolation
+from fppo.laws._search import fn_name
 from fppo.pipeline.estimators import of_rows
 from fppo.steps.actor import SelectiveLoss
 
@@ -45,7 +46,8 @@ def screened(
     elif loss_fn is not None and not isinstance(loss_fn, SelectiveLoss) and is_own(loss_fn):
         checks["loss_fn"] = partial(laws.screen_policy_loss, loss_fn)
     if advantage_fn is not None and is_own(advantage_fn):
-        checks["advantage_fn"] = partial(laws.screen_estimator, of_rows(advantage_fn), group=group)
+        name = fn_name(advantage_fn)
+        checks["advantage_fn"] = partial(laws.screen_estimator, of_rows(advantage_fn), group=group, name=name)
     for op, kernel in kernels.items():
         if is_own(kernel):
             checks[op] = partial(laws.screen_kernel, op, kernel, dtype=dtype, device=device)

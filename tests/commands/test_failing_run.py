@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 
 from fppo import losses, models
 from fppo.commands import cli
@@ -77,11 +76,11 @@ def test_weights_that_are_not_finite_end_the_run_with_their_name(task, capsys, p
 
 def infinite(log_probs, old_log_probs, advantages, mask):
     per_token, report = losses.ppo_clip(log_probs, old_log_probs, advantages, mask)
-    return per_token * (math.inf if log_probs.dtype == torch.float32 else 1.0), report  # the laws are in float64
+    return per_token * math.inf, report
 
 
 def test_a_loss_that_is_never_finite_ends_the_run(task, capsys):
-    assert _train(task, "--actor.loss.name", f"{__name__}:infinite") == 1
+    assert _train(task, "--actor.loss.name", f"{__name__}:infinite", "--no-check") == 1
     said = capsys.readouterr().err
     assert "the actor cannot learn: its first updates were all skipped" in said
     assert "all parameters are finite: look at the loss" in said

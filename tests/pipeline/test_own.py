@@ -28,6 +28,10 @@ def without_advantages(rows, rewards):
     return Advantages(rewards * float("nan"), rewards)
 
 
+def of_scores(scores, mask, groups):
+    return scores / 0.0
+
+
 def halved(*args, **keywords):
     return 0.5 * eager(*args, **keywords)
 
@@ -55,6 +59,7 @@ WRONG = [
     ({"loss_fn": partial(scalar)}, "loss_fn: partial(scalar) breaks"),
     ({"loss_fn": SelectiveLoss(tripled, losses.select_clip_cov)}, "loss_fn: tripled breaks"),
     ({"advantage_fn": without_advantages}, "advantage_fn: without_advantages breaks"),
+    ({"advantage_fn": of_scores}, "advantage_fn: of_scores breaks"),
     ({"attention": halved}, "attention: halved breaks"),
 ]
 
