@@ -41,6 +41,7 @@ ALONE = Here()
 def train(settings: TrainSettings, here: Here = ALONE) -> int:
     """Trains, exports the policy and writes the report; 130 if it was stopped before its last step."""
     session.check_output(settings)
+    session.check_target(settings, Path(settings.output_dir) / session.MODEL)
     with _assemble(settings, here) as assembly:
         run = session.run_training(settings, assembly, here.watch)
         directory = Path(settings.output_dir)

@@ -35,7 +35,7 @@ def run_sampling(settings: TrainSettings, assembly: Assembly) -> int:
     directory, mesh = Path(settings.output_dir) / ROLLOUTS, assembly.mesh
     if saved.steps(directory):
         raise ValueError(f"{directory} holds rollouts already: give another output_dir, or remove them")
-    run, first = session.restore(settings, assembly), is_first(mesh)
+    run, first = session.at(settings, assembly), is_first(mesh)
     cursor = run.cursor
     with contextlib.ExitStack() as opened:
         lines = None

@@ -39,10 +39,8 @@ AHEAD = "ahead"  # the field of a run's state with the batches that wait: as man
 
 
 def check_output(settings: TrainSettings) -> None:
-    """Raises ValueError if output_dir cannot be a directory to write to, or the policy could not be exported there in
-    the end. It is not made yet."""
+    """Raises ValueError if output_dir cannot be a directory to write to. It is not made yet."""
     path = Path(settings.output_dir)
-    check_target(settings, path / MODEL)
     there = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         wrong = "may not be written to" if there.is_dir() else "is a file"
@@ -82,8 +80,33 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 
 def restore(settings: TrainSettings, assembly: Assembly) -> RunState:
-    """The state to start from, if it is one of this run. Raises ValueError for another seed's."""
-    path = _checkpoint(settings)
+    """The state that training goes on from: of the run's newest checkpoint, of the one that it is to begin from, or its
+    beginning.
+
+    Raises ValueError where that would mix this run with another one, or delete the record of what it did.
+    """
+    directory, resume = Path(settings.output_dir), settings.resume
+    own, asked = checkpoint.steps(directory / CHECKPOINTS), _named(settings)
+    if not own:
+        if resume == "auto":
+            _check_beginning(directory)
+        return _loaded(settings, assembly, asked)
+    newest = checkpoint.path_of(directory / CHECKPOINTS, own[-1])
+    if asked is not None and asked.resolve() != newest.resolve() and starts.source(directory) != os.path.abspath(asked):
+        raise ValueError(
+            f"resume = {resume!r}, but {directory / CHECKPOINTS} holds the checkpoint of step {own[-1]} already: give "
+            f"another output_dir to start from {asked.name}, or leave resume out to go on from step {own[-1]}"
+        )
+    return _loaded(settings, assembly, newest)
+
+
+def at(settings: TrainSettings, assembly: Assembly) -> RunState:
+    """The state that `settings.resume` names: of a certain checkpoint, the run's newest one, or its beginning."""
+    return _loaded(settings, assembly, _named(settings))
+
+
+def _loaded(settings: TrainSettings, assembly: Assembly, path: Path | None) -> RunState:
+    """A checkpoint's state, or the one before the first step. Raises ValueError for another seed's."""
     if path is None:
         return assembly.run
     run = load(assembly, path.parent, checkpoint.step_of(path))
@@ -101,33 +124,21 @@ def load(assembly: Assembly, directory: Path, step: int) -> RunState:
     return checkpoint.load(assembly.run, directory, step, mesh=assembly.mesh, shapes=shapes, free=AHEAD, device=device)
 
 
-def _checkpoint(settings: TrainSettings) -> Path | None:
-    """Where the run goes on from, by `settings.resume`: its newest checkpoint, another's, or None for its beginning.
-
-    A run that began from another's checkpoint goes on from its own as soon as it has any.
-    """
-    directory = Path(settings.output_dir)
-    own, resume = checkpoint.steps(directory / CHECKPOINTS), settings.resume
-    newest = checkpoint.path_of(directory / CHECKPOINTS, own[-1]) if own else None
+def _named(settings: TrainSettings) -> Path | None:
+    """The checkpoint that `settings.resume` names; None for none. Raises ValueError if it is not as it says."""
+    directory, resume = Path(settings.output_dir) / CHECKPOINTS, settings.resume
+    own = checkpoint.steps(directory)
     if resume == "never" and own:
         raise ValueError(
-            f"resume = 'never', but {directory / CHECKPOINTS} holds the checkpoint of step {own[-1]}: "
+            f"resume = 'never', but {directory} holds the checkpoint of step {own[-1]}: "
             "give another output_dir, or resume = 'auto' to go on from there"
         )
     if resume == "must" and not own:
-        raise ValueError(f"resume = 'must', but there is no checkpoint in {directory / CHECKPOINTS}")
+        raise ValueError(f"resume = 'must', but there is no checkpoint in {directory}")
     if resume in files.RESUMES:
-        if newest is None and resume == "auto":
-            _check_beginning(directory)
-        return newest
-    asked = Path(resume)
-    checkpoint.step_of(asked)
-    if newest is None or newest.resolve() == asked.resolve() or starts.source(directory) == os.path.abspath(asked):
-        return newest or asked
-    raise ValueError(
-        f"resume = {resume!r}, but {directory / CHECKPOINTS} holds the checkpoint of step {own[-1]} already: give "
-        f"another output_dir to start from {asked.name}, or leave resume out to go on from step {own[-1]}"
-    )
+        return checkpoint.path_of(directory, own[-1]) if own else None
+    checkpoint.step_of(Path(resume))
+    return Path(resume)
 
 
 def _check_beginning(directory: Path) -> None:
@@ -362,7 +373,7 @@ def _record_start(settings: TrainSettings, assembly: Assembly, step: int) -> Non
         shown = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes.items())
         print(f"going on from step {step} with other settings: {shown}", file=sys.stderr)
     for role, model in (("actor", assembly.model), ("critic", assembly.critic_model)):
-        if model is not None and not (directory / CONFIGS / role).exists():
+        if model is not None:
             models.save_config(model, directory / CONFIGS / role, tokenizer=assembly.tokenizer)
     logged = (loggers.METRICS,) if "jsonl" in settings.log.loggers else ()
     for name in (*logged, replay.DIGESTS):

@@ -41,7 +41,7 @@ def spans(directory: Path, first: int, last: int) -> list[tuple[TrainSettings, i
 
 def first(directory: Path) -> int:
     """The step that the run began from: 0, or that of another's checkpoint."""
-    return next(iter(_recorded(directory)), 0)
+    return 0 if source(directory) is None else next(iter(_recorded(directory)))
 
 
 def last(directory: Path) -> dict[str, Any]:
@@ -73,6 +73,8 @@ def record(settings: TrainSettings, step: int) -> dict[str, tuple[Any, Any]]:
     kept = [file for start, file in recorded.items() if start <= step]
     if not kept or files.changes(files.read_toml(kept[-1]), settings):
         asked = settings.resume if settings.resume in files.RESUMES else os.path.abspath(settings.resume)
+        if step == first(directory):
+            asked = source(directory) or asked
         (directory / files.STARTS).mkdir(exist_ok=True)
         _write(attrs.evolve(settings, resume=asked), directory / files.STARTS / f"step_{step:08d}.toml")
     _write(attrs.evolve(settings, resume="auto"), directory / SETTINGS)

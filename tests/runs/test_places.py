@@ -12,6 +12,8 @@ from transformers import AutoModelForTokenClassification
 
 from fppo import models, tree
 from fppo.commands import actions, cli
+from fppo.key import Key
+from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runs import jsonl, loggers, session
 from fppo.runtime import checkpoint
 from fppo.runtime.checkpoint import CheckpointError, Pending
@@ -120,6 +122,47 @@ def test_how_a_start_was_asked_for_is_none_of_the_runs_settings(task, tmp_path, 
     assert actions.train(tiny_run.settings(task, output_dir=str(new), resume="never", steps=1)) == 0
     fppo(capsys, "train", new / "settings.toml", "--steps", 2)
     assert sorted(digests(new)) == [1, 2]
+
+
+def test_a_fork_whose_settings_change_before_a_checkpoint_is_still_that_fork(
+    task, tmp_path, monkeypatch, capsys
+):
+    fork = checkpoint.path_of(task / "run" / "checkpoints", 2)
+    file = tmp_path / "fork.toml"
+    files.save(tiny_run.settings(task, output_dir=str(tmp_path / "fork"), **SETTINGS), file)
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "train", killed)
+        fppo(capsys, "train", file, "--resume", fork, status=130)
+        fppo(capsys, "train", tmp_path / "fork" / "settings.toml", "--actor.optimizer.lr", "0.01", status=130)
+    fppo(capsys, "train", file, "--resume", fork, "--steps", 3)
+    assert sorted(digests(tmp_path / "fork")) == [3]
+
+
+def test_a_run_that_begins_anew_with_another_model_keeps_that_ones_config(task, tmp_path, monkeypatch, capsys):
+    given = {"output_dir": str(tmp_path / "run"), "checkpoint__every": 0}
+
+    def breaks(*_, **__):
+        raise RuntimeError("mine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "train", breaks)
+        with pytest.raises(RuntimeError, match="mine"):
+            actions.train(tiny_run.settings(task, **given))
+    tokenizer = character_tokenizer(CHARACTERS)
+    wide = small_model(len(tokenizer), width=32, layers=1)
+    models.save(wide, models.init_params(wide, Key(0)), tmp_path / "wide", tokenizer=tokenizer)
+    assert actions.train(tiny_run.settings(task, **given, model__path=str(tmp_path / "wide"), steps=1)) == 0
+    assert fppo(capsys, "eval", tmp_path / "run").startswith("step 1\n")
+
+
+def test_responses_of_any_checkpoint_are_sampled(task, run, capsys):
+    resume = checkpoint.path_of(run / "checkpoints", 2)
+    said = fppo(capsys, "rollout", run / "settings.toml", "--steps", 1, "--resume", resume)
+    assert "batch 1/1" in said
 
 
 def test_a_fork_that_was_killed_before_its_first_checkpoint_goes_on_from_there(task, tmp_path, monkeypatch):
