@@ -58,10 +58,10 @@ def test_a_run_that_judges_early_is_the_run_that_waits(tmp_path, monkeypatch, ra
     late: list[int] = []
     plain = RewardRunner.outcomes_of
 
-    def watched(runner, term, samples):
+    def watched(runner, term, samples, *patience):
         if term.name == "length" and threading.current_thread().name != "early rewards":
             late.append(len(samples))
-        return plain(runner, term, samples)
+        return plain(runner, term, samples, *patience)
 
     monkeypatch.setattr(RewardRunner, "outcomes_of", watched)
     runs = []
