@@ -143,11 +143,10 @@ def _quickstart(rest: Sequence[str]) -> int | None:
     """Trains a small model on an addition task, from nothing to a report, in a few minutes [--nproc 2]"""
     processes, rest = _processes(rest)
     options = tyro.cli(Quickstart, args=rest, prog=f"fppo quickstart {PROCESSES}")
-    from fppo.commands import actions, distributed
-    from fppo.runs import session  # here, as below: --help answers before torch is loaded
+    from fppo.commands import actions, distributed  # here, as below: --help answers before torch is loaded
 
     def run(settings: TrainSettings) -> int:
-        file = Path(settings.output_dir) / session.SETTINGS
+        file = Path(settings.output_dir) / "quickstart.toml"  # for other processes; settings.toml is the run's to write
         files.save(settings, file)
         return distributed.run(actions.train, settings, ["train", str(file)], *processes)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fppo.settings import files
 from fppo.settings.train import TrainSettings
 
 SETTINGS = files.SETTINGS
+KEPT = f"{SETTINGS}.kept"  # what stood under that name before the run's first start: somebody's own file
 NAME = re.compile(r"step_(\d{8})\.toml")
 
 
@@ -65,6 +67,8 @@ def record(settings: TrainSettings, step: int) -> dict[str, tuple[Any, Any]]:
     directory = Path(settings.output_dir)
     recorded = _recorded(directory)
     changes: Mapping[str, tuple[Any, Any]] = {}
+    if not recorded and (directory / SETTINGS).exists():
+        shutil.copy(directory / SETTINGS, directory / KEPT)
     if recorded:
         changes = files.changes(files.read_toml(list(recorded.values())[-1]), settings)
     for start, file in recorded.items():

@@ -124,9 +124,7 @@ def test_how_a_start_was_asked_for_is_none_of_the_runs_settings(task, tmp_path, 
     assert sorted(digests(new)) == [1, 2]
 
 
-def test_a_fork_whose_settings_change_before_a_checkpoint_is_still_that_fork(
-    task, tmp_path, monkeypatch, capsys
-):
+def test_a_fork_whose_settings_change_before_a_checkpoint_is_still_that_fork(task, tmp_path, monkeypatch, capsys):
     fork = checkpoint.path_of(task / "run" / "checkpoints", 2)
     file = tmp_path / "fork.toml"
     files.save(tiny_run.settings(task, output_dir=str(tmp_path / "fork"), **SETTINGS), file)
@@ -341,6 +339,17 @@ def test_a_run_does_not_export_over_what_it_began_from(task, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"holds notes\.txt, which saving a model would delete"):
         actions.train(tiny_run.settings(task, output_dir=str(tmp_path / "other")))
     assert not (tmp_path / "other" / "settings.toml").exists()
+
+
+def test_a_settings_file_of_ones_own_in_the_runs_directory_is_kept(task, tmp_path, capsys):
+    file = tmp_path / "mine" / "settings.toml"
+    file.parent.mkdir()
+    files.save(tiny_run.settings(task, output_dir=str(file.parent), steps=1), file)
+    text = "# my thoughts\n" + file.read_text()
+    file.write_text(text)
+    for steps in (1, 2):
+        fppo(capsys, "train", file, "--steps", steps)
+    assert (file.parent / "settings.toml.kept").read_text() == text
 
 
 def test_what_was_written_before_a_run_kept_its_starts_is_read_where_it_stands(run, capsys):
