@@ -17,9 +17,18 @@ from fppo.batch import Annotated
 from fppo.pipeline import stages
 from fppo.pipeline.draw import equal_groups, sample_groups, sample_saved, saving, truncated
 from fppo.pipeline.estimators import WHITENED, AdvantageFn, estimator
+from fppo.pipeline.gap import watch_annotate, watch_update
 from fppo.pipeline.measure import with_mfu
 from fppo.pipeline.own import SCREENED, screened
-from fppo.pipeline.program import EstimateStage, Program, SampleStage, ScoreStage, UpdateStage, sample_batch
+from fppo.pipeline.program import (
+    AnnotateStage,
+    EstimateStage,
+    Program,
+    SampleStage,
+    ScoreStage,
+    UpdateStage,
+    sample_batch,
+)
 from fppo.rewards.early import EarlyRewardRunner
 from fppo.rollout import saved
 from fppo.rollout.engine import Engine, Sampling
@@ -40,6 +49,8 @@ from fppo.workers.imports import imported
 from fppo_kernels.adamw import adamw_
 from fppo_kernels.record import Kernels
 
+# the k3 divergence per token of two ways to compute the same: log-probs that differ by 0.01 (float32), 0.3 (16 bits)
+_EXACT_GAP, _COARSE_GAP = 1e-4, 0.05
 ROLLOUTS = "rollouts"  # where a run that saves its rollouts has them
 
 
@@ -153,7 +164,7 @@ def optimizer_of(
 def program_of(settings: TrainSettings, resources: Resources) -> Program:
     """The stages of the settings' algorithm, bound."""
     measured = () if settings.rollout.turns.respond is None else (turn_metrics,)
-    forward, critic, lane = resources.forward, resources.critic, resources.lane
+    forward, critic = resources.forward, resources.critic
     return Program(
         rollout=partial(
             stages.rollout_stage,
@@ -163,16 +174,7 @@ def program_of(settings: TrainSettings, resources: Resources) -> Program:
             make_on_finished=resources.runner.make_on_finished,
         ),
         score=_score_stage(settings, resources),
-        annotate=partial(
-            stages.annotate,
-            forward=forward,
-            critic=critic,
-            micro_batching=forward_micro_batching_of(settings),
-            temperature=resources.sampling.temperature,
-            old_log_probs=files.old_log_probs(settings),
-            sum_squared=_needs_squares(settings),
-            fetch=(lambda params: OnHost(params, lane)) if settings.model.offload == "all" else (lambda params: params),
-        ),
+        annotate=_annotate_stage(settings, resources),
         estimate=_estimate_stage(settings, resources),
         update_critic=None if critic is None else _update_critic(settings, resources, critic),
         update_actor=_update_actor(settings, resources),
@@ -180,6 +182,29 @@ def program_of(settings: TrainSettings, resources: Resources) -> Program:
         critic_warmup=_critic_warmup(settings),
         check=False,  # `functions_of` has done it
     )
+
+
+def _annotate_stage(settings: TrainSettings, resources: Resources) -> AnnotateStage:
+    forward, lane = resources.forward, resources.lane
+    annotate = partial(
+        stages.annotate,
+        forward=forward,
+        critic=resources.critic,
+        micro_batching=forward_micro_batching_of(settings),
+        temperature=resources.sampling.temperature,
+        old_log_probs=files.old_log_probs(settings),
+        sum_squared=_needs_squares(settings),
+        fetch=(lambda params: OnHost(params, lane)) if settings.model.offload == "all" else (lambda params: params),
+    )
+    if settings.rollout.gap == "off" or settings.rollout.from_ is not None:
+        return annotate
+    return watch_annotate(annotate, limit=_gap_limit(settings), then=settings.rollout.gap)
+
+
+def _gap_limit(settings: TrainSettings) -> float:
+    """How far the dtypes let the engine's policy be from the trainer's."""
+    dtypes = {settings.model.compute_dtype, settings.rollout.vllm.dtype or settings.model.compute_dtype}
+    return _EXACT_GAP if dtypes == {"float32"} else _COARSE_GAP
 
 
 def functions_of(
@@ -317,7 +342,11 @@ def _update_actor(settings: TrainSettings, resources: Resources) -> UpdateStage:
         terms=terms,
         old_log_probs=source,
     )
-    return _measured("actor", update, settings, resources, resources.forward, loop)
+    measured = _measured("actor", update, settings, resources, resources.forward, loop)
+    drifts = loop.epochs > 1 or loop.mini_batch_size < settings.rollout.batch_size
+    if drifts or settings.rollout.gap == "off" or settings.rollout.from_ is not None:
+        return measured
+    return watch_update(measured, limit=_gap_limit(settings), then=settings.rollout.gap)
 
 
 def _update_critic(settings: TrainSettings, resources: Resources, forward: Forward) -> UpdateStage:

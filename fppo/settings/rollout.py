@@ -50,6 +50,8 @@ class RolloutSettings:
     """What generates: transformers on the training parameters themselves, or vLLM on a copy that is sent to it."""
     vllm: VllmSettings = setting(VllmSettings)
     """How vLLM runs."""
+    gap: Literal["warn", "stop", "off"] = setting("warn")
+    """What to do where the engine's probabilities differ from the policy's by more than the dtypes explain."""
     turns: TurnsSettings = setting(TurnsSettings)
     """What answers the policy's turns, for responses of several of them."""
     ahead: int = setting(0, at_least(0))

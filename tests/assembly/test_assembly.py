@@ -59,7 +59,7 @@ def test_the_program_has_the_settings_scalars(tmp_path):
         actor, critic = (inspect.unwrap(update).keywords for update in (program.update_actor, program.update_critic))
         terms = actor["terms"]
         assert (terms.kl_coef, terms.entropy_coef, terms.temperature) == (0.3, 0.01, 0.7)
-        assert program.annotate.keywords["temperature"] == 0.7
+        assert inspect.unwrap(program.annotate).keywords["temperature"] == 0.7
         assert critic["clip"] == 0.25
         assert program.critic_warmup == 2
         assert actor["old_log_probs"] == "pass"  # two epochs
