@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from fppo import data, models, tree
-from fppo.data import PromptSet
+from fppo import models, tree
+from fppo.assembly.texts import config_of, config_place, directory_of
 from fppo.key import Key
 from fppo.models.model import HeadKind, Model, Params, over_long
 from fppo.rollout.check import check_engine
@@ -20,6 +19,7 @@ from fppo.rollout.spread import FetchingEngine, SpreadEngine
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.offload import Lane
 from fppo.settings import checks, files
+from fppo.settings.checks_data import has_held_out
 from fppo.settings.train import ActorSettings, CriticSettings, TrainSettings
 from fppo.settings.vllm import VllmSettings
 from fppo.steps.micro_batching import MicroBatching
@@ -35,7 +35,10 @@ def device_of(settings: TrainSettings) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device = {name!r}: torch sees no GPU here; give cpu")
-    return torch.device(name)
+    device = torch.device(name)
+    if device.index is not None and device.type == "cuda" and device.index >= torch.cuda.device_count():
+        raise ValueError(f"device = {name!r}: there are {torch.cuda.device_count()} GPUs here, cuda:0 the first")
+    return device
 
 
 def mesh_sizes(settings: TrainSettings, world: int) -> dict[str, int]:
@@ -53,42 +56,14 @@ def sharding_of(settings: TrainSettings) -> Sharding:
     return Sharding(stage=mesh.stage, reduce_dtype=getattr(torch, mesh.reduce_dtype), prefetch=mesh.prefetch)
 
 
-def load_tokenizer(settings: TrainSettings) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer. Raises ValueError if it lacks what the settings need of it."""
-    tokenizer = AutoTokenizer.from_pretrained(settings.model.path, trust_remote_code=settings.model.trust_remote_code)
-    data.check_tokenizer(tokenizer, pad_token=settings.data.pad_token)
-    if settings.data.chat:
-        data.check_chat_template(tokenizer)
-    return tokenizer
-
-
-def load_prompts(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, *, held_out: bool) -> PromptSet:
-    """The prompts to train on, or those to evaluate on."""
-    section = settings.data
-    prompts = data.load_prompts(
-        section.eval_path if held_out else section.path,
-        tokenizer,
-        fields=data.Fields(
-            prompt=section.prompt, ground_truth=section.ground_truth, source=section.source, chat=section.chat
-        ),
-        split=section.eval_split if held_out else section.split,
-        max_prompt_tokens=section.max_prompt_tokens,
-        over_long=section.over_long,
-        pad_token=section.pad_token,
-    )
-    limit = settings.eval.max_prompts
-    if held_out and limit is not None and limit < len(prompts):
-        return data.select(prompts, range(limit))
-    return prompts
-
-
 def bare_model(settings: TrainSettings, head: HeadKind = "lm") -> Model:
     """The policy's model, or with a value head the critic's, without parameters: it takes only a config."""
     section = settings.model
-    path = section.path if head == "lm" else section.critic_path or section.path
-    config = AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code)
+    name, path = ("model.path", section.path)
+    if head == "value" and section.critic_path is not None:
+        name, path = "model.critic_path", section.critic_path
     return models.build(
-        config,
+        config_of(settings, config_place(path, name)),
         head,
         compute_dtype=compute_dtype_of((head == "value" and settings.critic.compute_dtype) or section.compute_dtype),
         checkpoint_layers=section.checkpoint_layers,
@@ -97,7 +72,7 @@ def bare_model(settings: TrainSettings, head: HeadKind = "lm") -> Model:
 
 
 def load_models(
-    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, key: Key, mesh: Mesh, device: torch.device
+    settings: TrainSettings, key: Key, mesh: Mesh, device: torch.device
 ) -> tuple[Model, Params, Model | None, Params | None, Params | None]:
     """The actor, the critic (a model and its parameters, or None twice) and the reference's parameters or None.
 
@@ -109,17 +84,19 @@ def load_models(
         compute_dtype=compute_dtype_of(section.compute_dtype),
         checkpoint_layers=section.checkpoint_layers,
         trust_remote_code=section.trust_remote_code,
+        config=section.config,
         mesh=mesh,
     )
-    model, params = load(section.path)
+    model, params = load(directory_of(section.path, "model.path"))
     critic_model, critic = None, None
     if checks.uses_critic(settings):
-        own, recompute = settings.critic, settings.critic.checkpoint_layers
+        role, recompute = settings.critic, settings.critic.checkpoint_layers
+        setting = "critic_path" if section.critic_path else "path"
         critic_model, critic = load(
-            section.critic_path or section.path,
+            directory_of(section.critic_path or section.path, f"model.{setting}"),
             "value",
             key=key.fold("value head"),
-            compute_dtype=compute_dtype_of(own.compute_dtype or section.compute_dtype),
+            compute_dtype=compute_dtype_of(role.compute_dtype or section.compute_dtype),
             checkpoint_layers=section.checkpoint_layers if recompute is None else recompute,
         )
     ref_model, ref = None, None
@@ -128,15 +105,12 @@ def load_models(
         if section.ref_path is None:
             ref_model, ref = model, tree.map(lambda x: x.to(dtype, copy=True), params)
         else:
-            ref_model, ref = load(section.ref_path, dtype=dtype)
-    others = {"critic": critic_model, "reference": ref_model}
-    for each in (model, *others.values()):
+            ref_model, ref = load(directory_of(section.ref_path, "model.ref_path"), dtype=dtype)
+    for each in (model, critic_model, ref_model):
         if each is not None:
             check_attention(settings, each)
             check_heads(each, mesh)
             check_length(settings, each)
-    configs = {"actor": model.config} | {name: m.config for name, m in others.items() if m is not None}
-    data.check_vocabulary(tokenizer, configs)
     params, critic, ref = (x and on_device(x, device) for x in (params, critic, ref))
     assert params is not None
     return model, params, critic_model, critic, ref
@@ -219,7 +193,7 @@ def engine_of(
         engine = FetchingEngine(engine=engine, lane=lane) if on_host else engine
         return SpreadEngine(engine=engine, mesh=mesh, pad_token_id=pad_token_id)
 
-    idle = settings.rollout.from_ is not None and not settings.data.eval_path  # nothing is ever asked of it
+    idle = settings.rollout.from_ is not None and not has_held_out(settings)  # nothing is ever asked of it
     if settings.rollout.engine == "embedded" or idle:
         check_engine(model)
         yield spread(EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad_token_id, mesh=mesh))
@@ -248,6 +222,7 @@ def vllm_engine(section: VllmSettings, model: Model, pad_token_id: int, mesh: Me
         restarts=section.restarts,
         patience=section.patience,
         start_patience=section.start_patience,
+        extra=section.extra,
     )
     with VllmEngine(
         model,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from fppo import data, models, rewards
 from fppo.assembly.parts import (
@@ -22,9 +21,18 @@ from fppo.assembly.parts import (
     on_device,
     vllm_engine,
 )
+from fppo.assembly.texts import (
+    config_of,
+    config_place,
+    directory_of,
+    ends_of,
+    generation_config,
+    has_tokenizer,
+    open_tokenizer,
+)
+from fppo.data import ChatOptions
 from fppo.data.encode import check_open_end
 from fppo.key import Key
-from fppo.models.load import find_directory
 from fppo.models.model import Model, Params
 from fppo.rewards.early import EarlyRewardRunner
 from fppo.rewards.functions import RewardFn
@@ -40,7 +48,6 @@ from fppo.runtime.offload import Lane, OnHost, to_host
 from fppo.settings.train import TrainSettings
 from fppo.steps.micro_batching import MicroBatching
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 Weighted = Mapping[str, tuple[RewardFn, float]]  # by name: a function and its factor
 
 
@@ -89,7 +96,7 @@ def reward_model_of(
     if section.path is None:
         return {}
     model, params = load_reward_model(
-        _directory(section.path, "reward.model.path"),
+        directory_of(section.path, "reward.model.path"),
         label=section.label,
         dtype=getattr(torch, section.dtype),
         compute_dtype=compute_dtype_of(settings.model.compute_dtype),
@@ -135,10 +142,10 @@ def _own_tokenizer(
     assert section.path is not None
     path, own = section.tokenizer, None
     if path is not None:
-        own = _load_tokenizer(path, "reward.model.tokenizer", remote)
-    elif _has_tokenizer(directory := _directory(section.path, "reward.model.path")):
+        own = open_tokenizer(path, "reward.model.tokenizer", remote)
+    elif has_tokenizer(directory := directory_of(section.path, "reward.model.path")):
         path = section.path
-        own = AutoTokenizer.from_pretrained(directory, trust_remote_code=remote)
+        own = open_tokenizer(str(directory), "reward.model.path", remote)
     if own is not None and (section.tokenizer is not None or _differs(own, tokenizer, chat=chat)):
         data.check_vocabulary(own, {"reward model": config})
         if chat and own.chat_template is None:
@@ -152,30 +159,10 @@ def _own_tokenizer(
             f"reward.model.chat = {section.chat}: the reward model reads the policy's tokens as they are, since it has "
             "no tokenizer that differs; leave it out, or name its tokenizer (reward.model.tokenizer)"
         )
-    policy = AutoConfig.from_pretrained(settings.model.path, trust_remote_code=remote)
+    policy = config_of(settings, config_place(settings.model.path, "model.path"))
     others = {} if own is None else {"reward model": own}
     data.check_vocabulary(tokenizer, {"policy": policy, "reward model": config}, tokenizers=others)
     return None
-
-
-def _directory(path: str, name: str) -> Path:
-    """The directory of the model that the setting `name` names."""
-    try:
-        return find_directory(path)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-
-
-def _has_tokenizer(directory: Path) -> bool:
-    return any((directory / name).exists() for name in TOKENIZER_FILES)
-
-
-def _load_tokenizer(path: str, name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer that the setting `name` names. Raises ValueError if there is none."""
-    local = Path(path)
-    if (local.is_absolute() or local.exists() or path.startswith(".")) and not _has_tokenizer(local):
-        raise ValueError(f"{name}: {path} holds no tokenizer, none of {list(TOKENIZER_FILES)}")
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
 def _differs(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, *, chat: bool) -> bool:
@@ -198,8 +185,8 @@ def judge_of(
     if section.path is None:
         yield {}
         return
-    directory = _directory(section.path, "reward.judge.path")
-    own = _load_tokenizer(str(directory), "reward.judge.path", remote)
+    directory = directory_of(section.path, "reward.judge.path")
+    own = open_tokenizer(str(directory), "reward.judge.path", remote)
     _check_judge_tokenizer(own, chat=section.chat)
     compute = compute_dtype_of(settings.model.compute_dtype)
     model, params = models.load(
@@ -210,9 +197,10 @@ def judge_of(
         mesh=mesh if section.engine == "embedded" else LOCAL,
     )
     data.check_vocabulary(own, {"judge": model.config})
+    generation = generation_config(directory, model.config, own, chat=ChatOptions() if section.chat else None)
     sampling = Sampling(
         max_tokens=section.max_tokens,
-        stop_token_ids=data.stop_tokens(own),
+        stop_token_ids=data.stop_tokens(own, turn_ends=ends_of(generation)),
         greedy=section.temperature == 0,
         temperature=section.temperature or 1.0,
     )

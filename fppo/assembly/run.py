@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import attrs
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data, rewards, tree
-from fppo.assembly.parts import (
-    bare_model,
-    check_attention,
-    check_heads,
-    device_of,
-    engine_of,
-    kernels_of,
-    load_models,
-    load_prompts,
-    load_tokenizer,
-)
-from fppo.assembly.program import Resources, functions_of, optimizers_of, program_of
+from fppo.assembly.announce import input_lines, model_lines
+from fppo.assembly.inputs import EvalInputs, Inputs, read_eval_inputs, read_inputs
+from fppo.assembly.parts import bare_model, check_attention, check_heads, engine_of, load_models
+from fppo.assembly.program import Resources, optimizers_of, program_of
 from fppo.assembly.rewards import reward_runner
 from fppo.assembly.turns import in_turns
-from fppo.data import DataCursor, PromptSet
+from fppo.data import DataCursor
 from fppo.key import Key
 from fppo.losses import KLState
+from fppo.metrics import Metrics
 from fppo.models.model import Model, Params
 from fppo.pipeline import stages
-from fppo.pipeline.evaluate import evaluate
+from fppo.pipeline.evaluate import EvaluateRun, OnScored, evaluate
 from fppo.pipeline.program import Draw, Program, RunState
-from fppo.pipeline.train import Evaluate
 from fppo.rewards.distributed import SpreadRewardRunner
 from fppo.rewards.early import EarlyRewardRunner
-from fppo.rollout.engine import Engine, Sampling
+from fppo.rollout.engine import Engine
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import Lane, to_host
+from fppo.settings.checks_data import has_held_out
 from fppo.settings.train import TrainSettings
 from fppo.steps.forward import Forward
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.train_state import TrainState, init_state, whole_shapes
-from fppo.workers.imports import search
 from fppo_kernels.record import Kernels
 
 
@@ -53,25 +45,13 @@ class Assembly:
     run: RunState
     program: Program
     draw: Draw
-    evaluate: Evaluate | None
+    evaluate: EvaluateRun | None
     tokenizer: PreTrainedTokenizerBase
+    generation: GenerationConfig  # which goes with the policy where it is exported
     model: Model
     critic_model: Model | None
     mesh: Mesh
     shapes: dict[str, torch.Size]  # whole shapes of the leaves of `run` that a mesh may cut
-
-
-def sampling_of(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> Sampling:
-    """How responses are sampled in training."""
-    rollout = settings.rollout
-    return Sampling(
-        temperature=rollout.temperature,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        n=rollout.n,
-        max_tokens=rollout.max_tokens,
-        stop_token_ids=data.stop_tokens(tokenizer, rollout.stop, rollout.stop_token_ids),
-    )
 
 
 @contextlib.contextmanager
@@ -82,26 +62,22 @@ def assemble(
     mesh: Mesh = LOCAL,
     sampling_mesh: Mesh | None = None,
     device: torch.device | None = None,
+    announce: Callable[[Sequence[str]], None] = lambda lines: None,
 ) -> Iterator[Assembly]:
     """The run that the settings describe, before its first step. What is wrong with them is raised before any work.
 
     `kernels` stand in for those that the settings name, and `device` for the one they name. On a `mesh` of several
     ranks this is one rank's part of the run; what samples and scores has the groups of `sampling_mesh` if that is
-    given, which it must be for a run that samples ahead.
+    given, which it must be for a run that samples ahead. `announce` is told what is loaded, in lines.
     """
-    search(settings.module_dirs)
     key, sampling_mesh = Key(settings.seed), sampling_mesh or mesh
-    check = settings.check and kernels is None  # kernels that are compared with others may be wrong
-    device, kernels = device or device_of(settings), kernels or kernels_of(settings)
-    loss_fn, advantage = functions_of(settings, kernels, device, check=check)
-    tokenizer = load_tokenizer(settings)
-    prompts = load_prompts(settings, tokenizer, held_out=False)
-    held_out = load_prompts(settings, tokenizer, held_out=True) if settings.data.eval_path else None
-    sampling = sampling_of(settings, tokenizer)
-    model, params, critic_model, critic, ref = load_models(settings, tokenizer, key, mesh, device)
-    for prompt_set in [prompts] if held_out is None else [prompts, held_out]:
-        data.check_tokens(prompt_set, model.config.vocab_size)
-    pad, lane = prompts.pad_token_id, Lane(device)
+    inputs = read_inputs(settings, kernels=kernels, device=device)
+    tokenizer, kernels, device, pad = inputs.tokenizer, inputs.kernels, inputs.device, inputs.prompts.pad_token_id
+    announce(input_lines(settings, inputs))
+    model, params, critic_model, critic, ref = load_models(settings, key, mesh, device)
+    others = [name for name, part in (("critic", critic), ("reference", ref)) if part is not None]
+    announce(model_lines(model, settings.model.path, others=others))
+    lane = Lane(device)
     optimizers = optimizers_of(settings, kernels, lane)
     run = _fresh(settings, key, params, critic, ref, optimizers)
     with _answering(settings, kernels, model, tokenizer, pad, sampling_mesh, lane) as answering:
@@ -110,21 +86,22 @@ def assemble(
             forward=forward,
             critic=None if critic_model is None else attrs.evolve(forward, model=critic_model),
             engine=answering.engine,
-            sampling=sampling,
+            sampling=inputs.sampling,
             pad_token_id=pad,
             lane=lane,
             runner=answering.runner,
             score=answering.score,
-            loss_fn=loss_fn,
+            loss_fn=inputs.loss_fn,
             optimizers=optimizers,
-            advantage=advantage,
+            advantage=inputs.advantage,
         )
         yield Assembly(
             run=run,
             program=program_of(settings, resources),
-            draw=_draw(settings, prompts, key.fold("data")),
-            evaluate=None if held_out is None else _evaluation(settings, held_out, sampling, answering),
+            draw=_draw(settings, inputs, key.fold("data")),
+            evaluate=None if inputs.eval is None else _evaluation(settings, inputs.eval, answering),
             tokenizer=tokenizer,
+            generation=inputs.generation,
             model=model,
             critic_model=critic_model,
             mesh=mesh,
@@ -136,7 +113,8 @@ def assemble(
 class Evaluator:
     """What answers and scores held-out prompts with parameters of the policy, of which it holds none."""
 
-    evaluate: Evaluate
+    evaluate: EvaluateRun
+    tokenizer: PreTrainedTokenizerBase
     model: Model
     device: torch.device  # where it wants them
 
@@ -150,21 +128,17 @@ def assemble_evaluation(
     Of the policy itself `settings.model.path` needs the config and the tokenizer alone. Raises ValueError for settings
     without held-out prompts.
     """
-    if not settings.data.eval_path:
+    if not has_held_out(settings):
         raise ValueError("data.eval_path is not set: there are no held-out prompts; give --data.eval-path FILE")
-    search(settings.module_dirs)
-    device, kernels = device or device_of(settings), kernels_of(settings)
-    tokenizer = load_tokenizer(settings)
-    held_out = load_prompts(settings, tokenizer, held_out=True)
+    inputs = read_eval_inputs(settings, device=device)
+    tokenizer, kernels, device, pad = inputs.tokenizer, inputs.kernels, inputs.device, inputs.held_out.pad_token_id
     model = bare_model(settings)
     check_attention(settings, model)
     check_heads(model, mesh)
-    data.check_vocabulary(tokenizer, {"actor": model.config})
-    data.check_tokens(held_out, model.config.vocab_size)
-    with _answering(settings, kernels, model, tokenizer, held_out.pad_token_id, mesh, Lane(device)) as answering:
-        run_evaluation = _evaluation(settings, held_out, sampling_of(settings, tokenizer), answering)
+    with _answering(settings, kernels, model, tokenizer, pad, mesh, Lane(device)) as answering:
         place = torch.device("cpu") if settings.model.offload == "all" else device
-        yield Evaluator(evaluate=run_evaluation, model=model, device=place)
+        evaluation = _evaluation(settings, inputs, answering)
+        yield Evaluator(evaluate=evaluation, tokenizer=tokenizer, model=model, device=place)
 
 
 @attrs.frozen(kw_only=True)
@@ -237,19 +211,18 @@ def _shapes(run: RunState, model: Model, critic_model: Model | None) -> dict[str
     return shapes
 
 
-def _draw(settings: TrainSettings, prompts: PromptSet, key: Key) -> Draw:
-    size = settings.rollout.batch_size // settings.rollout.n
-    return lambda cursor: data.next_batch(prompts, cursor, size=size, key=key, shuffle=settings.data.shuffle)
-
-
-def _evaluation(settings: TrainSettings, held_out: PromptSet, sampling: Sampling, answering: _Answering) -> Evaluate:
-    section = settings.eval
-    sampling = attrs.evolve(
-        sampling,
-        n=section.n,
-        greedy=section.temperature == 0,
-        temperature=section.temperature or 1.0,
+def _draw(settings: TrainSettings, inputs: Inputs, key: Key) -> Draw:
+    size, shuffle = settings.rollout.batch_size // settings.rollout.n, settings.data.shuffle
+    return lambda cursor: data.next_batch(
+        inputs.prompts, cursor, size=size, key=key, shuffle=shuffle, order=inputs.order
     )
-    batches = partial(data.batches, held_out, max(settings.rollout.batch_size // section.n, 1))
-    engine, score = answering.engine, answering.score
-    return lambda run: evaluate(run, batches=batches(), engine=engine, sampling=sampling, score=score)
+
+
+def _evaluation(settings: TrainSettings, inputs: EvalInputs, answering: _Answering) -> EvaluateRun:
+    batches = partial(data.batches, inputs.held_out, max(settings.rollout.batch_size // settings.eval.n, 1))
+    engine, score, sampling = answering.engine, answering.score, inputs.sampling
+
+    def evaluation(run: RunState, keep: OnScored = lambda scored: None) -> Metrics:
+        return evaluate(run, batches=batches(), engine=engine, sampling=sampling, score=score, on_scored=keep)
+
+    return evaluation

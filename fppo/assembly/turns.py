@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase
 
+from fppo.assembly.texts import chat_options
 from fppo.rollout.engine import Engine
 from fppo.rollout.turns import tools
 from fppo.rollout.turns.engine import TurnsEngine
@@ -30,7 +31,8 @@ def in_turns(
         return
     respond = tools.resolve(section.respond)
     roles = ("tool",) if section.failure else ()
-    encode = chat_template(tokenizer, roles=roles) if settings.data.chat else PlainText(tokenizer)
+    chat = settings.data.chat
+    encode = chat_template(tokenizer, roles=roles, options=chat_options(settings)) if chat else PlainText(tokenizer)
     with ToolRunner(
         respond,
         failure=section.failure,

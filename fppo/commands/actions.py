@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import attrs
@@ -17,7 +18,7 @@ from fppo.metrics import report as numbers_of
 from fppo.pipeline import replay as replays
 from fppo.pipeline.program import RunState
 from fppo.report import write as report
-from fppo.runs import sampling, saved, session, starts
+from fppo.runs import evaluations, sampling, saved, session, starts
 from fppo.runtime import checkpoint
 from fppo.runtime.mesh import LOCAL, Mesh, is_first
 from fppo.runtime.watch import Watch
@@ -42,7 +43,7 @@ def train(settings: TrainSettings, here: Here = ALONE) -> int:
     """Trains, exports the policy and writes the report; 130 if it was stopped before its last step."""
     session.check_output(settings)
     session.check_target(settings, Path(settings.output_dir) / session.MODEL)
-    with _assemble(settings, here) as assembly:
+    with _assemble(settings, here, announce=_say(here)) as assembly:
         run = session.run_training(settings, assembly, here.watch)
         directory = Path(settings.output_dir)
         if run.step != settings.steps:
@@ -84,9 +85,12 @@ def evaluate(settings: TrainSettings, here: Here = ALONE) -> int:
     transformers_logging.disable_progress_bar()
     with assemble_evaluation(saved.bare(settings), mesh=here.mesh, device=here.device) as evaluator:
         run = saved.policy(evaluator.model, path, mesh=here.mesh, device=evaluator.device)
-        numbers = sorted(numbers_of(evaluator.evaluate(run)).items())
+        directory = Path(settings.output_dir)
+        evaluating = evaluations.kept(evaluator.evaluate, directory, evaluator.tokenizer, here.mesh, anew=True)
+        numbers = sorted(numbers_of(evaluating(run)).items())
         if is_first(here.mesh):
             print("\n".join([f"step {run.step}", *(f"{name}  {value:.4f}" for name, value in numbers)]))
+            print(f"responses: {directory / evaluations.EVALUATIONS}", file=sys.stderr)
     return 0
 
 
@@ -95,7 +99,7 @@ def rollout(settings: TrainSettings, here: Here = ALONE) -> int:
     if settings.rollout.from_ is not None or settings.rollout.save:
         raise ValueError("rollout.from and rollout.save are for training; fppo rollout always samples, and saves")
     session.check_output(settings)
-    with _assemble(settings, here) as assembly:
+    with _assemble(settings, here, announce=_say(here)) as assembly:
         done = sampling.run_sampling(settings, assembly)
     if is_first(here.mesh):
         directory = Path(settings.output_dir) / ROLLOUTS
@@ -176,11 +180,20 @@ def replay(directory: Path, step: int, here: Here = ALONE) -> int:
 
 
 @contextlib.contextmanager
-def _assemble(settings: TrainSettings, here: Here) -> Iterator[Assembly]:
+def _assemble(
+    settings: TrainSettings, here: Here, announce: Callable[[Sequence[str]], None] = lambda lines: None
+) -> Iterator[Assembly]:
     """`assemble`, without bars of transformers between a command's own lines."""
     transformers_logging.disable_progress_bar()
-    with assemble(settings, mesh=here.mesh, sampling_mesh=here.sampling, device=here.device) as assembly:
+    with assemble(
+        settings, mesh=here.mesh, sampling_mesh=here.sampling, device=here.device, announce=announce
+    ) as assembly:
         yield assembly
+
+
+def _say(here: Here) -> Callable[[Sequence[str]], None]:
+    """Prints lines, on the first rank."""
+    return (lambda lines: print("\n".join(lines), flush=True)) if is_first(here.mesh) else _nothing
 
 
 def _nothing(*_: object) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +17,10 @@ import attrs
 import tyro
 
 from fppo._errors import RunFailed, did_you_mean
+from fppo.commands import help as helps
 from fppo.runtime.parent import end_with_launcher
 from fppo.settings import ablate as settings_ablate
-from fppo.settings import files
+from fppo.settings import checks, files, places
 from fppo.settings import plan as settings_plan
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.mesh import MeshSettings
@@ -26,6 +29,7 @@ from fppo.settings.train import TrainSettings
 
 TRACEBACK = "--traceback"
 LAUNCH = {"--nproc": 1, "--max-restarts": 0}  # how commands that train are started, each with its least value
+EVAL_READS = ("data.eval_path", "data.eval_rows", "data.eval_split", "reward.functions", "rollout.batch_size")
 PROCESSES = "[--nproc N [--max-restarts M]]"
 
 
@@ -106,6 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if show:
             traceback.print_exc()
         hint = "" if show or isinstance(error, files.SettingsError) else f"\n({TRACEBACK} shows where)"
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error.add_note("the disk is full; make room, and the same command goes on from the last checkpoint")
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         print(f"fppo {name}: {error}{notes}{hint}", file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
@@ -155,8 +161,11 @@ def _quickstart(rest: Sequence[str]) -> int | None:
 
 def _train(rest: Sequence[str]) -> int | None:
     """Trains on your own: fppo train FILE.toml [--nproc 2] [--actor.optimizer.lr 1e-6 ...]"""
+    usage = f"fppo train FILE.toml {PROCESSES} [--SECTION.SETTING VALUE ...]"
+    if (sections := helps.asked_for(rest)) is not None:
+        return _settings_help(usage, _train, sections)
     processes, own = _processes(rest)
-    settings = files.load(*_file_and_overrides(own), prog=f"fppo train FILE.toml {PROCESSES}")
+    settings = files.load(*_file_and_overrides(own, "train"), prog=usage, look=partial(_look, processes))
     from fppo.commands import actions, distributed
 
     return distributed.run(actions.train, settings, ["train", *own], *processes)
@@ -164,8 +173,11 @@ def _train(rest: Sequence[str]) -> int | None:
 
 def _rollout(rest: Sequence[str]) -> int | None:
     """Only samples responses, scores and saves them: fppo rollout FILE.toml [--nproc 2] [--steps 10 ...]"""
+    usage = f"fppo rollout FILE.toml {PROCESSES} [--SECTION.SETTING VALUE ...]"
+    if (sections := helps.asked_for(rest)) is not None:
+        return _settings_help(usage, _rollout, sections)
     processes, own = _processes(rest)
-    settings = files.load(*_file_and_overrides(own), prog=f"fppo rollout FILE.toml {PROCESSES}")
+    settings = files.load(*_file_and_overrides(own, "rollout"), prog=usage, look=partial(_look, processes))
     from fppo.commands import actions, distributed
 
     return distributed.run(actions.rollout, settings, ["rollout", *own], *processes)
@@ -173,14 +185,17 @@ def _rollout(rest: Sequence[str]) -> int | None:
 
 def _eval(rest: Sequence[str]) -> int | None:
     """Answers and scores the held-out prompts with a run's last checkpoint: fppo eval RUN [--eval.n 8 ...]"""
+    usage = f"fppo eval RUN {PROCESSES} [--eval.n N ...]"
+    if (sections := helps.asked_for(rest)) is not None:
+        return _settings_help(usage, _eval, sections) if sections else _eval_help(usage)
     processes, own = _processes(rest)
-    run, overrides = _file_and_overrides(own)
-    if run is None and not {"-h", "--help"} & set(overrides):
+    run, overrides = _file_and_overrides(own, "eval")
+    if run is None:
         raise ValueError("give the output_dir of a run: fppo eval RUN")
     file = None if run is None else Path(run) / files.SETTINGS
     if file is not None and not file.exists():
         raise ValueError(f"{file}: there is no such file; give the output_dir of a run")
-    settings = files.load(file, overrides, prog=f"fppo eval RUN {PROCESSES}", run=run)
+    settings = files.load(file, overrides, prog=usage, run=run)
     if run is not None and settings.output_dir != run:
         raise ValueError(f"--output-dir {settings.output_dir}: fppo eval reads the run that it is given, {run}")
     if processes.nproc is None and not any(argument.startswith("--mesh.") for argument in own):
@@ -208,10 +223,13 @@ def _replay(rest: Sequence[str]) -> int | None:
 def _export(rest: Sequence[str]) -> int | None:
     """Writes the policy of a run as a Hugging Face directory: fppo export RUN TARGET"""
     options = tyro.cli(Export, args=rest, prog="fppo export")
+    run, target = Path(options.run), Path(options.target)
+    if (target / "settings.toml").exists() and not (run / "settings.toml").exists():
+        raise ValueError(f"{run} is no run, and {target} is one: the run comes first: fppo export {target} {run}")
     from fppo.commands import actions
 
     role = "critic" if options.critic else "actor"
-    return actions.export(Path(options.run), Path(options.target), options.step, role, options.device)
+    return actions.export(run, target, options.step, role, options.device)
 
 
 def _report(rest: Sequence[str]) -> None:
@@ -266,9 +284,37 @@ def _processes(rest: Sequence[str]) -> tuple[_Processes, list[str]]:
     return _Processes(**numbers), left
 
 
-def _file_and_overrides(rest: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The argument before the first flag, if there is one, and the rest."""
-    return (rest[0], list(rest[1:])) if rest and not rest[0].startswith("-") else (None, list(rest))
+def _file_and_overrides(rest: Sequence[str], command: str) -> tuple[str | None, list[str]]:
+    """The argument before the first flag, if there is one, and the rest. Raises ValueError for a file behind flags."""
+    if rest and not rest[0].startswith("-"):
+        return rest[0], list(rest[1:])
+    late = next((word for word in rest if word.endswith(".toml") or (Path(word) / "settings.toml").exists()), None)
+    if late is not None:
+        others = " ".join(word for word in rest if word != late)
+        raise ValueError(f"{late} stands behind flags; it comes first: fppo {command} {late} {others}")
+    return None, list(rest)
+
+
+def _look(processes: _Processes, settings: TrainSettings) -> list[str]:
+    """What is wrong with the places and the processes of settings, seen before torch is loaded."""
+    mesh = settings.mesh
+    needed = mesh.replicate * (mesh.shard or 1) * mesh.sequence
+    world = int(os.environ.get("WORLD_SIZE") or processes.nproc or needed)
+    return [*places.place_problems(settings), *checks.mesh_problems(settings, world)]
+
+
+def _settings_help(usage: str, command: Callable[[Sequence[str]], int | None], sections: Sequence[str]) -> None:
+    """Prints the sections, or the settings of some."""
+    first = (command.__doc__ or "").splitlines()[0].partition(":")[0] + "."
+    print(helps.section_help(usage, sections) if sections else helps.overview(usage, first))
+
+
+def _eval_help(usage: str) -> None:
+    """Prints what an evaluation takes."""
+    print(helps.section_help(usage, ["eval"], "Answers and scores the held-out prompts with a run's last checkpoint."))
+    print("\nand of other sections, above all:\n")
+    print("\n".join(helps.chosen_help(EVAL_READS)))
+    print("\nEvery setting of fppo train may be given: the rest are those of the run in RUN.")
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {

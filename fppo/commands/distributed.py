@@ -39,6 +39,8 @@ def run(
     if world == 1:
         return command(settings, ALONE)
     if not place.started:
+        if device_of(settings).type == "cuda" and world > torch.cuda.device_count():
+            raise ValueError(f"{world} processes need as many GPUs, and this machine has {torch.cuda.device_count()}")
         return launch.start(arguments, world, max_restarts=max_restarts)
     device = device_of(settings)
     if device.type == "cuda" and device.index is None:

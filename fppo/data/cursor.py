@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -28,37 +28,61 @@ def epoch_order(count: int, key: Key, epoch: int, *, shuffle: bool = True) -> li
     return draws.argsort(stable=True).tolist()
 
 
+Order = Callable[[int], Sequence[int]]  # an epoch's number to indices of prompts
+
+
+def checked_order(order: Sequence[int], count: int, name: str) -> list[int]:
+    """The order that the function `name` gave for an epoch. Raises ValueError for no indices of `count`."""
+    indices = [int(i) for i in order]
+    wrong = [i for i in indices if not 0 <= i < count]
+    if wrong or not indices:
+        said = f"{wrong[:3]}, which are no indices" if wrong else "no indices"
+        raise ValueError(f"{name} gave {said} of {count} prompts; an epoch is one or more of 0 to {count - 1}")
+    return indices
+
+
 def next_indices(
-    count: int, cursor: DataCursor, *, size: int, key: Key, shuffle: bool = True
+    count: int, cursor: DataCursor, *, size: int, key: Key, shuffle: bool = True, order: Order | None = None
 ) -> tuple[list[int], DataCursor]:
-    """The next `size` of `count` prompts, and the cursor behind them. A batch goes on into the next epoch."""
+    """The next `size` of `count` prompts, and the cursor behind them. A batch goes on into the next epoch.
+
+    `order` gives the indices of each epoch, in place of all of them, shuffled or not.
+    """
     if count < 1 or size < 1:
         raise ValueError(f"a batch of {size} out of {count} prompts: both must be 1 or more")
-    if cursor.epoch < 0 or not 0 <= cursor.position < count:
-        raise ValueError(
-            f"the run stands at prompt {cursor.position} of epoch {cursor.epoch}, but the data set has {count} "
-            "prompts; resume with the data that the run was started on"
-        )
     picked: list[int] = []
     epoch, position = cursor.epoch, cursor.position
     while len(picked) < size:
-        order = epoch_order(count, key, epoch, shuffle=shuffle)
-        taken = order[position : position + size - len(picked)]
+        whole = epoch_order(count, key, epoch, shuffle=shuffle) if order is None else order(epoch)
+        if epoch < 0 or not 0 <= position < len(whole):
+            raise ValueError(
+                f"the run stands at prompt {position} of epoch {epoch}, but the data set has {len(whole)} "
+                "prompts; resume with the data that the run was started on"
+            )
+        taken = whole[position : position + size - len(picked)]
         picked += taken
         position += len(taken)
-        if position == count:
+        if position == len(whole):
             epoch, position = epoch + 1, 0
     return picked, DataCursor(epoch=epoch, position=position)
 
 
 def next_batch(
-    dataset: PromptSet, cursor: DataCursor, *, size: int, key: Key, shuffle: bool = True, width: int | None = None
+    dataset: PromptSet,
+    cursor: DataCursor,
+    *,
+    size: int,
+    key: Key,
+    shuffle: bool = True,
+    width: int | None = None,
+    order: Order | None = None,
 ) -> tuple[Prompts, DataCursor]:
     """The next `size` prompts [size, P], and the cursor behind them.
 
-    Every prompt comes once per epoch, in an order of that epoch's own. `key` must be the same for the whole run.
+    Every prompt comes once per epoch, in an order of that epoch's own, unless `order` gives another. `key` must be the
+    same for the whole run.
     """
-    indices, after = next_indices(len(dataset), cursor, size=size, key=key, shuffle=shuffle)
+    indices, after = next_indices(len(dataset), cursor, size=size, key=key, shuffle=shuffle, order=order)
     return collate(dataset, indices, width=width), after
 
 

@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import attrs
 
+from fppo.data.chat import PLAIN, ChatOptions, check_chat_template, encode_chat
 from fppo.data.problems import Problems
 from fppo.data.prompt_set import PromptSet, check_prompt_set, share
 from fppo.data.read import PathLike, Row, read_rows
-from fppo.data.tokenizers import check_chat_template, check_tokenizer
+from fppo.data.tokenizers import check_tokenizer
 
 OverLong = Literal["error", "drop", "truncate"]
 
@@ -53,6 +54,7 @@ def load_prompts(
     max_prompt_tokens: int = 512,
     over_long: OverLong = "error",
     pad_token: str | None = None,
+    chat: ChatOptions = PLAIN,
 ) -> PromptSet:
     """`encode_rows` of `read_rows`: prompts from files, directories or a data set's name. One error names all."""
     problems = Problems()
@@ -63,6 +65,7 @@ def load_prompts(
         max_prompt_tokens=max_prompt_tokens,
         over_long=over_long,
         pad_token=pad_token,
+        chat=chat,
         problems=problems,
     )
 
@@ -75,6 +78,7 @@ def encode_rows(
     max_prompt_tokens: int = 512,
     over_long: OverLong = "error",
     pad_token: str | None = None,
+    chat: ChatOptions = PLAIN,
     problems: Problems | None = None,
 ) -> PromptSet:
     """The prompt set of `rows`, whose `fields` are named; the tokenizer's chat template makes prompts of messages.
@@ -82,6 +86,7 @@ def encode_rows(
     over_long: what happens to prompts of more than `max_prompt_tokens`: "error" names them, "drop" leaves them out,
         "truncate" keeps their last tokens; both are counted in the result.
     pad_token: the token to pad with, for a tokenizer that has none of its own.
+    chat: what the chat template gets beside the messages.
     problems: what was wrong with rows that are not among `rows`, to be named in the same error.
 
     The row's other fields become `extras`, with a chat's messages as "prompt_messages". Raises ValueError naming file,
@@ -91,11 +96,11 @@ def encode_rows(
         raise ValueError(f"over_long = {over_long!r}; there are 'error', 'drop' and 'truncate'")
     special = check_tokenizer(tokenizer, pad_token=pad_token)
     if fields.chat:
-        check_chat_template(tokenizer)
+        check_chat_template(tokenizer, options=chat)
     problems = Problems() if problems is None else problems
     read = ((row, _example(row, fields, problems)) for row in rows)
     asked = [(row, example) for row, example in read if example is not None]
-    tokens = _tokens(asked, tokenizer, problems)
+    tokens = _tokens(asked, tokenizer, chat, problems)
     if over_long == "error":
         for (row, _), ids in zip(asked, tokens, strict=True):
             if len(ids) > max_prompt_tokens:
@@ -225,7 +230,9 @@ def _messages(value: Sequence[Any], name: str) -> list[dict[str, Any]]:
         raise _Bad(f"field {name!r}: {error}") from error
 
 
-def _tokens(asked: Sequence[tuple[Row, _Example]], tokenizer: Any, problems: Problems) -> list[list[int]]:
+def _tokens(
+    asked: Sequence[tuple[Row, _Example]], tokenizer: Any, chat: ChatOptions, problems: Problems
+) -> list[list[int]]:
     """The token ids of every prompt; [] for one that the tokenizer or its chat template refuses, with a problem."""
     texts = [example.prompt for _, example in asked if isinstance(example.prompt, str)]
     try:
@@ -239,8 +246,7 @@ def _tokens(asked: Sequence[tuple[Row, _Example]], tokenizer: Any, problems: Pro
         ids: list[int] = []
         try:
             if not isinstance(example.prompt, str):
-                chat = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-                ids = list(tokenizer.apply_chat_template(example.prompt, **chat))
+                ids = encode_chat(tokenizer, example.prompt, options=chat)
             else:
                 ids = list(next(at_once) if at_once is not None else tokenizer(example.prompt)["input_ids"])
             if not ids:

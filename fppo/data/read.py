@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,22 @@ def read_rows(
         noted.check("data")
     if not rows and not noted.count:
         raise ValueError(f"the data set is empty: no rows in {', '.join(map(str, many)) or 'no files'}")
+    return rows
+
+
+def rows_of(values: Iterable[Any], name: str, *, problems: Problems | None = None) -> list[Row]:
+    """The rows that a function `name` gave, numbered from 1. Raises ValueError for none, and for what is no row."""
+    noted = Problems() if problems is None else problems
+    rows: list[Row] = []
+    for number, value in enumerate(values, start=1):
+        if isinstance(value, Mapping):
+            rows.append(Row(name, number, dict(value), name))
+        else:
+            noted.add(f"{name}:{number}: a {type(value).__name__}, not a dict with fields")
+    if problems is None:
+        noted.check("data")
+    if not rows and not noted.count:
+        raise ValueError(f"the data set is empty: {name} gave no rows")
     return rows
 
 

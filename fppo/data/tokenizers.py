@@ -35,15 +35,6 @@ def check_tokenizer(tokenizer: Any, *, pad_token: str | None = None) -> SpecialT
     return SpecialTokens(pad, eos)
 
 
-def check_chat_template(tokenizer: Any) -> None:
-    """Raises ValueError if the tokenizer has no chat template."""
-    if getattr(tokenizer, "chat_template", None) is None:
-        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-        raise ValueError(
-            f"the tokenizer {name} has no chat template; use a chat model, or a plain prompt template (chat = false)"
-        )
-
-
 def vocabulary_size(config: Any) -> int:
     """The rows of a model's embedding, by its Hugging Face configuration."""
     return config.get_text_config().vocab_size
@@ -76,20 +67,19 @@ def check_vocabulary(
         raise ValueError("the models' vocabularies do not match: " + "; ".join(wrong))
 
 
-def stop_tokens(tokenizer: Any, stop: Sequence[str] = (), stop_token_ids: Sequence[int] = ()) -> tuple[int, ...]:
-    """The ids that end a response: the tokenizer's end token, each of `stop`, and `stop_token_ids`, none twice.
+def stop_tokens(
+    tokenizer: Any, stop: Sequence[str] = (), stop_token_ids: Sequence[int] = (), *, turn_ends: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """The ids that end a response: the tokenizer's end token, `turn_ends`, those of `stop` that are tokens, and
+    `stop_token_ids`, none twice. `turn_ends` are the model's own ends; `stop_texts` reads what of `stop` is text.
 
-    Raises ValueError for a text in `stop` that is not exactly one token, and for ids that the tokenizer does not have.
+    Raises ValueError for `stop_token_ids` that the tokenizer does not have.
     """
     vocabulary = tokenizer.get_vocab()
-    stops = [check_tokenizer(tokenizer, pad_token=tokenizer.eos_token).eos_token_id]
-    for text in stop:
-        ids = [vocabulary[text]] if text in vocabulary else tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) != 1:
-            raise ValueError(f"stop = {text!r} is {len(ids)} tokens ({ids}); a response can only stop at single tokens")
-        stops += ids
+    end = check_tokenizer(tokenizer, pad_token=tokenizer.eos_token).eos_token_id
+    tokens = [vocabulary[text] for text in stop if text in vocabulary]
     known = set(vocabulary.values())
     unknown = [i for i in stop_token_ids if i not in known]
     if unknown:
         raise ValueError(f"stop_token_ids = {unknown}: the tokenizer has no such ids; they go up to {max(known)}")
-    return tuple(dict.fromkeys([*stops, *stop_token_ids]))
+    return tuple(dict.fromkeys([end, *turn_ends, *tokens, *stop_token_ids]))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -21,6 +22,7 @@ from fppo.models.probe import check_model
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import LOCAL, Mesh
 
+_PATIENCE = 4.0  # seconds for the hub to answer
 # where a value head stands: token and sequence classification, GPT-2's token classification, TRL, and others' models
 VALUE_HEADS = ("score", "classifier", "v_head.summary", "v_head", "value_head")
 
@@ -35,6 +37,7 @@ def load(
     compute_dtype: torch.dtype | None = None,
     checkpoint_layers: bool = False,
     trust_remote_code: bool = False,
+    config: Mapping[str, Any] | None = None,
     mesh: Mesh = LOCAL,
 ) -> tuple[Model, Params]:
     """The model in a directory or on the Hugging Face hub, with its parameters on the CPU in `dtype`.
@@ -42,21 +45,26 @@ def load(
     On a mesh that cuts parameters they are this rank's shards, and it reads no more than these of most checkpoints.
     A value head is read from token- or sequence-classification checkpoints (`score`, `classifier`) and TRL's
     (`v_head.summary`), in float32 or wider; `label` is the row to take of a head that has several. A checkpoint without
-    one gets a head drawn from `key`, or zeros without a key. Only safetensors files are read. Raises ValueError that
-    lists every parameter that is missing, unknown or of another shape, and for a model that fppo computes otherwise
-    than transformers does (`check_model`).
+    one gets a head drawn from `key`, or zeros without a key. `config` holds what differs from the model's own config.
+    Only safetensors files are read. Raises ValueError that lists every parameter that is missing, unknown or of another
+    shape, and for a model that fppo computes otherwise than transformers does (`check_model`).
     """
     directory = find_directory(path)
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    own = read_config(directory, changes=config, trust_remote_code=trust_remote_code)
     model = build(
-        config,
+        own,
         head,
         compute_dtype=compute_dtype,
         checkpoint_layers=checkpoint_layers,
         trust_remote_code=trust_remote_code,
     )
     check_model(model)
-    params, problems = _read(model, directory, config, dtype, mesh)
+    try:
+        params, problems = _read(model, directory, own, dtype, mesh)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} holds weights that are cut off or damaged ({error}); copy or download it again"
+        ) from error
     if head == "value":
         wide = torch.promote_types(dtype, torch.float32)
         value_head = read_value_head(directory, wide)
@@ -66,8 +74,22 @@ def load(
         problems += _compare(model, value_head)
         params |= fsdp.shard(value_head, mesh)
     if problems:
-        raise ValueError(f"{path} does not hold a whole {config.model_type!r} model: " + "; ".join(problems))
+        raise ValueError(f"{path} does not hold a whole {own.model_type!r} model: " + "; ".join(problems))
     return model, {name: params[name] for name in model.shapes}
+
+
+def read_config(
+    directory: Path, *, changes: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+) -> PreTrainedConfig:
+    """The config of a checkpoint, with `changes`. Raises ValueError for those that it has no place for."""
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    if unknown := [name for name in changes or {} if not hasattr(config, name)]:
+        raise ValueError(
+            f"the config of {directory} ({config.model_type}) has no {unknown}; it has {sorted(vars(config))}"
+        )
+    if changes:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, **changes)
+    return config
 
 
 def find_directory(path: str | os.PathLike[str]) -> Path:
@@ -81,7 +103,8 @@ def find_directory(path: str | os.PathLike[str]) -> Path:
         patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
         others = ["original/*", "consolidated*"]  # the same weights in the makers' own layouts
         try:
-            directory = Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns=others))
+            came = snapshot_download(str(path), allow_patterns=patterns, ignore_patterns=others, etag_timeout=_PATIENCE)
+            directory = Path(came)
         except (OSError, ValueError) as error:
             why = " ".join(str(error).split())
             raise ValueError(f"{path} is no directory, and no model of that name came from the hub: {why}") from error

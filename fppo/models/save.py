@@ -79,9 +79,13 @@ def save(
 
 
 def save_config(
-    model: Model, directory: str | os.PathLike[str], *, tokenizer: PreTrainedTokenizerBase | None = None
+    model: Model,
+    directory: str | os.PathLike[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    generation_config: GenerationConfig | None = None,
 ) -> None:
-    """Writes all of a model but its parameters: the config, a custom model's code, the tokenizer.
+    """Writes all of a model but its parameters: the configs, a custom model's code, the tokenizer.
 
     `build` makes the model again of it. Raises ValueError as `save` does for what is in its way.
     """
@@ -92,8 +96,9 @@ def save_config(
     shutil.rmtree(beside, ignore_errors=True)
     try:
         plan(model, dict.fromkeys(model.shapes, torch.float32), DEFAULT_SHARD_BYTES).write_config(beside)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(beside)
+        for extra in (tokenizer, generation_config):
+            if extra is not None:
+                extra.save_pretrained(beside)
         _complete(beside)
         _take_place(beside, target)
     finally:

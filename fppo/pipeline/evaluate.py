@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from fppo import metrics
 from fppo.batch import Prompts, Scored
@@ -13,15 +14,29 @@ from fppo.rewards import summarize
 from fppo.rollout.engine import Ask, Engine, Sampling
 
 FAILED = ("errors", "timeouts")
+OnScored = Callable[[Sequence[Scored]], None]
+
+
+class EvaluateRun(Protocol):
+    """The metrics of a run's policy; all responses go to `keep`."""
+
+    def __call__(self, run: RunState, keep: OnScored = ...) -> Metrics: ...
 
 
 def evaluate(
-    run: RunState, *, batches: Iterable[Prompts], engine: Engine, sampling: Sampling, score: ScoreFn
+    run: RunState,
+    *,
+    batches: Iterable[Prompts],
+    engine: Engine,
+    sampling: Sampling,
+    score: ScoreFn,
+    on_scored: OnScored = lambda scored: None,
 ) -> Metrics:
     """The held-out metrics of the policy: mean, best@k and majority@k of its scores, by source; val-aux/errors and
     val-aux/timeouts are the responses that could not be scored.
 
-    Draws depend on the run's key and the prompt, not on the step, so evaluations differ by the policy alone.
+    Draws depend on the run's key and the prompt, not on the step, so evaluations differ by the policy alone. All
+    responses with their scores go to `on_scored`, in batches.
     """
     scored: list[Scored] = []
     reports: list[Metrics] = []
@@ -31,4 +46,5 @@ def evaluate(
         rows, report = score(rollout)
         scored.append(rows)
         reports.append({f"val-aux/{name}": report[f"reward/{name}"] for name in FAILED if f"reward/{name}" in report})
+    on_scored(scored)
     return summarize(scored, n=sampling.n) | metrics.merge(*reports)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +95,27 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def short(value: float) -> str:
-    """The number in a few characters."""
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """The numbers in few characters, and in as many as it takes to tell them apart."""
+    apart = min((abs(b - a) for a, b in pairwise(values)), default=math.inf)
+    for digits in range(3, 13):
+        labels = [short(value, digits) for value in values]
+        read = [float(label.replace("k", "e3")) for label in labels]
+        if apart == math.inf or all(abs(a - b) < apart / 10 for a, b in zip(read, values, strict=True)):
+            return labels
+    return [repr(value) for value in values]
+
+
+def short(value: float, digits: int = 3) -> str:
+    """The number in a few characters, with so many digits at most."""
     size = abs(value)
     if value == 0 or 0.001 <= size < 1000:
-        return f"{value:.3g}"
+        return f"{value:.{digits}g}"
     if 1000 <= size < 999500:
-        return f"{value:.0f}" if size < 10000 else f"{value / 1000:.3g}k"
-    digits, exponent = f"{value:.1e}".split("e")
-    return f"{digits.removesuffix('.0')}e{int(exponent)}"
+        decimals = max(digits - 4, 0)
+        return f"{value:.{decimals}f}" if size < 10000 else f"{value / 1000:.{digits}g}k"
+    number, exponent = f"{value:.{digits - 2}e}".split("e")
+    return f"{number.rstrip('0').removesuffix('.')}e{int(exponent)}"
 
 
 # PNG
@@ -138,8 +151,11 @@ def _draw(panel: Panel, ax: Axes) -> None:
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.spines["bottom"].set_color("#9ca3af")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.ticklabel_format(axis="y", useOffset=False)
     if len(panel.lines) > 1:
-        ax.legend(fontsize=8, frameon=False)
+        ax.legend(
+            fontsize=8, frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, -0.1), borderaxespad=0, borderpad=0
+        )
 
 
 def _colors() -> Iterator[str]:
@@ -158,9 +174,11 @@ def svg(panel: Panel) -> str:
     values = [v for line in panel.lines.values() for _, v in line]
     low, high = _range(values)
     first, last = min(steps), max(steps)
+    marks = _labelled(ticks(low, high))
+    left = max(LEFT, 10 + 6 * max(len(label) for _, label in marks))
 
     def x(step: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * ((step - first) / (last - first) if last > first else 0.5)
+        return left + (WIDTH - left - RIGHT) * ((step - first) / (last - first) if last > first else 0.5)
 
     def y(value: float) -> float:
         return TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / (high - low)
@@ -168,14 +186,13 @@ def svg(panel: Panel) -> str:
     elements = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(panel.title)} by step">',
         *(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>'
-            f'<text class="tick" x="{LEFT - 6}" y="{y(t) + 3.5:.1f}" text-anchor="end">{short(t)}</text>'
-            for t in ticks(low, high)
+            f'<line class="grid" x1="{left}" x2="{WIDTH - RIGHT}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>'
+            f'<text class="tick" x="{left - 6}" y="{y(t) + 3.5:.1f}" text-anchor="end">{label}</text>'
+            for t, label in marks
         ),
         *(
-            f'<text class="tick" x="{x(t):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{short(t)}</text>'
-            for t in ticks(first, last)
-            if t == int(t)
+            f'<text class="tick" x="{x(t):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{label}</text>'
+            for t, label in _labelled([t for t in ticks(first, last) if t == int(t)])
         ),
     ]
     for number, (name, line) in enumerate(panel.lines.items()):
@@ -188,6 +205,10 @@ def svg(panel: Panel) -> str:
             elements.append(_path(placed, f"line {color}"))
         elements += _dots(line, placed, name, color)
     return "".join([*elements, "</svg>"])
+
+
+def _labelled(values: Sequence[float]) -> list[tuple[float, str]]:
+    return list(zip(values, tick_labels(values), strict=True))
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:

@@ -33,6 +33,7 @@ class Page:
     panels: Sequence[Panel]
     stages: Mapping[str, float]  # seconds per step
     samples: Mapping[int, Sequence[Mapping[str, Any]]]  # by step
+    extremes: Mapping[str, Sequence[Mapping[str, Any]]]  # the best and the worst of late steps, by what they are
     chosen: Mapping[str, Any]  # settings that differ from the defaults
     rest: Mapping[str, Any]
     metrics: Mapping[str, tuple[float, float, float, float]]  # first, last, least, greatest
@@ -74,7 +75,8 @@ def _figure(panel: Panel) -> str:
         for i, (name, line) in enumerate(panel.lines.items())
         if len(panel.lines) > 1
     )
-    head = f"<h3>{escape(panel.title)} {shown}</h3><p class=note>{escape(panel.note)} {keys}</p>"
+    legend = f"<div class=keys>{keys}</div>" if keys else ""
+    head = f"<h3>{escape(panel.title)} {shown}</h3><p class=note>{escape(panel.note)}</p>{legend}"
     return f"<figure>{head}{svg(panel)}</figure>"
 
 
@@ -104,7 +106,7 @@ def scale_of(samples: Sequence[Mapping[str, Any]]) -> Scale:
 
 
 def _samples(page: Page) -> str:
-    shown = [sample for group in page.samples.values() for sample in group]
+    shown = [sample for group in (*page.samples.values(), *page.extremes.values()) for sample in group]
     if not shown:
         return "<section><h2>Samples</h2><p class=note>This run wrote none.</p></section>"
     scale = scale_of(shown)
@@ -123,13 +125,17 @@ def _samples(page: Page) -> str:
     labels = "".join(f"<label for=v-{css}>{name}</label>" for css, name, _ in views)
     legends = "".join(f"<span class='legend l-{css}'>{legend}</span>" for css, _, legend in views)
     last = max(page.samples)
+    named = [(f"Step {step}", step == last, group) for step, group in sorted(page.samples.items(), reverse=True)]
     groups = "".join(
-        f"<details{' open' if step == last else ''}><summary>Step {step}</summary>"
+        f"<details{' open' if is_open else ''}><summary>{escape(name)}</summary>"
         + "".join(_card(sample, scale) for sample in group)
         + "</details>"
-        for step, group in sorted(page.samples.items(), reverse=True)
+        for name, is_open, group in [*((name, False, group) for name, group in page.extremes.items()), *named]
     )
-    note = "<p class=note>Point at a token for its numbers. Dotted tokens are not trained on.</p>"
+    note = (
+        "<p class=note>Point at a token, touch it, or go to it by the tab key for its numbers. Dotted tokens are not "
+        "trained on.</p>"
+    )
     switch = f"<div class=switch>Colour by {labels} {legends}</div>"
     return f"<section class=samples><h2>Samples</h2>{inputs}{switch}{note}{groups}</section>"
 
@@ -140,6 +146,7 @@ def _card(sample: Mapping[str, Any], scale: Scale) -> str:
     facts = [
         f"<b class=score>score {_number(score)}</b>",
         *(f"<span>{escape(str(name))} {_number(value)}</span>" for name, value in named.items()),
+        f"<span>step {escape(str(sample.get('step', 'unknown')))}</span>",
         *(f"<span>{escape(str(sample[key]))}</span>" for key in ("source", "id") if sample.get(key) is not None),
     ]
     if sample.get("finish") == "length":
@@ -183,7 +190,8 @@ def _token(text: str, log_prob: float | None, advantage: float | None, value: fl
         tip.append("not trained on")
     shown = escape(text).replace("\n", "<i>↵</i>\n") or "<i>·</i>"
     return (
-        f'<span class="{" ".join(css)}" style="{";".join(style)}" data-t="{escape(chr(10).join(tip))}">{shown}</span>'
+        f'<span class="{" ".join(css)}" style="{";".join(style)}" tabindex="0" '
+        f'data-t="{escape(chr(10).join(tip))}">{shown}</span>'
     )
 
 

@@ -17,7 +17,7 @@ from fppo.runs.loggers import METRICS, SAMPLES, held_out
 from fppo.settings import files
 
 SETTINGS, CURVES, REPORT = "settings.toml", "curves.png", "report.html"
-SHOWN_STEPS, SHOWN_PER_STEP = 6, 4
+SHOWN_STEPS, SHOWN_PER_STEP, EXTREMES = 6, 4, 3
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
@@ -42,12 +42,14 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     drawn = charts.panels(records)
     charts.write_png(drawn, run_dir / CURVES, title=title)
     chosen, rest = _settings(run_dir / SETTINGS)
+    samples = jsonl.read(run_dir / SAMPLES)
     page = Page(
         title=title,
         tiles=tiles(records, rest | chosen),
         panels=drawn,
         stages=stages(records),
         samples=pick(samples),
+        extremes=extremes(samples),
         chosen=chosen,
         rest=rest,
         metrics=table(records),
@@ -135,6 +137,21 @@ def pick(samples: Sequence[Mapping[str, Any]]) -> dict[int, list[Mapping[str, An
     count = min(len(steps), SHOWN_STEPS)
     kept = [steps[round(i * (len(steps) - 1) / max(count - 1, 1))] for i in range(count)]
     return {step: by_step[step][:SHOWN_PER_STEP] for step in dict.fromkeys([*kept, *steps[-1:]])}
+
+
+def extremes(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The best and the worst of the last quarter of the steps, by what they are; none where all score the same."""
+    scored = [sample for sample in samples if isinstance(sample.get("score"), int | float)]
+    steps = sorted({sample.get("step", 0) for sample in scored})
+    late = set(steps[len(steps) * 3 // 4 :])
+    ranked = sorted((sample for sample in scored if sample.get("step", 0) in late), key=lambda sample: sample["score"])
+    if not ranked or ranked[0]["score"] == ranked[-1]["score"]:
+        return {}
+    low, high = ranked[0]["score"], ranked[-1]["score"]
+    count = min(EXTREMES, len(ranked) // 2)
+    best, worst = ranked[::-1][:count], ranked[:count]
+    since = f"of steps {min(late)} to {max(late)}" if len(late) > 1 else f"of step {max(late)}"
+    return {f"Best {since}, up to {charts.short(high)}": best, f"Worst {since}, from {charts.short(low)}": worst}
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float, float, float]]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from fppo import models
 from fppo.batch import Rollout
+from fppo.data.stops import StopReader
 from fppo.models.heads import Head, logits_of
 from fppo.models.model import Model, longest_row, over_long
 from fppo.rollout import cache as caches
@@ -115,18 +116,18 @@ class _FinishedRows:
     """Calls `on_finished` for rows as they finish, from the steps of all waves."""
 
     def __init__(self, on_finished: OnFinished, limits: Sequence[int], sampling: Sampling) -> None:
-        self._on_finished, self._stops = on_finished, frozenset(sampling.stop_token_ids)
+        self._on_finished = on_finished
         self._limits = [limit for limit in limits for _ in range(sampling.n)]
         self._open: dict[int, list[int]] = {row: [] for row in range(len(self._limits))}
 
-    def __call__(self, step: _Step) -> None:
-        """Takes the step's tokens in; rows that ended before, and are still among the live ones, are passed over."""
-        for row, token in zip(step.rows.tolist(), step.tokens.tolist(), strict=True):
+    def __call__(self, step: _Step, stops: Tensor) -> None:
+        """Takes the step's tokens in, and which of them stop their rows; rows that ended before, and are still among
+        the live ones, are passed over."""
+        for row, token, stopped in zip(step.rows.tolist(), step.tokens.tolist(), stops.tolist(), strict=True):
             response = self._open.get(row)
             if response is None:
                 continue
             response.append(token)
-            stopped = token in self._stops
             if stopped or len(response) == self._limits[row]:
                 del self._open[row]
                 self._on_finished(row, response, "stop" if stopped else "length")
@@ -202,7 +203,8 @@ def _decode(policy: _Policy, wave: _Wave, ask: Ask, on_step: _FinishedRows | Non
     first, bias = _padding(width - positions, columns, cache)
     done = torch.zeros_like(rows, dtype=torch.bool)
     last = torch.tensor(wave.limits, device=rows.device).repeat_interleave(sampling.n) - 1
-    ends = bool(sampling.stop_token_ids) or min(wave.limits) < most
+    reader = None if sampling.stop_texts is None else StopReader(sampling.stop_texts)
+    ends = bool(sampling.stop_token_ids) or reader is not None or min(wave.limits) < most
     steps: list[_Step] = []
     for t in range(most):
         if t % _CHUNK == 0:
@@ -210,11 +212,14 @@ def _decode(policy: _Policy, wave: _Wave, ask: Ask, on_step: _FinishedRows | Non
             uniforms = ask.key.uniform(wave.row_ids[rows], places)
         drawn = draw(logits, uniforms[:, t % _CHUNK], sampling)
         steps.append(_Step(rows, t, *drawn))
+        stopped = (
+            stops[drawn.tokens] if reader is None else stops[drawn.tokens] | _completed(reader, rows, drawn.tokens)
+        )
         if on_step is not None:
-            on_step(steps[-1])
+            on_step(steps[-1], stopped)
         new = drawn.tokens[:, None]
         if ends:
-            done = done | stops[drawn.tokens] | (last == t)
+            done = done | stopped | (last == t)
             left = len(done) - int(done.sum())
             if left == 0:
                 break
@@ -236,6 +241,12 @@ def _decode(policy: _Policy, wave: _Wave, ask: Ask, on_step: _FinishedRows | Non
         logits = logits_of(policy.head, hidden)
         positions = positions + 1
     return steps
+
+
+def _completed(reader: StopReader, rows: Tensor, tokens: Tensor) -> Tensor:
+    """bool [R], True where a row's new token completes a text that ends it."""
+    pairs = zip(rows.tolist(), tokens.tolist(), strict=True)
+    return torch.tensor([reader.ends(row, token) for row, token in pairs], device=tokens.device)
 
 
 def _stop_table(sampling: Sampling, logits: Tensor) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import attrs
 from torch import Tensor
 
 from fppo.batch import Prompts, Rollout
+from fppo.data.stops import StopTexts
 from fppo.key import Key
 
 _COLDEST = 1e-30  # logits divided by less may outgrow float32
@@ -46,8 +47,8 @@ class Sampling:
 
     The distribution is softmax(logits / temperature), cut to the `top_k` likeliest tokens (None or 0: all), then to the
     fewest likeliest tokens that hold `top_p` of what is left. A response ends with the first of `stop_token_ids`, which
-    it includes, or after `max_tokens`. `greedy` takes the likeliest token instead; the temperature then only says under
-    which distribution its log-probs are reported.
+    it includes, or with the token that completes the first of `stop_texts`, or after `max_tokens`. `greedy` takes the
+    likeliest token instead; the temperature then only says under which distribution its log-probs are reported.
     """
 
     temperature: float = attrs.field(default=1.0, validator=_check_temperature)
@@ -56,7 +57,13 @@ class Sampling:
     n: int = attrs.field(default=1, validator=_at_least(1, "give 1 or more samples per prompt"))
     max_tokens: int = attrs.field(default=256, validator=_at_least(1, "give 1 or more tokens per response"))
     stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple, validator=_check_stop)
+    stop_texts: StopTexts | None = None
     greedy: bool = False
+
+    def stopped(self, response: Sequence[int]) -> bool:
+        """Whether its last token ended a response; else its length did."""
+        texts = self.stop_texts
+        return response[-1] in self.stop_token_ids or (texts is not None and texts.last(response) is not None)
 
 
 OnFinished = Callable[[int, list[int], str], None]  # a row's number, its response's tokens, and its finish

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fppo.batch import Column, Rollout, extend, repeat
+from fppo.data.stops import StopTexts
 from fppo.rollout.engine import Ask, Sampling
 
 
@@ -54,8 +55,10 @@ def rollout_of(
     row_ids: Tensor,
     pad_token_id: int,
 ) -> Rollout:
-    """The rollout whose responses are `tokens` [B, T] where `drawn`, up to and with the first stop token."""
+    """The rollout whose responses are `tokens` [B, T] where `drawn`, up to and with the token that stops them."""
     stops = drawn & torch.isin(tokens, tokens.new_tensor(ask.sampling.stop_token_ids))
+    if ask.sampling.stop_texts is not None:
+        stops |= _text_stops(tokens, drawn, ask.sampling.stop_texts)
     mask = drawn & (stops.cumsum(1) - stops.long() == 0)
     rows = repeat(ask.prompts, ask.sampling.n)
     device = tokens.device
@@ -72,3 +75,11 @@ def rollout_of(
         versions=torch.full_like(row_ids, ask.version),
         finish=Column("stop" if ended else "length" for ended in (stops & mask).any(1).tolist()),
     )
+
+
+def _text_stops(tokens: Tensor, drawn: Tensor, texts: StopTexts) -> Tensor:
+    """bool [B, T], True at each row's first token that completes one of the texts."""
+    counts = drawn.sum(1).tolist()
+    ends = [texts.end(row[:count]) for row, count in zip(tokens.tolist(), counts, strict=True)]
+    places = torch.tensor([-1 if end is None else end[0] - 1 for end in ends], device=tokens.device)
+    return torch.arange(tokens.shape[1], device=tokens.device) == places[:, None]

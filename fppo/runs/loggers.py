@@ -35,6 +35,8 @@ def open_loggers(
     steps: int,
     first_step: int = 0,
     project: str = "fppo",
+    entity: str | None = None,
+    group: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> list[Logger]:
     """The loggers called `names` for a run of `steps` steps.
@@ -47,7 +49,7 @@ def open_loggers(
         "console": lambda: console(steps, first_step=first_step),
         "jsonl": lambda: JsonLines(run_dir / METRICS, first_step=first_step),
         "tensorboard": lambda: TensorBoard(run_dir / "tensorboard", first_step=first_step),
-        "wandb": lambda: WandB(run_dir, project=project, settings=settings or {}),
+        "wandb": lambda: WandB(run_dir, project=project, entity=entity, group=group, settings=settings or {}),
     }
     unknown = [name for name in names if name not in makers]
     if unknown:
@@ -102,9 +104,15 @@ FAILURES: tuple[Line, ...] = (
     ("actor skipped", ("actor/skipped",), lambda x: f"{x:.0%}"),
     ("critic skipped", ("critic/skipped",), lambda x: f"{x:.0%}"),
 )
+WIDTH = 80  # columns of a line for pipes and files
+IMPORTANT = (  # the last leave a full line first
+    *("reward", "no score", "actor skipped", "critic skipped"),
+    *("kl", "length", "clip", "tok/s", "entropy", "vf loss"),
+)
+Shown = list[tuple[str, str]]
 
 
-def summary(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+def summary(metrics: Mapping[str, float]) -> Shown:
     """(label, number) of what the console shows of a step; what was not logged is left out."""
     shown = []
     for label, names, write in LINES:
@@ -114,7 +122,29 @@ def summary(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     for label, names, write in FAILURES:
         if total := sum(metrics.get(name) or 0.0 for name in names):
             shown.append((label, write(total)))
-    return shown + [(name, f"{metrics[name]:.3f}") for name in held_out(metrics)]
+    return shown
+
+
+def held_out_summary(metrics: Mapping[str, float]) -> Shown:
+    """(label, number) of an evaluation: each reward's mean over held-out prompts, and over their sources."""
+    by_name: dict[str, list[float]] = {}
+    for name in held_out(metrics):
+        parts = name.split("/")
+        by_name.setdefault(parts[-2] if len(parts) > 3 else parts[-1], []).append(metrics[name])
+    first = sorted(by_name, key=lambda name: name != "reward")
+    shown = [(name, f"{sum(by_name[name]) / len(by_name[name]):.3f}") for name in first]
+    sources = max(map(len, by_name.values()), default=0)
+    return [*shown, ("sources", str(sources))] if sources > 1 else shown
+
+
+def fitting(shown: Shown, room: int, *, least: int = 0) -> Shown:
+    """What of it fits into so many columns, numbers being `least` columns wide, or more; the first always does."""
+    kept = list(shown)
+    ranks = {label: place for place, label in enumerate(IMPORTANT)}
+    while len(kept) > 1 and sum(len(label) + max(len(number), least) + 3 for label, number in kept) > room:
+        worst = max(range(len(kept)), key=lambda i: (ranks.get(kept[i][0], len(ranks)), i))
+        del kept[worst]
+    return kept
 
 
 def held_out(metrics: Mapping[str, Any]) -> list[str]:
@@ -166,13 +196,17 @@ class PlainConsole:
         self._left = TimeLeft(steps, first_step=first_step, clock=clock)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the step's line."""
+        """Prints the step's line, and one for its evaluation."""
         left = self._left.at(step)
-        words = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
-        words += [f"{label} {number}" for label, number in summary(metrics)]
-        if left is not None:
-            words.append(f"left {duration(left)}")
-        print("  ".join(words), file=self._file, flush=True)
+        head = f"step {step:>{len(str(self._steps))}}/{self._steps}"
+        tail = [] if left is None else [f"left {duration(left)}"]
+        room = WIDTH - len(head) - sum(len(word) + 2 for word in tail)
+        if step_numbers := fitting(summary(metrics), room):
+            words = [head, *(f"{label} {number}" for label, number in step_numbers), *tail]
+            print("  ".join(words), file=self._file, flush=True)
+        if held_out_numbers := fitting(held_out_summary(metrics), WIDTH - len(head) - 10):
+            words = [head, "held out", *(f"{label} {number}" for label, number in held_out_numbers)]
+            print("  ".join(words), file=self._file, flush=True)
 
     def close(self) -> None:
         """Nothing is left to print."""
@@ -196,12 +230,17 @@ class LiveConsole:
         self._progress.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the step's line above the bar and moves it."""
+        """Prints the step's line above the bar, and one for its evaluation, and moves it."""
         left = self._left.at(step)
-        numbers = "  ".join(f"[dim]{label}[/] [bold]{number:>6}[/]" for label, number in summary(metrics))
-        self._progress.console.print(f"[cyan]{step:>{len(str(self._steps))}}[/]  {numbers}", highlight=False)
-        shown = "" if left is None else f"{duration(left)} left"
-        self._progress.update(self._task, completed=step, left=shown)
+        head, console = f"{step:>{len(str(self._steps))}}", self._progress.console
+        for about, shown in (("", summary(metrics)), ("held out  ", held_out_summary(metrics))):
+            room = console.width - len(head) - len(about)
+            pairs = fitting(shown, room, least=6)
+            numbers = "  ".join(f"[dim]{label}[/] [bold]{number:>6}[/]" for label, number in pairs)
+            if pairs:
+                console.print(f"[cyan]{head}[/]  {about}{numbers}", highlight=False)
+        remaining = "" if left is None else f"{duration(left)} left"
+        self._progress.update(self._task, completed=step, left=remaining)
 
     def close(self) -> None:
         """Takes the bar away."""
@@ -239,7 +278,15 @@ class TensorBoard:
 class WandB:
     """A run of Weights & Biases, named after the run's directory; a resumed run goes on in the same one."""
 
-    def __init__(self, run_dir: str | os.PathLike[str], *, project: str, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        *,
+        project: str,
+        entity: str | None = None,
+        group: str | None = None,
+        settings: Mapping[str, Any],
+    ) -> None:
         try:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -251,6 +298,8 @@ class WandB:
         previous = marker.read_text().strip() if marker.exists() else None
         self._run = wandb.init(
             project=project,
+            entity=entity,
+            group=group,
             name=run_dir.resolve().name,
             id=previous,
             dir=str(run_dir),

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fppo.batch import Experience
+from fppo import batch as batches
+from fppo import rewards
+from fppo.batch import Experience, Rollout, Scored
 from fppo.runs.jsonl import plain
 
 
@@ -22,6 +24,24 @@ def samples_of(experience: Experience, tokenizer: Any, step: int, count: int) ->
     count = min(count, total)
     picked = [i * total // count for i in range(count)]
     return [_sample(experience, tokenizer, step, row) for row in picked]
+
+
+def scored_lines(scored: Scored, tokenizer: Any, step: int) -> list[dict[str, Any]]:
+    """All rows of a batch as text with their scores, as objects that JSON can hold."""
+    return [
+        {
+            "step": step,
+            "id": plain(scored.ids[row]),
+            "source": plain(judged.source),
+            "prompt": judged.prompt,
+            "response": judged.response,
+            "score": plain(float(scored.scores[row])),
+            "named_scores": {name: plain(float(x[row])) for name, x in scored.named_scores.items()},
+            "ground_truth": plain(judged.ground_truth),
+            "finish": judged.finish,
+        }
+        for row, judged in enumerate(rewards.samples_of(batches.narrow(Rollout, scored), tokenizer))
+    ]
 
 
 def _sample(experience: Experience, tokenizer: Any, step: int, row: int) -> dict[str, Any]:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from fppo import batch as batches
 from fppo import metrics
 from fppo.assembly.program import ROLLOUTS
 from fppo.assembly.run import Assembly
-from fppo.batch import Rollout, Scored
+from fppo.batch import Scored
 from fppo.pipeline.step import sample
 from fppo.pipeline.timing import now
-from fppo.rewards import samples_of
 from fppo.rollout import saved
 from fppo.runs import loggers, session
-from fppo.runs.jsonl import JsonLines, plain
+from fppo.runs.jsonl import JsonLines
+from fppo.runs.samples import scored_lines
 from fppo.runtime.mesh import any_rank, device_of, is_first
 from fppo.settings import files
 from fppo.settings.train import TrainSettings
@@ -52,28 +50,11 @@ def run_sampling(settings: TrainSettings, assembly: Assembly) -> int:
             )
             if lines is not None:
                 saved.write(scored, directory, number + 1)
-                lines.write(*_lines(scored, assembly.tokenizer, number + 1))
+                lines.write(*scored_lines(scored, assembly.tokenizer, number + 1))
                 print(_summary(settings, number + 1, scored, metrics.report(report), now() - start), flush=True)
             if any_rank(bool(asked), mesh, device_of(run.actor.params)):
                 return number + 1
     return settings.steps
-
-
-def _lines(scored: Scored, tokenizer: Any, step: int) -> list[dict[str, Any]]:
-    return [
-        {
-            "step": step,
-            "id": plain(scored.ids[row]),
-            "source": plain(judged.source),
-            "prompt": judged.prompt,
-            "response": judged.response,
-            "score": plain(float(scored.scores[row])),
-            "named_scores": {name: plain(float(x[row])) for name, x in scored.named_scores.items()},
-            "ground_truth": plain(judged.ground_truth),
-            "finish": judged.finish,
-        }
-        for row, judged in enumerate(samples_of(batches.narrow(Rollout, scored), tokenizer))
-    ]
 
 
 def _summary(settings: TrainSettings, step: int, scored: Scored, numbers: Mapping[str, float], seconds: float) -> str:

@@ -9,7 +9,8 @@ import attrs
 import torch
 
 from fppo import models
-from fppo.assembly.parts import bare_model, device_of, load_tokenizer
+from fppo.assembly.parts import bare_model, device_of
+from fppo.assembly.texts import load_tokenizer, policy_generation
 from fppo.key import Key
 from fppo.models.model import Model, Params
 from fppo.pipeline.program import RunState
@@ -36,7 +37,9 @@ def bare(settings: TrainSettings) -> TrainSettings:
     if not configs.is_dir():
         return settings
     critic = str(configs / "critic") if checks.uses_critic(settings) else None
-    return attrs.evolve(settings, model=attrs.evolve(settings.model, path=str(configs / "actor"), critic_path=critic))
+    own = {"path": str(configs / "actor"), "critic_path": critic, "tokenizer": None, "config": {}}
+    model, data = attrs.evolve(settings.model, **own), attrs.evolve(settings.data, chat_template=None)
+    return attrs.evolve(settings, model=model, data=data)
 
 
 def params(model: Model, role: Role, path: Path, *, mesh: Mesh = LOCAL, device: torch.device = CPU) -> Params:
@@ -76,4 +79,6 @@ def export(settings: TrainSettings, target: Path, step: int, role: Role) -> None
     settings = bare(settings)
     model = bare_model(settings, "lm" if role == "actor" else "value")
     whole = params(model, role, path, device=device_of(settings))
-    models.save(model, whole, target, tokenizer=load_tokenizer(settings))
+    tokenizer = load_tokenizer(settings)
+    generation = policy_generation(settings, tokenizer) if role == "actor" else None
+    models.save(model, whole, target, tokenizer=tokenizer, generation_config=generation)

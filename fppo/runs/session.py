@@ -23,7 +23,7 @@ from fppo.pipeline import replay
 from fppo.pipeline.measure import gauges
 from fppo.pipeline.program import RunState
 from fppo.pipeline.train import Evaluation, Observe, StepRecord, train
-from fppo.runs import jsonl, loggers, starts
+from fppo.runs import evaluations, jsonl, loggers, starts
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.starts import SETTINGS
 from fppo.runtime import checkpoint
@@ -257,7 +257,8 @@ def run_training(settings: TrainSettings, assembly: Assembly, watch: Watch | Non
             return run
         observers, writer = _writing(settings, assembly, run, opened)
         asked = opened.enter_context(asked_to_stop(announce=STOPPING if first else ""))
-        evaluate, device = assembly.evaluate, device_of(run.actor.params)
+        device, evaluate = device_of(run.actor.params), assembly.evaluate
+        evaluate = evaluate and evaluations.kept(evaluate, directory, assembly.tokenizer, mesh)
         try:
             run = train(
                 run,
@@ -358,6 +359,8 @@ def _logging(
         steps=settings.steps,
         first_step=first_step,
         project=settings.log.project,
+        entity=settings.log.entity,
+        group=settings.log.group,
         settings=files.to_dict(settings),
     )
     opened.callback(loggers.close, sinks)
@@ -374,7 +377,8 @@ def _record_start(settings: TrainSettings, assembly: Assembly, step: int) -> Non
         print(f"going on from step {step} with other settings: {shown}", file=sys.stderr)
     for role, model in (("actor", assembly.model), ("critic", assembly.critic_model)):
         if model is not None:
-            models.save_config(model, directory / CONFIGS / role, tokenizer=assembly.tokenizer)
+            generation, place = assembly.generation if role == "actor" else None, directory / CONFIGS / role
+            models.save_config(model, place, tokenizer=assembly.tokenizer, generation_config=generation)
     logged = (loggers.METRICS,) if "jsonl" in settings.log.loggers else ()
     for name in (*logged, replay.DIGESTS):
         for text in jsonl.gone(directory / name, starts.first(directory) + 1, step):
@@ -383,7 +387,10 @@ def _record_start(settings: TrainSettings, assembly: Assembly, step: int) -> Non
 
 def export(assembly: Assembly, run: RunState, target: Path) -> None:
     """Writes the policy as a Hugging Face directory."""
-    models.save(assembly.model, run.actor.params, target, tokenizer=assembly.tokenizer, mesh=assembly.mesh)
+    params, tokenizer = run.actor.params, assembly.tokenizer
+    models.save(
+        assembly.model, params, target, tokenizer=tokenizer, generation_config=assembly.generation, mesh=assembly.mesh
+    )
 
 
 def recorded(directory: Path) -> dict[int, dict]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-import string
 
 import attrs
 
 from fppo._errors import did_you_mean
 from fppo.rollout.turns.tools import TOOLS
+from fppo.settings.checks_data import data_problems, has_held_out
 from fppo.settings.checks_reward import FUNCTION, judge_on_ranks, reward_problems
 from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
 from fppo.settings.fields import wrong_values
-from fppo.settings.problems import Problems
+from fppo.settings.problems import Problems, unread_section
 from fppo.settings.problems import problem as _problem
 from fppo.settings.problems import unread as _unread
 from fppo.settings.train import ActorSettings, CriticSettings, LossSettings, TrainSettings
@@ -67,7 +67,7 @@ def problems(settings: TrainSettings) -> list[str]:
     Conflicts between fields are sought also where a single value is wrong, so that one run of the command names all.
     """
     rollout, algorithm = (_rollout, _turns, _sampling), (_algorithm, _old_log_probs, _correction)
-    conflicts = (_run, _model, _data, *rollout, reward_problems, *algorithm, _loss, _eval)
+    conflicts = (_run, _model, data_problems, *rollout, reward_problems, *algorithm, _loss, _eval)
     lines = [_problem(*wrong) for wrong in wrong_values(settings)]
     for conflict in conflicts:
         lines += conflict(settings)
@@ -129,24 +129,6 @@ def _model(s: TrainSettings) -> Problems:
         yield from _unread("model.ref_dtype", s.model.ref_dtype, "float32", readers)
 
 
-def _template_fields(text: str) -> list[str]:
-    return [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
-
-
-def _data(s: TrainSettings) -> Problems:
-    try:
-        if any(not re.match(r"\w", name) for name in _template_fields(s.data.prompt)):
-            hint = "a {} without the name of a field; write {{ and }} for plain braces"
-            yield _problem("data.prompt", s.data.prompt, hint)
-    except ValueError as error:
-        hint = f"not a template: {error}; write {{{{ and }}}} for plain braces"
-        yield _problem("data.prompt", s.data.prompt, hint)
-    same = sorted(set(s.data.path) & set(s.data.eval_path))
-    if same and (s.data.split == s.data.eval_split or any("." in path for path in same)):
-        text = f"{same} are trained on too (data.path); held-out prompts must be others"
-        yield _problem("data.eval_path", list(s.data.eval_path), text)
-
-
 def _rollout(s: TrainSettings) -> Problems:
     size, n = s.rollout.batch_size, s.rollout.n
     if n >= 1 and size % n:
@@ -157,22 +139,19 @@ def _rollout(s: TrainSettings) -> Problems:
         text = f"algorithm.advantage = {s.algorithm.advantage!r} compares responses to one prompt; give 2 or more"
         yield _problem("rollout.n", n, text)
     if s.rollout.engine != "vllm":
-        for field in attrs.fields(type(s.rollout.vllm)):
-            value = getattr(s.rollout.vllm, field.name)
-            yield from _unread(f"rollout.vllm.{field.name}", value, field.default, 'rollout.engine = "vllm"')
+        yield from unread_section(s.rollout.vllm, "rollout.vllm", 'rollout.engine = "vllm"')
     else:
         yield from vllm_problems(s.rollout.vllm, "rollout.vllm")
-        needed = s.data.max_prompt_tokens + s.rollout.max_tokens
-        yield from too_short(s.rollout.vllm, "rollout.vllm", needed, "data.max_prompt_tokens and rollout.max_tokens")
+        longest = "eval" if (s.eval.max_tokens or 0) > s.rollout.max_tokens else "rollout"
+        needed = s.data.max_prompt_tokens + max(s.rollout.max_tokens, s.eval.max_tokens or 0)
+        names = f"data.max_prompt_tokens and {longest}.max_tokens"
+        yield from too_short(s.rollout.vllm, "rollout.vllm", needed, names)
 
 
 def _turns(s: TrainSettings) -> Problems:
     turns, name = s.rollout.turns, s.rollout.turns.respond
     if name is None:
-        for field in attrs.fields(type(turns)):
-            yield from _unread(
-                f"rollout.turns.{field.name}", getattr(turns, field.name), field.default, "rollout.turns.respond"
-            )
+        yield from unread_section(turns, "rollout.turns", "rollout.turns.respond")
         return
     if name not in TOOLS and not FUNCTION.fullmatch(name):
         yield _problem("rollout.turns.respond", name, f"must be one of {sorted(TOOLS)}, or module:function")
@@ -184,7 +163,7 @@ def _turns(s: TrainSettings) -> Problems:
     if name == "calculator" and not (s.rollout.stop or s.rollout.stop_token_ids):
         text = 'no turn would end with "=", which the calculator answers; give rollout.stop = ["="], or its token'
         yield _problem("rollout.turns.respond", name, text)
-    if s.rollout.from_ is not None and not s.data.eval_path:
+    if s.rollout.from_ is not None and not has_held_out(s):
         yield _problem("rollout.turns.respond", name, "rollout.from is given: nothing is sampled; leave it out")
 
 
@@ -378,12 +357,14 @@ def _optimizer(name: str, section: ActorSettings | CriticSettings) -> Problems:
 
 
 def _eval(s: TrainSettings) -> Problems:
-    if s.eval.every and not s.data.eval_path:
+    if s.eval.every and not has_held_out(s):
         yield _problem("eval.every", s.eval.every, "there are no held-out prompts; give data.eval_path")
-    if not s.data.eval_path:
-        yield from _unread("eval.n", s.eval.n, 1, "held-out prompts, data.eval_path")
-        yield from _unread("eval.temperature", s.eval.temperature, 0.0, "held-out prompts, data.eval_path")
-        yield from _unread("eval.max_prompts", s.eval.max_prompts, None, "held-out prompts, data.eval_path")
+    if not has_held_out(s):
+        unasked = attrs.evolve(s.eval, every=0, before=True)
+        yield from unread_section(unasked, "eval", "held-out prompts, data.eval_path")
+    elif s.eval.temperature == 0:
+        for name in ("top_k", "top_p"):
+            yield from _unread(f"eval.{name}", getattr(s.eval, name), None, "eval.temperature > 0")
     if s.eval.n > 1 and s.eval.temperature == 0:
         text = f"the likeliest response is the same all {s.eval.n} times; give a temperature, or eval.n = 1"
         yield _problem("eval.temperature", s.eval.temperature, text)

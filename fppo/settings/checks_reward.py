@@ -8,7 +8,7 @@ import attrs
 
 from fppo.rewards.question import pattern_problem, template_problem
 from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
-from fppo.settings.problems import Problems, problem, unread
+from fppo.settings.problems import Problems, problem, unread, unread_section
 from fppo.settings.reward import JudgeSettings, RewardModelSettings
 from fppo.settings.train import TrainSettings
 
@@ -58,9 +58,7 @@ def _functions(s: TrainSettings) -> Problems:
 
 def _model(model: RewardModelSettings) -> Problems:
     if model.path is None:
-        for field in attrs.fields(RewardModelSettings):
-            value = getattr(model, field.name)
-            yield from unread(f"reward.model.{field.name}", value, field.default, "reward.model.path")
+        yield from unread_section(model, "reward.model", "reward.model.path")
     if model.micro_batch_size is not None and model.token_budget is not None:
         text = f"reward.model.token_budget = {model.token_budget} is given too; give one of the two"
         yield problem("reward.model.micro_batch_size", model.micro_batch_size, text)
@@ -69,18 +67,13 @@ def _model(model: RewardModelSettings) -> Problems:
 def _judge(s: TrainSettings) -> Problems:
     judge, path = s.reward.judge, "reward.judge"
     if judge.path is None:
-        for field in attrs.fields(JudgeSettings):
-            if field.name not in ("path", "vllm"):
-                value = getattr(judge, field.name)
-                yield from unread(f"{path}.{field.name}", value, field.default, "reward.judge.path")
+        yield from unread_section(attrs.evolve(judge, vllm=type(judge.vllm)()), path, "reward.judge.path")
     for name, find in (("template", template_problem), ("pattern", pattern_problem)):
         value = getattr(judge, name)
         if value and (wrong := find(value)):
             yield problem(f"{path}.{name}", value, wrong)
-    for field in attrs.fields(type(judge.vllm)):
-        if judge.path is None or judge.engine != "vllm":
-            value = getattr(judge.vllm, field.name)
-            yield from unread(f"{path}.vllm.{field.name}", value, field.default, 'reward.judge.engine = "vllm"')
+    if judge.path is None or judge.engine != "vllm":
+        yield from unread_section(judge.vllm, f"{path}.vllm", 'reward.judge.engine = "vllm"')
     if judge.path is not None and judge.engine == "vllm":
         reader = 'reward.judge.engine = "embedded"'
         yield from unread(f"{path}.max_rows", judge.max_rows, attrs.fields(JudgeSettings).max_rows.default, reader)

@@ -6,12 +6,36 @@ from fppo.settings.problems import Problems, problem, unread
 from fppo.settings.vllm import VllmSettings
 
 _DEFAULT = VllmSettings()
+# vllm.LLM's keywords that are settings of ours, and those on which draws, weights and log-probs rest
+_SETTINGS = {
+    "max_model_len": "max_model_len",
+    "max_num_seqs": "max_rows",
+    "kv_cache_memory_bytes": "cache_gb",
+    "gpu_memory_utilization": "memory_share",
+    "dtype": "dtype",
+    "enforce_eager": "eager",
+    "enable_prefix_caching": "prefix_cache",
+    "enable_sleep_mode": "sleep",
+    "tensor_parallel_size": "tensor_parallel",
+    "weight_transfer_config": "transport",
+}
+_FIXED = (
+    *("model", "tokenizer", "skip_tokenizer_init", "load_format", "generation_config", "trust_remote_code"),
+    *("async_scheduling", "logits_processors", "worker_extension_cls", "speculative_config"),
+)
 
 
 def vllm_problems(section: VllmSettings, path: str) -> Problems:
     """Conflicts inside the section that stands at `path`."""
     if section.cache_gb != _DEFAULT.cache_gb and section.memory_share is not None:
         yield problem(f"{path}.cache_gb", section.cache_gb, "memory_share takes its place; leave one out")
+    for name, value in section.extra.items():
+        if name in _SETTINGS:
+            yield problem(f"{path}.extra.{name}", value, f"give {path}.{_SETTINGS[name]}")
+        if name in _FIXED:
+            yield problem(
+                f"{path}.extra.{name}", value, "how weights come and tokens are drawn rests on it; leave it out"
+            )
     if section.host != "local":
         return
     for name in ("restarts", "patience", "start_patience", "transport"):

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import attrs
+from tyro.constructors import PrimitiveConstructorSpec
 
 Check = Callable[[Any], str | None]  # what is wrong with a value and what to do, or None
+
+
+def _table(words: list[str]) -> dict[str, Any]:
+    table = json.loads(words[0])
+    if not isinstance(table, dict):
+        raise ValueError("give an object of JSON")
+    return table
+
+
+# names and values that are another library's: a table in a file, JSON on the command line
+Table = Annotated[
+    dict[str, Any],
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=_table,
+        is_instance=lambda x: isinstance(x, dict),
+        str_from_instance=lambda x: [json.dumps(x)],
+    ),
+]
 
 
 def setting(default: Any, *checks: Check, unbounded: bool = False, name: str | None = None) -> Any:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import tomllib
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -51,9 +53,11 @@ def load(
     overrides: Sequence[str] = (),
     *,
     prog: str = "fppo train FILE.toml",
+    look: Callable[[TrainSettings], Sequence[str]] = lambda settings: (),
     run: str | os.PathLike[str] | None = None,
 ) -> TrainSettings:
-    """The settings of a TOML file (none: the defaults) with command-line `overrides`, checked.
+    """The settings of a TOML file (none: the defaults) with command-line `overrides`, checked. `look` says what else is
+    wrong with them, as with the files that they name.
 
     Those that a run has written are of the run in the directory `run` (none: the file's own directory, if a run has
     written it), wherever that was moved or copied to.
@@ -68,7 +72,8 @@ def load(
         settings = relocated(settings, Path(path).parent)
     settings = _remember_modules(override(settings, overrides, prog=prog), path)
     known = {problem.split(" = ")[0] for problem in problems}  # a malformed value was replaced by its default
-    problems += [p for p in checks.problems(settings) if p.split(" = ")[0] not in known]
+    found = dict.fromkeys([*checks.problems(settings), *look(settings)])
+    problems += [p for p in found if p.split(" = ")[0] not in known]
     if problems:
         raise SettingsError(problems, where="the settings" if path is None else str(path))
     return settings
@@ -81,7 +86,9 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise SettingsError([f"there is no such file in {Path(path).resolve().parent}"], where=str(path)) from error
     except IsADirectoryError as error:
-        raise SettingsError(["it is a directory; give a TOML file"], where=str(path)) from error
+        own = Path(path) / "settings.toml"
+        advice = f"the settings of the run in it are {own}" if own.exists() else "give a TOML file"
+        raise SettingsError([f"it is a directory; {advice}"], where=str(path)) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError([f"it is not TOML: {error}"], where=str(path)) from error
 
@@ -260,6 +267,7 @@ def _remember_modules(settings: TrainSettings, path: str | os.PathLike[str] | No
     names = (settings.actor.loss.name, settings.algorithm.advantage, settings.model.attention, settings.model.log_probs)
     names += (settings.actor.optimizer.name, settings.critic.optimizer.name)
     names += (*settings.reward.functions, settings.rollout.turns.respond or "")
+    names += tuple(name or "" for name in (settings.data.rows, settings.data.eval_rows, settings.data.sampler))
     if settings.module_dirs or not any(":" in name for name in names):
         return settings
     places = [Path.cwd()] if path is None else [Path(path).resolve().parent, Path.cwd()]
@@ -269,6 +277,7 @@ def _remember_modules(settings: TrainSettings, path: str | os.PathLike[str] | No
 # reading: our own walk over sections, so that one bad value hides no other
 
 
+@functools.cache
 def _converter() -> cattrs.Converter:
     """Takes values as they are: no text for a number, no fraction for an integer, as plain conversion would."""
     converter = cattrs.Converter()
@@ -316,7 +325,9 @@ def _structure(cls: type, values: Mapping[str, Any], prefix: str) -> tuple[Any, 
 
 def _listed(value: Any, kind: Any) -> Any:
     """One value stands for a list of it."""
-    return [value] if get_origin(kind) is tuple and not isinstance(value, list | tuple) else value
+    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    listed = any(get_origin(each) is tuple for each in kinds) and value is not None
+    return [value] if listed and not isinstance(value, list | tuple) else value
 
 
 def _unknown(name: str, value: Any, siblings: Sequence[str], prefix: str) -> str:
@@ -342,6 +353,8 @@ def _describe(kind: Any) -> str:
         return f"a list, each {_describe(arguments[0])}"
     if origin in (Union, types.UnionType):
         return _describe(next(a for a in arguments if a is not types.NoneType))
+    if origin is dict:
+        return "a table, as {name = value}"
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
 
 
@@ -353,18 +366,29 @@ def _nearest_choice(value: Any, kind: Any) -> str:
 
 
 def _toml_lines(table: Mapping[str, Any], prefix: str) -> list[str]:
-    lines = [f"{name} = {_toml(v)}" for name, v in table.items() if not isinstance(v, Mapping) and v is not None]
+    plain = paths()  # tables of names that are not ours are among these
+
+    def is_section(name: str) -> bool:
+        return f"{prefix}{name}" not in plain
+
+    lines = [f"{name} = {_toml(v)}" for name, v in table.items() if not is_section(name) and v is not None]
     for name, value in table.items():
-        if isinstance(value, Mapping):
+        if is_section(name):
             inside = _toml_lines(value, f"{prefix}{name}.")
-            has_own = any(not isinstance(v, Mapping) and v is not None for v in value.values())
+            has_own = any(not is_section(f"{name}.{inner}") and v is not None for inner, v in value.items())
             lines += ["", f"[{prefix}{name}]", *inside] if has_own else inside
     return lines
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
 
 
 def _toml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(_toml(v) for v in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_key(k)} = {_toml(v)}' for k, v in value.items() if v is not None)}}}"
     if isinstance(value, str):  # JSON's escapes are TOML's, but for DEL, which TOML wants escaped
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value).lower() if isinstance(value, bool) else repr(value)

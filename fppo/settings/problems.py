@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import attrs
+
+from fppo.settings.fields import name_of
+
 Problems = Iterator[str]
 
 
@@ -17,3 +21,11 @@ def unread(path: str, value: Any, default: Any, reader: str) -> Problems:
     """A setting that was given and that nothing would read."""
     if value != default:
         yield problem(path, value, f"nothing reads it here: it is for {reader}; leave it out")
+
+
+def unread_section(section: Any, path: str, reader: str) -> Problems:
+    """The settings of the section at `path` that differ from its defaults, where nothing reads it."""
+    default = type(section)()
+    for field in attrs.fields(type(section)):
+        value = getattr(section, field.name)
+        yield from unread(f"{path}.{name_of(field)}", value, getattr(default, field.name), reader)

@@ -12,6 +12,10 @@ from fppo.settings.turns import TurnsSettings
 from fppo.settings.vllm import VllmSettings
 
 
+def _ids(values: tuple[int, ...]) -> str | None:
+    return "must be 0 or more, each" if any(x < 0 for x in values) else None
+
+
 @attrs.frozen(kw_only=True)
 class FilterSettings:
     """Which responses are not trained on."""
@@ -43,9 +47,9 @@ class RolloutSettings:
     max_tokens: int = setting(256, at_least(1))
     """The longest response, in tokens."""
     stop: tuple[str, ...] = setting(())
-    """Tokens that end a response beside the tokenizer's own end; each must be one token."""
-    stop_token_ids: tuple[int, ...] = setting(())
-    """The same, as token ids."""
+    """Texts that end a response, with the token that completes one, beside the model's and the chat template's ends."""
+    stop_token_ids: tuple[int, ...] = setting((), _ids)
+    """Tokens that end a response too, by their ids."""
     engine: Literal["embedded", "vllm"] = setting("embedded")
     """What generates: transformers on the training parameters themselves, or vLLM on a copy that is sent to it."""
     vllm: VllmSettings = setting(VllmSettings)

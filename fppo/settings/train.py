@@ -11,7 +11,7 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings.fields import above, at_least, at_most, below, nonempty, setting
+from fppo.settings.fields import Table, above, at_least, at_most, below, nonempty, setting
 from fppo.settings.mesh import MeshSettings
 from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import RolloutSettings
@@ -31,6 +31,10 @@ class ModelSettings:
     """Where the critic's weights come from; None: the policy's own weights with a new value head."""
     ref_path: str | None = setting(None)
     """The reference that KL terms hold the policy to; None: the policy as it was at the start."""
+    tokenizer: str | None = setting(None)
+    """Where the tokenizer is; None: in path."""
+    config: Table = setting(dict)
+    """What differs from the config.json of these models, as {max_position_embeddings = 8192}."""
     ref_dtype: Literal["float32", "bfloat16"] = setting("float32")
     """The dtype the reference is kept in; bfloat16 halves its memory, and it then runs in that too."""
     compute_dtype: Literal["float32", "bfloat16"] = setting("float32")
@@ -57,18 +61,28 @@ class ModelSettings:
 class DataSettings:
     """Where prompts come from, and how a row becomes one."""
 
-    path: tuple[str, ...] = setting((), nonempty("give jsonl or parquet files, or the name of a data set"))
+    path: tuple[str, ...] = setting(())
     """Prompts to train on: jsonl or parquet files, or one name of the datasets library."""
     split: str = setting("train", nonempty("give the name of a split"))
     """The split to train on, where path is the name of a data set."""
     eval_path: tuple[str, ...] = setting(())
     """Held-out prompts, never trained on; none: no evaluation."""
+    rows: str | None = setting(None)
+    """In place of path, rows of your own: module:function, which returns or yields dicts."""
+    eval_rows: str | None = setting(None)
+    """In place of eval_path: module:function, which returns or yields dicts."""
     eval_split: str = setting("test", nonempty("give the name of a split"))
     """The split to evaluate on, where eval_path is the name of a data set."""
     prompt: str = setting("prompt", nonempty("give a field of the rows, or a template with {field} in it"))
     """The field that holds the prompt, or a template like 'Question: {question}\\nAnswer:'."""
     chat: bool = setting(False)
     """Put the prompt through the tokenizer's chat template."""
+    chat_template: str | None = setting(None)
+    """A file with a chat template in place of the tokenizer's own; it is exported with the model."""
+    chat_arguments: Table = setting(dict)
+    """What the chat template gets beside messages, as {enable_thinking = false}."""
+    tools: str | None = setting(None)
+    """A JSON file with a list of schemas of tools, which the chat template shows."""
     ground_truth: str = setting("answer", nonempty("give a field of the rows"))
     """The field that holds what a reward compares with."""
     source: str | None = setting(None)
@@ -81,6 +95,8 @@ class DataSettings:
     """What happens to longer prompts; truncate keeps the end of them. Both are counted."""
     shuffle: bool = setting(True)
     """Draw a new order of the prompts in every epoch."""
+    sampler: str | None = setting(None)
+    """An order of your own: module:function of the prompt set, the epoch's number and a key, for indices of prompts."""
 
 
 @attrs.frozen(kw_only=True)
@@ -271,6 +287,14 @@ class EvalSettings:
     """Responses to each prompt."""
     temperature: float = setting(0.0, at_least(0))
     """The sampling temperature; 0: the likeliest token always."""
+    top_k: int | None = setting(None, at_least(0))
+    """As rollout.top_k; 0: all tokens; None: as there."""
+    top_p: float | None = setting(None, above(0), at_most(1))
+    """As rollout.top_p; None: as there."""
+    max_tokens: int | None = setting(None, at_least(1))
+    """The longest response, in tokens; None: rollout.max_tokens."""
+    stop: tuple[str, ...] | None = setting(None)
+    """Texts that end a response, in place of rollout.stop; None: those."""
     max_prompts: int | None = setting(None, at_least(1))
     """The first so many prompts only; None: all."""
 
@@ -295,6 +319,10 @@ class LogSettings:
     """Responses per step that are written to samples.jsonl."""
     project: str = setting("fppo", nonempty("give the name of a W&B project"))
     """The project that a run belongs to in W&B."""
+    entity: str | None = setting(None)
+    """The user or team that it belongs to in W&B; None: your default one."""
+    group: str | None = setting(None)
+    """The group that it belongs to in W&B."""
 
 
 @attrs.frozen(kw_only=True)

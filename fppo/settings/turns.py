@@ -9,7 +9,7 @@ from fppo.settings.fields import above, at_least, setting
 
 @attrs.frozen(kw_only=True)
 class TurnsSettings:
-    """What answers the policy's turns. A turn ends with a stop token: the tokenizer's end, or one of rollout.stop."""
+    """What answers the policy's turns. A turn ends where a response does: at the model's ends, or rollout.stop."""
 
     respond: str | None = setting(None)
     """calculator, or module:function of the conversation so far; None: a response is one turn."""

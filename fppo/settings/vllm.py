@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings.fields import above, at_least, at_most, setting
+from fppo.settings.fields import Table, above, at_least, at_most, setting
 
 
 @attrs.frozen(kw_only=True)
@@ -47,3 +47,5 @@ class VllmSettings:
     """MiB of parameters that are gathered and sent at once."""
     probe: Literal["first", "always", "never"] = setting("first")
     """After which syncs the log-probs of some tokens are held against the trainer's."""
+    extra: Table = setting(dict)
+    """Further keywords of vllm.LLM, as {max_num_batched_tokens = 8192}."""

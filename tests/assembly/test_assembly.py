@@ -10,9 +10,9 @@ import torch
 import fppo
 from fppo import metrics, models, tree
 from fppo.advantages import Advantages
-from fppo.assembly import parts as loading
 from fppo.assembly import program as programs
 from fppo.assembly import rewards as loading_rewards
+from fppo.assembly import texts
 from fppo.assembly.run import assemble
 from fppo.key import Key
 from fppo.pipeline import estimators
@@ -229,4 +229,4 @@ def test_a_reward_model_is_asked_too(tmp_path, monkeypatch):
     models.save(judge, models.init_params(judge, Key(0)), tmp_path / "judge")
     settings = tiny_run.settings(tmp_path, model__attention="varlen", reward__model__path=str(tmp_path / "judge"))
     with pytest.raises(ValueError, match="attention/varlen has no float32 and no softcap"):
-        loading_rewards.reward_model_of(settings, loading.load_tokenizer(settings), LOCAL, torch.device("cpu"))
+        loading_rewards.reward_model_of(settings, texts.load_tokenizer(settings), LOCAL, torch.device("cpu"))

@@ -13,7 +13,7 @@ from fppo.key import Key
 from fppo.quickstart import character_tokenizer, small_model
 from fppo.runs import session
 from fppo.runtime import checkpoint
-from fppo.settings import files
+from fppo.settings import files, places
 from tests import tiny_run
 
 
@@ -215,3 +215,166 @@ def test_a_directory_that_another_process_writes_to(task, capsys, command, place
         assert not list((task / place).iterdir())
         other.kill()
     assert cli.main([command, str(task / "run.toml"), "--steps", "1"]) == 0
+
+
+def test_all_that_is_wrong_is_named_at_once_without_torch(task):
+    """Settings, places and processes: one list, and torch is not loaded for it."""
+    (task / "start" / "model.safetensors").write_bytes(b"cut")
+    overrides = "--rollout.n 3 --model.critic-path ./none --data.path ./none.jsonl --nproc 3 --mesh.sequence 2"
+    code = (
+        "import sys; from fppo.commands import cli\n"
+        "assert cli.main(sys.argv[1:]) == 2\n"
+        "sys.exit(sorted({'torch', 'transformers'} & set(sys.modules)) or 0)"
+    )
+    asked = [sys.executable, "-c", code, "train", str(task / "run.toml"), *overrides.split()]
+    done = subprocess.run(asked, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "5 problems in" in done.stderr
+    for said in ("rollout.batch_size = 8", "model.path", "model.critic_path", "data.path", "mesh: its axes"):
+        assert f"  {said}" in done.stderr
+    assert not (task / "run").exists()
+
+
+def test_all_that_is_wrong_inside_of_files_is_named_at_once(task, capsys):
+    with (task / "train.jsonl").open("a") as file:
+        file.write("{\n")
+    (task / "test.jsonl").write_text('{"prompt": "1"}\n')
+    overrides = (
+        "--device cuda:7 --reward.functions exact_macth --actor.loss.name nowhere:loss --rollout.stop-token-ids 99"
+    )
+    said = _fails(task, capsys, *overrides.split())
+    assert "6 problems in the settings" in said
+    for part in (
+        "device = 'cuda:7'",
+        "exact_match",
+        "nowhere",
+        "train.jsonl:25",
+        "test.jsonl:1",
+        "stop_token_ids = [99]",
+    ):
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors", b"", "is cut off: it has 0 bytes"),
+        ("model.safetensors", b"\xff" * 8 + b"{}", "is cut off: it has 10 bytes"),
+        ("model.safetensors", b"\x02" + b"\0" * 7 + b"[]", "no safetensors file: its header cannot be read"),
+        ("model.safetensors", None, "holds no model.safetensors"),
+        ("model.safetensors.index.json", b"{", "is no index of weights"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "gone.safetensors"}}',
+            "its index names: ['gone.safetensors']",
+        ),
+        ("config.json", None, "holds no config.json"),
+        ("config.json", b"{", "config.json is not JSON"),
+    ],
+)
+def test_a_model_that_is_not_whole(task, capsys, file, content, message):
+    if content is None:
+        (task / "start" / file).unlink()
+    else:
+        (task / "start" / file).write_bytes(content)
+    said = _fails(task, capsys)
+    assert f"model.path = {str(task / 'start')!r}: " in said
+    assert message in said
+
+
+def test_weights_that_are_cut_off_are_told_from_whole_ones(task):
+    whole = task / "start" / "model.safetensors"
+    assert places.weights_problem(whole) is None
+    content = whole.read_bytes()
+    for changed, message in ((content[:-1], "is cut off"), (content + b"0", "is too long")):
+        whole.write_bytes(changed)
+        assert message in places.weights_problem(whole)
+        with pytest.raises(ValueError, match=r"cut off or damaged .* copy or download it again"):
+            models.load(task / "start")
+
+
+def test_a_model_without_a_tokenizer(task, capsys):
+    for name in places.TOKENIZER_FILES:
+        (task / "start" / name).unlink(missing_ok=True)
+    assert "holds no tokenizer, none of" in _fails(task, capsys)
+    (task / "start" / "tokenizer.json").write_text("{")
+    assert "model.path: no tokenizer came from" in _fails(task, capsys)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("--model.path ./start", "model.path = './start': there is no such file or directory"),
+        ("--model.path ~/start", "~ is not replaced here; give "),
+        ("--model.path {task}/no/start", "there is no {task}/no"),
+        ("--model.path {task}/train.jsonl", "is a file, not the directory of a model"),
+        ("--data.path ~/rows.jsonl", "data.path = '~/rows.jsonl': ~ is not replaced here"),
+        ("--data.chat --data.tools {task}/train.jsonl", "data.tools = '{task}/train.jsonl': is not JSON"),
+        ("--data.chat --data.tools {task}/start/config.json", "must hold a list of objects, a schema each"),
+        ("--data.chat --data.chat-template none.jinja", "data.chat_template = 'none.jinja': there is no such file"),
+        ("--data.tools none.json", "data.tools = 'none.json': nothing reads it here: it is for data.chat = true"),
+        ("--data.rows nowhere:rows --data.path", "data.rows 'nowhere:rows': the module 'nowhere' does not import"),
+        ("--data.rows nowhere:rows", "data.rows = 'nowhere:rows' is given too"),
+        ('--rollout.engine vllm --rollout.vllm.extra {{"dtype":"half"}}', "give rollout.vllm.dtype"),
+        ('--rollout.engine vllm --rollout.vllm.extra {{"load_format":"auto"}}', "leave it out"),
+        ("--rollout.stop-token-ids -1", "must be 0 or more"),
+        ("--nproc 3 --mesh.sequence 2", "give --nproc 2 or a multiple of it"),
+    ],
+)
+def test_places_and_values_that_are_none(task, capsys, monkeypatch, overrides, message):
+    monkeypatch.chdir(task / "start")
+    said = _fails(task, capsys, *overrides.format(task=task).split())
+    assert message.format(task=task) in said
+
+
+def test_the_directory_of_a_run_is_no_model(task, capsys):
+    (task / "done").mkdir()
+    (task / "done" / "settings.toml").write_text("")
+    (task / "done" / "model").mkdir()
+    said = _fails(task, capsys, "--model.path", str(task / "done"))
+    assert f"is the directory of a run, not of a model; give {task / 'done' / 'model'}" in said
+    assert cli.main(["train", str(task / "done")]) == 2
+    assert f"the settings of the run in it are {task / 'done' / 'settings.toml'}" in capsys.readouterr().err
+    assert cli.main(["export", str(task / "out"), str(task / "done")]) == 2
+    assert f"the run comes first: fppo export {task / 'done'} {task / 'out'}" in capsys.readouterr().err
+
+
+def test_a_model_name_without_a_network_is_named_with_its_setting(task, capsys, monkeypatch):
+    waited = []
+
+    def away(*_, etag_timeout, **__):
+        waited.append(etag_timeout)
+        raise FileNotFoundError("no route\nto the hub")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", away)
+    said = _fails(task, capsys, "--model.path", "someone/nowhere")
+    assert "1 problem" in said
+    assert "model.path: someone/nowhere is no directory, and no model of that name came from the hub: no route" in said
+    assert max(waited) < 5
+
+
+def test_a_disk_that_fills_up_says_how_to_go_on(task, capsys, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(session, "export", full)
+    assert cli.main(["train", str(task / "run.toml"), "--steps", "1"]) == 2
+    assert "the disk is full; make room, and the same command goes on" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert cli.main(["train", str(task / "run.toml"), "--steps", "1"]) == 0
+
+
+def test_what_is_loaded_is_said(task, capsys):
+    assert cli.main(["train", str(task / "run.toml"), "--steps", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 + len(str(task))
+    said = "\n".join(lines)
+    for part in (
+        "cpu, float32",
+        "24 of train; held out: 24 of test",
+        "'<eos>'",
+        "rollout.batch_size=8",
+        "and a critic",
+    ):
+        assert part in said
+    assert "2,624 parameters" in said

@@ -13,7 +13,7 @@ import pytest
 from fppo.commands import actions, cli
 from fppo.commands.actions import ALONE
 from fppo.runtime.checkpoint import CheckpointError
-from fppo.settings import files
+from fppo.settings import files, places
 from fppo.settings.train import TrainSettings
 
 MINIMAL = 'model.path = "m"\ndata.path = "a.jsonl"\nreward.functions = "exact_match"\n'
@@ -30,6 +30,7 @@ def calls(monkeypatch) -> list[tuple[Any, ...]]:
     for name in ("quickstart", "train", "evaluate", "replay", "export"):
         monkeypatch.setattr(actions, name, command(name))
     monkeypatch.setattr(actions, "settings_of", lambda directory, step=None: TrainSettings())
+    monkeypatch.setattr(places, "place_problems", lambda settings: [])  # of what is not there
     return made
 
 
@@ -77,6 +78,8 @@ def test_settings_that_conflict_stop_before_any_work(calls, tmp_path, capsys):
         (["train", "no_such.toml"], "no such file"),
         (["eval", "no_such_run"], "no such file"),
         (["eval"], "output_dir"),
+        (["train", "--steps", "3", "run.toml"], "it comes first: fppo train run.toml --steps 3"),
+        (["train", "--help", "rolout"], "did you mean rollout?"),
         (["report", "no_such_run"], "no such directory"),
         (["train", "--nproc", "two"], "--nproc two: give a whole number, 1 or more"),
         (["train", "--nproc=0"], "--nproc 0: give a whole number, 1 or more"),
@@ -118,6 +121,29 @@ def test_help_names_every_command(capsys):
     shown = capsys.readouterr().out
     assert all(name in shown for name in cli.COMMANDS)
     assert cli.main([]) == 2
+
+
+def test_help_shows_sections_and_the_settings_of_one(capsys):
+    for command in ("train", "rollout"):
+        assert cli.main([command, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert len(shown.splitlines()) <= 60
+        assert all(f"  {name} " in shown for name in ("rollout", "algorithm", "log"))
+    for name in ("rollout", "rollout.vllm", "critic"):
+        assert cli.main(["train", "--help", name]) == 0
+        shown = capsys.readouterr().out
+        own = [path for path in files.paths() if path.startswith(f"{name}.")]
+        assert all(f"--{path.replace('_', '-')}" in shown for path in own)
+        assert "--data.path" not in shown
+    assert "[1e-05]" in shown.partition("--critic.optimizer.lr")[2]  # the section's own default
+
+
+def test_the_help_of_eval_is_what_an_evaluation_takes(capsys):
+    assert cli.main(["eval", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 60
+    assert all(f"--{name}" in shown for name in ("eval.n", "eval.top-p", "eval.stop", "data.eval-path"))
+    assert "--actor" not in shown
 
 
 @pytest.mark.parametrize("arguments", ["--help", *(f"{name} --help" for name in cli.COMMANDS)])

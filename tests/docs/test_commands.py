@@ -17,7 +17,7 @@ import pytest
 from fppo import quickstart
 from fppo.commands import ablate, actions, cli, distributed, plan
 from fppo.report import write
-from fppo.settings import files
+from fppo.settings import files, places
 
 from .pages import PAGES, ROOT, Block, blocks
 
@@ -38,6 +38,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def reached(module: Any, function: str) -> None:
         monkeypatch.setattr(module, function, lambda *values, **more: names.append(function) or 0)
 
+    monkeypatch.setattr(places, "place_problems", lambda settings: [])  # of what is not there
     for function in ("quickstart", "export"):
         reached(actions, function)
     reached(distributed, "run")

@@ -76,6 +76,7 @@ class Page(HTMLParser):
         self.links: list[str] = []
         self.text = ""
         self.tips: list[str] = []
+        self.focusable = 0
         self.feed(html)
         assert self.open == []
 
@@ -84,6 +85,7 @@ class Page(HTMLParser):
         if tag not in ("meta", "input"):
             self.open.append(tag)
         self.links += [value or "" for name, value in attrs if name in ("src", "href", "action")]
+        self.focusable += ("tabindex", "0") in attrs
         self.tips += [value or "" for name, value in attrs if name == "data-t"]
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -174,6 +176,37 @@ def test_samples_of_the_first_and_last_steps_are_kept():
     assert report.pick([]) == {}
 
 
+def test_the_best_and_the_worst_of_late_steps_are_shown(tmp_path):
+    pairs = [(step, i) for step in range(1, 9) for i in range(4)]
+    scored = [{"step": step, "id": f"{step}-{i}", "score": float(i), "response": "r"} for step, i in pairs]
+    best, worst = report.extremes(scored).items()
+    assert best[0] == "Best of steps 7 to 8, up to 3"
+    assert [sample["score"] for sample in best[1]] == [3.0, 3.0, 2.0]
+    assert [sample["score"] for sample in worst[1]] == [0.0, 0.0, 1.0]
+    assert report.extremes([{"step": 1, "score": 1.0}] * 3) == report.extremes([{"step": 1, "score": None}]) == {}
+    log = JsonLines(write_run(tmp_path, samples=False) / "samples.jsonl")
+    log.write(*scored)
+    log.close()
+    assert "Best of steps 7 to 8, up to 3" in page_of(tmp_path).text
+
+
+def test_the_numbers_of_a_token_are_reached_without_a_pointer(tmp_path):
+    page = page_of(write_run(tmp_path, steps=2))
+    assert page.focusable == len(page.tips) > 0
+    style = (tmp_path / "report.html").read_text().partition("<style>")[2].partition("</style>")[0]
+    assert ".t:focus::after" in style
+
+
+def test_a_legend_wraps_inside_its_card():
+    lines = {f"a name that is long {i}": [(1.0, 1.0), (2.0, 2.0)] for i in range(9)}
+    drawn = page._figure(charts.Panel("t", "n", lines))
+    legend = drawn.partition("<div class=keys>")[2].partition("</div>")[0]
+    assert all(name in legend for name in lines)
+    style = Path(page.__file__).with_name("report.css").read_text()
+    assert "flex-wrap: wrap" in style.partition(".keys {")[2].partition("}")[0]
+    assert "nowrap" not in style.partition(".key {")[2].partition("}")[0]
+
+
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
 def test_ticks_are_round_and_inside(low, width):
     high = low + width
@@ -185,6 +218,26 @@ def test_ticks_are_round_and_inside(low, width):
     assert all(low - slack <= m <= high + slack for m in marks)
     steps = {f"{b - a:.6e}" for a, b in pairwise(marks)}
     assert len(steps) <= 2  # one step, but for rounding
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(0, 5))
+def test_ticks_that_differ_read_differently(low, width, shrink):
+    high = low + width * 10.0**-shrink
+    if high - low < 1e-9 * max(abs(low), abs(high)):
+        return
+    marks = charts.ticks(low, high)
+    labels = charts.tick_labels(marks)
+    assert len(set(labels)) == len(labels)
+    slack = (marks[1] - marks[0]) / 2 if len(marks) > 1 else math.inf
+    read = [float(label.replace("k", "e3")) for label in labels]
+    assert all(abs(a - b) <= slack for a, b in zip(read, marks, strict=True))
+
+
+def test_ticks_close_together_have_the_digits_they_need():
+    assert charts.tick_labels([0.9990, 0.9992, 0.9994]) == ["0.999", "0.9992", "0.9994"]
+    assert charts.tick_labels([1000.0, 1000.5]) == ["1000.0", "1000.5"]
+    assert charts.tick_labels([10001.0, 10002.0]) == ["10.001k", "10.002k"]
+    assert charts.tick_labels([1.01e-5, 1.02e-5]) == ["1.01e-5", "1.02e-5"]
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=100))

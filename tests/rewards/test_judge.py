@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fppo import batch as batches
 from fppo import metrics, models, rewards
-from fppo.assembly import parts as loading
 from fppo.assembly import rewards as loading_rewards
+from fppo.assembly import texts
 from fppo.batch import Column
 from fppo.data.encode import MESSAGES
 from fppo.key import Key
@@ -219,7 +219,7 @@ def test_the_settings_judge(task):
     for weight, offload in ((0.5, "none"), (2.0, "all")):
         settings = attrs.evolve(settings_of(task, weight=weight))
         settings = attrs.evolve(settings, model=attrs.evolve(settings.model, offload=offload))
-        with loading_rewards.judge_of(settings, loading.load_tokenizer(settings), LOCAL, CPU) as by_name:
+        with loading_rewards.judge_of(settings, texts.load_tokenizer(settings), LOCAL, CPU) as by_name:
             fn, factor = by_name["judge"]
             assert factor == weight
             rows = rollout(["a", "b"], ["c", "d"], ["1", "2"])
@@ -236,7 +236,7 @@ def test_the_settings_judge(task):
 
 def test_a_run_is_scored_by_its_judge_too(task):
     settings = settings_of(task)
-    tokenizer = loading.load_tokenizer(settings)
+    tokenizer = texts.load_tokenizer(settings)
     with loading_rewards.reward_runner(settings, tokenizer, LOCAL, CPU) as runner:
         assert [term.name for term in runner.terms] == ["exact_match", "judge"]
 

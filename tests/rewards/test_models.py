@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from fppo import models, rewards
-from fppo.assembly import parts as loading
 from fppo.assembly import rewards as loading_rewards
+from fppo.assembly import texts
 from fppo.batch import Column, Rollout
 from fppo.data.encode import MESSAGES
 from fppo.key import Key
@@ -234,7 +234,7 @@ def task(tmp_path):
 
 def loaded_reward(task, **changes):
     settings = tiny_run.settings(task, reward__model__path=str(task / "judge"), **changes)
-    tokenizer = loading.load_tokenizer(settings)
+    tokenizer = texts.load_tokenizer(settings)
     (name, (fn, weight)), *others = loading_rewards.reward_model_of(settings, tokenizer, LOCAL, CPU).items()
     assert (name, others) == ("reward_model", [])
     return fn, weight, tokenizer

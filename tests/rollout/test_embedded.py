@@ -1,11 +1,13 @@
 """The embedded engine samples from the model itself: its log-probs are those of transformers' forward pass."""
 
+import attrs
 import pytest
 import torch
 
 from fppo import batch as batches
 from fppo import models, tree
 from fppo.batch import Column, Prompts
+from fppo.data.stops import StopTexts
 from fppo.key import Key
 from fppo.models.precision import KeepDouble
 from fppo.rollout import cache as caches
@@ -314,3 +316,31 @@ def test_rotary_positions_may_go_beyond_the_config():
     model, params = make("qwen2")
     rollout = engine_of(model).generate(params, Ask(make_prompts(), Sampling(max_tokens=70), Key(0)))
     assert rollout.response_mask.shape[1] == 70
+
+
+def test_a_text_of_several_tokens_ends_a_response_with_the_token_that_completes_it():
+    """Whatever the tokens: each row is that of no stops, cut where its text first holds one of the texts."""
+    pieces = tuple(b"ab" if i % 7 == 3 else bytes([97 + i % 5]) for i in range(31))
+    texts = StopTexts((b"ba", b"cab", b"ee"), pieces)
+    model, params = make("llama")
+    prompts, finished = make_prompts(), {}
+    free = Sampling(n=3, max_tokens=24)
+    cut = attrs.evolve(free, stop_texts=texts, stop_token_ids=(29,))
+    engine = engine_of(model, max_rows=9)
+    whole = engine.generate(params, Ask(prompts, free, Key(3)))
+    ask = Ask(prompts, cut, Key(3), on_finished=lambda row, tokens, why: finished.__setitem__(row, (tokens, why)))
+    rollout = engine.generate(params, ask)
+    stopped = 0
+    for row in range(len(whole.tokens)):
+        ids = whole.tokens[row][-24:].tolist()
+        read = [b"".join(pieces[i] for i in ids[:end]) for end in range(1, 25)]
+        ends = [any(text in read[i] for text in texts.texts) or ids[i] == 29 for i in range(24)]
+        length = ends.index(True) + 1 if True in ends else 24
+        width = rollout.response_mask.shape[1]
+        own = rollout.tokens[row][-width:][rollout.response_mask[row]].tolist()
+        assert own == ids[:length]
+        assert rollout.finish[row] == ("stop" if True in ends else "length")
+        assert finished[row] == (own, rollout.finish[row])
+        stopped += True in ends
+    assert stopped > 0
+    assert len({len(tokens) for tokens, _ in finished.values()}) > 2

@@ -2,6 +2,7 @@
 
 import pytest
 
+from fppo.data import ChatOptions
 from fppo.rollout.turns.observations import PlainText, chat_template
 from tests.data import rows as chats
 
@@ -56,3 +57,13 @@ def test_plain_text_is_encoded_as_it_is():
     words = chats.tokenizer()
     assert PlainText(words)([{"role": "tool", "content": "1 2"}, {"role": "user", "content": " 3"}], 1) == [11, 12, 13]
     assert PlainText(words)([], 1) == []
+
+
+def test_observations_go_through_the_template_with_its_arguments():
+    template = CHATML.replace("assistant : ' }}", "assistant : ' }}{% if quick %}{{ '. ' }}{% endif %}")
+    words = chat_tokenizer(template)
+    message = [{"role": "tool", "content": "3"}]
+    end = words.convert_tokens_to_ids("<eos>")
+    plain = chat_template(words, roles=("tool",))(message, end)
+    quick = chat_template(words, roles=("tool",), options=ChatOptions(arguments={"quick": True}))(message, end)
+    assert quick == [*plain, words.convert_tokens_to_ids(".")]

@@ -10,6 +10,7 @@ import torch
 from fppo import advantages, losses, metrics, tree
 from fppo import batch as batches
 from fppo.batch import Column, Experience, extend
+from fppo.data import stop_texts
 from fppo.key import Key
 from fppo.quickstart import character_tokenizer
 from fppo.rollout.embedded import EmbeddedEngine
@@ -382,14 +383,31 @@ def test_an_observation_that_leaves_no_room_for_an_answer_is_left_out(most, toke
     assert rollout.finish[0] == finish
 
 
+def test_a_text_of_several_tokens_ends_a_turn_and_is_its_end():
+    """Also behind a turn that went on with nothing in between, whose earlier texts do not count again."""
+    heard = []
+
+    def tool(conversation):
+        heard.append((conversation[-1]["content"], conversation[-1]["end"]))
+        return {"ab)": [], "2*3": [{"role": "tool", "content": "d"}]}.get(conversation[-1]["end"])
+
+    texts = stop_texts(TOKENIZER, ["ab)", "2*3"])
+    sampling = Sampling(max_tokens=30, stop_texts=texts, stop_token_ids=TOKENIZER.convert_tokens_to_ids(["c"]))
+    script = _Script("1ab)22*34c", ends=lambda tokens: sampling.stopped(tokens))
+    rollout = engine_of(script, tool, max_turns=9).generate({}, Ask(make_prompts((2,)), sampling, Key(0)))
+    assert heard == [("1ab)", "ab)"), ("1ab)22*3", "2*3"), ("4c", "c")]
+    assert TOKENIZER.decode(response(rollout, 0)[0]) == "1ab)22*3d4c"
+
+
 class _Script:
     """An engine that writes a text, up to its next stop token, whatever the prompts; observations are passed over."""
 
-    def __init__(self, text):
-        self.left = TOKENIZER.encode(text)
+    def __init__(self, text, ends=None):
+        self.left, self.ends = TOKENIZER.encode(text), ends
 
     def generate(self, params, ask):
-        stop = next(i for i, token in enumerate(self.left) if token in ask.sampling.stop_token_ids) + 1
+        ends = self.ends or (lambda tokens: tokens[-1] in ask.sampling.stop_token_ids)
+        stop = next(i for i in range(1, 1 + len(self.left)) if ends(self.left[:i]))
         tokens, self.left = self.left[:stop], self.left[stop:]
         row_ids = number_rows(ask, torch.device("cpu"))
         x = torch.tensor([tokens] * len(row_ids))

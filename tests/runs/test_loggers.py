@@ -85,12 +85,36 @@ def test_a_pipe_gets_one_plain_line_per_step():
     log.log(2, {"critic/score/mean": 0.75, "actor/reward_kl_penalty": 0.5, "actor/ppo_kl": 0.001})
     log.close()
     lines = out.getvalue().splitlines()
-    assert lines[0] == "step   0/100  val/arithmetic/accuracy/mean@1 0.250"
-    assert lines[1] == (
-        "step   1/100  reward 0.500  kl 0.0010  entropy 1.250  clip 2.0%  vf loss 0.1250  tok/s 12,346  left 3:18"
-    )
+    assert lines[0] == "step   0/100  held out  accuracy 0.250"
+    assert lines[1] == "step   1/100  reward 0.500  kl 0.0010  clip 2.0%  tok/s 12,346  left 3:18"
     assert lines[2] == "step   2/100  reward 0.750  kl 0.5000  left 3:16"
     assert "\x1b" not in out.getvalue()
+
+
+def test_a_line_has_80_columns_and_an_evaluation_one_line(monkeypatch, capsys):
+    """Whatever is logged; what matters most stays."""
+    every = {name: -12345.678 for _, names, _ in loggers.LINES for name in names}
+    held_out = {
+        f"val-{level}/{source}/{name}/mean@1": 0.25 * (source == "b")
+        for source in ("a", "b")
+        for level, name in (("core", "reward"), *(("aux", f"a_reward_of_ones_own_{i}") for i in range(9)))
+    }
+    out = io.StringIO()
+    log = loggers.PlainConsole(10_000, file=out, clock=ticking())
+    log.log(9_999, every | held_out)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("step  9999/10000  reward ")
+    assert lines[1].startswith("step  9999/10000  held out  reward 0.125")
+    monkeypatch.setenv("COLUMNS", "80")
+    live = loggers.LiveConsole(10_000)
+    live.log(9_999, every | held_out)
+    live.close()
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" 9999")]
+    assert len(shown) == 2
+    assert max(map(len, shown)) <= 80
+    assert loggers.held_out_summary(held_out | {"val-core/c/reward/mean@1": 0.5})[0] == ("reward", "0.250")
 
 
 def test_time_left_follows_the_pace_of_the_last_steps():
@@ -142,11 +166,14 @@ def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     for _ in range(2):
-        (log,) = loggers.open_loggers(["wandb"], tmp_path / "run", steps=3, project="p", settings={"seed": 1})
+        (log,) = loggers.open_loggers(
+            ["wandb"], tmp_path / "run", steps=3, project="p", entity="e", group="g", settings={"seed": 1}
+        )
         log.log(1, STEP)
         log.close()
     first, second = (options for name, options in calls if name == "init")
     assert (first["project"], first["name"], first["id"], first["config"]) == ("p", "run", None, {"seed": 1})
+    assert (first["entity"], first["group"]) == ("e", "g")
     assert (second["id"], second["resume"]) == ("abc", "allow")
     assert ("log", (STEP, 1)) in calls
     assert calls[-1] == ("finish", None)

@@ -367,3 +367,23 @@ def test_eval_prints_what_the_run_logged_last(task, tmp_path, capsys):
     numbers = {line.split()[0]: float(line.split()[1]) for line in printed[1:]}
     assert numbers
     assert all(abs(last[name] - value) < 1e-4 for name, value in numbers.items())
+
+
+def test_every_response_of_an_evaluation_is_kept(task, tmp_path, capsys):
+    _, directory = _run(task, tmp_path, "run", eval__every=2, eval__n=2, eval__temperature=1.0)
+    kept = directory / "evaluations"
+    assert sorted(path.name for path in kept.iterdir()) == [f"step_{step:08d}.jsonl" for step in (0, 2, 4)]
+    numbers = {line["step"]: line for line in jsonl.read(directory / "metrics.jsonl")}
+    for step in (0, 2, 4):
+        lines = jsonl.read(kept / f"step_{step:08d}.jsonl")
+        assert len(lines) == 2 * len((task / "test.jsonl").read_text().splitlines())
+        assert {line["step"] for line in lines} == {step}
+        mean = sum(line["score"] for line in lines) / len(lines)
+        assert mean == pytest.approx(numbers[step]["val-core/test/reward/mean@2"])
+    before = {path: path.read_bytes() for path in kept.iterdir()}
+    asked = tiny_run.settings(task, output_dir=str(directory), eval__max_prompts=3)
+    for count in (1, 2):
+        assert actions.evaluate(asked) == 0
+        assert str(kept) in capsys.readouterr().err
+        assert len(jsonl.read(kept / f"step_00000004_eval_{count}.jsonl")) == 3
+    assert {path: path.read_bytes() for path in before} == before

@@ -219,6 +219,11 @@ def changed(kind: Any) -> st.SearchStrategy[Any]:
     simple = {bool: st.booleans(), int: st.integers(-9, 9), float: st.floats(allow_nan=False), str: text}
     if kind in simple:
         return simple[kind]
+    if getattr(kind, "__origin__", None) is dict:
+        leaf = text | st.integers(-9, 9) | st.booleans() | st.floats(allow_nan=False)
+        return st.dictionaries(
+            text, leaf | st.lists(leaf, max_size=2) | st.dictionaries(text, leaf, max_size=2), max_size=3
+        )
     arguments = [a for a in getattr(kind, "__args__", ()) if a not in (type(None), Ellipsis)]
     if getattr(kind, "__origin__", None) is tuple:
         return st.lists(changed(arguments[0]), max_size=3)

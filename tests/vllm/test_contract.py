@@ -6,6 +6,7 @@ import torch
 from fppo import batch as batches
 from fppo import tree
 from fppo.batch import Column
+from fppo.data.stops import StopTexts
 from fppo.key import Key
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
@@ -111,6 +112,24 @@ def test_stop_tokens_end_a_response_and_belong_to_it(engine):
     )  # 2, the config's end, is a token
     assert out.response_mask.all()
     assert set(out.finish) == {"length"}
+
+
+def test_texts_of_several_tokens_end_a_response_with_the_token_that_completes_one(engine):
+    """Where the rows of one engine end, those of the other end too, and on_finished is told why."""
+    _, params = make("qwen2", seed=2)
+    pieces = tuple(b"ab" if i % 7 == 3 else bytes([97 + i % 5]) for i in range(61))
+    texts = StopTexts((b"ba", b"cab", b"ee"), pieces)
+    sampling = Sampling(n=4, max_tokens=30, stop_texts=texts, stop_token_ids=(29,))
+    finished = {}
+    ask = Ask(make_prompts(), sampling, Key(1), on_finished=lambda row, tokens, why: finished.setdefault(row, why))
+    out = engine.generate(params, ask)
+    expected = embedded().generate(params, Ask(make_prompts(), sampling, Key(1)))
+    assert torch.equal(out.tokens, expected.tokens)
+    assert torch.equal(out.response_mask, expected.response_mask)
+    assert out.finish == expected.finish
+    assert Column(finished[row] for row in range(24)) == expected.finish
+    assert out.response_mask.sum(1).unique().numel() > 3
+    torch.testing.assert_close(out.rollout_log_probs, expected.rollout_log_probs, rtol=0, atol=1e-5)
 
 
 def test_more_rows_than_decode_together(engine):

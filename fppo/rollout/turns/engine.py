@@ -15,7 +15,7 @@ from fppo import metrics
 from fppo.batch import Column, Prompts, Rollout
 from fppo.data.encode import MESSAGES
 from fppo.metrics import Metrics
-from fppo.rollout.engine import Ask, Engine
+from fppo.rollout.engine import Ask, Engine, Sampling
 from fppo.rollout.records import response_limits
 from fppo.rollout.turns.observations import Encode
 from fppo.rollout.turns.runner import Responder, ToolResult
@@ -85,7 +85,8 @@ class TurnsEngine:
         section, finish, live = _section_of(start), list(start.finish), list(range(len(start.tokens)))
         conversations = [_Conversation(self._opening(start, row)) for row in live]
         for turn in range(2, self.max_turns + 1):
-            observations = self._observe([row for row in live if finish[row] == "stop"], section, conversations)
+            stopped = [row for row in live if finish[row] == "stop"]
+            observations = self._observe(stopped, section, conversations, sampling)
             used = section.seen.sum(1).tolist()
             left = {row: most[row] - used[row] - len(ids) for row, ids in observations.items()}
             finish = ["length" if left.get(row, 1) < 1 else reason for row, reason in enumerate(finish)]
@@ -129,11 +130,11 @@ class TurnsEngine:
         return [{"role": "user", "content": text}]
 
     def _observe(
-        self, rows: Sequence[int], section: _Section, conversations: Sequence[_Conversation]
+        self, rows: Sequence[int], section: _Section, conversations: Sequence[_Conversation], sampling: Sampling
     ) -> dict[int, list[int]]:
         """The observations of these rows, as tokens, for those that are to go on; their conversations grow by them."""
         tokens, used = section.tokens.cpu(), section.seen.sum(1).tolist()
-        turns = [self._turn(tokens[row, conversations[row].since : used[row]].tolist()) for row in rows]
+        turns = [self._turn(tokens[row, conversations[row].since : used[row]].tolist(), sampling) for row in rows]
         messages = [[*conversations[row].messages, turn] for row, turn in zip(rows, turns, strict=True)]
         results = self._tool_results(messages, section.tokens.device)
         observations: dict[int, list[int]] = {}
@@ -148,14 +149,15 @@ class TurnsEngine:
                 conversation.since = used[row] + len(observations[row])
         return observations
 
-    def _turn(self, ids: list[int]) -> Message:
+    def _turn(self, ids: list[int], sampling: Sampling) -> Message:
         """The policy's turn as a message: special tokens stand in its text, but for one that ended it."""
+        found = None if sampling.stop_texts is None else sampling.stop_texts.last(ids)
         content = ids[:-1] if ids[-1] in self.tokenizer.all_special_ids else ids
         text, end = (
             self.tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             for part in (content, ids[-1:])
         )
-        return {"role": "assistant", "content": text, "end": end}
+        return {"role": "assistant", "content": text, "end": end if found is None else found}
 
     def _tool_results(self, conversations: Sequence[list[Message]], device: torch.device) -> list[ToolResult]:
         """The tools' results for conversations that all ranks hold, each asked for by one of them."""

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import attrs
 
+from fppo.data.chat import PLAIN, ChatOptions, render_chat
+
 _MARK = "fppomark"
 _DUMMY = ({"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK})
 
@@ -42,13 +44,14 @@ class ChatTemplate:
     tokenizer: Any
     before: str  # the conversation without the messages
     tail: str  # what stands in it after the assistant's own words
+    options: ChatOptions = PLAIN
 
     def __call__(self, messages: Sequence[Mapping[str, Any]], end: int) -> list[int]:
         """The tokens of the difference; none for no messages. Raises ValueError for messages that the template refuses,
         or behind which it changes what came before."""
         if not messages:
             return []
-        whole = _render(self.tokenizer, [*_DUMMY, *messages], generation=True)
+        whole = _render(self.tokenizer, [*_DUMMY, *messages], self.options, generation=True)
         if not whole.startswith(self.before):
             raise ValueError(
                 "the chat template is not append-only: with messages behind it, an assistant's turn reads "
@@ -61,24 +64,22 @@ class ChatTemplate:
         return list(self.tokenizer.encode(tail + whole[len(self.before) :], add_special_tokens=False))
 
 
-def chat_template(tokenizer: Any, *, roles: Sequence[str] = ()) -> ChatTemplate:
+def chat_template(tokenizer: Any, *, roles: Sequence[str] = (), options: ChatOptions = PLAIN) -> ChatTemplate:
     """The tokenizer's chat template, for messages behind a turn. Raises ValueError if it does not take them: those of
     an assistant, of the user, and of `roles`; or if it is not append-only."""
-    before = _render(tokenizer, _DUMMY, generation=False)
+    before = _render(tokenizer, _DUMMY, options, generation=False)
     if _MARK not in before:
         raise ValueError(f"the chat template does not show what an assistant said: {before!r}")
-    template = ChatTemplate(tokenizer, before, before.rpartition(_MARK)[2])
+    template = ChatTemplate(tokenizer, before, before.rpartition(_MARK)[2], options)
     end = tokenizer.eos_token_id
     for role in ("user", *roles):
         template([{"role": role, "content": "x"}], end)
     return template
 
 
-def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generation: bool) -> str:
+def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, generation: bool) -> str:
     try:
-        return tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=generation
-        )
+        return render_chat(tokenizer, messages, generation=generation, options=options)
     except Exception as error:  # templates raise what they like
         roles = [message["role"] for message in messages]
         raise ValueError(f"the chat template refuses messages of the roles {roles}: {error}") from error

@@ -2,7 +2,7 @@
 
 A tool is `respond(conversation) -> messages`, a function or a coroutine. The conversation is a list of messages, dicts
 with "role" and "content": the prompt, the policy's turns and the tools' messages; the policy's messages have "end"
-too, the text of the token that ended the turn. A tool returns messages that the policy goes on after; no messages, [],
+too, the text or the token that ended the turn. A tool returns messages that the policy goes on after; no messages, [],
 to let it go on with nothing in between; or None: the response is done.
 """
 

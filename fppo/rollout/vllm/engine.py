@@ -308,7 +308,7 @@ class VllmEngine:
             answers[row] = answer
             if ask.on_finished is not None:
                 tokens = answer.tokens.tolist()
-                ask.on_finished(row, tokens, "stop" if tokens[-1] in ask.sampling.stop_token_ids else "length")
+                ask.on_finished(row, tokens, "stop" if ask.sampling.stopped(tokens) else "length")
 
         for left in range(self._options.restarts, -1, -1):
             rows = [row for row in range(len(request.prompts)) if row not in answers]

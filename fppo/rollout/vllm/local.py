@@ -7,11 +7,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fppo.data.stops import StopReader, StopTexts
 from fppo.rollout.shared_memory import SharedMemory
 from fppo.rollout.sync import How, SyncError
 from fppo.rollout.vllm.host import Answer, EngineDied, EngineFailure, Request, VllmOptions, check_installed
@@ -78,11 +80,14 @@ class LocalHost:
         from fppo.rollout.vllm import worker
 
         engine, sampling = self._llm.llm_engine, request.sampling
-        self.call("fppo_begin", worker.Job(sampling, request.key, request.row_ids, request.forced))
+        texts = sampling.stop_texts if request.forced is None else None
+        job = worker.Job(attrs.evolve(sampling, stop_texts=None), request.key, request.row_ids, request.forced)
+        self.call("fppo_begin", job)
         if not self._llm.reset_prefix_cache():  # a rollout is to depend on nothing that was computed before it
             raise EngineFailure("vLLM does not let go of what it computed for an earlier rollout")
         stops = list(sampling.stop_token_ids) if request.forced is None else []
         open_rows: set[str] = set()
+        ends = _EndedRows(texts)
         try:
             for row, prompt in enumerate(request.prompts):
                 params = SamplingParams(
@@ -91,15 +96,17 @@ class LocalHost:
                     stop_token_ids=stops,
                     ignore_eos=True,
                     detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
+                    output_kind=RequestOutputKind.FINAL_ONLY if texts is None else RequestOutputKind.DELTA,
                     extra_args={worker.ROW: row},
                 )
                 engine.add_request(str(row), {"prompt_token_ids": list(prompt)}, params)
                 open_rows.add(str(row))
             while engine.has_unfinished_requests():
                 with self._death_noticed():
-                    ended = [output for output in engine.step() if output.finished]
-                open_rows.difference_update(output.request_id for output in ended)
+                    ended, stopped = ends.of([x for x in engine.step() if x.request_id in open_rows])
+                    if stopped:
+                        engine.abort_request(stopped)
+                open_rows.difference_update(str(row) for row, _ in ended)
                 yield from self._drawn(ended)
                 if not ended:
                     yield -1, None
@@ -107,14 +114,12 @@ class LocalHost:
             if open_rows and not self._failed():
                 engine.abort_request(list(open_rows))
 
-    def _drawn(self, ended: Sequence[Any]) -> Iterator[tuple[int, Answer]]:
-        """The rows that ended. Raises EngineFailure if vLLM went on with other tokens than were drawn."""
+    def _drawn(self, ended: Sequence[tuple[int, list[int]]]) -> Iterator[tuple[int, Answer]]:
+        """The rows that ended, with these tokens. Raises EngineFailure if vLLM went on with others than were drawn."""
         if not ended:
             return
-        tokens = [list(output.outputs[0].token_ids) for output in ended]
-        rows = [int(output.request_id) for output in ended]
-        answers = self.call("fppo_take", [(row, len(own)) for row, own in zip(rows, tokens, strict=True)])[0]
-        for row, own, answer in zip(rows, tokens, answers, strict=True):
+        answers = self.call("fppo_take", [(row, len(own)) for row, own in ended])[0]
+        for (row, own), answer in zip(ended, answers, strict=True):
             if answer.tokens.tolist() != own:
                 if np.isnan(answer.log_probs).any():
                     raise EngineFailure(f"the model's log-probs are not numbers in row {row}: are its weights finite?")
@@ -155,6 +160,29 @@ class LocalHost:
         llm.llm_engine.engine_core.shutdown()
         del llm
         _clean_up()
+
+
+class _EndedRows:
+    """Which rows ended, from vLLM's outputs: whole ones at their ends, or with `texts` each step's new tokens."""
+
+    def __init__(self, texts: StopTexts | None) -> None:
+        self._reader = None if texts is None else StopReader(texts)
+        self._written: dict[int, list[int]] = {}
+
+    def of(self, outputs: Sequence[Any]) -> tuple[list[tuple[int, list[int]]], list[str]]:
+        """The rows that ended in a step, with their tokens; and the requests of those that vLLM would go on with."""
+        ended: list[tuple[int, list[int]]] = []
+        stopped: list[str] = []
+        for output in outputs:
+            row, new = int(output.request_id), list(output.outputs[0].token_ids)
+            tokens = self._written.setdefault(row, [])
+            tokens += new
+            if output.finished:
+                ended.append((row, self._written.pop(row)))
+            elif self._reader is not None and any(self._reader.ends(row, token) for token in new):
+                ended.append((row, self._written.pop(row)))
+                stopped.append(output.request_id)
+        return ended, stopped
 
 
 def _clean_up() -> None:

@@ -1,0 +1,77 @@
+"""What is loaded, in lines for whoever waits for it."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from fppo.assembly.inputs import Inputs
+from fppo.data import PromptSet
+from fppo.models.model import Model
+from fppo.settings import files
+from fppo.settings.train import TrainSettings
+
+_WIDTH = 80
+
+
+def input_lines(settings: TrainSettings, inputs: Inputs) -> list[str]:
+    """Device, prompts, what ends a response, and the settings that differ from their defaults."""
+    ends = [repr(inputs.tokenizer.decode([token])) for token in inputs.sampling.stop_token_ids]
+    texts = inputs.sampling.stop_texts
+    ends += [] if texts is None else [repr(text.decode()) for text in texts.texts]
+    prompts = _prompts(inputs.prompts)
+    if inputs.eval is not None:
+        prompts += f"; held out: {_prompts(inputs.eval.held_out)}"
+    return [
+        _line("device", f"{inputs.device}, {settings.model.compute_dtype}"),
+        _line("prompts", prompts),
+        _line("ends", " ".join(ends)),
+        _line("settings", ", ".join(f"{name}={_short(value)}" for name, value in differing(settings).items())),
+    ]
+
+
+def model_lines(model: Model, path: str, *, others: Sequence[str]) -> list[str]:
+    """The policy's family and size, and what is beside it."""
+    count = sum(math.prod(shape) for shape in model.shapes.values())
+    beside = f", and a {' and a '.join(others)}" if others else ""
+    return [_line("model", f"{model.config.model_type} of {_count(count)} parameters, from {path}{beside}")]
+
+
+def differing(settings: TrainSettings) -> dict[str, Any]:
+    """The settings that differ from their defaults, by their paths."""
+    own, default = (files.to_dict(x) for x in (settings, TrainSettings()))
+
+    def at(values: dict[str, Any], path: str) -> Any:
+        for name in path.split("."):
+            values = values[name]
+        return values
+
+    return {path: at(own, path) for path in files.paths() if at(own, path) != at(default, path)}
+
+
+def _prompts(prompts: PromptSet) -> str:
+    sources = sorted(set(prompts.sources))
+    shown = ", ".join(sources[:3]) + (f" and {len(sources) - 3} more" if len(sources) > 3 else "")
+    notes = [f"{prompts.num_dropped:,} too long, dropped"] if prompts.num_dropped else []
+    notes += [f"{prompts.num_truncated:,} cut"] if prompts.num_truncated else []
+    return f"{len(prompts):,} of {shown}" + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _count(number: int) -> str:
+    for size, name in ((1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.3g} {name}"
+    return f"{number:,}"
+
+
+def _short(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _line(label: str, text: str) -> str:
+    indent = " " * 10
+    return textwrap.fill(text, _WIDTH, initial_indent=f"{label:<10}", subsequent_indent=indent, break_long_words=False)

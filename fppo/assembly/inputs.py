@@ -1,0 +1,243 @@
+"""All that a run is made from but its weights: looked at as a whole, so that one error names all that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TypeVar
+
+import attrs
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from fppo import data
+from fppo.assembly.parts import device_of, kernels_of
+from fppo.assembly.program import advantage_of, functions_of, optimizers_of, policy_loss
+from fppo.assembly.rewards import reward_of
+from fppo.assembly.texts import (
+    chat_options,
+    config_of,
+    config_place,
+    eval_sampling_of,
+    load_tokenizer,
+    policy_generation,
+    sampling_of,
+)
+from fppo.data import PromptSet
+from fppo.data.cursor import Order
+from fppo.key import Key
+from fppo.pipeline.estimators import AdvantageFn
+from fppo.rollout import saved
+from fppo.rollout.engine import Sampling
+from fppo.rollout.turns import tools
+from fppo.settings import checks, files
+from fppo.settings.checks_data import has_held_out
+from fppo.settings.train import TrainSettings
+from fppo.steps.actor import LossFn, SelectiveLoss
+from fppo.workers.imports import imported, search
+from fppo_kernels.record import Kernels
+
+T = TypeVar("T")
+
+
+@attrs.frozen(kw_only=True)
+class EvalInputs:
+    """What an evaluation needs of what the settings name, opened."""
+
+    device: torch.device
+    kernels: Kernels
+    tokenizer: PreTrainedTokenizerBase
+    held_out: PromptSet
+    sampling: Sampling
+
+
+@attrs.frozen(kw_only=True)
+class Inputs:
+    """What the settings name, opened."""
+
+    device: torch.device
+    kernels: Kernels
+    loss_fn: LossFn | SelectiveLoss
+    advantage: Callable[[Mapping[str, float]], AdvantageFn]
+    tokenizer: PreTrainedTokenizerBase
+    generation: GenerationConfig
+    prompts: PromptSet
+    order: Order | None
+    sampling: Sampling
+    eval: EvalInputs | None  # None without held-out prompts
+
+
+def read_inputs(
+    settings: TrainSettings, *, kernels: Kernels | None = None, device: torch.device | None = None
+) -> Inputs:
+    """All of it. Raises SettingsError that names everything that is wrong. `kernels` stand in for those that the
+    settings name, and `device` for the one they name."""
+    search(settings.module_dirs)
+    tried = _Tried()
+    check = settings.check and kernels is None  # kernels that are compared with others may be wrong
+    device = device or tried(lambda: device_of(settings))
+    kernels = kernels or tried(lambda: kernels_of(settings))
+    functions = _functions(settings, kernels, device, tried, check=check)
+    tokenizer = tried(lambda: load_tokenizer(settings))
+    if tokenizer is None:
+        raise tried.error()
+    generation = tried(lambda: policy_generation(settings, tokenizer))
+    ends = generation or GenerationConfig()
+    prompts = tried(lambda: load_prompts(settings, tokenizer, held_out=False))
+    there = has_held_out(settings)
+    held_out = tried(lambda: load_prompts(settings, tokenizer, held_out=True)) if there else None
+    tried(lambda: _check_vocabularies(settings, tokenizer, [x for x in (prompts, held_out) if x is not None]))
+    sampling = tried(lambda: sampling_of(settings, tokenizer, ends))
+    eval_sampling = tried(lambda: eval_sampling_of(settings, tokenizer, ends))
+    order = None if prompts is None else tried(lambda: order_of(settings, prompts, Key(settings.seed).fold("data")))
+    if tried.problems:
+        raise tried.error()
+    assert device is not None and kernels is not None and functions is not None  # noqa: PT018
+    assert prompts is not None and sampling is not None and eval_sampling is not None  # noqa: PT018
+    evaluation = None
+    if held_out is not None:
+        evaluation = EvalInputs(
+            device=device, kernels=kernels, tokenizer=tokenizer, held_out=held_out, sampling=eval_sampling
+        )
+    return Inputs(
+        device=device,
+        kernels=kernels,
+        loss_fn=functions[0],
+        advantage=functions[1],
+        tokenizer=tokenizer,
+        generation=ends,
+        prompts=prompts,
+        order=order,
+        sampling=sampling,
+        eval=evaluation,
+    )
+
+
+def read_eval_inputs(settings: TrainSettings, *, device: torch.device | None = None) -> EvalInputs:
+    """What an evaluation needs, and nothing that is for training. Raises SettingsError that names all that is wrong."""
+    search(settings.module_dirs)
+    tried = _Tried()
+    device = device or tried(lambda: device_of(settings))
+    kernels = tried(lambda: kernels_of(settings))
+    tried(lambda: _check_rewards(settings))
+    tokenizer = tried(lambda: load_tokenizer(settings))
+    if tokenizer is None:
+        raise tried.error()
+    held_out = tried(lambda: load_prompts(settings, tokenizer, held_out=True))
+    sampling = tried(lambda: eval_sampling_of(settings, tokenizer, policy_generation(settings, tokenizer)))
+    tried(lambda: _check_vocabularies(settings, tokenizer, [] if held_out is None else [held_out], trained=False))
+    if tried.problems:
+        raise tried.error()
+    assert device is not None and kernels is not None  # noqa: PT018
+    assert held_out is not None and sampling is not None  # noqa: PT018
+    return EvalInputs(device=device, kernels=kernels, tokenizer=tokenizer, held_out=held_out, sampling=sampling)
+
+
+class _Tried:
+    """What went wrong where several things were tried."""
+
+    def __init__(self) -> None:
+        self.problems: list[Exception] = []
+
+    def __call__(self, act: Callable[[], T]) -> T | None:
+        """What `act` returns; None, and its error noted, if it fails in a way that a user can mend."""
+        try:
+            return act()
+        except (ValueError, OSError) as error:
+            self.problems.append(error)
+            return None
+
+    def error(self) -> files.SettingsError:
+        """One error for all of them, with the first one's place."""
+        lines = [x.problems if isinstance(x, files.SettingsError) else (str(x),) for x in self.problems]
+        together = files.SettingsError(list(dict.fromkeys(line for each in lines for line in each)))
+        together.__cause__ = self.problems[0]
+        return together
+
+
+def load_prompts(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, *, held_out: bool) -> PromptSet:
+    """The prompts to train on, or those to evaluate on. Raises ValueError that names every faulty row."""
+    section, problems = settings.data, data.Problems()
+    name, fn = ("data.eval_rows", section.eval_rows) if held_out else ("data.rows", section.rows)
+    paths, split = (section.eval_path, section.eval_split) if held_out else (section.path, section.split)
+    if fn is None:
+        rows = data.read_rows(paths, split=split, problems=problems)
+    else:
+        rows = data.rows_of(imported(fn, name)(), fn, problems=problems)
+    prompts = data.encode_rows(
+        rows,
+        tokenizer,
+        fields=data.Fields(
+            prompt=section.prompt, ground_truth=section.ground_truth, source=section.source, chat=section.chat
+        ),
+        max_prompt_tokens=section.max_prompt_tokens,
+        over_long=section.over_long,
+        pad_token=section.pad_token,
+        chat=chat_options(settings),
+        problems=problems,
+    )
+    limit = settings.eval.max_prompts
+    if held_out and limit is not None and limit < len(prompts):
+        return data.select(prompts, range(limit))
+    return prompts
+
+
+def order_of(settings: TrainSettings, prompts: PromptSet, key: Key) -> Order | None:
+    """The order of prompts that a function of the user's gives each epoch; None without one.
+
+    The function is asked about the first epoch here. Raises ValueError if it does not import or gives no such order.
+    """
+    name = settings.data.sampler
+    if name is None:
+        return None
+    own = imported(name, "data.sampler")
+
+    @lru_cache(maxsize=2)
+    def order(epoch: int) -> list[int]:
+        return data.checked_order(own(prompts, epoch, key.fold("epoch", epoch)), len(prompts), f"data.sampler {name!r}")
+
+    order(0)
+    return order
+
+
+def _functions(
+    settings: TrainSettings, kernels: Kernels | None, device: torch.device | None, tried: _Tried, *, check: bool
+) -> tuple[LossFn | SelectiveLoss, Callable[[Mapping[str, float]], AdvantageFn]] | None:
+    """The policy loss and the estimator; None, and all that is wrong noted, if a function is missing or not sound."""
+    before = len(tried.problems)
+    some = kernels or Kernels.named()
+    tried(lambda: policy_loss(settings.actor))
+    tried(lambda: advantage_of(settings, some))
+    tried(lambda: optimizers_of(settings, some, None))
+    tried(lambda: _check_rewards(settings))
+    if settings.rollout.from_ is not None:
+        start, rows = Path(settings.rollout.from_), settings.rollout.batch_size
+        tried(lambda: saved.check(start, until=settings.steps, rows=rows))
+    if len(tried.problems) > before or device is None:
+        return None
+    return tried(lambda: functions_of(settings, some, device, check=check))
+
+
+def _check_rewards(settings: TrainSettings) -> None:
+    """Raises ValueError for rewards and tools that the settings name and that there are not."""
+    if settings.reward.functions:
+        reward_of(settings, {})
+    if settings.rollout.turns.respond is not None:
+        tools.resolve(settings.rollout.turns.respond)
+
+
+def _check_vocabularies(
+    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, prompt_sets: list[PromptSet], *, trained: bool = True
+) -> None:
+    """Raises ValueError if the models do not fit the tokenizer, each other, or the prompts."""
+    section = settings.model
+    named = {"actor": ("model.path", section.path)}
+    if trained and checks.uses_critic(settings) and section.critic_path is not None:
+        named["critic"] = ("model.critic_path", section.critic_path)
+    if trained and checks.uses_reference(settings) and section.ref_path is not None:
+        named["reference"] = ("model.ref_path", section.ref_path)
+    configs = {role: config_of(settings, config_place(path, name)) for role, (name, path) in named.items()}
+    data.check_vocabulary(tokenizer, configs)
+    for prompts in prompt_sets:
+        data.check_tokens(prompts, data.vocabulary_size(configs["actor"]))

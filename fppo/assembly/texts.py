@@ -1,0 +1,160 @@
+"""What a run reads and writes text with, as its settings name it: tokenizer, chat template, ends of a response."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from fppo import data
+from fppo.data import ChatOptions
+from fppo.models.load import find_directory, read_config
+from fppo.rollout.engine import Sampling
+from fppo.settings.places import TOKENIZER_FILES
+from fppo.settings.train import TrainSettings
+
+GENERATION = "generation_config.json"
+
+
+def directory_of(path: str, name: str) -> Path:
+    """The directory of the model that the setting `name` names. Raises ValueError with that name if there is none."""
+    try:
+        return find_directory(path)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def config_place(path: str, name: str) -> Path:
+    """Where the config of the model lies that the setting `name` names: the weights need not be there."""
+    return Path(path) if Path(path).is_dir() else directory_of(path, name)
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a tokenizer lies there."""
+    return any((directory / name).exists() for name in TOKENIZER_FILES)
+
+
+def open_tokenizer(path: str, name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer that the setting `name` names. Raises ValueError if there is none."""
+    local = Path(path)
+    if (local.is_absolute() or local.exists() or path.startswith(".")) and not has_tokenizer(local):
+        raise ValueError(f"{name}: {path} holds no tokenizer, none of {list(TOKENIZER_FILES)}")
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the hub's, http's, and those of a file that is none
+        why = " ".join(str(error).split())
+        raise ValueError(f"{name}: no tokenizer came from {path}: {type(error).__name__}: {why}") from error
+
+
+def load_tokenizer(settings: TrainSettings) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer, with the settings' chat template. Raises ValueError if it lacks what they need of it."""
+    section = settings.model
+    if section.tokenizer is None:
+        directory = config_place(section.path, "model.path")
+        tokenizer = open_tokenizer(str(directory), "model.path", section.trust_remote_code)
+    else:
+        tokenizer = open_tokenizer(section.tokenizer, "model.tokenizer", section.trust_remote_code)
+    data.check_tokenizer(tokenizer, pad_token=settings.data.pad_token)
+    if settings.data.chat_template is not None:
+        tokenizer.chat_template = Path(settings.data.chat_template).read_text(encoding="utf-8")
+    if settings.data.chat:
+        data.check_chat_template(tokenizer, options=chat_options(settings))
+    return tokenizer
+
+
+def chat_options(settings: TrainSettings) -> ChatOptions:
+    """What the settings give the chat template beside messages."""
+    path = settings.data.tools
+    tools: Any = [] if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+    return ChatOptions(arguments=settings.data.chat_arguments, tools=tools)
+
+
+def generation_config(
+    directory: Path,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat: ChatOptions | None,
+) -> GenerationConfig:
+    """A model's generation config, with all tokens that end its responses: its own, the tokenizer's end, and the one
+    with which its chat template, if `chat` is used, ends an assistant's turn.
+
+    Raises ValueError for a file that transformers would not write again.
+    """
+    there = (directory / GENERATION).exists()
+    generation = GenerationConfig.from_pretrained(directory) if there else GenerationConfig.from_model_config(config)
+    own = generation.eos_token_id
+    ids = own if isinstance(own, list) else [] if own is None else [own]
+    turn = None if chat is None else data.end_of_turn(tokenizer, options=chat)
+    every = list(dict.fromkeys(x for x in (*ids, tokenizer.eos_token_id, turn) if x is not None))
+    if every == ids:
+        return generation
+    generation.eos_token_id = every if len(every) > 1 else every[0]
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        generation.do_sample = True  # published ones often have a temperature, and leave this out
+        try:
+            generation.validate(strict=True)
+        except ValueError as error:
+            why = " ".join(str(error).split())
+            raise ValueError(f"{directory / GENERATION} does not fit itself; mend or remove it: {why}") from error
+    return generation
+
+
+def policy_generation(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """The policy's generation config, which its export keeps. Raises ValueError if there is no such model."""
+    directory = config_place(settings.model.path, "model.path")
+    config = config_of(settings, directory)
+    chat = chat_options(settings) if settings.data.chat else None
+    return generation_config(directory, config, tokenizer, chat=chat)
+
+
+def config_of(settings: TrainSettings, directory: Path) -> PreTrainedConfig:
+    """The config of one of the settings' models, with their changes. Raises ValueError for changes that do not fit."""
+    section = settings.model
+    try:
+        return read_config(directory, changes=section.config, trust_remote_code=section.trust_remote_code)
+    except ValueError as error:
+        raise ValueError(f"model.config: {error}" if section.config else str(error)) from error
+
+
+def ends_of(generation: GenerationConfig) -> list[int]:
+    """The tokens that end a response."""
+    own = generation.eos_token_id
+    return own if isinstance(own, list) else [] if own is None else [own]
+
+
+def sampling_of(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig) -> Sampling:
+    """How responses are sampled in training."""
+    rollout = settings.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        n=rollout.n,
+        max_tokens=rollout.max_tokens,
+        stop_token_ids=data.stop_tokens(tokenizer, rollout.stop, rollout.stop_token_ids, turn_ends=ends_of(generation)),
+        stop_texts=data.stop_texts(tokenizer, rollout.stop),
+    )
+
+
+def eval_sampling_of(
+    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig
+) -> Sampling:
+    """How held-out prompts are answered: as in training, but for what the section eval says of it."""
+    section, rollout = settings.eval, settings.rollout
+    asked = attrs.evolve(
+        rollout,
+        n=section.n,
+        top_k=rollout.top_k if section.top_k is None else section.top_k,
+        top_p=rollout.top_p if section.top_p is None else section.top_p,
+        max_tokens=section.max_tokens or rollout.max_tokens,
+        stop=rollout.stop if section.stop is None else section.stop,
+        temperature=section.temperature or 1.0,
+    )
+    sampling = sampling_of(attrs.evolve(settings, rollout=asked), tokenizer, generation)
+    return attrs.evolve(sampling, greedy=section.temperature == 0)

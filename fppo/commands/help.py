@@ -1,0 +1,137 @@
+"""What settings there are, in lines: the sections, or the settings of one, from the classes themselves."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import shutil
+import sys
+import textwrap
+import types
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import attrs
+
+from fppo._errors import did_you_mean
+from fppo.settings.fields import name_of
+from fppo.settings.train import TrainSettings
+
+_WORDS = {bool: "", int: "INT", float: "FLOAT", str: "TEXT", dict: "JSON"}
+
+
+class _Setting(NamedTuple):
+    path: str
+    kind: Any
+    default: Any
+    text: str
+
+
+def asked_for(words: Sequence[str]) -> list[str] | None:
+    """The sections behind --help; None if no help is asked for."""
+    place = next((i for i, word in enumerate(words) if word in ("-h", "--help")), None)
+    if place is None:
+        return None
+    return [word.strip("-").replace("-", "_") for word in words[place + 1 :] if not word.startswith("-")]
+
+
+def overview(usage: str, first: str) -> str:
+    """The settings on top, and the sections."""
+    sections = [f"  {name:<12}{text}" for name, text in _sections(TrainSettings)]
+    hint = f"fppo {usage.split()[1]} --help SECTION shows a section's settings, as: --help rollout"
+    return "\n".join([f"usage: {usage}", "", first, "", *_lines(TrainSettings), "", "sections:", *sections, "", hint])
+
+
+def section_help(usage: str, names: Sequence[str], first: str = "") -> str:
+    """The settings of sections. Raises ValueError for a name that is none."""
+    parts = [f"usage: {usage}", *(["", first] if first else [])]
+    for name in names:
+        section = _section(name)
+        parts += ["", f"{name}: {inspect.getdoc(section.__class__)}", "", *_lines(type(section), f"{name}.", section)]
+        for inner, _ in _sections(type(section)):
+            path = f"{name}.{inner}"
+            parts += ["", f"{path}: {inspect.getdoc(type(_section(path)))}", ""]
+            parts += _lines(type(_section(path)), f"{path}.", _section(path))
+    return "\n".join(parts)
+
+
+def chosen_help(paths: Sequence[str]) -> list[str]:
+    """The lines of single settings."""
+    lines = []
+    for path in paths:
+        section = _section(path.rpartition(".")[0])
+        found = (x for x in _settings(type(section), f"{path.rpartition('.')[0]}.", section) if x.path == path)
+        lines += [line for setting in found for line in _written(setting)]
+    return lines
+
+
+def _section(path: str) -> Any:
+    value: Any = TrainSettings()
+    for name in path.split("."):
+        names = [inner for inner, _ in _sections(type(value))]
+        if name not in names:
+            raise ValueError(f"--help {path}: there is no section {name!r}; {did_you_mean(name, names)}")
+        value = getattr(value, name)
+    return value
+
+
+def _sections(cls: type) -> Iterator[tuple[str, str]]:
+    for field in attrs.fields(attrs.resolve_types(cls)):
+        if attrs.has(field.type):
+            yield field.name, _texts(cls).get(field.name, "")
+
+
+def _settings(cls: type, prefix: str = "", default: Any = None) -> Iterator[_Setting]:
+    default = cls() if default is None else default
+    for field in attrs.fields(attrs.resolve_types(cls, include_extras=False)):
+        if not attrs.has(field.type):
+            text = _texts(cls).get(field.name, "")
+            yield _Setting(f"{prefix}{name_of(field)}", field.type, getattr(default, field.name), text)
+
+
+def _texts(cls: type) -> dict[str, str]:
+    """The line of help that stands below each field."""
+    texts: dict[str, str] = {}
+    for base in reversed([base for base in cls.__mro__ if attrs.has(base)]):
+        module = ast.parse(inspect.getsource(sys.modules[base.__module__]))
+        body = next(node.body for node in module.body if isinstance(node, ast.ClassDef) and node.name == base.__name__)
+        for field, below in pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                texts[ast.unparse(field.target)] = ast.literal_eval(below.value)
+    return texts
+
+
+def _lines(cls: type, prefix: str = "", default: Any = None) -> list[str]:
+    return [line for setting in _settings(cls, prefix, default) for line in _written(setting)]
+
+
+def _written(setting: _Setting) -> list[str]:
+    flag = f"--{setting.path.replace('_', '-')}"
+    if setting.kind is bool:
+        section, _, name = flag.rpartition(".")
+        flag += f", {section}.no-{name}" if section else f", --no-{name.removeprefix('--')}"
+    width = min(shutil.get_terminal_size().columns, 100)
+    text = setting.text if setting.default in (None, (), {}, "") else f"{setting.text} [{_plain(setting.default)}]"
+    text = textwrap.shorten(text, 10_000)
+    return [
+        f"  {flag} {_word(setting.kind)}".rstrip(),
+        textwrap.fill(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6),
+    ]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return ("no", "yes")[value] if isinstance(value, bool) else str(value)
+
+
+def _word(kind: Any) -> str:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return "|".join(map(str, arguments))
+    if origin is tuple:
+        return f"{_word(arguments[0])} ..."
+    if origin in (Union, types.UnionType):
+        return _word(next(a for a in arguments if a is not types.NoneType))
+    return _WORDS[origin or kind]

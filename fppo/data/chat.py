@@ -1,0 +1,78 @@
+"""How a tokenizer's chat template is called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+_MARK = "fppomark"
+
+
+@attrs.frozen(kw_only=True)
+class ChatOptions:
+    """What a chat template gets beside the messages: its own arguments, as enable_thinking, and schemas of tools."""
+
+    arguments: Mapping[str, Any] = attrs.field(factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+PLAIN = ChatOptions()
+
+
+def render_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generation: bool, options: ChatOptions = PLAIN
+) -> str:
+    """The conversation as text; with `generation` up to where the assistant speaks. Templates raise what they like."""
+    return tokenizer.apply_chat_template(
+        [dict(message) for message in messages],
+        tools=[dict(tool) for tool in options.tools] or None,
+        tokenize=False,
+        add_generation_prompt=generation,
+        **options.arguments,
+    )
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, options: ChatOptions = PLAIN) -> list[int]:
+    """The tokens of the conversation up to where the assistant speaks. Templates raise what they like."""
+    return list(
+        tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in options.tools] or None,
+            tokenize=True,
+            return_dict=False,
+            add_generation_prompt=True,
+            **options.arguments,
+        )
+    )
+
+
+def check_chat_template(tokenizer: Any, *, options: ChatOptions = PLAIN) -> None:
+    """Raises ValueError if the tokenizer has no chat template, or one that does not read what `options` give it."""
+    template = getattr(tokenizer, "chat_template", None)
+    name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+    if template is None:
+        raise ValueError(
+            f"the tokenizer {name} has no chat template; use a chat model, or a plain prompt template (chat = false)"
+        )
+    text = template if isinstance(template, str) else "\n".join(template.values())
+    given = [*options.arguments, *(["tools"] if options.tools else [])]
+    unread = [argument for argument in given if not re.search(rf"\b{re.escape(argument)}\b", text)]
+    if unread:
+        raise ValueError(
+            f"the chat template of {name} does not read {unread}; leave that out, or give another template"
+        )
+
+
+def end_of_turn(tokenizer: Any, *, options: ChatOptions = PLAIN) -> int | None:
+    """The token with which the chat template ends an assistant's turn; None if that is no token made for it."""
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
+    try:
+        text = render_chat(tokenizer, messages, generation=False, options=options)
+    except Exception:  # a template that takes no turns of an assistant ends none
+        return None
+    _, mark, tail = text.rpartition(_MARK)
+    ids = tokenizer.encode(tail.lstrip(), add_special_tokens=False) if mark else []
+    return ids[0] if ids and ids[0] in {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids} else None

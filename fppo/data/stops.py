@@ -1,0 +1,106 @@
+"""Texts that end a response, for engines, which know tokens alone: read token by token, in bytes."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import attrs
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # what sentencepiece calls a byte
+
+
+@attrs.frozen(eq=False, repr=False)
+class StopTexts:
+    """Texts of which the first that a response holds ends it, with the token that completes it.
+
+    `pieces[i]` are the bytes that token i adds to a text. `stop_texts` makes it from a tokenizer.
+    """
+
+    texts: tuple[bytes, ...]
+    pieces: tuple[bytes, ...]
+
+    def piece(self, token: int) -> bytes:
+        """What the token adds; nothing for one that a padded vocabulary has beyond the tokenizer's."""
+        return self.pieces[token] if token < len(self.pieces) else b""
+
+    def end(self, tokens: Sequence[int]) -> tuple[int, str] | None:
+        """How many tokens there are up to and with the one that completes a text, and that text; None if none does."""
+        pieces = [self.piece(token) for token in tokens]
+        whole = b"".join(pieces)
+        found = [(place + len(text), text) for text in self.texts if (place := whole.find(text)) >= 0]
+        if not found:
+            return None
+        end, text = min(found)
+        return bisect_left(list(accumulate(map(len, pieces))), end) + 1, text.decode()
+
+    def last(self, tokens: Sequence[int]) -> str | None:
+        """The text that the last of the tokens completes; None if it completes none."""
+        pieces = [self.piece(token) for token in tokens]
+        whole, size = b"".join(pieces), len(pieces[-1])
+        ends = (text for text in self.texts if text in whole[max(len(whole) - size - len(text) + 1, 0) :])
+        return next((text.decode() for text in ends), None)
+
+
+class StopReader:
+    """Reads responses as they are written, one token of each row at a time."""
+
+    def __init__(self, stops: StopTexts) -> None:
+        self._stops, self._keep = stops, max(map(len, stops.texts)) - 1
+        self._tails: dict[int, bytes] = {}
+
+    def ends(self, row: int, token: int) -> bool:
+        """Whether this token of the row completes a text."""
+        read = self._tails.get(row, b"") + self._stops.piece(token)
+        self._tails[row] = read[len(read) - self._keep :] if len(read) > self._keep else read
+        return any(text in read for text in self._stops.texts)
+
+
+def stop_texts(tokenizer: Any, texts: Iterable[str]) -> StopTexts | None:
+    """The texts that are no special tokens, which end a response as tokens; None if there is none.
+
+    Raises ValueError for an empty text.
+    """
+    texts = list(texts)
+    if "" in texts:
+        raise ValueError("stop = '': an empty text would end every response; leave it out")
+    added = tokenizer.get_added_vocab()
+    plain = tuple(dict.fromkeys(text.encode() for text in texts if text not in added))
+    return StopTexts(plain, token_pieces(tokenizer)) if plain else None
+
+
+def token_pieces(tokenizer: Any) -> tuple[bytes, ...]:
+    """What each token adds to a text, in bytes: of characters that several tokens spell, each has its part."""
+    count = 1 + max(tokenizer.get_vocab().values())
+    before = tokenizer.encode("a", add_special_tokens=False)[-1:]  # some drop the space before a first word
+
+    def text(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    start, alphabet = text(before), _byte_alphabet()
+    pieces = []
+    for token, name in enumerate(tokenizer.convert_ids_to_tokens(list(range(count)))):
+        both = text([*before, token]) if name is not None else start
+        piece = both[len(start) :] if both.startswith(start) else text([token])
+        spelled = _bytes_of(name, alphabet) if name is not None and "\ufffd" in piece else None
+        pieces.append(piece.encode() if spelled is None else spelled)
+    return tuple(pieces)
+
+
+def _bytes_of(name: str | bytes, alphabet: dict[str, int]) -> bytes | None:
+    """The bytes that the name of a token spells, where its text is no whole character."""
+    if isinstance(name, bytes):
+        return name
+    if match := _BYTE.fullmatch(name):
+        return bytes([int(match[1], 16)])
+    return bytes(alphabet[letter] for letter in name) if all(letter in alphabet for letter in name) else None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The letters by which byte-level tokenizers (GPT-2) write bytes."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(others)}

@@ -1,0 +1,50 @@
+"""What is wrong with where a run's prompts come from."""
+
+from __future__ import annotations
+
+import re
+import string
+
+from fppo.settings.checks_reward import FUNCTION
+from fppo.settings.problems import Problems, problem, unread
+from fppo.settings.train import TrainSettings
+
+
+def has_held_out(settings: TrainSettings) -> bool:
+    """Whether there are prompts to evaluate on."""
+    return bool(settings.data.eval_path) or settings.data.eval_rows is not None
+
+
+def data_problems(s: TrainSettings) -> Problems:
+    """The conflicts of the section data."""
+    data = s.data
+    if not data.path and data.rows is None:
+        yield problem("data.path", [], "is not set; give jsonl or parquet files, the name of a data set, or data.rows")
+    for path, rows in (("path", "rows"), ("eval_path", "eval_rows")):
+        if getattr(data, path) and getattr(data, rows) is not None:
+            text = f"data.{rows} = {getattr(data, rows)!r} is given too; give one of the two"
+            yield problem(f"data.{path}", list(getattr(data, path)), text)
+    for name in ("rows", "eval_rows", "sampler"):
+        value = getattr(data, name)
+        if value is not None and not FUNCTION.fullmatch(value):
+            yield problem(f"data.{name}", value, "must be module:function")
+    if data.sampler is not None and not data.shuffle:
+        yield problem("data.shuffle", False, "data.sampler gives the order; leave one of them out")
+    if not data.chat:
+        for name, default in (("chat_template", None), ("chat_arguments", {}), ("tools", None)):
+            yield from unread(f"data.{name}", getattr(data, name), default, "data.chat = true")
+    try:
+        if any(not re.match(r"\w", name) for name in _template_fields(s.data.prompt)):
+            hint = "a {} without the name of a field; write {{ and }} for plain braces"
+            yield problem("data.prompt", s.data.prompt, hint)
+    except ValueError as error:
+        hint = f"not a template: {error}; write {{{{ and }}}} for plain braces"
+        yield problem("data.prompt", s.data.prompt, hint)
+    same = sorted(set(s.data.path) & set(s.data.eval_path))
+    if same and (s.data.split == s.data.eval_split or any("." in path for path in same)):
+        text = f"{same} are trained on too (data.path); held-out prompts must be others"
+        yield problem("data.eval_path", list(s.data.eval_path), text)
+
+
+def _template_fields(text: str) -> list[str]:
+    return [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]

@@ -1,0 +1,138 @@
+"""Tokenizer, chat template and ends of a response are the model's own, and those that the settings name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import AutoTokenizer, GenerationConfig
+
+from fppo import models
+from fppo.assembly import texts
+from fppo.assembly.run import assemble
+from fppo.key import Key
+from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
+from fppo.runs import session
+from tests import tiny_run
+
+CHAT = (
+    "{% if tools %}T{{ tools[0].name }}{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% if m.role == 'assistant' %}<end>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{% if enable_thinking %}?{% endif %}A{% endif %}"
+)
+
+
+@pytest.fixture
+def task(tmp_path):
+    """A tiny task whose model is one for chats, that ends its turns with <end>."""
+    tiny_run.write_task(tmp_path)
+    words = character_tokenizer(CHARACTERS + "TA?:asert")
+    words.add_special_tokens({"additional_special_tokens": ["<end>", "<call>"]})
+    words.chat_template = CHAT
+    model = small_model(len(words), width=16, layers=1)
+    models.save(model, models.init_params(model, Key(0)), tmp_path / "start", tokenizer=words)
+    own = {"eos_token_id": [1, words.convert_tokens_to_ids("<call>")], "temperature": 0.7, "top_p": 0.8}
+    (tmp_path / "start" / "generation_config.json").write_text(json.dumps(own))
+    return tmp_path
+
+
+def test_a_response_ends_with_the_models_own_ends_and_the_turns(task):
+    settings = tiny_run.settings(task, data__chat=True, rollout__stop=["5", "<call>", "1+2"])
+    with assemble(settings) as assembly:
+        sampling = assembly.program.rollout.keywords["sampling"]
+        words = assembly.tokenizer
+        ends = words.convert_tokens_to_ids(["<eos>", "<call>", "<end>", "5"])
+        assert set(sampling.stop_token_ids) == set(ends)
+        assert sampling.stop_texts.texts == (b"5", b"1+2")
+    plain = texts.load_tokenizer(tiny_run.settings(task))
+    ends = texts.policy_generation(tiny_run.settings(task), plain).eos_token_id
+    assert ends == plain.convert_tokens_to_ids(["<eos>", "<call>"])  # no chat, no turns
+
+
+def test_an_export_keeps_how_the_model_is_sampled_and_what_ends_it(task):
+    with assemble(tiny_run.settings(task, data__chat=True)) as assembly:
+        session.export(assembly, assembly.run, task / "out")
+    kept = GenerationConfig.from_pretrained(task / "out")
+    words = AutoTokenizer.from_pretrained(task / "out")
+    assert set(kept.eos_token_id) == set(words.convert_tokens_to_ids(["<eos>", "<call>", "<end>"]))
+    assert (kept.temperature, kept.top_p) == (0.7, 0.8)
+
+
+def test_the_chat_template_gets_its_arguments_and_tools(task):
+    (task / "tools.json").write_text(json.dumps([{"name": "1"}]))
+    (task / "own.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}=")
+
+    def prompt(**changes):
+        with assemble(tiny_run.settings(task, data__chat=True, **changes)) as assembly:
+            drawn = assembly.draw(assembly.run.cursor)[0]
+        row = drawn.tokens[0][drawn.attention_mask[0]].tolist()
+        return assembly.tokenizer.decode(row), assembly.tokenizer
+
+    text, _ = prompt()
+    assert text.endswith("=A")
+    assert prompt(data__chat_arguments={"enable_thinking": True})[0] == f"{text[:-1]}?A"
+    assert prompt(data__tools=str(task / "tools.json"))[0] == f"T1{text}"
+    own, words = prompt(data__chat_template=str(task / "own.jinja"))
+    assert own == text.partition(":")[2][:-1] + "="
+    assert words.chat_template == (task / "own.jinja").read_text()
+    with pytest.raises(ValueError, match=r"does not read \['enable_thinkin'\]"):
+        prompt(data__chat_arguments={"enable_thinkin": True})
+
+
+def test_a_tokenizer_from_elsewhere_and_a_config_that_differs(task):
+    other = AutoTokenizer.from_pretrained(task / "start")
+    other.save_pretrained(task / "words")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (task / "start" / name).unlink()
+    with pytest.raises(ValueError, match=r"model\.path: .* holds no tokenizer"), assemble(tiny_run.settings(task)):
+        pass
+    elsewhere = {"model__tokenizer": str(task / "words"), "model__config": {"max_position_embeddings": 77}}
+    with assemble(tiny_run.settings(task, **elsewhere)) as assembly:
+        assert assembly.model.config.max_position_embeddings == 77
+        session.export(assembly, assembly.run, task / "out")
+    assert AutoTokenizer.from_pretrained(task / "out").get_vocab() == other.get_vocab()
+    wrong = elsewhere | {"model__config": {"max_positions": 77}}
+    refused = pytest.raises(ValueError, match=r"model\.config: .* has no \['max_positions'\]")
+    with refused, assemble(tiny_run.settings(task, **wrong)):
+        pass
+
+
+def test_an_evaluation_has_its_own_sampling(task):
+    words = AutoTokenizer.from_pretrained(task / "start")
+    own = {"temperature": 0.5, "top_p": 0.4, "top_k": 0, "max_tokens": 9, "stop": ["9"], "n": 2}
+    settings = tiny_run.settings(task, rollout__stop=["5"], rollout__top_k=3, eval=own)
+    asked = texts.eval_sampling_of(settings, words, GenerationConfig(eos_token_id=1))
+    assert (asked.temperature, asked.top_p, asked.top_k, asked.max_tokens, asked.n) == (0.5, 0.4, 0, 9, 2)
+    assert asked.stop_texts.texts == (b"9",)
+    assert not asked.greedy
+    plain = texts.eval_sampling_of(tiny_run.settings(task, rollout__stop=["5"]), words, GenerationConfig())
+    assert (plain.greedy, plain.max_tokens, plain.stop_texts.texts) == (True, 3, (b"5",))
+
+
+def rows():
+    """Rows of a test's own."""
+    for number in range(5):
+        yield {"prompt": f"{number}+1=", "answer": str(number + 1)}
+
+
+def descending(prompts, epoch, key):
+    """A sampler of a test's own: all but the first prompt, from the last on."""
+    assert key == Key(0).fold("data").fold("epoch", epoch)
+    return range(len(prompts) - 1, 0, -1)
+
+
+def beyond(prompts, epoch, key):
+    return [len(prompts)]
+
+
+def test_rows_and_an_order_of_ones_own(task):
+    own = {"data__path": [], "data__rows": f"{__name__}:rows", "data__sampler": f"{__name__}:descending"}
+    sizes = {f"{name}__mini_batch_size": 3 for name in ("actor", "critic")} | {"rollout__batch_size": 3}
+    with assemble(tiny_run.settings(task, **own, **sizes)) as assembly:
+        first, cursor = assembly.draw(assembly.run.cursor)
+        second, _ = assembly.draw(cursor)
+        assert [*first.ground_truth, *second.ground_truth] == ["5", "4", "3", "2", "5", "4"]
+    wrong = own | {"data__sampler": f"{__name__}:beyond"}
+    refused = pytest.raises(ValueError, match=r"beyond' gave \[5\], which are no indices of 5 prompts")
+    with refused, assemble(tiny_run.settings(task, **wrong)):
+        pass
