@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fppo.assembly.run import Assembly
 from fppo.batch import Scored
 from fppo.metrics import Metrics
 from fppo.pipeline.evaluate import EvaluateRun
 from fppo.pipeline.program import RunState
-from fppo.pipeline.train import Evaluate
+from fppo.pipeline.train import Evaluate, Evaluation
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.samples import scored_lines
 from fppo.runtime.mesh import Mesh, is_first
+from fppo.settings.train import TrainSettings
 
 EVALUATIONS = "evaluations"
 
@@ -32,6 +34,14 @@ def kept(evaluate: EvaluateRun, run_dir: Path, tokenizer: Any, mesh: Mesh, *, an
         return evaluate(run, keep)
 
     return evaluation
+
+
+def in_training(settings: TrainSettings, assembly: Assembly) -> Evaluation | None:
+    """When a run evaluates and how, with its responses kept in its directory; None without held-out prompts."""
+    if assembly.evaluate is None:
+        return None
+    evaluate = kept(assembly.evaluate, Path(settings.output_dir), assembly.tokenizer, assembly.mesh)
+    return Evaluation(evaluate, every=settings.eval.every, before=settings.eval.before)
 
 
 def write(scored: Sequence[Scored], path: Path, *, tokenizer: Any, step: int) -> None:

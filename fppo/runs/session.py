@@ -22,7 +22,7 @@ from fppo.assembly.run import Assembly
 from fppo.pipeline import replay
 from fppo.pipeline.measure import gauges
 from fppo.pipeline.program import RunState
-from fppo.pipeline.train import Evaluation, Observe, StepRecord, train
+from fppo.pipeline.train import Observe, StepRecord, train
 from fppo.runs import evaluations, jsonl, loggers, starts
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.starts import SETTINGS
@@ -257,8 +257,7 @@ def run_training(settings: TrainSettings, assembly: Assembly, watch: Watch | Non
             return run
         observers, writer = _writing(settings, assembly, run, opened)
         asked = opened.enter_context(asked_to_stop(announce=STOPPING if first else ""))
-        device, evaluate = device_of(run.actor.params), assembly.evaluate
-        evaluate = evaluate and evaluations.kept(evaluate, directory, assembly.tokenizer, mesh)
+        device = device_of(run.actor.params)
         try:
             run = train(
                 run,
@@ -266,7 +265,7 @@ def run_training(settings: TrainSettings, assembly: Assembly, watch: Watch | Non
                 draw=assembly.draw,
                 steps=settings.steps,
                 observers=[_gauged(observers, mesh, device, _traffic(watch, run.step))],
-                evaluation=evaluate and Evaluation(evaluate, every=settings.eval.every, before=settings.eval.before),
+                evaluation=evaluations.in_training(settings, assembly),
                 stop=lambda: bool(asked),
                 ahead=settings.rollout.ahead,
                 mesh=mesh,

@@ -52,7 +52,8 @@ def test_failures_beside_good_rows_are_counted_and_shown(task, capsys):
         _train(task, "--reward.functions", f"{__name__}:broken_half", "--rollout.batch-size", "24", "--eval.every", "1")
         == 0
     )
-    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    printed = capsys.readouterr().out.splitlines()
+    shown = [line for line in printed if line.startswith("step ") and "  held out  " not in line]
     lines = jsonl.read(task / "run" / "metrics.jsonl")
     assert len(shown) == len(lines) == 2
     for text, line in zip(shown, lines, strict=True):

@@ -62,7 +62,8 @@ def test_files_from_shards_are_those_of_one_process(name, head, axes, size, tmp_
     simulate(axes, lambda mesh: save(mesh, model, params, tmp_path / "many", max_shard_bytes=size))
     assert contents(tmp_path / "many") == contents(tmp_path / "one")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["many", "one"]
-    assert tree.digest(models.load(tmp_path / "many", head, dtype=torch.bfloat16)[1]) == tree.digest(params)
+    wide_head = {name: x.float() if name.startswith("score.") else x for name, x in params.items()}
+    assert tree.digest(models.load(tmp_path / "many", head, dtype=torch.bfloat16)[1]) == tree.digest(wide_head)
 
 
 def test_transformers_loads_what_shards_saved(tmp_path):

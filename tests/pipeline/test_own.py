@@ -122,7 +122,8 @@ def test_a_run_by_settings_is_refused_before_any_work(tmp_path):
     settings = tiny_run.settings(tmp_path, **OWN)  # there is neither a model nor a prompt
     with pytest.raises(SettingsError) as caught, assemble(settings):
         pass
-    assert len(caught.value.problems) == 3
+    assert len(caught.value.problems) == 4
+    assert "is not a directory with a model" in str(caught.value)
     for name, value in OWN.items():
         assert f"{name.replace('__', '.')} = {value!r}: " in str(caught.value)
     assert "check = false starts all the same" in str(caught.value)
