@@ -146,6 +146,7 @@ def _word_problems(path, count, seed):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.slow
 def test_gsm8k_with_a_calculator(tmp_path, monkeypatch):
     """The whole of it, small: every call that the policy makes is computed, and the policy trains behind it."""
     monkeypatch.syspath_prepend(EXPERIMENTS)

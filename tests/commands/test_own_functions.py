@@ -56,6 +56,7 @@ def _console(cwd, *arguments):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_finds_them_in_ranks_and_workers_and_when_it_goes_on_from_elsewhere(task):
     _console(task / "first", "train", "../run.toml", *FLAGS, "--steps", 1, "--nproc", 2)
     saved = files.load(task / "run" / "settings.toml")

@@ -219,6 +219,7 @@ def test_a_rank_that_is_frozen_is_named(tmp_path):
     del store
 
 
+@pytest.mark.slow
 def test_ranks_that_were_all_stopped_for_a_while_go_on(tmp_path):
     limits = Limits(period=0.1, timeout=4.0, silence=4.0)
     processes, store = start(tmp_path, partial(breaks, directory=tmp_path), {"shard": 2}, limits=limits)

@@ -19,6 +19,7 @@ from fppo.steps.ranks import shares
 OTHERS = ("gspo", "sapo", "gpg", "cispo", "gmpo", "dppo_tv", "dppo_kl", "dro")
 
 
+@pytest.mark.slow
 def test_the_actor_keeps_the_law():
     laws.check_layout(losses.ppo_clip, each=3)
 

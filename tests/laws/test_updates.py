@@ -20,6 +20,7 @@ from fppo.steps.train_state import init_state, optimizer_step
 from tests import tiny
 
 
+@pytest.mark.slow
 def test_our_updates_keep_the_laws():
     laws.check_update(losses.ppo_clip)
     chosen_by_noise = partial(losses.select_clip_cov, ratio=0.3, low=-50.0, high=50.0)

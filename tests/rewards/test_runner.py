@@ -222,6 +222,7 @@ def test_coroutines_run_together_and_are_bounded():
         assert [(f.number, f.kind) for f in results.failures] == [(20, "error"), (21, "timeout")]
 
 
+@pytest.mark.slow
 def test_a_coroutine_that_blocks_its_loop_is_found():
     results = run(functions.coroutine, samples("x", "loop", "x"), time_limit=2.5)
     assert results.scores["coroutine"] == [1.0, 0.0, 1.0]

@@ -126,6 +126,7 @@ def test_stage_3_keeps_no_layer_between_forward_and_backward(again, monkeypatch)
     assert kept[2] >= LAYERS * (per_layer - 3)  # all but biases
 
 
+@pytest.mark.slow
 def test_the_next_gather_begins_before_a_layer_runs_in_both_directions(monkeypatch):
     batch = tiny.experience(1, 3, dtype=torch.float32)
     for again in (False, True):
@@ -183,6 +184,7 @@ def test_gradients_are_reduced_while_the_backward_pass_goes_on(stage, again, mon
     assert events == ["begin", *["wait", "begin"] * (groups - 1), "wait"] * 2
 
 
+@pytest.mark.slow
 def test_stage_1_communicates_once_for_all_micro_batches(monkeypatch):
     model, params = deep_model()
     batch, optimizer = tiny.experience(1, 11, dtype=torch.float32), adamw(lambda step: 0.1)
