@@ -42,7 +42,6 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     drawn = charts.panels(records)
     charts.write_png(drawn, run_dir / CURVES, title=title)
     chosen, rest = _settings(run_dir / SETTINGS)
-    samples = jsonl.read(run_dir / SAMPLES)
     page = Page(
         title=title,
         tiles=tiles(records, rest | chosen),

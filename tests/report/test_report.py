@@ -166,6 +166,15 @@ def test_errors_name_the_file(tmp_path):
         write_report(tmp_path / "run")
 
 
+def test_damaged_lines_of_samples_are_left_out_and_named(tmp_path, capsys):
+    run = write_run(tmp_path, steps=2, text="forty-seven")
+    whole = (run / "samples.jsonl").read_text()
+    (run / "samples.jsonl").write_text("{damaged\n" + whole)
+    page = write_report(run).read_text()
+    assert "forty-seven" in page
+    assert f"left out: {run / 'samples.jsonl'}, line 1: not JSON" in capsys.readouterr().err
+
+
 def test_samples_of_the_first_and_last_steps_are_kept():
     samples = [{"step": step, "id": i} for step in range(1, 101) for i in range(9)]
     picked = report.pick(samples)
