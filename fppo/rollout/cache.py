@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from fppo.models.seams import Attend, AttentionLayer, packed_attention
 from fppo_kernels.attention.eager import masked_attention
-from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.padding import Packed
 
 # keys and values [R, Hkv, C, D] by the number of the call in a pass, as a layer may call twice; C columns, some not yet
@@ -99,8 +98,7 @@ def decode_attention(cache: Layers, column: int, first: int, bias: Tensor | None
         # the heads of a group as so many queries: keys and values are then read once, and not repeated
         folded = query.reshape(rows, k.shape[1], -1, width)
         mask = None if mask is None else mask.expand(-1, -1, folded.shape[2], -1)
-        with for_any_shape(folded.device):
-            out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
+        out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
         return out.reshape(rows, 1, heads, v.shape[3])
 
     return attend

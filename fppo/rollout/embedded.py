@@ -21,6 +21,7 @@ from fppo.rollout.records import check_prompts, check_stops, number_rows, respon
 from fppo.rollout.sampling import draw
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import LOCAL, Mesh
+from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.padding import unpad
 from fppo_kernels.record import Kernels
 
@@ -76,7 +77,7 @@ class EmbeddedEngine:
                 steps += _decode(policy, wave, ask, on_step)
             return steps
 
-        with torch.inference_mode():
+        with torch.inference_mode(), for_any_shape(device):
             steps = models.bind(self.model, params, run)
         with torch.no_grad():  # not in inference mode: the rollout is for autograd to use
             return _assemble(steps, ask, row_ids, limits=limits, pad_token_id=self.pad_token_id)

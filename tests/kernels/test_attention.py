@@ -126,11 +126,17 @@ def test_sequences_of_any_lengths_make_groups(sizes, seed):
 
 def test_cudnn_which_plans_every_shape_anew_is_left_out_on_a_gpu():
     enabled = torch.backends.cuda.cudnn_sdp_enabled
-    for device, expected in (("cpu", enabled()), ("cuda", False)):
-        with for_any_shape(torch.device(device)):
-            assert enabled() == expected
-            assert torch.backends.cuda.flash_sdp_enabled()
-    assert enabled()
+    flash = torch.backends.cuda.flash_sdp_enabled()
+    try:
+        for others in (True, False):
+            torch.backends.cuda.enable_flash_sdp(others)
+            for device, expected in (("cpu", enabled()), ("cuda", False)):
+                with for_any_shape(torch.device(device)):
+                    assert enabled() == expected
+                    assert torch.backends.cuda.flash_sdp_enabled() == others
+            assert enabled()
+    finally:
+        torch.backends.cuda.enable_flash_sdp(flash)
 
 
 def test_sdpa_runs_where_any_shape_will_do(monkeypatch):

@@ -182,6 +182,26 @@ def test_chunked_holds_no_full_logits():
 
 
 @pytest.mark.parametrize("name", ["reference", "chunked"])
+def test_an_output_that_one_rank_uses_has_its_gradient_on_all(name):
+    (hidden, weight), labels, temperature, _ = problem(0, 5, 3, 6, False, 0.7)
+    kernel = partial(table.get("log_probs", name), temperature=temperature, entropy=True)
+    leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+    out = kernel(*leaves, labels)
+    d_hidden, d_weight = torch.autograd.grad((out.log_probs + out.entropy).sum(), leaves)
+
+    def on_rank(mesh):
+        axis = mesh["tensor"]
+        own = [hidden.detach().clone().requires_grad_(), weight.detach().chunk(2)[axis.rank].clone().requires_grad_()]
+        result = kernel(*own, labels, axis=axis)
+        used = result.log_probs if axis.rank == 0 else result.entropy
+        return torch.autograd.grad(used.sum(), own)
+
+    first, second = simulate({"tensor": 2}, on_rank)
+    torch.testing.assert_close(first[0] + second[0], d_hidden, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(torch.cat([first[1], second[1]]), d_weight, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["reference", "chunked"])
 @given(**(settings | {"vocab": st.integers(1, 5)}), world=st.sampled_from([2, 4]))
 def test_a_split_vocabulary_changes_nothing(
     name, world, tokens, width, vocab, with_bias, temperature, softcap, scale, seed

@@ -1,5 +1,7 @@
 """The embedded engine samples from the model itself: its log-probs are those of transformers' forward pass."""
 
+import contextlib
+
 import attrs
 import pytest
 import torch
@@ -293,6 +295,29 @@ def test_the_rollout_may_take_part_in_autograd():
     )
     out.sum().backward()
     assert trained["model.norm.weight"].grad is not None
+
+
+def test_it_generates_where_attention_of_any_shape_will_do(monkeypatch):
+    entered = []
+
+    @contextlib.contextmanager
+    def watch(device):
+        entered.append(device.type)
+        yield
+        entered.append("left")
+
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def inside(*args, **kwargs):
+        assert entered[0] == "cpu"
+        assert "left" not in entered
+        return attention(*args, **kwargs)
+
+    model, params = make("llama")
+    monkeypatch.setattr(embedded, "for_any_shape", watch)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", inside)
+    engine_of(model).generate(params, Ask(make_prompts(), Sampling(max_tokens=3), Key(0)))
+    assert entered == ["cpu", "left"]
 
 
 def test_bad_input_is_refused():

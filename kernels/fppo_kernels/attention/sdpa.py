@@ -17,14 +17,21 @@ from fppo_kernels.attention.eager import masked_attention
 from fppo_kernels.padding import Lengths
 from fppo_kernels.shapes import Bool, Float
 
-# not cuDNN's, which makes a plan for every new shape, in tenths of a second; ragged rows are nearly always of a new one
-BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FULL, SPARE = 0.95, 16  # a sequence joins longer ones if it is 0.95 of the longest, or at most 16 tokens short
 
 
 def for_any_shape(device: torch.device) -> AbstractContextManager[Any]:
-    """Where scaled_dot_product_attention runs by kernels that need no plan of their own for each shape."""
-    return sdpa_kernel(BACKENDS) if device.type == "cuda" else nullcontext()
+    """Where scaled_dot_product_attention leaves out cuDNN's kernel, which plans every new shape for tenths of a second:
+    ragged rows nearly always have a new one. Nothing, where that kernel is off already."""
+    flags = torch.backends.cuda
+    if device.type != "cuda" or not flags.cudnn_sdp_enabled():
+        return nullcontext()
+    others = (
+        (SDPBackend.FLASH_ATTENTION, flags.flash_sdp_enabled),
+        (SDPBackend.EFFICIENT_ATTENTION, flags.mem_efficient_sdp_enabled),
+        (SDPBackend.MATH, flags.math_sdp_enabled),
+    )
+    return sdpa_kernel([backend for backend, enabled in others if enabled()])
 
 
 def causal_mask(length: int, window: int | None, device: torch.device) -> Bool[Tensor, "l l"]:
