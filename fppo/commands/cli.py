@@ -297,9 +297,7 @@ def _file_and_overrides(rest: Sequence[str], command: str) -> tuple[str | None, 
 
 def _look(processes: _Processes, settings: TrainSettings) -> list[str]:
     """What is wrong with the places and the processes of settings, seen before torch is loaded."""
-    mesh = settings.mesh
-    needed = mesh.replicate * (mesh.shard or 1) * mesh.sequence
-    world = int(os.environ.get("WORLD_SIZE") or processes.nproc or needed)
+    world = int(os.environ.get("WORLD_SIZE") or processes.nproc or settings.mesh.least_ranks)
     return [*places.place_problems(settings), *checks.mesh_problems(settings, world)]
 
 

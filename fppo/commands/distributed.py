@@ -31,7 +31,7 @@ def run(
     mesh = settings.mesh
     world = place.world
     if not place.started:
-        world = nproc or mesh.replicate * (mesh.shard or 1) * mesh.sequence
+        world = nproc or mesh.least_ranks
     sizes = mesh_sizes(settings, world)
     settings = attrs.evolve(settings, mesh=attrs.evolve(mesh, shard=sizes["shard"]))
     if place.attempt and settings.resume == "never":

@@ -61,8 +61,8 @@ def chosen_help(paths: Sequence[str]) -> list[str]:
     lines = []
     for path in paths:
         section = _section(path.rpartition(".")[0])
-        found = (x for x in _settings(type(section), f"{path.rpartition('.')[0]}.", section) if x.path == path)
-        lines += [line for setting in found for line in _written(setting)]
+        settings = _settings(type(section), f"{path.rpartition('.')[0]}.", section)
+        lines += [line for setting in settings if setting.path == path for line in _written(setting)]
     return lines
 
 

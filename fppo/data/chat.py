@@ -58,8 +58,8 @@ def check_chat_template(tokenizer: Any, *, options: ChatOptions = PLAIN) -> None
             f"the tokenizer {name} has no chat template; use a chat model, or a plain prompt template (chat = false)"
         )
     text = template if isinstance(template, str) else "\n".join(template.values())
-    given = [*options.arguments, *(["tools"] if options.tools else [])]
-    unread = [argument for argument in given if not re.search(rf"\b{re.escape(argument)}\b", text)]
+    names = [*options.arguments, *(["tools"] if options.tools else [])]
+    unread = [argument for argument in names if not re.search(rf"\b{re.escape(argument)}\b", text)]
     if unread:
         raise ValueError(
             f"the chat template of {name} does not read {unread}; leave that out, or give another template"

@@ -36,8 +36,8 @@ def checked_order(order: Sequence[int], count: int, name: str) -> list[int]:
     indices = [int(i) for i in order]
     wrong = [i for i in indices if not 0 <= i < count]
     if wrong or not indices:
-        said = f"{wrong[:3]}, which are no indices" if wrong else "no indices"
-        raise ValueError(f"{name} gave {said} of {count} prompts; an epoch is one or more of 0 to {count - 1}")
+        what = f"{wrong[:3]}, which are no indices" if wrong else "no indices"
+        raise ValueError(f"{name} gave {what} of {count} prompts; an epoch is one or more of 0 to {count - 1}")
     return indices
 
 

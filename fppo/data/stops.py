@@ -31,10 +31,10 @@ class StopTexts:
         """How many tokens there are up to and with the one that completes a text, and that text; None if none does."""
         pieces = [self.piece(token) for token in tokens]
         whole = b"".join(pieces)
-        found = [(place + len(text), text) for text in self.texts if (place := whole.find(text)) >= 0]
-        if not found:
+        ends = [(place + len(text), text) for text in self.texts if (place := whole.find(text)) >= 0]
+        if not ends:
             return None
-        end, text = min(found)
+        end, text = min(ends)
         return bisect_left(list(accumulate(map(len, pieces))), end) + 1, text.decode()
 
     def last(self, tokens: Sequence[int]) -> str | None:

@@ -115,9 +115,8 @@ def _equal_rewards(fn: Callable, example: Example, generator: torch.Generator) -
     if len(groups) < 2 or not example.mask.any(1).all():
         return None
     groups = groups.clamp(max=len(groups) // 2 - 1)  # nobody alone
-    scores = ((6 * groups + 1).double() / 10).to(
-        example.inputs["scores"]
-    )  # of which the mean of three takes a rounding
+    rounded = (6 * groups + 1).double() / 10  # the mean of three of these takes a rounding
+    scores = rounded.to(example.inputs["scores"])
     example = example.put(scores=scores, groups=groups)
     advantages = _call(fn, example)[0]
     return changed(differ("the advantage", torch.zeros_like(advantages), advantages, 0.0), "", example)
@@ -302,13 +301,11 @@ def check_gae(estimator: Callable[..., Any], *, dtypes: Sequence[torch.dtype] = 
         Law("masked steps", "a row with masked steps equals the row without them", _deletion),
         *(Law("definition", statement, partial(_is_definition, dtype=dtype)) for dtype in checked(dtypes)),
     )
-    example, see = (
-        partial(_token_example, ("rewards", "values")),
-        "print({}(rewards, values, mask, gamma=0.9, lam=0.7))",
-    )
-    check(estimator, laws, example, sizes=(*SIZES, (0, 3)), see=(see,))
+    example = partial(_token_example, ("rewards", "values"))
+    see = ("print({}(rewards, values, mask, gamma=0.9, lam=0.7))",)
+    check(estimator, laws, example, sizes=(*SIZES, (0, 3)), see=see)
     long = tuple(Law("long rows", statement, partial(_is_definition, dtype=dtype)) for dtype in dtypes)
-    check(estimator, long, example, sizes=_LONG, see=(see,))
+    check(estimator, long, example, sizes=_LONG, see=see)
 
 
 class _Whitening(NamedTuple):

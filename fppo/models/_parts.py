@@ -51,8 +51,8 @@ def read_parts(
         if converter is None:
             parts[target] = _read(sources[0], dtype, mesh)
         else:
-            made = _converted(module, target, sources, converter)
-            parts |= {name: _part(x, dtype, mesh) for name, x in made.items()}
+            whole = _converted(module, target, sources, converter)
+            parts |= {name: _part(x, dtype, mesh) for name, x in whole.items()}
     cut = fsdp.shard({name: torch.empty(model.shapes[name], device="meta") for name in wanted}, mesh)
     fits = {name: x.shape for name, x in parts.items()} == {name: x.shape for name, x in cut.items()}
     return parts if fits else None
@@ -87,8 +87,8 @@ def _converted(
     for name, file, pattern in sources:
         with safe_open(file, "pt") as tensors:
             converter.add_tensor(target, name, pattern, tensors.get_tensor(name))
-    made = converter.convert(target, model=module, config=module.config)
-    return {name: x[0] if isinstance(x, list) else x for name, x in made.items()}
+    whole = converter.convert(target, model=module, config=module.config)
+    return {name: x[0] if isinstance(x, list) else x for name, x in whole.items()}
 
 
 def _read(source: _Stored, dtype: torch.dtype, mesh: Mesh) -> Tensor:

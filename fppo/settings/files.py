@@ -72,8 +72,8 @@ def load(
         settings = relocated(settings, Path(path).parent)
     settings = _remember_modules(override(settings, overrides, prog=prog), path)
     known = {problem.split(" = ")[0] for problem in problems}  # a malformed value was replaced by its default
-    found = dict.fromkeys([*checks.problems(settings), *look(settings)])
-    problems += [p for p in found if p.split(" = ")[0] not in known]
+    every = dict.fromkeys([*checks.problems(settings), *look(settings)])
+    problems += [p for p in every if p.split(" = ")[0] not in known]
     if problems:
         raise SettingsError(problems, where="the settings" if path is None else str(path))
     return settings

@@ -33,3 +33,8 @@ class MeshSettings(PlanMeshSettings):
 
     timeout: float = setting(600.0, above(0))
     """Seconds that a collective waits for the other ranks before the run ends with an error."""
+
+    @property
+    def least_ranks(self) -> int:
+        """The processes that it takes if it cuts parameters over no more than it says."""
+        return self.replicate * (self.shard or 1) * self.sequence

@@ -151,13 +151,13 @@ class TurnsEngine:
 
     def _turn(self, ids: list[int], sampling: Sampling) -> Message:
         """The policy's turn as a message: special tokens stand in its text, but for one that ended it."""
-        found = None if sampling.stop_texts is None else sampling.stop_texts.last(ids)
+        stop_text = None if sampling.stop_texts is None else sampling.stop_texts.last(ids)
         content = ids[:-1] if ids[-1] in self.tokenizer.all_special_ids else ids
         text, end = (
             self.tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             for part in (content, ids[-1:])
         )
-        return {"role": "assistant", "content": text, "end": end if found is None else found}
+        return {"role": "assistant", "content": text, "end": end if stop_text is None else stop_text}
 
     def _tool_results(self, conversations: Sequence[list[Message]], device: torch.device) -> list[ToolResult]:
         """The tools' results for conversations that all ranks hold, each asked for by one of them."""
