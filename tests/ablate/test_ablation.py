@@ -110,6 +110,7 @@ def test_a_kernel_that_lacks_outputs_is_measured_on_those_it_has(ablation):
     assert found.lacks == ("entropy", "sum_squared")
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_the_numbers():
     """A kernel whose log-probs are off by a known amount, in float64, where nothing else is."""
 
@@ -127,6 +128,7 @@ def test_errors_are_those_of_the_numbers():
     assert row(found, "reference").contract == "not checked"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", list(operations.CASES))
 def test_every_operation_is_ablated_within_its_tolerance(op):
     names = PLAIN if op == "log_probs" else [n for n, reason in tables.available(op).items() if reason is None][:2]

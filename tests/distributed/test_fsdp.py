@@ -54,7 +54,13 @@ def updates(mesh):
     return [update(mesh, *settings) for settings in SETTINGS]
 
 
-@pytest.mark.parametrize("axes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=["2", "2x2"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param({"shard": 2}, id="2"),
+        pytest.param({"replicate": 2, "shard": 2}, id="2x2", marks=pytest.mark.slow),
+    ],
+)
 def test_processes_with_sharded_parameters_do_the_update_of_one(axes):
     expected, numbers, log_probs = update(Mesh.local(), 3, False)
     ranks_results = processes.run(axes, updates)

@@ -116,6 +116,7 @@ def own_update(state, batch, *, report=term, **settings):
     return update(state, batch, objective=objective, prefix="mine", **settings)
 
 
+@pytest.mark.slow
 def test_a_term_of_ones_own_objective_counts_once_for_a_mini_batch_under_any_name():
     laws.check_update_fn(own_update, modes=("token-mean",))
     laws.check_layout_fn(own_update, modes=("token-mean",), max_ranks=4, each=1)

@@ -127,6 +127,7 @@ def test_rows_that_differ_in_their_finish_or_their_prompts_extras_alone_are_told
     assert actual.scores == {"marked": [1.0, 1.5, 2.0, 2.5]}
 
 
+@pytest.mark.slow
 def test_timeouts_and_deaths_are_those_of_the_plain_judgement():
     sampled, asked = words(["p", "q"], ["sleep", "a", "die", "b"])
     with rewards.RewardRunner(functions.by_response, time_limit=4.0) as runner:

@@ -199,6 +199,7 @@ def test_a_coroutine_that_is_late_ends_as_it_likes_and_is_late():
     assert sorted(ended) == ["raise", "stay"]
 
 
+@pytest.mark.slow
 def test_functions_of_the_batch_see_all_and_isolate_by_halves():
     words = ["a", "bb", "ccc", "dddd"]
     results = run(functions.batch_lengths, samples(*words))
@@ -370,6 +371,7 @@ def test_a_script_without_a_guard_leaves_nothing_behind(tmp_path, how):
     process.stderr.close()
 
 
+@pytest.mark.slow
 def test_workers_outlive_the_thread_that_needed_them():
     """A rollout ahead is scored on a thread that ends, maybe before a process that it started anew is ready."""
     with RewardRunner(functions.naps, time_limit=3.0, workers=2) as runner:

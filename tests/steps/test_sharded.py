@@ -96,6 +96,7 @@ def watch(monkeypatch):
     return alive, events, before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
 def test_stage_3_keeps_no_layer_between_forward_and_backward(again, monkeypatch):
     model, params = deep_model(checkpoint_layers=again)
