@@ -125,15 +125,14 @@ def write_png(drawn: Sequence[Panel], path: Path, *, title: str) -> None:
     """All panels in one picture."""
     columns = min(3, max(len(drawn), 1))
     rows = max(-(-len(drawn) // columns), 1)
-    figure = Figure(figsize=(4.4 * columns, 2.9 * rows + 0.5), layout="constrained")
+    width, height = 4.4 * columns, 2.9 * rows + 0.4
+    figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
-    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.1)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for panel, ax in zip(drawn, axes.flat, strict=False):
-        _draw(panel, ax)
-    for ax in axes.flat[len(drawn) :]:
-        ax.set_axis_off()
+    figure.text(0.1 / width, 1 - 0.1 / height, title, fontsize=12, fontweight="bold", va="top")
+    for number, panel in enumerate(drawn):
+        row, column = divmod(number, columns)  # places in inches: a layout that matplotlib works out doubles the time
+        left, bottom = 4.4 * column + 0.6, 2.9 * (rows - 1 - row) + 0.5
+        _draw(panel, figure.add_axes((left / width, bottom / height, 3.65 / width, 2.05 / height)))
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 

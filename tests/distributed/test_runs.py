@@ -75,7 +75,7 @@ def test_ranks_end_when_their_launcher_is_killed_while_they_start(task, tmp_path
 def test_ranks_killed_at_random_moments_end_where_undisturbed_ones_end(task, tmp_path):
     """20 starts, in each of which a rank is killed, at start-up, in a step or while writing, unless the machine let
     both end before: the other ends by itself, unless they had not met yet (then a launcher ends it)."""
-    changes = STEPS | {"steps": 120}
+    changes = STEPS | {"steps": 90}
     file, log = write(task, tmp_path / "killed", **changes), tmp_path / "log"
     draw, killed = random.Random(0), 0
     for kill in range(20):
@@ -96,7 +96,7 @@ def test_ranks_killed_at_random_moments_end_where_undisturbed_ones_end(task, tmp
     whole = Ranks(["train", str(write(task, tmp_path / "whole", **changes))], 2, log)
     assert whole.end(300) == [0, 0]
     assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
-    assert sorted(digests(tmp_path / "whole")) == list(range(1, 121))
+    assert sorted(digests(tmp_path / "whole")) == list(range(1, 91))
 
 
 def numbers(directory: Path) -> dict[int, dict[str, float]]:

@@ -173,7 +173,7 @@ def _train_quietly(given):
 def test_a_run_killed_at_random_moments_ends_where_an_undisturbed_one_ends(task, tmp_path):
     """20 starts, each killed at start-up, in a step or while writing, unless this machine let it end before; none may
     lose more than the step under way and the one before, which is still being written."""
-    changes = {"steps": 200, "eval__before": False, "rollout__batch_size": 4, "checkpoint__keep": 1}
+    changes = {"steps": 100, "eval__before": False, "rollout__batch_size": 4, "checkpoint__keep": 1}
     given = tiny_run.settings(task, output_dir=str(tmp_path / "killed"), **changes)
     directory, draw, killed = tmp_path / "killed", random.Random(0), 0
     for kill in range(20):
