@@ -12,9 +12,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data
-from fppo.assembly.parts import device_of, kernels_of
+from fppo.assembly.parts import check_heads, check_length, device_of, kernels_of
 from fppo.assembly.program import advantage_of, functions_of, optimizers_of, policy_loss
-from fppo.assembly.rewards import reward_of
+from fppo.assembly.rewards import check_scorers, reward_of
 from fppo.assembly.texts import (
     chat_options,
     config_of,
@@ -31,6 +31,7 @@ from fppo.pipeline.estimators import AdvantageFn
 from fppo.rollout import saved
 from fppo.rollout.engine import Sampling
 from fppo.rollout.turns import tools
+from fppo.runtime.mesh import Mesh
 from fppo.settings import checks, files
 from fppo.settings.checks_data import has_held_out
 from fppo.settings.train import TrainSettings
@@ -69,7 +70,7 @@ class Inputs:
 
 
 def read_inputs(
-    settings: TrainSettings, *, kernels: Kernels | None = None, device: torch.device | None = None
+    settings: TrainSettings, *, mesh: Mesh, kernels: Kernels | None = None, device: torch.device | None = None
 ) -> Inputs:
     """All of it. Raises SettingsError that names everything that is wrong. `kernels` stand in for those that the
     settings name, and `device` for the one they name."""
@@ -87,7 +88,7 @@ def read_inputs(
     prompts = tried(lambda: load_prompts(settings, tokenizer, held_out=False))
     there = has_held_out(settings)
     held_out = tried(lambda: load_prompts(settings, tokenizer, held_out=True)) if there else None
-    tried(lambda: _check_vocabularies(settings, tokenizer, [x for x in (prompts, held_out) if x is not None]))
+    _check_models(settings, tokenizer, [x for x in (prompts, held_out) if x is not None], mesh, tried)
     sampling = tried(lambda: sampling_of(settings, tokenizer, ends))
     eval_sampling = tried(lambda: eval_sampling_of(settings, tokenizer, ends))
     order = None if prompts is None else tried(lambda: order_of(settings, prompts, Key(settings.seed).fold("data")))
@@ -114,7 +115,7 @@ def read_inputs(
     )
 
 
-def read_eval_inputs(settings: TrainSettings, *, device: torch.device | None = None) -> EvalInputs:
+def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.device | None = None) -> EvalInputs:
     """What an evaluation needs, and nothing that is for training. Raises SettingsError that names all that is wrong."""
     search(settings.module_dirs)
     tried = _Tried()
@@ -126,7 +127,7 @@ def read_eval_inputs(settings: TrainSettings, *, device: torch.device | None = N
         raise tried.error()
     held_out = tried(lambda: load_prompts(settings, tokenizer, held_out=True))
     sampling = tried(lambda: eval_sampling_of(settings, tokenizer, policy_generation(settings, tokenizer)))
-    tried(lambda: _check_vocabularies(settings, tokenizer, [] if held_out is None else [held_out], trained=False))
+    _check_models(settings, tokenizer, [] if held_out is None else [held_out], mesh, tried, trained=False)
     if tried.problems:
         raise tried.error()
     assert device is not None and kernels is not None  # noqa: PT018
@@ -227,17 +228,31 @@ def _check_rewards(settings: TrainSettings) -> None:
         tools.resolve(settings.rollout.turns.respond)
 
 
-def _check_vocabularies(
-    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, prompt_sets: list[PromptSet], *, trained: bool = True
+def _check_models(
+    settings: TrainSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_sets: list[PromptSet],
+    mesh: Mesh,
+    tried: _Tried,
+    *,
+    trained: bool = True,
 ) -> None:
-    """Raises ValueError if the models do not fit the tokenizer, each other, or the prompts."""
+    """Notes models that do not fit the tokenizer, each other, the prompts, the mesh or the longest row."""
     section = settings.model
     named = {"actor": ("model.path", section.path)}
     if trained and checks.uses_critic(settings) and section.critic_path is not None:
         named["critic"] = ("model.critic_path", section.critic_path)
     if trained and checks.uses_reference(settings) and section.ref_path is not None:
         named["reference"] = ("model.ref_path", section.ref_path)
-    configs = {role: config_of(settings, config_place(path, name)) for role, (name, path) in named.items()}
-    data.check_vocabulary(tokenizer, configs)
+    tried(lambda: check_scorers(settings, tokenizer, mesh))
+    configs = tried(
+        lambda: {role: config_of(settings, config_place(path, name)) for role, (name, path) in named.items()}
+    )
+    if configs is None:
+        return
+    tried(lambda: data.check_vocabulary(tokenizer, configs))
+    for config in configs.values():
+        tried(lambda config=config: check_heads(config, mesh))
+        tried(lambda config=config: check_length(settings, config))
     for prompts in prompt_sets:
-        data.check_tokens(prompts, data.vocabulary_size(configs["actor"]))
+        tried(lambda prompts=prompts: data.check_tokens(prompts, data.vocabulary_size(configs["actor"])))

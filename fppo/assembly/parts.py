@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
+from typing import Literal
 
 import torch
+from transformers import PreTrainedConfig
 
 from fppo import models, tree
 from fppo.assembly.texts import config_of, config_place, directory_of
@@ -26,6 +28,9 @@ from fppo.steps.micro_batching import MicroBatching
 from fppo.workers.imports import imported
 from fppo_kernels import table as tables
 from fppo_kernels.record import Kernels
+
+Role = Literal["actor", "critic", "ref", "reward model", "judge"]
+Offload = Literal["none", "moments", "all"]
 
 
 def device_of(settings: TrainSettings) -> torch.device:
@@ -109,11 +114,26 @@ def load_models(
     for each in (model, critic_model, ref_model):
         if each is not None:
             check_attention(settings, each)
-            check_heads(each, mesh)
-            check_length(settings, each)
     params, critic, ref = (x and on_device(x, device) for x in (params, critic, ref))
     assert params is not None
     return model, params, critic_model, critic, ref
+
+
+def offload_of(settings: TrainSettings, role: Role) -> Offload:
+    """What of a role is on the host between uses: nothing, the optimizer's moments, or all of it."""
+    common = settings.model.offload
+    match role:
+        case "actor":
+            return common
+        case "critic":
+            return settings.critic.offload or common
+        case "ref":
+            own = settings.model.ref_offload
+        case "reward model":
+            own = settings.reward.model.offload
+        case "judge":
+            own = settings.reward.judge.offload
+    return common if own is None else "all" if own else "none"
 
 
 def on_device(params: Params, device: torch.device) -> Params:
@@ -126,9 +146,9 @@ def compute_dtype_of(name: str) -> torch.dtype | None:
     return None if name == "float32" else getattr(torch, name)
 
 
-def check_heads(model: Model, mesh: Mesh) -> None:
+def check_heads(config: PreTrainedConfig, mesh: Mesh) -> None:
     """Raises ValueError if the sequence axis cannot share out the model's attention heads."""
-    heads, ranks = model.config.num_attention_heads, mesh["sequence"].size
+    heads, ranks = config.num_attention_heads, mesh["sequence"].size
     if heads % ranks:
         fitting = [n for n in range(1, heads + 1) if heads % n == 0]
         raise ValueError(
@@ -136,14 +156,16 @@ def check_heads(model: Model, mesh: Mesh) -> None:
         )
 
 
-def check_length(settings: TrainSettings, model: Model) -> None:
+def check_length(settings: TrainSettings, config: PreTrainedConfig) -> None:
     """Raises ValueError if rows may grow longer than those for which the model is one function."""
-    limit = models.longest_row(model.config)
-    prompt, response = settings.data.max_prompt_tokens, settings.rollout.max_tokens
+    limit = models.longest_row(config)
+    prompt, response, name = settings.data.max_prompt_tokens, settings.rollout.max_tokens, "rollout.max_tokens"
+    if has_held_out(settings) and (settings.eval.max_tokens or 0) > response:
+        response, name = settings.eval.max_tokens or 0, "eval.max_tokens"
     if limit is not None and prompt + response > limit:
         raise ValueError(
-            f"data.max_prompt_tokens = {prompt} and rollout.max_tokens = {response} allow rows of {prompt + response} "
-            f"tokens: {over_long(model.config, limit)}"
+            f"data.max_prompt_tokens = {prompt} and {name} = {response} allow rows of {prompt + response} "
+            f"tokens: {over_long(config, limit)}"
         )
 
 
@@ -187,7 +209,7 @@ def engine_of(
     settings: TrainSettings, model: Model, kernels: Kernels, pad_token_id: int, mesh: Mesh, lane: Lane
 ) -> Iterator[SpreadEngine]:
     """The engine that the settings name, on every rank, for as long as the context lasts."""
-    on_host = settings.model.offload == "all"
+    on_host = offload_of(settings, "actor") == "all"
 
     def spread(engine: Engine) -> SpreadEngine:
         engine = FetchingEngine(engine=engine, lane=lane) if on_host else engine

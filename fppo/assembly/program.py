@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fppo import losses
-from fppo.assembly.parts import forward_micro_batching_of, micro_batching_of
+from fppo.assembly.parts import Role, forward_micro_batching_of, micro_batching_of, offload_of
 from fppo.batch import Annotated
 from fppo.pipeline import stages
 from fppo.pipeline.draw import equal_groups, sample_groups, sample_saved, saving, truncated
@@ -109,10 +109,11 @@ def optimizers_of(settings: TrainSettings, kernels: Kernels, lane: Lane | None) 
 
     What the settings keep on the host goes by the lane; without one it stays on the device.
     """
-    on_host = None if settings.model.offload == "none" else lane
     batch_size = settings.rollout.batch_size
+    roles: dict[Role, ActorSettings | CriticSettings] = {"actor": settings.actor, "critic": settings.critic}
     optimizers = {}
-    for role, section in (("actor", settings.actor), ("critic", settings.critic)):
+    for role, section in roles.items():
+        on_host = None if offload_of(settings, role) == "none" else lane
         steps = settings.steps - (_critic_warmup(settings) if role == "actor" else 0)
         updates = steps * section.epochs * batch_size // files.mini_batch_size(section, batch_size)
         optimizers[role] = optimizer_of(section.optimizer, updates, kernel=kernels.adamw, on_host=on_host)
@@ -194,7 +195,7 @@ def _annotate_stage(settings: TrainSettings, resources: Resources) -> AnnotateSt
         temperature=resources.sampling.temperature,
         old_log_probs=files.old_log_probs(settings),
         sum_squared=_needs_squares(settings),
-        fetch=(lambda params: OnHost(params, lane)) if settings.model.offload == "all" else (lambda params: params),
+        fetch=lambda role, params: OnHost(params, lane) if offload_of(settings, role) == "all" else params,
     )
     if settings.rollout.gap == "off" or settings.rollout.from_ is not None:
         return annotate
@@ -301,12 +302,12 @@ def _score_stage(settings: TrainSettings, resources: Resources) -> ScoreStage:
 
 
 def _measured(
-    role: str, update: UpdateStage, settings: TrainSettings, resources: Resources, forward: Forward, loop: Loop
+    role: Role, update: UpdateStage, settings: TrainSettings, resources: Resources, forward: Forward, loop: Loop
 ) -> UpdateStage:
     """The update with its rates as metrics, and with what the settings keep on the host."""
     if settings.model.offload_activations:
         update = activations_on_host(update, resources.lane)
-    if settings.model.offload == "all":
+    if offload_of(settings, role) == "all":
         update = offloaded(update, resources.lane)
     return with_mfu(role, update, forward=forward, epochs=loop.epochs)
 

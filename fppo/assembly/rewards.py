@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -18,6 +19,7 @@ from fppo.assembly.parts import (
     compute_dtype_of,
     forward_micro_batching_of,
     kernels_of,
+    offload_of,
     on_device,
     vllm_engine,
 )
@@ -33,11 +35,12 @@ from fppo.assembly.texts import (
 from fppo.data import ChatOptions
 from fppo.data.encode import check_open_end
 from fppo.key import Key
+from fppo.models.load import read_config
 from fppo.models.model import Model, Params
 from fppo.rewards.early import EarlyRewardRunner
 from fppo.rewards.functions import RewardFn
 from fppo.rewards.judge import LanguageJudge
-from fppo.rewards.models import encode, load_reward_model, model_reward
+from fppo.rewards.models import encode, find_reward_model, load_reward_model, model_reward
 from fppo.rollout.check import check_engine
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Engine, Sampling
@@ -69,6 +72,23 @@ def reward_runner(
         EarlyRewardRunner(runner, tokenizer, early=section.overlap) as early,
     ):
         yield early
+
+
+def check_scorers(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, mesh: Mesh) -> None:
+    """Raises ValueError for a reward model or a judge that will not do, as far as that is seen without its weights."""
+    model, judge, remote = settings.reward.model, settings.reward.judge, settings.model.trust_remote_code
+    if model.path is not None:
+        directory_of(model.path, "reward.model.path")
+        directory, _ = find_reward_model(model.path, label=model.label, trust_remote_code=remote)
+        config = read_config(directory, trust_remote_code=remote)
+        check_heads(config, mesh)
+        _own_tokenizer(settings, tokenizer, config, chat=_reads_chat(settings))
+    if judge.path is not None:
+        directory = directory_of(judge.path, "reward.judge.path")
+        config, own = read_config(directory, trust_remote_code=remote), _judge_tokenizer(settings, directory)
+        if judge.engine == "embedded":
+            check_heads(config, mesh)
+        data.check_vocabulary(own, {"judge": config})
 
 
 def reward_of(settings: TrainSettings, extra: Weighted) -> rewards.Reward:
@@ -104,13 +124,12 @@ def reward_model_of(
         mesh=mesh,
     )
     check_attention(settings, model)
-    check_heads(model, mesh)
-    chat = settings.data.chat if section.chat is None else section.chat
+    chat = _reads_chat(settings)
     own = _own_tokenizer(settings, tokenizer, model.config, chat=chat)
     params = on_device(params, device)
     read = {} if own is None else {"read": _reader(tokenizer, own, chat)}
     fn = model_reward(
-        OnHost(to_host(params), Lane(device)) if settings.model.offload == "all" else params,
+        OnHost(to_host(params), Lane(device)) if offload_of(settings, "reward model") == "all" else params,
         model=model,
         kernels=kernels_of(settings),
         mesh=mesh,
@@ -118,6 +137,11 @@ def reward_model_of(
         **read,
     )
     return {"reward_model": (fn, section.weight)}
+
+
+def _reads_chat(settings: TrainSettings) -> bool:
+    own = settings.reward.model.chat
+    return settings.data.chat if own is None else own
 
 
 def _micro_batching(settings: TrainSettings) -> MicroBatching:
@@ -186,8 +210,7 @@ def judge_of(
         yield {}
         return
     directory = directory_of(section.path, "reward.judge.path")
-    own = open_tokenizer(str(directory), "reward.judge.path", remote)
-    _check_judge_tokenizer(own, chat=section.chat)
+    own = _judge_tokenizer(settings, directory)
     compute = compute_dtype_of(settings.model.compute_dtype)
     model, params = models.load(
         directory,
@@ -221,13 +244,16 @@ def judge_of(
         yield {"judge": (judge, section.weight)}
 
 
-def _check_judge_tokenizer(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> None:
-    if chat and tokenizer.chat_template is None:
+def _judge_tokenizer(settings: TrainSettings, directory: Path) -> PreTrainedTokenizerBase:
+    """Raises ValueError if there is none, or it lacks what is needed."""
+    tokenizer = open_tokenizer(str(directory), "reward.judge.path", settings.model.trust_remote_code)
+    if not settings.reward.judge.chat:
+        check_open_end("a question", tokenizer)
+    elif tokenizer.chat_template is None:
         raise ValueError(
             "reward.judge.chat: the judge's tokenizer has no chat template; use a chat model, or set it to false"
         )
-    if not chat:
-        check_open_end("a question", tokenizer)
+    return tokenizer
 
 
 @contextlib.contextmanager
@@ -246,7 +272,7 @@ def _judge_engine(
             model=model, kernels=kernels_of(settings), pad_token_id=pad_token_id, max_rows=section.max_rows, mesh=mesh
         )
         params = on_device(params, device)
-        if settings.model.offload == "all":
+        if offload_of(settings, "judge") == "all":
             params, engine = to_host(params), FetchingEngine(engine=engine, lane=Lane(device))
         yield engine, params
         return

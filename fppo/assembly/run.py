@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from fppo import data, rewards, tree
 from fppo.assembly.announce import input_lines, model_lines
 from fppo.assembly.inputs import EvalInputs, Inputs, read_eval_inputs, read_inputs
-from fppo.assembly.parts import bare_model, check_attention, check_heads, engine_of, load_models
+from fppo.assembly.parts import Offload, bare_model, check_attention, engine_of, load_models, offload_of
 from fppo.assembly.program import Resources, optimizers_of, program_of
 from fppo.assembly.rewards import reward_runner
 from fppo.assembly.turns import in_turns
@@ -71,7 +71,7 @@ def assemble(
     given, which it must be for a run that samples ahead. `announce` is told what is loaded, in lines.
     """
     key, sampling_mesh = Key(settings.seed), sampling_mesh or mesh
-    inputs = read_inputs(settings, kernels=kernels, device=device)
+    inputs = read_inputs(settings, mesh=mesh, kernels=kernels, device=device)
     tokenizer, kernels, device, pad = inputs.tokenizer, inputs.kernels, inputs.device, inputs.prompts.pad_token_id
     announce(input_lines(settings, inputs))
     model, params, critic_model, critic, ref = load_models(settings, key, mesh, device)
@@ -130,13 +130,12 @@ def assemble_evaluation(
     """
     if not has_held_out(settings):
         raise ValueError("data.eval_path is not set: there are no held-out prompts; give --data.eval-path FILE")
-    inputs = read_eval_inputs(settings, device=device)
+    inputs = read_eval_inputs(settings, mesh=mesh, device=device)
     tokenizer, kernels, device, pad = inputs.tokenizer, inputs.kernels, inputs.device, inputs.held_out.pad_token_id
     model = bare_model(settings)
     check_attention(settings, model)
-    check_heads(model, mesh)
     with _answering(settings, kernels, model, tokenizer, pad, mesh, Lane(device)) as answering:
-        place = torch.device("cpu") if settings.model.offload == "all" else device
+        place = torch.device("cpu") if offload_of(settings, "actor") == "all" else device
         evaluation = _evaluation(settings, inputs, answering)
         yield Evaluator(evaluate=evaluation, tokenizer=tokenizer, model=model, device=place)
 
@@ -179,9 +178,9 @@ def _fresh(
 ) -> RunState:
     """The run before its first step."""
     return RunState(
-        actor=_state(settings, params, optimizers["actor"]),
-        critic=None if critic is None else _state(settings, critic, optimizers["critic"]),
-        ref=to_host(ref) if ref is not None and settings.model.offload == "all" else ref,
+        actor=_state(params, optimizers["actor"], offload_of(settings, "actor")),
+        critic=None if critic is None else _state(critic, optimizers["critic"], offload_of(settings, "critic")),
+        ref=to_host(ref) if ref is not None and offload_of(settings, "ref") == "all" else ref,
         kl=KLState(coef=settings.algorithm.kl.coef),
         key=key,
         cursor=DataCursor(),
@@ -189,10 +188,10 @@ def _fresh(
     )
 
 
-def _state(settings: TrainSettings, params: Params, optimizer: Optimizer) -> TrainState:
-    """The state before the first update, on the host as far as the settings want it there."""
+def _state(params: Params, optimizer: Optimizer, offload: Offload) -> TrainState:
+    """The state before the first update, on the host as far as that is asked for."""
     state = init_state(params, optimizer)
-    match settings.model.offload:
+    match offload:
         case "all":
             return to_host(state)
         case "moments":

@@ -20,7 +20,7 @@ from fppo._errors import RunFailed, did_you_mean
 from fppo.commands import help as helps
 from fppo.runtime.parent import end_with_launcher
 from fppo.settings import ablate as settings_ablate
-from fppo.settings import checks, files, places
+from fppo.settings import checks, contents, files, machine, modules, places
 from fppo.settings import plan as settings_plan
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.mesh import MeshSettings
@@ -165,7 +165,8 @@ def _train(rest: Sequence[str]) -> int | None:
     if (sections := helps.asked_for(rest)) is not None:
         return _settings_help(usage, _train, sections)
     processes, own = _processes(rest)
-    settings = files.load(*_file_and_overrides(own, "train"), prog=usage, look=partial(_look, processes))
+    look = partial(_look, processes, exports=True)
+    settings = files.load(*_file_and_overrides(own, "train"), prog=usage, look=look)
     from fppo.commands import actions, distributed
 
     return distributed.run(actions.train, settings, ["train", *own], *processes)
@@ -251,8 +252,10 @@ def _ablate(rest: Sequence[str]) -> int | None:
 
 
 def _plan(rest: Sequence[str]) -> int | None:
-    """Says what a run will need, before there is one: fppo plan --model llama-3.1-70b --mesh.shard 64 --gpu h200"""
-    options = tyro.cli(PlanSettings, args=rest, prog="fppo plan")
+    """Says what a run will need, before there is one: fppo plan FILE.toml --gpu h200, or --model llama-3.1-70b ..."""
+    file, own = _file_and_overrides(rest, "plan")
+    default = PlanSettings() if file is None else settings_plan.of_run(files.load(file, prog="fppo plan FILE.toml"))
+    options = tyro.cli(PlanSettings, args=own, default=default, prog="fppo plan [FILE.toml]")
     if wrong := settings_plan.problems(options):
         raise files.SettingsError(wrong)
     from fppo.commands import plan
@@ -295,10 +298,20 @@ def _file_and_overrides(rest: Sequence[str], command: str) -> tuple[str | None, 
     return None, list(rest)
 
 
-def _look(processes: _Processes, settings: TrainSettings) -> list[str]:
-    """What is wrong with the places and the processes of settings, seen before torch is loaded."""
+def _look(processes: _Processes, settings: TrainSettings, known: Sequence[str], *, exports: bool = False) -> list[str]:
+    """All that is wrong with what settings name outside of themselves and can be seen before torch is loaded; of a run
+    that `exports` its policy, with the place for that too. Rows are read where there are problems anyway: else the
+    run will read them, and name theirs with what it finds."""
     world = int(os.environ.get("WORLD_SIZE") or processes.nproc or settings.mesh.least_ranks)
-    return [*places.place_problems(settings), *checks.mesh_problems(settings, world)]
+    here, visible = int(os.environ.get("LOCAL_WORLD_SIZE") or world), os.environ.get("CUDA_VISIBLE_DEVICES")
+    target = places.target_problem(settings, Path(settings.output_dir) / places.MODEL) if exports else None
+    wrong = [*places.place_problems(settings), *([] if target is None else [target])]
+    wrong += [*modules.module_problems(settings), *machine.machine_problems(settings, here, visible=visible)]
+    wrong += [*contents.token_problems(settings), *checks.mesh_problems(settings, world)]
+    every = [*known, *wrong]
+    if every and not any(text.startswith(("data.", "[data")) for text in every):
+        wrong += contents.row_problems(settings)
+    return wrong
 
 
 def _settings_help(usage: str, command: Callable[[Sequence[str]], int | None], sections: Sequence[str]) -> None:

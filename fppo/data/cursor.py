@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from fppo.batch import Prompts
-from fppo.data.prompt_set import PromptSet, collate
+from fppo.data.prompts import PromptSet, collate
 from fppo.key import Key
 from fppo.tree import state
 

@@ -6,7 +6,8 @@ from fppo.models.load import load
 from fppo.models.model import Model, attention_needs, build, longest_row, packed_attention, padded_attention
 from fppo.models.probe import check_model
 from fppo.models.run import bind, call_layer, forward, hidden_states
-from fppo.models.save import check_replaceable, save, save_config
+from fppo.models.save import save, save_config
+from fppo.runtime.exports import check_replaceable
 
 __all__ = [
     "Head",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from fppo.models._save_plan import Plan, plan
 from fppo.models.model import Model, Params
 from fppo.runtime import fsdp
+from fppo.runtime.exports import draft_of, replacing
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, device_of, gather_objects, is_first
 
 DEFAULT_SHARD_BYTES = 2 << 30
-CONTENTS = "fppo_files.json"  # names all files of an export, so that the next one knows what it may replace
 
 
 @torch.no_grad()
@@ -47,35 +47,24 @@ def save(
     _check(model, params, mesh)
     params = {name: x.detach() for name, x in params.items()}
     chosen = plan(model, {name: x.dtype for name, x in params.items()}, max_shard_bytes)
-    target = Path(directory).resolve()
-    beside = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    device = device_of(params)
+    draft, device = draft_of(directory), device_of(params)
+    with contextlib.ExitStack() as opened:
 
-    def prepare() -> None:
-        check_replaceable(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(beside, ignore_errors=True)
-        chosen.write_config(beside)
+        def prepare() -> None:
+            opened.enter_context(replacing(directory))
+            chosen.write_config(draft)
 
-    def finish() -> None:
-        if chosen.index is not None:
-            text = json.dumps(chosen.index, indent=2, sort_keys=True) + "\n"
-            (beside / "model.safetensors.index.json").write_text(text)
-        for extra in (tokenizer, generation_config):
-            if extra is not None:
-                extra.save_pretrained(beside)
-        _complete(beside)
-        check_replaceable(target)  # again: writing takes a while
-        _take_place(beside, target)
+        def finish() -> None:
+            if chosen.index is not None:
+                text = json.dumps(chosen.index, indent=2, sort_keys=True) + "\n"
+                (draft / "model.safetensors.index.json").write_text(text)
+            _save_others(draft, tokenizer, generation_config)
+            opened.close()
 
-    try:
         _first_alone(prepare, mesh, device)
         for file, names in chosen.files.items():
-            _save_file(chosen, names, params, beside / file, mesh)
+            _save_file(chosen, names, params, draft / file, mesh)
         _first_alone(finish, mesh, device)
-    finally:
-        if is_first(mesh):
-            shutil.rmtree(beside, ignore_errors=True)
 
 
 def save_config(
@@ -89,20 +78,17 @@ def save_config(
 
     `build` makes the model again of it. Raises ValueError as `save` does for what is in its way.
     """
-    target = Path(directory).resolve()
-    check_replaceable(target)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(beside, ignore_errors=True)
-    try:
-        plan(model, dict.fromkeys(model.shapes, torch.float32), DEFAULT_SHARD_BYTES).write_config(beside)
-        for extra in (tokenizer, generation_config):
-            if extra is not None:
-                extra.save_pretrained(beside)
-        _complete(beside)
-        _take_place(beside, target)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    with replacing(directory) as draft:
+        plan(model, dict.fromkeys(model.shapes, torch.float32), DEFAULT_SHARD_BYTES).write_config(draft)
+        _save_others(draft, tokenizer, generation_config)
+
+
+def _save_others(
+    draft: Path, tokenizer: PreTrainedTokenizerBase | None, generation_config: GenerationConfig | None
+) -> None:
+    for other in (tokenizer, generation_config):
+        if other is not None:
+            other.save_pretrained(draft)
 
 
 def _check(model: Model, params: Params, mesh: Mesh) -> None:
@@ -160,53 +146,3 @@ def _own(x: Tensor, whole: Params, mesh: Mesh) -> Tensor:
     """`x` on the host, contiguous; if it was cut out of gathered parameters, in memory of its own, to free those."""
     piece = mesh.sharded and all(x is not each for each in whole.values())
     return x.to("cpu", copy=piece, memory_format=torch.contiguous_format).contiguous()
-
-
-def check_replaceable(directory: str | os.PathLike[str]) -> None:
-    """Raises ValueError unless `save` may write to the directory: it is not there, or empty, or holds a model that
-    `save` has written, and nothing else."""
-    target = Path(directory)
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise ValueError(f"{target} is a file, which a model does not replace; give a new directory")
-    saved = _saved(target)
-    others = sorted(_files(target) - saved if saved else (path.name for path in target.iterdir()))
-    if others:
-        shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-        raise ValueError(
-            f"{target} holds {shown}, which saving a model would delete; move that away, or give a new or empty "
-            "directory, or one that holds an earlier export and nothing else"
-        )
-
-
-def _files(directory: Path) -> set[str]:
-    """The paths below a directory, but for those of directories."""
-    paths = [path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()]
-    return {path.relative_to(directory).as_posix() for path in paths}
-
-
-def _saved(directory: Path) -> set[str]:
-    """What `save` has written to the directory, by its own list."""
-    try:
-        return {CONTENTS, *json.loads((directory / CONTENTS).read_text(encoding="utf-8"))["files"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
-
-
-def _complete(directory: Path) -> None:
-    """Lists what was written, and gives every file the mode that the umask asks for: safetensors gives 0600."""
-    text = json.dumps({"files": sorted(_files(directory))}, indent=1) + "\n"
-    (directory / CONTENTS).write_text(text, encoding="utf-8")
-    mode = (directory / CONTENTS).stat().st_mode & 0o666
-    for file in directory.rglob("*"):
-        if file.is_file():
-            file.chmod(mode)
-
-
-def _take_place(beside: Path, target: Path) -> None:
-    old = target.with_name(f".{target.name}.{os.getpid()}.old")
-    if target.exists():
-        target.rename(old)
-    beside.rename(target)
-    shutil.rmtree(old, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from fppo.steps.ranks import collect, imbalance, shares
 from fppo.steps.train_state import Params
 
 ScoreFn = Callable[[Rollout], tuple[Scored, Metrics]]
+Role = Literal["actor", "ref", "critic"]
 
 
 def rollout_stage(
@@ -82,14 +84,14 @@ def annotate(
     temperature: float = 1.0,
     old_log_probs: OldLogProbs = "pass",
     sum_squared: bool = False,
-    fetch: Callable[[Params], Params | OnHost] = lambda params: params,
+    fetch: Callable[[Role, Params], Params | OnHost] = lambda role, params: params,
 ) -> tuple[Annotated, Metrics]:
     """Old log-probs, reference log-probs if the run has a reference, values by `critic` if it has a critic.
 
     All ranks hold all rows; each computes a share of equal work, and all get all results. `fetch` is how the passes get
-    at parameters. The old log-probs come from a "pass" of the policy before its update; or they are the "engine"'s; or
-    the "update" takes them from its own pass, and what stands in their field until then is the engine's. The metric
-    training/old_log_probs/SOURCE is 1.
+    at a role's parameters. The old log-probs come from a "pass" of the policy before its update; or they are the
+    "engine"'s; or the "update" takes them from its own pass, and what stands in their field until then is the engine's.
+    The metric training/old_log_probs/SOURCE is 1.
     """
     mesh = forward.mesh
     places = shares(forward.model, row_lengths(scored), mesh)
@@ -98,7 +100,7 @@ def annotate(
     old, squared, report = scored.rollout_log_probs, None, {}
     if old_log_probs == "pass" or sum_squared:
         outputs = ("log_probs", "sum_squared_probs") if sum_squared else ("log_probs",)
-        params = fetch(run.actor.params)
+        params = fetch("actor", run.actor.params)
         out = compute_outputs(
             params, own, forward=forward, micro_batching=micro_batching, outputs=outputs, temperature=temperature
         )
@@ -111,12 +113,12 @@ def annotate(
     ref = values = None
     if run.ref is not None:
         ref = compute_log_probs(
-            fetch(run.ref), own, forward=forward, micro_batching=micro_batching, temperature=temperature
+            fetch("ref", run.ref), own, forward=forward, micro_batching=micro_batching, temperature=temperature
         )
         ref = collect(ref, places, mesh)
     times.append(now())
     if run.critic is not None and critic is not None:
-        values = compute_values(fetch(run.critic.params), own, forward=critic, micro_batching=micro_batching)
+        values = compute_values(fetch("critic", run.critic.params), own, forward=critic, micro_batching=micro_batching)
         values = collect(values, places, mesh)
     times.append(now())
     report[f"training/old_log_probs/{old_log_probs}"] = metrics.mean(1.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from fppo import batch as batches
 from fppo import data, metrics, tree
 from fppo.batch import Prompts, Rollout
-from fppo.data.encode import MESSAGES
+from fppo.data.examples import MESSAGES
 from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.rewards.question import pattern_problem, score_in, template_problem

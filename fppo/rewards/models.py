@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from fppo import batch as batches
 from fppo import models
 from fppo.batch import Rollout
-from fppo.data.encode import MESSAGES
+from fppo.data.examples import MESSAGES
 from fppo.models.load import VALUE_HEADS, find_directory, list_files, read_value_head
 from fppo.models.model import Model, Params
 from fppo.rewards.functions import RewardFn, tensor_reward
@@ -59,15 +59,7 @@ def load_reward_model(
     `label` is the name or the number of the label whose number is the score, where the head has several. Raises
     ValueError for a model without such a head, and for a head of several labels of which none is named.
     """
-    directory = find_directory(path)
-    head = read_value_head(directory, torch.float32)
-    if not head:
-        raise ValueError(
-            f"reward.model.path: {path} is no reward model: it has none of the heads "
-            f"{[f'{name}.weight' for name in VALUE_HEADS]}; what it has outside its layers: {_outside(directory)}"
-        )
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    row = _label_row(path, getattr(config, "id2label", None) or {}, label, len(head["score.weight"]))
+    directory, row = find_reward_model(path, label=label, trust_remote_code=trust_remote_code)
     return models.load(
         directory,
         "value",
@@ -77,6 +69,21 @@ def load_reward_model(
         trust_remote_code=trust_remote_code,
         mesh=mesh,
     )
+
+
+def find_reward_model(
+    path: str | os.PathLike[str], *, label: str | None = None, trust_remote_code: bool = False
+) -> tuple[Path, int]:
+    """Where a reward model is, and which row of its head gives the score. Raises ValueError as `load_reward_model`."""
+    directory = find_directory(path)
+    head = read_value_head(directory, torch.float32)
+    if not head:
+        raise ValueError(
+            f"reward.model.path: {path} is no reward model: it has none of the heads "
+            f"{[f'{name}.weight' for name in VALUE_HEADS]}; what it has outside its layers: {_outside(directory)}"
+        )
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    return directory, _label_row(path, getattr(config, "id2label", None) or {}, label, len(head["score.weight"]))
 
 
 def _outside(directory: Path) -> list[str]:

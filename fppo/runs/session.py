@@ -30,31 +30,24 @@ from fppo.runtime import checkpoint
 from fppo.runtime.checkpoint import CheckpointError, Pending
 from fppo.runtime.mesh import AXES, Mesh, device_of, is_first, ranks_on
 from fppo.runtime.watch import Traffic, Watch
-from fppo.settings import files
+from fppo.settings import files, places
 from fppo.settings.train import TrainSettings
 
-CHECKPOINTS, MODEL, CONFIGS, DUMPS = "checkpoints", "model", "configs", "dumps"
+CHECKPOINTS, MODEL, CONFIGS, DUMPS = "checkpoints", places.MODEL, "configs", "dumps"
 STOPPING = "finishing this step; ctrl-C again abandons it, and all since the last checkpoint"
 AHEAD = "ahead"  # the field of a run's state with the batches that wait: as many, and as wide, as they are
 
 
 def check_output(settings: TrainSettings) -> None:
     """Raises ValueError if output_dir cannot be a directory to write to. It is not made yet."""
-    path = Path(settings.output_dir)
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        wrong = "may not be written to" if there.is_dir() else "is a file"
-        raise ValueError(f"output_dir = {str(path)!r}: {there} {wrong}; give another directory")
+    for text in places.output_problems(settings):
+        raise ValueError(text)
 
 
 def check_target(settings: TrainSettings, target: Path) -> None:
     """Raises ValueError if exporting a model to `target` would replace what is not an export, or what the run reads."""
-    models.check_replaceable(target)
-    values = files.flat(files.to_dict(settings))
-    for name in files.PATHS:
-        paths = [values[name]] if isinstance(values[name], str) else values[name] or []
-        if any(Path(path).resolve() == target.resolve() for path in paths):
-            raise ValueError(f"{target} is what {name} names, and an export would replace it; give another directory")
+    if (text := places.target_problem(settings, target)) is not None:
+        raise ValueError(text)
 
 
 @contextlib.contextmanager

@@ -127,6 +127,7 @@ def _model(s: TrainSettings) -> Problems:
         readers = "a KL term; actor.kl_coef and algorithm.kl.coef are both 0"
         yield from _unread("model.ref_path", s.model.ref_path, None, readers)
         yield from _unread("model.ref_dtype", s.model.ref_dtype, "float32", readers)
+        yield from _unread("model.ref_offload", s.model.ref_offload, None, readers)
 
 
 def _rollout(s: TrainSettings) -> Problems:

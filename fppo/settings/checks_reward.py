@@ -77,6 +77,7 @@ def _judge(s: TrainSettings) -> Problems:
     if judge.path is not None and judge.engine == "vllm":
         reader = 'reward.judge.engine = "embedded"'
         yield from unread(f"{path}.max_rows", judge.max_rows, attrs.fields(JudgeSettings).max_rows.default, reader)
+        yield from unread(f"{path}.offload", judge.offload, None, reader)
         yield from _judge_on_vllm(s)
 
 

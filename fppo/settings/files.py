@@ -21,6 +21,7 @@ import cattrs
 from fppo._errors import nearest
 from fppo.settings import checks
 from fppo.settings.fields import name_of
+from fppo.settings.modules import own_functions
 from fppo.settings.train import (
     ActorSettings,
     CorrectionSettings,
@@ -53,12 +54,12 @@ def load(
     overrides: Sequence[str] = (),
     *,
     prog: str = "fppo train FILE.toml",
-    look: Callable[[TrainSettings], Sequence[str]] = lambda settings: (),
+    look: Callable[[TrainSettings, Sequence[str]], Sequence[str]] = lambda settings, problems: (),
     run: str | os.PathLike[str] | None = None,
 ) -> TrainSettings:
-    """The settings of a TOML file (none: the defaults) with command-line `overrides`, checked. `look` says what else is
-    wrong with them, as with the files that they name.
+    """The settings of a TOML file (none: the defaults) with command-line `overrides`, checked.
 
+    `look` says what is wrong with them beside the problems that are known, as with the files that they name.
     Those that a run has written are of the run in the directory `run` (none: the file's own directory, if a run has
     written it), wherever that was moved or copied to.
     Raises SettingsError with every problem of the file and of the result. Overrides that are no settings end the
@@ -72,8 +73,9 @@ def load(
         settings = relocated(settings, Path(path).parent)
     settings = _remember_modules(override(settings, overrides, prog=prog), path)
     known = {problem.split(" = ")[0] for problem in problems}  # a malformed value was replaced by its default
-    every = dict.fromkeys([*checks.problems(settings), *look(settings)])
-    problems += [p for p in every if p.split(" = ")[0] not in known]
+    problems += [p for p in checks.problems(settings) if p.split(" = ")[0] not in known]
+    problems += [p for p in look(settings, problems) if p.split(" = ")[0] not in known]
+    problems = list(dict.fromkeys(problems))
     if problems:
         raise SettingsError(problems, where="the settings" if path is None else str(path))
     return settings
@@ -264,11 +266,7 @@ def _remember_modules(settings: TrainSettings, path: str | os.PathLike[str] | No
     That is beside the file at `path` and in the working directory as they are now, so that a run which goes on from its
     output_dir finds what it began with.
     """
-    names = (settings.actor.loss.name, settings.algorithm.advantage, settings.model.attention, settings.model.log_probs)
-    names += (settings.actor.optimizer.name, settings.critic.optimizer.name)
-    names += (*settings.reward.functions, settings.rollout.turns.respond or "")
-    names += tuple(name or "" for name in (settings.data.rows, settings.data.eval_rows, settings.data.sampler))
-    if settings.module_dirs or not any(":" in name for name in names):
+    if settings.module_dirs or not own_functions(settings):
         return settings
     places = [Path.cwd()] if path is None else [Path(path).resolve().parent, Path.cwd()]
     return attrs.evolve(settings, module_dirs=tuple(dict.fromkeys(map(str, places))))

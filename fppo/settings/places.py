@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from fppo.settings import checks
+from fppo.runtime.exports import check_replaceable
+from fppo.settings import checks, files
 from fppo.settings.problems import Problems, problem
 from fppo.settings.train import TrainSettings
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+MODEL = "model"  # where in its output_dir a run exports its policy
 _CONFIG, _INDEX, _WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _ROWS = (".jsonl", ".json", ".parquet")
 
 
@@ -24,10 +28,9 @@ def place_problems(settings: TrainSettings) -> list[str]:
         models["model.critic_path"] = settings.model.critic_path
     if checks.uses_reference(settings):
         models["model.ref_path"] = settings.model.ref_path
-    lines = [line for name, path in models.items() if path is not None for line in _model(name, path)]
-    own = settings.model.tokenizer
-    place = ("model.path", settings.model.path) if own is None else ("model.tokenizer", own)
-    lines += _tokenizer(*place)
+    lines = [*output_problems(settings), *_start(settings)]
+    lines += [line for name, path in models.items() if path is not None for line in _model(name, path)]
+    lines += _tokenizers(settings)
     for name in ("path", "eval_path"):
         for path in getattr(settings.data, name):
             lines += _rows(f"data.{name}", path)
@@ -35,6 +38,30 @@ def place_problems(settings: TrainSettings) -> list[str]:
         path = getattr(settings.data, name)
         lines += [] if path is None else _text(f"data.{name}", path, schemas=name == "tools")
     return lines
+
+
+def output_problems(settings: TrainSettings) -> Problems:
+    """What keeps a run from writing to its output_dir, which is not made yet."""
+    path = Path(settings.output_dir)
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        wrong = "may not be written to" if there.is_dir() else "is a file"
+        yield problem("output_dir", settings.output_dir, f"{there} {wrong}; give another directory")
+
+
+def target_problem(settings: TrainSettings, target: Path) -> str | None:
+    """What is wrong with exporting a model to `target`: it would replace what is not an export, or what the run
+    reads; None if nothing is."""
+    try:
+        check_replaceable(target)
+    except ValueError as error:
+        return str(error)
+    values = files.flat(files.to_dict(settings))
+    for name in files.PATHS:
+        paths = [values[name]] if isinstance(values[name], str) else values[name] or []
+        if any(Path(path).resolve() == target.resolve() for path in paths):
+            return f"{target} is what {name} names, and an export would replace it; give another directory"
+    return None
 
 
 def is_local(path: str) -> bool:
@@ -63,6 +90,20 @@ def weights_problem(file: Path) -> str | None:
     return None
 
 
+def _start(settings: TrainSettings) -> Problems:
+    """What is wrong with what a run goes on from, and with whose rollouts it trains on."""
+    resume, checkpoints = settings.resume, Path(settings.output_dir) / "checkpoints"
+    if resume == "must" and not any(checkpoints.glob("step_*")):
+        yield problem("resume", resume, f"there is no checkpoint in {checkpoints}")
+    elif resume not in files.RESUMES and not Path(resume).is_dir():
+        text = "there is no such checkpoint; give auto, must, never, or a directory named like step_00000100"
+        yield problem("resume", resume, text)
+    rollouts = settings.rollout.from_
+    if rollouts is not None and not Path(rollouts).is_dir():
+        wrong = "is a file, not a directory of rollouts" if Path(rollouts).exists() else _missing(Path(rollouts))
+        yield problem("rollout.from", rollouts, wrong)
+
+
 def _model(name: str, path: str) -> Problems:
     directory = Path(path)
     if not is_local(path):
@@ -77,10 +118,8 @@ def _model(name: str, path: str) -> Problems:
     if not (directory / _CONFIG).exists():
         yield problem(name, path, f"holds no {_CONFIG}: it is not the directory of a Hugging Face model")
         return
-    try:
-        json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
-        yield problem(name, path, f"{_CONFIG} is not JSON: {error}")
+    if (wrong := _not_json(directory / _CONFIG)) is not None:
+        yield problem(name, path, wrong)
     yield from (problem(name, path, text) for text in _weights(directory))
 
 
@@ -103,18 +142,52 @@ def _weights(directory: Path) -> Iterator[str]:
     yield from (text for file in files if file.exists() and (text := weights_problem(file)))
 
 
-def _tokenizer(name: str, path: str) -> Problems:
-    directory = Path(path)
+def _tokenizers(settings: TrainSettings) -> Problems:
+    section, data, reward = settings.model, settings.data, settings.reward
+    place = ("model.path", section.path) if section.tokenizer is None else ("model.tokenizer", section.tokenizer)
+    template = data.chat and data.chat_template is None and not section.trust_remote_code
+    yield from _tokenizer(*place, template=template)
+    if reward.model.tokenizer is not None:
+        yield from _tokenizer("reward.model.tokenizer", reward.model.tokenizer)
+    if reward.judge.path is not None:
+        template = reward.judge.chat and not section.trust_remote_code
+        yield from _tokenizer("reward.judge.path", reward.judge.path, template=template)
+
+
+def _tokenizer(name: str, path: str, *, template: bool = False) -> Problems:
+    """What is wrong with the tokenizer of a directory, which is to have a chat `template`."""
+    directory, of_model = Path(path), name.endswith(".path")
     if not path or not is_local(path):
         return
     if not directory.is_dir():
-        if name != "model.path":  # which is told already
+        if not of_model:  # which is told already
             yield problem(name, path, _missing(directory))
-    elif (name != "model.path" or (directory / _CONFIG).exists()) and not any(
-        (directory / file).exists() for file in TOKENIZER_FILES
-    ):
-        advice = "" if name == "model.tokenizer" else "; give one with model.tokenizer"
-        yield problem(name, path, f"holds no tokenizer, none of {list(TOKENIZER_FILES)}{advice}")
+    elif not of_model or (directory / _CONFIG).exists():
+        there = [directory / file for file in TOKENIZER_FILES if (directory / file).exists()]
+        if not there:
+            advice = "; give one with model.tokenizer" if name == "model.path" else ""
+            yield problem(name, path, f"holds no tokenizer, none of {list(TOKENIZER_FILES)}{advice}")
+        wrong = [text for file in there if file.suffix == ".json" and (text := _not_json(file)) is not None]
+        yield from (problem(name, path, text) for text in wrong)
+        if template and there and not wrong and not _has_template(directory):
+            yield problem(name, path, "its tokenizer has no chat template, which chat = true needs")
+
+
+def _has_template(directory: Path) -> bool:
+    config = directory / "tokenizer_config.json"
+    own = config.exists() and "chat_template" in json.loads(config.read_text(encoding="utf-8"))
+    return own or any((directory / name).exists() for name in _TEMPLATES)
+
+
+def _not_json(file: Path) -> str | None:
+    """Why a file does not hold an object of JSON; None if it does."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        return f"{file.name} cannot be read: {error.strerror}"
+    except ValueError as error:
+        return f"{file.name} is not JSON: {error}"
+    return None if isinstance(value, dict) else f"{file.name} is not an object of JSON"
 
 
 def _rows(name: str, path: str) -> Problems:

@@ -43,6 +43,8 @@ class RewardModelSettings:
     """Sequences per forward pass; None: by token_budget, or as model.forward_token_budget."""
     token_budget: int | None = setting(None, at_least(1))
     """Tokens per forward pass; None: by micro_batch_size, or as model.forward_token_budget."""
+    offload: bool | None = setting(None)
+    """Keep it in the host's memory between uses (GPUs); None: where model.offload is all."""
 
 
 @attrs.frozen(kw_only=True)
@@ -69,6 +71,8 @@ class JudgeSettings:
     """What generates its answers: transformers, or a vLLM of its own."""
     max_rows: int = setting(64, at_least(1))
     """Questions that transformers answers at a time."""
+    offload: bool | None = setting(None)
+    """Keep it in the host's memory between uses (GPUs, transformers); None: where model.offload is all."""
     vllm: VllmSettings = setting(VllmSettings)
     """How that vLLM runs; max_model_len None: as long as a question and its answer may be."""
 

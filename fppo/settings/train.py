@@ -47,6 +47,8 @@ class ModelSettings:
     """Let a model directory run its own Python code."""
     offload: Literal["none", "moments", "all"] = setting("none")
     """Keep the optimizer's moments, or them and all parameters, in the host's memory between uses (GPUs)."""
+    ref_offload: bool | None = setting(None)
+    """Keep the reference in the host's memory between uses (GPUs); None: where offload is all."""
     offload_activations: bool = setting(False)
     """Keep what is saved for the backward pass in the host's memory until then (GPUs)."""
     remove_padding: bool = setting(True)
@@ -259,6 +261,8 @@ class CriticSettings:
     """The dtype of its forward and backward passes; None: model.compute_dtype."""
     checkpoint_layers: bool | None = setting(None)
     """Recompute each of its layers in the backward pass; None: as model.checkpoint_layers."""
+    offload: Literal["none", "moments", "all"] | None = setting(None)
+    """What of it to keep in the host's memory between uses (GPUs); None: as model.offload."""
     weight_mode: WeightMode = setting("token-mean")
     """How per-token losses are weighted into one."""
     horizon: int | None = setting(None, at_least(1))

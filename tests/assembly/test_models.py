@@ -7,11 +7,14 @@ import torch
 
 from fppo import models, tree
 from fppo.assembly import parts
+from fppo.assembly import program as programs
 from fppo.assembly import rewards as loading_rewards
 from fppo.assembly.run import assemble
 from fppo.key import Key
 from fppo.pipeline.step import ppo_step
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
+from fppo.runtime.offload import OnHost
+from fppo.settings.files import SettingsError
 from tests import tiny_run
 from tests.models.families import LONGROPE
 
@@ -19,8 +22,28 @@ from tests.models.families import LONGROPE
 def test_rows_that_may_outgrow_the_rope_are_refused_before_any_work(tmp_path):
     settings = tiny_run.settings(tmp_path, data__max_prompt_tokens=9, rollout__max_tokens=4)
     with pytest.raises(ValueError, match=r"max_prompt_tokens = 9 and rollout\.max_tokens = 4 allow rows of 13.*'phi3'"):
-        parts.check_length(settings, models.build(LONGROPE))
-    parts.check_length(tiny_run.settings(tmp_path, data__max_prompt_tokens=8), models.build(LONGROPE))
+        parts.check_length(settings, LONGROPE)
+    parts.check_length(tiny_run.settings(tmp_path, data__max_prompt_tokens=8), LONGROPE)
+
+
+def test_what_takes_no_weights_to_know_is_named_at_once_before_they_are_read(tmp_path, monkeypatch):
+    tiny_run.write_task(tmp_path)
+    other = small_model(40, width=16, layers=1)
+    models.save(other, models.init_params(other, Key(0)), tmp_path / "other", tokenizer=character_tokenizer())
+    settings = tiny_run.settings(
+        tmp_path,
+        eval__max_tokens=9,
+        model__critic_path=str(tmp_path / "other"),
+        reward__model__path=str(tmp_path / "start"),
+    )
+    monkeypatch.setattr(models, "longest_row", lambda config: 5)
+    monkeypatch.setattr(models, "load", lambda *args, **kwargs: pytest.fail("weights were read"))
+    with pytest.raises(SettingsError) as caught, assemble(settings):
+        pass
+    said = "\n".join(caught.value.problems)
+    assert len(caught.value.problems) == 3
+    for part in ("critic has 40 tokens", "start is no reward model", "eval.max_tokens = 9 allow rows of 521 tokens"):
+        assert part in said
 
 
 def test_the_embedded_engine_is_held_against_transformers_before_a_run(tmp_path, monkeypatch):
@@ -91,6 +114,31 @@ def test_the_critic_has_its_own_dtype_and_recomputation(tmp_path):
         with assemble(tiny_run.settings(tmp_path, **changes)) as assembly:
             critic = assembly.critic_model
         assert (critic.compute_dtype, critic.checkpoint_layers) == expected
+
+
+def test_each_role_is_on_the_host_or_not(tmp_path, monkeypatch):
+    """Where it is changes no number; what runs is told by what is called with a lane."""
+    tiny_run.write_task(tmp_path)
+    expected, _ = actor_after_a_step(tiny_run.settings(tmp_path))
+    updates, kernels = [], []
+    offloaded, kernel = programs.offloaded, programs.offloaded_adamw
+    monkeypatch.setattr(programs, "offloaded", lambda fn, lane: updates.append(fn.func.__name__) or offloaded(fn, lane))
+    monkeypatch.setattr(programs, "offloaded_adamw", lambda fn, lane: kernels.append(fn) or kernel(fn, lane))
+    cases = [
+        ({"critic__offload": "all"}, ["update_critic"], 1, {"critic"}),
+        ({"critic__offload": "moments", "model__ref_offload": True}, [], 1, {"ref"}),
+        ({"model__offload": "all", "critic__offload": "none"}, ["update_actor"], 1, {"actor", "ref"}),
+        ({"model__offload": "moments", "model__ref_offload": False}, [], 2, set()),
+    ]
+    for changes, whole, moments, fetched in cases:
+        del updates[:], kernels[:]
+        with assemble(tiny_run.settings(tmp_path, **changes)) as assembly:
+            fetch = inspect.unwrap(assembly.program.annotate).keywords["fetch"]
+            run, _, _ = ppo_step(assembly.run, program=assembly.program, draw=assembly.draw)
+        assert updates == whole
+        assert len(kernels) == moments
+        assert {role for role in ("actor", "ref", "critic") if isinstance(fetch(role, {}), OnHost)} == fetched
+        assert tree.digest(run) == tree.digest(expected)
 
 
 def test_passes_without_a_gradient_have_a_budget_of_their_own(tmp_path):

@@ -218,9 +218,18 @@ def test_a_directory_that_another_process_writes_to(task, capsys, command, place
 
 
 def test_all_that_is_wrong_is_named_at_once_without_torch(task):
-    """Settings, places and processes: one list, and torch is not loaded for it."""
+    """Settings, places, functions, devices and processes: one list, and torch is not loaded for it."""
     (task / "start" / "model.safetensors").write_bytes(b"cut")
-    overrides = "--rollout.n 3 --model.critic-path ./none --data.path ./none.jsonl --nproc 3 --mesh.sequence 2"
+    (task / "run.toml").write_text((task / "run.toml").read_text().replace("max_tokens = 3\n", "max_token = 3\n"))
+    (task / "mine.py").write_text("import torch\n\ndef reward(sample):\n    return 1.0\n")
+    (task / "torn.py").write_text("def (")
+    (task / "run" / "model").mkdir(parents=True)
+    (task / "run" / "model" / "notes").write_text("mine")
+    overrides = (
+        "--rollout.n 3 --model.critic-path ./none --data.path ./none.jsonl --nproc 3 --mesh.sequence 2 "
+        "--device cuda:99 --model.attention falsh --reward.functions mine:reword exact_macth nowhere.reward:f "
+        "--actor.loss.name torn:loss --rollout.stop-token-ids 99 --resume must --log.loggers wandb"
+    )
     code = (
         "import sys; from fppo.commands import cli\n"
         "assert cli.main(sys.argv[1:]) == 2\n"
@@ -229,10 +238,44 @@ def test_all_that_is_wrong_is_named_at_once_without_torch(task):
     asked = [sys.executable, "-c", code, "train", str(task / "run.toml"), *overrides.split()]
     done = subprocess.run(asked, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "5 problems in" in done.stderr
-    for said in ("rollout.batch_size = 8", "model.path", "model.critic_path", "data.path", "mesh: its axes"):
-        assert f"  {said}" in done.stderr
-    assert not (task / "run").exists()
+    parts = [
+        "rollout.max_token = 3: there is no such setting; did you mean rollout.max_tokens?",
+        "rollout.batch_size = 8: must be a multiple of rollout.n = 3",
+        f"model.path = '{task}/start': {task}/start/model.safetensors is cut off",
+        "model.critic_path = './none': there is no such file",
+        "data.path = './none.jsonl': there is no such file",
+        "mesh: its axes",
+        "device = 'cuda:99': there ",
+        "model.attention = 'falsh': there is no such kernel; did you mean flash?",
+        "reward.functions = 'exact_macth': there is no such reward; did you mean exact_match?",
+        "reward.functions = 'mine:reword': 'mine' has no 'reword'; did you mean 'reward'?",
+        "reward.functions = 'nowhere.reward:f': the module 'nowhere.reward' does not import: there is none",
+        "actor.loss.name = 'torn:loss': the module 'torn' does not import: SyntaxError",
+        "rollout.stop_token_ids = [99]: the tokenizer has no such ids; they go up to ",
+        "resume = 'must': there is no checkpoint",
+        f"{task}/run/model holds notes, which saving a model would delete",
+        "log.loggers = ['wandb']: wandb is not installed",
+    ]
+    assert f"{len(parts)} problems in" in done.stderr, done.stderr
+    for said in parts:
+        assert f"  {said}" in done.stderr, (said, done.stderr)
+    assert [path.name for path in (task / "run").rglob("*")] == ["model", "notes"]
+
+
+def test_rows_are_looked_at_without_torch_where_something_else_is_wrong(task):
+    """The list has them too, and of a run with nothing else wrong they are read once."""
+    with (task / "train.jsonl").open("a") as file:
+        file.write('{"prompt": "1+1="}\n')
+    code = (
+        "import sys; from fppo.commands import cli\n"
+        "assert cli.main(sys.argv[1:]) == 2\n"
+        "sys.exit(sorted({'torch', 'transformers'} & set(sys.modules)) or 0)"
+    )
+    asked = [sys.executable, "-c", code, "train", str(task / "run.toml"), "--rollout.n", "3"]
+    done = subprocess.run(asked, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "2 problems in" in done.stderr
+    assert f"{task}/train.jsonl:25: field 'answer': missing" in done.stderr
 
 
 def test_all_that_is_wrong_inside_of_files_is_named_at_once(task, capsys):
@@ -243,7 +286,7 @@ def test_all_that_is_wrong_inside_of_files_is_named_at_once(task, capsys):
         "--device cuda:7 --reward.functions exact_macth --actor.loss.name nowhere:loss --rollout.stop-token-ids 99"
     )
     said = _fails(task, capsys, *overrides.split())
-    assert "6 problems in the settings" in said
+    assert f"6 problems in {task / 'run.toml'}" in said
     for part in (
         "device = 'cuda:7'",
         "exact_match",
@@ -298,6 +341,8 @@ def test_a_model_without_a_tokenizer(task, capsys):
         (task / "start" / name).unlink(missing_ok=True)
     assert "holds no tokenizer, none of" in _fails(task, capsys)
     (task / "start" / "tokenizer.json").write_text("{")
+    assert "tokenizer.json is not JSON" in _fails(task, capsys)
+    (task / "start" / "tokenizer.json").write_text("{}")
     assert "model.path: no tokenizer came from" in _fails(task, capsys)
 
 
@@ -313,7 +358,7 @@ def test_a_model_without_a_tokenizer(task, capsys):
         ("--data.chat --data.tools {task}/start/config.json", "must hold a list of objects, a schema each"),
         ("--data.chat --data.chat-template none.jinja", "data.chat_template = 'none.jinja': there is no such file"),
         ("--data.tools none.json", "data.tools = 'none.json': nothing reads it here: it is for data.chat = true"),
-        ("--data.rows nowhere:rows --data.path", "data.rows 'nowhere:rows': the module 'nowhere' does not import"),
+        ("--data.rows nowhere:rows --data.path", "data.rows = 'nowhere:rows': the module 'nowhere' does not import"),
         ("--data.rows nowhere:rows", "data.rows = 'nowhere:rows' is given too"),
         ('--rollout.engine vllm --rollout.vllm.extra {{"dtype":"half"}}', "give rollout.vllm.dtype"),
         ('--rollout.engine vllm --rollout.vllm.extra {{"load_format":"auto"}}', "leave it out"),

@@ -17,7 +17,7 @@ import pytest
 from fppo import quickstart
 from fppo.commands import ablate, actions, cli, distributed, plan
 from fppo.report import write
-from fppo.settings import files, places
+from fppo.settings import files, machine, modules, places
 
 from .pages import PAGES, ROOT, Block, blocks
 
@@ -39,6 +39,8 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, function, lambda *values, **more: names.append(function) or 0)
 
     monkeypatch.setattr(places, "place_problems", lambda settings: [])  # of what is not there
+    monkeypatch.setattr(modules, "module_problems", lambda settings: [])
+    monkeypatch.setattr(machine, "machine_problems", lambda settings, ranks, visible: [])
     for function in ("quickstart", "export"):
         reached(actions, function)
     reached(distributed, "run")

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from fppo import models, tree
 from fppo.models import _save_plan
-from fppo.models.save import CONTENTS
 from fppo.runtime import fsdp
+from fppo.runtime.exports import CONTENTS
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.simulate import simulate
 from tests.models.families import CONFIGS, make, plain

@@ -16,7 +16,7 @@ from fppo import metrics, models, rewards
 from fppo.assembly import rewards as loading_rewards
 from fppo.assembly import texts
 from fppo.batch import Column
-from fppo.data.encode import MESSAGES
+from fppo.data.examples import MESSAGES
 from fppo.key import Key
 from fppo.quickstart import CHARACTERS, bpe_tokenizer, character_tokenizer, small_model
 from fppo.rewards.judge import LanguageJudge, question_of

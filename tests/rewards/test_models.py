@@ -16,7 +16,7 @@ from fppo import models, rewards
 from fppo.assembly import rewards as loading_rewards
 from fppo.assembly import texts
 from fppo.batch import Column, Rollout
-from fppo.data.encode import MESSAGES
+from fppo.data.examples import MESSAGES
 from fppo.key import Key
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.rewards.models import encode, load_reward_model, model_reward

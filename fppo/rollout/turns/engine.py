@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fppo import batch as batches
 from fppo import metrics
 from fppo.batch import Column, Prompts, Rollout
-from fppo.data.encode import MESSAGES
+from fppo.data.examples import MESSAGES
 from fppo.metrics import Metrics
 from fppo.rollout.engine import Ask, Engine, Sampling
 from fppo.rollout.records import response_limits

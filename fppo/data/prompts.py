@@ -1,0 +1,130 @@
+"""Prompts as one immutable value, and the batches that are drawn from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from fppo.batch import Column, Prompts
+from fppo.data.problems import Problems, Strings, fail
+
+
+@attrs.frozen(kw_only=True)
+class PromptSet:
+    """Encoded prompts with what a reward needs to judge answers to them. All columns have one entry per prompt."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    ids: tuple[str, ...]  # where each prompt came from, as "train.jsonl:17"
+    ground_truths: tuple[Any, ...]
+    sources: tuple[str, ...]
+    extras: tuple[dict[str, Any], ...]
+    pad_token_id: int
+    num_dropped: int = 0  # prompts that were too long
+    num_truncated: int = 0
+    left_out: tuple[str, ...] = ()  # fields of the rows that do not fit JSON, so no reward sees them
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def check_prompt_set(prompts: PromptSet) -> PromptSet:
+    """The set itself. Raises ValueError if it is empty, a prompt has no token, or its columns differ in length."""
+    columns = {name: len(getattr(prompts, name)) for name in ("tokens", "ids", "ground_truths", "sources", "extras")}
+    if len(set(columns.values())) > 1:
+        raise ValueError(f"the columns of a prompt set differ in length: {columns}")
+    if not prompts.tokens:
+        dropped = f": all {prompts.num_dropped} were too long and dropped" if prompts.num_dropped else ""
+        raise ValueError(f"the data set holds no prompts{dropped}")
+    empty = [name for name, tokens in zip(prompts.ids, prompts.tokens) if not tokens]
+    if empty:
+        fail([f"{name}: the prompt has no tokens" for name in empty], "prompts")
+    return prompts
+
+
+def share(token_ids: Iterable[int], shared: dict[int, int]) -> tuple[int, ...]:
+    """Token ids as a tuple whose integers are the ones in `shared`, which grows: 8 bytes per token instead of 36."""
+    return tuple(shared.setdefault(i, i) for i in token_ids)
+
+
+def prompt_set(
+    prompts: Strings | Sequence[Sequence[int]],
+    tokenizer: Any = None,
+    *,
+    ground_truths: Sequence[Any] | None = None,
+    sources: str | Strings = "prompts",
+    extras: Sequence[dict[str, Any]] | None = None,
+    ids: Strings | None = None,
+    pad_token_id: int | None = None,
+) -> PromptSet:
+    """A prompt set from texts, which need a tokenizer, or from token ids.
+
+    `sources` is one name for all or one per prompt; `ids` are numbers by default. The padding token is the
+    tokenizer's unless there is a `pad_token_id`.
+    """
+    if isinstance(prompts, str):
+        raise ValueError("prompts is one string; give a list of them")
+    if pad_token_id is None:
+        pad_token_id = getattr(tokenizer, "pad_token_id", None)
+    if pad_token_id is None:
+        raise ValueError("no padding token: give pad_token_id, or a tokenizer that has one")
+    if any(isinstance(p, str) for p in prompts) and tokenizer is None:
+        raise ValueError("prompts as text need a tokenizer")
+    shared: dict[int, int] = {}
+    encoded = [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+    count = len(encoded)
+    return check_prompt_set(
+        PromptSet(
+            tokens=tuple(share(map(int, tokens), shared) for tokens in encoded),
+            ids=tuple(ids) if ids is not None else tuple(str(i) for i in range(count)),
+            ground_truths=tuple(ground_truths) if ground_truths is not None else (None,) * count,
+            sources=(sources,) * count if isinstance(sources, str) else tuple(sources),
+            extras=tuple(extras) if extras is not None else tuple({} for _ in range(count)),
+            pad_token_id=pad_token_id,
+        )
+    )
+
+
+def select(prompts: PromptSet, indices: Iterable[int]) -> PromptSet:
+    """The prompts at `indices`, in that order."""
+    chosen = list(indices)
+    columns = ("tokens", "ids", "ground_truths", "sources", "extras")
+    taken = {name: tuple(getattr(prompts, name)[i] for i in chosen) for name in columns}
+    return check_prompt_set(attrs.evolve(prompts, **taken))
+
+
+def collate(prompts: PromptSet, indices: Sequence[int], *, width: int | None = None, row_offset: int = 0) -> Prompts:
+    """The prompts at `indices` as a record: tokens [B, P] int64, padded on the left.
+
+    P is the longest of them, or `width`; row_ids are row_offset, row_offset + 1, ... Raises ValueError for a prompt
+    longer than `width`.
+    """
+    tokens = [prompts.tokens[i] for i in indices]
+    longest = max(map(len, tokens), default=0)
+    width = longest if width is None else width
+    if longest > width:
+        raise ValueError(f"a prompt of {longest} tokens does not fit the width of {width}")
+    padding = [width - len(t) for t in tokens]
+    pad = prompts.pad_token_id
+    filled = [[*([pad] * gap), *row] for gap, row in zip(padding, tokens)]
+    return Prompts(
+        tokens=torch.tensor(filled, dtype=torch.int64).reshape(len(tokens), width),
+        attention_mask=torch.arange(width) >= torch.tensor(padding, dtype=torch.int64)[:, None],
+        row_ids=torch.arange(row_offset, row_offset + len(tokens)),
+        ids=Column(prompts.ids[i] for i in indices),
+        ground_truth=Column(prompts.ground_truths[i] for i in indices),
+        source=Column(prompts.sources[i] for i in indices),
+        extras=Column(prompts.extras[i] for i in indices),
+    )
+
+
+def check_tokens(prompts: PromptSet, vocabulary_size: int) -> None:
+    """Raises ValueError for token ids that a model with `vocabulary_size` rows of embeddings does not have."""
+    problems = Problems()
+    for name, tokens in zip(prompts.ids, prompts.tokens):
+        wrong = [i for i in tokens if not 0 <= i < vocabulary_size]
+        if wrong:
+            problems.add(f"{name}: token id {wrong[0]} is outside the model's vocabulary of {vocabulary_size}")
+    problems.check("prompts")

@@ -1,0 +1,51 @@
+"""What settings ask of this machine that it has not, as far as can be seen without torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+from fppo.settings.problems import problem
+from fppo.settings.train import TrainSettings
+
+_DEVICES = Path("/dev")
+_OTHERS = ("dxg", "kfd", "nvgpu", "nvhost-gpu", "nvmap")  # GPUs that no file each stands for
+
+
+def machine_problems(settings: TrainSettings, ranks: int, *, visible: str | None) -> list[str]:
+    """GPUs that `ranks` processes on this machine would look for in vain, and packages that are not installed.
+
+    `visible` is what CUDA_VISIBLE_DEVICES is set to.
+    """
+    lines = []
+    name, most = settings.device, _most_gpus(visible)
+    match = re.fullmatch(r"cuda(:(\d+))?", name)
+    if match and most is not None:
+        index = int(match[2] or 0)
+        if most == 0:
+            lines.append(problem("device", name, "there is no GPU here that torch could see; give cpu"))
+        elif index >= most:
+            lines.append(problem("device", name, f"there are at most {most} GPUs here, cuda:0 the first"))
+        elif match[1] is None and ranks > most:
+            text = f"{ranks} processes need as many GPUs, and this machine has {most}; give fewer, or cpu"
+            lines.append(problem("device", name, text))
+    for logger, package in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
+        if logger in settings.log.loggers and not _installed(package):
+            text = f"{logger} is not installed; pip install 'fppo[{logger}]'"
+            lines.append(problem("log.loggers", list(settings.log.loggers), text))
+    return lines
+
+
+def _installed(package: str) -> bool:
+    return package in sys.modules or importlib.util.find_spec(package) is not None
+
+
+def _most_gpus(visible: str | None) -> int | None:
+    """The most GPUs that torch can see here; None where that takes torch to know."""
+    if sys.platform != "linux" or any((_DEVICES / name).exists() for name in _OTHERS):
+        return None
+    count = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in _DEVICES.glob("nvidia*"))
+    named = None if visible is None else [x for x in visible.split(",") if x.strip() not in ("", "-1")]
+    return count if named is None else min(count, len(named))

@@ -1,0 +1,92 @@
+"""Functions that settings name: sought, and their files read, but nothing of them runs, so this takes no time."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from fppo._errors import did_you_mean, nearest
+from fppo.rewards.builtin import builtins
+from fppo.settings.problems import problem
+from fppo.settings.train import TrainSettings
+from fppo.workers.imports import search
+
+KERNELS = {  # by the settings of model that name one
+    "attention": ("sdpa", "eager", "flash", "varlen", "flex"),
+    "log_probs": ("chunked", "reference", "compiled", "liger", "triton"),
+}
+# what may give a module names that its file does not spell
+_INDIRECT = {"globals", "locals", "vars", "setattr", "exec", "eval", "__dict__", "__getattr__"}
+
+
+def own_functions(settings: TrainSettings) -> list[tuple[str, str]]:
+    """(setting, value) of what names a function of the user's, as module:function."""
+    data, turns = settings.data, settings.rollout.turns
+    named = [
+        ("actor.loss.name", settings.actor.loss.name),
+        ("algorithm.advantage", settings.algorithm.advantage),
+        *((f"model.{op}", getattr(settings.model, op)) for op in KERNELS),
+        ("actor.optimizer.name", settings.actor.optimizer.name),
+        ("critic.optimizer.name", settings.critic.optimizer.name),
+        *(("reward.functions", name) for name in settings.reward.functions),
+        ("rollout.turns.respond", turns.respond),
+        *((f"data.{name}", getattr(data, name)) for name in ("rows", "eval_rows", "sampler")),
+    ]
+    return [(setting, name) for setting, name in named if name and ":" in name]
+
+
+def module_problems(settings: TrainSettings) -> list[str]:
+    """Functions that are not there: of modules that are nowhere, are no Python, or do not have them; and names that
+    are none of this library's kernels and rewards."""
+    lines = []
+    for op, known in KERNELS.items():
+        name = getattr(settings.model, op)
+        if name and ":" not in name and name not in known:
+            text = f"there is no such kernel; {did_you_mean(name, known)} and module:function"
+            lines.append(problem(f"model.{op}", name, text))
+    known = builtins()
+    for name in settings.reward.functions:
+        if ":" not in name and name not in known:
+            text = f"there is no such reward; {did_you_mean(name, sorted(known))} and module:function"
+            lines.append(problem("reward.functions", name, text))
+    search([*settings.module_dirs, os.getcwd()])
+    wrong = ((setting, name, _wrong(*name.split(":", 1))) for setting, name in own_functions(settings))
+    return [*lines, *(problem(setting, name, text) for setting, name, text in wrong if text is not None)]
+
+
+def _wrong(module: str, path: str) -> str | None:
+    """What is wrong with "module:path", as far as the module's file tells; None if nothing is."""
+    try:
+        spec = _spec(module)
+    except (ImportError, ValueError):  # of a finder of the user's, or a module without a spec: importing it will tell
+        return None
+    if spec is None:
+        return f"the module {module!r} does not import: there is none beside the settings file, here, or installed"
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    try:
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        code = compile(source, spec.origin, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, OSError) as error:
+        return f"the module {module!r} does not import: {type(error).__name__}: {error}"
+    name, words = path.split(".")[0], set(re.findall(r"\w+", source))
+    hidden = words & _INDIRECT or re.search(r"import\s*\(?\s*\*", source) or spec.submodule_search_locations
+    if name in words or hidden:
+        return None
+    near = nearest(name, code.co_names)
+    return f"{module!r} has no {name!r}{f'; did you mean {near!r}?' if near else ''}"
+
+
+def _spec(module: str) -> ModuleSpec | None:
+    """Where a module is, without importing the packages around it."""
+    first, *rest = module.split(".")
+    spec, name = importlib.util.find_spec(first), first
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        name = f"{name}.{part}"
+        spec = PathFinder.find_spec(name, spec.submodule_search_locations)
+    return spec

@@ -1,0 +1,36 @@
+"""What this machine has not, seen without torch."""
+
+import pytest
+
+from fppo.settings import machine
+from fppo.settings.train import LogSettings, TrainSettings
+
+
+@pytest.mark.parametrize(
+    ("files", "visible", "device", "ranks", "words"),
+    [
+        ((), None, "cuda", 1, "there is no GPU here that torch could see; give cpu"),
+        ((), None, "auto", 4, None),
+        (("nvidia0", "nvidia1", "nvidiactl"), None, "cuda:2", 1, "there are at most 2 GPUs here, cuda:0 the first"),
+        (("nvidia0", "nvidia1", "nvidiactl"), None, "cuda:1", 1, None),
+        (("nvidia0", "nvidia1"), "1", "cuda:1", 1, "at most 1 GPUs"),
+        (("nvidia0",), "-1", "cuda", 1, "there is no GPU here"),
+        (("nvidia0",), "", "cpu", 1, None),
+        (("nvidia0", "nvidia1"), None, "cuda", 4, "4 processes need as many GPUs, and this machine has 2"),
+        (("dxg",), None, "cuda:7", 1, None),  # one file for all of them
+    ],
+)
+def test_gpus_are_counted_by_their_files(tmp_path, monkeypatch, files, visible, device, ranks, words):
+    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
+    for name in files:
+        (tmp_path / name).touch()
+    settings = TrainSettings(device=device)
+    lines = machine.machine_problems(settings, ranks, visible=visible)
+    assert [words in line and line.startswith(f"device = {device!r}: ") for line in lines] == [True] * bool(words)
+
+
+def test_loggers_that_are_not_installed_are_named(monkeypatch):
+    monkeypatch.setattr(machine, "_installed", lambda package: package == "tensorboard")
+    settings = TrainSettings(device="cpu", log=LogSettings(loggers=("tensorboard", "wandb")))
+    (line,) = machine.machine_problems(settings, 1, visible=None)
+    assert line == "log.loggers = ['tensorboard', 'wandb']: wandb is not installed; pip install 'fppo[wandb]'"
