@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
 import torch
 from transformers.utils import logging as transformers_logging
 
-from fppo.plan.case import Case
+from fppo.plan.case import Case, Role
 from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import plan
 from fppo.plan.presets import config_of
 from fppo.plan.remedies import remedies
 from fppo.plan.text import report, summary
 from fppo.plan.values import GIB, plain
-from fppo.runtime.mesh import Sharding
+from fppo.runtime.mesh import DATA_AXES, Sharding
 from fppo.settings.plan import PlanSettings
 
 
@@ -50,16 +51,23 @@ def case_of(settings: PlanSettings) -> Case:
     name, config = config_of(settings.model)
     narrow = settings.compute_dtype == "bfloat16" or (settings.compute_dtype == "auto" and hardware.on_gpu)
     mesh = settings.mesh
+    data_ranks = math.prod(size for axis, size in settings.sizes.items() if axis in DATA_AXES)
+    length = settings.length or min(4096, settings.tokens)
+    tokens, micro_batches = settings.tokens, settings.micro_batches
+    if settings.mini_batch is not None:
+        share = -(-settings.mini_batch // data_ranks)  # the sequences of a rank
+        rows = min(max(1, tokens // length), share)
+        tokens, micro_batches = min(tokens, max(rows * length, 2)), -(-share // rows)
     return Case(
         name=name,
         config=config,
         hardware=hardware,
         mesh=settings.sizes,
         sharding=Sharding(mesh.stage, getattr(torch, mesh.reduce_dtype), mesh.prefetch),
-        tokens=settings.tokens,
-        length=settings.length or min(4096, settings.tokens),
+        tokens=tokens,
+        length=length,
         response=settings.response,
-        micro_batches=settings.micro_batches,
+        micro_batches=micro_batches,
         critic=settings.critic,
         reference=settings.reference,
         reward_model=None if settings.reward_model is None else config_of(settings.reward_model, "reward-model")[1],
@@ -67,5 +75,30 @@ def case_of(settings: PlanSettings) -> Case:
         checkpoint_layers=settings.checkpoint_layers,
         log_probs=settings.log_probs,
         offload=settings.offload,
+        forward_tokens=settings.forward_tokens,
+        roles=_roles(settings),
         full=settings.full,
     )
+
+
+def _roles(settings: PlanSettings) -> dict[str, Role]:
+    """What differs for the models beside the actor."""
+
+    def place(offload: bool | None) -> str | None:
+        return None if offload is None else "all" if offload else "none"
+
+    roles = {}
+    if settings.critic:
+        roles["critic"] = Role(
+            tokens=settings.critic_tokens,
+            compute_dtype=settings.critic_compute_dtype,
+            checkpoint_layers=settings.critic_checkpoint_layers,
+            offload=settings.critic_offload,
+        )
+    if settings.reference:
+        dtype = getattr(torch, settings.ref_dtype)
+        roles["reference"] = Role(offload=place(settings.ref_offload), dtype=dtype)
+    if settings.reward_model is not None:
+        dtype, offload = getattr(torch, settings.reward_dtype), place(settings.reward_offload)
+        roles["reward model"] = Role(tokens=settings.reward_tokens, offload=offload, dtype=dtype)
+    return {name: role for name, role in roles.items() if role != Role()}

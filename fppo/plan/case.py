@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import attrs
 import torch
@@ -11,10 +12,34 @@ from transformers import PreTrainedConfig
 from fppo.plan.hardware import Hardware
 from fppo.runtime.mesh import DATA_AXES, Sharding
 
+# whose model a stage runs, in the order of a step
+ROLES: Mapping[str, str] = MappingProxyType(
+    {
+        "reward model": "reward model",
+        "log-probs": "actor",
+        "reference": "reference",
+        "values": "critic",
+        "update critic": "critic",
+        "update actor": "actor",
+    }
+)
+
+
+@attrs.frozen(kw_only=True)
+class Role:
+    """What differs for one model of a case; None: as the case has it."""
+
+    tokens: int | None = None  # of a pass: the critic's of its update, the reward model's of its only one
+    compute_dtype: str | None = None
+    checkpoint_layers: bool | None = None
+    offload: str | None = None
+    dtype: torch.dtype = torch.float32  # that it is kept in
+
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """A step to plan. Every data rank runs `micro_batches` passes of `tokens` tokens, in sequences of `length`."""
+    """A step to plan. Every data rank runs `micro_batches` passes of `tokens` tokens, in sequences of `length`; the
+    passes of a stage may be others (`at`), over the same sequences."""
 
     name: str
     config: PreTrainedConfig
@@ -32,11 +57,36 @@ class Case:
     checkpoint_layers: bool = False
     log_probs: str = "chunked"
     offload: str = "none"  # or "moments", or "all": what of the state is on the host between uses
+    dtype: torch.dtype = torch.float32  # that parameters are kept in
+    forward_tokens: int | None = None  # of a pass without a gradient, in place of `tokens`
+    roles: Mapping[str, Role] = attrs.field(factory=dict)  # what differs for the critic, the reference, ...
     full: bool = False  # run every layer, where few tell of all
 
     def size(self, axis: str) -> int:
         """Ranks of an axis."""
         return self.mesh.get(axis, 1)
+
+    def at(self, stage: str) -> Case:
+        """The case as one of its stages (`ROLES`) has it: the passes, dtypes, recomputation and place of its model."""
+        role = self.roles.get(ROLES[stage], Role())
+        budget = self.tokens if stage.startswith("update") else self.forward_tokens or self.tokens
+        if stage in ("update critic", "reward model"):
+            budget = role.tokens or budget
+        rows = min(max(1, budget // self.length), self.rows * self.micro_batches)
+        named = role.compute_dtype
+        compute = self.compute_dtype if named is None else None if named == "float32" else getattr(torch, named)
+        again = self.checkpoint_layers if role.checkpoint_layers is None else role.checkpoint_layers
+        return attrs.evolve(
+            self,
+            tokens=rows * self.length if rows != self.rows else self.tokens,
+            micro_batches=-(-self.rows * self.micro_batches // rows),
+            compute_dtype=compute,
+            checkpoint_layers=again,
+            offload=role.offload or self.offload,
+            dtype=role.dtype,
+            forward_tokens=None,
+            roles={},
+        )
 
     @property
     def world(self) -> int:

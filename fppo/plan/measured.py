@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fppo import models
+from fppo import models, tree
 from fppo.key import Key
 from fppo.plan import passes
 from fppo.plan._group import Sent
@@ -45,7 +45,7 @@ def prepared(
         mesh = attrs.evolve(mesh, sharding=case.sharding)
     model, batch = passes.model_of(case, passes.STAGES[name]), passes.rows_of_stage(case, name)
     forward = Forward(model, kernels=passes.kernels_of(case, tracker), mesh=mesh)
-    shards = fsdp.shard(models.init_params(model, Key(0)), mesh)
+    shards = tree.map(lambda x: x.to(case.dtype), fsdp.shard(models.init_params(model, Key(0)), mesh))
     return init_state(shards, passes.optimizer_of(case)), passes.stage_of(case, name, batch, forward=forward), batch
 
 

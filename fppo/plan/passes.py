@@ -18,7 +18,7 @@ from fppo.models.model import HeadKind, Model
 from fppo.plan import standins
 from fppo.plan._group import counting_mesh
 from fppo.plan._track import BATCH, HOST, LOGITS, STATE, Tracker
-from fppo.plan.case import Case
+from fppo.plan.case import ROLES, Case
 from fppo.plan.presets import with_layers
 from fppo.plan.values import Phase
 from fppo.runtime import fsdp
@@ -37,14 +37,7 @@ from fppo_kernels.record import Kernels
 REWARD = "reward model"
 HEADS: Mapping[str, HeadKind] = {"actor": "lm", "critic": "value", REWARD: "value"}  # of models that differ in shape
 # which of them each stage runs, in the order of a step
-STAGES: Mapping[str, str] = {
-    REWARD: REWARD,
-    "log-probs": "actor",
-    "reference": "actor",
-    "values": "critic",
-    "update critic": "critic",
-    "update actor": "actor",
-}
+STAGES: Mapping[str, str] = {stage: "actor" if role == "reference" else role for stage, role in ROLES.items()}
 SAME: Mapping[str, str] = {"reference": "log-probs"}  # the same pass on other parameters
 _LANE = Lane(torch.device("cpu"))
 PASSES = 2  # the second has everything that any later one has: gradients that are there, and new ones
@@ -143,7 +136,8 @@ def rows_of_stage(case: Case, name: str) -> Experience:
 
 
 def run_stage(case: Case, name: str, *, layers: int | None = None) -> list[Phase]:
-    """What the stage holds, computes and sends on the rank that has most, in at most `PASSES` passes."""
+    """What the stage of a case (`Case.at`) holds, computes and sends on the rank that has most, in at most `PASSES`
+    passes."""
     model = model_of(case, STAGES[name], layers)
     batch = rows_of_stage(case, name)
     tracker = Tracker(on_gpu=case.hardware.on_gpu)
@@ -151,7 +145,7 @@ def run_stage(case: Case, name: str, *, layers: int | None = None) -> list[Phase
     mesh = counting_mesh(case.mesh, {"sequence": fullest_slice(case)}, sharding, tracker.sent)
     stage = stage_of(case, name, batch, forward=Forward(model, kernels=kernels_of(case, tracker), mesh=mesh))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        params = {n: torch.empty(shard_shape(shape, mesh)) for n, shape in model.shapes.items()}
+        params = {n: torch.empty(shard_shape(shape, mesh), dtype=case.dtype) for n, shape in model.shapes.items()}
     return tracked(case, tracker, stage, init_state(params, optimizer_of(case)), batch)
 
 

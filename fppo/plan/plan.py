@@ -20,7 +20,6 @@ from fppo.plan.hardware import overhead
 from fppo.plan.values import Phase, peak_of
 
 TRANSIENT = (GRADIENTS, GATHERED, ACTIVATIONS, LOGITS)
-BYTES = 4  # state is float32
 OUTSIDE = "outside of tensors"
 
 
@@ -73,8 +72,8 @@ class Plan:
     def mfu(self, *names: str) -> float:
         """The share of the peak that the FLOPs which the models need are, in these stages (none: all)."""
         chosen = [stage for stage in self.stages if not names or stage.name in names]
-        peak = self.case.hardware.flops if self.case.compute_dtype is not None else self.case.hardware.flops_float32
-        return sum(x.model_flops for x in chosen) / (sum(x.seconds.total for x in chosen) * peak)
+        most = sum(x.seconds.total * _peak_flops(self.case.at(x.name)) for x in chosen)
+        return sum(x.model_flops for x in chosen) / most
 
 
 def plan(case: Case, *, only_if_fits: bool = False) -> Plan:
@@ -92,10 +91,11 @@ def plan(case: Case, *, only_if_fits: bool = False) -> Plan:
     if only_if_fits and sum(rest.values()) > case.hardware.memory:
         return Plan(case, parameters, rest, ())
     for name in reversed(passes.stages_of(case)):  # the updates first
-        model, same = models[passes.STAGES[name]], passes.SAME.get(name, name)
+        model, at, same = models[passes.STAGES[name]], case.at(name), passes.SAME.get(name, name)
+        same = same if at == case.at(same) else name
         if same not in known:
-            known[same] = phases_of(case, same, model)
-        stages.insert(0, _stage(case, name, model, rest, known[same]))
+            known[same] = phases_of(at, same, model)
+        stages.insert(0, _stage(case, at, name, model, rest, known[same]))
         if only_if_fits and stages[0].total > case.hardware.memory:
             break
     return Plan(case, parameters, rest, tuple(stages))
@@ -128,7 +128,14 @@ def _shard_shapes(model: Model, case: Case) -> dict[str, tuple[int, ...]]:
     return {name: passes.shard_shape(shape, mesh) for name, shape in model.shapes.items()}
 
 
-def _stage(case: Case, name: str, model: Model, rest: Mapping[str, float], phases: Sequence[Phase]) -> Stage:
+def _peak_flops(case: Case) -> float:
+    """Per second, in the dtype that the case computes in."""
+    narrow = case.compute_dtype is not None or case.dtype != torch.float32
+    return case.hardware.flops if narrow else case.hardware.flops_float32
+
+
+def _stage(case: Case, at: Case, name: str, model: Model, rest: Mapping[str, float], phases: Sequence[Phase]) -> Stage:
+    """The stage of a case, which is `at` there."""
     where, peak = peak_of(phases)
     moving = {kind: float(peak.peak.get(kind, 0)) for kind in TRANSIENT}
     wide = [axis for axis, size in case.mesh.items() if size > 1]
@@ -140,21 +147,27 @@ def _stage(case: Case, name: str, model: Model, rest: Mapping[str, float], phase
         name=name,
         where=where,
         memory={**rest, **moving, OUTSIDE: outside},
-        wire=wires(phases, case),
-        seconds=seconds_of(phases, case),
+        wire=wires(phases, at),
+        seconds=seconds_of(phases, at),
         model_flops=needed * case.micro_batches / case.size("sequence"),
     )
+
+
+def _kept(model: Model, case: Case) -> float:
+    """Bytes of parameters on a rank between the stages."""
+    return 0 if case.offload == "all" else case.dtype.itemsize * shard_numbers(model, case)
 
 
 def _at_rest(case: Case, models: Mapping[str, Model]) -> dict[str, float]:
     """Bytes on a rank between the stages."""
     rest: dict[str, float] = {}
     for name, model in models.items():
-        rest[f"{name}'s parameters"] = 0 if case.offload == "all" else BYTES * shard_numbers(model, case)
+        at = case.at(name if name == passes.REWARD else f"update {name}")
+        rest[f"{name}'s parameters"] = _kept(model, at)
         if name != passes.REWARD:
-            rest[f"{name}'s optimizer"] = optimizer_bytes(model, case) if case.offload == "none" else 0
+            rest[f"{name}'s optimizer"] = optimizer_bytes(model, at) if at.offload == "none" else 0
     if case.reference:
-        rest["reference's parameters"] = rest["actor's parameters"]
+        rest["reference's parameters"] = _kept(models["actor"], case.at("reference"))
     row = passes.rows_of(case, 1)
     size = sum(x.nbytes for x in tree.tensors(row))
     return rest | {BATCH: size * case.mini_batch}  # every rank holds all rows

@@ -6,8 +6,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import torch
 
+from fppo.plan.case import Case
 from fppo.plan.estimate import ORDER, link
 from fppo.plan.plan import Plan
 from fppo.plan.remedies import Remedy, seconds_per_token
@@ -44,7 +46,8 @@ def _head(plan: Plan, width: int) -> list[str]:
     again += {"none": "", "moments": ", moments on the host", "all": ", state on the host"}[case.offload]
     nodes = f", {hardware.per_node} to a node" if case.world > 1 and hardware.on_gpu else ""
     return [
-        f"{case.name}: {models} parameters; {passes} passes on float32 state{again}",
+        *textwrap.wrap(f"{case.name}: {models} parameters; {passes} passes on float32 state{again}", width),
+        *_own(case),
         f"{case.world:,} x {hardware.name}, {hardware.memory / GIB:,.1f} GiB each{nodes}: {axes}{sharded}",
         *textwrap.wrap(
             f"a pass of a data rank: {case.rows:,} x {case.length:,} tokens ({case.response_tokens:,} response); "
@@ -52,6 +55,22 @@ def _head(plan: Plan, width: int) -> list[str]:
             width,
         ),
     ]
+
+
+def _own(case: Case) -> list[str]:
+    """What differs between the roles, a line each."""
+    places = {"none": "on the device", "moments": "moments on the host", "all": "on the host"}
+    lines = []
+    for name, role in case.roles.items():
+        words = [f"passes of {role.tokens:,} tokens"] if role.tokens else []
+        words += [f"{role.compute_dtype} passes"] if role.compute_dtype else []
+        words += {None: [], True: ["layers recomputed"], False: ["layers kept"]}[role.checkpoint_layers]
+        words += [places[role.offload]] if role.offload else []
+        words += ["kept in bfloat16"] if role.dtype == torch.bfloat16 else []
+        lines.append(f"{name}: {', '.join(words)}")
+    if case.forward_tokens:
+        lines.append(f"without a gradient: passes of {case.forward_tokens:,} tokens")
+    return lines
 
 
 def _memory(plan: Plan, width: int) -> list[str]:
@@ -180,6 +199,11 @@ def summary(plan: Plan, helping: Sequence[Remedy] | None) -> dict[str, Any]:
         "compute_dtype": "bfloat16" if case.compute_dtype == torch.bfloat16 else "float32",
         "log_probs": case.log_probs,
         "offload": case.offload,
+        "forward_tokens": case.forward_tokens,
+        "roles": {
+            name: {**attrs.asdict(role), "dtype": str(role.dtype).removeprefix("torch.")}
+            for name, role in case.roles.items()
+        },
         "fits": plan.fits,
         "peak_bytes": plan.peak.total,
         "peak_stage": plan.peak.name,

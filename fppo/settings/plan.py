@@ -7,8 +7,10 @@ from typing import Literal
 
 import attrs
 
+from fppo.settings import checks, files
 from fppo.settings.fields import above, at_least, at_most, nonempty, setting, wrong_values
 from fppo.settings.mesh import PlanMeshSettings
+from fppo.settings.train import ActorSettings, CriticSettings, TrainSettings
 
 
 @attrs.frozen(kw_only=True)
@@ -31,12 +33,34 @@ class PlanSettings:
     """The part of a sequence that is response: only these tokens reach the head."""
     micro_batches: int = setting(4, at_least(1))
     """Passes of each data rank for one optimizer update; a step has one update."""
+    mini_batch: int | None = setting(None, at_least(1))
+    """In place of --micro-batches: sequences of an optimizer update over all ranks."""
+    forward_tokens: int | None = setting(None, at_least(2))
+    """Tokens of a pass without a gradient (a run's model.forward_token_budget); None: as --tokens."""
     critic: bool = setting(False)
     """Plan a critic of the same size beside the actor, as PPO has it."""
     reference: bool = setting(False)
     """Plan a frozen reference of the same size, as a KL term needs it."""
     reward_model: str | None = setting(None)
     """Plan a reward model beside them: a directory or a name, as for --model; it reads the same tokens."""
+    critic_tokens: int | None = setting(None, at_least(2))
+    """Tokens of a pass of the critic's update; None: as --tokens."""
+    critic_compute_dtype: Literal["float32", "bfloat16"] | None = setting(None)
+    """The dtype of the critic's passes; None: as --compute-dtype."""
+    critic_checkpoint_layers: bool | None = setting(None)
+    """Recompute the critic's layers; None: as --checkpoint-layers."""
+    critic_offload: Literal["none", "moments", "all"] | None = setting(None)
+    """What of the critic is on the host between uses; None: as --offload."""
+    ref_dtype: Literal["float32", "bfloat16"] = setting("float32")
+    """The dtype that the reference is kept in, and runs in."""
+    ref_offload: bool | None = setting(None)
+    """Keep the reference on the host between uses; None: where --offload is all."""
+    reward_dtype: Literal["float32", "bfloat16"] = setting("float32")
+    """The dtype that the reward model is kept in, and runs in."""
+    reward_tokens: int | None = setting(None, at_least(2))
+    """Tokens of a pass of the reward model; None: as --forward-tokens."""
+    reward_offload: bool | None = setting(None)
+    """Keep the reward model on the host between uses; None: where --offload is all."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = setting("auto")
     """The dtype of forward and backward passes; auto: bfloat16, and float32 on a cpu. State is always float32."""
     checkpoint_layers: bool = setting(False)
@@ -71,6 +95,44 @@ class PlanSettings:
         if shard is None:
             shard = max(1, (self.gpus or 1) // (mesh.replicate * mesh.sequence))
         return {"replicate": mesh.replicate, "shard": shard, "sequence": mesh.sequence}
+
+
+def of_run(run: TrainSettings) -> PlanSettings:
+    """What a run's settings say to plan: its longest rows, and each role as it has it."""
+    mesh = {field.name: getattr(run.mesh, field.name) for field in attrs.fields(PlanMeshSettings)}
+    length = run.data.max_prompt_tokens + run.rollout.max_tokens
+
+    def budget(section: ActorSettings | CriticSettings) -> int:
+        size, tokens = files.micro_batching(section)
+        return max(length, tokens or (size or 1) * length)
+
+    tokens, critic, reward = budget(run.actor), budget(run.critic), run.reward.model
+    rows = reward.micro_batch_size
+    return PlanSettings(
+        model=run.model.path,
+        mesh=PlanMeshSettings(**mesh),
+        tokens=tokens,
+        length=length,
+        response=run.rollout.max_tokens / length,
+        mini_batch=files.mini_batch_size(run.actor, run.rollout.batch_size),
+        forward_tokens=run.model.forward_token_budget,
+        critic=checks.uses_critic(run),
+        reference=checks.uses_reference(run),
+        reward_model=reward.path,
+        critic_tokens=None if critic == tokens else critic,
+        critic_compute_dtype=run.critic.compute_dtype,
+        critic_checkpoint_layers=run.critic.checkpoint_layers,
+        critic_offload=run.critic.offload,
+        ref_dtype=run.model.ref_dtype,
+        ref_offload=run.model.ref_offload,
+        reward_dtype=reward.dtype,
+        reward_tokens=reward.token_budget if rows is None else rows * length,
+        reward_offload=reward.offload,
+        compute_dtype=run.model.compute_dtype,
+        checkpoint_layers=run.model.checkpoint_layers,
+        log_probs=run.model.log_probs if run.model.log_probs in ("reference", "triton") else "chunked",
+        offload=run.model.offload,
+    )
 
 
 def problems(settings: PlanSettings) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 
 from fppo.plan import passes
 from fppo.plan._track import Tracker
+from fppo.plan.case import Role
 from fppo.plan.estimate import wires
 from fppo.plan.measured import measured, prepared
 from fppo.plan.plan import plan, shard_numbers
@@ -98,6 +99,16 @@ def test_state_on_the_host_is_planned(offload, name):
     assert less.get("state", 0) == pytest.approx(state if offload == "moments" else 0, rel=0.001)
 
 
+@pytest.mark.parametrize("name", ["reference", "update critic"])
+def test_a_role_of_its_own_holds_what_was_planned(name):
+    roles = {
+        "critic": Role(tokens=128, compute_dtype="bfloat16", checkpoint_layers=True, offload="moments"),
+        "reference": Role(dtype=torch.bfloat16, offload="none"),
+    }
+    what = case(mesh={"shard": 2}, roles=roles, forward_tokens=512, offload="all")
+    holds(what.at(name), name)
+
+
 def test_bfloat16_passes_hold_what_was_planned():
     holds(case(mesh={"shard": 2}, compute_dtype=torch.bfloat16), "update actor")
 
@@ -153,6 +164,7 @@ import attrs
 import torch
 from fppo.plan import passes
 from fppo.plan._track import Tracker
+from fppo.plan.case import Role
 from fppo.plan.measured import prepared
 from fppo.plan.values import peak_of
 from fppo.runtime.mesh import Mesh

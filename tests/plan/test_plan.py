@@ -6,9 +6,12 @@ import json
 
 import attrs
 import pytest
+import torch
 
 from fppo.commands import cli
+from fppo.commands import plan as commands
 from fppo.plan import passes
+from fppo.plan.case import ROLES
 from fppo.plan.estimate import LINK_SHARE, _collective, link, seconds_of
 from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import plan
@@ -16,6 +19,9 @@ from fppo.plan.presets import PRESETS, config_of
 from fppo.plan.remedies import applied, families, remedies
 from fppo.plan.values import GIB, Cost, Phase, Work
 from fppo.runtime.mesh import Sharding
+from fppo.settings import files
+from fppo.settings import plan as settings_plan
+from tests import tiny_run
 from tests.plan.cases import case, config
 
 # as the models' cards have them
@@ -132,6 +138,62 @@ def test_a_table_and_a_file(tmp_path, capsys):
     assert read["peak_bytes"] == max(stage["total_bytes"] for stage in read["stages"])
     for stage in read["stages"]:
         assert sum(stage["memory_bytes"].values()) == pytest.approx(stage["total_bytes"])
+
+
+def test_a_runs_settings_are_planned_as_each_role_has_them(tmp_path, capsys):
+    settings = tiny_run.settings(
+        tmp_path,
+        model__path="quickstart",
+        rollout__batch_size=64,
+        rollout__max_tokens=16,
+        data__max_prompt_tokens=16,
+        reward__model__path="quickstart",
+        reward__model__dtype="bfloat16",
+        reward__model__micro_batch_size=2,
+        actor__mini_batch_size=32,
+        actor__micro_batch_size=4,
+        critic__token_budget=256,
+        critic__checkpoint_layers=True,
+        critic__compute_dtype="bfloat16",
+        critic__offload="all",
+        model__ref_dtype="bfloat16",
+        model__ref_offload=False,
+        model__offload="moments",
+        model__forward_token_budget=512,
+        mesh__shard=2,
+    )
+    files.save(settings, tmp_path / "run.toml")
+    assert run(str(tmp_path / "run.toml"), "--gpu", "cpu", "--json", "-") == 0
+    read = json.loads(capsys.readouterr().out)
+    assert (read["tokens"], read["length"], read["micro_batches"], read["mini_batch_size"]) == (128, 32, 4, 32)
+    weights = {role: 4 * count / 2 for role, count in read["parameters"].items()}  # of a rank of two
+    assert weights["reward model"] == pytest.approx(weights["critic"])
+    rest = {name: size for name, size in read["rest_bytes"].items() if name != "rows of the batch"}
+    expected = {
+        "reward model's parameters": weights["reward model"] / 2,
+        "actor's parameters": weights["actor"],
+        "actor's optimizer": 0,
+        "critic's parameters": 0,
+        "critic's optimizer": 0,
+        "reference's parameters": weights["actor"] / 2,
+    }
+    assert {name: rest[name] for name in expected} == pytest.approx(expected, rel=0.01)
+    case = cases_of(settings)
+    passes_of = {stage: (at.rows, at.micro_batches) for stage in ROLES for at in [case.at(stage)]}
+    assert passes_of == {
+        "reward model": (2, 8),
+        **dict.fromkeys(("log-probs", "reference", "values"), (16, 1)),
+        "update critic": (8, 2),
+        "update actor": (4, 4),
+    }
+    critic, reference = case.at("update critic"), case.at("reference")
+    assert (critic.compute_dtype, critic.checkpoint_layers, critic.offload) == (torch.bfloat16, True, "all")
+    assert (reference.compute_dtype, reference.dtype, reference.offload) == (None, torch.bfloat16, "none")
+    assert case.at("log-probs").offload == "moments"
+
+
+def cases_of(settings):
+    return commands.case_of(settings_plan.of_run(settings))
 
 
 def test_what_does_not_fit_is_said_with_its_remedies(tmp_path, capsys):
