@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -71,9 +72,10 @@ def quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], int] =
 
 
 def evaluate(settings: TrainSettings, here: Here = ALONE) -> int:
-    """Prints the held-out metrics of a checkpoint of the run in output_dir: the newest, or that of `resume`.
+    """Prints how a checkpoint of the run in output_dir, the newest or that of `resume`, answers held-out prompts.
 
-    Raises ValueError if there is none.
+    All metrics, and all responses, are written to files there, which are named on standard error. Raises ValueError if
+    there is no checkpoint.
     """
     checkpoints = Path(settings.output_dir) / session.CHECKPOINTS
     path = Path(settings.resume)
@@ -85,12 +87,13 @@ def evaluate(settings: TrainSettings, here: Here = ALONE) -> int:
     transformers_logging.disable_progress_bar()
     with assemble_evaluation(saved.bare(settings), mesh=here.mesh, device=here.device) as evaluator:
         run = saved.policy(evaluator.model, path, mesh=here.mesh, device=evaluator.device)
-        directory = Path(settings.output_dir)
-        evaluating = evaluations.kept(evaluator.evaluate, directory, evaluator.tokenizer, here.mesh, anew=True)
-        numbers = sorted(numbers_of(evaluating(run)).items())
+        place = evaluations.new_place(Path(settings.output_dir), run.step)
+        report = evaluations.kept(evaluator.evaluate, lambda step: place, evaluator.tokenizer, here.mesh)(run)
         if is_first(here.mesh):
-            print("\n".join([f"step {run.step}", *(f"{name}  {value:.4f}" for name, value in numbers)]))
-            print(f"responses: {directory / evaluations.EVALUATIONS}", file=sys.stderr)
+            numbers = place.with_suffix(".json")
+            numbers.write_text(json.dumps(numbers_of(report), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            print("\n".join([f"step {run.step}", *evaluations.table(report)]))
+            print(f"responses: {place}\nall metrics: {numbers}", file=sys.stderr)
     return 0
 
 

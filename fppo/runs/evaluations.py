@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fppo import metrics
 from fppo.assembly.run import Assembly
 from fppo.batch import Scored
-from fppo.metrics import Metrics
-from fppo.pipeline.evaluate import EvaluateRun
+from fppo.metrics import Mean, Metrics
+from fppo.pipeline.evaluate import FAILED, EvaluateRun
 from fppo.pipeline.program import RunState
 from fppo.pipeline.train import Evaluate, Evaluation
 from fppo.runs.jsonl import JsonLines
@@ -20,16 +22,16 @@ from fppo.runtime.mesh import Mesh, is_first
 from fppo.settings.train import TrainSettings
 
 EVALUATIONS = "evaluations"
+_NAME = re.compile(r"val-(?:core|aux)/(.+)/(mean@\d+|(?:best|maj)@\d+/mean)")
 
 
-def kept(evaluate: EvaluateRun, run_dir: Path, tokenizer: Any, mesh: Mesh, *, anew: bool = False) -> Evaluate:
-    """The evaluation of the run in a directory, with its responses kept there in the step's file; with `anew` in one
-    that is not there yet."""
+def kept(evaluate: EvaluateRun, place: Callable[[int], Path], tokenizer: Any, mesh: Mesh) -> Evaluate:
+    """The evaluation, with all its responses kept in the file at `place(step)`."""
 
     def evaluation(run: RunState) -> Metrics:
         def keep(scored: Sequence[Scored]) -> None:
             if is_first(mesh):
-                write(scored, _path(run_dir / EVALUATIONS, run.step, anew=anew), tokenizer=tokenizer, step=run.step)
+                write(scored, place(run.step), tokenizer=tokenizer, step=run.step)
 
         return evaluate(run, keep)
 
@@ -40,7 +42,10 @@ def in_training(settings: TrainSettings, assembly: Assembly) -> Evaluation | Non
     """When a run evaluates and how, with its responses kept in its directory; None without held-out prompts."""
     if assembly.evaluate is None:
         return None
-    evaluate = kept(assembly.evaluate, Path(settings.output_dir), assembly.tokenizer, assembly.mesh)
+    directory = Path(settings.output_dir) / EVALUATIONS
+    evaluate = kept(
+        assembly.evaluate, lambda step: directory / f"step_{step:08d}.jsonl", assembly.tokenizer, assembly.mesh
+    )
     return Evaluation(evaluate, every=settings.eval.every, before=settings.eval.before)
 
 
@@ -57,8 +62,51 @@ def write(scored: Sequence[Scored], path: Path, *, tokenizer: Any, step: int) ->
     os.replace(draft, path)
 
 
-def _path(directory: Path, step: int, *, anew: bool) -> Path:
-    if not anew:
-        return directory / f"step_{step:08d}.jsonl"
-    paths = (directory / f"step_{step:08d}_eval_{number}.jsonl" for number in itertools.count(1))
+def new_place(run_dir: Path, step: int) -> Path:
+    """A file for responses of a run's step that is not there yet."""
+    paths = (run_dir / EVALUATIONS / f"step_{step:08d}_eval_{number}.jsonl" for number in itertools.count(1))
     return next(path for path in paths if not path.exists())
+
+
+def table(report: Metrics) -> list[str]:
+    """An evaluation in lines of at most 80 columns: of each source its prompts, and the means of the reward and of its
+    parts; of several responses to a prompt also the best and the majority of all.
+
+    A single part that equals the reward is left out.
+    """
+    found = {(match[1], match[2]): name for name in report if (match := _NAME.fullmatch(name))}
+    cores = [name for name in report if name.startswith("val-core/") and _NAME.fullmatch(name)]
+    kinds = list(dict.fromkeys(_NAME.fullmatch(name)[2] for name in cores))  # type: ignore[index]
+    means = [place for place, kind in found if kind == kinds[0] and found[place, kind] in cores]
+    sources = [place.removesuffix("/reward") for place in means]
+    numbers = metrics.report(report)
+    rows = [["source", "prompts", "", *(kind.removesuffix("/mean") for kind in kinds)]]
+    for source in sources:
+        inside = [place for place, kind in found if kind == kinds[0] and _source(place, sources) == source]
+        parts = [place for place in inside if place != f"{source}/reward"]
+        if len(parts) == 1 and numbers[found[parts[0], kinds[0]]] == numbers[found[f"{source}/reward", kinds[0]]]:
+            parts = []
+        count = report[found[f"{source}/reward", kinds[0]]]
+        prompts = f"{int(count.count):,}" if isinstance(count, Mean) else ""
+        for number, place in enumerate([f"{source}/reward", *parts]):
+            values = [f"{numbers[name]:.4f}" if (name := found.get((place, kind))) else "" for kind in kinds]
+            label = place.removeprefix(f"{source}/")
+            rows.append([_clipped(source, 22) if not number else "", prompts if not number else "", label, *values])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths[2] = min(widths[2], 20)
+    lines = []
+    for row in rows:
+        cells = [_clipped(x, w).ljust(w) if i in (0, 2) else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths))]
+        lines.append("  ".join(cells).rstrip())
+    failed = {what: numbers.get(f"val-aux/{what}", 0.0) for what in FAILED}
+    missing = ", ".join(f"{number:.0f} {what}" for what, number in failed.items() if number)
+    return [*lines, *([f"responses without a score: {missing}"] if missing else [])]
+
+
+def _source(place: str, sources: Sequence[str]) -> str:
+    """The source of SOURCE/NAME, both of which may have slashes."""
+    return max((source for source in sources if place.startswith(f"{source}/")), key=len, default="")
+
+
+def _clipped(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."

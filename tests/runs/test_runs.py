@@ -361,12 +361,19 @@ def test_eval_prints_what_the_run_logged_last(task, tmp_path, capsys):
     _, directory = _run(task, tmp_path, "run")
     capsys.readouterr()
     assert actions.evaluate(tiny_run.settings(task, output_dir=str(directory))) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "step 4"
+    out, err = capsys.readouterr()
     last = jsonl.read(directory / "metrics.jsonl")[-1]
-    numbers = {line.split()[0]: float(line.split()[1]) for line in printed[1:]}
+    shown = f"{last['val-core/test/reward/mean@1']:.4f}"
+    assert [line.split() for line in out.splitlines()] == [
+        ["step", "4"],
+        ["source", "prompts", "mean@1"],
+        ["test", "24", "reward", shown],
+    ]
+    record = directory / "evaluations" / "step_00000004_eval_1.json"
+    assert str(record) in err
+    numbers = json.loads(record.read_text())
     assert numbers
-    assert all(abs(last[name] - value) < 1e-4 for name, value in numbers.items())
+    assert all(last[name] == pytest.approx(value, abs=1e-6) for name, value in numbers.items())
 
 
 def test_every_response_of_an_evaluation_is_kept(task, tmp_path, capsys):
