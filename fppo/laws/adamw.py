@@ -17,7 +17,9 @@ STEPS = 3
 STATE = ("parameter", "first moment", "second moment")
 
 
-class _Case(NamedTuple):
+class Case(NamedTuple):
+    """The scalars of a step."""
+
     lr: float = 0.1
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -28,12 +30,12 @@ class _Case(NamedTuple):
 
 
 _CASES = (
-    _Case(),
-    _Case(weight_decay=0.3),
-    _Case(lr=0.01, betas=(0.5, 0.9), eps=0.1),
-    _Case(grad_scale=4.0, weight_decay=0.1),
-    _Case(betas=(0.0, 0.95), found_inf=0.0, grad_scale=0.375),
-    _Case(lr_tensor=True, found_inf=0.0),
+    Case(),
+    Case(weight_decay=0.3),
+    Case(lr=0.01, betas=(0.5, 0.9), eps=0.1),
+    Case(grad_scale=4.0, weight_decay=0.1),
+    Case(betas=(0.0, 0.95), found_inf=0.0, grad_scale=0.375),
+    Case(lr_tensor=True, found_inf=0.0),
 )
 
 
@@ -61,7 +63,7 @@ def _grads(example: Example, step: int) -> list[Tensor]:
     return [x[step].clone() for x in example.extras.values()]
 
 
-def _step(kernel: Callable, state: _State, grads: list[Tensor], case: _Case, **changes: Tensor) -> None:
+def _step(kernel: Callable, state: _State, grads: list[Tensor], case: Case, **changes: Tensor) -> None:
     device = state.params[0].device if state.params else torch.device("cpu")
     flags = {"grad_scale": case.grad_scale, "found_inf": case.found_inf}
     flags = {name: None if x is None else torch.tensor(x, device=device) for name, x in flags.items()} | changes
@@ -80,7 +82,7 @@ def _step(kernel: Callable, state: _State, grads: list[Tensor], case: _Case, **c
     )
 
 
-def _textbook(p: Tensor, g: Tensor, m: Tensor, v: Tensor, count: int, case: _Case) -> tuple[Tensor, Tensor, Tensor]:
+def _textbook(p: Tensor, g: Tensor, m: Tensor, v: Tensor, count: int, case: Case) -> tuple[Tensor, Tensor, Tensor]:
     """Algorithm 2 of Loshchilov and Hutter (2019, arXiv:1711.05101) with the learning rate in the decay, float64."""
     beta1, beta2 = case.betas
     g = g if case.grad_scale is None else g / case.grad_scale
@@ -89,7 +91,8 @@ def _textbook(p: Tensor, g: Tensor, m: Tensor, v: Tensor, count: int, case: _Cas
     return p - case.lr * (unbiased_m / (unbiased_v.sqrt() + case.eps) + case.weight_decay * p), m, v
 
 
-def _is_textbook(kernel: Callable, example: Example, generator: torch.Generator, *, case: _Case) -> str | None:
+def is_textbook(kernel: Callable, example: Example, generator: torch.Generator, *, case: Case) -> str | None:
+    """What of some steps differs from the textbook's numbers."""
     state, names = _start(example), list(example.inputs)
     expected = [tuple(x.double() for x in leaf) for leaf in zip(*state[:3], strict=True)]
     for step in range(STEPS):
@@ -106,7 +109,8 @@ def _is_textbook(kernel: Callable, example: Example, generator: torch.Generator,
     return None
 
 
-def _skipped(kernel: Callable, example: Example, generator: torch.Generator, *, case: _Case) -> str | None:
+def keeps_skipped(kernel: Callable, example: Example, generator: torch.Generator, *, case: Case) -> str | None:
+    """What a step changes whose gradients were not finite."""
     state, names = _start(example), list(example.inputs)
     before = state.copy()
     grads = [torch.full_like(g, torch.inf) for g in _grads(example, 0)]
@@ -118,7 +122,7 @@ def _skipped(kernel: Callable, example: Example, generator: torch.Generator, *, 
     return None
 
 
-def _alone(kernel: Callable, example: Example, generator: torch.Generator, *, case: _Case) -> str | None:
+def _alone(kernel: Callable, example: Example, generator: torch.Generator, *, case: Case) -> str | None:
     together = _start(example)
     _step(kernel, together, _grads(example, 0), case)
     for i, name in enumerate(example.inputs):
@@ -140,13 +144,14 @@ def _law(name: str, statement: str, breach: Callable, seeds: int) -> Law:
 
 def _laws(num_dtypes: int) -> tuple[Law, ...]:
     return (
-        _law("textbook", "parameters, moments and counts are the textbook's, step by step", _is_textbook, num_dtypes),
-        _law("skipped step", "where found_inf is 1, nothing changes a bit", _skipped, num_dtypes),
+        _law("textbook", "parameters, moments and counts are the textbook's, step by step", is_textbook, num_dtypes),
+        _law("skipped step", "where found_inf is 1, nothing changes a bit", keeps_skipped, num_dtypes),
         _law("alone", "a parameter's update does not depend on the others in the list", _alone, num_dtypes),
     )
 
 
-def _example(dtypes: Sequence[torch.dtype], device: torch.device | str, rows: int, width: int, seed: int) -> Example:
+def example(dtypes: Sequence[torch.dtype], device: torch.device | str, rows: int, width: int, seed: int) -> Example:
+    """A matrix, a vector and a number as parameters, and gradients of each for some steps."""
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
     dtype, shapes = dtypes[seed % len(dtypes)], {"matrix": (rows, width), "vector": (width,), "number": ()}
     inputs = {name: normal(generator, *shape) for name, shape in shapes.items()}
@@ -168,4 +173,4 @@ def check_adamw(
     """
     dtypes = checked(dtypes)
     seeds = len(_CASES) * len(dtypes)
-    check(kernel, _laws(len(dtypes)), partial(_example, dtypes, device), sizes=SIZES, seeds=seeds)
+    check(kernel, _laws(len(dtypes)), partial(example, dtypes, device), sizes=SIZES, seeds=seeds)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from fppo.batch import Annotated, Column
-from fppo.laws import losses
+from fppo.laws import adamw, losses
 from fppo.laws._kernels import apart, carry, exact, grads, place
 from fppo.laws._search import Example, Law, check, normal, short
 from fppo_kernels.attention.eager import eager
+from fppo_kernels.gae.loop import loop
 from fppo_kernels.log_probs.reference import reference
 from fppo_kernels.padding import make_lengths
 
@@ -129,6 +130,38 @@ def _attention(kernel: Callable, example: Example) -> dict[str, Tensor]:
     return {"the result": kernel(*example.inputs.values(), lengths=lengths, **keywords)}
 
 
+def _gae_near(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+    columns = exact(example).inputs.values()
+    expected = loop(*columns, gamma=0.9, lam=0.7)
+    actual = kernel(*example.inputs.values(), gamma=0.9, lam=0.7)
+    for name, wanted, x in zip(("the advantages", "the returns"), expected, actual, strict=True):
+        if reason := apart(name, wanted, x, torch.float32, SLACK):
+            return reason
+    return None
+
+
+def _gae_example(device: torch.device | str, rows: int, width: int, seed: int) -> Example:
+    """Rows of which the last tokens are no responses, the first of them whole."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.arange(width) < torch.arange(width, width - rows, -1)[:, None]
+    inputs = {"rewards": normal(generator, rows, width), "values": normal(generator, rows, width), "mask": mask}
+    return place(Example(inputs, {}, mask.float()), torch.float32, device)
+
+
+def _screen_state(op: str, kernel: Callable[..., Any], device: torch.device | str) -> None:
+    """The kernels that know no other dtype than float32."""
+    if op == "gae":
+        law = Law("near", "advantages and returns are about those of the float64 loop", _gae_near)
+        check(kernel, [law], partial(_gae_example, device), sizes=((4, 5),), seeds=1)
+        return
+    case = adamw.Case(weight_decay=0.3, grad_scale=4.0, found_inf=0.0)
+    laws = [
+        Law("textbook", "parameters, moments and counts are the textbook's", partial(adamw.is_textbook, case=case)),
+        Law("skipped step", "where found_inf is 1, nothing changes a bit", partial(adamw.keeps_skipped, case=case)),
+    ]
+    check(kernel, laws, partial(adamw.example, (torch.float32,), device), sizes=((4, 5),), seeds=1)
+
+
 _CALLS = MappingProxyType({"log_probs": (_log_probs, reference), "attention": (_attention, eager)})
 
 
@@ -166,12 +199,16 @@ def _kernel_example(
 def screen_kernel(
     op: str, kernel: Callable[..., Any], *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> None:
-    """Whether a kernel for "log_probs" or "attention" gives the values and gradients of the float64 reference, within
-    10 times the tolerance of its laws, on one batch of a dtype on a device, called as a run calls it.
+    """Whether a kernel for "log_probs", "attention", "gae" or "adamw" gives the values, and where it has them the
+    gradients, of the float64 reference, about within the tolerance of its laws, on one batch on a device, called as a
+    run calls it. The first two are of a `dtype`, the others float32.
 
     LawViolation if not; ValueError for another operation.
     """
+    if op in ("gae", "adamw"):
+        _screen_state(op, kernel, device)
+        return
     if op not in _CALLS:
-        raise ValueError(f"op must be one of {list(_CALLS)}, got {op!r}")
+        raise ValueError(f"op must be one of {[*_CALLS, 'gae', 'adamw']}, got {op!r}")
     law = Law("near", "values and gradients are about those of the float64 reference", partial(_near, op))
     check(kernel, [law], partial(_kernel_example, op, dtype, device), sizes=((4, 5),), seeds=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import cast
 
 from torch import Tensor
@@ -52,41 +53,51 @@ def estimator(
     """
     if name not in NAMES:
         raise ValueError(f"unknown advantage estimator {name!r}; there are {list(NAMES)}")
+    return partial(_estimate, name=name, gamma=gamma, lam=lam, scale=scale, gae=gae, weights=weights)
 
-    def estimate(rows: Annotated, rewards: Tensor) -> Advantages:
-        mask, groups, totals = rows.response_mask, rows.groups, rewards.sum(1)
-        if name in GROUPED and len(groups) == len(groups.unique()):
-            text = "compares responses to one prompt, and each has one: raise Sampling.n (rollout.n) to 2 or more"
-            raise ValueError(f"the estimator {name!r} {text}")
-        match name:
-            case "gae":
-                values = _required(rows.values, name, "values")
-                return advantages.gae(rewards, values, mask, gamma=gamma, lam=lam, kernel=gae)
-            case "grpo":
-                return advantages.grpo(totals, mask, groups, scale=scale)
-            case "grpo_passk":
-                return advantages.grpo_passk(totals, mask, groups, scale=scale)
-            case "rloo":
-                return advantages.rloo(totals, mask, groups)
-            case "opo":
-                return advantages.opo(totals, mask, groups)
-            case "gpg":
-                return advantages.gpg(totals, mask, groups)
-            case "remax":
-                return advantages.remax(rewards, _required(rows.baselines, name, "baselines"), mask)
-            case "reinforce_plus_plus":
-                return advantages.reinforce_plus_plus(rewards, mask, gamma=gamma)
-            case "reinforce_plus_plus_baseline":
-                return advantages.reinforce_plus_plus_baseline(totals, mask, groups)
-            case "optimal_token_baseline":
-                squared = _required(rows.sum_squared_probs, name, "sum_squared_probs")
-                return advantages.optimal_token_baseline(
-                    rewards, mask, groups, log_probs=rows.old_log_probs, sum_squared_probs=squared
-                )
-            case _:
-                return advantages.gdpo(rows.named_scores, mask, groups, weights=weights, scale=scale)
 
-    return estimate
+def _estimate(
+    rows: Annotated,
+    rewards: Tensor,
+    *,
+    name: str,
+    gamma: float,
+    lam: float,
+    scale: str,
+    gae: Callable[..., tuple[Tensor, Tensor]],
+    weights: Mapping[str, float] | None,
+) -> Advantages:
+    mask, groups, totals = rows.response_mask, rows.groups, rewards.sum(1)
+    if name in GROUPED and len(groups) == len(groups.unique()):
+        text = "compares responses to one prompt, and each has one: raise Sampling.n (rollout.n) to 2 or more"
+        raise ValueError(f"the estimator {name!r} {text}")
+    match name:
+        case "gae":
+            values = _required(rows.values, name, "values")
+            return advantages.gae(rewards, values, mask, gamma=gamma, lam=lam, kernel=gae)
+        case "grpo":
+            return advantages.grpo(totals, mask, groups, scale=scale)
+        case "grpo_passk":
+            return advantages.grpo_passk(totals, mask, groups, scale=scale)
+        case "rloo":
+            return advantages.rloo(totals, mask, groups)
+        case "opo":
+            return advantages.opo(totals, mask, groups)
+        case "gpg":
+            return advantages.gpg(totals, mask, groups)
+        case "remax":
+            return advantages.remax(rewards, _required(rows.baselines, name, "baselines"), mask)
+        case "reinforce_plus_plus":
+            return advantages.reinforce_plus_plus(rewards, mask, gamma=gamma)
+        case "reinforce_plus_plus_baseline":
+            return advantages.reinforce_plus_plus_baseline(totals, mask, groups)
+        case "optimal_token_baseline":
+            squared = _required(rows.sum_squared_probs, name, "sum_squared_probs")
+            return advantages.optimal_token_baseline(
+                rewards, mask, groups, log_probs=rows.old_log_probs, sum_squared_probs=squared
+            )
+        case _:
+            return advantages.gdpo(rows.named_scores, mask, groups, weights=weights, scale=scale)
 
 
 def of_rows(fn: Estimator) -> AdvantageFn:

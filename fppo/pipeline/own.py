@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,10 @@ from fppo.laws import LawViolation
 from fppo.laws._search import fn_name
 from fppo.pipeline.estimators import of_rows
 from fppo.steps.actor import SelectiveLoss
+from fppo_kernels.adamw import adamw_
 
 LIBRARY = ("fppo", "fppo_kernels")
-SCREENED = ("attention", "log_probs")  # the kernels that are looked at
+SCREENED = ("attention", "log_probs")  # the kernels of a forward pass that are looked at
 
 
 def is_own(fn: Any) -> bool:
@@ -72,17 +73,32 @@ def bound(stage: Any, name: str) -> Any:
     return None
 
 
-def check_stages(*, rollout: Any, annotate: Any, estimate: Any, update_actor: Any) -> None:
+def _kernels(forward: Any, advantage_fn: Any, updates: Sequence[Any]) -> dict[str, Callable[..., Any]]:
+    """The kernels that a program calls, as far as they are to be seen; of AdamW's the first that is one's own."""
+    kernels = {} if forward is None else {op: getattr(forward.kernels, op) for op in SCREENED}
+    if (gae := bound(advantage_fn, "gae")) is not None:
+        kernels["gae"] = gae
+    for update in updates:
+        optimizer = bound(update, "optimizer")
+        write = None if optimizer is None else bound(optimizer.update, "write_")
+        adamw = bound(write, "kernel")
+        if adamw is not None and not is_own(kernels.get("adamw", adamw_)):
+            kernels["adamw"] = adamw
+    return kernels
+
+
+def check_stages(*, rollout: Any, annotate: Any, estimate: Any, update_actor: Any, update_critic: Any = None) -> None:
     """Raises LawViolation for an own loss, estimator or kernel among what is bound to a program's stages.
 
     A stage that is a plain function hides what it calls; that is not looked at. Kernels run where training would: on
     the GPU if there is one.
     """
     forward, sampling = bound(annotate, "forward"), bound(rollout, "sampling")
+    advantage_fn = bound(estimate, "advantage_fn")
     wrong = screened(
         loss_fn=bound(update_actor, "loss_fn"),
-        advantage_fn=bound(estimate, "advantage_fn"),
-        kernels={} if forward is None else {op: getattr(forward.kernels, op) for op in SCREENED},
+        advantage_fn=advantage_fn,
+        kernels=_kernels(forward, advantage_fn, (update_actor, update_critic)),
         group=4 if sampling is None else sampling.n,
         dtype=torch.float32 if forward is None else forward.model.compute_dtype or torch.float32,
         device="cuda" if torch.cuda.is_available() else "cpu",

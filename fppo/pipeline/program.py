@@ -127,5 +127,9 @@ class Program:
     def __attrs_post_init__(self) -> None:
         if self.check:
             check_stages(
-                rollout=self.rollout, annotate=self.annotate, estimate=self.estimate, update_actor=self.update_actor
+                rollout=self.rollout,
+                annotate=self.annotate,
+                estimate=self.estimate,
+                update_actor=self.update_actor,
+                update_critic=self.update_critic,
             )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -73,24 +74,33 @@ def clipped(
 
     Metrics: grad_norm (before clipping), lr (of a `schedule`), skipped (0 or 1).
     """
+    return Optimizer(init, partial(_update, write_=write_, max_grad_norm=max_grad_norm, schedule=schedule))
 
-    def update(
-        params: Params, grads: Params, state: Any, step: int, *, mesh: Mesh, donate: bool = False
-    ) -> tuple[Params, Any, Metrics]:
-        take = tree.donate if donate else tree.copy
-        params, grads, state = take(params), take(grads), take(state)
-        norm = _global_norm(list(grads.values()), mesh)
-        skipped = (~norm.isfinite()).float()
-        scale = None
-        if max_grad_norm is not None:
-            scale = ((norm.float() + 1e-6) / max_grad_norm).clamp(min=1.0)
-        state = write_(params, grads, state, Call(step, mesh, scale, skipped))
-        report: Metrics = {"grad_norm": metrics.mean(norm)}
-        if schedule is not None:
-            report["lr"] = metrics.mean(schedule(step))
-        return params, state, report | {"skipped": metrics.mean(skipped)}
 
-    return Optimizer(init, update)
+def _update(
+    params: Params,
+    grads: Params,
+    state: Any,
+    step: int,
+    *,
+    mesh: Mesh,
+    donate: bool = False,
+    write_: Write,
+    max_grad_norm: float | None,
+    schedule: Schedule | None,
+) -> tuple[Params, Any, Metrics]:
+    take = tree.donate if donate else tree.copy
+    params, grads, state = take(params), take(grads), take(state)
+    norm = _global_norm(list(grads.values()), mesh)
+    skipped = (~norm.isfinite()).float()
+    scale = None
+    if max_grad_norm is not None:
+        scale = ((norm.float() + 1e-6) / max_grad_norm).clamp(min=1.0)
+    state = write_(params, grads, state, Call(step, mesh, scale, skipped))
+    report: Metrics = {"grad_norm": metrics.mean(norm)}
+    if schedule is not None:
+        report["lr"] = metrics.mean(schedule(step))
+    return params, state, report | {"skipped": metrics.mean(skipped)}
 
 
 def _global_norm(grads: list[Tensor], mesh: Mesh) -> Tensor:
@@ -143,25 +153,36 @@ def adamw_write(
     schedule: Schedule, *, betas: tuple[float, float], eps: float, weight_decay: float, kernel: Callable[..., None]
 ) -> Write:
     """AdamW's part of an update: of the parameters that its state has."""
+    return partial(_write_adamw_, schedule=schedule, betas=betas, eps=eps, weight_decay=weight_decay, kernel=kernel)
 
-    def write_(params: Params, grads: Params, state: AdamWState, call: Call) -> AdamWState:
-        names, count = list(state.mu), state.count
-        kernel(
-            [params[n] for n in names],
-            [grads[n] for n in names],
-            [state.mu[n] for n in names],
-            [state.nu[n] for n in names],
-            [count.clone() for _ in names],
-            lr=schedule(call.step),
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            grad_scale=call.scale,
-            found_inf=call.skipped,
-        )
-        return tree.replace(state, count=count + (1.0 - call.skipped.to(count)))
 
-    return write_
+def _write_adamw_(
+    params: Params,
+    grads: Params,
+    state: AdamWState,
+    call: Call,
+    *,
+    schedule: Schedule,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    kernel: Callable[..., None],
+) -> AdamWState:
+    names, count = list(state.mu), state.count
+    kernel(
+        [params[n] for n in names],
+        [grads[n] for n in names],
+        [state.mu[n] for n in names],
+        [state.nu[n] for n in names],
+        [count.clone() for _ in names],
+        lr=schedule(call.step),
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        grad_scale=call.scale,
+        found_inf=call.skipped,
+    )
+    return tree.replace(state, count=count + (1.0 - call.skipped.to(count)))
 
 
 @state

@@ -9,7 +9,9 @@ from fppo import advantages, laws, losses
 from fppo.advantages import Advantages
 from fppo.pipeline import estimators
 from fppo_kernels import table
+from fppo_kernels.adamw import adamw_
 from fppo_kernels.attention.eager import eager
+from fppo_kernels.gae.loop import loop
 from fppo_kernels.log_probs.reference import reference
 from tests.laws import test_losses as bad
 
@@ -124,4 +126,32 @@ def test_kernels_are_screened_in_the_dtype_of_the_run(dtype):
         with pytest.raises(laws.LawViolation, match=f"{mistake.__name__} breaks"):
             laws.screen_kernel(op, mistake, dtype=dtype)
     with pytest.raises(ValueError, match="op must be one of"):
-        laws.screen_kernel("adamw", eager)
+        laws.screen_kernel("unpad", eager)
+
+
+def undiscounted(rewards, values, mask, *, gamma, lam):
+    return loop(rewards, values, mask, gamma=gamma, lam=1.0)
+
+
+def leaky(rewards, values, mask, **keywords):
+    return loop(rewards, values, torch.ones_like(mask), **keywords)
+
+
+def coupled_decay(params, grads, *args, weight_decay, **keywords):
+    for p, g in zip(params, grads, strict=True):
+        g.add_(p, alpha=weight_decay)
+    adamw_(params, grads, *args, weight_decay=0.0, **keywords)
+
+
+def never_skips(*args, found_inf=None, **keywords):
+    adamw_(*args, **keywords)
+
+
+def test_kernels_of_the_state_are_screened_in_float32():
+    for op in ("gae", "adamw"):
+        for name in table.BUILTIN[op]:
+            laws.screen_kernel(op, table.get(op, name), dtype=torch.bfloat16)
+    mistakes = {undiscounted: "gae", leaky: "gae", coupled_decay: "adamw", never_skips: "adamw"}
+    for mistake, op in mistakes.items():
+        with pytest.raises(laws.LawViolation, match=f"{mistake.__name__} breaks"):
+            laws.screen_kernel(op, mistake)

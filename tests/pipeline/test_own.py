@@ -9,12 +9,14 @@ import torch
 from fppo import laws, losses, models
 from fppo.advantages import Advantages
 from fppo.assembly.run import assemble
-from fppo.pipeline import Program, own, stages
+from fppo.pipeline import Program, estimators, own, stages
 from fppo.rollout import Sampling
 from fppo.settings.files import SettingsError
-from fppo.steps import Forward, Loop, MicroBatching, SelectiveLoss, adamw, init_state, update_actor
+from fppo.steps import Forward, Loop, MicroBatching, SelectiveLoss, adamw, init_state, update_actor, update_critic
 from fppo_kernels import table
+from fppo_kernels.adamw import adamw_
 from fppo_kernels.attention.eager import eager
+from fppo_kernels.gae.loop import loop
 from fppo_kernels.record import Kernels
 from tests import tiny, tiny_run
 
@@ -41,7 +43,20 @@ def tripled(*args, selected):
     return torch.stack([per_token] * 3), report
 
 
-def program(loss_fn=losses.ppo_clip, advantage_fn=None, attention=None, **changes):
+def no_returns(rewards, values, mask, **keywords):
+    return loop(rewards, values, mask, **keywords)[0], values
+
+
+def forgetful(params, grads, exp_avgs, *args, **keywords):
+    adamw_(params, grads, [torch.zeros_like(m) for m in exp_avgs], *args, **keywords)
+
+
+ADAMW = adamw(lambda step: 1e-3)
+
+
+def program(
+    loss_fn=losses.ppo_clip, advantage_fn=None, attention=None, optimizer=ADAMW, critic_optimizer=ADAMW, **changes
+):
     kernels = Kernels.named() if attention is None else attrs.evolve(Kernels.named(), attention=attention)
     policy = Forward(models.build(tiny.config()), kernels=kernels)
     return Program(
@@ -49,7 +64,8 @@ def program(loss_fn=losses.ppo_clip, advantage_fn=None, attention=None, **change
         score=stages.score_stage,
         annotate=partial(stages.annotate, forward=policy, critic=None, micro_batching=MicroBatching(size=1)),
         estimate=partial(stages.estimate, advantage_fn=advantage_fn),
-        update_actor=partial(partial(update_actor, forward=policy, loss_fn=loss_fn)),
+        update_actor=partial(partial(update_actor, forward=policy, loss_fn=loss_fn), optimizer=optimizer),
+        update_critic=partial(update_critic, forward=policy, optimizer=critic_optimizer),
         **changes,
     )
 
@@ -61,6 +77,9 @@ WRONG = [
     ({"advantage_fn": without_advantages}, "advantage_fn: without_advantages breaks"),
     ({"advantage_fn": of_scores}, "advantage_fn: of_scores breaks"),
     ({"attention": halved}, "attention: halved breaks"),
+    ({"advantage_fn": estimators.estimator("gae", gae=no_returns)}, "gae: no_returns breaks"),
+    ({"optimizer": adamw(lambda step: 1e-3, kernel=forgetful)}, "adamw: forgetful breaks"),
+    ({"critic_optimizer": adamw(lambda step: 1e-3, kernel=forgetful)}, "adamw: forgetful breaks"),
 ]
 
 
