@@ -240,6 +240,7 @@ def vllm_engine(section: VllmSettings, model: Model, pad_token_id: int, mesh: Me
         sleep=section.sleep,
         host=section.host,
         tensor_parallel=section.tensor_parallel,
+        devices=section.devices,
         transport=section.transport,
         restarts=section.restarts,
         patience=section.patience,

@@ -38,6 +38,7 @@ class Place:
     rank: int = 0
     local_rank: int = 0
     world: int = 1
+    local_world: int = 1  # those of this machine
     started: bool = False  # by something that starts several
     attempt: int = 0  # how often all of them were started before
 
@@ -47,8 +48,9 @@ class Place:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return Place()
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        local_rank, attempt = (int(os.environ.get(name, d)) for name, d in (("LOCAL_RANK", rank), (RESTARTS, 0)))
-        return Place(rank, local_rank, world, started=True, attempt=attempt)
+        others = (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", world), (RESTARTS, 0))
+        local_rank, local_world, attempt = (int(os.environ.get(name, default)) for name, default in others)
+        return Place(rank, local_rank, world, local_world, started=True, attempt=attempt)
 
 
 @contextlib.contextmanager

@@ -87,6 +87,10 @@ def _judge_on_vllm(s: TrainSettings) -> Problems:
     needed = judge.max_prompt_tokens + judge.max_tokens
     yield from too_short(own, path, needed, "reward.judge.max_prompt_tokens and max_tokens")
     yield from vllm_problems(own, path)
+    if own.transport != "auto":
+        yield problem(
+            f"{path}.transport", own.transport, "a judge's weights are sent once, from the host; leave it out"
+        )
     if s.rollout.engine == "vllm" and own.host == other.host == "local":
         text = (
             'a process runs one vLLM, and this one that of rollout.vllm; give "process", for one of its own, or "ray"'

@@ -36,6 +36,8 @@ def vllm_problems(section: VllmSettings, path: str) -> Problems:
             yield problem(
                 f"{path}.extra.{name}", value, "how weights come and tokens are drawn rests on it; leave it out"
             )
+    if section.host != "process":
+        yield from unread(f"{path}.devices", section.devices, (), f'{path}.host = "process"')
     if section.host != "local":
         return
     for name in ("restarts", "patience", "start_patience", "transport"):

@@ -9,6 +9,11 @@ import attrs
 from fppo.settings.fields import Table, above, at_least, at_most, setting
 
 
+def _gpus(value: tuple[int, ...]) -> str | None:
+    different = len(set(value)) == len(value) and all(gpu >= 0 for gpu in value)
+    return None if different else "name different GPUs, counted from 0"
+
+
 @attrs.frozen(kw_only=True)
 class VllmSettings:
     """How vLLM runs, where rollout.engine is vllm."""
@@ -33,6 +38,8 @@ class VllmSettings:
     """Where it runs: in this process, in one of its own, or in a Ray actor; what dies or hangs there is replaced."""
     tensor_parallel: int = setting(1, at_least(1))
     """Over how many devices it cuts the model; not with host = "local"."""
+    devices: tuple[int, ...] = setting((), _gpus)
+    """GPUs it runs on, tensor_parallel of them for each rank; unset: its rank's, or as many more as it needs."""
     transport: Literal["auto", "nccl", "ipc"] = setting("auto")
     """How weights go: as the host has it (directly, shared memory, Ray's store), or by vLLM's own NCCL or CUDA IPC."""
     restarts: int = setting(3, at_least(0))

@@ -68,3 +68,47 @@ def test_memory_that_is_forgotten_is_given_back():
 def test_transposed_tensors_come_out_as_they_look(memory):
     x = torch.arange(12.0).view(3, 4).T
     same(memory.get(memory.put({"x": x})), {"x": x})
+
+
+class Cuda:
+    """CUDA's registry of pinned memory, in its place."""
+
+    def __init__(self):
+        self.pinned, self.sizes = {}, []
+
+    def cudaHostRegister(self, pointer, size, flags):
+        assert pointer not in self.pinned
+        self.pinned[pointer] = size
+        self.sizes.append(size)
+        return 0
+
+    def cudaHostUnregister(self, pointer):
+        del self.pinned[pointer]
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    stand_in = Cuda()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: stand_in)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    return stand_in
+
+
+def test_in_a_process_on_a_gpu_what_is_mapped_is_pinned_once_and_let_go(cuda):
+    shared = SharedMemory.make()
+    small, larger = tensors_of(1, 5, 1), tensors_of(2, 400, 3)
+    for _ in range(3):
+        same(shared.get(shared.put(small)), small)
+    assert len(cuda.sizes) == 1
+    same(shared.get(shared.put(larger)), larger)
+    assert list(cuda.pinned.values()) == cuda.sizes[1:] == [os.fstat(shared.file).st_size]
+    shared.close()
+    assert not cuda.pinned
+    forgotten = SharedMemory.make()
+    forgotten.put(small)
+    del forgotten
+    gc.collect()
+    assert not cuda.pinned
+    assert len(cuda.sizes) == 3

@@ -45,6 +45,8 @@ def test_absent_and_old_ones_are_refused(monkeypatch):
         ({"tensor_parallel": 2}, r'tensor_parallel = 2: .* give host = "process" or "ray"'),
         ({"transport": "nccl"}, 'transport = .nccl.: one process needs none; give auto, or host = "process"'),
         ({"transport": "carrier", "host": "process"}, "transport"),
+        ({"devices": (1, 1), "host": "process"}, r"devices = \[1, 1\]: give different GPUs"),
+        ({"devices": (1,)}, r"devices = \[1\]: with host = 'local' .* give host = \"process\""),
     ],
 )
 def test_options_that_mean_nothing_are_refused(settings, message):
@@ -72,6 +74,9 @@ SECTION = {"rollout.engine": "vllm"}
     [
         ({"rollout.vllm.tensor_parallel": 2}, "rollout.vllm.tensor_parallel"),
         ({"rollout.vllm.transport": "ipc"}, "rollout.vllm.transport"),
+        ({"rollout.vllm.devices": (1,)}, "rollout.vllm.devices"),
+        ({"rollout.vllm.host": "ray", "rollout.vllm.devices": (1,)}, "rollout.vllm.devices"),
+        ({"rollout.vllm.host": "process", "rollout.vllm.devices": (1, 1)}, "rollout.vllm.devices"),
         ({"rollout.vllm.restarts": 0}, "rollout.vllm.restarts"),
         ({"rollout.vllm.patience": 3.0}, "rollout.vllm.patience"),
         ({"rollout.vllm.start_patience": 3.0}, "rollout.vllm.start_patience"),
@@ -85,5 +90,5 @@ def test_settings_that_conflict_or_that_nothing_reads_are_named(changes, place):
     actual = checks.problems(files.replace(start, SECTION | changes))
     assert [p.split(" = ")[0] for p in actual if p.startswith("rollout.vllm")] == [place]
     there = {"rollout.vllm.host": "process", "rollout.vllm.transport": "nccl", "rollout.vllm.tensor_parallel": 2}
-    there |= {"rollout.vllm.max_model_len": 768}
+    there |= {"rollout.vllm.max_model_len": 768, "rollout.vllm.devices": (1, 2)}
     assert not [p for p in checks.problems(files.replace(start, SECTION | there)) if "vllm" in p]

@@ -15,11 +15,13 @@ from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.sync import SyncError, digest
 from fppo.rollout.vllm import engine as vllm_engine
 from fppo.rollout.vllm import process
+from fppo.rollout.vllm import start as vllm_start
 from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
 from fppo.rollout.vllm.host import Answer, EngineDied, EngineFailure
 from fppo.rollout.vllm.process import ProcessHost
+from fppo.rollout.vllm.transfer import _Client
 from fppo.runtime import clock, fsdp
-from fppo.runtime.mesh import Sharding
+from fppo.runtime.mesh import LOCAL, Sharding, any_rank
 from fppo.runtime.simulate import simulate
 from tests.models.families import make
 from tests.rollout.test_embedded import make_prompts
@@ -48,6 +50,8 @@ class Stub:
 
     def call(self, method, *arguments):
         self._meet("call")
+        if method == "update_weights":
+            return self.take_in(arguments[0].tensors)
         return [{name: [name] for name in PARAMS}]
 
     def begin_load(self, how, transfer=False):
@@ -91,11 +95,11 @@ def start(monkeypatch):
     """Makes an engine on such hosts, whose first start is a good one; and the log of what became of them all."""
     monkeypatch.setattr(vllm_engine, "check_installed", lambda: "0")
 
-    def build(*fates, send="all", **options):
+    def build(*fates, send="all", bucket_bytes=1 << 28, **options):
         log, reported = [], []
         monkeypatch.setattr(vllm_engine, "start_host", lambda *_: Stub(log, reported))
         own = VllmOptions(host="process", **options)
-        engine = VllmEngine(MODEL, pad_token_id=0, probe="never", send=send, options=own)
+        engine = VllmEngine(MODEL, pad_token_id=0, probe="never", send=send, options=own, bucket_bytes=bucket_bytes)
         reported.extend(fates)
         log.clear()
         return engine, log
@@ -284,6 +288,78 @@ def test_a_sync_in_which_one_ranks_vllm_dies_is_none_on_any(start, method):
     assert here == (("it died", None), 1)
 
 
+class InStep:
+    """A transfer whose ranks wait for each other after each bucket, as those of CUDA's IPC do."""
+
+    def __init__(self, host, mesh):
+        self._host, self._mesh = host, mesh
+
+    def send(self, metas, buckets, how):
+        client = _Client(self._host, in_step=True)
+        client.how = how
+        client.start_weight_update()
+        for bucket in buckets:
+            client.update_weights(bucket)
+            any_rank(True, self._mesh, torch.device("cpu"))
+        client.finish_weight_update()
+        if client.died is not None:
+            raise client.died
+        return client.result
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("fates", [[("generate", DIED)], [("generate", DIED), ("start", DIED)], [("begin_load", DIED)]])
+def test_ranks_whose_transfer_goes_in_step_restart_together(start, monkeypatch, fates):
+    """The parameters are whole on each of them: without the transfer each rank would sync alone."""
+    monkeypatch.setattr(vllm_engine, "Transfer", InStep)
+
+    def run(mesh):
+        engine, _ = engines[mesh["replicate"].rank]
+        engine._mesh, engine._info = mesh, lambda options, size: mesh
+        return [generate(engine, version) for version in (1, 2)], engine.replaced
+
+    engines = [start(restarts=2, bucket_bytes=1 << 14), start(*fates, restarts=2, bucket_bytes=1 << 14)]
+    with pytest.warns(RuntimeWarning, match="it died"):
+        results = simulate({"replicate": 2}, run)
+    for (rollouts, replaced), expected in zip(results, (0, len(fates)), strict=True):
+        assert replaced == expected
+        for rollout in rollouts:
+            check(rollout)
+
+
+def test_the_largest_tensor_fits_the_buffer_of_a_transfer(start, monkeypatch):
+    sizes = []
+
+    def info(options, size):
+        sizes.append(size)
+        return LOCAL
+
+    monkeypatch.setattr(vllm_engine, "Transfer", InStep)
+    largest = max(x.nbytes for x in PARAMS.values())
+    for bucket in (1, 1 << 20):
+        engine, _ = start(bucket_bytes=bucket)
+        engine._info = info
+        engine.sync(PARAMS, version=1)
+    assert sizes == [largest, 1 << 20]
+    assert 1 < largest < 1 << 20
+
+
+def test_memory_that_torch_keeps_is_given_back_before_vllm_wakes_or_starts(start, monkeypatch):
+    engine, log = start(sleep=True)
+    generate(engine)
+    log.clear()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("given back"))
+    generate(engine, version=2)
+    assert log == [*("given back", "woke weights", "loaded", "given back", "woke kv_cache", "asked for 12", "slept")]
+    log.clear()
+    monkeypatch.setattr(vllm_start, "LocalHost", lambda *_, **__: log.append("start"))
+    vllm_start.start_host(MODEL, VllmOptions(), "float32")
+    assert log == ["given back", "start"]
+
+
 def test_weights_that_are_not_those_sent_are_held_by_nobody(start, monkeypatch):
     engine, _ = start()
     engine.sync(PARAMS, version=0)
@@ -319,14 +395,17 @@ def host_of(connection: Any, *, patience: float = 60.0) -> tuple[Any, list[str]]
         (None, True, {}, "2"),
         ("4,5,6,7", True, {}, "6"),
         ("4,5,6,7", True, {"transport": "ipc"}, "6"),
-        ("4,5,6,7", True, {"transport": "nccl"}, "4,5,6,7"),
-        ("4,5,6,7", True, {"tensor_parallel": 2}, "4,5,6,7"),
+        ("4,5,6,7", True, {"transport": "nccl"}, "4"),
+        ("4,5,6,7", True, {"tensor_parallel": 2}, "6,4"),
+        ("4,5,6,7", True, {"tensor_parallel": 2, "devices": (0, 3)}, "4,7"),
         (None, False, {}, None),
+        (None, False, {"devices": (3,)}, "3"),
     ],
 )
 def test_a_process_beside_a_rank_is_on_that_ranks_gpu(visible, initialized, options, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

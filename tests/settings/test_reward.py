@@ -39,6 +39,10 @@ CONFLICTS = [
     (VLLM | {"reward.judge.max_rows": 3}, "reward.judge.max_rows"),
     (VLLM | {"reward.judge.vllm.max_model_len": 4000}, "reward.judge.vllm.max_model_len"),
     (VLLM | {"reward.judge.vllm.cache_gb": 2.0, "reward.judge.vllm.memory_share": 0.3}, "reward.judge.vllm.cache_gb"),
+    (
+        VLLM | {"reward.judge.vllm.host": "process", "reward.judge.vllm.transport": "ipc"},
+        "reward.judge.vllm.transport",
+    ),
     (BOTH, "reward.judge.vllm.host"),
     (
         BOTH | {"reward.judge.vllm.memory_share": 0.6, "rollout.vllm.memory_share": 0.5},

@@ -26,6 +26,7 @@ from fppo.rollout import sync
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.records import check_prompts, number_rows, response_limits, rollout_of
 from fppo.rollout.sync import Bucket, Rename, SyncError
+from fppo.rollout.vllm.devices import buffer_bytes
 from fppo.rollout.vllm.host import (
     Answer,
     EngineDied,
@@ -37,9 +38,9 @@ from fppo.rollout.vllm.host import (
     check_rows,
 )
 from fppo.rollout.vllm.probe import TOLERANCE, compare_log_probs, own_log_probs, probe_tokens
-from fppo.rollout.vllm.start import start_host
-from fppo.rollout.vllm.transfer import MakeInfo, Transfer, metadata, transfer_info
-from fppo.runtime.mesh import Mesh, any_rank, device_of
+from fppo.rollout.vllm.start import give_memory_back, start_host
+from fppo.rollout.vllm.transfer import MakeInfo, Meta, Transfer, metadata, transfer_info
+from fppo.runtime.mesh import AXES, Mesh, any_rank, device_of, ranks_on
 
 __all__ = ["EngineFailure", "SyncError", "Synced", "VllmEngine", "VllmOptions"]
 
@@ -107,8 +108,8 @@ class VllmEngine:
         self._weights: _Weights | None = None
         self.replaced = 0  # processes that died or hung, and were replaced
         self._probed = self._asleep = self._broken = False
-        self._host: Host | None = start_host(self._model, self._options, self._dtype)
-        self._names = self._host.call("fppo_names")[0]
+        self._host: Host | None = None
+        self._start()
 
     def __enter__(self) -> VllmEngine:
         return self
@@ -192,14 +193,8 @@ class VllmEngine:
 
         def recorded() -> Iterator[Bucket]:
             nonlocal count
-            shards = sync.reshard(
-                params,
-                self._model.shapes,
-                self._mesh,
-                bucket_bytes=self._bucket_bytes,
-                dtype=getattr(torch, self._dtype),
-                only=only,
-            )
+            size, kind = self._bucket_bytes, getattr(torch, self._dtype)
+            shards = sync.reshard(params, self._model.shapes, self._mesh, bucket_bytes=size, dtype=kind, only=only)
             for bucket in sync.renamed(shards, self._rename):
                 sent.update(bucket.digests)
                 count += sum(x.nbytes for x in bucket.tensors.values())
@@ -219,27 +214,23 @@ class VllmEngine:
         self, only: list[str], buckets: Iterator[Bucket], params: Mapping[str, Tensor]
     ) -> tuple[dict[str, str], list[str]]:
         """What `Host.end_load` returns for these buckets. A rank whose vLLM fails still gathers what others send."""
-        got: dict[str, str] = {}
-        unfilled: list[str] = []
-        died = None
+        result: tuple[dict[str, str], list[str]] = ({}, [])
+        wrong, died = self._readied(only), None
+        if self._info is not None and self._any(wrong is not None, params):
+            raise wrong or _DiedElsewhere("the vLLM of another rank is not ready for weights")
         try:
-            if self._broken:
-                self._restart()
-            self._check_names(only)
-            how = sync.how_of(params.values())
-            self._broken = True  # if it fails in between, vLLM has half of its modules taken apart
-            self._wake("weights")
-            host = self._running()
+            if wrong is not None:
+                raise wrong
+            host, how = self._running(), sync.how_of(params.values())
             if self._info is None:
                 host.begin_load(how)
                 for bucket in buckets:
                     host.take_in(bucket.tensors)
-                got, unfilled = host.end_load()
+                result = host.end_load()
             else:
-                self._transfer = self._transfer or Transfer(host, self._info(self._options, self._bucket_bytes))
-                kind = getattr(torch, self._dtype)
-                metas = metadata(params, self._model.shapes, only, self._rename, kind)
-                got, unfilled = self._transfer.send(metas, buckets, how)
+                size = buffer_bytes(self._bucket_bytes, [x.nbytes for x in self._announced(params, list(params))])
+                self._transfer = self._transfer or Transfer(host, self._info(self._options, size))
+                result = self._transfer.send(self._announced(params, only), buckets, how)
             self._wake("kv_cache")
             self._broken = False
         except (EngineFailure, SyncError) as error:
@@ -251,7 +242,22 @@ class VllmEngine:
             died = error
         if self._any(died is not None, params):
             raise died or _DiedElsewhere("the vLLM of another rank died during a sync")
-        return got, unfilled
+        return result
+
+    def _readied(self, only: list[str]) -> EngineFailure | SyncError | None:
+        """Why vLLM cannot take these weights in, once it was started anew, or woken, where it must be."""
+        try:
+            if self._broken:
+                self._restart()
+            self._check_names(only)
+            self._broken = True  # if it fails in between, vLLM has half of its modules taken apart
+            self._wake("weights")
+        except (EngineFailure, SyncError) as error:
+            return error
+        return None
+
+    def _announced(self, params: Mapping[str, Tensor], only: list[str]) -> list[Meta]:
+        return metadata(params, self._model.shapes, only, self._rename, getattr(torch, self._dtype))
 
     def sleep(self) -> None:
         """Gives vLLM's memory for weights and cache back; the next rollout takes it again and is sent all weights.
@@ -278,12 +284,15 @@ class VllmEngine:
         if transfer is not None:
             transfer.close()
 
+    def _start(self) -> None:
+        self._host = start_host(self._model, self._options, self._dtype)
+        self._names: dict[str, list[str]] = self._host.call("fppo_names")[0]
+
     def _restart(self) -> None:
         self._broken = True  # until a new one stands
         self._leave()
         self._running().close()
-        self._host = start_host(self._model, self._options, self._dtype)
-        self._names = self._host.call("fppo_names")[0]
+        self._start()
         self._asleep = self._probed = self._broken = False
 
     def _running(self) -> Host:
@@ -368,6 +377,7 @@ class VllmEngine:
 
     def _wake(self, part: str) -> None:
         if self._asleep:
+            give_memory_back()
             self._running().wake(part)
             self._asleep = part != "kv_cache"
 
@@ -379,5 +389,7 @@ class VllmEngine:
         self._probed = True
 
     def _any(self, flag: bool, params: Mapping[str, Tensor]) -> bool:
-        """Whether it is so here, or on any rank of a mesh whose ranks gather parameters together."""
-        return any_rank(flag, self._mesh, device_of(params)) if self._mesh.sharded else flag
+        """Whether it is so here, or on any rank of a mesh whose ranks sync together: they gather parameters, or send
+        them by an engine of vLLM's, whose ranks may wait for each other."""
+        together = self._mesh.sharded or (self._info is not None and ranks_on(self._mesh, AXES) > 1)
+        return any_rank(flag, self._mesh, device_of(params)) if together else flag

@@ -46,6 +46,11 @@ def _positive(_: object, attribute: attrs.Attribute, value: float | None) -> Non
         raise ValueError(f"{attribute.name} = {value}: give a number above 0")
 
 
+def _gpus(_: object, attribute: attrs.Attribute, value: tuple[int, ...]) -> None:
+    if len(set(value)) < len(value) or any(gpu < 0 for gpu in value):
+        raise ValueError(f"{attribute.name} = {list(value)}: give different GPUs, counted from 0")
+
+
 def _share(_: object, attribute: attrs.Attribute, value: float | None) -> None:
     if value is not None and not 0 < value <= 1:
         raise ValueError(f"{attribute.name} = {value}: give a number above 0 and at most 1")
@@ -77,6 +82,9 @@ class VllmOptions:
     """In this process, in one of its own, or in a Ray actor; what dies or hangs there is replaced, and goes on."""
     tensor_parallel: int = attrs.field(default=1, validator=_count(1))
     """Over how many devices vLLM cuts the model, each in a process of its own; not with host = "local"."""
+    devices: tuple[int, ...] = attrs.field(default=(), validator=_gpus)
+    """The GPUs it runs on, of those this process sees, with host = "process": of several ranks the first engine takes
+    the first `tensor_parallel` of them. Without: that of its rank, or more, as `devices.gpus_of` has it."""
     transport: Literal["auto", "nccl", "ipc"] = attrs.field(
         default="auto", validator=attrs.validators.in_(("auto", "nccl", "ipc"))
     )
@@ -96,6 +104,11 @@ class VllmOptions:
             raise ValueError(
                 f"tensor_parallel = {self.tensor_parallel}: its processes are not for this one to start, which trains; "
                 'give host = "process" or "ray"'
+            )
+        if self.devices and self.host != "process":
+            raise ValueError(
+                f"devices = {list(self.devices)}: with host = {self.host!r} they are not for us to choose; "
+                'give host = "process", or set CUDA_VISIBLE_DEVICES'
             )
         if self.transport != "auto" and self.host == "local":
             raise ValueError(

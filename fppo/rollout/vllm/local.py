@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +19,9 @@ from torch import Tensor
 from fppo.data.stops import StopReader, StopTexts
 from fppo.rollout.shared_memory import SharedMemory
 from fppo.rollout.sync import How, SyncError
+from fppo.rollout.vllm.devices import Memory, memory_keywords
 from fppo.rollout.vllm.host import Answer, EngineDied, EngineFailure, Request, VllmOptions, check_installed
 
-_GIB = 1 << 30
 # the first keeps vLLM in this process; the second asks for the model runner whose logits processors these are
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -36,6 +39,10 @@ class LocalHost:
             raise ValueError(
                 "this process is in a torch.distributed group, the trainer's or another vLLM's, which vLLM would join: "
                 'give host = "process", for a process of its own'
+            )
+        if torch.cuda.is_initialized() and (gpu := torch.cuda.current_device()):
+            raise ValueError(
+                f'host = "local": vLLM would take cuda:0, and this process is on cuda:{gpu}; give host = "process"'
             )
         _set_environment(options)
         self._llm: Any = _start(path, options, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -235,9 +242,6 @@ def _start(path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bo
 
     from fppo.rollout.vllm import worker
 
-    memory: dict[str, Any] = {"kv_cache_memory_bytes": int(options.cache_gb * _GIB)}
-    if options.memory_share is not None:
-        memory = {"gpu_memory_utilization": options.memory_share}
     chosen = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -253,7 +257,7 @@ def _start(path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bo
         "async_scheduling": False,  # draws count the tokens so far, which must all be known
         "logits_processors": [worker.KeyedDraws],
         "worker_extension_cls": f"{worker.__name__}.{worker.Extension.__name__}",
-        **memory,
+        **memory_keywords(options, _memories(options.tensor_parallel)),
         **({} if options.transport == "auto" else {"weight_transfer_config": {"backend": options.transport}}),
         **options.extra,
     }
@@ -269,6 +273,18 @@ def _start(path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bo
         raise EngineFailure(f"vLLM did not start: {_why(error, options)}") from error
     finally:
         torch.random.set_rng_state(state)
+
+
+def _memories(count: int) -> list[Memory]:
+    """Of the GPUs that vLLM takes; none on a CPU."""
+    if not torch.cuda.is_available():
+        return []
+    if count == 1:
+        return [Memory(*torch.cuda.mem_get_info(0))]
+    # asked for by a process that ends: this one would keep a context on each of them
+    code = f"import json, torch; print(json.dumps([torch.cuda.mem_get_info(gpu) for gpu in range({count})]))"
+    answer = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE).stdout
+    return [Memory(*pair) for pair in json.loads(answer)]
 
 
 def _why(error: Exception, options: VllmOptions) -> str:

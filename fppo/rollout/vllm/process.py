@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fppo.rollout.shared_memory import Place, SharedMemory
+from fppo.rollout.shared_memory import Place as Bytes
+from fppo.rollout.shared_memory import SharedMemory, current_device
 from fppo.rollout.sync import How, SyncError
+from fppo.rollout.vllm.devices import gpus_of, visible
 from fppo.rollout.vllm.host import (
     NOT_FOR_VLLM,
     Answer,
@@ -32,6 +34,7 @@ from fppo.rollout.vllm.host import (
 )
 from fppo.rollout.vllm.local import LocalHost
 from fppo.runtime.clock import Clock
+from fppo.runtime.launch import Place
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
@@ -160,12 +163,19 @@ class ProcessHost:
 
 
 def _environment(options: VllmOptions) -> dict[str, str]:
-    """The process's environment: beside a rank of several it is to run on that rank's GPU, not on the first."""
+    """The process's environment, in which it sees its own GPUs alone. Raises ValueError if there are too few."""
     variables = {name: value for name, value in os.environ.items() if name not in NOT_FOR_VLLM}
-    shared = options.tensor_parallel == 1 and options.transport != "nccl"  # which is between different ones
-    if shared and torch.cuda.is_initialized():
-        own, visible = torch.cuda.current_device(), variables.get("CUDA_VISIBLE_DEVICES")
-        variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[own] if visible else str(own)
+    on_gpu = torch.cuda.is_initialized()
+    if on_gpu or options.devices:
+        place = Place.of_environment()
+        gpus = gpus_of(
+            options,
+            own=torch.cuda.current_device() if on_gpu else None,
+            count=torch.cuda.device_count(),
+            engine=place.local_rank,
+            engines=place.local_world,
+        )
+        variables["CUDA_VISIBLE_DEVICES"] = visible(gpus, variables.get("CUDA_VISIBLE_DEVICES"))
     return variables
 
 
@@ -224,9 +234,9 @@ class _Server:
         self._wrong = None
         self._running.begin_load(how, transfer)
 
-    def take_in(self, places: list[Place]) -> None:
+    def take_in(self, places: list[Bytes]) -> None:
         """Replies that the memory is free again, and only then loads: the trainer fills it meanwhile."""
-        tensors = self._memory.get(places)
+        tensors = self._memory.get(places, current_device())
         self._reply("result", None)
         try:
             if self._wrong is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from fppo.models.model import Model
 from fppo.rollout.vllm.host import Host, VllmOptions, config_directory
 from fppo.rollout.vllm.local import LocalHost
@@ -9,6 +11,7 @@ from fppo.rollout.vllm.local import LocalHost
 
 def start_host(model: Model, options: VllmOptions, dtype: str) -> Host:
     """vLLM for the model, whose weights are still to come."""
+    give_memory_back()
     remote = model.trust_remote_code
     with config_directory(model.config, trust_remote_code=remote) as path:
         match options.host:
@@ -19,3 +22,9 @@ def start_host(model: Model, options: VllmOptions, dtype: str) -> Host:
             case _:
                 Chosen = LocalHost
         return Chosen(path, options, dtype=dtype, trust_remote_code=remote)
+
+
+def give_memory_back() -> None:
+    """Lets the GPU have what torch keeps of its memory and uses for nothing: vLLM does not get it from torch."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

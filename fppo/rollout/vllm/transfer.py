@@ -6,16 +6,18 @@ What goes over it is confirmed as on any other way: each of vLLM's workers diges
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fppo.rollout.sync import Bucket, How, Rename, SyncError
-from fppo.rollout.vllm.host import EngineFailure, Host, VllmOptions
+from fppo.rollout.vllm.host import EngineDied, EngineFailure, Host, VllmOptions
 
+T = TypeVar("T")
 MakeInfo = Callable[[VllmOptions, int], Any]  # the trainer's side of a backend, of some bytes at a time
 
 
@@ -25,6 +27,10 @@ class Meta(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def metadata(
@@ -81,7 +87,8 @@ class Transfer:
             WeightTransferTrainerFactory,
         )
 
-        self._source, self._client = _Source(), _Client(host)
+        # CUDA's IPC goes chunk by chunk, and after each all ranks wait for each other
+        self._source, self._client = _Source(), _Client(host, in_step=info.backend == "ipc")
         try:
             self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=self._source)
         except EngineFailure:
@@ -91,9 +98,12 @@ class Transfer:
 
     def send(self, metas: list[Meta], buckets: Iterator[Bucket], how: How) -> tuple[dict[str, str], list[str]]:
         """What `Host.end_load` returns for these tensors."""
-        self._source.metas, self._source.buckets, self._client.how = metas, buckets, how
+        self._source.metas, self._source.buckets = metas, buckets
+        self._client.how, self._client.died = how, None
         try:
             self._engine.send_weights()
+            if (died := self._client.died) is not None:
+                raise died
         except (SyncError, EngineFailure):
             raise
         except Exception as error:
@@ -121,10 +131,12 @@ class _Source:
 
 
 class _Client:
-    """What vLLM tells its workers through (its `VLLMWeightSyncClient`)."""
+    """What vLLM tells its workers through (its `VLLMWeightSyncClient`). With `in_step` a death is kept until all is
+    sent: the other ranks go on, and wait for this one between chunks."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    def __init__(self, host: Host, *, in_step: bool) -> None:
+        self._host, self._in_step = host, in_step
+        self.died: EngineDied | None = None
         self.how: How = "sums"
         self.result: tuple[dict[str, str], list[str]] = ({}, [])
 
@@ -132,11 +144,20 @@ class _Client:
         self._host.call("init_weight_transfer_engine", init_info)
 
     def start_weight_update(self) -> None:
-        self._host.begin_load(self.how, transfer=True)
+        self._told(lambda: self._host.begin_load(self.how, transfer=True))
 
     def update_weights(self, update_info: Any) -> None:
-        self._host.call("update_weights", update_info)
+        self._told(lambda: self._host.call("update_weights", update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         del weight_version
-        self.result = self._host.end_load()
+        self.result = self._told(self._host.end_load) or self.result
+
+    def _told(self, tell: Callable[[], T]) -> T | None:
+        try:
+            return tell() if self.died is None else None
+        except EngineDied as error:
+            if not self._in_step:
+                raise
+            self.died = error
+            return None

@@ -139,8 +139,10 @@ class Extension:
     """Methods that each of vLLM's workers gets (`worker_extension_cls`)."""
 
     rank: int
+    device: torch.device
     model_runner: Any
     vllm_config: Any
+    fppo_memory: Mapping[str, SharedMemory] = {}  # of the process that sends weights, by its path
     start_weight_update: Any
     finish_weight_update: Any
 
@@ -181,18 +183,18 @@ class Extension:
                 initialize_layerwise_reload(model)
 
     def fppo_take_in(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes these weights in."""
+        """Takes these weights in, from wherever they are: they are digested on the worker's own device."""
+        here = {name: x.to(self.device) for name, x in tensors.items()}
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.get_model().load_weights(tensors.items())
+            self.model_runner.get_model().load_weights(here.items())
 
     def fppo_take_in_from(self, path: str, places: list[Place]) -> None:
         """Takes weights in that another process has put into its memory."""
-        memory = SharedMemory.at(path)
-        try:
-            tensors = memory.get(places)
-        finally:
-            memory.close()
-        self.fppo_take_in(tensors)
+        if path not in self.fppo_memory:  # kept open: it is mapped, and pinned, once
+            for memory in self.fppo_memory.values():
+                memory.close()
+            self.fppo_memory = {path: SharedMemory.at(path)}
+        self.fppo_take_in(self.fppo_memory[path].get(places, self.device))
 
     def fppo_end_load(self) -> tuple[dict[str, str], list[str]]:
         """All is here: the digest of each weight as it came, and the names of what vLLM did not fill."""

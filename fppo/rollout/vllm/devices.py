@@ -1,0 +1,120 @@
+"""Which GPUs an engine runs on, and what of their memory it may take: arithmetic, without vLLM and without a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fppo.rollout.vllm.host import VllmOptions
+
+GIB = 1 << 30
+_KEPT_FREE = 0.05  # of what is free before vLLM starts: its workers make contexts, and NCCL buffers, before they look
+_BESIDE = 0.5  # of the rest a cache takes that stays beside a trainer, whose updates need the other half
+_ALONE = 0.9
+
+
+class Memory(NamedTuple):
+    """Bytes of one GPU, as the driver counts them."""
+
+    free: int
+    total: int
+
+
+def gpus_of(options: VllmOptions, *, own: int | None, count: int, engine: int = 0, engines: int = 1) -> tuple[int, ...]:
+    """The GPUs of one of the engines that a machine's ranks start, each its own, as this process counts its `count`.
+
+    `own` is the one it trains on. An engine without `devices` shares that; where it cannot, because NCCL joins no two
+    processes of one GPU, or because several engines would cut their models over the same ones, it takes those on which
+    no rank trains: rank i trains on GPU i. Raises ValueError if they do not suffice.
+    """
+    trainers = {own} if engines == 1 else set(range(engines))
+    spare = [gpu for gpu in range(count) if gpu not in trainers]
+    if options.devices:
+        chosen = _named(options, own, count, engine, engines)
+    else:
+        chosen = _unnamed(options, own, spare, engine, engines)
+    if options.transport == "ipc" and not trainers.issuperset(chosen):
+        raise ValueError(
+            f"transport = 'ipc': it is between processes of one GPU, and of {list(chosen)}, vLLM's, not all train a "
+            "rank; give transport = 'nccl' or 'auto'"
+        )
+    return chosen
+
+
+def _unnamed(options: VllmOptions, own: int | None, spare: list[int], engine: int, engines: int) -> tuple[int, ...]:
+    each, apart = options.tensor_parallel, options.transport == "nccl"
+    if own is not None and not apart and each == 1:
+        return (own,)
+    if not apart and engines == 1:
+        chosen = [*(() if own is None else (own,)), *spare]
+    else:
+        chosen = spare[engine * each :]
+    if len(chosen) >= each:
+        return tuple(chosen[:each])
+    needed = f"{engines} engines of {each} GPUs" if engines > 1 else f"{each} GPU{'s' if each > 1 else ''}"
+    there = f"there {'is' if len(spare) == 1 else 'are'} {len(spare)} on which no rank trains"
+    if apart:
+        raise ValueError(
+            f"transport = 'nccl': NCCL joins different GPUs, and {there}; vLLM needs {needed}; give transport = 'auto' "
+            "or 'ipc', or fewer ranks"
+        )
+    raise ValueError(
+        f"tensor_parallel = {each}: that takes {needed}, and {there}; give a smaller one, or name the GPUs by devices"
+    )
+
+
+def _named(options: VllmOptions, own: int | None, count: int, engine: int, engines: int) -> tuple[int, ...]:
+    each, devices = options.tensor_parallel, options.devices
+    given = f"devices = {list(devices)}"
+    if len(devices) != engines * each:
+        text = f"{engines} ranks start an engine each, over {each} GPUs" if engines > 1 else f"an engine over {each}"
+        raise ValueError(f"{given}: {text}: name {engines * each}")
+    if beyond := [gpu for gpu in devices if gpu >= count]:
+        raise ValueError(f"{given}: there is no GPU {beyond[0]}, but {count}, counted from 0")
+    chosen = devices[engine * each : (engine + 1) * each]
+    if options.transport == "nccl" and own in chosen:
+        raise ValueError(f"{given}: GPU {own} trains, and with transport = 'nccl' it cannot run vLLM too; name others")
+    return chosen
+
+
+def visible(gpus: Sequence[int], now: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES for a process that is to see these GPUs of one whose variable is `now`."""
+    names = None if now is None or not now.strip() else now.split(",")
+    return ",".join(str(gpu) if names is None else names[gpu].strip() for gpu in gpus)
+
+
+def memory_keywords(options: VllmOptions, memories: Sequence[Memory]) -> dict[str, Any]:
+    """vLLM's keywords for its memory on these GPUs; on none, those of a CPU.
+
+    At its start vLLM asks of each that `ceil(gpu_memory_utilization * total)` is free, 0.92 of all unless it is told
+    otherwise, also where the size of its cache is given. Raises ValueError for settings that ask for more than is free.
+    """
+    cache, share = int(options.cache_gb * GIB), options.memory_share
+    for free, total in memories:
+        there = f"{free / GIB:.1f} of the GPU's {total / GIB:.1f} GiB are free"
+        if share is None and cache >= free:
+            raise ValueError(f"cache_gb = {options.cache_gb}: {there}; give less")
+        if share is not None and math.ceil(share * total) > free:
+            raise ValueError(f"memory_share = {share}: {there}; give at most {math.floor(100 * free / total) / 100}")
+    if share is not None:
+        return {"gpu_memory_utilization": share}
+    check = {"gpu_memory_utilization": min(map(share_of_free, memories))} if memories else {}
+    return {"kv_cache_memory_bytes": cache, **check}
+
+
+def share_of_free(memory: Memory) -> float:
+    """Of all memory the share that vLLM may take of what is free now."""
+    return (1 - _KEPT_FREE) * memory.free / memory.total
+
+
+def cache_from_free(memory: Memory, weights: int, *, alone: bool) -> int:
+    """Bytes for keys and values of a vLLM whose weights take so many bytes of this GPU: of what they leave of the free
+    memory nearly all if it is `alone`, on a GPU that no rank trains on or while the trainer sleeps, else half.
+    """
+    return max(int((share_of_free(memory) * memory.total - weights) * (_ALONE if alone else _BESIDE)), 0)
+
+
+def buffer_bytes(bucket: int, tensors: Sequence[int]) -> int:
+    """What a transfer's buffer must hold: a bucket, and the largest tensor, which no transport cuts."""
+    return max([bucket, *tensors])
