@@ -9,6 +9,7 @@ import torch
 
 from fppo.assembly.parts import device_of, mesh_sizes, sharding_of
 from fppo.commands.actions import ALONE, Here
+from fppo.pipeline.ahead import check_devices
 from fppo.runtime import launch
 from fppo.runtime.launch import Place
 from fppo.settings.train import TrainSettings
@@ -37,13 +38,18 @@ def run(
     if place.attempt and settings.resume == "never":
         settings = attrs.evolve(settings, resume="auto")  # what is there now is what the attempts before left
     if world == 1:
+        if settings.device.startswith("cuda:"):
+            torch.cuda.set_device(device_of(settings))  # what names no GPU, as a kernel's launch, is to be on it too
         return command(settings, ALONE)
+    device = device_of(settings)
+    check_devices(settings.rollout.ahead, world, device)
+    if device.type == "cuda" and device.index is not None:
+        raise ValueError(f"device = {settings.device!r}: {world} processes train on a GPU each; give cuda")
     if not place.started:
-        if device_of(settings).type == "cuda" and world > torch.cuda.device_count():
+        if device.type == "cuda" and world > torch.cuda.device_count():
             raise ValueError(f"{world} processes need as many GPUs, and this machine has {torch.cuda.device_count()}")
         return launch.start(arguments, world, max_restarts=max_restarts)
-    device = device_of(settings)
-    if device.type == "cuda" and device.index is None:
+    if device.type == "cuda":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
     ahead = settings.rollout.ahead > 0

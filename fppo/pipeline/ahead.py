@@ -7,12 +7,15 @@ resumes goes on bit for bit. Off-policy by k steps: `losses.rollout_correction` 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import attrs
+import torch
 
 from fppo import metrics, tree
 from fppo.batch import Column, Scored
@@ -55,19 +58,39 @@ def sample_ahead(run: RunState, count: int, *, program: Program, draw: Draw) -> 
     return Sampled(tuple(batches), run.cursor, metrics.merge(*timings))
 
 
-def start_sampling(run: RunState, count: int, *, program: Program, draw: Draw) -> Callable[[], Sampled]:
+def check_devices(ahead: int, ranks: int, device: torch.device) -> None:
+    """Raises ValueError for batches made ahead on several GPUs.
+
+    Two threads of a rank then call collectives of two groups, in an order that nothing makes the same on all ranks.
+    gloo's hold up their own thread alone. NCCL's are kernels, which hold up a GPU until other ranks have begun theirs.
+    """
+    if ahead > 0 and ranks > 1 and device.type == "cuda":
+        raise ValueError(
+            f"rollout.ahead = {ahead} on {ranks} GPUs: what samples would wait on one GPU for what trains on another, "
+            "and both for good; give rollout.ahead = 0, or one GPU"
+        )
+
+
+def start_sampling(
+    run: RunState, count: int, *, program: Program, draw: Draw, beside: torch.cuda.Stream | None = None
+) -> Callable[[], Sampled]:
     """Starts `sample_ahead` in a thread; the function waits for its result.
 
-    The weights are copied first, so the run may be updated, and its memory given up, at the same time.
+    The weights are copied first, so the run may be updated, and its memory given up, at the same time. On a GPU the
+    thread works in the stream `beside`, the same each time, which begins after what the caller's stream has been given
+    so far; and that goes on, where it waits, after the thread's work.
     """
     if count <= 0:
         return lambda: Sampled((), run.cursor, {})
     run = replace(run, actor=replace(run.actor, params=tree.copy(run.actor.params)))
     result: Future[Sampled] = Future()
+    if beside is not None:
+        _hand_over(run.actor.params, torch.cuda.current_stream(), beside)
 
     def work() -> None:
         try:
-            result.set_result(sample_ahead(run, count, program=program, draw=draw))
+            with contextlib.nullcontext() if beside is None else torch.cuda.stream(beside):
+                result.set_result(sample_ahead(run, count, program=program, draw=draw))
         except BaseException as error:
             result.set_exception(error)
 
@@ -78,9 +101,19 @@ def start_sampling(run: RunState, count: int, *, program: Program, draw: Draw) -
         start = now()
         sampled = result.result()
         thread.join()
+        if beside is not None:
+            _hand_over([sampled.batches, sampled.timings], beside, torch.cuda.current_stream())
         return attrs.evolve(sampled, timings=sampled.timings | {"timing_s/wait": metrics.total(now() - start)})
 
     return wait
+
+
+def _hand_over(values: Any, of: torch.cuda.Stream, to: torch.cuda.Stream) -> None:
+    """Lets a stream use what another one makes, and neither have the memory again before it has."""
+    to.wait_stream(of)
+    for x in tree.tensors(values):
+        if x.is_cuda:
+            x.record_stream(to)
 
 
 def as_saved(scored: Scored) -> Scored:

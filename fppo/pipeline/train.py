@@ -11,7 +11,7 @@ import torch
 from fppo import metrics
 from fppo.batch import Experience
 from fppo.metrics import Metrics
-from fppo.pipeline.ahead import sample_ahead, start_sampling
+from fppo.pipeline.ahead import check_devices, sample_ahead, start_sampling
 from fppo.pipeline.measure import memory_metrics
 from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.step import ppo_step
@@ -49,15 +49,19 @@ def iterate(
     """Steps without end. With `donate` each state is given up to the next step: use it before asking for that.
 
     With `ahead` above 0 the batches of the next so many steps are made while this one trains, by a thread, and wait in
-    the state: see `pipeline.ahead`. perf/throughput is in tokens per second and rank.
+    the state: see `pipeline.ahead`, which refuses several GPUs. perf/throughput is in tokens per second and rank.
     """
+    check_devices(ahead, ranks_on(mesh, AXES), device_of(run.actor.params))
+    beside = torch.cuda.Stream() if ahead and torch.cuda.is_initialized() else None
     while True:
         start = now()
         first: Metrics = {}
         if ahead and not run.ahead:  # this step's own batch, so that those behind it can be made beside the step
             sampled = sample_ahead(run, 1, program=program, draw=draw)
             run, first = sampled.joined(run), sampled.timings
-        wait = start_sampling(run, ahead + 1 - len(run.ahead) if ahead else 0, program=program, draw=draw)
+        wait = start_sampling(
+            run, ahead + 1 - len(run.ahead) if ahead else 0, program=program, draw=draw, beside=beside
+        )
         try:
             run, experience, report = ppo_step(run, program=program, draw=draw, donate=donate)
         except Exception:

@@ -1,5 +1,6 @@
 """Batches made ahead: which weights made them, what the state holds, and that nothing depends on time."""
 
+import contextlib
 import threading
 import time
 
@@ -10,6 +11,7 @@ import torch
 from fppo import tree
 from fppo.assembly.run import assemble
 from fppo.batch import Column
+from fppo.pipeline import ahead
 from fppo.pipeline.ahead import as_saved, sample_ahead
 from fppo.pipeline.step import ppo_step, sample
 from fppo.pipeline.train import iterate
@@ -224,3 +226,48 @@ def test_a_step_by_itself_takes_what_waits_first(assembly):
     for expected, _, _ in drained:
         run, _, _ = ppo_step(run, program=assembly.program, draw=assembly.draw)
         assert tree.digest(run) == tree.digest(expected)
+
+
+def test_on_a_gpu_sampling_has_a_stream_and_each_side_waits_for_what_the_other_made(assembly, monkeypatch):
+    """By stand-ins for streams: the order of what is begun, and which thread is in which stream."""
+    log, inside = [], threading.local()
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def entered(stream):
+        inside.stream = stream
+        yield
+        inside.stream = None
+
+    caller, beside = Stream("caller"), Stream("beside")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: getattr(inside, "stream", None) or caller)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    program = assembly.program
+
+    def rollout(*args, **keywords):
+        log.append(f"rollout in {torch.cuda.current_stream().name}")
+        return program.rollout(*args, **keywords)
+
+    watched = attrs.evolve(program, rollout=rollout)
+    wait = ahead.start_sampling(assembly.run, 1, program=watched, draw=assembly.draw, beside=beside)
+    batches = wait().batches
+    assert log == ["beside waits for caller", "rollout in beside", "caller waits for beside"]
+    plain = ahead.start_sampling(assembly.run, 1, program=program, draw=assembly.draw)().batches
+    assert tree.digest(batches) == tree.digest(plain)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("lag", [0, 3])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_several_gpus_are_refused_and_nothing_else(lag, ranks, device):
+    if lag and ranks > 1 and device == "cuda":
+        with pytest.raises(ValueError, match=f"rollout.ahead = 3 on {ranks} GPUs: "):
+            ahead.check_devices(lag, ranks, torch.device(device))
+    else:
+        ahead.check_devices(lag, ranks, torch.device(device))

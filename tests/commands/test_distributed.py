@@ -1,0 +1,48 @@
+"""Which GPU a process is on, and what is refused before any process starts: stand-ins for torch's view of the GPUs."""
+
+import pytest
+import torch
+
+from fppo.commands import distributed
+from fppo.runtime import launch
+from fppo.settings import files
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """`distributed.run` on a machine with four GPUs; what was chosen and started goes to its list."""
+    log = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: log.append(torch.device(device)))
+    monkeypatch.setattr(launch, "start", lambda arguments, ranks, max_restarts: log.append(ranks) or 0)
+
+    def run(nproc=1, **changes):
+        log.clear()
+        start = files.from_dict({"model": {"path": "m"}, "data": {"path": ["d"]}, "output_dir": "o"})
+        settings = files.replace(start, {name.replace("__", "."): value for name, value in changes.items()})
+        distributed.run(lambda settings, here: log.append("run") or 0, settings, [], nproc)
+        return log
+
+    return run
+
+
+def test_a_single_process_is_on_the_gpu_that_is_named(run):
+    assert run(device="cuda:1") == [torch.device("cuda", 1), "run"]
+    assert run(device="cuda") == run(device="cpu") == ["run"]
+    with pytest.raises(ValueError, match="device = 'cuda:4': there are 4 GPUs here"):
+        run(device="cuda:4")
+
+
+def test_several_processes_are_not_on_one_gpu(run):
+    assert run(2, device="cuda") == [2]
+    with pytest.raises(ValueError, match="device = 'cuda:1': 2 processes train on a GPU each; give cuda"):
+        run(2, device="cuda:1")
+
+
+def test_sampling_ahead_on_several_gpus_is_refused_by_name_and_number(run):
+    with pytest.raises(ValueError, match=r"rollout.ahead = 2 on 3 GPUs: .* give rollout.ahead = 0, or one GPU"):
+        run(3, device="cuda", rollout__ahead=2)
+    assert run(3, device="cpu", rollout__ahead=2) == [3]
+    assert run(1, device="cuda", rollout__ahead=2) == ["run"]
