@@ -33,7 +33,7 @@ from fppo.rewards.early import EarlyRewardRunner
 from fppo.rollout import saved
 from fppo.rollout.engine import Engine, Sampling
 from fppo.rollout.turns.engine import turn_metrics
-from fppo.runtime.mesh import Mesh, is_first
+from fppo.runtime.mesh import is_first
 from fppo.runtime.offload import Lane, OnHost, activations_on_host, offloaded, offloaded_adamw
 from fppo.settings import checks, files
 from fppo.settings.rollout import FilterSettings
@@ -165,7 +165,7 @@ def optimizer_of(
 def program_of(settings: TrainSettings, resources: Resources) -> Program:
     """The stages of the settings' algorithm, bound."""
     measured = () if settings.rollout.turns.respond is None else (turn_metrics,)
-    forward, critic = resources.forward, resources.critic
+    critic = resources.critic
     return Program(
         rollout=partial(
             stages.rollout_stage,
@@ -179,7 +179,7 @@ def program_of(settings: TrainSettings, resources: Resources) -> Program:
         estimate=_estimate_stage(settings, resources),
         update_critic=None if critic is None else _update_critic(settings, resources, critic),
         update_actor=_update_actor(settings, resources),
-        sample=sample_of(settings, resources.pad_token_id, forward.mesh, vocabulary=forward.model.config.vocab_size),
+        sample=sample_of(settings, resources),
         critic_warmup=_critic_warmup(settings),
         check=False,  # `functions_of` has done it
     )
@@ -279,17 +279,18 @@ def _dropped(section: FilterSettings) -> list[Callable[[Annotated], Tensor]]:
     return [*groups, *([truncated] if section.truncated else [])]
 
 
-def sample_of(settings: TrainSettings, pad_token_id: int, mesh: Mesh, *, vocabulary: int) -> SampleStage:
-    """How the settings want a step's batch made, for a model that knows `vocabulary` tokens."""
-    section = settings.rollout
+def sample_of(settings: TrainSettings, resources: Resources) -> SampleStage:
+    """How the settings want a step's batch made."""
+    section, forward = settings.rollout, resources.forward
     if section.from_ is not None:
         saved.check(Path(section.from_), until=settings.steps, rows=section.batch_size)
-        return partial(sample_saved, directory=Path(section.from_), vocabulary=vocabulary)
+        vocabulary, device = forward.model.config.vocab_size, resources.lane.device  # parameters may be on the host
+        return partial(sample_saved, directory=Path(section.from_), vocabulary=vocabulary, device=device)
     sample: SampleStage = sample_batch
     if section.filter.groups:
         draws, by = section.filter.max_draws, section.filter.by
-        sample = partial(sample_groups, pad_token_id=pad_token_id, max_draws=draws, by=by)
-    if section.save and is_first(mesh):
+        sample = partial(sample_groups, pad_token_id=resources.pad_token_id, max_draws=draws, by=by)
+    if section.save and is_first(forward.mesh):
         return saving(sample, Path(settings.output_dir) / ROLLOUTS)
     return sample
 

@@ -51,6 +51,7 @@ class Assembly:
     model: Model
     critic_model: Model | None
     mesh: Mesh
+    device: torch.device  # which works, and has the batches; the state may be on the host
     shapes: dict[str, torch.Size]  # whole shapes of the leaves of `run` that a mesh may cut
 
 
@@ -105,6 +106,7 @@ def assemble(
             model=model,
             critic_model=critic_model,
             mesh=mesh,
+            device=lane.device,
             shapes=_shapes(run, model, critic_model),
         )
 

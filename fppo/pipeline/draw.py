@@ -71,14 +71,20 @@ def sample_groups(
 
 
 def sample_saved(
-    run: RunState, *, draw: Draw, rollout: RolloutStage, score: ScoreStage, directory: Path, vocabulary: int
+    run: RunState,
+    *,
+    draw: Draw,
+    rollout: RolloutStage,
+    score: ScoreStage,
+    directory: Path,
+    vocabulary: int,
+    device: torch.device,
 ) -> tuple[Scored, DataCursor, Metrics]:
-    """The rollout that `directory` holds for this step, scored. It draws no prompts, so the cursor stays.
+    """The rollout that `directory` holds for this step, on the device, scored. It draws no prompts; the cursor stays.
 
     Raises ValueError for tokens that a model of so large a `vocabulary` does not know.
     """
     del draw, rollout
-    device = next(iter(run.actor.params.values())).device
     responses = saved.read(directory, run.step + 1, device, vocabulary=vocabulary)
     scored, report = timed("reward", score)(responses, params=run.actor.params, prompts=None)
     return scored, run.cursor, report

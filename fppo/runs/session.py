@@ -74,7 +74,7 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 def restore(settings: TrainSettings, assembly: Assembly) -> RunState:
     """The state that training goes on from: of the run's newest checkpoint, of the one that it is to begin from, or its
-    beginning.
+    beginning. It is in the memory of the assembly's state, which is given up: a device has no room for two.
 
     Raises ValueError where that would mix this run with another one, or delete the record of what it did.
     """
@@ -83,14 +83,14 @@ def restore(settings: TrainSettings, assembly: Assembly) -> RunState:
     if not own:
         if resume == "auto":
             _check_beginning(directory)
-        return _loaded(settings, assembly, asked)
+        return _loaded(settings, assembly, asked, donate=True)
     newest = checkpoint.path_of(directory / CHECKPOINTS, own[-1])
     if asked is not None and asked.resolve() != newest.resolve() and starts.source(directory) != os.path.abspath(asked):
         raise ValueError(
             f"resume = {resume!r}, but {directory / CHECKPOINTS} holds the checkpoint of step {own[-1]} already: give "
             f"another output_dir to start from {asked.name}, or leave resume out to go on from step {own[-1]}"
         )
-    return _loaded(settings, assembly, newest)
+    return _loaded(settings, assembly, newest, donate=True)
 
 
 def at(settings: TrainSettings, assembly: Assembly) -> RunState:
@@ -98,11 +98,11 @@ def at(settings: TrainSettings, assembly: Assembly) -> RunState:
     return _loaded(settings, assembly, _named(settings))
 
 
-def _loaded(settings: TrainSettings, assembly: Assembly, path: Path | None) -> RunState:
+def _loaded(settings: TrainSettings, assembly: Assembly, path: Path | None, *, donate: bool = False) -> RunState:
     """A checkpoint's state, or the one before the first step. Raises ValueError for another seed's."""
     if path is None:
         return assembly.run
-    run = load(assembly, path.parent, checkpoint.step_of(path))
+    run = load(assembly, path.parent, checkpoint.step_of(path), donate=donate)
     if run.key != assembly.run.key:
         raise ValueError(
             f"seed = {settings.seed}, but the checkpoint in {path.parent} is of a run with another seed: "
@@ -111,10 +111,10 @@ def _loaded(settings: TrainSettings, assembly: Assembly, path: Path | None) -> R
     return run
 
 
-def load(assembly: Assembly, directory: Path, step: int) -> RunState:
-    """The state of a checkpoint, as it lies on the run's mesh."""
-    shapes, device = assembly.shapes, device_of(assembly.run.actor.params)
-    return checkpoint.load(assembly.run, directory, step, mesh=assembly.mesh, shapes=shapes, free=AHEAD, device=device)
+def load(assembly: Assembly, directory: Path, step: int, *, donate: bool = False) -> RunState:
+    """The state of a checkpoint, as it lies on the run's mesh; with `donate` in the memory of the assembly's."""
+    run, mesh, shapes, device = assembly.run, assembly.mesh, assembly.shapes, assembly.device
+    return checkpoint.load(run, directory, step, mesh=mesh, shapes=shapes, free=AHEAD, device=device, donate=donate)
 
 
 def _named(settings: TrainSettings) -> Path | None:

@@ -38,6 +38,7 @@ __all__ = [
 
 T = TypeVar("T")
 TIMEOUT = 600.0
+STAGE_BYTES = 64 << 20  # what is copied from a device at a time
 
 
 def step_of(path: Path) -> int:
@@ -152,18 +153,31 @@ def _plain(leaf: Any) -> Any:
 def _on_host(tensors: Mapping[str, Tensor], copy: bool) -> dict[str, Tensor]:
     """The tensors on the host, contiguous, each with memory of its own: of others' too with `copy`."""
     own: dict[str, Tensor] = {}
+    stage: Tensor | None = None
     taken: set[int] = set()
     for path, x in tensors.items():
         if x.is_cuda:
-            place = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-            own[path] = place.copy_(x, non_blocking=True)
+            stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True) if stage is None else stage
+            own[path] = _staged(x, stage)
         else:
             pointer = x.untyped_storage().data_ptr()
             own[path] = x.to("cpu", copy=copy or pointer in taken, memory_format=torch.contiguous_format).contiguous()
             taken.add(pointer)
-    for device in {x.device for x in tensors.values() if x.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
     return own
+
+
+def _staged(x: Tensor, stage: Tensor) -> Tensor:
+    """A copy of `x` on the host by way of a piece of pinned memory [N] uint8.
+
+    All of it pinned would take up to twice the bytes of a state, for good: torch rounds such memory up to powers of
+    two, and keeps it.
+    """
+    copy = torch.empty(x.shape, dtype=x.dtype)
+    source, target, room = x.reshape(-1), copy.view(-1), stage.view(x.dtype)
+    for start in range(0, len(source), len(room)):
+        piece = source[start : start + len(room)]
+        target[start : start + len(room)].copy_(room[: len(piece)].copy_(piece))
+    return copy
 
 
 def _compare(
@@ -259,11 +273,13 @@ def load(
     free: str | None = None,
     part: str = "",
     device: torch.device | None = None,
+    donate: bool = False,
 ) -> T:
     """The tree that a mesh of any shape saved, in the structure and on the devices of `template`, whose values do not
-    matter. The field `free`, if that was given to `save` too, has the structure that was saved, and stands on `device`,
-    as tensors do that `template` has on meta. With `part`, a path like ".actor.params", template, shapes and result are
-    what the tree has there, and nothing else is read.
+    matter; in pinned memory where that is. With `donate` it is in the template's own memory, which is given up once the
+    checkpoint turns out to fit. The field `free`, if that was given to `save` too, has the structure that was saved,
+    and stands on `device`, as tensors do that `template` has on meta. With `part`, a path like ".actor.params",
+    template, shapes and result are what the tree has there, and nothing else is read.
 
     On a mesh that is `mesh.sharded` the leaves with `shapes` are this rank's rows, in `template` as in the result, and
     only the chunks that hold such rows are read, one after the other. No collective is called. Raises CheckpointError
@@ -282,15 +298,23 @@ def load(
             raise CheckpointError(
                 f"{path} is of another model or other settings: {len(problems)} leaves differ: {shown}"
             )
+        if donate:
+            tensors = dict(zip(tensors, tree.tensors(tree.donate(list(tensors.values()))), strict=True))
         # memory of their own: a file's layout aligns tensors otherwise, and kernels then round otherwise
         loaded: dict[str, Any] = {
-            name: torch.empty(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
-            for name, x in tensors.items()
+            name: x if donate and not x.is_meta else _like(x, device) for name, x in tensors.items()
         }
         for name, stored, x in files.read(path, manifest, wanted):
             files.overlap(loaded[name], wanted[name], stored).copy_(files.overlap(x, stored, wanted[name]))
     plain = {name: _restored(manifest["plain"][name], leaf) for name, leaf in expected.items() if name not in loaded}
     return pytree.tree_unflatten([(loaded | plain)[name] for name in expected], pytree.tree_structure(template))
+
+
+def _like(x: Tensor, device: torch.device | None) -> Tensor:
+    """Memory for what stands for `x`; of a tensor on meta on the device."""
+    if x.is_meta:
+        return torch.empty(x.shape, dtype=x.dtype, device=device)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device, pin_memory=x.is_pinned())
 
 
 def _standins(field: str, manifest: Mapping[str, Any], device: torch.device | None) -> Any:

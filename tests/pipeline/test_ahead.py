@@ -271,3 +271,13 @@ def test_several_gpus_are_refused_and_nothing_else(lag, ranks, device):
             ahead.check_devices(lag, ranks, torch.device(device))
     else:
         ahead.check_devices(lag, ranks, torch.device(device))
+
+
+def test_batches_that_wait_on_disk_come_back_to_the_device_that_works(assembly, tmp_path):
+    """Wherever the state is: offloaded, it is on the host."""
+    run, _, _ = _steps(assembly, 1, ahead=1)[-1]
+    checkpoint.save(run, tmp_path, 1, free=session.AHEAD)
+    meta = torch.device("meta")  # a device that nothing else is on
+    loaded = session.load(attrs.evolve(assembly, device=meta), tmp_path, 1)
+    assert {x.device for x in tree.tensors(loaded.ahead)} == {meta}
+    assert {x.device for x in tree.tensors(loaded.actor)} == {torch.device("cpu")}

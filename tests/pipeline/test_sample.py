@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fppo import advantages, losses, metrics
+from fppo import advantages, losses, metrics, tree
 from fppo import batch as batches
 from fppo.assembly.run import assemble
 from fppo.batch import Annotated, Column, Prompts, Rollout, Scored, extend
@@ -305,6 +305,7 @@ def test_saved_rollouts_come_back_for_their_steps(tmp_path):
     table = {str(i): [0, i % 2] for i in range(8)}
     shared = {"draw": _draw(4), "rollout": partial(_rollout, n=2), "score": partial(_score, table=table)}
     writing = draw.saving(sample_batch, tmp_path)
+    here, meta = torch.device("cpu"), torch.device("meta")  # where no parameter is
     made, cursor = [], DataCursor()
     for step in range(2):
         scored, cursor, _ = writing(_run(3, step=step, cursor=cursor), **shared)
@@ -314,13 +315,16 @@ def test_saved_rollouts_come_back_for_their_steps(tmp_path):
     for step in (1, 0):
         run = _run(step=step, cursor=DataCursor(epoch=9))
         run = attrs.evolve(run, actor=attrs.evolve(run.actor, params={"x": torch.zeros(1)}))
-        found, after, _ = draw.sample_saved(run, directory=tmp_path, vocabulary=18, **shared)
+        asked = shared | {"score": lambda rollout, **_: (rollout, {})}
+        away, _, _ = draw.sample_saved(run, directory=tmp_path, vocabulary=18, device=meta, **asked)
+        assert {x.device for x in tree.tensors(away)} == {meta}
+        found, after, _ = draw.sample_saved(run, directory=tmp_path, vocabulary=18, device=here, **shared)
         tiny.assert_same_columns(found, made[step])
         assert after.epoch == 9
         with pytest.raises(
             ValueError, match=r"holds token 1[37], and the model has a vocabulary of 13: it was made with"
         ):
-            draw.sample_saved(run, directory=tmp_path, vocabulary=13, **shared)
+            draw.sample_saved(run, directory=tmp_path, vocabulary=13, device=here, **shared)
 
 
 def test_a_rollout_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path, monkeypatch):

@@ -9,6 +9,8 @@ import time
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fppo import tree
 from fppo.key import Key
@@ -31,6 +33,71 @@ def test_round_trip_is_bit_for_bit(tmp_path):
     checkpoint.save(_state(), tmp_path, 7)
     assert checkpoint.steps(tmp_path) == [7]
     assert tree.digest(checkpoint.load(_state(1), tmp_path, 7)) == tree.digest(_state())
+
+
+def test_a_template_may_give_its_memory_to_what_is_loaded(tmp_path):
+    checkpoint.save(_state(), tmp_path, 7)
+    other = _state(1) | {"params": {"w": torch.zeros(4, 3), "h": torch.zeros(2).bfloat16()}}
+    with pytest.raises(checkpoint.CheckpointError, match="1 leaves differ"):
+        checkpoint.load(other, tmp_path, 7, donate=True)
+    assert not other["params"]["w"].any()  # kept: nothing came in its place
+    template = _state(1)
+    places = [x.data_ptr() for x in tree.tensors(template)]
+    loaded = checkpoint.load(template, tmp_path, 7, donate=True)
+    assert tree.digest(loaded) == tree.digest(_state())
+    assert [x.data_ptr() for x in tree.tensors(loaded)] == places
+    with pytest.raises(RuntimeError):
+        template["params"]["w"].sum()
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    """The sizes of all memory that was asked for as pinned, which no machine without a GPU has."""
+    sizes, empty = [], torch.empty
+
+    def recorded(*shape, pin_memory=False, **keywords):
+        x = empty(*shape, **keywords)
+        if pin_memory:
+            sizes.append(x.nbytes)
+        return x
+
+    monkeypatch.setattr(torch, "empty", recorded)
+    return sizes
+
+
+def test_what_is_pinned_is_loaded_as_pinned(tmp_path, pinned, monkeypatch):
+    state = _state()
+    checkpoint.save(state, tmp_path, 7)
+    template = _state(1)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: x is template["params"]["w"])
+    assert tree.digest(checkpoint.load(template, tmp_path, 7)) == tree.digest(state)
+    assert pinned == [state["params"]["w"].nbytes]
+
+
+@given(
+    st.lists(st.integers(0, 5), max_size=3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
+    st.integers(1, 9),
+)
+def test_a_copy_in_pieces_is_a_copy(shape, dtype, size):
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    for source in (x, x.T if x.dim() == 2 else x[..., ::2] if x.dim() else x):
+        copy = checkpoint._staged(source, torch.zeros(8 * size, dtype=torch.uint8))
+        assert copy.dtype == dtype
+        assert copy.is_contiguous()
+        assert torch.equal(copy, source)
+        assert copy.data_ptr() != source.data_ptr() or not copy.numel()
+
+
+def test_a_state_on_a_gpu_is_copied_through_a_bounded_piece_of_pinned_memory(tmp_path, pinned, monkeypatch):
+    """A state on the CPU that says it is on a GPU."""
+    monkeypatch.setattr(checkpoint, "STAGE_BYTES", 16)
+    state = _state()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+    copies = checkpoint._on_host({"w": state["params"]["w"], "h": state["params"]["h"]}, copy=True)
+    monkeypatch.undo()
+    assert pinned == [16]
+    assert tree.digest(copies) == tree.digest(dict(state["params"].items()))
 
 
 def test_only_the_newest_are_kept(tmp_path):
