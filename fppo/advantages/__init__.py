@@ -1,6 +1,7 @@
 """Advantages as pure functions of rewards, values, masks and groups; no gradient passes through them."""
 
 from fppo.advantages._common import Advantages
+from fppo.advantages.exact import exact_values
 from fppo.advantages.grouped import SCALES, gdpo, gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo
 from fppo.advantages.temporal import discounted_returns, gae, reinforce_plus_plus, remax, token_rewards
 from fppo.advantages.token_baseline import optimal_token_baseline
@@ -10,6 +11,7 @@ __all__ = [
     "SCALES",
     "Advantages",
     "discounted_returns",
+    "exact_values",
     "gae",
     "gdpo",
     "gpg",

@@ -45,6 +45,7 @@ from fppo.steps.loop import Loop
 from fppo.steps.muon import muon
 from fppo.steps.optimizers import Optimizer, adamw, kept_on_host, sgd
 from fppo.steps.schedules import schedule
+from fppo.steps.train_state import Params
 from fppo.workers.imports import imported
 from fppo_kernels.adamw import adamw_
 from fppo_kernels.record import Kernels
@@ -186,20 +187,24 @@ def program_of(settings: TrainSettings, resources: Resources) -> Program:
 
 
 def _annotate_stage(settings: TrainSettings, resources: Resources) -> AnnotateStage:
-    forward, lane = resources.forward, resources.lane
     annotate = partial(
         stages.annotate,
-        forward=forward,
+        forward=resources.forward,
         critic=resources.critic,
         micro_batching=forward_micro_batching_of(settings),
         temperature=resources.sampling.temperature,
         old_log_probs=files.old_log_probs(settings),
         sum_squared=_needs_squares(settings),
-        fetch=lambda role, params: OnHost(params, lane) if offload_of(settings, role) == "all" else params,
+        fetch=fetch_of(settings, resources.lane),
     )
     if settings.rollout.gap == "off" or settings.rollout.from_ is not None:
         return annotate
     return watch_annotate(annotate, limit=_gap_limit(settings), then=settings.rollout.gap)
+
+
+def fetch_of(settings: TrainSettings, lane: Lane) -> Callable[[stages.Role, Params], Params | OnHost]:
+    """How passes without a gradient get at a role's parameters, which the settings may keep on the host."""
+    return lambda role, params: OnHost(params, lane) if offload_of(settings, role) == "all" else params
 
 
 def _gap_limit(settings: TrainSettings) -> float:

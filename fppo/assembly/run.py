@@ -12,9 +12,18 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data, rewards, tree
 from fppo.assembly.announce import input_lines, model_lines
+from fppo.assembly.answers import right_answers
 from fppo.assembly.inputs import EvalInputs, Inputs, read_eval_inputs, read_inputs
-from fppo.assembly.parts import Offload, bare_model, check_attention, engine_of, load_models, offload_of
-from fppo.assembly.program import Resources, optimizers_of, program_of
+from fppo.assembly.parts import (
+    Offload,
+    bare_model,
+    check_attention,
+    engine_of,
+    forward_micro_batching_of,
+    load_models,
+    offload_of,
+)
+from fppo.assembly.program import Resources, fetch_of, optimizers_of, program_of
 from fppo.assembly.rewards import reward_runner
 from fppo.assembly.turns import in_turns
 from fppo.data import DataCursor
@@ -25,6 +34,7 @@ from fppo.models.model import Model, Params
 from fppo.pipeline import stages
 from fppo.pipeline.evaluate import EvaluateRun, OnScored, evaluate
 from fppo.pipeline.program import Draw, Program, RunState
+from fppo.pipeline.truth import critic_truth
 from fppo.rewards.distributed import SpreadRewardRunner
 from fppo.rewards.early import EarlyRewardRunner
 from fppo.rollout.engine import Engine
@@ -100,7 +110,7 @@ def assemble(
             run=run,
             program=program_of(settings, resources),
             draw=_draw(settings, inputs, key.fold("data")),
-            evaluate=None if inputs.eval is None else _evaluation(settings, inputs.eval, answering),
+            evaluate=None if inputs.eval is None else _evaluation(settings, inputs.eval, answering, resources),
             tokenizer=tokenizer,
             generation=inputs.generation,
             model=model,
@@ -219,11 +229,32 @@ def _draw(settings: TrainSettings, inputs: Inputs, key: Key) -> Draw:
     )
 
 
-def _evaluation(settings: TrainSettings, inputs: EvalInputs, answering: _Answering) -> EvaluateRun:
+def _evaluation(
+    settings: TrainSettings, inputs: EvalInputs, answering: _Answering, resources: Resources | None = None
+) -> EvaluateRun:
+    """Of the policy, and with a run's resources of its critic too, where the settings ask for that."""
     batches = partial(data.batches, inputs.held_out, max(settings.rollout.batch_size // settings.eval.n, 1))
     engine, score, sampling = answering.engine, answering.score, inputs.sampling
+    truth = None if resources is None or not settings.eval.exact_values else _truth(settings, inputs, resources)
 
     def evaluation(run: RunState, keep: OnScored = lambda scored: None) -> Metrics:
-        return evaluate(run, batches=batches(), engine=engine, sampling=sampling, score=score, on_scored=keep)
+        report = evaluate(run, batches=batches(), engine=engine, sampling=sampling, score=score, on_scored=keep)
+        return report if truth is None else report | truth(run, prompts=batches())
 
     return evaluation
+
+
+def _truth(settings: TrainSettings, inputs: EvalInputs, resources: Resources) -> Callable[..., Metrics]:
+    sampling = attrs.evolve(resources.sampling, n=1)
+    assert resources.critic is not None  # or the settings are refused
+    return partial(
+        critic_truth,
+        answers=partial(right_answers, tokenizer=inputs.tokenizer, sampling=sampling),
+        engine=resources.engine,
+        sampling=sampling,
+        forward=resources.forward,
+        critic=resources.critic,
+        micro_batching=forward_micro_batching_of(settings),
+        gamma=settings.algorithm.gamma,
+        fetch=fetch_of(settings, resources.lane),
+    )

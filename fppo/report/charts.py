@@ -48,6 +48,11 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
     ("Value loss", "squared error of the critic, halved", (("value loss", "critic/vf_loss"),)),
     ("Explained variance", "share of the returns that the critic foresees", (("", "critic/vf_explained_var"),)),
+    (
+        "Critic beside the truth",
+        "share of the exact values' variance that the critic knows",
+        (("", "critic/true/r2"),),
+    ),
     ("Response length", "tokens per response", (("mean", "response_length/mean"),)),
     ("Gradient norm", "before clipping", (("actor", "actor/grad_norm"), ("critic", "critic/grad_norm"))),
     ("Throughput", "tokens per second", (("", "perf/throughput"),)),

@@ -15,6 +15,7 @@ from fppo.settings.fields import wrong_values
 from fppo.settings.problems import Problems, unread_section
 from fppo.settings.problems import problem as _problem
 from fppo.settings.problems import unread as _unread
+from fppo.settings.reward import RewardSettings
 from fppo.settings.train import ActorSettings, CriticSettings, LossSettings, TrainSettings
 
 # for each policy loss: the setting and the keyword that the loss calls it by
@@ -369,3 +370,23 @@ def _eval(s: TrainSettings) -> Problems:
     if s.eval.n > 1 and s.eval.temperature == 0:
         text = f"the likeliest response is the same all {s.eval.n} times; give a temperature, or eval.n = 1"
         yield _problem("eval.temperature", s.eval.temperature, text)
+    if s.eval.exact_values:
+        yield from _exact_values(s)
+
+
+def _exact_values(s: TrainSettings) -> Problems:
+    """What keeps the value of a prompt from being the probability of its one right answer."""
+    used = ("functions", "weights", "overlong_buffer", "model", "judge")
+    bare = RewardSettings(functions=("exact_match",))
+    rewards, bare = ([getattr(section, name) for name in used] for section in (s.reward, bare))
+    needed = {
+        "held-out prompts; give data.eval_path": has_held_out(s),
+        "a critic; give algorithm.advantage = 'gae'": uses_critic(s),
+        "the reward of exact_match alone; leave the rest of [reward] as it is": rewards == bare,
+        "all tokens; give rollout.top_k = None and rollout.top_p = 1.0": not s.rollout.top_k and s.rollout.top_p == 1.0,
+        "responses that no text ends; leave rollout.stop empty": not s.rollout.stop,
+        "responses of one turn; leave rollout.turns.respond unset": s.rollout.turns.respond is None,
+    }
+    for text, there in needed.items():
+        if not there:
+            yield _problem("eval.exact_values", True, f"exact values need {text}")

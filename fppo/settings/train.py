@@ -301,6 +301,8 @@ class EvalSettings:
     """Texts that end a response, in place of rollout.stop; None: those."""
     max_prompts: int | None = setting(None, at_least(1))
     """The first so many prompts only; None: all."""
+    exact_values: bool = setting(False)
+    """Compare the critic with the exact values of held-out prompts; needs exact_match as the only reward."""
 
 
 @attrs.frozen(kw_only=True)

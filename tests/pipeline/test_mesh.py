@@ -53,7 +53,7 @@ def numbers(report):
 @pytest.mark.parametrize(
     ("axes", "changes"),
     [
-        ({"shard": 2}, {}),
+        ({"shard": 2}, {"eval__exact_values": True}),
         ({"replicate": 2, "shard": 2}, {"algorithm__advantage": "grpo", "rollout__n": 2, "actor__kl_coef": 0.1}),
         ({"shard": 2, "sequence": 2}, {"mesh__stage": 2}),
         ({"sequence": 2}, {"algorithm__advantage": "remax"}),

@@ -1,0 +1,72 @@
+"""The critic beside the exact values, held against a walk over every prefix by hand."""
+
+import attrs
+import pytest
+import torch
+
+from fppo import data, metrics, models
+from fppo.assembly.inputs import read_eval_inputs
+from fppo.assembly.run import assemble
+from fppo.rollout.engine import Ask
+from fppo.runtime.mesh import LOCAL
+from fppo.settings.files import SettingsError
+from tests import tiny_run
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("task")
+    tiny_run.write_task(directory, rows=6)
+    return directory
+
+
+def after(model, params, tokens):
+    """The output for the token after these, of which none is padding."""
+    mask = torch.ones(1, len(tokens), dtype=torch.bool)
+    places = torch.arange(len(tokens))[None]
+    hidden = models.hidden_states(model, params, torch.tensor([tokens]), places, attend=models.padded_attention(mask))
+    return models.heads.logits_of(models.output_head(model, params), hidden[0, -1].float())
+
+
+def test_it_is_the_difference_to_the_probability_of_the_answer(task):
+    settings = tiny_run.settings(task, eval__exact_values=True, rollout__temperature=0.7, algorithm__gamma=0.9)
+    with assemble(settings) as assembly:
+        run, end = assembly.run, assembly.tokenizer.eos_token_id
+        found = metrics.report(assembly.evaluate(run))
+        engine, sampling = (assembly.program.rollout.keywords[name] for name in ("engine", "sampling"))
+        truths, values = [], []
+        for number, asked in enumerate(data.batches(read_eval_inputs(settings, mesh=LOCAL).held_out, 8)):
+            ask = Ask(asked, attrs.evolve(sampling, n=1), run.key.fold("truth", number), version=0)
+            rollout = engine.generate(run.actor.params, ask)
+            for row, truth in enumerate(asked.ground_truth):
+                prompt = asked.tokens[row][asked.attention_mask[row]].tolist()
+                answer = [*assembly.tokenizer.encode(truth), end]
+                said = rollout.tokens[row, asked.tokens.shape[1] :][rollout.response_mask[row]].tolist()
+                for response in (answer, said):
+                    for t in range(len(response)):
+                        value = float(response[:t] == answer[:t] and t < len(answer))
+                        for s in range(t, len(answer)):
+                            logits = after(assembly.model, run.actor.params, prompt + answer[:s])
+                            value *= (logits / 0.7).softmax(0)[answer[s]].item() * (0.9 if s > t else 1.0)
+                        truths.append(value)
+                        values.append(after(assembly.critic_model, run.critic.params, prompt + response[:t]).item())
+    truth, value = torch.tensor(truths, dtype=torch.float64), torch.tensor(values, dtype=torch.float64)
+    mse, variance = (truth - value).square().mean(), truth.var(unbiased=False)
+    expected = {"mse": mse, "variance": variance, "r2": 1 - mse / variance}
+    for name, number in expected.items():
+        assert found[f"critic/true/{name}"] == pytest.approx(number.item(), rel=1e-3), name
+    assert len(set(truths)) > 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"algorithm__advantage": "grpo", "rollout__n": 2}, "a critic"),
+        ({"reward__overlong_buffer": 1}, "exact_match alone"),
+        ({"rollout__top_p": 0.9}, "all tokens"),
+        ({"rollout__stop": ("4",)}, "no text ends"),
+    ],
+)
+def test_what_has_no_one_right_answer_is_refused(task, changes, text):
+    with pytest.raises(SettingsError, match=f"eval.exact_values = True.*{text}"):
+        tiny_run.settings(task, eval__exact_values=True, **changes)
