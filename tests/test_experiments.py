@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -167,3 +169,57 @@ def test_gsm8k_with_a_calculator(tmp_path, monkeypatch):
     assert len(computed) > 10
     assert all(computed)
     assert "val-core/test/reward/mean@1" in first
+
+
+# what pip installs with fppo and a machine with a GPU may lack
+NOT_NEEDED = (
+    "cattrs",
+    "tyro",
+    "rich",
+    "datasets",
+    "dill",
+    "xxhash",
+    "matplotlib",
+    "jaxtyping",
+    "beartype",
+    "hypothesis",
+)
+QUICK = ("attention", "gae", "adamw", "ragged", "update", "decode", "offload")
+
+
+def _dry_run(path, sections):
+    """The JSON of a dry run of the GPU's benchmark, in a process without what that does not need."""
+    bench = EXPERIMENTS / "bench"
+    code = (
+        f"import runpy, sys; sys.modules.update(dict.fromkeys({NOT_NEEDED})); sys.path.insert(0, {str(bench)!r}); "
+        f"sys.argv = ['gpu.py', '--dry-run', '--json', {str(path)!r}, '--sections', *{sections!r}]; "
+        f"runpy.run_path({str(bench / 'gpu.py')!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    results = json.loads(path.read_text())
+    assert done.returncode == 0, [verdict for verdict in results["verdicts"] if "error" in verdict]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("PASS", "FAIL"))]
+    assert len(lines) == len(results["verdicts"])
+    return results
+
+
+def test_a_dry_run_of_the_gpus_benchmark_reaches_its_verdicts(tmp_path):
+    results = _dry_run(tmp_path / "gpu.json", QUICK)
+    verdicts = {verdict["name"]: verdict for verdict in results["verdicts"]}
+    assert {verdict["section"] for verdict in verdicts.values()} == {*QUICK} - {"attention"}
+    exact = ["decode: k3 to the trainer's log-probs", "checkpoint: MiB that it pins"]
+    exact += [f"offload = {how}: what differs, of what changed" for how in ("moments", "all")]
+    for name in exact:
+        assert verdicts[name]["passed"]
+        assert abs(verdicts[name]["value"]) < 1e-6
+    assert all(record["TFLOP/s"] > 0 for record in results["update"] if "TFLOP/s" in record)
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_the_gpus_benchmark_exercises_all_of_it(tmp_path):
+    results = _dry_run(tmp_path / "gpu.json", ("log_probs", "collectives", "laws", "vllm"))
+    held = [verdict for verdict in results["verdicts"] if "keeps its law" in verdict["name"]]
+    errors = [verdict for verdict in results["verdicts"] if verdict["name"].endswith("error")]
+    assert len(held) >= 5
+    assert len(errors) == 8
+    assert all(verdict["passed"] for verdict in held + errors)

@@ -1,339 +1,93 @@
-"""Everything that wants a GPU, checked and timed in one call of a few minutes: log-probs, attention, GAE, AdamW.
+"""Everything that wants a GPU, checked and timed in one call of some minutes, with a verdict on each thing that may be
+wrong: pass or fail, the number and its limit.
 
     PYTHONPATH=.:kernels python experiments/bench/gpu.py --json gpu.json
+    PYTHONPATH=.:kernels python experiments/bench/gpu.py --sections update decode   # some of it
     PYTHONPATH=.:kernels python experiments/bench/gpu.py --tune     # the Triton log-probs in other tilings, besides
     PYTHONPATH=.:kernels python experiments/bench/gpu.py --dry-run  # tiny shapes on the CPU, to try the script out
 
-Every implementation in the kernel table that runs here is measured; peers (Liger, verl) where they are installed. The
-matrix products of the log-probs are measured by torch.mm at the same shapes in the same run: "of matmul" is the time
-of those that the work cannot do without (one forward, four in both directions) over the time taken.
+It needs torch, triton, transformers and attrs; vLLM is tried where it is installed, collectives with two GPUs or more.
+The exit status is 1 if a verdict is a fail; in a dry run, whose numbers mean nothing, if anything raised.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from gpu_tools import Record, attempt, measure, table
-from torch import Tensor
+from gpu_tools import FULL, TINY, Plan, Record, Skipped, attempt, shown
 
-from fppo import laws
-from fppo.laws.attention import FEATURES
-from fppo_kernels import table as kernels
-from fppo_kernels.padding import make_lengths
-
-
-class Plan(NamedTuple):
-    """Sizes of everything."""
-
-    device: torch.device
-    dtype: torch.dtype
-    log_probs: tuple[tuple[int, int, int], ...]  # N, H, V
-    attention: tuple[int, int, int, int, int]  # rows, longest, heads, key heads, head size
-    gae: tuple[int, int]
-    parameters: int
-    repeats: int
+SECTIONS = {
+    "log_probs": "gpu_kernels:bench_log_probs",
+    "attention": "gpu_kernels:bench_attention",
+    "gae": "gpu_kernels:bench_gae",
+    "adamw": "gpu_kernels:bench_adamw",
+    "ragged": "gpu_step:bench_ragged",
+    "update": "gpu_step:bench_update",
+    "decode": "gpu_step:bench_decode",
+    "offload": "gpu_step:bench_offload",
+    "collectives": "gpu_ranks:bench_collectives",
+    "vllm": "gpu_vllm:bench_vllm",
+    "laws": "gpu_kernels:check_laws",
+}
 
 
-FULL = Plan(
-    torch.device("cuda"),
-    torch.bfloat16,
-    tuple((n, h, 151936) for n in (8192, 32768) for h in (896, 4096)),
-    (16, 4096, 16, 8, 128),
-    (512, 4096),
-    110_000_000,
-    6,
-)
-TINY = Plan(torch.device("cpu"), torch.float32, ((16, 8, 100),), (3, 8, 2, 1, 4), (4, 16), 10_000, 2)
+def section(name: str, plan: Plan, tune: bool) -> list[Record]:
+    """A section's records and verdicts; that it raised is a verdict too."""
+    module, function = SECTIONS[name].split(":")
+    try:
+        run: Callable[..., list[Record]] = getattr(import_module(module), function)
+        return run(plan, tune) if name == "log_probs" else run(plan)
+    except Skipped as reason:
+        print(f"\n{name}: left out: {reason}")
+        return [{"name": name, "absent": str(reason)}]
+    except Exception as error:
+        return [{"name": name, "error": f"{type(error).__name__}: {error}"[:500], "passed": False}]
+    finally:
+        if plan.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
-def loadable(op: str) -> dict[str, str | None]:
-    """The implementations of an operation and why they cannot run; none for an operation that is not there."""
-    return kernels.available(op) if op in kernels.BUILTIN else {}
-
-
-def check_laws(plan: Plan) -> list[Record]:
-    """Whether the kernels keep their laws on this device; the Triton one compiles for a minute or two."""
-    checks: list[tuple[str, str, Callable[..., None], dict[str, Any]]] = []
-    for name in ("triton", "chunked"):
-        for dtype, width in ((torch.float32, 2), (plan.dtype, 64)):  # 64: rows that tensor descriptors can read
-            checks.append(("log_probs", name, laws.check_log_probs, {"dtypes": (dtype,), "hidden_size": width}))
-    for name in sorted(loadable("attention").keys() - {"flex"}):  # which compiles for every shape of the laws: minutes
-        features = [x for x in FEATURES if x not in kernels.BUILTIN["attention"][name].lacks]
-        settings = {"dtypes": (plan.dtype,), "head_dim": plan.attention[-1], "features": features}
-        checks.append(("attention", name, laws.check_attention, settings))
-    checks += [("adamw", name, laws.check_adamw, {"dtypes": (torch.float32,)}) for name in loadable("adamw")]
-    records = []
-    for op, name, check, settings in checks:
-
-        def one(op: str = op, name: str = name, check: Any = check, settings: Any = settings) -> Record:
-            start = time.perf_counter()
-            check(kernels.get(op, name), device=plan.device, **settings)
-            return {"held": "yes", "took_s": time.perf_counter() - start}
-
-        label = " ".join([op, name, *(str(x) for x in settings.get("dtypes", ()))])
-        records.append({"name": label, **attempt(one)})
-        print(f"  {label}: {records[-1].get('held') or records[-1]['absent']}", flush=True)
-    return records
-
-
-class Case(NamedTuple):
-    """Inputs of log-probs, and gradients by the outputs."""
-
-    hidden: Tensor
-    weight: Tensor
-    labels: Tensor
-    grads: tuple[Tensor, Tensor]
-
-
-def make_case(plan: Plan, n: int, h: int, v: int) -> Case:
-    """Logits of standard deviation 2."""
-    g = torch.Generator(plan.device).manual_seed(0)
-    drawn = {"generator": g, "device": plan.device}
-    hidden = torch.randn(n, h, dtype=plan.dtype, **drawn).requires_grad_()
-    weight = torch.randn(v, h, dtype=plan.dtype, **drawn).mul_(2 / math.sqrt(h)).requires_grad_()
-    labels = torch.randint(v, (n,), **drawn)
-    return Case(hidden, weight, labels, (torch.randn(n, **drawn), torch.randn(n, **drawn)))
-
-
-@torch.no_grad()
-def matmuls(case: Case, plan: Plan) -> tuple[float, float]:
-    """Seconds of one product, and of the four."""
-    hidden, weight = case.hidden.detach(), case.weight.detach()
-
-    def once() -> Tensor:
-        return hidden @ weight.T
-
-    logits = once()
-
-    def gradients() -> tuple[Tensor, Tensor]:
-        return logits @ weight, logits.T @ hidden
-
-    one = measure(once, plan.device, repeats=plan.repeats)["seconds"]
-    return one, 2 * one + measure(gradients, plan.device, repeats=plan.repeats)["seconds"]
-
-
-def liger() -> Callable[..., tuple[Tensor, ...]]:
-    """The sum of the log-probs: Liger's fused loss has no value per token with a gradient."""
-    fused = import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
-    return lambda hidden, weight, labels: (fused(hidden, weight, labels, reduction="sum"),)
-
-
-def verl() -> Callable[..., tuple[Tensor, ...]]:
-    """Log-probs and entropy by verl's Triton kernels."""
-    fused = import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
-    return lambda hidden, weight, labels: fused(hidden, weight, labels, 1.0, "none")
-
-
-def ours(name: str, **settings: Any) -> Callable[..., tuple[Tensor, ...]]:
-    """Log-probs and, unless it lacks that, entropy by an implementation of the table."""
-    entropy = "entropy" not in kernels.BUILTIN["log_probs"][name].lacks
-    fn = functools.partial(kernels.get("log_probs", name), entropy=entropy, **settings)
-    return lambda hidden, weight, labels: tuple(x for x in fn(hidden, weight, labels) if x is not None)
-
-
-def time_log_probs(
-    name: str, load: Callable[[], Callable[..., tuple[Tensor, ...]]], case: Case, plan: Plan, best: tuple[float, float]
-) -> Record:
-    """Forward, and forward and backward."""
-
-    def both() -> Record:
-        fn = load()
-
-        @torch.no_grad()
-        def forward() -> Any:
-            return fn(case.hidden, case.weight, case.labels)
-
-        def backward() -> Any:
-            out = fn(case.hidden, case.weight, case.labels)
-            grads = [d.to(x.dtype) if x.ndim else torch.ones_like(x) for d, x in zip(case.grads, out, strict=False)]
-            return torch.autograd.grad(out, (case.hidden, case.weight), grads)
-
-        one = measure(forward, plan.device, repeats=plan.repeats)
-        all_ = measure(backward, plan.device, repeats=plan.repeats)
-        return {
-            "forward, ms": 1e3 * one["seconds"],
-            "of matmul": best[0] / one["seconds"],
-            "peak, MiB": one["peak_mib"],
-            "both, ms": 1e3 * all_["seconds"],
-            "both of matmul": best[1] / all_["seconds"],
-            "both peak, MiB": all_["peak_mib"],
-        }
-
-    return {"name": name, **attempt(both)}
-
-
-def tilings() -> dict[str, dict[str, Any]]:
-    """Other ways to cut the work of the Triton log-probs, by name."""
-    module = import_module("fppo_kernels.log_probs.triton")
-    base = module.Tiling(128, 256, 64, warps=8, stages=4, descriptors=True)
-    changes = {
-        "pointers": {"descriptors": False, "stages": 3},
-        "128x128, 4 warps, 2 at once": {"vocab": 128, "warps": 4, "stages": 3},
-        "256x128": {"tokens": 256, "vocab": 128},
-        "3 stages": {"stages": 3},
-        "groups of 8": {"group": 8},
-        "groups of 32": {"group": 32},
-        "4 tiles": {"tiles": 4},
-        "16 tiles": {"tiles": 16},
-        "slabs of 256 MiB": {"slab": 256 << 20},
-    }
-    return {f"triton, {name}": {"tiling": base._replace(**change)} for name, change in changes.items()}
-
-
-def bench_log_probs(plan: Plan, tune: bool) -> list[Record]:
-    columns = {
-        "forward, ms": ".2f", "of matmul": ".1%", "peak, MiB": ".0f",
-        "both, ms": ".2f", "both of matmul": ".1%", "both peak, MiB": ".0f",
-    }  # fmt: skip
-    records: list[Record] = []
-    loaders: dict[str, Callable[[], Callable[..., tuple[Tensor, ...]]]] = {}
-    for name in loadable("log_probs"):
-        loaders[f"fppo {name}"] = functools.partial(ours, name)
-    loaders |= {"liger": liger, "verl": verl}
-    if tune:
-        loaders |= {name: functools.partial(ours, "triton", **settings) for name, settings in tilings().items()}
-    for n, h, v in plan.log_probs:
-        case = make_case(plan, n, h, v)
-        best = matmuls(case, plan)
-        rate = 2 * n * h * v / best[0] / 1e12, 8 * n * h * v / best[1] / 1e12
-        new = [time_log_probs(name, load, case, plan, best) for name, load in loaders.items()]
-        title = f"log-probs and entropy, N={n} H={h} V={v}: matmul {rate[0]:.4g} TFLOP/s, the four {rate[1]:.4g}"
-        print(table(title, columns, new), flush=True)
-        records += [{"shape": [n, h, v], "matmul_tflops": rate[0], "matmuls_tflops": rate[1], **r} for r in new]
-        del case
-    return records
-
-
-def bench_attention(plan: Plan) -> list[Record]:
-    """Packed rows of lengths from an eighth of the longest to all of it, forward and backward."""
-    rows, longest, heads, key_heads, size = plan.attention
-    sizes = [max(1, longest * (1 + i % 8) // 8) for i in range(rows)]
-    lengths, count = make_lengths(sizes, plan.device), sum(sizes)
-    shapes = ((count, heads, size), (count, key_heads, size), (count, key_heads, size))
-    q, k, v = (torch.randn(s, dtype=plan.dtype, device=plan.device, requires_grad=True) for s in shapes)
-    flops = sum(2 * length * length * heads * size for length in sizes)  # half of the square, two products
-
-    def one(name: str) -> Record:
-        attention = functools.partial(kernels.get("attention", name), lengths=lengths, scale=size**-0.5)
-        grad = torch.randn(shapes[0], dtype=plan.dtype, device=plan.device)
-
-        @torch.no_grad()
-        def forward() -> Tensor:
-            return attention(q, k, v)
-
-        def backward() -> tuple[Tensor, ...]:
-            return torch.autograd.grad(attention(q, k, v), (q, k, v), grad)
-
-        a = measure(forward, plan.device, repeats=plan.repeats, seconds=2.0)
-        b = measure(backward, plan.device, repeats=plan.repeats, seconds=2.0)
-        return {
-            "forward, ms": 1e3 * a["seconds"],
-            "both, ms": 1e3 * b["seconds"],
-            "TFLOP/s": flops / a["seconds"] / 1e12,
-            "both TFLOP/s": 3.5 * flops / b["seconds"] / 1e12,  # five products backward
-            "both peak, MiB": b["peak_mib"],
-        }
-
-    records = [{"name": name, **attempt(functools.partial(one, name))} for name in loadable("attention")]
-    columns = {"forward, ms": ".2f", "both, ms": ".2f", "TFLOP/s": ".4g", "both TFLOP/s": ".4g"}
-    print(table(f"attention, {rows} rows, {count} tokens, {heads}/{key_heads} heads of {size}", columns, records))
-    return records
-
-
-def bench_gae(plan: Plan) -> list[Record]:
-    """Ragged rows in float32."""
-    rows, length = plan.gae
-    g = torch.Generator(plan.device).manual_seed(0)
-    rewards, values = torch.randn(2, rows, length, generator=g, device=plan.device).unbind()
-    ends = torch.randint(1, length + 1, (rows, 1), generator=g, device=plan.device)
-    mask = torch.arange(length, device=plan.device) < ends
-
-    def one(name: str) -> Record:
-        fn = functools.partial(kernels.get("gae", name), rewards, values, mask, gamma=1.0, lam=0.95)
-        results = measure(fn, plan.device, repeats=plan.repeats)
-        return {"ms": 1e3 * results["seconds"], "peak, MiB": results["peak_mib"]}
-
-    records = [{"name": name, **attempt(functools.partial(one, name))} for name in loadable("gae")]
-    slow = next((r["ms"] for r in records if r["name"] == "loop" and "ms" in r), None)
-    records = [r | ({"times the loop": slow / r["ms"]} if slow and "ms" in r else {}) for r in records]
-    print(table(f"GAE [{rows}, {length}]", {"ms": ".3f", "peak, MiB": ".0f", "times the loop": ".1f"}, records))
-    return records
-
-
-def _leaves(plan: Plan) -> list[Tensor]:
-    """Float32 parameters of a few large and many small leaves."""
-    sizes = [plan.parameters // 4] + [plan.parameters // 160] * 120
-    return [torch.randn(n, device=plan.device) for n in sizes]
-
-
-def bench_adamw(plan: Plan) -> list[Record]:
-    """One step; peak memory is beyond parameters, gradients and moments."""
-
-    def torchs() -> Record:
-        leaves = [x.requires_grad_() for x in _leaves(plan)]
-        for x in leaves:
-            x.grad = torch.full_like(x, 1e-3)
-        step = torch.optim.AdamW(leaves, lr=1e-4, fused=True).step
-        return measure(step, plan.device, repeats=4 * plan.repeats)
-
-    def ours(name: str) -> Record:
-        params = _leaves(plan)
-        grads, first, second = ([torch.full_like(x, a) for x in params] for a in (1e-3, 0.0, 0.0))
-        steps = [torch.zeros((), device=plan.device) for _ in params]
-        fn = functools.partial(kernels.get("adamw", name), params, grads, first, second, steps, lr=1e-4)
-        return measure(fn, plan.device, repeats=4 * plan.repeats)
-
-    records = [{"name": f"fppo {name}", **attempt(functools.partial(ours, name))} for name in loadable("adamw")]
-    records.insert(0, {"name": "torch.optim fused", **attempt(torchs)})
-    base = records[0].get("seconds")
-    for r in records:
-        if "seconds" in r:
-            r |= {"ms": 1e3 * r["seconds"], "of torch": r["seconds"] / base if base else None}
-    columns = {"ms": ".3f", "of torch": ".3f", "peak_mib": ".0f"}
-    print(table(f"AdamW, {plan.parameters / 1e6:.3g} M parameters", columns, records))
-    return records
-
-
-SECTIONS = ("log_probs", "attention", "gae", "adamw", "laws")
-
-
-def main(plan: Plan, sections: Sequence[str], tune: bool, path: Path | None) -> None:
-    """Runs the sections, prints a table of each, and writes all numbers as JSON after each."""
+def main(plan: Plan, sections: Sequence[str], tune: bool = False, path: Path | None = None) -> dict[str, Any]:
+    """Runs the sections, prints a table of each and all verdicts, and writes all numbers as JSON after each section."""
     named = torch.cuda.get_device_name() if plan.device.type == "cuda" else "CPU: a dry run, its numbers mean nothing"
     results: dict[str, Any] = {"device": named, "torch": torch.__version__}
     results["triton"] = attempt(lambda: {"version": import_module("triton").__version__}).get("version")
     print(f"{named}, torch {results['torch']}, triton {results['triton']}")
-    run: dict[str, Callable[[], list[Record]]] = {
-        "log_probs": functools.partial(bench_log_probs, plan, tune),
-        "attention": functools.partial(bench_attention, plan),
-        "gae": functools.partial(bench_gae, plan),
-        "adamw": functools.partial(bench_adamw, plan),
-        "laws": functools.partial(check_laws, plan),
-    }
-    for section in sections:
+    verdicts: list[Record] = []
+    for name in sections:
         start = time.perf_counter()
-        results[section] = run[section]()
-        print(f"({section}: {time.perf_counter() - start:.0f} s)", flush=True)
+        results[name] = section(name, plan, tune)
+        verdicts += [{"section": name, **record} for record in results[name] if "passed" in record]
+        results |= {"verdicts": verdicts, "passed": all(verdict["passed"] for verdict in verdicts)}
+        print(f"({name}: {time.perf_counter() - start:.0f} s)", flush=True)
         if path:
             path.write_text(json.dumps(results, indent=1))
+    print("\n" + "\n".join(shown(verdict) for verdict in verdicts))
+    return results
 
 
-if __name__ == "__main__":
+def arguments() -> argparse.Namespace:
+    """The command line's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the numbers there, too")
-    parser.add_argument("--sections", nargs="+", default=SECTIONS, choices=SECTIONS)
+    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
     parser.add_argument("--tune", action="store_true", help="time the Triton log-probs in other tilings, besides")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():
         parser.error("no GPU: torch.cuda.is_available() is False; --dry-run tries the script out on the CPU")
-    main(TINY if options.dry_run else FULL, options.sections, options.tune, options.json)
+    return options
+
+
+if __name__ == "__main__":
+    given = arguments()
+    done = main(TINY if given.dry_run else FULL, given.sections, given.tune, given.json)
+    sys.exit(any("error" in verdict or not (verdict["passed"] or given.dry_run) for verdict in done["verdicts"]))

@@ -1,0 +1,284 @@
+"""A step on a GPU: updates and their share of the peak, shapes that never repeat, decoding, and state on the host."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_model import build, experience, parameters, prompts
+from gpu_tools import Plan, Record, attempt, check, count_syncs, once, table
+from torch import Tensor
+
+from fppo import losses, tree
+from fppo.key import Key
+from fppo.models import flops
+from fppo.models.model import Model
+from fppo.rollout.embedded import EmbeddedEngine
+from fppo.rollout.engine import Ask, Sampling
+from fppo.runtime import checkpoint, offload
+from fppo.runtime.offload import Lane
+from fppo.steps.actor import update_actor
+from fppo.steps.forward import Forward, compute_log_probs, row_lengths
+from fppo.steps.loop import Loop
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizers import adamw
+from fppo.steps.schedules import schedule
+from fppo.steps.train_state import init_state
+from fppo_kernels import table as kernels
+from fppo_kernels.adamw import adamw_
+from fppo_kernels.padding import make_lengths
+from fppo_kernels.record import Kernels
+
+# what a run may cost, of its own time: a shape that never came before, and a batch that did not
+NEW_SHAPE, NEW_BATCH = 1.5, 1.2
+SYNCS = 40  # of host and device in a micro-batch: about 30 were counted in the code
+MFU = 0.25  # 0.33 +- 0.05 were reckoned of the parts
+
+
+def runs(fns: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:
+    """Seconds of each, once."""
+    return [once(fn, device) for fn in fns]
+
+
+def bench_ragged(plan: Plan) -> list[Record]:
+    """Attention over packed rows whose lengths never came before, beside the same rows again: what plans every shape
+    anew shows here alone."""
+    rows, longest, heads, key_heads, size = plan.attention
+    g = torch.Generator().manual_seed(0)
+    sizes = [
+        torch.randint(max(longest // 2, 1), longest + 1, (rows,), generator=g).tolist() for _ in range(plan.fresh + 2)
+    ]
+
+    def attend(attention: Any, lengths: list[int]) -> None:
+        count = sum(lengths)
+        shapes = ((count, heads, size), (count, key_heads, size), (count, key_heads, size))
+        q, k, v = (torch.randn(s, dtype=plan.dtype, device=plan.device, requires_grad=True) for s in shapes)
+        out = attention(q, k, v, lengths=make_lengths(lengths, plan.device), scale=size**-0.5)
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    def one(name: str) -> Record:
+        attention = kernels.get("attention", name)
+        runs([partial(attend, attention, x) for x in sizes[:2]], plan.device)  # compiles
+        fresh = runs([partial(attend, attention, x) for x in sizes[2:]], plan.device)
+        again = runs([partial(attend, attention, x) for x in sizes[2:]], plan.device)
+        return {"fresh, ms": 1e3 * sum(fresh), "again, ms": 1e3 * sum(again), "ratio": sum(fresh) / sum(again)}
+
+    records = [{"name": name, **attempt(partial(one, name))} for name in kernels.available("attention")]
+    print(
+        table(f"attention, {plan.fresh} new shapes", {"fresh, ms": ".2f", "again, ms": ".2f", "ratio": ".2f"}, records)
+    )
+    used = {attention for attention, *_ in plan.variants}
+    return records + [
+        check(f"{r['name']}: a new shape over one that repeats", r["ratio"], NEW_SHAPE)
+        for r in records
+        if "ratio" in r and r["name"] in used
+    ]
+
+
+def updates(plan: Plan, model: Model, kernel: Kernels, micro: int) -> tuple[Callable[[Any, Any], Any], Any]:
+    """An update of AdamW, which gives up its state, and the first state."""
+    optimizer = adamw(schedule("constant", 1e-6))
+    update = partial(
+        update_actor,
+        forward=Forward(model, kernels=kernel),
+        loss_fn=losses.ppo_clip,
+        loop=Loop(mini_batch_size=plan.rows[0], micro_batching=MicroBatching(size=micro)),
+        optimizer=optimizer,
+        donate=True,
+    )
+    return lambda state, batch: update(state, batch)[0], init_state(parameters(model, plan.device), optimizer)
+
+
+def needed(model: Model, batch: Any) -> float:
+    """Floating-point operations of an update."""
+    return flops.train_flops(model, row_lengths(batch), head_tokens=int(batch.response_mask.sum()))
+
+
+def time_updates(plan: Plan, attention: str, log_probs: str, recompute: bool, micro: int) -> Record:
+    """Updates of ragged batches that never came before, and of the last of them again."""
+    model = build(plan.model, plan, recompute=recompute)
+    update, first = updates(plan, model, Kernels.named(attention=attention, log_probs=log_probs), micro)
+    held = [first]
+    del first
+    batches = [experience(plan, seed, plan.model.vocabulary) for seed in range(2 + plan.fresh)]
+
+    def step(batch: Any) -> None:
+        held[0] = update(held[0], batch)
+
+    runs([partial(step, batch) for batch in batches[:2]], plan.device)
+    if plan.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(plan.device)
+    fresh = runs([partial(step, batch) for batch in batches[2:]], plan.device)
+    again = runs([partial(step, batches[-1])] * plan.fresh, plan.device)
+    done = [needed(model, batch) for batch in batches[2:]]
+    share = flops.mfu(sum(done), sum(fresh), plan.device)
+    tokens = sum(int(batch.attention_mask.sum()) for batch in batches[2:])
+    return {
+        "ms": 1e3 * statistics.median(fresh),
+        "tokens/s": tokens / sum(fresh),
+        "TFLOP/s": sum(done) / sum(fresh) / 1e12,
+        "MFU": share,
+        "new over again": (sum(fresh) / sum(done)) / (sum(again) / (len(again) * done[-1])),
+        "syncs": count_syncs(partial(step, batches[-1]), plan.device) / (plan.rows[0] / micro),
+        "peak, GiB": torch.cuda.max_memory_allocated(plan.device) / 2**30 if plan.device.type == "cuda" else None,
+    }
+
+
+def bench_update(plan: Plan) -> list[Record]:
+    """Whole updates of the actor, by ways to run its layers."""
+    records: list[Record] = []
+    for variant in plan.variants:
+        attention, log_probs, recompute, micro = variant
+        name = f"{attention}, {log_probs}, {micro} rows{', layers again' if recompute else ''}"
+        records.append({"name": name, **attempt(partial(time_updates, plan, *variant))})
+    columns = {"ms": ".1f", "tokens/s": ".0f", "TFLOP/s": ".4g", "MFU": ".1%", "new over again": ".2f"}
+    columns |= {"syncs": ".0f", "peak, GiB": ".1f"}
+    size = sum(shape.numel() for shape in build(plan.model, plan).shapes.values())
+    print(table(f"update_actor, {size / 1e9:.3g} B parameters, {plan.rows} rows", columns, records))
+    known = [r for r in records if r.get("MFU") is not None]
+    verdicts = [check("MFU of the best", max(r["MFU"] for r in known), MFU, least=True)] if known else []
+    for r in records:
+        if "absent" in r:
+            verdicts.append({"name": f"update: {r['name']}", "error": r["absent"], "passed": False})
+            continue
+        verdicts.append(check(f"{r['name']}: a new batch over one that repeats", r["new over again"], NEW_BATCH))
+        verdicts.append(check(f"{r['name']}: syncs in a micro-batch", r["syncs"], SYNCS))
+    return records + verdicts
+
+
+def bench_decode(plan: Plan) -> list[Record]:
+    """The embedded engine: prompts that never came before, and the last ones again; its log-probs and the trainer's."""
+    rows, longest, count = plan.decode
+    model = build(plan.model, plan)
+    attention, log_probs, _, micro = plan.variants[0]
+    table_ = Kernels.named(attention=attention, log_probs=log_probs)
+    params = parameters(model, plan.device)
+    engine = EmbeddedEngine(model=model, kernels=table_, pad_token_id=0, max_rows=rows)
+    sampling = Sampling(max_tokens=count)
+    got: list[Any] = []
+
+    def generate(seed: int) -> None:
+        asked = prompts(rows, longest, plan.model.vocabulary, seed)
+        got[:] = [engine.generate(params, Ask(asked, sampling, Key(seed), version=0))]
+
+    runs([partial(generate, 0)], plan.device)
+    fresh = runs([partial(generate, 1 + seed) for seed in range(plan.fresh)], plan.device)
+    again = runs([partial(generate, plan.fresh)] * plan.fresh, plan.device)
+    rollout = got[0]
+    forward, cut = Forward(model, kernels=table_), MicroBatching(size=micro)
+    own = compute_log_probs(params, rollout, forward=forward, micro_batching=cut)
+    gap = (own - rollout.rollout_log_probs)[rollout.response_mask]
+    record = {
+        "name": "embedded engine",
+        "tokens/s": rows * count * len(fresh) / sum(fresh),
+        "ms per token": 1e3 * sum(fresh) / len(fresh) / count,
+        "new over again": sum(fresh) / sum(again),
+        "k3": float((gap.exp() - 1 - gap).mean()),
+    }
+    columns = {"tokens/s": ".0f", "ms per token": ".2f", "new over again": ".2f", "k3": ".2g"}
+    print(table(f"decode, {rows} rows, prompts to {longest}, {count} tokens", columns, [record]))
+    return [
+        record,
+        check("decode: a new batch over one that repeats", record["new over again"], NEW_BATCH),
+        check("decode: ms per token", record["ms per token"], 60),
+        check("decode: k3 to the trainer's log-probs", record["k3"], 0.05),
+    ]
+
+
+def offloaded_update(plan: Plan, how: str) -> tuple[Any, Callable[[Any, Any], Any]]:
+    """A state as `model.offload` = `how` has it, and its update; "all" has the activations on the host too."""
+    model, lane = build(plan.small, plan), Lane(plan.device)
+    kernel = adamw_ if how == "none" else offload.offloaded_adamw(adamw_, lane)
+    optimizer = adamw(schedule("constant", 1e-4), kernel=kernel)
+    attention, log_probs, _, micro = plan.variants[0]
+    update: Callable[..., Any] = partial(
+        update_actor,
+        forward=Forward(model, kernels=Kernels.named(attention=attention, log_probs=log_probs)),
+        loss_fn=losses.ppo_clip,
+        loop=Loop(mini_batch_size=plan.rows[0], micro_batching=MicroBatching(size=micro)),
+        optimizer=optimizer,
+    )
+    state = init_state(parameters(model, plan.device), optimizer)
+    if how == "moments":
+        state = tree.replace(state, opt=offload.to_host(state.opt))
+    if how == "all":
+        update = offload.offloaded(offload.activations_on_host(update, lane), lane)
+        state = offload.to_host(state)
+    return state, lambda state, batch: update(state, batch, donate=True)[0]
+
+
+def bench_offload(plan: Plan) -> list[Record]:
+    """Updates with state on the host: their results, time and memory beside those without, and what is pinned."""
+    batch = experience(plan, 0, plan.small.vocabulary)
+    cuda = plan.device.type == "cuda"
+    ends: dict[str, dict[str, Tensor]] = {}
+    records = []
+    for how in ("none", "moments", "all"):
+        held: list[Any] = [None]
+        held[0], update = offloaded_update(plan, how)
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(plan.device)
+
+        def step(update: Any = update, held: list[Any] = held) -> None:
+            held[0] = update(held[0], batch)
+
+        seconds = runs([step] * 3, plan.device)[1:]
+        peak = torch.cuda.max_memory_allocated(plan.device) / 2**20 if cuda else 0.0
+        ends[how] = {name: x.cpu() for name, x in held[0].params.items()}
+        away = [x for x in tree.tensors(held[0]) if x.device.type == "cpu" and x.dim()]
+        pinned = all(x.is_pinned() for x in away) if cuda else True
+        records.append({"name": how, "ms": 1e3 * min(seconds), "peak, MiB": peak, "pinned": float(pinned)})
+        if how == "all":
+            records.append({"name": "a checkpoint of it", **saved(held[0], plan)})
+        held.clear()
+    print(table("offload", {"ms": ".1f", "peak, MiB": ".0f", "pinned": ".0f"}, records))
+    plain, moments, everything, stored = records
+    start = {name: x.cpu() for name, x in parameters(build(plan.small, plan), plan.device).items()}
+    verdicts = [
+        check(
+            f"offload = {r['name']}: what differs, of what changed",
+            differing(start, ends["none"], ends[r["name"]]),
+            0.02,
+        )
+        for r in (moments, everything)
+    ]
+    return [
+        *records,
+        *verdicts,
+        check("offload = all: its memory over that without", everything["peak, MiB"] / max(plain["peak, MiB"], 1), 0.9),
+        check("offload: what is on the host is pinned (1: yes)", min(r["pinned"] for r in records), 1, least=True),
+        check("checkpoint: MiB that it pins", stored["more pinned, MiB"], 128),
+    ]
+
+
+def differing(start: dict[str, Tensor], a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """How much two ends of a start differ, of how much one of them does from it. Kernels may add up in any order."""
+    return float(sum((a[n] - b[n]).abs().sum() for n in a) / sum((a[n] - start[n]).abs().sum() for n in a))
+
+
+def saved(state: Any, plan: Plan) -> Record:
+    """What a checkpoint of a state pins while it is written, and whether it comes back as it was."""
+    with tempfile.TemporaryDirectory() as directory:
+        on_device = tree.map(lambda x: x.to(plan.device, copy=True), state)
+        before = pinned_bytes(plan)
+        seconds = once(lambda: checkpoint.begin_save(on_device, Path(directory), 1).wait(), plan.device)
+        more = pinned_bytes(plan) - before
+        again = checkpoint.load(state, Path(directory), 1)
+        equal = all(torch.equal(x, y) for x, y in zip(tree.tensors(again), tree.tensors(state), strict=True))
+        if not equal:
+            raise ValueError("a checkpoint does not give back what was saved")
+        alike = all(
+            x.is_pinned() == y.is_pinned() for x, y in zip(tree.tensors(again), tree.tensors(state), strict=True)
+        )
+        return {"ms": 1e3 * seconds, "more pinned, MiB": more / 2**20, "pinned": float(alike)}
+
+
+def pinned_bytes(plan: Plan) -> int:
+    """What torch holds of pinned memory."""
+    return torch.cuda.host_memory_stats()["allocated_bytes.current"] if plan.device.type == "cuda" else 0
