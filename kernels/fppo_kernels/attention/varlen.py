@@ -26,7 +26,10 @@ def varlen(
     softcap: float | None = None,
     sinks: Float[Tensor, " q"] | None = None,
 ) -> Float[Tensor, "n q e"]:
-    """`sdpa` for float16 and bfloat16 on CUDA, without soft caps and sinks. Raises ValueError for anything else."""
+    """`sdpa` for float16 and bfloat16 on CUDA, without soft caps and sinks. Raises ValueError for anything else.
+
+    Its backward pass adds up in one order only under `torch.use_deterministic_algorithms`, as that of `sdpa` does.
+    """
     if softcap is not None or sinks is not None:
         what = "soft cap" if softcap is not None else "sinks"
         raise ValueError(f"attention/varlen has no {what}; attention/sdpa, attention/eager and attention/flex have")
