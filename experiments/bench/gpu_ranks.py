@@ -14,11 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_tools import FULL, TINY, Plan, Record, Skipped, check, measure, table
+from gpu_model import build, experience, parameters
+from gpu_step import differing, updates
+from gpu_tools import FULL, TINY, Plan, Record, Skipped, check, measure, once, table
 from torch import Tensor
 
+from fppo.runtime import fsdp
 from fppo.runtime.launch import Place, joined
-from fppo.runtime.mesh import Sharding
+from fppo.runtime.mesh import LOCAL, Mesh, Sharding
 from fppo_kernels import collectives
 from fppo_kernels.collectives import Axis
 
@@ -57,10 +60,13 @@ def bench_collectives(plan: Plan) -> list[Record]:
             process.kill()
     if any(process.returncode for process in processes):
         raise RuntimeError(f"ranks ended with {[process.returncode for process in processes]}")
-    records: list[Record] = json.loads(outputs[0].splitlines()[-1])
+    *records, update = json.loads(outputs[0].splitlines()[-1])
+    columns = {"sharded, ms": ".1f", "whole, ms": ".1f", "differs": ".2g"}
+    print(table(f"an update sharded over {ranks} ranks, and whole on each", columns, [update]))
     print(table(f"collectives of {ranks} ranks", {"ms": ".3f", "GB/s": ".1f", "error": ".1g"}, records))
     verdicts = [check(f"{r['name']}: error", r["error"], 1e-6) for r in records]
-    return records + verdicts + [check(f"{r['name']}: GB/s", r["GB/s"], BANDWIDTH, least=True) for r in records]
+    verdicts += [check(f"{r['name']}: GB/s", r["GB/s"], BANDWIDTH, least=True) for r in records]
+    return [*records, update, *verdicts, check("FSDP: what differs, of what changed", update["differs"], 0.02)]
 
 
 def expected(name: str, x: Callable[[int], Tensor], rank: int, ranks: int) -> Tensor:
@@ -94,6 +100,24 @@ def measured(name: str, plan: Plan, axis: Axis, dtype: torch.dtype) -> Record:
     return {"name": f"{name} {dtype}", "ms": 1e3 * taken, "GB/s": sent / taken / 1e9, "error": error}
 
 
+def sharded(plan: Plan, mesh: Mesh) -> Record:
+    """Updates of a state that is cut over the ranks, and of a whole one: where they end, and how long they take."""
+    model, batch = build(plan.small, plan), experience(plan, 0, plan.small.vocabulary)
+    start = parameters(model, plan.device)
+    ends, taken = [], []
+    for where in (mesh, LOCAL):
+        update, state = updates(plan, model, where)
+        held = [state]
+
+        def step(update: Any = update, held: list[Any] = held) -> None:
+            held[0] = update(held[0], batch)
+
+        taken.append(min([once(step, plan.device) for _ in range(3)][1:]))
+        ends.append(fsdp.gather(held[0].params, model.shapes, where))
+    names = {"sharded, ms": 1e3 * taken[0], "whole, ms": 1e3 * taken[1]}
+    return {"name": "FSDP", **names, "differs": differing(start, *ends)}
+
+
 def worker(plan: Plan) -> None:
     """One rank; the first prints what all of them measured together."""
     place = Place.of_environment()
@@ -104,6 +128,7 @@ def worker(plan: Plan) -> None:
     with joined({"shard": place.world}, place, plan.device, timeout=120.0, sharding=Sharding()) as (mesh, _, _):
         for dtype in (torch.float32, torch.bfloat16):
             records += [measured(name, plan, mesh["shard"], dtype) for name in ALL]
+        records.append(sharded(plan, mesh))
     if place.rank == 0:
         print(json.dumps(records), flush=True)
 

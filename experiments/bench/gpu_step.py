@@ -20,7 +20,8 @@ from fppo.models import flops
 from fppo.models.model import Model
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
-from fppo.runtime import checkpoint, offload
+from fppo.runtime import checkpoint, fsdp, offload
+from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import Lane
 from fppo.steps.actor import update_actor
 from fppo.steps.forward import Forward, compute_log_probs, row_lengths
@@ -80,18 +81,22 @@ def bench_ragged(plan: Plan) -> list[Record]:
     ]
 
 
-def updates(plan: Plan, model: Model, kernel: Kernels, micro: int) -> tuple[Callable[[Any, Any], Any], Any]:
+def updates(
+    plan: Plan, model: Model, mesh: Mesh = LOCAL, variant: tuple[str, str, bool, int] | None = None
+) -> tuple[Callable[[Any, Any], Any], Any]:
     """An update of AdamW, which gives up its state, and the first state."""
-    optimizer = adamw(schedule("constant", 1e-6))
+    attention, log_probs, _, micro = variant or plan.variants[0]
+    optimizer, kernel = adamw(schedule("constant", 1e-5)), Kernels.named(attention=attention, log_probs=log_probs)
     update = partial(
         update_actor,
-        forward=Forward(model, kernels=kernel),
+        forward=Forward(model, kernels=kernel, mesh=mesh),
         loss_fn=losses.ppo_clip,
         loop=Loop(mini_batch_size=plan.rows[0], micro_batching=MicroBatching(size=micro)),
         optimizer=optimizer,
         donate=True,
     )
-    return lambda state, batch: update(state, batch)[0], init_state(parameters(model, plan.device), optimizer)
+    params = fsdp.shard(parameters(model, plan.device), mesh)
+    return lambda state, batch: update(state, batch)[0], init_state(params, optimizer)
 
 
 def needed(model: Model, batch: Any) -> float:
@@ -99,10 +104,11 @@ def needed(model: Model, batch: Any) -> float:
     return flops.train_flops(model, row_lengths(batch), head_tokens=int(batch.response_mask.sum()))
 
 
-def time_updates(plan: Plan, attention: str, log_probs: str, recompute: bool, micro: int) -> Record:
+def time_updates(plan: Plan, variant: tuple[str, str, bool, int]) -> Record:
     """Updates of ragged batches that never came before, and of the last of them again."""
+    _, _, recompute, micro = variant
     model = build(plan.model, plan, recompute=recompute)
-    update, first = updates(plan, model, Kernels.named(attention=attention, log_probs=log_probs), micro)
+    update, first = updates(plan, model, variant=variant)
     held = [first]
     del first
     batches = [experience(plan, seed, plan.model.vocabulary) for seed in range(2 + plan.fresh)]
@@ -135,7 +141,7 @@ def bench_update(plan: Plan) -> list[Record]:
     for variant in plan.variants:
         attention, log_probs, recompute, micro = variant
         name = f"{attention}, {log_probs}, {micro} rows{', layers again' if recompute else ''}"
-        records.append({"name": name, **attempt(partial(time_updates, plan, *variant))})
+        records.append({"name": name, **attempt(partial(time_updates, plan, variant))})
     columns = {"ms": ".1f", "tokens/s": ".0f", "TFLOP/s": ".4g", "MFU": ".1%", "new over again": ".2f"}
     columns |= {"syncs": ".0f", "peak, GiB": ".1f"}
     size = sum(shape.numel() for shape in build(plan.model, plan).shapes.values())
@@ -259,7 +265,8 @@ def bench_offload(plan: Plan) -> list[Record]:
 
 def differing(start: dict[str, Tensor], a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """How much two ends of a start differ, of how much one of them does from it. Kernels may add up in any order."""
-    return float(sum((a[n] - b[n]).abs().sum() for n in a) / sum((a[n] - start[n]).abs().sum() for n in a))
+    gap, change = (sum(float((x[n] - y[n]).abs().sum()) for n in start) for x, y in ((a, b), (b, start)))
+    return gap / change
 
 
 def saved(state: Any, plan: Plan) -> Record:
