@@ -10,7 +10,7 @@ from typing import Any
 from fppo.assembly.inputs import Inputs
 from fppo.data import PromptSet
 from fppo.models.model import Model
-from fppo.settings import files
+from fppo.settings import files, old_log_probs
 from fppo.settings.train import TrainSettings
 
 _WIDTH = 80
@@ -29,7 +29,19 @@ def input_lines(settings: TrainSettings, inputs: Inputs) -> list[str]:
         _line("prompts", prompts),
         _line("ends", " ".join(ends)),
         _line("settings", ", ".join(f"{name}={_short(value)}" for name, value in differing(settings).items())),
+        *([_line("old", _old_log_probs(settings))] if settings.algorithm.old_log_probs == "auto" else []),
     ]
+
+
+def _old_log_probs(settings: TrainSettings) -> str:
+    """What algorithm.old_log_probs = "auto" comes to."""
+    match old_log_probs.source(settings):
+        case "update":
+            return "log-probs from the update's own pass"
+        case "auto":
+            return "log-probs from the engine, held in every step against a pass over some of its rows"
+        case _:
+            return f"log-probs from a pass: {'; '.join(old_log_probs.passes_besides(settings))}"
 
 
 def model_lines(model: Model, path: str, *, others: Sequence[str]) -> list[str]:

@@ -35,7 +35,7 @@ from fppo.rollout.engine import Engine, Sampling
 from fppo.rollout.turns.engine import turn_metrics
 from fppo.runtime.mesh import is_first
 from fppo.runtime.offload import Lane, OnHost, activations_on_host, offloaded, offloaded_adamw
-from fppo.settings import checks, files
+from fppo.settings import checks, files, old_log_probs
 from fppo.settings.rollout import FilterSettings
 from fppo.settings.train import ActorSettings, CriticSettings, OptimizerSettings, TrainSettings
 from fppo.steps.actor import LossFn, PolicyTerms, SelectiveLoss, update_actor
@@ -193,7 +193,7 @@ def _annotate_stage(settings: TrainSettings, resources: Resources) -> AnnotateSt
         critic=resources.critic,
         micro_batching=forward_micro_batching_of(settings),
         temperature=resources.sampling.temperature,
-        old_log_probs=files.old_log_probs(settings),
+        old_log_probs=old_log_probs.source(settings),
         sum_squared=_needs_squares(settings),
         fetch=fetch_of(settings, resources.lane),
     )
@@ -331,7 +331,7 @@ def loop_of(section: ActorSettings | CriticSettings, batch_size: int) -> Loop:
 
 def _update_actor(settings: TrainSettings, resources: Resources) -> UpdateStage:
     actor, loop = settings.actor, loop_of(settings.actor, settings.rollout.batch_size)
-    source = files.old_log_probs(settings)
+    source = old_log_probs.source(settings)
     if source == "engine" and _needs_squares(settings):
         source = "pass"  # there is one, which measures the gap to the engine
     terms = PolicyTerms(

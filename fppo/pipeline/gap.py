@@ -4,17 +4,55 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Literal
 
+from torch import Tensor
+
+from fppo import batch as batches
 from fppo import metrics
 from fppo.batch import Annotated, Experience, Scored
 from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.pipeline.program import AnnotateStage, RunState, UpdateStage
+from fppo.steps.actor import OldLogProbs, rollout_gap
 from fppo.steps.train_state import TrainState
 
 Then = Literal["warn", "stop"]
 _GAP = "rollout_corr/k3_kl"
+WHOLE_STEPS = 2  # steps at the start of a run in which all rows are compared
+COMPARED = 16  # of the rows of a later step one in so many is compared
+ROUNDING = 1e-4  # the most by which two ways to compute the same log-prob differ in float32; 1e-6 is usual
+
+
+def of_engine(
+    rows: Scored, run: RunState, log_probs: Callable[[Scored], Tensor]
+) -> tuple[OldLogProbs, Tensor, Metrics]:
+    """The old log-probs [B, T] of rows: "engine", the engine's, if these are the policy's own but for rounding, else
+    "pass", those of a pass, which is what `log_probs` makes of rows.
+
+    They are the engine's if the policy that is trained sampled all rows and a pass over one row in `COMPARED` differs
+    by `ROUNDING` at most, in every step anew, so that a step depends on its state alone. In the first `WHOLE_STEPS` of
+    a run the pass is over all rows, and gives the old log-probs. Warns of a larger difference. The metric
+    training/old_log_probs/gap is the largest difference of the rows compared, which `rollout_gap` describes too.
+    """
+    if not bool((rows.versions == run.actor.step).all()):
+        trainers = log_probs(rows)
+        return "pass", trainers, rollout_gap(trainers, rows.rollout_log_probs, rows.response_mask)
+    count = len(rows.versions)
+    whole = run.step < WHOLE_STEPS or count == 1
+    compared = rows if whole else batches.rows(rows, range(0, count, COMPARED))
+    trainers, mask = log_probs(compared), compared.response_mask
+    gap = metrics.masked_max((trainers - compared.rollout_log_probs).abs(), mask)
+    report = rollout_gap(trainers, compared.rollout_log_probs, mask) | {"training/old_log_probs/gap": gap}
+    alike = float(gap.value) <= ROUNDING  # not so for nan
+    if not alike:
+        text = "the engine's log-probs differ from the policy's own by more than rounding explains"
+        text += f" (training/old_log_probs/gap > {ROUNDING:g}): a pass gives the old ones wherever they do"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    if whole:
+        return "pass", trainers, report
+    return ("engine", rows.rollout_log_probs, report) if alike else ("pass", log_probs(rows), report)
 
 
 def watch_annotate(annotate: AnnotateStage, *, limit: float, then: Then) -> AnnotateStage:

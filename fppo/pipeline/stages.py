@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,14 +16,15 @@ from fppo.key import Key
 from fppo.losses import Correction, KLState
 from fppo.metrics import Metrics
 from fppo.pipeline.estimators import Estimator, of_rows
+from fppo.pipeline.gap import of_engine
 from fppo.pipeline.measure import batch_metrics
 from fppo.pipeline.program import RunState
 from fppo.pipeline.timing import now
 from fppo.rollout.engine import Ask, Engine, OnFinished, Sampling
-from fppo.runtime.mesh import DATA_AXES, place_on
+from fppo.runtime.mesh import DATA_AXES, Mesh, place_on
 from fppo.runtime.offload import OnHost
 from fppo.steps.actor import OldLogProbs, rollout_gap
-from fppo.steps.forward import Forward, compute_log_probs, compute_outputs, compute_values, row_lengths
+from fppo.steps.forward import Forward, TokenOutputs, compute_log_probs, compute_outputs, compute_values, row_lengths
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.ranks import collect, imbalance, shares
 from fppo.steps.train_state import Params
@@ -90,46 +92,74 @@ def annotate(
 
     All ranks hold all rows; each computes a share of equal work, and all get all results. `fetch` is how the passes get
     at a role's parameters. The old log-probs come from a "pass" of the policy before its update; or they are the
-    "engine"'s; or the "update" takes them from its own pass, and what stands in their field until then is the engine's.
-    The metric training/old_log_probs/SOURCE is 1.
+    "engine"'s; or the "update" takes them from its own pass, and what stands in their field until then is the engine's;
+    or "auto": the engine's where a pass over few rows finds them to be the policy's own, else those of a pass
+    (`gap.of_engine`). The metric training/old_log_probs/SOURCE is 1.
     """
-    mesh = forward.mesh
-    places = shares(forward.model, row_lengths(scored), mesh)
-    own = scored if len(places) == 1 else batches.rows(scored, places[place_on(mesh, DATA_AXES)])
+    share = _share(scored, forward)
     times = [now()]
-    old, squared, report = scored.rollout_log_probs, None, {}
-    if old_log_probs == "pass" or sum_squared:
+    source, old, squared, report = old_log_probs, scored.rollout_log_probs, None, {}
+
+    def trainers(rows: Scored) -> TokenOutputs:
+        part = share if rows is scored else _share(rows, forward)
         outputs = ("log_probs", "sum_squared_probs") if sum_squared else ("log_probs",)
         params = fetch("actor", run.actor.params)
         out = compute_outputs(
-            params, own, forward=forward, micro_batching=micro_batching, outputs=outputs, temperature=temperature
+            params, part.own, forward=forward, micro_batching=micro_batching, outputs=outputs, temperature=temperature
         )
-        assert out.log_probs is not None
-        trainers = collect(out.log_probs, places, mesh)
-        squared = None if out.sum_squared_probs is None else collect(out.sum_squared_probs, places, mesh)
-        report = rollout_gap(trainers, scored.rollout_log_probs, scored.response_mask)
-        old = trainers if old_log_probs == "pass" else old
+        return TokenOutputs(*(None if x is None else part.collected(x) for x in out))
+
+    if source == "auto" and not sum_squared:
+        source, old, report = of_engine(scored, run, lambda rows: _there(trainers(rows).log_probs))
+    elif source in ("pass", "auto") or sum_squared:
+        source = "pass" if source == "auto" else source
+        out = trainers(scored)
+        log_probs, squared = _there(out.log_probs), out.sum_squared_probs
+        report = rollout_gap(log_probs, scored.rollout_log_probs, scored.response_mask)
+        old = log_probs if source == "pass" else old
     times.append(now())
     ref = values = None
+    again = partial(compute_log_probs, forward=forward, micro_batching=micro_batching, temperature=temperature)
     if run.ref is not None:
-        ref = compute_log_probs(
-            fetch("ref", run.ref), own, forward=forward, micro_batching=micro_batching, temperature=temperature
-        )
-        ref = collect(ref, places, mesh)
+        ref = share.collected(again(fetch("ref", run.ref), share.own))
     times.append(now())
     if run.critic is not None and critic is not None:
-        values = compute_values(fetch("critic", run.critic.params), own, forward=critic, micro_batching=micro_batching)
-        values = collect(values, places, mesh)
+        params = fetch("critic", run.critic.params)
+        values = share.collected(compute_values(params, share.own, forward=critic, micro_batching=micro_batching))
     times.append(now())
-    report[f"training/old_log_probs/{old_log_probs}"] = metrics.mean(1.0)
-    if len(places) > 1:
-        report["perf/imbalance"] = metrics.mean(imbalance(forward.model, row_lengths(scored), places))
+    report[f"training/old_log_probs/{source}"] = metrics.mean(1.0)
+    if len(share.places) > 1:
+        report["perf/imbalance"] = metrics.mean(imbalance(forward.model, row_lengths(scored), share.places))
     for name, start, end in zip(("old_log_prob", "ref", "values"), times, times[1:], strict=False):
         report[f"timing_s/{name}"] = metrics.total(end - start)
     annotated = extend(
         Annotated, scored, old_log_probs=old, ref_log_probs=ref, values=values, sum_squared_probs=squared
     )
     return annotated, report
+
+
+class _Share(NamedTuple):
+    """This rank's share of rows that all ranks hold, and the numbers of every data rank's."""
+
+    own: Scored
+    places: list[list[int]]
+    mesh: Mesh
+
+    def collected(self, x: Tensor) -> Tensor:
+        """What each rank computed of its rows, on all ranks and in order."""
+        return collect(x, self.places, self.mesh)
+
+
+def _share(rows: Scored, forward: Forward) -> _Share:
+    mesh = forward.mesh
+    places = shares(forward.model, row_lengths(rows), mesh)
+    own = rows if len(places) == 1 else batches.rows(rows, places[place_on(mesh, DATA_AXES)])
+    return _Share(own, places, mesh)
+
+
+def _there(log_probs: Tensor | None) -> Tensor:
+    assert log_probs is not None
+    return log_probs
 
 
 def estimate(

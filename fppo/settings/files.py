@@ -27,7 +27,6 @@ from fppo.settings.train import (
     CorrectionSettings,
     CriticSettings,
     LossSettings,
-    OldLogProbs,
     TrainSettings,
 )
 
@@ -252,12 +251,6 @@ def micro_batching(section: ActorSettings | CriticSettings) -> tuple[int | None,
 def mini_batch_size(section: ActorSettings | CriticSettings, batch_size: int) -> int:
     """Sequences per optimizer update."""
     return batch_size if section.mini_batch_size is None else section.mini_batch_size
-
-
-def old_log_probs(settings: TrainSettings) -> OldLogProbs:
-    """Where the old log-probs come from."""
-    automatic: OldLogProbs = "pass" if checks.passes_before_update(settings) else "update"
-    return settings.algorithm.old_log_probs or automatic
 
 
 def _remember_modules(settings: TrainSettings, path: str | os.PathLike[str] | None) -> TrainSettings:

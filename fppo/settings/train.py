@@ -16,7 +16,7 @@ from fppo.settings.mesh import MeshSettings
 from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import RolloutSettings
 
-OldLogProbs = Literal["pass", "engine", "update"]
+OldLogProbs = Literal["pass", "engine", "update", "auto"]
 WeightMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlKind = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
 
@@ -154,7 +154,7 @@ class AlgorithmSettings:
     kl: KlRewardSettings = setting(KlRewardSettings)
     """A penalty in the token rewards for leaving the reference."""
     old_log_probs: OldLogProbs | None = setting(None)
-    """From a pass before the update, the engine, or the update's own pass; None: update if that will do."""
+    """From a pass before the update, the engine, or the update; auto: the cheapest sound one; None: update or pass."""
     correction: CorrectionSettings = setting(CorrectionSettings)
     """What is done about the difference between the engine's log-probs and the trainer's."""
 

@@ -25,7 +25,7 @@ from fppo.steps.sharded import Whole
 from fppo.steps.train_state import Params, TrainState
 
 LossFn = Callable[..., tuple[Tensor, Metrics]]
-OldLogProbs = Literal["pass", "engine", "update"]
+OldLogProbs = Literal["pass", "engine", "update", "auto"]
 
 
 @attrs.frozen
@@ -76,6 +76,7 @@ def update_actor(
     `old_log_probs` says where those come from. "pass": the batch's are those of a pass before the update. "engine": the
     batch's are the engine's, and `rollout_gap` of the policy being updated is reported. "update": they are taken from
     the same pass as the new ones, and the gap is reported: right when one mini-batch and one epoch make the ratio 1.
+    "auto": the batch's are either, and who chose between them has looked at the gap (`pipeline.stages.annotate`).
 
     Mini-batches are drawn by `key`, or taken in order without one. `donate` gives up the memory of `state`. Raises
     ValueError for "update" with several updates, whose ratios would all be 1.
@@ -140,7 +141,7 @@ def policy_objective(
         kl = losses.kl_estimate(out.log_probs, rows.ref_log_probs, terms.kl_kind, mask=mask)
         summed["actor/kl_loss"] = terms.kl_coef * kl
     report = report | {"actor/entropy": metrics.masked_mean(out.entropy, mask)}
-    if old_log_probs != "pass":
+    if old_log_probs in ("engine", "update"):
         report = report | rollout_gap(out.log_probs, rows.rollout_log_probs, mask)
     loss, sums = weighted_sum(summed, weights)
     if not loss.requires_grad:  # a loss without a token: the backward pass is still there, for its collectives

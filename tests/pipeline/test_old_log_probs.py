@@ -1,16 +1,31 @@
 """Where old log-probs come from, where what was sampled from is not the policy's whole distribution."""
 
 import inspect
+import warnings
+from functools import partial
 
 import pytest
 import torch
 
-from fppo import losses, tree
+from fppo import losses, metrics, tree
+from fppo.assembly import announce
+from fppo.assembly.inputs import read_inputs
 from fppo.assembly.run import assemble
-from fppo.pipeline.program import sample_batch
-from fppo.steps.forward import compute_log_probs
+from fppo.batch import Experience, Scored, extend
+from fppo.key import Key
+from fppo.pipeline import gap, stages
+from fppo.pipeline.program import RunState, sample_batch
+from fppo.rollout.embedded import EmbeddedEngine
+from fppo.rollout.engine import Ask, Sampling
+from fppo.settings import old_log_probs
+from fppo.steps.actor import PolicyTerms, update_actor
+from fppo.steps.forward import Forward, compute_log_probs
+from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from tests import tiny_run
+from fppo.steps.optimizers import sgd
+from fppo.steps.train_state import init_state
+from tests import tiny, tiny_run
+from tests.rollout.test_embedded import make_prompts
 
 CUT = {"rollout__top_p": 0.6, "rollout__top_k": 5, "rollout__temperature": 1.3}
 ONCE = {"actor__epochs": 1, "actor__mini_batch_size": 8, "algorithm__kl__coef": 0.0}
@@ -47,3 +62,103 @@ def test_they_are_of_the_distribution_before_top_k_and_top_p(tmp_path, source):
     assert sum(int(mask.sum()) for _, mask in seen) == int(mask.sum())
     trained = torch.cat([old[mask] for old, mask in seen]).sort().values
     torch.testing.assert_close(trained, expected[mask].sort().values, rtol=0, atol=1e-5)
+
+
+SGD = sgd(lambda step: 1.0, momentum=0.0, weight_decay=0.0, max_grad_norm=None)
+TEMPERATURE = 0.7
+
+
+def sampled(dtype, *, step=gap.WHOLE_STEPS, rows=24):
+    """A policy, the run at a step, rows that it sampled from a part of its distribution, and `stages.annotate`."""
+    model, params = tiny.model_and_params(dtype=dtype)
+    forward = Forward(model)
+    engine = EmbeddedEngine(model=model, kernels=forward.kernels, pad_token_id=0)
+    sampling = Sampling(n=2, max_tokens=5, temperature=TEMPERATURE, top_p=0.8, stop_token_ids=(3,))
+    prompts = make_prompts(tuple(1 + i % 6 for i in range(rows // 2)))
+    prompts = tree.replace(prompts, tokens=prompts.tokens % tiny.VOCAB)
+    rollout = engine.generate(params, Ask(prompts, sampling, Key(1)))
+    scored = extend(Scored, rollout, scores=Key(2).uniform(rollout.row_ids, 1)[:, 0].float(), named_scores={})
+    run = RunState(actor=init_state(params, SGD), key=Key(0), step=step)
+    cut = MicroBatching(size=5)
+    return (
+        run,
+        scored,
+        partial(stages.annotate, forward=forward, critic=None, micro_batching=cut, temperature=TEMPERATURE),
+    )
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=str)
+def test_an_update_by_the_engines_is_the_one_by_those_of_a_pass(dtype, rounding):
+    """Two mini-batches, so that the ratio of the second is not 1."""
+    run, scored, annotate = sampled(dtype)
+    moved = {}
+    for source in ("pass", "auto"):
+        annotated, report = annotate(scored, run, old_log_probs=source)
+        assert torch.equal(annotated.old_log_probs, scored.rollout_log_probs) == (source == "auto")
+        assert f"training/old_log_probs/{'engine' if source == 'auto' else source}" in report
+        mask = annotated.response_mask
+        advantages = (scored.scores[:, None] - 0.5).expand(mask.shape).to(dtype)
+        kept = {"token_rewards": advantages, "advantages": advantages, "returns": advantages}
+        after, _ = update_actor(
+            run.actor,
+            extend(Experience, annotated, **kept),
+            forward=annotate.keywords["forward"],
+            loss_fn=partial(losses.ppo_clip, clip_low=0.9, clip_high=9.0, dual_clip=None),
+            loop=Loop(mini_batch_size=12, micro_batching=MicroBatching(size=6)),
+            optimizer=SGD,
+            terms=PolicyTerms(temperature=TEMPERATURE),
+            old_log_probs=source,
+        )
+        moved[source] = torch.cat([(after.params[k] - x).flatten() for k, x in run.actor.params.items()])
+    scale = moved["pass"].abs().max()
+    assert scale > 0.01
+    torch.testing.assert_close(moved["auto"], moved["pass"], rtol=0, atol=rounding * scale.item())
+
+
+def test_an_engine_that_differs_or_is_not_yet_known_leaves_it_to_a_pass():
+    run, scored, annotate = sampled(torch.float32)
+    auto = partial(annotate, old_log_probs="auto")
+    by_pass, _ = annotate(scored, run)
+
+    def look(rows, at):
+        annotated, report = auto(rows, at)
+        numbers = metrics.report(report)
+        return annotated, numbers, [n.rpartition("/")[2] for n in numbers if n.startswith("training/old_log_probs/")]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(gap.WHOLE_STEPS):
+            annotated, numbers, names = look(scored, tree.replace(run, step=step))
+            assert sorted(names) == ["gap", "pass"]
+            assert 0 < numbers["training/old_log_probs/gap"] < 1e-5
+            assert torch.equal(annotated.old_log_probs, by_pass.old_log_probs)
+        older = tree.replace(scored, versions=scored.versions - 1)
+        annotated, _, names = look(older, run)
+        assert names == ["pass"]
+        assert torch.equal(annotated.old_log_probs, by_pass.old_log_probs)
+    for wrong in (1e-3, float("nan")):
+        shifted = tree.replace(scored, rollout_log_probs=scored.rollout_log_probs + wrong)
+        with pytest.warns(RuntimeWarning, match=r"engine's log-probs differ from the policy's own .*gap > 0\.0001"):
+            annotated, _, names = look(shifted, run)
+        assert sorted(names) == ["gap", "pass"]
+        assert torch.equal(annotated.old_log_probs, by_pass.old_log_probs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "source", "words"),
+    [
+        ({}, "auto", "held in every step against a pass"),
+        (ONCE | FIXED, "update", "the update's own"),
+        ({"model__compute_dtype": "bfloat16"}, "pass", "a pass: model.compute_dtype = bfloat16"),
+        ({"rollout__ahead": 1}, "pass", "rollout.ahead trains on"),
+        ({"algorithm__correction__mode": "token"}, "pass", "algorithm.correction compares the two"),
+        ({"rollout__engine": "vllm"}, "pass", "rollout.engine = vllm"),
+    ],
+)
+def test_settings_say_when_the_engines_cannot_be_the_old_ones(tmp_path, changes, source, words):
+    tiny_run.write_task(tmp_path)
+    settings = tiny_run.settings(tmp_path, algorithm__old_log_probs="auto", **changes)
+    assert old_log_probs.source(settings) == source
+    lines = announce.input_lines(settings, read_inputs(tiny_run.settings(tmp_path)))
+    assert words in " ".join(" ".join(lines).split())
+    assert old_log_probs.source(tiny_run.settings(tmp_path, **changes)) in ("pass", "update")
