@@ -218,7 +218,9 @@ def engine_of(
     idle = settings.rollout.from_ is not None and not has_held_out(settings)  # nothing is ever asked of it
     if settings.rollout.engine == "embedded" or idle:
         check_engine(model)
-        yield spread(EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad_token_id, mesh=mesh))
+        bound = settings.rollout.cache_gb and round(settings.rollout.cache_gb * 2**30)
+        embedded = EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad_token_id, cache_bytes=bound, mesh=mesh)
+        yield spread(embedded)
         return
     with vllm_engine(settings.rollout.vllm, model, pad_token_id, mesh) as engine:
         yield spread(engine)

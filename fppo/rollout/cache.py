@@ -14,19 +14,23 @@ from torch.nn import functional as F
 
 from fppo.models.seams import Attend, AttentionLayer, packed_attention
 from fppo_kernels.attention.eager import masked_attention
-from fppo_kernels.padding import Packed
+from fppo_kernels.padding import Lengths
 
 # keys and values [R, Hkv, C, D] by the number of the call in a pass, as a layer may call twice; C columns, some not yet
 # written
 Layers = dict[int, tuple[Tensor, Tensor]]
 
 
-def prefill_attention(attention: Callable[..., Tensor], packed: Packed, kept: Layers) -> Attend:
-    """`attend` for packed prompts of one pass, which puts each call's keys and values [N, Hkv, D] into `kept`."""
-    attend_packed = packed_attention(attention, packed.lengths)
+def prefill_attention(
+    attention: Callable[..., Tensor], lengths: Lengths, kept: Layers, asked: list[AttentionLayer]
+) -> Attend:
+    """`attend` for packed prompts of one pass, which puts each call's keys and values [N, Hkv, D] into `kept`, and what
+    it asks for into `asked`."""
+    attend_packed = packed_attention(attention, lengths)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
         kept[len(kept)] = key.squeeze(0), value.squeeze(0)
+        asked.append(layer)
         return attend_packed(query, key, value, layer)
 
     return attend
@@ -51,15 +55,24 @@ def write_prompts_(cache: Layers, start: int, kept: Layers, index: Tensor, shape
             target.unflatten(0, (batch, n)).copy_(rows)
 
 
-def grow(cache: Layers, used: int, columns: int) -> Layers:
-    """A cache with `columns` columns, of which the first `used` are as in `cache`."""
+def grow_(cache: Layers, used: int, columns: int) -> None:
+    """Gives every layer of `cache` `columns` columns, of which the first `used` stay as they are.
+
+    Layer by layer, so that the old and the new of all of them are never there at once.
+    """
 
     def widen(x: Tensor) -> Tensor:
         wide = x.new_empty(*x.shape[:2], columns, x.shape[3])
         wide[:, :, :used].copy_(x[:, :, :used])
         return wide
 
-    return {layer: (widen(k), widen(v)) for layer, (k, v) in cache.items()}
+    for layer, (keys, values) in cache.items():
+        cache[layer] = widen(keys), widen(values)
+
+
+def row_bytes(like: Layers, columns: int) -> int:
+    """Bytes of `columns` columns of one row, for layers with the heads and widths of `like`, [N, Hkv, D] each."""
+    return columns * sum(x[0].numel() * x.element_size() for pair in like.values() for x in pair)
 
 
 def compact_(cache: Layers, holes: Tensor, moved: Tensor, rows: int, used: int) -> Layers:
@@ -85,10 +98,10 @@ def decode_attention(cache: Layers, column: int, first: int, bias: Tensor | None
     def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
         _, scale, window, softcap, sinks = layer
         keys, values = cache[next(calls)]
-        keys[:, :, column] = key[:, 0]
-        values[:, :, column] = value[:, 0]
+        keys.select(2, column).copy_(key.squeeze(1))
+        values.select(2, column).copy_(value.squeeze(1))
         start = first if window is None else max(first, end - window)
-        k, v = keys[:, :, start:end], values[:, :, start:end]
+        k, v = keys.narrow(2, start, end - start), values.narrow(2, start, end - start)
         mask = None if bias is None else bias[..., start:end]
         rows, _, heads, width = query.shape
         if softcap is not None or sinks is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import attrs
@@ -15,14 +15,16 @@ from fppo.batch import Rollout
 from fppo.data.stops import StopReader
 from fppo.models.heads import Head, logits_of
 from fppo.models.model import Model, longest_row, over_long
+from fppo.models.seams import Attend, AttentionLayer
 from fppo.rollout import cache as caches
+from fppo.rollout.decoder import Decoder, decoder_of
 from fppo.rollout.engine import Ask, OnFinished, Sampling
 from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits, rollout_of
 from fppo.rollout.sampling import draw
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo_kernels.attention.sdpa import for_any_shape
-from fppo_kernels.padding import unpad
+from fppo_kernels.padding import make_lengths, unpad
 from fppo_kernels.record import Kernels
 
 _CHUNK = 128  # columns by which the cache first exceeds the prompts
@@ -35,15 +37,19 @@ class EmbeddedEngine:
     its live rows cost.
 
     A draw depends on the key, the row's number and the position alone, whichever rows share the batch. `max_rows`
-    bounds the rows of a wave, hence the memory for keys and values (a prompt's samples share a wave, however many);
-    `prefill_tokens` bounds the prompt tokens of one pass (a longer prompt runs alone). On a `mesh` that cuts parameters
-    they are shards, and gathered whole first.
+    bounds the rows of a wave (a prompt's samples share a wave, however many), and `cache_bytes` the memory for their
+    keys and values at the longest, which may part a prompt's samples too; None: half of a GPU's free memory, and no
+    bound on a CPU. `prefill_tokens` bounds the prompt tokens of one pass (a longer prompt runs alone). On a `mesh` that
+    cuts parameters they are shards, and gathered whole first.
+
+    Raises ValueError where `cache_bytes` holds not even one row.
     """
 
     model: Model
     kernels: Kernels
     pad_token_id: int
     max_rows: int = 1024
+    cache_bytes: int | None = None
     prefill_tokens: int = 16384
     mesh: Mesh = LOCAL
 
@@ -68,11 +74,12 @@ class EmbeddedEngine:
         on_step = None if ask.on_finished is None else _FinishedRows(ask.on_finished, limits, ask.sampling)
 
         def run(skeleton: PreTrainedModel) -> list[_Step]:
-            policy = _Policy(skeleton, _wide(models.output_head(self.model, params)), self.kernels, self.prefill_tokens)
+            head = _wide(models.output_head(self.model, params))
+            policy = _Policy(skeleton, decoder_of(skeleton), head, self.kernels, self.prefill_tokens)
             steps: list[_Step] = []
-            for prompts in torch.arange(len(lengths)).split(max(1, self.max_rows // n)):
-                part = slice(int(prompts[0]), int(prompts[-1]) + 1)
-                rows = torch.arange(part.start * n, part.stop * n, device=device)
+            for part, draws in self._waves(policy, len(lengths), n, width + max(limits)):
+                numbers = torch.arange(part.start, part.stop, device=device)[:, None] * n
+                rows = (numbers + torch.arange(draws.start, draws.stop, device=device)).flatten()
                 wave = _Wave(tokens[part], real[part], lengths[part], limits[part], rows, row_ids)
                 steps += _decode(policy, wave, ask, on_step)
             return steps
@@ -82,11 +89,32 @@ class EmbeddedEngine:
         with torch.no_grad():  # not in inference mode: the rollout is for autograd to use
             return _assemble(steps, ask, row_ids, limits=limits, pad_token_id=self.pad_token_id)
 
+    def _waves(self, policy: _Policy, prompts: int, n: int, columns: int) -> Iterator[tuple[slice, slice]]:
+        """The prompts of each wave, and which of the n draws of each; rows may come to have `columns` columns."""
+        device, budget = policy.head.weight.device, self.cache_bytes
+        if budget is None and device.type == "cuda":
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            budget = (torch.cuda.mem_get_info(device)[0] + unused) // 2
+        rows, draws = self.max_rows, n
+        if budget is not None:
+            one = _row_bytes(policy, columns)
+            if one > budget:
+                text = (
+                    f"one row of {columns} tokens has {one:,} bytes of keys and values: give it more, or fewer tokens"
+                )
+                raise ValueError(f"cache_bytes = {budget:,}: {text}")
+            rows, draws = min(rows, budget // one), min(n, budget // one)
+        step = max(1, rows // n)
+        for first in range(0, prompts, step):
+            for start in range(0, n, draws):
+                yield slice(first, min(first + step, prompts)), slice(start, min(start + draws, n))
+
 
 class _Policy(NamedTuple):
     """What a forward pass needs, inside `bind`."""
 
     skeleton: PreTrainedModel
+    decoder: Decoder | None  # of the skeleton, if it is of a kind that has one
     head: Head  # in float32 or wider, as the training pass computes its logits
     kernels: Kernels
     prefill_tokens: int
@@ -99,8 +127,12 @@ class _Wave(NamedTuple):
     mask: Tensor
     lengths: Sequence[int]
     limits: Sequence[int]  # the most tokens of each prompt's responses
-    rows: Tensor  # [B * n]
+    rows: Tensor  # [B * n], of n draws each
     row_ids: Tensor  # of all rows of the rollout
+
+    def each(self, x: Tensor) -> Tensor:
+        """What a row of each prompt [B, ...] is for its draws [B * n, ...]."""
+        return x.repeat_interleave(len(self.rows) // len(self.lengths), 0)
 
 
 class _Step(NamedTuple):
@@ -176,20 +208,31 @@ def _passes(lengths: Sequence[int], budget: int) -> Iterator[slice]:
     yield slice(start, len(lengths))
 
 
-def _prefill(policy: _Policy, wave: _Wave, n: int, columns: int) -> tuple[Tensor, caches.Layers]:
-    """The logits [B * n, V] after each prompt and the cache of the prompts' keys and values, each prompt run once."""
+def _row_bytes(policy: _Policy, columns: int) -> int:
+    """Bytes of a row's keys and values, seen in a pass over one token."""
+    token, kept = torch.zeros(1, 1, dtype=torch.int64, device=policy.head.weight.device), caches.Layers()
+    attend = caches.prefill_attention(policy.kernels.attention, make_lengths([1], token.device), kept, [])
+    models.forward(policy.skeleton, token, token, attend=attend)
+    return caches.row_bytes(kept, columns)
+
+
+def _prefill(policy: _Policy, wave: _Wave, columns: int) -> tuple[Tensor, caches.Layers, list[AttentionLayer]]:
+    """The logits [B * n, V] after each prompt, the cache of the prompts' keys and values, and what each call asks of
+    attention. Each prompt runs once."""
     cache: caches.Layers = {}
-    logits = []
+    logits, asked = [], list[AttentionLayer]()
+    n = len(wave.rows) // len(wave.lengths)
     for part in _passes(wave.lengths, policy.prefill_tokens):
         packed = unpad(wave.tokens[part], wave.mask[part])
         prompts: caches.Layers = {}
-        attend = caches.prefill_attention(policy.kernels.attention, packed, prompts)
+        asked.clear()
+        attend = caches.prefill_attention(policy.kernels.attention, packed.lengths, prompts, asked)
         hidden = models.forward(policy.skeleton, packed.tokens[None], packed.positions[None], attend=attend)[0]
         logits.append(logits_of(policy.head, hidden[packed.lengths.cu_seqlens[1:].long() - 1]))
-        cache = cache or caches.allocate(prompts, len(wave.lengths) * n, columns)
+        cache = cache or caches.allocate(prompts, len(wave.rows), columns)
         shape = len(packed.lengths.lengths), wave.mask.shape[1]
         caches.write_prompts_(cache, part.start * n, prompts, packed.index, shape, n)
-    return torch.cat(logits).repeat_interleave(n, 0), cache
+    return wave.each(torch.cat(logits)), cache, asked
 
 
 def _decode(policy: _Policy, wave: _Wave, ask: Ask, on_step: _FinishedRows | None) -> list[_Step]:
@@ -198,12 +241,13 @@ def _decode(policy: _Policy, wave: _Wave, ask: Ask, on_step: _FinishedRows | Non
     most, width = max(wave.limits), wave.mask.shape[1]
     total = width + most
     columns = min(total, width + _CHUNK)
-    logits, cache = _prefill(policy, wave, sampling.n, columns)
+    logits, cache, asked = _prefill(policy, wave, columns)
+    next_hidden = _stepper(policy, asked, total)
     stops = _stop_table(sampling, logits)
-    positions = wave.mask.sum(1, keepdim=True).repeat_interleave(sampling.n, 0)
-    first, bias = _padding(width - positions, columns, cache)
+    pads = wave.each(width - wave.mask.sum(1, keepdim=True))
+    first, bias = _padding(pads, columns, cache)
     done = torch.zeros_like(rows, dtype=torch.bool)
-    last = torch.tensor(wave.limits, device=rows.device).repeat_interleave(sampling.n) - 1
+    last = wave.each(torch.tensor(wave.limits, device=rows.device)) - 1
     reader = None if sampling.stop_texts is None else StopReader(sampling.stop_texts)
     ends = bool(sampling.stop_token_ids) or reader is not None or min(wave.limits) < most
     steps: list[_Step] = []
@@ -213,9 +257,9 @@ def _decode(policy: _Policy, wave: _Wave, ask: Ask, on_step: _FinishedRows | Non
             uniforms = ask.key.uniform(wave.row_ids[rows], places)
         drawn = draw(logits, uniforms[:, t % _CHUNK], sampling)
         steps.append(_Step(rows, t, *drawn))
-        stopped = (
-            stops[drawn.tokens] if reader is None else stops[drawn.tokens] | _completed(reader, rows, drawn.tokens)
-        )
+        stopped = stops[drawn.tokens] if ends or on_step is not None else done
+        if reader is not None:
+            stopped = stopped | _completed(reader, rows, drawn.tokens)
         if on_step is not None:
             on_step(steps[-1], stopped)
         new = drawn.tokens[:, None]
@@ -227,21 +271,37 @@ def _decode(policy: _Policy, wave: _Wave, ask: Ask, on_step: _FinishedRows | Non
             if left < len(done) * _COMPACT:
                 keep, holes = _survivors(done, left)
                 cache = caches.compact_(cache, holes, keep[holes], left, width + t)
-                columns_of_rows = (rows, done, positions, uniforms, new, last)
-                rows, done, positions, uniforms, new, last = (x[keep] for x in columns_of_rows)
-                first, bias = _padding(width + t - positions, columns, cache)
+                rows, done, pads, uniforms, new, last = (x[keep] for x in (rows, done, pads, uniforms, new, last))
+                first, bias = _padding(pads, columns, cache)
         if t + 1 == most:
             break
         column = width + t
         if column == columns:
             columns = min(total, column + max(_CHUNK, column // 2))
-            cache = caches.grow(cache, column, columns)
-            first, bias = _padding(column - positions, columns, cache)
+            caches.grow_(cache, column, columns)
+            first, bias = _padding(pads, columns, cache)
         attend = caches.decode_attention(cache, column, first, bias)
-        hidden = models.forward(policy.skeleton, new, positions, attend=attend)[:, 0]
-        logits = logits_of(policy.head, hidden)
-        positions = positions + 1
+        positions = column - (pads if bias is not None else pads[:1])
+        logits = logits_of(policy.head, next_hidden(new, positions, attend))
     return steps
+
+
+def _stepper(
+    policy: _Policy, asked: Sequence[AttentionLayer], length: int
+) -> Callable[[Tensor, Tensor, Attend], Tensor]:
+    """The hidden states [R, H] after one more token per row [R, 1], at positions [R, 1], or [1, 1] if all have one.
+
+    Rows become at most `length` tokens long.
+    """
+    decoder = policy.decoder
+    if decoder is None:
+        return lambda tokens, positions, attend: models.forward(
+            policy.skeleton, tokens, positions.expand_as(tokens), attend=attend
+        )[:, 0]
+    rotation = decoder.rotation(length)
+    return lambda tokens, positions, attend: decoder.hidden(
+        tokens[:, 0], rotation.at(positions[:, 0]), attend=attend, asked=asked
+    )
 
 
 def _completed(reader: StopReader, rows: Tensor, tokens: Tensor) -> Tensor:

@@ -66,19 +66,23 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     rows, size = weights.shape
     if size <= 2 * _BLOCK:
-        return _first_above(weights.double().cumsum(-1), uniforms[:, None])[0][:, 0]
+        return _first_above(weights.cumsum(-1, dtype=torch.float64), uniforms[:, None])[0][:, 0]
     whole = size // _BLOCK * _BLOCK
     sums = weights[:, :whole].view(rows, -1, _BLOCK).sum(-1)
     if whole < size:
         sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], -1)
-    block, left = _first_above(sums.double().cumsum(-1), uniforms[:, None])
+    sums = sums.cumsum(-1, dtype=torch.float64)
+    block, target = _first_above(sums, uniforms[:, None])
+    end = sums.gather(1, block)
+    start = sums.gather(1, (block - 1).clamp_(min=0)).where(block > 0, 0.0)
+    left = ((target - start) / (end - start)).clamp_(0.0, 1.0)
     place = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
     inside = weights.gather(1, place.clamp(max=size - 1)).double().where(place < size, 0.0)
     return (block * _BLOCK + _first_above(inside.cumsum(-1), left)[0])[:, 0].clamp_(max=size - 1)
 
 
 def _first_above(cumulative: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
-    """The first column [R, 1] at which `cumulative` [R, K] exceeds fraction * total, and the fraction left inside it.
+    """The first column [R, 1] at which `cumulative` [R, K] exceeds fraction * total, and fraction * total.
 
     The last column that adds to the total stands in where rounding leaves none above.
     """
@@ -86,10 +90,7 @@ def _first_above(cumulative: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
     target = fraction * total
     above = torch.searchsorted(cumulative, target, right=True)
     # clamps, here and above: nan still gives a token, since a bad index would bring down a GPU
-    column = torch.minimum(above, torch.searchsorted(cumulative, total)).clamp_(max=cumulative.shape[-1] - 1)
-    end = cumulative.gather(1, column)
-    start = cumulative.gather(1, (column - 1).clamp_(min=0)).where(column > 0, 0.0)
-    return column, ((target - start) / (end - start)).clamp_(0.0, 1.0)
+    return torch.minimum(above, torch.searchsorted(cumulative, total)).clamp_(max=cumulative.shape[-1] - 1), target
 
 
 def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Draws:

@@ -144,6 +144,9 @@ def _rollout(s: TrainSettings) -> Problems:
         yield from unread_section(s.rollout.vllm, "rollout.vllm", 'rollout.engine = "vllm"')
     else:
         yield from vllm_problems(s.rollout.vllm, "rollout.vllm")
+        yield from _unread(
+            "rollout.cache_gb", s.rollout.cache_gb, None, "the embedded engine; give rollout.vllm.cache_gb"
+        )
         longest = "eval" if (s.eval.max_tokens or 0) > s.rollout.max_tokens else "rollout"
         needed = s.data.max_prompt_tokens + max(s.rollout.max_tokens, s.eval.max_tokens or 0)
         names = f"data.max_prompt_tokens and {longest}.max_tokens"

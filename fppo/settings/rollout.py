@@ -52,6 +52,8 @@ class RolloutSettings:
     """Tokens that end a response too, by their ids."""
     engine: Literal["embedded", "vllm"] = setting("embedded")
     """What generates: transformers on the training parameters themselves, or vLLM on a copy that is sent to it."""
+    cache_gb: float | None = setting(None, above(0))
+    """GiB of keys and values that the embedded engine holds; None: half of a GPU's free memory, no bound on a CPU."""
     vllm: VllmSettings = setting(VllmSettings)
     """How vLLM runs."""
     gap: Literal["warn", "stop", "off"] = setting("warn")

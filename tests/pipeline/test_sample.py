@@ -372,6 +372,7 @@ def test_what_is_wrong_with_saved_rollouts_is_said_before_any_work(tmp_path):
         ({"rollout__from": "x", "rollout__ahead": 1}, "rollout.ahead = 1: rollout.from is given"),
         ({"rollout__from": "x", "rollout__save": True}, "rollout.save = True: rollout.from is given"),
         ({"rollout__ahead": -1}, "rollout.ahead = -1: must be 0 or more"),
+        ({"rollout__engine": "vllm", "rollout__cache_gb": 1.5}, "rollout.cache_gb = 1.5: nothing reads it"),
         (
             {"algorithm__old_log_probs": "engine", "algorithm__correction__mode": "token"},
             "algorithm.old_log_probs = 'engine': algorithm.correction would compare",

@@ -1,10 +1,12 @@
 """The embedded engine samples from the model itself: its log-probs are those of transformers' forward pass."""
 
 import contextlib
+import weakref
 
 import attrs
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fppo import batch as batches
 from fppo import models, tree
@@ -199,6 +201,47 @@ def test_waves_hold_no_more_rows_than_asked_or_than_one_prompt_has(n, expected, 
     )
     engine_of(model, max_rows=5).generate(params, Ask(make_prompts(), Sampling(n=n, max_tokens=2), Key(0)))
     assert waves == expected
+
+
+@pytest.mark.parametrize("rows", [1, 4, 7])
+def test_a_bound_in_bytes_holds_for_keys_and_values_and_changes_nothing_else(rows, monkeypatch):
+    """One row of 7 + 9 tokens has 2 layers of keys and values of 2 heads of 4 float64 numbers."""
+    model, params = make("qwen2")
+    ask = Ask(make_prompts(), Sampling(n=3, max_tokens=9, stop_token_ids=(5,)), Key(2))
+    whole = engine_of(model).generate(params, ask)
+    one, allocate, sizes = 16 * 2 * 2 * 2 * 4 * 8, caches.allocate, []
+
+    def watched(like, rows, columns):
+        cache = allocate(like, rows, columns)
+        sizes.append(sum(x.numel() * x.element_size() for pair in cache.values() for x in pair))
+        return cache
+
+    monkeypatch.setattr(caches, "allocate", watched)
+    bounded = engine_of(model, cache_bytes=rows * one + 1).generate(params, ask)
+    assert max(sizes) == one * {1: 1, 4: 3, 7: 6}[rows]  # all draws of a prompt, if they fit
+    assert torch.equal(bounded.tokens, whole.tokens)
+    assert bounded.finish == whole.finish
+    torch.testing.assert_close(bounded.rollout_log_probs, whole.rollout_log_probs, rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match=f"cache_bytes = 7: one row of 16 tokens has {one:,} bytes"):
+        engine_of(model, cache_bytes=7).generate(params, ask)
+
+
+def test_a_cache_grows_layer_by_layer():
+    cache = {i: (torch.full((2, 1, 3, 2), i), torch.full((2, 1, 3, 2), -i)) for i in range(4)}
+    old, alive = [weakref.ref(x) for pair in cache.values() for x in pair], []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.new_empty.default:
+                alive.append(sum(x() is not None for x in old))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        caches.grow_(cache, 2, 5)
+    assert alive == [8, 8, 6, 6, 4, 4, 2, 2]
+    for i, pair in cache.items():
+        assert all(x.shape == (2, 1, 5, 2) for x in pair)
+        assert all((x[:, :, :2] == sign * i).all() for x, sign in zip(pair, (1, -1), strict=True))
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma2"])

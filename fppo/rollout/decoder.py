@@ -1,0 +1,155 @@
+"""One more token per row through layers of Llama's kind, with fewer and larger operations than their modules take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from fppo.models.seams import Attend, AttentionLayer, LayerSeam
+
+# whose code is that of `Decoder.hidden`; a model of any other class runs as it is
+KINDS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3"))
+JOINED = 1 << 28  # bytes of weights up to which those of one input are laid side by side, which copies them
+
+_Product = tuple[Tensor, Tensor | None]  # weight [O, I] and bias [O]
+
+
+class Rotation(NamedTuple):
+    """The cosines and sines of some positions [..., 1, D]; the first half of the sines with their sign turned."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def at(self, positions: Tensor | slice) -> Rotation:
+        return Rotation(self.cos[positions], self.sin[positions])
+
+    def of(self, x: Tensor) -> Tensor:
+        """The heads `x` [R, heads, D], turned: transformers' x * cos + rotate_half(x) * sin."""
+        return (x * self.cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(self.sin))
+
+
+class _Norm(NamedTuple):
+    weight: Tensor
+    eps: float
+
+    def of(self, x: Tensor) -> Tensor:
+        if x.dtype in (torch.float32, torch.float64):
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class _Layer(NamedTuple):
+    """A decoder layer's parameters. Products of one input stand together, in one weight or in several."""
+
+    before: _Norm
+    qkv: Sequence[_Product]
+    head_norms: tuple[_Norm, _Norm] | None  # of queries and keys
+    out: _Product
+    after: _Norm
+    gate_up: Sequence[_Product]
+    act: Callable[[Tensor], Tensor]
+    down: _Product
+
+
+class Decoder(NamedTuple):
+    """What `hidden` computes with: the parameters that a skeleton has while they are bound to it."""
+
+    embedding: Tensor
+    layers: Sequence[_Layer]
+    norm: _Norm
+    heads: tuple[int, int, int]  # of queries, of keys; width
+    rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+    def rotation(self, length: int) -> Rotation:
+        """Of all positions of a row of this length."""
+        cos, sin = self.rotary(self.embedding, torch.arange(length, device=self.embedding.device)[None])
+        half = sin.shape[-1] // 2
+        return Rotation(cos[0][:, None], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None])
+
+    def hidden(self, tokens: Tensor, turn: Rotation, *, attend: Attend, asked: Sequence[AttentionLayer]) -> Tensor:
+        """Hidden states [R, H] after the last norm, of one token per row [R]; `turn` [R, 1, D] or one for all rows.
+
+        `asked` is what each layer asks of `attend`.
+        """
+        x = F.embedding(tokens, self.embedding)
+        queries, keys, width = self.heads
+        for layer, what in zip(self.layers, asked, strict=True):
+            heads = _linear(layer.before.of(x), layer.qkv).view(len(x), -1, width)
+            turned, value = heads.split((queries + keys, keys), 1)
+            if layer.head_norms is not None:
+                pairs = zip(layer.head_norms, turned.split((queries, keys), 1), strict=True)
+                turned = torch.cat([norm.of(part) for norm, part in pairs], 1)
+            query, key = turn.of(turned).split((queries, keys), 1)
+            mixed = attend(query[:, None], key[:, None], value[:, None], what).flatten(1)
+            x = F.linear(mixed, *layer.out).add_(x)
+            gate, up = _linear(layer.after.of(x), layer.gate_up).chunk(2, -1)
+            x = F.linear(layer.act(gate).mul_(up), *layer.down).add_(x)
+        return self.norm.of(x)
+
+
+def decoder_of(skeleton: PreTrainedModel) -> Decoder | None:
+    """The decoder of a skeleton, from inside `bind`; None if its class, or that of any module of it, is another."""
+    base: Any = skeleton
+    kind = type(base).__module__
+    if kind not in KINDS or not all(_known(module, kind) for module in base.modules()):
+        return None
+    size = sum(x.numel() * x.element_size() for x in base.layers.parameters())
+    attention = base.layers[0].self_attn
+    width = attention.head_dim
+    return Decoder(
+        embedding=base.embed_tokens.weight,
+        layers=[_layer(layer, joined=size <= JOINED) for layer in base.layers],
+        norm=_norm(base.norm),
+        heads=(attention.q_proj.out_features // width, attention.k_proj.out_features // width, width),
+        rotary=base.rotary_emb,
+    )
+
+
+def _known(module: nn.Module, kind: str) -> bool:
+    own = module._seam[1] if isinstance(module, LayerSeam) else module
+    plain = type(own) in (nn.Linear, nn.Embedding, nn.ModuleList)
+    return plain or type(own).__module__ in (kind, "transformers.activations", "torch.nn.modules.activation")
+
+
+def _layer(layer: Any, *, joined: bool) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    own = getattr(attention, "q_norm", None)
+    return _Layer(
+        before=_norm(layer.input_layernorm),
+        qkv=_products((attention.q_proj, attention.k_proj, attention.v_proj), joined),
+        head_norms=None if own is None else (_norm(own), _norm(attention.k_norm)),
+        out=_product(attention.o_proj),
+        after=_norm(layer.post_attention_layernorm),
+        gate_up=_products((mlp.gate_proj, mlp.up_proj), joined),
+        act=mlp.act_fn,
+        down=_product(mlp.down_proj),
+    )
+
+
+def _norm(module: Any) -> _Norm:
+    return _Norm(module.weight, module.variance_epsilon)
+
+
+def _product(module: nn.Linear) -> _Product:
+    return module.weight, module.bias
+
+
+def _products(modules: Sequence[nn.Linear], joined: bool) -> list[_Product]:
+    """Of modules with one input, side by side."""
+    if not joined:
+        return [_product(module) for module in modules]
+    biases = [module.bias for module in modules if module.bias is not None]
+    assert len(biases) in (0, len(modules))
+    return [(torch.cat([module.weight for module in modules]), torch.cat(biases) if biases else None)]
+
+
+def _linear(x: Tensor, products: Sequence[_Product]) -> Tensor:
+    """The products of `x` with all weights, side by side."""
+    results = [F.linear(x, *product) for product in products]
+    return results[0] if len(results) == 1 else torch.cat(results, -1)

@@ -1,0 +1,54 @@
+"""The decoder of known families computes what their modules do, and every other model runs as it is."""
+
+import pytest
+import torch
+
+from fppo import models
+from fppo.key import Key
+from fppo.rollout import decoder, embedded
+from fppo.rollout.engine import Ask, Sampling
+from tests.models.families import make, plain
+from tests.rollout.test_embedded import LENGTHS, engine_of, make_prompts, plain_logits
+
+KNOWN = ["llama", "llama3-rope", "mistral", "qwen2", "qwen3"]
+
+
+@pytest.mark.parametrize("joined", [0, 1 << 28])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_decoder_computes_what_the_modules_do(name, dtype, joined, monkeypatch):
+    """Rows of equal length and of different ones draw the same tokens."""
+    model, params = make(name, dtype=dtype)
+    ask = Ask(make_prompts((4,) * 6 if joined else LENGTHS), Sampling(n=2, max_tokens=12, stop_token_ids=(5,)), Key(4))
+    monkeypatch.setattr(decoder, "JOINED", joined)
+    made = []
+    monkeypatch.setattr(embedded, "decoder_of", lambda skeleton: made.append(decoder.decoder_of(skeleton)) or made[-1])
+    fast = engine_of(model).generate(params, ask)
+    assert len(made[0].layers[0].qkv) == (1 if joined else 3)
+    monkeypatch.setattr(embedded, "decoder_of", lambda skeleton: None)
+    slow = engine_of(model).generate(params, ask)
+    assert torch.equal(fast.tokens, slow.tokens)
+    rounding = {torch.float32: 2e-6, torch.float64: 1e-13, torch.bfloat16: 0.1}[dtype]
+    torch.testing.assert_close(fast.rollout_log_probs, slow.rollout_log_probs, rtol=0, atol=rounding)
+
+
+def test_a_model_with_a_module_of_another_kind_runs_as_it_is():
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    for name in KNOWN:
+        assert models.bind(*make(name), decoder.decoder_of) is not None
+    for name in ("gemma2", "cohere", "granite", "smollm3", "qwen3_moe", "phi3", "gpt2"):
+        assert models.bind(*make(name), decoder.decoder_of) is None
+    model, params = make("llama")
+    projection = model.skeleton.get_submodule(f"{model.layers[1]}.mlp.up_proj")
+    projection.__class__ = Doubled
+    assert models.bind(model, params, decoder.decoder_of) is None
+    module = plain(model, params)
+    module.model.layers[1].mlp.up_proj.__class__ = Doubled
+    rollout = engine_of(model).generate(params, Ask(make_prompts(), Sampling(max_tokens=3), Key(0)))
+    for row in range(2):
+        logits = plain_logits(module, rollout, row)
+        full = logits.log_softmax(-1).gather(1, rollout.tokens[row, -3:, None])[:, 0]
+        torch.testing.assert_close(rollout.rollout_log_probs[row], full, rtol=0, atol=1e-10)
