@@ -117,7 +117,8 @@ def num_rows(record: Any) -> int:
 
 
 def rows(record: R, index: Tensor | Sequence[int]) -> R:
-    """The rows at `index` (int64 [N], a list of numbers, or bool [B] for the rows to keep), in that order."""
+    """The rows at `index` (int64 [N], a list of numbers, or bool [B] for the rows to keep), in that order; of every
+    column in a tree of records and columns. The index goes to a device once, for all columns there."""
     index = torch.as_tensor(index, device="cpu")
     if index.dtype == torch.bool:
         if len(index) != num_rows(record):
@@ -125,11 +126,14 @@ def rows(record: R, index: Tensor | Sequence[int]) -> R:
         index = index.nonzero().flatten()
     elif index.is_floating_point() and len(index):
         raise ValueError(f"rows are picked by whole numbers or by bool, not by {index.dtype}")
-    numbers = index.long().tolist()
+    index = index.long()
+    numbers, places = index.tolist(), {index.device: index}
 
     def take(column: Any) -> Any:
         if isinstance(column, Tensor):
-            return column[index.long().to(column.device)]
+            if column.device not in places:
+                places[column.device] = index.to(column.device, non_blocking=True)
+            return column[places[column.device]]
         return Column([column[i] for i in numbers])
 
     return pytree.tree_map(take, record)

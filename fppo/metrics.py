@@ -74,7 +74,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Mean:
 def masked_max(x: Tensor, mask: Tensor) -> Max:
     """The maximum of `x` where `mask` is True; -inf if it is nowhere."""
     kept = x.detach().double().where(mask, -torch.inf).flatten()
-    return Max(torch.cat([kept, kept.new_tensor([-torch.inf])]).amax())
+    return Max(torch.cat([kept, kept.new_full((1,), -torch.inf)]).amax())
 
 
 def masked_min(x: Tensor, mask: Tensor) -> Min:

@@ -19,7 +19,7 @@ from fppo.runtime.offload import OnHost
 from fppo.shapes import Tokens
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.ranks import blank, rounds
-from fppo.steps.sharded import Opened, Whole, opened, whole
+from fppo.steps.sharded import Opened, Whole, cast, opened, whole
 from fppo.steps.train_state import Params
 from fppo_kernels.collectives import Axis
 from fppo_kernels.record import Kernels
@@ -84,9 +84,9 @@ def forward_micro_batch(
     _check_outputs(forward.model, outputs)
     mask, axis = rows.response_mask, forward.mesh["sequence"]
     ready = opened(params, forward.model, forward.mesh)
-    hidden, before = _hidden_before_responses(ready, rows, forward)
-    own = _own(before, len(hidden), axis)
     index = mask.flatten().nonzero().flatten()
+    hidden, before = _hidden_before_responses(ready, rows, index, forward)
+    own = _own(before, len(hidden), axis)
     head = models.output_head(forward.model, ready.root)
     states = hidden[own.places]
     if "values" in outputs:
@@ -151,13 +151,12 @@ def _check_outputs(model: Model, outputs: Sequence[str]) -> None:
         raise ValueError(f"outputs {list(outputs)} need a {lacks} head; this model has a {has} head")
 
 
-def _hidden_before_responses(params: Opened, rows: Rows, forward: Forward) -> tuple[Tensor, Tensor]:
-    """Hidden states of this rank's slice [N, H], and for each response token [M] the place in the whole row of the
-    token before it."""
-    batch, width = rows.tokens.shape
-    length, ranks = rows.response_mask.shape[1], forward.mesh["sequence"].size
-    columns = torch.arange(width - length, width, device=rows.tokens.device)
-    flat = (torch.arange(batch, device=columns.device)[:, None] * width + columns)[rows.response_mask]
+def _hidden_before_responses(params: Opened, rows: Rows, index: Tensor, forward: Forward) -> tuple[Tensor, Tensor]:
+    """Hidden states of this rank's slice [N, H], and for each response token [M], at flat place index[i] of the
+    response mask [B, T], the place in the whole row of the token before it."""
+    width, length = rows.tokens.shape[1], rows.response_mask.shape[1]
+    ranks = forward.mesh["sequence"].size
+    flat = index + (index // max(length, 1) + 1) * (width - length)
     if forward.remove_padding:
         place = rows.attention_mask.flatten().cumsum(0) - 1
         return _packed_hidden(params, rows, forward), place[flat] - 1
@@ -195,8 +194,11 @@ def _passes(rows: Rows, micro_batching: MicroBatching, mesh: Mesh) -> tuple[Tens
 
 
 def _for_passes(params: Params | Whole | OnHost, forward: Forward) -> Params | Whole | OnHost:
-    """The parameters as several passes use them: whole where the sharding keeps them so between passes."""
+    """The parameters as several passes use them: whole where the sharding keeps them so between passes, and cast once
+    where nothing is cut."""
     mesh = forward.mesh
+    if isinstance(params, dict) and not mesh.sharded:
+        return cast(params, forward.model)
     if mesh.sharded and mesh.sharding is not None and mesh.sharding.stage == 1:
         return whole(params, forward.model, mesh)
     return params

@@ -22,7 +22,7 @@ from fppo.steps.forward import Forward, Rows, row_lengths
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.ranks import blank, mini_batches, rounds, shares
-from fppo.steps.sharded import Whole, accumulable, scattered, whole
+from fppo.steps.sharded import Whole, accumulable, cast, scattered, whole
 from fppo.steps.train_state import Params, TrainState, optimizer_step
 from fppo_kernels.shapes import Float
 
@@ -137,16 +137,17 @@ def _passes(
 ) -> Iterator[tuple[Objective, Any, Tensor]]:
     """Objective, rows and weights of this rank's micro-batches, then of ones that add nothing."""
 
-    def on(tokens: Tensor | None) -> Objective:
-        return objective if tokens is None else partial(objective, selected=tokens)
+    def on(*tokens: Tensor) -> Objective:
+        return partial(objective, selected=tokens[0]) if tokens else objective
 
     for numbers in mini.micro_batches:
-        index = torch.tensor(numbers, device=weights.device)
-        yield on(None if selected is None else selected[index]), batches.rows(mini.own, numbers), weights[index]
+        rows, own, *tokens = batches.rows((mini.own, weights, *([] if selected is None else [selected])), numbers)
+        yield on(*tokens), rows, own
     row = blank(mini.own)
     nothing = row.response_mask
     for _ in range(mini.passes - len(mini.micro_batches)):
-        yield on(None if selected is None else selected.new_zeros(nothing.shape)), row, weights.new_zeros(nothing.shape)
+        tokens = [] if selected is None else [selected.new_zeros(nothing.shape)]
+        yield on(*tokens), row, weights.new_zeros(nothing.shape)
 
 
 def _gradients(
@@ -155,17 +156,29 @@ def _gradients(
     """This rank's share of the gradient, and its metrics: sums over its passes."""
     mesh = forward.mesh
     once = mesh.sharded and mesh.sharding is not None and mesh.sharding.stage == 1
-    inputs: Params | Whole = whole(params, forward.model, mesh) if once else params
+    inputs: Params | Whole = params
+    if once:
+        inputs = whole(params, forward.model, mesh)
+    elif not mesh.sharded:
+        inputs = cast(params, forward.model)
+    kinds = [x.dtype for x in params.values()]
     total: list[Tensor] = []
     structure: pytree.TreeSpec | None = None
     reports: list[Metrics] = []
-    for objective, rows, weights in passes:
+    for number, (objective, rows, weights) in enumerate(passes):
         (_, report), new = value_and_grad(objective, has_aux=True)(inputs, rows, weights, forward=forward)
         leaves, structure = pytree.tree_flatten(accumulable(new, params, mesh) if once else new)
         del new  # or it would live through the next pass
-        for place in range(len(total)):  # one by one, so that two trees are in memory and never three
-            leaves[place] = total[place] = total[place] + leaves[place]
-        total = leaves
+        if number == 0:
+            for place, kind in enumerate(() if once else kinds):
+                leaves[place] = leaves[place].to(kind)
+            total = leaves
+        elif number == 1:  # one by one, so that two trees are in memory and never three
+            for place in range(len(total)):
+                leaves[place] = total[place] = total[place] + leaves[place]
+        else:  # the memory of the sums is this function's own by now
+            torch._foreach_add_(total, leaves)
+        del leaves
         reports.append(report)
     grads: Any = pytree.tree_unflatten(total, structure) if structure is not None else {}
     return scattered(grads, params, mesh) if once else grads, metrics.merge(*reports)

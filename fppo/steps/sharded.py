@@ -43,6 +43,12 @@ def whole(params: Params | Whole | OnHost, model: Model, mesh: Mesh) -> Whole:
     return Whole(params=fsdp.gather(params, model.shapes, mesh, dtypes=_wire_dtypes(model, params)))
 
 
+def cast(params: Params, model: Model) -> Params:
+    """Parameters that are not cut, in the dtypes they are computed with; the same tensors where they are in those."""
+    kinds = _wire_dtypes(model, params)
+    return {name: x.to(kinds.get(name, x.dtype)) for name, x in params.items()}
+
+
 def scattered(grads: Whole, params: Params, mesh: Mesh) -> Params:
     """The shards of the sum over the shard axis of whole gradients, in the dtypes of the sharded parameters."""
     names = list(params)
