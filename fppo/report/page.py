@@ -29,6 +29,7 @@ class Page:
     """All that the report shows."""
 
     title: str
+    lost: Sequence[str]  # what is said of steps without metrics
     tiles: Sequence[Tile]
     panels: Sequence[Panel]
     stages: Mapping[str, float]  # seconds per step
@@ -43,13 +44,14 @@ def render(page: Page) -> str:
     """The page as one HTML document."""
     style = resources.files("fppo.report").joinpath("report.css").read_text(encoding="utf-8")
     title = escape(page.title)
+    lost = "".join(f"<p class=note>{escape(text)}</p>" for text in page.lost)
     sections = [_tiles(page), _curves(page), _samples(page), _settings(page), _stages(page), _metrics(page)]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         f"<title>{title}</title><style>{style}</style></head>\n<body><main>"
-        f"<header><h1>{title}</h1></header>\n" + "\n".join(s for s in sections if s) + "</main></body></html>\n"
+        f"<header><h1>{title}</h1>{lost}</header>\n" + "\n".join(s for s in sections if s) + "</main></body></html>\n"
     )
 
 

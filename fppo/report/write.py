@@ -12,7 +12,8 @@ from typing import Any
 from fppo.report import charts
 from fppo.report.charts import label, points
 from fppo.report.page import Page, Tile, render
-from fppo.runs import jsonl
+from fppo.report.remains import remains
+from fppo.runs import jsonl, starts
 from fppo.runs.loggers import METRICS, SAMPLES, held_out
 from fppo.settings import files
 
@@ -24,26 +25,33 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Writes curves.png and report.html into the run's directory, and returns the path of the latter.
 
     What a run has not written (samples, settings, a critic's metrics) is left out; so are damaged lines of metrics and
-    samples, which are named on standard error. Raises ValueError if there are no metrics, or the settings are damaged.
+    samples, which are named on standard error. Steps of which there are no metrics are named there and on the page,
+    which then has what other files know of them. Raises ValueError if nothing knows of any step, or the settings are
+    damaged.
     """
     run_dir = Path(run_dir)
     path = run_dir / METRICS
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir}: there is no such directory; give the output_dir of a run")
     damaged: list[str] = []
-    records = merged(jsonl.read(path, on_damage=damaged.append))
+    logged = jsonl.read(path, on_damage=damaged.append)
+    samples = jsonl.read(run_dir / SAMPLES, on_damage=damaged.append)
+    known = remains(run_dir, samples, on_damage=damaged.append)
+    there = {record.get("step") for record in logged}
+    records = merged([*(record for record in known if record["step"] not in there), *logged])
     if not records:
         hints = ["is it the output_dir of a run that logged to jsonl and finished a step?", *damaged]
         raise ValueError(f"{path}: there are no metrics to report; {'; '.join(hints)}")
-    samples = jsonl.read(run_dir / SAMPLES, on_damage=damaged.append)
-    for text in damaged:
-        print(f"left out: {text}", file=sys.stderr)
+    lost = jsonl.missing(path, there, starts.first(run_dir) + 1, records[-1]["step"])
+    for text in (*lost, *(f"left out: {text}" for text in damaged)):
+        print(text, file=sys.stderr)
     title = run_dir.resolve().name
     drawn = charts.panels(records)
     charts.write_png(drawn, run_dir / CURVES, title=title)
     chosen, rest = _settings(run_dir / SETTINGS)
     page = Page(
         title=title,
+        lost=lost,
         tiles=tiles(records, rest | chosen),
         panels=drawn,
         stages=stages(records),

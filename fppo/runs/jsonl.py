@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,16 @@ def gone(path: str | os.PathLike[str], first: int, last: int) -> list[str]:
     """What to say of the steps `first` to `last` that the file has no line of, and of its damaged lines."""
     damaged: list[str] = []
     there = {record.get("step") for record in read(path, on_damage=damaged.append)}
+    return damaged + missing(path, there, first, last)
+
+
+def missing(path: str | os.PathLike[str], there: Collection[int | None], first: int, last: int) -> list[str]:
+    """What to say of the steps `first` to `last` that are not among those that a file holds."""
     missing = {step for step in range(first, last + 1) if step not in there}
     starts = sorted(step for step in missing if step - 1 not in missing)
     ends = sorted(step for step in missing if step + 1 not in missing)
     spans = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
-    return damaged + ([f"{path} holds nothing of step {', '.join(spans)}"] if spans else [])
+    return [f"{path} holds nothing of step {', '.join(spans)}"] if spans else []
 
 
 class JsonLines:

@@ -35,6 +35,7 @@ from fppo.settings.train import TrainSettings
 
 CHECKPOINTS, MODEL, CONFIGS, DUMPS = "checkpoints", places.MODEL, "configs", "dumps"
 STOPPING = "finishing this step; ctrl-C again abandons it, and all since the last checkpoint"
+PATIENCE = 60.0  # seconds that a rank which fails waits for what others still write of a checkpoint
 AHEAD = "ahead"  # the field of a run's state with the batches that wait: as many, and as wide, as they are
 
 
@@ -221,11 +222,14 @@ class _Writer:
         while self.pending:
             self.pending.pop().wait()
 
-    def leave(self) -> None:
-        """After an error: returns when what was begun is written, or failed. Other ranks may be gone, and needed."""
-        if ranks_on(self.mesh, AXES) == 1:
-            with contextlib.suppress(CheckpointError):
-                self.wait()
+    def leave(self, *, alone: bool) -> None:
+        """After an error: returns when what was begun is written, or failed. Other ranks, which it takes, wait for this
+        one and go on writing meanwhile, if they are not gone: if this one is not `alone`."""
+        if ranks_on(self.mesh, AXES) > 1 and alone:
+            return
+        with contextlib.suppress(CheckpointError, TimeoutError):
+            while self.pending:
+                self.pending.pop().wait(None if ranks_on(self.mesh, AXES) == 1 else PATIENCE)
 
 
 def run_training(settings: TrainSettings, assembly: Assembly, watch: Watch | None = None) -> RunState:
@@ -265,7 +269,7 @@ def run_training(settings: TrainSettings, assembly: Assembly, watch: Watch | Non
                 donate=True,
             )
         except Exception:
-            writer.leave()
+            writer.leave(alone=watch is not None and watch.error is not None)
             raise
         writer.save(run)
         writer.wait()

@@ -59,10 +59,10 @@ class Pending:
         """Whether it is written, or failed."""
         return self._result.done()
 
-    def wait(self) -> Path:
+    def wait(self, timeout: float | None = None) -> Path:
         """Where it stands, once it is whole, with all ranks' parts. Raises CheckpointError if it could not be written;
-        what was there before stays usable."""
-        return self._result.result()
+        what was there before stays usable. Raises TimeoutError if that takes longer than `timeout` seconds."""
+        return self._result.result(timeout)
 
 
 def save(

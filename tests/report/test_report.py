@@ -139,6 +139,28 @@ def test_partial_records_are_reported(tmp_path):
     ]
 
 
+def test_a_run_whose_metrics_are_gone_is_reported_as_far_as_other_files_know_it(tmp_path, capsys):
+    run = write_run(tmp_path / "run", steps=4, text="forty-seven")
+    (run / "metrics.jsonl").unlink()
+    files.save(files.replace(files.TrainSettings(), {"steps": 9}), run / "settings.toml")
+    (run / "digests.jsonl").write_text("".join(f'{{"step": {step}, "state": "x"}}\n' for step in range(1, 7)))
+    (run / "checkpoints" / "step_00000007").mkdir(parents=True)
+    for step, scores in ((0, (0, 0, 1, 0)), (7, (1, 0, 1, 1))):
+        lines = JsonLines(run / "evaluations" / f"step_{step:08d}.jsonl")
+        lines.write(*({"step": step, "id": i // 2, "source": "sums", "score": x} for i, x in enumerate(scores)))
+        lines.close()
+    (run / "evaluations" / "step_00000007_eval_1.jsonl").write_text("{}")
+    page = page_of(run)
+    said = f"{run / 'metrics.jsonl'} holds nothing of step 1 to 7"
+    assert said in capsys.readouterr().err
+    for shown in (said, "7 of 9", "forty-seven", "25.0% → 75.0%", "sums/reward/mean@2"):
+        assert shown in page.text
+    write_run(run, steps=2)
+    page = page_of(run)
+    assert f"{run / 'metrics.jsonl'} holds nothing of step 3 to 7" in page.text
+    assert "Reward in training" in page.text
+
+
 def test_nothing_in_a_sample_becomes_markup_or_a_request(tmp_path):
     directory = write_run(tmp_path / "<i>", text=EVIL, steps=2)
     files.save(files.replace(files.TrainSettings(), {"model.path": EVIL[:-1]}), directory / "settings.toml")

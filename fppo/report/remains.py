@@ -1,0 +1,47 @@
+"""What other files of a run than its metrics tell of its steps, for a report of a run whose metrics are lost."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fppo.runs import jsonl
+
+DIGESTS, CHECKPOINTS, EVALUATIONS = "digests.jsonl", "checkpoints", "evaluations"
+_STEP = re.compile(r"step_(\d+)(\.jsonl)?")
+
+
+def remains(
+    run_dir: Path, samples: Sequence[Mapping[str, Any]], *, on_damage: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """A record of each step that digests, samples, checkpoints or evaluations know of. Those of evaluations hold the
+    mean of the reward, by source, as the metrics had it; of the others the step is all there is."""
+    digests = jsonl.read(run_dir / DIGESTS, on_damage=on_damage)
+    steps = [line.get("step") for line in (*digests, *samples)]
+    steps += [_step(path) for path in run_dir.glob(f"{CHECKPOINTS}/*")]
+    records: list[dict[str, Any]] = [{"step": step} for step in steps if isinstance(step, int)]
+    for path in run_dir.glob(f"{EVALUATIONS}/*"):
+        if (step := _step(path)) is not None:
+            records.append({"step": step, **_means(jsonl.read(path, on_damage=on_damage))})
+    return records
+
+
+def _step(path: Path) -> int | None:
+    match = _STEP.fullmatch(path.name)
+    return None if match is None else int(match[1])
+
+
+def _means(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The mean of the reward of each source, under the name that an evaluation gives it."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    prompts: dict[str, set[Any]] = defaultdict(set)
+    for line in lines:
+        if isinstance(line.get("score"), int | float):
+            source = str(line.get("source"))
+            scores[source].append(line["score"])
+            prompts[source].add(line.get("id"))
+    counts = {source: len(x) // len(prompts[source]) for source, x in scores.items()}
+    return {f"val-core/{source}/reward/mean@{counts[source]}": sum(x) / len(x) for source, x in scores.items()}
