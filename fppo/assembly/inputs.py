@@ -90,7 +90,7 @@ def read_inputs(
     held_out = tried(lambda: load_prompts(settings, tokenizer, held_out=True)) if there else None
     _check_models(settings, tokenizer, [x for x in (prompts, held_out) if x is not None], mesh, tried)
     sampling = tried(lambda: sampling_of(settings, tokenizer, ends))
-    eval_sampling = tried(lambda: eval_sampling_of(settings, tokenizer, ends))
+    eval_sampling = tried(lambda: eval_sampling_of(settings, tokenizer, ends, like=sampling))
     order = None if prompts is None else tried(lambda: order_of(settings, prompts, Key(settings.seed).fold("data")))
     if tried.problems:
         raise tried.error()

@@ -128,8 +128,14 @@ def ends_of(generation: GenerationConfig) -> list[int]:
     return own if isinstance(own, list) else [] if own is None else [own]
 
 
-def sampling_of(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig) -> Sampling:
-    """How responses are sampled in training."""
+def sampling_of(
+    settings: TrainSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    generation: GenerationConfig,
+    *,
+    like: Sampling | None = None,
+) -> Sampling:
+    """How responses are sampled in training. What is known of the tokenizer's tokens is taken from `like`."""
     rollout = settings.rollout
     return Sampling(
         temperature=rollout.temperature,
@@ -138,12 +144,16 @@ def sampling_of(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, gen
         n=rollout.n,
         max_tokens=rollout.max_tokens,
         stop_token_ids=data.stop_tokens(tokenizer, rollout.stop, rollout.stop_token_ids, turn_ends=ends_of(generation)),
-        stop_texts=data.stop_texts(tokenizer, rollout.stop),
+        stop_texts=data.stop_texts(tokenizer, rollout.stop, like=None if like is None else like.stop_texts),
     )
 
 
 def eval_sampling_of(
-    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig
+    settings: TrainSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    generation: GenerationConfig,
+    *,
+    like: Sampling | None = None,
 ) -> Sampling:
     """How held-out prompts are answered: as in training, but for what the section eval says of it."""
     section, rollout = settings.eval, settings.rollout
@@ -156,5 +166,5 @@ def eval_sampling_of(
         stop=rollout.stop if section.stop is None else section.stop,
         temperature=section.temperature or 1.0,
     )
-    sampling = sampling_of(attrs.evolve(settings, rollout=asked), tokenizer, generation)
+    sampling = sampling_of(attrs.evolve(settings, rollout=asked), tokenizer, generation, like=like)
     return attrs.evolve(sampling, greedy=section.temperature == 0)

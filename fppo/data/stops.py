@@ -59,17 +59,20 @@ class StopReader:
         return any(text in read for text in self._stops.texts)
 
 
-def stop_texts(tokenizer: Any, texts: Iterable[str]) -> StopTexts | None:
+def stop_texts(tokenizer: Any, texts: Iterable[str], *, like: StopTexts | None = None) -> StopTexts | None:
     """The texts that are no special tokens, which end a response as tokens; None if there is none.
 
-    Raises ValueError for an empty text.
+    What tokens add to a text takes a while to find out; it is taken from those of the same tokenizer that these are
+    `like`. Raises ValueError for an empty text.
     """
     texts = list(texts)
     if "" in texts:
         raise ValueError("stop = '': an empty text would end every response; leave it out")
     added = tokenizer.get_added_vocab()
     plain = tuple(dict.fromkeys(text.encode() for text in texts if text not in added))
-    return StopTexts(plain, token_pieces(tokenizer)) if plain else None
+    if not plain:
+        return None
+    return StopTexts(plain, token_pieces(tokenizer) if like is None else like.pieces)
 
 
 def token_pieces(tokenizer: Any) -> tuple[bytes, ...]:

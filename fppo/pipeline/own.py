@@ -12,7 +12,10 @@ import torch
 from fppo import laws
 from fppo.laws import LawViolation
 from fppo.laws._search import fn_name
+from fppo.models.probe import check_model
 from fppo.pipeline.estimators import of_rows
+from fppo.rollout.check import check_engine
+from fppo.rollout.embedded import EmbeddedEngine
 from fppo.steps.actor import SelectiveLoss
 from fppo_kernels.adamw import adamw_
 
@@ -73,6 +76,16 @@ def bound(stage: Any, name: str) -> Any:
     return None
 
 
+def _check_models(policy: Any, critic: Any, engine: Any) -> None:
+    """Raises ValueError for a model of another function; it takes some hundredths of a second."""
+    if policy is not None:
+        check_model(policy.model)
+    if critic is not None and (policy is None or critic.model.config != policy.model.config):
+        check_model(critic.model)
+    if isinstance(engine, EmbeddedEngine):
+        check_engine(engine.model)
+
+
 def _kernels(forward: Any, advantage_fn: Any, updates: Sequence[Any]) -> dict[str, Callable[..., Any]]:
     """The kernels that a program calls, as far as they are to be seen; of AdamW's the first that is one's own."""
     kernels = {} if forward is None else {op: getattr(forward.kernels, op) for op in SCREENED}
@@ -88,13 +101,16 @@ def _kernels(forward: Any, advantage_fn: Any, updates: Sequence[Any]) -> dict[st
 
 
 def check_stages(*, rollout: Any, annotate: Any, estimate: Any, update_actor: Any, update_critic: Any = None) -> None:
-    """Raises LawViolation for an own loss, estimator or kernel among what is bound to a program's stages.
+    """Raises LawViolation for an own loss, estimator or kernel among what is bound to a program's stages, and
+    ValueError for a model that fppo computes otherwise than transformers does: one that was built, and not loaded, has
+    not been looked at yet.
 
     A stage that is a plain function hides what it calls; that is not looked at. Kernels run where training would: on
     the GPU if there is one.
     """
     forward, sampling = bound(annotate, "forward"), bound(rollout, "sampling")
     advantage_fn = bound(estimate, "advantage_fn")
+    _check_models(forward, bound(annotate, "critic"), bound(rollout, "engine"))
     wrong = screened(
         loss_fn=bound(update_actor, "loss_fn"),
         advantage_fn=advantage_fn,

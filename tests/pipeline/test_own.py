@@ -10,7 +10,7 @@ from fppo import laws, losses, models
 from fppo.advantages import Advantages
 from fppo.assembly.run import assemble
 from fppo.pipeline import Program, estimators, own, stages
-from fppo.rollout import Sampling
+from fppo.rollout import EmbeddedEngine, Sampling
 from fppo.settings.files import SettingsError
 from fppo.steps import Forward, Loop, MicroBatching, SelectiveLoss, adamw, init_state, update_actor, update_critic
 from fppo_kernels import table
@@ -19,6 +19,7 @@ from fppo_kernels.attention.eager import eager
 from fppo_kernels.gae.loop import loop
 from fppo_kernels.record import Kernels
 from tests import tiny, tiny_run
+from tests.models.families import OWN as OTHERS
 
 
 def scalar(log_probs, old_log_probs, advantages, mask):
@@ -55,10 +56,16 @@ ADAMW = adamw(lambda step: 1e-3)
 
 
 def program(
-    loss_fn=losses.ppo_clip, advantage_fn=None, attention=None, optimizer=ADAMW, critic_optimizer=ADAMW, **changes
+    loss_fn=losses.ppo_clip,
+    advantage_fn=None,
+    attention=None,
+    optimizer=ADAMW,
+    critic_optimizer=ADAMW,
+    model=None,
+    **changes,
 ):
     kernels = Kernels.named() if attention is None else attrs.evolve(Kernels.named(), attention=attention)
-    policy = Forward(models.build(tiny.config()), kernels=kernels)
+    policy = Forward(model or models.build(tiny.config()), kernels=kernels)
     return Program(
         rollout=partial(stages.rollout_stage, sampling=Sampling(n=3)),
         score=stages.score_stage,
@@ -113,6 +120,20 @@ def test_all_that_is_wrong_is_said_at_once():
         program(scalar, without_advantages, halved)
     for name in ("loss_fn", "advantage_fn", "attention"):
         assert f"{name}: " in str(caught.value)
+
+
+def test_a_model_that_was_built_and_runs_otherwise_is_refused(monkeypatch):
+    """One that is loaded was looked at as it was; a script may build its own."""
+    wrong = models.build(OTHERS["gpt_neo"])
+    with pytest.raises(ValueError, match="cannot run model type 'gpt_neo': its layers compute attention in code of th"):
+        program(model=wrong)
+    program(model=wrong, check=False)
+    checked = []
+    monkeypatch.setattr(own, "check_engine", checked.append)
+    good = models.build(tiny.config())
+    engine = EmbeddedEngine(model=good, kernels=Kernels.named(), pad_token_id=0)
+    attrs.evolve(program(), rollout=partial(stages.rollout_stage, engine=engine))
+    assert checked == [good]
 
 
 def test_a_swapped_stage_is_looked_at_too():
