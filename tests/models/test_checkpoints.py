@@ -225,6 +225,16 @@ def test_every_problem_is_listed(tmp_path):
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+def test_a_parameter_too_many_is_refused(tmp_path):
+    """Where nothing else is wrong, so that parts could be read."""
+    model, params = make("llama", dtype=FLOATS)
+    models.save(model, params, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors") | {"model.adapter.weight": torch.zeros(2)}
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"unknown \['model\.adapter\.weight'\]"):
+        models.load(tmp_path)
+
+
 def test_a_value_head_of_two_labels_is_refused(tmp_path):
     model, params = make("llama", head="value", dtype=FLOATS)
     models.save(model, params, tmp_path)
