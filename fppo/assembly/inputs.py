@@ -12,7 +12,15 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data
-from fppo.assembly.parts import check_heads, check_length, device_of, kernels_of
+from fppo.assembly.parts import (
+    bare_model,
+    check_attention,
+    check_heads,
+    check_length,
+    device_of,
+    kernels_of,
+    lacks_something,
+)
 from fppo.assembly.program import advantage_of, functions_of, optimizers_of, policy_loss
 from fppo.assembly.rewards import check_scorers, reward_of
 from fppo.assembly.texts import (
@@ -251,6 +259,13 @@ def _check_models(
     if configs is None:
         return
     tried(lambda: data.check_vocabulary(tokenizer, configs))
+    if tried(lambda: lacks_something(settings)):
+        tried(lambda: check_attention(settings, bare_model(settings)))
+        if trained and checks.uses_critic(settings):
+            tried(lambda: check_attention(settings, bare_model(settings, "value")))
+        if "reference" in configs:
+            reference = attrs.evolve(settings, model=attrs.evolve(section, path=section.ref_path))
+            tried(lambda: check_attention(settings, bare_model(reference)))
     for config in configs.values():
         tried(lambda config=config: check_heads(config, mesh))
         tried(lambda config=config: check_length(settings, config))

@@ -104,16 +104,13 @@ def load_models(
             compute_dtype=compute_dtype_of(role.compute_dtype or section.compute_dtype),
             checkpoint_layers=section.checkpoint_layers if recompute is None else recompute,
         )
-    ref_model, ref = None, None
+    ref = None
     if checks.uses_reference(settings):
         dtype = getattr(torch, section.ref_dtype)
         if section.ref_path is None:
-            ref_model, ref = model, tree.map(lambda x: x.to(dtype, copy=True), params)
+            ref = tree.map(lambda x: x.to(dtype, copy=True), params)
         else:
-            ref_model, ref = load(directory_of(section.ref_path, "model.ref_path"), dtype=dtype)
-    for each in (model, critic_model, ref_model):
-        if each is not None:
-            check_attention(settings, each)
+            ref = load(directory_of(section.ref_path, "model.ref_path"), dtype=dtype)[1]
     params, critic, ref = (x and on_device(x, device) for x in (params, critic, ref))
     assert params is not None
     return model, params, critic_model, critic, ref
@@ -167,6 +164,12 @@ def check_length(settings: TrainSettings, config: PreTrainedConfig) -> None:
             f"data.max_prompt_tokens = {prompt} and {name} = {response} allow rows of {prompt + response} "
             f"tokens: {over_long(config, limit)}"
         )
+
+
+def lacks_something(settings: TrainSettings) -> bool:
+    """Whether the attention that the settings name may have not what some model asks of it."""
+    kernel = kernel_table(settings)["attention"].get(settings.model.attention)
+    return kernel is not None and bool(kernel.lacks)
 
 
 def check_attention(settings: TrainSettings, model: Model) -> None:

@@ -17,7 +17,6 @@ from fppo.assembly.inputs import EvalInputs, Inputs, read_eval_inputs, read_inpu
 from fppo.assembly.parts import (
     Offload,
     bare_model,
-    check_attention,
     engine_of,
     forward_micro_batching_of,
     load_models,
@@ -145,7 +144,6 @@ def assemble_evaluation(
     inputs = read_eval_inputs(settings, mesh=mesh, device=device)
     tokenizer, kernels, device, pad = inputs.tokenizer, inputs.kernels, inputs.device, inputs.held_out.pad_token_id
     model = bare_model(settings)
-    check_attention(settings, model)
     with _answering(settings, kernels, model, tokenizer, pad, mesh, Lane(device)) as answering:
         place = torch.device("cpu") if offload_of(settings, "actor") == "all" else device
         evaluation = _evaluation(settings, inputs, answering)

@@ -221,7 +221,8 @@ def test_a_kernel_that_lacks_what_a_model_needs_is_refused_before_any_work(
     needs = frozenset({"sinks"})
     monkeypatch.setattr("fppo.models.attention_needs", lambda model: needs if model.head == sinks_in else frozenset())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    settings = tiny_run.settings(tmp_path, model__attention="varlen", model__compute_dtype=dtype)
+    monkeypatch.setattr(models, "load", lambda *args, **kwargs: pytest.fail("weights were read"))
+    settings = tiny_run.settings(tmp_path, model__attention="varlen", model__compute_dtype=dtype, device="cpu")
     words = rf"attention/varlen has no {missing}, which is needed; there are \['eager'"
     with pytest.raises(ValueError, match=words), assemble(settings):
         pass
