@@ -19,6 +19,7 @@ import pytest
 from fppo.rewards import RewardRunner, inline_reward, weighted_sum
 from fppo.runtime import clock
 from fppo.workers.calls import Patience
+from fppo.workers.runner import FunctionRunner
 from tests.rewards import functions
 from tests.rewards.samples import sample, samples
 
@@ -102,6 +103,10 @@ def test_calls_have_less_time_and_then_none_where_others_of_the_batch_ran_out_of
     for each in (short, shorter):
         each.overdue(1.0)
     assert (short.limit, shorter.limit) == (1.0, 0.5)
+    shared = {"role": "reward", "concurrency": 1, "start_limit": 60.0}
+    for batch_limit, time_limit, expected in ((3.0, 4.0, 6.0), (None, 4.0, 120.0), (None, 20.0, 240.0)):
+        runner = FunctionRunner([], time_limit=time_limit, batch_limit=batch_limit, workers=2, **shared)
+        assert runner.patience() == Patience(time_limit, expected)  # of both processes together
 
 
 @pytest.mark.parametrize("fn", [functions.by_response, functions.batch_lengths])
