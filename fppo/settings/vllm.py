@@ -22,8 +22,8 @@ class VllmSettings:
     """The longest prompt and response together, in tokens; None: the model's own limit."""
     max_rows: int = setting(256, at_least(1))
     """Rows that decode together."""
-    cache_gb: float = setting(1.0, above(0))
-    """Memory for keys and values, in GiB."""
+    cache_gb: float | None = setting(None, above(0))
+    """Memory for keys and values, in GiB; None: of half of what is free beside a trainer, else of all; 1 on a CPU."""
     memory_share: float | None = setting(None, above(0), at_most(1))
     """The share of the device's memory that vLLM may take in all, in place of cache_gb."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = setting(None)

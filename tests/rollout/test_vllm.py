@@ -81,6 +81,7 @@ SECTION = {"rollout.engine": "vllm"}
         ({"rollout.vllm.patience": 3.0}, "rollout.vllm.patience"),
         ({"rollout.vllm.start_patience": 3.0}, "rollout.vllm.start_patience"),
         ({"rollout.vllm.cache_gb": 2.0, "rollout.vllm.memory_share": 0.5}, "rollout.vllm.cache_gb"),
+        ({"rollout.vllm.cache_gb": 0.0}, "rollout.vllm.cache_gb"),
         ({"rollout.vllm.max_model_len": 767}, "rollout.vllm.max_model_len"),  # of 512 + 256
         ({"rollout.engine": "embedded", "rollout.vllm.host": "ray"}, "rollout.vllm.host"),
     ],

@@ -11,10 +11,8 @@ from fppo.rollout.vllm.devices import (
     GIB,
     Memory,
     buffer_bytes,
-    cache_from_free,
     gpus_of,
     memory_keywords,
-    share_of_free,
     visible,
 )
 from fppo.rollout.vllm.host import VllmOptions
@@ -28,38 +26,49 @@ def starts(memory, share):
     return 0 < share <= 1 and memory.free >= math.ceil(memory.total * share)
 
 
-@given(st.lists(MEMORIES, min_size=1, max_size=4), st.floats(1e-3, 200), st.none() | st.floats(1e-3, 1))
-def test_vllm_starts_beside_a_trainer_or_the_setting_is_named(memories, cache_gb, share):
-    options = VllmOptions(cache_gb=cache_gb, memory_share=share)
+CACHES = {"cache_gb": st.none() | st.floats(1e-3, 200), "memory_share": st.none() | st.floats(1e-3, 1)}
+CACHES |= {"sleep": st.booleans(), "alone": st.booleans()}
+
+
+@given(st.lists(MEMORIES, min_size=1, max_size=4), st.fixed_dictionaries(CACHES))
+def test_vllm_starts_beside_a_trainer_or_the_setting_is_named(memories, given):
+    cache_gb, share, alone = given["cache_gb"], given["memory_share"], given["alone"]
+    options = VllmOptions(cache_gb=cache_gb, memory_share=share, sleep=given["sleep"])
     name = "cache_gb" if share is None else "memory_share"
-    if any((int(cache_gb * GIB) >= x.free if share is None else not starts(x, share)) for x in memories):
+    cache = 0 if cache_gb is None else int(cache_gb * GIB)
+    if any((cache >= x.free if share is None else not starts(x, share)) for x in memories):
         with pytest.raises(ValueError, match=f"^{name} = {getattr(options, name)}: "):
-            memory_keywords(options, memories)
+            memory_keywords(options, memories, alone=alone)
         return
-    keywords = memory_keywords(options, memories)
+    keywords = memory_keywords(options, memories, alone=alone)
     assert all(starts(x, keywords["gpu_memory_utilization"]) for x in memories)
-    assert keywords.get("kv_cache_memory_bytes") == (int(cache_gb * GIB) if share is None else None)
+    if share is not None:
+        assert keywords == {"gpu_memory_utilization": share}
+    elif cache_gb is not None:
+        assert keywords["kv_cache_memory_bytes"] == cache
+    elif not alone and not given["sleep"]:  # the trainer's updates have the other half
+        assert all(keywords["gpu_memory_utilization"] * x.total <= x.free / 2 for x in memories)
 
 
 def test_beside_a_trainer_that_holds_a_third_vllm_gets_what_is_free():
-    keywords = memory_keywords(VllmOptions(), [Memory(53 * GIB, 80 * GIB)])
-    assert keywords["gpu_memory_utilization"] == pytest.approx(0.95 * 53 / 80)  # vLLM's own default, 0.92, is refused
-    assert not starts(Memory(53 * GIB, 80 * GIB), 0.92)
+    third = [Memory(53 * GIB, 80 * GIB)]
+    free = 0.95 * 53 / 80
+    assert not starts(third[0], 0.92)  # vLLM's own default is refused
+    given = memory_keywords(VllmOptions(cache_gb=2), third, alone=False)
+    assert given == {"kv_cache_memory_bytes": 2 * GIB, "gpu_memory_utilization": pytest.approx(free)}
+    beside, asleep, alone = (
+        memory_keywords(VllmOptions(sleep=sleep), third, alone=alone)["gpu_memory_utilization"]
+        for sleep, alone in ((False, False), (True, False), (False, True))
+    )
+    assert (beside, asleep, alone) == (pytest.approx(free / 2), pytest.approx(free), pytest.approx(free))
     with pytest.raises(ValueError, match=r"memory_share = 0.9: 53.0 of the GPU's 80.0 GiB are free; give at most 0.66"):
-        memory_keywords(VllmOptions(memory_share=0.9), [Memory(53 * GIB, 80 * GIB)])
+        memory_keywords(VllmOptions(memory_share=0.9), third, alone=False)
 
 
 def test_a_cpu_is_told_the_size_of_the_cache_alone():
-    assert memory_keywords(VllmOptions(cache_gb=0.5), []) == {"kv_cache_memory_bytes": GIB // 2}
-    assert memory_keywords(VllmOptions(memory_share=0.5), []) == {"gpu_memory_utilization": 0.5}
-
-
-@given(MEMORIES, st.integers(0, 100 * GIB), st.integers(0, GIB))
-def test_weights_and_cache_fit_what_is_free(memory, weights, more):
-    alone, beside = (cache_from_free(memory, weights, alone=alone) for alone in (True, False))
-    assert 0 <= beside <= alone
-    assert not alone or weights + alone <= memory.free
-    assert cache_from_free(memory, weights + more, alone=True) <= alone
+    assert memory_keywords(VllmOptions(), [], alone=True) == {"kv_cache_memory_bytes": GIB}
+    assert memory_keywords(VllmOptions(cache_gb=0.5), [], alone=True) == {"kv_cache_memory_bytes": GIB // 2}
+    assert memory_keywords(VllmOptions(memory_share=0.5), [], alone=True) == {"gpu_memory_utilization": 0.5}
 
 
 SIZES = {"own": st.none() | st.integers(0, 7), "count": st.integers(1, 16), "engines": st.integers(1, 8)}
@@ -90,11 +99,12 @@ def test_each_engine_has_gpus_that_are_there_and_no_two_share_what_they_cannot(s
             _ = [gpus_of(options, own=x, count=count, engine=i, engines=engines) for i, x in enumerate(owns)]
         return
     chosen = [gpus_of(options, own=x, count=count, engine=i, engines=engines) for i, x in enumerate(owns)]
-    used = [gpu for gpus in chosen for gpu in gpus]
+    used = [gpu for gpus, _ in chosen for gpu in gpus]
+    assert [alone for _, alone in chosen] == [not {*gpus} & {*owns} for gpus, _ in chosen]
     assert len(set(used)) == len(used) == engines * each  # no collision
     assert set(used) <= set(range(count))
     if transport == "nccl":
-        assert not any(own in gpus for own, gpus in zip(owns, chosen, strict=True))
+        assert not any(own in gpus for own, (gpus, _) in zip(owns, chosen, strict=True))
     if devices:
         assert tuple(used) == devices
     elif each == 1 and transport != "nccl" and owns[0] is not None:
@@ -141,7 +151,3 @@ def test_the_largest_tensor_fits_a_transfers_buffer(bucket, tensors):
     size = buffer_bytes(bucket, tensors)
     assert all(x <= size for x in (bucket, *tensors))
     assert size in (bucket, *tensors)
-
-
-def test_a_share_is_of_what_is_free():
-    assert share_of_free(Memory(40, 80)) == pytest.approx(0.475)

@@ -410,7 +410,7 @@ def test_a_process_beside_a_rank_is_on_that_ranks_gpu(visible, initialized, opti
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    results = process._environment(VllmOptions(host="process", **options))
+    results = process._environment(process._gpus(VllmOptions(host="process", **options)))
     assert results.get("CUDA_VISIBLE_DEVICES") == expected
     assert "LOCAL_RANK" not in results
 

@@ -10,8 +10,14 @@ from fppo.rollout.vllm.host import VllmOptions
 
 GIB = 1 << 30
 _KEPT_FREE = 0.05  # of what is free before vLLM starts: its workers make contexts, and NCCL buffers, before they look
-_BESIDE = 0.5  # of the rest a cache takes that stays beside a trainer, whose updates need the other half
-_ALONE = 0.9
+_BESIDE = 0.5  # of the rest, for a vLLM that stays beside a trainer
+
+
+class Gpus(NamedTuple):
+    """The GPUs that an engine runs on, and whether no rank trains on any of them."""
+
+    numbers: tuple[int, ...]
+    alone: bool
 
 
 class Memory(NamedTuple):
@@ -21,7 +27,7 @@ class Memory(NamedTuple):
     total: int
 
 
-def gpus_of(options: VllmOptions, *, own: int | None, count: int, engine: int = 0, engines: int = 1) -> tuple[int, ...]:
+def gpus_of(options: VllmOptions, *, own: int | None, count: int, engine: int = 0, engines: int = 1) -> Gpus:
     """The GPUs of one of the engines that a machine's ranks start, each its own, as this process counts its `count`.
 
     `own` is the one it trains on. An engine without `devices` shares that; where it cannot, because NCCL joins no two
@@ -39,7 +45,7 @@ def gpus_of(options: VllmOptions, *, own: int | None, count: int, engine: int = 
             f"transport = 'ipc': it is between processes of one GPU, and of {list(chosen)}, vLLM's, not all train a "
             "rank; give transport = 'nccl' or 'auto'"
         )
-    return chosen
+    return Gpus(chosen, trainers.isdisjoint(chosen))
 
 
 def _unnamed(options: VllmOptions, own: int | None, spare: list[int], engine: int, engines: int) -> tuple[int, ...]:
@@ -84,35 +90,36 @@ def visible(gpus: Sequence[int], now: str | None) -> str:
     return ",".join(str(gpu) if names is None else names[gpu].strip() for gpu in gpus)
 
 
-def memory_keywords(options: VllmOptions, memories: Sequence[Memory]) -> dict[str, Any]:
+def memory_keywords(options: VllmOptions, memories: Sequence[Memory], *, alone: bool) -> dict[str, Any]:
     """vLLM's keywords for its memory on these GPUs; on none, those of a CPU.
 
-    At its start vLLM asks of each that `ceil(gpu_memory_utilization * total)` is free, 0.92 of all unless it is told
+    Where neither the cache's size nor a share is given, vLLM gets nearly all that is free if it is `alone` there, or
+    sleeps while the trainer works, else half: updates need the rest.
+
+    At its start vLLM asks of each GPU that `ceil(gpu_memory_utilization * total)` is free, 0.92 of all unless told
     otherwise, also where the size of its cache is given. Raises ValueError for settings that ask for more than is free.
     """
-    cache, share = int(options.cache_gb * GIB), options.memory_share
+    share = options.memory_share
+    cache = None if options.cache_gb is None else int(options.cache_gb * GIB)
     for free, total in memories:
         there = f"{free / GIB:.1f} of the GPU's {total / GIB:.1f} GiB are free"
-        if share is None and cache >= free:
-            raise ValueError(f"cache_gb = {options.cache_gb}: {there}; give less")
         if share is not None and math.ceil(share * total) > free:
             raise ValueError(f"memory_share = {share}: {there}; give at most {math.floor(100 * free / total) / 100}")
+        if share is None and cache is not None and cache >= free:
+            raise ValueError(f"cache_gb = {options.cache_gb}: {there}; give less")
     if share is not None:
         return {"gpu_memory_utilization": share}
-    check = {"gpu_memory_utilization": min(map(share_of_free, memories))} if memories else {}
-    return {"kv_cache_memory_bytes": cache, **check}
+    if not memories:
+        return {"kv_cache_memory_bytes": GIB if cache is None else cache}
+    free = min(map(share_of_free, memories))
+    if cache is not None:
+        return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": free}
+    return {"gpu_memory_utilization": free if alone or options.sleep else free * _BESIDE}
 
 
 def share_of_free(memory: Memory) -> float:
     """Of all memory the share that vLLM may take of what is free now."""
     return (1 - _KEPT_FREE) * memory.free / memory.total
-
-
-def cache_from_free(memory: Memory, weights: int, *, alone: bool) -> int:
-    """Bytes for keys and values of a vLLM whose weights take so many bytes of this GPU: of what they leave of the free
-    memory nearly all if it is `alone`, on a GPU that no rank trains on or while the trainer sleeps, else half.
-    """
-    return max(int((share_of_free(memory) * memory.total - weights) * (_ALONE if alone else _BESIDE)), 0)
 
 
 def buffer_bytes(bucket: int, tensors: Sequence[int]) -> int:

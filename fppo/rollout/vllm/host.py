@@ -64,8 +64,8 @@ class VllmOptions:
     """The longest prompt and response together, in tokens; None: the model's own limit."""
     max_rows: int = attrs.field(default=256, validator=_count(1))
     """Rows that decode together."""
-    cache_gb: float = attrs.field(default=1.0, validator=_positive)
-    """Memory for keys and values, in GiB."""
+    cache_gb: float | None = attrs.field(default=None, validator=_positive)
+    """Memory for keys and values, in GiB; None: on a GPU what `devices.memory_keywords` says, on a CPU 1."""
     memory_share: float | None = attrs.field(default=None, validator=_share)
     """The share of the device's memory that vLLM may take in all, in place of cache_gb."""
     dtype: str | None = None

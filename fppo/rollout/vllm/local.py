@@ -31,9 +31,12 @@ _ENVIRONMENT = {
 
 
 class LocalHost:
-    """vLLM inside this process. `path` is a directory with the model's config, all it needs beside the weights."""
+    """vLLM inside this process. `path` is a directory with the model's config, all it needs beside the weights; it is
+    `alone` if nobody trains on its GPUs."""
 
-    def __init__(self, path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bool) -> None:
+    def __init__(
+        self, path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bool, alone: bool = False
+    ) -> None:
         check_installed()
         if dist.is_available() and dist.is_initialized():
             raise ValueError(
@@ -45,7 +48,8 @@ class LocalHost:
                 f'host = "local": vLLM would take cuda:0, and this process is on cuda:{gpu}; give host = "process"'
             )
         _set_environment(options)
-        self._llm: Any = _start(path, options, dtype=dtype, trust_remote_code=trust_remote_code)
+        memory = memory_keywords(options, _memories(options.tensor_parallel), alone=alone)
+        self._llm: Any = _start(path, options, memory, dtype=dtype, trust_remote_code=trust_remote_code)
         self._memory = SharedMemory.make() if options.tensor_parallel > 1 else None
         self.limit = int(self._llm.llm_engine.model_config.max_model_len)
 
@@ -236,7 +240,7 @@ def _as_sync_error() -> Iterator[None]:
         raise SyncError(f"vLLM could not load the weights: {type(error).__name__}: {error}") from error
 
 
-def _start(path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bool) -> Any:
+def _start(path: str, options: VllmOptions, memory: Mapping[str, Any], *, dtype: str, trust_remote_code: bool) -> Any:
     """A `vllm.LLM` whose weights are still to come."""
     from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -257,7 +261,7 @@ def _start(path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bo
         "async_scheduling": False,  # draws count the tokens so far, which must all be known
         "logits_processors": [worker.KeyedDraws],
         "worker_extension_cls": f"{worker.__name__}.{worker.Extension.__name__}",
-        **memory_keywords(options, _memories(options.tensor_parallel)),
+        **memory,
         **({} if options.transport == "auto" else {"weight_transfer_config": {"backend": options.transport}}),
         **options.extra,
     }
@@ -290,9 +294,11 @@ def _memories(count: int) -> list[Memory]:
 def _why(error: Exception, options: VllmOptions) -> str:
     text = str(error)
     if "memory" in text.lower() or "KV cache" in text:
-        memory = f"cache_gb = {options.cache_gb}, in place of vLLM's gpu_memory_utilization"
+        memory = "neither cache_gb nor memory_share, so vLLM takes of what is free"
         if options.memory_share is not None:
             memory = f"memory_share = {options.memory_share}, vLLM's gpu_memory_utilization"
+        elif options.cache_gb is not None:
+            memory = f"cache_gb = {options.cache_gb}, in place of vLLM's gpu_memory_utilization"
         rest = f"max_model_len = {options.max_model_len}, max_rows = {options.max_rows}"
         return f"{text} (settings: {memory}, {rest})"
     if "max_model_len" in text or "max_position_embeddings" in text:

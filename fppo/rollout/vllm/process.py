@@ -22,7 +22,7 @@ from torch import Tensor
 from fppo.rollout.shared_memory import Place as Bytes
 from fppo.rollout.shared_memory import SharedMemory, current_device
 from fppo.rollout.sync import How, SyncError
-from fppo.rollout.vllm.devices import gpus_of, visible
+from fppo.rollout.vllm.devices import Gpus, gpus_of, visible
 from fppo.rollout.vllm.host import (
     NOT_FOR_VLLM,
     Answer,
@@ -50,7 +50,7 @@ class ProcessHost:
 
     def __init__(self, path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bool) -> None:
         check_installed()
-        self._options = options
+        self._options, gpus = options, _gpus(options)
         self._memory = SharedMemory.make()
         ours, theirs = Pipe()
         paths = [os.getcwd() if entry == "" else entry for entry in sys.path]
@@ -61,12 +61,13 @@ class ProcessHost:
             stdout=2,
             pass_fds=(theirs.fileno(), self._memory.file),
             start_new_session=True,
-            env=_environment(options),
+            env=_environment(gpus),
         )
         theirs.close()
         self._finalizer = weakref.finalize(self, _end, self._process, ours)
         try:
-            asked = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+            alone = gpus is None or gpus.alone
+            asked = {"dtype": dtype, "trust_remote_code": trust_remote_code, "alone": alone}
             self.limit = int(self._ask("start", path, options, asked, wait="start_patience"))
         except BaseException:
             self.close()
@@ -162,20 +163,20 @@ class ProcessHost:
         return EngineDied(f"the process of vLLM ended {reason}{hint}")
 
 
-def _environment(options: VllmOptions) -> dict[str, str]:
-    """The process's environment, in which it sees its own GPUs alone. Raises ValueError if there are too few."""
+def _gpus(options: VllmOptions) -> Gpus | None:
+    """Those the process is to run on; None: it may see what this one does. Raises ValueError if there are too few."""
+    on_gpu, place = torch.cuda.is_initialized(), Place.of_environment()
+    if not (on_gpu or options.devices):
+        return None
+    own, count = torch.cuda.current_device() if on_gpu else None, torch.cuda.device_count()
+    return gpus_of(options, own=own, count=count, engine=place.local_rank, engines=place.local_world)
+
+
+def _environment(gpus: Gpus | None) -> dict[str, str]:
+    """The process's environment, in which it sees its own GPUs alone."""
     variables = {name: value for name, value in os.environ.items() if name not in NOT_FOR_VLLM}
-    on_gpu = torch.cuda.is_initialized()
-    if on_gpu or options.devices:
-        place = Place.of_environment()
-        gpus = gpus_of(
-            options,
-            own=torch.cuda.current_device() if on_gpu else None,
-            count=torch.cuda.device_count(),
-            engine=place.local_rank,
-            engines=place.local_world,
-        )
-        variables["CUDA_VISIBLE_DEVICES"] = visible(gpus, variables.get("CUDA_VISIBLE_DEVICES"))
+    if gpus is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = visible(gpus.numbers, variables.get("CUDA_VISIBLE_DEVICES"))
     return variables
 
 
