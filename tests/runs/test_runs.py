@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fppo import batch as batches
 from fppo import losses, models, tree
+from fppo.assembly.run import assemble
 from fppo.commands import actions
 from fppo.runs import jsonl, session
 from fppo.runtime import checkpoint
@@ -121,6 +122,15 @@ def test_where_a_run_stands_is_read_once_nobody_else_writes(task, tmp_path, monk
     monkeypatch.setattr(session, "restore", restore)
     _run(task, tmp_path, "run", steps=1)
     assert seen == ["restored"]
+
+
+def test_a_run_that_goes_on_holds_its_state_once(task, tmp_path):
+    _, path = _run(task, tmp_path, "run", steps=1)
+    with assemble(tiny_run.settings(task, output_dir=str(path), steps=2)) as assembly:
+        places = [x.data_ptr() for x in tree.tensors(assembly.run)]
+        run = session.restore(tiny_run.settings(task, output_dir=str(path), steps=2), assembly)
+        assert run.step == 1
+        assert [x.data_ptr() for x in tree.tensors(run)] == places
 
 
 def test_what_a_run_saved_stays_as_it_is_when_steps_are_computed_again(task, tmp_path):
