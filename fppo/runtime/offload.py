@@ -85,7 +85,9 @@ class Lane:
         return finish
 
     def _let_go(self) -> None:
-        self._under_way = {n: kept for n, kept in self._under_way.items() if not kept[0].query()}
+        for number, (done, _) in list(self._under_way.items()):  # a thread that samples ahead may add some meanwhile
+            if done.query():
+                self._under_way.pop(number, None)
 
 
 class OnHost(NamedTuple):

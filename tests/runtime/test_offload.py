@@ -513,6 +513,20 @@ def test_streams_are_waited_for_and_then_hold_nothing(donate, monkeypatch):
         assert all(event.waited for stream in lane._streams for event in stream.events)
 
 
+def test_what_another_thread_begins_to_copy_is_kept_until_it_is_done():
+    """A stand-in for an event, in whose query the other thread is at work."""
+    lane = Lane(CPU)
+
+    class Event:
+        def query(self):
+            lane._under_way[1] = (Event(), (torch.ones(1),))
+            return True
+
+    lane._under_way[0] = (Event(), (torch.zeros(1),))
+    lane._let_go()
+    assert list(lane._under_way) == [1]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_bits_are_those_without_and_the_peak_is_what_was_promised():
     lane = Lane(torch.device("cuda"))
