@@ -181,7 +181,7 @@ def _rollout(rest: Sequence[str]) -> int | None:
     settings = files.load(*_file_and_overrides(own, "rollout"), prog=usage, look=partial(_look, processes))
     from fppo.commands import actions, distributed
 
-    return distributed.run(actions.rollout, settings, ["rollout", *own], *processes)
+    return distributed.run(actions.rollout, settings, ["rollout", *own], *processes, trains=False)
 
 
 def _eval(rest: Sequence[str]) -> int | None:
@@ -203,7 +203,7 @@ def _eval(rest: Sequence[str]) -> int | None:
         settings = attrs.evolve(settings, mesh=MeshSettings())  # any mesh reads what another one wrote
     from fppo.commands import actions, distributed
 
-    return distributed.run(actions.evaluate, settings, ["eval", *own], *processes)
+    return distributed.run(actions.evaluate, settings, ["eval", *own], *processes, trains=False)
 
 
 def _replay(rest: Sequence[str]) -> int | None:

@@ -21,11 +21,13 @@ def run(
     arguments: Sequence[str],
     nproc: int | None = None,
     max_restarts: int = 0,
+    *,
+    trains: bool = True,
 ) -> int:
     """The exit status of `command` on the processes that torchrun started, or on those that are started here.
 
     `arguments` are those for the processes it starts: `nproc`, or as many as the mesh of the settings needs. The
-    settings that `command` gets name every axis.
+    settings that `command` gets name every axis. One that does not train samples nothing ahead.
     Raises SettingsError if the mesh does not fit the number of processes.
     """
     place = Place.of_environment()
@@ -42,7 +44,8 @@ def run(
             torch.cuda.set_device(device_of(settings))  # what names no GPU, as a kernel's launch, is to be on it too
         return command(settings, ALONE)
     device = device_of(settings)
-    check_devices(settings.rollout.ahead, world, device)
+    ahead = settings.rollout.ahead if trains else 0
+    check_devices(ahead, world, device)
     if device.type == "cuda" and device.index is not None:
         raise ValueError(f"device = {settings.device!r}: {world} processes train on a GPU each; give cuda")
     if not place.started:
@@ -52,8 +55,7 @@ def run(
     if device.type == "cuda":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
-    ahead = settings.rollout.ahead > 0
     sharding = sharding_of(settings)
-    with launch.joined(sizes, place, device, timeout=mesh.timeout, sharding=sharding, twin=ahead) as joined:
+    with launch.joined(sizes, place, device, timeout=mesh.timeout, sharding=sharding, twin=ahead > 0) as joined:
         own, watch, sampling = joined
         return command(settings, Here(own, device, watch, sampling))

@@ -18,11 +18,11 @@ def run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: log.append(torch.device(device)))
     monkeypatch.setattr(launch, "start", lambda arguments, ranks, max_restarts: log.append(ranks) or 0)
 
-    def run(nproc=1, **changes):
+    def run(nproc=1, trains=True, **changes):
         log.clear()
         start = files.from_dict({"model": {"path": "m"}, "data": {"path": ["d"]}, "output_dir": "o"})
         settings = files.replace(start, {name.replace("__", "."): value for name, value in changes.items()})
-        distributed.run(lambda settings, here: log.append("run") or 0, settings, [], nproc)
+        distributed.run(lambda settings, here: log.append("run") or 0, settings, [], nproc, trains=trains)
         return log
 
     return run
@@ -45,4 +45,5 @@ def test_sampling_ahead_on_several_gpus_is_refused_by_name_and_number(run):
     with pytest.raises(ValueError, match=r"rollout.ahead = 2 on 3 GPUs: .* give rollout.ahead = 0, or one GPU"):
         run(3, device="cuda", rollout__ahead=2)
     assert run(3, device="cpu", rollout__ahead=2) == [3]
-    assert run(1, device="cuda", rollout__ahead=2) == ["run"]
+    assert run(1, device="cuda", rollout__ahead=2) == run(1, device="cpu") == ["run"]
+    assert run(3, trains=False, device="cuda", rollout__ahead=2) == [3]  # an evaluation of such a run
