@@ -221,7 +221,8 @@ def engine_of(
     idle = settings.rollout.from_ is not None and not has_held_out(settings)  # nothing is ever asked of it
     if settings.rollout.engine == "embedded" or idle:
         check_engine(model)
-        bound = settings.rollout.cache_gb and round(settings.rollout.cache_gb * 2**30)
+        size = settings.rollout.cache_gb
+        bound = None if size is None else round(size * 2**30)
         embedded = EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad_token_id, cache_bytes=bound, mesh=mesh)
         yield spread(embedded)
         return

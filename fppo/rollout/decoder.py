@@ -144,9 +144,10 @@ def _products(modules: Sequence[nn.Linear], joined: bool) -> list[_Product]:
     """Of modules with one input, side by side."""
     if not joined:
         return [_product(module) for module in modules]
-    biases = [module.bias for module in modules if module.bias is not None]
+    weights: list[Tensor] = [module.weight for module in modules]
+    biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]
     assert len(biases) in (0, len(modules))
-    return [(torch.cat([module.weight for module in modules]), torch.cat(biases) if biases else None)]
+    return [(torch.cat(weights), torch.cat(biases) if biases else None)]
 
 
 def _linear(x: Tensor, products: Sequence[_Product]) -> Tensor:

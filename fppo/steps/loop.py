@@ -177,7 +177,7 @@ def _gradients(
             for place in range(len(total)):
                 leaves[place] = total[place] = total[place] + leaves[place]
         else:  # the memory of the sums is this function's own by now
-            torch._foreach_add_(total, leaves)
+            torch._foreach_add_(total, leaves)  # pyright: ignore[reportPrivateImportUsage]
         del leaves
         reports.append(report)
     grads: Any = pytree.tree_unflatten(total, structure) if structure is not None else {}
