@@ -6,6 +6,7 @@ import torch
 
 from fppo import metrics, tree
 from fppo.assembly.run import assemble
+from fppo.pipeline import gap
 from fppo.pipeline.train import iterate
 from fppo.runs import session
 from fppo.runtime import fsdp
@@ -57,6 +58,7 @@ def numbers(report):
         ({"replicate": 2, "shard": 2}, {"algorithm__advantage": "grpo", "rollout__n": 2, "actor__kl_coef": 0.1}),
         ({"shard": 2, "sequence": 2}, {"mesh__stage": 2}),
         ({"sequence": 2}, {"algorithm__advantage": "remax"}),
+        ({"shard": 2}, {"algorithm__old_log_probs": "auto"}),
         ({"shard": 4}, {"mesh__stage": 1, "actor__loss__name": "clip_cov"}),
         (
             {"shard": 3},
@@ -72,8 +74,9 @@ def numbers(report):
         ),
     ],
 )
-def test_steps_on_a_mesh_are_those_of_one_process(tmp_path, axes, changes):
+def test_steps_on_a_mesh_are_those_of_one_process(tmp_path, axes, changes, monkeypatch):
     """Rollouts, rewards, log-probs and updates are spread; tokens, advantages, states and metrics are the same."""
+    monkeypatch.setattr(gap, "WHOLE_STEPS", 1)
     tiny_run.write_task(tmp_path)
     settings = tiny_run.settings(tmp_path, **changes)
     (expected, held_out) = steps(settings, LOCAL, 2)
