@@ -17,7 +17,8 @@ class KeepDouble(TorchFunctionMode):
     """Inside this context a float64 tensor asked to become float32 stays float64.
 
     transformers' norms and softmax go through float32 whatever the parameters are, which would round a float64 pass to
-    float32's precision; float64 is for checks of invariance, where that matters.
+    float32's precision; float64 is for checks of invariance, where that matters. torch's product of experts knows no
+    float64: it is computed expert by expert.
     """
 
     def __torch_function__(
@@ -27,7 +28,17 @@ class KeepDouble(TorchFunctionMode):
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
-            if func is Tensor.to or func in _SOFTMAX:
+            if func is torch._grouped_mm:  # pyright: ignore[reportPrivateImportUsage]
+                return _grouped_product(*args, **kwargs)
+            if func in (Tensor.to, Tensor.type) or func in _SOFTMAX:
                 args = tuple(torch.float64 if x is torch.float32 else x for x in args)
                 kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def _grouped_product(x: Tensor, weights: Tensor, *, offs: Tensor, **_: None) -> Tensor:
+    """torch's grouped_mm of `x` [M, K] and `weights` [E, K, N]: rows up to each of `offs` [E] by their expert's; those
+    beyond, which are no expert's, give zeros."""
+    ends = offs.tolist()
+    products = [x[start:end] @ w for start, end, w in zip([0, *ends[:-1]], ends, weights, strict=True)]
+    return torch.cat([*products, x.new_zeros(len(x) - ends[-1], weights.shape[-1])])

@@ -137,7 +137,6 @@ OWN: dict[str, PreTrainedConfig] = {
 def make(name: str, *, head: HeadKind = "lm", dtype: torch.dtype = torch.float64, **changes) -> tuple[Model, Params]:
     """The model with random parameters, large enough that attention patterns matter."""
     model = models.build(CONFIGS[name], head, **changes)
-    model.skeleton.config._experts_implementation = "eager"  # the default knows no float64
     generator = Key(5).fold(name).generator()
 
     def spread(x: torch.Tensor) -> torch.Tensor:
