@@ -5,6 +5,8 @@ The ranks are those of a mesh simulated in this process, so the law needs no lau
 
 from __future__ import annotations
 
+import functools
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,7 +29,8 @@ if TYPE_CHECKING:  # a model needs transformers; the other laws do without it
 
 SIZES = ((1, 1), (2, 2), (3, 3), (6, 4))
 MINI = 4  # rows of a mini-batch, at most
-AXES = ("replicate", "shard", "sequence")
+AXES = ("replicate", "shard", "sequence", "tensor")
+HEADS = 4
 SHARDINGS = (3, 2, 1, None)  # stages; None: whole parameters on every rank
 TOLERANCE = 1e-10
 
@@ -57,15 +60,18 @@ Run = Callable[[Example, Layout, int], list[_Outcome]]
 
 
 def meshes(max_ranks: int) -> list[dict[str, int]]:
-    """All meshes of replicate, shard and sequence axes of 1, 2 or 4 ranks that have at most `max_ranks`, and more
-    than one; the small ones first."""
-    sizes = sorted(product((1, 2, 4), repeat=3), key=lambda sizes: (sizes[0] * sizes[1] * sizes[2], sizes[::-1]))
+    """All meshes of axes of 1, 2 or 4 ranks that have at most `max_ranks`, and more than one; the small ones first.
+
+    The sequence and tensor axes divide the heads between them.
+    """
+    sizes = sorted(product((1, 2, 4), repeat=len(AXES)), key=lambda sizes: (math.prod(sizes), sizes[::-1]))
     every: list[dict[str, int]] = [dict(zip(AXES, counts, strict=True)) for counts in sizes]
-    return [axes for axes in every if 1 < _ranks(axes) <= max_ranks]
+    fitting = [axes for axes in every if HEADS % (axes["sequence"] * axes["tensor"]) == 0]
+    return [axes for axes in fitting if 1 < _ranks(axes) <= max_ranks]
 
 
 def _ranks(axes: Mapping[str, int]) -> int:
-    return axes["replicate"] * axes["shard"] * axes["sequence"]
+    return math.prod(axes.values())
 
 
 def _models(head: HeadKind) -> list[tuple[Any, dict[str, Tensor]]]:
@@ -78,9 +84,9 @@ def _models(head: HeadKind) -> list[tuple[Any, dict[str, Tensor]]]:
     shared: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 16,
-        "intermediate_size": 10,
+        "intermediate_size": 12,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+        "num_attention_heads": HEADS,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
         "initializer_range": 0.3,  # so that probabilities are far from uniform
@@ -100,7 +106,7 @@ def _runner(update: Callable[..., Any], head: HeadKind) -> Run:
 
     With beta_1 = 0 the first moment is the gradient; with eps = 1 the step is smooth where a gradient is near 0.
     """
-    from fppo.runtime import fsdp
+    from fppo import models
     from fppo.runtime.mesh import Mesh, Sharding
     from fppo.runtime.simulate import simulate
     from fppo.steps.forward import Forward
@@ -112,9 +118,15 @@ def _runner(update: Callable[..., Any], head: HeadKind) -> Run:
     built = _models(head)
     optimizer = adamw(lambda step: 0.1, betas=(0.0, 0.9), eps=1.0, max_grad_norm=1.0)
 
+    @functools.cache
+    def cut_model(number: int, ranks: int) -> models.Narrowed:
+        return models.narrowed(built[number][0], ranks)
+
     def on_rank(example: Example, layout: Layout, number: int, mesh: Mesh) -> _Outcome:
         model, params = built[number]
         model = attrs.evolve(model, checkpoint_layers=layout.checkpoint_layers)
+        if layout.axes["tensor"] > 1:  # the model is cut once, and not by every rank of every run
+            model = attrs.evolve(cut_model(number, layout.axes["tensor"]), model=model).on(mesh["tensor"])
         mesh = attrs.evolve(mesh, sharding=None if layout.stage is None else Sharding(stage=layout.stage))
         loop = Loop(
             mini_batch_size=min(MINI, len(example.mask)),
@@ -123,16 +135,18 @@ def _runner(update: Callable[..., Any], head: HeadKind) -> Run:
             horizon=HORIZON if example.mode == "seq-mean-token-sum-norm" else None,
         )
         state, metrics = update(
-            init_state(fsdp.shard(params, mesh), optimizer),
+            init_state(models.own_params(model, params, mesh), optimizer),
             _batch(example),
             forward=Forward(model, mesh=mesh, remove_padding=layout.remove_padding),
             loop=loop,
             optimizer=optimizer,
         )
-        grads, params = (fsdp.gather(x, model.shapes, mesh) for x in (state.opt.mu, state.params))
+        grads, params = (models.whole_params(model, x, mesh) for x in (state.opt.mu, state.params))
         return _Outcome(grads, params, metrics)
 
     def run(example: Example, layout: Layout, number: int) -> list[_Outcome]:
+        if layout.axes["tensor"] > 1:
+            cut_model(number, layout.axes["tensor"])  # before there are threads
         return simulate(layout.axes, partial(on_rank, example, layout, number))
 
     return run
@@ -145,7 +159,7 @@ def _draw(
     example: Example,
     generator: torch.Generator,
 ) -> Layout:
-    """A split into micro-batches, and packed rows or, without a sequence axis, any."""
+    """A split into micro-batches, and packed rows or, where no axis cuts them, any."""
 
     def draw(count: int) -> int:
         return int(torch.randint(count, (), generator=generator))
@@ -158,7 +172,7 @@ def _draw(
         checkpoint_layers=checkpoint_layers,
         size=None if budget else 1 + draw(2),
         token_budget=1 + draw(max(int(tokens), 1)) if budget else None,
-        remove_padding=axes["sequence"] > 1 or draw(2) == 1,
+        remove_padding=axes["sequence"] * axes["tensor"] > 1 or draw(2) == 1,
     )
 
 
@@ -175,7 +189,7 @@ def _turns(layouts: Sequence[tuple[Mapping[str, int], int | None, bool]], each: 
 
 
 def _one_process(run: Run, example: Example, number: int) -> _Outcome:
-    axes = {"replicate": 1, "shard": 1, "sequence": 1}
+    axes: dict[str, int] = dict.fromkeys(AXES, 1)
     return run(example, Layout(axes, size=len(example.mask)), number)[0]
 
 
@@ -226,7 +240,7 @@ def check_layout_fn(
 ) -> None:
     """Put a whole update through the laws of layouts: `laws.check_layout_fn(update_critic, head="value")`.
 
-    `update` is as in `check_update_fn`, on any mesh: replicate, shard and sequence axes of 1, 2 and 4 ranks,
+    `update` is as in `check_update_fn`, on any mesh: replicate, shard, sequence and tensor axes of 1, 2 and 4 ranks,
     `max_ranks` at most, with whole parameters or sharded ones of every stage, the layers recomputed or not. All ranks
     have all rows, ragged ones, which the update shares out, to some ranks none, and cuts into micro-batches anyhow. In
     every weight mode of `modes` the gradient tree, the new state and the metrics on every rank must be those of one

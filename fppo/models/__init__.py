@@ -4,6 +4,7 @@ from fppo.models.heads import Head, output_head
 from fppo.models.init import as_critic, init_params
 from fppo.models.load import load
 from fppo.models.model import Model, attention_needs, build, longest_row, packed_attention, padded_attention
+from fppo.models.place import Narrowed, check_placed, narrowed, own_params, place, whole_params
 from fppo.models.probe import check_model
 from fppo.models.run import bind, call_layer, forward, hidden_states
 from fppo.models.save import save, save_config
@@ -12,21 +13,27 @@ from fppo.runtime.exports import check_replaceable
 __all__ = [
     "Head",
     "Model",
+    "Narrowed",
     "as_critic",
     "attention_needs",
     "bind",
     "build",
     "call_layer",
     "check_model",
+    "check_placed",
     "check_replaceable",
     "forward",
     "hidden_states",
     "init_params",
     "load",
     "longest_row",
+    "narrowed",
     "output_head",
+    "own_params",
     "packed_attention",
     "padded_attention",
+    "place",
     "save",
     "save_config",
+    "whole_params",
 ]

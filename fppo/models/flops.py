@@ -80,7 +80,7 @@ def _layer_weights(model: Model) -> float:
     active = getattr(config, "num_experts_per_tok", None) or experts
     starts = tuple(f"{model.prefix}{layer}." for layer in model.layers)
     total = 0.0
-    for name, shape in model.shapes.items():
+    for name, shape in model.whole_shapes.items():
         if name.startswith(starts) and len(shape) > 1 and not name.endswith("bias"):
             routed = len(shape) == 3 and shape[0] == experts
             total += shape.numel() * (active / experts if routed else 1.0)
@@ -89,7 +89,7 @@ def _layer_weights(model: Model) -> float:
 
 def _head_weights(model: Model) -> int:
     name = SCORE_WEIGHT if model.head == "value" else embedding_name(model)  # the vocabulary head has that shape too
-    return model.shapes[name].numel()
+    return model.whole_shapes[name].numel()
 
 
 def _attention(model: Model, layer: int, lengths: Sequence[int]) -> float:

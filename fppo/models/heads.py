@@ -27,10 +27,7 @@ def output_head(model: Model, params: Params) -> Head:
     """
     if model.head == "value":
         return Head(params[SCORE_WEIGHT], params[SCORE_BIAS])
-    name = next((n for n in ("lm_head.weight", "embed_out.weight", "output.weight") if n in model.shapes), None)
-    if name is None:
-        name = embedding_name(model)
-    bias = name.replace("weight", "bias")
+    name, bias = vocabulary_head(model)
     config = model.config
     scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
@@ -38,6 +35,14 @@ def output_head(model: Model, params: Params) -> Head:
     if model.compute_dtype is not None:
         weight = weight.to(model.compute_dtype)
     return Head(weight, offset, getattr(config, "final_logit_softcapping", None), scale)
+
+
+def vocabulary_head(model: Model) -> tuple[str, str]:
+    """The parameter names of the vocabulary head's weight, which may be the embeddings', and of its bias, if it has
+    one."""
+    name = next((n for n in ("lm_head.weight", "embed_out.weight", "output.weight") if n in model.shapes), None)
+    name = name or embedding_name(model)
+    return name, name.replace("weight", "bias")
 
 
 def embedding_name(model: Model) -> str:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fppo.models import seams
 from fppo.models.seams import packed_attention, padded_attention
+from fppo.runtime.layout import Layout
 
 __all__ = ["HeadKind", "Model", "Params", "build", "packed_attention", "padded_attention"]
 
@@ -42,7 +43,14 @@ class Model:
     compute_dtype: torch.dtype | None = None
     checkpoint_layers: bool = False
     trust_remote_code: bool = False
+    layout: Layout | None = None  # of a model placed on a tensor axis: how `shapes` are cut out of the whole ones
+    unplaced: Model | None = None  # the model that it was placed from
     _copies: threading.local = attrs.field(factory=threading.local, init=False, repr=False)
+
+    @property
+    def whole_shapes(self) -> Mapping[str, torch.Size]:
+        """The shapes of the parameters before any axis cuts them."""
+        return self.shapes if self.layout is None else self.layout.whole
 
     def own_skeleton(self) -> PreTrainedModel:
         """The skeleton for this thread alone, as a pass puts tensors into it: outside the main thread, a copy."""

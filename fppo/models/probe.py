@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
@@ -42,17 +42,18 @@ class Probe:
         return self.plain(input_ids=row[None], use_cache=False).logits[0]
 
 
-def make_probe(model: Model) -> Probe:
+def make_probe(model: Model, *, heads: Sequence[int | None] = (2, 4, None)) -> Probe:
     """The probe of a model: few layers, narrow and with few tokens, but with a layer of each kind that the model has.
 
-    Where fewer layers or narrower widths do not fit the architecture, they stay. Raises ValueError if no small instance
-    runs in transformers.
+    It has the first number of `heads` that fits the architecture (None: as many as the model). Where fewer layers or
+    narrower widths do not fit, they stay. Raises ValueError if no small instance runs in transformers.
     """
     few, total = _layers_of_each_kind(model), len(model.layers)
     problems: list[Exception] = []
-    for count, heads in ((few, 2), (few, 4), (total, 2), (few, None)):
+    sizes: list[tuple[int, int | None]] = [(few, n) for n in heads]
+    for count, number in (*sizes[:-1], (total, 2), sizes[-1]):
         try:
-            small = build(_smaller(model.config, count, heads), trust_remote_code=model.trust_remote_code)
+            small = build(_smaller(model.config, count, number), trust_remote_code=model.trust_remote_code)
             if _parts(small, count) == _parts(model, count) and sum(x.numel() for x in small.shapes.values()) < _MOST:
                 probe = _filled(small)
                 probe.expected(probe_rows(probe)[0])
@@ -169,7 +170,7 @@ def _smaller(config: PreTrainedConfig, layers: int, heads: int | None) -> PreTra
     narrow = heads is not None and heads < before and width < hidden
     if heads is not None and narrow:
         if getattr(config, "num_key_value_heads", None):
-            config.num_key_value_heads = heads if config.num_key_value_heads == before else 1
+            config.num_key_value_heads = heads if config.num_key_value_heads == before else heads // 2
         config.num_attention_heads = heads
     for name, value in list(vars(config).items()):
         if isinstance(value, (list, tuple)) and len(value) == total:

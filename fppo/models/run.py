@@ -45,7 +45,14 @@ def bind(model: Model, params: Params, fn: Callable[[PreTrainedModel], T], *, pa
 def _base_params(model: Model, params: Params) -> Params:
     """The base model's parameters by their names in the skeleton, in the compute dtype."""
     start = len(model.prefix)
-    return {name[start:]: _cast(x, model.compute_dtype) for name, x in params.items() if name.startswith(model.prefix)}
+    return {name[start:]: _bound(model, name, x) for name, x in params.items() if name.startswith(model.prefix)}
+
+
+def _bound(model: Model, name: str, x: Tensor) -> Tensor:
+    """A parameter as a pass takes it. What ranks add to a sum of theirs once, the first of them brings."""
+    layout = model.layout
+    x = x * 0.0 if layout is not None and layout.rank and name in layout.once else x
+    return _cast(x, model.compute_dtype)
 
 
 def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -138,7 +145,7 @@ def call_layer(
     It needs no `bind` around it, so it may run again in a backward pass.
     """
     start = f"{model.layers[index]}."
-    tensors = {name: _cast(x, model.compute_dtype) for name, x in layer_params.items()}
+    tensors = {name: _bound(model, f"{model.prefix}{start}{name}", x) for name, x in layer_params.items()}
     device = next(iter(tensors.values())).device
     constants = {name[len(start) :]: x.to(device) for name, x in model.constants.items() if name.startswith(start)}
     with _precision(tensors):

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from fppo.metrics import Max, Mean, Metrics, Min, Sum, Term
+from fppo.runtime.layout import Cut, Layout
 from fppo_kernels import collectives
 from fppo_kernels.collectives import Axis
 
@@ -23,7 +24,8 @@ AXES = ("replicate", "shard", "sequence", "tensor", "pipeline", "expert")
 DATA_AXES = ("replicate", "shard")  # the axes whose ranks hold different rows
 _OPS = {Sum: dist.ReduceOp.SUM, Max: dist.ReduceOp.MAX, Min: dist.ReduceOp.MIN}
 BUCKET_BYTES = 25 * 2**20  # of one all-reduce of many tensors
-GRADIENT_AXES = (*DATA_AXES, "sequence")  # the axes over which gradients are shares
+# the axes over which gradients are shares; over the tensor axis, those of what it does not cut
+GRADIENT_AXES = (*DATA_AXES, "sequence", "tensor")
 
 
 @attrs.frozen
@@ -45,11 +47,13 @@ class Sharding:
 class Mesh:
     """Axis names to axes. An axis that is not named is one rank wide.
 
-    Without `sharding` every rank of the shard axis holds whole parameters, and the axis only divides the data.
+    Without `sharding` every rank of the shard axis holds whole parameters, and the axis only divides the data. `layout`
+    is that of a model's parameters on the tensor axis, where gradients of them are summed, counted and applied.
     """
 
     axes: Mapping[str, Axis] = attrs.field(factory=dict)
     sharding: Sharding | None = None
+    layout: Layout | None = None
 
     def __attrs_post_init__(self) -> None:
         unknown = sorted(set(self.axes) - set(AXES))
@@ -103,9 +107,30 @@ def data_sum(values: T, mesh: Mesh) -> T:
 def gradient_sum(grads: T, mesh: Mesh) -> T:
     """The gradient, from each rank's share: of its rows, and of its slices of the packed rows.
 
-    Gradients of sharded parameters are summed over the shard axis already, as they were scattered.
+    Gradients of sharded parameters are summed over the shard axis already, as they were scattered. Over the tensor
+    axis those of parameters that it does not cut are summed, and those of a part over the ranks that hold it.
     """
-    return _sum(grads, mesh, [name for name in GRADIENT_AXES if not (mesh.sharded and name == "shard")])
+    done = {"tensor", "shard"} if mesh.sharded else {"tensor"}
+    summed: Any = _sum(grads, mesh, [name for name in GRADIENT_AXES if name not in done])
+    if mesh.layout is None:
+        return summed
+    slots = {name: _slots(g, mesh.layout.cuts.get(name), mesh["tensor"]) for name, g in summed.items()}
+    whole = _sum({name: slot for name, (slot, _) in slots.items() if slot is not None}, mesh, ["tensor"])
+    result: Any = {name: whole[name][slots[name][1]] if name in whole else g for name, g in summed.items()}
+    return result
+
+
+def _slots(grad: Tensor, cut: Cut | None, axis: Axis) -> tuple[Tensor | None, int]:
+    """A place for the gradient of each part [parts, ...], zero but for this rank's, and this rank's part; None where
+    every rank has a part of its own."""
+    if cut is None:
+        return grad[None], 0
+    if cut.parts == axis.size:
+        return None, axis.rank
+    part = cut.part(axis.rank, axis.size)
+    slots = grad.new_zeros(cut.parts, *grad.shape)
+    slots[part] = grad
+    return slots, part
 
 
 def _sum(values: T, mesh: Mesh, names: Iterable[str]) -> T:

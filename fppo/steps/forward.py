@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain, repeat
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -21,7 +22,7 @@ from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.ranks import blank, rounds
 from fppo.steps.sharded import Opened, Whole, cast, opened, whole
 from fppo.steps.train_state import Params
-from fppo_kernels.collectives import Axis
+from fppo_kernels.collectives import Axis, all_gather, same
 from fppo_kernels.record import Kernels
 from fppo_kernels.shapes import Float
 from fppo_kernels.ulysses import gather_sequence, slice_sequence, ulysses
@@ -53,6 +54,19 @@ class Forward:
     mesh: Mesh = LOCAL
     remove_padding: bool = True
 
+    def __attrs_post_init__(self) -> None:
+        ranks, placed = self.mesh["tensor"].size, 1 if self.model.layout is None else self.model.layout.ranks
+        if ranks != placed:
+            raise ValueError(
+                f"the mesh has a tensor axis of {ranks} ranks, and the model is one for {placed}: give "
+                "models.place(model, mesh) of the whole model"
+            )
+        if ranks > 1 and not self.remove_padding:
+            raise ValueError(
+                f"remove_padding=False runs padded rows as they are, and a tensor axis of {ranks} ranks cuts one "
+                "packed row: remove padding, or use a mesh without a tensor axis"
+            )
+
 
 class TokenOutputs(NamedTuple):
     """Per-token outputs [B, T], float32 (float64 from float64 parameters), zero outside the response mask."""
@@ -77,12 +91,12 @@ def forward_micro_batch(
     distribution need a model with a vocabulary head; "values" need one with a value head. Only positions in the
     response mask reach a head.
 
-    On a mesh with a sequence axis all its ranks hold the same rows; each runs its slice of the packed row, and all get
-    all outputs. If all compute the same loss from them, each rank's gradient is its share: the sum over the axis is
-    the gradient.
+    On a mesh with a sequence axis or a tensor axis all its ranks hold the same rows; each runs its slice of the packed
+    row, and all get all outputs. If all compute the same loss from them, each rank's gradient is its share: the sum
+    over the axis is the gradient.
     """
     _check_outputs(forward.model, outputs)
-    mask, axis = rows.response_mask, forward.mesh["sequence"]
+    mask, axis, tensor = rows.response_mask, forward.mesh["sequence"], forward.mesh["tensor"]
     ready = opened(params, forward.model, forward.mesh)
     index = mask.flatten().nonzero().flatten()
     hidden, before = _hidden_before_responses(ready, rows, index, forward)
@@ -94,7 +108,8 @@ def forward_micro_batch(
         bias = None if head.bias is None else head.bias.to(dtype)
         computed = {"values": F.linear(states.to(dtype), head.weight.to(dtype), bias)[:, 0]}
     else:
-        result = forward.kernels.log_probs(
+        kernel = forward.kernels.log_probs
+        result = (kernel if tensor.size == 1 else partial(kernel, axis=tensor))(
             states,
             head.weight,
             rows.tokens[:, -mask.shape[1] :].flatten()[index][own.numbers],
@@ -111,7 +126,8 @@ def forward_micro_batch(
             "sum_squared_probs": result.sum_squared,
         }
     names = [name for name, x in computed.items() if x is not None]
-    columns = _gathered([x for x in computed.values() if x is not None], own, before, len(hidden), axis)
+    own_columns = [same(x, tensor) for x in computed.values() if x is not None]
+    columns = _gathered(own_columns, own, before, len(hidden), axis)
     pad = forward.kernels.pad
     return TokenOutputs(**{name: pad(x, index, mask.shape) for name, x in zip(names, columns, strict=True)})
 
@@ -174,14 +190,16 @@ def _hidden_before_responses(params: Opened, rows: Rows, index: Tensor, forward:
 
 
 def _packed_hidden(params: Opened, rows: Rows, forward: Forward) -> Tensor:
-    """Hidden states of this rank's slice of the packed row, filled up to a multiple of the sequence axis."""
-    kernels, axis = forward.kernels, forward.mesh["sequence"]
-    packed = kernels.unpad(rows.tokens, rows.attention_mask, multiple=axis.size)
+    """Hidden states of this rank's slice of the packed row, filled up to a multiple of the sequence axis and the tensor
+    axis, whose ranks have the same slice."""
+    kernels, axis, tensor = forward.kernels, forward.mesh["sequence"], forward.mesh["tensor"]
+    packed = kernels.unpad(rows.tokens, rows.attention_mask, multiple=axis.size * tensor.size)
     attend = models.packed_attention(ulysses(kernels.attention, axis, kernels.all_to_all), packed.lengths)
     tokens, positions = (slice_sequence(x, axis) for x in (packed.tokens, packed.positions))
-    return models.hidden_states(
+    hidden = models.hidden_states(
         forward.model, params.root, tokens, positions, attend=attend, apply_layer=params.apply_layer
     )
+    return all_gather(hidden, tensor)
 
 
 def _passes(rows: Rows, micro_batching: MicroBatching, mesh: Mesh) -> tuple[Tensor, Iterable[Rows]]:

@@ -100,6 +100,7 @@ def update(
         raise ValueError(f"mini_batch_size={loop.mini_batch_size}: the batch has {count} rows; give at most as many")
     history: list[Metrics] = []
     place = key or Key(0)
+    mesh = attrs.evolve(forward.mesh, layout=forward.model.layout)
     for epoch in range(loop.epochs):
         drawn = None if key is None else key.fold("epoch", epoch)
         for number, mini in enumerate(_mini_batches(batch, loop, forward, drawn)):
@@ -110,10 +111,10 @@ def update(
                 selected = select(state.params, mini, place.fold("select", epoch, number), forward=forward)
             passes = _passes(mini, weights, objective, selected)
             grads, report = _gradients(state.params, passes, forward)
-            report = metrics.settled(data_metrics(report, forward.mesh))
-            grads = gradient_sum(grads, forward.mesh)
+            report = metrics.settled(data_metrics(report, mesh))
+            grads = gradient_sum(grads, mesh)
             state = state if donate or history else tree.copy(state)
-            state, stepped = optimizer_step(state, grads, optimizer=optimizer, mesh=forward.mesh, donate=True)
+            state, stepped = optimizer_step(state, grads, optimizer=optimizer, mesh=mesh, donate=True)
             history.append(metrics.merge(report, {f"{prefix}/{name}": m for name, m in stepped.items()}))
     return state, metrics.merge(*history)
 

@@ -91,7 +91,8 @@ def _update(
 ) -> tuple[Params, Any, Metrics]:
     take = tree.donate if donate else tree.copy
     params, grads, state = take(params), take(grads), take(state)
-    norm = _global_norm(list(grads.values()), mesh)
+    layout = mesh.layout
+    norm = _global_norm([g for name, g in grads.items() if layout is None or layout.owns(name)], mesh)
     skipped = (~norm.isfinite()).float()
     scale = None
     if max_grad_norm is not None:
@@ -104,11 +105,16 @@ def _update(
 
 
 def _global_norm(grads: list[Tensor], mesh: Mesh) -> Tensor:
-    """The 2-norm of all gradients, on all ranks: 0-d, of their dtype."""
+    """The 2-norm of all gradients, on all ranks: 0-d, of their dtype. Each is given by one rank alone of those that the
+    mesh cuts parameters over."""
     norm = get_total_norm(grads)
-    if not mesh.sharded:
+    axes = [mesh[name] for name, cuts in (("shard", mesh.sharded), ("tensor", mesh.layout is not None)) if cuts]
+    if not axes:
         return norm
-    return all_reduce(norm.double().square(), mesh["shard"]).sqrt().to(norm.dtype)
+    total = norm.double().square()
+    for axis in axes:
+        total = all_reduce(total, axis)
+    return total.sqrt().to(norm.dtype)
 
 
 def zeros_like(params: Params) -> Params:

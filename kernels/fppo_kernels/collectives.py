@@ -77,6 +77,12 @@ def permute(x: Tensor, axis: Axis, *, shift: int = 1) -> Tensor:
     return x if axis.size == 1 else _Permute.apply(x, axis, shift)  # type: ignore[return-value]
 
 
+def same(x: Tensor, axis: Axis) -> Tensor:
+    """`x`, which all ranks hold, and of which all of them go on to compute the same: the first rank's gradient is taken
+    for that of all, and the others' are zero."""
+    return x if axis.size == 1 else _Same.apply(x, axis)  # type: ignore[return-value]
+
+
 def _check_divides(name: str, x: Tensor, dim: int, axis: Axis) -> None:
     if x.shape[dim] % axis.size:
         raise ValueError(
@@ -184,3 +190,14 @@ class _Permute(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         axis, shift = ctx.where
         return _Permute.apply(grads[0], axis, -shift), None, None
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (grads[0] if ctx.axis.rank == 0 else torch.zeros_like(grads[0])), None

@@ -159,3 +159,14 @@ def test_the_laws_see_mistakes(kernel, name, law):
 def test_there_is_no_other_collective():
     with pytest.raises(ValueError, match="no collective 'scatter'; there are"):
         check_collective(collectives.all_gather, "scatter")
+
+
+def test_of_what_all_ranks_compute_alike_one_gradient_counts():
+    def run(mesh):
+        x = torch.arange(3.0).requires_grad_()
+        out = collectives.same(collectives.all_reduce(x, mesh["tensor"]), mesh["tensor"])
+        return out.detach(), torch.autograd.grad((out * torch.tensor([1.0, 2.0, 3.0])).sum(), x)[0]
+
+    for out, grad in simulate({"tensor": 2}, run):
+        assert out.tolist() == [0.0, 2.0, 4.0]
+        assert grad.tolist() == [1.0, 2.0, 3.0]

@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fppo import models
 from fppo.models import flops
+from fppo.runtime.simulate import simulate
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.record import Kernels
 from tests.models.families import CONFIGS, make
@@ -14,6 +15,7 @@ from tests.models.families import CONFIGS, make
 @pytest.mark.parametrize("name", CONFIGS)
 def test_matrix_products_equal_those_counted(name):
     model, params = make(name, dtype=torch.float32)
+    model.skeleton.config._experts_implementation = "eager"  # grouped products are not counted
     lengths = [4, 2, 5]
     kernels = Kernels.named(attention="eager")
     attend = models.packed_attention(kernels.attention, make_lengths(lengths))
@@ -50,3 +52,12 @@ def test_peaks_and_mfu():
     assert flops.peak_flops(torch.device("cpu")) is None
     assert flops.mfu(1e15, 1.0, "Some Processor") is None
     assert flops.mfu(9.89e14, 2.0, "NVIDIA H200", devices=2) == pytest.approx(0.25)
+
+
+def test_a_rank_of_a_tensor_axis_counts_the_whole_model():
+    model, _ = make("qwen2")
+
+    def count(mesh):
+        return flops.forward_flops(models.place(model, mesh), [10, 3])
+
+    assert simulate({"tensor": 2}, count) == [flops.forward_flops(model, [10, 3])] * 2

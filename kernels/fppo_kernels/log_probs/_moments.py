@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fppo_kernels.collectives import Axis, all_gather
+
 
 class Moments(NamedTuple):
     """Of the softmax over logits z: all [N], or [splits, N] for the softmax over each split of the vocabulary."""
@@ -44,6 +46,19 @@ def merge(splits: Moments) -> Moments:
     shares = log_shares.exp()
     entropy = (shares * (splits.entropy - log_shares)).sum(0)
     return Moments(maximum, log_sum, entropy, (shares.square() * splits.sum_squared).sum(0))
+
+
+def merge_ranks(splits: Moments, axis: Axis) -> Moments:
+    """The moments over all splits of all ranks of an axis, of which each sends what its own come to."""
+    total = merge(splits)
+    return total if axis.size == 1 else merge(Moments(*all_gather(torch.stack(total)[None], axis).unbind(1)))
+
+
+def first_row(weight: Tensor, axis: Axis) -> Tensor | int:
+    """How many rows of the whole weight the ranks before this one have."""
+    if axis.size == 1:
+        return 0
+    return all_gather(torch.full((1,), len(weight), device=weight.device), axis)[: axis.rank].sum()
 
 
 def share(splits: Moments, split: int, total: Moments) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fppo_kernels.collectives import Axis, all_gather, all_reduce
+from fppo_kernels.collectives import Axis, all_reduce
 from fppo_kernels.log_probs import _moments
 from fppo_kernels.log_probs._matmul import matmul
 from fppo_kernels.log_probs._moments import Moments
@@ -184,10 +184,10 @@ class _Chunked(torch.autograd.Function):
         axis: Axis,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide_bias = None if bias is None else bias.to(temperature)
-        inputs = _Inputs(rule, hidden, weight, wide_bias, labels - axis.rank * len(weight), temperature)
+        inputs = _Inputs(rule, hidden, weight, wide_bias, labels - _moments.first_row(weight, axis), temperature)
         label_logits, moments = _forward(inputs)
         label_logits = all_reduce(label_logits, axis)
-        total = _moments.merge(Moments(*(all_gather(x, axis) for x in moments)))
+        total = _moments.merge_ranks(moments, axis)
         ctx.save_for_backward(*inputs[1:], label_logits, *moments, *total)
         ctx.rule, ctx.axis = rule, axis
         ctx.set_materialize_grads(False)

@@ -40,6 +40,12 @@ def compute_logits(
     return logits / temperature
 
 
+def _joined(x: Tensor, counts: list[int], axis: Axis) -> Tensor:
+    """All ranks' rows, of which each has its count."""
+    padded = torch.cat([x, x.new_zeros(max(counts) - len(x), *x.shape[1:])])
+    return torch.cat([rows[:count] for rows, count in zip(all_gather(padded[None], axis), counts, strict=True)])
+
+
 def reference(
     hidden: Float[Tensor, "n h"],
     weight: Float[Tensor, "v h"],
@@ -58,12 +64,14 @@ def reference(
     `temperature` is a number or one per token [N], a constant to the gradient. entropy is -sum p log p in nats,
     sum_squared is sum p^2.
 
-    With an `axis`, each of its ranks has the same hidden states and labels, and as many rows of weight and bias as
-    every other, in the order of the ranks. All get all outputs, and the gradient of the sum of what the ranks make of
+    With an `axis`, each of its ranks has the same hidden states and labels, and some rows of weight and bias, one or
+    more, in the order of the ranks. All get all outputs, and the gradient of the sum of what the ranks make of
     them: by its own rows, and by hidden a share, which the sum over the ranks makes whole.
     """
-    if axis is not None:
-        weight, bias = all_gather(weight, axis), None if bias is None else all_gather(bias, axis)
+    if axis is not None and axis.size > 1:
+        counted: Tensor = all_gather(torch.full((1,), len(weight), device=weight.device), axis)
+        counts: list[int] = counted.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        weight, bias = _joined(weight, counts, axis), None if bias is None else _joined(bias, counts, axis)
     if isinstance(temperature, Tensor):
         temperature = temperature.detach()
     logits = compute_logits(hidden, weight, bias, temperature, softcap, scale)

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fppo_kernels.collectives import Axis, all_gather, all_reduce
+from fppo_kernels.collectives import Axis, all_reduce
 from fppo_kernels.log_probs import _moments
 from fppo_kernels.log_probs._moments import Moments
 from fppo_kernels.log_probs._triton_kernels import backward_kernel, forward_kernel
@@ -190,10 +190,10 @@ class _Triton(torch.autograd.Function):
         rule: _Rule,
         axis: Axis,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = _Inputs(rule, hidden, weight, bias, labels - axis.rank * len(weight), temperature)
+        inputs = _Inputs(rule, hidden, weight, bias, labels - _moments.first_row(weight, axis), temperature)
         own, moments = _forward(inputs)
         own = all_reduce(own, axis)
-        total = _moments.merge(Moments(*(all_gather(x, axis) for x in moments)))
+        total = _moments.merge_ranks(moments, axis)
         ctx.save_for_backward(*inputs[1:], torch.stack(total), own)
         ctx.rule, ctx.axis = rule, axis
         ctx.set_materialize_grads(False)

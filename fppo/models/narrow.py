@@ -1,0 +1,83 @@
+"""What one rank of a tensor axis computes of a model: a narrower model of the same family, found without a plan.
+
+Heads and inner widths are divided in the config. Where a parameter of the model built from it is smaller than the whole
+model's, there it is cut.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedConfig
+
+from fppo.runtime.layout import Cut
+
+_INNER = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "dense_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "ffn_hidden_size",
+)
+_QKV = re.compile(r"\bqkv_proj\.(weight|bias)$")
+_GATE_UP = re.compile(r"\bgate_up_proj(\.weight|\.bias|_bias)?$")
+_INTERLEAVED = ("gpt_oss",)  # whose gate and up projections alternate
+
+
+def narrow(config: PreTrainedConfig, ranks: int) -> PreTrainedConfig:
+    """The config of what one of `ranks` tensor ranks computes. Raises ValueError that names all sizes that do not
+    divide."""
+    config = copy.deepcopy(config)
+    if getattr(config, "head_dim", None) is None:
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    sizes = {name: getattr(config, name, None) for name in ("num_attention_heads", *_INNER)}
+    counts = {name: size for name, size in sizes.items() if type(size) is int}
+    wrong = [f"{name} = {size}" for name, size in counts.items() if size % ranks]
+    if key_heads % ranks and ranks % key_heads:
+        wrong.append(f"num_key_value_heads = {key_heads} (which may also divide the ranks)")
+    if wrong:
+        raise ValueError(f"a tensor axis of {ranks} ranks does not divide the model's {', '.join(wrong)}")
+    for name, size in counts.items():
+        setattr(config, name, size // ranks)
+    if hasattr(config, "num_key_value_heads"):
+        config.num_key_value_heads = max(1, key_heads // ranks)
+    return config
+
+
+def find_cuts(
+    whole: Mapping[str, torch.Size], narrower: Mapping[str, torch.Size], config: PreTrainedConfig
+) -> dict[str, Cut]:
+    """Where each parameter is cut, from its shape in the whole model, which has `config`, and in the narrower one.
+
+    Raises ValueError for a parameter that is not cut into equal parts of one dimension.
+    """
+    cuts = {}
+    for name, shape in whole.items():
+        other = narrower.get(name)
+        if other is None or len(other) != len(shape):
+            raise ValueError(f"{name} is no parameter of the narrower model, or has other dimensions there")
+        dims = [d for d in range(len(shape)) if shape[d] != other[d]]
+        if len(dims) > 1 or any(shape[d] % other[d] for d in dims):
+            raise ValueError(f"{name} of {list(shape)} is {list(other)} in the narrower model, which is no equal part")
+        if dims:
+            (dim,) = dims
+            cuts[name] = Cut(dim, shape[dim] // other[dim], _segments(name, shape[dim], config))
+    return cuts
+
+
+def _segments(name: str, size: int, config: PreTrainedConfig) -> tuple[int, ...]:
+    """Of a dimension along which several projections are merged, the sizes of these."""
+    if _QKV.search(name):
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        queries = config.num_attention_heads * width
+        return (queries, (size - queries) // 2, (size - queries) // 2)
+    if _GATE_UP.search(name) and config.model_type not in _INTERLEAVED:
+        return (size // 2, size // 2)
+    return (size,)

@@ -1,0 +1,211 @@
+"""Models on a tensor axis: what each of its ranks runs, and whether the ranks together compute the model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from fppo.models import probe as probes
+from fppo.models.heads import embedding_name, logits_of, output_head, vocabulary_head
+from fppo.models.model import Model, Params, build, packed_attention
+from fppo.models.narrow import find_cuts, narrow
+from fppo.models.regions import BlockSeam, EmbeddingSeam, Region, WidthSeam
+from fppo.models.run import hidden_states
+from fppo.runtime import fsdp
+from fppo.runtime.layout import Cut, Layout
+from fppo.runtime.mesh import Mesh
+from fppo.runtime.simulate import simulate
+from fppo_kernels import collectives
+from fppo_kernels.attention.sdpa import sdpa
+from fppo_kernels.collectives import Axis
+from fppo_kernels.padding import make_lengths
+
+
+@attrs.frozen(eq=False)
+class Narrowed:
+    """What each of `ranks` tensor ranks runs of a model, before it is known which of them this is."""
+
+    model: Model
+    narrower: Model
+    cuts: Mapping[str, Cut]
+    norms: Mapping[str, Cut]  # paths of the norms over a width that is cut, and its cut; they are whole on every rank
+    ranks: int
+
+    def on(self, axis: Axis) -> Model:
+        """The model of this rank of an axis of as many ranks."""
+        skeleton, region = copy.deepcopy(self.narrower.skeleton), Region(axis)
+        for path, cut in self.norms.items():
+            _replace(skeleton, path, lambda norm, cut=cut: WidthSeam(norm, region, cut))
+        for path in _cut_blocks(self.narrower, self.cuts):
+            _replace(skeleton, path, lambda block: BlockSeam(block, region))
+        name = embedding_name(self.narrower)
+        first, _ = self.cuts[name].runs(axis.rank)[0]
+        path = name.removeprefix(self.narrower.prefix).removesuffix(".weight")
+        _replace(skeleton, path, lambda embedding: EmbeddingSeam(embedding, region, first))
+        layout = Layout(self.model.shapes, self.cuts, _added_once(self.model, self.cuts), axis.rank, axis.size)
+        placed = attrs.evolve(
+            self.model,
+            skeleton=skeleton,
+            shapes=layout.shapes,
+            constants=self.narrower.constants,
+            layout=layout,
+            unplaced=self.model,
+        )
+        placed._copies.skeleton = skeleton  # this thread's own already
+        return placed
+
+
+def narrowed(model: Model, ranks: int) -> Narrowed:
+    """A model cut over the ranks of a tensor axis. Raises ValueError as `place` does."""
+    if model.layout is not None:
+        raise ValueError("the model is placed on a tensor axis already")
+    small = narrow(model.config, ranks)
+    try:
+        narrower = build(small, model.head, trust_remote_code=model.trust_remote_code)
+        cuts = find_cuts(model.shapes, narrower.shapes, model.config)
+        _check_blocks(model, cuts)
+    except Exception as error:  # what a class raises for sizes that do not fit may be anything
+        kind = f"model type {model.config.model_type!r}"
+        raise ValueError(f"fppo cannot run {kind} on a tensor axis of {ranks} ranks: {error}") from error
+    norms = _norms(narrower, cuts)
+    within = tuple(f"{model.prefix}{path}." for path in norms)
+    cuts = {name: cut for name, cut in cuts.items() if not name.startswith(within)}
+    return Narrowed(model, narrower, cuts | _vocabulary_cuts(model, ranks), norms, ranks)
+
+
+def place(model: Model, mesh: Mesh) -> Model:
+    """What this rank of the mesh runs of a model: where there is a tensor axis, a narrower model on cuts of the
+    parameters, which `own_params` takes of whole ones. It is to be done once.
+
+    Raises ValueError that names every size that the axis does not divide, and for a model that cannot be cut.
+    """
+    axis = mesh["tensor"]
+    return model if axis.size == 1 else narrowed(model, axis.size).on(axis)
+
+
+def own_params(model: Model, params: Params, mesh: Mesh) -> Params:
+    """What this rank of the mesh holds of whole parameters of a placed model; themselves, if nothing is cut."""
+    layout = model.layout
+    if layout is not None:
+        params = {name: layout.take(name, x).detach().clone() for name, x in params.items()}
+    return fsdp.shard(params, mesh)
+
+
+def whole_params(
+    model: Model, params: Mapping[str, Tensor], mesh: Mesh, *, dtypes: Mapping[str, torch.dtype] | None = None
+) -> Params:
+    """Whole parameters, or some of them, from what all ranks of the mesh hold: collectives. No gradients.
+
+    `dtypes` are those to give, where they are not the parameters' own.
+    """
+    layout = model.layout
+    with torch.no_grad():
+        pieces = fsdp.gather(params, model.shapes, mesh, dtypes=dtypes)
+        if layout is None:
+            return pieces
+        return {name: layout.gather(name, pieces.pop(name), mesh["tensor"]) for name in list(pieces)}
+
+
+def _check_blocks(model: Model, cuts: Mapping[str, Cut]) -> None:
+    """Raises ValueError for a block with a matrix that would run whole on every rank."""
+    for path in model.layers:
+        start = f"{model.prefix}{path}."
+        names = [name for name in model.shapes if name.startswith(start)]
+        blocks = dict.fromkeys(n[len(start) :].split(".")[0] for n in names if len(model.shapes[n]) > 1)
+        whole = [block for block in blocks if not any(name.startswith(f"{start}{block}.") for name in cuts)]
+        if whole or not blocks:
+            raise ValueError(f"{whole or 'nothing'} of {path} is cut by dividing heads and inner widths")
+
+
+def _replace(skeleton: nn.Module, path: str, seam: Callable[[Any], nn.Module]) -> None:
+    """Puts a seam in a module's place; a layer's seam shares the layer's modules."""
+    parent, _, child = path.rpartition(".")
+    modules = skeleton.get_submodule(parent)._modules
+    modules[child] = seam(modules[child])
+
+
+def _norms(narrower: Model, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
+    """The modules with nothing but vectors that are cut, norms over a whole width, by their paths, and its cut."""
+    found = {}
+    for path, module in narrower.skeleton.named_modules():
+        names = [f"{narrower.prefix}{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
+        vectors = all(p.dim() == 1 for p in module.parameters(recurse=False))
+        if names and vectors and not list(module.children()) and names[0] in cuts:
+            found[path] = cuts[names[0]]
+    return found
+
+
+def _cut_blocks(narrower: Model, cuts: Mapping[str, Cut]) -> list[str]:
+    """The paths of the layers' children that hold something that is cut."""
+    starts = {f"{narrower.prefix}{path}.": path for path in narrower.layers}
+    owners = {
+        f"{path}.{name[len(start) :].split('.')[0]}"
+        for name in cuts
+        for start, path in starts.items()
+        if name.startswith(start)
+    }
+    return sorted(owners)
+
+
+def _vocabulary_cuts(model: Model, ranks: int) -> dict[str, Cut]:
+    """Rows of the embeddings and of the vocabulary head."""
+    names = {embedding_name(model), *(vocabulary_head(model) if model.head == "lm" else ())}
+    return {name: Cut(0, ranks, (model.shapes[name][0],)) for name in names if name in model.shapes}
+
+
+def _added_once(model: Model, cuts: Mapping[str, Cut]) -> frozenset[str]:
+    """Biases of what is cut that are not: they are added to the ranks' shares of a sum."""
+    ends = ((".bias", ".weight"), ("_bias", ""))
+    weights = {name: name[: -len(end)] + rest for name in model.shapes for end, rest in ends if name.endswith(end)}
+    return frozenset(name for name, weight in weights.items() if name not in cuts and weight in cuts)
+
+
+@torch.no_grad()
+def check_placed(model: Model, ranks: int) -> None:
+    """Holds a model cut over the ranks of a simulated tensor axis against the model itself: small random instances.
+
+    Raises ValueError that names the model type, for other logits or where its code fails on slices of the tokens.
+    """
+    kind, probe = model.config.model_type, probes.make_probe(model, heads=(4, 2, None))
+    heads, key_heads = _heads(probe.model)
+    replicated = _heads(model)[1] % ranks != 0
+    fitting = [n for n in (2, 4, 3, heads) if heads % n == 0 and (key_heads % n != 0) == replicated]
+    few = (fitting or [2])[0]
+    rows = probes.probe_rows(probe)
+    lengths = [len(row) for row in rows]
+    lengths.append(-sum(lengths) % few or few)
+    tokens = torch.cat([*rows, rows[0].new_zeros(lengths[-1])])
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    attend = packed_attention(sdpa, make_lengths(lengths))
+
+    def run(mesh: Mesh) -> Tensor:
+        placed = place(probe.model, mesh)
+        params = own_params(placed, probe.params, mesh)
+        hidden = hidden_states(placed, params, tokens, positions, attend=attend)
+        return logits_of(output_head(placed, params), collectives.all_gather(hidden, mesh["tensor"]))
+
+    (expected,) = simulate({"tensor": 1}, run)
+    try:
+        logits = torch.cat(simulate({"tensor": few}, run), 1)
+    except Exception as error:
+        raise ValueError(
+            f"fppo cannot run model type {kind!r} on a tensor axis of {ranks} ranks: its code fails where each rank "
+            f"has a slice of the tokens: {type(error).__name__}: {error}"
+        ) from error
+    difference = (logits - expected).abs().max().item()
+    if not difference <= probes.TOLERANCE * max(1.0, expected.abs().max().item()):
+        raise ValueError(
+            f"fppo cannot run model type {kind!r} on a tensor axis of {ranks} ranks: cut over {few}, a small random "
+            f"model of this kind gives logits that differ by {difference:.2g} from those of the whole one"
+        )
+
+
+def _heads(model: Model) -> tuple[int, int]:
+    """The model's query heads and key heads."""
+    heads = model.config.num_attention_heads
+    return heads, getattr(model.config, "num_key_value_heads", None) or heads

@@ -1,0 +1,96 @@
+"""The seams of a model on a tensor axis: where a rank's slice of the tokens becomes all of them, and back.
+
+Between blocks (attention, MLP) the packed row is cut over the axis. A block gathers it, computes on its cut of the
+parameters, and scatters the sum of all ranks' outputs: two collectives, and none inside. So every rank's gradient of
+what is not cut is a share (Korthikanti et al., 2022, arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fppo.runtime.layout import Cut
+from fppo_kernels import collectives
+from fppo_kernels.collectives import Axis
+
+
+class Region:
+    """The axis of a seam; a copy of a skeleton has the same."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> Region:
+        return self
+
+    def enter(self, x: Tensor) -> Tensor:
+        """All tokens [B, S, H] from this rank's."""
+        return collectives.all_gather(x, self.axis, dim=1)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """This rank's tokens of the sum of all ranks' `x` [B, S, H]."""
+        return collectives.reduce_scatter(x, self.axis, dim=1)
+
+
+class _Seam(nn.Module):
+    """Stands in a module's place, under its parameter names."""
+
+    def __init__(self, inner: nn.Module, region: Region) -> None:
+        super().__init__()
+        for name, value in vars(inner).items():  # layers read attributes of their attention
+            if not name.startswith("_") and name not in vars(self):
+                setattr(self, name, value)
+        self._modules, self._parameters, self._buffers = inner._modules, inner._parameters, inner._buffers
+        self._non_persistent_buffers_set = inner._non_persistent_buffers_set
+        self._inner = (inner,)  # in a tuple, it is no child
+        self.region = region
+
+
+class BlockSeam(_Seam):
+    """A block on a cut of its parameters, between all ranks' tokens and this rank's."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        (block,), region = self._inner, self.region
+        if args:
+            args = (region.enter(args[0]), *args[1:])
+        else:
+            kwargs["hidden_states"] = region.enter(kwargs["hidden_states"])
+        out = block(*args, **kwargs)
+        return (region.leave(out[0]), *out[1:]) if isinstance(out, tuple) else region.leave(out)
+
+
+class EmbeddingSeam(_Seam):
+    """An embedding of which this rank has the rows from `first` on; of its output it keeps this rank's tokens."""
+
+    def __init__(self, inner: nn.Embedding, region: Region, first: int) -> None:
+        super().__init__(inner, region)
+        # torch's padding_idx is a row of the whole weight: of a cut it would be another token's
+        self._first, self._pad, inner.padding_idx = first, inner.padding_idx, None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        (embedding,), rows = self._inner, len(self._parameters["weight"])  # type: ignore[arg-type]
+        places = tokens - self._first
+        own = (places >= 0) & (places < rows)
+        out = embedding(places.clamp(0, rows - 1))
+        if self._pad is not None:  # torch gives that row no gradient
+            out = torch.where((tokens == self._pad)[..., None], out.detach(), out)
+        return self.region.leave(torch.where(own[..., None], out, 0.0))
+
+
+class WidthSeam(_Seam):
+    """A norm over the whole width of what is cut along it, as `cut` says: it gathers the width, and takes this rank's
+    part of the result."""
+
+    def __init__(self, inner: nn.Module, region: Region, cut: Cut) -> None:
+        super().__init__(inner, region)
+        self._cut = cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        (norm,), axis, cut = self._inner, self.region.axis, self._cut
+        pieces = collectives.all_gather(x, axis, dim=-1).split(x.shape[-1], -1)
+        out = norm(torch.cat([pieces[cut.first(part, axis.size)] for part in range(cut.parts)], -1))
+        return out.narrow(-1, cut.part(axis.rank, axis.size) * x.shape[-1], x.shape[-1])

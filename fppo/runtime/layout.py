@@ -1,0 +1,149 @@
+"""How parameters are cut over the tensor axis, as data: which part of each a rank holds, and whose it is to count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo_kernels.collectives import Axis, all_gather
+
+
+@attrs.frozen
+class Box:
+    """A box of a whole tensor that stands in a piece of it: its first place in both, and its size, by dimension."""
+
+    start: tuple[int, ...]
+    at: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def within(self, row: int, stop: int) -> Box | None:
+        """Its part in rows [row, stop) of the piece, as it stands among those; None if there is none."""
+        low, high = max(self.at[0], row), min(self.at[0] + self.size[0], stop)
+        if low >= high:
+            return None
+        return Box(
+            (self.start[0] + low - self.at[0], *self.start[1:]),
+            (low - row, *self.at[1:]),
+            (high - low, *self.size[1:]),
+        )
+
+
+@attrs.frozen
+class Cut:
+    """Dimension `dim` of a parameter in `parts` parts, each of them a run of every one of its `segments` (sizes).
+
+    Rank r of n holds part r * parts // n: with fewer parts than ranks, some ranks hold the same one.
+    """
+
+    dim: int
+    parts: int
+    segments: tuple[int, ...]
+
+    def part(self, rank: int, ranks: int) -> int:
+        """The part that a rank holds."""
+        return rank * self.parts // ranks
+
+    def first(self, part: int, ranks: int) -> int:
+        """The first rank that holds a part."""
+        return -(-part * ranks // self.parts)
+
+    def runs(self, part: int) -> list[tuple[int, int]]:
+        """First place along `dim` and length of each run of a part."""
+        runs, start = [], 0
+        for size in self.segments:
+            low, high = (size * number // self.parts for number in (part, part + 1))
+            runs.append((start + low, high - low))
+            start += size
+        return runs
+
+    def size(self, part: int) -> int:
+        """The length of a part along `dim`."""
+        return sum(length for _, length in self.runs(part))
+
+    def take(self, whole: Tensor, part: int) -> Tensor:
+        """A part of the whole; what is one run is a view."""
+        pieces = [whole.narrow(self.dim, *run) for run in self.runs(part)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole from all its parts."""
+        split = [x.split([length for _, length in self.runs(part)], self.dim) for part, x in enumerate(parts)]
+        return torch.cat([runs[i] for i in range(len(self.segments)) for runs in split], self.dim)
+
+
+@attrs.frozen
+class Layout:
+    """What rank `rank` of the `ranks` of the tensor axis holds of parameters of `whole` shapes: those with a cut in
+    parts, the others whole.
+
+    Those in `once` are whole, and added to what is the sum of all ranks' shares: the first rank brings them.
+    """
+
+    whole: Mapping[str, torch.Size]
+    cuts: Mapping[str, Cut]
+    once: frozenset[str]
+    rank: int
+    ranks: int
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shapes of what this rank holds."""
+        return {name: self._shape(name) for name in self.whole}
+
+    def _shape(self, name: str) -> torch.Size:
+        shape, cut = list(self.whole[name]), self.cuts.get(name)
+        if cut is not None:
+            shape[cut.dim] = cut.size(cut.part(self.rank, self.ranks))
+        return torch.Size(shape)
+
+    def take(self, name: str, whole: Tensor) -> Tensor:
+        """What this rank holds of a whole parameter."""
+        cut = self.cuts.get(name)
+        return whole if cut is None else cut.take(whole, cut.part(self.rank, self.ranks))
+
+    def join(self, name: str, pieces: Sequence[Tensor]) -> Tensor:
+        """The whole parameter from what all ranks hold of it, in their order."""
+        cut = self.cuts.get(name)
+        return pieces[0] if cut is None else cut.join([pieces[cut.first(i, self.ranks)] for i in range(cut.parts)])
+
+    def gather(self, name: str, piece: Tensor, axis: Axis) -> Tensor:
+        """The whole parameter from this rank's piece of it: a collective of all ranks if it is cut."""
+        cut = self.cuts.get(name)
+        if cut is None:
+            return piece
+        sizes = [cut.size(cut.part(rank, self.ranks)) for rank in range(self.ranks)]
+        padded = piece.detach().movedim(cut.dim, 0)
+        if short := max(sizes) - sizes[self.rank]:
+            padded = torch.cat([padded, padded.new_empty(short, *padded.shape[1:])])
+        pieces = all_gather(padded[None], axis)
+        return self.join(name, [x[:size].movedim(0, cut.dim) for x, size in zip(pieces, sizes, strict=True)])
+
+    def owns(self, name: str) -> bool:
+        """Whether what this rank holds of a parameter is this rank's to count: of ranks that hold the same, the
+        first's."""
+        cut = self.cuts.get(name)
+        return self.rank == (0 if cut is None else cut.first(cut.part(self.rank, self.ranks), self.ranks))
+
+    def boxes(self, name: str) -> list[Box]:
+        """The boxes of the whole parameter that what this rank holds is made of."""
+        cut = self.cuts.get(name)
+        return boxes(tuple(self.whole[name]), cut, 0 if cut is None else cut.part(self.rank, self.ranks))
+
+
+def boxes(shape: tuple[int, ...], cut: Cut | None = None, part: int = 0) -> list[Box]:
+    """The boxes of a tensor of `shape` that make up a part of it, in their order; of one that is not cut, all of it."""
+    zeros = (0,) * len(shape)
+    if cut is None:
+        return [Box(zeros, zeros, shape)]
+    found, at = [], 0
+    for start, length in cut.runs(part):
+        on = {
+            what: (*base[: cut.dim], x, *base[cut.dim + 1 :])
+            for what, base, x in (("start", zeros, start), ("at", zeros, at), ("size", shape, length))
+        }
+        found.append(Box(**on))
+        at += length
+    return found
