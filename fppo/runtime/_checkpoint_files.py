@@ -1,8 +1,11 @@
 """The files of a checkpoint: what each rank wrote, and how any rows are found in them again.
 
-    shard_00000.safetensors  what rank 0 of the shard axis holds of each leaf; of leaves that are not cut, all
+    shard_00000.safetensors  what the first rank holds of each leaf; of leaves that are not cut, all
     shard_00000.json         the rows and the digest of each of these chunks
-    state.json               the manifest: plain values, each leaf's dtype and whole shape, digests of the other JSONs
+    state.json               the manifest: plain values; dtype, whole shape and cuts of each leaf; digests of the other
+                             JSONs
+
+The file of rank s of a shard axis of n ranks, and t of the tensor axis, has the number t * n + s.
 
 torch.distributed.checkpoint's own files are not used: their metadata is a pickle, and nothing here is ever unpickled.
 """
@@ -10,7 +13,9 @@ torch.distributed.checkpoint's own files are not used: their metadata is a pickl
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,10 +29,11 @@ from torch import Tensor
 
 from fppo import tree
 from fppo.runtime import fsdp
+from fppo.runtime.layout import Box, Cut, Extent, boxes
 from fppo.runtime.mesh import Mesh
 from fppo_kernels.collectives import Axis
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "state.json"
 
 
@@ -41,43 +47,80 @@ class DamagedError(CheckpointError):
 
 @attrs.frozen
 class Part:
-    """Rows [start, stop) of a leaf that has `shape`, cut over `ranks`; a leaf without dimensions has one row."""
+    """What one rank of a shard axis and a tensor axis holds of a leaf that has `shape`. Each axis is (rank, ranks), and
+    (0, 1) where the leaf is not cut over it."""
 
     shape: tuple[int, ...]
-    start: int
-    stop: int
-    ranks: int = 1
+    cut: Cut | None = None
+    tensor: tuple[int, int] = (0, 1)
+    shard: tuple[int, int] = (0, 1)
+
+    @property
+    def number(self) -> int:
+        """Which part of the cut it is."""
+        return 0 if self.cut is None else self.cut.part(*self.tensor)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Its rows of what the ranks of the shard axis cut; a leaf without dimensions has one."""
+        count = self.shape[0] if self.shape else 1
+        if self.cut is not None and self.cut.dim == 0:
+            count = self.cut.size(self.number)
+        return fsdp.bounds(count, Axis(self.shard[1], self.shard[0]))
+
+    @property
+    def boxes(self) -> list[Box]:
+        """The boxes of the whole leaf that it is made of."""
+        every = boxes(self.shape, self.cut, self.number)
+        return [part for box in every if (part := box.within(*self.rows))] if self.shape else every
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor that holds it."""
+        shape, (start, stop) = list(self.shape), self.rows
+        if self.cut is not None:
+            shape[self.cut.dim] = self.cut.size(self.number)
+        return (stop - start, *shape[1:]) if shape else ()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no rank before this one of the tensor axis holds the same."""
+        return self.cut is None or self.cut.first(self.number, self.tensor[1]) == self.tensor[0]
 
 
-def cuts_of(tensors: Mapping[str, Tensor], mesh: Mesh, shapes: Mapping[str, torch.Size]) -> dict[str, Part]:
+def cuts_of(tensors: Mapping[str, Tensor], mesh: Mesh, shapes: Mapping[str, torch.Size | Extent]) -> dict[str, Part]:
     """Which part of each leaf this rank holds. Raises ValueError for tensors that do not fit the shapes."""
-    axis = mesh["shard"]
-    cut = {path: tuple(shape) for path, shape in shapes.items()} if mesh.sharded else {}
-    unknown = sorted(cut.keys() - tensors.keys())
+    shard = (mesh["shard"].rank, mesh["shard"].size) if mesh.sharded else (0, 1)
+    tensor = (mesh["tensor"].rank, mesh["tensor"].size)
+    parts: dict[str, Part] = {}
+    for path, extent in shapes.items():
+        if isinstance(extent, Extent):
+            parts[path] = Part(tuple(extent.shape), extent.cut, tensor, shard)
+        elif mesh.sharded:
+            parts[path] = Part(tuple(extent), shard=shard)
+    unknown = sorted(parts.keys() - tensors.keys())
     if unknown:
         raise ValueError(f"shapes are given for tensors that the state does not have: {unknown[:5]}")
-    cuts = {path: whole(tuple(x.shape)) for path, x in tensors.items() if path not in cut}
-    cuts |= {path: _part(shape, axis.size, axis.rank) for path, shape in cut.items()}
-    for path, part in cuts.items():
-        own_shape = (part.stop - part.start, *part.shape[1:])
-        if path in cut and tuple(tensors[path].shape) != own_shape:
+    for path, part in parts.items():
+        if tuple(tensors[path].shape) != part.own_shape:
             raise ValueError(
-                f"{path} has the shape {tuple(tensors[path].shape)}, but rank {axis.rank} of {axis.size} holds "
-                f"{own_shape} of {part.shape}: give whole shapes for the leaves that are cut over the shard axis, and "
-                "only those"
+                f"{path} has the shape {tuple(tensors[path].shape)}, but rank {shard[0]} of {shard[1]} holds "
+                f"{part.own_shape} of {part.shape}: give whole shapes for the leaves that are cut over the shard axis, "
+                "and only those"
             )
-    return {path: cuts[path] for path in tensors}
+    return {path: parts.get(path) or Part(tuple(x.shape)) for path, x in tensors.items()}
 
 
-def whole(shape: tuple[int, ...]) -> Part:
-    """All rows of a leaf that is not cut."""
-    return Part(shape, 0, shape[0] if shape else 1)
+def writers(cuts: Mapping[str, Part]) -> tuple[int, int]:
+    """How many ranks of the tensor axis and of the shard axis hold something of their own."""
+    every = cuts.values()
+    return max((part.tensor[1] for part in every), default=1), max((part.shard[1] for part in every), default=1)
 
 
-def _part(shape: tuple[int, ...], ranks: int, rank: int) -> Part:
-    if ranks == 1:
-        return whole(shape)
-    return Part(shape, *fsdp.bounds(shape[0], Axis(ranks, rank)), ranks)
+def writes(part: Part, mesh: Mesh) -> bool:
+    """Whether this rank is the one that writes what it holds of a leaf."""
+    once = (part.cut is None and mesh["tensor"].rank) or (part.shard[1] == 1 and mesh["shard"].rank)
+    return part.is_first and not once
 
 
 def data_file(directory: Path, rank: int) -> Path:
@@ -112,7 +155,7 @@ def write_shard(directory: Path, rank: int, tensors: Mapping[str, Tensor], cuts:
     data = data_file(directory, rank)
     safetensors.torch.save_file(dict(tensors), data)
     sync(data)
-    about = {p: {"rows": [cuts[p].start, cuts[p].stop], "digest": tree.digest(x)[""]} for p, x in tensors.items()}
+    about = {p: {"rows": list(cuts[p].rows), "digest": tree.digest(x)[""]} for p, x in tensors.items()}
     publish(about_file(directory, rank), about)
 
 
@@ -127,7 +170,7 @@ def write_manifest(
     cuts: Mapping[str, Part],
 ) -> None:
     """Writes the manifest beside all ranks' files. `cuts` are rank 0's, of all leaves."""
-    ranks = max((part.ranks for part in cuts.values()), default=1)
+    grid = writers(cuts)
     content = {
         "format": FORMAT,
         "step": step,
@@ -135,10 +178,16 @@ def write_manifest(
         "plain": plain,
         "structure": structure,
         "leaves": {
-            path: {"dtype": str(dtypes[path]), "shape": list(part.shape), "ranks": part.ranks}
+            path: {
+                "dtype": str(dtypes[path]),
+                "shape": list(part.shape),
+                "cut": None if part.cut is None else attrs.astuple(part.cut),
+                "ranks": part.shard[1],
+            }
             for path, part in cuts.items()
         },
-        "shards": [_digest(about_file(directory, rank).read_bytes()) for rank in range(ranks)],
+        "writers": grid,
+        "shards": [_digest(about_file(directory, rank).read_bytes()) for rank in range(math.prod(grid))],
     }
     publish(directory / MANIFEST, content | {"digest": _digest(_canonical(content))})
 
@@ -168,7 +217,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 def read(
     directory: Path, manifest: Mapping[str, Any], wanted: Mapping[str, Part]
 ) -> Iterator[tuple[str, Part, Tensor]]:
-    """The stored chunks that hold rows of the wanted parts, one at a time, each with its digest verified.
+    """The stored chunks that hold some of the wanted parts, one at a time, each with its digest verified.
 
     A chunk is read whole, as its digest is of the whole. Raises DamagedError naming the file or the leaf.
     """
@@ -192,20 +241,22 @@ def read(
             raise DamagedError(f"{data.name}: {error}") from error
 
 
-def _stored(manifest: Mapping[str, Any], path: str, rank: int, wanted: Part) -> Part | None:
-    """The chunk of a leaf that a rank's file holds, if it has wanted rows."""
-    leaf = manifest["leaves"][path]
-    if rank >= leaf["ranks"]:
+def _stored(manifest: Mapping[str, Any], path: str, number: int, wanted: Part) -> Part | None:
+    """The chunk of a leaf that a file holds, if it has something that is wanted."""
+    leaf, (tensors, shards) = manifest["leaves"][path], manifest["writers"]
+    tensor, shard = divmod(number, shards)
+    cut = None if leaf["cut"] is None else Cut(leaf["cut"][0], leaf["cut"][1], tuple(leaf["cut"][2]))
+    if (cut is None and tensor) or shard >= leaf["ranks"]:
         return None
-    stored = _part(tuple(leaf["shape"]), leaf["ranks"], rank)
-    return stored if max(stored.start, wanted.start) < min(stored.stop, wanted.stop) else None
+    stored = Part(tuple(leaf["shape"]), cut, (0, 1) if cut is None else (tensor, tensors), (shard, leaf["ranks"]))
+    return stored if stored.is_first and next(overlaps(stored, wanted), None) else None
 
 
-def overlap(x: Tensor, part: Part, other: Part) -> Tensor:
-    """Those rows of `x`, which holds `part` of a leaf, that `other` has too."""
-    if x.dim() == 0:
-        return x
-    return x[max(part.start, other.start) - part.start : min(part.stop, other.stop) - part.start]
+def overlaps(part: Part, other: Part) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Where what two parts of a leaf have in common stands in the tensor that holds the one, and in the other's."""
+    for box, other_box in itertools.product(part.boxes, other.boxes):
+        if (places := box.shared(other_box)) is not None:
+            yield places
 
 
 def same(directory: Path, plain: Any, tensors: Mapping[str, Tensor], cuts: Mapping[str, Part]) -> bool:
@@ -217,8 +268,9 @@ def same(directory: Path, plain: Any, tensors: Mapping[str, Tensor], cuts: Mappi
     if leaves != {path: (str(x.dtype), cuts[path].shape) for path, x in tensors.items()}:
         return False
     return all(
-        torch.equal(_bytes(overlap(x, stored, cuts[path])), _bytes(overlap(tensors[path], cuts[path], stored)))
+        torch.equal(_bytes(x[there]), _bytes(tensors[path][here]))
         for path, stored, x in read(directory, manifest, cuts)
+        for there, here in overlaps(stored, cuts[path])
     )
 
 

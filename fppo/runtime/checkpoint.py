@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -23,6 +24,7 @@ from fppo.runtime import _checkpoint_attempt as attempts
 from fppo.runtime import _checkpoint_files as files
 from fppo.runtime._checkpoint_attempt import Attempt, path_of, steps
 from fppo.runtime._checkpoint_files import CheckpointError, DamagedError, Part
+from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import AXES, Mesh, gather_objects
 
 __all__ = [
@@ -71,7 +73,7 @@ def save(
     step: int,
     *,
     mesh: Mesh = Mesh.local(),  # noqa: B008
-    shapes: Mapping[str, torch.Size] = {},
+    shapes: Mapping[str, torch.Size | Extent] = {},
     free: str | None = None,
     keep: int | None = None,
     timeout: float = TIMEOUT,
@@ -86,7 +88,7 @@ def begin_save(
     step: int,
     *,
     mesh: Mesh = Mesh.local(),  # noqa: B008
-    shapes: Mapping[str, torch.Size] = {},
+    shapes: Mapping[str, torch.Size | Extent] = {},
     free: str | None = None,
     keep: int | None = None,
     timeout: float = TIMEOUT,
@@ -94,10 +96,10 @@ def begin_save(
     """Begins to write the tree `value` as the checkpoint of `step`, and afterwards drops all but the newest `keep`.
 
     Every rank of the mesh calls it. `shapes` are the whole shapes, by path as `tree.leaves_with_paths` has it, of the
-    leaves whose rows are cut over the shard axis; they play no role if the mesh is not `mesh.sharded`. All other leaves
-    are equal on all ranks. `free` names a field of `value` whose structure is saved too, for `load`: one that differs
-    from step to step. The tensors are copied before it returns, so their memory may be used again; a thread
-    writes.
+    leaves whose rows are cut over the shard axis; they play no role if the mesh is not `mesh.sharded`. An `Extent` is
+    one that is cut over the tensor axis, too. All other leaves are equal on all ranks. `free` names a field of `value`
+    whose structure is saved too, for `load`: one that differs from step to step. The tensors are copied before it
+    returns, so their memory may be used again; a thread writes.
 
     The files are written and synced under another name and renamed at the end, so a crash of any rank at any instant
     leaves the last complete checkpoint as it was. The same state saved again is left as it is; another one for the
@@ -112,7 +114,7 @@ def _begin(
     directory: Path,
     step: int,
     mesh: Mesh,
-    shapes: Mapping[str, torch.Size],
+    shapes: Mapping[str, torch.Size | Extent],
     free: str | None,
     keep: int | None,
     timeout: float,
@@ -123,18 +125,19 @@ def _begin(
     tensors = {path: x.detach() for path, x in leaves.items() if isinstance(x, Tensor)}
     plain = {path: _plain(x) for path, x in leaves.items() if not isinstance(x, Tensor)}
     cuts = files.cuts_of(tensors, mesh, shapes)
-    shards = max((part.ranks for part in cuts.values()), default=1)
-    others = [mesh[name].rank for name in AXES if name != "shard"]
-    shard = mesh["shard"].rank if not any(others) and mesh["shard"].rank < shards else None
+    grid, place = files.writers(cuts), (mesh["tensor"].rank, mesh["shard"].rank)
+    others = any(mesh[name].rank for name in AXES if name not in ("tensor", "shard"))
+    is_writer = not others and place[0] < grid[0] and place[1] < grid[1]
+    shard = place[0] * grid[1] + place[1] if is_writer else None
     device = next((x.device for x in tensors.values() if x.is_cuda), torch.device("cpu"))
     result: Future[Path] = Future()
     attempt = attempts.agree(Path(directory), step, mesh, device, timeout)
     if attempt.token is None:
         _compare(result, attempt, plain, tensors if shard is not None else None, cuts, mesh, device)
         return Pending(result)
-    mine = {path: x for path, x in tensors.items() if shard is not None and (shard == 0 or cuts[path].ranks > 1)}
+    mine = {path: x for path, x in tensors.items() if shard is not None and files.writes(cuts[path], mesh)}
     structure = None if free is None else pytree.treespec_dumps(pytree.tree_structure(getattr(value, free)))
-    job = _Job(attempt, shard, shards, _on_host(mine, copy), cuts, plain, structure, keep)
+    job = _Job(attempt, shard, math.prod(grid), _on_host(mine, copy), cuts, plain, structure, keep)
     # a daemon: a process that fails elsewhere ends at once, and leaves a draft
     threading.Thread(target=job.run, args=(result,), name=f"checkpoint of step {step}", daemon=True).start()
     return Pending(result)
@@ -269,7 +272,7 @@ def load(
     step: int,
     *,
     mesh: Mesh = Mesh.local(),  # noqa: B008
-    shapes: Mapping[str, torch.Size] = {},
+    shapes: Mapping[str, torch.Size | Extent] = {},
     free: str | None = None,
     part: str = "",
     device: torch.device | None = None,
@@ -281,9 +284,9 @@ def load(
     and stands on `device`, as tensors do that `template` has on meta. With `part`, a path like ".actor.params",
     template, shapes and result are what the tree has there, and nothing else is read.
 
-    On a mesh that is `mesh.sharded` the leaves with `shapes` are this rank's rows, in `template` as in the result, and
-    only the chunks that hold such rows are read, one after the other. No collective is called. Raises CheckpointError
-    for a damaged checkpoint, and for one of another model, naming the leaves that differ.
+    On a mesh that cuts parameters the leaves with `shapes` are this rank's parts, in `template` as in the result, and
+    only the chunks that hold some of them are read, one after the other. No collective is called. Raises
+    CheckpointError for a damaged checkpoint, and for one of another model, naming the leaves that differ.
     """
     path = path_of(Path(directory), step)
     with _damage_explained(path):
@@ -305,7 +308,8 @@ def load(
             name: x if donate and not x.is_meta else _like(x, device) for name, x in tensors.items()
         }
         for name, stored, x in files.read(path, manifest, wanted):
-            files.overlap(loaded[name], wanted[name], stored).copy_(files.overlap(x, stored, wanted[name]))
+            for there, here in files.overlaps(stored, wanted[name]):
+                loaded[name][here].copy_(x[there])
     plain = {name: _restored(manifest["plain"][name], leaf) for name, leaf in expected.items() if name not in loaded}
     return pytree.tree_unflatten([(loaded | plain)[name] for name in expected], pytree.tree_structure(template))
 

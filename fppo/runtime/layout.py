@@ -30,6 +30,19 @@ class Box:
             (high - low, *self.size[1:]),
         )
 
+    def shared(self, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """Where what both have stands in this one's piece, and in the other's; None if they share nothing."""
+        lows = tuple(map(max, self.start, other.start))
+        highs = [min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True)]
+        if any(low >= high for low, high in zip(lows, highs, strict=True)):
+            return None
+
+        def places(box: Box) -> tuple[slice, ...]:
+            offsets = [at - start for at, start in zip(box.at, box.start, strict=True)]
+            return tuple(slice(low + by, high + by) for low, high, by in zip(lows, highs, offsets, strict=True))
+
+        return places(self), places(other)
+
 
 @attrs.frozen
 class Cut:
@@ -72,6 +85,14 @@ class Cut:
         """The whole from all its parts."""
         split = [x.split([length for _, length in self.runs(part)], self.dim) for part, x in enumerate(parts)]
         return torch.cat([runs[i] for i in range(len(self.segments)) for runs in split], self.dim)
+
+
+@attrs.frozen
+class Extent:
+    """The whole shape of a tensor, and how it is cut over the tensor axis."""
+
+    shape: torch.Size
+    cut: Cut
 
 
 @attrs.frozen
@@ -126,11 +147,6 @@ class Layout:
         first's."""
         cut = self.cuts.get(name)
         return self.rank == (0 if cut is None else cut.first(cut.part(self.rank, self.ranks), self.ranks))
-
-    def boxes(self, name: str) -> list[Box]:
-        """The boxes of the whole parameter that what this rank holds is made of."""
-        cut = self.cuts.get(name)
-        return boxes(tuple(self.whole[name]), cut, 0 if cut is None else cut.part(self.rank, self.ranks))
 
 
 def boxes(shape: tuple[int, ...], cut: Cut | None = None, part: int = 0) -> list[Box]:

@@ -1,5 +1,6 @@
 """Checkpoints of meshes: written by all ranks or by none, and read on any other mesh."""
 
+import math
 import shutil
 import tempfile
 import threading
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import attrs
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +21,7 @@ from fppo.runtime import _checkpoint_attempt as attempts
 from fppo.runtime import _checkpoint_files as files
 from fppo.runtime import checkpoint, clock, fsdp
 from fppo.runtime.checkpoint import CheckpointError
+from fppo.runtime.layout import Cut, Extent
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.simulate import simulate
 
@@ -88,6 +91,48 @@ def test_what_any_mesh_saves_any_other_loads_bit_for_bit(writers, readers, leave
         assert_holds(directory, value, 1)
         assert left(directory) == ["step_00000001"]
         assert len(list(paths[0].glob("*.safetensors"))) == writers["shard"]
+
+
+CUTS = {
+    "rows": ((8, 3), Cut(0, 2, (4, 4))),  # of two projections that are merged; two ranks of four hold the same
+    "columns": ((3, 8), Cut(1, 4, (8,))),
+    "words": ((7, 2), Cut(0, 4, (7,))),
+    "whole": ((5, 2), None),
+}
+
+
+def on_tensor_ranks(mesh):
+    """What a rank of any mesh holds of a state whose leaves are cut over both axes; the mesh; the extents."""
+    mesh, axis = attrs.evolve(mesh, sharding=Sharding()), mesh["tensor"]
+    whole, extents = {}, {}
+    for i, (name, (shape, cut)) in enumerate(CUTS.items()):
+        x, extents[f"['{name}']"] = torch.arange(math.prod(shape)).view(shape) + 100 * i, torch.Size(shape)
+        if axis.size > 1 and cut is not None:
+            cut = attrs.evolve(cut, parts=min(cut.parts, axis.size))
+            x, extents[f"['{name}']"] = cut.take(x, cut.part(axis.rank, axis.size)), Extent(torch.Size(shape), cut)
+        whole[name] = x
+    return fsdp.shard(whole, mesh), mesh, extents
+
+
+@pytest.mark.parametrize("writers", [{"tensor": 2}, {"tensor": 4}, {"replicate": 2, "shard": 3, "tensor": 2}], ids=str)
+def test_what_is_cut_over_a_tensor_axis_is_loaded_onto_any_mesh(tmp_path, writers):
+    def save(mesh):
+        held, mesh, extents = on_tensor_ranks(mesh)
+        for _ in range(2):  # the same state again is left as it is
+            checkpoint.save(held, tmp_path, 1, mesh=mesh, shapes=extents)
+
+    def load(mesh):
+        held, mesh, extents = on_tensor_ranks(mesh)
+        empty = tree.map(torch.zeros_like, held)
+        assert tree.digest(checkpoint.load(empty, tmp_path, 1, mesh=mesh, shapes=extents)) == tree.digest(held)
+
+    simulate(writers, save)
+    for readers in ({}, {"shard": 4}, {"tensor": 4}, {"shard": 2, "tensor": 2}, {"sequence": 2, "tensor": 2}):
+        simulate(readers, load)
+    stored = [
+        x.numel() for file in tmp_path.glob("*/*.safetensors") for x in safetensors.torch.load_file(file).values()
+    ]
+    assert sum(stored) == sum(math.prod(shape) for shape, _ in CUTS.values())  # each number once
 
 
 def test_parameters_that_are_not_sharded_are_written_once(tmp_path):

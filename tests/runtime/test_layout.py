@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fppo.runtime._checkpoint_files import Part
 from fppo.runtime.layout import Box, Cut, Layout, boxes
 from fppo.runtime.mesh import gradient_sum
 from fppo.runtime.simulate import simulate
@@ -45,18 +46,22 @@ def test_owners_hold_every_number_once(every):
     assert torch.equal(counted.sort().values, whole.flatten())
 
 
-@given(layouts(), st.integers(0, 40), st.integers(0, 40))
-def test_boxes_say_where_numbers_come_from(every, start, length):
+@given(layouts(), st.integers(1, 5))
+def test_boxes_say_where_numbers_come_from(every, shards):
     whole = numbers(every[0].whole["x"])
+    cut, filled = every[0].cuts.get("x"), torch.full_like(whole, -1.0)
     for layout in every:
-        rows = layout.take("x", whole)[start : start + length]
-        filled = torch.full_like(rows, -1.0)
-        for box in layout.boxes("x"):
-            if part := box.within(start, start + length):
-                place = tuple(slice(a, a + n) for a, n in zip(part.at, part.size, strict=True))
-                source = tuple(slice(a, a + n) for a, n in zip(part.start, part.size, strict=True))
-                filled[place] = whole[source]
-        assert torch.equal(filled, rows)
+        piece = layout.take("x", whole)
+        for shard in range(shards):
+            part = Part(tuple(whole.shape), cut, (layout.rank, layout.ranks), (shard, shards))
+            rows = piece[slice(*part.rows)]
+            assert part.own_shape == tuple(rows.shape)
+            for box in part.boxes:
+                ((mine, others),) = [box.shared(each) for each in boxes(tuple(whole.shape))]
+                assert torch.equal(rows[mine], whole[others])
+                assert not part.is_first or cut is None or bool((filled[others] < 0).all())
+                filled[others] = rows[mine]
+    assert torch.equal(filled, whole)
 
 
 def test_a_number_is_one_box():
