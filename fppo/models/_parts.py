@@ -15,8 +15,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from fppo.models.model import Model, Params, causal_lm
+from fppo.models.place import own_params
 from fppo.runtime import fsdp
+from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import Mesh
+from fppo.runtime.parts import part_of
 
 
 class _Stored(NamedTuple):
@@ -49,10 +52,10 @@ def read_parts(
                 continue
             return None
         if converter is None:
-            parts[target] = _read(sources[0], dtype, mesh)
+            parts[target] = _read(sources[0], model.extents[target], dtype, mesh)
         else:
             whole = _converted(module, target, sources, converter)
-            parts |= {name: _part(x, dtype, mesh) for name, x in whole.items()}
+            parts |= {name: _own(own_params(model, {name: x}, mesh)[name], dtype) for name, x in whole.items()}
     cut = fsdp.shard({name: torch.empty(model.shapes[name], device="meta") for name in wanted}, mesh)
     fits = {name: x.shape for name, x in parts.items()} == {name: x.shape for name, x in cut.items()}
     return parts if fits else None
@@ -91,19 +94,23 @@ def _converted(
     return {name: x[0] if isinstance(x, list) else x for name, x in whole.items()}
 
 
-def _read(source: _Stored, dtype: torch.dtype, mesh: Mesh) -> Tensor:
-    """This rank's rows of a stored tensor."""
+def _read(source: _Stored, extent: torch.Size | Extent, dtype: torch.dtype, mesh: Mesh) -> Tensor:
+    """This rank's part of a stored tensor, which may turn out not to have the whole shape that `extent` says."""
     with safe_open(source.file, "pt") as tensors:  # anew for each: an open file keeps what was read of it in memory
         stored = tensors.get_slice(source.name)
-        shape = stored.get_shape()
-        if not mesh.sharded or not shape:
-            return _part(tensors.get_tensor(source.name), dtype, mesh)
-        start, stop = fsdp.bounds(shape[0], mesh["shard"])
-        return _own(stored[start:stop] if start < stop else torch.empty(0, *shape[1:]), dtype)
-
-
-def _part(whole: Tensor, dtype: torch.dtype, mesh: Mesh) -> Tensor:
-    return _own(fsdp.shard({"": whole}, mesh)[""], dtype)
+        shape = torch.Size(stored.get_shape())
+        cut = isinstance(extent, Extent) and shape == extent.shape
+        part = part_of(extent if cut else shape, mesh)
+        if part.own_shape == tuple(shape):
+            return _own(tensors.get_tensor(source.name), dtype)
+        own = torch.empty(part.own_shape, dtype=dtype)
+        for box in part.boxes:
+            here, there = (
+                tuple(slice(first, first + size) for first, size in zip(places, box.size, strict=True))
+                for places in (box.at, box.start)
+            )
+            own[here] = stored[there]
+        return own
 
 
 def _own(x: Tensor, dtype: torch.dtype) -> Tensor:

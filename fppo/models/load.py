@@ -18,6 +18,7 @@ from fppo.key import Key
 from fppo.models._parts import read_parts
 from fppo.models.init import init_value_head
 from fppo.models.model import BUILDING, SCORE_BIAS, SCORE_WEIGHT, HeadKind, Model, Params, build, plain_config
+from fppo.models.place import check_placed, own_params, place
 from fppo.models.probe import check_model
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import LOCAL, Mesh
@@ -42,7 +43,8 @@ def load(
 ) -> tuple[Model, Params]:
     """The model in a directory or on the Hugging Face hub, with its parameters on the CPU in `dtype`.
 
-    On a mesh that cuts parameters they are this rank's shards, and it reads no more than these of most checkpoints.
+    On a mesh that cuts parameters they are this rank's part, and it reads no more than that of most checkpoints; on a
+    tensor axis the model is placed (`place`), if what its ranks compute is what it does (`check_placed`).
     A value head is read from token- or sequence-classification checkpoints (`score`, `classifier`) and TRL's
     (`v_head.summary`), in float32 or wider; `label` is the row to take of a head that has several. A checkpoint without
     one gets a head drawn from `key`, or zeros without a key. `config` holds what differs from the model's own config.
@@ -59,6 +61,9 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     check_model(model)
+    if (ranks := mesh["tensor"].size) > 1:
+        check_placed(model, ranks)
+        model = place(model, mesh)
     try:
         params, problems = _read(model, directory, own, dtype, mesh)
     except SafetensorError as error:
@@ -145,7 +150,7 @@ def _read(
         return named, problems
     parts = {}
     for name in list(named):  # one by one, in memory of their own as above
-        parts |= fsdp.shard({name: named.pop(name).clone()}, mesh)
+        parts |= own_params(model, {name: named.pop(name).clone()}, mesh)
     return parts, []
 
 
@@ -196,10 +201,10 @@ def read_value_head(directory: Path, dtype: torch.dtype) -> Params:
             for name in tensors.keys():  # noqa: SIM118
                 if name.rpartition(".")[0] in VALUE_HEADS:
                     heads[name] = tensors.get_tensor(name).to(dtype, copy=True)
-    for place in VALUE_HEADS:
-        if f"{place}.weight" in heads:
-            weight = heads[f"{place}.weight"]
-            return {SCORE_WEIGHT: weight, SCORE_BIAS: heads.get(f"{place}.bias", weight.new_zeros(len(weight)))}
+    for head in VALUE_HEADS:
+        if f"{head}.weight" in heads:
+            weight = heads[f"{head}.weight"]
+            return {SCORE_WEIGHT: weight, SCORE_BIAS: heads.get(f"{head}.bias", weight.new_zeros(len(weight)))}
     return {}
 
 

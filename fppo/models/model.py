@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fppo.models import seams
 from fppo.models.seams import packed_attention, padded_attention
-from fppo.runtime.layout import Layout
+from fppo.runtime.layout import Extent, Layout
 
 __all__ = ["HeadKind", "Model", "Params", "build", "packed_attention", "padded_attention"]
 
@@ -51,6 +51,12 @@ class Model:
     def whole_shapes(self) -> Mapping[str, torch.Size]:
         """The shapes of the parameters before any axis cuts them."""
         return self.shapes if self.layout is None else self.layout.whole
+
+    @property
+    def extents(self) -> Mapping[str, torch.Size | Extent]:
+        """The whole shapes, with the cuts of a tensor axis."""
+        layout = self.layout
+        return self.shapes if layout is None else {name: layout.extent(name) for name in layout.whole}
 
     def own_skeleton(self) -> PreTrainedModel:
         """The skeleton for this thread alone, as a pass puts tensors into it: outside the main thread, a copy."""

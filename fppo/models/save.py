@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo.models._save_plan import Plan, plan
 from fppo.models.model import Model, Params
+from fppo.models.place import whole_params
 from fppo.runtime import fsdp
 from fppo.runtime.exports import draft_of, replacing
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, device_of, gather_objects, is_first
@@ -39,14 +40,14 @@ def save(
 
     It is written beside `directory` first and takes its place at the end: of nothing, of an empty directory, or of what
     was saved there before, as `check_replaceable` has it. Every rank of the mesh calls it, and the
-    first one writes; on a mesh that is `mesh.sharded` `params` are shards. They are gathered one by one, so beyond its
+    first one writes; on a mesh that cuts parameters `params` are its parts. They are gathered one by one, so beyond its
     shards no rank holds more than one parameter, and the first one no more than a file of `max_shard_bytes` besides.
     All ranks return when it is written, or fail with the first one. Raises ValueError if `params` do not fit, or if
     there is something else at `directory`.
     """
     _check(model, params, mesh)
     params = {name: x.detach() for name, x in params.items()}
-    chosen = plan(model, {name: x.dtype for name, x in params.items()}, max_shard_bytes)
+    chosen = plan(model.unplaced or model, {name: x.dtype for name, x in params.items()}, max_shard_bytes)
     draft, device = draft_of(directory), device_of(params)
     with contextlib.ExitStack() as opened:
 
@@ -63,7 +64,7 @@ def save(
 
         _first_alone(prepare, mesh, device)
         for file, names in chosen.files.items():
-            _save_file(chosen, names, params, draft / file, mesh)
+            _save_file(model, chosen, names, params, draft / file, mesh)
         _first_alone(finish, mesh, device)
 
 
@@ -79,7 +80,8 @@ def save_config(
     `build` makes the model again of it. Raises ValueError as `save` does for what is in its way.
     """
     with replacing(directory) as draft:
-        plan(model, dict.fromkeys(model.shapes, torch.float32), DEFAULT_SHARD_BYTES).write_config(draft)
+        whole = model.unplaced or model
+        plan(whole, dict.fromkeys(whole.shapes, torch.float32), DEFAULT_SHARD_BYTES).write_config(draft)
         _save_others(draft, tokenizer, generation_config)
 
 
@@ -121,22 +123,22 @@ def _first_alone(act: Callable[[], None], mesh: Mesh, device: torch.device) -> N
         raise RuntimeError(f"the model could not be saved on the first rank: {first_problem}")
 
 
-def _save_file(chosen: Plan, names: Iterable[str], params: Params, path: Path, mesh: Mesh) -> None:
-    tensors = _tensors(chosen, names, params, mesh)
+def _save_file(model: Model, chosen: Plan, names: Iterable[str], params: Params, path: Path, mesh: Mesh) -> None:
+    tensors = _tensors(model, chosen, names, params, mesh)
     write = partial(safetensors.torch.save_file, tensors, path, metadata={"format": "pt"})
     _first_alone(write, mesh, device_of(params))
 
 
-def _tensors(chosen: Plan, names: Iterable[str], params: Params, mesh: Mesh) -> Params:
+def _tensors(model: Model, chosen: Plan, names: Iterable[str], params: Params, mesh: Mesh) -> Params:
     """A file's tensors on the first rank's host; other ranks help to gather them, and get nothing."""
     own: dict[str, Tensor] = {}
-    if any(mesh[name].rank for name in AXES if name != "shard"):
-        return own  # another rank has the same shards and helps
+    if any(mesh[name].rank for name in AXES if name not in ("shard", "tensor")):
+        return own  # another rank has the same part and helps
     wanted = dict.fromkeys(names)
     for group in dict.fromkeys(chosen.made_of[name] for name in wanted):
         whole = {}
         for name in group:
-            whole |= fsdp.gather({name: params[name]}, chosen.model.shapes, mesh)
+            whole |= whole_params(model, {name: params[name]}, mesh)
         if is_first(mesh):
             own |= {name: _own(x, whole, mesh) for name, x in chosen.stored(whole).items() if name in wanted}
     return {name: own[name] for name in wanted} if own else own
@@ -144,5 +146,6 @@ def _tensors(chosen: Plan, names: Iterable[str], params: Params, mesh: Mesh) -> 
 
 def _own(x: Tensor, whole: Params, mesh: Mesh) -> Tensor:
     """`x` on the host, contiguous; if it was cut out of gathered parameters, in memory of its own, to free those."""
-    piece = mesh.sharded and all(x is not each for each in whole.values())
+    gathered = mesh.sharded or mesh["tensor"].size > 1
+    piece = gathered and all(x is not each for each in whole.values())
     return x.to("cpu", copy=piece, memory_format=torch.contiguous_format).contiguous()

@@ -21,7 +21,6 @@ from fppo.rollout.decoder import Decoder, decoder_of
 from fppo.rollout.engine import Ask, OnFinished, Sampling
 from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits, rollout_of
 from fppo.rollout.sampling import draw
-from fppo.runtime import fsdp
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.padding import make_lengths, unpad
@@ -40,7 +39,7 @@ class EmbeddedEngine:
     bounds the rows of a wave (a prompt's samples share a wave, however many), and `cache_bytes` the memory for their
     keys and values at the longest, which may part a prompt's samples too; None: half of a GPU's free memory, and no
     bound on a CPU. `prefill_tokens` bounds the prompt tokens of one pass (a longer prompt runs alone). On a `mesh` that
-    cuts parameters they are shards, and gathered whole first.
+    cuts parameters they are parts, and gathered whole first; of a placed model it runs the one it was placed from.
 
     Raises ValueError where `cache_bytes` holds not even one row.
     """
@@ -61,20 +60,19 @@ class EmbeddedEngine:
         Raises ValueError for no prompts, for empty ones or ones not padded on the left, and for responses that may
         outgrow the model's learned positions or the length for which its rope is made.
         """
-        with torch.no_grad():
-            params = fsdp.gather(params, self.model.shapes, self.mesh)
+        model, params = self.model.unplaced or self.model, models.whole_params(self.model, dict(params), self.mesh)
         device = next(iter(params.values())).device
         mask = ask.prompts.attention_mask.to(device).bool()
         lengths = check_prompts(mask)
         limits = response_limits(ask)
-        _check_positions(self.model, lengths, limits)
+        _check_positions(model, lengths, limits)
         row_ids = number_rows(ask, device)
         width, n = max(lengths), ask.sampling.n
         tokens, real = ask.prompts.tokens.to(device)[:, -width:], mask[:, -width:]
         on_step = None if ask.on_finished is None else _FinishedRows(ask.on_finished, limits, ask.sampling)
 
         def run(skeleton: PreTrainedModel) -> list[_Step]:
-            head = _wide(models.output_head(self.model, params))
+            head = _wide(models.output_head(model, params))
             policy = _Policy(skeleton, decoder_of(skeleton), head, self.kernels, self.prefill_tokens)
             steps: list[_Step] = []
             for part, draws in self._waves(policy, len(lengths), n, width + max(limits)):
@@ -85,7 +83,7 @@ class EmbeddedEngine:
             return steps
 
         with torch.inference_mode(), for_any_shape(device):
-            steps = models.bind(self.model, params, run)
+            steps = models.bind(model, params, run)
         with torch.no_grad():  # not in inference mode: the rollout is for autograd to use
             return _assemble(steps, ask, row_ids, limits=limits, pad_token_id=self.pad_token_id)
 

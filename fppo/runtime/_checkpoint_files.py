@@ -13,7 +13,6 @@ torch.distributed.checkpoint's own files are not used: their metadata is a pickl
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -28,10 +27,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fppo import tree
-from fppo.runtime import fsdp
-from fppo.runtime.layout import Box, Cut, Extent, boxes
+from fppo.runtime.layout import Cut, Extent
 from fppo.runtime.mesh import Mesh
-from fppo_kernels.collectives import Axis
+from fppo.runtime.parts import Part, overlaps, part_of
 
 FORMAT = 4
 MANIFEST = "state.json"
@@ -45,66 +43,17 @@ class DamagedError(CheckpointError):
     """A checkpoint whose files are not what was written."""
 
 
-@attrs.frozen
-class Part:
-    """What one rank of a shard axis and a tensor axis holds of a leaf that has `shape`. Each axis is (rank, ranks), and
-    (0, 1) where the leaf is not cut over it."""
-
-    shape: tuple[int, ...]
-    cut: Cut | None = None
-    tensor: tuple[int, int] = (0, 1)
-    shard: tuple[int, int] = (0, 1)
-
-    @property
-    def number(self) -> int:
-        """Which part of the cut it is."""
-        return 0 if self.cut is None else self.cut.part(*self.tensor)
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        """Its rows of what the ranks of the shard axis cut; a leaf without dimensions has one."""
-        count = self.shape[0] if self.shape else 1
-        if self.cut is not None and self.cut.dim == 0:
-            count = self.cut.size(self.number)
-        return fsdp.bounds(count, Axis(self.shard[1], self.shard[0]))
-
-    @property
-    def boxes(self) -> list[Box]:
-        """The boxes of the whole leaf that it is made of."""
-        every = boxes(self.shape, self.cut, self.number)
-        return [part for box in every if (part := box.within(*self.rows))] if self.shape else every
-
-    @property
-    def own_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor that holds it."""
-        shape, (start, stop) = list(self.shape), self.rows
-        if self.cut is not None:
-            shape[self.cut.dim] = self.cut.size(self.number)
-        return (stop - start, *shape[1:]) if shape else ()
-
-    @property
-    def is_first(self) -> bool:
-        """Whether no rank before this one of the tensor axis holds the same."""
-        return self.cut is None or self.cut.first(self.number, self.tensor[1]) == self.tensor[0]
-
-
 def cuts_of(tensors: Mapping[str, Tensor], mesh: Mesh, shapes: Mapping[str, torch.Size | Extent]) -> dict[str, Part]:
     """Which part of each leaf this rank holds. Raises ValueError for tensors that do not fit the shapes."""
-    shard = (mesh["shard"].rank, mesh["shard"].size) if mesh.sharded else (0, 1)
-    tensor = (mesh["tensor"].rank, mesh["tensor"].size)
-    parts: dict[str, Part] = {}
-    for path, extent in shapes.items():
-        if isinstance(extent, Extent):
-            parts[path] = Part(tuple(extent.shape), extent.cut, tensor, shard)
-        elif mesh.sharded:
-            parts[path] = Part(tuple(extent), shard=shard)
+    cut = {path: x for path, x in shapes.items() if mesh.sharded or isinstance(x, Extent)}
+    parts = {path: part_of(extent, mesh) for path, extent in cut.items()}
     unknown = sorted(parts.keys() - tensors.keys())
     if unknown:
         raise ValueError(f"shapes are given for tensors that the state does not have: {unknown[:5]}")
     for path, part in parts.items():
         if tuple(tensors[path].shape) != part.own_shape:
             raise ValueError(
-                f"{path} has the shape {tuple(tensors[path].shape)}, but rank {shard[0]} of {shard[1]} holds "
+                f"{path} has the shape {tuple(tensors[path].shape)}, but rank {part.shard[0]} of {part.shard[1]} holds "
                 f"{part.own_shape} of {part.shape}: give whole shapes for the leaves that are cut over the shard axis, "
                 "and only those"
             )
@@ -250,13 +199,6 @@ def _stored(manifest: Mapping[str, Any], path: str, number: int, wanted: Part) -
         return None
     stored = Part(tuple(leaf["shape"]), cut, (0, 1) if cut is None else (tensor, tensors), (shard, leaf["ranks"]))
     return stored if stored.is_first and next(overlaps(stored, wanted), None) else None
-
-
-def overlaps(part: Part, other: Part) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Where what two parts of a leaf have in common stands in the tensor that holds the one, and in the other's."""
-    for box, other_box in itertools.product(part.boxes, other.boxes):
-        if (places := box.shared(other_box)) is not None:
-            yield places
 
 
 def same(directory: Path, plain: Any, tensors: Mapping[str, Tensor], cuts: Mapping[str, Part]) -> bool:

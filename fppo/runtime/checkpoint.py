@@ -23,9 +23,10 @@ from fppo.key import Key
 from fppo.runtime import _checkpoint_attempt as attempts
 from fppo.runtime import _checkpoint_files as files
 from fppo.runtime._checkpoint_attempt import Attempt, path_of, steps
-from fppo.runtime._checkpoint_files import CheckpointError, DamagedError, Part
+from fppo.runtime._checkpoint_files import CheckpointError, DamagedError
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import AXES, Mesh, gather_objects
+from fppo.runtime.parts import Part, overlaps
 
 __all__ = [
     "CheckpointError",
@@ -308,7 +309,7 @@ def load(
             name: x if donate and not x.is_meta else _like(x, device) for name, x in tensors.items()
         }
         for name, stored, x in files.read(path, manifest, wanted):
-            for there, here in files.overlaps(stored, wanted[name]):
+            for there, here in overlaps(stored, wanted[name]):
                 loaded[name][here].copy_(x[there])
     plain = {name: _restored(manifest["plain"][name], leaf) for name, leaf in expected.items() if name not in loaded}
     return pytree.tree_unflatten([(loaded | plain)[name] for name in expected], pytree.tree_structure(template))

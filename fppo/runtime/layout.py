@@ -120,6 +120,11 @@ class Layout:
             shape[cut.dim] = cut.size(cut.part(self.rank, self.ranks))
         return torch.Size(shape)
 
+    def extent(self, name: str) -> torch.Size | Extent:
+        """The whole shape of a parameter, with its cut if it has one."""
+        cut = self.cuts.get(name)
+        return self.whole[name] if cut is None else Extent(self.whole[name], cut)
+
     def take(self, name: str, whole: Tensor) -> Tensor:
         """What this rank holds of a whole parameter."""
         cut = self.cuts.get(name)

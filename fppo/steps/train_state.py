@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from fppo import tree
 from fppo.metrics import Metrics
 from fppo.models.model import Params
-from fppo.runtime.layout import Cut, Extent
+from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.steps.optimizers import Optimizer
 from fppo.tree import state
@@ -46,23 +46,20 @@ def optimizer_step(
     return tree.replace(state, params=params, opt=opt, step=state.step + 1), report
 
 
-def whole_shapes(
-    state: TrainState, shapes: Mapping[str, torch.Size], cuts: Mapping[str, Cut] = {}
-) -> dict[str, torch.Size | Extent]:
+def whole_shapes(state: TrainState, shapes: Mapping[str, torch.Size | Extent]) -> dict[str, torch.Size | Extent]:
     """By their paths in `state`, the whole shapes of the leaves that a mesh cuts: parameters, of whole `shapes`, and
-    what the optimizer keeps under their names in their shapes; with the `cuts` of those that a tensor axis cuts.
+    what the optimizer keeps under their names in their shapes.
 
     Raises ValueError for a tensor of the optimizer's that could be cut or not, where parameters are.
     """
     cut = any(x.shape != shapes[name] for name, x in state.params.items())
-    extents = {name: Extent(shape, cuts[name]) if name in cuts else shape for name, shape in shapes.items()}
-    whole = {f".params[{name!r}]": extents[name] for name in state.params}
+    whole = {f".params[{name!r}]": shapes[name] for name in state.params}
     for path, leaf in pytree.tree_flatten_with_path(state.opt)[0]:
         name = getattr(path[-1], "key", None) if path else None
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             continue
         if name in state.params and leaf.shape == state.params[name].shape:
-            whole[f".opt{pytree.keystr(path)}"] = extents[name]
+            whole[f".opt{pytree.keystr(path)}"] = shapes[name]
         elif cut:
             raise ValueError(
                 f"the optimizer's state .opt{pytree.keystr(path)} of shape {tuple(leaf.shape)} is neither a number nor "

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fppo.runtime._checkpoint_files import Part
 from fppo.runtime.layout import Box, Cut, Layout, boxes
 from fppo.runtime.mesh import gradient_sum
+from fppo.runtime.parts import Part
 from fppo.runtime.simulate import simulate
 
 
