@@ -46,7 +46,7 @@ def _old_log_probs(settings: TrainSettings) -> str:
 
 def model_lines(model: Model, path: str, *, others: Sequence[str]) -> list[str]:
     """The policy's family and size, and what is beside it."""
-    count = sum(math.prod(shape) for shape in model.shapes.values())
+    count = sum(math.prod(shape) for shape in model.whole_shapes.values())
     beside = f", and a {' and a '.join(others)}" if others else ""
     return [_line("model", f"{model.config.model_type} of {_count(count)} parameters, from {path}{beside}")]
 

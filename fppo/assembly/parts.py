@@ -14,6 +14,7 @@ from fppo import models, tree
 from fppo.assembly.texts import config_of, config_place, directory_of
 from fppo.key import Key
 from fppo.models.model import HeadKind, Model, Params, over_long
+from fppo.models.narrow import narrow
 from fppo.rollout.check import check_engine
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Engine
@@ -51,8 +52,7 @@ def mesh_sizes(settings: TrainSettings, world: int) -> dict[str, int]:
     if wrong := checks.mesh_problems(settings, world):
         raise files.SettingsError(wrong)
     mesh = settings.mesh
-    shard = mesh.shard or world // (mesh.replicate * mesh.sequence)
-    return {"replicate": mesh.replicate, "shard": shard, "sequence": mesh.sequence}
+    return mesh.sizes(mesh.shard or world // mesh.others)
 
 
 def sharding_of(settings: TrainSettings) -> Sharding:
@@ -144,12 +144,15 @@ def compute_dtype_of(name: str) -> torch.dtype | None:
 
 
 def check_heads(config: PreTrainedConfig, mesh: Mesh) -> None:
-    """Raises ValueError if the sequence axis cannot share out the model's attention heads."""
-    heads, ranks = config.num_attention_heads, mesh["sequence"].size
+    """Raises ValueError if the tensor axis does not divide the model's sizes, or the sequence axis not the attention
+    heads that it leaves."""
+    ranks, tensor = mesh["sequence"].size, mesh["tensor"].size
+    heads = (config if tensor == 1 else narrow(config, tensor)).num_attention_heads
     if heads % ranks:
         fitting = [n for n in range(1, heads + 1) if heads % n == 0]
+        left = f" that mesh.tensor = {tensor} leaves each rank" if tensor > 1 else ""
         raise ValueError(
-            f"mesh.sequence = {ranks} does not divide the model's {heads} attention heads; give one of {fitting}"
+            f"mesh.sequence = {ranks} does not divide the model's {heads} attention heads{left}; give one of {fitting}"
         )
 
 

@@ -37,6 +37,7 @@ from fppo.pipeline.truth import critic_truth
 from fppo.rewards.distributed import SpreadRewardRunner
 from fppo.rewards.early import EarlyRewardRunner
 from fppo.rollout.engine import Engine
+from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import Lane, to_host
 from fppo.settings.checks_data import has_held_out
@@ -61,7 +62,7 @@ class Assembly:
     critic_model: Model | None
     mesh: Mesh
     device: torch.device  # which works, and has the batches; the state may be on the host
-    shapes: dict[str, torch.Size]  # whole shapes of the leaves of `run` that a mesh may cut
+    shapes: dict[str, torch.Size | Extent]  # whole shapes of the leaves of `run` that a mesh may cut
 
 
 @contextlib.contextmanager
@@ -210,13 +211,13 @@ def _state(params: Params, optimizer: Optimizer, offload: Offload) -> TrainState
             return state
 
 
-def _shapes(run: RunState, model: Model, critic_model: Model | None) -> dict[str, torch.Size]:
+def _shapes(run: RunState, model: Model, critic_model: Model | None) -> dict[str, torch.Size | Extent]:
     """By the paths of a RunState's leaves."""
-    shapes = {f".actor{path}": shape for path, shape in whole_shapes(run.actor, model.shapes).items()}
+    shapes = {f".actor{path}": extent for path, extent in whole_shapes(run.actor, model.extents).items()}
     if run.critic is not None and critic_model is not None:
-        shapes |= {f".critic{path}": shape for path, shape in whole_shapes(run.critic, critic_model.shapes).items()}
+        shapes |= {f".critic{path}": extent for path, extent in whole_shapes(run.critic, critic_model.extents).items()}
     if run.ref is not None:
-        shapes |= {f".ref[{name!r}]": shape for name, shape in model.shapes.items()}
+        shapes |= {f".ref[{name!r}]": extent for name, extent in model.extents.items()}
     return shapes
 
 

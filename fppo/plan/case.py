@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -9,6 +10,7 @@ import attrs
 import torch
 from transformers import PreTrainedConfig
 
+from fppo.models.narrow import narrow
 from fppo.plan.hardware import Hardware
 from fppo.runtime.mesh import DATA_AXES, Sharding
 
@@ -44,7 +46,7 @@ class Case:
     name: str
     config: PreTrainedConfig
     hardware: Hardware
-    mesh: Mapping[str, int] = attrs.field(factory=dict)  # replicate, shard, sequence
+    mesh: Mapping[str, int] = attrs.field(factory=dict)  # replicate, shard, sequence, tensor
     sharding: Sharding = attrs.field(factory=Sharding)
     tokens: int = 16384
     length: int = 4096
@@ -90,7 +92,7 @@ class Case:
 
     @property
     def world(self) -> int:
-        return self.size("replicate") * self.size("shard") * self.size("sequence")
+        return math.prod(self.mesh.values())
 
     @property
     def data_ranks(self) -> int:
@@ -117,12 +119,20 @@ class Case:
 
 def problems(case: Case) -> list[str]:
     """What is wrong with the case, one line for each thing."""
-    wrong, sequence = [], case.size("sequence")
+    wrong, sequence, tensor = [], case.size("sequence"), case.size("tensor")
     for name, config in ((case.name, case.config), ("the reward model", case.reward_model)):
-        if config is not None and (heads := config.num_attention_heads) % sequence:
+        if config is None:
+            continue
+        try:
+            heads = (config if tensor == 1 else narrow(config, tensor)).num_attention_heads
+        except ValueError as error:
+            wrong.append(f"--mesh.tensor {tensor}: {name}: {error}")
+            continue
+        if heads % sequence:
             works = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            left = f" on each rank of --mesh.tensor {tensor}" if tensor > 1 else ""
             wrong.append(
-                f"--mesh.sequence {sequence}: {name} has {heads} attention heads, which it does not divide; "
+                f"--mesh.sequence {sequence}: {name} has {heads} attention heads{left}, which it does not divide; "
                 f"these sizes do: {works}"
             )
     if case.length > case.tokens:

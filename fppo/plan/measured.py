@@ -19,7 +19,6 @@ from fppo.plan._group import Sent
 from fppo.plan._track import Tracker
 from fppo.plan.case import Case
 from fppo.plan.values import Phase
-from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.watch import RelayGroup, wire_bytes, without_default
 from fppo.steps.forward import Forward
@@ -43,9 +42,10 @@ def prepared(
     """A fresh state of the stage's model on this rank, the stage as a function of it, and the rows that it runs on."""
     if case.size("shard") > 1:
         mesh = attrs.evolve(mesh, sharding=case.sharding)
-    model, batch = passes.model_of(case, passes.STAGES[name]), passes.rows_of_stage(case, name)
+    model = models.place(passes.model_of(case, passes.STAGES[name]), mesh)
+    batch = passes.rows_of_stage(case, name)
     forward = Forward(model, kernels=passes.kernels_of(case, tracker), mesh=mesh)
-    shards = tree.map(lambda x: x.to(case.dtype), fsdp.shard(models.init_params(model, Key(0)), mesh))
+    shards = tree.map(lambda x: x.to(case.dtype), models.own_params(model, models.init_params(model, Key(0)), mesh))
     return init_state(shards, passes.optimizer_of(case)), passes.stage_of(case, name, batch, forward=forward), batch
 
 

@@ -142,7 +142,8 @@ def run_stage(case: Case, name: str, *, layers: int | None = None) -> list[Phase
     batch = rows_of_stage(case, name)
     tracker = Tracker(on_gpu=case.hardware.on_gpu)
     sharding = case.sharding if case.size("shard") > 1 else None
-    mesh = counting_mesh(case.mesh, {"sequence": fullest_slice(case)}, sharding, tracker.sent)
+    mesh = counting_mesh(case.mesh, fullest(case), sharding, tracker.sent)
+    model = models.place(model, mesh)
     stage = stage_of(case, name, batch, forward=Forward(model, kernels=kernels_of(case, tracker), mesh=mesh))
     with FakeTensorMode(allow_non_fake_inputs=True):
         params = {n: torch.empty(shard_shape(shape, mesh), dtype=case.dtype) for n, shape in model.shapes.items()}
@@ -168,6 +169,11 @@ def shard_shape(shape: torch.Size, mesh: Mesh) -> tuple[int, ...]:
         return tuple(shape)
     start, stop = fsdp.bounds(shape[0], mesh["shard"])
     return (stop - start, *shape[1:])
+
+
+def fullest(case: Case) -> dict[str, int]:
+    """The places on the sequence axis and on the tensor axis of the rank that has most: of the vocabulary, the last."""
+    return {"sequence": fullest_slice(case), "tensor": case.size("tensor") - 1}
 
 
 def fullest_slice(case: Case) -> int:

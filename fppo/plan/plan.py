@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 import torch
 
-from fppo import tree
+from fppo import models, tree
 from fppo.models import flops
 from fppo.models.model import Model
 from fppo.plan import layers, passes
@@ -83,15 +83,15 @@ def plan(case: Case, *, only_if_fits: bool = False) -> Plan:
     """
     if wrong := problems(case):
         raise ValueError("; ".join(wrong))
-    models = {name: passes.model_of(case, name) for name in passes.models_of(case)}
-    rest = _at_rest(case, models)
-    parameters = {name: sum(shape.numel() for shape in model.shapes.values()) for name, model in models.items()}
+    every = {name: passes.model_of(case, name) for name in passes.models_of(case)}
+    rest = _at_rest(case, every)
+    parameters = {name: sum(shape.numel() for shape in model.shapes.values()) for name, model in every.items()}
     stages: list[Stage] = []
     known: dict[str, list[Phase]] = {}
     if only_if_fits and sum(rest.values()) > case.hardware.memory:
         return Plan(case, parameters, rest, ())
     for name in reversed(passes.stages_of(case)):  # the updates first
-        model, at, same = models[passes.STAGES[name]], case.at(name), passes.SAME.get(name, name)
+        model, at, same = every[passes.STAGES[name]], case.at(name), passes.SAME.get(name, name)
         same = same if at == case.at(same) else name
         if same not in known:
             known[same] = phases_of(at, same, model)
@@ -124,8 +124,8 @@ def optimizer_bytes(model: Model, case: Case) -> int:
 
 
 def _shard_shapes(model: Model, case: Case) -> dict[str, tuple[int, ...]]:
-    mesh = counting_mesh(case.mesh, {}, case.sharding, lambda *_: None)
-    return {name: passes.shard_shape(shape, mesh) for name, shape in model.shapes.items()}
+    mesh = counting_mesh(case.mesh, passes.fullest(case), case.sharding, lambda *_: None)
+    return {name: passes.shard_shape(shape, mesh) for name, shape in models.place(model, mesh).shapes.items()}
 
 
 def _peak_flops(case: Case) -> float:
@@ -149,7 +149,7 @@ def _stage(case: Case, at: Case, name: str, model: Model, rest: Mapping[str, flo
         memory={**rest, **moving, OUTSIDE: outside},
         wire=wires(phases, at),
         seconds=seconds_of(phases, at),
-        model_flops=needed * case.micro_batches / case.size("sequence"),
+        model_flops=needed * case.micro_batches / (case.size("sequence") * case.size("tensor")),
     )
 
 
@@ -158,16 +158,16 @@ def _kept(model: Model, case: Case) -> float:
     return 0 if case.offload == "all" else case.dtype.itemsize * shard_numbers(model, case)
 
 
-def _at_rest(case: Case, models: Mapping[str, Model]) -> dict[str, float]:
+def _at_rest(case: Case, every: Mapping[str, Model]) -> dict[str, float]:
     """Bytes on a rank between the stages."""
     rest: dict[str, float] = {}
-    for name, model in models.items():
+    for name, model in every.items():
         at = case.at(name if name == passes.REWARD else f"update {name}")
         rest[f"{name}'s parameters"] = _kept(model, at)
         if name != passes.REWARD:
             rest[f"{name}'s optimizer"] = optimizer_bytes(model, at) if at.offload == "none" else 0
     if case.reference:
-        rest["reference's parameters"] = _kept(models["actor"], case.at("reference"))
+        rest["reference's parameters"] = _kept(every["actor"], case.at("reference"))
     row = passes.rows_of(case, 1)
     size = sum(x.nbytes for x in tree.tensors(row))
     return rest | {BATCH: size * case.mini_batch}  # every rank holds all rows

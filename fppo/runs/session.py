@@ -28,6 +28,7 @@ from fppo.runs.jsonl import JsonLines
 from fppo.runs.starts import SETTINGS
 from fppo.runtime import checkpoint
 from fppo.runtime.checkpoint import CheckpointError, Pending
+from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import AXES, Mesh, device_of, is_first, ranks_on
 from fppo.runtime.watch import Traffic, Watch
 from fppo.settings import files, places
@@ -181,7 +182,7 @@ class _Writer:
     keep: int
     steps: int
     mesh: Mesh
-    shapes: Mapping[str, torch.Size]  # whole shapes of the leaves that are cut
+    shapes: Mapping[str, torch.Size | Extent]  # whole shapes of the leaves that are cut
     pending: list[Pending] = attrs.field(factory=list)
 
     def __call__(self, record: StepRecord) -> None:

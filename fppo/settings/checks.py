@@ -81,9 +81,9 @@ def problems(settings: TrainSettings) -> list[str]:
 def mesh_problems(settings: TrainSettings, world: int) -> list[str]:
     """What keeps the settings from running as `world` processes."""
     mesh = settings.mesh
-    others = mesh.replicate * mesh.sequence
+    others = mesh.others
     if world % others if mesh.shard is None else others * mesh.shard != world:
-        axes = f"replicate {mesh.replicate}, shard {mesh.shard or 'unset'}, sequence {mesh.sequence}"
+        axes = ", ".join(f"{name} {size or 'unset'}" for name, size in mesh.sizes(mesh.shard or 0).items())
         there = "there is 1 process" if world == 1 else f"there are {world} processes"
         fitting = f"--nproc {others * (mesh.shard or 1)}" if mesh.shard else f"--nproc {others} or a multiple of it"
         return [f"mesh: its axes ({axes}) do not multiply to the ranks: {there}; give {fitting}, or other axes"]
@@ -93,15 +93,32 @@ def mesh_problems(settings: TrainSettings, world: int) -> list[str]:
 def _mesh(s: TrainSettings, world: int) -> Problems:
     if s.mesh.sequence > 1 and not s.model.remove_padding:
         yield _problem("mesh.sequence", s.mesh.sequence, "a sequence axis cuts packed rows; set model.remove_padding")
+    if s.mesh.tensor > 1:
+        yield from _tensor_axis(s)
     if s.rollout.engine == "vllm":
         yield from vllm_on_ranks(s.rollout.vllm, "rollout.vllm", world)
     yield from judge_on_ranks(s, world)
-    ranks = world // s.mesh.sequence
+    ranks = world // (s.mesh.sequence * s.mesh.tensor)
     for name, section in (("actor", s.actor), ("critic", s.critic)):
         size = section.mini_batch_size or s.rollout.batch_size
         if size < ranks and (name == "actor" or uses_critic(s)):
             advice = f"give at least as many sequences as there are data ranks, {ranks}, or a longer mesh.sequence"
             yield _problem(f"{name}.mini_batch_size", size, f"some ranks would have nothing to do; {advice}")
+
+
+def _tensor_axis(s: TrainSettings) -> Problems:
+    if not s.model.remove_padding:
+        yield _problem("mesh.tensor", s.mesh.tensor, "a tensor axis cuts packed rows; set model.remove_padding")
+    if s.model.log_probs in ("compiled", "liger"):
+        advice = "it cannot split the vocabulary over mesh.tensor; give chunked, triton or reference"
+        yield _problem("model.log_probs", s.model.log_probs, advice)
+    if s.rollout.engine == "vllm":
+        advice = "it is not sent weights out of a tensor axis yet; give embedded, or mesh.tensor = 1"
+        yield _problem("rollout.engine", s.rollout.engine, advice)
+    for name, section in (("actor", s.actor), ("critic", s.critic)):
+        if section.optimizer.name == "muon" and (name == "actor" or uses_critic(s)):
+            advice = "it needs whole matrices, which mesh.tensor cuts; give adamw or sgd, or mesh.tensor = 1"
+            yield _problem(f"{name}.optimizer.name", "muon", advice)
 
 
 def uses_critic(settings: TrainSettings) -> bool:

@@ -19,6 +19,8 @@ class PlanMeshSettings:
     """Ranks over which parameters, gradients and moments are cut (FSDP); None: all that the other axes leave."""
     sequence: int = setting(1, at_least(1))
     """Ranks over which packed sequences are cut (Ulysses); it must divide the attention heads."""
+    tensor: int = setting(1, at_least(1))
+    """Ranks over which heads, inner widths and the vocabulary are cut; it must divide all but the last."""
     stage: Literal[1, 2, 3] = setting(3)
     """When layers are gathered: 3, for each use; 2, kept until the backward pass; 1, once for a mini-batch."""
     reduce_dtype: Literal["float32", "bfloat16"] = setting("float32")
@@ -26,10 +28,20 @@ class PlanMeshSettings:
     prefetch: bool = setting(True)
     """Gather the next layer while one runs."""
 
+    @property
+    def others(self) -> int:
+        """The ranks of all axes but shard."""
+        return self.replicate * self.sequence * self.tensor
+
+    def sizes(self, shard: int) -> dict[str, int]:
+        """Every axis and its size: ranks of the last axis are neighbours."""
+        return {"replicate": self.replicate, "shard": shard, "sequence": self.sequence, "tensor": self.tensor}
+
 
 @attrs.frozen(kw_only=True)
 class MeshSettings(PlanMeshSettings):
-    """How a run is spread over processes: `fppo train --nproc N` or torchrun starts replicate * shard * sequence."""
+    """How a run is spread over processes: `fppo train --nproc N` or torchrun starts replicate * shard * sequence *
+    tensor."""
 
     timeout: float = setting(600.0, above(0))
     """Seconds that a collective waits for the other ranks before the run ends with an error."""
@@ -37,4 +49,4 @@ class MeshSettings(PlanMeshSettings):
     @property
     def least_ranks(self) -> int:
         """The processes that it takes if it cuts parameters over no more than it says."""
-        return self.replicate * (self.shard or 1) * self.sequence
+        return self.others * (self.shard or 1)

@@ -91,10 +91,8 @@ class PlanSettings:
     @property
     def sizes(self) -> dict[str, int]:
         """The axes of the mesh."""
-        mesh, shard = self.mesh, self.mesh.shard
-        if shard is None:
-            shard = max(1, (self.gpus or 1) // (mesh.replicate * mesh.sequence))
-        return {"replicate": mesh.replicate, "shard": shard, "sequence": mesh.sequence}
+        mesh = self.mesh
+        return mesh.sizes(mesh.shard or max(1, (self.gpus or 1) // mesh.others))
 
 
 def of_run(run: TrainSettings) -> PlanSettings:

@@ -122,3 +122,20 @@ def test_a_run_of_two_ranks_goes_on_on_one_and_on_four(task, tmp_path):
         for step, line in numbers(expected).items():
             same = {k: v for k, v in line.items() if isinstance(v, float) and k != "time"}
             assert {k: found[step][k] for k in same} == pytest.approx(same, rel=1e-3, abs=1e-4, nan_ok=True), step
+
+
+@pytest.mark.slow
+def test_a_run_on_a_tensor_axis_has_the_numbers_of_one_process(task, tmp_path):
+    """It is resumed once, by one process, from what both ranks have written; and exported from both."""
+    shared = {"actor__optimizer__schedule": "constant", "mesh__shard": None}
+    expected, both = tmp_path / "one", tmp_path / "both"
+    assert cli.main(["train", str(write(task, expected, **shared))]) == 0
+    file = str(write(task, both, **shared, mesh__tensor=2))
+    assert Ranks(["train", file, "--steps", "3"], 2, tmp_path / "log").end(300) == [0, 0], (
+        tmp_path / "log"
+    ).read_text()
+    assert cli.main(["train", str(write(task, both, **shared))]) == 0
+    found = numbers(both)
+    for step, line in numbers(expected).items():
+        same = {k: v for k, v in line.items() if isinstance(v, float) and k != "time"}
+        assert {k: found[step][k] for k in same} == pytest.approx(same, rel=1e-3, abs=1e-4, nan_ok=True), step

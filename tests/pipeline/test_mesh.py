@@ -4,12 +4,13 @@ import attrs
 import pytest
 import torch
 
-from fppo import metrics, tree
+from fppo import metrics, models, tree
 from fppo.assembly.run import assemble
 from fppo.pipeline import gap
 from fppo.pipeline.train import iterate
 from fppo.runs import session
 from fppo.runtime import fsdp
+from fppo.runtime.layout import Extent, Layout
 from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.simulate import simulate
 from tests import tiny_run
@@ -22,9 +23,9 @@ def steps(settings, mesh, count):
         for run, experience, report in iterate(
             assembly.run, program=assembly.program, draw=assembly.draw, donate=False
         ):
-            whole = {"actor": fsdp.gather(run.actor.params, assembly.model.shapes, mesh)}
+            whole = {"actor": models.whole_params(assembly.model, run.actor.params, mesh)}
             if run.critic is not None:
-                whole["critic"] = fsdp.gather(run.critic.params, assembly.critic_model.shapes, mesh)
+                whole["critic"] = models.whole_params(assembly.critic_model, run.critic.params, mesh)
             found.append((whole, experience, metrics.report(report), run.kl))
             if run.step == count:
                 held_out = metrics.report(assembly.evaluate(run))
@@ -60,6 +61,8 @@ def numbers(report):
         ({"sequence": 2}, {"algorithm__advantage": "remax"}),
         ({"shard": 2}, {"algorithm__old_log_probs": "auto"}),
         ({"shard": 4}, {"mesh__stage": 1, "actor__loss__name": "clip_cov"}),
+        ({"tensor": 2}, {"model__checkpoint_layers": True}),
+        ({"shard": 2, "tensor": 2}, {"mesh__stage": 2, "actor__entropy_coef": 0.01, "actor__kl_coef": 0.1}),
         (
             {"shard": 3},
             {
@@ -98,18 +101,29 @@ def test_steps_on_a_mesh_are_those_of_one_process(tmp_path, axes, changes, monke
 
 
 def digests_of_whole(run, assembly):
-    """The digests of a state, its shards gathered."""
-    whole = dict(tree.leaves_with_paths(run))
-    for path, shape in assembly.shapes.items():
+    """The digests of a state, its parts gathered."""
+    whole, axis = dict(tree.leaves_with_paths(run)), assembly.mesh["tensor"]
+    for path, extent in assembly.shapes.items():
+        shape, cut = (extent.shape, {"": extent.cut}) if isinstance(extent, Extent) else (extent, {})
+        layout = Layout({"": shape}, cut, frozenset(), axis.rank, axis.size)
         if path in whole:
-            whole[path] = fsdp.gather({"": whole[path]}, {"": shape}, assembly.mesh)[""]
+            piece = fsdp.gather({"": whole[path]}, layout.shapes, assembly.mesh)[""]
+            whole[path] = layout.gather("", piece, axis)
     return tree.digest(whole)
 
 
 @pytest.mark.parametrize(
-    "axes", [{"shard": 1}, {"shard": 4}, {"replicate": 2, "shard": 2}, {"shard": 2, "sequence": 2}]
+    ("saving", "axes"),
+    [
+        ({"shard": 2}, {"shard": 1}),
+        ({"shard": 2}, {"shard": 4}),
+        ({"shard": 2}, {"replicate": 2, "shard": 2}),
+        ({"shard": 2}, {"shard": 2, "sequence": 2}),
+        ({"shard": 2}, {"shard": 2, "tensor": 2}),
+        ({"tensor": 2}, {"shard": 3}),
+    ],
 )
-def test_a_run_saved_on_two_ranks_goes_on_on_any_mesh(tmp_path, axes):
+def test_a_run_saved_on_two_ranks_goes_on_on_any_mesh(tmp_path, saving, axes):
     """The state that another mesh loads is bit-equal, and the next step that of the mesh that saved."""
     tiny_run.write_task(tmp_path)
     settings = tiny_run.settings(tmp_path, actor__kl_coef=0.1)
@@ -126,9 +140,9 @@ def test_a_run_saved_on_two_ranks_goes_on_on_any_mesh(tmp_path, axes):
                 run = session.load(assembly, tmp_path / "saved", 1)
             state = digests_of_whole(run, assembly)
             run, experience, _ = next(iterate(run, program=assembly.program, draw=assembly.draw))
-            return state, fsdp.gather(run.actor.params, assembly.model.shapes, mesh), experience
+            return state, models.whole_params(assembly.model, run.actor.params, mesh), experience
 
-    (state, params, experience), _ = simulate({"shard": 2}, lambda mesh: go_on(mesh, True))
+    (state, params, experience), _ = simulate(saving, lambda mesh: go_on(mesh, True))
     for loaded, params_1, experience_1 in simulate(axes, lambda mesh: go_on(mesh, False)):
         assert loaded == state
         same(experience, experience_1)

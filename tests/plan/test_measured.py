@@ -34,6 +34,8 @@ CASES = [
     ({"sequence": 2}, 3, False, "chunked"),
     ({"replicate": 2, "shard": 2}, 1, True, "chunked"),
     ({"shard": 2, "sequence": 2}, 3, False, "chunked"),
+    ({"tensor": 2}, 3, False, "chunked"),
+    ({"shard": 2, "tensor": 2}, 3, True, "chunked"),
 ]
 
 
@@ -41,7 +43,9 @@ def on_the_fullest_rank(what, name):
     """The phases of a real run, on the rank that the plan is of."""
     if what.world == 1:
         return measured(what, name, Mesh.local())
-    return simulate(what.mesh, lambda mesh: measured(what, name, mesh))[passes.fullest_slice(what)]
+    return simulate(what.mesh, lambda mesh: measured(what, name, mesh))[
+        passes.fullest_slice(what) * what.size("tensor") + what.size("tensor") - 1
+    ]
 
 
 def counted(phases, counter):
