@@ -189,7 +189,9 @@ def _reference(
         run = run or restored(assembly, directory, begin)
         trace = swap.trace(run, program=assembly.program, draw=assembly.draw, watched=watched, ahead=ahead)
     reference = _Reference(settings=settings, kernels=kernels, run=run, trace=trace)
-    difference = replay.first_difference(step, dict(recorded[step]), replay.digests_of(trace.after, trace.experience))
+    old = dict(recorded[step])
+    new = replay.digests_of(trace.after, trace.experience, kind=replay.kind_recorded(old))
+    difference = replay.first_difference(step, old, new)
     if difference is None:
         return reference, "the run's own kernels: as recorded, bit for bit"
     text = f"the run's own kernels: not as recorded, {difference.part} differs first in {difference.leaf}; "

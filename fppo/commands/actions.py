@@ -173,12 +173,14 @@ def replay(directory: Path, step: int, here: Here = ALONE) -> int:
                 until=until,
                 ahead=settings.rollout.ahead,
                 mesh=here.mesh,
+                shapes=assembly.shapes,
+                device=assembly.device,
             )
             for run, difference in steps:
                 if difference is not None:
                     say(f"step {run.step}: {difference.part} differs first in {difference.leaf}")
                     return 1
-                say(f"step {run.step}: equal, bit for bit")
+                say(f"step {run.step}: {'equal, bit for bit' if run.step in recorded else 'no digests were recorded'}")
     return 0
 
 

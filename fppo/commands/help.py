@@ -133,5 +133,5 @@ def _word(kind: Any) -> str:
     if origin is tuple:
         return f"{_word(arguments[0])} ..."
     if origin in (Union, types.UnionType):
-        return _word(next(a for a in arguments if a is not types.NoneType))
+        return "|".join(_word(a) or "True|False" for a in arguments if a is not types.NoneType)
     return _WORDS[origin or kind]

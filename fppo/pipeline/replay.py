@@ -1,22 +1,26 @@
-"""Digests of every step, and the recomputation of a step that names the first leaf to differ."""
+"""Digests of steps, and the recomputation of a step that names the first leaf to differ."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 
 from fppo import batch as batches
 from fppo import tree
 from fppo.batch import Experience
 from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.train import StepRecord, iterate
-from fppo.runtime.mesh import GRADIENT_AXES, LOCAL, Mesh, device_of, gather_objects
+from fppo.runtime import digests
+from fppo.runtime.digests import Kind, Shapes
+from fppo.runtime.mesh import LOCAL, Mesh, device_of
 
 DIGESTS = "digests.jsonl"
+_PLAIN: Kind = "blake2b"  # of lines that name no kind
 
 
 @attrs.frozen
@@ -28,19 +32,48 @@ class Difference:
     leaf: str
 
 
-def digests_of(run: RunState, experience: Experience, mesh: Mesh = LOCAL) -> dict[str, dict[str, str]]:
-    """The digests of a step's batch and of the state it led to, leaf by leaf; every rank gets those of all ranks."""
-    own = tree.digest(run)
-    every = gather_objects(own, mesh, GRADIENT_AXES, device_of(run.actor.params))
-    result = {leaf: tree.combine({str(rank): each[leaf] for rank, each in enumerate(every)}) for leaf in own}
-    return {"batch": tree.digest(experience), "result": own if len(every) == 1 else result}
+def digests_of(
+    run: RunState,
+    experience: Experience,
+    mesh: Mesh = LOCAL,
+    *,
+    shapes: Shapes | None = None,
+    device: torch.device | None = None,
+    kind: Kind | None = None,
+) -> dict[str, dict[str, str]]:
+    """The digests of a step's batch and of the state it led to, leaf by leaf; every rank gets the same of the state.
+
+    `shapes` are the whole shapes of the state's leaves that the mesh may cut, `device` is the one that computes (None:
+    that of the actor's parameters). They are of `kind`, or of that which `digests.kind_of` has for the device.
+    """
+    device = device or device_of(run.actor.params)
+    kind = kind or digests.kind_of(device, mesh)
+    return {
+        "batch": digests.digest(experience, kind, device=device),
+        "result": digests.digest(run, kind, device=device, mesh=mesh, shapes=shapes),
+    }
 
 
-def record_line(record: StepRecord, mesh: Mesh = LOCAL) -> dict[str, Any]:
-    """What the digests file holds of a step."""
+def record_line(
+    record: StepRecord,
+    mesh: Mesh = LOCAL,
+    *,
+    shapes: Shapes | None = None,
+    device: torch.device | None = None,
+) -> dict[str, Any]:
+    """What the digests file holds of a step: one digest of the state, that of each leaf, and their kind unless it is
+    blake2b."""
     assert record.experience is not None
-    digests = digests_of(record.run, record.experience, mesh)
-    return {"step": record.run.step, "state": tree.combine(digests["result"]), **digests}
+    device = device or device_of(record.run.actor.params)
+    kind = digests.kind_of(device, mesh)
+    both = digests_of(record.run, record.experience, mesh, shapes=shapes, device=device, kind=kind)
+    known = {} if kind == _PLAIN else {"kind": kind}
+    return {"step": record.run.step, "state": tree.combine(both["result"]), **known, **both}
+
+
+def kind_recorded(line: Mapping[str, Any]) -> Kind:
+    """The kind of the digests in a line of the digests file."""
+    return line.get("kind", _PLAIN)
 
 
 def replay(
@@ -52,20 +85,27 @@ def replay(
     until: int,
     ahead: int = 0,
     mesh: Mesh = LOCAL,
+    shapes: Shapes | None = None,
+    device: torch.device | None = None,
 ) -> Iterator[tuple[RunState, Difference | None]]:
     """Recomputes the steps after `run.step` up to `until`: the run after each, and where it first differs or None.
 
-    The memory of `run` is given up.
+    The memory of `run` is given up. Steps whose digests were not recorded are computed, and compared with nothing;
+    `shapes` and `device` are `digests_of`'s.
 
-    Batch leaves come before result leaves, so a difference in the rollout is named before what follows from it. A step
-    that was not recorded raises ValueError.
+    Batch leaves come before result leaves, so a difference in the rollout is named before what follows from it. Raises
+    ValueError if nothing was recorded of step `until`.
     """
-    missing = [s for s in range(run.step + 1, until + 1) if s not in recorded]
-    if missing:
-        raise ValueError(f"no record of step {missing[0]}; the recorded steps are {_spans(sorted(recorded))}")
+    if until not in recorded:
+        last = max(recorded, default=0)
+        missing = until if last > until else max(last, run.step) + 1
+        raise ValueError(f"no record of step {missing}; the recorded steps are {_spans(sorted(recorded))}")
     for after, experience, _ in iterate(run, program=program, draw=draw, ahead=ahead, donate=True):
-        new, old = digests_of(after, experience, mesh), recorded[after.step]
-        yield after, first_difference(after.step, old, new)
+        difference = None
+        if (old := recorded.get(after.step)) is not None:
+            new = digests_of(after, experience, mesh, shapes=shapes, device=device, kind=kind_recorded(old))
+            difference = first_difference(after.step, old, new)
+        yield after, difference
         if after.step >= until:
             return
 
@@ -89,5 +129,8 @@ def dump(record: StepRecord, line: dict[str, Any], directory: Path) -> Path:
     return path
 
 
-def _spans(numbers: list[int]) -> str:
-    return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
+def _spans(numbers: Sequence[int]) -> str:
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    spans = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
+    return ", ".join(spans) or "none"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import attrs
 import torch
@@ -30,7 +31,7 @@ class StepRecord:
     metrics: dict[str, float]
 
 
-Observe = Callable[[StepRecord], None]
+Observe = Callable[[StepRecord], Mapping[str, float] | None]  # what it returns joins the numbers: see `train`
 Evaluate = Callable[[RunState], Metrics]
 
 
@@ -49,7 +50,8 @@ def iterate(
     """Steps without end. With `donate` each state is given up to the next step: use it before asking for that.
 
     With `ahead` above 0 the batches of the next so many steps are made while this one trains, by a thread, and wait in
-    the state: see `pipeline.ahead`, which refuses several GPUs. perf/throughput is in tokens per second and rank.
+    the state: see `pipeline.ahead`, which refuses several GPUs. perf/throughput is in tokens per second and rank,
+    timing_s/outside what of timing_s/step is in no other time.
     """
     check_devices(ahead, ranks_on(mesh, AXES), device_of(run.actor.params))
     beside = torch.cuda.Stream() if ahead and torch.cuda.is_initialized() else None
@@ -70,15 +72,14 @@ def iterate(
             raise
         sampled = wait()
         run = sampled.joined(run)
+        waited = {name: x for name, x in sampled.timings.items() if name == "timing_s/wait"}
+        own = metrics.merge(first, report, waited)  # the rest of `sampled` is of a thread beside this one
+        stages = _in_stages(metrics.report({name: x for name, x in own.items() if name.startswith("timing_s/")}))
         report = metrics.merge(first, report, sampled.timings)
-        seconds = now() - start
         tokens = report["perf/total_num_tokens"]
         assert isinstance(tokens, metrics.Mean)
-        report |= {
-            "timing_s/step": metrics.total(seconds),
-            "perf/time_per_step": metrics.mean(seconds),
-            "perf/throughput": metrics.mean(tokens.total / seconds / ranks_on(mesh, AXES)),
-        }
+        times = _times(now() - start, stages, float(tokens.total) / ranks_on(mesh, AXES))
+        report |= {name: metrics.mean(x) if "perf/" in name else metrics.total(x) for name, x in times.items()}
         yield run, experience, report
 
 
@@ -98,9 +99,12 @@ def train(
     """The run after step `steps`, or after the step in which `stop` became true.
 
     Every step's record goes to each of `observers`, in order, and its memory is given up to the next step; the metrics
-    of an evaluation that is due join those of its step. On a mesh all ranks come here, and a stop that one asks for
-    stops all. `ahead` is `iterate`'s. `donate` gives up the memory of `run` too; without it actor and critic are copied
-    first.
+    of an evaluation that is due join those of its step. What an observer returns joins the numbers for those after it,
+    what the last one returns those of the next step. The times of a step are as of an observer's call, and the next
+    step begins at the call of the last one, so that all the time of a run is some step's.
+
+    On a mesh all ranks come here, and a stop that one asks for stops all. `ahead` is `iterate`'s. `donate` gives up the
+    memory of `run` too; without it actor and critic are copied first.
     """
 
     def stopped() -> bool:
@@ -112,12 +116,14 @@ def train(
         return run
     if not donate:
         run = replace(run, actor=copied(run.actor), critic=copied(run.critic))
+    since, ranks = now(), ranks_on(mesh, AXES)
+    left: Mapping[str, float] = {}
     for after, experience, report in iterate(run, program=program, draw=draw, ahead=ahead, mesh=mesh, donate=True):
         run = after
         last = run.step >= steps
         if evaluation is not None and (last or (evaluation.every > 0 and run.step % evaluation.every == 0)):
             report = report | _evaluated(evaluation, run)
-        _observe(observers, run, experience, report)
+        since, left = _observe(observers, run, experience, report, since=since, left=left, ranks=ranks)
         if last or stopped():
             return run
     raise AssertionError("iterate has no end")
@@ -130,8 +136,43 @@ def _evaluated(evaluation: Evaluation, run: RunState) -> Metrics:
     return report | {"timing_s/testing": metrics.total(now() - start)}
 
 
-def _observe(observers: Sequence[Observe], run: RunState, experience: Experience | None, report: Metrics) -> None:
-    numbers = metrics.report(report) | memory_metrics() | {"training/global_step": float(run.step)}
-    record = StepRecord(run=run, experience=experience, metrics=numbers)
+def _observe(
+    observers: Sequence[Observe],
+    run: RunState,
+    experience: Experience | None,
+    report: Metrics,
+    *,
+    since: float = 0.0,
+    left: Mapping[str, float] = MappingProxyType({}),
+    ranks: int = 1,
+) -> tuple[float, Mapping[str, float]]:
+    """Passes the record of a step that began at `since`, with the numbers `left` by the one before, to the observers;
+    when the last of them was called, and what it returned."""
+    numbers = metrics.report(report) | memory_metrics() | {"training/global_step": float(run.step), **left}
+    stages = numbers.get("timing_s/step", 0.0) - numbers.get("timing_s/outside", 0.0)
+    stages += numbers.get("timing_s/testing", 0.0) + _in_stages(left)
+    called, added = now(), {}
     for observe in observers:
-        observe(record)
+        called = now()
+        times = {}
+        if experience is not None:
+            times = _times(called - since, stages, numbers["perf/total_num_tokens"] / ranks)
+        added = observe(StepRecord(run=run, experience=experience, metrics=numbers | times)) or {}
+        stages += _in_stages(added)
+        numbers |= added
+    return called, added
+
+
+def _times(seconds: float, stages: float, tokens: float) -> dict[str, float]:
+    """The numbers of a step of so many seconds, so many of them in stages, and so many tokens on each rank."""
+    return {
+        "timing_s/step": seconds,
+        "timing_s/outside": seconds - stages,
+        "perf/time_per_step": seconds,
+        "perf/throughput": tokens / seconds,
+    }
+
+
+def _in_stages(numbers: Mapping[str, float]) -> float:
+    """The seconds of all stages among the numbers."""
+    return sum(x for name, x in numbers.items() if name.startswith("timing_s/"))

@@ -8,7 +8,6 @@ What an engine was sent, it digests again; `compare` names what went wrong on th
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
@@ -17,15 +16,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fppo.key import Key
-from fppo.runtime import fsdp
+from fppo.runtime import digests, fsdp
 from fppo.runtime.mesh import Mesh, all_reduce, device_of
 
 Rename = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
 How = Literal["bytes", "sums"]  # what a digest is computed from; both sides of a sync must take the same
-_BLOCK = 1 << 15  # words in one block of a digest: few enough for one thread, which no other can hold up
-_SLAB = 1 << 8  # blocks at a time on other devices
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 class SyncError(RuntimeError):
@@ -40,62 +35,27 @@ class Bucket(NamedTuple):
     how: How
 
 
-@functools.cache
-def _weights(device: torch.device) -> Tensor:
-    """Odd numbers of 64 bits [_BLOCK]."""
-    bits = (Key(0x5EED).fold("digest").uniform(torch.arange(2), _BLOCK) * 2.0**32).long()
-    return ((bits[0] << 32) | bits[1] | 1).to(device)
-
-
 def digest(x: Tensor, how: How | None = None) -> str:
     """128 bits, in hex, of a tensor's dtype, shape and bytes.
 
-    "bytes" (the default on a CPU) is XXH3 of all bytes, read on the host. "sums" (the default elsewhere) stays on the
-    tensor's device: blocks of 2^15 words are summed with fixed odd weights modulo 2^64, and the sums hashed; a change
-    of one word is always seen, any other that no one chose with 1 - 2^-32 or better. `tree.digest` withstands those
-    who choose, and takes some twenty times as long as XXH3.
+    "bytes" (the default on a CPU) is XXH3 of all bytes, read on the host. "sums" (the default elsewhere) are those of
+    `runtime.digests`, on the tensor's device. `tree.digest` withstands those who choose what collides, and takes some
+    twenty times as long as XXH3.
     """
-    flat = x.detach().reshape(-1)
-    if flat.stride(0) != 1:  # `contiguous` keeps the stride of a single element, which `view` does not take
-        flat = flat.clone(memory_format=torch.contiguous_format)
     what = f"{x.dtype} {tuple(x.shape)} ".encode()
+    words = digests.words_of(x)
     if (how or how_of([x])) == "bytes":
         hasher = xxhash.xxh3_128(what)
-        hasher.update(flat.cpu().view(torch.uint8).numpy().data)
+        hasher.update(words.cpu().view(torch.uint8).numpy().data)
     else:
         hasher = hashlib.blake2b(what, digest_size=16)
-        hasher.update(_sums(_words(flat)).cpu().numpy().tobytes())
+        hasher.update(digests.block_sums(words).cpu().numpy().tobytes())
     return hasher.hexdigest()
 
 
 def how_of(tensors: Iterable[Tensor]) -> How:
     """What digests of these tensors are computed from: their bytes, if all of them are on the host."""
     return "bytes" if all(x.device.type == "cpu" for x in tensors) else "sums"
-
-
-def _words(flat: Tensor) -> Tensor:
-    size = flat.dtype.itemsize
-    if flat.storage_offset() * size % 4:
-        flat = flat.clone()
-    return flat.view(_WORDS[4 if flat.numel() * size % 4 == 0 else size])
-
-
-@torch.no_grad()
-def _sums(words: Tensor) -> Tensor:
-    """The weighted sum of each block, int64; block by block on a CPU, many at once elsewhere."""
-    weights = _weights(words.device)
-    if words.device.type != "cpu":
-        return _sums_of_slabs(words, weights)
-    wide = weights.new_empty(min(len(words), _BLOCK))
-    sums = [wide[: len(x)].copy_(x).dot(weights[: len(x)]) for x in words.split(_BLOCK) if len(x)]
-    return torch.stack(sums) if sums else weights[:0]
-
-
-def _sums_of_slabs(words: Tensor, weights: Tensor) -> Tensor:
-    full = len(words) // _BLOCK * _BLOCK
-    sums = [(x * weights).sum(1) for x in words[:full].view(-1, _BLOCK).split(_SLAB)]
-    tail = words[full:]
-    return torch.cat([*sums, (tail * weights[: len(tail)]).sum()[None][: len(tail)]])
 
 
 def reshard(

@@ -57,18 +57,24 @@ def _object(line: bytes) -> dict[str, Any]:
     return record
 
 
-def gone(path: str | os.PathLike[str], first: int, last: int) -> list[str]:
-    """What to say of the steps `first` to `last` that the file has no line of, and of its damaged lines."""
+def gone(path: str | os.PathLike[str], first: int, last: int, *, every: int = 1) -> list[str]:
+    """What to say of the steps `first` to `last` that the file has no line of (`missing`), and of its damaged lines."""
     damaged: list[str] = []
     there = {record.get("step") for record in read(path, on_damage=damaged.append)}
-    return damaged + missing(path, there, first, last)
+    return damaged + missing(path, there, first, last, every=every)
 
 
-def missing(path: str | os.PathLike[str], there: Collection[int | None], first: int, last: int) -> list[str]:
-    """What to say of the steps `first` to `last` that are not among those that a file holds."""
-    missing = {step for step in range(first, last + 1) if step not in there}
-    starts = sorted(step for step in missing if step - 1 not in missing)
-    ends = sorted(step for step in missing if step + 1 not in missing)
+def missing(
+    path: str | os.PathLike[str], there: Collection[int | None], first: int, last: int, *, every: int = 1
+) -> list[str]:
+    """What to say of the steps `first` to `last` that are not among those that a file holds.
+
+    With `every` only multiples of it have a line; 0: none of them must.
+    """
+    due = [step for step in range(first, last + 1) if every and step % every == 0]
+    missing = {step for step in due if step not in there}
+    starts = sorted(step for step in missing if step - every not in missing)
+    ends = sorted(step for step in missing if step + every not in missing)
     spans = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
     return [f"{path} holds nothing of step {', '.join(spans)}"] if spans else []
 

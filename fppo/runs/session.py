@@ -8,12 +8,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-import attrs
 import torch
 
 from fppo import models
@@ -26,17 +25,15 @@ from fppo.pipeline.train import Observe, StepRecord, train
 from fppo.runs import evaluations, jsonl, loggers, starts
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.starts import SETTINGS
-from fppo.runtime import checkpoint
-from fppo.runtime.checkpoint import CheckpointError, Pending
-from fppo.runtime.layout import Extent
-from fppo.runtime.mesh import AXES, Mesh, device_of, is_first, ranks_on
+from fppo.runs.writer import Checkpoints, Digests
+from fppo.runtime import checkpoint, digests
+from fppo.runtime.mesh import AXES, Mesh, is_first, ranks_on
 from fppo.runtime.watch import Traffic, Watch
 from fppo.settings import files, places
 from fppo.settings.train import TrainSettings
 
-CHECKPOINTS, MODEL, CONFIGS, DUMPS = "checkpoints", places.MODEL, "configs", "dumps"
+CHECKPOINTS, MODEL, CONFIGS = "checkpoints", places.MODEL, "configs"
 STOPPING = "finishing this step; ctrl-C again abandons it, and all since the last checkpoint"
-PATIENCE = 60.0  # seconds that a rank which fails waits for what others still write of a checkpoint
 AHEAD = "ahead"  # the field of a run's state with the batches that wait: as many, and as wide, as they are
 
 
@@ -172,67 +169,6 @@ def asked_to_stop(*, announce: str = "") -> Iterator[list[float]]:
             signal.signal(number, handler)
 
 
-@attrs.frozen(kw_only=True)
-class _Writer:
-    """Writes what replay and resuming need: digests, dumps of updates that were not finite, checkpoints."""
-
-    directory: Path
-    lines: JsonLines | None  # of the first rank
-    every: int
-    keep: int
-    steps: int
-    mesh: Mesh
-    shapes: Mapping[str, torch.Size | Extent]  # whole shapes of the leaves that are cut
-    pending: list[Pending] = attrs.field(factory=list)
-
-    def __call__(self, record: StepRecord) -> None:
-        if record.experience is None:
-            return
-        line = replay.record_line(record, self.mesh)
-        if self.lines is not None:
-            self.lines.write(line)
-            self.keep_skipped(record, line)
-        if self.pending and self.pending[-1].done():
-            self.wait()  # at every step: one that failed is not to be found out at the next one
-        step = record.run.step
-        if step == self.steps or (self.every and step % self.every == 0):
-            self.save(record.run)
-
-    def keep_skipped(self, record: StepRecord, line: dict[str, Any]) -> None:
-        """Writes the batch of a step whose update was not finite."""
-        skipped = sum(record.metrics.get(f"{role}/skipped", 0.0) for role in ("actor", "critic"))
-        if skipped:
-            path = replay.dump(record, line, self.directory / DUMPS)
-            print(
-                f"step {record.run.step}: an update was not finite and was skipped; its batch is in {path}; "
-                f"fppo replay {self.directory} --step {record.run.step} computes it again",
-                file=sys.stderr,
-            )
-
-    def save(self, run: RunState) -> None:
-        """Begins to write the checkpoint of a state, once the one before is written."""
-        self.wait()
-        to = self.directory / CHECKPOINTS
-        pending = checkpoint.begin_save(
-            run, to, run.step, mesh=self.mesh, shapes=self.shapes, free=AHEAD, keep=self.keep
-        )
-        self.pending.append(pending)
-
-    def wait(self) -> None:
-        """Returns when what was begun is written. Raises CheckpointError if it could not be."""
-        while self.pending:
-            self.pending.pop().wait()
-
-    def leave(self, *, alone: bool) -> None:
-        """After an error: returns when what was begun is written, or failed. Other ranks, which it takes, wait for this
-        one and go on writing meanwhile, if they are not gone: if this one is not `alone`."""
-        if ranks_on(self.mesh, AXES) > 1 and alone:
-            return
-        with contextlib.suppress(CheckpointError, TimeoutError):
-            while self.pending:
-                self.pending.pop().wait(None if ranks_on(self.mesh, AXES) == 1 else PATIENCE)
-
-
 def run_training(settings: TrainSettings, assembly: Assembly, watch: Watch | None = None) -> RunState:
     """Trains from where the run stands to its last step, or until asked to stop, writing as it goes.
 
@@ -253,16 +189,15 @@ def run_training(settings: TrainSettings, assembly: Assembly, watch: Watch | Non
             if first and run.step > settings.steps:
                 print(f"steps = {settings.steps}: step {run.step} is done, and nothing is changed", file=sys.stderr)
             return run
-        observers, writer = _writing(settings, assembly, run, opened)
+        observers, digested, saved = _writing(settings, assembly, run, opened, watch)
         asked = opened.enter_context(asked_to_stop(announce=STOPPING if first else ""))
-        device = device_of(run.actor.params)
         try:
             run = train(
                 run,
                 program=assembly.program,
                 draw=assembly.draw,
                 steps=settings.steps,
-                observers=[_gauged(observers, mesh, device, _traffic(watch, run.step))],
+                observers=observers,
                 evaluation=evaluations.in_training(settings, assembly),
                 stop=lambda: bool(asked),
                 ahead=settings.rollout.ahead,
@@ -270,53 +205,71 @@ def run_training(settings: TrainSettings, assembly: Assembly, watch: Watch | Non
                 donate=True,
             )
         except Exception:
-            writer.leave(alone=watch is not None and watch.error is not None)
+            saved.leave(alone=watch is not None and watch.error is not None)
             raise
-        writer.save(run)
-        writer.wait()
+        digested.end()
+        saved.save(run)
+        saved.wait()
     if first and run.step < settings.steps:
         print(f"stopped after step {run.step}; to go on: fppo train {directory / SETTINGS}", file=sys.stderr)
     return run
 
 
 def _writing(
-    settings: TrainSettings, assembly: Assembly, run: RunState, opened: contextlib.ExitStack
-) -> tuple[list[Observe], _Writer]:
-    """All that observes a run which goes on from `run`, and of it what writes checkpoints, closed with `opened`."""
-    directory, mesh = Path(settings.output_dir), assembly.mesh
-    first_step = run.step + 1 if run.step else 0
+    settings: TrainSettings, assembly: Assembly, run: RunState, opened: contextlib.ExitStack, watch: Watch | None
+) -> tuple[list[Observe], Digests, Checkpoints]:
+    """All that observes a run which goes on from `run`, and of it what writes digests and checkpoints; closed with
+    `opened`. A checkpoint comes after the line of its step in every file."""
+    directory, mesh, shapes = Path(settings.output_dir), assembly.mesh, assembly.shapes
+    first_step, first = run.step + 1 if run.step else 0, is_first(mesh)
+    device, every = assembly.device, digest_spacing(settings, assembly, run)
+    begin = partial(_begin_save, directory / CHECKPOINTS, settings.checkpoint.keep, mesh, shapes)
     if run.step and not checkpoint.steps(directory / CHECKPOINTS):  # another run's: from here on it is this one's too
-        to, shapes = directory / CHECKPOINTS, assembly.shapes
-        checkpoint.save(run, to, run.step, mesh=mesh, shapes=shapes, free=AHEAD)
-    observers: list[Observe] = []
+        begin(run).wait()
+    logged: list[Observe] = []
     lines = None
-    if is_first(mesh):
-        _record_start(settings, assembly, run.step)
-        observers += _logging(settings, assembly, first_step, opened)
+    if first:
+        _record_start(settings, assembly, run.step, every)
+        logged = _logging(settings, assembly, first_step, opened)
         lines = opened.enter_context(_closing(directory / replay.DIGESTS, first_step))
-    writer = _Writer(
-        directory=directory,
-        lines=lines,
-        every=settings.checkpoint.every,
-        keep=settings.checkpoint.keep,
-        steps=settings.steps,
-        mesh=mesh,
+
+    def kept(step: int) -> bool:
+        return step == settings.steps or (settings.checkpoint.every > 0 and step % settings.checkpoint.every == 0)
+
+    line = partial(replay.record_line, mesh=mesh, shapes=shapes, device=device)
+    digested = Digests(directory=directory, lines=lines, every=every, kept=kept, line=line)
+    saved = Checkpoints(kept=kept, begin=begin, ranks=ranks_on(mesh, AXES))
+
+    def end(record: StepRecord) -> Mapping[str, float]:
+        for log in logged[-1:]:
+            log(record)
+        return saved(record)
+
+    return [digested, _gauges(mesh, device, _traffic(watch, run.step)), *logged[:-1], end], digested, saved
+
+
+def digest_spacing(settings: TrainSettings, assembly: Assembly, run: RunState) -> int:
+    """From how many steps of the run to digest one; 0 for none but those with a checkpoint."""
+    if settings.digest.every != "auto":
+        return settings.digest.every
+    row = (settings.data.max_prompt_tokens + settings.rollout.max_tokens) // 2  # of the longest that there may be
+    return digests.spacing(
+        run,
+        tokens=settings.rollout.batch_size * row,
+        numbers=sum(shape.numel() for shape in assembly.model.whole_shapes.values()),
+        device=assembly.device,
+        mesh=assembly.mesh,
         shapes=assembly.shapes,
     )
-    return [*observers, writer], writer
 
 
-def _gauged(
-    observers: Sequence[Observe], mesh: Mesh, device: torch.device, traffic: Callable[[], dict[str, Traffic]]
-) -> Observe:
-    """The observers, for a rank of several: their records have the gauges of all of them."""
+def _begin_save(directory: Path, keep: int, mesh: Mesh, shapes: digests.Shapes, run: RunState) -> checkpoint.Pending:
+    return checkpoint.begin_save(run, directory, run.step, mesh=mesh, shapes=shapes, free=AHEAD, keep=keep)
 
-    def observe(record: StepRecord) -> None:
-        numbers = record.metrics | gauges(mesh=mesh, device=device, traffic=traffic)
-        for each in observers:
-            each(attrs.evolve(record, metrics=numbers))
 
-    return observe
+def _gauges(mesh: Mesh, device: torch.device, traffic: Callable[[], dict[str, Traffic]]) -> Observe:
+    """Adds the gauges of all ranks to a record; every rank must call."""
+    return lambda record: gauges(mesh=mesh, device=device, traffic=traffic)
 
 
 def _traffic(watch: Watch | None, step: int) -> Callable[[], dict[str, Traffic]]:
@@ -348,7 +301,7 @@ def _closing(path: Path, first_step: int) -> Iterator[JsonLines]:
 def _logging(
     settings: TrainSettings, assembly: Assembly, first_step: int, opened: contextlib.ExitStack
 ) -> list[Observe]:
-    """An observer that logs metrics and samples, closed with `opened`."""
+    """What writes samples, and then what logs metrics, closed with `opened`."""
     directory = Path(settings.output_dir)
     sinks = loggers.open_loggers(
         settings.log.loggers,
@@ -363,10 +316,10 @@ def _logging(
     opened.callback(loggers.close, sinks)
     samples = opened.enter_context(_closing(directory / loggers.SAMPLES, first_step))
     tokenizer, count = assembly.tokenizer, settings.log.samples_per_step
-    return [loggers.observer(sinks, samples=samples, tokenizer=tokenizer, count=count)]
+    return [loggers.observer([], samples=samples, tokenizer=tokenizer, count=count), loggers.observer(sinks)]
 
 
-def _record_start(settings: TrainSettings, assembly: Assembly, step: int) -> None:
+def _record_start(settings: TrainSettings, assembly: Assembly, step: int, digest_every: int) -> None:
     """Writes down what the steps after `step` are made with, and says what of it is new, and what is gone."""
     directory = Path(settings.output_dir)
     if changes := starts.record(settings, step):
@@ -376,9 +329,12 @@ def _record_start(settings: TrainSettings, assembly: Assembly, step: int) -> Non
         if model is not None:
             generation, place = assembly.generation if role == "actor" else None, directory / CONFIGS / role
             models.save_config(model, place, tokenizer=assembly.tokenizer, generation_config=generation)
-    logged = (loggers.METRICS,) if "jsonl" in settings.log.loggers else ()
-    for name in (*logged, replay.DIGESTS):
-        for text in jsonl.gone(directory / name, starts.first(directory) + 1, step):
+    if digest_every != 1:
+        which = f"every {digest_every} steps and at" if digest_every else "only at"
+        print(f"digests of the state: {which} checkpoints (digest.every = {settings.digest.every!r})", file=sys.stderr)
+    logged = {loggers.METRICS: 1} if "jsonl" in settings.log.loggers else {}
+    for name, every in (logged | {replay.DIGESTS: digest_every or settings.checkpoint.every}).items():
+        for text in jsonl.gone(directory / name, starts.first(directory) + 1, step, every=every):
             print(text, file=sys.stderr)
 
 

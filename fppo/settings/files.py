@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
-import cattrs
 
 from fppo._errors import nearest
 from fppo.settings import checks
@@ -29,6 +27,7 @@ from fppo.settings.train import (
     LossSettings,
     TrainSettings,
 )
+from fppo.settings.values import converter
 
 DEFAULT_TOKEN_BUDGET = 16384
 SETTINGS, STARTS = "settings.toml", "starts"  # in a run's directory: its settings, and those of each of its starts
@@ -268,26 +267,6 @@ def _remember_modules(settings: TrainSettings, path: str | os.PathLike[str] | No
 # reading: our own walk over sections, so that one bad value hides no other
 
 
-@functools.cache
-def _converter() -> cattrs.Converter:
-    """Takes values as they are: no text for a number, no fraction for an integer, as plain conversion would."""
-    converter = cattrs.Converter()
-
-    def exactly(*kinds: type) -> Callable[[Any, Any], Any]:
-        def structure(value: Any, wanted: Any) -> Any:
-            if isinstance(value, bool) != (wanted is bool) or not isinstance(value, kinds):
-                raise TypeError
-            return wanted(value)
-
-        return structure
-
-    converter.register_structure_hook(bool, exactly(bool))
-    converter.register_structure_hook(int, exactly(int))
-    converter.register_structure_hook(float, exactly(int, float))
-    converter.register_structure_hook(str, exactly(str))
-    return converter
-
-
 def _structure(cls: type, values: Mapping[str, Any], prefix: str) -> tuple[Any, list[str]]:
     """An instance of the section `cls`, with defaults in place of what is wrong, and the problems."""
     attrs.resolve_types(cls, include_extras=False)
@@ -300,7 +279,7 @@ def _structure(cls: type, values: Mapping[str, Any], prefix: str) -> tuple[Any, 
         path, value = f"{prefix}{name}", values[name]
         if not attrs.has(kind):
             try:
-                kept[name] = _converter().structure(_listed(value, kind), kind)
+                kept[name] = converter().structure(_listed(value, kind), kind)
             except Exception:  # cattrs raises a type of its own for each kind of mistake
                 problems.append(f"{path} = {value!r}: must be {_describe(kind)}{_nearest_choice(value, kind)}")
         elif isinstance(value, Mapping):
@@ -339,11 +318,12 @@ def _unknown(name: str, value: Any, siblings: Sequence[str], prefix: str) -> str
 def _describe(kind: Any) -> str:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return f"one of {', '.join(map(str, arguments))}"
+        words = ", ".join(map(str, arguments))
+        return f"one of {words}" if len(arguments) > 1 else words
     if origin is tuple:
         return f"a list, each {_describe(arguments[0])}"
     if origin in (Union, types.UnionType):
-        return _describe(next(a for a in arguments if a is not types.NoneType))
+        return " or ".join(_describe(a) for a in arguments if a is not types.NoneType)
     if origin is dict:
         return "a table, as {name = value}"
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]

@@ -316,6 +316,14 @@ class CheckpointSettings:
 
 
 @attrs.frozen(kw_only=True)
+class DigestSettings:
+    """Which steps' digests are written, for fppo replay to compare with."""
+
+    every: Literal["auto"] | int = setting("auto", lambda x: None if x == "auto" else at_least(0)(x))
+    """Steps between digests; 0: of steps with a checkpoint only, which always have one; auto: about 1 % of the time."""
+
+
+@attrs.frozen(kw_only=True)
 class LogSettings:
     """Where numbers and samples go."""
 
@@ -369,5 +377,7 @@ class TrainSettings:
     """How the run is spread over processes."""
     checkpoint: CheckpointSettings = setting(CheckpointSettings)
     """When the whole state of the run is saved."""
+    digest: DigestSettings = setting(DigestSettings)
+    """Which steps' digests are written, for fppo replay to compare with."""
     log: LogSettings = setting(LogSettings)
     """Where numbers and samples go."""

@@ -1,12 +1,13 @@
 """The loop leaves its caller's state alone unless it is told to take it, and says so of a state that was taken."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from fppo import tree
 from fppo.assembly.run import assemble
-from fppo.pipeline import iterate, ppo_step, train
+from fppo.pipeline import iterate, ppo_step, timing, train
 from tests import tiny_run
 
 
@@ -42,3 +43,33 @@ def test_steps_without_end_keep_their_states_unless_told(assembly):
     assert tree.digest(next(gone)[0]) == tree.digest(states[2])
     with pytest.raises(RuntimeError, match="was donated"):
         tree.digest(states[1])
+
+
+def test_all_the_time_of_a_run_is_some_steps(tmp_path, monkeypatch):
+    """A clock that only drawing prompts and observers turn on, by 5, 10 (in a stage of its own), and 100; and each
+    reading by next to nothing."""
+    tiny_run.write_task(tmp_path)
+    clock, records = SimpleNamespace(seconds=0.0), []
+
+    def passing(seconds, result=None):
+        clock.seconds += seconds
+        return result
+
+    def log(record):
+        records.append(record.metrics)
+        return passing(100, {"timing_s/save": 60.0})
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: passing(1e-6, clock.seconds)))
+    with assemble(tiny_run.settings(tmp_path)) as assembly:
+
+        def draw(cursor):
+            return passing(5, assembly.draw(cursor))
+
+        observers = [lambda record: passing(10, {"timing_s/digests": 10.0}), log]
+        train(assembly.run, program=assembly.program, draw=draw, steps=3, observers=observers)
+    assert [numbers["timing_s/step"] for numbers in records] == pytest.approx([15, 115, 115], abs=0.01)
+    assert [numbers["timing_s/outside"] for numbers in records] == pytest.approx([5, 45, 45], abs=0.01)
+    assert [numbers.get("timing_s/save") for numbers in records] == [None, 60, 60]
+    for numbers in records:
+        assert numbers["timing_s/digests"] == 10
+        assert numbers["perf/throughput"] == numbers["perf/total_num_tokens"] / numbers["timing_s/step"]

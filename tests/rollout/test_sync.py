@@ -7,7 +7,7 @@ import torch
 
 from fppo.rollout import sync
 from fppo.rollout.sync import Bucket, SyncError, compare, digest, renamed, reshard
-from fppo.runtime import fsdp
+from fppo.runtime import digests, fsdp
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.simulate import simulate
 from tests.models.families import make
@@ -42,9 +42,9 @@ def test_digests_see_bytes_shape_and_dtype(dtype, shape, how):
 @pytest.mark.parametrize("how", ["bytes", "sums"])
 def test_digests_see_one_bit_anywhere(how):
     digest = functools.partial(sync.digest, how=how)
-    x = torch.randn(3 * sync._BLOCK // 2, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(3 * digests.BLOCK // 2, generator=torch.Generator().manual_seed(0))
     seen = {digest(x)}
-    for place in (0, 1, sync._BLOCK - 1, sync._BLOCK, len(x) - 1):
+    for place in (0, 1, digests.BLOCK - 1, digests.BLOCK, len(x) - 1):
         for bit in (0, 17, 31):
             words = x.clone().view(torch.int32)
             words[place] ^= torch.tensor(1 << bit).int() if bit < 31 else torch.tensor(-(1 << 31)).int()
@@ -53,19 +53,19 @@ def test_digests_see_one_bit_anywhere(how):
     signs = x.clone()
     signs[:2] = -signs[:2]
     swapped = x.clone()
-    swapped[[3, sync._BLOCK + 3]] = x[[sync._BLOCK + 3, 3]]
+    swapped[[3, digests.BLOCK + 3]] = x[[digests.BLOCK + 3, 3]]
     assert len({*seen, digest(signs), digest(swapped)}) == 18
 
 
-@pytest.mark.parametrize("count", [0, 1, sync._BLOCK, sync._BLOCK + 1, 4 * sync._BLOCK, 5 * sync._BLOCK + 5])
+@pytest.mark.parametrize("count", [0, 1, digests.BLOCK, digests.BLOCK + 1, 4 * digests.BLOCK, 5 * digests.BLOCK + 5])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
 def test_digests_are_the_same_on_every_device(count, dtype, monkeypatch):
-    monkeypatch.setattr(sync, "_SLAB", 2)
+    monkeypatch.setattr(digests, "SLAB", 2)
     low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     words = torch.randint(low, high, (count,), dtype=dtype, generator=torch.Generator().manual_seed(2))
-    sums = sync._sums(words)  # block by block
-    assert len(sums) == -(-count // sync._BLOCK)
-    assert torch.equal(sums, sync._sums_of_slabs(words, sync._weights(words.device)))
+    sums = digests.block_sums(words)  # block by block
+    assert len(sums) == -(-count // digests.BLOCK)
+    assert torch.equal(sums, torch.cat(digests._slabs(words, digests.weights(words.device))))
 
 
 def test_sums_are_taken_where_a_tensor_is_not_on_the_host():
@@ -106,8 +106,8 @@ def test_shards_are_gathered_bucket_by_bucket(ranks):
         sizes = [sum(x.nbytes for x in bucket.tensors.values()) for bucket in buckets]
         return sizes, {name: d for bucket in buckets for name, d in bucket.digests.items()}
 
-    for sizes, digests in simulate({"shard": ranks}, run):
-        assert digests == whole
+    for sizes, sent in simulate({"shard": ranks}, run):
+        assert sent == whole
         assert sizes == [60, 24, 108, 12]
 
 

@@ -18,10 +18,9 @@ from fppo import losses, models, tree
 from fppo.assembly.run import assemble
 from fppo.commands import actions
 from fppo.runs import jsonl, session
+from fppo.runs.writer import Checkpoints
 from fppo.runtime import checkpoint
 from fppo.runtime.checkpoint import Pending
-from fppo.runtime.mesh import Mesh
-from fppo_kernels.collectives import Axis
 from tests import tiny_run
 
 
@@ -372,14 +371,12 @@ def test_an_update_that_is_not_finite_is_skipped_counted_dumped_and_replays(task
 
 
 @pytest.mark.parametrize(("ranks", "alone"), [(1, False), (2, False), (2, True)])
-def test_a_checkpoint_that_was_begun_is_finished_where_the_others_still_write(tmp_path, ranks, alone):
+def test_a_checkpoint_that_was_begun_is_finished_where_the_others_still_write(ranks, alone):
     """By a rank that fails elsewhere; one whose peers are gone does not wait for them."""
     result = Future()
     result.set_exception(checkpoint.CheckpointError("it could not be written"))
-    axes = {"shard": Axis(ranks, 0, None)}
-    writer = session._Writer(
-        directory=tmp_path, lines=None, every=1, keep=1, steps=2, mesh=Mesh(axes), shapes={}, pending=[Pending(result)]
-    )
+    pending = Pending(result)
+    writer = Checkpoints(kept=lambda step: True, begin=lambda run: pending, ranks=ranks, pending=[pending])
     writer.leave(alone=alone)
     assert len(writer.pending) == alone
 

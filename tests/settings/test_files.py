@@ -224,12 +224,12 @@ def changed(kind: Any) -> st.SearchStrategy[Any]:
         return st.dictionaries(
             text, leaf | st.lists(leaf, max_size=2) | st.dictionaries(text, leaf, max_size=2), max_size=3
         )
-    arguments = [a for a in getattr(kind, "__args__", ()) if a not in (type(None), Ellipsis)]
+    arguments = [a for a in getattr(kind, "__args__", ()) if a is not Ellipsis]
     if getattr(kind, "__origin__", None) is tuple:
         return st.lists(changed(arguments[0]), max_size=3)
     if arguments and isinstance(arguments[0], str | int):
         return st.sampled_from(arguments)
-    return changed(arguments[0]) | st.none()
+    return st.one_of([st.none() if a is type(None) else changed(a) for a in arguments])
 
 
 @given(st.data())

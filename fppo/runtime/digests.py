@@ -1,0 +1,230 @@
+"""Digests of a state where it is: sums of its words on their device, the same for every layout.
+
+A digest of bytes (`tree.digest`) reads the whole state on the host: some 20 s for 1.5 B parameters. Sums read it once
+in the device's own memory, and only the sums come to the host. As they add, ranks that hold parts of a leaf add theirs,
+and the digest is that of the whole leaf, which nobody gathers.
+
+A leaf is a row of words of 32 bits (or of its elements, where rows are no whole number of them). Each block of 2^15
+words is summed with fixed odd weights of 64 random bits modulo 2^64; its sums, in order, are hashed with dtype and
+shape. What is seen:
+
+- a change of one word always: an odd weight times a difference below 2^32 is not 0;
+- any other change, that no one chose, with 1 - 2^-32 or better in each block that it touches. The worst are changes of
+  the highest bit alone, as signs: weights times 2^31 keep 33 bits. Weights differ from word to word, so elements that
+  change places are seen; blocks are hashed in order, so they are as well; and leaves that are exchanged have each
+  other's digests under their own paths.
+
+It is no protection against somebody who looks for equal sums; `tree.digest` is.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fppo import tree
+from fppo.key import Key
+from fppo.runtime.layout import Box, Extent
+from fppo.runtime.mesh import AXES, LOCAL, Mesh, all_reduce, gather_objects, ranks_on
+from fppo.runtime.parts import Part, part_of
+from fppo_kernels.collectives import Axis
+
+Kind = Literal["blake2b", "sums"]
+Shapes = Mapping[str, torch.Size | Extent]
+BLOCK = 1 << 15  # words in one block: few enough for one thread, which no other can hold up
+SLAB = 1 << 8  # blocks at a time on other devices
+SHARE = 0.01  # of a step's time that digests may take
+# bytes per second that are digested, and useful FLOP per second of a step: orders of magnitude, on purpose no
+# measurements, so that equal runs have digests of the same steps
+_RATES: Mapping[tuple[str, str], float] = {("cpu", "cpu"): 1e9, ("cuda", "cuda"): 5e11, ("cpu", "cuda"): 2e10}
+_FLOPS = {"cpu": 1e11, "cuda": 3e14}
+_PAUSE = 1.0  # seconds of a step that do not grow with the model
+_FLOP_PER_NUMBER = 8  # for each parameter and token: a rollout's pass, and forward and backward of an update
+
+
+@functools.cache
+def weights(device: torch.device) -> Tensor:
+    """Odd numbers of 64 bits [BLOCK]."""
+    bits = (Key(0x5EED).fold("digest").uniform(torch.arange(2), BLOCK) * 2.0**32).long()
+    return ((bits[0] << 32) | bits[1] | 1).to(device)
+
+
+def words_of(x: Tensor) -> Tensor:
+    """The memory of `x` as integers in its order: of 32 bits, or as wide as its elements where a row is no whole
+    number of those, so that rows begin with a word of their own."""
+    flat = x.detach().reshape(-1)
+    if flat.stride(0) != 1:  # `contiguous` keeps the stride of a single element, which `view` does not take
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    size = _word_size(x.shape, x.dtype)
+    if flat.storage_offset() * x.dtype.itemsize % size:
+        flat = flat.clone()
+    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[size])
+
+
+def _word_size(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return 4 if math.prod(shape[1:]) * dtype.itemsize % 4 == 0 else dtype.itemsize
+
+
+@torch.no_grad()
+def block_sums(words: Tensor, first: int = 0, device: torch.device | None = None) -> Tensor:
+    """The weighted sum of each block, int64, of words that stand from place `first` of a whole on; on `device`, if that
+    is not theirs. The first and the last block may have words elsewhere."""
+    device = device or words.device
+    factors, start = weights(device), first % BLOCK
+    head, rest = words[: -start % BLOCK], words[-start % BLOCK :]
+    first_sum = [_weighted(head.to(device), factors[start : start + len(head)])[None]] if len(head) else []
+    return torch.cat([factors[:0], *first_sum, *(_dots if device.type == "cpu" else _slabs)(rest, factors)])
+
+
+def _dots(words: Tensor, factors: Tensor) -> list[Tensor]:
+    """Block by block, on a CPU."""
+    wide = factors.new_empty(min(len(words), BLOCK))
+    return [wide[: len(x)].copy_(x).dot(factors[: len(x)])[None] for x in words.split(BLOCK) if len(x)]
+
+
+def _slabs(words: Tensor, factors: Tensor) -> list[Tensor]:
+    """Many blocks at once, on the weights' device."""
+    full = len(words) // BLOCK * BLOCK
+    sums = [_weighted(x.to(factors.device), factors) for x in words[:full].view(-1, BLOCK).split(SLAB)]
+    tail = words[full:].to(factors.device)
+    return [*sums, _weighted(tail, factors[: len(tail)])[None][: len(tail)]]
+
+
+def _weighted(words: Tensor, factors: Tensor) -> Tensor:
+    return (words * factors).sum(-1)
+
+
+def kind_of(device: torch.device, mesh: Mesh = LOCAL) -> Kind:
+    """How a run on `device` digests its state: by all bytes in one process on a CPU, else by sums."""
+    return "blake2b" if device.type == "cpu" and ranks_on(mesh, AXES) == 1 else "sums"
+
+
+def digest(
+    value: Any,
+    kind: Kind,
+    *,
+    device: torch.device,
+    mesh: Mesh = LOCAL,
+    shapes: Shapes | None = None,
+) -> dict[str, str]:
+    """The digest of every leaf by its path: of whole leaves, on every layout.
+
+    `shapes` are the whole shapes of the leaves that a mesh may cut, as checkpoints take them. A leaf that ranks should
+    have equal and have not has a digest of its own on every rank alike, which is that of none. Every rank of the
+    mesh must call. Raises ValueError for "blake2b" on several ranks: no rank has the bytes of whole leaves.
+    """
+    if kind == "blake2b":
+        if ranks_on(mesh, AXES) > 1:
+            raise ValueError("digests of kind 'blake2b' are of runs of one process: compute them with one (--nproc 1)")
+        return tree.digest(value)
+    own = _by_sums(value, device, mesh, shapes or {})
+    if len(set(gather_objects(tree.combine(own), mesh, AXES, device))) == 1:
+        return own
+    every = gather_objects(own, mesh, AXES, device)
+    together = {path: {str(rank): each[path] for rank, each in enumerate(every)} for path in own}
+    return {path: own[path] if len(set(x.values())) == 1 else tree.combine(x) for path, x in together.items()}
+
+
+def _by_sums(value: Any, device: torch.device, mesh: Mesh, shapes: Shapes) -> dict[str, str]:
+    """All sums go to the host in one copy, those of cut leaves after one all-reduce over each axis that cuts any."""
+    leaves = dict(tree.leaves_with_paths(value))
+    tensors = {path: x for path, x in leaves.items() if isinstance(x, Tensor)}
+    parts = {path: part_of(shapes[path], mesh) for path in tensors if _is_cut(shapes.get(path), mesh)}
+    sums = {
+        path: _sums_of_part(x, parts[path], device) if path in parts else block_sums(words_of(x), device=device)
+        for path, x in tensors.items()
+    }
+    if mesh.sharded:
+        sums |= _added(sums, list(parts), mesh["shard"])
+    sums |= _added(sums, [path for path, part in parts.items() if part.cut is not None], mesh["tensor"])
+    flat = torch.cat([weights(device)[:0], *sums.values()]).cpu()
+    on_host = dict(zip(sums, flat.split([len(x) for x in sums.values()]), strict=True))
+    whole = {path: tuple(x.shape) for path, x in tensors.items()} | {path: part.shape for path, part in parts.items()}
+    return {
+        path: _hash(x, whole[path], on_host[path]) if isinstance(x, Tensor) else tree.digest(x)[""]
+        for path, x in leaves.items()
+    }
+
+
+def _is_cut(extent: torch.Size | Extent | None, mesh: Mesh) -> bool:
+    return extent is not None and (mesh.sharded or isinstance(extent, Extent))
+
+
+def _added(sums: Mapping[str, Tensor], paths: Sequence[str], axis: Axis) -> dict[str, Tensor]:
+    """The sums of these leaves, added up over the axis."""
+    if not paths or axis.size == 1:
+        return {}
+    together = all_reduce(torch.cat([sums[path] for path in paths]), axis)
+    return dict(zip(paths, together.split([len(sums[path]) for path in paths]), strict=True))
+
+
+def _sums_of_part(x: Tensor, part: Part, device: torch.device) -> Tensor:
+    """The sums of all blocks of the whole leaf, as far as this rank's part gives them: of ranks that hold the same, the
+    first's."""
+    words = part.shape[0] * _words_of_row(x, part.shape)
+    whole = weights(device).new_zeros(-(-words // BLOCK))
+    for box in part.boxes if part.is_first else ():
+        piece = x.detach()[tuple(slice(at, at + size) for at, size in zip(box.at, box.size, strict=True))]
+        for row, rows in _whole_rows(piece, box, part.shape):
+            first = row * _words_of_row(x, part.shape)
+            own = block_sums(words_of(rows), first, device)
+            whole[first // BLOCK : first // BLOCK + len(own)] += own
+    return whole
+
+
+def _words_of_row(x: Tensor, shape: tuple[int, ...]) -> int:
+    return math.prod(shape[1:]) * x.dtype.itemsize // _word_size(shape, x.dtype)
+
+
+def _whole_rows(piece: Tensor, box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
+    """A box of a leaf as rows of it, with the number of the first: what other ranks have of these is 0, and adds
+    nothing. Some rows at a time, where there is such."""
+    if box.size[1:] == tuple(shape[1:]):
+        yield box.start[0], piece
+        return
+    inside = tuple(slice(start, start + size) for start, size in zip(box.start[1:], box.size[1:], strict=True))
+    many = max(1, SLAB * BLOCK // math.prod(shape[1:]))
+    for low, rows in zip(range(0, len(piece), many), piece.split(many), strict=True):
+        wide = rows.new_zeros(len(rows), *shape[1:])
+        wide[(slice(None), *inside)] = rows
+        yield box.start[0] + low, wide
+
+
+def _hash(x: Tensor, shape: tuple[int, ...], sums: Tensor) -> str:
+    hasher = hashlib.blake2b(f"{x.dtype} {shape} ".encode(), digest_size=16)
+    hasher.update(sums.numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def spacing(
+    state: Any,
+    *,
+    tokens: int,
+    numbers: int,
+    device: torch.device,
+    mesh: Mesh = LOCAL,
+    shapes: Shapes | None = None,
+) -> int:
+    """From how many steps to digest one, for digests to take about `SHARE` of the time: counted, not measured.
+
+    A step is of about `tokens` tokens, on a model of `numbers` parameters. What is counted is the same on every rank,
+    and for a run that is stopped and goes on; so such runs have digests of the same steps. The tokens cancel the size
+    of the model: what pays for its digest is work on it. Small states are digested at every step.
+    """
+    seconds = 0.0
+    for path, x in tree.leaves_with_paths(state):
+        if isinstance(x, Tensor):
+            extent = (shapes or {}).get(path, x.shape)
+            ranks = mesh["tensor"].size if isinstance(extent, Extent) else 1
+            ranks *= mesh["shard"].size if mesh.sharded and path in (shapes or {}) else 1
+            shape = extent.shape if isinstance(extent, Extent) else extent if ranks > 1 else x.shape
+            rate = _RATES.get((x.device.type, device.type), _RATES["cpu", "cpu"])
+            seconds += shape.numel() * x.dtype.itemsize / ranks / rate
+    work = _FLOP_PER_NUMBER * numbers * tokens / ranks_on(mesh, AXES) / _FLOPS.get(device.type, _FLOPS["cpu"])
+    return max(1, math.ceil(seconds / (SHARE * (_PAUSE + work))))
