@@ -8,7 +8,7 @@ from pathlib import Path
 from fppo import models
 from fppo.key import Key
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
-from fppo.settings import files
+from fppo.settings import files, resolve
 from fppo.settings.train import TrainSettings
 
 
@@ -24,7 +24,7 @@ def write_task(directory: Path, *, rows: int = 24) -> None:
 
 
 def settings(directory: Path, **changes: object) -> TrainSettings:
-    """Four steps of PPO on it; `changes` are settings by path, with __ for dots."""
+    """Four steps of PPO on it, on a CPU; `changes` are settings by path, with __ for dots."""
     values = {
         "output_dir": str(directory / "run"),
         "steps": 4,
@@ -39,4 +39,4 @@ def settings(directory: Path, **changes: object) -> TrainSettings:
         "log": {"loggers": ["jsonl"], "samples_per_step": 2},
     }
     changed = {name.replace("__", "."): value for name, value in changes.items()}
-    return files.check(files.replace(files.from_dict(values), changed))
+    return resolve.resolved(files.check(files.replace(files.from_dict(values), changed)), resolve.CPU)[0]

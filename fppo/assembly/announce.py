@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fppo.assembly.inputs import Inputs
+from fppo.assembly.machine import resolved
 from fppo.data import PromptSet
 from fppo.models.model import Model
 from fppo.settings import files, old_log_probs
@@ -16,19 +17,23 @@ from fppo.settings.train import TrainSettings
 _WIDTH = 80
 
 
-def input_lines(settings: TrainSettings, inputs: Inputs) -> list[str]:
-    """Device, prompts, what ends a response, and the settings that differ from their defaults."""
+def input_lines(settings: TrainSettings, inputs: Inputs, chosen: Sequence[str] = ()) -> list[str]:
+    """Device, kernels and what is to be said of their choice, prompts, what ends a response, and the settings that
+    differ from their defaults here."""
     ends = [repr(inputs.tokenizer.decode([token])) for token in inputs.sampling.stop_token_ids]
     texts = inputs.sampling.stop_texts
     ends += [] if texts is None else [repr(text.decode()) for text in texts.texts]
-    prompts = _prompts(inputs.prompts)
+    prompts, model = _prompts(inputs.prompts), settings.model
+    differ = differing(settings, resolved(TrainSettings(), inputs.device)[0])
     if inputs.eval is not None:
         prompts += f"; held out: {_prompts(inputs.eval.held_out)}"
     return [
-        _line("device", f"{inputs.device}, {settings.model.compute_dtype}"),
+        _line("device", f"{inputs.device}, {model.compute_dtype}"),
+        _line("kernels", f"attention {model.attention}, log-probs {model.log_probs}"),
+        *(_line("auto", text) for text in chosen),
         _line("prompts", prompts),
         _line("ends", " ".join(ends)),
-        _line("settings", ", ".join(f"{name}={_short(value)}" for name, value in differing(settings).items())),
+        _line("settings", ", ".join(f"{name}={_short(value)}" for name, value in differ.items())),
         *([_line("old", _old_log_probs(settings))] if settings.algorithm.old_log_probs == "auto" else []),
     ]
 
@@ -51,9 +56,9 @@ def model_lines(model: Model, path: str, *, others: Sequence[str]) -> list[str]:
     return [_line("model", f"{model.config.model_type} of {_count(count)} parameters, from {path}{beside}")]
 
 
-def differing(settings: TrainSettings) -> dict[str, Any]:
+def differing(settings: TrainSettings, defaults: TrainSettings) -> dict[str, Any]:
     """The settings that differ from their defaults, by their paths."""
-    own, default = (files.to_dict(x) for x in (settings, TrainSettings()))
+    own, default = (files.to_dict(x) for x in (settings, defaults))
 
     def at(values: dict[str, Any], path: str) -> Any:
         for name in path.split("."):

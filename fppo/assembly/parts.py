@@ -244,7 +244,7 @@ def vllm_engine(section: VllmSettings, model: Model, pad_token_id: int, mesh: Me
         cache_gb=section.cache_gb,
         memory_share=section.memory_share,
         dtype=section.dtype,
-        eager=section.eager,
+        eager=section.eager is not False,
         prefix_cache=section.prefix_cache,
         sleep=section.sleep,
         host=section.host,

@@ -14,6 +14,7 @@ from fppo import data, rewards, tree
 from fppo.assembly.announce import input_lines, model_lines
 from fppo.assembly.answers import right_answers
 from fppo.assembly.inputs import EvalInputs, Inputs, read_eval_inputs, read_inputs
+from fppo.assembly.machine import resolved
 from fppo.assembly.parts import (
     Offload,
     bare_model,
@@ -81,10 +82,11 @@ def assemble(
     ranks this is one rank's part of the run; what samples and scores has the groups of `sampling_mesh` if that is
     given, which it must be for a run that samples ahead. `announce` is told what is loaded, in lines.
     """
+    settings, chosen = resolved(settings, device)
     key, sampling_mesh = Key(settings.seed), sampling_mesh or mesh
     inputs = read_inputs(settings, mesh=mesh, kernels=kernels, device=device)
     tokenizer, kernels, device, pad = inputs.tokenizer, inputs.kernels, inputs.device, inputs.prompts.pad_token_id
-    announce(input_lines(settings, inputs))
+    announce(input_lines(settings, inputs, chosen))
     model, params, critic_model, critic, ref = load_models(settings, key, mesh, device)
     others = [name for name, part in (("critic", critic), ("reference", ref)) if part is not None]
     announce(model_lines(model, settings.model.path, others=others))
@@ -142,6 +144,7 @@ def assemble_evaluation(
     """
     if not has_held_out(settings):
         raise ValueError("data.eval_path is not set: there are no held-out prompts; give --data.eval-path FILE")
+    settings, _ = resolved(settings, device)
     inputs = read_eval_inputs(settings, mesh=mesh, device=device)
     tokenizer, kernels, device, pad = inputs.tokenizer, inputs.kernels, inputs.device, inputs.held_out.pad_token_id
     model = bare_model(settings)

@@ -18,6 +18,7 @@ from fppo.plan.remedies import remedies
 from fppo.plan.text import report, summary
 from fppo.plan.values import GIB, plain
 from fppo.runtime.mesh import DATA_AXES, Sharding
+from fppo.settings import resolve
 from fppo.settings.plan import PlanSettings
 
 
@@ -49,7 +50,12 @@ def case_of(settings: PlanSettings) -> Case:
         per_node=settings.per_node,
     )
     name, config = config_of(settings.model)
-    narrow = settings.compute_dtype == "bfloat16" or (settings.compute_dtype == "auto" and hardware.on_gpu)
+    machine = resolve.Machine(device="cuda", capability=(8, 0)) if hardware.on_gpu else resolve.CPU
+    dtype, log_probs = settings.compute_dtype, settings.log_probs
+    if dtype == resolve.AUTO:
+        dtype, _ = resolve.compute_dtype(machine)
+    if log_probs == resolve.AUTO:
+        log_probs, _ = resolve.kernel("log_probs", machine, {dtype})
     mesh = settings.mesh
     data_ranks = math.prod(size for axis, size in settings.sizes.items() if axis in DATA_AXES)
     length = settings.length or min(4096, settings.tokens)
@@ -71,9 +77,9 @@ def case_of(settings: PlanSettings) -> Case:
         critic=settings.critic,
         reference=settings.reference,
         reward_model=None if settings.reward_model is None else config_of(settings.reward_model, "reward-model")[1],
-        compute_dtype=torch.bfloat16 if narrow else None,
+        compute_dtype=torch.bfloat16 if dtype == "bfloat16" else None,
         checkpoint_layers=settings.checkpoint_layers,
-        log_probs=settings.log_probs,
+        log_probs=log_probs,
         offload=settings.offload,
         forward_tokens=settings.forward_tokens,
         roles=_roles(settings),

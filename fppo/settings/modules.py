@@ -11,6 +11,7 @@ from pathlib import Path
 from fppo._errors import did_you_mean, nearest
 from fppo.rewards.builtin import builtins
 from fppo.settings.problems import problem
+from fppo.settings.resolve import AUTO
 from fppo.settings.train import TrainSettings
 from fppo.workers.imports import search
 
@@ -44,8 +45,8 @@ def module_problems(settings: TrainSettings) -> list[str]:
     lines = []
     for op, known in KERNELS.items():
         name = getattr(settings.model, op)
-        if name and ":" not in name and name not in known:
-            text = f"there is no such kernel; {did_you_mean(name, known)} and module:function"
+        if name and ":" not in name and name not in (AUTO, *known):
+            text = f"there is no such kernel; {did_you_mean(name, known)}, auto and module:function"
             lines.append(problem(f"model.{op}", name, text))
     known = builtins()
     for name in settings.reward.functions:

@@ -65,8 +65,8 @@ class PlanSettings:
     """The dtype of forward and backward passes; auto: bfloat16, and float32 on a cpu. State is always float32."""
     checkpoint_layers: bool = setting(False)
     """Recompute each layer in the backward pass."""
-    log_probs: Literal["chunked", "reference", "triton"] = setting("chunked")
-    """The kernel for log-probs and entropy from hidden states."""
+    log_probs: Literal["auto", "chunked", "reference", "triton"] = setting("auto")
+    """The kernel for log-probs and entropy from hidden states; auto: the one that fppo train takes there."""
     offload: Literal["none", "moments", "all"] = setting("none")
     """What of the state is on the host between uses: nothing, the moments, or all of it."""
     memory: float | None = setting(None, above(0))
@@ -128,7 +128,7 @@ def of_run(run: TrainSettings) -> PlanSettings:
         reward_offload=reward.offload,
         compute_dtype=run.model.compute_dtype,
         checkpoint_layers=run.model.checkpoint_layers,
-        log_probs=run.model.log_probs if run.model.log_probs in ("reference", "triton") else "chunked",
+        log_probs=run.model.log_probs if run.model.log_probs in ("auto", "reference", "triton") else "chunked",
         offload=run.model.offload,
     )
 

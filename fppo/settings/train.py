@@ -37,8 +37,8 @@ class ModelSettings:
     """What differs from the config.json of these models, as {max_position_embeddings = 8192}."""
     ref_dtype: Literal["float32", "bfloat16"] = setting("float32")
     """The dtype the reference is kept in; bfloat16 halves its memory, and it then runs in that too."""
-    compute_dtype: Literal["float32", "bfloat16"] = setting("float32")
-    """The dtype of forward and backward passes; master weights are always float32."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = setting("auto")
+    """The dtype of forward and backward passes, auto: bfloat16 on GPUs; master weights are always float32."""
     forward_token_budget: int | None = setting(None, at_least(1))
     """Tokens per pass without a gradient (old log-probs, reference, values, rewards); None: as the actor's."""
     checkpoint_layers: bool = setting(False)
@@ -53,10 +53,10 @@ class ModelSettings:
     """Keep what is saved for the backward pass in the host's memory until then (GPUs)."""
     remove_padding: bool = setting(True)
     """Run on packed sequences instead of padded rows."""
-    attention: str = setting("sdpa", nonempty("give the name of an attention kernel, as sdpa"))
-    """The kernel for attention over packed sequences: sdpa, eager, flash, varlen, flex; or module:function."""
-    log_probs: str = setting("chunked", nonempty("give the name of a log-prob kernel, as chunked"))
-    """The kernel for log-probs and entropy: chunked, reference, compiled, liger, triton; or module:function."""
+    attention: str = setting("auto", nonempty("give the name of an attention kernel, as sdpa, or auto"))
+    """The kernel for attention over packed sequences: auto, sdpa, eager, flash, varlen, flex; or module:function."""
+    log_probs: str = setting("auto", nonempty("give the name of a log-prob kernel, as chunked, or auto"))
+    """The kernel for log-probs and entropy: auto, chunked, reference, compiled, liger, triton; or module:function."""
 
 
 @attrs.frozen(kw_only=True)

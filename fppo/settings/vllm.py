@@ -28,8 +28,8 @@ class VllmSettings:
     """The share of the device's memory that vLLM may take in all, in place of cache_gb."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = setting(None)
     """The dtype vLLM holds and computes in; None: the one training computes in."""
-    eager: bool = setting(True)
-    """Run without compiling or capturing graphs: starts at once, decodes slower on a GPU."""
+    eager: Literal["auto"] | bool = setting("auto")
+    """Run without compiling or capturing graphs: starts at once, decodes slower on a GPU; auto: on a CPU."""
     prefix_cache: bool = setting(True)
     """Compute what prompts share once; samples of one prompt share it."""
     sleep: bool = setting(False)

@@ -10,14 +10,15 @@ import torch
 import fppo
 from fppo import metrics, models, tree
 from fppo.advantages import Advantages
+from fppo.assembly import machine, texts
 from fppo.assembly import program as programs
 from fppo.assembly import rewards as loading_rewards
-from fppo.assembly import texts
 from fppo.assembly.run import assemble
 from fppo.key import Key
 from fppo.pipeline import estimators
 from fppo.pipeline.step import ppo_step
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
+from fppo.runs import starts
 from fppo.runtime.mesh import LOCAL
 from fppo.settings import checks, files
 from fppo.settings.train import ActorSettings, LossSettings, OptimizerSettings
@@ -238,3 +239,26 @@ def test_a_reward_model_is_asked_too(tmp_path, monkeypatch):
     settings = tiny_run.settings(tmp_path, model__attention="varlen", reward__model__path=str(tmp_path / "judge"))
     with pytest.raises(ValueError, match="attention/varlen has no float32 and no softcap"):
         loading_rewards.reward_model_of(settings, texts.load_tokenizer(settings), LOCAL, torch.device("cpu"))
+
+
+def test_a_gpu_takes_the_kernels_that_its_models_can_use(tmp_path, monkeypatch):
+    """A stand-in for a GPU: what is printed, kept, and said where a run goes on elsewhere."""
+    tiny_run.write_task(tmp_path)
+    given = files.replace(
+        tiny_run.settings(tmp_path), {f"model.{name}": "auto" for name in ("compute_dtype", "attention", "log_probs")}
+    )
+    on_cpu, said = machine.resolved(given, torch.device("cpu"))
+    assert (on_cpu, said) == (tiny_run.settings(tmp_path), [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    on_gpu, said = machine.resolved(given, torch.device("cuda"))
+    assert (on_gpu.model.compute_dtype, on_gpu.model.attention) == ("bfloat16", "varlen")
+    assert [line.split(":")[0] for line in said] in ([], ["model.log_probs chunked"])  # where triton is not installed
+    monkeypatch.setattr("fppo.models.attention_needs", lambda model: frozenset({"softcap"}))
+    other, said = machine.resolved(given, torch.device("cuda"))
+    assert other.model.attention == "sdpa"
+    assert "model.attention sdpa: varlen has no softcap" in said
+    (tmp_path / "run").mkdir()
+    assert starts.record(on_cpu, 0) == {}
+    assert starts.record(on_gpu, 3)["model.attention"] == ("sdpa", "varlen")
+    assert starts.load(tmp_path / "run").model == on_gpu.model

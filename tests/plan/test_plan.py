@@ -199,6 +199,7 @@ def cases_of(settings):
 def test_what_does_not_fit_is_said_with_its_remedies(tmp_path, capsys):
     config(num_hidden_layers=1).save_pretrained(tmp_path)
     given = ["--model", str(tmp_path), "--gpu", "h100", "--tokens", "4096", "--length", "256", "--memory", "0.77"]
+    given += ["--log-probs", "chunked"]
     assert run(*given) == 1
     out = capsys.readouterr().out
     assert "It does not fit" in out
@@ -243,3 +244,12 @@ def test_a_custom_gpu_is_its_numbers():
     assert (found.memory, found.flops, found.network_bandwidth) == (GIB, 1e14, 1e10)
     assert hardware_of("h100", memory=2 * GIB).memory == 2 * GIB
     assert Sharding().stage == 3
+
+
+@pytest.mark.parametrize(("gpu", "expected"), [("h100", (torch.bfloat16, "triton")), ("cpu", (None, "chunked"))])
+def test_a_plan_is_of_what_would_run_there(gpu, expected):
+    from fppo.commands.plan import case_of
+    from fppo.settings.plan import PlanSettings
+
+    planned = case_of(PlanSettings(model="quickstart", gpu=gpu))
+    assert (planned.compute_dtype, planned.log_probs) == expected

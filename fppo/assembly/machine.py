@@ -1,0 +1,57 @@
+"""This machine, as far as settings that say "auto" depend on it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from fppo import models
+from fppo.assembly.parts import device_of
+from fppo.assembly.texts import config_of, config_place
+from fppo.settings import checks, resolve
+from fppo.settings.resolve import Machine
+from fppo.settings.train import TrainSettings
+from fppo_kernels import table as tables
+
+
+def resolved(settings: TrainSettings, device: torch.device | None = None) -> tuple[TrainSettings, list[str]]:
+    """The settings with a value for each that says auto, as they run on `device` (None: the one that they name), and
+    what is to be said of it.
+
+    What is wrong with them is for others to say: here it decides nothing.
+    """
+    kind = torch.device("cpu")
+    with contextlib.suppress(ValueError):
+        kind = device or device_of(settings)
+    if kind.type != "cuda":
+        return resolve.resolved(settings, resolve.CPU)
+    capability = torch.cuda.get_device_capability(kind)
+    return resolve.resolved(settings, machine_of(settings, capability))
+
+
+def machine_of(settings: TrainSettings, capability: tuple[int, int]) -> Machine:
+    """A GPU of this compute capability with what is installed beside it, for the models of the settings."""
+    needs, refusals = _needs(settings), {}
+    for op in ("attention", "log_probs"):
+        for name, implementation in tables.BUILTIN[op].items():
+            missing = sorted(implementation.lacks & needs)
+            reason = implementation.refuse() or (f"has no {' and no '.join(missing)}" if missing else None)
+            refusals |= {} if reason is None else {f"{op}/{name}": reason}
+    return Machine(device="cuda", capability=capability, refusals=refusals)
+
+
+def _needs(settings: TrainSettings) -> frozenset[str]:
+    """What the models of the settings ask of attention."""
+    section, needs = settings.model, frozenset()
+    paths = {"model.path": section.path, "reward.model.path": settings.reward.model.path}
+    if checks.uses_critic(settings):
+        paths["model.critic_path"] = section.critic_path
+    if checks.uses_reference(settings):
+        paths["model.ref_path"] = section.ref_path
+    for name, path in paths.items():
+        if path:
+            with contextlib.suppress(ValueError, OSError):
+                config = config_of(settings, config_place(path, name))
+                needs |= models.attention_needs(models.build(config, trust_remote_code=section.trust_remote_code))
+    return needs

@@ -1,0 +1,76 @@
+"""What the settings that say "auto" come to on a machine: one place, and a pure function of what the machine is.
+
+On a CPU they are float32, `sdpa`, `chunked`, and a vLLM that starts at once. On a GPU they are bfloat16 (parameters and
+moments stay float32), `varlen`, `triton`, and a vLLM that captures graphs; what does not run there gives way to the
+kernel that runs everywhere, with a line that says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from fppo.settings import checks
+from fppo.settings.train import TrainSettings
+from fppo.settings.vllm import VllmSettings
+
+AUTO = "auto"
+_BFLOAT16 = (8, 0)  # the compute capability from which on GPUs multiply in bfloat16
+
+
+@attrs.frozen(kw_only=True)
+class Machine:
+    """What decides: the kind of device, a GPU's compute capability, and why kernels do not serve here, by "op/name"."""
+
+    device: str = "cpu"
+    capability: tuple[int, int] = (0, 0)
+    refusals: Mapping[str, str] = attrs.field(factory=dict)
+
+
+CPU = Machine()
+
+
+def compute_dtype(machine: Machine) -> tuple[str, list[str]]:
+    """The dtype of forward and backward passes, and what to say of it."""
+    if machine.device == "cpu" or machine.capability >= _BFLOAT16:
+        return "float32" if machine.device == "cpu" else "bfloat16", []
+    had = ".".join(map(str, machine.capability))
+    return "float32", [f"model.compute_dtype float32: bfloat16 takes compute capability 8.0, and this GPU has {had}"]
+
+
+def kernel(op: str, machine: Machine, dtypes: set[str]) -> tuple[str, list[str]]:
+    """The kernel for "attention" or "log_probs" of models that run in these dtypes, and what to say of it."""
+    general, fast = {"attention": ("sdpa", "varlen"), "log_probs": ("chunked", "triton")}[op]
+    if machine.device == "cpu" or "float32" in dtypes:  # in float32 products are what counts, and the general one's are
+        return general, []  # exact
+    reason = machine.refusals.get(f"{op}/{fast}")
+    return (fast, []) if reason is None else (general, [f"model.{op} {general}: {fast} {reason}"])
+
+
+def resolved(settings: TrainSettings, machine: Machine) -> tuple[TrainSettings, list[str]]:
+    """The settings with a value for each that says auto, and why it is not the usual one where it is not.
+
+    Settings without any are returned as they are. `digest.every` is not among them: it depends on the model.
+    """
+    model, lines = settings.model, []
+    if model.compute_dtype == AUTO:
+        name, said = compute_dtype(machine)
+        model, lines = attrs.evolve(model, compute_dtype=name), [*lines, *said]
+    critic = (settings.critic.compute_dtype or model.compute_dtype) if checks.uses_critic(settings) else None
+    dtypes = {model.compute_dtype, *([critic] if critic else [])}
+    for op in ("attention", "log_probs"):
+        if getattr(model, op) == AUTO:
+            name, said = kernel(op, machine, dtypes)
+            model, lines = attrs.evolve(model, **{op: name}), [*lines, *said]
+    rollout, judge = settings.rollout, settings.reward.judge
+    if rollout.engine == "vllm":
+        rollout = attrs.evolve(rollout, vllm=_vllm(rollout.vllm, machine))
+    if judge.engine == "vllm":
+        judge = attrs.evolve(judge, vllm=_vllm(judge.vllm, machine))
+    reward = attrs.evolve(settings.reward, judge=judge)
+    return attrs.evolve(settings, model=model, rollout=rollout, reward=reward), lines
+
+
+def _vllm(section: VllmSettings, machine: Machine) -> VllmSettings:
+    return attrs.evolve(section, eager=machine.device == "cpu") if section.eager == AUTO else section

@@ -1,0 +1,68 @@
+"""What "auto" comes to on each machine."""
+
+import attrs
+import pytest
+
+from fppo.settings import files, resolve
+from fppo.settings.resolve import CPU, Machine
+from fppo.settings.train import TrainSettings
+
+H100, T4 = Machine(device="cuda", capability=(9, 0)), Machine(device="cuda", capability=(7, 5))
+NOWHERE = {"attention/varlen": "has no softcap", "log_probs/triton": "triton is not installed"}
+
+
+def on(machine, **changes):
+    given = files.replace(TrainSettings(), {name.replace("__", "."): value for name, value in changes.items()})
+    settings, lines = resolve.resolved(given, machine)
+    model = settings.model
+    return (model.compute_dtype, model.attention, model.log_probs), lines
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes", "expected", "said"),
+    [
+        (CPU, {}, ("float32", "sdpa", "chunked"), []),
+        (CPU, {"model__compute_dtype": "bfloat16"}, ("bfloat16", "sdpa", "chunked"), []),
+        (H100, {}, ("bfloat16", "varlen", "triton"), []),
+        (H100, {"model__attention": "flex"}, ("bfloat16", "flex", "triton"), []),
+        (H100, {"model__compute_dtype": "float32"}, ("float32", "sdpa", "chunked"), []),
+        (H100, {"critic__compute_dtype": "float32"}, ("bfloat16", "sdpa", "chunked"), []),
+        (
+            H100,
+            {"critic__compute_dtype": "float32", "algorithm__advantage": "grpo"},
+            ("bfloat16", "varlen", "triton"),
+            [],
+        ),
+        (T4, {}, ("float32", "sdpa", "chunked"), ["bfloat16 takes compute capability 8.0, and this GPU has 7.5"]),
+        (
+            attrs.evolve(H100, refusals=NOWHERE),
+            {},
+            ("bfloat16", "sdpa", "chunked"),
+            ["model.attention sdpa: varlen has no softcap", "model.log_probs chunked: triton triton is not installed"],
+        ),
+    ],
+)
+def test_each_machine_has_its_own(machine, changes, expected, said):
+    found, lines = on(machine, **changes)
+    assert found == expected
+    assert len(lines) == len(said)
+    assert all(part in line for part, line in zip(said, lines, strict=True))
+
+
+@pytest.mark.parametrize(("machine", "eager"), [(CPU, True), (H100, False)])
+def test_a_vllm_that_runs_captures_graphs_on_a_gpu(machine, eager):
+    changes = {"rollout.engine": "vllm", "reward.judge.engine": "vllm", "reward.judge.path": "m"}
+    settings, _ = resolve.resolved(files.replace(TrainSettings(), changes), machine)
+    assert settings.rollout.vllm.eager is eager
+    assert settings.reward.judge.vllm.eager is eager
+    other, _ = resolve.resolved(TrainSettings(), machine)
+    assert other.rollout == TrainSettings().rollout  # nothing reads it: a value would be a problem
+
+
+@pytest.mark.parametrize("machine", [CPU, H100, T4])
+def test_what_is_resolved_stays(machine):
+    """A run keeps its own settings, and goes on with them."""
+    once, _ = resolve.resolved(TrainSettings(), machine)
+    assert "auto" not in {once.model.compute_dtype, once.model.attention, once.model.log_probs}
+    for other in (CPU, H100, T4):
+        assert resolve.resolved(once, other) == (once, [])
