@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.profiler import record_function
 
 from fppo import metrics
 from fppo._errors import RunFailed
@@ -41,7 +42,8 @@ def ppo_step(
     lag = run.actor.step - scored.versions
     everywhere = torch.ones_like(lag, dtype=torch.bool)
     aged = {"rollout/lag": metrics.masked_mean(lag, everywhere), "rollout/lag/max": metrics.masked_max(lag, everywhere)}
-    annotated, noted = program.annotate(scored, run)
+    with record_function("annotate"):
+        annotated, noted = program.annotate(scored, run)
     experience, kl, estimated = timed("adv", program.estimate)(annotated, run.kl)
     reports: list[Metrics] = [sampled, aged, noted, estimated]
     critic, actor = run.critic, run.actor

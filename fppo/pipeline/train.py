@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import attrs
 import torch
+from torch.profiler import record_function
 
 from fppo import metrics
 from fppo.batch import Experience
@@ -131,7 +132,7 @@ def train(
 
 def _evaluated(evaluation: Evaluation, run: RunState) -> Metrics:
     start = now()
-    with torch.no_grad():
+    with torch.no_grad(), record_function("testing"):
         report = evaluation.evaluate(run)
     return report | {"timing_s/testing": metrics.total(now() - start)}
 

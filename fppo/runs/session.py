@@ -25,6 +25,7 @@ from fppo.pipeline.program import RunState
 from fppo.pipeline.train import Observe, StepRecord, train
 from fppo.runs import evaluations, jsonl, loggers, starts
 from fppo.runs.jsonl import JsonLines
+from fppo.runs.profiles import Profiles
 from fppo.runs.starts import SETTINGS
 from fppo.runs.writer import Checkpoints, Digests
 from fppo.runtime import checkpoint, digests
@@ -242,12 +243,17 @@ def _writing(
     digested = Digests(directory=directory, lines=lines, every=every, kept=kept, line=line)
     saved = Checkpoints(kept=kept, begin=begin, ranks=ranks_on(mesh, AXES))
 
+    profiles = Profiles(directory=directory, steps=settings.log.profile_steps, mesh=mesh)
+    opened.callback(profiles.stop)
+    profiles.begin(run.step + 1)
+
     def end(record: StepRecord) -> Mapping[str, float]:
         for log in logged[-1:]:
             log(record)
         return saved(record)
 
-    return [digested, _gauges(mesh, device, _traffic(watch, run.step)), *logged[:-1], end], digested, saved
+    gauged = _gauges(mesh, device, _traffic(watch, run.step))
+    return [digested, gauged, *logged[:-1], profiles, end], digested, saved
 
 
 def digest_spacing(settings: TrainSettings, assembly: Assembly, run: RunState) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from torch.profiler import record_function
 
 from fppo.pipeline import replay
 from fppo.pipeline.program import RunState
@@ -47,7 +48,8 @@ class Digests:
             self.last.append(record)
             return {}
         start = now()
-        self.write(record)
+        with record_function("digests"):
+            self.write(record)
         return {"timing_s/digests": now() - start}
 
     def write(self, record: StepRecord) -> None:
@@ -87,7 +89,8 @@ class Checkpoints:
             self.wait()  # at every step: one that failed is not to be found out at the next one
         if not self.kept(record.run.step):
             return {}
-        self.save(record.run)
+        with record_function("save_checkpoint"):
+            self.save(record.run)
         return {"timing_s/save_checkpoint": now() - start}
 
     def save(self, run: RunState) -> None:

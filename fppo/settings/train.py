@@ -331,6 +331,8 @@ class LogSettings:
     """What metrics are written to; the report needs jsonl."""
     samples_per_step: int = setting(4, at_least(0))
     """Responses per step that are written to samples.jsonl."""
+    profile_steps: tuple[int, ...] = setting((), lambda x: None if all(step > 0 for step in x) else "count from 1")
+    """Steps whose traces, by torch's profiler, are written to the directory profiles."""
     project: str = setting("fppo", nonempty("give the name of a W&B project"))
     """The project that a run belongs to in W&B."""
     entity: str | None = setting(None)
