@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -16,7 +17,6 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from fppo.runtime.failure import Limits, Monitor
@@ -76,27 +76,42 @@ def joined(
     store = PrefixStore(f"attempt_{os.environ.get(RESTARTS, '0')}", shared)
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     limit = timedelta(seconds=2 * timeout)  # the monitor is first, and says more
-    groups = PrefixStore("groups", store)
-    dist.init_process_group(backend, store=groups, rank=place.rank, world_size=place.world, timeout=limit)
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("groups", store),
+        rank=place.rank,
+        world_size=place.world,
+        timeout=limit,
+        device_id=device if device.type == "cuda" else None,  # NCCL would guess it
+    )
     wide = {name: size for name, size in sizes.items() if size > 1}
-    device_mesh = init_device_mesh(device.type, tuple(wide.values()), mesh_dim_names=tuple(wide))
-    plain = attrs.evolve(Mesh.of(device_mesh), sharding=sharding if "shard" in wide else None)
+    plain = Mesh(_axes(wide, place.rank, limit, everyone=dist.group.WORLD), sharding if "shard" in wide else None)
     mesh, watch = watched(plain)
-    second = attrs.evolve(plain, axes=_groups_again(device_mesh, plain)) if twin else None
+    second = attrs.evolve(plain, axes=_axes(wide, place.rank, limit)) if twin else None
     with Monitor(PrefixStore("monitor", store), place.rank, place.world, watch, Limits(timeout=timeout)):
         yield mesh, watch, second
         dist.barrier()  # whoever holds the store leaves last
     dist.destroy_process_group()
 
 
-def _groups_again(device_mesh: DeviceMesh, mesh: Mesh) -> dict[str, Axis]:
-    """The mesh's axes with new groups of the same ranks."""
+def _axes(
+    sizes: Mapping[str, int], rank: int, limit: timedelta, *, everyone: dist.ProcessGroup | None = None
+) -> dict[str, Axis]:
+    """The axes as this rank sees them, each with a new group, whose collectives wait no longer than `limit`; an axis of
+    all ranks with the group of `everyone` if that is given.
+
+    torch's DeviceMesh leaves the groups of several axes torch's own limit.
+    """
+    ranks = torch.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     axes: dict[str, Axis] = {}
-    for dim, name in enumerate(device_mesh.mesh_dim_names or ()):
-        lines = device_mesh.mesh.movedim(dim, -1).reshape(-1, device_mesh.size(dim)).tolist()
-        groups = [(line, dist.new_group(line)) for line in lines]  # every rank makes all of them
-        mine = next(group for line, group in groups if dist.get_rank() in line)
-        axes[name] = attrs.evolve(mesh[name], group=mine)
+    for dim, (name, size) in enumerate(sizes.items()):
+        if everyone is not None and size == ranks.numel():
+            axes[name] = Axis(size, rank, everyone)
+            continue
+        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        groups = [(line, dist.new_group(line, timeout=limit)) for line in lines]  # every rank makes all of them
+        line, group = next((line, group) for line, group in groups if rank in line)
+        axes[name] = Axis(size, line.index(rank), group)
     return axes
 
 

@@ -198,9 +198,9 @@ def test_an_error_lets_the_checkpoint_that_was_begun_be_written(task, tmp_path, 
         def done(self):
             return False
 
-        def wait(self):
+        def wait(self, timeout=None):
             waited.append(self)
-            return super().wait()
+            return super().wait(timeout)
 
     monkeypatch.setattr(checkpoint, "begin_save", lambda *args, **more: Slow(real(*args, **more)._result))
     samples_of = loggers.samples_of
