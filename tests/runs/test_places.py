@@ -298,7 +298,9 @@ def test_evaluation_and_export_need_only_what_they_use(task, run, capsys):
     assert tree.digest(dict(critic)) == tree.digest(stored)
     assert AutoModelForTokenClassification.from_pretrained(run.parent / "critic").num_labels == 1
     assert "torch sees no GPU here" in fppo(capsys, "eval", run, status=2)
-    assert fppo(capsys, "eval", run, "--device", "cpu").replace("_eval_2", "_eval_1") == expected  # files of its own
+    files_of_its_own = re.compile(r"_eval_\d+")
+    again = fppo(capsys, "eval", run, "--device", "cpu")
+    assert files_of_its_own.sub("", again) == files_of_its_own.sub("", expected)
     assert "torch sees no GPU here" in fppo(capsys, "export", run, run.parent / "x", "--device", "cuda", status=2)
     shutil.rmtree(run / "checkpoints")
     assert "holds no checkpoint" in fppo(capsys, "export", run, run.parent / "x", status=2)
