@@ -96,6 +96,7 @@ class Annotated(Scored):
     ref_log_probs: Tensor | None = None  # [B, T] float32
     values: Tensor | None = None  # [B, T] float32
     sum_squared_probs: Tensor | None = None  # [B, T] float32
+    entropy: Tensor | None = None  # [B, T] float32, of the policy's distribution of each token
 
 
 @state

@@ -248,7 +248,7 @@ def _check_models(
     """Notes models that do not fit the tokenizer, each other, the prompts, the mesh or the longest row."""
     section = settings.model
     named = {"actor": ("model.path", section.path)}
-    if trained and checks.uses_critic(settings) and section.critic_path is not None:
+    if trained and checks.uses_critic_model(settings) and section.critic_path is not None:
         named["critic"] = ("model.critic_path", section.critic_path)
     if trained and checks.uses_reference(settings) and section.ref_path is not None:
         named["reference"] = ("model.ref_path", section.ref_path)

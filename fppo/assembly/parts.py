@@ -25,6 +25,7 @@ from fppo.settings import checks, files
 from fppo.settings.checks_data import has_held_out
 from fppo.settings.train import ActorSettings, CriticSettings, TrainSettings
 from fppo.settings.vllm import VllmSettings
+from fppo.steps.confidence import init_confidence
 from fppo.steps.micro_batching import MicroBatching
 from fppo.workers.imports import imported
 from fppo_kernels import table as tables
@@ -79,7 +80,7 @@ def bare_model(settings: TrainSettings, head: HeadKind = "lm") -> Model:
 def load_models(
     settings: TrainSettings, key: Key, mesh: Mesh, device: torch.device
 ) -> tuple[Model, Params, Model | None, Params | None, Params | None]:
-    """The actor, the critic (a model and its parameters, or None twice) and the reference's parameters or None.
+    """The actor, the critic (a model, where it is one, and its parameters) and the reference's parameters or None.
 
     The parameters are this rank's shards on a mesh that cuts them.
     """
@@ -94,7 +95,9 @@ def load_models(
     )
     model, params = load(directory_of(section.path, "model.path"))
     critic_model, critic = None, None
-    if checks.uses_critic(settings):
+    if checks.uses_critic(settings) and not checks.uses_critic_model(settings):
+        critic = init_confidence(key.fold("critic"))
+    elif checks.uses_critic(settings):
         role, recompute = settings.critic, settings.critic.checkpoint_layers
         setting = "critic_path" if section.critic_path else "path"
         critic_model, critic = load(
@@ -123,7 +126,7 @@ def offload_of(settings: TrainSettings, role: Role) -> Offload:
         case "actor":
             return common
         case "critic":
-            return settings.critic.offload or common
+            return settings.critic.offload or common if checks.uses_critic_model(settings) else "none"
         case "ref":
             own = settings.model.ref_offload
         case "reward model":

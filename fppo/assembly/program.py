@@ -39,6 +39,7 @@ from fppo.settings import checks, files, old_log_probs
 from fppo.settings.rollout import FilterSettings
 from fppo.settings.train import ActorSettings, CriticSettings, OptimizerSettings, TrainSettings
 from fppo.steps.actor import LossFn, PolicyTerms, SelectiveLoss, update_actor
+from fppo.steps.confidence import update_confidence
 from fppo.steps.critic import update_critic
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
@@ -60,7 +61,7 @@ class Resources:
     """What the stages of a run work with."""
 
     forward: Forward  # of the policy
-    critic: Forward | None
+    critic: Forward | stages.ConfidenceFn | None
     engine: Engine
     sampling: Sampling
     pad_token_id: int
@@ -356,16 +357,13 @@ def _update_actor(settings: TrainSettings, resources: Resources) -> UpdateStage:
     return watch_update(measured, limit=_gap_limit(settings), then=settings.rollout.gap)
 
 
-def _update_critic(settings: TrainSettings, resources: Resources, forward: Forward) -> UpdateStage:
-    loop = loop_of(settings.critic, settings.rollout.batch_size)
-    update = partial(
-        update_critic,
-        forward=forward,
-        loop=loop,
-        optimizer=resources.optimizers["critic"],
-        clip=settings.critic.value_clip,
-    )
-    return _measured("critic", update, settings, resources, forward, loop)
+def _update_critic(settings: TrainSettings, resources: Resources, critic: Forward | stages.ConfidenceFn) -> UpdateStage:
+    loop, clip = loop_of(settings.critic, settings.rollout.batch_size), settings.critic.value_clip
+    optimizer = resources.optimizers["critic"]
+    if not isinstance(critic, Forward):
+        return partial(update_confidence, loop=loop, optimizer=optimizer, clip=clip)
+    update = partial(update_critic, forward=critic, loop=loop, optimizer=optimizer, clip=clip)
+    return _measured("critic", update, settings, resources, critic, loop)
 
 
 def _needs_squares(settings: TrainSettings) -> bool:

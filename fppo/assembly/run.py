@@ -43,6 +43,7 @@ from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import Lane, to_host
 from fppo.settings.checks_data import has_held_out
 from fppo.settings.train import TrainSettings
+from fppo.steps.confidence import confidence_values
 from fppo.steps.forward import Forward
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.train_state import TrainState, init_state, whole_shapes
@@ -97,7 +98,7 @@ def assemble(
         forward = Forward(model, kernels=kernels, mesh=mesh, remove_padding=settings.model.remove_padding)
         resources = Resources(
             forward=forward,
-            critic=None if critic_model is None else attrs.evolve(forward, model=critic_model),
+            critic=_values_by(critic_model, critic, forward),
             engine=answering.engine,
             sampling=inputs.sampling,
             pad_token_id=pad,
@@ -180,6 +181,13 @@ def _answering(
     ):
         reward = SpreadRewardRunner(runner, mesh, lane.device)
         yield _Answering(engine=engine, runner=runner, score=partial(rewards.score, reward=reward, tokenizer=tokenizer))
+
+
+def _values_by(model: Model | None, critic: Params | None, policy: Forward) -> Forward | stages.ConfidenceFn | None:
+    """What computes the critic's values: its model if it is one."""
+    if model is not None:
+        return attrs.evolve(policy, model=model)
+    return None if critic is None else confidence_values
 
 
 def _fresh(

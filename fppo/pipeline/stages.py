@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored, extend
 from fppo.key import Key
 from fppo.losses import Correction, KLState
 from fppo.metrics import Metrics
+from fppo.models.model import Model
 from fppo.pipeline.estimators import Estimator, of_rows
 from fppo.pipeline.gap import of_engine
 from fppo.pipeline.measure import batch_metrics
@@ -24,12 +25,22 @@ from fppo.rollout.engine import Ask, Engine, OnFinished, Sampling
 from fppo.runtime.mesh import DATA_AXES, Mesh, place_on
 from fppo.runtime.offload import OnHost
 from fppo.steps.actor import OldLogProbs, rollout_gap
-from fppo.steps.forward import Forward, TokenOutputs, compute_log_probs, compute_outputs, compute_values, row_lengths
+from fppo.steps.forward import (
+    Forward,
+    Rows,
+    TokenOutputs,
+    compute_log_probs,
+    compute_outputs,
+    compute_values,
+    row_lengths,
+)
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.ranks import collect, imbalance, shares
 from fppo.steps.train_state import Params
 
+R = TypeVar("R", bound=Rows)
 ScoreFn = Callable[[Rollout], tuple[Scored, Metrics]]
+ConfidenceFn = Callable[[Params, Tensor, Tensor, Tensor], Tensor]  # `steps.confidence_values`
 Role = Literal["actor", "ref", "critic"]
 
 
@@ -81,14 +92,15 @@ def annotate(
     run: RunState,
     *,
     forward: Forward,
-    critic: Forward | None,
+    critic: Forward | ConfidenceFn | None,
     micro_batching: MicroBatching,
     temperature: float = 1.0,
     old_log_probs: OldLogProbs = "pass",
     sum_squared: bool = False,
     fetch: Callable[[Role, Params], Params | OnHost] = lambda role, params: params,
 ) -> tuple[Annotated, Metrics]:
-    """Old log-probs, reference log-probs if the run has a reference, values by `critic` if it has a critic.
+    """Old log-probs, reference log-probs if the run has a reference, values by `critic` if it has a critic, a model or
+    one of the policy's confidence.
 
     All ranks hold all rows; each computes a share of equal work, and all get all results. `fetch` is how the passes get
     at a role's parameters. The old log-probs come from a "pass" of the policy before its update; or they are the
@@ -96,52 +108,60 @@ def annotate(
     or "auto": the engine's where a pass over few rows finds them to be the policy's own, else those of a pass
     (`gap.of_engine`). The metric training/old_log_probs/SOURCE is 1.
     """
-    share = _share(scored, forward)
+    share = share_of(scored, forward)
     times = [now()]
-    source, old, squared, report = old_log_probs, scored.rollout_log_probs, None, {}
+    source, old, squared, entropy, report = old_log_probs, scored.rollout_log_probs, None, None, {}
+    confident = not isinstance(critic, Forward | None)
 
     def trainers(rows: Scored) -> TokenOutputs:
-        part = share if rows is scored else _share(rows, forward)
-        outputs = ("log_probs", "sum_squared_probs") if sum_squared else ("log_probs",)
+        part = share if rows is scored else share_of(rows, forward)
+        outputs = ["log_probs", *(["sum_squared_probs"] if sum_squared else []), *(["entropy"] if confident else [])]
         params = fetch("actor", run.actor.params)
         out = compute_outputs(
             params, part.own, forward=forward, micro_batching=micro_batching, outputs=outputs, temperature=temperature
         )
         return TokenOutputs(*(None if x is None else part.collected(x) for x in out))
 
-    if source == "auto" and not sum_squared:
-        source, old, report = of_engine(scored, run, lambda rows: _there(trainers(rows).log_probs))
-    elif source in ("pass", "auto") or sum_squared:
+    if source == "auto" and not (sum_squared or confident):
+        source, old, report = of_engine(scored, run, lambda rows: there(trainers(rows).log_probs))
+    elif source in ("pass", "auto") or sum_squared or confident:
         source = "pass" if source == "auto" else source
         out = trainers(scored)
-        log_probs, squared = _there(out.log_probs), out.sum_squared_probs
+        log_probs, squared, entropy = there(out.log_probs), out.sum_squared_probs, out.entropy
         report = rollout_gap(log_probs, scored.rollout_log_probs, scored.response_mask)
         old = log_probs if source == "pass" else old
     times.append(now())
-    ref = values = None
     again = partial(compute_log_probs, forward=forward, micro_batching=micro_batching, temperature=temperature)
-    if run.ref is not None:
-        ref = share.collected(again(fetch("ref", run.ref), share.own))
+    ref = None if run.ref is None else share.collected(again(fetch("ref", run.ref), share.own))
     times.append(now())
-    if run.critic is not None and critic is not None:
-        params = fetch("critic", run.critic.params)
-        values = share.collected(compute_values(params, share.own, forward=critic, micro_batching=micro_batching))
+    values = None
+    if run.critic is not None:
+        if isinstance(critic, Forward):
+            params = fetch("critic", run.critic.params)
+            values = share.collected(compute_values(params, share.own, forward=critic, micro_batching=micro_batching))
+        elif critic is not None:
+            values = critic(run.critic.params, old, there(entropy), scored.response_mask)
     times.append(now())
     report[f"training/old_log_probs/{source}"] = metrics.mean(1.0)
+    report |= _annotating(times, share, forward.model, row_lengths(scored))
+    columns = {"values": values, "sum_squared_probs": squared, "entropy": entropy}
+    return extend(Annotated, scored, old_log_probs=old, ref_log_probs=ref, **columns), report
+
+
+def _annotating(times: Sequence[float], share: Share, model: Model, lengths: Sequence[int]) -> Metrics:
+    """The seconds of each pass, and how unequal the ranks' work is where there are several."""
+    report: Metrics = {}
     if len(share.places) > 1:
-        report["perf/imbalance"] = metrics.mean(imbalance(forward.model, row_lengths(scored), share.places))
+        report["perf/imbalance"] = metrics.mean(imbalance(model, lengths, share.places))
     for name, start, end in zip(("old_log_prob", "ref", "values"), times, times[1:], strict=False):
         report[f"timing_s/{name}"] = metrics.total(end - start)
-    annotated = extend(
-        Annotated, scored, old_log_probs=old, ref_log_probs=ref, values=values, sum_squared_probs=squared
-    )
-    return annotated, report
+    return report
 
 
-class _Share(NamedTuple):
+class Share(NamedTuple, Generic[R]):
     """This rank's share of rows that all ranks hold, and the numbers of every data rank's."""
 
-    own: Scored
+    own: R
     places: list[list[int]]
     mesh: Mesh
 
@@ -150,16 +170,18 @@ class _Share(NamedTuple):
         return collect(x, self.places, self.mesh)
 
 
-def _share(rows: Scored, forward: Forward) -> _Share:
+def share_of(rows: R, forward: Forward) -> Share[R]:
+    """This rank's share of the rows, of equal work for the model."""
     mesh = forward.mesh
     places = shares(forward.model, row_lengths(rows), mesh)
     own = rows if len(places) == 1 else batches.rows(rows, places[place_on(mesh, DATA_AXES)])
-    return _Share(own, places, mesh)
+    return Share(own, places, mesh)
 
 
-def _there(log_probs: Tensor | None) -> Tensor:
-    assert log_probs is not None
-    return log_probs
+def there(x: Tensor | None) -> Tensor:
+    """What a pass was asked for, and gave."""
+    assert x is not None
+    return x
 
 
 def estimate(

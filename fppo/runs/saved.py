@@ -36,7 +36,7 @@ def bare(settings: TrainSettings) -> TrainSettings:
     configs = Path(settings.output_dir) / CONFIGS
     if not configs.is_dir():
         return settings
-    critic = str(configs / "critic") if checks.uses_critic(settings) else None
+    critic = str(configs / "critic") if checks.uses_critic_model(settings) else None
     own = {"path": str(configs / "actor"), "critic_path": critic, "tokenizer": None, "config": {}}
     model, data = attrs.evolve(settings.model, **own), attrs.evolve(settings.data, chat_template=None)
     return attrs.evolve(settings, model=model, data=data)
@@ -75,6 +75,8 @@ def export(settings: TrainSettings, target: Path, step: int, role: Role) -> None
     """
     if role == "critic" and not checks.uses_critic(settings):
         raise ValueError(f"the run has no critic: algorithm.advantage = {settings.algorithm.advantage!r} trains none")
+    if role == "critic" and not checks.uses_critic_model(settings):
+        raise ValueError("the run's critic is no model: with critic.reads = 'confidence' it reads the policy's numbers")
     path = checkpoint.path_of(Path(settings.output_dir) / CHECKPOINTS, step)
     settings = bare(settings)
     model = bare_model(settings, "lm" if role == "actor" else "value")

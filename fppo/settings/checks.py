@@ -9,13 +9,13 @@ import attrs
 from fppo._errors import did_you_mean
 from fppo.rollout.turns.tools import TOOLS
 from fppo.settings.checks_data import data_problems, has_held_out
+from fppo.settings.checks_eval import eval_problems
 from fppo.settings.checks_reward import FUNCTION, judge_on_ranks, reward_problems
 from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
 from fppo.settings.fields import wrong_values
 from fppo.settings.problems import Problems, unread_section
 from fppo.settings.problems import problem as _problem
 from fppo.settings.problems import unread as _unread
-from fppo.settings.reward import RewardSettings
 from fppo.settings.train import ActorSettings, CriticSettings, LossSettings, TrainSettings
 
 # for each policy loss: the setting and the keyword that the loss calls it by
@@ -68,12 +68,13 @@ def problems(settings: TrainSettings) -> list[str]:
     Conflicts between fields are sought also where a single value is wrong, so that one run of the command names all.
     """
     rollout, algorithm = (_rollout, _turns, _sampling), (_algorithm, _old_log_probs, _correction)
-    conflicts = (_run, _model, data_problems, *rollout, reward_problems, *algorithm, _loss, _eval)
+    conflicts = (_run, _model, data_problems, *rollout, reward_problems, *algorithm, _loss)
     lines = [_problem(*wrong) for wrong in wrong_values(settings)]
     for conflict in conflicts:
         lines += conflict(settings)
     lines += _updates(settings, "actor", settings.actor)
-    if settings.algorithm.advantage == "gae":
+    lines += eval_problems(settings, critic=uses_critic(settings))
+    if uses_critic(settings):
         lines += _updates(settings, "critic", settings.critic)
     return list(dict.fromkeys(lines))
 
@@ -121,6 +122,11 @@ def _tensor_axis(s: TrainSettings) -> Problems:
             yield _problem(f"{name}.optimizer.name", "muon", advice)
 
 
+def uses_critic_model(settings: TrainSettings) -> bool:
+    """Whether the run has a critic that is a model of its own."""
+    return uses_critic(settings) and settings.critic.reads == "tokens"
+
+
 def uses_critic(settings: TrainSettings) -> bool:
     """Whether the run trains a critic."""
     return settings.algorithm.advantage == "gae"
@@ -141,6 +147,10 @@ def _run(s: TrainSettings) -> Problems:
 def _model(s: TrainSettings) -> Problems:
     if not uses_critic(s):
         yield from _unread("model.critic_path", s.model.critic_path, None, 'algorithm.advantage = "gae"')
+    elif not uses_critic_model(s):
+        yield from _unread("model.critic_path", s.model.critic_path, None, 'critic.reads = "tokens"')
+        for name in ("compute_dtype", "checkpoint_layers", "offload", "micro_batch_size", "token_budget"):
+            yield from _unread(f"critic.{name}", getattr(s.critic, name), None, 'critic.reads = "tokens"')
     if not uses_reference(s):
         readers = "a KL term; actor.kl_coef and algorithm.kl.coef are both 0"
         yield from _unread("model.ref_path", s.model.ref_path, None, readers)
@@ -376,37 +386,3 @@ def _optimizer(name: str, section: ActorSettings | CriticSettings) -> Problems:
             yield from _unread(
                 f"{path}.{field}", value, getattr(default, field), f"{path}.name = {' or '.join(readers)}"
             )
-
-
-def _eval(s: TrainSettings) -> Problems:
-    if s.eval.every and not has_held_out(s):
-        yield _problem("eval.every", s.eval.every, "there are no held-out prompts; give data.eval_path")
-    if not has_held_out(s):
-        unasked = attrs.evolve(s.eval, every=0, before=True)
-        yield from unread_section(unasked, "eval", "held-out prompts, data.eval_path")
-    elif s.eval.temperature == 0:
-        for name in ("top_k", "top_p"):
-            yield from _unread(f"eval.{name}", getattr(s.eval, name), None, "eval.temperature > 0")
-    if s.eval.n > 1 and s.eval.temperature == 0:
-        text = f"the likeliest response is the same all {s.eval.n} times; give a temperature, or eval.n = 1"
-        yield _problem("eval.temperature", s.eval.temperature, text)
-    if s.eval.exact_values:
-        yield from _exact_values(s)
-
-
-def _exact_values(s: TrainSettings) -> Problems:
-    """What keeps the value of a prompt from being the probability of its one right answer."""
-    used = ("functions", "weights", "overlong_buffer", "model", "judge")
-    bare = RewardSettings(functions=("exact_match",))
-    rewards, bare = ([getattr(section, name) for name in used] for section in (s.reward, bare))
-    needed = {
-        "held-out prompts; give data.eval_path": has_held_out(s),
-        "a critic; give algorithm.advantage = 'gae'": uses_critic(s),
-        "the reward of exact_match alone; leave the rest of [reward] as it is": rewards == bare,
-        "all tokens; give rollout.top_k = None and rollout.top_p = 1.0": not s.rollout.top_k and s.rollout.top_p == 1.0,
-        "responses that no text ends; leave rollout.stop empty": not s.rollout.stop,
-        "responses of one turn; leave rollout.turns.respond unset": s.rollout.turns.respond is None,
-    }
-    for text, there in needed.items():
-        if not there:
-            yield _problem("eval.exact_values", True, f"exact values need {text}")

@@ -114,7 +114,7 @@ def of_run(run: TrainSettings) -> PlanSettings:
         response=run.rollout.max_tokens / length,
         mini_batch=files.mini_batch_size(run.actor, run.rollout.batch_size),
         forward_tokens=run.model.forward_token_budget,
-        critic=checks.uses_critic(run),
+        critic=checks.uses_critic_model(run),
         reference=checks.uses_reference(run),
         reward_model=reward.path,
         critic_tokens=None if critic == tokens else critic,

@@ -253,6 +253,8 @@ class ActorSettings:
 class CriticSettings:
     """How the critic is updated; there is one if algorithm.advantage is gae."""
 
+    reads: Literal["tokens", "confidence"] = setting("tokens")
+    """The tokens, as a model of its own; or how sure the policy is of them, with no model and no pass of its own."""
     value_clip: float = setting(0.5, above(0), unbounded=True)
     """How far a value may move from the old one in a step; inf: any distance."""
     warmup_steps: int = setting(0, at_least(0))

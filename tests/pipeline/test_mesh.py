@@ -60,6 +60,7 @@ def numbers(report):
         ({"shard": 2, "sequence": 2}, {"mesh__stage": 2}),
         ({"sequence": 2}, {"algorithm__advantage": "remax"}),
         ({"shard": 2}, {"algorithm__old_log_probs": "auto"}),
+        ({"shard": 2}, {"critic__reads": "confidence", "eval__exact_values": True}),
         ({"shard": 4}, {"mesh__stage": 1, "actor__loss__name": "clip_cov"}),
         ({"tensor": 2}, {"model__checkpoint_layers": True}),
         ({"shard": 2, "tensor": 2}, {"mesh__stage": 2, "actor__entropy_coef": 0.01, "actor__kl_coef": 0.1}),
