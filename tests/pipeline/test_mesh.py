@@ -25,6 +25,8 @@ def steps(settings, mesh, count):
         ):
             whole = {"actor": models.whole_params(assembly.model, run.actor.params, mesh)}
             if run.critic is not None:
+                whole["critic"] = run.critic.params
+            if assembly.critic_model is not None:
                 whole["critic"] = models.whole_params(assembly.critic_model, run.critic.params, mesh)
             found.append((whole, experience, metrics.report(report), run.kl))
             if run.step == count:
