@@ -1,6 +1,7 @@
 """Steps: compositions of models, losses, kernels and mesh that take state and return state."""
 
 from fppo.steps.actor import PolicyTerms, SelectiveLoss, update_actor
+from fppo.steps.confidence import confidence_values, init_confidence, update_confidence
 from fppo.steps.critic import update_critic
 from fppo.steps.forward import (
     Forward,
@@ -34,10 +35,12 @@ __all__ = [
     "compute_outputs",
     "compute_reward_scores",
     "compute_values",
+    "confidence_values",
     "demonstrations",
     "forward_micro_batch",
     "from_function",
     "imitate",
+    "init_confidence",
     "init_state",
     "muon",
     "optimizer_step",
@@ -45,6 +48,7 @@ __all__ = [
     "sgd",
     "update",
     "update_actor",
+    "update_confidence",
     "update_critic",
     "update_supervised",
     "weighted_sum",
