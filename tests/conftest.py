@@ -12,7 +12,7 @@ settings.register_profile("fppo", deadline=None, derandomize=True, max_examples=
 settings.load_profile("fppo")
 torch.set_num_threads(1)
 
-# not what torch.compile or Triton compiles: log_probs/compiled, log_probs/triton, attention/flex
+# not what torch.compile or Triton compiles, as log_probs/compiled, linear/onednn, rms_norm/functional
 CHECKED = (
     "fppo.advantages",
     "fppo.losses",
@@ -25,9 +25,12 @@ CHECKED = (
     "fppo_kernels.attention.eager",
     "fppo_kernels.attention.sdpa",
     "fppo_kernels.gae",
+    "fppo_kernels.glu.eager",
+    "fppo_kernels.linear.plain",
     "fppo_kernels.log_probs.chunked",
     "fppo_kernels.log_probs.reference",
     "fppo_kernels.padding",
+    "fppo_kernels.rms_norm.eager",
     "fppo_kernels.ulysses",
 )
 if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"):

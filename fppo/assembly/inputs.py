@@ -14,8 +14,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from fppo import data
 from fppo.assembly.parts import (
     bare_model,
-    check_attention,
     check_heads,
+    check_kernels,
     check_length,
     device_of,
     kernels_of,
@@ -260,12 +260,12 @@ def _check_models(
         return
     tried(lambda: data.check_vocabulary(tokenizer, configs))
     if tried(lambda: lacks_something(settings)):
-        tried(lambda: check_attention(settings, bare_model(settings)))
+        tried(lambda: check_kernels(settings, bare_model(settings)))
         if trained and checks.uses_critic(settings):
-            tried(lambda: check_attention(settings, bare_model(settings, "value")))
+            tried(lambda: check_kernels(settings, bare_model(settings, "value")))
         if "reference" in configs:
             reference = attrs.evolve(settings, model=attrs.evolve(section, path=section.ref_path))
-            tried(lambda: check_attention(settings, bare_model(reference)))
+            tried(lambda: check_kernels(settings, bare_model(reference)))
     for config in configs.values():
         tried(lambda config=config: check_heads(config, mesh))
         tried(lambda config=config: check_length(settings, config))

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Literal
 
+import attrs
 import torch
 from transformers import PreTrainedConfig
 
 from fppo import models, tree
 from fppo.assembly.texts import config_of, config_place, directory_of
 from fppo.key import Key
+from fppo.models.inner import inner_of
 from fppo.models.model import HeadKind, Model, Params, over_long
 from fppo.models.narrow import narrow
 from fppo.rollout.check import check_engine
@@ -23,6 +25,7 @@ from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.offload import Lane
 from fppo.settings import checks, files
 from fppo.settings.checks_data import has_held_out
+from fppo.settings.modules import KERNELS
 from fppo.settings.train import ActorSettings, CriticSettings, TrainSettings
 from fppo.settings.vllm import VllmSettings
 from fppo.steps.confidence import init_confidence
@@ -68,13 +71,14 @@ def bare_model(settings: TrainSettings, head: HeadKind = "lm") -> Model:
     name, path = ("model.path", section.path)
     if head == "value" and section.critic_path is not None:
         name, path = "model.critic_path", section.critic_path
-    return models.build(
+    model = models.build(
         config_of(settings, config_place(path, name)),
         head,
         compute_dtype=compute_dtype_of((head == "value" and settings.critic.compute_dtype) or section.compute_dtype),
         checkpoint_layers=section.checkpoint_layers,
         trust_remote_code=section.trust_remote_code,
     )
+    return attrs.evolve(model, compile_layers=section.compile_layers)
 
 
 def load_models(
@@ -93,7 +97,9 @@ def load_models(
         config=section.config,
         mesh=mesh,
     )
+    as_set = partial(attrs.evolve, compile_layers=section.compile_layers)
     model, params = load(directory_of(section.path, "model.path"))
+    model = as_set(model)
     critic_model, critic = None, None
     if checks.uses_critic(settings) and not checks.uses_critic_model(settings):
         critic = init_confidence(key.fold("critic"))
@@ -107,6 +113,7 @@ def load_models(
             compute_dtype=compute_dtype_of(role.compute_dtype or section.compute_dtype),
             checkpoint_layers=section.checkpoint_layers if recompute is None else recompute,
         )
+        critic_model = as_set(critic_model)
     ref = None
     if checks.uses_reference(settings):
         dtype = getattr(torch, section.ref_dtype)
@@ -173,22 +180,29 @@ def check_length(settings: TrainSettings, config: PreTrainedConfig) -> None:
 
 
 def lacks_something(settings: TrainSettings) -> bool:
-    """Whether the attention that the settings name may have not what some model asks of it."""
-    kernel = kernel_table(settings)["attention"].get(settings.model.attention)
-    return kernel is not None and bool(kernel.lacks)
+    """Whether a kernel that the settings name may have not what some model asks of it, or no place in it."""
+    section = settings.model
+    kernel = kernel_table(settings)["attention"].get(section.attention)
+    inside = (section.linear, section.rms_norm, section.glu) != ("torch", "eager", "eager")
+    return (kernel is not None and bool(kernel.lacks)) or inside or section.compile_layers
 
 
-def check_attention(settings: TrainSettings, model: Model) -> None:
-    """Raises ValueError if the attention that the settings name has not what the model asks of it, or not its dtype."""
+def check_kernels(settings: TrainSettings, model: Model) -> None:
+    """Raises ValueError if a kernel that the settings name has not what the model asks of it, not its dtype, or no
+    place in it."""
     dtype = str(model.compute_dtype or torch.float32).removeprefix("torch.")
-    needs = {*models.attention_needs(model), dtype}
-    tables.get("attention", settings.model.attention, needs=needs, table=kernel_table(settings))
+    table = kernel_table(settings)
+    needs = {"attention": models.attention_needs(model), "linear": (), "rms_norm": (), "glu": ()}
+    for op, features in needs.items():
+        tables.get(op, getattr(settings.model, op), needs={*features, dtype}, table=table)
+    model.own_skeleton(inner_of(kernels_of(settings)), compiled=model.compile_layers)
 
 
 def kernel_table(settings: TrainSettings) -> tables.Table:
     """The built-in kernels, and those that the settings name as module:function. Raises ValueError for what is none."""
     table = tables.BUILTIN
-    for op, name in (("attention", settings.model.attention), ("log_probs", settings.model.log_probs)):
+    for op in KERNELS:
+        name: str = getattr(settings.model, op)
         if ":" in name:
             kernel = tables.Implementation(imported(name, f"model.{op}"))
             table = tables.register(op, name, kernel, table=table)
@@ -198,7 +212,14 @@ def kernel_table(settings: TrainSettings) -> tables.Table:
 def kernels_of(settings: TrainSettings) -> Kernels:
     """The kernels that the settings name."""
     section = settings.model
-    return Kernels.named(attention=section.attention, log_probs=section.log_probs, table=kernel_table(settings))
+    return Kernels.named(
+        attention=section.attention,
+        log_probs=section.log_probs,
+        linear=section.linear,
+        rms_norm=section.rms_norm,
+        glu=section.glu,
+        table=kernel_table(settings),
+    )
 
 
 def micro_batching_of(section: ActorSettings | CriticSettings) -> MicroBatching:

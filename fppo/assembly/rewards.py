@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from fppo import data, models, rewards
 from fppo.assembly.parts import (
-    check_attention,
     check_heads,
+    check_kernels,
     compute_dtype_of,
     forward_micro_batching_of,
     kernels_of,
@@ -123,7 +123,7 @@ def reward_model_of(
         trust_remote_code=settings.model.trust_remote_code,
         mesh=mesh,
     )
-    check_attention(settings, model)
+    check_kernels(settings, model)
     chat = _reads_chat(settings)
     own = _own_tokenizer(settings, tokenizer, model.config, chat=chat)
     params = on_device(params, device)
@@ -266,7 +266,7 @@ def _judge_engine(
     """
     section = settings.reward.judge
     if section.engine == "embedded":
-        check_attention(settings, model)
+        check_kernels(settings, model)
         check_engine(model)
         engine: Engine = EmbeddedEngine(
             model=model, kernels=kernels_of(settings), pad_token_id=pad_token_id, max_rows=section.max_rows, mesh=mesh

@@ -6,6 +6,7 @@ from fppo.laws.attention import check_attention
 from fppo.laws.collectives import check_all_to_all, check_collective, check_collectives
 from fppo.laws.estimators import check_advantages, check_gae, check_whiten
 from fppo.laws.kernels import check_log_probs
+from fppo.laws.layers import check_glu, check_linear, check_rms_norm
 from fppo.laws.layout import check_layout, check_layout_fn
 from fppo.laws.losses import check_policy_loss, check_value_loss
 from fppo.laws.padding import check_padding
@@ -24,13 +25,16 @@ __all__ = [
     "check_collectives",
     "check_donation",
     "check_gae",
+    "check_glu",
     "check_layout",
     "check_layout_fn",
+    "check_linear",
     "check_log_probs",
     "check_padding",
     "check_policy_loss",
     "check_purity",
     "check_resume",
+    "check_rms_norm",
     "check_ulysses",
     "check_update",
     "check_update_fn",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fppo.batch import Annotated, Column
-from fppo.laws import adamw, losses
+from fppo.laws import adamw, layers, losses
 from fppo.laws._kernels import apart, carry, exact, grads, place
 from fppo.laws._search import Example, Law, check, normal, short
 from fppo_kernels.attention.eager import eager
@@ -162,14 +162,21 @@ def _screen_state(op: str, kernel: Callable[..., Any], device: torch.device | st
     check(kernel, laws, partial(adamw.example, (torch.float32,), device), sizes=((4, 5),), seeds=1)
 
 
-_CALLS = MappingProxyType({"log_probs": (_log_probs, reference), "attention": (_attention, eager)})
+def _of_rows(op: layers.Operation, kernel: Callable, example: Example) -> dict[str, Tensor]:
+    return {"the result": op.call(kernel, example)}
+
+
+_CALLS = MappingProxyType(
+    {"log_probs": (_log_probs, reference), "attention": (_attention, eager)}
+    | {name: (partial(_of_rows, op), op.reference) for name, op in layers.OPERATIONS.items()}
+)
 
 
 def _near(op: str, kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
     call, plain = _CALLS[op]
     results: list[dict[str, Tensor]] = []
     for fn, at in ((plain, exact(example)), (kernel, example)):
-        at, leaves = carry(at, list(at.inputs) if op == "attention" else ["hidden", "weight"])
+        at, leaves = carry(at, ["hidden", "weight"] if op == "log_probs" else list(at.inputs))
         out = call(fn, at)
         total = torch.stack([(at.weights * x).sum() for x in out.values()]).sum()
         by = dict(zip(leaves, grads(total, list(leaves.values())), strict=True))
@@ -190,6 +197,8 @@ def _kernel_example(
         labels = torch.randint(width * 19, (rows,), generator=generator)
         inputs = {"hidden": draw(rows, 64), "weight": draw(width * 19, 64) / 4, "labels": labels}
         return place(Example(inputs, {}, draw(rows)), dtype, device)
+    if op in layers.OPERATIONS:
+        return place(layers.OPERATIONS[op].draw(generator, rows, 64, 0), dtype, device)
     lengths = torch.arange(1, rows + 1) * width
     inputs = {name: draw(int(lengths.sum()), heads, 64) for name, heads in (("query", 4), ("key", 2), ("value", 2))}
     example = place(Example(inputs, {}, draw(*inputs["query"].shape)), dtype, device)
@@ -199,9 +208,9 @@ def _kernel_example(
 def screen_kernel(
     op: str, kernel: Callable[..., Any], *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> None:
-    """Whether a kernel for "log_probs", "attention", "gae" or "adamw" gives the values, and where it has them the
-    gradients, of the float64 reference, about within the tolerance of its laws, on one batch on a device, called as a
-    run calls it. The first two are of a `dtype`, the others float32.
+    """Whether a kernel for "log_probs", "attention", "linear", "rms_norm", "glu", "gae" or "adamw" gives the values,
+    and where it has them the gradients, of the float64 reference, about within the tolerance of its laws, on one batch
+    on a device, called as a run calls it. Those for "gae" and "adamw" are called in float32, the others in `dtype`.
 
     LawViolation if not; ValueError for another operation.
     """

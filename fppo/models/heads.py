@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fppo.models.model import SCORE_BIAS, SCORE_WEIGHT, Model, Params
+from fppo_kernels.linear.plain import plain
 
 
 class Head(NamedTuple):
@@ -52,8 +53,8 @@ def embedding_name(model: Model) -> str:
     return f"{model.prefix}{path}.weight"
 
 
-def logits_of(head: Head, hidden: Tensor) -> Tensor:
-    """The logits [..., V] of hidden states [..., H], in the head's dtype."""
-    logits = F.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
+def logits_of(head: Head, hidden: Tensor, linear: Callable[..., Tensor] = plain) -> Tensor:
+    """The logits [..., V] of hidden states [..., H], in the head's dtype, by a kernel for linear layers."""
+    logits = linear(hidden.to(head.weight.dtype), head.weight, head.bias)
     logits = logits if head.scale == 1.0 else logits * head.scale
     return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import torch
 
 from fppo.key import Key
@@ -35,5 +36,6 @@ def as_critic(model: Model, params: Params, key: Key) -> tuple[Model, Params]:
         checkpoint_layers=model.checkpoint_layers,
         trust_remote_code=model.trust_remote_code,
     )
+    critic = attrs.evolve(critic, compile_layers=model.compile_layers)
     copied = {name: params[name].clone() for name in critic.shapes if name in params}
     return critic, copied | init_value_head(critic, key, next(iter(params.values())).dtype)

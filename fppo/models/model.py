@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fppo.models import seams
+from fppo.models.inner import OWN, Inner, compile_layers, put_kernels
 from fppo.models.seams import packed_attention, padded_attention
 from fppo.runtime.layout import Extent, Layout
 
@@ -30,7 +31,8 @@ class Model:
     """A decoder-only language model without its parameters.
 
     `compute_dtype` is the type parameters are cast to inside a pass, and `checkpoint_layers` whether a layer's inner
-    results are computed again in the backward pass; `attrs.evolve(model, checkpoint_layers=True)` changes them.
+    results are computed again in the backward pass, `compile_layers` whether layers run as programs of torch.compile in
+    `hidden_states`, which round otherwise; `attrs.evolve(model, checkpoint_layers=True)` changes them.
     """
 
     config: PreTrainedConfig
@@ -42,6 +44,7 @@ class Model:
     constants: Mapping[str, Tensor]  # the skeleton's buffers by path, such as "rotary_emb.inv_freq"
     compute_dtype: torch.dtype | None = None
     checkpoint_layers: bool = False
+    compile_layers: bool = False
     trust_remote_code: bool = False
     layout: Layout | None = None  # of a model placed on a tensor axis: how `shapes` are cut out of the whole ones
     unplaced: Model | None = None  # the model that it was placed from
@@ -58,13 +61,29 @@ class Model:
         layout = self.layout
         return self.shapes if layout is None else {name: layout.extent(name) for name in layout.whole}
 
-    def own_skeleton(self) -> PreTrainedModel:
-        """The skeleton for this thread alone, as a pass puts tensors into it: outside the main thread, a copy."""
-        if threading.current_thread() is threading.main_thread():
+    def own_skeleton(self, inner: Inner = OWN, *, compiled: bool = False) -> PreTrainedModel:
+        """The skeleton for this thread alone, as a pass puts tensors into it: outside the main thread, a copy; and
+        one with seams to the kernels `inner` that are not the model's own code, of which the last are kept.
+
+        Raises ValueError for a kernel that has no place in the model, and for layers that cannot be compiled here, or
+        that are on a tensor axis.
+        """
+        if compiled and self.layout is not None:
+            raise ValueError(
+                "layers on a tensor axis cannot be compiled: they exchange tokens; leave compile_layers out"
+            )
+        if inner == OWN and not compiled and threading.current_thread() is threading.main_thread():
             return self.skeleton
-        if not hasattr(self._copies, "skeleton"):
-            self._copies.skeleton = copy.deepcopy(self.skeleton)
-        return self._copies.skeleton
+        kept: tuple[Inner, dict[bool, PreTrainedModel]] | None = getattr(self._copies, "kept", None)
+        if kept is None or kept[0] != inner:
+            self._copies.kept = kept = inner, {}
+        if compiled not in kept[1]:
+            skeleton = copy.deepcopy(self.skeleton)
+            put_kernels(skeleton, inner)
+            if compiled:
+                compile_layers(skeleton)
+            kept[1][compiled] = skeleton
+        return kept[1][compiled]
 
 
 def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:

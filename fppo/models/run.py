@@ -12,9 +12,11 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from fppo.models.inner import OWN, inner_of
 from fppo.models.model import Model, Params, longest_row, over_long
 from fppo.models.precision import KeepDouble
 from fppo.models.seams import ApplyLayer, Attend
+from fppo_kernels.record import Kernels
 
 T = TypeVar("T")
 
@@ -30,16 +32,32 @@ class _Call(nn.Module):
         return fn(self.skeleton)
 
 
-def bind(model: Model, params: Params, fn: Callable[[PreTrainedModel], T], *, partial: bool = False) -> T:
-    """`fn(skeleton)` with `params` in the skeleton for as long as `fn` runs.
+def bind(
+    model: Model,
+    params: Params,
+    fn: Callable[[PreTrainedModel], T],
+    *,
+    kernels: Kernels | None = None,
+    compiled: bool = False,
+    partial: bool = False,
+) -> T:
+    """`fn(skeleton)` with `params` in the skeleton for as long as `fn` runs; inside its layers run those of `kernels`,
+    and the layers are `compiled` or as they are.
 
-    Raises ValueError if a parameter is missing, unless `partial`: then whoever applies the layers brings the rest.
+    Raises ValueError if a parameter is missing, unless `partial`: then whoever applies the layers brings the rest; and
+    for a kernel that has no place in the model.
     """
     if not partial:
         missing = [name for name in model.shapes if name.startswith(model.prefix) and name not in params]
         if missing:
             raise ValueError(f"the model needs parameters that are not there: {missing}")
-    return _bind(model, _base_params(model, params), fn)
+    skeleton = model.own_skeleton(OWN if kernels is None else inner_of(kernels), compiled=compiled)
+    base_params = _base_params(model, params)
+    device = next(iter(base_params.values())).device
+    constants = {name: x.to(device) for name, x in model.constants.items()}
+    tensors = {f"skeleton.{name}": x for name, x in {**base_params, **constants}.items()}
+    with _precision(base_params):
+        return functional_call(_Call(skeleton), tensors, (fn,))
 
 
 def _base_params(model: Model, params: Params) -> Params:
@@ -57,14 +75,6 @@ def _bound(model: Model, name: str, x: Tensor) -> Tensor:
 
 def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x.to(dtype) if dtype is not None and x.is_floating_point() else x
-
-
-def _bind(model: Model, base_params: Params, fn: Callable[[PreTrainedModel], T]) -> T:
-    device = next(iter(base_params.values())).device
-    constants = {name: x.to(device) for name, x in model.constants.items()}
-    tensors = {f"skeleton.{name}": x for name, x in {**base_params, **constants}.items()}
-    with _precision(base_params):
-        return functional_call(_Call(model.own_skeleton()), tensors, (fn,))
 
 
 def _precision(params: Params) -> AbstractContextManager[Any]:
@@ -98,12 +108,14 @@ def hidden_states(
     positions: Tensor,
     *,
     attend: Attend,
+    kernels: Kernels | None = None,
     apply_layer: ApplyLayer | None = None,
 ) -> Tensor:
     """Hidden states after the last norm: [N, H] of packed tokens [N], or [B, S, H] of rows [B, S].
 
-    With `apply_layer` the layers' parameters need not be in `params`; casting and checkpointing are then its business.
-    Raises ValueError for rows longer than `longest_row`.
+    What is inside the layers runs by `kernels`, or by the model's own code. With `apply_layer` the layers' parameters
+    need not be in `params`; casting and checkpointing are then its business. Raises ValueError for rows longer than
+    `longest_row`, and for a kernel that has no place in the model.
     """
     _check_length(model, positions)
     packed = tokens.ndim == 1
@@ -117,9 +129,11 @@ def hidden_states(
         names = [name[len(model.prefix) :] for name in params if name.startswith(model.prefix)]
         inner = {name for name in names if name.startswith(tuple(f"{path}." for path in model.layers))}
         apply_layer = checkpointed_layers(model, {name: params[model.prefix + name] for name in inner})
-        out = bind(model, {n: x for n, x in params.items() if n[len(model.prefix) :] not in inner}, run, partial=True)
+        outside = {n: x for n, x in params.items() if n[len(model.prefix) :] not in inner}
+        out = bind(model, outside, run, kernels=kernels, compiled=model.compile_layers, partial=True)
     else:
-        out = bind(model, params, run, partial=apply_layer is not None)
+        whole = apply_layer is None
+        out = bind(model, params, run, kernels=kernels, compiled=model.compile_layers, partial=not whole)
     return out[0] if packed else out
 
 

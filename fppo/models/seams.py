@@ -42,16 +42,21 @@ class ApplyLayer(Protocol):
     def __call__(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
 
 
+def take_place(seam: nn.Module, module: nn.Module) -> None:
+    """Gives a seam what others see of the module in whose place it is to stand: attributes, parameters, children."""
+    for name, value in vars(module).items():  # a model's loop reads attention_type and the like off its layers
+        if not name.startswith("_") and name not in vars(seam):
+            setattr(seam, name, value)
+    seam._modules, seam._parameters, seam._buffers = module._modules, module._parameters, module._buffers
+    seam._non_persistent_buffers_set = module._non_persistent_buffers_set
+
+
 class LayerSeam(nn.Module):
     """Stands in a decoder layer's place, under the layer's parameter names, and lets the caller apply the layer."""
 
     def __init__(self, index: int, layer: nn.Module) -> None:
         super().__init__()
-        for name, value in vars(layer).items():  # the model's loop reads attention_type and the like off its layers
-            if not name.startswith("_") and name not in vars(self):
-                setattr(self, name, value)
-        self._modules, self._parameters, self._buffers = layer._modules, layer._parameters, layer._buffers
-        self._non_persistent_buffers_set = layer._non_persistent_buffers_set
+        take_place(self, layer)
         self._seam = (index, layer)  # in a tuple, the layer is no child
 
     def forward(self, *args: Any, apply_layer: ApplyLayer | None = None, **kwargs: Any) -> Any:

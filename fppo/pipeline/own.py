@@ -20,7 +20,7 @@ from fppo.steps.actor import SelectiveLoss
 from fppo_kernels.adamw import adamw_
 
 LIBRARY = ("fppo", "fppo_kernels")
-SCREENED = ("attention", "log_probs")  # the kernels of a forward pass that are looked at
+SCREENED = ("attention", "log_probs", "linear", "rms_norm", "glu")  # the kernels of a forward pass that are looked at
 
 
 def is_own(fn: Any) -> bool:

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from fppo.models.inner import LinearSeam
 from fppo.models.seams import Attend, AttentionLayer, LayerSeam
+from fppo_kernels.linear import plain as linears
 
 # whose code is that of `Decoder.hidden`; a model of any other class runs as it is
 KINDS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3"))
@@ -65,6 +67,7 @@ class Decoder(NamedTuple):
     norm: _Norm
     heads: tuple[int, int, int]  # of queries, of keys; width
     rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    linear: Callable[..., Tensor]
 
     def rotation(self, length: int) -> Rotation:
         """Of all positions of a row of this length."""
@@ -80,21 +83,27 @@ class Decoder(NamedTuple):
         x = F.embedding(tokens, self.embedding)
         queries, keys, width = self.heads
         for layer, what in zip(self.layers, asked, strict=True):
-            heads = _linear(layer.before.of(x), layer.qkv).view(len(x), -1, width)
+            heads = self._products_of(layer.before.of(x), layer.qkv).view(len(x), -1, width)
             turned, value = heads.split((queries + keys, keys), 1)
             if layer.head_norms is not None:
                 pairs = zip(layer.head_norms, turned.split((queries, keys), 1), strict=True)
                 turned = torch.cat([norm.of(part) for norm, part in pairs], 1)
             query, key = turn.of(turned).split((queries, keys), 1)
             mixed = attend(query[:, None], key[:, None], value[:, None], what).flatten(1)
-            x = F.linear(mixed, *layer.out).add_(x)
-            gate, up = _linear(layer.after.of(x), layer.gate_up).chunk(2, -1)
-            x = F.linear(layer.act(gate).mul_(up), *layer.down).add_(x)
+            x = self.linear(mixed, *layer.out).add_(x)
+            gate, up = self._products_of(layer.after.of(x), layer.gate_up).chunk(2, -1)
+            x = self.linear(layer.act(gate).mul_(up), *layer.down).add_(x)
         return self.norm.of(x)
 
+    def _products_of(self, x: Tensor, products: Sequence[_Product]) -> Tensor:
+        """The products of `x` with all weights, side by side."""
+        results = [self.linear(x, *product) for product in products]
+        return results[0] if len(results) == 1 else torch.cat(results, -1)
 
-def decoder_of(skeleton: PreTrainedModel) -> Decoder | None:
-    """The decoder of a skeleton, from inside `bind`; None if its class, or that of any module of it, is another."""
+
+def decoder_of(skeleton: PreTrainedModel, linear: Callable[..., Tensor] = linears.plain) -> Decoder | None:
+    """The decoder of a skeleton, from inside `bind`, by a kernel for linear layers; None if its class, or that of any
+    module of it, is another."""
     base: Any = skeleton
     kind = type(base).__module__
     if kind not in KINDS or not all(_known(module, kind) for module in base.modules()):
@@ -108,12 +117,13 @@ def decoder_of(skeleton: PreTrainedModel) -> Decoder | None:
         norm=_norm(base.norm),
         heads=(attention.q_proj.out_features // width, attention.k_proj.out_features // width, width),
         rotary=base.rotary_emb,
+        linear=linear,
     )
 
 
 def _known(module: nn.Module, kind: str) -> bool:
     own = module._seam[1] if isinstance(module, LayerSeam) else module
-    plain = type(own) in (nn.Linear, nn.Embedding, nn.ModuleList)
+    plain = type(own) in (nn.Linear, LinearSeam, nn.Embedding, nn.ModuleList)
     return plain or type(own).__module__ in (kind, "transformers.activations", "torch.nn.modules.activation")
 
 
@@ -148,9 +158,3 @@ def _products(modules: Sequence[nn.Linear], joined: bool) -> list[_Product]:
     biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]
     assert len(biases) in (0, len(modules))
     return [(torch.cat(weights), torch.cat(biases) if biases else None)]
-
-
-def _linear(x: Tensor, products: Sequence[_Product]) -> Tensor:
-    """The products of `x` with all weights, side by side."""
-    results = [F.linear(x, *product) for product in products]
-    return results[0] if len(results) == 1 else torch.cat(results, -1)

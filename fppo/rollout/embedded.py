@@ -73,7 +73,8 @@ class EmbeddedEngine:
 
         def run(skeleton: PreTrainedModel) -> list[_Step]:
             head = _wide(models.output_head(model, params))
-            policy = _Policy(skeleton, decoder_of(skeleton), head, self.kernels, self.prefill_tokens)
+            decoder = decoder_of(skeleton, self.kernels.linear)
+            policy = _Policy(skeleton, decoder, head, self.kernels, self.prefill_tokens)
             steps: list[_Step] = []
             for part, draws in self._waves(policy, len(lengths), n, width + max(limits)):
                 numbers = torch.arange(part.start, part.stop, device=device)[:, None] * n
@@ -83,7 +84,7 @@ class EmbeddedEngine:
             return steps
 
         with torch.inference_mode(), for_any_shape(device):
-            steps = models.bind(model, params, run)
+            steps = models.bind(model, params, run, kernels=self.kernels)
         with torch.no_grad():  # not in inference mode: the rollout is for autograd to use
             return _assemble(steps, ask, row_ids, limits=limits, pad_token_id=self.pad_token_id)
 
@@ -226,7 +227,8 @@ def _prefill(policy: _Policy, wave: _Wave, columns: int) -> tuple[Tensor, caches
         asked.clear()
         attend = caches.prefill_attention(policy.kernels.attention, packed.lengths, prompts, asked)
         hidden = models.forward(policy.skeleton, packed.tokens[None], packed.positions[None], attend=attend)[0]
-        logits.append(logits_of(policy.head, hidden[packed.lengths.cu_seqlens[1:].long() - 1]))
+        last = hidden[packed.lengths.cu_seqlens[1:].long() - 1]
+        logits.append(logits_of(policy.head, last, policy.kernels.linear))
         cache = cache or caches.allocate(prompts, len(wave.rows), columns)
         shape = len(packed.lengths.lengths), wave.mask.shape[1]
         caches.write_prompts_(cache, part.start * n, prompts, packed.index, shape, n)
@@ -280,7 +282,7 @@ def _decode(policy: _Policy, wave: _Wave, ask: Ask, on_step: _FinishedRows | Non
             first, bias = _padding(pads, columns, cache)
         attend = caches.decode_attention(cache, column, first, bias)
         positions = column - (pads if bias is not None else pads[:1])
-        logits = logits_of(policy.head, next_hidden(new, positions, attend))
+        logits = logits_of(policy.head, next_hidden(new, positions, attend), policy.kernels.linear)
     return steps
 
 

@@ -110,6 +110,9 @@ def _mesh(s: TrainSettings, world: int) -> Problems:
 def _tensor_axis(s: TrainSettings) -> Problems:
     if not s.model.remove_padding:
         yield _problem("mesh.tensor", s.mesh.tensor, "a tensor axis cuts packed rows; set model.remove_padding")
+    if s.model.compile_layers:
+        advice = "its layers exchange tokens, which torch.compile does not; leave out model.compile_layers"
+        yield _problem("mesh.tensor", s.mesh.tensor, advice)
     if s.model.log_probs in ("compiled", "liger"):
         advice = "it cannot split the vocabulary over mesh.tensor; give chunked, triton or reference"
         yield _problem("model.log_probs", s.model.log_probs, advice)

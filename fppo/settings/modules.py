@@ -18,6 +18,9 @@ from fppo.workers.imports import search
 KERNELS = {  # by the settings of model that name one
     "attention": ("sdpa", "eager", "flash", "varlen", "flex"),
     "log_probs": ("chunked", "reference", "compiled", "liger", "triton"),
+    "linear": ("torch", "onednn"),
+    "rms_norm": ("eager", "torch", "liger", "triton"),
+    "glu": ("eager", "liger", "triton"),
 }
 # what may give a module names that its file does not spell
 _INDIRECT = {"globals", "locals", "vars", "setattr", "exec", "eval", "__dict__", "__getattr__"}

@@ -43,6 +43,8 @@ class ModelSettings:
     """Tokens per pass without a gradient (old log-probs, reference, values, rewards); None: as the actor's."""
     checkpoint_layers: bool = setting(False)
     """Recompute each layer in the backward pass: less memory, more time."""
+    compile_layers: bool = setting(False)
+    """Run layers as programs of torch.compile (not in engines), made when first needed, in seconds to minutes."""
     trust_remote_code: bool = setting(False)
     """Let a model directory run its own Python code."""
     offload: Literal["none", "moments", "all"] = setting("none")
@@ -57,6 +59,12 @@ class ModelSettings:
     """The kernel for attention over packed sequences: auto, sdpa, eager, flash, varlen, flex; or module:function."""
     log_probs: str = setting("auto", nonempty("give the name of a log-prob kernel, as chunked, or auto"))
     """The kernel for log-probs and entropy: auto, chunked, reference, compiled, liger, triton; or module:function."""
+    linear: str = setting("torch", nonempty("give the name of a kernel for linear layers, as torch"))
+    """The kernel for linear layers: torch, onednn (on some CPUs twice as fast; see fppo ablate); or module:function."""
+    rms_norm: str = setting("eager", nonempty("give the name of a kernel for RMSNorm, as eager"))
+    """The kernel for RMSNorm: eager (the model's own code), torch, liger, triton; or module:function."""
+    glu: str = setting("eager", nonempty("give the name of a kernel for gated activations, as eager"))
+    """The kernel for gated activations, as SwiGLU: eager (the model's own code), liger, triton; or module:function."""
 
 
 @attrs.frozen(kw_only=True)

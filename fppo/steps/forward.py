@@ -184,7 +184,13 @@ def _hidden_before_responses(params: Opened, rows: Rows, index: Tensor, forward:
     positions = (rows.attention_mask.cumsum(1) - 1).clamp(min=0)
     attend = models.padded_attention(rows.attention_mask)
     hidden = models.hidden_states(
-        forward.model, params.root, rows.tokens, positions, attend=attend, apply_layer=params.apply_layer
+        forward.model,
+        params.root,
+        rows.tokens,
+        positions,
+        attend=attend,
+        kernels=forward.kernels,
+        apply_layer=params.apply_layer,
     )
     return hidden.flatten(0, 1), flat - 1
 
@@ -197,7 +203,7 @@ def _packed_hidden(params: Opened, rows: Rows, forward: Forward) -> Tensor:
     attend = models.packed_attention(ulysses(kernels.attention, axis, kernels.all_to_all), packed.lengths)
     tokens, positions = (slice_sequence(x, axis) for x in (packed.tokens, packed.positions))
     hidden = models.hidden_states(
-        forward.model, params.root, tokens, positions, attend=attend, apply_layer=params.apply_layer
+        forward.model, params.root, tokens, positions, attend=attend, kernels=kernels, apply_layer=params.apply_layer
     )
     return all_gather(hidden, tensor)
 

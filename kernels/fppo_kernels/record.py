@@ -19,6 +19,9 @@ class Kernels:
     unpad: Callable[..., Packed]
     pad: Callable[..., Tensor]
     attention: Callable[..., Tensor]
+    linear: Callable[..., Tensor]
+    rms_norm: Callable[..., Tensor]
+    glu: Callable[..., Tensor]
     log_probs: Callable[..., LogProbs]
     all_to_all: Callable[..., Tensor]
     adamw: Callable[..., None]
@@ -30,6 +33,9 @@ class Kernels:
         *,
         attention: str = "sdpa",
         log_probs: str = "chunked",
+        linear: str = "torch",
+        rms_norm: str = "eager",
+        glu: str = "eager",
         adamw: str = "torch",
         gae: str = "scan",
         table: tables.Table = tables.BUILTIN,
@@ -39,6 +45,9 @@ class Kernels:
             unpad=tables.get("unpad", "torch", table=table),
             pad=tables.get("pad", "torch", table=table),
             attention=tables.get("attention", attention, table=table),
+            linear=tables.get("linear", linear, table=table),
+            rms_norm=tables.get("rms_norm", rms_norm, table=table),
+            glu=tables.get("glu", glu, table=table),
             log_probs=tables.get("log_probs", log_probs, table=table),
             all_to_all=tables.get("all_to_all", "torch", table=table),
             adamw=tables.get("adamw", adamw, table=table),

@@ -15,7 +15,10 @@ import torch
 from fppo_kernels import adamw, collectives, padding
 from fppo_kernels.attention import eager, sdpa
 from fppo_kernels.gae import loop, scan
+from fppo_kernels.glu import eager as glu
+from fppo_kernels.linear import plain
 from fppo_kernels.log_probs import chunked, reference
+from fppo_kernels.rms_norm import eager as rms_norm
 
 
 def _never() -> str | None:
@@ -26,6 +29,10 @@ def _needs_cuda() -> str | None:
     return None if torch.cuda.is_available() else "needs CUDA"
 
 
+def _needs_onednn() -> str | None:
+    return None if torch.backends.mkldnn.is_available() else "this torch was built without oneDNN"
+
+
 def _needs_flash() -> str | None:
     return _needs_cuda() if importlib.util.find_spec("flash_attn") else "flash-attn is not installed"
 
@@ -34,8 +41,8 @@ def _needs_flex() -> str | None:
     return None if torch.cuda.is_available() else "needs CUDA: FlexAttention has no backward pass on CPUs"
 
 
-def _needs_compiler() -> str | None:
-    """torch.compile wants a C++ compiler for programs on the CPU, and Triton for those on a GPU."""
+def needs_compiler() -> str | None:
+    """Why torch.compile cannot run here: it wants a C++ compiler for the CPU, and Triton for a GPU; or None."""
     if torch.cuda.is_available():
         return None if importlib.util.find_spec("triton") else "triton is not installed"
     return None if shutil.which("g++") or shutil.which("clang++") else "no C++ compiler (g++ or clang++) is installed"
@@ -43,6 +50,10 @@ def _needs_compiler() -> str | None:
 
 def _needs_liger() -> str | None:
     return None if importlib.util.find_spec("liger_kernel") else "liger-kernel is not installed"
+
+
+def _needs_liger_cuda() -> str | None:
+    return _needs_liger() or _needs_cuda()  # its other kernels are Triton's
 
 
 def _needs_triton() -> str | None:
@@ -77,6 +88,7 @@ class Implementation:
 
 
 Table = Mapping[str, Mapping[str, Implementation]]
+NO_DOUBLE = frozenset({"float64"})
 
 BUILTIN: Table = MappingProxyType(
     {
@@ -99,7 +111,7 @@ BUILTIN: Table = MappingProxyType(
             "reference": Implementation(reference.reference),
             "chunked": Implementation(chunked.chunked),
             "compiled": Implementation(
-                "fppo_kernels.log_probs.compiled:compiled", _needs_compiler, lacks=frozenset({"axis"})
+                "fppo_kernels.log_probs.compiled:compiled", needs_compiler, lacks=frozenset({"axis"})
             ),
             "liger": Implementation(
                 "fppo_kernels.log_probs.liger:liger",
@@ -107,6 +119,25 @@ BUILTIN: Table = MappingProxyType(
                 lacks=frozenset({"bias", "softcap", "sum_squared", "axis"}),
             ),
             "triton": Implementation("fppo_kernels.log_probs.triton:triton", _needs_triton),
+        },
+        "linear": {
+            "torch": Implementation(plain.plain),
+            "onednn": Implementation("fppo_kernels.linear.onednn:onednn", _needs_onednn),
+        },
+        "rms_norm": {
+            "eager": Implementation(rms_norm.eager),
+            "torch": Implementation("fppo_kernels.rms_norm.functional:functional"),
+            "liger": Implementation(
+                "fppo_kernels.rms_norm.liger:liger", _needs_liger_cuda, lacks=frozenset({"float64"})
+            ),
+            "triton": Implementation(
+                "fppo_kernels.rms_norm.triton:triton", _needs_triton, lacks=frozenset({"float64"})
+            ),
+        },
+        "glu": {
+            "eager": Implementation(glu.eager),
+            "liger": Implementation("fppo_kernels.glu.liger:liger", _needs_liger_cuda, lacks=NO_DOUBLE | {"gelu"}),
+            "triton": Implementation("fppo_kernels.glu.triton:triton", _needs_triton, lacks=NO_DOUBLE),
         },
         "all_to_all": {"torch": Implementation(collectives.all_to_all)},
         "adamw": {"torch": Implementation(adamw.adamw_), "reference": Implementation(adamw.reference_)},

@@ -13,9 +13,12 @@ from fppo.advantages import Advantages
 from fppo.assembly import machine, texts
 from fppo.assembly import program as programs
 from fppo.assembly import rewards as loading_rewards
+from fppo.assembly.parts import check_kernels
 from fppo.assembly.run import assemble
 from fppo.key import Key
+from fppo.models.inner import inner_of
 from fppo.pipeline import estimators
+from fppo.pipeline.own import bound
 from fppo.pipeline.step import ppo_step
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runs import starts
@@ -24,7 +27,9 @@ from fppo.settings import checks, files
 from fppo.settings.train import ActorSettings, LossSettings, OptimizerSettings
 from fppo.steps.optimizers import from_function
 from fppo.steps.train_state import init_state, optimizer_step
+from fppo_kernels.record import Kernels
 from tests import tiny_run
+from tests.models.families import CONFIGS
 
 PACKAGE = Path(fppo.__file__).parent
 READERS = ("assembly", "runs", "commands", "settings/files.py", "settings/checks*.py")
@@ -227,6 +232,22 @@ def test_a_kernel_that_lacks_what_a_model_needs_is_refused_before_any_work(
     words = rf"attention/varlen has no {missing}, which is needed; there are \['eager'"
     with pytest.raises(ValueError, match=words), assemble(settings):
         pass
+
+
+def test_kernels_inside_the_layers_are_those_of_the_settings(tmp_path):
+    tiny_run.write_task(tmp_path)
+    settings = tiny_run.settings(tmp_path, model__linear="onednn", model__rms_norm="torch")
+    with assemble(settings) as assembly:
+        forward = bound(assembly.program.annotate, "forward")
+        kept = forward.model._copies.kept
+    assert kept[0] == inner_of(Kernels.named(linear="onednn", rms_norm="torch"))
+    assert {"LinearSeam", "NormSeam"} <= {type(x).__name__ for x in kept[1][False].modules()}
+
+
+def test_kernels_that_have_no_place_in_a_model_are_refused_before_any_work(tmp_path):
+    settings = tiny_run.settings(tmp_path, model__rms_norm="torch")
+    with pytest.raises(ValueError, match=r"'gpt2': fppo knows no RMSNorm in GPT2Model .* leave rms_norm as it is"):
+        check_kernels(settings, models.build(CONFIGS["gpt2"]))
 
 
 def test_a_reward_model_is_asked_too(tmp_path, monkeypatch):

@@ -141,6 +141,20 @@ def test_each_role_is_on_the_host_or_not(tmp_path, monkeypatch):
         assert tree.digest(run) == tree.digest(expected)
 
 
+@pytest.mark.parametrize("reason", [None, "no C++ compiler (g++ or clang++) is installed"])
+def test_layers_are_compiled_where_there_is_a_compiler(tmp_path, monkeypatch, reason):
+    tiny_run.write_task(tmp_path)
+    monkeypatch.setattr("fppo.models.inner.needs_compiler", lambda: reason)
+    assembling = assemble(tiny_run.settings(tmp_path, model__compile_layers=True))
+    if reason:
+        with pytest.raises(ValueError, match=r"layers cannot be compiled here: no C\+\+ compiler"), assembling:
+            pass
+        return
+    with assembling as assembly:
+        for model in (assembly.model, assembly.critic_model):
+            assert "CompiledLayer" in repr([x._seam for x in model._copies.kept[1][True].layers])
+
+
 def test_passes_without_a_gradient_have_a_budget_of_their_own(tmp_path):
     tiny_run.write_task(tmp_path)
     for changes, expected in (({}, 33), ({"model__forward_token_budget": 77}, 77)):

@@ -17,16 +17,63 @@ from fppo.laws._search import check
 from fppo.laws.kernels import _LOG_PROBS_LAWS, _log_probs_example
 from fppo.runtime.simulate import simulate
 from fppo_kernels import table
+from fppo_kernels.glu import eager as plain_glus
+from fppo_kernels.glu import triton as glus
 from fppo_kernels.log_probs import triton as module
 from fppo_kernels.log_probs.reference import reference
 from fppo_kernels.log_probs.triton import Tiling, choose_tiling, triton
 from fppo_kernels.record import Kernels
+from fppo_kernels.rms_norm import eager as plain_norms
+from fppo_kernels.rms_norm import triton as norms
 
 SMALL = Tiling(16, 16, 16, warps=4, stages=1, group=2, tiles=3, instances=1)
 
 
 def laws_in_float32():
     laws.check_log_probs(Kernels.named(log_probs="triton").log_probs, dtypes=(torch.float32,))
+
+
+def layers_in_float32():
+    laws.check_rms_norm(Kernels.named(rms_norm="triton").rms_norm, dtypes=(torch.float32,))
+    laws.check_glu(Kernels.named(glu="triton").glu, dtypes=(torch.float32,))
+
+
+def layers_in_bfloat16():
+    InterpreterBuilder.create_fp_trunc = _cast  # type: ignore[method-assign]
+    laws.check_rms_norm(table.get("rms_norm", "triton"), dtypes=(torch.bfloat16,))
+    laws.check_glu(table.get("glu", "triton"), dtypes=(torch.bfloat16,))
+
+
+def layers_of_other_layouts():
+    """More rows than instances, leading dimensions, views, and gradients that are not contiguous."""
+    norms.INSTANCES = 4
+    generator = torch.Generator().manual_seed(0)
+    for rows, width in ((1, 7), (5, 3), (2, 1025)):
+        x, weight = (torch.randn(s, generator=generator).requires_grad_() for s in ((width, 2, rows), (width,)))
+
+        def normed(module, x=x, weight=weight):
+            out = getattr(module, module.__name__.rpartition(".")[2])(x.transpose(0, 2), weight, eps=1e-2, offset=1.0)
+            return out, torch.autograd.grad(out.mT.sin().sum() + (out * weight).sum(), [x, weight])
+
+        def activated(module, x=x):
+            gate, up = x.flatten(1).t().chunk(2)
+            out = getattr(module, module.__name__.rpartition(".")[2])(gate, up, activation="gelu_tanh")
+            return out, torch.autograd.grad(out.t().sin().sum(), x)
+
+        torch.testing.assert_close(normed(norms), normed(plain_norms))
+        torch.testing.assert_close(activated(glus), activated(plain_glus))
+
+
+def layer_refusals():
+    wide = torch.ones(2, 3, dtype=torch.float64)
+    with pytest.raises(ValueError, match="rms_norm/eager takes any"):
+        norms.triton(wide, wide[0], eps=1e-6)
+    with pytest.raises(ValueError, match="rows of at most 65536 numbers, got 65537"):
+        norms.triton(torch.ones(1, 65537), torch.ones(65537), eps=1e-6)
+    with pytest.raises(ValueError, match="glu/eager takes any"):
+        glus.triton(wide, wide)
+    with pytest.raises(ValueError, match=r"no activation 'relu'; it has \['silu', 'gelu_tanh', 'gelu'\]"):
+        glus.triton(torch.ones(2, 3), torch.ones(2, 3), activation="relu")
 
 
 def _cast(builder, value, dtype):
@@ -185,6 +232,10 @@ CHECKS = {
         masked_words,
         refusals,
         mistakes,
+        layers_in_float32,
+        layers_in_bfloat16,
+        layers_of_other_layouts,
+        layer_refusals,
     )
 }
 

@@ -6,9 +6,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from fppo import laws
 from fppo_kernels import table
 from fppo_kernels.collectives import Axis
+from fppo_kernels.glu.eager import eager as glu
 from fppo_kernels.log_probs.reference import LogProbs, reference
+from fppo_kernels.rms_norm.eager import eager as rms_norm
 
 NAME = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
 
@@ -63,3 +66,56 @@ def test_equals_the_reference(liger, tokens, temperature):
 def test_what_it_lacks_is_refused(liger, asked, words):
     with pytest.raises(ValueError, match=f"log_probs/liger has {words}; log_probs/chunked has"):
         liger(torch.ones(1, 1), torch.ones(2, 1), torch.zeros(1, dtype=torch.int64), **asked)
+
+
+def norm_stand_in(x, weight, eps, offset, casting, in_place):
+    """What Liger is documented to compute; it would write the gradient over the result's."""
+    assert casting == ("gemma" if offset else "llama")
+    assert not in_place
+    return rms_norm(x, weight, eps=eps, offset=offset)
+
+
+class _WritesOver(torch.autograd.Function):
+    """Liger's gated activations write their gradients over what they were called with."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return glu(gate, up)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        with torch.enable_grad():
+            leaves = [x.detach().clone().requires_grad_() for x in ctx.saved_tensors]
+            slopes = torch.autograd.grad(glu(*leaves), leaves, grads)
+        for x, slope in zip(ctx.saved_tensors, slopes, strict=True):
+            x.data.copy_(slope)
+        return ctx.saved_tensors
+
+
+@pytest.fixture
+def liger_layers(monkeypatch):
+    functions = {
+        "rms_norm": {"LigerRMSNormFunction": norm_stand_in},
+        "swiglu": {"LigerSiLUMulFunction": _WritesOver.apply},
+        "geglu": {"LigerGELUMulFunction": lambda gate, up: glu(gate, up, activation="gelu_tanh")},
+    }
+    for name in ("liger_kernel", "liger_kernel.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name, apply in functions.items():
+        module = SimpleNamespace(**{key: SimpleNamespace(apply=fn) for key, fn in apply.items()})
+        monkeypatch.setitem(sys.modules, f"liger_kernel.ops.{name}", module)
+    places = [f"fppo_kernels.{op}.liger" for op in ("rms_norm", "glu")]
+    for place in places:
+        monkeypatch.delitem(sys.modules, place, raising=False)
+    yield table.BUILTIN["rms_norm"]["liger"].load(), table.BUILTIN["glu"]["liger"].load()
+    for place in places:
+        sys.modules.pop(place, None)
+
+
+def test_norms_and_gated_activations_keep_the_laws(liger_layers):
+    norm, gated = liger_layers
+    laws.check_rms_norm(norm, dtypes=(torch.float32,))
+    laws.check_glu(gated, activations=("silu", "gelu_tanh"), dtypes=(torch.float32,))
+    with pytest.raises(ValueError, match="no gelu, only its approximation"):
+        gated(torch.ones(1, 1), torch.ones(1, 1), activation="gelu")

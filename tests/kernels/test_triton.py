@@ -19,6 +19,8 @@ CHECKS = (
     ("laws_in_float32",),
     ("laws_in_bfloat16",),
     ("tile_boundaries", "tensor_descriptors", "split_vocabulary", "masked_words", "refusals", "mistakes"),
+    ("layers_in_float32",),
+    ("layers_in_bfloat16",),
 )
 
 
@@ -39,9 +41,16 @@ def test_under_the_interpreter(names):
 
 
 @needs_triton
+def test_norms_and_gated_activations_under_the_interpreter():
+    names = ("layers_of_other_layouts", "layer_refusals")
+    assert run("interpreted", *names, interpret="1").count("held") == len(names)
+
+
+@needs_triton
 def test_compiles_for_hopper():
     found = run("compiled_for_hopper", interpret="0")
     assert found.count("wgmma") == 4, found
+    assert found.count(": compiled") == 10, found
 
 
 @needs_triton

@@ -2,6 +2,7 @@
 
 import contextlib
 import weakref
+from collections import Counter
 
 import attrs
 import pytest
@@ -309,6 +310,21 @@ def test_runs_repeat_bit_for_bit_and_keys_matter():
     engine_of(model).generate(params, Ask(make_prompts(), sampling, Key(5)))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(x.is_meta for x in [*model.skeleton.parameters(), *model.skeleton.buffers()])
+
+
+def test_it_decodes_with_the_kernels_inside_the_layers():
+    model, params = make("qwen2")
+    calls = Counter()
+
+    def linear(*args):
+        calls[args[1].shape] += 1
+        return KERNELS.linear(*args)
+
+    ask = Ask(make_prompts(), Sampling(max_tokens=3), Key(5))
+    engine = attrs.evolve(engine_of(model), kernels=attrs.evolve(KERNELS, linear=linear))
+    assert tree.digest(engine.generate(params, ask)) == tree.digest(engine_of(model).generate(params, ask))
+    assert calls[31, 16] == 3  # the head, once in each pass
+    assert sum(calls.values()) == 3 + 7 * 2 + 2 * 4 * 2  # the prompts by modules, then a token by fewer operations
 
 
 def test_greedy_takes_the_likeliest_token_of_transformers():

@@ -1,0 +1,272 @@
+"""What stands inside the layers as kernels: linear layers, root-mean-square norms and gated activations.
+
+A skeleton whose kernels are not the model's own code has seams in the places of such modules. They are known by their
+structure, and by what they compute on random numbers; what is not known keeps its own code.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from fppo.key import Key
+from fppo.models.regions import BlockSeam, EmbeddingSeam, WidthSeam
+from fppo.models.seams import ATTENTION, LayerSeam, attention_seam, take_place
+from fppo_kernels.glu import eager as glus
+from fppo_kernels.linear import plain
+from fppo_kernels.record import Kernels
+from fppo_kernels.rms_norm import eager as norms
+from fppo_kernels.table import needs_compiler
+
+REGIONS = (BlockSeam, EmbeddingSeam, WidthSeam)  # around a module, whose own place is inside
+APART = f"{ATTENTION}-apart"
+PROGRAMS = (
+    64  # of one layer's code at most, for dtypes, kinds of layers, with and without gradients; then it runs as is
+)
+_ROWS, _WIDTH, _INNER = 3, 5, 4  # of the numbers that a module is tried on
+_LARGEST_EPS = 0.1
+
+
+class Inner(NamedTuple):
+    """The kernels of what stands inside the layers."""
+
+    linear: Callable[..., Tensor]
+    rms_norm: Callable[..., Tensor]
+    glu: Callable[..., Tensor]
+
+
+OWN = Inner(plain.plain, norms.eager, glus.eager)  # what models compute by their own code
+
+
+def inner_of(kernels: Kernels) -> Inner:
+    """Those of the kernels."""
+    return Inner(kernels.linear, kernels.rms_norm, kernels.glu)
+
+
+class NormForm(NamedTuple):
+    """A root-mean-square norm: x / sqrt(mean(x^2) + eps) * (weight + offset)."""
+
+    eps: float
+    offset: float
+
+
+class GluForm(NamedTuple):
+    """A block down(activation(gate(x)) * up(x)), by the names of its linear layers; `up` is None where the first half
+    of what `gate` gives is the gate, and the second is what it multiplies."""
+
+    gate: str
+    up: str | None
+    down: str
+    activation: str
+
+
+class LinearSeam(nn.Module):
+    """Stands in a linear layer's place, and hands its product to a kernel."""
+
+    def __init__(self, module: nn.Module, kernel: Callable[..., Tensor]) -> None:
+        super().__init__()
+        take_place(self, module)
+        self._kernel, self._transposed = kernel, isinstance(module, Conv1D)
+
+    def forward(self, input: Tensor) -> Tensor:  # torch's name of it
+        weight = cast(Tensor, self._parameters["weight"])
+        return self._kernel(input, weight.t() if self._transposed else weight, self._parameters["bias"])
+
+
+class NormSeam(nn.Module):
+    """Stands in a root-mean-square norm's place, and hands its numbers to a kernel."""
+
+    def __init__(self, module: nn.Module, form: NormForm, kernel: Callable[..., Tensor]) -> None:
+        super().__init__()
+        take_place(self, module)
+        self._kernel, self._form = kernel, form
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = cast(Tensor, self._parameters["weight"])
+        return self._kernel(hidden_states, weight, eps=self._form.eps, offset=self._form.offset)
+
+
+class GluSeam(nn.Module):
+    """Stands in the place of a block with a gated activation, and hands gate and factor to a kernel."""
+
+    def __init__(self, module: nn.Module, form: GluForm, kernel: Callable[..., Tensor]) -> None:
+        super().__init__()
+        take_place(self, module)
+        self._kernel, self._form = kernel, form
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        form, children = self._form, cast(dict[str, nn.Module], self._modules)
+        gate = children[form.gate](hidden_states)
+        gate, up = gate.chunk(2, -1) if form.up is None else (gate, children[form.up](hidden_states))
+        return children[form.down](self._kernel(gate, up, activation=form.activation))
+
+
+class CompiledLayer(nn.Module):
+    """Stands in a decoder layer's place, and runs it as programs of torch.compile, but in float64 as it is."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        take_place(self, layer)
+        self._layer = (layer,)  # in a tuple, the layer is no child
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        (layer,) = self._layer
+        if any(x.dtype == torch.float64 for x in layer.parameters()):
+            return layer(*args, **kwargs)
+        with torch._dynamo.config.patch(recompile_limit=PROGRAMS):  # type: ignore[attr-defined]
+            return compiled_call()(layer, args, kwargs)
+
+
+def _call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return layer(*args, **kwargs)
+
+
+@functools.cache
+def compiled_call() -> Callable[..., Any]:
+    """A layer's call as torch compiles it, for shapes of any size; the programs are those of all models and threads."""
+    return torch.compile(_call, dynamic=True)
+
+
+def compile_layers(skeleton: PreTrainedModel) -> None:
+    """Has a skeleton's layers run compiled, with attention left as it is. Raises ValueError without a compiler."""
+    if reason := needs_compiler():
+        raise ValueError(f"layers cannot be compiled here: {reason}")
+    for seam in [module for module in skeleton.modules() if isinstance(module, LayerSeam)]:
+        index, layer = seam._seam
+        seam._seam = index, CompiledLayer(layer)
+    AttentionInterface.register(APART, torch.compiler.disable(attention_seam))
+    skeleton.config._attn_implementation = APART
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of torch or of GPT-2."""
+    return type(module) is Conv1D or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+
+
+def norm_form(module: nn.Module) -> NormForm | None:
+    """What root-mean-square norm a module on meta is; None if it is none."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or _others(module) or not _one(module):
+        return None
+    trial = copy.deepcopy(module).to_empty(device="cpu").float()
+    generator = Key(0).fold("norm").generator()
+    trial._parameters["weight"] = nn.Parameter(torch.randn(weight.shape, generator=generator), requires_grad=False)
+    numbers = {x for x in vars(module).values() if isinstance(x, float) and 0 <= x < _LARGEST_EPS}
+    rows = torch.randn(_ROWS, len(weight), generator=generator) * torch.tensor([[1.0], [1e-3], [30.0]])
+    actual = _result(trial, rows)
+    for eps, offset in itertools.product(sorted(numbers), (0.0, 1.0)):
+        if actual is not None and _near(actual, norms.eager(rows, trial._parameters["weight"], eps=eps, offset=offset)):  # type: ignore[arg-type]
+            return NormForm(eps, offset)
+    return None
+
+
+def glu_form(module: nn.Module) -> GluForm | None:
+    """What block with a gated activation a module is; None if it is none. It is tried with narrow linear layers."""
+    children = {name: x for name, x in module._modules.items() if x is not None and is_linear(x)}
+    if len(children) not in (2, 3) or module._parameters or module._buffers or not _one(module):
+        return None
+    generator = Key(0).fold("glu").generator()
+    rows = torch.randn(_ROWS, _WIDTH, generator=generator, dtype=torch.float64)
+    for names in itertools.permutations(children):
+        gate, up, down = names if len(names) == 3 else (names[0], None, names[1])
+        trial = copy.deepcopy(module)  # on meta
+        for name in names:
+            inner = 2 * _INNER if up is None else _INNER
+            shape = (_INNER, _WIDTH) if name == down else (_WIDTH, inner)
+            biased = children[name]._parameters["bias"] is not None
+            trial._modules[name] = _random_linear(*shape, bias=biased, generator=generator)
+        actual = None if any(x.is_meta for x in trial.parameters()) else _result(trial, rows)
+        for activation in glus.ACTIVATIONS:
+            form = GluForm(gate, up, down, activation)
+            if actual is not None and _near(actual, cast(Tensor, _result(GluSeam(trial, form, glus.eager), rows))):
+                return form
+    return None
+
+
+def _others(module: nn.Module) -> bool:
+    return bool(module._modules or module._buffers)
+
+
+def _one(module: nn.Module) -> bool:
+    """Whether a module takes one tensor and nothing else."""
+    return len(inspect.signature(module.forward).parameters) == 1
+
+
+def _random_linear(width: int, out: int, *, bias: bool, generator: torch.Generator) -> nn.Linear:
+    linear = nn.Linear(width, out, bias=bias, dtype=torch.float64).requires_grad_(False)
+    for parameter in linear.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return linear
+
+
+@torch.no_grad()
+def _result(module: nn.Module, rows: Tensor) -> Tensor | None:
+    try:
+        return module(rows)
+    except Exception:  # what a module of another kind raises may be anything
+        return None
+
+
+def _near(actual: Any, expected: Tensor) -> bool:
+    alike = isinstance(actual, Tensor) and actual.shape == expected.shape and actual.dtype == expected.dtype
+    return alike and torch.allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def put_kernels(skeleton: PreTrainedModel, inner: Inner) -> None:
+    """Puts seams to those kernels that are not the model's own code into a skeleton.
+
+    Raises ValueError for a kernel that has no place in the model.
+    """
+    sought: tuple[tuple[str, bool, Callable[[nn.Module], nn.Module | None], str], ...] = (
+        ("glu", inner.glu is not OWN.glu, lambda x: _glu_seam(x, inner.glu), "gated activation"),
+        ("rms_norm", inner.rms_norm is not OWN.rms_norm, lambda x: _norm_seam(x, inner.rms_norm), "RMSNorm"),
+        ("linear", inner.linear is not OWN.linear, lambda x: _linear_seam(x, inner.linear), "linear layer"),
+    )
+    for op, chosen, seam_of, what in sought:
+        if chosen and not _replace(skeleton, seam_of):
+            raise ValueError(
+                f"model type {skeleton.config.model_type!r}: fppo knows no {what} in {type(skeleton).__name__} for the "
+                f"kernel of {op}; leave {op} as it is by default"
+            )
+
+
+def _linear_seam(module: nn.Module, kernel: Callable[..., Tensor]) -> nn.Module | None:
+    return LinearSeam(module, kernel) if is_linear(module) else None
+
+
+def _norm_seam(module: nn.Module, kernel: Callable[..., Tensor]) -> nn.Module | None:
+    form = norm_form(module)
+    return None if form is None else NormSeam(module, form, kernel)
+
+
+def _glu_seam(module: nn.Module, kernel: Callable[..., Tensor]) -> nn.Module | None:
+    form = glu_form(module)
+    return None if form is None else GluSeam(module, form, kernel)
+
+
+def _replace(skeleton: nn.Module, seam_of: Callable[[nn.Module], nn.Module | None]) -> int:
+    """Replaces modules by the seams that there are for them; a module that stands at two places, by one seam."""
+    seams: dict[nn.Module, nn.Module | None] = {}
+    parents: Sequence[nn.Module] = list(skeleton.modules())
+    for parent in parents:
+        for name, child in parent._modules.items():
+            if child is None:
+                continue
+            module = child._inner[0] if isinstance(child, REGIONS) else child
+            if module not in seams:
+                seams[module] = seam_of(module)
+            seam = seams[module]
+            if seam is not None and isinstance(child, REGIONS):
+                child._inner = (seam,)
+            elif seam is not None:
+                parent._modules[name] = seam
+    return sum(seam is not None for seam in seams.values())

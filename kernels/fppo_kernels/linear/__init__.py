@@ -1,0 +1,1 @@
+"""The product of a linear layer: x @ weight.T + bias."""

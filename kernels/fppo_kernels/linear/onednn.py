@@ -1,0 +1,83 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+"""A linear layer by oneDNN's product, which on some CPUs is twice as fast as torch's (that of MKL)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+from torch.nn import functional as F
+
+from fppo_kernels.shapes import Float
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a @ b.T + bias of [*, H] and [M, H]."""
+    if torch.compiler.is_compiling():
+        return _opaque(a, b, bias)
+    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+
+
+# the compiler would take torch's own operation for one on a constant weight
+@torch.library.custom_op(
+    "fppo_kernels::product", mutates_args=(), schema="(Tensor a, Tensor b, Tensor? bias) -> Tensor"
+)
+def _opaque(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+
+
+@_opaque.register_fake
+def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return a.new_empty(*a.shape[:-1], b.shape[0])
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        rows = grad.flatten(0, -2)
+        d_x = _product(grad, weight.t()) if ctx.needs_input_grad[0] else None
+        d_weight = _weight_gradient(x.contiguous().flatten(0, -2), rows) if ctx.needs_input_grad[1] else None
+        return d_x, d_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
+    """grad.T @ x [M, H]. The narrower of the two is the first operand, which is copied."""
+    if grad.shape[1] > x.shape[1]:
+        return _product(x.t(), grad.t()).t().contiguous()
+    return _product(grad.t(), x.t())
+
+
+def onednn(
+    x: Float[Tensor, "*rows h"], weight: Float[Tensor, "m h"], bias: Float[Tensor, " m"] | None = None
+) -> Float[Tensor, "*rows m"]:
+    """x @ weight.T + bias by oneDNN, forward and backward. It has first derivatives only.
+
+    What oneDNN has no product for goes to torch: dtypes other than float32 and bfloat16, other devices, tensors without
+    numbers (empty, on meta, fake) and `x` without rows.
+    """
+    operands = [x, weight] if bias is None else [x, weight, bias]
+    fits = x.dtype in DTYPES and x.dim() > 1 and x.numel() and weight.numel()
+    if not fits or not all(_is_plain(each) and each.dtype == x.dtype for each in operands):
+        return F.linear(x, weight, bias)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
+        return _Linear.apply(x, weight, bias)
+    return _product(x, weight, bias)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return type(x) in (Tensor, Parameter) and x.device.type == "cpu"

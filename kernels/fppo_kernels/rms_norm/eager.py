@@ -1,0 +1,21 @@
+"""The root-mean-square norm as its formula is written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fppo_kernels.shapes import Float
+
+
+def eager(
+    x: Float[Tensor, "*rows h"], weight: Float[Tensor, " h"], *, eps: float, offset: float = 0.0
+) -> Float[Tensor, "*rows h"]:
+    """x / sqrt(mean(x^2) + eps) * (weight + offset), the mean over the last dimension, in the dtype of `x`.
+
+    It computes in float32 or wider, and rounds once. A model with this kernel calls its own norms.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    numbers = x.to(wide)
+    normed = numbers * torch.rsqrt(numbers.square().mean(-1, keepdim=True) + eps)
+    return (normed * (weight.to(wide) + offset)).to(x.dtype)

@@ -1,0 +1,93 @@
+"""Our kernels for what stands inside layers keep the laws, and each mistake in one breaks the law it is there for."""
+
+import pytest
+import torch
+
+from fppo import laws
+from fppo.laws.layers import OPERATIONS, laws_of
+from fppo_kernels import table
+from fppo_kernels.glu.eager import eager as glu
+from fppo_kernels.linear.plain import plain as linear
+from fppo_kernels.rms_norm.eager import eager as rms_norm
+
+CHECKS = {"linear": laws.check_linear, "rms_norm": laws.check_rms_norm, "glu": laws.check_glu}
+KERNELS = [(op, name) for op in CHECKS for name, reason in table.available(op).items() if reason is None]
+
+
+@pytest.mark.parametrize(("op", "name"), [pair for pair in KERNELS if pair[1] not in ("triton", "liger")])
+def test_kernels_keep_the_laws(op, name):
+    CHECKS[op](table.get(op, name))
+
+
+def transposed(x, weight, bias=None):
+    return linear(x, weight, bias).mT
+
+
+def rounded(x, weight, bias=None):
+    return linear(x, weight.bfloat16().to(weight.dtype), bias)
+
+
+def doubles_its_argument(x, weight, *, eps, offset=0.0):
+    out = rms_norm(x, weight, eps=eps, offset=offset)
+    x.data.mul_(2.0)
+    return out
+
+
+def centred(x, weight, bias=None):
+    return linear(x - x.sum(-2, keepdim=True), weight, bias)
+
+
+def detached(gate, up, *, activation):
+    return glu(gate.detach(), up, activation=activation)
+
+
+def no_offset_in_the_slope(x, weight, *, eps, offset=0.0):
+    out = rms_norm(x, weight, eps=eps, offset=offset)
+    return out if not offset else out.detach() + (x - x.detach()) * weight
+
+
+def all_or_none(x, weight, bias=None):
+    return linear(x if weight.requires_grad else x.detach(), weight, bias)
+
+
+def no_eps(x, weight, *, eps, offset=0.0):
+    return rms_norm(x, weight, eps=1e-12, offset=offset)
+
+
+def another_activation(gate, up, *, activation):
+    return glu(gate, up, activation="gelu" if activation == "gelu_tanh" else activation)
+
+
+MISTAKES = [
+    ("linear", transposed, "shape", "expected float64"),
+    ("rms_norm", doubles_its_argument, "purity", "it changed its argument x"),
+    ("linear", centred, "rows apart", "rows before row 1 see those"),
+    ("linear", rounded, "values", "the result"),
+    ("rms_norm", no_eps, "values", "the result"),
+    ("glu", another_activation, "values", "activation *= 1"),
+    ("glu", detached, "gradients", "the gradient by gate"),
+    ("rms_norm", no_offset_in_the_slope, "gradients", "the gradient by"),
+    ("linear", all_or_none, "frozen", "the gradient by x alone"),
+]
+
+
+@pytest.mark.parametrize(("op", "mistake", "law", "words"), MISTAKES, ids=lambda x: getattr(x, "__name__", ""))
+def test_each_mistake_breaks_its_law(op, mistake, law, words):
+    with pytest.raises(laws.LawViolation, match=words) as caught:
+        CHECKS[op](mistake)
+    assert caught.value.law == law
+
+
+def test_every_law_is_broken_by_a_mistake():
+    assert all({law.name for law in laws_of(op)} == {law for _, _, law, _ in MISTAKES} for op in OPERATIONS.values())
+
+
+def test_activations_and_dtypes_that_a_kernel_lacks_are_left_out():
+    def silu(gate, up, *, activation):
+        assert activation == "silu"
+        assert gate.dtype == torch.float32
+        return glu(gate, up, activation=activation)
+
+    laws.check_glu(silu, activations=["silu"], dtypes=[torch.float32])
+    with pytest.raises(ValueError, match="activations must be some of"):
+        laws.check_glu(silu, activations=["relu"])
