@@ -28,6 +28,7 @@ from fppo.key import Key
 from fppo.models.model import Model, Params
 from fppo.rollout import Ask, EmbeddedEngine, Sampling
 from fppo.steps.forward import Forward, forward_micro_batch
+from fppo_kernels import table
 from fppo_kernels.record import Kernels
 
 SIZES = {"1M": (128, 512, 4, 4), "13M": (384, 1536, 6, 6)}  # width, inner width, layers, heads
@@ -119,7 +120,7 @@ def choice_of(text: str, model: Model) -> Choice:
     """As compiled,linear=onednn."""
     pairs = [pair.split("=", 1) for pair in text.split(",") if pair != "compiled"]
     model = attrs.evolve(model, compile_layers="compiled" in text.split(","))
-    return Choice(model, Kernels.named(**dict(pairs)))
+    return Choice(model, attrs.evolve(Kernels.named(), **{op: table.get(op, name) for op, name in pairs}))
 
 
 def main() -> None:

@@ -22,10 +22,10 @@ def test_a_decoder_computes_what_the_modules_do(name, dtype, joined, monkeypatch
     ask = Ask(make_prompts((4,) * 6 if joined else LENGTHS), Sampling(n=2, max_tokens=12, stop_token_ids=(5,)), Key(4))
     monkeypatch.setattr(decoder, "JOINED", joined)
     made = []
-    monkeypatch.setattr(embedded, "decoder_of", lambda skeleton: made.append(decoder.decoder_of(skeleton)) or made[-1])
+    monkeypatch.setattr(embedded, "decoder_of", lambda *args: made.append(decoder.decoder_of(*args)) or made[-1])
     fast = engine_of(model).generate(params, ask)
     assert len(made[0].layers[0].qkv) == (1 if joined else 3)
-    monkeypatch.setattr(embedded, "decoder_of", lambda skeleton: None)
+    monkeypatch.setattr(embedded, "decoder_of", lambda *args: None)
     slow = engine_of(model).generate(params, ask)
     assert torch.equal(fast.tokens, slow.tokens)
     rounding = {torch.float32: 2e-6, torch.float64: 1e-13, torch.bfloat16: 0.1}[dtype]
