@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fppo.models import probe as probes
 from fppo.models.heads import embedding_name, logits_of, output_head, vocabulary_head
+from fppo.models.inner import OWN
 from fppo.models.model import Model, Params, build, packed_attention
 from fppo.models.narrow import find_cuts, narrow
 from fppo.models.regions import BlockSeam, EmbeddingSeam, Region, WidthSeam
@@ -58,7 +59,7 @@ class Narrowed:
             layout=layout,
             unplaced=self.model,
         )
-        placed._copies.skeleton = skeleton  # this thread's own already
+        placed._copies.kept = OWN, {False: skeleton}  # this thread's own already
         return placed
 
 

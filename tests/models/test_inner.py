@@ -14,9 +14,11 @@ from fppo.models.inner import OWN, glu_form, inner_of, norm_form
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
+from fppo.steps import Forward, forward_micro_batch
 from fppo.steps.sharded import opened
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.record import Kernels
+from tests import tiny
 from tests.models.families import CONFIGS, make
 
 PLAIN = Kernels.named()
@@ -24,6 +26,7 @@ TOKENS = torch.tensor([5, 7, 3, 9, 4, 8, 6])
 POSITIONS = torch.tensor([0, 1, 2, 0, 1, 2, 3])
 ATTEND = models.packed_attention(PLAIN.attention, make_lengths([3, 4]))
 WEIGHTS = torch.linspace(-1, 1, 7 * 16, dtype=torch.float64).view(7, 16)
+BATCH = tiny.experience(3, 5)
 OPS = ("linear", "rms_norm", "glu")
 
 # calls in a pass of two layers: linear layers, norms, gated activations
@@ -127,6 +130,27 @@ def test_layers_that_gather_their_shards_run_on_the_kernels():
 
     for found, calls in simulate({"shard": 2}, on_rank):
         assert tuple(calls[op] for op in OPS) == CALLS["qwen3"]
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "olmo2", "phi3"])
+def test_a_model_on_a_tensor_axis_runs_on_the_kernels(name):
+    """Blocks, and norms over a width that is cut, are inside of seams of their own."""
+    model, params = make(name)
+    rows = tree.replace(BATCH, tokens=BATCH.tokens % 8)
+    expected = forward_micro_batch(params, rows, forward=Forward(model)).log_probs
+
+    def on_rank(mesh):
+        calls, placed = Counter(), models.place(model, mesh)
+        own = models.own_params(placed, params, mesh)
+        forward = Forward(placed, kernels=counting(calls), mesh=mesh)
+        with pytest.raises(ValueError, match="layers on a tensor axis cannot be compiled"):
+            forward_micro_batch(own, rows, forward=Forward(attrs.evolve(placed, compile_layers=True), mesh=mesh))
+        with torch.no_grad():
+            return forward_micro_batch(own, rows, forward=forward).log_probs, calls
+
+    for found, calls in simulate({"tensor": 2}, on_rank):
+        assert tuple(calls[op] for op in OPS) == CALLS[name]
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
