@@ -239,9 +239,9 @@ def test_kernels_inside_the_layers_are_those_of_the_settings(tmp_path):
     settings = tiny_run.settings(tmp_path, model__linear="onednn", model__rms_norm="torch")
     with assemble(settings) as assembly:
         forward = bound(assembly.program.annotate, "forward")
-        kept = forward.model._copies.kept
-    assert kept[0] == inner_of(Kernels.named(linear="onednn", rms_norm="torch"))
-    assert {"LinearSeam", "NormSeam"} <= {type(x).__name__ for x in kept[1][False].modules()}
+        engine = bound(assembly.program.rollout, "engine")
+    assert inner_of(forward.kernels) == inner_of(Kernels.named(linear="onednn", rms_norm="torch"))
+    assert engine.engine.kernels is forward.kernels
 
 
 def test_kernels_that_have_no_place_in_a_model_are_refused_before_any_work(tmp_path):
