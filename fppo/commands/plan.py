@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers.utils import logging as transformers_logging
 
-from fppo.plan.case import Case, Role
+from fppo.plan.case import Case, Role, balanced
 from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import plan
 from fppo.plan.presets import config_of
@@ -62,8 +62,8 @@ def case_of(settings: PlanSettings) -> Case:
     tokens, micro_batches = settings.tokens, settings.micro_batches
     if settings.mini_batch is not None:
         share = -(-settings.mini_batch // data_ranks)  # the sequences of a rank
-        rows = min(max(1, tokens // length), share)
-        tokens, micro_batches = min(tokens, max(rows * length, 2)), -(-share // rows)
+        rows, micro_batches = balanced(share, tokens // length)
+        tokens = max(rows * length, 2)
     return Case(
         name=name,
         config=config,

@@ -74,14 +74,14 @@ class Case:
         budget = self.tokens if stage.startswith("update") else self.forward_tokens or self.tokens
         if stage in ("update critic", "reward model"):
             budget = role.tokens or budget
-        rows = min(max(1, budget // self.length), self.rows * self.micro_batches)
+        rows, passes = balanced(self.rows * self.micro_batches, budget // self.length)
         named = role.compute_dtype
         compute = self.compute_dtype if named is None else None if named == "float32" else getattr(torch, named)
         again = self.checkpoint_layers if role.checkpoint_layers is None else role.checkpoint_layers
         return attrs.evolve(
             self,
             tokens=rows * self.length if rows != self.rows else self.tokens,
-            micro_batches=-(-self.rows * self.micro_batches // rows),
+            micro_batches=passes,
             compute_dtype=compute,
             checkpoint_layers=again,
             offload=role.offload or self.offload,
@@ -115,6 +115,12 @@ class Case:
     def mini_batch(self) -> int:
         """Sequences of an optimizer update, over all data ranks."""
         return self.rows * self.micro_batches * self.data_ranks
+
+
+def balanced(sequences: int, most: int) -> tuple[int, int]:
+    """Sequences of a pass, at most `most` where that is not 0, and passes: as few as there can be, of equal sizes."""
+    passes = -(-sequences // min(max(1, most), sequences))
+    return -(-sequences // passes), passes
 
 
 def problems(case: Case) -> list[str]:

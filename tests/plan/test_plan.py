@@ -11,7 +11,7 @@ import torch
 from fppo.commands import cli
 from fppo.commands import plan as commands
 from fppo.plan import passes
-from fppo.plan.case import ROLES
+from fppo.plan.case import ROLES, Role
 from fppo.plan.estimate import LINK_SHARE, _collective, link, seconds_of
 from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import plan
@@ -21,6 +21,7 @@ from fppo.plan.values import GIB, Cost, Phase, Work
 from fppo.runtime.mesh import Sharding
 from fppo.settings import files
 from fppo.settings import plan as settings_plan
+from fppo.steps.micro_batching import fit
 from tests import tiny_run
 from tests.plan.cases import case, config
 
@@ -190,6 +191,14 @@ def test_a_runs_settings_are_planned_as_each_role_has_them(tmp_path, capsys):
     assert (critic.compute_dtype, critic.checkpoint_layers, critic.offload) == (torch.bfloat16, True, "all")
     assert (reference.compute_dtype, reference.dtype, reference.offload) == (None, torch.bfloat16, "none")
     assert case.at("log-probs").offload == "moments"
+
+
+def test_the_passes_of_a_mini_batch_are_as_equal_as_those_of_a_run():
+    at = commands.case_of(settings_plan.PlanSettings(model="quickstart", tokens=320, length=32, mini_batch=16))
+    assert (at.rows, at.micro_batches) == (8, 2)
+    assert [len(group) for group in fit([32] * 16, 320)] == [8, 8]
+    wide = attrs.evolve(at, forward_tokens=32 * 12, roles={"critic": Role(tokens=32 * 7)})
+    assert [(x.rows, x.micro_batches) for x in map(wide.at, ("values", "update critic"))] == [(8, 2), (6, 3)]
 
 
 def cases_of(settings):
