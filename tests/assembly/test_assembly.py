@@ -32,7 +32,7 @@ from tests import tiny_run
 from tests.models.families import CONFIGS
 
 PACKAGE = Path(fppo.__file__).parent
-READERS = ("assembly", "runs", "commands", "settings/files.py", "settings/checks*.py")
+READERS = ("assembly", "runs", "commands", "settings/files.py", "settings/checks*.py", "settings/mesh.py")
 
 
 def _attributes_read() -> set[str]:
