@@ -134,7 +134,7 @@ def test_a_table_and_a_file(tmp_path, capsys):
         assert words in out
     read = json.loads(file.read_text())
     assert read["fits"]
-    assert read["mesh"] == {"replicate": 1, "shard": 2, "sequence": 1}
+    assert read["mesh"] == {"replicate": 1, "shard": 2, "sequence": 1, "tensor": 1}
     assert [stage["name"] for stage in read["stages"]] == ["log-probs", "values", "update critic", "update actor"]
     assert read["peak_bytes"] == max(stage["total_bytes"] for stage in read["stages"])
     for stage in read["stages"]:
