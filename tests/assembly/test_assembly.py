@@ -23,10 +23,11 @@ from fppo.pipeline.step import ppo_step
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runs import starts
 from fppo.runtime.mesh import LOCAL
-from fppo.settings import checks, files
+from fppo.settings import checks, files, modules
 from fppo.settings.train import ActorSettings, LossSettings, OptimizerSettings
 from fppo.steps.optimizers import from_function
 from fppo.steps.train_state import init_state, optimizer_step
+from fppo_kernels import table
 from fppo_kernels.record import Kernels
 from tests import tiny_run
 from tests.models.families import CONFIGS
@@ -210,6 +211,12 @@ def test_losses_by_name_take_their_scalars():
     loss = programs.policy_loss(ActorSettings(loss=LossSettings(name="clip_cov", clip_low=0.1, select_ratio=0.5)))
     assert loss.loss_fn.keywords == {"clip_low": 0.1}
     assert loss.select_fn.keywords == {"ratio": 0.5, "clip_low": 0.1}
+
+
+def test_every_kernel_of_a_setting_is_known_before_torch_is():
+    assert all(set(names) == set(table.BUILTIN[op]) for op, names in modules.KERNELS.items())
+    named = {path.removeprefix("model.") for path in files.paths() if path.startswith("model.")}
+    assert set(modules.KERNELS) == named & set(table.BUILTIN)
 
 
 def test_every_estimator_is_a_setting():
