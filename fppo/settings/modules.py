@@ -16,8 +16,8 @@ from fppo.settings.train import TrainSettings
 from fppo.workers.imports import search
 
 KERNELS = {  # by the settings of model that name one
-    "attention": ("sdpa", "eager", "flash", "varlen", "flex"),
-    "log_probs": ("chunked", "reference", "compiled", "liger", "triton"),
+    "attention": (AUTO, "sdpa", "eager", "flash", "varlen", "flex"),
+    "log_probs": (AUTO, "chunked", "reference", "compiled", "liger", "triton"),
     "linear": ("torch", "onednn"),
     "rms_norm": ("eager", "torch", "liger", "triton"),
     "glu": ("eager", "liger", "triton"),
@@ -48,8 +48,8 @@ def module_problems(settings: TrainSettings) -> list[str]:
     lines = []
     for op, known in KERNELS.items():
         name = getattr(settings.model, op)
-        if name and ":" not in name and name not in (AUTO, *known):
-            text = f"there is no such kernel; {did_you_mean(name, known)}, auto and module:function"
+        if name and ":" not in name and name not in known:
+            text = f"there is no such kernel; {did_you_mean(name, known)} and module:function"
             lines.append(problem(f"model.{op}", name, text))
     known = builtins()
     for name in settings.reward.functions:
