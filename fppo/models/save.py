@@ -146,6 +146,5 @@ def _tensors(model: Model, chosen: Plan, names: Iterable[str], params: Params, m
 
 def _own(x: Tensor, whole: Params, mesh: Mesh) -> Tensor:
     """`x` on the host, contiguous; if it was cut out of gathered parameters, in memory of its own, to free those."""
-    gathered = mesh.sharded or mesh["tensor"].size > 1
-    piece = gathered and all(x is not each for each in whole.values())
+    piece = mesh.cuts and all(x is not each for each in whole.values())
     return x.to("cpu", copy=piece, memory_format=torch.contiguous_format).contiguous()

@@ -17,6 +17,7 @@ import xxhash
 from torch import Tensor
 
 from fppo.runtime import digests, fsdp
+from fppo.runtime.layout import Layout
 from fppo.runtime.mesh import Mesh, all_reduce, device_of
 
 Rename = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
@@ -66,23 +67,27 @@ def reshard(
     bucket_bytes: int,
     dtype: torch.dtype | None = None,
     only: Iterable[str] | None = None,
+    layout: Layout | None = None,
 ) -> Iterator[Bucket]:
     """The whole parameters, or those named in `only`, in order, in buckets; floating ones as `dtype`.
 
     Digests are as `how_of` says. A bucket's extra memory is at most `bucket_bytes`, or what one tensor takes
-    if that is more; whole parameters that need no cast are not copied at all. On a sharded mesh each bucket is one
-    gather: every rank must take all buckets.
+    if that is more; whole parameters that need no cast are not copied at all. On a mesh that cuts parameters, over its
+    tensor axis as the model's `layout` says, a bucket is gathered: every rank must take all buckets.
     """
     mesh = mesh or Mesh.local()
     wanted = set(params) if only is None else set(only)
     names = [name for name in params if name in wanted]
     kinds = {name: _sent(params[name].dtype, dtype) for name in names}
     how = how_of(params.values())
-    budget = bucket_bytes // 3 if mesh.sharded else bucket_bytes  # a gather holds its pieces, the buffer and the result
-    sizes = {name: shapes[name].numel() * kinds[name].itemsize for name in names}
+    budget = bucket_bytes // 3 if mesh.cuts else bucket_bytes  # a gather holds its pieces, the buffer and the result
+    whole_shapes = shapes if layout is None else layout.whole
+    sizes = {name: whole_shapes[name].numel() * kinds[name].itemsize for name in names}
     for piece in _pieces(sizes, budget):
         with torch.no_grad():
             whole = fsdp.gather({name: params[name].detach() for name in piece}, shapes, mesh, dtypes=kinds)
+            if layout is not None:
+                whole = {name: layout.gather(name, whole.pop(name), mesh["tensor"]) for name in piece}
         yield Bucket(whole, {name: digest(x, how) for name, x in whole.items()}, how)
 
 
@@ -115,8 +120,8 @@ def changed(
     still = set(frozen) & set(last)
     digests = {name: last[name] if name in still else digest(x) for name, x in params.items()}
     flags = torch.tensor([digests[name] != last.get(name) for name in params], device=device_of(params))
-    if mesh.sharded:
-        flags = all_reduce(flags.int(), mesh["shard"]) > 0
+    for axis in (mesh[name] for name, cuts in (("shard", mesh.sharded), ("tensor", mesh.cuts)) if cuts):
+        flags = all_reduce(flags.int(), axis) > 0
     return {name for name, differs in zip(params, flags.tolist(), strict=True) if differs}, digests
 
 

@@ -65,8 +65,13 @@ class Mesh:
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters are cut over several ranks."""
+        """Whether parameters are cut over several ranks of the shard axis."""
         return self.sharding is not None and self["shard"].size > 1
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a rank holds less than whole parameters, on any axis."""
+        return self.sharded or self["tensor"].size > 1
 
     @staticmethod
     def local() -> Mesh:

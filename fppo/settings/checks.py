@@ -10,6 +10,7 @@ from fppo._errors import did_you_mean
 from fppo.rollout.turns.tools import TOOLS
 from fppo.settings.checks_data import data_problems, has_held_out
 from fppo.settings.checks_eval import eval_problems
+from fppo.settings.checks_mesh import tensor_axis_problems
 from fppo.settings.checks_reward import FUNCTION, judge_on_ranks, reward_problems
 from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
 from fppo.settings.fields import wrong_values
@@ -95,7 +96,7 @@ def _mesh(s: TrainSettings, world: int) -> Problems:
     if s.mesh.sequence > 1 and not s.model.remove_padding:
         yield _problem("mesh.sequence", s.mesh.sequence, "a sequence axis cuts packed rows; set model.remove_padding")
     if s.mesh.tensor > 1:
-        yield from _tensor_axis(s)
+        yield from tensor_axis_problems(s, critic=uses_critic(s))
     if s.rollout.engine == "vllm":
         yield from vllm_on_ranks(s.rollout.vllm, "rollout.vllm", world)
     yield from judge_on_ranks(s, world)
@@ -105,24 +106,6 @@ def _mesh(s: TrainSettings, world: int) -> Problems:
         if size < ranks and (name == "actor" or uses_critic(s)):
             advice = f"give at least as many sequences as there are data ranks, {ranks}, or a longer mesh.sequence"
             yield _problem(f"{name}.mini_batch_size", size, f"some ranks would have nothing to do; {advice}")
-
-
-def _tensor_axis(s: TrainSettings) -> Problems:
-    if not s.model.remove_padding:
-        yield _problem("mesh.tensor", s.mesh.tensor, "a tensor axis cuts packed rows; set model.remove_padding")
-    if s.model.compile_layers:
-        advice = "its layers exchange tokens, which torch.compile does not; leave out model.compile_layers"
-        yield _problem("mesh.tensor", s.mesh.tensor, advice)
-    if s.model.log_probs in ("compiled", "liger"):
-        advice = "it cannot split the vocabulary over mesh.tensor; give chunked, triton or reference"
-        yield _problem("model.log_probs", s.model.log_probs, advice)
-    if s.rollout.engine == "vllm":
-        advice = "it is not sent weights out of a tensor axis yet; give embedded, or mesh.tensor = 1"
-        yield _problem("rollout.engine", s.rollout.engine, advice)
-    for name, section in (("actor", s.actor), ("critic", s.critic)):
-        if section.optimizer.name == "muon" and (name == "actor" or uses_critic(s)):
-            advice = "it needs whole matrices, which mesh.tensor cuts; give adamw or sgd, or mesh.tensor = 1"
-            yield _problem(f"{name}.optimizer.name", "muon", advice)
 
 
 def uses_critic_model(settings: TrainSettings) -> bool:

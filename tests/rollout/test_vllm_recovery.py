@@ -10,17 +10,19 @@ import numpy as np
 import pytest
 import torch
 
+from fppo import models
 from fppo.key import Key
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.sync import SyncError, digest
 from fppo.rollout.vllm import engine as vllm_engine
+from fppo.rollout.vllm import probe as vllm_probe
 from fppo.rollout.vllm import process
 from fppo.rollout.vllm import start as vllm_start
 from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
 from fppo.rollout.vllm.host import Answer, EngineDied, EngineFailure
 from fppo.rollout.vllm.process import ProcessHost
 from fppo.rollout.vllm.transfer import _Client
-from fppo.runtime import clock, fsdp
+from fppo.runtime import clock
 from fppo.runtime.mesh import LOCAL, Sharding, any_rank
 from fppo.runtime.simulate import simulate
 from tests.models.families import make
@@ -242,16 +244,16 @@ def test_a_death_on_the_way_to_sleep_costs_no_row(start):
     assert log == ["closed", "start", "loaded", "asked for 12", "slept"]
 
 
-def on_ranks(engines, fn):
-    """What `fn(engine, shards)` returns on two ranks, each with its engine and its shards."""
+def on_ranks(engines, fn, axis="shard"):
+    """What `fn(engine, parts)` returns on two ranks, each with its engine and its part of the parameters."""
 
     def run(mesh):
         mesh = attrs.evolve(mesh, sharding=Sharding())
-        engine = engines[mesh["shard"].rank]
-        engine._mesh = mesh
-        return fn(engine, fsdp.shard(PARAMS, mesh))
+        engine = engines[mesh[axis].rank]
+        engine._mesh, engine._model = mesh, models.place(MODEL, mesh)
+        return fn(engine, models.own_params(engine._model, PARAMS, mesh))
 
-    return simulate({"shard": 2}, run)
+    return simulate({axis: 2}, run)
 
 
 @pytest.mark.parametrize("send", ["all", "changed"])
@@ -274,18 +276,35 @@ def test_ranks_go_on_together_when_a_replacement_of_one_dies(start, method, send
     assert [engine.replaced for engine in build] == [0, 2]
 
 
+@pytest.mark.parametrize("axis", ["shard", "tensor"])
 @pytest.mark.parametrize("method", ["begin_load", "take_in", "end_load"])
-def test_a_sync_in_which_one_ranks_vllm_dies_is_none_on_any(start, method):
+def test_a_sync_in_which_one_ranks_vllm_dies_is_none_on_any(start, method, axis):
     def run(engine, shards):
         with pytest.raises(EngineDied) as raised:
             engine.sync(shards, version=1)
         first = str(raised.value), engine.version
-        return first, engine.sync(shards, version=1).version
+        version = engine.sync(shards, version=1).version
+        assert engine._host.got == {name: digest(x) for name, x in PARAMS.items()}
+        return first, version
 
     engines = [start()[0], start((method, DIED))[0]]
-    elsewhere, here = on_ranks(engines, run)
+    elsewhere, here = on_ranks(engines, run, axis)
     assert elsewhere == (("the vLLM of another rank died during a sync", None), 1)
     assert here == (("it died", None), 1)
+
+
+@pytest.mark.parametrize("axis", ["shard", "tensor"])
+def test_the_log_probs_that_vllms_are_held_against_are_the_models_on_any_mesh(axis):
+    tokens, start = vllm_probe.probe_tokens(MODEL, 15)
+    expected = vllm_probe.own_log_probs(MODEL, PARAMS, LOCAL, tokens, start)
+
+    def run(mesh):
+        mesh = attrs.evolve(mesh, sharding=Sharding())
+        model = models.place(MODEL, mesh)
+        return vllm_probe.own_log_probs(model, models.own_params(model, PARAMS, mesh), mesh, tokens, start)
+
+    for found in simulate({axis: 2}, run):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 class InStep:

@@ -104,7 +104,7 @@ class VllmEngine:
         check_installed()
         self._info = transfer or (None if self._options.transport == "auto" else transfer_info)
         self._transfer: Transfer | None = None  # of the host
-        self._targets = sync.targets(model.shapes, self._rename)
+        self._targets = sync.targets(model.whole_shapes, self._rename)
         self._weights: _Weights | None = None
         self.replaced = 0  # processes that died or hung, and were replaced
         self._probed = self._asleep = self._broken = False
@@ -180,7 +180,7 @@ class VllmEngine:
         return torch.stack([torch.from_numpy(answers[row].log_probs) for row in range(len(rows))])
 
     def sync(self, params: Mapping[str, Tensor], *, version: int) -> Synced:
-        """Makes the engine hold these parameters, under this version. On a sharded mesh every rank must call.
+        """Makes the engine hold these parameters, under this version. Every rank of a mesh that cuts them must call.
 
         It sends what `send` says, whatever the engine holds already.
         """
@@ -194,7 +194,10 @@ class VllmEngine:
         def recorded() -> Iterator[Bucket]:
             nonlocal count
             size, kind = self._bucket_bytes, getattr(torch, self._dtype)
-            shards = sync.reshard(params, self._model.shapes, self._mesh, bucket_bytes=size, dtype=kind, only=only)
+            model = self._model
+            shards = sync.reshard(
+                params, model.shapes, self._mesh, bucket_bytes=size, dtype=kind, only=only, layout=model.layout
+            )
             for bucket in sync.renamed(shards, self._rename):
                 sent.update(bucket.digests)
                 count += sum(x.nbytes for x in bucket.tensors.values())
@@ -234,7 +237,7 @@ class VllmEngine:
             self._wake("kv_cache")
             self._broken = False
         except (EngineFailure, SyncError) as error:
-            if self._mesh.sharded:
+            if self._mesh.cuts:
                 for _ in buckets:
                     pass
             if not isinstance(error, EngineDied):
@@ -257,7 +260,7 @@ class VllmEngine:
         return None
 
     def _announced(self, params: Mapping[str, Tensor], only: list[str]) -> list[Meta]:
-        return metadata(params, self._model.shapes, only, self._rename, getattr(torch, self._dtype))
+        return metadata(params, self._model.whole_shapes, only, self._rename, getattr(torch, self._dtype))
 
     def sleep(self) -> None:
         """Gives vLLM's memory for weights and cache back; the next rollout takes it again and is sent all weights.
@@ -309,7 +312,7 @@ class VllmEngine:
     def _answers(self, request: Request, params: Mapping[str, Tensor], ask: Ask) -> list[Answer]:
         """All rows' answers. A process that dies is replaced, and asked for the rows that it left.
 
-        On a sharded mesh all ranks go on together: where one was replaced, all sync again.
+        On a mesh that cuts parameters all ranks go on together: where one was replaced, all sync again.
         """
         answers: dict[int, Answer] = {}
 
@@ -391,5 +394,5 @@ class VllmEngine:
     def _any(self, flag: bool, params: Mapping[str, Tensor]) -> bool:
         """Whether it is so here, or on any rank of a mesh whose ranks sync together: they gather parameters, or send
         them by an engine of vLLM's, whose ranks may wait for each other."""
-        together = self._mesh.sharded or (self._info is not None and ranks_on(self._mesh, AXES) > 1)
+        together = self._mesh.cuts or (self._info is not None and ranks_on(self._mesh, AXES) > 1)
         return any_rank(flag, self._mesh, device_of(params)) if together else flag

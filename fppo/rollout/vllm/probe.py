@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fppo import models
 from fppo.key import Key
@@ -13,6 +14,7 @@ from fppo.models.model import Model
 from fppo.rollout.sync import SyncError
 from fppo.runtime.mesh import Mesh, device_of
 from fppo.steps.sharded import opened
+from fppo_kernels.collectives import all_gather
 from fppo_kernels.record import Kernels
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.1}  # mean difference of a log-prob, by vLLM's dtype
@@ -29,15 +31,23 @@ def probe_tokens(model: Model, limit: int) -> tuple[Tensor, int]:
 
 @torch.no_grad()
 def own_log_probs(model: Model, params: Mapping[str, Tensor], mesh: Mesh, tokens: Tensor, start: int) -> Tensor:
-    """The model's log-probs of tokens [N] from `start` on, float32 on the CPU. Every rank of a sharded mesh calls."""
-    tokens = tokens.to(device_of(params))
-    attend = models.padded_attention(torch.ones(1, len(tokens), dtype=torch.bool, device=tokens.device))
-    places = torch.arange(len(tokens), device=tokens.device)
+    """The model's log-probs of tokens [N] from `start` on, float32 on the CPU. Every rank of a mesh that cuts
+    parameters calls."""
+    tokens, axis = tokens.to(device_of(params)), mesh["tensor"]
+    row = F.pad(tokens, (0, -len(tokens) % axis.size))  # each rank has a slice of it between blocks
+    attend = models.padded_attention(torch.ones(1, len(row), dtype=torch.bool, device=row.device))
+    places = torch.arange(len(row), device=row.device)
     root, apply_layer = opened(dict(params), model, mesh)
-    hidden = models.hidden_states(model, root, tokens, places, attend=attend, apply_layer=apply_layer)
+    hidden = all_gather(models.hidden_states(model, root, row, places, attend=attend, apply_layer=apply_layer), axis)
     head = models.output_head(model, root)
     outputs = _TABLE.log_probs(
-        hidden[start - 1 : -1], head.weight, tokens[start:], bias=head.bias, softcap=head.softcap, scale=head.scale
+        hidden[start - 1 : len(tokens) - 1],
+        head.weight,
+        tokens[start:],
+        bias=head.bias,
+        softcap=head.softcap,
+        scale=head.scale,
+        axis=axis,
     )
     return outputs.log_probs.cpu()
 

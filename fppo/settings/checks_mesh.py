@@ -1,0 +1,22 @@
+"""What is wrong with settings on a mesh."""
+
+from __future__ import annotations
+
+from fppo.settings.problems import Problems, problem
+from fppo.settings.train import TrainSettings
+
+
+def tensor_axis_problems(s: TrainSettings, *, critic: bool) -> Problems:
+    """What does not go with a tensor axis, in a run that has a critic or has none."""
+    if not s.model.remove_padding:
+        yield problem("mesh.tensor", s.mesh.tensor, "a tensor axis cuts packed rows; set model.remove_padding")
+    if s.model.compile_layers:
+        advice = "its layers exchange tokens, which torch.compile does not; leave out model.compile_layers"
+        yield problem("mesh.tensor", s.mesh.tensor, advice)
+    if s.model.log_probs in ("compiled", "liger"):
+        advice = "it cannot split the vocabulary over mesh.tensor; give chunked, triton or reference"
+        yield problem("model.log_probs", s.model.log_probs, advice)
+    for name, section in (("actor", s.actor), ("critic", s.critic)):
+        if section.optimizer.name == "muon" and (name == "actor" or critic):
+            advice = "it needs whole matrices, which mesh.tensor cuts; give adamw or sgd, or mesh.tensor = 1"
+            yield problem(f"{name}.optimizer.name", "muon", advice)
