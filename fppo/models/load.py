@@ -62,8 +62,8 @@ def load(
     )
     check_model(model)
     if (ranks := mesh["tensor"].size) > 1:
-        check_placed(model, ranks)
-        model = place(model, mesh)
+        whole, model = model, place(model, mesh)
+        check_placed(whole, ranks)
     try:
         params, problems = _read(model, directory, own, dtype, mesh)
     except SafetensorError as error:

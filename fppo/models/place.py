@@ -122,7 +122,8 @@ def _check_blocks(model: Model, cuts: Mapping[str, Cut]) -> None:
         blocks = dict.fromkeys(n[len(start) :].split(".")[0] for n in names if len(model.shapes[n]) > 1)
         whole = [block for block in blocks if not any(name.startswith(f"{start}{block}.") for name in cuts)]
         if whole or not blocks:
-            raise ValueError(f"{whole or 'nothing'} of {path} is cut by dividing heads and inner widths")
+            what = " and ".join(whole) or "anything"
+            raise ValueError(f"fewer heads and narrower inner widths do not make {what} of {path} smaller")
 
 
 def _replace(skeleton: nn.Module, path: str, seam: Callable[[Any], nn.Module]) -> None:
@@ -187,8 +188,10 @@ def check_placed(model: Model, ranks: int) -> None:
     positions = torch.cat([torch.arange(n) for n in lengths])
     attend = packed_attention(sdpa, make_lengths(lengths))
 
+    cut = narrowed(probe.model, few)
+
     def run(mesh: Mesh) -> Tensor:
-        placed = place(probe.model, mesh)
+        placed = probe.model if mesh["tensor"].size == 1 else cut.on(mesh["tensor"])
         params = own_params(placed, whole, mesh)
         hidden = hidden_states(placed, params, tokens, positions, attend=attend)
         return logits_of(output_head(placed, params), collectives.all_gather(hidden, mesh["tensor"]))

@@ -1,6 +1,7 @@
 """A model cut over a tensor axis computes what the whole one does: outputs, gradients, norm, updates."""
 
 import sys
+from collections import Counter
 from functools import partial
 
 import attrs
@@ -9,8 +10,10 @@ import torch
 
 from fppo import models, tree
 from fppo.grad import value_and_grad
+from fppo.key import Key
 from fppo.models import narrow as narrowing
 from fppo.models import regions
+from fppo.plan._group import counting_mesh
 from fppo.runtime import mesh as meshes
 from fppo.runtime.layout import Layout
 from fppo.runtime.mesh import Mesh, gradient_sum
@@ -25,9 +28,9 @@ from tests import tiny
 from tests.models.families import CONFIGS, make
 
 REFUSED = {
-    "gpt2": "",
-    "gpt_neox": "",
-    "opt": "",
+    "gpt2": "do not make attn and mlp of h.0 smaller",
+    "gpt_neox": "do not make attention of layers.0 smaller",
+    "opt": "do not make self_attn and fc1 and fc2 of decoder.layers.0 smaller",
 }
 CASES = [(name, 2) for name in CONFIGS if name not in REFUSED]
 CASES += [("llama", 4), ("gpt_oss", 4), ("olmo2", 4)]  # 2 key heads on 4 ranks
@@ -77,7 +80,9 @@ def test_a_cut_model_is_the_whole_one(name, ranks):
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_cut_is_refused(name):
     model, _ = make(name)
-    with pytest.raises(ValueError, match=f"cannot run model type '{name}' on a tensor axis of 2 ranks"):
+    with pytest.raises(
+        ValueError, match=f"cannot run model type '{name}' on a tensor axis of 2 ranks: .* {REFUSED[name]}"
+    ):
         models.check_placed(model, 2)
 
 
@@ -185,3 +190,25 @@ def test_a_model_that_would_run_wrong_is_refused(monkeypatch):
     model, _ = make("phi3")
     with pytest.raises(ValueError, match=r"cut over 2, a small random model of this kind gives logits that differ"):
         models.check_placed(model, 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_layer_sends_eight_activations_and_no_rank_has_the_vocabulary(ranks):
+    """Forward and backward: four all-gathers and four reduce-scatters, each of (ranks - 1) / ranks of N x H numbers."""
+
+    def sent_by(layers):
+        model = models.build(tiny.config(num_hidden_layers=layers, vocab_size=40))
+        sent = []
+        mesh = counting_mesh({"tensor": ranks}, {}, None, lambda axis, op, size, *_: sent.append((op, size)))
+        placed = models.place(model, mesh)
+        own = models.own_params(placed, models.init_params(model, Key(0)), mesh)
+        value_and_grad(partial(objective, outputs=("log_probs",)), has_aux=True)(own, Forward(placed, mesh=mesh))
+        assert all(40 not in x.shape for x in own.values())
+        return Counter(sent)
+
+    tokens = int(BATCH.attention_mask.sum())
+    activation = -(-tokens // ranks) * ranks * 16 * 4
+    more = sent_by(3) - sent_by(2)
+    assert sum(more.values()) == 8
+    assert sum(count * size for (_, size), count in more.items()) == 8 * activation * (ranks - 1) // ranks
+    assert {op for op, _ in more} == {"all_gather", "reduce_scatter"}
