@@ -34,7 +34,11 @@ def input_lines(settings: TrainSettings, inputs: Inputs, chosen: Sequence[str] =
         _line("prompts", prompts),
         _line("ends", " ".join(ends)),
         _line("settings", ", ".join(f"{name}={_short(value)}" for name, value in differ.items())),
-        *([_line("old", _old_log_probs(settings))] if settings.algorithm.old_log_probs == "auto" else []),
+        *(
+            [_line("auto", f"algorithm.old_log_probs {_old_log_probs(settings)}")]
+            if settings.algorithm.old_log_probs == "auto"
+            else []
+        ),
     ]
 
 
@@ -42,11 +46,11 @@ def _old_log_probs(settings: TrainSettings) -> str:
     """What algorithm.old_log_probs = "auto" comes to."""
     match old_log_probs.source(settings):
         case "update":
-            return "log-probs from the update's own pass"
+            return "update: a batch has one update, whose own pass gives them"
         case "auto":
-            return "log-probs from the engine, held in every step against a pass over some of its rows"
+            return "engine, held in every step against a pass over some of its rows"
         case _:
-            return f"log-probs from a pass: {'; '.join(old_log_probs.passes_besides(settings))}"
+            return f"pass: {'; '.join(old_log_probs.passes_besides(settings))}"
 
 
 def model_lines(model: Model, path: str, *, others: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from fppo.settings.checks_mesh import tensor_axis_problems
 from fppo.settings.checks_reward import FUNCTION, judge_on_ranks, reward_problems
 from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
 from fppo.settings.fields import wrong_values
+from fppo.settings.old_log_probs import old_log_probs_problems
 from fppo.settings.problems import Problems, unread_section
 from fppo.settings.problems import problem as _problem
 from fppo.settings.problems import unread as _unread
@@ -68,7 +69,7 @@ def problems(settings: TrainSettings) -> list[str]:
 
     Conflicts between fields are sought also where a single value is wrong, so that one run of the command names all.
     """
-    rollout, algorithm = (_rollout, _turns, _sampling), (_algorithm, _old_log_probs, _correction)
+    rollout, algorithm = (_rollout, _turns, _sampling), (_algorithm, old_log_probs_problems, _correction)
     conflicts = (_run, _model, data_problems, *rollout, reward_problems, *algorithm, _loss)
     lines = [_problem(*wrong) for wrong in wrong_values(settings)]
     for conflict in conflicts:
@@ -233,34 +234,6 @@ def _algorithm(s: TrainSettings) -> Problems:
         yield from _unread("algorithm.kl.kind", a.kl.kind, default.kl.kind, "algorithm.kl.coef > 0")
     if s.actor.kl_coef == 0:
         yield from _unread("actor.kl_kind", s.actor.kl_kind, ActorSettings().kl_kind, "actor.kl_coef > 0")
-
-
-def passes_before_update(s: TrainSettings) -> list[str]:
-    """Why the old log-probs must be there before the update, instead of from its own pass; empty if they need not.
-
-    Its own pass will do where the ratio of new to old is 1 all along, and nothing else asks for the old ones.
-    """
-    size, correction = s.rollout.batch_size, s.algorithm.correction
-    reasons = []
-    if s.actor.epochs > 1 or (s.actor.mini_batch_size or size) != size:
-        reasons.append("actor.epochs and actor.mini_batch_size make several updates of a batch")
-    if s.algorithm.kl.coef > 0:
-        reasons.append("algorithm.kl.coef puts their KL to the reference into the rewards")
-    if correction.mode != "none" or correction.rejection:
-        reasons.append("algorithm.correction compares them with the engine's")
-    if s.algorithm.advantage == "optimal_token_baseline":
-        reasons.append("optimal_token_baseline estimates advantages with them")
-    return reasons
-
-
-def _old_log_probs(s: TrainSettings) -> Problems:
-    source, correction = s.algorithm.old_log_probs, s.algorithm.correction
-    if source == "update" and (reasons := passes_before_update(s)):
-        text = f"they are needed before the update: {'; '.join(reasons)}; give pass, or leave it out"
-        yield _problem("algorithm.old_log_probs", source, text)
-    if source == "engine" and (correction.mode != "none" or correction.rejection):
-        text = "algorithm.correction would compare the engine's with themselves, and all weights be 1; leave one out"
-        yield _problem("algorithm.old_log_probs", source, text)
 
 
 def _correction(s: TrainSettings) -> Problems:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fppo.settings import checks
+from fppo.settings.problems import Problems, problem
 from fppo.settings.train import OldLogProbs, TrainSettings
 
 
@@ -11,7 +11,7 @@ def source(settings: TrainSettings) -> OldLogProbs:
     asked = settings.algorithm.old_log_probs
     if asked in ("pass", "engine", "update"):
         return asked
-    if not checks.passes_before_update(settings):
+    if not passes_before_update(settings):
         return "update"
     return "auto" if asked == "auto" and not passes_besides(settings) else "pass"
 
@@ -30,4 +30,35 @@ def passes_besides(settings: TrainSettings) -> list[str]:
         reasons.append("algorithm.correction compares the two")
     if algorithm.advantage == "optimal_token_baseline":
         reasons.append("optimal_token_baseline needs a pass anyway")
+    if algorithm.advantage == "gae" and settings.critic.reads == "confidence":
+        reasons.append("critic.reads = confidence needs a pass anyway")
     return reasons
+
+
+def passes_before_update(s: TrainSettings) -> list[str]:
+    """Why the old log-probs must be there before the update, instead of from its own pass; empty if they need not.
+
+    Its own pass will do where the ratio of new to old is 1 all along, and nothing else asks for the old ones.
+    """
+    size, correction = s.rollout.batch_size, s.algorithm.correction
+    reasons = []
+    if s.actor.epochs > 1 or (s.actor.mini_batch_size or size) != size:
+        reasons.append("actor.epochs and actor.mini_batch_size make several updates of a batch")
+    if s.algorithm.kl.coef > 0:
+        reasons.append("algorithm.kl.coef puts their KL to the reference into the rewards")
+    if correction.mode != "none" or correction.rejection:
+        reasons.append("algorithm.correction compares them with the engine's")
+    if s.algorithm.advantage == "optimal_token_baseline":
+        reasons.append("optimal_token_baseline estimates advantages with them")
+    return reasons
+
+
+def old_log_probs_problems(s: TrainSettings) -> Problems:
+    """What keeps the old log-probs from coming from where they are asked."""
+    source, correction = s.algorithm.old_log_probs, s.algorithm.correction
+    if source == "update" and (reasons := passes_before_update(s)):
+        text = f"they are needed before the update: {'; '.join(reasons)}; give pass, or leave it out"
+        yield problem("algorithm.old_log_probs", source, text)
+    if source == "engine" and (correction.mode != "none" or correction.rejection):
+        text = "algorithm.correction would compare the engine's with themselves, and all weights be 1; leave one out"
+        yield problem("algorithm.old_log_probs", source, text)

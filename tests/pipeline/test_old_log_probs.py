@@ -148,12 +148,13 @@ def test_an_engine_that_differs_or_is_not_yet_known_leaves_it_to_a_pass():
 @pytest.mark.parametrize(
     ("changes", "source", "words"),
     [
-        ({}, "auto", "held in every step against a pass"),
-        (ONCE | FIXED, "update", "the update's own"),
-        ({"model__compute_dtype": "bfloat16"}, "pass", "a pass: model.compute_dtype = bfloat16"),
+        ({}, "auto", "auto algorithm.old_log_probs engine, held in every"),
+        (ONCE | FIXED, "update", "old_log_probs update: a batch has one"),
+        ({"model__compute_dtype": "bfloat16"}, "pass", "old_log_probs pass: model.compute_dtype = bfloat16"),
         ({"rollout__ahead": 1}, "pass", "rollout.ahead trains on"),
         ({"algorithm__correction__mode": "token"}, "pass", "algorithm.correction compares the two"),
         ({"rollout__engine": "vllm"}, "pass", "rollout.engine = vllm"),
+        ({"critic__reads": "confidence"}, "pass", "critic.reads = confidence needs"),
     ],
 )
 def test_settings_say_when_the_engines_cannot_be_the_old_ones(tmp_path, changes, source, words):
