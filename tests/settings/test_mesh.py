@@ -9,6 +9,7 @@ from fppo.settings import checks, files
     ("changes", "words"),
     [
         ({"model.remove_padding": False}, "mesh.tensor = 2: a tensor axis cuts packed rows"),
+        ({"model.compile_layers": True}, "mesh.tensor = 2: its layers exchange tokens, which torch.compile does not"),
         ({"model.log_probs": "liger"}, "model.log_probs = 'liger': it cannot split the vocabulary"),
         ({"actor.optimizer.name": "muon"}, "actor.optimizer.name = 'muon': it needs whole matrices"),
         ({"critic.optimizer.name": "muon"}, "critic.optimizer.name = 'muon': it needs whole matrices"),
