@@ -223,3 +223,12 @@ def test_a_dry_run_of_the_gpus_benchmark_exercises_all_of_it(tmp_path):
     assert len(held) >= 5
     assert len(errors) == 8
     assert all(verdict["passed"] for verdict in held + errors)
+
+
+def test_families_are_told_by_what_their_checks_say(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["families.py", "qwen2", "gpt2", "bloom"])
+    _load("families")
+    both, whole, refused = capsys.readouterr().out.split("## ")[1:]
+    assert both == "Whole, and on a tensor axis\n\n`qwen2`\n\n"
+    assert "| `gpt2` | fewer heads and narrower inner widths do not make attn and mlp of h.0 smaller |" in whole
+    assert "| `bloom` | its layers compute attention in code of their own" in refused
