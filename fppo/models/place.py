@@ -134,13 +134,19 @@ def _replace(skeleton: nn.Module, path: str, seam: Callable[[Any], nn.Module]) -
 
 
 def _norms(narrower: Model, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
-    """The modules with nothing but vectors that are cut, norms over a whole width, by their paths, and its cut."""
+    """The paths of norms over the whole width of what is cut along it, and its cut: modules of vectors that are cut, or
+    as long as the whole of a projection of their name (OLMoE's, which do not look at the number of heads)."""
     found = {}
     for path, module in narrower.skeleton.named_modules():
-        names = [f"{narrower.prefix}{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
-        vectors = all(p.dim() == 1 for p in module.parameters(recurse=False))
-        if names and vectors and not list(module.children()) and names[0] in cuts:
-            found[path] = cuts[names[0]]
+        vectors = dict(module.named_parameters(recurse=False))
+        if not vectors or list(module.children()) or any(x.dim() != 1 for x in vectors.values()):
+            continue
+        own = cuts.get(f"{narrower.prefix}{path}.{next(iter(vectors))}")
+        projection = cuts.get(f"{narrower.prefix}{path.removesuffix('_norm')}_proj.weight")
+        if own is not None:
+            found[path] = own
+        elif projection is not None and sum(projection.segments) == len(next(iter(vectors.values()))):
+            found[path] = projection
     return found
 
 
