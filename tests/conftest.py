@@ -8,7 +8,7 @@ import torch
 from hypothesis import settings
 
 # no deadline (the first call imports and warms up), the same examples in every run
-settings.register_profile("fppo", deadline=None, derandomize=True, max_examples=30)
+settings.register_profile("fppo", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("fppo")
 torch.set_num_threads(1)
 

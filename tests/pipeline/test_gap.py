@@ -17,8 +17,8 @@ def take_step(directory, *, wrong=True, **changes):
     tiny_run.write_task(directory)
     plain, noise = embedded.logits_of, torch.randn(1, 99, generator=torch.Generator().manual_seed(0))
 
-    def other(head, hidden):
-        logits = plain(head, hidden)
+    def other(head, hidden, linear):
+        logits = plain(head, hidden, linear)
         return logits + noise[:, : logits.shape[1]]
 
     with assemble(tiny_run.settings(directory, **changes)) as assembly, pytest.MonkeyPatch.context() as patch:

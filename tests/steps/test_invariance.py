@@ -96,10 +96,12 @@ def _variants(run, batch, seed):
     yield run(wide, remove_padding=False)
 
 
-@pytest.mark.parametrize("mode", losses.MODES)
+MODES = st.sampled_from(losses.MODES)
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-@settings(max_examples=3)
-@given(rows=st.integers(1, 7), seed=st.integers(0, 10_000))
+@settings(max_examples=8)
+@given(mode=MODES, rows=st.integers(1, 7), seed=st.integers(0, 10_000))
 def test_the_actors_update_is_one_function_of_the_batch(name, mode, rows, seed):
     batch = tiny.experience(seed, rows)
     run = partial(_actor, name=name, mode=mode)
@@ -108,9 +110,8 @@ def test_the_actors_update_is_one_function_of_the_batch(name, mode, rows, seed):
         _assert_same(got, expected)
 
 
-@pytest.mark.parametrize("mode", losses.MODES)
-@settings(max_examples=5)
-@given(rows=st.integers(1, 7), seed=st.integers(0, 10_000))
+@settings(max_examples=12)
+@given(mode=MODES, rows=st.integers(1, 7), seed=st.integers(0, 10_000))
 def test_the_critics_update_is_one_function_of_the_batch(mode, rows, seed):
     batch = tiny.experience(seed, rows)
     run = partial(_critic, mode=mode)
@@ -156,9 +157,8 @@ CORRECTIONS = (
 )
 
 
-@pytest.mark.parametrize("mode", losses.MODES)
-@settings(max_examples=3)
-@given(correction=st.sampled_from(CORRECTIONS), rows=st.integers(2, 7), seed=st.integers(0, 10_000))
+@settings(max_examples=8)
+@given(mode=MODES, correction=st.sampled_from(CORRECTIONS), rows=st.integers(2, 7), seed=st.integers(0, 10_000))
 def test_a_corrected_batch_obeys_the_same_laws(mode, correction, rows, seed):
     batch = _corrected(tiny.experience(seed, rows), **correction)
     run = partial(_actor, name="ppo_clip", mode=mode, old_log_probs="engine")
@@ -167,9 +167,8 @@ def test_a_corrected_batch_obeys_the_same_laws(mode, correction, rows, seed):
         _assert_same(got, expected)
 
 
-@pytest.mark.parametrize("mode", losses.MODES)
-@settings(max_examples=5)
-@given(rows=st.integers(2, 7), seed=st.integers(0, 10_000))
+@settings(max_examples=12)
+@given(mode=MODES, rows=st.integers(2, 7), seed=st.integers(0, 10_000))
 def test_rejected_rows_are_as_if_they_had_never_been(mode, rows, seed):
     batch = tiny.experience(seed, rows)
     gone = torch.arange(rows) % 2 == 1
