@@ -14,7 +14,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from fppo import laws
 from fppo.laws import LawViolation
 from fppo.laws._search import check
-from fppo.laws.kernels import _LOG_PROBS_LAWS, _log_probs_example
+from fppo.laws.kernels import _LOG_PROBS_CASES, _LOG_PROBS_LAWS, SIZES, _log_probs_example
 from fppo.runtime.simulate import simulate
 from fppo_kernels import table
 from fppo_kernels.glu import eager as plain_glus
@@ -87,7 +87,8 @@ def laws_in_bfloat16():
     """The interpreter cannot multiply bfloat16, so the products are of the same numbers in float32; and where GPUs
     round to bfloat16, it cuts off, which is mended here."""
     InterpreterBuilder.create_fp_trunc = _cast  # type: ignore[method-assign]
-    laws.check_log_probs(table.get("log_probs", "triton"), dtypes=(torch.bfloat16,))
+    examples = partial(_log_probs_example, (torch.bfloat16,), "cpu", 2)
+    check(table.get("log_probs", "triton"), _LOG_PROBS_LAWS, examples, sizes=SIZES, seeds=len(_LOG_PROBS_CASES))
 
 
 def problem(tokens, vocab, width, dtype=torch.float32):

@@ -21,12 +21,12 @@ OTHERS = ("gspo", "sapo", "gpg", "cispo", "gmpo", "dppo_tv", "dppo_kl", "dro")
 
 @pytest.mark.slow
 def test_the_actor_keeps_the_law():
-    laws.check_layout(losses.ppo_clip, each=3)
+    laws.check_layout(losses.ppo_clip, each=2)
 
 
 @pytest.mark.slow
 def test_the_critic_keeps_the_law():
-    laws.check_layout_fn(update_critic, head="value", each=2)
+    laws.check_layout_fn(update_critic, head="value", each=1)
 
 
 @pytest.mark.slow
@@ -51,12 +51,12 @@ def test_the_losses_that_select_tokens_keep_the_law(name):
 
 @pytest.mark.slow
 def test_the_large_meshes_keep_the_law():
-    """Up to 64 ranks, every other mesh once, most ranks with nothing to do."""
+    """Up to 64 ranks, every third mesh once, most ranks with nothing to do."""
     run = layout._runner(partial(update_actor, loss_fn=losses.ppo_clip), "lm")
     example = layout._example(("token-mean",), 2, 2, 1)
     expected = layout._one_process(run, example, 0)
-    large = [axes for axes in layout.meshes(64) if layout._ranks(axes) > 8][::2]
-    assert len(large) == 13
+    large = [axes for axes in layout.meshes(64) if layout._ranks(axes) > 8][::3]
+    assert len(large) == 9
     for axes in large:
         drawn = layout._draw(axes, 3, False, example, torch.Generator().manual_seed(0))
         for outcome in run(example, drawn, 0):
