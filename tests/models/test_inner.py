@@ -45,6 +45,7 @@ CALLS = {
     "gpt_neox": (8, 0, 0),
     "opt": (12, 0, 0),
     "qwen3_moe": (8, 9, 0),
+    "olmoe": (8, 9, 0),
     "gpt_oss": (8, 5, 0),
     "cohere": (14, 0, 2),
     "granite": (14, 5, 2),

@@ -37,7 +37,7 @@ def test_files_are_those_that_transformers_writes(name, tmp_path):
     plain(model, params).save_pretrained(tmp_path / "theirs", max_shard_size=FILE)
     ours, theirs = contents(tmp_path / "ours"), contents(tmp_path / "theirs")
     assert len(ours) > 4
-    if name == "qwen3_moe":  # transformers' own files are too large there: it counts the memory that experts share once
+    if name in ("qwen3_moe", "olmoe"):  # transformers' files are too large there: it counts what experts share once
         stored = [{k: x for f in d.glob("*.safetensors") for k, x in load_file(f).items()} for d in tmp_path.iterdir()]
         assert tree.digest(dict(sorted(stored[0].items()))) == tree.digest(dict(sorted(stored[1].items())))
         return
