@@ -47,6 +47,7 @@ def test_a_reward_that_fails_on_all_of_the_first_batch_ends_the_run_with_its_err
     assert [line["step"] for line in lines] == []
 
 
+@pytest.mark.slow
 def test_failures_beside_good_rows_are_counted_and_shown(task, capsys):
     assert (
         _train(task, "--reward.functions", f"{__name__}:broken_half", "--rollout.batch-size", "24", "--eval.every", "1")

@@ -194,6 +194,7 @@ def test_a_rank_that_hangs_is_named_with_where_it_is_and_what_waits_for_it(tmp_p
     assert seconds < SOON
 
 
+@pytest.mark.slow
 def test_only_ranks_of_the_same_group_are_waited_for(tmp_path):
     """Rank 1 of two replicas of two shards hangs: ranks 0 and 3 wait for it, and rank 2 for rank 3."""
     statuses, text, _ = run(tmp_path, hangs, {"replicate": 2, "shard": 2}, limits=IMPATIENT)
@@ -262,6 +263,7 @@ def again(rank, port, attempt, output):
         all_reduce(torch.ones(1), mesh["shard"])
 
 
+@pytest.mark.slow
 def test_ranks_that_are_started_again_know_nothing_of_the_error_before(tmp_path):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for attempt in range(2):

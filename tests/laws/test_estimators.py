@@ -12,6 +12,7 @@ def test_group_estimators_keep_the_laws(name):
     laws.check_advantages(getattr(advantages, name))
 
 
+@pytest.mark.slow
 def test_others_keep_the_laws():
     laws.check_advantages(advantages.grpo_passk, group_rows=2)
     laws.check_advantages(lambda s, m, g: advantages.gdpo({"a": s, "b": s.abs()}, m, g), higher_scores=False)

@@ -20,6 +20,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "stage", "again", "name"), CASES)
 def test_many_layers_follow_from_few_exactly(mesh, stage, again, name):
     what = case(layers=6, mesh=mesh, stage=stage, checkpoint_layers=again)

@@ -75,6 +75,7 @@ def test_the_other_stages_hold_and_send_what_was_planned(mesh, name):
     holds(case(mesh=mesh), name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "offload"), [({"shard": 2}, "none"), ({}, "all"), ({"shard": 2}, "all"), ({"sequence": 2}, "none")]
 )
