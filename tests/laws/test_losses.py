@@ -23,6 +23,7 @@ def test_policy_losses_keep_the_laws(name):
     laws.check_policy_loss(getattr(losses, name))
 
 
+@pytest.mark.slow
 def test_losses_with_opt_outs_keep_the_other_laws():
     laws.check_policy_loss(losses.gmpo, reinforce="row")
     laws.check_policy_loss(losses.kl_cov, extras=selected)

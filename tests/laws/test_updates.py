@@ -88,6 +88,7 @@ def by_mode(state, batch, *, loop, **settings):
     return update_actor(state, batch, loss_fn=losses.gpg, loop=loop, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "law", "words"),
     [

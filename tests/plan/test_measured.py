@@ -92,6 +92,7 @@ def test_a_reward_model_of_its_own_size_holds_and_sends_what_was_planned(mesh, o
         assert stage.total == plain.total + held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["log-probs", "update actor"])
 @pytest.mark.parametrize("offload", ["moments", "all"])
 def test_state_on_the_host_is_planned(offload, name):
@@ -150,6 +151,7 @@ def test_a_watch_counts_the_bytes_that_were_planned():
     assert {axis: (wire.calls, wire.sent) for axis, wire in planned.items()} == real
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_later_passes_are_like_the_second(stage, monkeypatch):
     what = case(mesh={"shard": 2, "sequence": 2}, stage=stage, micro_batches=4)
@@ -197,6 +199,7 @@ print(planned / taken)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak of a process is read from /proc")
 def test_a_process_takes_what_was_planned():
     """With every tensor mapped on its own: what malloc keeps of freed memory is no tensor's."""

@@ -80,6 +80,7 @@ def test_a_run_that_samples_ahead_stops_goes_on_and_replays_bit_for_bit(task, tm
     assert actions.replay(whole, 4) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shared", "sampling"),
     [
@@ -155,6 +156,7 @@ def test_rollouts_are_made_without_training_and_trained_on_later(task, tmp_path,
         _run(task, tmp_path, "longer", steps=3, rollout__from=str(directory))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"model__offload": "moments"}, {"model__offload": "all"}])
 def test_a_run_with_its_state_on_the_host_is_the_run_without(task, tmp_path, changes):
     _, here = _run(task, tmp_path, "here", actor__kl_coef=0.1)
