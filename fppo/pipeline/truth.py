@@ -16,7 +16,7 @@ from fppo.pipeline.program import RunState
 from fppo.pipeline.stages import ConfidenceFn, Role, share_of, there
 from fppo.rollout.engine import Ask, Engine, Sampling
 from fppo.runtime.offload import OnHost
-from fppo.steps.forward import Forward, compute_outputs, compute_values
+from fppo.steps.forward import Forward, TokenOutputs, compute_outputs, compute_values
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.train_state import Params
 from fppo.tree import state
@@ -77,18 +77,23 @@ def critic_truth(
         of_answer: Tensor | None = None
         for rows, responses in ((right, answer), (rollout, said)):
             share = share_of(rows, forward)
-            out = of_policy(share.own)
-            log_probs, entropy = share.collected(there(out.log_probs)), share.collected(there(out.entropy))
-            of_answer = log_probs if of_answer is None else of_answer
+            out = TokenOutputs()
+            if of_answer is None or not isinstance(critic, Forward):
+                out = TokenOutputs(*(None if x is None else share.collected(x) for x in of_policy(share.own)))
+            of_answer = there(out.log_probs) if of_answer is None else of_answer
             if isinstance(critic, Forward):
                 values = compute_values(of_critic, share.own, forward=critic, micro_batching=micro_batching)
                 values = share.collected(values)
             else:
-                values = critic(run.critic.params, log_probs, entropy, rows.response_mask)
+                values = critic(run.critic.params, there(out.log_probs), there(out.entropy), rows.response_mask)
             true = exact_values(of_answer, answer, mask, responses, rows.response_mask, gamma=gamma)
             exact.append(true[rows.response_mask].double())
             guessed.append(values[rows.response_mask].double())
-    true, guess = torch.cat(exact), torch.cat(guessed)
+    return _compared(torch.cat(exact), torch.cat(guessed))
+
+
+def _compared(true: Tensor, guess: Tensor) -> Metrics:
     error, variance = (true - guess).square().mean(), true.var(unbiased=False)
-    report = {"mse": error, "variance": variance, "r2": 1.0 - error / variance}
+    r2 = torch.where(variance > 0, 1.0 - error / variance, torch.nan)  # a share of nothing
+    report = {"mse": error, "variance": variance, "r2": r2}
     return {f"critic/true/{name}": metrics.mean(value) for name, value in report.items()}

@@ -60,8 +60,11 @@ def signs(log_probs: Tokens, entropy: Tokens, mask: Mask) -> Float[Tensor, "b t 
 
 def confidence_values(params: Params, log_probs: Tokens, entropy: Tokens, mask: Mask) -> Tokens:
     """The values [B, T] before each response token, 0 outside the mask, from a policy's log-probs and entropies."""
-    read = signs(log_probs, entropy, mask).to(params["in_weight"].dtype)
-    hidden = F.gelu(F.linear(read, params["in_weight"], params["in_bias"]))
+    return _values(params, signs(log_probs, entropy, mask), mask)
+
+
+def _values(params: Params, read: Float[Tensor, "b t f"], mask: Mask) -> Tokens:
+    hidden = F.gelu(F.linear(read.to(params["in_weight"].dtype), params["in_weight"], params["in_bias"]))
     return F.linear(hidden, params["out_weight"], params["out_bias"])[..., 0].where(mask, 0.0)
 
 
@@ -82,22 +85,24 @@ def update_confidence(
     if batch.values is None or batch.entropy is None:
         raise ValueError("update_confidence needs values and entropies in the batch: annotate it first")
     state = state if donate else tree.copy(state)
+    read = signs(batch.old_log_probs, batch.entropy, batch.response_mask)  # the same in all epochs
     history: list[Metrics] = []
     for epoch in range(loop.epochs):
         drawn = None if key is None else key.fold("epoch", epoch)
         for numbers in mini_batches(batch.row_ids, loop.mini_batch_size, key=drawn):
-            rows = batches.rows(batch, numbers)
-            (_, report), grads = _gradient(state.params, rows=rows, loop=loop, clip=clip)
+            rows, own = batches.rows((batch, read), numbers)
+            (_, report), grads = _gradient(state.params, rows=rows, read=own, loop=loop, clip=clip)
             state, stepped = optimizer_step(state, grads, optimizer=optimizer, donate=True)
             history.append(metrics.settled(report) | {f"critic/{name}": m for name, m in stepped.items()})
     return state, metrics.merge(*history)
 
 
-def _objective(params: Params, *, rows: Experience, loop: Loop, clip: float | None) -> tuple[Tensor, Metrics]:
+def _objective(
+    params: Params, *, rows: Experience, read: Tensor, loop: Loop, clip: float | None
+) -> tuple[Tensor, Metrics]:
     assert rows.values is not None
-    assert rows.entropy is not None
     mask = rows.response_mask
-    values = confidence_values(params, rows.old_log_probs, rows.entropy, mask)
+    values = _values(params, read, mask)
     loss, report = losses.value_loss(values, rows.values, rows.returns, mask, clip=clip)
     weights = losses.loss_weights(mask, loop.weight_mode, totals=losses.count_totals(mask), horizon=loop.horizon)
     total, sums = weighted_sum({"critic/vf_loss": loss}, weights)
