@@ -8,12 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fppo import batch as batches
 from fppo import metrics, tree
 from fppo.key import Key
 from fppo.steps.confidence import SIGNS, confidence_values, init_confidence, signs, update_confidence
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
+from fppo.steps.ranks import mini_batches
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
 from tests import tiny
@@ -73,6 +75,18 @@ def test_an_update_is_a_step_down_the_squared_error():
         torch.testing.assert_close(after.params[name], x.detach(), rtol=1e-9, atol=1e-12)
     assert metrics.report(report)["critic/vf_loss"] == pytest.approx(loss.item())
     assert after.step == 1
+
+
+def test_mini_batches_are_updates_one_after_the_other():
+    params, batch = task()
+    optimizer = adamw(schedule("constant", 0.01, total_steps=9))
+    loop, key = Loop(mini_batch_size=2, micro_batching=MicroBatching(size=2)), Key(3)
+    whole, _ = update_confidence(init_state(params, optimizer), batch, loop=loop, optimizer=optimizer, key=key)
+    state = init_state(params, optimizer)
+    for numbers in mini_batches(batch.row_ids, 2, key=key.fold("epoch", 0)):
+        state, _ = update_confidence(state, batches.rows(batch, numbers), loop=loop, optimizer=optimizer)
+    assert tree.digest(whole) == tree.digest(state)
+    assert whole.step == 3
 
 
 def test_it_learns_what_confidence_foretells_and_changes_no_argument():
