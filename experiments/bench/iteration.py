@@ -1,0 +1,343 @@
+"""One whole iteration beside TRL's trainer, in one process and in turn: a TRL iteration, then one of each of ours.
+
+    pip install torch==2.13.0 trl==1.16.0 transformers==5.23.0 && pip install -e .     # trl==1.12.0 for ppo
+    python experiments/bench/iteration.py grpo --size 1M --ours pass,engine,auto
+    python experiments/bench/iteration.py grpo --size 1M --epochs 2 --beta 0.04
+    python experiments/bench/iteration.py ppo --size 13M
+
+64 responses of exactly 64 tokens to prompts of 6, mini-batches of 16 rows, AdamW with a rate of 1e-4, gradients clipped
+at 1, float32, temperature 1, 2 threads; GRPO with 8 responses to each of 8 prompts, PPO with a policy, a reference, a
+critic and a reward model of one shape. The first iteration of each is not counted. A ratio is our time over that of
+TRL's iteration right before; the lines show medians. `--ours` names where the old log-probs come from
+(`algorithm.old_log_probs`); `+compiled` behind a name compiles the layers, `,` is between variants.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from fppo import losses, metrics, models, rewards, tree
+from fppo.data import prompt_set
+from fppo.key import Key
+from fppo.pipeline import pieces, ppo_step
+from fppo.quickstart import character_tokenizer
+from fppo.rewards.models import model_reward
+from fppo.rollout import Sampling
+from fppo.runtime.mesh import LOCAL
+from fppo.steps import Loop, MicroBatching, PolicyTerms, adamw
+from fppo_kernels.record import Kernels
+
+SIZES = {"1M": (128, 512, 4, 4), "13M": (384, 1536, 6, 6)}  # width, inner width, layers, heads
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+ROWS, MINI, NEW, GROUP = 64, 16, 64, 8
+KL_COEF = 0.05  # TRL's default in PPO, in the rewards
+
+
+@attrs.frozen
+class Times:
+    """Seconds of an iteration and of its generation."""
+
+    whole: float
+    generation: float
+
+
+@attrs.frozen(kw_only=True)
+class Task:
+    """What both sides work on."""
+
+    kind: str  # "grpo" or "ppo"
+    directory: str  # of a random model and its tokenizer
+    tokenizer: PreTrainedTokenizerFast
+    prompts: list[str]
+    answers: list[str]
+    epochs: int
+    beta: float
+
+
+def make(options: argparse.Namespace, directory: str) -> Task:
+    """A random model in a directory, and sums as prompts."""
+    width, inner, layers, heads = SIZES[options.size]
+    tokenizer = character_tokenizer("0123456789+=-*/()., " + LETTERS)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    tokenizer.padding_side = "left"
+    tokenizer.save_pretrained(directory)
+    draw = random.Random(0)
+    sums = [(draw.randint(10, 99), draw.randint(10, 99)) for _ in range(4096)]
+    return Task(
+        kind=options.kind,
+        directory=directory,
+        tokenizer=tokenizer,
+        prompts=[f"{a}+{b}=" for a, b in sums],
+        answers=[str(a + b) for a, b in sums],
+        epochs=options.epochs,
+        beta=options.beta,
+    )
+
+
+def reward_of(text: str, answer: str) -> float:
+    """1 for the answer at the start, and up to 0.1 for digits."""
+    return float(text.startswith(answer)) + 0.1 * sum(x.isdigit() for x in text) / max(1, len(text))
+
+
+@rewards.inline_reward
+@rewards.batch_reward
+def our_reward(samples: list[rewards.Sample]) -> list[float]:
+    return [reward_of(sample.response, sample.ground_truth) for sample in samples]
+
+
+def our_iteration(task: Task, variant: str) -> Callable[[], Times]:
+    """One iteration of ours after the other, each from the state that the one before left."""
+    source, _, compiled = variant.partition("+")
+    model, params = models.load(task.directory)
+    model = attrs.evolve(model, compile_layers=compiled == "compiled")
+    ppo = task.kind == "ppo"
+    micro = MicroBatching(size=MINI)
+    kept = pieces(
+        (model, params),
+        task.tokenizer,
+        prompt_set(task.prompts, task.tokenizer, ground_truths=task.answers),
+        reward=_our_reward_model(task) if ppo else our_reward,
+        sampling=Sampling(n=1 if ppo else GROUP, max_tokens=NEW),
+        batch_size=ROWS,
+        loop=Loop(mini_batch_size=MINI, micro_batching=micro, epochs=task.epochs),
+        optimizer=adamw(lambda step: 1e-4, weight_decay=0.0, max_grad_norm=1.0),
+        advantage="gae" if ppo else "grpo",
+    )
+    program: Any = kept.program
+    program = attrs.evolve(
+        program,
+        rollout=partial(program.rollout, sampling=attrs.evolve(kept.sampling, stop_token_ids=())),
+        annotate=partial(program.annotate, old_log_probs=source, micro_batching=MicroBatching(size=ROWS)),
+        update_actor=partial(
+            program.update_actor, old_log_probs=source, terms=PolicyTerms(kl_coef=0.0 if ppo else task.beta)
+        ),
+        estimate=partial(program.estimate, kl_in_reward=ppo),
+    )
+    run = kept.run
+    if ppo or task.beta:
+        run = tree.replace(run, ref=tree.copy(params), kl=losses.KLState(coef=KL_COEF if ppo else 0.0))
+
+    def iteration() -> Times:
+        nonlocal run
+        start = time.perf_counter()
+        run, rows, report = ppo_step(run, program=program, draw=kept.draw, donate=True)
+        seconds = time.perf_counter() - start
+        if int(rows.response_mask.sum()) != ROWS * NEW:
+            raise ValueError(f"{int(rows.response_mask.sum())} tokens of responses, expected {ROWS * NEW}")
+        return Times(seconds, float(metrics.report(report)["timing_s/gen"]))
+
+    return iteration
+
+
+def _our_reward_model(task: Task) -> rewards.RewardFn:
+    model, params = models.load(task.directory)
+    model, params = models.as_critic(model, params, Key(1))
+    return model_reward(
+        params, model=model, kernels=Kernels.named(), mesh=LOCAL, micro_batching=MicroBatching(size=ROWS)
+    )
+
+
+class Turns:
+    """Times TRL's iterations, and runs one of each of ours after every one of them."""
+
+    def __init__(self, ours: dict[str, Callable[[], Times]]) -> None:
+        self.ours = ours
+        self.rounds: list[tuple[Times, dict[str, Times]]] = []
+        self.generation = 0.0
+        self.start = time.perf_counter()
+
+    def turn(self) -> None:
+        """TRL's iteration has ended."""
+        theirs = Times(time.perf_counter() - self.start, self.generation)
+        self.rounds.append((theirs, {name: iteration() for name, iteration in self.ours.items()}))
+        self.begin()
+
+    def begin(self) -> None:
+        self.generation, self.start = 0.0, time.perf_counter()
+
+    def timed_generation(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """`generate`, with its seconds added up."""
+
+        def generate_and_time(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = generate(*args, **kwargs)
+            self.generation += time.perf_counter() - start
+            return result
+
+        return generate_and_time
+
+
+def grpo(task: Task, turns: Turns, rounds: int) -> None:
+    """TRL's GRPOTrainer."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    updates = ROWS // MINI * task.epochs
+
+    class AfterIteration(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            turns.begin()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step % updates == 0:
+                turns.turn()
+
+    config = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=MINI,
+        steps_per_generation=ROWS // MINI,
+        num_iterations=task.epochs,
+        num_generations=GROUP,
+        max_completion_length=NEW,
+        temperature=1.0,
+        beta=task.beta,
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        max_steps=rounds * updates,
+        logging_steps=1000,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        max_grad_norm=1.0,
+        generation_kwargs={"min_new_tokens": NEW},
+        disable_tqdm=True,
+    )
+
+    def reward(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+        return [reward_of(text, right) for text, right in zip(completions, answer, strict=True)]
+
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(task.directory, dtype=torch.float32),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": task.prompts, "answer": task.answers}),
+        processing_class=task.tokenizer,
+        callbacks=[AfterIteration()],
+    )
+    trainer._generate = turns.timed_generation(trainer._generate)
+    trainer.train()
+
+
+def ppo(task: Task, turns: Turns, rounds: int) -> None:
+    """TRL's PPOTrainer, of 1.12 and before."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer  # pyright: ignore[reportMissingImports]
+
+    config = PPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=ROWS,
+        gradient_accumulation_steps=1,
+        num_mini_batches=ROWS // MINI,
+        num_ppo_epochs=task.epochs,
+        local_rollout_forward_batch_size=ROWS,
+        response_length=NEW,
+        temperature=1.0,
+        total_episodes=ROWS * (rounds + 1),  # the last begins another, which is not counted
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        kl_coef=KL_COEF,
+        num_sample_generations=0,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        logging_steps=1000,
+        disable_tqdm=True,
+        sft_model_path=task.directory,
+        reward_model_path=task.directory,
+    )
+
+    def classifier() -> Any:
+        return AutoModelForSequenceClassification.from_pretrained(task.directory, num_labels=1, dtype=torch.float32)
+
+    trainer = PPOTrainer(
+        args=config,
+        processing_class=task.tokenizer,
+        model=AutoModelForCausalLM.from_pretrained(task.directory, dtype=torch.float32),
+        ref_model=AutoModelForCausalLM.from_pretrained(task.directory, dtype=torch.float32),
+        reward_model=classifier(),
+        value_model=classifier(),
+        train_dataset=Dataset.from_dict({"input_ids": [task.tokenizer(text)["input_ids"] for text in task.prompts]}),
+    )
+    generate, begun = turns.timed_generation(ppo_trainer.batch_generation), 0
+
+    def generate_and_turn(*args: Any, **kwargs: Any) -> Any:
+        nonlocal begun
+        turns.turn() if begun else turns.begin()  # the iteration before ends where this one begins
+        begun += 1
+        return generate(*args, **kwargs)
+
+    ppo_trainer.batch_generation = generate_and_turn
+    trainer.train()
+
+
+def show(turns: Turns) -> None:
+    """Medians, and the medians of the ratios, of all rounds but the first."""
+    rounds = turns.rounds[1:]
+    theirs = statistics.median(their.whole for their, _ in rounds)
+    generating = statistics.median(their.generation for their, _ in rounds)
+    print(f"{'':20s}{'iteration':>12}{'ratio':>8}{'least':>8}{'most':>8}{'generation':>12}{'ratio':>8}")
+    print(f"{'TRL':20s}{theirs:>10.3f} s{'':24}{generating:>10.3f} s")
+    for name in turns.ours:
+        whole = [own[name].whole / their.whole for their, own in rounds]
+        decode = [own[name].generation / their.generation for their, own in rounds]
+        seconds = statistics.median(own[name].whole for _, own in rounds)
+        decoding = statistics.median(own[name].generation for _, own in rounds)
+        print(
+            f"{name:20s}{seconds:>10.3f} s{statistics.median(whole):>8.2f}{min(whole):>8.2f}{max(whole):>8.2f}"
+            f"{decoding:>10.3f} s{statistics.median(decode):>8.2f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("kind", choices=["grpo", "ppo"])
+    parser.add_argument("--size", choices=sorted(SIZES), default="1M")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--beta", type=float, default=0.0, help="factor of the KL term (GRPO)")
+    parser.add_argument("--ours", default="pass")
+    parser.add_argument("--rounds", type=int, default=8)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(2)
+    with tempfile.TemporaryDirectory() as directory:
+        task = make(options, directory)
+        turns = Turns({name: our_iteration(task, name) for name in options.ours.split(",")})
+        {"grpo": grpo, "ppo": ppo}[options.kind](task, turns, options.rounds)
+    print(f"{options.kind} {options.size}, epochs {options.epochs}, beta {options.beta}, torch {torch.__version__}")
+    show(turns)
+
+
+if __name__ == "__main__":
+    main()
