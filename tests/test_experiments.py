@@ -45,6 +45,7 @@ def test_an_experiment_fits_on_a_page(path):
     assert len(path.read_text().splitlines()) <= 60
 
 
+@pytest.mark.slow
 def test_custom_loss(capsys):
     _load("custom_loss").main()
     lines = capsys.readouterr().out.splitlines()
@@ -82,6 +83,7 @@ def test_arithmetic(name, capsys):
     assert [line.split("  ")[0] for line in lines if line not in held_out] == ["step 1/2", "step 2/2"]
 
 
+@pytest.mark.slow
 def test_the_loop_and_the_pipeline_end_with_the_same_bits(warm, capsys):
     actor, critic = _load("ppo_loop").ppo(Key(3), count=3, warm_up=1, batch=64)
     printed = capsys.readouterr().out.splitlines()
@@ -203,6 +205,7 @@ def _dry_run(path, sections):
     return results
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_the_gpus_benchmark_reaches_its_verdicts(tmp_path):
     results = _dry_run(tmp_path / "gpu.json", QUICK)
     verdicts = {verdict["name"]: verdict for verdict in results["verdicts"]}

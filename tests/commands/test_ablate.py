@@ -20,6 +20,7 @@ def run(tmp_path_factory):
     return directory / "run"
 
 
+@pytest.mark.slow
 def test_a_table_a_file_and_a_chart(tmp_path, capsys):
     files = ["--json", str(tmp_path / "out" / "a.json"), "--png", str(tmp_path / "out" / "a.png")]
     own = ["--with", "tests.ablate.test_ablation:drops_entropy_gradient"]

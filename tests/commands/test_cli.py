@@ -175,7 +175,11 @@ def test_a_report_is_written(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
 
 
-@pytest.mark.parametrize("arguments", [["train", "--help"], ["plan", "--model", "quickstart"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [["train", "--help"], pytest.param(["plan", "--model", "quickstart"], marks=pytest.mark.slow)],
+    ids=" ".join,
+)
 def test_a_reader_that_has_gone_is_no_error(arguments):
     """As in `fppo plan ... | head`: more than fits into a buffer, and less."""
     ours, theirs = os.pipe()

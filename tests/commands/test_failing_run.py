@@ -36,7 +36,7 @@ def _train(task, *overrides):
     return cli.main(["train", str(task / "run.toml"), *overrides])
 
 
-@pytest.mark.parametrize("before", [[], ["--eval.before"]])
+@pytest.mark.parametrize("before", [[], pytest.param(["--eval.before"], marks=pytest.mark.slow)])
 def test_a_reward_that_fails_on_all_of_the_first_batch_ends_the_run_with_its_error(task, capsys, before):
     functions = ["exact_match", f"{__name__}:broken_reward"]
     assert _train(task, "--reward.functions", *functions, *before) == 1

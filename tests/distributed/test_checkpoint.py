@@ -44,6 +44,7 @@ def load(mesh, directory, step=3):
     return tree.digest(found) == tree.digest(cut(state(step), mesh)[0])
 
 
+@pytest.mark.slow
 def test_two_processes_save_and_one_and_four_load(tmp_path):
     paths = processes.run({"shard": 2}, partial(save, directory=tmp_path))
     assert paths == [str(tmp_path / "step_00000003")] * 2

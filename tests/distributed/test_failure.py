@@ -183,6 +183,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path):
     assert seconds < SOON
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_with_where_it_is_and_what_waits_for_it(tmp_path):
     statuses, text, seconds = run(tmp_path, hangs, limits=IMPATIENT)
     assert statuses == [1, 1, 1]
@@ -211,6 +212,7 @@ def test_only_ranks_of_the_same_group_are_waited_for(tmp_path):
     assert text.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_frozen_is_named(tmp_path):
     limits = Limits(period=0.1, timeout=90.0, silence=4.0)
     processes, store = start(tmp_path, frozen, {"shard": 2}, limits=limits)

@@ -51,6 +51,7 @@ def stat(process: int) -> tuple[str, int]:
     return "Z", 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 def test_ranks_end_when_their_launcher_is_killed_while_they_start(task, tmp_path):
     """They have not met yet, and would wait minutes for the store that was in it."""

@@ -168,9 +168,9 @@ def drops_a_logit(every, place=0):
 
 
 LOG_PROBS = [
-    (moves_a_label(1024), "large", r"log_probs\[1024\] is"),
-    (drops_a_logit(8192), "large", "in float32, log_probs"),
-    (rounds_chunk_sums, "long sums", "the gradient by weight"),
+    pytest.param(moves_a_label(1024), "large", r"log_probs\[1024\] is", marks=pytest.mark.slow),
+    pytest.param(drops_a_logit(8192), "large", "in float32, log_probs", marks=pytest.mark.slow),
+    pytest.param(rounds_chunk_sums, "long sums", "the gradient by weight", marks=pytest.mark.slow),
     (drops_entropy_gradient, "gradient of entropy", "the gradient by hidden"),
     (drops_squares_gradient, "gradient of sum_squared", "the gradient by hidden"),
     (forgets_temperature_in_backward, "gradient of log_probs", "the gradient by (hidden|weight).*expected"),

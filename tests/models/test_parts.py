@@ -97,6 +97,7 @@ def test_a_checkpoint_of_the_base_model_without_its_prefix(tmp_path):
     assert tree.digest(models.load(tmp_path)[1]) == tree.digest(params)
 
 
+@pytest.mark.slow
 def test_at_load_a_rank_holds_no_more_than_its_part_and_one_tensor(tmp_path):
     shared = {"num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 4000}
     for name, width in (("small", 32), ("large", 512)):

@@ -136,6 +136,7 @@ def test_timeouts_and_deaths_are_those_of_the_plain_judgement():
     assert [failure.kind for failure in actual.failures] == ["timeout", "error"]
 
 
+@pytest.mark.slow
 def test_parts_of_a_rollout_share_its_patience():
     """Rows that come one by one are one batch to the limit of the batch; another rollout is another batch."""
     sampled, asked = words(["p", "q"], ["sleep", "sleep", "sleep", "sleep"])

@@ -218,6 +218,7 @@ def test_functions_of_the_batch_see_all_and_isolate_by_halves():
     assert [(f.number, f.kind) for f in results.failures] == [(1, "timeout")]
 
 
+@pytest.mark.slow
 def test_coroutines_run_together_and_are_bounded():
     with RewardRunner(functions.coroutine, time_limit=4.0) as runner:
         runner.run(samples(""))

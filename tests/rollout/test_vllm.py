@@ -13,6 +13,7 @@ from fppo.settings import checks, files
 from tests.models.families import make
 
 
+@pytest.mark.slow
 def test_importing_the_engine_imports_no_vllm():
     code = "import sys, fppo.rollout.vllm.engine; assert not any(m.split('.')[0] == 'vllm' for m in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -75,6 +75,7 @@ def test_a_copy_goes_on_by_itself_and_is_what_commands_read(task, run, capsys):
     assert "as recorded, bit for bit" in said
 
 
+@pytest.mark.slow
 def test_what_a_run_names_inside_of_itself_moves_with_it(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = Path("runs/mine")
@@ -99,6 +100,7 @@ def test_a_directory_without_a_checkpoint_is_not_evaluated(run, capsys):
     assert "reads the run that it is given" in fppo(capsys, "eval", run, "--output-dir", "x", status=2)
 
 
+@pytest.mark.slow
 def test_how_a_start_was_asked_for_is_none_of_the_runs_settings(task, tmp_path, capsys):
     whole = digests(task / "run")
     fork = checkpoint.path_of(task / "run" / "checkpoints", 2)
@@ -217,6 +219,7 @@ def test_an_error_lets_the_checkpoint_that_was_begun_be_written(task, tmp_path, 
     assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [1]
 
 
+@pytest.mark.slow
 def test_changed_settings_are_named_recorded_and_used_for_the_steps_that_they_made(run, capsys):
     said = fppo(capsys, "train", run / "settings.toml", "--steps", 6, "--actor.optimizer.lr", "0.01")
     assert "going on from step 4 with other settings: steps 4 -> 6, actor.optimizer.lr 0.001 -> 0.01\n" in said

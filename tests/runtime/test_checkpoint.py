@@ -197,6 +197,7 @@ for step in range(10_000):
 """
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     generator = torch.Generator().manual_seed(0)
     template = {"x": torch.zeros(50_000), "step": 0}

@@ -338,6 +338,7 @@ def test_ranks_that_see_another_directory_are_named(tmp_path):
         assert f"is {tmp_path / str(rank)} one directory for all nodes?" in text
 
 
+@pytest.mark.slow
 def test_a_machine_that_stood_still_is_no_rank_that_does(tmp_path, monkeypatch):
     real, stopped, first = files.publish, [0.0], threading.Event()
 

@@ -87,6 +87,7 @@ def ranks(tmp_path_factory):
     return [torch.load(Path(directory) / f"{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ragged", "empty"])
 def test_two_processes_that_share_a_batch_do_the_update_of_one(ranks, kind):
     expected = _updates(_batches()[kind], Mesh.local())

@@ -250,6 +250,7 @@ def gloo():
     return processes.run({"shard": 2}, on_gloo)
 
 
+@pytest.mark.slow
 def test_real_processes_get_the_same_results(gloo):
     for rank in gloo:
         assert rank["found"] == rank["plain"]
