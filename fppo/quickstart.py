@@ -17,17 +17,16 @@ from fppo import models
 from fppo.data import PromptSet, prompt_set
 from fppo.key import Key
 from fppo.models.model import Model
+from fppo.settings.algorithm import AlgorithmSettings, KlRewardSettings
+from fppo.settings.critic import CriticSettings
+from fppo.settings.optimizer import OptimizerSettings
 from fppo.settings.train import (
     ActorSettings,
-    AlgorithmSettings,
     CheckpointSettings,
-    CriticSettings,
     DataSettings,
     EvalSettings,
-    KlRewardSettings,
     LogSettings,
     ModelSettings,
-    OptimizerSettings,
     RewardSettings,
     RolloutSettings,
     TrainSettings,

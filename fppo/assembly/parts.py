@@ -25,8 +25,9 @@ from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.offload import Lane
 from fppo.settings import checks, files
 from fppo.settings.checks_data import has_held_out
+from fppo.settings.critic import CriticSettings
 from fppo.settings.modules import KERNELS
-from fppo.settings.train import ActorSettings, CriticSettings, TrainSettings
+from fppo.settings.train import ActorSettings, TrainSettings
 from fppo.settings.vllm import VllmSettings
 from fppo.steps.confidence import init_confidence
 from fppo.steps.micro_batching import MicroBatching

@@ -36,8 +36,10 @@ from fppo.rollout.turns.engine import turn_metrics
 from fppo.runtime.mesh import is_first
 from fppo.runtime.offload import Lane, OnHost, activations_on_host, offloaded, offloaded_adamw
 from fppo.settings import checks, files, old_log_probs
+from fppo.settings.critic import CriticSettings
+from fppo.settings.optimizer import OptimizerSettings
 from fppo.settings.rollout import FilterSettings
-from fppo.settings.train import ActorSettings, CriticSettings, OptimizerSettings, TrainSettings
+from fppo.settings.train import ActorSettings, TrainSettings
 from fppo.steps.actor import LossFn, PolicyTerms, SelectiveLoss, update_actor
 from fppo.steps.confidence import update_confidence
 from fppo.steps.critic import update_critic

@@ -13,12 +13,13 @@ from fppo.settings.checks_eval import eval_problems
 from fppo.settings.checks_mesh import tensor_axis_problems
 from fppo.settings.checks_reward import FUNCTION, judge_on_ranks, reward_problems
 from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
+from fppo.settings.critic import CriticSettings
 from fppo.settings.fields import wrong_values
 from fppo.settings.old_log_probs import old_log_probs_problems
 from fppo.settings.problems import Problems, unread_section
 from fppo.settings.problems import problem as _problem
 from fppo.settings.problems import unread as _unread
-from fppo.settings.train import ActorSettings, CriticSettings, LossSettings, TrainSettings
+from fppo.settings.train import ActorSettings, LossSettings, TrainSettings
 
 # for each policy loss: the setting and the keyword that the loss calls it by
 LOSS_KEYWORDS: dict[str, dict[str, str]] = {

@@ -18,15 +18,11 @@ import attrs
 
 from fppo._errors import nearest
 from fppo.settings import checks
+from fppo.settings.algorithm import CorrectionSettings
+from fppo.settings.critic import CriticSettings
 from fppo.settings.fields import name_of
 from fppo.settings.modules import own_functions
-from fppo.settings.train import (
-    ActorSettings,
-    CorrectionSettings,
-    CriticSettings,
-    LossSettings,
-    TrainSettings,
-)
+from fppo.settings.train import ActorSettings, LossSettings, TrainSettings
 from fppo.settings.values import converter
 
 DEFAULT_TOKEN_BUDGET = 16384

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from fppo.settings.algorithm import OldLogProbs
 from fppo.settings.problems import Problems, problem
-from fppo.settings.train import OldLogProbs, TrainSettings
+from fppo.settings.train import TrainSettings
 
 
 def source(settings: TrainSettings) -> OldLogProbs:

@@ -8,9 +8,10 @@ from typing import Literal
 import attrs
 
 from fppo.settings import checks, files
+from fppo.settings.critic import CriticSettings
 from fppo.settings.fields import above, at_least, at_most, nonempty, setting, wrong_values
 from fppo.settings.mesh import PlanMeshSettings
-from fppo.settings.train import ActorSettings, CriticSettings, TrainSettings
+from fppo.settings.train import ActorSettings, TrainSettings
 
 
 @attrs.frozen(kw_only=True)

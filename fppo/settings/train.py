@@ -11,14 +11,13 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings.fields import Table, above, at_least, at_most, below, nonempty, setting
+from fppo.settings.algorithm import AlgorithmSettings, KlKind
+from fppo.settings.critic import CriticSettings
+from fppo.settings.fields import Table, above, at_least, at_most, nonempty, setting
 from fppo.settings.mesh import MeshSettings
+from fppo.settings.optimizer import OptimizerSettings, WeightMode
 from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import RolloutSettings
-
-OldLogProbs = Literal["pass", "engine", "update", "auto"]
-WeightMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-KlKind = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
 
 
 @attrs.frozen(kw_only=True)
@@ -110,64 +109,6 @@ class DataSettings:
 
 
 @attrs.frozen(kw_only=True)
-class KlRewardSettings:
-    """A penalty in the token rewards for leaving the reference."""
-
-    coef: float = setting(0.0, at_least(0))
-    """The factor of the KL estimate taken off the token rewards; 0: none, and no reference model for it."""
-    kind: KlKind = setting("k1")
-    """The estimator of the KL divergence."""
-    controller: Literal["fixed", "adaptive"] = setting("fixed")
-    """Keep coef, or steer it to the target."""
-    target: float = setting(0.1, above(0))
-    """The KL per token that the adaptive controller steers to."""
-    horizon: int = setting(10000, at_least(1))
-    """Sequences over which the adaptive controller acts."""
-
-
-@attrs.frozen(kw_only=True)
-class CorrectionSettings:
-    """What is done about the difference between the engine's log-probs and the trainer's."""
-
-    mode: Literal["none", "token", "sequence"] = setting("none")
-    """Importance weights: none, per token, or per sequence."""
-    high: float = setting(2.0, above(0), unbounded=True)
-    """The largest weight; what is above is truncated."""
-    low: float | None = setting(None, above(0))
-    """With a lower bound, weights outside [low, high] become 0 (IcePop); None: truncate only."""
-    batch_normalize: bool = setting(False)
-    """Divide the weights by their mean."""
-    rejection: tuple[str, ...] = setting(())
-    """Drop what is too far off by all these statistics: token_k1, seq_mean_k3, seq_max_k2, ..."""
-    rejection_high: tuple[float, ...] = setting((), unbounded=True)
-    """The upper bound of each rejection statistic."""
-    rejection_low: tuple[float, ...] = setting(())
-    """The lower bound of each k1 rejection statistic; none: 1 / the upper bound."""
-
-
-@attrs.frozen(kw_only=True)
-class AlgorithmSettings:
-    """How scores become advantages."""
-
-    advantage: str = setting("gae", nonempty("give the name of an estimator, as gae"))
-    """The estimator of advantages; gae is PPO's and the only one that trains a critic; or module:function."""
-    gamma: float = setting(1.0, above(0), at_most(1))
-    """The discount per token (gae, reinforce_plus_plus)."""
-    lam: float = setting(1.0, at_least(0), at_most(1))
-    """The decay of gae: 0 trusts the critic, 1 the rewards."""
-    whiten: bool = setting(True)
-    """Give gae's advantages mean 0 and variance 1 over the whole batch."""
-    scale: Literal["std", "none"] = setting("std")
-    """Divide by the group's standard deviation or not (grpo, grpo_passk, gdpo)."""
-    kl: KlRewardSettings = setting(KlRewardSettings)
-    """A penalty in the token rewards for leaving the reference."""
-    old_log_probs: OldLogProbs | None = setting(None)
-    """From a pass before the update, the engine, or the update; auto: the cheapest sound one; None: update or pass."""
-    correction: CorrectionSettings = setting(CorrectionSettings)
-    """What is done about the difference between the engine's log-probs and the trainer's."""
-
-
-@attrs.frozen(kw_only=True)
 class LossSettings:
     """The policy loss. A number left out has the loss's own default; one that the loss does not read is an error."""
 
@@ -198,38 +139,6 @@ class LossSettings:
 
 
 @attrs.frozen(kw_only=True)
-class OptimizerSettings:
-    """The optimizer and its learning rate."""
-
-    name: str = setting("adamw", nonempty("give the name of an optimizer, as adamw"))
-    """adamw, sgd or muon; or module:function, called with the schedule (update's number -> rate) for an Optimizer."""
-    lr: float = setting(1e-6, above(0))
-    """The peak learning rate."""
-    beta1: float = setting(0.9, at_least(0), below(1))
-    """The decay of the first moment (adamw, muon's vectors and embeddings)."""
-    beta2: float = setting(0.999, at_least(0), below(1))
-    """The decay of the second moment (adamw, muon's vectors and embeddings)."""
-    eps: float = setting(1e-8, above(0))
-    """What is added to the root of the second moment (adamw, muon's vectors and embeddings)."""
-    momentum: float | None = setting(None, at_least(0), below(1))
-    """The decay of the momentum; None: 0 for sgd, 0.95 for muon's matrices."""
-    weight_decay: float = setting(0.01, at_least(0))
-    """The decoupled weight decay."""
-    max_grad_norm: float = setting(1.0, at_least(0))
-    """The global norm that gradients are clipped to; 0: no clipping."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = setting("constant")
-    """How the rate falls after the warm-up; wsd is warm-up, stable, decay."""
-    warmup_steps: int = setting(0, at_least(0))
-    """Updates over which the rate rises; the first is not 0."""
-    min_lr_ratio: float = setting(0.0, at_least(0), at_most(1))
-    """Where the rate ends, as a part of lr."""
-
-
-def _critic_optimizer() -> OptimizerSettings:
-    return OptimizerSettings(lr=1e-5)
-
-
-@attrs.frozen(kw_only=True)
 class ActorSettings:
     """How the policy is updated."""
 
@@ -254,38 +163,6 @@ class ActorSettings:
     token_budget: int | None = setting(None, at_least(0))
     """Tokens per forward and backward pass; None: 16384, unless micro_batch_size is given."""
     optimizer: OptimizerSettings = setting(OptimizerSettings)
-    """The optimizer and its learning rate."""
-
-
-@attrs.frozen(kw_only=True)
-class CriticSettings:
-    """How the critic is updated; there is one if algorithm.advantage is gae."""
-
-    reads: Literal["tokens", "confidence"] = setting("tokens")
-    """The tokens, as a model of its own; or how sure the policy is of them, with no model and no pass of its own."""
-    value_clip: float = setting(0.5, above(0), unbounded=True)
-    """How far a value may move from the old one in a step; inf: any distance."""
-    warmup_steps: int = setting(0, at_least(0))
-    """Steps at the start in which only the critic is updated."""
-    compute_dtype: Literal["float32", "bfloat16"] | None = setting(None)
-    """The dtype of its forward and backward passes; None: model.compute_dtype."""
-    checkpoint_layers: bool | None = setting(None)
-    """Recompute each of its layers in the backward pass; None: as model.checkpoint_layers."""
-    offload: Literal["none", "moments", "all"] | None = setting(None)
-    """What of it to keep in the host's memory between uses (GPUs); None: as model.offload."""
-    weight_mode: WeightMode = setting("token-mean")
-    """How per-token losses are weighted into one."""
-    horizon: int | None = setting(None, at_least(1))
-    """The constant length that seq-mean-token-sum-norm divides by."""
-    epochs: int = setting(1, at_least(1))
-    """Passes over the batch in a step."""
-    mini_batch_size: int | None = setting(None, at_least(1))
-    """Sequences per optimizer update; it must divide rollout.batch_size; None: all of them."""
-    micro_batch_size: int | None = setting(None, at_least(0))
-    """Sequences per forward and backward pass; 0 or None: split by token_budget."""
-    token_budget: int | None = setting(None, at_least(0))
-    """Tokens per forward and backward pass; None: 16384, unless micro_batch_size is given."""
-    optimizer: OptimizerSettings = attrs.field(factory=_critic_optimizer)
     """The optimizer and its learning rate."""
 
 

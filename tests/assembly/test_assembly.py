@@ -24,8 +24,9 @@ from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runs import starts
 from fppo.runtime.mesh import LOCAL
 from fppo.settings import checks, files, modules
+from fppo.settings.optimizer import OptimizerSettings
 from fppo.settings.resolve import AUTO
-from fppo.settings.train import ActorSettings, LossSettings, OptimizerSettings
+from fppo.settings.train import ActorSettings, LossSettings
 from fppo.steps.optimizers import from_function
 from fppo.steps.train_state import init_state, optimizer_step
 from fppo_kernels import table
