@@ -13,8 +13,8 @@ from fppo.ablate.cases import FLOATS, Case, Drawn, Exact, Result, Shape, differe
 from fppo.ablate.result import Cost
 from fppo.laws import collectives as collective_laws
 from fppo.laws.adamw import check_adamw
-from fppo.laws.estimators import check_gae
 from fppo.laws.padding import check_padding
+from fppo.laws.temporal import check_gae
 from fppo.runtime.simulate import simulate
 from fppo_kernels import padding
 from fppo_kernels.gae.loop import loop

@@ -32,6 +32,17 @@ def check_rows(mask: Tensor, groups: Tensor | None = None, **tensors: Tensor) ->
         raise ValueError(f"groups must be int64 [B] = [{len(mask)}], got {groups.dtype} {list(groups.shape)}")
 
 
+def check_unit(name: str, value: float | Tensor) -> None:
+    """ValueError unless `value` is in [0, 1]. A tensor is not looked at: that would wait for the device."""
+    if not isinstance(value, Tensor) and not 0 <= value <= 1:
+        raise ValueError(f"{name} must be between 0 and 1, got {value}")
+
+
+def on_mask(x: Tokens, mask: Mask) -> Tokens:
+    """`x` [B, T] as a constant in float64, 0 where the mask is False."""
+    return x.detach().double().where(mask, 0.0)
+
+
 def spread(x: Rows, scores: Rows, mask: Mask) -> Advantages:
     """One number per row at each of its tokens: advantages `x` [B] float64, returns `scores` [B], in scores' dtype."""
     dtype = scores.dtype

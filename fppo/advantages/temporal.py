@@ -10,20 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fppo.advantages._common import Advantages, check_rows
+from fppo.advantages._common import Advantages, check_rows, check_unit, on_mask
+from fppo.advantages.traces import lambda_returns
 from fppo.advantages.whitening import whiten
 from fppo.losses._common import check_tokens
 from fppo.shapes import Mask, Rows, Scalar, Tokens
 from fppo_kernels.gae.scan import reverse_scan, scan
-
-
-def _check_unit(name: str, value: Scalar) -> None:
-    if not isinstance(value, Tensor) and not 0 <= value <= 1:
-        raise ValueError(f"{name} must be between 0 and 1, got {value}")
-
-
-def _clean(x: Tokens, mask: Mask) -> Tokens:
-    return x.detach().double().where(mask, 0.0)
 
 
 def _accumulate(x: Tokens, mask: Mask, decay: float) -> Tokens:
@@ -48,8 +40,8 @@ def token_rewards(scores: Rows, mask: Mask, *, kl: Tokens | None = None, kl_coef
 def discounted_returns(rewards: Tokens, mask: Mask, *, gamma: float = 1.0) -> Tokens:
     """The reward-to-go G_t = r_t + gamma * G_s, s the row's next token in the mask; [B, T], 0 outside the mask."""
     check_tokens(mask, rewards=rewards)
-    _check_unit("gamma", gamma)
-    return _accumulate(_clean(rewards, mask), mask, gamma).where(mask, 0.0).to(rewards.dtype)
+    check_unit("gamma", gamma)
+    return _accumulate(on_mask(rewards, mask), mask, gamma).where(mask, 0.0).to(rewards.dtype)
 
 
 def gae(
@@ -58,7 +50,8 @@ def gae(
     mask: Mask,
     *,
     gamma: Scalar = 1.0,
-    lam: Scalar = 1.0,
+    lam: Scalar | Rows = 1.0,
+    critic_lam: Scalar | None = None,
     kernel: Callable[..., tuple[Tensor, Tensor]] = scan,
 ) -> Advantages:
     """Generalised advantage estimates, A_t = delta_t + gamma lam A_s with delta_t = r_t + gamma V_s - V_t.
@@ -67,11 +60,24 @@ def gae(
     bridged without discount. returns = A + V. Not whitened. lam = 1: return minus value; lam = 0: the TD error.
     Schulman et al., arXiv:1506.02438. All [B, T]; the result is 0 outside the mask. `kernel` computes it, such as
     `Kernels.gae`; to vmap over `gamma` or `lam` pass `fppo_kernels.gae.loop.loop`.
+
+    `lam` [B] is one for each row, such as `length_lam`; no kernel is asked then. `critic_lam` is another one for the
+    returns, which the critic learns: VC-PPO's decoupled GAE (arXiv:2503.01491, 3.2), which has 1 there and 0.95 for the
+    advantages.
     """
     check_tokens(mask, rewards=rewards, values=values)
-    _check_unit("gamma", gamma)
-    _check_unit("lam", lam)
-    return Advantages(*kernel(rewards, values, mask, gamma=gamma, lam=lam))
+    check_unit("gamma", gamma)
+    check_unit("lam", lam)
+    if isinstance(lam, Tensor) and lam.dim() == 1:
+        check_rows(mask, lam=lam)
+        goals = lambda_returns(rewards, values, mask, gamma=gamma, lam=lam)
+        result = Advantages((goals - on_mask(values, mask)).to(rewards.dtype), goals.to(rewards.dtype))
+    else:
+        result = Advantages(*kernel(rewards, values, mask, gamma=gamma, lam=lam))
+    if critic_lam is None:
+        return result
+    check_unit("critic_lam", critic_lam)
+    return result._replace(returns=kernel(rewards, values, mask, gamma=gamma, lam=critic_lam)[1])
 
 
 def reinforce_plus_plus(rewards: Tokens, mask: Mask, *, gamma: float = 1.0) -> Advantages:
@@ -90,6 +96,6 @@ def remax(rewards: Tokens, baselines: Rows, mask: Mask) -> Advantages:
     """
     check_rows(mask, baselines=baselines)
     check_tokens(mask, rewards=rewards)
-    returns = _accumulate(_clean(rewards, mask), mask, 1.0)
+    returns = _accumulate(on_mask(rewards, mask), mask, 1.0)
     advantages = (returns - baselines.detach().double()[:, None]).where(mask, 0.0)
     return Advantages(advantages.to(rewards.dtype), returns.where(mask, 0.0).to(rewards.dtype))

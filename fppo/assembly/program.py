@@ -16,7 +16,7 @@ from fppo.assembly.parts import Role, forward_micro_batching_of, micro_batching_
 from fppo.batch import Annotated
 from fppo.pipeline import stages
 from fppo.pipeline.draw import equal_groups, sample_groups, sample_saved, saving, truncated
-from fppo.pipeline.estimators import WHITENED, AdvantageFn, estimator
+from fppo.pipeline.estimators import WHITENED, AdvantageFn, Along, estimator
 from fppo.pipeline.gap import watch_annotate, watch_update
 from fppo.pipeline.measure import with_mfu
 from fppo.pipeline.own import SCREENED, screened
@@ -98,13 +98,17 @@ def advantage_of(settings: TrainSettings, kernels: Kernels) -> Callable[[Mapping
     if ":" in algorithm.advantage:
         own: AdvantageFn = imported(algorithm.advantage, "algorithm.advantage")
         return lambda weights: own
-    return lambda weights: estimator(
-        algorithm.advantage,
+    along = Along(
         gamma=algorithm.gamma,
         lam=algorithm.lam,
-        scale=algorithm.scale,
-        gae=kernels.gae,
-        weights=weights,
+        critic_lam=algorithm.critic_lam,
+        alpha=algorithm.lam_alpha,
+        steps=algorithm.td_steps or 1,
+        cut=algorithm.trace_cut,
+    )
+    correct = partial(losses.rollout_correction, **(files.correction_keywords(algorithm.correction) or {}))
+    return lambda weights: estimator(
+        algorithm.advantage, along=along, scale=algorithm.scale, gae=kernels.gae, weights=weights, correct=correct
     )
 
 
@@ -262,7 +266,7 @@ def _estimate_stage(settings: TrainSettings, resources: Resources) -> EstimateSt
         update_kl=partial(losses.update_kl, kind=kl.controller, target=kl.target, horizon=kl.horizon),
         correct=_correction(correction, settings.actor.loss.name) if correction else None,
         drop=_dropped(settings.rollout.filter),
-        whiten=algorithm.whiten if algorithm.advantage == "gae" else algorithm.advantage in WHITENED,
+        whiten=algorithm.whiten if checks.uses_critic(settings) else algorithm.advantage in WHITENED,
     )
 
 

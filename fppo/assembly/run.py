@@ -265,6 +265,6 @@ def _truth(settings: TrainSettings, inputs: EvalInputs, resources: Resources) ->
         forward=resources.forward,
         critic=resources.critic,
         micro_batching=forward_micro_batching_of(settings),
-        gamma=settings.algorithm.gamma,
+        gamma=1.0 if settings.algorithm.advantage == "turn_gae" else settings.algorithm.gamma,  # of one turn
         fetch=fetch_of(settings, resources.lane),
     )

@@ -4,7 +4,7 @@ from fppo.laws._search import LawViolation
 from fppo.laws.adamw import check_adamw
 from fppo.laws.attention import check_attention
 from fppo.laws.collectives import check_all_to_all, check_collective, check_collectives
-from fppo.laws.estimators import check_advantages, check_gae, check_whiten
+from fppo.laws.estimators import check_advantages, check_whiten
 from fppo.laws.kernels import check_log_probs
 from fppo.laws.layers import check_glu, check_linear, check_rms_norm
 from fppo.laws.layout import check_layout, check_layout_fn
@@ -12,6 +12,7 @@ from fppo.laws.losses import check_policy_loss, check_value_loss
 from fppo.laws.padding import check_padding
 from fppo.laws.screening import screen_estimator, screen_kernel, screen_policy_loss
 from fppo.laws.states import check_donation, check_purity, check_resume
+from fppo.laws.temporal import check_gae, check_temporal
 from fppo.laws.ulysses import check_ulysses
 from fppo.laws.updates import check_update, check_update_fn
 
@@ -35,6 +36,7 @@ __all__ = [
     "check_purity",
     "check_resume",
     "check_rms_norm",
+    "check_temporal",
     "check_ulysses",
     "check_update",
     "check_update_fn",

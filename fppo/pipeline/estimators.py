@@ -7,18 +7,21 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
 
+import attrs
 from torch import Tensor
 
-from fppo import advantages
+from fppo import advantages, losses
 from fppo.advantages import Advantages
 from fppo.batch import Annotated
+from fppo.losses import Correction
 from fppo_kernels.gae.scan import scan
 
 AdvantageFn = Callable[[Annotated, Tensor], Advantages]  # of rows and their token rewards [B, T]
 GroupFn = Callable[[Tensor, Tensor, Tensor], Advantages | Tensor]  # of scores [B], mask [B, T] and groups [B]
 Estimator = AdvantageFn | GroupFn
+CRITIC = ("gae", "turn_gae", "td", "vtrace")  # those that have a critic
 NAMES = (
-    "gae",
+    *CRITIC,
     "grpo",
     "rloo",
     "opo",
@@ -36,24 +39,69 @@ GROUPED = (
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")  # those that whiten what they estimate
 
 
+@attrs.frozen(kw_only=True)
+class Along:
+    """The scalars of the estimators along the tokens of a row, each as the function of `fppo.advantages` has it."""
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    critic_lam: float | None = None  # of "gae"
+    alpha: float | None = None  # of "gae": the policy's lam is `advantages.length_lam`
+    steps: int = 1  # of "td"
+    cut: float = 1.0  # of "vtrace"
+
+
+PLAIN = Along()
+by_token = partial(losses.rollout_correction, level="token")
+
+
 def estimator(
     name: str,
     *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
+    along: Along = PLAIN,
     scale: str = "std",
     gae: Callable[..., tuple[Tensor, Tensor]] = scan,
     weights: Mapping[str, float] | None = None,
+    correct: Callable[[Tensor, Tensor, Tensor], Correction] = by_token,
 ) -> AdvantageFn:
     """The estimator of that name with its scalars bound: (annotated rows, token rewards [B, T]) -> Advantages.
 
     Group estimators compare the sums of the token rewards, so a KL penalty in the rewards reaches them too. `gae` is
-    the kernel that "gae" calls, and `weights` are those of "gdpo". Raises ValueError for a name that there is not; the
-    function, for columns that it needs and lacks, and for groups of one row each.
+    the kernel that "gae" calls, `weights` are those of "gdpo", and `correct` gives those of "vtrace" from the old
+    log-probs, the engine's and the mask; it should be the correction of the stage, whose weights multiply the policy
+    loss. Raises ValueError for a name that there is not; the function, for columns that it needs and lacks, for a
+    correction without weights, and for groups of one row each.
     """
     if name not in NAMES:
         raise ValueError(f"unknown advantage estimator {name!r}; there are {list(NAMES)}")
-    return partial(_estimate, name=name, gamma=gamma, lam=lam, scale=scale, gae=gae, weights=weights)
+    if name in CRITIC:
+        return partial(_with_critic, name=name, along=along, gae=gae, correct=correct)
+    return partial(_estimate, name=name, gamma=along.gamma, scale=scale, weights=weights)
+
+
+def _with_critic(
+    rows: Annotated,
+    rewards: Tensor,
+    *,
+    name: str,
+    along: Along,
+    gae: Callable[..., tuple[Tensor, Tensor]],
+    correct: Callable[[Tensor, Tensor, Tensor], Correction],
+) -> Advantages:
+    mask, values = rows.response_mask, _required(rows.values, name, "values")
+    match name:
+        case "gae":
+            lam = along.lam if along.alpha is None else advantages.length_lam(mask, alpha=along.alpha)
+            return advantages.gae(
+                rewards, values, mask, gamma=along.gamma, lam=lam, critic_lam=along.critic_lam, kernel=gae
+            )
+        case "turn_gae":
+            return advantages.turn_gae(rewards, values, mask, gamma=along.gamma, lam=along.lam)
+        case "td":
+            return advantages.td(rewards, values, mask, steps=along.steps, gamma=along.gamma)
+        case _:
+            weights = _required(correct(rows.old_log_probs, rows.rollout_log_probs, mask).weights, name, "weights")
+            return advantages.vtrace(rewards, values, weights, mask, gamma=along.gamma, lam=along.lam, cut=along.cut)
 
 
 def _estimate(
@@ -62,9 +110,7 @@ def _estimate(
     *,
     name: str,
     gamma: float,
-    lam: float,
     scale: str,
-    gae: Callable[..., tuple[Tensor, Tensor]],
     weights: Mapping[str, float] | None,
 ) -> Advantages:
     mask, groups, totals = rows.response_mask, rows.groups, rewards.sum(1)
@@ -72,9 +118,6 @@ def _estimate(
         text = "compares responses to one prompt, and each has one: raise Sampling.n (rollout.n) to 2 or more"
         raise ValueError(f"the estimator {name!r} {text}")
     match name:
-        case "gae":
-            values = _required(rows.values, name, "values")
-            return advantages.gae(rewards, values, mask, gamma=gamma, lam=lam, kernel=gae)
         case "grpo":
             return advantages.grpo(totals, mask, groups, scale=scale)
         case "grpo_passk":

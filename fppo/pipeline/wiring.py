@@ -12,7 +12,7 @@ from fppo.data import PromptSet
 from fppo.key import Key
 from fppo.models.model import Model, Params
 from fppo.pipeline import stages
-from fppo.pipeline.estimators import GROUPED, WHITENED, Estimator, estimator
+from fppo.pipeline.estimators import CRITIC, GROUPED, WHITENED, Estimator, estimator
 from fppo.pipeline.program import AnnotateStage, Draw, EstimateStage, Program, RunState, ScoreStage
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
@@ -58,7 +58,7 @@ def pieces(
 
     `policy` is what `models.load` returns. Each step takes `batch_size` sequences, `sampling.n` for each prompt, which
     end with the tokenizer's end where `sampling` names no stop tokens. `loop` and `optimizer` are the actor's and the
-    critic's; there is a critic, made of the policy, for the advantage "gae". The loss is `losses.ppo_clip`, without a
+    critic's; there is a critic, made of the policy, for "gae" and the like. The loss is `losses.ppo_clip`, without a
     KL term or a reference. Draws are by `key`, which is Key(0) without one.
 
     Raises ValueError for sizes that do not fit each other, and for a tokenizer or prompts that are not the model's.
@@ -71,7 +71,7 @@ def pieces(
     if not sampling.stop_token_ids:
         sampling = attrs.evolve(sampling, stop_token_ids=data.stop_tokens(tokenizer))
     forward, critic, critic_state = Forward(model), None, None
-    if advantage == "gae":
+    if advantage in CRITIC:
         critic_model, critic_params = models.as_critic(model, params, key)
         critic, critic_state = Forward(critic_model), init_state(critic_params, optimizer)
     engine = EmbeddedEngine(model=model, kernels=forward.kernels, pad_token_id=prompts.pad_token_id)
@@ -125,7 +125,7 @@ def _estimate_stage(sampling: Sampling, advantage: str | Estimator) -> EstimateS
         stages.estimate,
         advantage_fn=estimator(advantage) if isinstance(advantage, str) else advantage,
         max_tokens=sampling.max_tokens,
-        whiten=advantage in ("gae", *WHITENED),
+        whiten=advantage in (*CRITIC, *WHITENED),
     )
 
 

@@ -9,6 +9,7 @@ import attrs
 from fppo.settings.fields import above, at_least, at_most, nonempty, setting
 
 OldLogProbs = Literal["pass", "engine", "update", "auto"]
+CRITIC_ADVANTAGES = ("gae", "turn_gae", "td", "vtrace")  # those that have a critic
 KlKind = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
 
 
@@ -53,13 +54,21 @@ class AlgorithmSettings:
     """How scores become advantages."""
 
     advantage: str = setting("gae", nonempty("give the name of an estimator, as gae"))
-    """The estimator of advantages; gae is PPO's and the only one that trains a critic; or module:function."""
+    """The estimator of advantages; gae (PPO's), turn_gae, td and vtrace train a critic; or module:function."""
     gamma: float = setting(1.0, above(0), at_most(1))
-    """The discount per token (gae, reinforce_plus_plus)."""
+    """The discount per token, or per turn of turn_gae (gae, turn_gae, td, vtrace, reinforce_plus_plus)."""
     lam: float = setting(1.0, at_least(0), at_most(1))
-    """The decay of gae: 0 trusts the critic, 1 the rewards."""
+    """The decay of gae, turn_gae and vtrace: 0 trusts the critic, 1 the rewards."""
+    critic_lam: float | None = setting(None, at_least(0), at_most(1))
+    """The decay behind what gae's critic learns, VC-PPO's decoupled one; None: lam, as for the policy."""
+    lam_alpha: float | None = setting(None, above(0))
+    """In place of lam, 1 - 1 / (this * a response's tokens) for each response of gae, VAPO's; None: lam."""
+    td_steps: int | None = setting(None, at_least(1))
+    """The tokens after which td takes the critic's word for the rest."""
+    trace_cut: float = setting(1.0, above(0))
+    """The largest factor by which vtrace passes a later surprise on, its c; its rho is correction.high."""
     whiten: bool = setting(True)
-    """Give gae's advantages mean 0 and variance 1 over the whole batch."""
+    """Give the advantages of estimators with a critic mean 0 and variance 1 over the whole batch."""
     scale: Literal["std", "none"] = setting("std")
     """Divide by the group's standard deviation or not (grpo, grpo_passk, gdpo)."""
     kl: KlRewardSettings = setting(KlRewardSettings)

@@ -8,6 +8,7 @@ import attrs
 
 from fppo._errors import did_you_mean
 from fppo.rollout.turns.tools import TOOLS
+from fppo.settings.algorithm import CRITIC_ADVANTAGES, AlgorithmSettings
 from fppo.settings.checks_data import data_problems, has_held_out
 from fppo.settings.checks_eval import eval_problems
 from fppo.settings.checks_mesh import tensor_axis_problems
@@ -47,7 +48,8 @@ SELECTION_KEYWORDS: dict[str, dict[str, str]] = {
     "kl_cov": {"select_ratio": "ratio"},
 }
 ADVANTAGES = (
-    *("gae", "grpo", "rloo", "opo", "gpg", "remax", "grpo_passk", "reinforce_plus_plus"),
+    *CRITIC_ADVANTAGES,
+    *("grpo", "rloo", "opo", "gpg", "remax", "grpo_passk", "reinforce_plus_plus"),
     *("reinforce_plus_plus_baseline", "optimal_token_baseline", "gdpo"),
 )
 # for each optimizer: the settings that it reads beside its rate
@@ -117,7 +119,7 @@ def uses_critic_model(settings: TrainSettings) -> bool:
 
 def uses_critic(settings: TrainSettings) -> bool:
     """Whether the run trains a critic."""
-    return settings.algorithm.advantage == "gae"
+    return settings.algorithm.advantage in CRITIC_ADVANTAGES
 
 
 def uses_reference(settings: TrainSettings) -> bool:
@@ -218,11 +220,7 @@ def _algorithm(s: TrainSettings) -> Problems:
         text = f"there is no such estimator; {did_you_mean(a.advantage, ADVANTAGES)} and module:function"
         yield _problem("algorithm.advantage", a.advantage, text)
         return
-    if a.advantage not in ("gae", "reinforce_plus_plus"):
-        yield from _unread("algorithm.gamma", a.gamma, default.gamma, "gae and reinforce_plus_plus")
-    if a.advantage != "gae":
-        yield from _unread("algorithm.lam", a.lam, default.lam, "gae")
-        yield from _unread("algorithm.whiten", a.whiten, default.whiten, "gae")
+    yield from _along(a, default)
     if a.advantage not in ("grpo", "grpo_passk", "gdpo"):
         yield from _unread("algorithm.scale", a.scale, default.scale, "grpo, grpo_passk and gdpo")
     if a.kl.controller == "adaptive" and a.kl.coef == 0:
@@ -235,6 +233,30 @@ def _algorithm(s: TrainSettings) -> Problems:
         yield from _unread("algorithm.kl.kind", a.kl.kind, default.kl.kind, "algorithm.kl.coef > 0")
     if s.actor.kl_coef == 0:
         yield from _unread("actor.kl_kind", s.actor.kl_kind, ActorSettings().kl_kind, "actor.kl_coef > 0")
+
+
+def _along(a: AlgorithmSettings, default: AlgorithmSettings) -> Problems:
+    """The settings of estimators along the tokens of a response."""
+    readers = {
+        "gamma": (*CRITIC_ADVANTAGES, "reinforce_plus_plus"),
+        "lam": ("gae", "turn_gae", "vtrace"),
+        "critic_lam": ("gae",),
+        "lam_alpha": ("gae",),
+        "td_steps": ("td",),
+        "trace_cut": ("vtrace",),
+        "whiten": CRITIC_ADVANTAGES,
+    }
+    for name, names in readers.items():
+        if a.advantage not in names:
+            value = getattr(a, name)
+            yield from _unread(f"algorithm.{name}", value, getattr(default, name), " and ".join(names))
+    if a.advantage == "gae" and a.lam_alpha is not None:
+        yield from _unread("algorithm.lam", a.lam, default.lam, "algorithm.lam_alpha = None")
+    if a.advantage == "td" and a.td_steps is None:
+        yield _problem("algorithm.td_steps", None, "td counts its steps in tokens; give how many, as 8")
+    if a.advantage == "vtrace" and (a.correction.mode != "token" or a.correction.batch_normalize):
+        text = "vtrace traces the weights of single tokens, as they are; give token, and leave batch_normalize out"
+        yield _problem("algorithm.correction.mode", a.correction.mode, text)
 
 
 def _correction(s: TrainSettings) -> Problems:

@@ -16,7 +16,7 @@ def _critic_optimizer() -> OptimizerSettings:
 
 @attrs.frozen(kw_only=True)
 class CriticSettings:
-    """How the critic is updated; there is one if algorithm.advantage is gae."""
+    """How the critic is updated; there is one if algorithm.advantage is gae, turn_gae, td or vtrace."""
 
     reads: Literal["tokens", "confidence"] = setting("tokens")
     """The tokens, as a model of its own; or how sure the policy is of them, with no model and no pass of its own."""

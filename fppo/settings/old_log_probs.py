@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fppo.settings.algorithm import OldLogProbs
+from fppo.settings.algorithm import CRITIC_ADVANTAGES, OldLogProbs
 from fppo.settings.problems import Problems, problem
 from fppo.settings.train import TrainSettings
 
@@ -31,7 +31,7 @@ def passes_besides(settings: TrainSettings) -> list[str]:
         reasons.append("algorithm.correction compares the two")
     if algorithm.advantage == "optimal_token_baseline":
         reasons.append("optimal_token_baseline needs a pass anyway")
-    if algorithm.advantage == "gae" and settings.critic.reads == "confidence":
+    if algorithm.advantage in CRITIC_ADVANTAGES and settings.critic.reads == "confidence":
         reasons.append("critic.reads = confidence needs a pass anyway")
     return reasons
 

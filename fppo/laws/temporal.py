@@ -1,0 +1,122 @@
+"""Laws of estimators along the tokens of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fppo.laws._kernels import apart, checked, place, words
+from fppo.laws._search import SIZES, Example, Law, check, differ
+from fppo.laws.estimators import COMMON, as_reference, call, results_differ, token_example
+
+_DISCOUNTS = ((1.0, 1.0), (0.9, 0.7), (1.0, 0.0), (0.0, 1.0), (0.9, 1.0), (0.1, 0.1))
+_LONG = ((1, 63), (1, 65), (2, 127), (2, 128), (2, 129), (1, 300))  # about the blocks in which a scan may work
+
+
+def _definition(rewards: Tensor, values: Tensor, row: Tensor, gamma: float, lam: float) -> Tensor:
+    """sum_l (gamma lam)^l delta_{t + l} over the tokens of one row's mask, in O(T^2), float64."""
+    r, v = rewards[row].double(), values[row].double()
+    following = torch.cat([v[1:], v.new_zeros(1)])[: len(v)]
+    steps = torch.arange(len(v))
+    ahead = steps - steps[:, None]
+    powers = (gamma * lam) ** ahead.clamp(min=0).double()
+    return (powers.where(ahead >= 0, 0.0) * (r + gamma * following - v)).sum(1)
+
+
+def _is_definition(
+    fn: Callable, example: Example, generator: torch.Generator, dtype: torch.dtype = torch.float64
+) -> str | None:
+    example = place(example, dtype, "cpu")
+    rewards, values, mask = example.inputs.values()
+    for gamma, lam in _DISCOUNTS:
+        results = call(partial(fn, gamma=gamma, lam=lam), example)
+        if results[0].dtype != dtype:
+            return f"{words(dtype)} arguments gave {words(results[0].dtype)}"
+        for b, row in enumerate(mask):
+            expected = _definition(rewards[b], values[b], row, gamma, lam)
+            for name, a, x in zip(
+                ("the advantages", "the returns"), (expected, expected + values[b, row]), results, strict=True
+            ):
+                if reason := apart(name, a, x[b, row], dtype):
+                    return f"gamma={gamma}, lam={lam}: in row {b}, counting tokens of the mask, {reason}"
+    return None
+
+
+def _monte_carlo(fn: Callable, example: Example, generator: torch.Generator) -> str | None:
+    rewards, values, mask = example.inputs.values()
+    returns = rewards.where(mask, 0.0).flip(1).cumsum(1).flip(1)
+    advantages = call(partial(fn, gamma=1.0, lam=1.0), example)[0]
+    return differ("the advantage", (returns - values).where(mask, 0.0), advantages)
+
+
+def _deletion(fn: Callable, example: Example, generator: torch.Generator) -> str | None:
+    return _deleted(partial(fn, gamma=0.9, lam=0.7), example, generator)
+
+
+def _deleted(fn: Callable, example: Example, generator: torch.Generator) -> str | None:
+    whole = call(fn, example)
+    for b, row in enumerate(example.mask):
+        if row.any():
+            short = call(fn, example.map(lambda x, b=b, row=row: x[b, row][None]))
+            if reason := results_differ(tuple(x[0] for x in short), tuple(x[b, row] for x in whole)):
+                return f"row {b} against itself without its masked steps: {reason}"
+    return None
+
+
+def _discounted(breach: Callable, fn: Callable, example: Example, generator: torch.Generator) -> str | None:
+    return breach(partial(fn, gamma=0.9, lam=0.7), example, generator)
+
+
+def check_gae(estimator: Callable[..., Any], *, dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32)) -> None:
+    """Put a GAE estimator or kernel through its laws: `laws.check_gae(my_gae)`. LawViolation for the first that fails.
+
+    `estimator(rewards, values, mask, *, gamma, lam)`, tensors [B, T], returns advantages and returns (see
+    `fppo_kernels.gae.loop`). It equals the O(T^2) definition in float64, in every one of `dtypes` and on long rows
+    too; lam = 1 gives return minus value, deleting masked steps changes nothing, and the laws of `check_advantages`
+    about masked garbage, row order, padding and purity.
+    """
+    bound = [law._replace(breach=partial(_discounted, law.breach)) for law in COMMON]
+    statement = "advantages are sums of (gamma lam)^l delta, returns = advantages + values"
+    laws = (
+        *bound,
+        Law("return minus value", "lam = 1 and gamma = 1 give the return minus the value", _monte_carlo),
+        Law("masked steps", "a row with masked steps equals the row without them", _deletion),
+        *(Law("definition", statement, partial(_is_definition, dtype=dtype)) for dtype in checked(dtypes)),
+    )
+    example = partial(token_example, ("rewards", "values"))
+    see = ("print({}(rewards, values, mask, gamma=0.9, lam=0.7))",)
+    check(estimator, laws, example, sizes=(*SIZES, (0, 3)), see=see)
+    long = tuple(Law("long rows", statement, partial(_is_definition, dtype=dtype)) for dtype in dtypes)
+    check(estimator, long, example, sizes=_LONG, see=see)
+
+
+def check_temporal(
+    estimator: Callable[..., Any],
+    *,
+    columns: Sequence[str] = ("rewards", "values"),
+    bridges: bool = True,
+    reference: Callable[..., Any] | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    """Put an estimator along the tokens of a row through its laws: `laws.check_temporal(partial(my_td, steps=3))`.
+
+    `estimator(rewards, values, mask)`, tensors [B, T], returns Advantages, or advantages alone; `columns` names what it
+    takes before the mask, of which "weights" are at least 0. The laws are those of `check_advantages` about garbage
+    outside the mask, row order, padding and purity; that a row with masked steps equals the row without them
+    (`bridges=False` leaves that out, for estimators to which gaps mean something, as the ends of turns); and that it
+    equals a `reference`, a slow and plain estimator of the same signature. LawViolation for the first that fails.
+    `dtype` is that of the batches, and the precision asked for (see `check_policy_loss`).
+    """
+    laws = COMMON
+    if bridges:
+        text = "a row with masked steps equals the row without them"
+        laws += (Law("masked steps", text, _deleted, "give bridges=False"),)
+    if reference is not None:
+        laws += (Law("reference", "the results are those of the reference", partial(as_reference, reference)),)
+    (dtype,) = checked((dtype,))
+    example = partial(token_example, tuple(columns), dtype=dtype)
+    check(estimator, laws, example, see=(f"print({{}}({', '.join(columns)}, mask))",))

@@ -1,0 +1,70 @@
+"""The estimators with a critic, as settings name them, beside the functions that they stand for."""
+
+from functools import partial
+
+import attrs
+import pytest
+import torch
+
+from fppo import advantages, losses
+from fppo.assembly.program import advantage_of
+from fppo.batch import Annotated, narrow
+from fppo.pipeline.estimators import estimator
+from fppo.settings import files
+from fppo_kernels.record import Kernels
+from tests import tiny, tiny_run
+
+TOKEN = {"algorithm__correction__mode": "token", "algorithm__correction__high": 1.5}
+
+
+def _weights(rows):
+    arguments = (rows.old_log_probs, rows.rollout_log_probs, rows.response_mask)
+    return losses.rollout_correction(*arguments, level="token", threshold=1.5).weights
+
+
+CASES = {
+    "gae": ({"lam": 0.9, "critic_lam": 1.0}, lambda rows: partial(advantages.gae, lam=0.9, critic_lam=1.0)),
+    "gae of VAPO": (
+        {"lam_alpha": 0.4},
+        lambda rows: partial(advantages.gae, lam=advantages.length_lam(rows.response_mask, alpha=0.4)),
+    ),
+    "turn_gae": ({"lam": 0.5}, lambda rows: partial(advantages.turn_gae, lam=0.5)),
+    "td": ({"td_steps": 2}, lambda rows: partial(advantages.td, steps=2)),
+    "vtrace": (
+        {"lam": 0.8, "trace_cut": 0.5},
+        lambda rows: lambda r, v, m, gamma: advantages.vtrace(r, v, _weights(rows), m, gamma=gamma, lam=0.8, cut=0.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_estimator_of_the_settings_is_its_function(name, tmp_path):
+    changes, function = CASES[name]
+    changes = {f"algorithm__{key}": value for key, value in changes.items()} | (TOKEN if name == "vtrace" else {})
+    advantage = name.partition(" ")[0]
+    settings = tiny_run.settings(tmp_path, algorithm__advantage=advantage, algorithm__gamma=0.9, **changes)
+    rows = narrow(Annotated, tiny.experience(3, 4))
+    noise = torch.randn(rows.old_log_probs.shape, generator=torch.Generator().manual_seed(0))
+    rows = attrs.evolve(rows, values=noise, rollout_log_probs=rows.old_log_probs + noise / 3)
+    rewards = advantages.token_rewards(rows.scores + 1, rows.response_mask)
+    found = advantage_of(settings, Kernels.named())({})(rows, rewards)
+    expected = function(rows)(rewards, noise, rows.response_mask, gamma=0.9)
+    torch.testing.assert_close(tuple(found), tuple(expected), rtol=0, atol=0)
+    with pytest.raises(ValueError, match=f"'{advantage}' needs values in the batch"):
+        estimator(advantage)(attrs.evolve(rows, values=None), rewards)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"advantage": "td"}, "algorithm.td_steps = None: td counts its steps in tokens; give how many, as 8"),
+        ({"advantage": "vtrace"}, "algorithm.correction.mode = 'none': vtrace traces the weights of single tokens"),
+        ({"lam_alpha": 0.1, "lam": 0.9}, "algorithm.lam = 0.9: nothing reads it here: it is for algorithm.lam_alpha ="),
+        ({"advantage": "rloo", "critic_lam": 1.0}, "algorithm.critic_lam = 1.0: nothing reads it here: it is for gae"),
+        ({"trace_cut": 0.5}, "algorithm.trace_cut = 0.5: nothing reads it here: it is for vtrace"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_named(changes, text, tmp_path):
+    with pytest.raises(files.SettingsError) as caught:
+        tiny_run.settings(tmp_path, **{f"algorithm__{name}": value for name, value in changes.items()})
+    assert text in str(caught.value)
