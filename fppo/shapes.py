@@ -7,6 +7,7 @@ from torch import Tensor
 from fppo_kernels.shapes import Bool, Float, Int
 
 Tokens = Float[Tensor, "b t"]
+Outputs = Float[Tensor, "b t k"]  # the k numbers of a value head
 Mask = Bool[Tensor, "b t"]
 Rows = Float[Tensor, " b"]
 RowIds = Int[Tensor, " b"]

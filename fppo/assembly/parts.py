@@ -11,9 +11,10 @@ import attrs
 import torch
 from transformers import PreTrainedConfig
 
-from fppo import models, tree
+from fppo import losses, models, tree
 from fppo.assembly.texts import config_of, config_place, directory_of
 from fppo.key import Key
+from fppo.losses import ValueHead
 from fppo.models.inner import inner_of
 from fppo.models.model import HeadKind, Model, Params, over_long
 from fppo.models.narrow import narrow
@@ -75,6 +76,7 @@ def bare_model(settings: TrainSettings, head: HeadKind = "lm") -> Model:
     model = models.build(
         config_of(settings, config_place(path, name)),
         head,
+        outputs=1 if head == "lm" else value_head_of(settings).outputs,
         compute_dtype=compute_dtype_of((head == "value" and settings.critic.compute_dtype) or section.compute_dtype),
         checkpoint_layers=section.checkpoint_layers,
         trust_remote_code=section.trust_remote_code,
@@ -103,7 +105,7 @@ def load_models(
     model = as_set(model)
     critic_model, critic = None, None
     if checks.uses_critic(settings) and not checks.uses_critic_model(settings):
-        critic = init_confidence(key.fold("critic"))
+        critic = init_confidence(key.fold("critic"), outputs=value_head_of(settings).outputs)
     elif checks.uses_critic(settings):
         role, recompute = settings.critic, settings.critic.checkpoint_layers
         setting = "critic_path" if section.critic_path else "path"
@@ -111,6 +113,7 @@ def load_models(
             directory_of(section.critic_path or section.path, f"model.{setting}"),
             "value",
             key=key.fold("value head"),
+            outputs=value_head_of(settings).outputs,
             compute_dtype=compute_dtype_of(role.compute_dtype or section.compute_dtype),
             checkpoint_layers=section.checkpoint_layers if recompute is None else recompute,
         )
@@ -125,6 +128,21 @@ def load_models(
     params, critic, ref = (x and on_device(x, device) for x in (params, critic, ref))
     assert params is not None
     return model, params, critic_model, critic, ref
+
+
+def value_head_of(settings: TrainSettings) -> ValueHead:
+    """What the critic's outputs mean, and its loss."""
+    section = settings.critic
+    low, high = section.range or (0.0, 1.0)
+    return losses.value_head(
+        section.loss,
+        outputs=section.bins,
+        low=low,
+        high=high,
+        sigma=section.sigma,
+        delta=section.huber_delta,
+        clip=section.value_clip,
+    )
 
 
 def offload_of(settings: TrainSettings, role: Role) -> Offload:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fppo import losses
-from fppo.assembly.parts import Role, forward_micro_batching_of, micro_batching_of, offload_of
+from fppo.assembly.parts import Role, forward_micro_batching_of, micro_batching_of, offload_of, value_head_of
 from fppo.batch import Annotated
 from fppo.pipeline import stages
 from fppo.pipeline.draw import equal_groups, sample_groups, sample_saved, saving, truncated
@@ -364,11 +364,11 @@ def _update_actor(settings: TrainSettings, resources: Resources) -> UpdateStage:
 
 
 def _update_critic(settings: TrainSettings, resources: Resources, critic: Forward | stages.ConfidenceFn) -> UpdateStage:
-    loop, clip = loop_of(settings.critic, settings.rollout.batch_size), settings.critic.value_clip
+    loop, loss_fn = loop_of(settings.critic, settings.rollout.batch_size), value_head_of(settings).loss_fn
     optimizer = resources.optimizers["critic"]
     if not isinstance(critic, Forward):
-        return partial(update_confidence, loop=loop, optimizer=optimizer, clip=clip)
-    update = partial(update_critic, forward=critic, loop=loop, optimizer=optimizer, clip=clip)
+        return partial(update_confidence, loop=loop, optimizer=optimizer, loss_fn=loss_fn)
+    update = partial(update_critic, forward=critic, loop=loop, optimizer=optimizer, loss_fn=loss_fn)
     return _measured("critic", update, settings, resources, critic, loop)
 
 

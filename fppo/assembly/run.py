@@ -22,6 +22,7 @@ from fppo.assembly.parts import (
     forward_micro_batching_of,
     load_models,
     offload_of,
+    value_head_of,
 )
 from fppo.assembly.program import Resources, fetch_of, optimizers_of, program_of
 from fppo.assembly.rewards import reward_runner
@@ -98,7 +99,7 @@ def assemble(
         forward = Forward(model, kernels=kernels, mesh=mesh, remove_padding=settings.model.remove_padding)
         resources = Resources(
             forward=forward,
-            critic=_values_by(critic_model, critic, forward),
+            critic=_values_by(settings, critic_model, critic, forward),
             engine=answering.engine,
             sampling=inputs.sampling,
             pad_token_id=pad,
@@ -183,11 +184,14 @@ def _answering(
         yield _Answering(engine=engine, runner=runner, score=partial(rewards.score, reward=reward, tokenizer=tokenizer))
 
 
-def _values_by(model: Model | None, critic: Params | None, policy: Forward) -> Forward | stages.ConfidenceFn | None:
+def _values_by(
+    settings: TrainSettings, model: Model | None, critic: Params | None, policy: Forward
+) -> Forward | stages.ConfidenceFn | None:
     """What computes the critic's values: its model if it is one."""
-    if model is not None:
-        return attrs.evolve(policy, model=model)
-    return None if critic is None else confidence_values
+    if critic is None:
+        return None
+    read = value_head_of(settings).read
+    return partial(confidence_values, read=read) if model is None else attrs.evolve(policy, model=model, read=read)
 
 
 def _fresh(

@@ -112,11 +112,11 @@ def spoil(x: Tensor, where: Tensor, generator: torch.Generator, kind: str = "mix
 
 
 def widen(x: Tensor, columns: int) -> Tensor:
-    """[B, T] with columns of padding on the right: False in a mask, NaN elsewhere; [B] unchanged."""
+    """[B, T, ...] with columns of padding on the right: False in a mask, NaN elsewhere; [B] unchanged."""
     if x.dim() < 2:
         return x
     fill = float("nan") if x.is_floating_point() else 0
-    return torch.nn.functional.pad(x, (0, columns), value=fill)
+    return torch.nn.functional.pad(x, (*[0, 0] * (x.dim() - 2), 0, columns), value=fill)
 
 
 def differ(

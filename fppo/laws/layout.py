@@ -74,7 +74,7 @@ def _ranks(axes: Mapping[str, int]) -> int:
     return math.prod(axes.values())
 
 
-def _models(head: HeadKind) -> list[tuple[Any, dict[str, Tensor]]]:
+def _models(head: HeadKind, outputs: int) -> list[tuple[Any, dict[str, Tensor]]]:
     """A Qwen2 with tied embeddings and a Llama without, in float64, whose sizes the meshes do not all divide."""
     from transformers import LlamaConfig, Qwen2Config
 
@@ -95,13 +95,13 @@ def _models(head: HeadKind) -> list[tuple[Any, dict[str, Tensor]]]:
         "eos_token_id": 1,
     }
     built = [
-        models.build(config(**shared, tie_word_embeddings=tied), head=head)
+        models.build(config(**shared, tie_word_embeddings=tied), head=head, outputs=outputs)
         for config, tied in ((Qwen2Config, True), (LlamaConfig, False))
     ]
     return [(model, models.init_params(model, Key(0), torch.float64)) for model in built]
 
 
-def _runner(update: Callable[..., Any], head: HeadKind) -> Run:
+def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run:
     """`update` on the ranks of a layout, as a function of the batch; the state comes back whole.
 
     With beta_1 = 0 the first moment is the gradient; with eps = 1 the step is smooth where a gradient is near 0.
@@ -115,7 +115,7 @@ def _runner(update: Callable[..., Any], head: HeadKind) -> Run:
     from fppo.steps.optimizers import adamw
     from fppo.steps.train_state import init_state
 
-    built = _models(head)
+    built = _models(head, outputs)
     optimizer = adamw(lambda step: 0.1, betas=(0.0, 0.9), eps=1.0, max_grad_norm=1.0)
 
     @functools.cache
@@ -233,6 +233,7 @@ def check_layout_fn(
     update: Callable[..., Any],
     *,
     head: HeadKind = "lm",
+    outputs: int = 1,
     modes: Sequence[str] = MODES,
     max_ranks: int = 8,
     each: int = 4,
@@ -254,7 +255,7 @@ def check_layout_fn(
         if axes["shard"] > 1 or stage is None
     ]
     random.Random(0).shuffle(layouts)  # so that small and large examples meet all kinds
-    run = _runner(update, head)
+    run = _runner(update, head, outputs)
     examples = partial(_example, tuple(modes))
     check(
         run,

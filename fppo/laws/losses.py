@@ -30,6 +30,7 @@ from fppo.metrics import Max, Mean, Metric, Min, Sum, merge
 LossFn = Callable[..., tuple[Tensor, Mapping[str, Metric]]]
 POLICY = ("log_probs", "old_log_probs", "advantages")
 VALUES = ("values", "old_values", "returns")
+OUTPUTS = ("outputs", "old_values", "returns")
 TOKENS = 6  # that an example must have where single tokens may be clipped or equal by chance
 
 
@@ -110,7 +111,8 @@ def _precision(fn: LossFn, example: Example, generator: torch.Generator) -> str 
 
 def _gradient(fn: LossFn, example: Example, generator: torch.Generator) -> Breach | None:
     first, second = (name for name in list(example.inputs)[:2])
-    example = example.put(**{second: example.inputs[first].clone()})
+    if example.inputs[first].shape == example.inputs[second].shape:
+        example = example.put(**{second: example.inputs[first].clone()})
     if example.mask.sum() < TOKENS or _evaluate(fn, example).grad.any():
         return None
     return Breach(
@@ -120,7 +122,7 @@ def _gradient(fn: LossFn, example: Example, generator: torch.Generator) -> Breac
 
 def _masked_garbage(fn: LossFn, example: Example, generator: torch.Generator) -> Breach | None:
     def dirty(x: Tensor, kind: str) -> Tensor:
-        return spoil(x, ~mask if x.dim() == 2 else ~mask.any(1), generator, kind)
+        return spoil(x, _along(~mask, x) if x.dim() >= 2 else ~mask.any(1), generator, kind)
 
     mask, plain = example.mask, _evaluate(fn, example)
     for kind, garbage in (("nan", "NaN"), ("mixed", "NaN, inf or 1e300")):
@@ -131,18 +133,25 @@ def _masked_garbage(fn: LossFn, example: Example, generator: torch.Generator) ->
 
 
 def _zero_outside(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
-    outcome, zero = _evaluate(fn, example), torch.zeros_like(example.weights)
+    outcome = _evaluate(fn, example)
     for what, x in (("the loss", outcome.loss), ("the gradient", outcome.grad)):
-        if reason := differ(f"outside the mask {what}", zero, x.where(~example.mask, 0.0), 0.0):
+        outside = x.where(_along(~example.mask, x), 0.0)
+        if reason := differ(f"outside the mask {what}", torch.zeros_like(x), outside, 0.0):
             return reason
     return None
 
 
+def _along(mask: Tensor, x: Tensor) -> Tensor:
+    """The mask [B, T], to spread over `x` [B, T, ...]."""
+    return mask.view(*mask.shape, *[1] * (x.dim() - 2))
+
+
 def _all_masked(fn: LossFn, example: Example, generator: torch.Generator) -> Breach | None:
     empty = example.put(mask=torch.zeros_like(example.mask))
-    outcome, zero = _evaluate(fn, empty), torch.zeros_like(example.weights)
-    reason = differ("the loss of an empty mask", zero, outcome.loss, 0.0) or differ(
-        "the gradient of an empty mask", zero, outcome.grad, 0.0
+    outcome = _evaluate(fn, empty)
+    zeros = [torch.zeros_like(x) for x in (outcome.loss, outcome.grad)]
+    reason = differ("the loss of an empty mask", zeros[0], outcome.loss, 0.0) or differ(
+        "the gradient of an empty mask", zeros[1], outcome.grad, 0.0
     )
     return changed(reason, "", empty)
 
@@ -254,13 +263,18 @@ def make_example(
     rows: int,
     width: int,
     seed: int,
+    *,
+    outputs: int = 1,
 ) -> Example:
-    """A batch of log-probs or values in a dtype, old ones a little or much apart, with a mask by the seed."""
+    """A batch of log-probs or values in a dtype, old ones a little or much apart, with a mask by the seed; the first
+    are [B, T, outputs] where there are several."""
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
     mask = draw_mask(rows, width, seed, generator)
     first = -normal(generator, rows, width).abs() - 0.05
     second = first + normal(generator, rows, width) * (0.1 if seed % 2 else 0.8)
     inputs = dict(zip(names, (first, second.clamp(max=-0.01), normal(generator, rows, width)), strict=True))
+    if outputs > 1:
+        inputs[names[0]] = normal(generator, rows, width, outputs)
     weights = torch.rand(rows, width, generator=generator, dtype=torch.float64).add(0.1).where(mask, 0.0)
     inputs = {name: short(x).to(dtype) for name, x in inputs.items()} | {"mask": mask}
     return Example(inputs, {} if extras is None else extras(*inputs.values()), short(weights).to(dtype))
@@ -274,13 +288,14 @@ def _check(
     extras: Callable[..., dict[str, Any]] | None = None,
     reference: LossFn | None = None,
     dtype: torch.dtype = torch.float64,
+    outputs: int = 1,
 ) -> None:
     """The laws of all losses, then `laws`, then the comparison with a reference, on batches of these names."""
     checked((dtype,))
     if reference is not None:
         text = "loss and gradient are those of the reference"
         laws += (Law("reference", text, partial(_as_reference, reference)),)
-    example = partial(make_example, names, extras, dtype)
+    example = partial(make_example, names, extras, dtype, outputs=outputs)
     check(fn, (*COMMON, *laws), example, see=see(names, [] if extras is None else list(example(1, 1, 0).extras)))
 
 
@@ -332,16 +347,27 @@ def check_policy_loss(
 
 
 def check_value_loss(
-    loss_fn: LossFn, *, squared: bool = True, reference: LossFn | None = None, dtype: torch.dtype = torch.float64
+    loss_fn: LossFn,
+    *,
+    squared: bool = True,
+    outputs: int = 1,
+    reference: LossFn | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> None:
     """Put a value loss through its laws: `laws.check_value_loss(my_loss)`. LawViolation for the first that fails.
 
     `loss_fn(values, old_values, returns, mask)` returns the loss per token [B, T] and metrics. The laws are those of
     `check_policy_loss`, with its `reference` and `dtype`; the last one: at old == new the gradient is
     weights * (values - returns), that of half the squared error (`squared=False` leaves it out).
+
+    With `outputs` above 1 it is a loss of a head of so many numbers, `loss_fn(outputs, old_values, returns, mask)` with
+    outputs [B, T, K], to which that last law does not apply. Raises ValueError for a number below 1.
     """
+    if outputs < 1:
+        raise ValueError(f"outputs must be 1 or more, got {outputs}")
     own = ()
-    if squared:
+    if squared and outputs == 1:
         statement = "at old == new the gradient is weights * (values - returns)"
         own = (Law("squared error", statement, _error_gradient, "give squared=False"),)
-    _check(loss_fn, own, VALUES, reference=reference, dtype=dtype)
+    names = VALUES if outputs == 1 else OUTPUTS
+    _check(loss_fn, own, names, reference=reference, dtype=dtype, outputs=outputs)

@@ -36,7 +36,7 @@ class _Outcome(NamedTuple):
 Run = Callable[["Experience", str, int | None, int | None, bool], _Outcome]
 
 
-def _runner(update: Callable[..., Any], head: HeadKind) -> Run:
+def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run:
     """`update` of one tiny Qwen2 in float64, as a function of the batch and of how it is cut.
 
     With beta_1 = 0 the first moment is the gradient; with eps = 1 the step is smooth where a gradient is near 0.
@@ -63,7 +63,7 @@ def _runner(update: Callable[..., Any], head: HeadKind) -> Run:
         tie_word_embeddings=False,
         pad_token_id=0,
     )
-    model = models.build(config, head=head)
+    model = models.build(config, head=head, outputs=outputs)
     params = models.init_params(model, Key(0), torch.float64)
     optimizer = adamw(lambda step: 0.1, betas=(0.0, 0.9), eps=1.0, max_grad_norm=None)
     packed = Forward(model)
@@ -220,17 +220,22 @@ _LAWS = (
 
 
 def check_update_fn(
-    update: Callable[..., Any], *, head: HeadKind = "lm", modes: Sequence[str] = MODES, name: str | None = None
+    update: Callable[..., Any],
+    *,
+    head: HeadKind = "lm",
+    outputs: int = 1,
+    modes: Sequence[str] = MODES,
+    name: str | None = None,
 ) -> None:
     """Put a whole update through its laws: `laws.check_update_fn(update_critic, head="value")`.
 
     `update(state, batch, *, forward, loop, optimizer)` returns (TrainState, Metrics); bind everything else with
-    functools.partial. It trains a tiny Qwen2 in float64, with a vocabulary head ("lm") or a "value" head, on one
-    mini-batch. For every weight mode in `modes`
+    functools.partial. It trains a tiny Qwen2 in float64, with a vocabulary head ("lm") or a "value" head of so many
+    `outputs`, on one mini-batch. For every weight mode in `modes`
     the whole gradient tree, the new parameters and the metrics must be finite and the same for any split into
     micro-batches, order of rows and padding width, packed or padded. LawViolation for the first law that fails.
     """
-    run = _runner(update, head)
+    run = _runner(update, head, outputs)
     examples = partial(_example, tuple(modes))
     check(run, _LAWS, examples, sizes=SIZES, seeds=max(3, len(modes)), name=name or fn_name(update))
 

@@ -5,7 +5,19 @@ from fppo.losses.kl import KL_KINDS, KLState, kl_estimate, sequence_kl, update_k
 from fppo.losses.mismatch import off_policy_metrics
 from fppo.losses.policy import cispo, dppo_kl, dppo_tv, dro, gmpo, gpg, gspo, ppo_clip, sapo
 from fppo.losses.selection import clip_cov, kl_cov, select_clip_cov, select_kl_cov
-from fppo.losses.value import value_loss
+from fppo.losses.value import (
+    VALUE_LOSSES,
+    ValueHead,
+    binned_values,
+    hl_gauss,
+    huber_value_loss,
+    mean_of_quantiles,
+    placed_values,
+    quantile_loss,
+    two_hot,
+    value_head,
+    value_loss,
+)
 from fppo.losses.weights import MODES, Totals, count_totals, loss_weights
 
 __all__ = [
@@ -13,9 +25,12 @@ __all__ = [
     "LEVELS",
     "MODES",
     "REJECTIONS",
+    "VALUE_LOSSES",
     "Correction",
     "KLState",
     "Totals",
+    "ValueHead",
+    "binned_values",
     "cispo",
     "clip_cov",
     "count_totals",
@@ -26,16 +41,23 @@ __all__ = [
     "gmpo",
     "gpg",
     "gspo",
+    "hl_gauss",
+    "huber_value_loss",
     "kl_cov",
     "kl_estimate",
     "loss_weights",
+    "mean_of_quantiles",
     "off_policy_metrics",
+    "placed_values",
     "ppo_clip",
+    "quantile_loss",
     "rollout_correction",
     "sapo",
     "select_clip_cov",
     "select_kl_cov",
     "sequence_kl",
+    "two_hot",
     "update_kl",
+    "value_head",
     "value_loss",
 ]

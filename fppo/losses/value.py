@@ -1,13 +1,21 @@
-"""The critic's loss."""
+"""The critic's losses: of one value per token, and of K numbers per token, a distribution whose mean is the value."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from functools import partial
 
-from fppo.losses._common import check_tokens, clean, positive, scalar
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fppo.losses._common import check_tokens, clean, positive, scalar, unknown
 from fppo.losses._common import clip as bounded
 from fppo.metrics import Metrics, masked_mean
-from fppo.shapes import Mask, Scalar, Tokens
+from fppo.shapes import Mask, Outputs, Scalar, Tokens
+
+Errors = Callable[[Tensor], Tensor]  # what an error costs, elementwise
 
 
 def value_loss(
@@ -18,15 +26,203 @@ def value_loss(
     PPO's clipped value loss; `clip=None` is half the squared error. `old_values` and `returns` are constants to
     the gradient. All floating [B, T], the mask bool; ValueError for others, and for a clip that is not > 0.
     """
+    loss, metrics = _clipped(torch.square, values, old_values, returns, mask, clip)
+    return (0.5 * loss).where(mask, 0.0), metrics
+
+
+def huber_value_loss(
+    values: Tokens,
+    old_values: Tokens,
+    returns: Tokens,
+    mask: Mask,
+    *,
+    delta: float = 1.0,
+    clip: Scalar | None = 0.5,
+) -> tuple[Tokens, Metrics]:
+    """max(h(v - R), h(clip(v, v_old - clip, v_old + clip) - R)) per token, [B, T], with Huber's h; 0 outside the mask.
+
+    h(e) = e^2 / 2 where |e| <= delta, delta (|e| - delta / 2) elsewhere: errors beyond delta pull with the same force
+    (Huber, Annals of Mathematical Statistics 35, 1964). The rest is as in `value_loss`; ValueError also for a delta
+    that is not > 0.
+    """
+    positive("delta", delta)
+    loss, metrics = _clipped(partial(_huber, delta=delta), values, old_values, returns, mask, clip)
+    return loss.where(mask, 0.0), metrics
+
+
+def hl_gauss(
+    outputs: Outputs,
+    old_values: Tokens,
+    returns: Tokens,
+    mask: Mask,
+    *,
+    low: float,
+    high: float,
+    sigma: float = 0.75,
+) -> tuple[Tokens, Metrics]:
+    """The cross-entropy of softmax(outputs) over K bins to a normal about the return, per token, [B, T].
+
+    `outputs` [B, T, K] are logits of K equal bins from `low` to `high`. The target of a bin is the share of the normal
+    of mean R (put into the range) and deviation `sigma` bins that lies in it, of what lies in the range. The value is
+    the mean of the bins' middles (`binned_values`). HL-Gauss: Farebrother et al., arXiv:2403.03950, 3.1, which has
+    sigma 0.75. The mask is bool [B, T], and the loss 0 where it is False; `returns` are constants to the gradient, and
+    `old_values` are not read. Raises ValueError for other shapes, a range that is none, and a sigma that is not > 0.
+    """
+    positive("sigma", sigma)
+    _check_outputs(outputs, old_values, returns, mask, low, high)
+    count = outputs.shape[-1]
+    edges = torch.linspace(low, high, count + 1, dtype=outputs.dtype, device=outputs.device)
+    goals = returns.detach().where(mask, low).clamp(low, high).to(outputs.dtype)
+    width = sigma * (high - low) / count
+    below = torch.erf((edges - goals[..., None]) / (width * 2**0.5))
+    targets = below.diff(dim=-1) / (below[..., -1:] - below[..., :1])
+    return _cross_entropy(outputs, targets, returns, mask, partial(binned_values, low=low, high=high))
+
+
+def two_hot(
+    outputs: Outputs, old_values: Tokens, returns: Tokens, mask: Mask, *, low: float, high: float
+) -> tuple[Tokens, Metrics]:
+    """The cross-entropy of softmax(outputs) over K places to the two places about the return, per token, [B, T].
+
+    `outputs` [B, T, K] are logits of K places from `low` to `high`, both included, at equal distances. The two places
+    about the return (put into the range) have the weights whose mean it is, all others 0; the value is the mean of the
+    places (`placed_values`). Farebrother et al., arXiv:2403.03950, 3.1, as in MuZero. The rest is as in `hl_gauss`.
+    """
+    _check_outputs(outputs, old_values, returns, mask, low, high)
+    count = outputs.shape[-1]
+    goals = returns.detach().where(mask, low).clamp(low, high).to(outputs.dtype)
+    place = (goals - low) * ((count - 1) / (high - low))
+    numbers = torch.arange(count, dtype=outputs.dtype, device=outputs.device)
+    targets = (1 - (place[..., None] - numbers).abs()).clamp(min=0.0)
+    return _cross_entropy(outputs, targets, returns, mask, partial(placed_values, low=low, high=high))
+
+
+def quantile_loss(
+    outputs: Outputs, old_values: Tokens, returns: Tokens, mask: Mask, *, delta: float = 1.0
+) -> tuple[Tokens, Metrics]:
+    """The sum over K quantiles q_i of |t_i - [R < q_i]| h(R - q_i) / delta per token, [B, T], with t_i = (i - 1/2) / K.
+
+    `outputs` [B, T, K] are the quantiles of the return at the shares t_1 to t_K; h is Huber's function
+    (`huber_value_loss`), and the value is their mean (`mean_of_quantiles`). QR-DQN (Dabney et al., arXiv:1710.10044)
+    with one sample of the target, over delta as in arXiv:1806.06923. The rest is as in `hl_gauss`.
+    """
+    positive("delta", delta)
+    _check_outputs(outputs, old_values, returns, mask, 0.0, 1.0)
+    count = outputs.shape[-1]
+    inside = outputs.where(mask[..., None], 0.0)
+    error = returns.detach().where(mask, 0.0).to(outputs.dtype)[..., None] - inside
+    shares = (torch.arange(count, dtype=outputs.dtype, device=outputs.device) + 0.5) / count
+    weights = (shares - (error < 0).to(outputs.dtype)).abs().detach()
+    loss = (weights * _huber(error, delta=delta) / delta).sum(-1)
+    return loss.where(mask, 0.0), {"critic/vpred_mean": masked_mean(inside.mean(-1), mask)}
+
+
+def first_output(outputs: Tensor) -> Tensor:
+    """The value of a head of one output: [..., 1] to [...]."""
+    return outputs[..., 0]
+
+
+def binned_values(outputs: Tensor, *, low: float, high: float) -> Tensor:
+    """The mean of the middles of K equal bins from `low` to `high` under softmax(outputs): [..., K] to [...]."""
+    half = (high - low) / (2 * outputs.shape[-1])
+    return placed_values(outputs, low=low + half, high=high - half)
+
+
+def placed_values(outputs: Tensor, *, low: float, high: float) -> Tensor:
+    """The mean of K places from `low` to `high`, both included, under softmax(outputs): [..., K] to [...]."""
+    places = torch.linspace(low, high, outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
+    return (outputs.softmax(-1) * places).sum(-1)
+
+
+def mean_of_quantiles(outputs: Tensor) -> Tensor:
+    """The mean of K quantiles: [..., K] to [...]."""
+    return outputs.mean(-1)
+
+
+@attrs.frozen(kw_only=True)
+class ValueHead:
+    """What the numbers that a critic gives for each token mean, and what fits them to the returns.
+
+    `loss_fn(values, old_values, returns, mask)` takes values [B, T] of a head of one output, else `outputs` [B, T, K].
+    """
+
+    outputs: int = 1
+    read: Callable[[Tensor], Tensor] = first_output  # [..., K] to the values [...]
+    loss_fn: Callable[..., tuple[Tensor, Metrics]] = value_loss
+
+
+PLAIN_HEAD = ValueHead()
+VALUE_LOSSES = ("mse", "huber", "hl_gauss", "two_hot", "quantile")
+
+
+def value_head(
+    name: str,
+    *,
+    outputs: int = 51,
+    low: float = 0.0,
+    high: float = 1.0,
+    sigma: float = 0.75,
+    delta: float = 1.0,
+    clip: float | None = 0.5,
+) -> ValueHead:
+    """The head of a loss by name, with its scalars bound: "mse" (`value_loss`) and "huber" have one output, "hl_gauss",
+    "two_hot" and "quantile" have `outputs`. Raises ValueError for a name that there is not."""
+    span = {"low": low, "high": high}
+    match name:
+        case "mse":
+            return ValueHead(loss_fn=partial(value_loss, clip=clip))
+        case "huber":
+            return ValueHead(loss_fn=partial(huber_value_loss, delta=delta, clip=clip))
+        case "hl_gauss":
+            loss_fn = partial(hl_gauss, sigma=sigma, **span)
+            return ValueHead(outputs=outputs, read=partial(binned_values, **span), loss_fn=loss_fn)
+        case "two_hot":
+            return ValueHead(outputs=outputs, read=partial(placed_values, **span), loss_fn=partial(two_hot, **span))
+        case "quantile":
+            return ValueHead(outputs=outputs, read=mean_of_quantiles, loss_fn=partial(quantile_loss, delta=delta))
+        case _:
+            unknown("value loss", name, VALUE_LOSSES)
+
+
+def _clipped(
+    cost: Errors, values: Tokens, old_values: Tokens, returns: Tokens, mask: Mask, clip: Scalar | None
+) -> tuple[Tokens, Metrics]:
+    """The larger of what the error costs, and that of the value kept within `clip` of the old one."""
     check_tokens(mask, values=values, old_values=old_values, returns=returns)
     values, old_values, returns = clean(mask, values, old_values.detach(), returns.detach())
-    plain = (values - returns).square()
+    plain = cost(values - returns)
     metrics: Metrics = {"critic/vpred_mean": masked_mean(values, mask)}
-    loss = plain
-    if clip is not None:
-        positive("clip", clip)
-        margin = scalar(clip, values)
-        clipped = (bounded(values, old_values - margin, old_values + margin) - returns).square()
-        metrics["critic/vf_clipfrac"] = masked_mean(clipped > plain, mask)
-        loss = torch.maximum(plain, clipped)
-    return (0.5 * loss).where(mask, 0.0), metrics
+    if clip is None:
+        return plain, metrics
+    positive("clip", clip)
+    margin = scalar(clip, values)
+    clipped = cost(bounded(values, old_values - margin, old_values + margin) - returns)
+    metrics["critic/vf_clipfrac"] = masked_mean(clipped > plain, mask)
+    return torch.maximum(plain, clipped), metrics
+
+
+def _huber(error: Tensor, *, delta: float) -> Tensor:
+    size = error.abs()
+    return torch.where(size <= delta, 0.5 * error.square(), delta * (size - 0.5 * delta))
+
+
+def _cross_entropy(
+    outputs: Outputs, targets: Outputs, returns: Tokens, mask: Mask, read: Callable[[Tensor], Tensor]
+) -> tuple[Tokens, Metrics]:
+    inside = outputs.where(mask[..., None], 0.0)
+    loss = -(targets * F.log_softmax(inside, -1)).sum(-1)
+    return loss.where(mask, 0.0), {"critic/vpred_mean": masked_mean(read(inside), mask)}
+
+
+def _check_outputs(outputs: Outputs, old_values: Tokens, returns: Tokens, mask: Mask, low: float, high: float) -> None:
+    check_tokens(mask, old_values=old_values, returns=returns)
+    if (
+        outputs.dim() != 3
+        or outputs.shape[:2] != mask.shape
+        or outputs.shape[-1] < 2
+        or not outputs.is_floating_point()
+    ):
+        wanted = f"[B, T, K] = [{mask.shape[0]}, {mask.shape[1]}, 2 or more]"
+        raise ValueError(f"outputs must be floating {wanted}, got {outputs.dtype} {list(outputs.shape)}")
+    if not low < high:
+        raise ValueError(f"low={low}, high={high}: low must be less than high")

@@ -44,7 +44,7 @@ class Plan:
             self.module.save_pretrained(directory, state_dict={})
             return
         directory.mkdir()
-        config = _value_config(self.model.config)
+        config = _value_config(self.model.config, self.model.outputs)
         config.architectures = [type(self.model.skeleton).__name__.removesuffix("Model") + "ForTokenClassification"]
         config.dtype = self.dtype
         config.save_pretrained(directory)
@@ -83,7 +83,7 @@ def plan(model: Model, dtypes: Mapping[str, torch.dtype], max_shard_bytes: int) 
 def _module(model: Model) -> tuple[PreTrainedModel | None, dict[str, str]]:
     if model.head == "lm":
         return causal_lm(model.config, "meta", trust_remote_code=model.trust_remote_code), {}
-    module = _token_classifier(model.config)
+    module = _token_classifier(model.config, model.outputs)
     if module is None:
         return None, {}
     place = next(name for name, _ in module.named_children() if name in ("score", "classifier"))
@@ -134,17 +134,17 @@ def _keep_config(module: PreTrainedModel, config: PreTrainedConfig) -> None:
             setattr(module.config, name, value)
 
 
-def _value_config(config: PreTrainedConfig) -> PreTrainedConfig:
+def _value_config(config: PreTrainedConfig, outputs: int) -> PreTrainedConfig:
     config = copy.deepcopy(config)
-    config.num_labels = 1
+    config.num_labels = outputs
     return config
 
 
-def _token_classifier(config: PreTrainedConfig) -> PreTrainedModel | None:
+def _token_classifier(config: PreTrainedConfig, outputs: int) -> PreTrainedModel | None:
     """The family's token-classification model on meta, or None if there is none with a plain linear head."""
     if type(config) not in AutoModelForTokenClassification._model_mapping:
         return None
     with torch.device("meta"):
-        module = cast(PreTrainedModel, AutoModelForTokenClassification.from_config(_value_config(config)))
+        module = cast(PreTrainedModel, AutoModelForTokenClassification.from_config(_value_config(config, outputs)))
     heads = [child for name, child in module.named_children() if name in ("score", "classifier")]
     return module if len(heads) == 1 and getattr(heads[0], "bias", None) is not None else None

@@ -15,8 +15,8 @@ from fppo_kernels.linear.plain import plain
 class Head(NamedTuple):
     """logits = softcap * tanh((hidden @ weight.T + bias) * scale / softcap), without the tanh if softcap is None."""
 
-    weight: Tensor  # [V, H], or [1, H] of a value head
-    bias: Tensor | None = None  # [V] or [1]
+    weight: Tensor  # [V, H], or [K, H] of a value head
+    bias: Tensor | None = None  # [V] or [K]
     softcap: float | None = None
     scale: float = 1.0
 

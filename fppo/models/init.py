@@ -20,18 +20,19 @@ def init_params(model: Model, key: Key, dtype: torch.dtype = torch.float32) -> P
 
 
 def init_value_head(model: Model, key: Key, dtype: torch.dtype = torch.float32) -> Params:
-    """A value head: weight [1, H] normal with the config's initializer_range, bias [1] zero."""
+    """A value head: weight [K, H] normal with the config's initializer_range, bias [K] zero."""
     shape = model.shapes[SCORE_WEIGHT]
     std = getattr(model.config, "initializer_range", None) or 0.02
     weight = torch.randn(shape, generator=key.fold("score").generator(), dtype=torch.float64) * std
     return {SCORE_WEIGHT: weight.to(dtype), SCORE_BIAS: torch.zeros(model.shapes[SCORE_BIAS], dtype=dtype)}
 
 
-def as_critic(model: Model, params: Params, key: Key) -> tuple[Model, Params]:
-    """A critic made of a language model: a copy of its layers with a fresh value head."""
+def as_critic(model: Model, params: Params, key: Key, *, outputs: int = 1) -> tuple[Model, Params]:
+    """A critic made of a language model: a copy of its layers with a fresh value head of so many outputs."""
     critic = build(
         model.config,
         "value",
+        outputs=outputs,
         compute_dtype=model.compute_dtype,
         checkpoint_layers=model.checkpoint_layers,
         trust_remote_code=model.trust_remote_code,

@@ -34,7 +34,7 @@ def load(
     *,
     dtype: torch.dtype = torch.float32,
     key: Key | None = None,
-    label: int | None = None,
+    outputs: int | range = 1,
     compute_dtype: torch.dtype | None = None,
     checkpoint_layers: bool = False,
     trust_remote_code: bool = False,
@@ -46,16 +46,18 @@ def load(
     On a mesh that cuts parameters they are this rank's part, and it reads no more than that of most checkpoints; on a
     tensor axis the model is placed (`place`), if what its ranks compute is what it does (`check_placed`).
     A value head is read from token- or sequence-classification checkpoints (`score`, `classifier`) and TRL's
-    (`v_head.summary`), in float32 or wider; `label` is the row to take of a head that has several. A checkpoint without
-    one gets a head drawn from `key`, or zeros without a key. `config` holds what differs from the model's own config.
-    Only safetensors files are read. Raises ValueError that lists every parameter that is missing, unknown or of another
-    shape, and for a model that fppo computes otherwise than transformers does (`check_model`).
+    (`v_head.summary`), in float32 or wider; `outputs` is how many numbers it gives, or a range says which of them
+    are taken of a head that has more. A checkpoint without one gets a head drawn from `key`, or zeros without a key.
+    `config` holds what differs from the model's own config. Only safetensors files are read. Raises ValueError that
+    lists every parameter that is missing, unknown or of another shape, and for a model that fppo computes otherwise
+    than transformers does (`check_model`).
     """
     directory = find_directory(path)
     own = read_config(directory, changes=config, trust_remote_code=trust_remote_code)
     model = build(
         own,
         head,
+        outputs=outputs if isinstance(outputs, int) else len(outputs),
         compute_dtype=compute_dtype,
         checkpoint_layers=checkpoint_layers,
         trust_remote_code=trust_remote_code,
@@ -73,8 +75,8 @@ def load(
     if head == "value":
         wide = torch.promote_types(dtype, torch.float32)
         value_head = read_value_head(directory, wide)
-        if label is not None:
-            value_head = {name: x[label : label + 1] for name, x in value_head.items()}
+        if isinstance(outputs, range):
+            value_head = {name: x[outputs.start : outputs.stop] for name, x in value_head.items()}
         value_head = value_head or _fresh_head(model, key, wide)
         problems += _compare(model, value_head)
         params |= fsdp.shard(value_head, mesh)
@@ -194,7 +196,7 @@ def _expected(name: str, model: Model) -> bool:
 
 
 def read_value_head(directory: Path, dtype: torch.dtype) -> Params:
-    """The value head in a checkpoint as score.weight [1, H] and score.bias [1] (zero if it has none), or {}."""
+    """The value head in a checkpoint as score.weight [K, H] and score.bias [K] (zero if it has none), or {}."""
     heads: dict[str, Tensor] = {}
     for file in list_files(directory):
         with safe_open(file, "pt") as tensors:

@@ -61,6 +61,11 @@ class Model:
         layout = self.layout
         return self.shapes if layout is None else {name: layout.extent(name) for name in layout.whole}
 
+    @property
+    def outputs(self) -> int:
+        """How many numbers a value head gives for each token; 1 without one."""
+        return self.shapes[SCORE_WEIGHT][0] if self.head == "value" else 1
+
     def own_skeleton(self, inner: Inner = OWN, *, compiled: bool = False) -> PreTrainedModel:
         """The skeleton for this thread alone, as a pass puts tensors into it: outside the main thread, a copy; and
         one with seams to the kernels `inner` that are not the model's own code, of which the last are kept.
@@ -140,11 +145,12 @@ def build(
     config: PreTrainedConfig,
     head: HeadKind = "lm",
     *,
+    outputs: int = 1,
     compute_dtype: torch.dtype | None = None,
     checkpoint_layers: bool = False,
     trust_remote_code: bool = False,
 ) -> Model:
-    """The model of a Hugging Face config, with a vocabulary head ("lm") or one value per token ("value").
+    """The model of a Hugging Face config, with a vocabulary head ("lm") or `outputs` numbers per token ("value").
 
     Raises ValueError for a model that is not a plain decoder-only causal language model.
     """
@@ -159,7 +165,7 @@ def build(
     if head == "value":
         width = cast(nn.Linear, module.get_output_embeddings()).weight.shape[1]
         shapes = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
-        shapes |= {SCORE_WEIGHT: torch.Size((1, width)), SCORE_BIAS: torch.Size((1,))}
+        shapes |= {SCORE_WEIGHT: torch.Size((outputs, width)), SCORE_BIAS: torch.Size((outputs,))}
     constants = compute_constants(base)
     layers = seams.find_layers(base)
     seams.put_seams(base, layers)

@@ -69,7 +69,7 @@ def narrowed(model: Model, ranks: int) -> Narrowed:
         raise ValueError("the model is placed on a tensor axis already")
     small = narrow(model.config, ranks)
     try:
-        narrower = build(small, model.head, trust_remote_code=model.trust_remote_code)
+        narrower = build(small, model.head, outputs=model.outputs, trust_remote_code=model.trust_remote_code)
         cuts = find_cuts(model.shapes, narrower.shapes, model.config)
         _check_blocks(model, cuts)
     except Exception as error:  # what a class raises for sizes that do not fit may be anything

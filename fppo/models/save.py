@@ -36,7 +36,7 @@ def save(
     mesh: Mesh = LOCAL,
 ) -> None:
     """Writes parameters as a directory that transformers loads: AutoModelForCausalLM, or for a value head
-    AutoModelForTokenClassification with one label where the family has that class.
+    AutoModelForTokenClassification with a label for each output where the family has that class.
 
     It is written beside `directory` first and takes its place at the end: of nothing, of an empty directory, or of what
     was saved there before, as `check_replaceable` has it. Every rank of the mesh calls it, and the

@@ -64,7 +64,7 @@ def load_reward_model(
         directory,
         "value",
         dtype=dtype,
-        label=row,
+        outputs=range(row, row + 1),
         compute_dtype=compute_dtype,
         trust_remote_code=trust_remote_code,
         mesh=mesh,

@@ -9,6 +9,7 @@ import attrs
 from fppo._errors import did_you_mean
 from fppo.rollout.turns.tools import TOOLS
 from fppo.settings.algorithm import CRITIC_ADVANTAGES, AlgorithmSettings
+from fppo.settings.checks_critic import critic_problems
 from fppo.settings.checks_data import data_problems, has_held_out
 from fppo.settings.checks_eval import eval_problems
 from fppo.settings.checks_mesh import tensor_axis_problems
@@ -80,7 +81,7 @@ def problems(settings: TrainSettings) -> list[str]:
     lines += _updates(settings, "actor", settings.actor)
     lines += eval_problems(settings, critic=uses_critic(settings))
     if uses_critic(settings):
-        lines += _updates(settings, "critic", settings.critic)
+        lines += [*critic_problems(settings), *_updates(settings, "critic", settings.critic)]
     return list(dict.fromkeys(lines))
 
 

@@ -14,14 +14,29 @@ def _critic_optimizer() -> OptimizerSettings:
     return OptimizerSettings(lr=1e-5)
 
 
+def _pair(value: tuple[float, ...]) -> str | None:
+    fits = not value or (len(value) == 2 and value[0] < value[1])
+    return None if fits else "must be two numbers, the smaller one first"
+
+
 @attrs.frozen(kw_only=True)
 class CriticSettings:
     """How the critic is updated; there is one if algorithm.advantage is gae, turn_gae, td or vtrace."""
 
     reads: Literal["tokens", "confidence"] = setting("tokens")
     """The tokens, as a model of its own; or how sure the policy is of them, with no model and no pass of its own."""
+    loss: Literal["mse", "huber", "hl_gauss", "two_hot", "quantile"] = setting("mse")
+    """What fits it to the returns; hl_gauss, two_hot and quantile have a head of several outputs."""
     value_clip: float = setting(0.5, above(0), unbounded=True)
-    """How far a value may move from the old one in a step; inf: any distance."""
+    """How far a value may move from the old one in a step (mse, huber); inf: any distance."""
+    huber_delta: float = setting(1.0, above(0))
+    """The error from which on the loss grows linearly (huber, quantile)."""
+    bins: int = setting(51, at_least(2))
+    """Outputs per token: the bins of hl_gauss, the places of two_hot, the quantiles of quantile."""
+    range: tuple[float, ...] = setting((), _pair)
+    """The least and the greatest return that hl_gauss and two_hot tell apart, as [-0.1, 1.1]."""
+    sigma: float = setting(0.75, above(0))
+    """The width of hl_gauss' normal about a return, in bins."""
     warmup_steps: int = setting(0, at_least(0))
     """Steps at the start in which only the critic is updated."""
     compute_dtype: Literal["float32", "bfloat16"] | None = setting(None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,9 +15,11 @@ from fppo import losses, metrics, tree
 from fppo.batch import Experience
 from fppo.grad import value_and_grad
 from fppo.key import Key
+from fppo.losses.value import first_output
 from fppo.metrics import Metrics
 from fppo.models.model import Params
-from fppo.shapes import Mask, Tokens
+from fppo.shapes import Mask, Outputs, Tokens
+from fppo.steps.critic import ValueLossFn
 from fppo.steps.loop import Loop, weighted_sum
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.ranks import mini_batches
@@ -24,16 +28,18 @@ from fppo_kernels.shapes import Float
 
 SIGNS = 8  # numbers that the critic reads before each token
 
+UNCLIPPED = partial(losses.value_loss, clip=None)
 
-def init_confidence(key: Key, *, width: int = 64) -> Params:
-    """A perceptron with one hidden layer, whose values are 0: float32 `in_weight` [width, SIGNS], `in_bias` [width],
-    `out_weight` [1, width], `out_bias` [1]."""
+
+def init_confidence(key: Key, *, width: int = 64, outputs: int = 1) -> Params:
+    """A perceptron with one hidden layer, whose K outputs are 0: float32 `in_weight` [width, SIGNS], `in_bias` [width],
+    `out_weight` [K, width], `out_bias` [K]."""
     draws = torch.randn(width, SIGNS, generator=key.fold("confidence").generator(), dtype=torch.float64)
     return {
         "in_weight": (draws / math.sqrt(SIGNS)).float(),
         "in_bias": torch.zeros(width),
-        "out_weight": torch.zeros(1, width),
-        "out_bias": torch.zeros(1),
+        "out_weight": torch.zeros(outputs, width),
+        "out_bias": torch.zeros(outputs),
     }
 
 
@@ -58,14 +64,22 @@ def signs(log_probs: Tokens, entropy: Tokens, mask: Mask) -> Float[Tensor, "b t 
     )
 
 
-def confidence_values(params: Params, log_probs: Tokens, entropy: Tokens, mask: Mask) -> Tokens:
-    """The values [B, T] before each response token, 0 outside the mask, from a policy's log-probs and entropies."""
-    return _values(params, signs(log_probs, entropy, mask), mask)
+def confidence_values(
+    params: Params,
+    log_probs: Tokens,
+    entropy: Tokens,
+    mask: Mask,
+    *,
+    read: Callable[[Tensor], Tensor] = first_output,
+) -> Tokens:
+    """The values [B, T] before each response token, 0 outside the mask, from a policy's log-probs and entropies; `read`
+    makes them of the K outputs, [..., K]."""
+    return read(_outputs(params, signs(log_probs, entropy, mask))).where(mask, 0.0)
 
 
-def _values(params: Params, read: Float[Tensor, "b t f"], mask: Mask) -> Tokens:
-    hidden = F.gelu(F.linear(read.to(params["in_weight"].dtype), params["in_weight"], params["in_bias"]))
-    return F.linear(hidden, params["out_weight"], params["out_bias"])[..., 0].where(mask, 0.0)
+def _outputs(params: Params, seen: Float[Tensor, "b t f"]) -> Outputs:
+    hidden = F.gelu(F.linear(seen.to(params["in_weight"].dtype), params["in_weight"], params["in_bias"]))
+    return F.linear(hidden, params["out_weight"], params["out_bias"])
 
 
 def update_confidence(
@@ -74,36 +88,36 @@ def update_confidence(
     *,
     loop: Loop,
     optimizer: Optimizer,
-    clip: float | None = None,
+    loss_fn: ValueLossFn = UNCLIPPED,
     key: Key | None = None,
     donate: bool = False,
 ) -> tuple[TrainState, Metrics]:
-    """The critic after `loop.epochs` passes over `batch`, with `losses.value_loss`; see `update_critic`.
+    """The critic after `loop.epochs` passes over `batch`, with a value loss as in `update_critic`.
 
     All ranks hold all rows and compute the same. Raises ValueError for a batch without values or entropies.
     """
     if batch.values is None or batch.entropy is None:
         raise ValueError("update_confidence needs values and entropies in the batch: annotate it first")
     state = state if donate else tree.copy(state)
-    read = signs(batch.old_log_probs, batch.entropy, batch.response_mask)  # the same in all epochs
+    seen = signs(batch.old_log_probs, batch.entropy, batch.response_mask)  # the same in all epochs
     history: list[Metrics] = []
     for epoch in range(loop.epochs):
         drawn = None if key is None else key.fold("epoch", epoch)
         for numbers in mini_batches(batch.row_ids, loop.mini_batch_size, key=drawn):
-            rows, own = batches.rows((batch, read), numbers)
-            (_, report), grads = _gradient(state.params, rows=rows, read=own, loop=loop, clip=clip)
+            rows, own = batches.rows((batch, seen), numbers)
+            (_, report), grads = _gradient(state.params, rows=rows, seen=own, loop=loop, loss_fn=loss_fn)
             state, stepped = optimizer_step(state, grads, optimizer=optimizer, donate=True)
             history.append(metrics.settled(report) | {f"critic/{name}": m for name, m in stepped.items()})
     return state, metrics.merge(*history)
 
 
 def _objective(
-    params: Params, *, rows: Experience, read: Tensor, loop: Loop, clip: float | None
+    params: Params, *, rows: Experience, seen: Tensor, loop: Loop, loss_fn: ValueLossFn
 ) -> tuple[Tensor, Metrics]:
     assert rows.values is not None
-    mask = rows.response_mask
-    values = _values(params, read, mask)
-    loss, report = losses.value_loss(values, rows.values, rows.returns, mask, clip=clip)
+    mask, outputs = rows.response_mask, _outputs(params, seen)
+    given = outputs[..., 0] if outputs.shape[-1] == 1 else outputs
+    loss, report = loss_fn(given, rows.values, rows.returns, mask)
     weights = losses.loss_weights(mask, loop.weight_mode, totals=losses.count_totals(mask), horizon=loop.horizon)
     total, sums = weighted_sum({"critic/vf_loss": loss}, weights)
     return total, report | sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
@@ -16,6 +17,8 @@ from fppo.steps.optimizers import Optimizer
 from fppo.steps.sharded import Whole
 from fppo.steps.train_state import Params, TrainState
 
+ValueLossFn = Callable[..., tuple[Tensor, Metrics]]
+
 
 def update_critic(
     state: TrainState,
@@ -24,19 +27,21 @@ def update_critic(
     forward: Forward,
     loop: Loop,
     optimizer: Optimizer,
-    clip: float = 0.5,
+    loss_fn: ValueLossFn = losses.value_loss,
     key: Key | None = None,
     donate: bool = False,
 ) -> tuple[TrainState, Metrics]:
-    """The critic after `loop.epochs` passes over `batch`, with `losses.value_loss` clipped at `clip`.
+    """The critic after `loop.epochs` passes over `batch`, with a value loss whose scalars are bound.
 
-    See `update_actor` for the rest.
+    `loss_fn(values, old_values, returns, mask)` takes values [B, T] of a head of one output; of one of K it takes them
+    all, [B, T, K], as the loss of a `losses.ValueHead` does, whose `read` is that of `forward` then. See `update_actor`
+    for the rest.
     """
     return update(
         state,
         batch,
         forward=forward,
-        objective=partial(value_objective, clip=clip),
+        objective=partial(value_objective, loss_fn=loss_fn),
         loop=loop,
         optimizer=optimizer,
         prefix="critic",
@@ -46,16 +51,25 @@ def update_critic(
 
 
 def value_objective(
-    params: Params | Whole, rows: Experience, weights: Tensor, *, forward: Forward, clip: float = 0.5
+    params: Params | Whole,
+    rows: Experience,
+    weights: Tensor,
+    *,
+    forward: Forward,
+    loss_fn: ValueLossFn = losses.value_loss,
 ) -> tuple[Tensor, Metrics]:
     """`update_critic`'s objective on some rows of a mini-batch, with their weights [B, T], and its metrics.
 
-    Raises ValueError for rows without values.
+    Raises ValueError for rows without values, and for a loss of another shape.
     """
     if rows.values is None:
         raise ValueError("update_critic needs values in the batch: annotate it with compute_values first")
-    out = forward_micro_batch(params, rows, forward=forward, outputs=("values",))
+    mask, wanted = rows.response_mask, ("values",) if forward.model.outputs == 1 else ("values", "outputs")
+    out = forward_micro_batch(params, rows, forward=forward, outputs=wanted)
     assert out.values is not None
-    loss, report = losses.value_loss(out.values, rows.values, rows.returns, rows.response_mask, clip=clip)
+    given = out.values if out.outputs is None else out.outputs
+    loss, report = loss_fn(given, rows.values, rows.returns, mask)
+    if loss.shape != mask.shape:
+        raise ValueError(f"the value loss is {list(loss.shape)}, expected [B, T] = {list(mask.shape)}: sum nothing")
     total, sums = weighted_sum({"critic/vf_loss": loss}, weights)
-    return total, report | {"critic/vpred_mean": metrics.masked_mean(out.values, rows.response_mask)} | sums
+    return total, report | {"critic/vpred_mean": metrics.masked_mean(out.values, mask)} | sums

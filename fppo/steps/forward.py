@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain, repeat
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 from fppo import batch as batches
 from fppo import models
+from fppo.losses.value import first_output
 from fppo.models.model import Model
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import OnHost
-from fppo.shapes import Tokens
+from fppo.shapes import Outputs, Tokens
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.ranks import blank, rounds
 from fppo.steps.sharded import Opened, Whole, cast, opened, whole
@@ -27,7 +28,8 @@ from fppo_kernels.record import Kernels
 from fppo_kernels.shapes import Float
 from fppo_kernels.ulysses import gather_sequence, slice_sequence, ulysses
 
-OUTPUTS = ("log_probs", "entropy", "sum_squared_probs", "values")
+OUTPUTS = ("log_probs", "entropy", "sum_squared_probs", "values", "outputs")
+OF_VALUE_HEADS = ("values", "outputs")
 
 
 @runtime_checkable
@@ -46,13 +48,15 @@ class Rows(Protocol):
 class Forward:
     """What runs a model: its code, the kernels it runs with and the mesh it runs on.
 
-    `remove_padding` packs the rows of a pass; without it the padded rows run as they are.
+    `remove_padding` packs the rows of a pass; without it the padded rows run as they are. `read` makes values [...] of
+    what a value head gives, [..., K].
     """
 
     model: Model
     kernels: Kernels = attrs.field(factory=Kernels.named)
     mesh: Mesh = LOCAL
     remove_padding: bool = True
+    read: Callable[[Tensor], Tensor] = first_output
 
     def __attrs_post_init__(self) -> None:
         ranks, placed = self.mesh["tensor"].size, 1 if self.model.layout is None else self.model.layout.ranks
@@ -69,12 +73,14 @@ class Forward:
 
 
 class TokenOutputs(NamedTuple):
-    """Per-token outputs [B, T], float32 (float64 from float64 parameters), zero outside the response mask."""
+    """Per-token outputs [B, T], float32 (float64 from float64 parameters), zero outside the response mask; and the K
+    numbers of a value head, [B, T, K]."""
 
     log_probs: Tokens | None = None
     entropy: Tokens | None = None
     sum_squared_probs: Tokens | None = None
     values: Tokens | None = None
+    outputs: Outputs | None = None
 
 
 def forward_micro_batch(
@@ -88,8 +94,8 @@ def forward_micro_batch(
     """The outputs at every position t of the response, computed from the hidden state of the token before it.
 
     "log_probs" of the response tokens under logits / `temperature`, "entropy" and "sum_squared_probs" of that
-    distribution need a model with a vocabulary head; "values" need one with a value head. Only positions in the
-    response mask reach a head.
+    distribution need a model with a vocabulary head; "outputs" of a value head, or the "values" that are read of them,
+    need one with a value head. Only positions in the response mask reach a head.
 
     On a mesh with a sequence axis or a tensor axis all its ranks hold the same rows; each runs its slice of the packed
     row, and all get all outputs. If all compute the same loss from them, each rank's gradient is its share: the sum
@@ -103,10 +109,12 @@ def forward_micro_batch(
     own = _own(before, len(hidden), axis)
     head = models.output_head(forward.model, ready.root)
     states = hidden[own.places]
-    if "values" in outputs:
+    if set(outputs) & set(OF_VALUE_HEADS):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         bias = None if head.bias is None else head.bias.to(dtype)
-        computed = {"values": F.linear(states.to(dtype), head.weight.to(dtype), bias)[:, 0]}
+        numbers = F.linear(states.to(dtype), head.weight.to(dtype), bias)
+        made = {"values": forward.read, "outputs": lambda x: x}
+        computed = {name: made[name](numbers) for name in outputs}
     else:
         kernel = forward.kernels.log_probs
         result = (kernel if tensor.size == 1 else partial(kernel, axis=tensor))(
@@ -149,19 +157,21 @@ def _own(tokens: Tensor, length: int, axis: Axis) -> _Own:
 
 
 def _gathered(columns: Sequence[Tensor], own: _Own, tokens: Tensor, length: int, axis: Axis) -> Sequence[Tensor]:
-    """Numbers of this rank's tokens as those of all `tokens` [M], on every rank, by one collective."""
+    """Numbers of this rank's tokens, [M, ...], as those of all `tokens` [M], on every rank, by one collective."""
     if axis.size == 1:
         return columns
-    stacked = torch.stack(list(columns), 1)
-    slots = stacked.new_zeros(length, len(columns)).index_copy(0, own.places, stacked)
-    return gather_sequence(slots, axis)[tokens].unbind(1)
+    flat = [x.flatten(1) if x.dim() > 1 else x[:, None] for x in columns]
+    stacked = torch.cat(flat, 1)
+    slots = stacked.new_zeros(length, stacked.shape[1]).index_copy(0, own.places, stacked)
+    whole = gather_sequence(slots, axis)[tokens].split([x.shape[1] for x in flat], 1)
+    return [x.view(-1, *column.shape[1:]) for x, column in zip(whole, columns, strict=True)]
 
 
 def _check_outputs(model: Model, outputs: Sequence[str]) -> None:
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown:
         raise ValueError(f"unknown outputs {unknown}; there are {list(OUTPUTS)}")
-    needed = {"value" if name == "values" else "lm" for name in outputs}
+    needed = {"value" if name in OF_VALUE_HEADS else "lm" for name in outputs}
     if needed - {model.head}:
         has, lacks = ("value", "vocabulary") if model.head == "value" else ("vocabulary", "value")
         raise ValueError(f"outputs {list(outputs)} need a {lacks} head; this model has a {has} head")

@@ -26,6 +26,8 @@ def test_our_updates_keep_the_laws():
     chosen_by_noise = partial(losses.select_clip_cov, ratio=0.3, low=-50.0, high=50.0)
     laws.check_update(SelectiveLoss(losses.clip_cov, chosen_by_noise), modes=("token-mean",))
     laws.check_update_fn(update_critic, head="value")
+    bins = partial(update_critic, loss_fn=partial(losses.hl_gauss, low=-2.0, high=2.0))
+    laws.check_update_fn(bins, head="value", outputs=5, modes=("token-mean",))
 
 
 def local_mean(log_probs, old, advantages, mask):

@@ -98,7 +98,7 @@ def test_it_learns_what_confidence_foretells_and_changes_no_argument():
     loop = Loop(mini_batch_size=16, micro_batching=MicroBatching(size=16), epochs=30)
     state = init_state(params, optimizer)
     copy = tree.copy((state, batch))
-    after, _ = update_confidence(state, batch, loop=loop, optimizer=optimizer, clip=None, key=Key(3))
+    after, _ = update_confidence(state, batch, loop=loop, optimizer=optimizer, key=Key(3))
     assert tree.digest((state, batch)) == tree.digest(copy)
     values = confidence_values(after.params, batch.old_log_probs, batch.entropy, mask)
     assert (values - returns)[mask].square().mean() < 0.1 * returns[mask].var()

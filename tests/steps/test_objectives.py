@@ -177,7 +177,7 @@ def test_the_critics_gradient_is_that_of_its_definition(mode):
         forward=Forward(CRITIC),
         loop=_loop(mode),
         optimizer=GRADIENT,
-        clip=VALUE_CLIP,
+        loss_fn=partial(losses.value_loss, clip=VALUE_CLIP),
     )
     total, expected = _value_gradient(batch, mode)
     _assert_gradient(state, expected)

@@ -1,0 +1,129 @@
+"""Losses of heads of several outputs, and Huber's, against their formulas as loops over floats."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from fppo import laws, losses
+
+LOW, HIGH = -0.8, 1.3
+
+
+def by_token(of_token):
+    """A loss [B, T] of one of a token: outputs, a list of numbers with gradients, the old value and the return."""
+
+    def loss_fn(outputs, old_values, returns, mask):
+        zero = outputs.flatten()[:0].sum()
+        columns = [[zero] * mask.shape[1] for _ in mask]
+        for b, t in mask.nonzero().tolist():
+            columns[b][t] = of_token(list(outputs[b, t].reshape(-1)), old_values[b, t].item(), returns[b, t].item())
+        return torch.stack([torch.stack(row) for row in columns]), {}
+
+    return loss_fn
+
+
+def cross_entropy(logits, target):
+    total = torch.stack([x.exp() for x in logits]).sum().log()
+    return sum(share * (total - x) for share, x in zip(target, logits, strict=True))
+
+
+def slow_hl_gauss(logits, old, goal):
+    def below(x):
+        return 0.5 * (1 + math.erf((x - goal) / (width * math.sqrt(2))))
+
+    goal, count = min(max(goal, LOW), HIGH), len(logits)
+    size = (HIGH - LOW) / count
+    width = 0.75 * size
+    parts = [below(LOW + (i + 1) * size) - below(LOW + i * size) for i in range(count)]
+    return cross_entropy(logits, [x / sum(parts) for x in parts])
+
+
+def slow_two_hot(logits, old, goal):
+    goal, count = min(max(goal, LOW), HIGH), len(logits)
+    places = [LOW + i * (HIGH - LOW) / (count - 1) for i in range(count)]
+    upper = next(i for i in range(1, count) if goal <= places[i] or i == count - 1)
+    share = (goal - places[upper - 1]) / (places[upper] - places[upper - 1])
+    target = [0.0] * count
+    target[upper - 1], target[upper] = 1 - share, share
+    return cross_entropy(logits, target)
+
+
+def huber(error, delta):
+    return error**2 / 2 if abs(error) <= delta else delta * (abs(error) - delta / 2)
+
+
+def slow_quantile(quantiles, old, goal):
+    total = 0.0
+    for i, q in enumerate(quantiles):
+        share = (i + 0.5) / len(quantiles)
+        weight = abs(share - float(goal < q))
+        total = total + weight * huber(goal - q, 0.4) / 0.4
+    return total
+
+
+def slow_huber(values, old, goal):
+    near = values[0].clamp(old - 0.3, old + 0.3)
+    return torch.maximum(huber(values[0] - goal, 0.4) + 0.0 * near, huber(near - goal, 0.4))
+
+
+SPAN = {"low": LOW, "high": HIGH}
+CASES = {
+    "hl_gauss": (partial(losses.hl_gauss, **SPAN), slow_hl_gauss, 5),
+    "two_hot": (partial(losses.two_hot, **SPAN), slow_two_hot, 5),
+    "quantile": (partial(losses.quantile_loss, delta=0.4), slow_quantile, 4),
+    "huber": (partial(losses.huber_value_loss, delta=0.4, clip=0.3), slow_huber, 1),
+}
+
+
+@pytest.mark.parametrize("name", [n if n == "hl_gauss" else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_a_loss_is_its_formula_and_keeps_the_laws(name):
+    loss_fn, of_token, outputs = CASES[name]
+    laws.check_value_loss(loss_fn, squared=False, outputs=outputs, reference=by_token(of_token))
+
+
+@pytest.mark.slow
+def test_a_law_sees_garbage_that_reaches_a_head_of_several_outputs():
+    def leaking(outputs, old_values, returns, mask):
+        loss, metrics = losses.two_hot(outputs, old_values, returns, mask, **SPAN)
+        return loss + 0.0 * outputs.sum(-1), metrics
+
+    with pytest.raises(laws.LawViolation, match="with NaN where the mask is False"):
+        laws.check_value_loss(leaking, outputs=3)
+    with pytest.raises(laws.LawViolation, match="as of loss_fn"):
+        laws.check_value_loss(partial(losses.hl_gauss, **SPAN, sigma=0.7), outputs=5, reference=by_token(slow_hl_gauss))
+
+
+@pytest.mark.parametrize("name", ["hl_gauss", "two_hot", "quantile"])
+def test_outputs_that_fit_the_return_say_it(name):
+    """Where the loss has no gradient the mean is the return: exactly, or to less than a bin."""
+    head = losses.value_head(name, outputs=21, low=-1.0, high=2.0)
+    returns = torch.tensor([[0.31, 1.0, -0.2]], dtype=torch.float64)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    if name == "quantile":
+        outputs = returns[..., None].repeat(1, 1, 21)
+    else:
+        uniform = torch.zeros(1, 3, 21, dtype=torch.float64, requires_grad=True)
+        (grad,) = torch.autograd.grad(head.loss_fn(uniform, returns, returns, mask)[0].sum(), uniform)
+        outputs = (1 / 21 - grad).clamp(min=1e-30).log()  # the target: softmax - gradient
+    torch.testing.assert_close(head.read(outputs), returns, rtol=0, atol=0.01 if name == "hl_gauss" else 1e-9)
+    assert head.loss_fn(outputs, returns, returns, mask)[0].shape == (1, 3)
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_bad_arguments_are_named():
+    x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    outputs = torch.zeros(2, 3, 4)
+    with pytest.raises(ValueError, match=r"outputs must be floating \[B, T, K\] = \[2, 3, 2 or more\], got .*\[2, 3\]"):
+        losses.two_hot(x, x, x, mask, low=0.0, high=1.0)
+    with pytest.raises(ValueError, match=r"low=1\.0, high=1\.0: low must be less"):
+        losses.hl_gauss(outputs, x, x, mask, low=1.0, high=1.0)
+    with pytest.raises(ValueError, match="sigma must be > 0"):
+        losses.hl_gauss(outputs, x, x, mask, low=0.0, high=1.0, sigma=0.0)
+    with pytest.raises(ValueError, match="delta must be > 0"):
+        losses.huber_value_loss(x, x, x, mask, delta=0.0)
+    with pytest.raises(ValueError, match="unknown value loss 'hlgauss'; did you mean 'hl_gauss'"):
+        losses.value_head("hlgauss")
+    with pytest.raises(ValueError, match="outputs must be 1 or more, got 0"):
+        laws.check_value_loss(losses.value_loss, outputs=0)

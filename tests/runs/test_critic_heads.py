@@ -1,0 +1,90 @@
+"""Critics with heads of several outputs in whole runs: on disk, resumed, exported, read again."""
+
+import pytest
+import torch
+
+from fppo import models, tree
+from fppo.assembly.parts import bare_model, value_head_of
+from fppo.assembly.run import assemble
+from fppo.commands import actions
+from fppo.runs import jsonl, saved, session
+from fppo.runtime import checkpoint
+from fppo.settings import files
+from tests import tiny_run
+
+BINS = {"critic__loss": "hl_gauss", "critic__bins": 7, "critic__range": [-0.5, 1.5]}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("task")
+    tiny_run.write_task(directory)
+    return directory
+
+
+def _digests(directory):
+    return {line["step"]: line["state"] for line in jsonl.read(directory / "digests.jsonl")}
+
+
+def _run(task, directory, **changes):
+    given = tiny_run.settings(
+        task, output_dir=str(directory), actor__optimizer__schedule="constant", data__eval_path=[], **changes
+    )
+    assert actions.train(given) == 0
+    return given
+
+
+@pytest.mark.parametrize("reads", ["tokens", "confidence"])
+def test_a_run_stops_goes_on_and_is_exported(task, tmp_path, reads):
+    given = {"critic__reads": reads, **BINS}
+    settings = _run(task, tmp_path / "whole", steps=3, **given)
+    _run(task, tmp_path / "parts", steps=1, **given)
+    _run(task, tmp_path / "parts", steps=3, **given)
+    assert _digests(tmp_path / "whole") == _digests(tmp_path / "parts")
+    lines = jsonl.read(tmp_path / "whole" / "metrics.jsonl")
+    assert all(-0.5 < line["critic/values/mean"] < 1.5 for line in lines)
+    assert lines[-1]["critic/grad_norm"] > 0
+    if reads == "confidence":
+        return
+    path = checkpoint.path_of(tmp_path / "whole" / session.CHECKPOINTS, 3)
+    own = saved.params(bare_model(settings, "value"), "critic", path)
+    saved.export(settings, tmp_path / "critic", 3, "critic")
+    model, params = models.load(tmp_path / "critic", "value", outputs=7)
+    assert model.shapes["score.weight"] == (7, 16)
+    assert tree.digest(params) == tree.digest(own)
+    with pytest.raises(ValueError, match=r"score.weight has shape \(7, 16\), expected \(1, 16\)"):
+        models.load(tmp_path / "critic", "value")
+    with assemble(tiny_run.settings(task, model__critic_path=str(tmp_path / "critic"), **BINS)) as assembly:
+        assert assembly.run.critic is not None
+        assert tree.digest(assembly.run.critic.params) == tree.digest(own)
+
+
+@pytest.mark.parametrize("loss", ["huber", "two_hot", "quantile"])
+def test_the_settings_choose_head_and_loss(task, tmp_path, loss):
+    changes = {"huber": {}, "two_hot": {"bins": 9, "range": [0.0, 1.0]}, "quantile": {"bins": 5}}[loss]
+    settings = tiny_run.settings(task, critic__loss=loss, **{f"critic__{name}": x for name, x in changes.items()})
+    head = value_head_of(settings)
+    assert bare_model(settings, "value").outputs == head.outputs == changes.get("bins", 1)
+    spread = head.read(torch.linspace(-1, 1, head.outputs))
+    assert spread.shape == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"loss": "two_hot"}, "critic.range = []: two_hot needs the least and the greatest return; give both"),
+        ({"loss": "hl_gauss", "range": [1.0, 0.0]}, "critic.range = (1.0, 0.0): must be two numbers, the smaller one"),
+        (
+            {"bins": 9},
+            "critic.bins = 9: nothing reads it here: it is for critic.loss = hl_gauss or",
+        ),
+        (
+            {"loss": "quantile", "value_clip": 0.2},
+            "critic.value_clip = 0.2: nothing reads it here: it is for",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_named(task, changes, text):
+    with pytest.raises(files.SettingsError) as caught:
+        tiny_run.settings(task, **{f"critic__{name}": value for name, value in changes.items()})
+    assert text in str(caught.value)
