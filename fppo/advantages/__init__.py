@@ -5,7 +5,7 @@ from fppo.advantages.exact import exact_values
 from fppo.advantages.grouped import SCALES, gdpo, gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo
 from fppo.advantages.temporal import discounted_returns, gae, reinforce_plus_plus, remax, token_rewards
 from fppo.advantages.token_baseline import optimal_token_baseline
-from fppo.advantages.traces import length_lam, td, turn_gae, vtrace
+from fppo.advantages.traces import length_lam, td, turn_gae, turn_returns, vtrace
 from fppo.advantages.whitening import whiten
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "td",
     "token_rewards",
     "turn_gae",
+    "turn_returns",
     "vtrace",
     "whiten",
 ]

@@ -62,7 +62,7 @@ def gae(
     `Kernels.gae`; to vmap over `gamma` or `lam` pass `fppo_kernels.gae.loop.loop`.
 
     `lam` [B] is one for each row, such as `length_lam`; no kernel is asked then. `critic_lam` is another one for the
-    returns, which the critic learns: VC-PPO's decoupled GAE (arXiv:2503.01491, 3.2), which has 1 there and 0.95 for the
+    returns, which the critic learns: VC-PPO's decoupled GAE (arXiv:2503.01491), which has 1 there and 0.95 for the
     advantages.
     """
     check_tokens(mask, rewards=rewards, values=values)

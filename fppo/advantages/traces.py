@@ -20,8 +20,8 @@ from fppo_kernels.gae.scan import reverse_scan
 def length_lam(mask: Mask, *, alpha: float = 0.05) -> Rows:
     """The decay of each row by its length l, the tokens of its mask: max(0, 1 - 1 / (alpha l)), float64 [B].
 
-    So the weights of GAE's terms add up to alpha l, in proportion to the length. VAPO, arXiv:2504.05118, 4.2; there
-    alpha is 0.05. A row of 1 / alpha tokens or fewer has 0. Raises ValueError for an alpha that is not > 0.
+    So the weights of GAE's terms add up to alpha l, in proportion to the length. VAPO, arXiv:2504.05118; there alpha
+    is 0.05. A row of 1 / alpha tokens or fewer has 0. Raises ValueError for an alpha that is not > 0.
     """
     check_mask(mask)
     positive("alpha", alpha)
@@ -49,6 +49,11 @@ def turn_gae(rewards: Tokens, values: Tokens, mask: Mask, *, gamma: float = 1.0,
     first = place.cummax(1).values if mask.numel() else place
     advantages = (goals - value).gather(1, first).where(mask, 0.0)
     return Advantages(advantages.to(rewards.dtype), goals.where(mask, 0.0).to(rewards.dtype))
+
+
+def turn_returns(rewards: Tokens, mask: Mask, *, gamma: float = 1.0) -> Tokens:
+    """The reward-to-go where `gamma` acts between turns alone, as in `turn_gae`; [B, T], 0 outside the mask."""
+    return turn_gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma).returns
 
 
 def td(rewards: Tokens, values: Tokens, mask: Mask, *, steps: int = 1, gamma: float = 1.0) -> Advantages:

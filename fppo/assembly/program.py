@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fppo import losses
+from fppo import advantages, losses
 from fppo.assembly.parts import Role, forward_micro_batching_of, micro_batching_of, offload_of, value_head_of
 from fppo.batch import Annotated
 from fppo.pipeline import stages
@@ -20,6 +20,7 @@ from fppo.pipeline.estimators import WHITENED, AdvantageFn, Along, estimator
 from fppo.pipeline.gap import watch_annotate, watch_update
 from fppo.pipeline.measure import with_mfu
 from fppo.pipeline.own import SCREENED, screened
+from fppo.pipeline.pretrain import Pretrain
 from fppo.pipeline.program import (
     AnnotateStage,
     EstimateStage,
@@ -122,15 +123,24 @@ def optimizers_of(settings: TrainSettings, kernels: Kernels, lane: Lane | None) 
     optimizers = {}
     for role, section in roles.items():
         on_host = None if offload_of(settings, role) == "none" else lane
-        steps = settings.steps - (_critic_warmup(settings) if role == "actor" else 0)
+        first = settings.critic.warmup_steps + settings.critic.pretrain if checks.uses_critic(settings) else 0
+        steps = settings.steps - (first if role == "actor" else 0)
         updates = steps * section.epochs * batch_size // files.mini_batch_size(section, batch_size)
         optimizers[role] = optimizer_of(section.optimizer, updates, kernel=kernels.adamw, on_host=on_host)
     return optimizers
 
 
-def _critic_warmup(settings: TrainSettings) -> int:
-    """Steps at the start that train the critic alone."""
-    return settings.critic.warmup_steps if checks.uses_critic(settings) else 0
+def pretrain_of(settings: TrainSettings) -> Pretrain | None:
+    """When the critic's pretraining ends; None for none."""
+    critic, gamma = settings.critic, settings.algorithm.gamma
+    if not (critic.pretrain and checks.uses_critic(settings)):
+        return None
+    returns_of = partial(advantages.discounted_returns, gamma=gamma)
+    if settings.algorithm.advantage == "turn_gae":
+        returns_of = partial(advantages.turn_returns, gamma=gamma)
+    return Pretrain(
+        limit=critic.pretrain, patience=critic.pretrain_patience, rise=critic.pretrain_rise, returns_of=returns_of
+    )
 
 
 def optimizer_of(
@@ -188,7 +198,9 @@ def program_of(settings: TrainSettings, resources: Resources) -> Program:
         update_critic=None if critic is None else _update_critic(settings, resources, critic),
         update_actor=_update_actor(settings, resources),
         sample=sample_of(settings, resources),
-        critic_warmup=_critic_warmup(settings),
+        critic_warmup=settings.critic.warmup_steps if checks.uses_critic(settings) else 0,
+        pretrain=pretrain_of(settings),
+        freeze_critic=settings.critic.freeze,
         check=False,  # `functions_of` has done it
     )
 
@@ -346,6 +358,7 @@ def _update_actor(settings: TrainSettings, resources: Resources) -> UpdateStage:
         entropy_coef=actor.entropy_coef,
         kl_coef=actor.kl_coef,
         kl_kind=actor.kl_kind,
+        nll_coef=actor.positive_nll_coef,
     )
     update = partial(
         update_actor,

@@ -24,7 +24,7 @@ from fppo.assembly.parts import (
     offload_of,
     value_head_of,
 )
-from fppo.assembly.program import Resources, fetch_of, optimizers_of, program_of
+from fppo.assembly.program import Resources, fetch_of, optimizers_of, pretrain_of, program_of
 from fppo.assembly.rewards import reward_runner
 from fppo.assembly.turns import in_turns
 from fppo.data import DataCursor
@@ -34,6 +34,7 @@ from fppo.metrics import Metrics
 from fppo.models.model import Model, Params
 from fppo.pipeline import stages
 from fppo.pipeline.evaluate import EvaluateRun, OnScored, evaluate
+from fppo.pipeline.pretrain import Pretraining
 from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.truth import critic_truth
 from fppo.rewards.distributed import SpreadRewardRunner
@@ -211,6 +212,7 @@ def _fresh(
         key=key,
         cursor=DataCursor(),
         step=0,
+        pretraining=None if pretrain_of(settings) is None else Pretraining(),
     )
 
 

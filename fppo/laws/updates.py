@@ -103,7 +103,7 @@ def _batch(example: Example) -> Experience:
         ground_truth=column,
         source=column,
         extras=column,
-        scores=zeros.double(),
+        scores=x["advantages"].where(x["mask"], 0.0).sum(1),
         named_scores={},
         old_log_probs=x["old_log_probs"],
         ref_log_probs=x["ref_log_probs"],
@@ -262,6 +262,6 @@ def _actor_update(
     """`update_actor` with the loss, and what messages call it."""
     from fppo.steps.actor import PolicyTerms, SelectiveLoss, update_actor
 
-    terms = terms or PolicyTerms(temperature=0.9, entropy_coef=0.01, kl_coef=0.1)
+    terms = terms or PolicyTerms(temperature=0.9, entropy_coef=0.01, kl_coef=0.1, nll_coef=0.2)
     name = fn_name(loss_fn.loss_fn if isinstance(loss_fn, SelectiveLoss) else loss_fn)
     return partial(update_actor, loss_fn=loss_fn, terms=terms), f"update_actor with {name}"

@@ -18,7 +18,7 @@ from fppo.losses.value import (
     value_head,
     value_loss,
 )
-from fppo.losses.weights import MODES, Totals, count_totals, loss_weights
+from fppo.losses.weights import MODES, Totals, count_totals, loss_weights, positive_weights
 
 __all__ = [
     "KL_KINDS",
@@ -49,6 +49,7 @@ __all__ = [
     "mean_of_quantiles",
     "off_policy_metrics",
     "placed_values",
+    "positive_weights",
     "ppo_clip",
     "quantile_loss",
     "rollout_correction",

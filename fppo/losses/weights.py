@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fppo.losses._common import check_mask, positive, row_counts, unknown
-from fppo.shapes import Mask, Scalar, Tokens
+from fppo.shapes import Mask, Rows, Scalar, Tokens
 from fppo_kernels.shapes import Float
 
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -69,3 +69,15 @@ def loss_weights(mask: Mask, mode: str, *, totals: Totals, horizon: Scalar | Non
     if mode == "seq-mean-token-mean":
         return ones * (sequences / row_counts(mask, ones.dtype))[..., None]
     return ones * (sequences if horizon is None else sequences / horizon)
+
+
+def positive_weights(scores: Rows, mask: Mask) -> Tokens:
+    """The weight of each token in the mean over the tokens of all rows whose score [B] is above 0; float64 [B, T].
+
+    `mask` holds all rows of the mini-batch. The sum of weights * -log-prob is VAPO's positive-example loss
+    (arXiv:2504.05118): -1 / (sum of the lengths of right responses) * the sum of their log-probs. 0 outside the mask
+    and where no row is positive. Raises ValueError for a mask that is not bool [B, T].
+    """
+    check_mask(mask)
+    kept = mask & (scores > 0)[:, None]
+    return loss_weights(kept, "token-mean", totals=count_totals(kept))

@@ -13,8 +13,9 @@ from torch import Tensor
 from fppo import metrics
 from fppo.batch import Experience
 from fppo.key import Key
-from fppo.metrics import Mean, Metrics
+from fppo.metrics import Metrics
 from fppo.models import flops
+from fppo.pipeline.pretrain import explained_variance
 from fppo.pipeline.program import UpdateStage
 from fppo.pipeline.timing import now
 from fppo.runtime.mesh import AXES, GRADIENT_AXES, Mesh, gather_objects, ranks_on
@@ -70,7 +71,7 @@ def batch_metrics(batch: Experience, *, max_tokens: int) -> Metrics:
     }
     if batch.values is not None:
         report |= _spread("critic/values", batch.values, mask)
-        report["critic/vf_explained_var"] = _explained_variance(batch.values, batch.returns, mask)
+        report["critic/vf_explained_var"] = explained_variance(batch.values, batch.returns, mask)
     return report
 
 
@@ -81,16 +82,6 @@ def _spread(name: str, x: Tensor, mask: Tensor | None = None) -> Metrics:
         f"{name}/max": metrics.masked_max(x, mask),
         f"{name}/min": metrics.masked_min(x, mask),
     }
-
-
-def _explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Mean:
-    """1 - var(returns - values) / var(returns) over the mask: 1 for a perfect critic, 0 for a constant one."""
-
-    def variance(x: Tensor) -> Tensor:
-        m = metrics.masked_mean(x, mask)
-        return metrics.masked_mean((x.double() - m.total / m.count).square(), mask).total
-
-    return metrics.mean(1.0 - variance(returns - values) / (variance(returns) + 1e-5))
 
 
 def memory_metrics() -> dict[str, float]:

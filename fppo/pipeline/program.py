@@ -14,6 +14,7 @@ from fppo.key import Key
 from fppo.losses import KLState
 from fppo.metrics import Metrics
 from fppo.pipeline.own import check_stages
+from fppo.pipeline.pretrain import Pretrain, Pretraining
 from fppo.pipeline.timing import timed
 from fppo.steps.train_state import Params, TrainState
 from fppo.tree import state
@@ -38,6 +39,7 @@ class RunState:
     kl: KLState = attrs.field(factory=lambda: KLState(coef=0.0))
     cursor: DataCursor = attrs.field(factory=DataCursor)
     step: int = 0
+    pretraining: Pretraining | None = None
     ahead: tuple[Waiting, ...] = ()  # the batches of the next steps: see pipeline.ahead
 
 
@@ -122,6 +124,8 @@ class Program:
     update_critic: UpdateStage | None = None
     sample: SampleStage = sample_batch
     critic_warmup: int = 0  # steps at the start that train the critic alone
+    pretrain: Pretrain | None = None  # in their place, steps at the start as long as they help
+    freeze_critic: bool = False  # once the policy is updated
     check: bool = True
 
     def __attrs_post_init__(self) -> None:

@@ -11,6 +11,7 @@ from fppo.batch import Experience, Scored
 from fppo.data.cursor import DataCursor
 from fppo.metrics import Metrics
 from fppo.pipeline.agreement import problems
+from fppo.pipeline.pretrain import pretrain
 from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.timing import timed
 from fppo.steps.train_state import Params
@@ -23,10 +24,12 @@ def ppo_step(
     """The run after its next step: a batch, annotated and estimated, and the updates of critic and actor on it.
 
     The batch is the first that waits in `run.ahead`, else one that is sampled here, of prompts from `draw(run.cursor)`.
-    A run without a critic skips its update; the first `program.critic_warmup` steps skip the actor's. `donate` gives up
-    the memory of `run`'s actor and critic. rollout/lag is how many updates the policy has had since it sampled.
+    A run without a critic skips its update; the first `program.critic_warmup` steps skip the actor's, and so do those
+    that are `run.pretraining` (`pretrain`). With `program.freeze_critic` the others skip the critic's. `donate` gives
+    up the memory of `run`'s actor and critic. rollout/lag is how many updates the policy has had since it sampled.
 
-    Raises ValueError for a run with a critic whose program never updates it, for stages that are bound to what does not
+    Raises ValueError for a run with a critic whose program never updates it, for one of `program.pretrain` and
+    `run.pretraining` without the other, for stages that are bound to what does not
     go together (`agreement.problems`), and RunFailed, which is one too, where all of a model's first updates were
     skipped.
     """
@@ -34,6 +37,8 @@ def ppo_step(
         raise ValueError("\n".join(wrong))
     if run.critic is not None and program.update_critic is None:
         raise ValueError("the run has a critic, but the program has no update_critic: it would never learn")
+    if (run.pretraining is None) != (program.pretrain is None):
+        raise ValueError("RunState.pretraining and Program.pretrain belong together: give Pretraining() and its rule")
     if run.ahead:
         scored, cursor, sampled = run.ahead[0].scored, run.cursor, run.ahead[0].metrics
     else:
@@ -46,18 +51,32 @@ def ppo_step(
         annotated, noted = program.annotate(scored, run)
     experience, kl, estimated = timed("adv", program.estimate)(annotated, run.kl)
     reports: list[Metrics] = [sampled, aged, noted, estimated]
+    progress = run.pretraining
+    if progress is not None and program.pretrain is not None:
+        progress, experience, pretrained = pretrain(progress, experience, rule=program.pretrain)
+        reports.append(pretrained)
     critic, actor = run.critic, run.actor
-    if critic is not None and program.update_critic is not None:
+    critic_alone = run.step < program.critic_warmup or (progress is not None and not progress.over)
+    if critic is not None and program.update_critic is not None and (critic_alone or not program.freeze_critic):
         update, before = timed("update_critic", program.update_critic), critic.step
         critic, report = update(critic, experience, key=key.fold("critic"), donate=donate)
         _check_updates("critic", before, replace(run, critic=critic), report)
         reports.append(report)
-    if run.step >= program.critic_warmup:
+    if not critic_alone:
         update = timed("update_actor", program.update_actor)
         actor, report = update(actor, experience, key=key.fold("actor"), donate=donate)
         _check_updates("actor", run.actor.step, replace(run, actor=actor, critic=critic), report)
         reports.append(report)
-    after = replace(run, actor=actor, critic=critic, kl=kl, cursor=cursor, step=run.step + 1, ahead=run.ahead[1:])
+    after = replace(
+        run,
+        actor=actor,
+        critic=critic,
+        kl=kl,
+        cursor=cursor,
+        step=run.step + 1,
+        pretraining=progress,
+        ahead=run.ahead[1:],
+    )
     return after, experience, metrics.merge(*reports)
 
 

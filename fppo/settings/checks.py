@@ -344,7 +344,7 @@ def _warmup(s: TrainSettings, name: str, section: ActorSettings | CriticSettings
         text = f"the actor would never be updated in {steps} steps; give fewer than steps"
         yield _problem("critic.warmup_steps", s.critic.warmup_steps, text)
     elif name == "actor" and uses_critic(s):
-        steps = max(steps - s.critic.warmup_steps, 1)
+        steps = max(steps - s.critic.warmup_steps - s.critic.pretrain, 1)
     total = steps * updates
     if section.optimizer.warmup_steps >= total:
         text = f"must be less than the run's {total} updates ({steps} steps of {updates})"

@@ -22,6 +22,18 @@ def critic_problems(s: TrainSettings) -> Problems:
         if critic.loss not in losses:
             reader = f"critic.loss = {' or '.join(losses)}"
             yield from unread(f"critic.{name}", getattr(critic, name), getattr(default, name), reader)
+    if not critic.pretrain:
+        for name in ("pretrain_patience", "pretrain_rise"):
+            yield from unread(f"critic.{name}", getattr(critic, name), getattr(default, name), "critic.pretrain > 0")
+    elif critic.warmup_steps:
+        text = f"critic.pretrain = {critic.pretrain} is given too, and fits the critic first as well; give one of them"
+        yield problem("critic.warmup_steps", critic.warmup_steps, text)
+    elif critic.pretrain >= s.steps:
+        text = f"the policy might never be updated in {s.steps} steps; give fewer than steps"
+        yield problem("critic.pretrain", critic.pretrain, text)
+    if critic.freeze and not (s.model.critic_path or critic.pretrain or critic.warmup_steps):
+        text = "it would stay as it is drawn; give model.critic_path, critic.pretrain or critic.warmup_steps"
+        yield problem("critic.freeze", True, text)
     if critic.loss in _READERS["range"] and not critic.range:
         text = f"{critic.loss} needs the least and the greatest return; give both, with some room, as [-0.1, 1.1]"
         yield problem("critic.range", list(critic.range), text)

@@ -39,6 +39,14 @@ class CriticSettings:
     """The width of hl_gauss' normal about a return, in bins."""
     warmup_steps: int = setting(0, at_least(0))
     """Steps at the start in which only the critic is updated."""
+    pretrain: int = setting(0, at_least(0))
+    """In place of warmup_steps, the most steps that fit it to fresh rollouts of the policy as it is."""
+    pretrain_patience: int = setting(3, at_least(1))
+    """They end once the variance that it explains of rollouts it has not seen has not risen for so many steps."""
+    pretrain_rise: float = setting(0.01, at_least(0))
+    """What counts as a rise of that."""
+    freeze: bool = setting(False)
+    """Leave it as it is once the policy is updated: as it was loaded, warmed up or pretrained."""
     compute_dtype: Literal["float32", "bfloat16"] | None = setting(None)
     """The dtype of its forward and backward passes; None: model.compute_dtype."""
     checkpoint_layers: bool | None = setting(None)

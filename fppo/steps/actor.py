@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Literal
 
 import attrs
@@ -18,7 +19,7 @@ from fppo.metrics import Metrics
 from fppo.runtime.mesh import DATA_AXES, place_on
 from fppo.shapes import Mask, Tokens
 from fppo.steps.forward import Forward, forward_micro_batch
-from fppo.steps.loop import Loop, MiniBatch, update, weighted_sum
+from fppo.steps.loop import Loop, Mark, MiniBatch, update, weighted_sum
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.ranks import blank, collect
 from fppo.steps.sharded import Whole
@@ -43,12 +44,14 @@ class SelectiveLoss:
 @attrs.frozen(kw_only=True)
 class PolicyTerms:
     """The scalars of the actor's objective: the temperature that log-probs are under, the factor of the entropy bonus,
-    and the factor and kind (`losses.kl_estimate`) of the KL term to the reference."""
+    the factor and kind (`losses.kl_estimate`) of the KL term to the reference, and the factor of the negative
+    log-likelihood of responses with a positive score (`losses.positive_weights`)."""
 
     temperature: float = 1.0
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     kl_kind: str = "k3"
+    nll_coef: float = 0.0
 
 
 PLAIN = PolicyTerms()
@@ -70,7 +73,8 @@ def update_actor(
     """The policy after `loop.epochs` passes over `batch`, all of which every data rank has.
 
     The objective of a mini-batch is sum(weights * (policy loss * correction - entropy_coef * entropy + kl_coef * KL
-    to the reference)), with weights [B, T] from `losses.loss_weights` over the whole mini-batch.
+    to the reference)), with weights [B, T] from `losses.loss_weights` over the whole mini-batch, and nll_coef * the
+    mean of -log-prob over the tokens of responses with a positive score (VAPO, arXiv:2504.05118).
     `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss with its scalars bound.
 
     `old_log_probs` says where those come from. "pass": the batch's are those of a pass before the update. "engine": the
@@ -86,9 +90,9 @@ def update_actor(
             f"old_log_probs='update' with epochs={loop.epochs}, mini_batch_size={loop.mini_batch_size} of "
             f"{len(batch.row_ids)} rows: in all but the first of these updates the ratio is not 1; give 'pass'"
         )
-    select = None
+    marks: list[Mark] = [] if terms.nll_coef == 0 else [_mark_positive]
     if isinstance(loss_fn, SelectiveLoss):
-        select = partial(_select, select_fn=loss_fn.select_fn, temperature=terms.temperature)
+        marks.append(partial(_select, select_fn=loss_fn.select_fn, temperature=terms.temperature))
         loss_fn = loss_fn.loss_fn
     return update(
         state,
@@ -98,7 +102,7 @@ def update_actor(
         loop=loop,
         optimizer=optimizer,
         prefix="actor",
-        select=select,
+        mark=partial(_mark, marks=marks) if marks else None,
         key=key,
         donate=donate,
     )
@@ -113,9 +117,11 @@ def policy_objective(
     loss_fn: LossFn,
     terms: PolicyTerms = PLAIN,
     old_log_probs: OldLogProbs = "pass",
-    selected: Tensor | None = None,
+    marks: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[Tensor, Metrics]:
     """`update_actor`'s objective on some rows of a mini-batch, with their weights [B, T], and its metrics.
+
+    Of `marks` [B, T] a selective loss takes the tokens "selected"; "positive" weighs the negative log-likelihood.
 
     Raises ValueError for a KL term without reference log-probs in the rows, and for a policy loss of another shape.
     """
@@ -126,7 +132,7 @@ def policy_objective(
     assert out.entropy is not None
     mask = rows.response_mask
     old = out.log_probs.detach() if old_log_probs == "update" else rows.old_log_probs
-    policy_loss = loss_fn if selected is None else partial(loss_fn, selected=selected)
+    policy_loss = partial(loss_fn, selected=marks["selected"]) if "selected" in marks else loss_fn
     policy, report = policy_loss(out.log_probs, old, rows.advantages, mask)
     if policy.shape != mask.shape:
         raise ValueError(f"the policy loss is {list(policy.shape)}, expected [B, T] = {list(mask.shape)}: sum nothing")
@@ -144,9 +150,29 @@ def policy_objective(
     if old_log_probs in ("engine", "update"):
         report = report | rollout_gap(out.log_probs, rows.rollout_log_probs, mask)
     loss, sums = weighted_sum(summed, weights)
+    if terms.nll_coef:
+        nll, known = weighted_sum({"actor/nll_loss": -terms.nll_coef * out.log_probs}, marks["positive"])
+        loss, sums = loss + nll, sums | known
     if not loss.requires_grad:  # a loss without a token: the backward pass is still there, for its collectives
         loss = loss + 0.0 * out.log_probs.sum()
     return loss, report | sums
+
+
+def _mark(params: Params, mini: MiniBatch, key: Key, *, forward: Forward, marks: Sequence[Mark]) -> dict[str, Tensor]:
+    """All marks of this rank's rows."""
+    return {name: x for mark in marks for name, x in mark(params, mini, key, forward=forward).items()}
+
+
+def _mark_positive(params: Params, mini: MiniBatch, key: Key, *, forward: Forward) -> dict[str, Tensor]:
+    """The weights of the negative log-likelihood of this rank's rows."""
+    del params, key
+    rows = mini.rows
+    return {"positive": _own(losses.positive_weights(rows.scores, rows.response_mask), mini, forward)}
+
+
+def _own(x: Tensor, mini: MiniBatch, forward: Forward) -> Tensor:
+    """This rank's rows of what is known of all."""
+    return x if len(mini.shares) == 1 else x[mini.shares[place_on(forward.mesh, DATA_AXES)]]
 
 
 def _select(
@@ -157,7 +183,7 @@ def _select(
     forward: Forward,
     select_fn: Callable[..., Tensor],
     temperature: float,
-) -> Tensor:
+) -> dict[str, Tensor]:
     """The tokens [b, T] of this rank's rows that `select_fn` chooses in a mini-batch, by the log-probs of a pass
     without gradients."""
     log_probs = torch.zeros_like(mini.own.old_log_probs)
@@ -172,7 +198,7 @@ def _select(
     rows = mini.rows
     noise = key.uniform(rows.row_ids, rows.response_mask.shape[1])
     selected = select_fn(log_probs, rows.old_log_probs, rows.advantages, rows.response_mask, noise=noise)
-    return selected if len(mini.shares) == 1 else selected[mini.shares[place_on(forward.mesh, DATA_AXES)]]
+    return {"selected": _own(selected, mini, forward)}
 
 
 def rollout_gap(log_probs: Tokens, rollout_log_probs: Tokens, mask: Mask) -> Metrics:

@@ -63,11 +63,11 @@ class MiniBatch(NamedTuple):
 
 
 # What an update makes smaller: objective(params, rows, weights, *, forward) -> (0-d loss, metrics), the part of it that
-# some rows of a mini-batch add, with their weights [B, T] of the whole; see `weighted_sum`. Where the loop selects
-# tokens it is called with selected=, bool [B, T], too.
+# some rows of a mini-batch add, with their weights [B, T] of the whole; see `weighted_sum`. Where the loop marks
+# tokens it is called with marks=, tensors [B, T] by name, too.
 Objective = Callable[..., tuple[Tensor, Metrics]]
-# select(params, mini_batch, key, *, forward) -> the tokens selected in this rank's rows, bool [b, T]
-Select = Callable[..., Tensor]
+# mark(params, mini_batch, key, *, forward) -> what is to be known of this rank's tokens by the whole mini-batch, [b, T]
+Mark = Callable[..., dict[str, Tensor]]
 
 
 def weighted_sum(terms: dict[str, Tokens], weights: Tokens) -> tuple[Float[Tensor, ""], Metrics]:
@@ -85,14 +85,14 @@ def update(
     loop: Loop,
     optimizer: Optimizer,
     prefix: str = "update",
-    select: Select | None = None,
+    mark: Mark | None = None,
     key: Key | None = None,
     donate: bool = False,
 ) -> tuple[TrainState, Metrics]:
     """The state after `loop.epochs` passes over `batch`, all of which every data rank has; each takes a share of equal
     work of every mini-batch, so that the result does not depend on how many there are.
 
-    `objective` gives the weighted sum of a micro-batch; `select` chooses tokens over a whole mini-batch before. The
+    `objective` gives the weighted sum of a micro-batch; `mark` looks at a whole mini-batch before. The
     optimizer's metrics are named `prefix`/.... With `key` the mini-batches are drawn anew in every epoch, else they
     are taken in order. `donate` gives up the memory of `state`. Raises ValueError for mini-batches larger than `batch`.
     """
@@ -106,10 +106,10 @@ def update(
         for number, mini in enumerate(_mini_batches(batch, loop, forward, drawn)):
             totals = losses.count_totals(mini.rows.response_mask)
             weights = losses.loss_weights(mini.own.response_mask, loop.weight_mode, totals=totals, horizon=loop.horizon)
-            selected = None
-            if select is not None:
-                selected = select(state.params, mini, place.fold("select", epoch, number), forward=forward)
-            passes = _passes(mini, weights, objective, selected)
+            marks = None
+            if mark is not None:
+                marks = mark(state.params, mini, place.fold("select", epoch, number), forward=forward)
+            passes = _passes(mini, weights, objective, marks)
             grads, report = _gradients(state.params, passes, forward)
             report = metrics.settled(data_metrics(report, mesh))
             grads = gradient_sum(grads, mesh)
@@ -134,21 +134,21 @@ def _mini_batches(batch: TrainRows, loop: Loop, forward: Forward, key: Key | Non
 
 
 def _passes(
-    mini: MiniBatch, weights: Tensor, objective: Objective, selected: Tensor | None
+    mini: MiniBatch, weights: Tensor, objective: Objective, marks: dict[str, Tensor] | None
 ) -> Iterator[tuple[Objective, Any, Tensor]]:
     """Objective, rows and weights of this rank's micro-batches, then of ones that add nothing."""
 
-    def on(*tokens: Tensor) -> Objective:
-        return partial(objective, selected=tokens[0]) if tokens else objective
+    def on(own: dict[str, Tensor]) -> Objective:
+        return objective if marks is None else partial(objective, marks=own)
 
     for numbers in mini.micro_batches:
-        rows, own, *tokens = batches.rows((mini.own, weights, *([] if selected is None else [selected])), numbers)
-        yield on(*tokens), rows, own
+        rows, own, marked = batches.rows((mini.own, weights, marks or {}), numbers)
+        yield on(marked), rows, own
     row = blank(mini.own)
     nothing = row.response_mask
     for _ in range(mini.passes - len(mini.micro_batches)):
-        tokens = [] if selected is None else [selected.new_zeros(nothing.shape)]
-        yield on(*tokens), row, weights.new_zeros(nothing.shape)
+        marked = {name: x.new_zeros(nothing.shape) for name, x in (marks or {}).items()}
+        yield on(marked), row, weights.new_zeros(nothing.shape)
 
 
 def _gradients(

@@ -5,6 +5,7 @@ The model is transformers' own, one row at a time, without padding, in float64.
 
 from functools import partial
 
+import attrs
 import pytest
 import torch
 from torch.nn import functional as F
@@ -69,7 +70,8 @@ KL = {"k1": lambda d: d, "k2": lambda d: d**2 / 2, "k3": lambda d: (-d).exp() - 
 def _policy_gradient(batch, mode, terms, *, on_policy=False):
     """The objective's parts, and the gradient of their sum."""
     module = _plain(ACTOR_PARAMS)
-    parts = {"pg": 0.0, "entropy": 0.0, "kl": 0.0}
+    parts = {"pg": 0.0, "entropy": 0.0, "kl": 0.0} | ({"nll": torch.zeros(())} if terms.nll_coef else {})
+    positive = [int(mask.sum()) * (score > 0) for mask, score in zip(batch.response_mask, batch.scores, strict=True)]
     for row, column, place, tokens in _places(batch):
         with KeepDouble():
             logits = module(tokens[None]).logits[0, place - 1]
@@ -86,6 +88,8 @@ def _policy_gradient(batch, mode, terms, *, on_policy=False):
         parts["pg"] += weight * policy
         parts["entropy"] -= weight * terms.entropy_coef * -(every.exp() * every).sum()
         parts["kl"] += weight * terms.kl_coef * KL[terms.kl_kind](new - batch.ref_log_probs[row, column])
+        if terms.nll_coef and positive[row]:
+            parts["nll"] = parts["nll"] - terms.nll_coef * new / sum(positive)
     names, leaves = zip(*module.named_parameters(), strict=True)
     grads = torch.autograd.grad(sum(parts.values()), leaves)
     return {name: float(x.detach()) for name, x in parts.items()}, dict(zip(names, grads, strict=True))
@@ -150,6 +154,18 @@ def test_the_actors_gradient_is_that_of_its_definition(mode, kind):
         assert numbers[f"actor/{name}_loss"] == pytest.approx(part, rel=1e-9), name
     assert 0 < numbers["actor/pg_clipfrac"] < 1
     assert numbers["actor/pg_clipfrac_lower"] > 0
+
+
+def test_positive_responses_pull_by_the_mean_of_their_own_tokens():
+    """Whatever the weights of the policy loss: VAPO's mean is over the tokens of right responses alone."""
+    terms = PolicyTerms(temperature=1.3, entropy_coef=0.3, kl_coef=0.7, nll_coef=0.6)
+    batch = _batch(3)
+    for scores in (torch.tensor([1.0, -1.0, 0.0, 2.0, -0.5, 0.1]), -torch.ones(ROWS)):
+        batch = attrs.evolve(batch, scores=scores)
+        state, report = _updated(batch, "seq-mean-token-sum", terms)
+        parts, expected = _policy_gradient(batch, "seq-mean-token-sum", terms)
+        _assert_gradient(state, expected)
+        assert metrics.report(report)["actor/nll_loss"] == pytest.approx(parts["nll"], rel=1e-9)
 
 
 @pytest.mark.parametrize("left_out", ["entropy_coef", "kl_coef"])

@@ -1,0 +1,112 @@
+"""A critic is fitted to a policy that stays as it is until that helps no more; then it may be left as it is."""
+
+import attrs
+import pytest
+import torch
+
+from fppo import advantages, tree
+from fppo.assembly.run import assemble
+from fppo.pipeline.pretrain import Pretrain, Pretraining, pretrain
+from fppo.pipeline.train import iterate
+from fppo.runtime import checkpoint
+from fppo.settings import files
+from tests import tiny, tiny_run
+
+
+def _seen(share):
+    """A batch of whose returns the values explain about that share of the variance."""
+    batch = tiny.experience(5, 30)
+    returns = advantages.discounted_returns(batch.token_rewards, batch.response_mask)
+    noise = torch.randn(returns.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    scale = (1 - share) ** 0.5 * returns[batch.response_mask].std() / noise[batch.response_mask].std()
+    return attrs.evolve(batch, values=returns + scale * noise)
+
+
+@pytest.mark.parametrize(
+    ("shares", "rule", "alone"),
+    [
+        ((0.1, 0.4, 0.8, 0.803, 0.7, 0.9), Pretrain(limit=10, patience=2), 4),  # 0.803 is no rise
+        ((0.1, 0.4, 0.8, 0.803, 0.7, 0.9), Pretrain(limit=10, patience=2, rise=0.0), 6),
+        ((0.1, 0.4, 0.8, 0.9, 0.95), Pretrain(limit=3, patience=2), 3),
+        ((0.9, 0.1, 0.2, 0.3), Pretrain(limit=9, patience=1), 1),
+    ],
+)
+def test_it_ends_when_the_explained_variance_rises_no_more(shares, rule, alone):
+    progress, over = Pretraining(), []
+    for share in shares:
+        batch = _seen(share)
+        progress, after, report = pretrain(progress, batch, rule=rule)
+        over.append(progress.over)
+        learned = advantages.discounted_returns(batch.token_rewards, batch.response_mask)
+        assert torch.equal(after.returns, batch.returns if progress.over else learned)
+        if over[-2:] == [1, 1]:
+            assert report == {}
+    assert over == [0] * alone + [1] * (len(shares) - alone)
+    assert progress.steps == alone
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("task")
+    tiny_run.write_task(directory)
+    return directory
+
+
+def _states(settings, steps):
+    """The run after each of so many steps."""
+    with assemble(settings) as assembly:
+        following = iterate(assembly.run, program=assembly.program, draw=assembly.draw)
+        return [assembly.run, *(run for run, _, _ in (next(following) for _ in range(steps)))]
+
+
+@pytest.mark.parametrize("reads", [pytest.param("tokens", marks=pytest.mark.slow), "confidence"])
+def test_the_policy_waits_and_a_frozen_critic_stays(task, reads):
+    changes = {"critic__pretrain": 2, "critic__freeze": True, "critic__reads": reads}
+    runs = _states(tiny_run.settings(task, **changes), 4)
+    assert [run.critic.step for run in runs] == [0, 2, 4, 4, 4]
+    assert [run.actor.step for run in runs] == [0, 0, 0, 4, 8]  # 2 epochs of 2 mini-batches
+    assert [run.pretraining.over for run in runs] == [0, 0, 0, 1, 1]
+
+
+def test_a_run_that_stops_in_its_pretraining_goes_on_bit_for_bit(task, tmp_path):
+    settings = tiny_run.settings(task, critic__pretrain=2)
+    runs = _states(settings, 3)
+    checkpoint.save(runs[1], tmp_path, 1)
+    with assemble(settings) as assembly:
+        again = checkpoint.load(assembly.run, tmp_path, 1)
+        following = iterate(again, program=assembly.program, draw=assembly.draw)
+        after = [next(following)[0] for _ in range(2)]
+    assert runs[1].pretraining.steps == 1
+    assert [tree.digest(run) for run in after] == [tree.digest(run) for run in runs[2:]]
+
+
+def test_a_discount_of_turns_is_one_of_the_returns_too(task):
+    settings = tiny_run.settings(task, algorithm__advantage="turn_gae", algorithm__gamma=0.5, critic__pretrain=2)
+    with assemble(settings) as assembly:
+        rule = assembly.program.pretrain
+    mask = torch.tensor([[True, True, False, True]])
+    rewards = torch.tensor([[0.0, 1.0, 0.0, 8.0]])
+    assert rule is not None
+    assert rule.returns_of(rewards, mask).tolist() == [[5.0, 5.0, 0.0, 8.0]]
+
+
+def test_state_and_rule_belong_together(task):
+    with assemble(tiny_run.settings(task)) as assembly:
+        program = attrs.evolve(assembly.program, pretrain=Pretrain(limit=2))
+        with pytest.raises(ValueError, match=r"RunState.pretraining and Program.pretrain belong together"):
+            next(iterate(assembly.run, program=program, draw=assembly.draw))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"pretrain": 4}, "critic.pretrain = 4: the policy might never be updated in 4 steps"),
+        ({"pretrain": 1, "warmup_steps": 1}, "critic.warmup_steps = 1: critic.pretrain = 1 is given too"),
+        ({"pretrain_rise": 0.1}, "critic.pretrain_rise = 0.1: nothing reads it here: it is for critic.pretrain > 0"),
+        ({"freeze": True}, "critic.freeze = True: it would stay as it is drawn; give model.critic_path"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_named(task, changes, text):
+    with pytest.raises(files.SettingsError) as caught:
+        tiny_run.settings(task, **{f"critic__{name}": value for name, value in changes.items()})
+    assert text in str(caught.value)
