@@ -133,7 +133,7 @@ def load_models(
 def value_head_of(settings: TrainSettings) -> ValueHead:
     """What the critic's outputs mean, and its loss."""
     section = settings.critic
-    low, high = section.range or (0.0, 1.0)
+    low, high = section.range
     return losses.value_head(
         section.loss,
         outputs=section.bins,

@@ -21,8 +21,10 @@ from fppo.commands import help as helps
 from fppo.runtime.parent import end_with_launcher
 from fppo.settings import ablate as settings_ablate
 from fppo.settings import checks, contents, files, machine, modules, places
+from fppo.settings import compare as settings_compare
 from fppo.settings import plan as settings_plan
 from fppo.settings.ablate import AblateSettings
+from fppo.settings.compare import CompareSettings
 from fppo.settings.mesh import MeshSettings
 from fppo.settings.plan import PlanSettings
 from fppo.settings.train import TrainSettings
@@ -251,6 +253,23 @@ def _ablate(rest: Sequence[str]) -> int | None:
     return ablate.ablate(options)
 
 
+def _compare(rest: Sequence[str]) -> int | None:
+    """Trains variants with several seeds, side by side: fppo compare FILE.toml --vary critic.loss=mse,hl_gauss"""
+    prog = f"fppo compare FILE.toml --vary SECTION.SETTING=A,B {PROCESSES} [--SECTION.SETTING VALUE ...]"
+    processes, own = _processes(rest)
+    file, own = _file_and_overrides(own, "compare")
+    options, own = tyro.cli(CompareSettings, args=own, prog=prog, return_unknown_args=True)
+    if wrong := settings_compare.problems(options):
+        raise files.SettingsError(wrong)
+    settings = files.load(file, own, prog=prog, look=partial(_look, processes))
+    from fppo.commands import actions, compare, distributed
+
+    def train(settings: TrainSettings, file: Path) -> int:
+        return distributed.run(actions.train, settings, ["train", str(file)], *processes)
+
+    return compare.compare(settings, options, train)
+
+
 def _plan(rest: Sequence[str]) -> int | None:
     """Says what a run will need, before there is one: fppo plan FILE.toml --gpu h200, or --model llama-3.1-70b ..."""
     file, own = _file_and_overrides(rest, "plan")
@@ -337,6 +356,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "export": _export,
     "report": _report,
     "ablate": _ablate,
+    "compare": _compare,
     "plan": _plan,
 }
 

@@ -76,7 +76,8 @@ def hl_gauss(
     width = sigma * (high - low) / count
     below = torch.erf((edges - goals[..., None]) / (width * 2**0.5))
     targets = below.diff(dim=-1) / (below[..., -1:] - below[..., :1])
-    return _cross_entropy(outputs, targets, returns, mask, partial(binned_values, low=low, high=high))
+    loss, metrics = _cross_entropy(outputs, targets, mask, partial(binned_values, low=low, high=high))
+    return loss, metrics | _outside(returns, mask, low, high)
 
 
 def two_hot(
@@ -94,7 +95,8 @@ def two_hot(
     place = (goals - low) * ((count - 1) / (high - low))
     numbers = torch.arange(count, dtype=outputs.dtype, device=outputs.device)
     targets = (1 - (place[..., None] - numbers).abs()).clamp(min=0.0)
-    return _cross_entropy(outputs, targets, returns, mask, partial(placed_values, low=low, high=high))
+    loss, metrics = _cross_entropy(outputs, targets, mask, partial(placed_values, low=low, high=high))
+    return loss, metrics | _outside(returns, mask, low, high)
 
 
 def quantile_loss(
@@ -207,11 +209,15 @@ def _huber(error: Tensor, *, delta: float) -> Tensor:
 
 
 def _cross_entropy(
-    outputs: Outputs, targets: Outputs, returns: Tokens, mask: Mask, read: Callable[[Tensor], Tensor]
+    outputs: Outputs, targets: Outputs, mask: Mask, read: Callable[[Tensor], Tensor]
 ) -> tuple[Tokens, Metrics]:
     inside = outputs.where(mask[..., None], 0.0)
     loss = -(targets * F.log_softmax(inside, -1)).sum(-1)
     return loss.where(mask, 0.0), {"critic/vpred_mean": masked_mean(read(inside), mask)}
+
+
+def _outside(returns: Tokens, mask: Mask, low: float, high: float) -> Metrics:
+    return {"critic/vf_outside": masked_mean((returns < low) | (returns > high), mask)}
 
 
 def _check_outputs(outputs: Outputs, old_values: Tokens, returns: Tokens, mask: Mask, low: float, high: float) -> None:

@@ -34,6 +34,3 @@ def critic_problems(s: TrainSettings) -> Problems:
     if critic.freeze and not (s.model.critic_path or critic.pretrain or critic.warmup_steps):
         text = "it would stay as it is drawn; give model.critic_path, critic.pretrain or critic.warmup_steps"
         yield problem("critic.freeze", True, text)
-    if critic.loss in _READERS["range"] and not critic.range:
-        text = f"{critic.loss} needs the least and the greatest return; give both, with some room, as [-0.1, 1.1]"
-        yield problem("critic.range", list(critic.range), text)

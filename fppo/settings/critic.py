@@ -15,7 +15,7 @@ def _critic_optimizer() -> OptimizerSettings:
 
 
 def _pair(value: tuple[float, ...]) -> str | None:
-    fits = not value or (len(value) == 2 and value[0] < value[1])
+    fits = len(value) == 2 and value[0] < value[1]
     return None if fits else "must be two numbers, the smaller one first"
 
 
@@ -33,8 +33,8 @@ class CriticSettings:
     """The error from which on the loss grows linearly (huber, quantile)."""
     bins: int = setting(51, at_least(2))
     """Outputs per token: the bins of hl_gauss, the places of two_hot, the quantiles of quantile."""
-    range: tuple[float, ...] = setting((), _pair)
-    """The least and the greatest return that hl_gauss and two_hot tell apart, as [-0.1, 1.1]."""
+    range: tuple[float, ...] = setting((-0.1, 1.1), _pair)
+    """The least and the greatest return that hl_gauss and two_hot tell apart; leave some room around the scores."""
     sigma: float = setting(0.75, above(0))
     """The width of hl_gauss' normal about a return, in bins."""
     warmup_steps: int = setting(0, at_least(0))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fppo import quickstart
-from fppo.commands import ablate, actions, cli, distributed, plan
+from fppo.commands import ablate, actions, cli, compare, distributed, plan
 from fppo.report import write
 from fppo.settings import files, machine, modules, places
 
@@ -45,6 +45,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         reached(actions, function)
     reached(distributed, "run")
     reached(ablate, "ablate")
+    reached(compare, "compare")
     reached(plan, "run")
     reached(write, "write_report")
     return names

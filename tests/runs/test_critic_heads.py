@@ -34,6 +34,7 @@ def _run(task, directory, **changes):
     return given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", ["tokens", "confidence"])
 def test_a_run_stops_goes_on_and_is_exported(task, tmp_path, reads):
     given = {"critic__reads": reads, **BINS}
@@ -72,7 +73,6 @@ def test_the_settings_choose_head_and_loss(task, tmp_path, loss):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"loss": "two_hot"}, "critic.range = []: two_hot needs the least and the greatest return; give both"),
         ({"loss": "hl_gauss", "range": [1.0, 0.0]}, "critic.range = (1.0, 0.0): must be two numbers, the smaller one"),
         (
             {"bins": 9},

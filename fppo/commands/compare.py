@@ -1,0 +1,85 @@
+"""What `fppo compare` does, once its arguments are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from fppo.report import compare as comparing
+from fppo.runs import jsonl, saved
+from fppo.settings import files
+from fppo.settings.compare import CompareSettings, changed, variants
+from fppo.settings.train import TrainSettings
+
+ASKED = "compared.toml"  # in a run's directory: the settings it was asked for, before anything is resolved
+PICTURE, TABLE, NUMBERS = "compare.png", "compare.txt", "compare.json"
+
+
+def plan(settings: TrainSettings, asked: CompareSettings) -> dict[str, dict[int, TrainSettings]]:
+    """The settings of every run, by variant and seed. Raises SettingsError with all that is wrong with any of them."""
+    out = Path(asked.out or f"{settings.output_dir}-compare")
+    runs: dict[str, dict[int, TrainSettings]] = {}
+    problems: list[str] = []
+    for variant in variants(asked.vary):
+        of_seed = {}
+        for number in range(asked.seeds):
+            seed = settings.seed + number
+            of_seed[seed] = changed(settings, variant, number, str(out / variant.directory / f"seed_{seed}"))
+        try:
+            files.check(next(iter(of_seed.values())))
+        except files.SettingsError as error:
+            problems += [f"{variant.name}: {problem}" for problem in error.problems]
+        runs[variant.name] = of_seed
+    if problems:
+        raise files.SettingsError(problems, where="the variants")
+    return runs
+
+
+def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[TrainSettings, Path], int]) -> int:
+    """Trains what is not done yet, seed by seed, and writes and prints the comparison; another status than 0 as soon as
+    a run ends with it, such as 130 where it was stopped. `train` runs settings, which are in the file, too.
+
+    Raises ValueError for a run's directory that holds one with other settings.
+    """
+    runs = plan(settings, asked)
+    every = [(name, seed, own) for name, seeds in runs.items() for seed, own in seeds.items()]
+    every.sort(key=lambda run: run[1])  # all variants of a seed, then the next: what is there compares at any time
+    left = [run for run in every if not _done(run[2])]
+    if len(left) < len(every):
+        print(f"{len(every) - len(left)} of {len(every)} runs are done")
+    for number, (name, seed, own) in enumerate(left, start=1):
+        print(f"\nrun {number} of {len(left)}: {name}, seed {seed}", flush=True)
+        directory = Path(own.output_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        files.save(own, directory / ASKED)
+        status = train(own, directory / ASKED)
+        if status != 0:
+            print(f"stopped in {name}, seed {seed}; the same command goes on from there")
+            return status
+    out = Path(every[0][2].output_dir).parent.parent
+    places = {name: {seed: Path(own.output_dir) for seed, own in seeds.items()} for name, seeds in runs.items()}
+    write(places, asked.metrics, out)
+    return 0
+
+
+def write(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str], out: Path) -> None:
+    """Prints the table, and writes it, the numbers and the picture to `out`."""
+    comparison = comparing.collect(runs, metrics)
+    text = comparison.table()
+    (out / TABLE).write_text(text + "\n", encoding="utf-8")
+    (out / NUMBERS).write_text(json.dumps(jsonl.plain(comparison.numbers()), indent=1) + "\n", encoding="utf-8")
+    comparing.write_png(comparison, out / PICTURE)
+    print(f"\n{text}\n\npicture: {out / PICTURE}")
+
+
+def _done(settings: TrainSettings) -> bool:
+    """Whether the run has taken all its steps. Raises ValueError if it was begun with other settings."""
+    directory = Path(settings.output_dir)
+    if not (directory / ASKED).exists():
+        return False
+    before = files.from_dict(files.read_toml(directory / ASKED))
+    if differing := files.changes(files.to_dict(before), settings):
+        shown = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in differing.items())
+        raise ValueError(f"{directory} holds a run with other settings ({shown}); give another --out")
+    return saved.newest(directory) == settings.steps

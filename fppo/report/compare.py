@@ -1,0 +1,158 @@
+"""Variants of a run side by side: one table and one picture, means over seeds with their confidence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import attrs
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from fppo.report.charts import Points, points, short
+from fppo.runs import jsonl
+from fppo.runs.loggers import METRICS, held_out
+
+TRUTH = "critic/true/r2"
+# the 0.975 quantiles of Student's t with 1, 2, ... degrees of freedom
+_STUDENT = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+)
+_COLORS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2", "#4d7c0f", "#be185d")
+
+
+@attrs.frozen
+class Spread:
+    """A mean, and half the width of its 95 % confidence interval (Student's t); nan where there is one number."""
+
+    mean: float
+    half: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f}" if math.isnan(self.half) else f"{self.mean:.4f} ± {self.half:.4f}"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Of numbers that are draws of one distribution. Raises ValueError for none."""
+    if not values:
+        raise ValueError("there are no numbers to take the mean of")
+    if len(values) == 1:
+        return Spread(values[0], math.nan, 1)
+    degrees = len(values) - 1
+    quantile = _STUDENT[degrees - 1] if degrees <= len(_STUDENT) else 1.96 + 2.5 / degrees
+    return Spread(fmean(values), quantile * stdev(values) / math.sqrt(len(values)), len(values))
+
+
+@attrs.frozen(kw_only=True)
+class Comparison:
+    """What runs have logged: for each metric and variant, a curve of each seed."""
+
+    curves: Mapping[str, Mapping[str, Mapping[int, Points]]]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """For each metric and variant: the last number, the mean over the run, and how both differ from the first
+        variant's with the same seeds."""
+        rows = []
+        for metric, variants in self.curves.items():
+            first = next(iter(variants.values()), {})
+            for name, curves in variants.items():
+                row: dict[str, Any] = {"metric": metric, "variant": name, "seeds": len(curves)}
+                for kind, of in (("last", _last), ("mean", _mean)):
+                    own = {seed: of(curve) for seed, curve in curves.items()}
+                    row[kind] = spread(list(own.values()))
+                    apart = [x - of(first[seed]) for seed, x in own.items() if seed in first]
+                    row[f"{kind}_apart"] = None if curves is first or not apart else spread(apart)
+                rows.append(row)
+        return rows
+
+    def table(self) -> str:
+        """The rows as text."""
+        lines = []
+        for metric in self.curves:
+            rows = [row for row in self.rows() if row["metric"] == metric]
+            cells = [["variant", "seeds", "last", "to the first", "mean of the run", "to the first"]]
+            for row in rows:
+                numbers = [row["last"], row["last_apart"], row["mean"], row["mean_apart"]]
+                cells.append([row["variant"], str(row["seeds"]), *("" if x is None else str(x) for x in numbers)])
+            widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+            lines += ["", metric, *("  ".join(x.ljust(w) for x, w in zip(row, widths)).rstrip() for row in cells)]
+        return "\n".join([*lines, "", "± is half of the 95 % confidence interval of the mean over seeds"]).lstrip()
+
+    def numbers(self) -> list[dict[str, Any]]:
+        """The rows as JSON can hold them."""
+        return [
+            {name: attrs.asdict(x) if isinstance(x, Spread) else x for name, x in row.items()} for row in self.rows()
+        ]
+
+
+def _last(curve: Points) -> float:
+    return curve[-1][1]
+
+
+def _mean(curve: Points) -> float:
+    return fmean(value for _, value in curve)
+
+
+def collect(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str] = ()) -> Comparison:
+    """What the runs of each variant, by seed, have logged of the metrics; of none given, the held-out score and
+    critic/true/r2.
+
+    Raises ValueError for a metric that no run has logged, with those that are there.
+    """
+    logged = {
+        name: {seed: jsonl.read(path / METRICS, on_damage=lambda _: None) for seed, path in seeds.items()}
+        for name, seeds in runs.items()
+    }
+    there = {name for seeds in logged.values() for records in seeds.values() for record in records for name in record}
+    chosen = list(metrics) or [*held_out(dict.fromkeys(there))[:1], *([TRUTH] if TRUTH in there else [])]
+    wrong = [name for name in chosen if name not in there]
+    if wrong or not chosen:
+        raise ValueError(f"--metrics: no run has logged {wrong or 'a held-out score'}; there are {sorted(there)}")
+    return Comparison(
+        curves={
+            metric: {
+                name: {seed: line for seed, records in seeds.items() if (line := points(records, metric))}
+                for name, seeds in logged.items()
+            }
+            for metric in chosen
+        }
+    )
+
+
+def write_png(comparison: Comparison, path: Path) -> None:
+    """A panel for each metric: the mean of each variant over its seeds, in its 95 % confidence."""
+    count = len(comparison.curves)
+    figure = Figure(figsize=(6.4 * count, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for ax, (metric, variants) in zip(
+        figure.subplots(1, count, squeeze=False)[0], comparison.curves.items(), strict=True
+    ):
+        for number, (name, curves) in enumerate(variants.items()):
+            _draw(ax, name, curves, _COLORS[number % len(_COLORS)])
+        ax.set_title(metric, fontsize=10, loc="left")
+        ax.set_xlabel("step", fontsize=8)
+        ax.grid(True, color="#e5e7eb", linewidth=0.8)
+        ax.tick_params(labelsize=8, length=0)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+
+
+def _draw(ax: Axes, name: str, curves: Mapping[int, Points], color: str) -> None:
+    by_step: dict[float, list[float]] = {}
+    for curve in curves.values():
+        for step, value in curve:
+            by_step.setdefault(step, []).append(value)
+    steps = sorted(step for step, values in by_step.items() if len(values) == len(curves))  # all seeds are there
+    spreads = [spread(by_step[step]) for step in steps]
+    last = f" {short(spreads[-1].mean)}" if spreads else ""
+    ax.plot(steps, [x.mean for x in spreads], color=color, linewidth=1.8, label=f"{name}{last}")
+    if spreads and not math.isnan(spreads[0].half):
+        low, high = ([x.mean + sign * x.half for x in spreads] for sign in (-1, 1))
+        ax.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)

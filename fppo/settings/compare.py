@@ -1,0 +1,92 @@
+"""The settings of `fppo compare`; no torch, so that its help answers at once."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+
+from fppo.settings import files
+from fppo.settings.fields import at_least, nonempty, setting, wrong_values
+from fppo.settings.train import TrainSettings
+
+_VALUE = r"(?:\[[^\]]*\]|\"[^\"]*\"|[^,\[\"])+"  # what holds no comma outside of a list or a text
+_MORE = re.compile(r"\+(?=[a-z_.]+=)")
+FORM = "write section.setting=VALUE,VALUE, as critic.loss=mse,hl_gauss"
+
+
+def _form(values: tuple[str, ...]) -> str | None:
+    wrong = next((text for text in values if not re.fullmatch(rf"[a-z_.]+={_VALUE}(,{_VALUE})*", text)), None)
+    return None if wrong is None else f"{wrong!r} is not of that form: {FORM}"
+
+
+@attrs.frozen(kw_only=True)
+class CompareSettings:
+    """Trains variants of a run, each with several seeds, and shows them side by side; started again, it goes on."""
+
+    vary: tuple[str, ...] = setting((), nonempty(FORM), _form)
+    """Settings with their values, as critic.loss=mse,hl_gauss+critic.bins=21; several of them are crossed."""
+    seeds: int = setting(5, at_least(1))
+    """Seeds of each variant, from that of the file on."""
+    metrics: tuple[str, ...] = setting(())
+    """The metrics to compare; none: the held-out score, and critic/true/r2 where it is logged."""
+    out: str | None = setting(None)
+    """The directory for all runs, the table and the picture; None: output_dir of the file, and -compare."""
+
+
+@attrs.frozen
+class Variant:
+    """The settings of one variant that differ from the file's, by path, and what it is called."""
+
+    name: str
+    changes: dict[str, Any]
+
+    @property
+    def directory(self) -> str:
+        """The name of its directory."""
+        return self.name.replace("/", "_").replace(" ", "_")
+
+
+def problems(settings: CompareSettings) -> list[str]:
+    """What is wrong with the arguments themselves, one line for each thing."""
+    return [f"--{name} {value!r}: {text}" for name, value, text in wrong_values(settings)]
+
+
+def variants(vary: Sequence[str]) -> list[Variant]:
+    """All combinations of the values, in the order of the last one first."""
+    axes = [list(_values(text)) for text in vary]
+    return [
+        Variant(", ".join(name for name, _ in chosen), {k: v for _, changes in chosen for k, v in changes.items()})
+        for chosen in itertools.product(*axes)
+    ]
+
+
+def _values(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each value of a setting, with what else it changes, and its name."""
+    path, _, values = text.partition("=")
+    for value in re.findall(_VALUE, values):
+        first, *more = _MORE.split(value)
+        parts = [(path, first), *(part.partition("=")[::2] for part in more)]
+        yield f"{path}={value}", {name: _read(word) for name, word in parts}
+
+
+def _read(word: str) -> Any:
+    """A value as TOML has it; else a text."""
+    try:
+        return tomllib.loads(f"value = {word}")["value"]
+    except tomllib.TOMLDecodeError:
+        return word
+
+
+def changed(settings: TrainSettings, variant: Variant, seed: int, directory: str) -> TrainSettings:
+    """The settings of one run of a variant. Raises SettingsError for paths and values that there are not."""
+    known, own = files.paths(), ("seed", "output_dir")
+    wrong = [f"{path} = {x!r}: there is no such setting" for path, x in variant.changes.items() if path not in known]
+    wrong += [f"{path}: fppo compare sets it; give --seeds and --out" for path in variant.changes if path in own]
+    if wrong:
+        raise files.SettingsError(wrong, where=f"--vary {variant.name}")
+    return files.replace(settings, variant.changes | {"output_dir": directory, "seed": settings.seed + seed})

@@ -1,0 +1,108 @@
+"""Variants of a run side by side: what is varied, what is trained, what is shown."""
+
+import json
+import math
+
+import pytest
+
+from fppo.commands import actions, cli
+from fppo.report.compare import Comparison, collect, spread
+from fppo.settings import files
+from fppo.settings.compare import variants
+from tests import tiny_run
+
+
+def test_values_are_crossed_and_may_bring_others_along():
+    found = variants(["critic.loss=mse,hl_gauss+critic.range=[-1.0, 1.0]+critic.bins=21", "algorithm.lam=0.9,1e+0"])
+    assert [variant.changes for variant in found] == [
+        {"critic.loss": "mse", "algorithm.lam": 0.9},
+        {"critic.loss": "mse", "algorithm.lam": 1.0},
+        {"critic.loss": "hl_gauss", "critic.range": [-1.0, 1.0], "critic.bins": 21, "algorithm.lam": 0.9},
+        {"critic.loss": "hl_gauss", "critic.range": [-1.0, 1.0], "critic.bins": 21, "algorithm.lam": 1.0},
+    ]
+    assert found[0].name == "critic.loss=mse, algorithm.lam=0.9"
+    assert len({variant.directory for variant in found}) == 4
+
+
+def test_a_spread_is_students_interval():
+    found = spread([1.0, 2.0, 4.0])
+    assert found.mean == pytest.approx(7 / 3)
+    assert found.half == pytest.approx(4.303 * math.sqrt(7 / 3) / math.sqrt(3))  # the deviation is sqrt(7 / 3)
+    assert math.isnan(spread([1.0]).half)
+    assert spread([float(i) for i in range(200)]).half == pytest.approx(8.071, rel=1e-3)
+
+
+def test_differences_are_those_of_equal_seeds():
+    """What seeds share falls out of the difference."""
+    curves = {
+        "a": {0: [(0, 0.0), (2, 1.0)], 1: [(0, 0.0), (2, 5.0)]},
+        "b": {0: [(0, 0.0), (2, 2.0)], 1: [(0, 0.0), (2, 6.2)]},
+    }
+    first, second = Comparison(curves={"score": curves}).rows()
+    assert first["last_apart"] is None
+    assert second["last_apart"].mean == pytest.approx(1.1)
+    assert second["last_apart"].half < 2 < second["last"].half
+    assert second["mean_apart"].mean == pytest.approx(0.55)
+
+
+@pytest.fixture
+def task(tmp_path):
+    tiny_run.write_task(tmp_path, rows=8)
+    settings = tiny_run.settings(
+        tmp_path, steps=1, actor__optimizer__schedule="constant", actor__epochs=1, eval__exact_values=True
+    )
+    files.save(settings, tmp_path / "run.toml")
+    return tmp_path
+
+
+ARGUMENTS = ("--vary", "critic.loss=mse,quantile+critic.bins=3", "--seeds", "1", "--actor.optimizer.lr", "0.002")
+
+
+@pytest.mark.slow
+def test_what_is_done_is_not_run_again(task, monkeypatch, capsys):
+    trained = []
+
+    def train(settings, here):
+        trained.append((settings.critic.loss, settings.seed, settings.actor.optimizer.lr))
+        return 130 if len(trained) == 2 else real(settings, here)
+
+    real = actions.train
+    monkeypatch.setattr(actions, "train", train)
+    assert cli.main(["compare", str(task / "run.toml"), *ARGUMENTS]) == 130
+    assert "stopped in critic.loss=quantile+critic.bins=3, seed 0; the same command goes on" in capsys.readouterr().out
+    assert cli.main(["compare", str(task / "run.toml"), *ARGUMENTS]) == 0
+    assert trained == [("mse", 0, 0.002), ("quantile", 0, 0.002), ("quantile", 0, 0.002)]
+    text = capsys.readouterr().out
+    assert "1 of 2 runs are done" in text
+    out = task / "run-compare"
+    assert "critic/true/r2" in (out / "compare.txt").read_text()
+    numbers = json.loads((out / "compare.json").read_text())
+    assert [row["variant"] for row in numbers[:2]] == ["critic.loss=mse", "critic.loss=quantile+critic.bins=3"]
+    assert (out / "compare.png").stat().st_size > 5000
+    assert cli.main(["compare", str(task / "run.toml"), *ARGUMENTS, "--metrics", "critic/vf_loss"]) == 0
+    assert "critic/vf_loss" in capsys.readouterr().out
+    assert len(trained) == 3
+    assert cli.main(["compare", str(task / "run.toml"), *ARGUMENTS, "--rollout.n", "2"]) == 2
+    assert "holds a run with other settings (rollout.n 1 -> 2)" in capsys.readouterr().err
+
+
+def test_all_that_is_wrong_with_any_variant_is_named_before_any_run(task, monkeypatch, capsys):
+    monkeypatch.setattr(actions, "train", None)
+    for arguments, text in (
+        (["--vary", "critic.loss"], "'critic.loss' is not of that form: write section.setting=VALUE,VALUE"),
+        (["--seeds", "2"], "--vary (): is not set; write section.setting=VALUE,VALUE"),
+        (["--vary", "seed=1,2"], "seed: fppo compare sets it; give --seeds and --out"),
+        (["--vary", "critic.los=mse"], "critic.los = 'mse': there is no such setting"),
+        (["--vary", "critic.loss=mse,mae"], "critic.loss = 'mae': must be one of"),
+        (["--vary", "critic.loss=mse+critic.bins=3"], "critic.loss=mse+critic.bins=3: critic.bins = 3: nothing reads"),
+    ):
+        assert cli.main(["compare", str(task / "run.toml"), *arguments]) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_a_metric_that_no_run_has_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 2.0}\n')
+    with pytest.raises(ValueError, match=r"no run has logged \['b'\]; there are \['a', 'step'\]"):
+        collect({"x": {0: tmp_path}}, ["b"])
+    with pytest.raises(ValueError, match="no run has logged a held-out score"):
+        collect({"x": {0: tmp_path}})
