@@ -37,6 +37,7 @@ from fppo.rollout.turns.engine import turn_metrics
 from fppo.runtime.mesh import is_first
 from fppo.runtime.offload import Lane, OnHost, activations_on_host, offloaded, offloaded_adamw
 from fppo.settings import checks, files, old_log_probs
+from fppo.settings.algorithm import AlgorithmSettings
 from fppo.settings.critic import CriticSettings
 from fppo.settings.optimizer import OptimizerSettings
 from fppo.settings.rollout import FilterSettings
@@ -99,17 +100,22 @@ def advantage_of(settings: TrainSettings, kernels: Kernels) -> Callable[[Mapping
     if ":" in algorithm.advantage:
         own: AdvantageFn = imported(algorithm.advantage, "algorithm.advantage")
         return lambda weights: own
-    along = Along(
+    along = along_of(algorithm)
+    correct = partial(losses.rollout_correction, **(files.correction_keywords(algorithm.correction) or {}))
+    return lambda weights: estimator(
+        algorithm.advantage, along=along, scale=algorithm.scale, gae=kernels.gae, weights=weights, correct=correct
+    )
+
+
+def along_of(algorithm: AlgorithmSettings) -> Along:
+    """The scalars of estimators along the tokens."""
+    return Along(
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         critic_lam=algorithm.critic_lam,
         alpha=algorithm.lam_alpha,
         steps=algorithm.td_steps or 1,
         cut=algorithm.trace_cut,
-    )
-    correct = partial(losses.rollout_correction, **(files.correction_keywords(algorithm.correction) or {}))
-    return lambda weights: estimator(
-        algorithm.advantage, along=along, scale=algorithm.scale, gae=kernels.gae, weights=weights, correct=correct
     )
 
 

@@ -24,7 +24,7 @@ from fppo.assembly.parts import (
     offload_of,
     value_head_of,
 )
-from fppo.assembly.program import Resources, fetch_of, optimizers_of, pretrain_of, program_of
+from fppo.assembly.program import Resources, along_of, fetch_of, optimizers_of, pretrain_of, program_of
 from fppo.assembly.rewards import reward_runner
 from fppo.assembly.turns import in_turns
 from fppo.data import DataCursor
@@ -33,10 +33,11 @@ from fppo.losses import KLState
 from fppo.metrics import Metrics
 from fppo.models.model import Model, Params
 from fppo.pipeline import stages
+from fppo.pipeline.estimators import of_values
 from fppo.pipeline.evaluate import EvaluateRun, OnScored, evaluate
 from fppo.pipeline.pretrain import Pretraining
 from fppo.pipeline.program import Draw, Program, RunState
-from fppo.pipeline.truth import critic_truth
+from fppo.pipeline.truth import Known, OnBeside, critic_truth
 from fppo.rewards.distributed import SpreadRewardRunner
 from fppo.rewards.early import EarlyRewardRunner
 from fppo.rollout.engine import Engine
@@ -253,24 +254,29 @@ def _evaluation(
     engine, score, sampling = answering.engine, answering.score, inputs.sampling
     truth = None if resources is None or not settings.eval.exact_values else _truth(settings, inputs, resources)
 
-    def evaluation(run: RunState, keep: OnScored = lambda scored: None) -> Metrics:
+    def evaluation(
+        run: RunState, keep: OnScored = lambda scored: None, keep_beside: OnBeside = lambda beside: None
+    ) -> Metrics:
         report = evaluate(run, batches=batches(), engine=engine, sampling=sampling, score=score, on_scored=keep)
-        return report if truth is None else report | truth(run, prompts=batches())
+        return report if truth is None else report | truth(run, prompts=batches(), keep=keep_beside)
 
     return evaluation
 
 
 def _truth(settings: TrainSettings, inputs: EvalInputs, resources: Resources) -> Callable[..., Metrics]:
-    sampling = attrs.evolve(resources.sampling, n=1)
+    sampling, algorithm = attrs.evolve(resources.sampling, n=1), settings.algorithm
     assert resources.critic is not None  # or the settings are refused
     return partial(
         critic_truth,
-        answers=partial(right_answers, tokenizer=inputs.tokenizer, sampling=sampling),
+        known=Known(
+            answers=partial(right_answers, tokenizer=inputs.tokenizer, sampling=sampling),
+            gamma=1.0 if algorithm.advantage == "turn_gae" else algorithm.gamma,  # of one turn
+            estimate=of_values(algorithm.advantage, along_of(algorithm)),
+        ),
         engine=resources.engine,
         sampling=sampling,
         forward=resources.forward,
         critic=resources.critic,
         micro_batching=forward_micro_batching_of(settings),
-        gamma=1.0 if settings.algorithm.advantage == "turn_gae" else settings.algorithm.gamma,  # of one turn
         fetch=fetch_of(settings, resources.lane),
     )

@@ -8,6 +8,7 @@ from functools import partial
 from typing import cast
 
 import attrs
+import torch
 from torch import Tensor
 
 from fppo import advantages, losses
@@ -79,6 +80,34 @@ def estimator(
     return partial(_estimate, name=name, gamma=along.gamma, scale=scale, weights=weights)
 
 
+def of_values(
+    name: str,
+    along: Along = PLAIN,
+    *,
+    gae: Callable[..., tuple[Tensor, Tensor]] = scan,
+    weights: Tensor | None = None,
+) -> Callable[[Tensor, Tensor, Tensor], Advantages]:
+    """An estimator of `CRITIC` by name as a function of token rewards, values and mask [B, T]. "vtrace" takes `weights`
+    [B, T], or those of tokens that the policy itself sampled, 1."""
+
+    def estimate(rewards: Tensor, values: Tensor, mask: Tensor) -> Advantages:
+        match name:
+            case "turn_gae":
+                return advantages.turn_gae(rewards, values, mask, gamma=along.gamma, lam=along.lam)
+            case "td":
+                return advantages.td(rewards, values, mask, steps=along.steps, gamma=along.gamma)
+            case "vtrace":
+                own = torch.ones_like(rewards) if weights is None else weights
+                return advantages.vtrace(rewards, values, own, mask, gamma=along.gamma, lam=along.lam, cut=along.cut)
+            case _:
+                lam = along.lam if along.alpha is None else advantages.length_lam(mask, alpha=along.alpha)
+                return advantages.gae(
+                    rewards, values, mask, gamma=along.gamma, lam=lam, critic_lam=along.critic_lam, kernel=gae
+                )
+
+    return estimate
+
+
 def _with_critic(
     rows: Annotated,
     rewards: Tensor,
@@ -89,19 +118,10 @@ def _with_critic(
     correct: Callable[[Tensor, Tensor, Tensor], Correction],
 ) -> Advantages:
     mask, values = rows.response_mask, _required(rows.values, name, "values")
-    match name:
-        case "gae":
-            lam = along.lam if along.alpha is None else advantages.length_lam(mask, alpha=along.alpha)
-            return advantages.gae(
-                rewards, values, mask, gamma=along.gamma, lam=lam, critic_lam=along.critic_lam, kernel=gae
-            )
-        case "turn_gae":
-            return advantages.turn_gae(rewards, values, mask, gamma=along.gamma, lam=along.lam)
-        case "td":
-            return advantages.td(rewards, values, mask, steps=along.steps, gamma=along.gamma)
-        case _:
-            weights = _required(correct(rows.old_log_probs, rows.rollout_log_probs, mask).weights, name, "weights")
-            return advantages.vtrace(rewards, values, weights, mask, gamma=along.gamma, lam=along.lam, cut=along.cut)
+    weights = None
+    if name == "vtrace":
+        weights = _required(correct(rows.old_log_probs, rows.rollout_log_probs, mask).weights, name, "weights")
+    return of_values(name, along, gae=gae, weights=weights)(rewards, values, mask)
 
 
 def _estimate(

@@ -10,6 +10,7 @@ from fppo.batch import Prompts, Scored
 from fppo.metrics import Metrics
 from fppo.pipeline.program import RunState
 from fppo.pipeline.stages import ScoreFn
+from fppo.pipeline.truth import OnBeside
 from fppo.rewards import summarize
 from fppo.rollout.engine import Ask, Engine, Sampling
 
@@ -18,9 +19,9 @@ OnScored = Callable[[Sequence[Scored]], None]
 
 
 class EvaluateRun(Protocol):
-    """The metrics of a run's policy; all responses go to `keep`."""
+    """The metrics of a run's policy; all responses go to `keep`, and to `keep_beside` some with their exact values."""
 
-    def __call__(self, run: RunState, keep: OnScored = ...) -> Metrics: ...
+    def __call__(self, run: RunState, keep: OnScored = ..., keep_beside: OnBeside = ...) -> Metrics: ...
 
 
 def evaluate(

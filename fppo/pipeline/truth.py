@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import NamedTuple
 
+import attrs
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from fppo import metrics
-from fppo.advantages import exact_values
-from fppo.batch import Prompts
+from fppo import advantages, metrics
+from fppo import batch as batches
+from fppo.advantages import Advantages, exact_values
+from fppo.batch import Prompts, Rollout
 from fppo.metrics import Metrics
 from fppo.pipeline.program import RunState
 from fppo.pipeline.stages import ConfidenceFn, Role, share_of, there
@@ -22,6 +26,8 @@ from fppo.steps.train_state import Params
 from fppo.tree import state
 
 Answers = Callable[[Prompts], tuple[Tensor, Tensor]]  # the right responses: int64 [B, A], and their mask
+KEPT = 8  # responses that are shown token by token
+LEAST = 1e-3  # of an exact advantage that has a direction
 
 
 @state
@@ -33,46 +39,65 @@ class _Rows:
     response_mask: Tensor  # [B, T] bool
 
 
+class Beside(NamedTuple):
+    """Responses with what the critic and the estimator say of each token, and what is exact; all [B, T]."""
+
+    rollout: Rollout
+    values: Tensor
+    exact_values: Tensor
+    advantages: Tensor
+    exact_advantages: Tensor
+
+
+OnBeside = Callable[[Beside], None]
+
+
+@attrs.frozen(kw_only=True)
+class Known:
+    """What is known of a task: the right responses, the discount, and the estimator of the run's advantages, of token
+    rewards, values and mask."""
+
+    answers: Answers
+    gamma: float = 1.0
+    estimate: Callable[[Tensor, Tensor, Tensor], Advantages] = advantages.gae
+
+
 def critic_truth(
     run: RunState,
     *,
     prompts: Iterable[Prompts],
-    answers: Answers,
+    known: Known,
     engine: Engine,
     sampling: Sampling,
     forward: Forward,
     critic: Forward | ConfidenceFn,
     micro_batching: MicroBatching,
-    gamma: float = 1.0,
     fetch: Callable[[Role, Params], Params | OnHost] = lambda role, params: params,
+    keep: OnBeside = lambda beside: None,
 ) -> Metrics:
     """How far the critic's values are from the exact ones (`advantages.exact_values`) of the policy as it samples.
 
     The values compared are those before every token of the policy's responses to the prompts, one to each, and of
     their right answers. critic/true/mse is the mean square of the difference, critic/true/variance that of the exact
     values, and critic/true/r2 is 1 - mse / variance: 1 for a critic that knows, 0 for one that knows their mean.
+
+    Of the policy's own responses the advantages that `known.estimate` makes of the critic's values are held against the
+    exact ones, r + gamma V_s - V of the exact values: critic/true/cosine is that of the angle between them over all
+    tokens, and critic/true/sign the share of the tokens whose exact advantage is 0.001 or more in size in which both
+    have the same sign. The first responses, with all this, go to `keep`.
     """
     assert run.critic is not None
     policy, of_critic = fetch("actor", run.actor.params), fetch("critic", run.critic.params)
-    of_policy = partial(
-        compute_outputs,
-        policy,
-        forward=forward,
-        micro_batching=micro_batching,
-        outputs=("log_probs", "entropy"),
-        temperature=sampling.temperature,
-    )
+    of_policy = partial(compute_outputs, policy, forward=forward, outputs=("log_probs", "entropy"))
+    of_policy = partial(of_policy, micro_batching=micro_batching, temperature=sampling.temperature)
     exact: list[Tensor] = []
     guessed: list[Tensor] = []
+    besides: list[Beside] = []
     for number, asked in enumerate(prompts):
         ask = Ask(asked, sampling, run.key.fold("truth", number), version=run.actor.step)
         rollout = engine.generate(run.actor.params, ask)
-        answer, mask = answers(asked)
-        right = _Rows(
-            tokens=torch.cat([asked.tokens, answer], 1),
-            attention_mask=torch.cat([asked.attention_mask, mask], 1),
-            response_mask=mask,
-        )
+        answer, mask = known.answers(asked)
+        right = _answered(asked, answer, mask)
         said = rollout.tokens[:, -rollout.response_mask.shape[1] :]
         of_answer: Tensor | None = None
         for rows, responses in ((right, answer), (rollout, said)):
@@ -86,10 +111,53 @@ def critic_truth(
                 values = share.collected(values)
             else:
                 values = critic(run.critic.params, there(out.log_probs), there(out.entropy), rows.response_mask)
-            true = exact_values(of_answer, answer, mask, responses, rows.response_mask, gamma=gamma)
-            exact.append(true[rows.response_mask].double())
-            guessed.append(values[rows.response_mask].double())
-    return _compared(torch.cat(exact), torch.cat(guessed))
+            own = rows.response_mask
+            true = exact_values(of_answer, answer, mask, responses, own, gamma=known.gamma)
+            exact.append(true[own].double())
+            guessed.append(values[own].double())
+            if rows is rollout:
+                besides.append(_beside(rollout, values.to(true), true, _rewards(answer, mask, said, own), known))
+    keep(batches.rows(besides[0], range(min(KEPT, len(besides[0].values)))))
+    return _compared(torch.cat(exact), torch.cat(guessed)) | _pointing(besides)
+
+
+def _answered(asked: Prompts, answer: Tensor, mask: Tensor) -> _Rows:
+    return _Rows(
+        tokens=torch.cat([asked.tokens, answer], 1),
+        attention_mask=torch.cat([asked.attention_mask, mask], 1),
+        response_mask=mask,
+    )
+
+
+def _beside(rollout: Rollout, values: Tensor, exact: Tensor, rewards: Tensor, known: Known) -> Beside:
+    mask, rewards = rollout.response_mask, rewards.to(exact)
+    found = known.estimate(rewards, values, mask).advantages
+    real = advantages.td(rewards, exact, mask, gamma=known.gamma).advantages
+    return Beside(rollout, values, exact, found, real)
+
+
+def _rewards(answers: Tensor, answer_mask: Tensor, responses: Tensor, mask: Tensor) -> Tensor:
+    """1 at the last token of each response that is the answer, [B, T]."""
+    width = max(answers.shape[1], responses.shape[1])
+
+    def wide(x: Tensor, there: Tensor) -> Tensor:
+        return F.pad(x.where(there, -1), (0, width - x.shape[1]), value=-1)
+
+    same = (wide(answers, answer_mask) == wide(responses, mask)).all(1) & mask.any(1)
+    return advantages.token_rewards(same.double(), mask)
+
+
+def _pointing(besides: list[Beside]) -> Metrics:
+    """Whether the estimated advantages point as the exact ones do."""
+    real, found = (
+        torch.cat([getattr(beside, name)[beside.rollout.response_mask].double() for beside in besides])
+        for name in ("exact_advantages", "advantages")
+    )
+    clear = real.abs() >= LEAST
+    sizes = (real.square().sum() * found.square().sum()).sqrt()
+    cosine = torch.where(sizes > 0, (real * found).sum() / sizes, torch.nan)
+    same = metrics.mean((clear & (real.sign() == found.sign())).sum(), clear.sum())
+    return {"critic/true/cosine": metrics.mean(cosine), "critic/true/sign": same}
 
 
 def _compared(true: Tensor, guess: Tensor) -> Metrics:

@@ -24,11 +24,12 @@ SMOOTH_FROM = 40  # points from which on a smoothed line is drawn over the raw o
 
 @attrs.frozen
 class Panel:
-    """One chart: what it shows, in one line, and its lines by label."""
+    """One chart: what it shows, in one line, its lines by label, and what is counted to the right."""
 
     title: str
     note: str
     lines: dict[str, Points]
+    unit: str = "step"
 
 
 PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
@@ -52,6 +53,11 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         "Critic beside the truth",
         "share of the exact values' variance that the critic knows",
         (("", "critic/true/r2"),),
+    ),
+    (
+        "Advantages beside the exact ones",
+        "cosine of their angle, and share of tokens with the same sign",
+        (("cosine", "critic/true/cosine"), ("sign", "critic/true/sign")),
     ),
     ("Response length", "tokens per response", (("mean", "response_length/mean"),)),
     ("Gradient norm", "before clipping", (("actor", "actor/grad_norm"), ("critic", "critic/grad_norm"))),
@@ -188,7 +194,7 @@ def svg(panel: Panel) -> str:
         return TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / (high - low)
 
     elements = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(panel.title)} by step">',
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(panel.title)} by {panel.unit}">',
         *(
             f'<line class="grid" x1="{left}" x2="{WIDTH - RIGHT}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>'
             f'<text class="tick" x="{left - 6}" y="{y(t) + 3.5:.1f}" text-anchor="end">{label}</text>'
@@ -207,7 +213,7 @@ def svg(panel: Panel) -> str:
             elements.append(_path([(x(s), y(v)) for s, v in smooth(line)], f"line {color}"))
         else:
             elements.append(_path(placed, f"line {color}"))
-        elements += _dots(line, placed, name, color)
+        elements += _dots(line, placed, name, color, panel.unit)
     return "".join([*elements, "</svg>"])
 
 
@@ -229,13 +235,13 @@ def _path(placed: Points, css: str) -> str:
     return f'<path class="{css}" d="M{data}"/>'
 
 
-def _dots(line: Points, placed: Points, name: str, color: str) -> list[str]:
-    """A point with its numbers at up to 80 of the steps; few points are visible, many only under the pointer."""
+def _dots(line: Points, placed: Points, name: str, color: str, unit: str) -> list[str]:
+    """A point with its numbers at up to 80 of the places; few points are visible, many only under the pointer."""
     stride = -(-len(line) // 80)
     css = f"dot {color}" if len(line) < 12 else f"dot many {color}"
     chosen = list(zip(line, placed, strict=True))[::stride]
     return [
         f'<circle class="{css}" cx="{px:.1f}" cy="{py:.1f}" r="3">'
-        f"<title>step {short(step)}{escape(': ' + name if name else '')}: {short(value)}</title></circle>"
+        f"<title>{unit} {short(step)}{escape(': ' + name if name else '')}: {short(value)}</title></circle>"
         for (step, value), (px, py) in chosen
     ]

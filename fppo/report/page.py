@@ -32,6 +32,7 @@ class Page:
     lost: Sequence[str]  # what is said of steps without metrics
     tiles: Sequence[Tile]
     panels: Sequence[Panel]
+    truth: Sequence[tuple[Panel, Panel]]  # of responses: values and advantages, token by token
     stages: Mapping[str, float]  # seconds per step
     samples: Mapping[int, Sequence[Mapping[str, Any]]]  # by step
     extremes: Mapping[str, Sequence[Mapping[str, Any]]]  # the best and the worst of late steps, by what they are
@@ -45,7 +46,8 @@ def render(page: Page) -> str:
     style = resources.files("fppo.report").joinpath("report.css").read_text(encoding="utf-8")
     title = escape(page.title)
     lost = "".join(f"<p class=note>{escape(text)}</p>" for text in page.lost)
-    sections = [_tiles(page), _curves(page), _samples(page), _settings(page), _stages(page), _metrics(page)]
+    parts = (_tiles, _curves, _truth, _samples, _settings, _stages, _metrics)
+    sections = [part(page) for part in parts]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -80,6 +82,15 @@ def _figure(panel: Panel) -> str:
     legend = f"<div class=keys>{keys}</div>" if keys else ""
     head = f"<h3>{escape(panel.title)} {shown}</h3><p class=note>{escape(panel.note)}</p>{legend}"
     return f"<figure>{head}{svg(panel)}</figure>"
+
+
+def _truth(page: Page) -> str:
+    if not page.truth:
+        return ""
+    note = "Held-out responses of the last evaluation: what the critic says before each token, and what is exact."
+    markup = "".join(_figure(panel) for pair in page.truth for panel in pair)
+    head = f"<h2>The critic beside the truth, token by token</h2><p class=note>{note}</p>"
+    return f"<section>{head}<div class=charts>{markup}</div></section>"
 
 
 # samples

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from fppo.report import charts
-from fppo.report.charts import label, points
+from fppo.report.charts import Panel, label, points
 from fppo.report.page import Page, Tile, render
 from fppo.report.remains import remains
 from fppo.runs import jsonl, starts
+from fppo.runs.evaluations import TRUTH
 from fppo.runs.loggers import METRICS, SAMPLES, held_out
 from fppo.settings import files
 
 SETTINGS, CURVES, REPORT = "settings.toml", "curves.png", "report.html"
-SHOWN_STEPS, SHOWN_PER_STEP, EXTREMES = 6, 4, 3
+SHOWN_STEPS, SHOWN_PER_STEP, EXTREMES, SHOWN_TRUTHS = 6, 4, 3, 4
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
@@ -54,6 +55,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         lost=lost,
         tiles=tiles(records, rest | chosen),
         panels=drawn,
+        truth=beside_truth(run_dir / TRUTH),
         stages=stages(records),
         samples=pick(samples),
         extremes=extremes(samples),
@@ -66,6 +68,23 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     temporary.write_bytes(render(page).encode("utf-8", "replace"))  # a lone surrogate has no UTF-8
     os.replace(temporary, target)
     return target
+
+
+def beside_truth(directory: Path) -> list[tuple[Panel, Panel]]:
+    """Of the last evaluation's responses, values and advantages by token, the critic's and the exact ones."""
+    files_there = sorted(directory.glob("*.jsonl"))
+    drawn = []
+    for line in jsonl.read(files_there[-1], on_damage=lambda _: None)[:SHOWN_TRUTHS] if files_there else []:
+        title = f"{line['prompt']}{''.join(line['tokens'])}".strip()
+        title = title if len(title) <= 60 else f"...{title[-57:]}"
+
+        def panel(what: str, names: Mapping[str, str], line: Mapping[str, Any] = line, title: str = title) -> Panel:
+            lines = {label: [(float(t), x) for t, x in enumerate(line[name], 1)] for label, name in names.items()}
+            return Panel(title, what, lines, "token")
+
+        values = panel("value before each token", {"exact": "exact_values", "critic": "values"})
+        drawn.append((values, panel("advantage", {"exact": "exact_advantages", "estimate": "advantages"})))
+    return drawn
 
 
 def held_out_change(run_dir: str | os.PathLike[str]) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,33 @@ from fppo.metrics import Mean, Metrics
 from fppo.pipeline.evaluate import FAILED, EvaluateRun
 from fppo.pipeline.program import RunState
 from fppo.pipeline.train import Evaluate, Evaluation
+from fppo.pipeline.truth import Beside
 from fppo.runs.jsonl import JsonLines
-from fppo.runs.samples import scored_lines
+from fppo.runs.samples import scored_lines, truth_lines
 from fppo.runtime.mesh import Mesh, is_first
 from fppo.settings.train import TrainSettings
 
-EVALUATIONS = "evaluations"
+EVALUATIONS, TRUTH = "evaluations", "truth"
 _NAME = re.compile(r"val-(?:core|aux)/(.+)/(mean@\d+|(?:best|maj)@\d+/mean)")
 
 
-def kept(evaluate: EvaluateRun, place: Callable[[int], Path], tokenizer: Any, mesh: Mesh) -> Evaluate:
-    """The evaluation, with all its responses kept in the file at `place(step)`."""
+def kept(
+    evaluate: EvaluateRun, place: Callable[[int], Path], tokenizer: Any, mesh: Mesh, *, truth: Path | None = None
+) -> Evaluate:
+    """The evaluation, with all its responses kept in the file at `place(step)`, and some with the exact values of their
+    tokens, where there are any, in a file of the directory `truth`."""
 
     def evaluation(run: RunState) -> Metrics:
         def keep(scored: Sequence[Scored]) -> None:
             if is_first(mesh):
                 write(scored, place(run.step), tokenizer=tokenizer, step=run.step)
 
-        return evaluate(run, keep)
+        def keep_beside(beside: Beside) -> None:
+            if is_first(mesh) and truth is not None:
+                lines = truth_lines(beside, tokenizer, run.step)
+                write_lines(lines, truth / f"step_{run.step:08d}.jsonl")
+
+        return evaluate(run, keep, keep_beside)
 
     return evaluation
 
@@ -44,21 +53,30 @@ def in_training(settings: TrainSettings, assembly: Assembly) -> Evaluation | Non
         return None
     directory = Path(settings.output_dir) / EVALUATIONS
     evaluate = kept(
-        assembly.evaluate, lambda step: directory / f"step_{step:08d}.jsonl", assembly.tokenizer, assembly.mesh
+        assembly.evaluate,
+        lambda step: directory / f"step_{step:08d}.jsonl",
+        assembly.tokenizer,
+        assembly.mesh,
+        truth=Path(settings.output_dir) / TRUTH,
     )
     return Evaluation(evaluate, every=settings.eval.every, before=settings.eval.before)
 
 
 def write(scored: Sequence[Scored], path: Path, *, tokenizer: Any, step: int) -> None:
-    """Writes all responses, a line each. The file appears whole, in place of one that was there."""
+    """Writes all responses, a line each, as `write_lines` does."""
+    write_lines((line for part in scored for line in scored_lines(part, tokenizer, step)), path)
+
+
+def write_lines(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Writes objects, a line each. The file appears whole, in place of one that was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    lines = JsonLines(draft)
+    file = JsonLines(draft)
     try:
-        for part in scored:
-            lines.write(*scored_lines(part, tokenizer, step))
+        for line in lines:
+            file.write(line)
     finally:
-        lines.close()
+        file.close()
     os.replace(draft, path)
 
 

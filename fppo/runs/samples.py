@@ -11,6 +11,7 @@ from torch import Tensor
 from fppo import batch as batches
 from fppo import rewards
 from fppo.batch import Experience, Rollout, Scored
+from fppo.pipeline.truth import Beside
 from fppo.runs.jsonl import plain
 
 
@@ -42,6 +43,24 @@ def scored_lines(scored: Scored, tokenizer: Any, step: int) -> list[dict[str, An
         }
         for row, judged in enumerate(rewards.samples_of(batches.narrow(Rollout, scored), tokenizer))
     ]
+
+
+def truth_lines(beside: Beside, tokenizer: Any, step: int) -> list[dict[str, Any]]:
+    """Responses with the critic and the truth of each token, as objects that JSON can hold."""
+    rollout, lines = beside.rollout, []
+    width = rollout.response_mask.shape[1]
+    for row, mask in enumerate(rollout.response_mask.cpu()):
+        tokens, attended = rollout.tokens[row].cpu(), rollout.attention_mask[row].cpu()
+        line = {
+            "step": step,
+            "id": plain(rollout.ids[row]),
+            "prompt": _decode(tokenizer, tokens[:-width][attended[:-width]].tolist()),
+            "tokens": pieces(tokenizer, tokens[-width:][mask].tolist()),
+        }
+        for name in ("values", "exact_values", "advantages", "exact_advantages"):
+            line[name] = [round(x, 6) for x in getattr(beside, name)[row].cpu()[mask].tolist()]
+        lines.append(line)
+    return lines
 
 
 def _sample(experience: Experience, tokenizer: Any, step: int, row: int) -> dict[str, Any]:

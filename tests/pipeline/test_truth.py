@@ -12,6 +12,8 @@ from fppo.runtime.mesh import LOCAL
 from fppo.settings.files import SettingsError
 from tests import tiny_run
 
+DISCOUNTS = {"algorithm__gamma": 0.9, "algorithm__lam": 0.5}
+
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
@@ -29,12 +31,13 @@ def after(model, params, tokens):
 
 
 def test_it_is_the_difference_to_the_probability_of_the_answer(task):
-    settings = tiny_run.settings(task, eval__exact_values=True, rollout__temperature=0.7, algorithm__gamma=0.9)
+    settings = tiny_run.settings(task, eval__exact_values=True, rollout__temperature=0.7, **DISCOUNTS)
     with assemble(settings) as assembly:
         run, end = assembly.run, assembly.tokenizer.eos_token_id
-        found = metrics.report(assembly.evaluate(run))
+        beside = []
+        found = metrics.report(assembly.evaluate(run, keep_beside=beside.append))
         engine, sampling = (assembly.program.rollout.keywords[name] for name in ("engine", "sampling"))
-        truths, values = [], []
+        truths, values, pointing = [], [], []
         for number, asked in enumerate(data.batches(read_eval_inputs(settings, mesh=LOCAL).held_out, 8)):
             ask = Ask(asked, attrs.evolve(sampling, n=1), run.key.fold("truth", number), version=0)
             rollout = engine.generate(run.actor.params, ask)
@@ -43,6 +46,7 @@ def test_it_is_the_difference_to_the_probability_of_the_answer(task):
                 answer = [*assembly.tokenizer.encode(truth), end]
                 said = rollout.tokens[row, asked.tokens.shape[1] :][rollout.response_mask[row]].tolist()
                 for response in (answer, said):
+                    before = len(truths)
                     for t in range(len(response)):
                         value = float(response[:t] == answer[:t] and t < len(answer))
                         for s in range(t, len(answer)):
@@ -50,12 +54,27 @@ def test_it_is_the_difference_to_the_probability_of_the_answer(task):
                             value *= (logits / 0.7).softmax(0)[answer[s]].item() * (0.9 if s > t else 1.0)
                         truths.append(value)
                         values.append(after(assembly.critic_model, run.critic.params, prompt + response[:t]).item())
+                v, u = ([*x[before:], 0.0] for x in (truths, values))
+                reward = [0.0] * (len(said) - 1) + [float(said == answer)]
+                steps = range(len(said))
+                real = [reward[t] + 0.9 * v[t + 1] - v[t] for t in steps]
+                delta = [reward[t] + 0.9 * u[t + 1] - u[t] for t in steps]
+                gae = [sum(0.45 ** (s - t) * delta[s] for s in range(t, len(said))) for t in steps]  # 0.9 * lam
+                pointing += zip(real, gae, strict=True)
     truth, value = torch.tensor(truths, dtype=torch.float64), torch.tensor(values, dtype=torch.float64)
     mse, variance = (truth - value).square().mean(), truth.var(unbiased=False)
     expected = {"mse": mse, "variance": variance, "r2": 1 - mse / variance}
     for name, number in expected.items():
         assert found[f"critic/true/{name}"] == pytest.approx(number.item(), rel=1e-3), name
     assert len(set(truths)) > 10
+    real, gae = torch.tensor(pointing, dtype=torch.float64).unbind(1)
+    assert found["critic/true/cosine"] == pytest.approx(torch.cosine_similarity(real, gae, dim=0).item(), abs=1e-3)
+    clear = real.abs() >= 1e-3
+    assert found["critic/true/sign"] == pytest.approx((real * gae > 0)[clear].double().mean().item())
+    assert 0 < clear.sum() < len(clear)
+    shown = [beside[0].exact_advantages, beside[0].advantages]
+    flat = torch.stack([x[beside[0].rollout.response_mask] for x in shown], 1).double()
+    torch.testing.assert_close(flat, torch.stack([real, gae], 1), atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
