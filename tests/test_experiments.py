@@ -235,3 +235,27 @@ def test_families_are_told_by_what_their_checks_say(capsys, monkeypatch):
     assert both == "Whole, and on a tensor axis\n\n`qwen2`\n\n"
     assert "| `gpt2` | fewer heads and narrower inner widths do not make attn and mlp of h.0 smaller |" in whole
     assert "| `bloom` | its layers compute attention in code of their own" in refused
+
+
+@pytest.mark.slow
+def test_critic_matters_runs_every_method(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    module = _load("critic_matters")
+    comparison = module.main(quick=True, out=str(tmp_path))
+    lines = capsys.readouterr().out
+    assert all(f"{task}  seed 0  {method}" in lines for task in comparison.curves for method in module.METHODS)
+    curves = [curve for methods in comparison.curves.values() for seeds in methods.values() for curve in seeds.values()]
+    assert all([step for step, _ in curve] == [16.0, 32.0] for curve in curves)
+    assert all(0 <= score <= 1 for curve in curves for _, score in curve)
+    assert (tmp_path / "critic_matters.png").stat().st_size > 5000
+    assert module.samples_to([(1.0, 0.5), (2.0, 0.9), (3.0, 0.9), (4.0, 0.9), (5.0, 1.0)]) == 4.0
+
+
+def test_the_tasks_of_credit_score_what_they_say(monkeypatch):
+    tasks = _load("credit/tasks")
+    assert tasks.chain_score("91234567890", "0259485322") == 0.9  # what follows from a wrong sum is right
+    assert tasks.chain_score("91234567890", "") == 0.0
+    assert tasks.chain_demonstration("91234567890", [0.0] * 20) == "0259407544"
+    assert tasks.walk_score("0022", "RRUU") == 1.0
+    assert tasks.walk_score("0022", "LLRU") == 0.75
+    assert tasks.walk_score("4444", "") == 1.0

@@ -17,6 +17,7 @@ from fppo.pipeline.estimators import of_rows
 from fppo.rollout.check import check_engine
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.steps.actor import SelectiveLoss
+from fppo.steps.forward import Forward
 from fppo_kernels.adamw import adamw_
 
 LIBRARY = ("fppo", "fppo_kernels")
@@ -80,7 +81,7 @@ def _check_models(policy: Any, critic: Any, engine: Any) -> None:
     """Raises ValueError for a model of another function; it takes some hundredths of a second."""
     if policy is not None:
         check_model(policy.model)
-    if critic is not None and (policy is None or critic.model.config != policy.model.config):
+    if isinstance(critic, Forward) and (policy is None or critic.model.config != policy.model.config):
         check_model(critic.model)
     if isinstance(engine, EmbeddedEngine):
         check_engine(engine.model)

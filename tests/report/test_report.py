@@ -49,19 +49,19 @@ def write_run(directory: Path, *, steps: int = 50, critic: bool = True, samples:
 
 def test_the_critic_is_drawn_beside_the_truth_of_the_last_evaluation(tmp_path):
     write_run(tmp_path, steps=2, samples=False)
-    for step, prompt in ((0, "old"), (2, "new")):
+    for step, prompt in ((0, "oldest"), (2, "newest")):
         log = JsonLines(tmp_path / "truth" / f"step_{step:08d}.jsonl")
         numbers = {"values": [0.5, 0.25], "exact_values": [0.75, 1.0], "advantages": [0.5, 0.75]}
         log.write(
-            {"step": step, "prompt": f"{prompt}{EVIL}", "tokens": ["4", "7"], **numbers, "exact_advantages": [0.25, 0]}
+            {"step": step, "prompt": f"{EVIL}{prompt}", "tokens": ["4", "7"], **numbers, "exact_advantages": [0.25, 0]}
         )
         log.close()
     text = write_report(tmp_path).read_text()
     assert "The critic beside the truth, token by token" in text
     assert "token 2: critic: 0.25" in text
     assert "token 1: exact: 0.25" in text
-    assert "new" in text
-    assert "old" not in text
+    assert "newest47" in text
+    assert "oldest47" not in text
     assert "<script>" not in text
 
 

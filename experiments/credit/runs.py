@@ -1,0 +1,113 @@
+"""One run of a method on one of the tasks, without files: PPO with a critic, or an estimator without one."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from credit.tasks import Task
+from transformers import PreTrainedTokenizerFast
+
+from fppo import data, losses, models, quickstart
+from fppo import steps as s
+from fppo.batch import Rollout, Scored, extend
+from fppo.key import Key
+from fppo.models.model import Model, Params
+from fppo.pipeline import Program, RunState, StepRecord, estimator, stages, train
+from fppo.pipeline.estimators import Along
+from fppo.rollout import EmbeddedEngine, Sampling
+
+CRITICS = (*losses.VALUE_LOSSES, "confidence")
+GROUPED = ("grpo", "rloo")
+METHODS = (*CRITICS, *GROUPED, "reinforce_plus_plus")
+MICRO = s.MicroBatching(size=256)
+
+
+class Start(NamedTuple):
+    tokenizer: PreTrainedTokenizerFast
+    model: Model
+    params: Params
+
+
+def warmed_up(task: Task, key: Key, steps: int) -> Start:
+    """A small model that has seen flawed responses."""
+    tokenizer = quickstart.character_tokenizer(task.characters)
+    model = quickstart.small_model(len(tokenizer), width=64)
+
+    def batch(step: int) -> s.Demonstrations:
+        draws = key.fold("demonstrations", step).uniform(torch.arange(256), 31).tolist()
+        prompts = [task.make_prompt(row[:11]) for row in draws]
+        said = [task.demonstrate(prompt, row[11:]) for prompt, row in zip(prompts, draws, strict=True)]
+        asked, answered = ([tokenizer.encode(text) for text in texts] for texts in (prompts, said))
+        return s.demonstrations(asked, answered, pad_token_id=0)
+
+    params = models.init_params(model, key.fold("init"))
+    how = partial(s.imitate, forward=s.Forward(model), optimizer=_adam(2e-3, steps), micro_batching=MICRO)
+    return Start(tokenizer, model, how(params, map(batch, range(steps))))
+
+
+def _adam(lr: float, updates: int) -> s.Optimizer:
+    return s.adamw(s.schedule("linear", lr, total_steps=updates), betas=(0.9, 0.99), weight_decay=0.0)
+
+
+class _Critic(NamedTuple):
+    """A critic before its first update, what computes its values, and its update."""
+
+    state: s.TrainState | None = None
+    values: Any = None
+    update: Callable[..., Any] | None = None
+
+
+def _critic(method: str, start: Start, key: Key, loop: s.Loop, adam: s.Optimizer) -> _Critic:
+    if method not in CRITICS:
+        return _Critic()
+    if method == "confidence":
+        update = partial(s.update_confidence, loop=loop, optimizer=adam)
+        return _Critic(s.init_state(s.init_confidence(key), adam), s.confidence_values, update)
+    head = losses.value_head(method, outputs=21, low=-0.1, high=1.1)
+    model, params = models.as_critic(start.model, start.params, key, outputs=head.outputs)
+    values = s.Forward(model, read=head.read)
+    update = partial(s.update_critic, forward=values, loss_fn=head.loss_fn, loop=loop, optimizer=adam)
+    return _Critic(s.init_state(params, adam), values, update)
+
+
+def _score(rollout: Rollout, *, task: Task, tokenizer: PreTrainedTokenizerFast) -> tuple[Scored, dict[str, Any]]:
+    rows = zip(rollout.tokens[:, -rollout.response_mask.shape[1] :], rollout.response_mask, strict=True)
+    said = [str(tokenizer.decode(tokens[mask], skip_special_tokens=True)) for tokens, mask in rows]
+    numbers = [task.score(prompt, text) for prompt, text in zip(rollout.ground_truth, said, strict=True)]
+    return extend(Scored, rollout, scores=torch.tensor(numbers), named_scores={}), {}
+
+
+def curve_of(task: Task, start: Start, method: str, key: Key, *, steps: int, batch: int) -> list[tuple[float, float]]:
+    """The mean score of each step's samples, of prompts that were not there before, by how many samples there were."""
+    policy, curve = s.Forward(start.model), list[tuple[float, float]]()
+    sampling = Sampling(n=8 if method in GROUPED else 1, max_tokens=task.tokens, stop_token_ids=(1,))
+    draws = key.fold("prompts").uniform(torch.arange(batch * steps // sampling.n), 11).tolist()
+    texts = [task.make_prompt(row) for row in draws]
+    prompts = data.prompt_set(texts, start.tokenizer, ground_truths=texts)
+    loop = s.Loop(mini_batch_size=batch // 4, micro_batching=MICRO, epochs=2)
+    adam, fast = (_adam(lr, 8 * steps) for lr in (3e-4, 1e-3))  # 8 updates per step
+    critic = _critic(method, start, key, loop, fast)
+    engine = EmbeddedEngine(model=start.model, kernels=policy.kernels, pad_token_id=0)
+    along = Along(lam=0.9, critic_lam=1.0) if method in CRITICS else Along()
+    advantage = estimator("gae" if method in CRITICS else method, along=along)
+    program = Program(
+        rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
+        score=partial(stages.score_stage, score=partial(_score, task=task, tokenizer=start.tokenizer)),
+        annotate=partial(stages.annotate, forward=policy, critic=critic.values, micro_batching=MICRO),
+        estimate=partial(stages.estimate, advantage_fn=advantage, max_tokens=task.tokens, whiten=method not in GROUPED),
+        update_critic=critic.update,
+        update_actor=partial(s.update_actor, forward=policy, loss_fn=losses.ppo_clip, loop=loop, optimizer=adam),
+    )
+
+    def observe(record: StepRecord) -> None:
+        curve.append((float(record.run.step * batch), record.metrics["critic/rewards/mean"]))
+
+    train(
+        RunState(actor=s.init_state(start.params, adam), critic=critic.state, key=key),
+        program=program,
+        draw=partial(data.next_batch, prompts, size=batch // sampling.n, key=key.fold("data")),
+        steps=steps,
+        observers=[observe],
+    )
+    return curve
