@@ -84,8 +84,23 @@ def map(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
     return pytree.tree_map(on_tensors, tree, *rest)
 
 
+class Away:
+    """What stands for a leaf whose value is not in this process. What reads or copies values raises TypeError on it."""
+
+    __slots__ = ()
+
+
+def check_here(tree: Tree, wanted: str) -> None:
+    """Raises TypeError if a leaf stands for a value that is somewhere else; `wanted` is what of it was asked for."""
+    if not any(isinstance(x, Away) for x in pytree.tree_leaves(tree)):
+        return
+    path, leaf = next((path, x) for path, x in leaves_with_paths(tree) if isinstance(x, Away))
+    raise TypeError(f"{path or 'this'} is {leaf}; {wanted} is to be asked for there, by a call of a function")
+
+
 def copy(tree: T) -> T:
-    """The tree with every tensor cloned."""
+    """The tree with every tensor cloned. Raises TypeError for one with values elsewhere."""
+    check_here(tree, "a copy")
     return map(torch.clone, tree)
 
 
@@ -155,7 +170,11 @@ def _digest(leaf: Any) -> str:
 
 
 def digest(tree: Tree) -> dict[str, str]:
-    """The digest of every leaf by its path. Equal trees have equal digests, bit for bit."""
+    """The digest of every leaf by its path. Equal trees have equal digests, bit for bit.
+
+    Raises TypeError for a tree with values elsewhere.
+    """
+    check_here(tree, "its digest")
     return {path: _digest(leaf) for path, leaf in leaves_with_paths(tree)}
 
 

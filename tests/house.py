@@ -15,7 +15,7 @@ FLOORS = (
     ("tree", "key", "grad", "metrics", "shapes", "_errors", "fppo_kernels"),
     ("batch", "losses"),
     ("advantages", "runtime", "data"),
-    ("models", "workers"),
+    ("models", "workers", "fleet"),
     ("steps",),
     ("rollout", "laws"),
     ("rewards",),
@@ -27,7 +27,8 @@ FLOORS = (
     ("__main__",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-EDGES = ("data", "runtime", "workers", "rollout", "quickstart", "runs", "report", "commands")  # may touch the world
+# may touch the world
+EDGES = ("data", "runtime", "workers", "fleet", "rollout", "quickstart", "runs", "report", "commands")
 IN_PLACE = ("fppo_kernels", "tree")  # may write into memory that their caller has given up
 FILE_LINES, FUNCTION_LINES, EXPERIMENT_LINES = 400, 60, 60
 

@@ -113,7 +113,8 @@ def to_device(values: T, lane: Lane) -> T:
 
 
 def copied(values: T) -> T:
-    """A copy of a tree where it is, pinned where it is pinned."""
+    """A copy of a tree where it is, pinned where it is pinned. Raises TypeError for one with values elsewhere."""
+    tree.check_here(values, "a copy")
     return tree.map(lambda x: torch.empty_like(x, pin_memory=x.is_pinned()).copy_(x), values)
 
 

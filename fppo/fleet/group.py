@@ -1,0 +1,228 @@
+"""Groups of ranks, and stages that run on them."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo.fleet.codec import pack, unpack
+from fppo.fleet.held import HERE, Held, Here, Lease
+from fppo.fleet.rank import At, Reply, Request, Stays
+
+GRACE = 5.0  # seconds in which the other ranks may end a call that one of them failed
+PATIENCE = 600.0  # seconds that a call may take
+
+
+class RankLost(Exception):
+    """A rank's process is gone. The text says what is known of it."""
+
+
+class GroupDied(RuntimeError):
+    """A group that has lost its ranks, and with them what they held; `group` is its name. `Group.start` begins anew."""
+
+    def __init__(self, group: str, text: str) -> None:
+        super().__init__(text)
+        self.group = group
+
+
+class Ranks(Protocol):
+    """Processes that are the ranks of one mesh."""
+
+    @property
+    def count(self) -> int: ...
+
+    def start(self) -> Sequence[str]:
+        """Starts them, anew if they ran; where each of them is, in words."""
+        ...
+
+    def send(self, request: Request, large: Sequence[Tensor]) -> list[Future[Reply]]:
+        """Has every rank run a call, after those sent before. A future fails with RankLost if its rank is gone."""
+        ...
+
+    def stop(self) -> None:
+        """Ends them, whatever they are at."""
+        ...
+
+
+@attrs.frozen
+class LocalGroup:
+    """This process, as one rank of whatever mesh it is on: a call is a function call."""
+
+    here: Here = attrs.field(factory=Here)
+
+    def call(self, fn: Callable[..., Any], *args: Any, stays: Stays = (), label: str = "", **kwargs: Any) -> Any:
+        """What `fn` gives."""
+        del stays, label
+        named = {name: self.here if x is HERE else x for name, x in kwargs.items()}
+        return fn(*(self.here if x is HERE else x for x in args), **named)
+
+
+class Group:
+    """The ranks of one mesh, in processes of their own. `life` counts their starts.
+
+    A call that takes over `patience` seconds ends the group, as does the loss of a rank; a call that one rank fails
+    ends those that do not come to an end within `GRACE` seconds after, since they wait for it.
+    """
+
+    def __init__(self, name: str, ranks: Ranks, *, patience: float = PATIENCE) -> None:
+        self.name, self.life, self.places = name, 0, list[str]()
+        self._ranks, self._patience = ranks, patience
+        self._calls, self._forget, self._lock = 0, list[tuple[int, int]](), threading.Lock()
+        self._lost: str | None = "it has not been started"
+
+    def __enter__(self) -> Group:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all ranks."""
+        self._end("it was closed")
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self._ranks.count
+
+    def start(self) -> None:
+        """Starts all ranks, anew if they ran: what they held is gone. Raises GroupDied if they do not come."""
+        self._ranks.stop()
+        self.life += 1
+        self._forget.clear()
+        try:
+            self.places = list(self._ranks.start())
+        except RankLost as error:
+            self._end(str(error))
+            raise GroupDied(self.name, f"group {self.name!r} did not start: {error}") from error
+        self._lost = None
+
+    def call(self, fn: Any, *args: Any, stays: Stays = (), label: str = "", **kwargs: Any) -> Any:
+        """What `fn(*args, **kwargs)` gives on the ranks, each of which runs it.
+
+        Results whose numbers `stays` has, or all with True, stay there: the caller gets their trees with a `Held` for
+        each leaf, but for plain values. The rest comes from the first rank. A `Held` of this group among the
+        arguments, or as `fn`, is each rank's own value again, and `HERE` is the rank's `Here`. `fn` must be one that
+        pickles, and leave the tensors that it is sent as they are; its first call sees to that.
+
+        Raises its error, with a note that names the rank; ValueError for a handle of another group; GroupDied if a
+        rank is lost, if the call takes too long, and for a handle that an earlier start has left.
+        """
+        label = label or getattr(fn, "__name__", "") or getattr(getattr(fn, "func", None), "__name__", "a call")
+        packed, large = pack((fn, args, kwargs), lambda x: self._named(x, label) if isinstance(x, Held) else x)
+        with self._lock:  # calls of several threads must reach all ranks in one order, or their collectives cross
+            self._check_alive(label)
+            self._calls += 1
+            number, forget = self._calls, tuple(self._forget)
+            del self._forget[: len(forget)]
+            sent = self._ranks.send(Request(number, packed, stays, label, forget), large)
+        reply = self._first(sent, label)
+        assert reply.packed is not None
+        leases: dict[tuple[int, int], Lease] = {}
+        return unpack(reply.packed, reply.large, lambda x: self._handle(x, leases) if isinstance(x, At) else x)
+
+    def _named(self, held: Held, label: str) -> At:
+        if held.group != self.name:
+            raise ValueError(f"{label} runs on group {self.name!r}, and is given {held}: only its own ranks have that")
+        if held.life != self.life:
+            lost = f"is of start {held.life} of group {self.name!r}, whose ranks run for the {self.life}. time"
+            raise GroupDied(self.name, f"{label}: what it is given {lost}: that value is gone")
+        return At(held.call, held.part, held.leaf)
+
+    def _handle(self, at: At, leases: dict[tuple[int, int], Lease]) -> Held:
+        key = (at.call, at.part)
+        if key not in leases:
+            leases[key] = lease = Lease()
+            weakref.finalize(lease, _forget, self._forget, self.life, self, key)
+        return Held(self.name, self.life, at.call, at.part, at.leaf, leases[key])
+
+    def _check_alive(self, label: str) -> None:
+        if self._lost is not None:
+            raise GroupDied(self.name, f"group {self.name!r} cannot run {label}: {self._lost}")
+
+    def _first(self, sent: list[Future[Reply]], label: str) -> Reply:
+        """The first rank's reply, once all have replied."""
+        failed: tuple[int, Reply | RankLost] | None = None
+        waiting, deadline = set(sent), time.monotonic() + self._patience
+        while waiting:
+            done, waiting = futures.wait(waiting, max(deadline - time.monotonic(), 0.0), futures.FIRST_COMPLETED)
+            if not done:
+                break
+            for future in sorted(done, key=sent.index):
+                error = future.exception()
+                if error is not None and not isinstance(error, RankLost):
+                    raise error
+                reply = error if isinstance(error, RankLost) else future.result()
+                if failed is None and (isinstance(reply, RankLost) or reply.error is not None):
+                    failed, deadline = (sent.index(future), reply), time.monotonic() + GRACE
+        if failed is None and not waiting:
+            return sent[0].result()
+        if failed is None:
+            silent = [i for i, future in enumerate(sent) if future in waiting]
+            raise self._died(f"{label} was not done after {self._patience:g} s on {self._names(silent)}")
+        rank, what = failed
+        if isinstance(what, RankLost):
+            raise self._died(f"{self._names([rank])} was lost in {label}: {what}")
+        if waiting:
+            self._end(f"{label} failed on rank {rank}, and the others waited for it")
+        assert what.error is not None
+        error = pickle.loads(what.error)
+        error.add_note(f"in {label}, on {self._names([rank])} of group {self.name!r}\n{what.trace}")
+        raise error
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(f"rank {i} of {self.ranks} ({self.places[i]})" for i in ranks)
+
+    def _died(self, text: str) -> GroupDied:
+        self._end(text)
+        return GroupDied(self.name, f"group {self.name!r}: {text}")
+
+    def _end(self, why: str) -> None:
+        self._lost = why
+        self._ranks.stop()
+
+
+def _forget(into: list[tuple[int, int]], life: int, group: Group, key: tuple[int, int]) -> None:
+    if group.life == life:
+        into.append(key)
+
+
+AnyGroup = Group | LocalGroup
+LOCAL_GROUP = LocalGroup()
+
+
+def on(group: AnyGroup, fn: Any, *, stays: Stays = (), label: str = "") -> Callable[..., Any]:
+    """`fn`, or what a handle stands for, as a stage of the controller's program: called here, it runs there."""
+    if isinstance(group, LocalGroup):
+        return fn
+
+    def stage(*args: Any, **kwargs: Any) -> Any:
+        return group.call(fn, *args, stays=stays, label=label, **kwargs)
+
+    return stage
+
+
+def at_once(work: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """What each of these gives, all at the same time. The first error is raised once all have ended."""
+    if len(work) < 2:
+        return {name: do() for name, do in work.items()}
+    grad = torch.is_grad_enabled()
+
+    def run(do: Callable[[], Any]) -> Any:
+        with torch.set_grad_enabled(grad):
+            return do()
+
+    with ThreadPoolExecutor(len(work)) as pool:
+        results = {name: pool.submit(run, do) for name, do in work.items()}
+    return {name: result.result() for name, result in results.items()}

@@ -1,0 +1,65 @@
+"""Handles: what stands in the controller for values that live on ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from fppo.runtime.mesh import LOCAL, Mesh
+from fppo.tree import Away
+
+CPU = torch.device("cpu")
+
+
+@attrs.frozen
+class Here:
+    """A rank, as the functions that run on it see it."""
+
+    mesh: Mesh = LOCAL
+    device: torch.device = CPU
+    rank: int = 0
+
+
+class _Placeholder:
+    def __reduce__(self) -> str:
+        return "HERE"
+
+    def __repr__(self) -> str:
+        return "HERE"
+
+
+HERE: Any = _Placeholder()  # as an argument of a call: the `Here` of the rank that runs it
+
+
+class Lease:
+    """The values of a result stay on the ranks as long as one of their handles has it."""
+
+    __slots__ = ("__weakref__",)
+
+
+@attrs.frozen
+class Held(Away):
+    """A leaf of which every rank of a group holds a value of its own: what one call returned there.
+
+    Handles are immutable, and are passed on as the values would be. The values go when the last handle does.
+    """
+
+    group: str
+    life: int  # which start of the group's ranks made it
+    call: int
+    part: int  # which of the results of the call
+    leaf: int  # which leaf of it
+    lease: Lease | None = attrs.field(default=None, eq=False, repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        """That of what the controller has: what it makes to go with the value is sent there."""
+        return CPU
+
+    def __str__(self) -> str:
+        return f"a value on the ranks of group {self.group!r}"
+
+    def __reduce__(self) -> str:
+        raise TypeError(f"{self} stands where it is not seen: give handles as arguments, or as leaves of trees in them")

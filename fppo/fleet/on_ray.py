@@ -1,0 +1,239 @@
+"""Ranks that are actors of a Ray cluster."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fppo.fleet.codec import array_of
+from fppo.fleet.group import PATIENCE, RankLost
+from fppo.fleet.rank import Membership, Rank, Reply, Request
+from fppo.runtime.mesh import Sharding
+
+_PAUSE = 0.5  # seconds between two attempts to start on a cluster that is about to notice the loss of a node
+
+
+class RayCluster:
+    """A Ray cluster, for as long as the context lasts: "local", a new one on this machine, or the one at an address.
+    A process that has joined one already stays in that. Which it is is never guessed.
+
+    Raises ValueError without Ray, and if there is no cluster at the address.
+    """
+
+    def __init__(self, address: str) -> None:
+        if importlib.util.find_spec("ray") is None:
+            raise ValueError("Ray is not installed: pip install 'fppo[ray]'")
+        import ray
+
+        self._ray: Any = ray
+        self._sent = _Sent(ray)
+        self._joined, self._fixed = not ray.is_initialized(), address == "local"  # no node will come
+        try:
+            if self._joined:
+                ray.init(
+                    address=address, configure_logging=False, **({"include_dashboard": False} if self._fixed else {})
+                )
+        except (ConnectionError, OSError, ValueError, RuntimeError) as error:
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(f"there is no Ray cluster at {address!r} ({first}); start one, or give local") from error
+
+    def __enter__(self) -> RayCluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._joined:
+            self._ray.shutdown()
+
+    def ranks(
+        self,
+        count: int = 1,
+        *,
+        gpus: float = 0,
+        resources: Mapping[str, float] | None = None,
+        sizes: Mapping[str, int] | None = None,
+        sharding: Sharding | None = None,
+        threads: int | None = None,
+        patience: float = PATIENCE,
+    ) -> RayRanks:
+        """So many ranks of a mesh, with a CPU, so many GPUs and other `resources` each, near each other.
+
+        `sizes` are those of the mesh's axes; without them all ranks stand on the shard axis.
+        """
+        member = Membership(
+            rank=0,
+            ranks=count,
+            sizes=dict(sizes or {"shard": count}),
+            sharding=sharding,
+            device="cuda" if gpus else "cpu",
+            threads=threads or torch.get_num_threads(),
+            patience=patience,
+        )
+        wanted = {"CPU": 1.0, **({"GPU": gpus} if gpus else {}), **(resources or {})}
+        return RayRanks(self._ray, self._sent, member, wanted, fixed=self._fixed)
+
+
+class _Sent:
+    """What of large tensors is in the cluster's store: each goes there once, whoever needs it."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._refs: Any = WeakIdKeyDictionary()
+
+    def ref(self, x: Tensor) -> Any:
+        """Where the bytes of the tensor are."""
+        known = self._refs.get(x)
+        if known is None or known[0] != x._version:
+            known = self._refs[x] = (x._version, self._ray.put(array_of(x)))
+        return known[1]
+
+
+class RayRanks:
+    """The ranks of a mesh as actors, which end with the process that started them."""
+
+    def __init__(
+        self, ray: Any, sent: _Sent, member: Membership, resources: Mapping[str, float], *, fixed: bool
+    ) -> None:
+        self.count, self._fixed = member.ranks, fixed
+        self._ray, self._sent, self._member, self._resources = ray, sent, member, dict(resources)
+        self._room: Any = None
+        self._actors: list[Any] = []
+
+    def start(self) -> Sequence[str]:
+        """Starts the actors. Raises RankLost if the cluster has no room for them, within the group's patience.
+
+        Room is asked for anew each time: that on a node which has died stays "ready" until the cluster has seen its
+        death, and what is put there ends before it begins.
+        """
+        deadline = time.monotonic() + self._member.patience
+        while True:
+            self._await_room(deadline)
+            try:
+                return self._started()
+            except self._ray.exceptions.RayError as error:
+                self.stop()
+                again = isinstance(error, self._ray.exceptions.RayActorError) and time.monotonic() < deadline
+                if not again:
+                    raise RankLost(f"its ranks end as they begin: {_line(error)}") from error
+                time.sleep(_PAUSE)
+
+    def _await_room(self, deadline: float) -> None:
+        from ray.util.placement_group import placement_group
+
+        self._room = placement_group([self._resources] * self.count, strategy="PACK")
+        every = self._ray.cluster_resources()
+        never = self._fixed and any(every.get(name, 0.0) < x * self.count for name, x in self._resources.items())
+        if never or not self._room.wait(max(deadline - time.monotonic(), 1.0)):
+            free = self._ray.available_resources()
+            each = [f"{free.get(name, 0.0):g} of {every.get(name, 0.0):g} {name}" for name in self._resources]
+            wanted = ", ".join(f"{x:g} {name}" for name, x in self._resources.items())
+            self.stop()
+            raise RankLost(f"{self.count} ranks want {wanted} each, and the cluster has {', '.join(each)} free")
+
+    def _started(self) -> list[str]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        paths = os.pathsep.join(os.getcwd() if entry == "" else entry for entry in sys.path)
+        variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(self._member.threads)}
+        made = [
+            self._ray.remote(_Actor)
+            .options(
+                num_cpus=1,
+                num_gpus=self._resources.get("GPU", 0),
+                resources={name: x for name, x in self._resources.items() if name not in ("CPU", "GPU")},
+                runtime_env={"env_vars": variables},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=i),
+            )
+            .remote()
+            for i in range(self.count)
+        ]
+        self._actors = made
+        limit = self._member.patience
+        places = self._ray.get([actor.where.remote() for actor in made], timeout=limit)
+        # Ray numbers bundles as it likes: neighbours in a mesh are to be neighbours in the machines
+        order = sorted(range(self.count), key=lambda i: (*places[i][:3], i))
+        self._actors = [made[i] for i in order]
+        address = self._ray.get(self._actors[0].host.remote(), timeout=limit)
+        joining = [
+            actor.join.remote(attrs.evolve(self._member, rank=i), address) for i, actor in enumerate(self._actors)
+        ]
+        self._ray.get(joining, timeout=limit)
+        return [f"process {places[i][3]} on node {places[i][0]} {places[i][1][:8]}" for i in order]
+
+    def send(self, request: Request, large: Sequence[Tensor]) -> list[Future[Reply]]:
+        """As `Ranks` has it."""
+        shared = self._ray.put(request) if self.count > 1 else request
+        columns = [self._sent.ref(x) for x in large]
+        return [self._answer(x.run.options(name=request.label).remote(shared, *columns)) for x in self._actors]
+
+    def _answer(self, ref: Any) -> Future[Reply]:
+        answer: Future[Reply] = Future()
+
+        def arrived(future: Future[Reply]) -> None:
+            error = future.exception()
+            if error is None:
+                answer.set_result(future.result())
+            elif isinstance(error, self._ray.exceptions.RayError):
+                answer.set_exception(RankLost(_line(error)))
+            else:
+                answer.set_exception(error)
+
+        ref.future().add_done_callback(arrived)
+        return answer
+
+    def stop(self) -> None:
+        """As `Ranks` has it."""
+        from ray.util.placement_group import remove_placement_group
+
+        for actor in self._actors:
+            with contextlib.suppress(Exception):
+                self._ray.kill(actor)
+        if self._room is not None:
+            with contextlib.suppress(Exception):
+                remove_placement_group(self._room)
+        self._actors, self._room = [], None
+
+
+class _Actor:
+    """A `Rank` in a Ray actor."""
+
+    def __init__(self) -> None:
+        self._rank = Rank()
+
+    def where(self) -> tuple[str, str, str, int]:
+        """The address and id of the node, its accelerators, and the process."""
+        import ray
+
+        context = ray.get_runtime_context()
+        gpus = ",".join(map(str, context.get_accelerator_ids().get("GPU", [])))
+        return ray.util.get_node_ip_address(), context.get_node_id(), gpus, os.getpid()
+
+    def host(self) -> tuple[str, int]:
+        """The address of a store in which the ranks meet."""
+        import ray
+
+        return ray.util.get_node_ip_address(), self._rank.host()
+
+    def join(self, member: Membership, address: tuple[str, int]) -> None:
+        """Becomes a rank."""
+        self._rank.join(member, address)
+
+    def run(self, request: Request, *large: Any) -> Reply:
+        """Runs a call; Ray has fetched what stands for large tensors."""
+        return self._rank.run(request, list(large))
+
+
+def _line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,140 @@
+"""Ranks that are processes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from fppo.fleet.codec import array_of
+from fppo.fleet.group import PATIENCE, RankLost
+from fppo.fleet.rank import Membership, Rank, Reply, Request
+from fppo.runtime.mesh import Sharding
+from fppo.runtime.parent import end_with
+
+_METHOD = "forkserver"  # one process imports torch, and each rank is a copy of it
+
+
+class Processes:
+    """The ranks of a mesh as processes of this machine, for tests and laptops: `Group("actor", Processes(2))`.
+
+    `sizes` are those of the mesh's axes; without them all ranks stand on the shard axis. Functions that are sent to
+    them must be importable, as multiprocessing has it.
+    """
+
+    def __init__(
+        self,
+        count: int = 1,
+        *,
+        sizes: Mapping[str, int] | None = None,
+        sharding: Sharding | None = None,
+        threads: int | None = None,
+        patience: float = PATIENCE,
+    ) -> None:
+        self.count = count
+        self._sizes, self._sharding = dict(sizes or {"shard": count}), sharding
+        self._threads, self._patience = threads or torch.get_num_threads(), patience
+        self._children: list[_Child] = []
+
+    def start(self) -> Sequence[str]:
+        """Starts the processes. Raises RankLost if one does not come up."""
+        context = multiprocessing.get_context(_METHOD)
+        context.set_forkserver_preload(sorted(name for name in sys.modules if name.partition(".")[0] == "fppo"))
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._children = [_Child(context, self._member(rank), store.port) for rank in range(self.count)]
+        self._store = store  # as long as they live
+        for child in self._children:
+            try:
+                child.answer().result(self._patience)
+            except TimeoutError as error:
+                raise RankLost(f"process {child.process.pid} was not up after {self._patience:g} s") from error
+        return [f"process {child.process.pid}" for child in self._children]
+
+    def send(self, request: Request, large: Sequence[Tensor]) -> list[Future[Reply]]:
+        """As `Ranks` has it."""
+        data = pickle.dumps((request, [array_of(x) for x in large]), pickle.HIGHEST_PROTOCOL)
+        return [child.ask(data) for child in self._children]
+
+    def stop(self) -> None:
+        """As `Ranks` has it."""
+        for child in self._children:
+            child.process.kill()
+        for child in self._children:
+            child.process.join()
+        self._children = []
+
+    def _member(self, rank: int) -> Membership:
+        return Membership(
+            rank=rank,
+            ranks=self.count,
+            sizes=self._sizes,
+            sharding=self._sharding,
+            device="cpu",
+            threads=self._threads,
+            patience=self._patience,
+        )
+
+
+class _Child:
+    """A process, with a thread that passes its answers on, in the order of what was asked."""
+
+    def __init__(self, context: Any, member: Membership, port: int) -> None:
+        self._line, other = context.Pipe()
+        self.process = context.Process(target=_serve, args=(other, member, port), daemon=True)
+        self.process.start()
+        other.close()  # so that the line ends with the process
+        self._asked: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def ask(self, data: bytes) -> Future[Any]:
+        """Sends a request; what comes of it."""
+        with contextlib.suppress(OSError):  # the listener says so
+            self._line.send_bytes(data)
+        return self.answer()
+
+    def answer(self) -> Future[Any]:
+        """The next answer that nobody waits for yet."""
+        future: Future[Any] = Future()
+        self._asked.put(future)
+        return future
+
+    def _listen(self) -> None:
+        lost = None
+        while True:
+            future = self._asked.get()
+            try:
+                if lost is None:
+                    future.set_result(pickle.loads(self._line.recv_bytes()))
+                    continue
+            except (EOFError, OSError):
+                self.process.join()
+                lost = RankLost(f"process {self.process.pid} ended with status {self.process.exitcode}")
+            future.set_exception(lost)
+
+
+def _serve(line: Connection, member: Membership, port: int) -> None:
+    """The life of a rank."""
+    end_with(os.getppid())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ctrl-C is the controller's to act on
+    rank = Rank()
+    rank.join(member, ("127.0.0.1", port))
+    line.send_bytes(pickle.dumps(None))
+    while True:
+        try:
+            request, large = pickle.loads(line.recv_bytes())
+        except EOFError:
+            return
+        line.send_bytes(pickle.dumps(rank.run(request, large), pickle.HIGHEST_PROTOCOL))

@@ -1,0 +1,184 @@
+"""A process of a group: it knows nothing of roles, holds values, and runs what it is sent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+from torch.utils import _pytree as pytree
+
+from fppo import tree
+from fppo.fleet.codec import Packed, array_of, pack, unpack
+from fppo.fleet.held import HERE, Here
+from fppo.runtime import launch
+from fppo.runtime.launch import Place
+from fppo.runtime.mesh import Sharding
+
+PLAIN = (bool, int, float, str, type(None))  # what is equal on all ranks comes back, though its tree stays
+Stays = tuple[int, ...] | bool
+
+
+@attrs.frozen
+class At:
+    """A value that a rank holds, as messages name it."""
+
+    call: int
+    part: int
+    leaf: int
+
+
+@attrs.frozen
+class Request:
+    """A call: `packed` is (fn, args, kwargs)."""
+
+    number: int
+    packed: Packed
+    stays: Stays
+    label: str
+    forget: tuple[tuple[int, int], ...]  # (call, part) of results that nobody has a handle of any more
+
+
+@attrs.frozen
+class Reply:
+    """What became of a call; ranks behind the first send no result."""
+
+    packed: Packed | None
+    large: list[np.ndarray]
+    seconds: float
+    error: bytes | None = None  # a pickled exception
+    trace: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class Membership:
+    """What a rank joins."""
+
+    rank: int
+    ranks: int
+    sizes: Mapping[str, int]  # of the mesh's axes, from the slowest
+    sharding: Sharding | None
+    device: str  # "cpu"; or "cuda", of which a rank sees those that are its own
+    threads: int  # of torch's, in each rank: bits depend on them
+    patience: float  # seconds that collectives wait
+
+
+class Rank:
+    """What a process of a group is made of."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, int], list[Any]] = {}
+        self._here = Here()
+        self._looked: set[tuple[str, At | None]] = set()  # calls that were seen to leave their arguments as they are
+        self._open = contextlib.ExitStack()
+        self._store: Any = None
+
+    def host(self) -> int:
+        """The port of a store in which the ranks meet, which is here."""
+        self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+    def join(self, member: Membership, address: tuple[str, int]) -> None:
+        """Becomes a rank of the group's mesh, by the code that torchrun's ranks come through."""
+        torch.set_num_threads(member.threads)
+        device = torch.device(member.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", 0)
+            torch.cuda.set_device(device)
+        self._here = Here(device=device, rank=member.rank)
+        if member.ranks == 1:
+            return
+        os.environ |= {
+            "MASTER_ADDR": address[0],
+            "MASTER_PORT": str(address[1]),
+            "RANK": str(member.rank),
+            "WORLD_SIZE": str(member.ranks),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        place = Place(member.rank, 0, member.ranks, started=True)
+        sharding = member.sharding or Sharding()
+        mesh, _, _ = self._open.enter_context(
+            launch.joined(member.sizes, place, device, timeout=member.patience, sharding=sharding)
+        )
+        self._here = Here(mesh, device, member.rank)
+
+    def run(self, request: Request, large: list[np.ndarray]) -> Reply:
+        """Runs a call. Its errors are replies too."""
+        for key in request.forget:
+            self._held.pop(key, None)
+        start = time.perf_counter()
+        try:
+            value = self._result(request, large)
+            seconds = time.perf_counter() - start
+            value = self._kept(request, value)
+            if self._here.rank:
+                return Reply(None, [], seconds)
+            packed, tensors = pack(value)
+            return Reply(packed, [array_of(x) for x in tensors], seconds)
+        except Exception as error:
+            return Reply(None, [], time.perf_counter() - start, _pickled(error), traceback.format_exc())
+
+    def _result(self, request: Request, large: list[np.ndarray]) -> Any:
+        def leaf(x: Any) -> Any:
+            if isinstance(x, At):
+                return self._held[x.call, x.part][x.leaf]
+            return self._here if x is HERE else x
+
+        came = unpack(request.packed, large)
+        fn, args, kwargs = pytree.tree_map(leaf, came)
+        call = (request.label, came[0] if isinstance(came[0], At) else None)
+        if call in self._looked:
+            return fn(*args, **kwargs)
+        sent = [(path, x) for path, x in tree.leaves_with_paths(came[1:]) if isinstance(x, Tensor)]
+        before = [tree.digest(x) for _, x in sent]
+        value = fn(*args, **kwargs)
+        for (path, x), digest in zip(sent, before, strict=True):
+            if not isinstance(x, tree.Donated) and tree.digest(x) != digest:
+                raise ValueError(
+                    f"{request.label} has written into its argument {path}, which other stages read as well: "
+                    "let it make a new tensor"
+                )
+        self._looked.add(call)
+        return value
+
+    def _kept(self, request: Request, value: Any) -> Any:
+        """The result with what stays here named by its place; on ranks behind the first, nothing of the rest."""
+        if not request.stays:
+            return value
+        parts, spec = pytree.tree_flatten(value, is_leaf=lambda x: x is not value)
+        wanted = range(len(parts)) if request.stays is True else request.stays
+        if max(wanted, default=-1) >= len(parts):
+            raise ValueError(f"{request.label} returned {len(parts)} results: none of number {max(wanted)} can stay")
+        return pytree.tree_unflatten(
+            [self._keep(request.number, i, x) if i in wanted else x for i, x in enumerate(parts)], spec
+        )
+
+    def _keep(self, call: int, part: int, value: Any) -> Any:
+        held = self._held[call, part] = list[Any]()
+
+        def keep(x: Any) -> Any:
+            if isinstance(x, PLAIN):
+                return x
+            held.append(x)
+            return At(call, part, len(held) - 1)
+
+        return pytree.tree_map(keep, value)
+
+
+def _pickled(error: Exception) -> bytes:
+    """The error as it travels; as a RuntimeError with its words where it does not."""
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+        return data
+    except Exception:
+        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))

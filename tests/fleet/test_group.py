@@ -1,0 +1,172 @@
+"""Calls of functions on ranks: what stays, what comes, what is refused, and what becomes of errors."""
+
+import gc
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fppo import tree
+from fppo.fleet import HERE, LOCAL_GROUP, Group, GroupDied, Held, at_once, group, on
+from fppo.runtime.offload import copied
+from tests.fleet.threads import Threads
+
+
+@pytest.fixture
+def one():
+    with Group("one", Threads()) as made:
+        yield made
+
+
+@pytest.fixture
+def two():
+    with Group("two", Threads(shard=2)) as made:
+        yield made
+
+
+def make(here, start):
+    return {"x": torch.full((3,), start + here.rank), "step": 4}, {"rank": here.rank}
+
+
+def double(state, *, by=2):
+    return {"x": state["x"] * by, "step": state["step"] + 1}, float(state["x"].sum())
+
+
+def reduced(here, x, number=1):
+    value = torch.full((number,), x)
+    dist.all_reduce(value, group=here.mesh["shard"].group)
+    return float(value.sum())
+
+
+def fails_on(here, rank):
+    if here.rank == rank:
+        raise KeyError(f"rank {here.rank}")
+    return reduced(here, 1.0)
+
+
+def writes(x, scale):
+    x["b"].mul_(scale)
+    return x["b"].sum()
+
+
+def test_what_stays_is_a_tree_of_handles_and_each_rank_has_its_own(two):
+    state, other = two.call(make, HERE, 1.0, stays=(0,))
+    assert isinstance(state["x"], Held)
+    assert state["step"] == 4  # plain values are here, too
+    assert other == {"rank": 0}
+    state, total = two.call(double, state, by=3.0, stays=(0,))
+    assert (state["step"], total) == (5, 3.0)
+    assert [float(rank._held[2, 0][0][0]) for rank in two._ranks.ranks] == [3.0, 6.0]
+    assert two.call(reduced, HERE, 1.0) == 2.0
+    assert torch.equal(two.call(dict, state)["x"], torch.full((3,), 3.0))  # of the first rank
+
+
+def test_a_function_that_stays_is_called_by_its_handle(one):
+    fns = one.call(lambda_of, HERE, stays=True)
+    assert on(one, fns["add"])(torch.tensor(2.0), y=3.0) == 5.0
+    assert on(LOCAL_GROUP, make) is make
+    assert LOCAL_GROUP.call(make, HERE, 1.0, stays=True)[1] == {"rank": 0}
+
+
+def lambda_of(here):
+    return {"add": lambda x, y: x + y}
+
+
+def test_what_nobody_has_a_handle_of_is_let_go(one):
+    first, _ = one.call(make, HERE, 1.0, stays=(0,))
+    second, kept = one.call(make, HERE, 2.0, stays=True)
+    assert set(one._ranks.ranks[0]._held) == {(1, 0), (2, 0), (2, 1)}
+    del first, second
+    gc.collect()
+    one.call(dict)
+    assert set(one._ranks.ranks[0]._held) == {(2, 1)}
+    assert kept == {"rank": 0}
+
+
+@pytest.mark.parametrize("read", [tree.copy, tree.digest, copied, pickle.dumps])
+def test_a_handle_is_no_value_here(one, read):
+    state, _ = one.call(make, HERE, 1.0, stays=(0,))
+    with pytest.raises(TypeError, match="a value on the ranks of group 'one'"):
+        read(state)
+    assert tree.digest(one.call(tree.copy, state)) == tree.digest({"x": torch.full((3,), 1.0), "step": 4})
+
+
+def test_handles_of_others_and_of_earlier_starts_are_refused(one, two):
+    state, _ = one.call(make, HERE, 1.0, stays=(0,))
+    with pytest.raises(
+        ValueError, match="double runs on group 'two', and is given a value on the ranks of group 'one'"
+    ):
+        two.call(double, state)
+    one.start()
+    with pytest.raises(GroupDied, match=r"double: what it is given is of start 1 of group 'one'.*that value is gone"):
+        one.call(double, state)
+    assert one.call(make, HERE, 1.0)[1] == {"rank": 0}
+    with pytest.raises(ValueError, match="make returned 2 results: none of number 2 can stay"):
+        one.call(make, HERE, 1.0, stays=(2,))
+
+
+def test_an_error_on_a_rank_is_raised_here_and_ends_those_that_wait_for_it(two, monkeypatch):
+    monkeypatch.setattr(group, "GRACE", 0.2)
+    with pytest.raises(KeyError, match="rank 1") as caught:
+        two.call(fails_on, HERE, 1)
+    assert "in fails_on, on rank 1 of 2 (thread 1) of group 'two'" in caught.value.__notes__[0]
+    with pytest.raises(GroupDied, match="'two' cannot run reduced: fails_on failed on rank 1, and the others waited"):
+        two.call(reduced, HERE, 1.0)
+    two.start()
+    assert two.call(reduced, HERE, 1.0) == 2.0
+
+
+def test_an_error_on_all_ranks_ends_none(two):
+    with pytest.raises(TypeError):
+        two.call(double, 3)
+    assert two.call(reduced, HERE, 1.0) == 2.0
+
+
+def test_a_rank_that_is_lost_is_named(two, monkeypatch):
+    monkeypatch.setattr(group, "GRACE", 0.2)
+    two._ranks.lose(1)
+    with pytest.raises(GroupDied, match=r"rank 1 of 2 \(thread 1\) was lost in reduced: the thread is gone") as caught:
+        two.call(reduced, HERE, 1.0)
+    assert caught.value.group == "two"
+
+
+def test_a_call_that_never_ends_ends_the_group():
+    with Group("slow", Threads(), patience=0.2) as slow, pytest.raises(GroupDied, match="forever was not done after"):
+        slow.call(forever)
+
+
+def forever():
+    threading.Event().wait()
+
+
+def test_a_stage_that_writes_into_what_others_read_is_found(one):
+    batch = {"a": torch.ones(2), "b": torch.ones(1 << 15)}
+    with pytest.raises(ValueError, match=r"writes has written into its argument \[0\]\[0\]\['b'\]"):
+        one.call(writes, batch, 2.0)
+    assert one.call(writes, batch, 1.0) == 1 << 15  # what it writes is what was there
+
+
+def test_calls_of_two_threads_reach_all_ranks_in_one_order(two):
+    def calls(number):
+        return [two.call(reduced, HERE, 1.0, number) for _ in range(5)]
+
+    found = at_once({number: lambda n=number: calls(n) for number in (1, 3)})
+    assert found == {1: [2.0] * 5, 3: [6.0] * 5}
+
+
+def test_at_once_is_in_turn_and_raises_the_first_error_after_all_have_ended():
+    ended, meet = [], threading.Barrier(2, timeout=60)
+
+    def end(name):
+        meet.wait()
+        ended.append((name, torch.is_grad_enabled()))
+        return name
+
+    with torch.no_grad():
+        assert at_once({"a": lambda: end("a"), "b": lambda: end("b")}) == {"a": "a", "b": "b"}
+    assert sorted(ended) == [("a", False), ("b", False)]
+    with pytest.raises(ZeroDivisionError):
+        at_once({"a": lambda: end(1 // 0), "b": lambda: ended.append("b")})
+    assert ended[-1] == "b"

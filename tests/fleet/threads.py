@@ -1,0 +1,78 @@
+"""Ranks that are threads of the test's own process, on a simulated mesh: what they are sent is pickled all the same."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+import time
+from concurrent.futures import Future
+
+import attrs
+
+from fppo.fleet.codec import array_of
+from fppo.fleet.group import RankLost
+from fppo.fleet.held import Here
+from fppo.fleet.rank import Rank
+from fppo.runtime.mesh import Sharding
+from fppo.runtime.simulate import _meshes
+
+LOST = object()
+
+
+class Threads:
+    """`Group("actor", Threads(shard=2))`. A test may look at `ranks`, and lose one of them."""
+
+    def __init__(self, **sizes):
+        self._sizes = sizes
+        self.ranks, self._asked, self._worlds = [], [], []
+
+    @property
+    def count(self):
+        count = 1
+        for size in self._sizes.values():
+            count *= size
+        return count
+
+    def start(self):
+        made = _meshes(self._sizes or {"shard": 1})
+        self._worlds = [world for world, _ in made]
+        self.ranks = [Rank() for _ in made]
+        self._asked = [queue.SimpleQueue() for _ in made]
+        for number, (rank, (_, mesh)) in enumerate(zip(self.ranks, made, strict=True)):
+            if self._sizes:
+                rank._here = Here(attrs.evolve(mesh, sharding=Sharding()), rank=number)
+            threading.Thread(target=_serve, args=(rank, self._asked[number]), daemon=True).start()
+        return [f"thread {number}" for number in range(len(made))]
+
+    def send(self, request, large):
+        data = pickle.dumps((request, [array_of(x) for x in large]))
+        futures = [Future() for _ in self._asked]
+        for line, future in zip(self._asked, futures, strict=True):
+            line.put((data, future))
+            time.sleep(0.002)  # so that another thread may send meanwhile
+        return futures
+
+    def stop(self):
+        for line in self._asked:
+            line.put((LOST, None))
+        if self._worlds:
+            self._worlds[0].fail(None, RuntimeError("stopped"))
+
+    def lose(self, rank):
+        """From now on there is nobody in this place."""
+        self._asked[rank].put((LOST, None))
+
+
+def _serve(rank, line):
+    lost = False
+    while True:
+        data, future = line.get()
+        lost = lost or data is LOST
+        if future is None:
+            continue
+        if lost:
+            future.set_exception(RankLost("the thread is gone"))
+            continue
+        reply = rank.run(*pickle.loads(data))
+        future.set_result(pickle.loads(pickle.dumps(reply)))
