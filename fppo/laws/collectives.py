@@ -24,6 +24,7 @@ BUILTIN: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
         "reduce_scatter": collectives.reduce_scatter,
         "all_reduce": collectives.all_reduce,
         "all_to_all": collectives.all_to_all,
+        "exchange": collectives.exchange,
         "broadcast": collectives.broadcast,
         "permute": collectives.permute,
     }
@@ -47,6 +48,27 @@ def _all_to_all(xs: Sequence[Tensor], split_dim: int, concat_dim: int) -> list[T
     return [torch.cat([x[rank] for x in slices], concat_dim) for rank in range(len(xs))]
 
 
+def _exchange(xs: Sequence[Tensor], table: Tensor) -> list[Tensor]:
+    runs = [x.split(sizes) for x, sizes in zip(xs, table.tolist(), strict=True)]
+    return [torch.cat([run[rank] for run in runs]) for rank in range(len(xs))]
+
+
+def _by_table(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An exchange by the number of rows that each rank (row of the table) sends to each (its columns)."""
+
+    def exchange(x: Tensor, axis: Axis, *, table: Tensor) -> Tensor:
+        return kernel(x, axis, sent=table[axis.rank].tolist(), received=table[:, axis.rank].tolist())
+
+    return exchange
+
+
+def _table(ranks: int, case: int, rows: int) -> Tensor:
+    """Rows that each rank has, in runs of other sizes; some are empty, in the last cases all but one."""
+    generator = torch.Generator().manual_seed(case)
+    to = torch.randint(max(1, ranks - case // 3), (ranks, rows), generator=generator)
+    return torch.stack([torch.bincount(x, minlength=ranks) for x in to])
+
+
 def _broadcast(xs: Sequence[Tensor], source: int) -> list[Tensor]:
     return [xs[source]] * len(xs)
 
@@ -62,6 +84,7 @@ DEFINITIONS: Mapping[str, Callable[..., list[Tensor]]] = MappingProxyType(
         "reduce_scatter": _reduce_scatter,
         "all_reduce": _all_reduce,
         "all_to_all": _all_to_all,
+        "exchange": _exchange,
         "broadcast": _broadcast,
         "permute": _permute,
     }
@@ -71,17 +94,19 @@ DIVIDED = MappingProxyType({"reduce_scatter": "dim", "all_to_all": "split_dim"})
 INVERSE: Mapping[str, Callable[[dict], dict]] = MappingProxyType(
     {
         "all_to_all": lambda k: {"split_dim": k["concat_dim"], "concat_dim": k["split_dim"]},
+        "exchange": lambda k: {"table": k["table"].t()},
         "permute": lambda k: {"shift": -k["shift"]},
     }
 )
-_KEYWORDS: Mapping[str, Callable[[int, int], dict[str, int]]] = MappingProxyType(
+_KEYWORDS: Mapping[str, Callable[[int, int, int], dict[str, Any]]] = MappingProxyType(
     {
-        "all_gather": lambda ranks, case: {"dim": case % 3 - case // 3 % 2},
-        "reduce_scatter": lambda ranks, case: {"dim": case % 3 - case // 3 % 2},
-        "all_reduce": lambda ranks, case: {},
-        "all_to_all": lambda ranks, case: {"split_dim": case % 3 - 3 * (case % 2), "concat_dim": case // 3},
-        "broadcast": lambda ranks, case: {"source": case % ranks},
-        "permute": lambda ranks, case: {"shift": case % 5 - 2},
+        "all_gather": lambda ranks, case, rows: {"dim": case % 3 - case // 3 % 2},
+        "reduce_scatter": lambda ranks, case, rows: {"dim": case % 3 - case // 3 % 2},
+        "all_reduce": lambda ranks, case, rows: {},
+        "all_to_all": lambda ranks, case, rows: {"split_dim": case % 3 - 3 * (case % 2), "concat_dim": case // 3},
+        "exchange": lambda ranks, case, rows: {"table": _table(ranks, case, rows)},
+        "broadcast": lambda ranks, case, rows: {"source": case % ranks},
+        "permute": lambda ranks, case, rows: {"shift": case % 5 - 2},
     }
 )
 CASES = 9  # of the keywords of each, in every dtype
@@ -219,20 +244,22 @@ def _example(name: str, ranks: int, width: int, seed: int) -> Example:
     x = torch.randint(-8, 9, shape, generator=generator).to(DTYPES[dtype])
     if (case + dtype) % 2:
         x = x.transpose(1, 3).contiguous().transpose(1, 3)
-    extras = {key: torch.tensor(value) for key, value in _KEYWORDS[name](ranks, case).items()}
+    keywords = _KEYWORDS[name](ranks, case, ranks * width)
+    extras = {key: torch.as_tensor(value) for key, value in keywords.items()}
     return Example({"x": x}, extras, torch.ones(1))
 
 
 def check_collective(kernel: Callable[..., Tensor], name: str, *, ranks: Sequence[int] = RANKS) -> None:
     """Put a collective through its laws on simulated meshes: `laws.check_collective(my_all_gather, "all_gather")`.
 
-    `name` is one of "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast" and "permute", and the
-    signature that of `fppo_kernels.collectives`. In float64, float32, bfloat16 and int64: every rank's result is the
-    definition's to the bit; the gradient is the transpose and its gradient the collective again; the result is a new
-    tensor, `x` itself on one rank. LawViolation for the first that fails; the examples hold one `x` per rank.
+    `name` is one of "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange", "broadcast" and "permute",
+    and the signature that of `fppo_kernels.collectives`. In float64, float32, bfloat16 and int64: each rank's result is
+    the definition's to the bit; the gradient is the transpose and its gradient the collective again; the result is a
+    new tensor, `x` itself on one rank. LawViolation for the first that fails; the examples hold one `x` per rank.
     """
     if name not in DEFINITIONS:
         raise ValueError(f"no collective {name!r}; there are {sorted(DEFINITIONS)}")
+    kernel = _by_table(kernel) if name == "exchange" else kernel
     sizes = [(n, width) for n in ranks for width in ((1, 0, 2) if n > 1 else (1,))]
     check(kernel, _laws(name), partial(_example, name), sizes=sizes, seeds=CASES * len(DTYPES))
 

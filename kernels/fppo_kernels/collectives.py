@@ -8,7 +8,7 @@ transposes are collectives too. Integers and bools pass without a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -65,6 +65,20 @@ def all_to_all(x: Tensor, axis: Axis, *, split_dim: int, concat_dim: int) -> Ten
         return x
     _check_divides("all_to_all", x, split_dim, axis)
     return _AllToAll.apply(x, axis, split_dim % x.dim(), concat_dim % x.dim())  # type: ignore[return-value]
+
+
+def exchange(x: Tensor, axis: Axis, *, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """The rows of `x` in runs, of which run r, of sent[r] rows, goes to rank r; and the runs that come, of received[r]
+    rows from rank r, in the order of the ranks.
+
+    Exchanging the two lists inverts it. Rows are of one shape and dtype on all ranks. Raises ValueError if `x` does not
+    have as many rows as are sent.
+    """
+    if axis.size == 1:
+        return x
+    if sum(sent) != x.shape[0]:
+        raise ValueError(f"exchange: {x.shape[0]} rows, of which {list(sent)} are to be sent, {sum(sent)} in all")
+    return _Exchange.apply(x, axis, tuple(sent), tuple(received))  # type: ignore[return-value]
 
 
 def broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Tensor:
@@ -145,6 +159,19 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         split_dim, concat_dim = ctx.dims
         return _AllToAll.apply(grads[0], ctx.axis, concat_dim, split_dim), None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, sent: tuple[int, ...], received: tuple[int, ...]) -> Tensor:
+        ctx.where = axis, received, sent
+        out = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=axis.group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Exchange.apply(grads[0], *ctx.where), None, None, None
 
 
 class _Broadcast(torch.autograd.Function):

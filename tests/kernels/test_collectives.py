@@ -63,6 +63,8 @@ def test_sizes_that_do_not_divide_are_named():
         collectives.reduce_scatter(x, Axis(2, 0), dim=1)
     with pytest.raises(ValueError, match=r"all_to_all: dimension 0 .* size 3, .* pad it to a multiple of 2"):
         collectives.all_to_all(x, Axis(2, 0), split_dim=0, concat_dim=1)
+    with pytest.raises(ValueError, match=r"exchange: 3 rows, of which \[2, 2\] are to be sent, 4 in all"):
+        collectives.exchange(x, Axis(2, 0), sent=[2, 2], received=[1, 1])
 
 
 class WithBackward(torch.autograd.Function):
@@ -122,6 +124,20 @@ def wrong_way(x, axis, *, shift=1):
     return collectives.permute(x, axis, shift=-shift)
 
 
+def in_other_order(x, axis, *, sent, received):
+    if axis.size == 1:
+        return x
+    out = collectives.exchange(x, axis, sent=sent, received=received)
+    return torch.cat(out.split(received)[::-1])
+
+
+def one_way(x, axis, *, sent, received):
+    def call(x):
+        return collectives.exchange(x, axis, sent=sent, received=received)
+
+    return x if axis.size == 1 else WithBackward.apply(x, call, lambda g: x.new_zeros(x.shape))
+
+
 def in_place(x, axis):
     return x if axis.size == 1 else x.data.copy_(collectives.all_reduce(x.detach(), axis)) + x - x.detach()
 
@@ -144,6 +160,8 @@ def truncates(x, axis, *, dim=0):
         (gather_without_sum, "all_gather", "transpose"),
         (same_dims_backward, "all_to_all", "transpose"),
         (kept_gradient, "broadcast", "transpose"),
+        (in_other_order, "exchange", "values"),
+        (one_way, "exchange", "transpose"),
         (wrong_way, "permute", "values"),
         (in_place, "all_reduce", "purity"),
         (copies_on_one_rank, "all_reduce", "one rank"),
