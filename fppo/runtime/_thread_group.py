@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,6 +59,9 @@ class Meeting:
         self.world, self.axis, self.ranks = world, axis, tuple(ranks)
         self.seats: dict[int, tuple[str, Payload]] = {}
         self.turn = 0
+        # by source and target: what is sent and not yet received, or the receipts of what is not yet sent
+        self.sent: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self.posted: dict[tuple[int, int], deque[Receipt]] = defaultdict(deque)
 
     def join(self, number: int, op: str, payload: Payload, work: Callable[[list[Payload]], None]) -> None:
         """Blocks until every rank has come and `work(payloads)` is done. Raises Stopped if another rank failed."""
@@ -86,6 +90,61 @@ class Meeting:
             self.world.waiting.pop(rank, None)
         self.turn += 1
         self.world.changed.notify_all()
+
+    def send(self, source: int, target: int, x: Tensor) -> None:
+        """Leaves a copy for the target, and does not wait. What one rank sends another arrives in this order."""
+        with self.world.changed:
+            if self.posted[source, target]:
+                self.posted[source, target].popleft().fill(x)
+            else:
+                self.sent[source, target].append(x.clone())
+
+    def receive(self, source: int, target: int, place: Tensor) -> Receipt:
+        """Asks for the next thing that the source sends the target, and does not wait."""
+        with self.world.changed:
+            receipt = Receipt(self, source, target, place)
+            if self.sent[source, target]:
+                receipt.fill(self.sent[source, target].popleft())
+            else:
+                self.posted[source, target].append(receipt)
+        return receipt
+
+
+class Receipt:
+    """A tensor that one rank of a meeting waits for, or will."""
+
+    def __init__(self, meeting: Meeting, source: int, target: int, place: Tensor) -> None:
+        self._meeting, self._source, self._rank, self._place = meeting, source, meeting.ranks[target], place
+        self._filled = self._waits = False
+
+    def fill(self, x: Tensor) -> None:
+        """Takes what has come. The caller holds the lock."""
+        if (x.dtype, x.shape) != (self._place.dtype, self._place.shape):
+            raise RuntimeError(f"{self._about()}: {_of('a send', x)} meets {_of('a receive', self._place)}")
+        with torch.no_grad():
+            self._place.copy_(x)
+        self._filled, world = True, self._meeting.world
+        if self._waits:
+            world.waiting.pop(self._rank)
+            world.changed.notify_all()
+
+    def wait(self) -> None:
+        """Blocks until it has come. Raises Stopped if another rank failed."""
+        world = self._meeting.world
+        with world.changed:
+            if not self._filled and world.error is None:
+                self._waits, world.waiting[self._rank] = True, f"waits in a {self._about()}"
+                world.find_deadlock()
+                world.changed.wait_for(lambda: self._filled or world.error is not None)
+            if not self._filled:
+                raise Stopped(f"{self._about()}: another rank failed") from world.error
+
+    def is_completed(self) -> bool:
+        """Whether it has come."""
+        return self._filled
+
+    def _about(self) -> str:
+        return f"receive from rank {self._meeting.ranks[self._source]} over {self._meeting.axis!r}"
 
 
 _SUM = dist.ReduceOp.SUM
@@ -221,6 +280,13 @@ class ThreadGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Any:
         return self._join("barrier", None, lambda _: None)
+
+    def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> Any:
+        self._meeting.send(self._number, target, tensors[0].detach())
+        return _done()
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
+        return self._meeting.receive(source, self._number, tensors[0].detach())
 
     # the names before torch 2.13
     _allgather_base = all_gather_single  # type: ignore[assignment]

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from fppo.runtime.failure import Limits, Monitor
-from fppo.runtime.mesh import Mesh, Sharding
+from fppo.runtime.mesh import Mesh, Sharding, with_lanes
 from fppo.runtime.parent import LAUNCHER
 from fppo.runtime.watch import Watch, watched
 from fppo_kernels.collectives import Axis
@@ -112,7 +112,7 @@ def _axes(
         groups = [(line, dist.new_group(line, timeout=limit)) for line in lines]  # every rank makes all of them
         line, group = next((line, group) for line, group in groups if rank in line)
         axes[name] = Axis(size, line.index(rank), group)
-    return axes
+    return with_lanes(axes, ranks, rank, limit)
 
 
 def start(arguments: Sequence[str], ranks: int, *, max_restarts: int = 0) -> int:

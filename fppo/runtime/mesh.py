@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import attrs
@@ -87,9 +88,26 @@ class Mesh:
                 f"the dimensions of {device_mesh} have no names: give mesh_dim_names, some of {list(AXES)}"
             )
         sizes = {name: device_mesh.size(dim) for dim, name in enumerate(names)}
-        return Mesh(
-            {name: Axis(n, device_mesh.get_local_rank(name), device_mesh.get_group(name)) for name, n in sizes.items()}
-        )
+        axes = {
+            name: Axis(n, device_mesh.get_local_rank(name), device_mesh.get_group(name)) for name, n in sizes.items()
+        }
+        return Mesh(with_lanes(axes, device_mesh.mesh, dist.get_rank()))
+
+
+def with_lanes(axes: Mapping[str, Axis], ranks: Tensor, rank: int, limit: timedelta | None = None) -> dict[str, Axis]:
+    """The axes of a mesh of `ranks`, in their order; the pipeline axis with a lane to and from either neighbour around
+    it, with new groups, whose messages wait no longer than `limit`. All processes must call."""
+    axis = axes.get("pipeline", Axis())
+    if axis.size == 1:
+        return dict(axes)
+    ring = [(place, (place + 1) % axis.size) for place in range(axis.size)]
+    lanes = {}
+    for line in ranks.movedim(list(axes).index("pipeline"), -1).reshape(-1, axis.size).tolist():
+        for pair in dict.fromkeys([*ring, *((after, before) for before, after in ring)]):
+            own = sorted(line[place] for place in pair)
+            group = dist.new_group(own, timeout=limit)  # all processes make all groups
+            lanes |= {pair: group} if rank in own else {}
+    return {**axes, "pipeline": attrs.evolve(axis, lanes=lanes)}
 
 
 LOCAL = Mesh.local()  # the default of functions that take a mesh

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fppo.runtime.mesh import Mesh
+from fppo_kernels.collectives import Axis
 
 
 class Traffic(NamedTuple):
@@ -217,6 +218,13 @@ class RelayGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Any:
         return self._call("barrier", [], self.group.barrier, opts)
 
+    def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> Any:
+        size = sum(x.numel() * x.element_size() for x in tensors)
+        return self._call("send", tensors, self.group.send, tensors, target, tag, sent=size)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
+        return self._call("receive", tensors, self.group.recv, tensors, source, tag, sent=0)
+
     # the names before torch 2.13
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
@@ -256,8 +264,13 @@ def watched(mesh: Mesh) -> tuple[Mesh, Watch]:
     """The mesh with its groups watched, and what watches them. What they compute is the same, bit for bit."""
     wide = {name: axis for name, axis in mesh.axes.items() if axis.size > 1}
     watch = Watch({name: _ranks(axis.group) for name, axis in wide.items()})
-    groups = {name: attrs.evolve(axis, group=WatchedGroup(axis.group, name, watch)) for name, axis in wide.items()}
-    return attrs.evolve(mesh, axes={**mesh.axes, **groups}), watch
+
+    def watched_axis(name: str, axis: Axis) -> Axis:
+        group, *lanes = (WatchedGroup(group, name, watch) for group in (axis.group, *axis.lanes.values()))
+        return attrs.evolve(axis, group=group, lanes=dict(zip(axis.lanes, lanes, strict=True)))
+
+    axes = {name: watched_axis(name, axis) for name, axis in wide.items()}
+    return attrs.evolve(mesh, axes={**mesh.axes, **axes}), watch
 
 
 def _ranks(group: Any) -> Sequence[int]:

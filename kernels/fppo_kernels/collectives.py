@@ -8,7 +8,7 @@ transposes are collectives too. Integers and bools pass without a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -27,11 +27,17 @@ _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 
 @attrs.frozen
 class Axis:
-    """One axis of the mesh; without a group it is one rank wide, and its collectives are the identity."""
+    """One axis of the mesh; without a group it is one rank wide, and its collectives are the identity.
+
+    `lanes` are groups of this rank and another, in the order of their ranks, for what goes from the first rank of the
+    key to the second and for nothing else: with NCCL a message waits for those before it in its group, in both
+    directions. What has no lane goes over the group.
+    """
 
     size: int = 1
     rank: int = 0
     group: Any = None
+    lanes: Mapping[tuple[int, int], Any] = attrs.field(factory=dict, eq=False, repr=False)
 
 
 def all_gather(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
@@ -95,6 +101,47 @@ def same(x: Tensor, axis: Axis) -> Tensor:
     """`x`, which all ranks hold, and of which all of them go on to compute the same: the first rank's gradient is taken
     for that of all, and the others' are zero."""
     return x if axis.size == 1 else _Same.apply(x, axis)  # type: ignore[return-value]
+
+
+@attrs.frozen(eq=False)
+class Transfer:
+    """A tensor under way between two ranks."""
+
+    x: Tensor
+    work: Any
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is received, or once the sender may write into it."""
+        self.work.wait()
+        return self.x
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once; some backends do not know before."""
+        return self.work.is_completed()
+
+
+def send(x: Tensor, axis: Axis, *, target: int) -> Transfer:
+    """Begins to send `x` to another rank of the axis, which is to `receive` it. No gradients.
+
+    What one rank sends another arrives in the order in which it was sent.
+    """
+    group, peer = _lane(axis, axis.rank, target)
+    x = x.detach().contiguous()
+    return Transfer(x, dist.isend(x, group=group, group_dst=peer))
+
+
+def receive(place: Tensor, axis: Axis, *, source: int) -> Transfer:
+    """Begins to receive what rank `source` of the axis sends next, of the shape and dtype of `place`, which must be
+    contiguous. No gradients."""
+    group, peer = _lane(axis, source, axis.rank)
+    return Transfer(place, dist.irecv(place, group=group, group_src=peer))
+
+
+def _lane(axis: Axis, source: int, target: int) -> tuple[Any, int]:
+    """The group of what goes from one rank to another, and the number of the other one in it."""
+    peer = target if axis.rank == source else source
+    lane = axis.lanes.get((source, target))
+    return (axis.group, peer) if lane is None else (lane, int(peer > axis.rank))
 
 
 def _check_divides(name: str, x: Tensor, dim: int, axis: Axis) -> None:
