@@ -10,6 +10,7 @@ from fppo.laws.layers import check_glu, check_linear, check_rms_norm
 from fppo.laws.layout import check_layout, check_layout_fn
 from fppo.laws.losses import check_policy_loss, check_value_loss
 from fppo.laws.padding import check_padding
+from fppo.laws.schedules import check_schedule
 from fppo.laws.screening import screen_estimator, screen_kernel, screen_policy_loss
 from fppo.laws.states import check_donation, check_purity, check_resume
 from fppo.laws.temporal import check_gae, check_temporal
@@ -36,6 +37,7 @@ __all__ = [
     "check_purity",
     "check_resume",
     "check_rms_norm",
+    "check_schedule",
     "check_temporal",
     "check_ulysses",
     "check_update",

@@ -17,17 +17,25 @@ if TYPE_CHECKING:
     from fppo.runtime.offload import OnHost as OnHost
     from fppo.runtime.offload import to_device as to_device
     from fppo.runtime.offload import to_host as to_host
+    from fppo.runtime.schedule import Action as Action
+    from fppo.runtime.schedule import Schedule as Schedule
+    from fppo.runtime.schedule import all_forward as all_forward
+    from fppo.runtime.schedule import one_f_one_b as one_f_one_b
     from fppo.runtime.simulate import simulate as simulate
 
 __all__ = [
     "LOCAL",
+    "Action",
     "CheckpointError",
     "Lane",
     "Mesh",
     "OnHost",
     "PeerError",
+    "Schedule",
     "Sharding",
+    "all_forward",
     "joined",
+    "one_f_one_b",
     "simulate",
     "to_device",
     "to_host",
@@ -38,6 +46,7 @@ _HOMES = {
     "launch": ("joined",),
     "mesh": ("LOCAL", "Mesh", "Sharding"),
     "offload": ("Lane", "OnHost", "to_device", "to_host"),
+    "schedule": ("Action", "Schedule", "all_forward", "one_f_one_b"),
     "simulate": ("simulate",),
 }
 
