@@ -1,0 +1,188 @@
+"""Running a schedule: a function cut into stages over the ranks of an axis, and its gradient.
+
+What a stage gives is sent to the next one, whose input it is as a leaf. `torch.autograd.grad` of a stage's result by
+the parameters and by this leaf is the product with the Jacobian that the stage before goes on with.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from fppo.runtime.schedule import Action, Schedule
+from fppo_kernels import collectives
+from fppo_kernels.collectives import Axis, Transfer
+
+# (params, stage, what the stage before gave or None, micro-batch) -> what the next one gets
+StageFn = Callable[[Any, int, Tensor | None, int], Any]
+
+
+class Wire(NamedTuple):
+    """What stages hand on of a micro-batch; its gradient goes back the same way."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+Wires = Callable[[int], Wire]  # of each micro-batch
+
+
+class _Mail:
+    """What this rank gets from others and sends to them in the course of a schedule."""
+
+    def __init__(self, schedule: Schedule, axis: Axis, wires: Wires) -> None:
+        self._schedule, self._axis, self._wires = schedule, axis, wires
+        self._expected = {rank: deque(schedule.messages(rank, axis.rank)) for rank in range(axis.size)}
+        self._begun: dict[int, tuple[Action, Transfer]] = {}  # by source
+        self._here: dict[Action, Tensor] = {}
+        self._sent: list[Transfer] = []
+
+    def take(self, action: Action) -> Tensor:
+        """The result of an action, of this rank or another."""
+        source = action.stage % self._axis.size
+        while action not in self._here:
+            self._begin(source)
+            name, transfer = self._begun.pop(source)
+            self._begin(source)  # the next one arrives while this rank computes
+            self._here[name] = transfer.wait()
+        return self._here.pop(action)
+
+    def _begin(self, source: int) -> None:
+        if source not in self._begun and self._expected[source]:
+            name = self._expected[source].popleft()
+            shape, dtype, device = self._wires(name.micro)
+            place = torch.empty(shape, dtype=dtype, device=device)
+            self._begun[source] = name, collectives.receive(place, self._axis, source=source)
+
+    def give(self, action: Action, x: Tensor) -> None:
+        """Hands on an action's result. Raises ValueError for one that the next stage does not expect."""
+        wire, target = self._wires(action.micro), self._schedule.target(action)
+        if (x.shape, x.dtype) != wire[:2]:
+            raise ValueError(
+                f"stage {action.stage} gives {x.dtype} {list(x.shape)}, and its neighbour expects {wire.dtype} "
+                f"{list(wire.shape)}"
+            )
+        if target == self._axis.rank:
+            self._here[action] = x.detach()
+        elif target is not None:
+            self._sent = [transfer for transfer in self._sent if not transfer.done()]  # whose memory is free
+            self._sent.append(collectives.send(x, self._axis, target=target))
+
+    def settle(self) -> None:
+        """Waits until all is sent."""
+        while self._sent:
+            self._sent.pop(0).wait()
+
+
+class _Sum:
+    """Gradients that add up, in these dtypes."""
+
+    def __init__(self, dtypes: Sequence[torch.dtype]) -> None:
+        self._dtypes, self._counts = dtypes, [0] * len(dtypes)
+        self._total: list[Tensor | None] = [None] * len(dtypes)
+
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        """A term; where it has none, it is zero."""
+        own: list[tuple[Tensor, Tensor]] = []
+        for place, grad in enumerate(grads):
+            before = self._total[place]
+            if grad is None:
+                continue
+            if before is None:
+                self._total[place] = grad.to(self._dtypes[place])
+            elif self._counts[place] == 1:  # a gradient's memory may be another's too
+                self._total[place] = before + grad
+            else:
+                own.append((before, grad))
+            self._counts[place] += 1
+        if own:
+            before, added = zip(*own, strict=True)
+            torch._foreach_add_(list(before), list(added))  # pyright: ignore[reportPrivateImportUsage]
+
+    def totals(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """The sums, zeros where nothing was added."""
+        pairs = zip(self._total, like, self._dtypes, strict=True)
+        return [torch.zeros_like(x, dtype=kind) if total is None else total for total, x, kind in pairs]
+
+
+def pipeline_value_and_grad(
+    fn: StageFn,
+    params: Any,
+    schedule: Schedule,
+    *,
+    axis: Axis,
+    wires: Wires,
+    dtypes: Sequence[torch.dtype] | None = None,
+) -> tuple[list[tuple[Tensor, Any]], Any]:
+    """`value_and_grad` of the sum over micro-batches of what the last stage gives, on this rank of the axis.
+
+    `fn(params, stage, received, micro)` returns what the next stage receives, as `wires(micro)` says; on the
+    last stage (0-d loss, aux). `params` is the tree that this rank's stages read. Returns (loss, aux) of each
+    micro-batch where the last stage is, elsewhere nothing; and the gradients, a tree like `params`, added up in
+    `dtypes` (of its leaves; None: their own). All ranks of the axis call it with one schedule.
+    """
+    leaves, spec = pytree.tree_flatten(params)
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    tree = pytree.tree_unflatten(leaves, spec)
+    mail, last = _Mail(schedule, axis, wires), schedule.stages - 1
+    total = _Sum([leaf.dtype for leaf in leaves] if dtypes is None else dtypes)
+    kept: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
+    reports: dict[int, tuple[Tensor, Any]] = {}
+    for action in schedule.actions[axis.rank]:
+        kind, stage, micro = action
+        if kind == "forward":
+            received = mail.take(schedule.needs(action)[0]).requires_grad_() if stage else None
+            with torch.enable_grad():
+                out = fn(tree, stage, received, micro)
+            if stage == last:
+                out, aux = out
+                reports[micro] = pytree.tree_map_only(Tensor, Tensor.detach, (out, aux))
+            else:
+                mail.give(action, out)
+            # the node and not the tensor, whose memory is free once it is sent
+            kept[stage, micro] = received, get_gradient_edge(out) if out.requires_grad else None
+            del out
+        else:
+            received, edge = kept.pop((stage, micro))
+            grad = None if stage == last else mail.take(schedule.needs(action)[1])
+            *grads, back = _gradients(edge, leaves, received, grad)
+            total.add(grads)
+            if received is not None:
+                mail.give(action, torch.zeros_like(received) if back is None else back)
+    mail.settle()
+    return [reports[micro] for micro in sorted(reports)], pytree.tree_unflatten(total.totals(leaves), spec)
+
+
+def _gradients(
+    edge: GradientEdge | None, leaves: Sequence[Tensor], received: Tensor | None, grad: Tensor | None
+) -> Sequence[Tensor | None]:
+    """The products of `grad` (of a loss None) with the Jacobians of a stage's result by the leaves and, last, by what
+    it received."""
+    if edge is None:  # every token was masked, or no leaf was used
+        return [None] * (len(leaves) + 1)
+    if received is None:
+        return [*torch.autograd.grad(edge, leaves, grad, allow_unused=True), None]
+    return torch.autograd.grad(edge, [*leaves, received], grad, allow_unused=True)
+
+
+@torch.no_grad()
+def pipeline_forward(fn: StageFn, params: Any, schedule: Schedule, *, axis: Axis, wires: Wires) -> list[Any]:
+    """What the last stage gives for each micro-batch, where that stage is; elsewhere nothing. See
+    `pipeline_value_and_grad`; the schedule has forward passes alone."""
+    mail, results = _Mail(schedule, axis, wires), {}
+    for action in schedule.actions[axis.rank]:
+        received = mail.take(schedule.needs(action)[0]) if action.stage else None
+        out = fn(params, action.stage, received, action.micro)
+        if action.stage == schedule.stages - 1:
+            results[action.micro] = out
+        else:
+            mail.give(action, out)
+    mail.settle()
+    return [results[micro] for micro in sorted(results)]
