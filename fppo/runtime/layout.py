@@ -1,4 +1,4 @@
-"""How parameters are cut over the tensor axis, as data: which part of each a rank holds, and whose it is to count."""
+"""How parameters lie on a mesh, as data: which of them a rank holds, which part of each, and whose it is to count."""
 
 from __future__ import annotations
 
@@ -89,16 +89,19 @@ class Cut:
 
 @attrs.frozen
 class Extent:
-    """The whole shape of a tensor, and how it is cut over the tensor axis."""
+    """The whole shape of a tensor, how it is cut over the tensor axis, and the ranks of the pipeline axis that hold it,
+    in order; without any, all do."""
 
     shape: torch.Size
-    cut: Cut
+    cut: Cut | None = None
+    stages: tuple[int, ...] = ()
 
 
 @attrs.frozen
 class Layout:
-    """What rank `rank` of the `ranks` of the tensor axis holds of parameters of `whole` shapes: those with a cut in
-    parts, the others whole.
+    """What a rank holds of parameters of `whole` shapes: rank `rank` of the `ranks` of the tensor axis those with a cut
+    in parts, the others whole; and rank `stage_rank` of the `stage_ranks` of the pipeline axis those for which `stages`
+    names it among the ranks that hold them, in order. Without a pipeline `stages` is empty: every rank holds all.
 
     Those in `once` are whole, and added to what is the sum of all ranks' shares: the first rank brings them.
     """
@@ -108,22 +111,43 @@ class Layout:
     once: frozenset[str]
     rank: int
     ranks: int
+    stages: Mapping[str, tuple[int, ...]] = attrs.field(factory=dict)
+    stage_rank: int = 0
+    stage_ranks: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        if self.stage_ranks > 1 and (lost := [name for name in self.whole if not self.stages.get(name)]):
+            raise ValueError(f"no rank of the pipeline axis holds {lost[:5]}")
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The parameters that this rank holds something of, in the model's order."""
+        return tuple(name for name in self.whole if self.holds(name))
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank holds something of a parameter."""
+        return self.stage_rank in self.stages.get(name, (self.stage_rank,))
+
+    def source(self, name: str) -> int:
+        """The rank of the pipeline axis that has a parameter for those that do not hold it: the first that does."""
+        return self.stages.get(name, (0,))[0]
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """The shapes of what this rank holds."""
-        return {name: self._shape(name) for name in self.whole}
+        return {name: self.shape(name) for name in self.held}
 
-    def _shape(self, name: str) -> torch.Size:
+    def shape(self, name: str) -> torch.Size:
+        """The shape of this tensor rank's part of a parameter, whether this stage holds it or another."""
         shape, cut = list(self.whole[name]), self.cuts.get(name)
         if cut is not None:
             shape[cut.dim] = cut.size(cut.part(self.rank, self.ranks))
         return torch.Size(shape)
 
     def extent(self, name: str) -> torch.Size | Extent:
-        """The whole shape of a parameter, with its cut if it has one."""
-        cut = self.cuts.get(name)
-        return self.whole[name] if cut is None else Extent(self.whole[name], cut)
+        """The whole shape of a parameter, with its cut and its stages if it has some."""
+        cut, stages = self.cuts.get(name), self.stages.get(name, ())
+        return Extent(self.whole[name], cut, stages) if cut is not None or stages else self.whole[name]
 
     def take(self, name: str, whole: Tensor) -> Tensor:
         """What this rank holds of a whole parameter."""
@@ -148,10 +172,10 @@ class Layout:
         return self.join(name, [x[:size].movedim(0, cut.dim) for x, size in zip(pieces, sizes, strict=True)])
 
     def owns(self, name: str) -> bool:
-        """Whether what this rank holds of a parameter is this rank's to count: of ranks that hold the same, the
-        first's."""
+        """Whether this rank counts what it holds of a parameter: of ranks that hold the same, the first does."""
         cut = self.cuts.get(name)
-        return self.rank == (0 if cut is None else cut.first(cut.part(self.rank, self.ranks), self.ranks))
+        first = 0 if cut is None else cut.first(cut.part(self.rank, self.ranks), self.ranks)
+        return self.rank == first and self.stage_rank == self.stages.get(name, (self.stage_rank,))[0]
 
 
 def boxes(shape: tuple[int, ...], cut: Cut | None = None, part: int = 0) -> list[Box]:

@@ -21,12 +21,13 @@ from fppo_kernels import collectives
 from fppo_kernels.collectives import Axis
 
 T = TypeVar("T")
-AXES = ("replicate", "shard", "sequence", "tensor", "pipeline", "expert")
-DATA_AXES = ("replicate", "shard")  # the axes whose ranks hold different rows
+# ranks of the last axis are neighbours
+AXES = ("pipeline", "replicate", "shard", "expert", "sequence", "context", "tensor")
+DATA_AXES = ("replicate", "shard", "expert")  # the axes whose ranks hold different rows
 _OPS = {Sum: dist.ReduceOp.SUM, Max: dist.ReduceOp.MAX, Min: dist.ReduceOp.MIN}
 BUCKET_BYTES = 25 * 2**20  # of one all-reduce of many tensors
 # the axes over which gradients are shares; over the tensor axis, those of what it does not cut
-GRADIENT_AXES = (*DATA_AXES, "sequence", "tensor")
+GRADIENT_AXES = (*DATA_AXES, "sequence", "context", "tensor")
 
 
 @attrs.frozen
@@ -48,13 +49,15 @@ class Sharding:
 class Mesh:
     """Axis names to axes. An axis that is not named is one rank wide.
 
-    Without `sharding` every rank of the shard axis holds whole parameters, and the axis only divides the data. `layout`
-    is that of a model's parameters on the tensor axis, where gradients of them are summed, counted and applied.
+    Without `sharding` every rank of the shard axis holds whole parameters, and the axis only divides the data. Each
+    rank of the pipeline axis has `virtual_stages` stages of a model's layers, which it runs by turns. `layout` is that
+    of a model's parameters on the tensor and pipeline axes, where gradients of them are summed, counted and applied.
     """
 
     axes: Mapping[str, Axis] = attrs.field(factory=dict)
     sharding: Sharding | None = None
     layout: Layout | None = None
+    virtual_stages: int = 1
 
     def __attrs_post_init__(self) -> None:
         unknown = sorted(set(self.axes) - set(AXES))
@@ -71,8 +74,8 @@ class Mesh:
 
     @property
     def cuts(self) -> bool:
-        """Whether a rank holds less than whole parameters, on any axis."""
-        return self.sharded or self["tensor"].size > 1
+        """Whether a rank holds less than all parameters whole, on any axis."""
+        return self.sharded or self["tensor"].size > 1 or self["pipeline"].size > 1
 
     @staticmethod
     def local() -> Mesh:
@@ -131,7 +134,8 @@ def gradient_sum(grads: T, mesh: Mesh) -> T:
     """The gradient, from each rank's share: of its rows, and of its slices of the packed rows.
 
     Gradients of sharded parameters are summed over the shard axis already, as they were scattered. Over the tensor
-    axis those of parameters that it does not cut are summed, and those of a part over the ranks that hold it.
+    axis those of parameters that it does not cut are summed, and those of a part over the ranks that hold it; over the
+    pipeline axis those of parameters that several of its ranks hold (tied embeddings).
     """
     done = {"tensor", "shard"} if mesh.sharded else {"tensor"}
     summed: Any = _sum(grads, mesh, [name for name in GRADIENT_AXES if name not in done])
@@ -140,7 +144,30 @@ def gradient_sum(grads: T, mesh: Mesh) -> T:
     slots = {name: _slots(g, mesh.layout.cuts.get(name), mesh["tensor"]) for name, g in summed.items()}
     whole = _sum({name: slot for name, (slot, _) in slots.items() if slot is not None}, mesh, ["tensor"])
     result: Any = {name: whole[name][slots[name][1]] if name in whole else g for name, g in summed.items()}
+    for name, stages in mesh.layout.stages.items():
+        if len(stages) > 1:
+            result |= _sum_copies(name, result, stages, mesh["pipeline"])
     return result
+
+
+def _sum_copies(name: str, grads: Mapping[str, Tensor], stages: Sequence[int], axis: Axis) -> dict[str, Tensor]:
+    """The gradient of a parameter that these ranks of the axis hold, summed in their order, so all have the same bits;
+    other ranks exchange nothing, and get nothing. Every rank of the axis must call."""
+    own = grads.get(name)
+    empty = next(iter(grads.values())).new_empty(0)
+    flat = empty if own is None else own.detach().flatten()
+    others = [stage for stage in stages if stage != axis.rank]
+    counts = [len(flat) if stage in others else 0 for stage in range(axis.size)]
+    received = flat.new_empty(sum(counts))
+    dist.all_to_all_single(received, flat.repeat(len(others) if len(flat) else 1), counts, counts, group=axis.group)
+    if own is None:
+        return {}
+    copies = dict(zip(others, received.split(len(flat)), strict=True)) | {axis.rank: flat}
+    first, *rest = (copies[stage] for stage in stages)
+    total = first.clone()
+    for copy in rest:
+        total += copy
+    return {name: total.view(own.shape)}
 
 
 def _slots(grad: Tensor, cut: Cut | None, axis: Axis) -> tuple[Tensor | None, int]:

@@ -92,3 +92,57 @@ def test_gradients_are_summed_over_the_ranks_that_hold_a_part(parts):
 
     expected = {None: [15.0] * 4, 1: [15.0] * 4, 2: [3.0, 3.0, 12.0, 12.0], 4: [1.0, 2.0, 4.0, 8.0]}
     assert simulate({"tensor": 4}, run) == expected[parts]
+
+
+@st.composite
+def staged(draw):
+    """The layouts of all ranks of a pipeline axis times a tensor axis, for parameters on one stage, or on several."""
+    stages, ranks = draw(st.integers(2, 4)), draw(st.sampled_from([1, 2]))
+    holders = st.sets(st.integers(0, stages - 1), min_size=1).map(lambda x: tuple(sorted(x)))
+    names = {name: draw(holders) for name in "abcdef"[: draw(st.integers(1, 6))]}
+    shapes = {name: torch.Size([2 * draw(st.integers(1, 3)), 3]) for name in names}
+    cuts = {name: Cut(0, ranks, (shapes[name][0],)) for name in names if ranks > 1 and draw(st.booleans())}
+    return [
+        Layout(shapes, cuts, frozenset(), rank, ranks, names, stage, stages)
+        for stage in range(stages)
+        for rank in range(ranks)
+    ]
+
+
+@given(staged())
+def test_every_number_has_one_owner_among_stages_and_tensor_ranks(every):
+    whole = {name: numbers(shape) + 100 * i for i, (name, shape) in enumerate(every[0].whole.items())}
+    counted = []
+    for layout in every:
+        pieces = {name: layout.take(name, whole[name]) for name in layout.held}
+        assert {name: x.shape for name, x in pieces.items()} == layout.shapes
+        assert set(layout.held) == {name for name, stages in layout.stages.items() if layout.stage_rank in stages}
+        assert all(layout.holds(name) for name in whole if layout.owns(name))
+        counted += [x.flatten() for name, x in pieces.items() if layout.owns(name)]
+    assert torch.equal(torch.cat(counted).sort().values, torch.cat([x.flatten() for x in whole.values()]))
+
+
+def test_a_parameter_without_a_stage_is_refused():
+    with pytest.raises(ValueError, match=r"no rank of the pipeline axis holds \['b'\]"):
+        Layout({"a": torch.Size([1]), "b": torch.Size([1])}, {}, frozenset(), 0, 1, {"a": (0,)}, 0, 2)
+
+
+def test_gradients_of_what_several_stages_hold_are_summed_in_their_order():
+    stages = {"first": (0,), "middle": (1,), "tied": (0, 2), "thrice": (0, 1, 2)}
+    shapes = {name: torch.Size([2]) for name in stages}
+    shares = [torch.tensor([1e8, 1.0]), torch.tensor([1.0, 2.0]), torch.tensor([-1e8, 4.0])]  # 1e8 + 1 is 1e8
+
+    def run(mesh):
+        stage = mesh["pipeline"].rank
+        layout = Layout(shapes, {}, frozenset(), 0, 1, stages, stage, 3)
+        grads = {name: shares[stage].clone() for name in layout.held}
+        summed = gradient_sum(grads, attrs.evolve(mesh, layout=layout))
+        assert all(torch.equal(x, shares[stage]) for x in grads.values())
+        return {name: x.tolist() for name, x in summed.items()}
+
+    both, all_three = [0.0, 5.0], [0.0, 7.0]
+    assert simulate({"pipeline": 3}, run) == [
+        {"first": [1e8, 1.0], "tied": both, "thrice": all_three},
+        {"middle": [1.0, 2.0], "thrice": all_three},
+        {"tied": both, "thrice": all_three},
+    ]
