@@ -19,7 +19,7 @@ from fppo.models.place import own_params
 from fppo.runtime import fsdp
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import Mesh
-from fppo.runtime.parts import part_of
+from fppo.runtime.parts import holds, part_of
 
 
 class _Stored(NamedTuple):
@@ -42,23 +42,26 @@ def read_parts(
     kept = module._keep_in_fp32_modules or module._keep_in_fp32_modules_strict
     if (kept and dtype != torch.float32) or getattr(model.config, "quantization_config", None) is not None:
         return None
-    wanted = {name for name in model.shapes if name.startswith(model.prefix) or model.head == "lm"}
+    known = {name for name in model.whole_shapes if name.startswith(model.prefix) or model.head == "lm"}
     converters, groups = _groups(module, files)
     parts: Params = {}
+    others: set[str] = set()  # of other stages
     for target, sources in groups.items():
         converter = converters.get(sources[0].pattern)
-        if converter is None and target not in wanted:
+        if converter is None and target not in known:
             if ignored(target):
                 continue
             return None
-        if converter is None:
+        if target in known and not holds(model.extents[target], mesh):
+            others.add(target)
+        elif converter is None:
             parts[target] = _read(sources[0], model.extents[target], dtype, mesh)
         else:
             whole = _converted(module, target, sources, converter)
-            parts |= {name: _own(own_params(model, {name: x}, mesh)[name], dtype) for name, x in whole.items()}
-    cut = fsdp.shard({name: torch.empty(model.shapes[name], device="meta") for name in wanted}, mesh)
-    fits = {name: x.shape for name, x in parts.items()} == {name: x.shape for name, x in cut.items()}
-    return parts if fits else None
+            parts |= {name: _own(x, dtype) for name, x in own_params(model, whole, mesh).items()}
+    own = {name: torch.empty(shape, device="meta") for name, shape in model.shapes.items() if name in known}
+    fits = {name: x.shape for name, x in parts.items()} == {n: x.shape for n, x in fsdp.shard(own, mesh).items()}
+    return parts if fits and known == parts.keys() | others else None
 
 
 def _groups(

@@ -15,16 +15,16 @@ def init_params(model: Model, key: Key, dtype: torch.dtype = torch.float32) -> P
         torch.manual_seed(key.fold("init").seed & ((1 << 63) - 1))
         module = causal_lm(model.config, "cpu", trust_remote_code=model.trust_remote_code)
     named = dict(module.named_parameters())
-    params = {name: named[name].detach().to(dtype) for name in model.shapes if name in named}
+    params = {name: named[name].detach().to(dtype) for name in model.whole_shapes if name in named}
     return params | (init_value_head(model, key, dtype) if model.head == "value" else {})
 
 
 def init_value_head(model: Model, key: Key, dtype: torch.dtype = torch.float32) -> Params:
     """A value head: weight [K, H] normal with the config's initializer_range, bias [K] zero."""
-    shape = model.shapes[SCORE_WEIGHT]
+    shape = model.whole_shapes[SCORE_WEIGHT]
     std = getattr(model.config, "initializer_range", None) or 0.02
     weight = torch.randn(shape, generator=key.fold("score").generator(), dtype=torch.float64) * std
-    return {SCORE_WEIGHT: weight.to(dtype), SCORE_BIAS: torch.zeros(model.shapes[SCORE_BIAS], dtype=dtype)}
+    return {SCORE_WEIGHT: weight.to(dtype), SCORE_BIAS: torch.zeros(model.whole_shapes[SCORE_BIAS], dtype=dtype)}
 
 
 def as_critic(model: Model, params: Params, key: Key, *, outputs: int = 1) -> tuple[Model, Params]:

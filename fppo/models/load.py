@@ -20,7 +20,6 @@ from fppo.models.init import init_value_head
 from fppo.models.model import BUILDING, SCORE_BIAS, SCORE_WEIGHT, HeadKind, Model, Params, build, plain_config
 from fppo.models.place import check_placed, own_params, place
 from fppo.models.probe import check_model
-from fppo.runtime import fsdp
 from fppo.runtime.mesh import LOCAL, Mesh
 
 _PATIENCE = 4.0  # seconds for the hub to answer
@@ -43,8 +42,8 @@ def load(
 ) -> tuple[Model, Params]:
     """The model in a directory or on the Hugging Face hub, with its parameters on the CPU in `dtype`.
 
-    On a mesh that cuts parameters they are this rank's part, and it reads no more than that of most checkpoints; on a
-    tensor axis the model is placed (`place`), if what its ranks compute is what it does (`check_placed`).
+    On a mesh that cuts parameters they are this rank's part, and it reads no more than that of most checkpoints; the
+    model is placed (`place`), on a tensor axis if what its ranks compute is what it does (`check_placed`).
     A value head is read from token- or sequence-classification checkpoints (`score`, `classifier`) and TRL's
     (`v_head.summary`), in float32 or wider; `outputs` is how many numbers it gives, or a range says which of them
     are taken of a head that has more. A checkpoint without one gets a head drawn from `key`, or zeros without a key.
@@ -63,8 +62,8 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     check_model(model)
+    whole, model = model, place(model, mesh)
     if (ranks := mesh["tensor"].size) > 1:
-        whole, model = model, place(model, mesh)
         check_placed(whole, ranks)
     try:
         params, problems = _read(model, directory, own, dtype, mesh)
@@ -79,7 +78,7 @@ def load(
             value_head = {name: x[outputs.start : outputs.stop] for name, x in value_head.items()}
         value_head = value_head or _fresh_head(model, key, wide)
         problems += _compare(model, value_head)
-        params |= fsdp.shard(value_head, mesh)
+        params |= own_params(model, value_head, mesh)
     if problems:
         raise ValueError(f"{path} does not hold a whole {own.model_type!r} model: " + "; ".join(problems))
     return model, {name: params[name] for name in model.shapes}
@@ -171,8 +170,8 @@ def _read_whole(
             trust_remote_code=model.trust_remote_code,
         )
     module, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
-    named = {name: p.detach() for name, p in module.named_parameters() if name in model.shapes}
-    wanted = {name for name in model.shapes if name not in (SCORE_WEIGHT, SCORE_BIAS)}
+    named = {name: p.detach() for name, p in module.named_parameters() if name in model.whole_shapes}
+    wanted = {name for name in model.whole_shapes if name not in (SCORE_WEIGHT, SCORE_BIAS)}
     missing = sorted(wanted & set(info["missing_keys"]) | (wanted - set(named)))
     unknown = sorted(name for name in info["unexpected_keys"] if not _expected(name, model))
     problems = [f"missing {missing}"] if missing else []
@@ -182,8 +181,8 @@ def _read_whole(
         for name, stored, shape in sorted(info["mismatched_keys"])
         if name in wanted
     ]
-    if model.head == "lm" and "lm_head.weight" not in model.shapes:
-        extra = dict(module.named_parameters()).keys() - model.shapes.keys()
+    if model.head == "lm" and "lm_head.weight" not in model.whole_shapes:
+        extra = dict(module.named_parameters()).keys() - model.whole_shapes.keys()
         problems += [f"{sorted(extra)} are tied by the config but stored apart"] if extra else []
     return named, problems
 
@@ -213,14 +212,14 @@ def read_value_head(directory: Path, dtype: torch.dtype) -> Params:
 def _fresh_head(model: Model, key: Key | None, dtype: torch.dtype) -> Params:
     if key is not None:
         return init_value_head(model, key, dtype)
-    return {name: torch.zeros(model.shapes[name], dtype=dtype) for name in (SCORE_WEIGHT, SCORE_BIAS)}
+    return {name: torch.zeros(model.whole_shapes[name], dtype=dtype) for name in (SCORE_WEIGHT, SCORE_BIAS)}
 
 
 def _compare(model: Model, params: Params) -> list[str]:
     return [
-        f"{name} has shape {tuple(x.shape)}, expected {tuple(model.shapes[name])}"
+        f"{name} has shape {tuple(x.shape)}, expected {tuple(model.whole_shapes[name])}"
         for name, x in params.items()
-        if x.shape != model.shapes[name]
+        if x.shape != model.whole_shapes[name]
     ]
 
 

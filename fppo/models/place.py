@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -20,6 +20,7 @@ from fppo.models.run import hidden_states
 from fppo.runtime import fsdp
 from fppo.runtime.layout import Cut, Layout
 from fppo.runtime.mesh import Mesh
+from fppo.runtime.parts import dtypes_of, whole_tensors
 from fppo.runtime.simulate import simulate
 from fppo_kernels import collectives
 from fppo_kernels.attention.sdpa import sdpa
@@ -95,23 +96,27 @@ def own_params(model: Model, params: Params, mesh: Mesh) -> Params:
     """What this rank of the mesh holds of whole parameters of a placed model; themselves, if nothing is cut."""
     layout = model.layout
     if layout is not None:
-        params = {name: layout.take(name, x).detach().clone() for name, x in params.items()}
+        params = {name: layout.take(name, x).detach().clone() for name, x in params.items() if layout.holds(name)}
     return fsdp.shard(params, mesh)
 
 
 def whole_params(
-    model: Model, params: Mapping[str, Tensor], mesh: Mesh, *, dtypes: Mapping[str, torch.dtype] | None = None
+    model: Model,
+    params: Mapping[str, Tensor],
+    mesh: Mesh,
+    *,
+    names: Iterable[str] | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Params:
-    """Whole parameters, or some of them, from what all ranks of the mesh hold: collectives. No gradients.
+    """Whole parameters, all or those of these names, from what all ranks of the mesh hold, in `params` this one:
+    collectives. No gradients.
 
-    `dtypes` are those to give, where they are not the parameters' own.
+    `dtypes` are those to give, of parameters of all ranks; their own, if none are told.
     """
-    layout = model.layout
-    with torch.no_grad():
-        pieces = fsdp.gather(params, model.shapes, mesh, dtypes=dtypes)
-        if layout is None:
-            return pieces
-        return {name: layout.gather(name, pieces.pop(name), mesh["tensor"]) for name in list(pieces)}
+    kinds = dtypes_of(params, mesh) if dtypes is None else dtypes
+    wanted = set(kinds if names is None else names)
+    order = [name for name in model.whole_shapes if name in wanted]
+    return whole_tensors(params, order, mesh, shapes=model.shapes, layout=model.layout, dtypes=kinds)
 
 
 def _check_blocks(model: Model, cuts: Mapping[str, Cut]) -> None:

@@ -144,7 +144,7 @@ def _filled(small: Model) -> Probe:
 def _parts(model: Model, count: int) -> set[str]:
     """The names of the parameters before the head, without those of layers beyond the first `count`."""
     beyond = tuple(f"{model.prefix}{path}." for path in model.layers[count:])
-    return {name for name in model.shapes if name.startswith(model.prefix) and not name.startswith(beyond)}
+    return {name for name in model.whole_shapes if name.startswith(model.prefix) and not name.startswith(beyond)}
 
 
 def _layers_of_each_kind(model: Model) -> int:
@@ -154,7 +154,7 @@ def _layers_of_each_kind(model: Model) -> int:
     kinds: dict[tuple[object, ...], int] = {}
     for i, path in enumerate(model.layers):
         start = f"{model.prefix}{path}."
-        names = frozenset(name.removeprefix(start) for name in model.shapes if name.startswith(start))
+        names = frozenset(name.removeprefix(start) for name in model.whole_shapes if name.startswith(start))
         kinds.setdefault((names, *(str(x[i]) for x in lists)), i)
     return min(max(1, *kinds.values()) + 1, total)
 

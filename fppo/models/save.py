@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from fppo.models.place import whole_params
 from fppo.runtime import fsdp
 from fppo.runtime.exports import draft_of, replacing
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, device_of, gather_objects, is_first
+from fppo.runtime.parts import dtypes_of
 
 DEFAULT_SHARD_BYTES = 2 << 30
 
@@ -41,13 +42,14 @@ def save(
     It is written beside `directory` first and takes its place at the end: of nothing, of an empty directory, or of what
     was saved there before, as `check_replaceable` has it. Every rank of the mesh calls it, and the
     first one writes; on a mesh that cuts parameters `params` are its parts. They are gathered one by one, so beyond its
-    shards no rank holds more than one parameter, and the first one no more than a file of `max_shard_bytes` besides.
+    parts no rank holds more than one parameter, and the first one no more than a file of `max_shard_bytes` besides.
     All ranks return when it is written, or fail with the first one. Raises ValueError if `params` do not fit, or if
     there is something else at `directory`.
     """
     _check(model, params, mesh)
     params = {name: x.detach() for name, x in params.items()}
-    chosen = plan(model.unplaced or model, {name: x.dtype for name, x in params.items()}, max_shard_bytes)
+    dtypes = dtypes_of(params, mesh)
+    chosen = plan(model.unplaced or model, dtypes, max_shard_bytes)
     draft, device = draft_of(directory), device_of(params)
     with contextlib.ExitStack() as opened:
 
@@ -64,7 +66,7 @@ def save(
 
         _first_alone(prepare, mesh, device)
         for file, names in chosen.files.items():
-            _save_file(model, chosen, names, params, draft / file, mesh)
+            _save_file(draft / file, _tensors(model, chosen, names, params, dtypes, mesh), mesh, device)
         _first_alone(finish, mesh, device)
 
 
@@ -123,22 +125,27 @@ def _first_alone(act: Callable[[], None], mesh: Mesh, device: torch.device) -> N
         raise RuntimeError(f"the model could not be saved on the first rank: {first_problem}")
 
 
-def _save_file(model: Model, chosen: Plan, names: Iterable[str], params: Params, path: Path, mesh: Mesh) -> None:
-    tensors = _tensors(model, chosen, names, params, mesh)
-    write = partial(safetensors.torch.save_file, tensors, path, metadata={"format": "pt"})
-    _first_alone(write, mesh, device_of(params))
+def _save_file(path: Path, tensors: Params, mesh: Mesh, device: torch.device) -> None:
+    _first_alone(partial(safetensors.torch.save_file, tensors, path, metadata={"format": "pt"}), mesh, device)
 
 
-def _tensors(model: Model, chosen: Plan, names: Iterable[str], params: Params, mesh: Mesh) -> Params:
+def _tensors(
+    model: Model,
+    chosen: Plan,
+    names: Iterable[str],
+    params: Params,
+    dtypes: Mapping[str, torch.dtype],
+    mesh: Mesh,
+) -> Params:
     """A file's tensors on the first rank's host; other ranks help to gather them, and get nothing."""
     own: dict[str, Tensor] = {}
-    if any(mesh[name].rank for name in AXES if name not in ("shard", "tensor")):
+    if any(mesh[name].rank for name in AXES if name not in ("shard", "tensor", "pipeline")):
         return own  # another rank has the same part and helps
     wanted = dict.fromkeys(names)
     for group in dict.fromkeys(chosen.made_of[name] for name in wanted):
         whole = {}
         for name in group:
-            whole |= whole_params(model, {name: params[name]}, mesh)
+            whole |= whole_params(model, params, mesh, names=[name], dtypes=dtypes)
         if is_first(mesh):
             own |= {name: _own(x, whole, mesh) for name, x in chosen.stored(whole).items() if name in wanted}
     return {name: own[name] for name in wanted} if own else own

@@ -18,7 +18,7 @@ from fppo.models import flops
 from fppo.pipeline.pretrain import explained_variance
 from fppo.pipeline.program import UpdateStage
 from fppo.pipeline.timing import now
-from fppo.runtime.mesh import AXES, GRADIENT_AXES, Mesh, gather_objects, ranks_on
+from fppo.runtime.mesh import AXES, Mesh, gather_objects, ranks_on
 from fppo.runtime.watch import Traffic
 from fppo.steps.forward import Forward, row_lengths
 from fppo.steps.train_state import TrainState
@@ -40,7 +40,7 @@ def with_mfu(role: str, update: UpdateStage, *, forward: Forward, epochs: int) -
         after, report = update(state, batch, key=key, donate=donate)
         seconds = now() - start
         needed = epochs * flops.train_flops(forward.model, lengths, head_tokens=heads)
-        done = needed / ranks_on(forward.mesh, GRADIENT_AXES)
+        done = needed / ranks_on(forward.mesh, AXES)
         share = flops.mfu(done, seconds, batch.tokens.device)
         rates = {
             f"perf/tflops/{role}": metrics.mean(done / seconds / 1e12),

@@ -11,11 +11,11 @@ import torch
 from fppo.rewards.early import EarlyRewardRunner
 from fppo.rewards.functions import Term
 from fppo.rewards.runner import RewardResults, RewardRunner, log_failures, results_of
-from fppo.runtime.mesh import GRADIENT_AXES, Mesh, gather_objects, is_first, place_on
+from fppo.runtime.mesh import AXES, Mesh, gather_objects, is_first, place_on
 from fppo.steps.ranks import deal
 from fppo.workers.sample import Outcome, Sample
 
-ALL = GRADIENT_AXES
+ALL = AXES
 
 
 @attrs.frozen

@@ -19,7 +19,7 @@ from fppo.metrics import Metrics
 from fppo.rewards.question import pattern_problem, score_in, template_problem
 from fppo.rewards.scoring import samples_of
 from fppo.rollout.engine import Ask, Engine, Sampling
-from fppo.runtime.mesh import GRADIENT_AXES, LOCAL, Mesh, place_on
+from fppo.runtime.mesh import AXES, LOCAL, Mesh, place_on
 from fppo.steps.ranks import collect, deal
 from fppo.workers.sample import Sample
 
@@ -61,10 +61,10 @@ class LanguageJudge:
     def __call__(self, rollout: Rollout) -> tuple[Tensor, Metrics]:
         """Scores [B] float64, and how many answers had none and how many questions were cut."""
         shares = deal(len(rollout.tokens), self.mesh)
-        own = shares[place_on(self.mesh, GRADIENT_AXES)]
+        own = shares[place_on(self.mesh, AXES)]
         # a rank without a row asks a question whose answer nobody reads: engines gather parameters together
         verdicts = self._verdicts(batches.rows(rollout, own or [0]))[: len(own)]
-        every = collect(verdicts.to(rollout.tokens.device), shares, self.mesh, GRADIENT_AXES)
+        every = collect(verdicts.to(rollout.tokens.device), shares, self.mesh, AXES)
         scores, unparsed, cut = every.unbind(1)
         return scores, {
             "reward/judge_unparsed": metrics.total(unparsed.sum()),

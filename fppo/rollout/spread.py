@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from fppo import batch as batches
 from fppo.batch import Column, Rollout, extend, repeat
 from fppo.rollout.engine import Ask, Engine
-from fppo.runtime.mesh import GRADIENT_AXES, Mesh, gather_objects, place_on, ranks_on
+from fppo.runtime.mesh import AXES, Mesh, gather_objects, place_on, ranks_on
 from fppo.runtime.offload import Lane, to_device
 from fppo.steps.ranks import collect, deal
 
-ALL = GRADIENT_AXES
+ALL = AXES
 
 
 @attrs.frozen(kw_only=True)

@@ -16,9 +16,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fppo.runtime import digests, fsdp
+from fppo.runtime import digests
 from fppo.runtime.layout import Layout
 from fppo.runtime.mesh import Mesh, all_reduce, device_of
+from fppo.runtime.parts import dtypes_of, whole_tensors
 
 Rename = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
 How = Literal["bytes", "sums"]  # what a digest is computed from; both sides of a sync must take the same
@@ -73,21 +74,21 @@ def reshard(
 
     Digests are as `how_of` says. A bucket's extra memory is at most `bucket_bytes`, or what one tensor takes
     if that is more; whole parameters that need no cast are not copied at all. On a mesh that cuts parameters, over its
-    tensor axis as the model's `layout` says, a bucket is gathered: every rank must take all buckets.
+    tensor and pipeline axes as the model's `layout` says, a bucket is gathered: every rank must take all buckets, which
+    are the same on all.
     """
     mesh = mesh or Mesh.local()
-    wanted = set(params) if only is None else set(only)
-    names = [name for name in params if name in wanted]
-    kinds = {name: _sent(params[name].dtype, dtype) for name in names}
-    how = how_of(params.values())
-    budget = bucket_bytes // 3 if mesh.cuts else bucket_bytes  # a gather holds its pieces, the buffer and the result
     whole_shapes = shapes if layout is None else layout.whole
+    dtypes = dtypes_of(params, mesh)
+    wanted = set(dtypes) if only is None else set(only)
+    names = [name for name in (params if layout is None else whole_shapes) if name in wanted]
+    kinds = {name: _sent(dtypes[name], dtype) for name in names}
+    how = how_of(params.values())
+    params = {name: x.detach() for name, x in params.items()}
+    budget = bucket_bytes // 3 if mesh.cuts else bucket_bytes  # a gather holds its pieces, the buffer and the result
     sizes = {name: whole_shapes[name].numel() * kinds[name].itemsize for name in names}
     for piece in _pieces(sizes, budget):
-        with torch.no_grad():
-            whole = fsdp.gather({name: params[name].detach() for name in piece}, shapes, mesh, dtypes=kinds)
-            if layout is not None:
-                whole = {name: layout.gather(name, whole.pop(name), mesh["tensor"]) for name in piece}
+        whole = whole_tensors(params, piece, mesh, shapes=shapes, layout=layout, dtypes=kinds)
         yield Bucket(whole, {name: digest(x, how) for name, x in whole.items()}, how)
 
 
@@ -110,19 +111,26 @@ def _pieces(sizes: Mapping[str, int], budget: int) -> Iterator[list[str]]:
 
 
 def changed(
-    params: Mapping[str, Tensor], last: Mapping[str, str], mesh: Mesh | None = None, *, frozen: Iterable[str] = ()
+    params: Mapping[str, Tensor],
+    last: Mapping[str, str],
+    mesh: Mesh | None = None,
+    *,
+    frozen: Iterable[str] = (),
+    names: Iterable[str] | None = None,
 ) -> tuple[set[str], dict[str, str]]:
-    """The parameters whose digests differ from `last` on any rank, and this rank's digests of its shards now.
+    """The parameters whose digests differ from `last` on any rank, and this rank's digests of its parts now.
 
-    Those in `frozen` are taken to be as they were, once `last` knows them. Every rank of the mesh must call.
+    Those in `frozen` are taken to be as they were, once `last` knows them. Every rank of the mesh must call. `names`
+    are those of all stages, where a rank of a pipeline axis holds some of them.
     """
     mesh = mesh or Mesh.local()
+    names = list(params if names is None else names)
     still = set(frozen) & set(last)
     digests = {name: last[name] if name in still else digest(x) for name, x in params.items()}
-    flags = torch.tensor([digests[name] != last.get(name) for name in params], device=device_of(params))
-    for axis in (mesh[name] for name, cuts in (("shard", mesh.sharded), ("tensor", mesh.cuts)) if cuts):
+    flags = torch.tensor([digests.get(name) != last.get(name) for name in names], device=device_of(params))
+    for axis in (mesh[name] for name, cuts in (("shard", mesh.sharded), ("tensor", True), ("pipeline", True)) if cuts):
         flags = all_reduce(flags.int(), axis) > 0
-    return {name for name, differs in zip(params, flags.tolist(), strict=True) if differs}, digests
+    return {name for name, differs in zip(names, flags.tolist(), strict=True) if differs}, digests
 
 
 def hf_weight_loader(name: str, x: Tensor) -> Iterable[tuple[str, Tensor]]:

@@ -45,7 +45,7 @@ def bare(settings: TrainSettings) -> TrainSettings:
 def params(model: Model, role: Role, path: Path, *, mesh: Mesh = LOCAL, device: torch.device = CPU) -> Params:
     """The parameters of actor or critic in the checkpoint at `path`, on `device`; on a mesh that cuts, this rank's."""
     shaped = {name: torch.empty(shape, device="meta") for name, shape in model.shapes.items()}
-    shapes = {f"[{name!r}]": shape for name, shape in model.shapes.items()}
+    shapes = {f"[{name!r}]": extent for name, extent in model.extents.items()}
     return checkpoint.load(
         fsdp.shard(shaped, mesh),
         path.parent,

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -69,9 +69,9 @@ class Attempt:
             lambda: f"{self.draft}, which rank 0 has made, is not to be seen on rank {self.rank}: {self._shared()}",
         )
 
-    def await_shards(self, count: int) -> None:
-        """Waits until the files of all writing ranks are there."""
-        missing = list(range(count))
+    def await_shards(self, writers: Sequence[str]) -> None:
+        """Waits until the files of all ranks that write are there; the words say which those are."""
+        missing = list(range(len(writers)))
 
         def arrived() -> bool | None:
             self.raise_if_failed()
@@ -81,8 +81,10 @@ class Attempt:
         def complaint() -> str:
             silent = [rank for rank in missing if not files.data_file(self.draft, rank).exists()]
             if silent:
-                return f"ranks {silent} of the shard axis have written nothing that rank 0 can see: {self._shared()}"
-            return f"ranks {missing} of the shard axis have not finished writing: are they alive?"
+                names = "; ".join(writers[rank] for rank in silent)
+                return f"the ranks at {names} have written nothing that rank 0 can see: {self._shared()}"
+            names = "; ".join(writers[rank] for rank in missing)
+            return f"the ranks at {names} have not finished writing: are they alive?"
 
         self._wait(arrived, complaint)
 

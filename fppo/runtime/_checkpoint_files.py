@@ -2,10 +2,11 @@
 
     shard_00000.safetensors  what the first rank holds of each leaf; of leaves that are not cut, all
     shard_00000.json         the rows and the digest of each of these chunks
-    state.json               the manifest: plain values; dtype, whole shape and cuts of each leaf; digests of the other
-                             JSONs
+    state.json               the manifest: plain values; dtype, whole shape, cuts and stage of each leaf; digests of the
+                             other JSONs
 
-The file of rank s of a shard axis of n ranks, and t of the tensor axis, has the number t * n + s.
+The file of rank s of a shard axis of n ranks, t of a tensor axis of m, and p of the pipeline axis, has the number
+(p * m + t) * n + s.
 
 torch.distributed.checkpoint's own files are not used: their metadata is a pickle, and nothing here is ever unpickled.
 """
@@ -13,10 +14,11 @@ torch.distributed.checkpoint's own files are not used: their metadata is a pickl
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,12 @@ from torch import Tensor
 
 from fppo import tree
 from fppo.runtime.layout import Cut, Extent
-from fppo.runtime.mesh import Mesh
-from fppo.runtime.parts import Part, overlaps, part_of
+from fppo.runtime.mesh import AXES, Mesh, gather_objects
+from fppo.runtime.parts import Part, holds, overlaps, part_of
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST = "state.json"
+WRITERS = ("pipeline", "tensor", "shard")  # the axes whose ranks write what they hold, the last one's files neighbours
 
 
 class CheckpointError(Exception):
@@ -43,10 +46,67 @@ class DamagedError(CheckpointError):
     """A checkpoint whose files are not what was written."""
 
 
+@attrs.frozen
+class Contents:
+    """What a checkpoint holds of all ranks, as its manifest has it; every rank has the same."""
+
+    plain: Mapping[str, Any]
+    structure: str | None
+    leaves: Mapping[str, Mapping[str, Any]]  # the tensors: dtype, whole shape, cut, ranks of the shard axis, stage
+    writers: tuple[int, ...]  # how many ranks of each of `WRITERS` hold something of their own
+
+    def number(self, mesh: Mesh) -> int | None:
+        """This rank's number among those that write; None if it writes nothing."""
+        if any(mesh[axis].rank for axis in AXES if axis not in WRITERS):
+            return None
+        number = 0
+        for axis, count in zip(WRITERS, self.writers, strict=True):
+            if mesh[axis].rank >= count:
+                return None
+            number = number * count + mesh[axis].rank
+        return number
+
+    def places(self) -> list[str]:
+        """Where the ranks that write stand on the axes over which there are several, in words."""
+        every = itertools.product(*map(range, self.writers))
+        wide = [place for place, count in enumerate(self.writers) if count > 1]
+        return [", ".join(f"{WRITERS[i]} {place[i]}" for i in wide) or "shard 0" for place in every]
+
+
+def contents(
+    tensors: Mapping[str, Tensor],
+    cuts: Mapping[str, Part],
+    plain: Mapping[str, Any],
+    structure: str | None,
+    mesh: Mesh,
+    device: torch.device,
+) -> Contents:
+    """What all ranks hold, from what this one does: a collective of the ranks of the pipeline axis."""
+    leaves = {
+        path: {
+            "dtype": str(tensors[path].dtype),
+            "shape": list(part.shape),
+            "cut": None if part.cut is None else [part.cut.dim, part.cut.parts, list(part.cut.segments)],
+            "ranks": part.shard[1],
+            "stage": part.stage,
+        }
+        for path, part in cuts.items()
+    }
+    grids = [(part.stage + 1, part.tensor[1], part.shard[1]) for part in cuts.values()]
+    every = gather_objects([leaves, plain, grids and _largest(grids)], mesh, ["pipeline"], device)
+    all_leaves, all_plain = ({p: x for each in reversed(every) for p, x in each[i].items()} for i in (0, 1))
+    grid = _largest([each[2] for each in every if each[2]] or [(1, 1, 1)])
+    return Contents(all_plain, structure, all_leaves, grid)
+
+
+def _largest(grids: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(map(max, zip(*grids, strict=True)))
+
+
 def cuts_of(tensors: Mapping[str, Tensor], mesh: Mesh, shapes: Mapping[str, torch.Size | Extent]) -> dict[str, Part]:
     """Which part of each leaf this rank holds. Raises ValueError for tensors that do not fit the shapes."""
     cut = {path: x for path, x in shapes.items() if mesh.sharded or isinstance(x, Extent)}
-    parts = {path: part_of(extent, mesh) for path, extent in cut.items()}
+    parts = {path: part_of(extent, mesh) for path, extent in cut.items() if holds(extent, mesh)}
     unknown = sorted(parts.keys() - tensors.keys())
     if unknown:
         raise ValueError(f"shapes are given for tensors that the state does not have: {unknown[:5]}")
@@ -60,16 +120,10 @@ def cuts_of(tensors: Mapping[str, Tensor], mesh: Mesh, shapes: Mapping[str, torc
     return {path: parts.get(path) or Part(tuple(x.shape)) for path, x in tensors.items()}
 
 
-def writers(cuts: Mapping[str, Part]) -> tuple[int, int]:
-    """How many ranks of the tensor axis and of the shard axis hold something of their own."""
-    every = cuts.values()
-    return max((part.tensor[1] for part in every), default=1), max((part.shard[1] for part in every), default=1)
-
-
 def writes(part: Part, mesh: Mesh) -> bool:
     """Whether this rank is the one that writes what it holds of a leaf."""
     once = (part.cut is None and mesh["tensor"].rank) or (part.shard[1] == 1 and mesh["shard"].rank)
-    return part.is_first and not once
+    return part.is_first and not once and part.stage == mesh["pipeline"].rank
 
 
 def data_file(directory: Path, rank: int) -> Path:
@@ -108,35 +162,14 @@ def write_shard(directory: Path, rank: int, tensors: Mapping[str, Tensor], cuts:
     publish(about_file(directory, rank), about)
 
 
-def write_manifest(
-    directory: Path,
-    *,
-    step: int,
-    attempt: str,
-    plain: Any,
-    structure: str | None,
-    dtypes: Mapping[str, torch.dtype],
-    cuts: Mapping[str, Part],
-) -> None:
-    """Writes the manifest beside all ranks' files. `cuts` are rank 0's, of all leaves."""
-    grid = writers(cuts)
+def write_manifest(directory: Path, *, step: int, attempt: str, contents: Contents) -> None:
+    """Writes the manifest beside all ranks' files."""
     content = {
         "format": FORMAT,
         "step": step,
         "attempt": attempt,
-        "plain": plain,
-        "structure": structure,
-        "leaves": {
-            path: {
-                "dtype": str(dtypes[path]),
-                "shape": list(part.shape),
-                "cut": None if part.cut is None else attrs.astuple(part.cut),
-                "ranks": part.shard[1],
-            }
-            for path, part in cuts.items()
-        },
-        "writers": grid,
-        "shards": [_digest(about_file(directory, rank).read_bytes()) for rank in range(math.prod(grid))],
+        **attrs.asdict(contents),
+        "shards": [_digest(about_file(directory, rank).read_bytes()) for rank in range(math.prod(contents.writers))],
     }
     publish(directory / MANIFEST, content | {"digest": _digest(_canonical(content))})
 
@@ -192,22 +225,26 @@ def read(
 
 def _stored(manifest: Mapping[str, Any], path: str, number: int, wanted: Part) -> Part | None:
     """The chunk of a leaf that a file holds, if it has something that is wanted."""
-    leaf, (tensors, shards) = manifest["leaves"][path], manifest["writers"]
-    tensor, shard = divmod(number, shards)
+    leaf, (_, tensors, shards) = manifest["leaves"][path], manifest["writers"]
+    others, shard = divmod(number, shards)
+    stage, tensor = divmod(others, tensors)
     cut = None if leaf["cut"] is None else Cut(leaf["cut"][0], leaf["cut"][1], tuple(leaf["cut"][2]))
-    if (cut is None and tensor) or shard >= leaf["ranks"]:
+    if stage != leaf["stage"] or (cut is None and tensor) or shard >= leaf["ranks"]:
         return None
-    stored = Part(tuple(leaf["shape"]), cut, (0, 1) if cut is None else (tensor, tensors), (shard, leaf["ranks"]))
+    on_tensor = (0, 1) if cut is None else (tensor, tensors)
+    stored = Part(tuple(leaf["shape"]), cut, on_tensor, (shard, leaf["ranks"]), stage)
     return stored if stored.is_first and next(overlaps(stored, wanted), None) else None
 
 
-def same(directory: Path, plain: Any, tensors: Mapping[str, Tensor], cuts: Mapping[str, Part]) -> bool:
-    """Whether these parts of a state are what the checkpoint holds, bit for bit. Raises CheckpointError."""
+def same(directory: Path, contents: Contents, tensors: Mapping[str, Tensor], cuts: Mapping[str, Part]) -> bool:
+    """Whether these parts of a state of such contents are what the checkpoint holds, bit for bit. Raises
+    CheckpointError."""
     manifest = read_manifest(directory)
-    leaves = {path: (leaf["dtype"], tuple(leaf["shape"])) for path, leaf in manifest["leaves"].items()}
-    if _canonical(manifest["plain"]) != _canonical(plain):
-        return False
-    if leaves != {path: (str(x.dtype), cuts[path].shape) for path, x in tensors.items()}:
+    stored, held = (
+        {path: (leaf["dtype"], tuple(leaf["shape"])) for path, leaf in leaves.items()}
+        for leaves in (manifest["leaves"], contents.leaves)
+    )
+    if stored != held or _canonical(manifest["plain"]) != _canonical(contents.plain):
         return False
     return all(
         torch.equal(_bytes(x[there]), _bytes(tensors[path][here]))

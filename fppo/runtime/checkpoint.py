@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -23,10 +22,10 @@ from fppo.key import Key
 from fppo.runtime import _checkpoint_attempt as attempts
 from fppo.runtime import _checkpoint_files as files
 from fppo.runtime._checkpoint_attempt import Attempt, path_of, steps
-from fppo.runtime._checkpoint_files import CheckpointError, DamagedError
+from fppo.runtime._checkpoint_files import CheckpointError, Contents, DamagedError
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import AXES, Mesh, gather_objects
-from fppo.runtime.parts import Part, overlaps
+from fppo.runtime.parts import Part, holds, overlaps
 
 __all__ = [
     "CheckpointError",
@@ -98,9 +97,9 @@ def begin_save(
 
     Every rank of the mesh calls it. `shapes` are the whole shapes, by path as `tree.leaves_with_paths` has it, of the
     leaves whose rows are cut over the shard axis; they play no role if the mesh is not `mesh.sharded`. An `Extent` is
-    one that is cut over the tensor axis, too. All other leaves are equal on all ranks. `free` names a field of `value`
-    whose structure is saved too, for `load`: one that differs from step to step. The tensors are copied before it
-    returns, so their memory may be used again; a thread writes.
+    one that is cut over the tensor axis, too, or that some ranks of the pipeline axis hold. All other leaves are equal
+    on all ranks. `free` names a field of `value` whose structure is saved too, for `load`: one that differs from step
+    to step. The tensors are copied before it returns, so their memory may be used again; a thread writes.
 
     The files are written and synced under another name and renamed at the end, so a crash of any rank at any instant
     leaves the last complete checkpoint as it was. The same state saved again is left as it is; another one for the
@@ -126,19 +125,17 @@ def _begin(
     tensors = {path: x.detach() for path, x in leaves.items() if isinstance(x, Tensor)}
     plain = {path: _plain(x) for path, x in leaves.items() if not isinstance(x, Tensor)}
     cuts = files.cuts_of(tensors, mesh, shapes)
-    grid, place = files.writers(cuts), (mesh["tensor"].rank, mesh["shard"].rank)
-    others = any(mesh[name].rank for name in AXES if name not in ("tensor", "shard"))
-    is_writer = not others and place[0] < grid[0] and place[1] < grid[1]
-    shard = place[0] * grid[1] + place[1] if is_writer else None
     device = next((x.device for x in tensors.values() if x.is_cuda), torch.device("cpu"))
+    structure = None if free is None else pytree.treespec_dumps(pytree.tree_structure(getattr(value, free)))
+    contents = files.contents(tensors, cuts, plain, structure, mesh, device)
+    shard = contents.number(mesh)
     result: Future[Path] = Future()
     attempt = attempts.agree(Path(directory), step, mesh, device, timeout)
     if attempt.token is None:
-        _compare(result, attempt, plain, tensors if shard is not None else None, cuts, mesh, device)
+        _compare(result, attempt, contents, tensors if shard is not None else None, cuts, mesh, device)
         return Pending(result)
     mine = {path: x for path, x in tensors.items() if shard is not None and files.writes(cuts[path], mesh)}
-    structure = None if free is None else pytree.treespec_dumps(pytree.tree_structure(getattr(value, free)))
-    job = _Job(attempt, shard, math.prod(grid), _on_host(mine, copy), cuts, plain, structure, keep)
+    job = _Job(attempt, shard, _on_host(mine, copy), cuts, contents, keep)
     # a daemon: a process that fails elsewhere ends at once, and leaves a draft
     threading.Thread(target=job.run, args=(result,), name=f"checkpoint of step {step}", daemon=True).start()
     return Pending(result)
@@ -187,7 +184,7 @@ def _staged(x: Tensor, stage: Tensor) -> Tensor:
 def _compare(
     result: Future[Path],
     attempt: Attempt,
-    plain: Any,
+    contents: Contents,
     tensors: Mapping[str, Tensor] | None,
     cuts: Mapping[str, Part],
     mesh: Mesh,
@@ -196,7 +193,7 @@ def _compare(
     """Accepts the checkpoint that is there already if it holds this very state, on all ranks."""
     problem = None
     try:
-        if tensors is not None and not files.same(attempt.final, plain, tensors, cuts):
+        if tensors is not None and not files.same(attempt.final, contents, tensors, cuts):
             problem = "there is one of another state"
     except CheckpointError as error:
         problem = f"there is one, and it is not whole: {error}"
@@ -213,11 +210,9 @@ class _Job:
 
     attempt: Attempt
     shard: int | None  # this rank's number among those that write
-    shards: int
     tensors: Mapping[str, Tensor]
     cuts: Mapping[str, Part]
-    plain: Any
-    structure: str | None
+    contents: Contents
     keep: int | None
 
     def run(self, result: Future[Path]) -> None:
@@ -251,17 +246,8 @@ class _Job:
 
     def _commit(self) -> None:
         attempt = self.attempt
-        attempt.await_shards(self.shards)
-        dtypes = {path: x.dtype for path, x in self.tensors.items()}
-        files.write_manifest(
-            attempt.draft,
-            step=attempt.step,
-            attempt=str(attempt.token),
-            plain=self.plain,
-            structure=self.structure,
-            dtypes=dtypes,
-            cuts=self.cuts,
-        )
+        attempt.await_shards(self.contents.places())
+        files.write_manifest(attempt.draft, step=attempt.step, attempt=str(attempt.token), contents=self.contents)
         attempts.commit(attempt)
         for old_step in steps(attempt.directory)[: -self.keep if self.keep else 0]:
             attempts.drop(path_of(attempt.directory, old_step))
@@ -285,9 +271,10 @@ def load(
     and stands on `device`, as tensors do that `template` has on meta. With `part`, a path like ".actor.params",
     template, shapes and result are what the tree has there, and nothing else is read.
 
-    On a mesh that cuts parameters the leaves with `shapes` are this rank's parts, in `template` as in the result, and
-    only the chunks that hold some of them are read, one after the other. No collective is called. Raises
-    CheckpointError for a damaged checkpoint, and for one of another model, naming the leaves that differ.
+    On a mesh that cuts parameters the leaves with `shapes` are this rank's parts, in `template` as in the result, which
+    lack those of other stages; only the chunks that hold some of them are read, one after the other. No collective is
+    called. Raises CheckpointError for a damaged checkpoint, and for one of another model, naming the leaves that
+    differ.
     """
     path = path_of(Path(directory), step)
     with _damage_explained(path):
@@ -297,7 +284,8 @@ def load(
         expected = {part + name: leaf for name, leaf in tree.leaves_with_paths(template)}
         tensors = {name: leaf for name, leaf in expected.items() if isinstance(leaf, Tensor)}
         wanted = files.cuts_of(tensors, mesh, {part + name: shape for name, shape in shapes.items()})
-        if problems := _mismatches(expected, wanted, manifest, part):
+        others = tuple(name[name.rindex("[") :] for name, extent in shapes.items() if not holds(extent, mesh))
+        if problems := _mismatches(expected, wanted, manifest, part, others):
             shown = "; ".join(problems[:5])
             raise CheckpointError(
                 f"{path} is of another model or other settings: {len(problems)} leaves differ: {shown}"
@@ -360,11 +348,16 @@ def _damage_explained(path: Path) -> Iterator[None]:
 
 
 def _mismatches(
-    expected: Mapping[str, Any], wanted: Mapping[str, Part], manifest: Mapping[str, Any], part: str
+    expected: Mapping[str, Any],
+    wanted: Mapping[str, Part],
+    manifest: Mapping[str, Any],
+    part: str,
+    others: tuple[str, ...],
 ) -> list[str]:
+    """What is wrong with what is stored; leaves with the names of `others` are those of other stages."""
     stored = {name: leaf for kind in ("plain", "leaves") for name, leaf in manifest[kind].items() if _is_in(part, name)}
     problems = [f"{name} is missing" for name in expected if name not in stored]
-    problems += [f"{name} is unknown" for name in stored if name not in expected]
+    problems += [f"{name} is unknown" for name in stored if name not in expected and not name.endswith(others)]
     for name in expected.keys() & stored.keys():
         want, have = expected[name], stored[name]
         kept = name in manifest["leaves"]

@@ -124,11 +124,22 @@ def digest(
             raise ValueError("digests of kind 'blake2b' are of runs of one process: compute them with one (--nproc 1)")
         return tree.digest(value)
     own = _by_sums(value, device, mesh, shapes or {})
+    if mesh["pipeline"].size > 1:
+        own = _united(gather_objects(own, mesh, ["pipeline"], device))
     if len(set(gather_objects(tree.combine(own), mesh, AXES, device))) == 1:
         return own
-    every = gather_objects(own, mesh, AXES, device)
-    together = {path: {str(rank): each[path] for rank, each in enumerate(every)} for path in own}
-    return {path: own[path] if len(set(x.values())) == 1 else tree.combine(x) for path, x in together.items()}
+    return _united(gather_objects(own, mesh, AXES, device))
+
+
+def _united(every: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The digests of ranks that may hold other leaves: one of its own for a leaf that is not equal on those that do."""
+    together: dict[str, dict[str, str]] = {}
+    for rank, each in enumerate(every):
+        for path, x in each.items():
+            together.setdefault(path, {})[str(rank)] = x
+    return {
+        path: next(iter(x.values())) if len(set(x.values())) == 1 else tree.combine(x) for path, x in together.items()
+    }
 
 
 def _by_sums(value: Any, device: torch.device, mesh: Mesh, shapes: Shapes) -> dict[str, str]:
@@ -153,7 +164,7 @@ def _by_sums(value: Any, device: torch.device, mesh: Mesh, shapes: Shapes) -> di
 
 
 def _is_cut(extent: torch.Size | Extent | None, mesh: Mesh) -> bool:
-    return extent is not None and (mesh.sharded or isinstance(extent, Extent))
+    return extent is not None and (mesh.sharded or (isinstance(extent, Extent) and extent.cut is not None))
 
 
 def _added(sums: Mapping[str, Tensor], paths: Sequence[str], axis: Axis) -> dict[str, Tensor]:
@@ -215,16 +226,19 @@ def spacing(
 
     A step is of about `tokens` tokens, on a model of `numbers` parameters. What is counted is the same on every rank,
     and for a run that is stopped and goes on; so such runs have digests of the same steps. The tokens cancel the size
-    of the model: what pays for its digest is work on it. Small states are digested at every step.
+    of the model: what pays for its digest is work on it. Small states are digested at every step. Every rank of a
+    pipeline axis must call.
     """
     seconds = 0.0
     for path, x in tree.leaves_with_paths(state):
         if isinstance(x, Tensor):
             extent = (shapes or {}).get(path, x.shape)
-            ranks = mesh["tensor"].size if isinstance(extent, Extent) else 1
+            ranks = mesh["tensor"].size if isinstance(extent, Extent) and extent.cut is not None else 1
             ranks *= mesh["shard"].size if mesh.sharded and path in (shapes or {}) else 1
-            shape = extent.shape if isinstance(extent, Extent) else extent if ranks > 1 else x.shape
+            whole = extent.shape if isinstance(extent, Extent) else extent
+            shape = whole if ranks > 1 else x.shape
             rate = _RATES.get((x.device.type, device.type), _RATES["cpu", "cpu"])
             seconds += shape.numel() * x.dtype.itemsize / ranks / rate
+    seconds = max(gather_objects(seconds, mesh, ["pipeline"], device))
     work = _FLOP_PER_NUMBER * numbers * tokens / ranks_on(mesh, AXES) / _FLOPS.get(device.type, _FLOPS["cpu"])
     return max(1, math.ceil(seconds / (SHARE * (_PAUSE + work))))

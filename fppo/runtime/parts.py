@@ -1,28 +1,32 @@
-"""Which part of a tensor a rank holds: its rows on the shard axis, of its cut on the tensor axis."""
+"""Which part of a tensor a rank holds: its rows on the shard axis, of its cut on the tensor axis, of its stage's; and
+the whole again from all of them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import attrs
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from fppo.runtime import fsdp
-from fppo.runtime.layout import Box, Cut, Extent, boxes
-from fppo.runtime.mesh import Mesh
+from fppo.runtime.layout import Box, Cut, Extent, Layout, boxes
+from fppo.runtime.mesh import Mesh, device_of, gather_objects
 from fppo_kernels.collectives import Axis
 
 
 @attrs.frozen
 class Part:
     """What one rank of a shard axis and a tensor axis holds of a leaf that has `shape`. Each axis is (rank, ranks), and
-    (0, 1) where the leaf is not cut over it."""
+    (0, 1) where the leaf is not cut over it. `stage` is the first rank of the pipeline axis that holds it."""
 
     shape: tuple[int, ...]
     cut: Cut | None = None
     tensor: tuple[int, int] = (0, 1)
     shard: tuple[int, int] = (0, 1)
+    stage: int = 0
 
     @property
     def number(self) -> int:
@@ -63,7 +67,13 @@ def part_of(extent: torch.Size | Extent, mesh: Mesh) -> Part:
     shard = (mesh["shard"].rank, mesh["shard"].size) if mesh.sharded else (0, 1)
     if not isinstance(extent, Extent):
         return Part(tuple(extent), shard=shard)
-    return Part(tuple(extent.shape), extent.cut, (mesh["tensor"].rank, mesh["tensor"].size), shard)
+    tensor = (0, 1) if extent.cut is None else (mesh["tensor"].rank, mesh["tensor"].size)
+    return Part(tuple(extent.shape), extent.cut, tensor, shard, extent.stages[0] if extent.stages else 0)
+
+
+def holds(extent: torch.Size | Extent, mesh: Mesh) -> bool:
+    """Whether this rank of the mesh holds something of a tensor."""
+    return not isinstance(extent, Extent) or not extent.stages or mesh["pipeline"].rank in extent.stages
 
 
 def overlaps(part: Part, other: Part) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
@@ -71,3 +81,54 @@ def overlaps(part: Part, other: Part) -> Iterator[tuple[tuple[slice, ...], tuple
     for box, other_box in itertools.product(part.boxes, other.boxes):
         if (places := box.shared(other_box)) is not None:
             yield places
+
+
+def dtypes_of(params: Mapping[str, Tensor], mesh: Mesh) -> dict[str, torch.dtype]:
+    """The dtypes of the parameters of all ranks of the pipeline axis, every one of which must call."""
+    own = {name: str(x.dtype).removeprefix("torch.") for name, x in params.items()}
+    every = gather_objects(own, mesh, ["pipeline"], device_of(params))
+    return {name: getattr(torch, kind) for each in every for name, kind in each.items()}
+
+
+@torch.no_grad()
+def whole_tensors(
+    params: Mapping[str, Tensor],
+    names: Iterable[str],
+    mesh: Mesh,
+    *,
+    shapes: Mapping[str, torch.Size],
+    layout: Layout | None,
+    dtypes: Mapping[str, torch.dtype],
+) -> dict[str, Tensor]:
+    """Whole parameters of these names, as `dtypes`, from what all ranks of the mesh hold, in `params` this one. Every
+    rank must call.
+
+    `shapes` are those of the layout's parts, or whole ones without a layout.
+    """
+    if layout is None:
+        return fsdp.gather({name: params[name] for name in names}, shapes, mesh, dtypes=dtypes)
+    pieces = _on_all_stages(params, list(names), mesh, layout, dtypes)
+    pieces = fsdp.gather(pieces, {name: layout.shape(name) for name in pieces}, mesh)
+    return {name: layout.gather(name, pieces.pop(name), mesh["tensor"]) for name in list(pieces)}
+
+
+def _on_all_stages(
+    params: Mapping[str, Tensor], names: list[str], mesh: Mesh, layout: Layout, dtypes: Mapping[str, torch.dtype]
+) -> dict[str, Tensor]:
+    """This rank's pieces; those that it does not hold from the first rank of the pipeline axis that does."""
+    axis, device = mesh["pipeline"], device_of(params)
+    pieces = {name: params[name].to(dtypes[name]) for name in names if layout.holds(name)}
+    sent: dict[tuple[int, torch.dtype], list[str]] = {}
+    for name in names:
+        if layout.stages and len(layout.stages[name]) < axis.size:
+            sent.setdefault((layout.source(name), dtypes[name]), []).append(name)
+    for (source, dtype), group in sent.items():
+        shapes = [torch.Size(part_of(layout.extent(name), mesh).own_shape) for name in group]
+        if axis.rank == source:
+            flat = torch.cat([pieces[name].flatten() for name in group])
+        else:
+            flat = torch.empty(sum(shape.numel() for shape in shapes), dtype=dtype, device=device)
+        dist.broadcast(flat, group=axis.group, group_src=source)
+        for name, shape, x in zip(group, shapes, flat.split([shape.numel() for shape in shapes]), strict=True):
+            pieces.setdefault(name, x.view(shape))
+    return {name: pieces[name] for name in names}

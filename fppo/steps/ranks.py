@@ -15,7 +15,7 @@ from fppo.batch import Column
 from fppo.key import Key
 from fppo.models import flops
 from fppo.models.model import Model
-from fppo.runtime.mesh import DATA_AXES, GRADIENT_AXES, Mesh, all_reduce, gather_over, ranks_on
+from fppo.runtime.mesh import AXES, DATA_AXES, Mesh, all_reduce, gather_over, ranks_on
 from fppo.shapes import RowIds
 from fppo.steps.micro_batching import balance
 
@@ -37,7 +37,7 @@ def shares(model: Model, lengths: Sequence[int], mesh: Mesh) -> list[list[int]]:
 
 def deal(count: int, mesh: Mesh) -> list[list[int]]:
     """Which of `count` things of unknown cost each rank takes: like a deck of cards."""
-    ranks = ranks_on(mesh, GRADIENT_AXES)
+    ranks = ranks_on(mesh, AXES)
     return [list(range(rank, count, ranks)) for rank in range(ranks)]
 
 

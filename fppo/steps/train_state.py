@@ -47,13 +47,13 @@ def optimizer_step(
 
 
 def whole_shapes(state: TrainState, shapes: Mapping[str, torch.Size | Extent]) -> dict[str, torch.Size | Extent]:
-    """By their paths in `state`, the whole shapes of the leaves that a mesh cuts: parameters, of whole `shapes`, and
-    what the optimizer keeps under their names in their shapes.
+    """By their paths in `state`, the whole shapes of the leaves that a mesh cuts: parameters, of whole `shapes`, also
+    those of other stages, and what the optimizer keeps under the names of this rank's in their shapes.
 
     Raises ValueError for a tensor of the optimizer's that could be cut or not, where parameters are.
     """
     cut = any(x.shape != shapes[name] for name, x in state.params.items())
-    whole = {f".params[{name!r}]": shapes[name] for name in state.params}
+    whole = {f".params[{name!r}]": extent for name, extent in shapes.items()}
     for path, leaf in pytree.tree_flatten_with_path(state.opt)[0]:
         name = getattr(path[-1], "key", None) if path else None
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:

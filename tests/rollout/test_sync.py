@@ -1,6 +1,7 @@
 """Whole tensors come out of any layout in buckets, and every kind of damage on the way is named."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from fppo.rollout import sync
 from fppo.rollout.sync import Bucket, SyncError, compare, digest, renamed, reshard
 from fppo.runtime import digests, fsdp
+from fppo.runtime.layout import Layout
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.simulate import simulate
 from tests.models.families import make
@@ -109,6 +111,35 @@ def test_shards_are_gathered_bucket_by_bucket(ranks):
     for sizes, sent in simulate({"shard": ranks}, run):
         assert sent == whole
         assert sizes == [60, 24, 108, 12]
+
+
+def on_stages(params, mesh):
+    """What a rank of a pipeline and a shard axis holds: the first on the first stage and the last, others by turns."""
+    shapes, pipeline = {name: x.shape for name, x in params.items()}, mesh["pipeline"]
+    stages = {name: (i % pipeline.size,) if i else (0, pipeline.size - 1) for i, name in enumerate(params)}
+    layout = Layout(shapes, {}, frozenset(), 0, 1, stages, pipeline.rank, pipeline.size)
+    return fsdp.shard({name: params[name] for name in layout.held}, mesh), layout
+
+
+@pytest.mark.parametrize("axes", [{"pipeline": 2}, {"pipeline": 3, "shard": 2}], ids=str)
+def test_all_stages_send_the_same_buckets_in_one_order(axes):
+    params, _ = params_of(4, 1, 2, 9, 1)
+    params["layers.2.weight"] = params["layers.2.weight"].double()
+    later = params | {"layers.3.weight": params["layers.3.weight"] + 1}
+    sent = list(reshard(params, {name: x.shape for name, x in params.items()}, bucket_bytes=60, dtype=torch.bfloat16))
+
+    def run(mesh):
+        mesh = Mesh(mesh.axes, Sharding())
+        own, layout = on_stages(params, mesh)
+        settings = {"bucket_bytes": 3 * 60, "dtype": torch.bfloat16, "layout": layout}
+        for bucket, expected in zip(reshard(own, layout.shapes, mesh, **settings), sent, strict=True):
+            assert list(bucket.tensors) == list(expected.tensors)
+            assert bucket.digests == expected.digests == {name: digest(x) for name, x in bucket.tensors.items()}
+        everything, last = sync.changed(own, {}, mesh, names=params)
+        some, _ = sync.changed(on_stages(later, mesh)[0], last, mesh, names=params)
+        return everything, some
+
+    assert simulate(axes, run) == [(set(params), {"layers.3.weight"})] * math.prod(axes.values())
 
 
 def test_what_changed_is_agreed_by_all_ranks():

@@ -93,46 +93,94 @@ def test_what_any_mesh_saves_any_other_loads_bit_for_bit(writers, readers, leave
         assert len(list(paths[0].glob("*.safetensors"))) == writers["shard"]
 
 
-CUTS = {
-    "rows": ((8, 3), Cut(0, 2, (4, 4))),  # of two projections that are merged; two ranks of four hold the same
-    "columns": ((3, 8), Cut(1, 4, (8,))),
-    "words": ((7, 2), Cut(0, 4, (7,))),
-    "whole": ((5, 2), None),
+CUTS = {  # the whole shape, the cut, and on which of two stages it is
+    "rows": ((8, 3), Cut(0, 2, (4, 4)), (0,)),  # two projections that are merged; two ranks of four hold the same
+    "columns": ((3, 8), Cut(1, 4, (8,)), (1,)),
+    "words": ((7, 2), Cut(0, 4, (7,)), (0, 1)),
+    "whole": ((5, 2), None, (1,)),
 }
 
 
-def on_tensor_ranks(mesh):
-    """What a rank of any mesh holds of a state whose leaves are cut over both axes; the mesh; the extents."""
-    mesh, axis = attrs.evolve(mesh, sharding=Sharding()), mesh["tensor"]
-    whole, extents = {}, {}
-    for i, (name, (shape, cut)) in enumerate(CUTS.items()):
-        x, extents[f"['{name}']"] = torch.arange(math.prod(shape)).view(shape) + 100 * i, torch.Size(shape)
-        if axis.size > 1 and cut is not None:
+def on_any_rank(mesh):
+    """What a rank of any mesh holds of a state that all axes cut; the mesh; the extents."""
+    mesh, axis, pipeline = attrs.evolve(mesh, sharding=Sharding()), mesh["tensor"], mesh["pipeline"]
+    params, extents = {}, {}
+    for i, (name, (shape, cut, stages)) in enumerate(CUTS.items()):
+        x, held = torch.arange(math.prod(shape)).view(shape) + 100 * i, ()
+        if axis.size == 1 or cut is None:
+            cut = None
+        else:
             cut = attrs.evolve(cut, parts=min(cut.parts, axis.size))
-            x, extents[f"['{name}']"] = cut.take(x, cut.part(axis.rank, axis.size)), Extent(torch.Size(shape), cut)
-        whole[name] = x
-    return fsdp.shard(whole, mesh), mesh, extents
+            x = cut.take(x, cut.part(axis.rank, axis.size))
+        if pipeline.size > 1:
+            held = tuple(stage * (pipeline.size - 1) for stage in stages)
+        if not held or pipeline.rank in held:
+            params[name] = x
+        extents[name] = Extent(torch.Size(shape), cut, held) if cut is not None or held else torch.Size(shape)
+    params = fsdp.shard(params, mesh)
+    named = {f"['params']['{name}']": extent for name, extent in extents.items()}
+    named |= {f"['mu']['{name}']": extents[name] for name in params}  # an optimizer's, of which ranks know their own
+    return {"params": params, "mu": tree.map(torch.neg, params), "step": 3}, mesh, named
 
 
-@pytest.mark.parametrize("writers", [{"tensor": 2}, {"tensor": 4}, {"replicate": 2, "shard": 3, "tensor": 2}], ids=str)
-def test_what_is_cut_over_a_tensor_axis_is_loaded_onto_any_mesh(tmp_path, writers):
+WRITERS = [
+    {"tensor": 2},
+    {"tensor": 4},
+    {"replicate": 2, "shard": 3, "tensor": 2},
+    {"pipeline": 2},
+    {"pipeline": 3, "shard": 2},
+    {"pipeline": 2, "replicate": 2, "tensor": 2},
+]
+READERS = [
+    {},
+    {"shard": 4},
+    {"tensor": 4},
+    {"shard": 2, "tensor": 2},
+    {"sequence": 2, "tensor": 2},
+    {"pipeline": 2, "tensor": 2},
+    {"pipeline": 3},
+]
+
+
+@pytest.mark.parametrize("writers", WRITERS, ids=str)
+def test_what_is_cut_over_any_axes_is_loaded_onto_any_mesh(tmp_path, writers):
     def save(mesh):
-        held, mesh, extents = on_tensor_ranks(mesh)
+        held, mesh, extents = on_any_rank(mesh)
         for _ in range(2):  # the same state again is left as it is
             checkpoint.save(held, tmp_path, 1, mesh=mesh, shapes=extents)
 
     def load(mesh):
-        held, mesh, extents = on_tensor_ranks(mesh)
+        held, mesh, extents = on_any_rank(mesh)
         empty = tree.map(torch.zeros_like, held)
         assert tree.digest(checkpoint.load(empty, tmp_path, 1, mesh=mesh, shapes=extents)) == tree.digest(held)
 
     simulate(writers, save)
-    for readers in ({}, {"shard": 4}, {"tensor": 4}, {"shard": 2, "tensor": 2}, {"sequence": 2, "tensor": 2}):
+    for readers in READERS:
         simulate(readers, load)
     stored = [
         x.numel() for file in tmp_path.glob("*/*.safetensors") for x in safetensors.torch.load_file(file).values()
     ]
-    assert sum(stored) == sum(math.prod(shape) for shape, _ in CUTS.values())  # each number once
+    assert sum(stored) == 2 * sum(math.prod(shape) for shape, *_ in CUTS.values())  # each number once
+
+
+def test_what_a_stage_holds_otherwise_is_named(tmp_path):
+    def save(mesh, spoil=False):
+        held, mesh, extents = on_any_rank(mesh)
+        if spoil and mesh["pipeline"].rank:
+            held["mu"]["columns"] = held["mu"]["columns"] + 1
+        checkpoint.save(held, tmp_path, 1, mesh=mesh, shapes=extents)
+
+    def load(mesh):
+        held, mesh, extents = on_any_rank(mesh)
+        if held["mu"].pop("columns", None) is not None:
+            del extents["['mu']['columns']"]
+        checkpoint.load(held, tmp_path, 1, mesh=mesh, shapes=extents)
+
+    simulate({"pipeline": 2}, save)
+    with pytest.raises(CheckpointError, match="there is one of another state"):
+        simulate({"pipeline": 2}, lambda mesh: save(mesh, spoil=True))
+    with pytest.raises(CheckpointError, match=r"1 leaves differ: \['mu'\]\['columns'\] is unknown"):
+        simulate({"pipeline": 2}, load)
 
 
 def test_parameters_that_are_not_sharded_are_written_once(tmp_path):
@@ -332,7 +380,7 @@ def test_ranks_that_see_another_directory_are_named(tmp_path):
             return str(error)
 
     said = simulate({"shard": 3}, run)
-    assert "ranks [1, 2] of the shard axis have written nothing that rank 0 can see" in said[0]
+    assert "the ranks at shard 1; shard 2 have written nothing that rank 0 can see" in said[0]
     assert "is not to be seen on rank 2" in said[2]
     for rank, text in enumerate(said):
         assert f"is {tmp_path / str(rank)} one directory for all nodes?" in text
@@ -377,5 +425,5 @@ def test_a_rank_that_never_finishes_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "publish", publish)
     said = simulate({"shard": 2}, run)
-    assert "ranks [1] of the shard axis have not finished writing" in said[0]
+    assert "the ranks at shard 1 have not finished writing" in said[0]
     assert checkpoint.steps(tmp_path) == []

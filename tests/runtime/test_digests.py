@@ -47,10 +47,18 @@ def test_every_layout_has_the_digest_of_the_whole(axes):
 
 
 @pytest.mark.parametrize(
-    "axes", [{"tensor": 2}, {"tensor": 3}, {"shard": 2, "tensor": 2}, {"replicate": 2, "tensor": 2}]
+    "axes",
+    [
+        {"tensor": 2},
+        {"tensor": 3},
+        {"shard": 2, "tensor": 2},
+        {"replicate": 2, "tensor": 2},
+        {"pipeline": 2, "tensor": 2},
+        {"pipeline": 3, "shard": 2, "tensor": 2},
+    ],
 )
-def test_a_tensor_axis_cuts_any_dimension_and_changes_no_digest(axes, monkeypatch):
-    """Two runs of rows, columns, and fewer parts than ranks."""
+def test_axes_that_cut_any_dimension_or_part_leaves_change_no_digest(axes, monkeypatch):
+    """Two runs of rows, columns, and fewer parts than ranks; on the first stage, the last, or both."""
     monkeypatch.setattr(digests, "SLAB", 1)  # rows of 3 blocks: one at a time
     g, ranks = torch.Generator().manual_seed(2), axes["tensor"]
     whole = {
@@ -62,9 +70,11 @@ def test_a_tensor_axis_cuts_any_dimension_and_changes_no_digest(axes, monkeypatc
 
     def on_rank(mesh):
         mesh = attrs.evolve(mesh, sharding=Sharding() if "shard" in axes else None)
-        rank = mesh["tensor"].rank
+        rank, last = mesh["tensor"].rank, mesh["pipeline"].size - 1
+        stages = {"rows": (0,), "columns": (last,), "fewer": (0, last), "norm": (last,)} if last else {}
         placed = {n: x if cut is None else cut.take(x, cut.part(rank, ranks)) for n, (x, cut) in whole.items()}
-        shapes = {f"[{n!r}]": x.shape if cut is None else Extent(x.shape, cut) for n, (x, cut) in whole.items()}
+        placed = {n: x for n, x in placed.items() if not last or mesh["pipeline"].rank in stages[n]}
+        shapes = {f"[{n!r}]": Extent(x.shape, cut, stages.get(n, ())) for n, (x, cut) in whole.items()}
         return digest(fsdp.shard(placed, mesh), "sums", device=CPU, mesh=mesh, shapes=shapes)
 
     expected = digest({name: x for name, (x, _) in whole.items()}, "sums", device=CPU)

@@ -9,6 +9,8 @@ from fppo.rollout import sync
 from fppo.rollout.sync import SyncError
 from fppo.rollout.vllm.engine import VllmOptions
 from fppo.rollout.vllm.transfer import metadata, place, transfer_info
+from fppo.runtime.mesh import LOCAL
+from fppo.runtime.parts import dtypes_of
 from tests.vllm import store_transfer
 from tests.vllm.conftest import start
 from tests.vllm.families import make
@@ -75,7 +77,7 @@ def test_what_is_announced_is_what_comes(name):
     for only in (list(params), list(params)[3:7]):
         buckets = sync.reshard(params, model.shapes, bucket_bytes=1 << 14, dtype=torch.bfloat16, only=only)
         sent = [(new, x.dtype, tuple(x.shape)) for b in sync.renamed(buckets, rename) for new, x in b.tensors.items()]
-        assert metadata(params, model.shapes, only, rename, torch.bfloat16) == sent
+        assert metadata(dtypes_of(params, LOCAL), model.shapes, only, rename, torch.bfloat16) == sent
 
 
 @pytest.mark.parametrize("transport", ["nccl", "ipc"])

@@ -20,7 +20,7 @@ from fppo.rollout.records import response_limits
 from fppo.rollout.turns.observations import Encode
 from fppo.rollout.turns.runner import Responder, ToolResult
 from fppo.rollout.turns.tools import Message
-from fppo.runtime.mesh import GRADIENT_AXES, LOCAL, Mesh, gather_objects, place_on, ranks_on
+from fppo.runtime.mesh import AXES, LOCAL, Mesh, gather_objects, place_on, ranks_on
 from fppo.tree import replace
 
 FAILURES = "tool_failures"  # the key under which extras hold how many of a row's calls of the tool failed
@@ -114,7 +114,7 @@ class TurnsEngine:
         """Calls `ask.on_finished` for rows that are done, each on one rank, that of its prompt."""
         if ask.on_finished is None:
             return
-        ranks, place = ranks_on(self.mesh, GRADIENT_AXES), place_on(self.mesh, GRADIENT_AXES)
+        ranks, place = ranks_on(self.mesh, AXES), place_on(self.mesh, AXES)
         for row in rows:
             if row // ask.sampling.n % ranks == place:
                 ask.on_finished(row, section.tokens[row][section.seen[row]].tolist(), finish[row])
@@ -161,11 +161,11 @@ class TurnsEngine:
 
     def _tool_results(self, conversations: Sequence[list[Message]], device: torch.device) -> list[ToolResult]:
         """The tools' results for conversations that all ranks hold, each asked for by one of them."""
-        ranks = ranks_on(self.mesh, GRADIENT_AXES)
-        own = self.tools.respond(conversations[place_on(self.mesh, GRADIENT_AXES) :: ranks])
+        ranks = ranks_on(self.mesh, AXES)
+        own = self.tools.respond(conversations[place_on(self.mesh, AXES) :: ranks])
         if ranks == 1:
             return own
-        every = gather_objects([list(result) for result in own], self.mesh, GRADIENT_AXES, device)
+        every = gather_objects([list(result) for result in own], self.mesh, AXES, device)
         return [ToolResult(*every[number % ranks][number // ranks]) for number in range(len(conversations))]
 
     def _record(

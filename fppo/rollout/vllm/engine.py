@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -41,6 +41,7 @@ from fppo.rollout.vllm.probe import TOLERANCE, compare_log_probs, own_log_probs,
 from fppo.rollout.vllm.start import give_memory_back, start_host
 from fppo.rollout.vllm.transfer import MakeInfo, Meta, Transfer, metadata, transfer_info
 from fppo.runtime.mesh import AXES, Mesh, any_rank, device_of, ranks_on
+from fppo.runtime.parts import dtypes_of
 
 __all__ = ["EngineFailure", "SyncError", "Synced", "VllmEngine", "VllmOptions"]
 
@@ -186,7 +187,7 @@ class VllmEngine:
         """
         started = time.perf_counter()
         before, self._weights = self._weights, None  # unless all goes well, the engine holds nothing that may be used
-        sync.compare_names(self._targets, params)
+        sync.compare_names(self._model.shapes, params)
         only, digests = self._wanted(params, before)
         sent: dict[str, str] = {}
         count = 0
@@ -206,7 +207,7 @@ class VllmEngine:
         if only:
             got, unfilled = self._load(only, recorded(), params)
             sync.compare(sent, got)
-            if unfilled and len(only) == len(params):
+            if unfilled and len(only) == len(self._targets):
                 raise SyncError(f"vLLM left parameters as they were: {unfilled[:8]}")
         if self._probe == "always" or (self._probe == "first" and self._any(not self._probed, params)):
             self._compare_log_probs(params)
@@ -231,9 +232,10 @@ class VllmEngine:
                     host.take_in(bucket.tensors)
                 result = host.end_load()
             else:
-                size = buffer_bytes(self._bucket_bytes, [x.nbytes for x in self._announced(params, list(params))])
+                dtypes = dtypes_of(params, self._mesh)
+                size = buffer_bytes(self._bucket_bytes, [x.nbytes for x in self._announced(dtypes, self._targets)])
                 self._transfer = self._transfer or Transfer(host, self._info(self._options, size))
-                result = self._transfer.send(self._announced(params, only), buckets, how)
+                result = self._transfer.send(self._announced(dtypes, only), buckets, how)
             self._wake("kv_cache")
             self._broken = False
         except (EngineFailure, SyncError) as error:
@@ -259,8 +261,8 @@ class VllmEngine:
             return error
         return None
 
-    def _announced(self, params: Mapping[str, Tensor], only: list[str]) -> list[Meta]:
-        return metadata(params, self._model.whole_shapes, only, self._rename, getattr(torch, self._dtype))
+    def _announced(self, dtypes: Mapping[str, torch.dtype], only: Iterable[str]) -> list[Meta]:
+        return metadata(dtypes, self._model.whole_shapes, only, self._rename, getattr(torch, self._dtype))
 
     def sleep(self) -> None:
         """Gives vLLM's memory for weights and cache back; the next rollout takes it again and is sent all weights.
@@ -361,13 +363,13 @@ class VllmEngine:
     def _wanted(self, params: Mapping[str, Tensor], before: _Weights | None) -> tuple[list[str], dict[str, str]]:
         """The parameters to send, and the digests to compare with next time."""
         if self._send == "all":
-            return list(params), {}
+            return list(self._targets), {}
         last = {} if before is None else before.digests
-        names, digests = sync.changed(params, last, self._mesh, frozen=self._frozen)
+        names, digests = sync.changed(params, last, self._mesh, frozen=self._frozen, names=self._targets)
         together = {name: module for module, own in self._names.items() for name in own}
         # what vLLM fuses it loads together; what it does not name (None), it may have fused
         modules = {None, *(together.get(new) for name in names for new in self._targets[name])}
-        sent = [name for name in params if any(together.get(new) in modules for new in self._targets[name])]
+        sent = [name for name in self._targets if any(together.get(new) in modules for new in self._targets[name])]
         return (sent if names else []), digests
 
     def _check_names(self, only: list[str]) -> None:

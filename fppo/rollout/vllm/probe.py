@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 from fppo import models
 from fppo.key import Key
 from fppo.models.model import Model
 from fppo.rollout.sync import SyncError
 from fppo.runtime.mesh import Mesh, device_of
-from fppo.steps.sharded import opened
-from fppo_kernels.collectives import all_gather
+from fppo.runtime.parts import dtypes_of
 from fppo_kernels.record import Kernels
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.1}  # mean difference of a log-prob, by vLLM's dtype
@@ -32,14 +31,25 @@ def probe_tokens(model: Model, limit: int) -> tuple[Tensor, int]:
 @torch.no_grad()
 def own_log_probs(model: Model, params: Mapping[str, Tensor], mesh: Mesh, tokens: Tensor, start: int) -> Tensor:
     """The model's log-probs of tokens [N] from `start` on, float32 on the CPU. Every rank of a mesh that cuts
-    parameters calls."""
-    tokens, axis = tokens.to(device_of(params)), mesh["tensor"]
-    row = F.pad(tokens, (0, -len(tokens) % axis.size))  # each rank has a slice of it between blocks
-    attend = models.padded_attention(torch.ones(1, len(row), dtype=torch.bool, device=row.device))
-    places = torch.arange(len(row), device=row.device)
-    root, apply_layer = opened(dict(params), model, mesh)
-    hidden = all_gather(models.hidden_states(model, root, row, places, attend=attend, apply_layer=apply_layer), axis)
-    head = models.output_head(model, root)
+    parameters calls; each runs the whole model, of which it has one layer at a time."""
+    tokens = tokens.to(device_of(params))
+    attend = models.padded_attention(torch.ones(1, len(tokens), dtype=torch.bool, device=tokens.device))
+    places = torch.arange(len(tokens), device=tokens.device)
+    dtypes, whole = dtypes_of(params, mesh), model.unplaced or model
+    starts = [f"{whole.prefix}{path}." for path in whole.layers]
+
+    def gathered(start: str) -> models.Params:
+        names = [name for name in whole.shapes if name.startswith(start)]
+        tensors = models.whole_params(model, params, mesh, names=names, dtypes=dtypes)
+        return {name.removeprefix(start): x for name, x in tensors.items()}
+
+    def apply_layer(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return models.call_layer(whole, index, layer, gathered(starts[index]), args, kwargs)
+
+    outside = [name for name in whole.shapes if not name.startswith(tuple(starts))]
+    root = models.whole_params(model, params, mesh, names=outside, dtypes=dtypes)
+    hidden = models.hidden_states(whole, root, tokens, places, attend=attend, apply_layer=apply_layer)
+    head = models.output_head(whole, root)
     outputs = _TABLE.log_probs(
         hidden[start - 1 : len(tokens) - 1],
         head.weight,
@@ -47,7 +57,6 @@ def own_log_probs(model: Model, params: Mapping[str, Tensor], mesh: Mesh, tokens
         bias=head.bias,
         softcap=head.softcap,
         scale=head.scale,
-        axis=axis,
     )
     return outputs.log_probs.cpu()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -34,15 +34,20 @@ class Meta(NamedTuple):
 
 
 def metadata(
-    params: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], only: list[str], rename: Rename, dtype: torch.dtype
+    dtypes: Mapping[str, torch.dtype],
+    shapes: Mapping[str, torch.Size],
+    only: Iterable[str],
+    rename: Rename,
+    dtype: torch.dtype,
 ) -> list[Meta]:
-    """What `sync.reshard` and `sync.renamed` will yield, tensor by tensor."""
+    """What `sync.reshard` and `sync.renamed` will yield, tensor by tensor, of parameters of whole `shapes` that have
+    `dtypes`."""
     wanted = set(only)
     metas = []
-    for name, x in params.items():
+    for name, shape in shapes.items():
         if name in wanted:
-            kind = dtype if x.dtype.is_floating_point else x.dtype
-            whole = torch.empty(shapes[name], dtype=kind, device="meta")
+            kind = dtype if dtypes[name].is_floating_point else dtypes[name]
+            whole = torch.empty(shape, dtype=kind, device="meta")
             metas += [Meta(new, part.dtype, tuple(part.shape)) for new, part in rename(name, whole)]
     return metas
 
