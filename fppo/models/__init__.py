@@ -4,10 +4,11 @@ from fppo.models.heads import Head, output_head
 from fppo.models.init import as_critic, init_params
 from fppo.models.load import load
 from fppo.models.model import Model, attention_needs, build, longest_row, packed_attention, padded_attention
-from fppo.models.place import Narrowed, check_placed, narrowed, own_params, place, whole_params
+from fppo.models.place import Narrowed, check_placed, check_staged, narrowed, own_params, place, whole_params
 from fppo.models.probe import check_model
 from fppo.models.run import bind, call_layer, forward, hidden_states
 from fppo.models.save import save, save_config
+from fppo.models.spans import stage_of, staged
 from fppo.runtime.exports import check_replaceable
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "check_model",
     "check_placed",
     "check_replaceable",
+    "check_staged",
     "forward",
     "hidden_states",
     "init_params",
@@ -35,5 +37,7 @@ __all__ = [
     "place",
     "save",
     "save_config",
+    "stage_of",
+    "staged",
     "whole_params",
 ]

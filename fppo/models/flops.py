@@ -43,8 +43,8 @@ def forward_flops(model: Model, lengths: Sequence[int], *, head_tokens: int | No
     tokens = sum(lengths)
     head_tokens = tokens if head_tokens is None else head_tokens
     return (
-        2.0 * _layer_weights(model) * tokens
-        + 2.0 * _head_weights(model) * head_tokens
+        2.0 * sum(layer_weights(model)) * tokens
+        + 2.0 * head_weights(model) * head_tokens
         + sum(_attention(model, layer, lengths) for layer in range(len(model.layers)))
     )
 
@@ -73,21 +73,22 @@ def mfu(flops: float, seconds: float, device: str | torch.device, *, devices: in
     return None if peak is None else flops / (seconds * peak * devices)
 
 
-def _layer_weights(model: Model) -> float:
-    """The weights that each token meets in a matrix product, the head left out."""
+def layer_weights(model: Model) -> list[float]:
+    """By layer, the weights that each token meets in a matrix product."""
     config = model.config
     experts = next((n for k in ("num_experts", "num_local_experts") if (n := getattr(config, k, None))), 0)
     active = getattr(config, "num_experts_per_tok", None) or experts
-    starts = tuple(f"{model.prefix}{layer}." for layer in model.layers)
-    total = 0.0
+    totals = [0.0] * len(model.layers)
     for name, shape in model.whole_shapes.items():
-        if name.startswith(starts) and len(shape) > 1 and not name.endswith("bias"):
+        number = model.layer_of(name)
+        if number is not None and len(shape) > 1 and not name.endswith("bias"):
             routed = len(shape) == 3 and shape[0] == experts
-            total += shape.numel() * (active / experts if routed else 1.0)
-    return total
+            totals[number] += shape.numel() * (active / experts if routed else 1.0)
+    return totals
 
 
-def _head_weights(model: Model) -> int:
+def head_weights(model: Model) -> int:
+    """The weights that each token meets in the head."""
     name = SCORE_WEIGHT if model.head == "value" else embedding_name(model)  # the vocabulary head has that shape too
     return model.whole_shapes[name].numel()
 

@@ -18,7 +18,7 @@ from fppo.key import Key
 from fppo.models._parts import read_parts
 from fppo.models.init import init_value_head
 from fppo.models.model import BUILDING, SCORE_BIAS, SCORE_WEIGHT, HeadKind, Model, Params, build, plain_config
-from fppo.models.place import check_placed, own_params, place
+from fppo.models.place import check_placed, check_staged, own_params, place
 from fppo.models.probe import check_model
 from fppo.runtime.mesh import LOCAL, Mesh
 
@@ -65,6 +65,8 @@ def load(
     whole, model = model, place(model, mesh)
     if (ranks := mesh["tensor"].size) > 1:
         check_placed(whole, ranks)
+    if mesh["pipeline"].size > 1:
+        check_staged(whole)
     try:
         params, problems = _read(model, directory, own, dtype, mesh)
     except SafetensorError as error:

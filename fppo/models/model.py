@@ -26,6 +26,23 @@ BUILDING = threading.RLock()  # transformers builds with torch's default dtype a
 SCORE_WEIGHT, SCORE_BIAS = "score.weight", "score.bias"
 
 
+@attrs.frozen
+class Span:
+    """The part of a model that is stage `stage` of the `stages` of a pipeline: its layers and parameters, and the
+    shapes of those outside the layers that it lacks."""
+
+    layers: range
+    stage: int
+    stages: int
+    names: tuple[str, ...]
+    absent: Mapping[str, torch.Size]
+
+    @property
+    def ends(self) -> bool:
+        """Whether it has the head."""
+        return self.stage == self.stages - 1
+
+
 @attrs.frozen(eq=False, kw_only=True)
 class Model:
     """A decoder-only language model without its parameters.
@@ -46,7 +63,8 @@ class Model:
     checkpoint_layers: bool = False
     compile_layers: bool = False
     trust_remote_code: bool = False
-    layout: Layout | None = None  # of a model placed on a tensor axis: how `shapes` are cut out of the whole ones
+    layout: Layout | None = None  # of a model placed on tensor and pipeline axes: what `shapes` are of the whole ones
+    spans: tuple[Span, ...] = ()  # this rank's of a pipeline axis
     unplaced: Model | None = None  # the model that it was placed from
     _copies: threading.local = attrs.field(factory=threading.local, init=False, repr=False)
 
@@ -64,7 +82,12 @@ class Model:
     @property
     def outputs(self) -> int:
         """How many numbers a value head gives for each token; 1 without one."""
-        return self.shapes[SCORE_WEIGHT][0] if self.head == "value" else 1
+        return self.whole_shapes[SCORE_WEIGHT][0] if self.head == "value" else 1
+
+    def layer_of(self, name: str) -> int | None:
+        """The number of the layer that a parameter is in."""
+        start = f"{self.prefix}{self.layers[0].rpartition('.')[0]}."
+        return int(name[len(start) :].partition(".")[0]) if name.startswith(start) else None
 
     def own_skeleton(self, inner: Inner = OWN, *, compiled: bool = False) -> PreTrainedModel:
         """The skeleton for this thread alone, as a pass puts tensors into it: outside the main thread, a copy; and
@@ -73,7 +96,7 @@ class Model:
         Raises ValueError for a kernel that has no place in the model, and for layers that cannot be compiled here, or
         that are on a tensor axis.
         """
-        if compiled and self.layout is not None:
+        if compiled and self.layout is not None and self.layout.ranks > 1:
             raise ValueError(
                 "layers on a tensor axis cannot be compiled: they exchange tokens; leave compile_layers out"
             )

@@ -1,4 +1,4 @@
-"""Models on a tensor axis: what each of its ranks runs, and whether the ranks together compute the model."""
+"""Models on tensor and pipeline axes: what each rank runs, and whether the ranks together compute the model."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from fppo.models.model import Model, Params, build, packed_attention
 from fppo.models.narrow import find_cuts, narrow
 from fppo.models.regions import BlockSeam, EmbeddingSeam, Region, WidthSeam
 from fppo.models.run import hidden_states
+from fppo.models.spans import staged
 from fppo.runtime import fsdp
 from fppo.runtime.layout import Cut, Layout
 from fppo.runtime.mesh import Mesh
@@ -83,13 +84,15 @@ def narrowed(model: Model, ranks: int) -> Narrowed:
 
 
 def place(model: Model, mesh: Mesh) -> Model:
-    """What this rank of the mesh runs of a model: where there is a tensor axis, a narrower model on cuts of the
-    parameters, which `own_params` takes of whole ones. It is to be done once.
+    """What this rank of the mesh runs of a model: on a tensor axis a narrower model on cuts of the parameters, on a
+    pipeline axis the layers of its stages. `own_params` takes these parameters of whole ones. It is to be done once.
 
-    Raises ValueError that names every size that the axis does not divide, and for a model that cannot be cut.
+    Raises ValueError that names every size that the tensor axis does not divide, for a model that cannot be cut, and
+    for fewer layers than stages.
     """
-    axis = mesh["tensor"]
-    return model if axis.size == 1 else narrowed(model, axis.size).on(axis)
+    tensor, pipeline = mesh["tensor"], mesh["pipeline"]
+    model = model if tensor.size == 1 else narrowed(model, tensor.size).on(tensor)
+    return model if pipeline.size == 1 else staged(model, pipeline, virtual_stages=mesh.virtual_stages)
 
 
 def own_params(model: Model, params: Params, mesh: Mesh) -> Params:
@@ -220,6 +223,37 @@ def check_placed(model: Model, ranks: int) -> None:
         raise ValueError(
             f"fppo cannot run model type {kind!r} on a tensor axis of {ranks} ranks: cut over {few}, a small random "
             f"model of this kind gives logits that differ by {difference:.2g} from those of the whole one"
+        )
+
+
+@torch.no_grad()
+def check_staged(model: Model) -> None:
+    """Holds a model cut into two stages, which run one after the other, against the model itself: a small random
+    instance. Raises ValueError that names the model type, for other logits or where its code fails on a stage."""
+    kind, probe = model.config.model_type, probes.make_probe(model)
+    params = {name: x.double() for name, x in probe.params.items()}
+    rows = probes.probe_rows(probe)
+    tokens, positions = torch.cat(rows), torch.cat([torch.arange(len(row)) for row in rows])
+    attend = packed_attention(sdpa, make_lengths([len(row) for row in rows]))
+    expected = logits_of(
+        output_head(probe.model, params), hidden_states(probe.model, params, tokens, positions, attend=attend)
+    )
+    words = f"fppo cannot run model type {kind!r} on a pipeline axis"
+    try:
+        hidden = None
+        for stage in range(2):
+            placed = staged(probe.model, Axis(2, stage))
+            own = {name: params[name] for name in placed.shapes}
+            hidden = hidden_states(placed, own, tokens, positions, attend=attend, received=hidden)
+        assert hidden is not None
+        logits = logits_of(output_head(placed, own), hidden)
+    except Exception as error:  # what a class raises may be anything
+        raise ValueError(f"{words}: its code fails on some of its layers: {type(error).__name__}: {error}") from error
+    difference = (logits - expected).abs().max().item()
+    if not difference <= TOLERANCE * max(1.0, expected.abs().max().item()):
+        raise ValueError(
+            f"{words}: more than hidden states passes between its layers, or its norms are not where they are looked "
+            f"for: cut into two stages, a small random model of this kind gives logits that differ by {difference:.2g}"
         )
 
 

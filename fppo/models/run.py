@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from fppo.models.inner import OWN, inner_of
-from fppo.models.model import Model, Params, longest_row, over_long
+from fppo.models.model import Model, Params, Span, longest_row, over_long
 from fppo.models.precision import KeepDouble
 from fppo.models.seams import ApplyLayer, Attend
+from fppo.models.spans import Relay, absent
 from fppo_kernels.record import Kernels
 
 T = TypeVar("T")
@@ -88,10 +89,13 @@ def forward(
     *,
     attend: Attend,
     apply_layer: ApplyLayer | None = None,
+    embedded: Tensor | None = None,
 ) -> Tensor:
-    """Hidden states [B, S, H] after the last norm, of tokens and positions [B, S], from inside `bind`."""
+    """Hidden states [B, S, H] after the last norm, of tokens and positions [B, S], from inside `bind`; with `embedded`
+    [B, S, H] in the place of the tokens' embeddings."""
+    inputs = {"input_ids": tokens} if embedded is None else {"inputs_embeds": embedded}
     out = skeleton(
-        input_ids=tokens,
+        **inputs,
         position_ids=positions,
         use_cache=False,
         attend=attend,
@@ -110,31 +114,52 @@ def hidden_states(
     attend: Attend,
     kernels: Kernels | None = None,
     apply_layer: ApplyLayer | None = None,
+    received: Tensor | None = None,
 ) -> Tensor:
     """Hidden states after the last norm: [N, H] of packed tokens [N], or [B, S, H] of rows [B, S].
 
     What is inside the layers runs by `kernels`, or by the model's own code. With `apply_layer` the layers' parameters
-    need not be in `params`; casting and checkpointing are then its business. Raises ValueError for rows longer than
-    `longest_row`, and for a kernel that has no place in the model.
+    need not be in `params`; casting and checkpointing are then its business. A stage of a pipeline gives what its last
+    layer does, the last stage that after the norm; all but the first take what the one before gave as `received`.
+    Raises ValueError for rows longer than `longest_row`, and for a kernel that has no place in the model.
     """
     _check_length(model, positions)
     packed = tokens.ndim == 1
     if packed:
         tokens, positions = tokens[None], positions[None]
+        received = None if received is None else received[None]
+    span = _only_span(model, received)
+    embedded = None if received is None else received.detach()
+    whole = apply_layer is None and not model.checkpoint_layers
+    if apply_layer is None and model.checkpoint_layers:
+        inner = {name: x for name, x in params.items() if model.layer_of(name) is not None}
+        apply_layer = checkpointed_layers(model, {name[len(model.prefix) :]: x for name, x in inner.items()})
+        params = {name: x for name, x in params.items() if name not in inner}
+    relay = None
+    if span is not None:
+        apply_layer = relay = Relay(span, received, apply_layer)
+        params = params | absent(span, next(iter(params.values())) if received is None else received)
 
     def run(skeleton: PreTrainedModel) -> Tensor:
-        return forward(skeleton, tokens, positions, attend=attend, apply_layer=apply_layer)
+        return forward(skeleton, tokens, positions, attend=attend, apply_layer=apply_layer, embedded=embedded)
 
-    if apply_layer is None and model.checkpoint_layers:
-        names = [name[len(model.prefix) :] for name in params if name.startswith(model.prefix)]
-        inner = {name for name in names if name.startswith(tuple(f"{path}." for path in model.layers))}
-        apply_layer = checkpointed_layers(model, {name: params[model.prefix + name] for name in inner})
-        outside = {n: x for n, x in params.items() if n[len(model.prefix) :] not in inner}
-        out = bind(model, outside, run, kernels=kernels, compiled=model.compile_layers, partial=True)
-    else:
-        whole = apply_layer is None
-        out = bind(model, params, run, kernels=kernels, compiled=model.compile_layers, partial=not whole)
+    out = bind(model, params, run, kernels=kernels, compiled=model.compile_layers, partial=not whole)
+    if relay is not None:
+        out = relay.result(out)
     return out[0] if packed else out
+
+
+def _only_span(model: Model, received: Tensor | None) -> Span | None:
+    """The stage that a model on a pipeline axis is. Raises ValueError for one that cannot run alone."""
+    if not model.spans:
+        return None
+    (span, *others), layers = model.spans, [list(span.layers) for span in model.spans]
+    if others or (received is None) != (span.stage == 0):
+        raise ValueError(
+            f"this rank has the layers {layers} of a model on a pipeline axis, which run only together with the other "
+            "ranks': call compute_outputs or an update on all of them"
+        )
+    return span
 
 
 def _check_length(model: Model, positions: Tensor) -> None:

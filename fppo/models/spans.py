@@ -1,0 +1,183 @@
+"""The layers that a rank of a pipeline axis runs, and a model that runs these alone.
+
+The unmodified model runs in every stage. In the place of other stages' layers stands nothing; the first layer of the
+stage takes what the stage before gave, and what its last layer gives is the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import attrs
+from torch import Tensor, nn
+
+from fppo.models import flops
+from fppo.models.heads import embedding_name, vocabulary_head
+from fppo.models.model import Model, Params, Span
+from fppo.models.seams import ApplyLayer
+from fppo.runtime.layout import Layout
+from fppo_kernels.collectives import Axis
+
+
+def layer_spans(model: Model, stages: int) -> list[range]:
+    """The layers of each of `stages` stages: such that the largest work of a stage on a token is least, the head's
+    counted; of such cuts, one whose largest number of parameters is least, the embeddings' and the head's counted.
+
+    Raises ValueError for fewer layers than stages.
+    """
+    if len(model.layers) < stages:
+        raise ValueError(
+            f"the model has {len(model.layers)} layers, and {stages} pipeline stages take at least one each: make "
+            "the pipeline axis or its virtual stages fewer"
+        )
+    work, head = flops.layer_weights(model), flops.head_weights(model)
+    sizes, ends = [0.0] * len(work), [0.0, 0.0]  # outside the layers: on the first stage, and on the last
+    for name, holders in _ends(model).items():
+        number = model.layer_of(name)
+        if number is not None:
+            sizes[number] += model.whole_shapes[name].numel()
+        for end in holders:
+            ends[end] += model.whole_shapes[name].numel()
+    by_work = _Costs(work, 0.0, float(head))
+    least, _ = _balanced(len(work), stages, by_work.of, lambda *_: True)
+    _, cuts = _balanced(len(work), stages, _Costs(sizes, *ends).of, lambda *at: by_work.of(*at) <= least)
+    return cuts
+
+
+class _Costs:
+    """The cost of runs of layers, each with one of its own, as stages; the first and the last have more to do."""
+
+    def __init__(self, costs: Sequence[float], first: float, last: float) -> None:
+        self._before, self._first, self._last = [0.0, *accumulate(costs)], first, last
+
+    def of(self, start: int, stop: int) -> float:
+        """The cost of the layers from `start` on, before `stop`."""
+        ends = self._first * (start == 0) + self._last * (stop == len(self._before) - 1)
+        return self._before[stop] - self._before[start] + ends
+
+
+def _balanced(
+    count: int, stages: int, cost: Callable[[int, int], float], allowed: Callable[[int, int], bool]
+) -> tuple[float, list[range]]:
+    """The cut of `count` layers into `stages` runs that are `allowed` whose largest cost is least, and this."""
+    infinite = float("inf")
+    best = [0.0] + [infinite] * count  # by the number of layers that the stages so far have
+    starts: list[list[int]] = []
+    for stage in range(stages):
+        after, chosen = [infinite] * (count + 1), [0] * (count + 1)
+        for stop in range(stage + 1, count - (stages - stage - 1) + 1):
+            for start in range(stage, stop):
+                if best[start] < infinite and allowed(start, stop):
+                    worst = max(best[start], cost(start, stop))
+                    if worst < after[stop]:
+                        after[stop], chosen[stop] = worst, start
+        best, starts = after, [*starts, chosen]
+    cuts, stop = [], count
+    for chosen in reversed(starts):
+        cuts, stop = [range(chosen[stop], stop), *cuts], chosen[stop]
+    return best[count], cuts
+
+
+def _ends(model: Model) -> dict[str, tuple[int, ...]]:
+    """At which ends of the pipeline each parameter is outside the layers: 0 the first stage, -1 the last."""
+    children = [name for name, _ in model.skeleton.named_children()]
+    place = children.index(model.layers[0].partition(".")[0])
+    embeddings = embedding_name(model)
+    tied = model.head == "lm" and vocabulary_head(model)[0] == embeddings
+    ends: dict[str, tuple[int, ...]] = {}
+    for name in model.whole_shapes:
+        own = name.removeprefix(model.prefix).partition(".")[0]
+        if model.layer_of(name) is not None:
+            ends[name] = ()
+        elif name == embeddings:
+            ends[name] = (0, -1) if tied else (0,)
+        elif name.startswith(model.prefix) and not (own in children and children.index(own) > place):
+            ends[name] = (0,)  # modules are registered in the order in which they run
+        else:
+            ends[name] = (-1,)
+    return ends
+
+
+def staged(model: Model, axis: Axis, *, virtual_stages: int = 1) -> Model:
+    """What this rank of a pipeline axis runs of a model, which may be placed on a tensor axis: the layers of
+    `virtual_stages` stages, and what is outside the layers where it is used.
+
+    Raises ValueError for fewer layers than stages, and for a model that is placed on a pipeline axis already.
+    """
+    if model.spans:
+        raise ValueError("the model is placed on a pipeline axis already")
+    stages = axis.size * virtual_stages
+    cuts, held = layer_spans(model, stages), _ends(model)
+    of_layer = [stage for stage, layers in enumerate(cuts) for _ in layers]
+
+    def stages_of(name: str) -> tuple[int, ...]:
+        number = model.layer_of(name)
+        return tuple(end % stages for end in held[name]) if number is None else (of_layer[number],)
+
+    placed = {name: stages_of(name) for name in held}
+    layout = attrs.evolve(
+        model.layout or Layout(model.shapes, {}, frozenset(), 0, 1),
+        stages={name: tuple(stage % axis.size for stage in of) for name, of in placed.items()},
+        stage_rank=axis.rank,
+        stage_ranks=axis.size,
+    )
+    outside = {
+        f"{model.prefix}{name}": x.shape
+        for name, x in model.skeleton.named_parameters()
+        if model.layer_of(f"{model.prefix}{name}") is None
+    }
+
+    def span(stage: int) -> Span:
+        names = tuple(name for name, of in placed.items() if stage in of)
+        absent = {name: shape for name, shape in outside.items() if name not in names}
+        return Span(cuts[stage], stage, stages, names, absent)
+
+    spans = tuple(span(stage) for stage in range(axis.rank, stages, axis.size))
+    on_rank = attrs.evolve(model, shapes=layout.shapes, layout=layout, spans=spans, unplaced=model.unplaced or model)
+    return _with_copies(on_rank, model)
+
+
+def stage_of(model: Model, number: int) -> Model:
+    """The stage of a placed model that is this rank's `number`th: its layers and parameters alone."""
+    span = model.spans[number]
+    shapes = {name: model.shapes[name] for name in span.names}
+    return _with_copies(attrs.evolve(model, shapes=shapes, spans=(span,)), model)
+
+
+def _with_copies(model: Model, other: Model) -> Model:
+    """The model, with the copies of the skeleton that threads have of another, which has the same one."""
+    object.__setattr__(model, "_copies", other._copies)
+    return model
+
+
+class Relay:
+    """Applies the layers of a span, by `apply_layer` or as they are; other layers hand on what they get."""
+
+    def __init__(self, span: Span, received: Tensor | None, apply_layer: ApplyLayer | None) -> None:
+        self._span, self._received, self._apply = span, received, apply_layer
+        self._given: Any = None  # by the last layer
+
+    def __call__(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        layers = self._span.layers
+        if index not in layers:
+            return args[0]
+        if index == layers[0] and self._received is not None:
+            args = (self._received, *args[1:])
+        self._given = layer(*args, **kwargs) if self._apply is None else self._apply(index, layer, args, kwargs)
+        return self._given
+
+    def result(self, normed: Tensor) -> Tensor:
+        """What the stage gives, if the model gives `normed`. Raises ValueError for layers that give no tensor."""
+        if not isinstance(self._given, Tensor):
+            raise ValueError(
+                f"the layers give {type(self._given).__name__}, and hidden states alone pass between stages"
+            )
+        return normed if self._span.ends else self._given
+
+
+def absent(span: Span, like: Tensor) -> Params:
+    """Zeros, nearly without memory, for what a stage lacks outside the layers: what is computed with them is not
+    used."""
+    return {name: like.new_zeros(shape[-1:]).expand(shape) for name, shape in span.absent.items()}

@@ -1,0 +1,119 @@
+"""Stages of a pipeline: balanced cuts, every parameter where it is used, and the model's function in parts."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fppo import models
+from fppo.models import flops, spans
+from fppo.models.spans import layer_spans, staged
+from fppo.runtime.simulate import simulate
+from fppo_kernels.collectives import Axis
+from tests import tiny
+from tests.models.families import CONFIGS, make
+
+# whose layers give more than hidden states, or whose norm is registered before the layers
+REFUSED = {"opt": "cannot run model type 'opt' on a pipeline axis"}
+
+
+FEW = ("gemma3", "gpt2", "opt", "qwen3_moe")
+
+
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS])
+def test_stages_one_after_the_other_are_the_model(name):
+    model, _ = make(name)
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[name]):
+            models.check_staged(model)
+    else:
+        models.check_staged(model)
+
+
+def test_a_model_that_would_run_wrong_is_refused(monkeypatch):
+    model, _ = make("llama")
+    wrong = {"model.norm.weight": (0,)}
+    ends = spans._ends
+    monkeypatch.setattr(spans, "_ends", lambda model: ends(model) | wrong)
+    with pytest.raises(ValueError, match=r"its norms are not where they are looked for: .* logits that differ by"):
+        models.check_staged(model)
+
+
+@st.composite
+def costs(draw):
+    layers = draw(st.lists(st.integers(1, 6), min_size=2, max_size=7))
+    return layers, draw(st.integers(1, len(layers))), draw(st.integers(0, 9)), draw(st.integers(0, 9))
+
+
+@given(costs())
+def test_the_largest_cost_of_a_stage_is_the_least_possible(drawn):
+    layers, stages, first, last = drawn
+    cost = spans._Costs(layers, first, last).of
+    least, cuts = spans._balanced(len(layers), stages, cost, lambda *_: True)
+    every = []
+    for stops in itertools.combinations(range(1, len(layers)), stages - 1):
+        runs = list(itertools.pairwise((0, *stops, len(layers))))
+        every.append(max(sum(layers[a:b]) + first * (a == 0) + last * (b == len(layers)) for a, b in runs))
+    assert least == min(every) == max(cost(x.start, x.stop) for x in cuts)
+    assert [number for x in cuts for number in x] == list(range(len(layers)))
+
+
+def test_the_head_counts_as_work_and_the_embeddings_where_work_is_equal():
+    def cut(stages, layers=6, **changes):
+        return [len(x) for x in layer_spans(models.build(tiny.config(num_hidden_layers=layers, **changes)), stages)]
+
+    one = flops.layer_weights(models.build(tiny.config()))[0]
+    assert cut(2, vocab_size=int(2 * one / 16)) == [4, 2]
+    # three layers are most work on the first stage as on the second, and the first has the embeddings
+    assert cut(3, vocab_size=int(2 * one / 16)) == [2, 3, 1]
+    with pytest.raises(ValueError, match="the model has 2 layers, and 3 pipeline stages take at least one each"):
+        cut(3, layers=2)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 1), (4, 1), (2, 2), (3, 2)])
+def test_every_parameter_is_where_it_is_used(ranks, chunks, head, tied):
+    model = models.build(tiny.config(num_hidden_layers=6, tie_word_embeddings=tied), head=head)
+    every = [staged(model, Axis(ranks, rank), virtual_stages=chunks) for rank in range(ranks)]
+    held = {name: tuple(rank for rank, placed in enumerate(every) if name in placed.shapes) for name in model.shapes}
+    assert held == dict(every[0].layout.stages)
+    twice = {name for name, of in held.items() if len(of) > 1}
+    assert twice == ({"model.embed_tokens.weight"} if tied and head == "lm" else set())
+    assert held["model.norm.weight"] == (ranks - 1,)
+    assert held["model.embed_tokens.weight"][0] == 0
+    layers = [(span.stage, number) for placed in every for span in placed.spans for number in span.layers]
+    assert [number for _, number in sorted(layers)] == list(range(6))
+    for rank, placed in enumerate(every):
+        assert [span.stage for span in placed.spans] == list(range(rank, ranks * chunks, ranks))
+        assert placed.whole_shapes == model.shapes
+        for number, span in enumerate(placed.spans):
+            assert models.stage_of(placed, number).shapes.keys() == set(span.names)
+
+
+def test_a_rank_does_not_run_alone():
+    model, params = tiny.model_and_params()
+    placed = staged(model, Axis(2, 1))
+    own = {name: params[name] for name in placed.shapes}
+    tokens = torch.arange(3)
+    with pytest.raises(ValueError, match=r"this rank has the layers \[\[1\]\] .* call compute_outputs or an update"):
+        models.hidden_states(placed, own, tokens, tokens, attend=None)
+    with pytest.raises(ValueError, match="placed on a pipeline axis already"):
+        staged(placed, Axis(2, 1))
+
+
+def test_placing_cuts_over_both_axes():
+    model, params = tiny.model_and_params()
+
+    def run(mesh):
+        placed = models.place(model, mesh)
+        own = models.own_params(placed, params, mesh)
+        whole = models.whole_params(placed, own, mesh)
+        assert all(torch.equal(whole[name], x) for name, x in params.items())
+        return {name: x.shape for name, x in own.items()} == dict(placed.shapes), len(own)
+
+    found = simulate({"pipeline": 2, "tensor": 2}, run)
+    assert all(same for same, _ in found)
+    assert sum(count for _, count in found) == 2 * (len(params) + 1)
