@@ -29,19 +29,21 @@ if TYPE_CHECKING:  # a model needs transformers; the other laws do without it
 
 SIZES = ((1, 1), (2, 2), (3, 3), (6, 4))
 MINI = 4  # rows of a mini-batch, at most
-AXES = ("replicate", "shard", "sequence", "tensor")
-HEADS = 4
+AXES = ("replicate", "shard", "sequence", "tensor", "pipeline")
+HEADS = LAYERS = 4
 SHARDINGS = (3, 2, 1, None)  # stages; None: whole parameters on every rank
 TOLERANCE = 1e-10
 
 
 @attrs.frozen
 class Layout:
-    """A mesh, what is sharded on it, and how a batch is spread over it and cut."""
+    """A mesh, what is sharded on it, how many layers the model has, and how a batch is spread over it and cut."""
 
     axes: Mapping[str, int]
     stage: int | None = None
     checkpoint_layers: bool = False
+    virtual_stages: int = 1
+    layers: int = 2
     size: int | None = None
     token_budget: int | None = None
     remove_padding: bool = True
@@ -52,9 +54,11 @@ class Layout:
         cut = f"of {self.size}" if self.token_budget is None else f"of at most {self.token_budget} tokens"
         words = f"on a mesh of {mesh}, {sharded}, micro-batches {cut}"
         extras = (", packed" if self.remove_padding else ", padded") + (", layers recomputed" * self.checkpoint_layers)
-        return words + extras
+        return words + extras + f", {self.virtual_stages} stages on each rank" * (self.virtual_stages > 1)
 
 
+# of a layout: axes, stage of the sharding, whether layers are recomputed, stages of a pipeline on each rank
+Settings = tuple[Mapping[str, int], int | None, bool, int]
 # (example, layout, number of the model) -> what the update gave on every rank
 Run = Callable[[Example, Layout, int], list[_Outcome]]
 
@@ -62,7 +66,7 @@ Run = Callable[[Example, Layout, int], list[_Outcome]]
 def meshes(max_ranks: int) -> list[dict[str, int]]:
     """All meshes of axes of 1, 2 or 4 ranks that have at most `max_ranks`, and more than one; the small ones first.
 
-    The sequence and tensor axes divide the heads between them.
+    The sequence and tensor axes divide the heads between them, and the pipeline has a layer for each rank.
     """
     sizes = sorted(product((1, 2, 4), repeat=len(AXES)), key=lambda sizes: (math.prod(sizes), sizes[::-1]))
     every: list[dict[str, int]] = [dict(zip(AXES, counts, strict=True)) for counts in sizes]
@@ -74,7 +78,7 @@ def _ranks(axes: Mapping[str, int]) -> int:
     return math.prod(axes.values())
 
 
-def _models(head: HeadKind, outputs: int) -> list[tuple[Any, dict[str, Tensor]]]:
+def _models(head: HeadKind, outputs: int, layers: int) -> list[tuple[Any, dict[str, Tensor]]]:
     """A Qwen2 with tied embeddings and a Llama without, in float64, whose sizes the meshes do not all divide."""
     from transformers import LlamaConfig, Qwen2Config
 
@@ -85,7 +89,7 @@ def _models(head: HeadKind, outputs: int) -> list[tuple[Any, dict[str, Tensor]]]
         "vocab_size": VOCAB,
         "hidden_size": 16,
         "intermediate_size": 12,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": HEADS,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
@@ -115,18 +119,21 @@ def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run
     from fppo.steps.optimizers import adamw
     from fppo.steps.train_state import init_state
 
-    built = _models(head, outputs)
+    built = {layers: _models(head, outputs, layers) for layers in (2, LAYERS)}
     optimizer = adamw(lambda step: 0.1, betas=(0.0, 0.9), eps=1.0, max_grad_norm=1.0)
 
     @functools.cache
-    def cut_model(number: int, ranks: int) -> models.Narrowed:
-        return models.narrowed(built[number][0], ranks)
+    def cut_model(number: int, layers: int, ranks: int) -> models.Narrowed:
+        return models.narrowed(built[layers][number][0], ranks)
 
     def on_rank(example: Example, layout: Layout, number: int, mesh: Mesh) -> _Outcome:
-        model, params = built[number]
+        model, params = built[layout.layers][number]
         model = attrs.evolve(model, checkpoint_layers=layout.checkpoint_layers)
         if layout.axes["tensor"] > 1:  # the model is cut once, and not by every rank of every run
-            model = attrs.evolve(cut_model(number, layout.axes["tensor"]), model=model).on(mesh["tensor"])
+            cut = cut_model(number, layout.layers, layout.axes["tensor"])
+            model = attrs.evolve(cut, model=model).on(mesh["tensor"])
+        if layout.axes["pipeline"] > 1:
+            model = models.staged(model, mesh["pipeline"], virtual_stages=layout.virtual_stages)
         mesh = attrs.evolve(mesh, sharding=None if layout.stage is None else Sharding(stage=layout.stage))
         loop = Loop(
             mini_batch_size=min(MINI, len(example.mask)),
@@ -146,7 +153,7 @@ def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run
 
     def run(example: Example, layout: Layout, number: int) -> list[_Outcome]:
         if layout.axes["tensor"] > 1:
-            cut_model(number, layout.axes["tensor"])  # before there are threads
+            cut_model(number, layout.layers, layout.axes["tensor"])  # before there are threads
         return simulate(layout.axes, partial(on_rank, example, layout, number))
 
     return run
@@ -156,6 +163,7 @@ def _draw(
     axes: Mapping[str, int],
     stage: int | None,
     checkpoint_layers: bool,
+    virtual_stages: int,
     example: Example,
     generator: torch.Generator,
 ) -> Layout:
@@ -170,17 +178,19 @@ def _draw(
         axes=axes,
         stage=stage if axes["shard"] > 1 else None,
         checkpoint_layers=checkpoint_layers,
+        virtual_stages=virtual_stages,
+        layers=LAYERS if axes["pipeline"] * virtual_stages > 2 else 2,
         size=None if budget else 1 + draw(2),
         token_budget=1 + draw(max(int(tokens), 1)) if budget else None,
         remove_padding=axes["sequence"] * axes["tensor"] > 1 or draw(2) == 1,
     )
 
 
-def _turns(layouts: Sequence[tuple[Mapping[str, int], int | None, bool]], each: int):
+def _turns(layouts: Sequence[Settings], each: int):
     """The next `each` of the layouts at every call, and the number of the call; round and round."""
     count = 0
 
-    def turn() -> tuple[int, list[tuple[Mapping[str, int], int | None, bool]]]:
+    def turn() -> tuple[int, list[Settings]]:
         nonlocal count
         count += 1
         return count, [layouts[i % len(layouts)] for i in range((count - 1) * each, count * each)]
@@ -188,22 +198,22 @@ def _turns(layouts: Sequence[tuple[Mapping[str, int], int | None, bool]], each: 
     return turn
 
 
-def _one_process(run: Run, example: Example, number: int) -> _Outcome:
+def _one_process(run: Run, example: Example, number: int, layers: int = 2) -> _Outcome:
     axes: dict[str, int] = dict.fromkeys(AXES, 1)
-    return run(example, Layout(axes, size=len(example.mask)), number)[0]
+    return run(example, Layout(axes, layers=layers, size=len(example.mask)), number)[0]
 
 
-def _laws(layouts: Sequence[tuple[Mapping[str, int], int | None, bool]], each: int) -> tuple[Law, ...]:
+def _laws(layouts: Sequence[Settings], each: int) -> tuple[Law, ...]:
     turn, again = _turns(layouts, each), _turns(layouts, 1)
 
     def same_as_one(run: Run, example: Example, generator: torch.Generator) -> str | None:
         count, chosen = turn()
         number = count % 2
-        expected = _one_process(run, example, number)
+        expected = functools.cache(partial(_one_process, run, example, number))
         for settings in chosen:
             layout = _draw(*settings, example, generator)
             for rank, outcome in enumerate(run(example, layout, number)):
-                if reason := _outcomes_differ(expected, outcome, TOLERANCE):
+                if reason := _outcomes_differ(expected(layout.layers), outcome, TOLERANCE):
                     return f"{layout}: rank {rank}: {reason}, as in one process"
         return None
 
@@ -241,18 +251,20 @@ def check_layout_fn(
 ) -> None:
     """Put a whole update through the laws of layouts: `laws.check_layout_fn(update_critic, head="value")`.
 
-    `update` is as in `check_update_fn`, on any mesh: replicate, shard, sequence and tensor axes of 1, 2 and 4 ranks,
-    `max_ranks` at most, with whole parameters or sharded ones of every stage, the layers recomputed or not. All ranks
+    `update` is as in `check_update_fn`, on any mesh: replicate, shard, sequence, tensor and pipeline axes of 1, 2 and 4
+    ranks, `max_ranks` at most, with whole parameters or sharded ones of every stage, the layers recomputed or not, and
+    the stages of a pipeline of 2 ranks interleaved or not. All ranks
     have all rows, ragged ones, which the update shares out, to some ranks none, and cuts into micro-batches anyhow. In
     every weight mode of `modes` the gradient tree, the new state and the metrics on every rank must be those of one
     process, in float64, to 1e-10. Each example tries the next `each` layouts. LawViolation for the first law that
     fails.
     """
     layouts = [
-        (axes, stage, (number + place) % 2 == 1)
+        (axes, stage, (number + place) % 2 == 1, virtual)
         for place, stage in enumerate(SHARDINGS)
         for number, axes in enumerate(meshes(max_ranks))
         if axes["shard"] > 1 or stage is None
+        for virtual in ((1, 2) if axes["pipeline"] == 2 else (1,))
     ]
     random.Random(0).shuffle(layouts)  # so that small and large examples meet all kinds
     run = _runner(update, head, outputs)

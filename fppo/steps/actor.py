@@ -18,7 +18,7 @@ from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.runtime.mesh import DATA_AXES, place_on
 from fppo.shapes import Mask, Tokens
-from fppo.steps.forward import Forward, forward_micro_batch
+from fppo.steps.forward import Forward, forward_micro_batch, run_passes
 from fppo.steps.loop import Loop, Mark, MiniBatch, update, weighted_sum
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.ranks import blank, collect
@@ -186,14 +186,19 @@ def _select(
 ) -> dict[str, Tensor]:
     """The tokens [b, T] of this rank's rows that `select_fn` chooses in a mini-batch, by the log-probs of a pass
     without gradients."""
-    log_probs = torch.zeros_like(mini.own.old_log_probs)
-    for numbers in [*mini.micro_batches, *([[]] * (mini.passes - len(mini.micro_batches)))]:
-        with torch.no_grad():
-            rows = batches.rows(mini.own, numbers) if numbers else blank(mini.own)
-            new = forward_micro_batch(params, rows, forward=forward, temperature=temperature).log_probs
+
+    def run(params: Params, rows: Experience, *, forward: Forward) -> Tensor:
+        new = forward_micro_batch(params, rows, forward=forward, temperature=temperature).log_probs
         assert new is not None
-        if numbers:
-            log_probs = log_probs.index_copy(0, torch.tensor(numbers, device=log_probs.device), new.to(log_probs))
+        return new
+
+    groups = [*mini.micro_batches, *([[]] * (mini.passes - len(mini.micro_batches)))]
+    every = [batches.rows(mini.own, numbers) if numbers else blank(mini.own) for numbers in groups]
+    with torch.no_grad():
+        results = run_passes(run, params, every, forward=forward, shape=lambda rows: rows.response_mask.shape)
+    log_probs = torch.zeros_like(mini.own.old_log_probs)
+    for numbers, new in zip(mini.micro_batches, results, strict=False):
+        log_probs = log_probs.index_copy(0, torch.tensor(numbers, device=log_probs.device), new.to(log_probs))
     log_probs = collect(log_probs, mini.shares, forward.mesh)
     rows = mini.rows
     noise = key.uniform(rows.row_ids, rows.response_mask.shape[1])

@@ -22,6 +22,7 @@ from fppo.shapes import Outputs, Tokens
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.ranks import blank, rounds
 from fppo.steps.sharded import Opened, Whole, cast, opened, whole
+from fppo.steps.stages import stage_outputs
 from fppo.steps.train_state import Params
 from fppo_kernels.collectives import Axis, all_gather, same
 from fppo_kernels.record import Kernels
@@ -49,7 +50,8 @@ class Forward:
     """What runs a model: its code, the kernels it runs with and the mesh it runs on.
 
     `remove_padding` packs the rows of a pass; without it the padded rows run as they are. `read` makes values [...] of
-    what a value head gives, [..., K].
+    what a value head gives, [..., K]. `received` is what one stage of a pipeline has from the stage before it, in a
+    pass of it.
     """
 
     model: Model
@@ -57,14 +59,20 @@ class Forward:
     mesh: Mesh = LOCAL
     remove_padding: bool = True
     read: Callable[[Tensor], Tensor] = first_output
+    received: Tensor | None = None
 
     def __attrs_post_init__(self) -> None:
-        ranks, placed = self.mesh["tensor"].size, 1 if self.model.layout is None else self.model.layout.ranks
-        if ranks != placed:
-            raise ValueError(
-                f"the mesh has a tensor axis of {ranks} ranks, and the model is one for {placed}: give "
-                "models.place(model, mesh) of the whole model"
-            )
+        layout = self.model.layout
+        for axis, placed in (
+            ("tensor", 1 if layout is None else layout.ranks),
+            ("pipeline", 1 if layout is None else layout.stage_ranks),
+        ):
+            if (size := self.mesh[axis].size) != placed:
+                raise ValueError(
+                    f"the mesh has a {axis} axis of {size} ranks, and the model is one for {placed}: give "
+                    "models.place(model, mesh) of the whole model"
+                )
+        ranks = self.mesh["tensor"].size
         if ranks > 1 and not self.remove_padding:
             raise ValueError(
                 f"remove_padding=False runs padded rows as they are, and a tensor axis of {ranks} ranks cuts one "
@@ -102,6 +110,8 @@ def forward_micro_batch(
     over the axis is the gradient.
     """
     _check_outputs(forward.model, outputs)
+    if goes_on(forward.model):
+        raise ValueError("this rank has no head, but stages of a pipeline before it: call compute_outputs on all ranks")
     mask, axis, tensor = rows.response_mask, forward.mesh["sequence"], forward.mesh["tensor"]
     ready = opened(params, forward.model, forward.mesh)
     index = mask.flatten().nonzero().flatten()
@@ -167,6 +177,25 @@ def _gathered(columns: Sequence[Tensor], own: _Own, tokens: Tensor, length: int,
     return [x.view(-1, *column.shape[1:]) for x, column in zip(whole, columns, strict=True)]
 
 
+def stage_states(params: Params | Whole | OnHost, rows: Rows, *, forward: Forward) -> Tensor:
+    """What a stage of a pipeline hands on: the hidden states [N, H] of this rank's slice after its last layer."""
+    ready = opened(params, forward.model, forward.mesh)
+    return _hidden_before_responses(ready, rows, rows.response_mask.new_zeros(0, dtype=torch.int64), forward)[0]
+
+
+def goes_on(model: Model) -> bool:
+    """Whether a model is a stage of a pipeline that others follow."""
+    return bool(model.spans) and not model.spans[-1].ends
+
+
+def slice_length(rows: Rows, forward: Forward) -> int:
+    """How many tokens of the rows a rank's slice has, between blocks."""
+    if not forward.remove_padding:
+        return rows.tokens.numel()
+    ranks = forward.mesh["sequence"].size * forward.mesh["tensor"].size
+    return -(-sum(row_lengths(rows)) // ranks)
+
+
 def _check_outputs(model: Model, outputs: Sequence[str]) -> None:
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown:
@@ -193,6 +222,7 @@ def _hidden_before_responses(params: Opened, rows: Rows, index: Tensor, forward:
         )
     positions = (rows.attention_mask.cumsum(1) - 1).clamp(min=0)
     attend = models.padded_attention(rows.attention_mask)
+    received = None if forward.received is None else forward.received.unflatten(0, rows.tokens.shape)
     hidden = models.hidden_states(
         forward.model,
         params.root,
@@ -201,6 +231,7 @@ def _hidden_before_responses(params: Opened, rows: Rows, index: Tensor, forward:
         attend=attend,
         kernels=forward.kernels,
         apply_layer=params.apply_layer,
+        received=received,
     )
     return hidden.flatten(0, 1), flat - 1
 
@@ -213,9 +244,16 @@ def _packed_hidden(params: Opened, rows: Rows, forward: Forward) -> Tensor:
     attend = models.packed_attention(ulysses(kernels.attention, axis, kernels.all_to_all), packed.lengths)
     tokens, positions = (slice_sequence(x, axis) for x in (packed.tokens, packed.positions))
     hidden = models.hidden_states(
-        forward.model, params.root, tokens, positions, attend=attend, kernels=kernels, apply_layer=params.apply_layer
+        forward.model,
+        params.root,
+        tokens,
+        positions,
+        attend=attend,
+        kernels=kernels,
+        apply_layer=params.apply_layer,
+        received=forward.received,
     )
-    return all_gather(hidden, tensor)
+    return hidden if goes_on(forward.model) else all_gather(hidden, tensor)
 
 
 def _passes(rows: Rows, micro_batching: MicroBatching, mesh: Mesh) -> tuple[Tensor, Iterable[Rows]]:
@@ -238,6 +276,26 @@ def _for_passes(params: Params | Whole | OnHost, forward: Forward) -> Params | W
     return params
 
 
+def run_passes(
+    fn: Callable[..., Tensor],
+    params: Params | Whole | OnHost,
+    micro_batches: Iterable[Rows],
+    *,
+    forward: Forward,
+    shape: Callable[[Rows], Sequence[int]],
+) -> list[Tensor]:
+    """`fn(params, rows, forward=forward)` of each micro-batch, of `shape(rows)`; on a pipeline axis on all ranks."""
+    if not forward.model.spans:
+        return [fn(params, rows, forward=forward) for rows in micro_batches]
+    every = list(micro_batches)
+
+    def run(params: Params | Whole | OnHost, rows: Rows, *, forward: Forward) -> Tensor:
+        return (stage_states if goes_on(forward.model) else fn)(params, rows, forward=forward)
+
+    lengths, shapes = [slice_length(rows, forward) for rows in every], [shape(rows) for rows in every]
+    return stage_outputs(run, params, every, forward=forward, lengths=lengths, shapes=shapes)
+
+
 def row_lengths(rows: Rows) -> list[int]:
     """The number of real tokens of each row, on the host."""
     return rows.attention_mask.sum(1).tolist()
@@ -254,16 +312,23 @@ def compute_outputs(
     temperature: float = 1.0,
 ) -> TokenOutputs:
     """`forward_micro_batch` over all rows, of which there may be none, without gradients; rows come back in order."""
+    _check_outputs(forward.model, outputs)
+    lm = forward.model.head == "lm"
+    names = [name for name in TokenOutputs._fields if name in outputs or (lm and name == "log_probs")]
+    sizes = [forward.model.outputs if name == "outputs" else 1 for name in names]
+
+    def run(params: Params | Whole | OnHost, rows: Rows, *, forward: Forward) -> Tensor:
+        out = forward_micro_batch(params, rows, forward=forward, outputs=outputs, temperature=temperature)
+        columns = [getattr(out, name) for name in names]
+        return torch.cat([x.movedim(-1, 0) if x.dim() > 2 else x[None] for x in columns])
+
     order, micro_batches = _passes(rows, micro_batching, forward.mesh)
     ready = _for_passes(params, forward)
-    results = [
-        forward_micro_batch(ready, micro_batch, forward=forward, outputs=outputs, temperature=temperature)
-        for micro_batch in micro_batches
-    ]
+    shape = lambda rows: (sum(sizes), *rows.response_mask.shape)  # noqa: E731
+    results = torch.cat(run_passes(run, ready, micro_batches, forward=forward, shape=shape), 1)[:, order]
     joined = {
-        name: torch.cat([x for r in results if (x := getattr(r, name)) is not None])[order]
-        for name in TokenOutputs._fields
-        if getattr(results[0], name) is not None
+        name: (x.movedim(0, -1) if name == "outputs" else x[0]).contiguous().clone()  # in memory of its own
+        for name, x in zip(names, results.split(sizes), strict=True)
     }
     return TokenOutputs(**joined)
 
@@ -300,15 +365,19 @@ def compute_reward_scores(
     The rows are always packed.
     """
     _check_outputs(forward.model, ("values",))
+    forward = attrs.evolve(forward, remove_padding=True)
     order, micro_batches = _passes(rows, micro_batching, forward.mesh)
     ready = _for_passes(params, forward)
-    scores: list[Tensor] = []
-    for micro_batch in micro_batches:
-        passing = opened(ready, forward.model, forward.mesh)
-        head = models.output_head(forward.model, passing.root)
-        hidden = _packed_hidden(passing, micro_batch, forward)
-        last = micro_batch.attention_mask.sum(1).cumsum(0) - 1
-        own = _own(last, len(hidden), forward.mesh["sequence"])
-        numbers = F.linear(hidden[own.places].to(head.weight.dtype), head.weight, head.bias)[:, 0].float()
-        scores += _gathered([numbers], own, last, len(hidden), forward.mesh["sequence"])
-    return torch.cat(scores)[order]
+    scores = run_passes(_scores, ready, micro_batches, forward=forward, shape=lambda rows: rows.tokens.shape[:1])
+    return torch.cat(scores)[order].float()
+
+
+def _scores(params: Params | Whole | OnHost, rows: Rows, *, forward: Forward) -> Tensor:
+    """The head at the last token of each of some rows [b]."""
+    ready = opened(params, forward.model, forward.mesh)
+    head = models.output_head(forward.model, ready.root)
+    hidden = _packed_hidden(ready, rows, forward)
+    last = rows.attention_mask.sum(1).cumsum(0) - 1
+    own = _own(last, len(hidden), forward.mesh["sequence"])
+    numbers = F.linear(hidden[own.places].to(head.weight.dtype), head.weight, head.bias)[:, 0].float()
+    return _gathered([numbers], own, last, len(hidden), forward.mesh["sequence"])[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -16,13 +16,16 @@ from fppo import losses, metrics, tree
 from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.metrics import Metrics
+from fppo.runtime import fsdp
 from fppo.runtime.mesh import DATA_AXES, data_metrics, gradient_sum, place_on, ranks_on
+from fppo.runtime.schedule import MakeSchedule, one_f_one_b
 from fppo.shapes import Tokens
-from fppo.steps.forward import Forward, Rows, row_lengths
+from fppo.steps.forward import Forward, Rows, goes_on, row_lengths, slice_length, stage_states
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.ranks import blank, mini_batches, rounds, shares
 from fppo.steps.sharded import Whole, accumulable, cast, scattered, whole
+from fppo.steps.stages import stage_gradients
 from fppo.steps.train_state import Params, TrainState, optimizer_step
 from fppo_kernels.shapes import Float
 
@@ -37,14 +40,16 @@ class TrainRows(Rows, Protocol):
 @attrs.frozen(kw_only=True)
 class Loop:
     """How a batch becomes updates: an optimizer step per mini-batch of `mini_batch_size` rows, a gradient per
-    micro-batch, `epochs` times over. `weight_mode` and `horizon` are those of `losses.loss_weights`. Raises ValueError
-    for a size or a number of epochs below 1."""
+    micro-batch, `epochs` times over. `weight_mode` and `horizon` are those of `losses.loss_weights`. On a pipeline axis
+    micro-batches run by what `stage_schedule` makes; see `laws.check_schedule`. Raises ValueError for a size or a
+    number of epochs below 1."""
 
     mini_batch_size: int
     micro_batching: MicroBatching
     epochs: int = 1
     weight_mode: str = "token-mean"
     horizon: int | None = None
+    stage_schedule: MakeSchedule = one_f_one_b
 
     def __attrs_post_init__(self) -> None:
         for name, value in (("mini_batch_size", self.mini_batch_size), ("epochs", self.epochs)):
@@ -110,7 +115,10 @@ def update(
             if mark is not None:
                 marks = mark(state.params, mini, place.fold("select", epoch, number), forward=forward)
             passes = _passes(mini, weights, objective, marks)
-            grads, report = _gradients(state.params, passes, forward)
+            if forward.model.spans:
+                grads, report = _stage_gradients(state.params, list(passes), forward, loop.stage_schedule)
+            else:
+                grads, report = _gradients(state.params, passes, forward)
             report = metrics.settled(data_metrics(report, mesh))
             grads = gradient_sum(grads, mesh)
             state = state if donate or history else tree.copy(state)
@@ -130,6 +138,8 @@ def _mini_batches(batch: TrainRows, loop: Loop, forward: Forward, key: Key | Non
         own = [batches.rows(rows, each[place]) for rows, each in zip(every, shared, strict=True)]
     cuts = [partition(row_lengths(rows), loop.micro_batching) for rows in own]
     passes = rounds([len(cut) for cut in cuts], mesh, batch.tokens.device)
+    if len(forward.model.spans) > 1:  # interleaved schedules take so many
+        passes = [-(-count // mesh["pipeline"].size) * mesh["pipeline"].size for count in passes]
     return [MiniBatch(*mini) for mini in zip(every, own, shared, cuts, passes, strict=True)]
 
 
@@ -155,13 +165,8 @@ def _gradients(
     params: Params, passes: Iterable[tuple[Objective, Any, Tensor]], forward: Forward
 ) -> tuple[Params, Metrics]:
     """This rank's share of the gradient, and its metrics: sums over its passes."""
-    mesh = forward.mesh
-    once = mesh.sharded and mesh.sharding is not None and mesh.sharding.stage == 1
-    inputs: Params | Whole = params
-    if once:
-        inputs = whole(params, forward.model, mesh)
-    elif not mesh.sharded:
-        inputs = cast(params, forward.model)
+    mesh, inputs = forward.mesh, _inputs(params, forward)
+    once = isinstance(inputs, Whole)
     kinds = [x.dtype for x in params.values()]
     total: list[Tensor] = []
     structure: pytree.TreeSpec | None = None
@@ -183,3 +188,39 @@ def _gradients(
         reports.append(report)
     grads: Any = pytree.tree_unflatten(total, structure) if structure is not None else {}
     return scattered(grads, params, mesh) if once else grads, metrics.merge(*reports)
+
+
+def _inputs(params: Params, forward: Forward) -> Params | Whole:
+    """The parameters as the passes of a mini-batch take them: whole where the sharding gathers them once for all of
+    these, and cast once where nothing is cut."""
+    mesh = forward.mesh
+    if not mesh.sharded:
+        return cast(params, forward.model)
+    return whole(params, forward.model, mesh) if mesh.sharding is not None and mesh.sharding.stage == 1 else params
+
+
+def _stage_gradients(
+    params: Params, passes: Sequence[tuple[Objective, Any, Tensor]], forward: Forward, make_schedule: MakeSchedule
+) -> tuple[Params, Metrics]:
+    """What `_gradients` gives, where a pipeline axis has the layers."""
+    mesh, inputs = forward.mesh, _inputs(params, forward)
+    once, kinds = isinstance(inputs, Whole), [x.dtype for x in params.values()]
+    if once and mesh.sharding is not None:
+        kinds = [fsdp.reduce_dtype(kind, mesh.sharding) for kind in kinds]
+
+    def run(params: Params | Whole, one: tuple[Objective, Any, Tensor], *, forward: Forward) -> Any:
+        objective, rows, weights = one
+        if goes_on(forward.model):
+            return stage_states(params, rows, forward=forward)
+        return objective(params, rows, weights, forward=forward)
+
+    grads, report = stage_gradients(
+        run,
+        inputs,
+        passes,
+        forward=forward,
+        lengths=[slice_length(rows, forward) for _, rows, _ in passes],
+        make_schedule=make_schedule,
+        dtypes=kinds,
+    )
+    return scattered(grads, params, mesh) if once else grads, report

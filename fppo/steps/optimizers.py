@@ -108,7 +108,8 @@ def _global_norm(grads: list[Tensor], mesh: Mesh) -> Tensor:
     """The 2-norm of all gradients, on all ranks: 0-d, of their dtype. Each is given by one rank alone of those that the
     mesh cuts parameters over."""
     norm = get_total_norm(grads)
-    axes = [mesh[name] for name, cuts in (("shard", mesh.sharded), ("tensor", mesh.layout is not None)) if cuts]
+    placed = mesh.layout is not None
+    axes = [mesh[n] for n, cuts in (("shard", mesh.sharded), ("tensor", placed), ("pipeline", placed)) if cuts]
     if not axes:
         return norm
     total = norm.double().square()

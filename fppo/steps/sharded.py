@@ -71,13 +71,13 @@ def opened(params: Params | Whole | OnHost, model: Model, mesh: Mesh) -> Opened:
     """
     lane = None
     if isinstance(params, Whole):
-        return Opened(params.params, None)
+        return Opened(_own(params.params, model), None)
     if isinstance(params, OnHost):
         if torch.is_grad_enabled():
             raise ValueError("parameters on the host are for passes without gradients: fetch them whole for an update")
         params, lane = dict(params.params), params.lane
     elif not mesh.sharded:
-        return Opened(params, None)
+        return Opened(_own(params, model), None)
     missing = [name for name in model.shapes if name not in params]
     if missing:
         raise ValueError(f"the model needs parameters that are not there: {missing}")
@@ -87,14 +87,22 @@ def opened(params: Params | Whole | OnHost, model: Model, mesh: Mesh) -> Opened:
     return Opened(root, _apply_layer(model, groups, stream, mesh.sharding or Sharding()))
 
 
+def _own(params: Params, model: Model) -> Params:
+    """Of a rank's parameters those of the stage that a model is, if it is one."""
+    return {name: params[name] for name in model.shapes} if model.spans else params
+
+
+def _layers(model: Model) -> range:
+    """The numbers of the layers that a model applies."""
+    return model.spans[0].layers if model.spans else range(len(model.layers))
+
+
 def _groups(model: Model, params: Params) -> list[Params]:
     """The parameters gathered together, by their names: those outside the layers, then each layer's."""
-    starts = {f"{model.prefix}{path}.": number for number, path in enumerate(model.layers, start=1)}
-    groups: list[Params] = [{} for _ in range(len(starts) + 1)]
+    groups: dict[int | None, Params] = {number: {} for number in (None, *_layers(model))}
     for name in model.shapes:
-        number = next((number for start, number in starts.items() if name.startswith(start)), 0)
-        groups[number][name] = params[name]
-    return groups
+        groups[model.layer_of(name)][name] = params[name]
+    return list(groups.values())
 
 
 def _wire_dtypes(model: Model, params: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
@@ -126,6 +134,8 @@ class _Stream:
 
     def _begin(self, number: int) -> fsdp.Finish:
         shards = list(self._groups[number].values())
+        if not shards:  # a stage of a pipeline may have nothing outside its layers
+            return lambda: ()
         if self._lane is not None:
             finish = self._lane.fetch(shards)
             if not self._mesh.sharded:
@@ -143,20 +153,23 @@ class _Stream:
 
     def gathered(self, number: int, step: int) -> tuple[Tensor, ...]:
         """The same as a function of the group's shards."""
+        if not self._groups[number]:
+            return self.take(number, step)
         return fsdp.gathered(lambda: self.take(number, step), self._landing[number], self._mesh, sums=self._sums)
 
 
 def _apply_layer(model: Model, groups: Sequence[Params], stream: _Stream, sharding: Sharding) -> ApplyLayer:
     applied: set[int] = set()
+    first = _layers(model)[0]
 
     def apply_layer(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        start = len(f"{model.prefix}{model.layers[index]}.")
-        inner = [name[start:] for name in groups[index + 1]]
+        start, number = len(f"{model.prefix}{model.layers[index]}."), 1 + index - first
+        inner = [name[start:] for name in groups[number]]
 
         def gathered() -> Params:
             step = -1 if index in applied else 1  # a second time is the recomputation for the backward pass
             applied.add(index)
-            return dict(zip(inner, stream.gathered(index + 1, step), strict=True))
+            return dict(zip(inner, stream.gathered(number, step), strict=True))
 
         def call(tensors: Params, *args: Any, **kwargs: Any) -> Any:
             return models.call_layer(model, index, layer, tensors, args, kwargs)
@@ -174,7 +187,7 @@ def _apply_layer(model: Model, groups: Sequence[Params], stream: _Stream, shardi
             return checkpoint(call, tensors, *args, **again, **kwargs)
         if sharding.stage < 3:
             return call(tensors, *args, **kwargs)
-        with _freed(list(tensors.values()), lambda: stream.take(index + 1, -1)):
+        with _freed(list(tensors.values()), lambda: stream.take(number, -1)):
             return call(tensors, *args, **kwargs)
 
     return apply_layer

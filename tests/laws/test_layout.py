@@ -12,6 +12,7 @@ from fppo.losses import loss_weights
 from fppo.runtime import mesh as meshes
 from fppo.runtime.mesh import Mesh
 from fppo.steps import loop, optimizers
+from fppo.steps import stages as staging
 from fppo.steps.actor import SelectiveLoss, update_actor
 from fppo.steps.critic import update_critic
 from fppo.steps.ranks import shares
@@ -53,16 +54,16 @@ def test_the_losses_that_select_tokens_keep_the_law(name):
 
 @pytest.mark.slow
 def test_the_large_meshes_keep_the_law():
-    """Up to 64 ranks, every third mesh once, most ranks with nothing to do."""
+    """Up to 64 ranks, every twelfth mesh once, most ranks with nothing to do."""
     run = layout._runner(partial(update_actor, loss_fn=losses.ppo_clip), "lm")
     example = layout._example(("token-mean",), 2, 2, 1)
-    expected = layout._one_process(run, example, 0)
-    large = [axes for axes in layout.meshes(64) if layout._ranks(axes) > 8][::3]
+    expected = {layers: layout._one_process(run, example, 0, layers) for layers in (2, 4)}
+    large = [axes for axes in layout.meshes(64) if layout._ranks(axes) > 8][::12]
     assert len(large) == 9
     for axes in large:
-        drawn = layout._draw(axes, 3, False, example, torch.Generator().manual_seed(0))
+        drawn = layout._draw(axes, 3, False, 1, example, torch.Generator().manual_seed(0))
         for outcome in run(example, drawn, 0):
-            assert layout._outcomes_differ(expected, outcome, 1e-10) is None
+            assert layout._outcomes_differ(expected[drawn.layers], outcome, 1e-10) is None
 
 
 def test_every_mesh_and_stage_takes_its_turn():
@@ -70,12 +71,13 @@ def test_every_mesh_and_stage_takes_its_turn():
 
     def update(state, batch, *, forward, **_):
         mesh = forward.mesh
-        sizes = tuple(mesh[name].size for name in layout.AXES)
+        sizes = (*(mesh[name].size for name in layout.AXES), len(forward.model.spans))
         seen.append((sizes, mesh.sharding and mesh.sharding.stage, forward.model.checkpoint_layers))
         return state, {}
 
-    laws.check_layout_fn(update, each=4, max_ranks=4)
-    assert len({sizes for sizes, *_ in seen}) == len(layout.meshes(4)) + 1
+    laws.check_layout_fn(update, modes=("token-mean",), each=4, max_ranks=4)
+    interleaved = [axes for axes in layout.meshes(4) if axes["pipeline"] == 2]
+    assert len({sizes for sizes, *_ in seen}) == len(layout.meshes(4)) + len(interleaved) + 1
     assert {(stage, again) for _, stage, again in seen} == {(s, a) for s in (1, 2, 3, None) for a in (True, False)}
 
 
@@ -90,6 +92,10 @@ def without(name, grads, mesh):
 
 def without_layout(grads, mesh):
     return meshes.gradient_sum(grads, attrs.evolve(mesh, layout=None))
+
+
+def copies_apart(name, grads, stages, axis):
+    return {}
 
 
 def sharded_twice(grads, mesh):
@@ -121,39 +127,31 @@ def none_for_the_last(model, lengths, mesh):
     return [*shared[:-1], []] if len(shared) > 1 else shared
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "mistake"),
-    [
-        (loop, "gradient_sum", averaged),
-        (loop, "gradient_sum", partial(without, "replicate")),
-        (loop, "gradient_sum", partial(without, "sequence")),
-        (loop, "gradient_sum", without_layout),
-        (loop, "gradient_sum", sharded_twice),
-        (losses, "loss_weights", own_totals),
-        (loop, "data_metrics", lambda x, mesh: x),
-        (loop, "rounds", own_rounds),
-        (loop, "shares", all_rows),
-        (optimizers, "_global_norm", own_norm),
-        (loop, "shares", none_for_the_last),
-    ],
-    ids=[
-        "mean",
-        "replicate",
-        "sequence",
-        "tensor",
-        "shard",
-        "totals",
-        "metrics",
-        "rounds",
-        "all rows",
-        "norm",
-        "lost rows",
-    ],
-)
-def test_a_broken_update_is_caught(module, name, mistake, monkeypatch):
-    monkeypatch.setattr(module, name, mistake)
+MISTAKES = {
+    "mean": ("replicate", loop, "gradient_sum", averaged),
+    "replicate": ("replicate", loop, "gradient_sum", partial(without, "replicate")),
+    "sequence": ("sequence", loop, "gradient_sum", partial(without, "sequence")),
+    "tensor": ("tensor", loop, "gradient_sum", without_layout),
+    "copies": ("pipeline", meshes, "_sum_copies", copies_apart),
+    "metrics of stages": ("pipeline", staging, "_metrics_of_last", lambda report, axis, device: report),
+    "shard": ("shard", loop, "gradient_sum", sharded_twice),
+    "totals": ("replicate", losses, "loss_weights", own_totals),
+    "metrics": ("replicate", loop, "data_metrics", lambda x, mesh: x),
+    "rounds": ("shard", loop, "rounds", own_rounds),
+    "all rows": ("replicate", loop, "shares", all_rows),
+    "norm": ("shard", optimizers, "_global_norm", own_norm),
+    "norm of stages": ("pipeline", optimizers, "_global_norm", own_norm),
+    "lost rows": ("replicate", loop, "shares", none_for_the_last),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_broken_update_is_caught(mistake, monkeypatch):
+    axis, module, name, wrong = MISTAKES[mistake]
+    monkeypatch.setattr(module, name, wrong)
+    monkeypatch.setattr(layout, "meshes", lambda max_ranks: [dict.fromkeys(layout.AXES, 1) | {axis: 2}])
     with pytest.raises(laws.LawViolation) as caught:
-        laws.check_layout(losses.gpg, modes=("token-mean",), each=3, max_ranks=4)
+        laws.check_layout(losses.gpg, modes=("token-mean",), each=2)
     assert caught.value.law == "layout"
     assert "on a mesh of replicate" in str(caught.value) or "it raised" in str(caught.value)
 

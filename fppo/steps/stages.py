@@ -1,0 +1,120 @@
+"""Passes of a model on a pipeline axis: its stages run the micro-batches in the order of a schedule."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo import metrics
+from fppo.metrics import Metric, Metrics
+from fppo.models.spans import stage_of
+from fppo.runtime.offload import OnHost
+from fppo.runtime.pipeline import StageFn, Wire, pipeline_forward, pipeline_value_and_grad
+from fppo.runtime.schedule import MakeSchedule, all_forward
+from fppo.steps.sharded import Whole
+from fppo.steps.train_state import Params
+from fppo_kernels.collectives import Axis, broadcast
+
+if TYPE_CHECKING:
+    from fppo.steps.forward import Forward
+
+# fn(params, rows, *, forward), of one stage: what it hands on, or the result where `forward.model` has the head
+Pass = Callable[..., Any]
+
+
+def stage_outputs(
+    fn: Pass,
+    params: Params | Whole | OnHost,
+    micro_batches: Sequence[Any],
+    *,
+    forward: Forward,
+    lengths: Sequence[int],
+    shapes: Sequence[Sequence[int]],
+) -> list[Tensor]:
+    """What the last stage gives for each micro-batch, of these `shapes`, on all ranks; without gradients.
+
+    Of each micro-batch `lengths` tokens pass from stage to stage. Results are float32, or float64 where hidden states
+    are.
+    """
+    axis, wires = forward.mesh["pipeline"], _wires(params, forward, lengths)
+    schedule = all_forward(axis.size, len(micro_batches), len(forward.model.spans))
+    run = _on_stages(fn, micro_batches, forward)
+    results = pipeline_forward(run, params, schedule, axis=axis, wires=wires.__getitem__)
+    sizes = [math.prod(shape) for shape in shapes]
+    dtype = torch.promote_types(wires[0].dtype, torch.float32)
+    flat = torch.empty(sum(sizes), dtype=dtype, device=wires[0].device)
+    if results:
+        flat = torch.cat([x.to(dtype).flatten() for x in results])
+    every = broadcast(flat, axis, source=axis.size - 1).split(sizes)
+    return [x.view(tuple(shape)) for x, shape in zip(every, shapes, strict=True)]
+
+
+def stage_gradients(
+    fn: Pass,
+    params: Params | Whole,
+    micro_batches: Sequence[Any],
+    *,
+    forward: Forward,
+    lengths: Sequence[int],
+    make_schedule: MakeSchedule,
+    dtypes: Sequence[torch.dtype],
+) -> tuple[Any, Metrics]:
+    """This rank's share of the gradient of the sum of what the last stage gives, (0-d loss, metrics), added up in
+    `dtypes`; and the metrics, on all ranks."""
+    axis, wires = forward.mesh["pipeline"], _wires(params, forward, lengths)
+    reports, grads = pipeline_value_and_grad(
+        _on_stages(fn, micro_batches, forward),
+        params,
+        make_schedule(axis.size, len(micro_batches), len(forward.model.spans)),
+        axis=axis,
+        wires=wires.__getitem__,
+        dtypes=dtypes,
+    )
+    own = metrics.merge(*(report for _, report in reports))
+    return grads, _metrics_of_last(own, axis, wires[0].device)
+
+
+def _on_stages(fn: Pass, micro_batches: Sequence[Any], forward: Forward) -> StageFn:
+    """A pass as a function of the stage and the number of the micro-batch."""
+    ranks = forward.mesh["pipeline"].size
+    own = [attrs.evolve(forward, model=stage_of(forward.model, number)) for number in range(len(forward.model.spans))]
+
+    def run(params: Any, stage: int, received: Tensor | None, micro: int) -> Any:
+        return fn(params, micro_batches[micro], forward=attrs.evolve(own[stage // ranks], received=received))
+
+    return run
+
+
+def _wires(params: Params | Whole | OnHost, forward: Forward, lengths: Sequence[int]) -> list[Wire]:
+    """What passes between stages of micro-batches: hidden states [N, H] of so many tokens."""
+    model = forward.model
+    tensors: Mapping[str, Tensor] = params if isinstance(params, dict) else params.params
+    x = next(x for name, x in tensors.items() if name.startswith(model.prefix))
+    device = params.lane.device if isinstance(params, OnHost) else x.device
+    return [Wire((length, model.config.hidden_size), model.compute_dtype or x.dtype, device) for length in lengths]
+
+
+def _metrics_of_last(report: Metrics, axis: Axis, device: torch.device) -> Metrics:
+    """The metrics that the last rank of an axis has, on all of them. Their names travel as text."""
+    source = axis.size - 1
+
+    def shared(x: Tensor) -> Tensor:
+        return broadcast(x.to(device), axis, source=source)
+
+    text = json.dumps([[name, type(metric).__name__, len(metric)] for name, metric in report.items()]).encode()
+    size, count = shared(torch.tensor([len(text), sum(map(len, report.values()))])).tolist()
+    letters, values = torch.empty(size, dtype=torch.uint8), torch.empty(count, dtype=torch.float64)
+    if axis.rank == source:
+        letters = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        own = [value.to(device, torch.float64) for metric in report.values() for value in metric]
+        values = torch.stack(own) if own else values
+    described = json.loads(bytes(shared(letters).tolist()))
+    numbers = iter(shared(values).unbind())
+    kinds: dict[str, type[Metric]] = {kind.__name__: kind for kind in get_args(Metric)}
+    return {name: kinds[kind](*(next(numbers) for _ in range(fields))) for name, kind, fields in described}
