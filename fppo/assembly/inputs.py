@@ -14,9 +14,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from fppo import data
 from fppo.assembly.parts import (
     bare_model,
-    check_heads,
     check_kernels,
     check_length,
+    check_mesh,
     device_of,
     kernels_of,
     lacks_something,
@@ -267,7 +267,7 @@ def _check_models(
             reference = attrs.evolve(settings, model=attrs.evolve(section, path=section.ref_path))
             tried(lambda: check_kernels(settings, bare_model(reference)))
     for config in configs.values():
-        tried(lambda config=config: check_heads(config, mesh))
+        tried(lambda config=config: check_mesh(config, mesh))
         tried(lambda config=config: check_length(settings, config))
     for prompts in prompt_sets:
         tried(lambda prompts=prompts: data.check_tokens(prompts, data.vocabulary_size(configs["actor"])))

@@ -172,9 +172,16 @@ def compute_dtype_of(name: str) -> torch.dtype | None:
     return None if name == "float32" else getattr(torch, name)
 
 
-def check_heads(config: PreTrainedConfig, mesh: Mesh) -> None:
-    """Raises ValueError if the tensor axis does not divide the model's sizes, or the sequence axis not the attention
-    heads that it leaves."""
+def check_mesh(config: PreTrainedConfig, mesh: Mesh) -> None:
+    """Raises ValueError if there are fewer layers than stages, if the tensor axis does not divide the model's sizes, or
+    the sequence axis not the attention heads that it leaves."""
+    stages, virtual, layers = mesh["pipeline"].size, mesh.virtual_stages, config.num_hidden_layers
+    if stages * virtual > layers:
+        of = f" and mesh.virtual_stages = {virtual} make {stages * virtual} stages" if virtual > 1 else ""
+        raise ValueError(
+            f"mesh.pipeline = {stages}{of}: the model has {layers} layers, and a stage has one at least; give at most "
+            f"{layers} stages"
+        )
     ranks, tensor = mesh["sequence"].size, mesh["tensor"].size
     heads = (config if tensor == 1 else narrow(config, tensor)).num_attention_heads
     if heads % ranks:

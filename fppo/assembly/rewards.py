@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from fppo import data, models, rewards
 from fppo.assembly.parts import (
-    check_heads,
     check_kernels,
+    check_mesh,
     compute_dtype_of,
     forward_micro_batching_of,
     kernels_of,
@@ -81,13 +81,13 @@ def check_scorers(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, m
         directory_of(model.path, "reward.model.path")
         directory, _ = find_reward_model(model.path, label=model.label, trust_remote_code=remote)
         config = read_config(directory, trust_remote_code=remote)
-        check_heads(config, mesh)
+        check_mesh(config, mesh)
         _own_tokenizer(settings, tokenizer, config, chat=_reads_chat(settings))
     if judge.path is not None:
         directory = directory_of(judge.path, "reward.judge.path")
         config, own = read_config(directory, trust_remote_code=remote), _judge_tokenizer(settings, directory)
         if judge.engine == "embedded":
-            check_heads(config, mesh)
+            check_mesh(config, mesh)
         data.check_vocabulary(own, {"judge": config})
 
 

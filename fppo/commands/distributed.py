@@ -55,7 +55,14 @@ def run(
     if device.type == "cuda":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
-    sharding = sharding_of(settings)
-    with launch.joined(sizes, place, device, timeout=mesh.timeout, sharding=sharding, twin=ahead > 0) as joined:
+    with launch.joined(
+        sizes,
+        place,
+        device,
+        timeout=mesh.timeout,
+        sharding=sharding_of(settings),
+        virtual_stages=mesh.virtual_stages,
+        twin=ahead > 0,
+    ) as joined:
         own, watch, sampling = joined
         return command(settings, Here(own, device, watch, sampling))

@@ -61,6 +61,7 @@ def joined(
     *,
     timeout: float,
     sharding: Sharding,
+    virtual_stages: int = 1,
     twin: bool = False,
 ) -> Iterator[tuple[Mesh, Watch, Mesh | None]]:
     """The mesh of these axes, over processes that all come here, with its groups watched.
@@ -85,7 +86,11 @@ def joined(
         device_id=device if device.type == "cuda" else None,  # NCCL would guess it
     )
     wide = {name: size for name, size in sizes.items() if size > 1}
-    plain = Mesh(_axes(wide, place.rank, limit, everyone=dist.group.WORLD), sharding if "shard" in wide else None)
+    plain = Mesh(
+        _axes(wide, place.rank, limit, everyone=dist.group.WORLD),
+        sharding if "shard" in wide else None,
+        virtual_stages=virtual_stages,
+    )
     mesh, watch = watched(plain)
     second = attrs.evolve(plain, axes=_axes(wide, place.rank, limit)) if twin else None
     with Monitor(PrefixStore("monitor", store), place.rank, place.world, watch, Limits(timeout=timeout)):

@@ -6,6 +6,17 @@ from fppo.settings.problems import Problems, problem
 from fppo.settings.train import TrainSettings
 
 
+def pipeline_problems(s: TrainSettings) -> Problems:
+    """What does not go with a pipeline axis, or needs one."""
+    stages, virtual = s.mesh.pipeline, s.mesh.virtual_stages
+    if stages == 1 and virtual > 1:
+        advice = "its stages are those of a pipeline rank; give mesh.pipeline 2 or more, or leave it out"
+        yield problem("mesh.virtual_stages", virtual, advice)
+    if stages > 1 and s.model.compile_layers:
+        advice = "torch.compile has not been tried on the layers of a stage; leave out model.compile_layers"
+        yield problem("mesh.pipeline", stages, advice)
+
+
 def tensor_axis_problems(s: TrainSettings, *, critic: bool) -> Problems:
     """What does not go with a tensor axis, in a run that has a critic or has none."""
     if not s.model.remove_padding:

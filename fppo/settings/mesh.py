@@ -21,6 +21,10 @@ class PlanMeshSettings:
     """Ranks over which packed sequences are cut (Ulysses); it must divide the attention heads."""
     tensor: int = setting(1, at_least(1))
     """Ranks over which heads, inner widths and the vocabulary are cut; it must divide all but the last."""
+    pipeline: int = setting(1, at_least(1))
+    """Ranks over which a model's layers are cut: each runs a stage of them, and sends what comes out to the next."""
+    virtual_stages: int = setting(1, at_least(1))
+    """Stages of each pipeline rank, run by turns: with more it waits less and sends more; the layers must suffice."""
     stage: Literal[1, 2, 3] = setting(3)
     """When layers are gathered: 3, for each use; 2, kept until the backward pass; 1, once for a mini-batch."""
     reduce_dtype: Literal["float32", "bfloat16"] = setting("float32")
@@ -31,17 +35,18 @@ class PlanMeshSettings:
     @property
     def others(self) -> int:
         """The ranks of all axes but shard."""
-        return self.replicate * self.sequence * self.tensor
+        return self.pipeline * self.replicate * self.sequence * self.tensor
 
     def sizes(self, shard: int) -> dict[str, int]:
         """Every axis and its size: ranks of the last axis are neighbours."""
-        return {"replicate": self.replicate, "shard": shard, "sequence": self.sequence, "tensor": self.tensor}
+        inside = {"sequence": self.sequence, "tensor": self.tensor}
+        return {"pipeline": self.pipeline, "replicate": self.replicate, "shard": shard, **inside}
 
 
 @attrs.frozen(kw_only=True)
 class MeshSettings(PlanMeshSettings):
-    """How a run is spread over processes: `fppo train --nproc N` or torchrun starts replicate * shard * sequence *
-    tensor."""
+    """How a run is spread over processes: `fppo train --nproc N` or torchrun starts pipeline * replicate * shard *
+    sequence * tensor."""
 
     timeout: float = setting(600.0, above(0))
     """Seconds that a collective waits for the other ranks before the run ends with an error."""

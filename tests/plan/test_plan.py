@@ -245,7 +245,7 @@ def test_shards_are_what_the_other_axes_leave():
     from fppo.settings.plan import PlanMeshSettings, PlanSettings
 
     given = PlanSettings(model="quickstart", gpus=64, mesh=PlanMeshSettings(replicate=2, sequence=4))
-    assert given.sizes == {"replicate": 2, "shard": 8, "sequence": 4, "tensor": 1}
+    assert given.sizes == {"pipeline": 1, "replicate": 2, "shard": 8, "sequence": 4, "tensor": 1}
 
 
 def test_a_custom_gpu_is_its_numbers():

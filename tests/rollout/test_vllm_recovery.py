@@ -276,7 +276,7 @@ def test_ranks_go_on_together_when_a_replacement_of_one_dies(start, method, send
     assert [engine.replaced for engine in build] == [0, 2]
 
 
-@pytest.mark.parametrize("axis", ["shard", "tensor"])
+@pytest.mark.parametrize("axis", ["shard", "tensor", "pipeline"])
 @pytest.mark.parametrize("method", ["begin_load", "take_in", "end_load"])
 def test_a_sync_in_which_one_ranks_vllm_dies_is_none_on_any(start, method, axis):
     def run(engine, shards):
@@ -293,7 +293,7 @@ def test_a_sync_in_which_one_ranks_vllm_dies_is_none_on_any(start, method, axis)
     assert here == (("it died", None), 1)
 
 
-@pytest.mark.parametrize("axis", ["shard", "tensor"])
+@pytest.mark.parametrize("axis", ["shard", "tensor", "pipeline"])
 def test_the_log_probs_that_vllms_are_held_against_are_the_models_on_any_mesh(axis):
     tokens, start = vllm_probe.probe_tokens(MODEL, 15)
     expected = vllm_probe.own_log_probs(MODEL, PARAMS, LOCAL, tokens, start)

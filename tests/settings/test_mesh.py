@@ -13,7 +13,8 @@ from fppo.settings import checks, files
         ({"model.log_probs": "liger"}, "model.log_probs = 'liger': it cannot split the vocabulary"),
         ({"actor.optimizer.name": "muon"}, "actor.optimizer.name = 'muon': it needs whole matrices"),
         ({"critic.optimizer.name": "muon"}, "critic.optimizer.name = 'muon': it needs whole matrices"),
-        ({"mesh.shard": 2}, "(replicate 1, shard 2, sequence 1, tensor 2) do not multiply"),
+        ({"mesh.shard": 2}, "(pipeline 1, replicate 1, shard 2, sequence 1, tensor 2) do not multiply"),
+        ({"mesh.virtual_stages": 2}, "mesh.virtual_stages = 2: its stages are those of a pipeline rank"),
     ],
 )
 def test_a_tensor_axis(changes, words):
@@ -21,3 +22,19 @@ def test_a_tensor_axis(changes, words):
     assert checks.mesh_problems(files.replace(files.from_dict({}), base), 2) == []
     (said,) = checks.mesh_problems(files.replace(files.from_dict({}), base | changes), 2)
     assert words in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model.compile_layers": True}, "mesh.pipeline = 2: torch.compile has not been tried"),
+        ({"mesh.tensor": 2}, "(pipeline 2, replicate 1, shard unset, sequence 1, tensor 2) do not multiply"),
+        ({"mesh.virtual_stages": 0}, "mesh.virtual_stages = 0"),
+    ],
+)
+def test_a_pipeline_axis(changes, words):
+    base = {"mesh.pipeline": 2, "mesh.virtual_stages": 2, "rollout.batch_size": 2}
+    assert checks.mesh_problems(files.replace(files.from_dict({}), base), 2) == []
+    settings = files.replace(files.from_dict({}), base | changes)
+    said = [line for line in (*checks.mesh_problems(settings, 2), *checks.problems(settings)) if words in line]
+    assert len(said) == 1
