@@ -29,17 +29,17 @@ class Standing:
     waiting: tuple[str, str, int] | None = None
     seconds: float = 0.0
     group: tuple[int, ...] = ()
+    at: str = ""  # the rank's place on the axes
 
     @staticmethod
     def of(watch: Watch, beat: int, thread: int) -> Standing:
         """That of this rank, whose work is done in `thread`."""
-        calls = {axis: traffic.calls for axis, traffic in watch.traffic().items()}
-        line, waiting = _line(sys._current_frames().get(thread)), watch.oldest()
+        calls, line, waiting = watch.begun(), _line(sys._current_frames().get(thread)), watch.oldest()
         if waiting is None:
-            return Standing(beat, watch.step, calls, line)
+            return Standing(beat, watch.step, calls, line, at=watch.place)
         axis, op, number, since = waiting
         seconds = time.monotonic() - since
-        return Standing(beat, watch.step, calls, line, (axis, op, number), seconds, watch.ranks[axis])
+        return Standing(beat, watch.step, calls, line, (axis, op, number), seconds, watch.ranks[axis], watch.place)
 
     @property
     def place(self) -> str:
@@ -47,7 +47,7 @@ class Standing:
         if self.waiting is None:
             return f"at {self.line} after step {self.step}"
         axis, op, _ = self.waiting
-        return f"in {op} over the axis {axis!r} for {self.seconds:.0f} s after step {self.step}"
+        return f"in {op} {over(axis)} for {self.seconds:.0f} s after step {self.step}"
 
     def dumped(self) -> str:
         """As text."""
@@ -59,6 +59,12 @@ class Standing:
         fields = json.loads(text)
         waiting = fields["waiting"]
         return Standing(**fields | {"waiting": waiting and tuple(waiting), "group": tuple(fields["group"])})
+
+
+def over(line: str) -> str:
+    """In words, the axis of a collective, or of a message and the ranks that it goes between."""
+    axis, _, ends = line.partition(" ")
+    return f"over the axis {axis!r}" + (f" {ends}" if ends else "")
 
 
 def _line(frame: FrameType | None) -> str:
@@ -108,7 +114,9 @@ def described(ranks: Sequence[int], standings: Mapping[int, Standing | None]) ->
 
     def one(rank: int) -> str:
         standing = standings[rank]
-        return f"rank {rank}, {'never heard of' if standing is None else standing.place}"
+        if standing is None:
+            return f"rank {rank}, never heard of"
+        return f"rank {rank}{f' ({standing.at})' if standing.at else ''}, {standing.place}"
 
     more = f"; and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
     return "; ".join(one(rank) for rank in ranks[:_SHOWN]) + more
@@ -119,7 +127,7 @@ def too_long(
 ) -> str:
     """What is wrong if a collective is waited for so long. `others` are the ranks that take part in it."""
     late = missing(waiting.axis, waiting.number, others, standings)
-    waits = f"after step {step}: {waiting.op} over the axis {waiting.axis!r} has waited for {seconds:g} s"
+    waits = f"after step {step}: {waiting.op} {over(waiting.axis)} has waited for {seconds:g} s"
     if not late:
         waits = f"{waits} although all its ranks have come to one: {described(others, standings)}"
     else:
@@ -135,4 +143,4 @@ def broken(
 ) -> str:
     """What is wrong if a collective fails. `gone` are the ranks that are not heard of any more."""
     of_whom = f"; not heard of any more: {described(gone, standings)}" if gone else ""
-    return f"after step {step}: {waiting.op} over the axis {waiting.axis!r} failed{of_whom} ({error})"
+    return f"after step {step}: {waiting.op} {over(waiting.axis)} failed{of_whom} ({error})"

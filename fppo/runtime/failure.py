@@ -75,7 +75,7 @@ class Monitor:
         time.sleep(2 * self._limits.period)  # if the store is in this process, the others must have seen it
         if waiting is not None:
             raise PeerError(text) from error
-        error.add_note(f"on rank {self._rank} of {self._world}")
+        error.add_note(f"on rank {self._rank}{self._place()} of {self._world}")
 
     def _stop(self) -> None:
         self._ended.set()
@@ -101,6 +101,10 @@ class Monitor:
             before = after = {}
         gone = [rank for rank, standing in after.items() if standing == before[rank] and rank != self._rank]
         return broken(waiting, self._watch.step, error, gone, after)
+
+    def _place(self) -> str:
+        """Where this rank is on the axes, in words."""
+        return f" ({self._watch.place})" if self._watch.place else ""
 
     def _standings(self) -> dict[int, Standing | None]:
         return {rank: self._standing(rank) for rank in range(self._world)}
@@ -150,7 +154,7 @@ class Monitor:
     def _fail(self, text: str) -> None:
         first = self._claim(text, alone=False)
         if first:
-            print(f"fppo: rank {self._rank}: {text}", file=sys.stderr, flush=True)
+            print(f"fppo: rank {self._rank}{self._place()}: {text}", file=sys.stderr, flush=True)
             time.sleep(2 * self._limits.period)
         self._end(None)
 

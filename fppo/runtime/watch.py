@@ -35,7 +35,8 @@ class Traffic(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """The collective that a rank waits for: the `number`th over its axis, since `since` on the monotonic clock."""
+    """The collective that a rank waits for: the `number`th over its axis, since `since` on the monotonic clock. For a
+    message between two ranks the axis is their line, as `Watch.message` names it."""
 
     axis: str
     op: str
@@ -61,18 +62,20 @@ def wire_bytes(op: str, size: int, ranks: int) -> int:
         return size * (ranks - 1) // ranks
     if op == "all_reduce":
         return 2 * (size * (ranks - 1) // ranks)
-    return size if op in ("broadcast", "reduce") else 0
+    return size if op in ("broadcast", "reduce", "send") else 0
 
 
 class Watch:
     """What the watched groups of one rank have counted. Other threads may read it at any time."""
 
-    def __init__(self, ranks: Mapping[str, Sequence[int]]) -> None:
-        self.ranks = {axis: tuple(line) for axis, line in ranks.items()}  # of each axis' group, among all
+    def __init__(self, ranks: Mapping[str, Sequence[int]], place: str = "") -> None:
+        self.ranks = {axis: tuple(line) for axis, line in ranks.items()}  # of each axis' group, or line, among all
+        self.place = place  # of this rank on the axes, in words
         self.waiting: Waiting | None = None
         self.error: RuntimeError | None = None  # of the collective that failed; `waiting` still says which
         self.step = 0  # the last step that is whole; whoever drives the steps sets it
         self._traffic = dict.fromkeys(ranks, Traffic())
+        self._messages: dict[str, int] = {}  # by line
         self._stalls: deque[_Stall] = deque()
         self._lock = threading.Lock()
 
@@ -97,6 +100,20 @@ class Watch:
             self._traffic[axis] = Traffic(calls + 1, before + size, seconds)
             return calls + 1
 
+    def message(self, axis: str, size: int, source: int, target: int) -> tuple[str, int]:
+        """A message from one rank to another begins, at either of them: its line, and its number there, from 1."""
+        line = f"{axis} from rank {source} to rank {target}"
+        self.count(axis, size)
+        with self._lock:
+            self.ranks[line] = (source, target)
+            number = self._messages[line] = self._messages.get(line, 0) + 1
+        return line, number
+
+    def begun(self) -> dict[str, int]:
+        """How many collectives and messages have begun, by axis and by line."""
+        with self._lock:
+            return {axis: traffic.calls for axis, traffic in self._traffic.items()} | self._messages
+
     def wait(self, about: tuple[str, str, int], device: torch.device | None, call: Callable[[], Any]) -> Any:
         """What `call` returns, which waits for a collective: its axis, its name, its number."""
         waiting = Waiting(*about, time.monotonic())
@@ -119,7 +136,8 @@ class Watch:
                 self._stalls.append(_Stall(waiting, start, _event(device)))
         return result
 
-    def _add(self, axis: str, seconds: float) -> None:
+    def _add(self, line: str, seconds: float) -> None:
+        axis = line.partition(" ")[0]
         calls, size, before = self._traffic[axis]
         self._traffic[axis] = Traffic(calls, size, before + seconds)
 
@@ -246,7 +264,7 @@ class WatchedGroup(RelayGroup):
     @property
     def ranks(self) -> tuple[int, ...]:
         """Those of the group, among all."""
-        return self._watch.ranks[self._axis]
+        return tuple(_ranks(self.group))
 
     def _call(
         self, op: str, whole: Sequence[Tensor], call: Callable[..., Any], *args: Any, sent: int | None = None
@@ -259,11 +277,28 @@ class WatchedGroup(RelayGroup):
         work = self._watch.wait(about, None if ahead else device, lambda: call(*without_default(args)))
         return None if work is None else _Work(work, self._watch, about, device)
 
+    def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> Any:
+        ends = self.ranks[self.rank()], self.ranks[target]
+        return self._message("send", tensors, ends, lambda: self.group.send(tensors, target, tag))
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
+        ends = self.ranks[source], self.ranks[self.rank()]
+        return self._message("receive", tensors, ends, lambda: self.group.recv(tensors, source, tag))
+
+    def _message(self, op: str, tensors: Sequence[Tensor], ends: tuple[int, int], call: Callable[[], Any]) -> _Work:
+        sent = sum(x.numel() * x.element_size() for x in tensors) if op == "send" else 0
+        line, number = self._watch.message(self._axis, sent, *ends)
+        return _Work(
+            self._watch.wait((line, op, number), None, call), self._watch, (line, op, number), tensors[0].device
+        )
+
 
 def watched(mesh: Mesh) -> tuple[Mesh, Watch]:
     """The mesh with its groups watched, and what watches them. What they compute is the same, bit for bit."""
     wide = {name: axis for name, axis in mesh.axes.items() if axis.size > 1}
-    watch = Watch({name: _ranks(axis.group) for name, axis in wide.items()})
+    place = ", ".join(f"{name} {axis.rank}" for name, axis in wide.items())
+    ranks = {name: _ranks(axis.group) for name, axis in wide.items()}
+    watch = Watch(ranks, place if len(wide) > 1 or "pipeline" in wide else "")
 
     def watched_axis(name: str, axis: Axis) -> Axis:
         group, *lanes = (WatchedGroup(group, name, watch) for group in (axis.group, *axis.lanes.values()))

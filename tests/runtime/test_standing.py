@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 
+import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,3 +108,15 @@ def test_a_rank_tells_the_line_that_it_is_at_and_what_it_waits_for():
         thread.join()
     assert Standing.of(watch, 6, -1).line == "an unknown line"
     assert sys._current_frames()
+
+
+def test_a_message_is_waited_for_from_its_sender_alone():
+    """Ranks of a pipeline send each other unequally many."""
+    line = "pipeline from rank 1 to rank 2"
+    standings = {0: at_work(pipeline=1), 1: at_work(pipeline=9, **{line: 3}), 2: None}
+    standings[1] = Standing.loaded(attrs.evolve(standings[1], at="pipeline 1, tensor 0").dumped().encode())
+    assert too_long(Waiting(line, "receive", 4, 0.0), 7, 60.0, [1], standings) == (
+        "after step 7: receive over the axis 'pipeline' from rank 1 to rank 2 has waited for 60 s for rank 1 "
+        "(pipeline 1, tensor 0), at a/b.py:5 in load after step 7 (mesh.timeout is how long it may)"
+    )
+    assert "although all its ranks have come" in too_long(Waiting(line, "receive", 3, 0.0), 7, 60.0, [1], standings)

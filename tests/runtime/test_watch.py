@@ -262,3 +262,23 @@ def test_real_processes_get_the_same_results(gloo):
 def test_the_seconds_are_those_that_a_rank_waits(gloo):
     assert gloo[0]["waited"] > 1.0
     assert gloo[1]["waited"] < 1.0
+
+
+def test_a_message_is_counted_at_both_of_its_ends():
+    def run(mesh):
+        seen, watch = watched(mesh)
+        axis, x = seen["pipeline"], torch.arange(5.0)
+        if axis.rank == 0:
+            for _ in range(2):
+                collectives.send(x, axis, target=2).wait()
+        if axis.rank == 2:
+            received = [collectives.receive(torch.empty(5), axis, source=0).wait() for _ in range(2)]
+            assert all(torch.equal(x, y) for y in received)
+        return watch.traffic()["pipeline"][:2], watch.begun(), watch.place
+
+    line = {"pipeline from rank 0 to rank 2": 2}
+    assert simulate({"pipeline": 3}, run) == [
+        ((2, 40), {"pipeline": 2} | line, "pipeline 0"),
+        ((0, 0), {"pipeline": 0}, "pipeline 1"),
+        ((2, 0), {"pipeline": 2} | line, "pipeline 2"),
+    ]
