@@ -69,6 +69,7 @@ def case_of(settings: PlanSettings) -> Case:
         config=config,
         hardware=hardware,
         mesh=settings.sizes,
+        virtual_stages=mesh.virtual_stages,
         sharding=Sharding(mesh.stage, getattr(torch, mesh.reduce_dtype), mesh.prefetch),
         tokens=tokens,
         length=length,

@@ -76,6 +76,17 @@ class CountingGroup(dist.ProcessGroup):
             output.copy_(input)
         return self._count("all_to_all", [input], [input], [output], opts)
 
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        return self._count("broadcast", tensors, tensors, tensors, opts)
+
+    def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> Any:
+        del target, tag
+        return self._count("send", tensors, tensors, [], None)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
+        del source, tag
+        return self._count("receive", tensors, [], tensors, None)
+
     def barrier(self, opts: Any = None) -> Any:
         return self._count("barrier", [], [], [], opts)
 
@@ -85,10 +96,17 @@ class CountingGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
 
-def counting_mesh(sizes: Mapping[str, int], ranks: Mapping[str, int], sharding: Sharding | None, sent: Sent) -> Mesh:
+def counting_mesh(
+    sizes: Mapping[str, int],
+    ranks: Mapping[str, int],
+    sharding: Sharding | None,
+    sent: Sent,
+    *,
+    virtual_stages: int = 1,
+) -> Mesh:
     """The mesh of these sizes as the rank at these places sees it; a rank that is not given is 0."""
     axes = {
         name: Axis(size, ranks.get(name, 0), CountingGroup(name, size, ranks.get(name, 0), sent) if size > 1 else None)
         for name, size in sizes.items()
     }
-    return Mesh(axes, sharding=sharding)
+    return Mesh(axes, sharding=sharding, virtual_stages=virtual_stages)

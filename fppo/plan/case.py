@@ -46,7 +46,9 @@ class Case:
     name: str
     config: PreTrainedConfig
     hardware: Hardware
-    mesh: Mapping[str, int] = attrs.field(factory=dict)  # replicate, shard, sequence, tensor
+    mesh: Mapping[str, int] = attrs.field(factory=dict)  # pipeline, replicate, shard, sequence, tensor
+    virtual_stages: int = 1  # of each rank of the pipeline
+    pipeline_rank: int = 0  # the one that is planned
     sharding: Sharding = attrs.field(factory=Sharding)
     tokens: int = 16384
     length: int = 4096
@@ -89,6 +91,19 @@ class Case:
             forward_tokens=None,
             roles={},
         )
+
+    @property
+    def bubble(self) -> float:
+        """Time in which the ranks of a pipeline wait for each other, over that in which they work: (p - 1) / (v m)."""
+        return (self.size("pipeline") - 1) / (self.virtual_stages * max(1, self.micro_batches))
+
+    @property
+    def in_flight(self) -> int:
+        """Of how many passes through one of its stages the planned rank of a pipeline keeps results for the backward
+        pass, at most: those before its first one, and this (1F1B and interleaved, arXiv:2104.04473)."""
+        ranks, virtual = self.size("pipeline"), self.virtual_stages
+        after = ranks - self.pipeline_rank - 1
+        return 1 + min(after if virtual == 1 else 2 * after + (virtual - 1) * ranks, virtual * self.micro_batches - 1)
 
     @property
     def world(self) -> int:
@@ -141,6 +156,13 @@ def problems(case: Case) -> list[str]:
                 f"--mesh.sequence {sequence}: {name} has {heads} attention heads{left}, which it does not divide; "
                 f"these sizes do: {works}"
             )
+    stages, layers = case.size("pipeline") * case.virtual_stages, case.config.num_hidden_layers
+    if stages > layers:
+        words = f"--mesh.pipeline {case.size('pipeline')}"
+        words += f" --mesh.virtual-stages {case.virtual_stages}" if case.virtual_stages > 1 else ""
+        wrong.append(f"{words}: {case.name} has {layers} layers, fewer than the {stages} stages")
+    if case.virtual_stages > 1 and case.size("pipeline") == 1:
+        wrong.append(f"--mesh.virtual-stages {case.virtual_stages}: they are stages of the ranks of a --mesh.pipeline")
     if case.length > case.tokens:
         wrong.append(f"--length {case.length}: a pass of --tokens {case.tokens} holds no such sequence")
     if case.length < 2:

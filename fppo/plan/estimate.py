@@ -18,7 +18,7 @@ COPY_SHARE = 0.8  # of memory bandwidth, element by element
 LINK_SHARE = 0.8  # of links, those to the host among them
 LAUNCH = 6e-6  # seconds that Python and torch need to begin an operation
 LATENCY = {False: 2e-5, True: 5e-5}  # seconds of a collective without data, inside a node and between nodes
-ORDER = ("replicate", "shard", "sequence", "tensor")  # ranks of the last axis are neighbours
+ORDER = ("pipeline", "replicate", "shard", "sequence", "tensor")  # ranks of the last axis are neighbours
 
 
 class Seconds(NamedTuple):
@@ -27,10 +27,11 @@ class Seconds(NamedTuple):
     compute: float
     communication: float  # all of it
     exposed: float  # that nothing is computed during
+    idle: float = 0.0  # that the rank waits for other stages of a pipeline
 
     @property
     def total(self) -> float:
-        return self.compute + self.exposed
+        return self.compute + self.exposed + self.idle
 
 
 class Wire(NamedTuple):
@@ -41,8 +42,8 @@ class Wire(NamedTuple):
     seconds: float
 
 
-def seconds_of(phases: Sequence[Phase], case: Case) -> Seconds:
-    """The time of a stage with all of its passes.
+def seconds_of(phases: Sequence[Phase], case: Case, *, slowest: float = 1.0) -> Seconds:
+    """The time of a stage with all of its passes. On a pipeline the rank with most work has `slowest` times this one's.
 
     For each phase, forward or backward:
 
@@ -51,12 +52,13 @@ def seconds_of(phases: Sequence[Phase], case: Case) -> Seconds:
                       + bytes read and written by other operations / (memory bandwidth * COPY_SHARE))
         exposed = collectives that the code waits for + what those it does not wait for take longer than `compute`
 
-    and the time is the sum of compute and exposed over all phases. A collective takes its latency and its bytes over
-    the link of its axis: see `link`. Copies to and from the host count as collectives that are waited for, except in a
-    forward pass, which fetches layer by layer. FLOPs are all that are computed, again or not.
+    and the time is the sum of compute and exposed over all phases; on a pipeline, where the passes of all ranks take as
+    long as the slowest one's, and (p - 1) / (v m) of that longer, `idle` is the rest. A collective takes its latency
+    and its bytes over the link of its axis: see `link`. Copies to and from the host count as collectives that are
+    waited for, except in a forward pass, which fetches layer by layer. FLOPs are all that are computed, again or not.
     """
-    compute = communication = exposed = 0.0
-    for phase, times in _repeated(phases, case.micro_batches):
+    compute = communication = exposed = in_passes = 0.0
+    for phase, times in _repeated(phases, case):
         work = compute_seconds(phase.cost, case.hardware)
         waited, hidden = (
             sum(
@@ -71,7 +73,9 @@ def seconds_of(phases: Sequence[Phase], case: Case) -> Seconds:
         compute += times * work
         communication += times * (waited + hidden)
         exposed += times * (waited + max(0.0, hidden - work))
-    return Seconds(compute, communication, exposed)
+        if phase.name.startswith(("forward", "backward")):
+            in_passes += times * (work + waited + max(0.0, hidden - work))
+    return Seconds(compute, communication, exposed, in_passes * (slowest * (1 + case.bubble) - 1))
 
 
 def compute_seconds(cost: Cost, hardware: Hardware) -> float:
@@ -86,7 +90,7 @@ def compute_seconds(cost: Cost, hardware: Hardware) -> float:
 def wires(phases: Sequence[Phase], case: Case) -> dict[str, Wire]:
     """What a rank sends in a stage with all of its passes, by axis."""
     by_axis: dict[str, Counter] = {}
-    for phase, times in _repeated(phases, case.micro_batches):
+    for phase, times in _repeated(phases, case):
         for (axis, op, wait), calls in phase.cost.calls.items():
             sent = phase.cost.sent[axis, op, wait]
             counts = by_axis.setdefault(axis, Counter())
@@ -120,10 +124,17 @@ def link(case: Case, axis: str) -> tuple[bool, float, float]:
 
 def _collective(case: Case, axis: str, op: str, sent: float, calls: float) -> float:
     spans, ring, direct = link(case, axis)
-    return calls * LATENCY[spans] + sent / ((direct if op == "all_to_all" else ring) * LINK_SHARE)
+    alone = ("all_to_all", "send", "receive", "broadcast")  # which one link carries
+    return calls * LATENCY[spans] + sent / ((direct if op in alone else ring) * LINK_SHARE)
 
 
-def _repeated(phases: Sequence[Phase], passes: int) -> list[tuple[Phase, int]]:
-    """Each phase and how often it happens: of two passes that were run, the first stands for all but the last."""
-    again = ("forward 1", "backward 1", "after 1")
-    return [(phase, passes - 1 if phase.name in again and passes > 2 else 1) for phase in phases]
+def _repeated(phases: Sequence[Phase], case: Case) -> list[tuple[Phase, float]]:
+    """Each phase and how often it happens: of two passes that were run, the first stands for all but the last. On a
+    pipeline, where passes overlap, all of those that were run stand for all, and what comes last is there once."""
+    passes = case.micro_batches
+    if case.size("pipeline") == 1:
+        again = ("forward 1", "backward 1", "after 1")
+        return [(phase, passes - 1 if phase.name in again and passes > 2 else 1) for phase in phases]
+    ran = sum(phase.name.startswith("forward") for phase in phases) / case.virtual_stages
+    once = (phases[0].name, phases[-1].name)
+    return [(phase, 1 if phase.name in once else max(1.0, passes / ran)) for phase in phases]

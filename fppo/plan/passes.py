@@ -16,7 +16,7 @@ from fppo import losses, models, tree
 from fppo.batch import Column, Experience
 from fppo.models.model import HeadKind, Model
 from fppo.plan import standins
-from fppo.plan._group import counting_mesh
+from fppo.plan._group import Sent, counting_mesh
 from fppo.plan._track import BATCH, HOST, LOGITS, STATE, Tracker
 from fppo.plan.case import ROLES, Case
 from fppo.plan.presets import with_layers
@@ -130,20 +130,24 @@ def stage_of(case: Case, name: str, batch: Experience, *, forward: Forward) -> C
 
 
 def rows_of_stage(case: Case, name: str) -> Experience:
-    """The rows of at most `PASSES` passes: those of all data ranks for an update, this rank's for another stage."""
-    rows = case.rows * min(case.micro_batches, PASSES)
+    """The rows of few passes: those of all data ranks for an update, this rank's for another stage."""
+    rows = case.rows * min(case.micro_batches, passes_of(case, name))
     return rows_of(case, rows * (case.data_ranks if name.startswith("update") else 1))
 
 
+def passes_of(case: Case, name: str) -> int:
+    """How many passes tell of all: `PASSES`, or as many as an update has under way on a pipeline, and one more."""
+    if case.size("pipeline") == 1 or not name.startswith("update"):
+        return PASSES
+    return max(PASSES, -(-case.in_flight // case.virtual_stages) + 1)
+
+
 def run_stage(case: Case, name: str, *, layers: int | None = None) -> list[Phase]:
-    """What the stage of a case (`Case.at`) holds, computes and sends on the rank that has most, in at most `PASSES`
-    passes."""
-    model = model_of(case, STAGES[name], layers)
+    """What the stage of a case (`Case.at`) holds, computes and sends on the rank that has most, in few passes."""
     batch = rows_of_stage(case, name)
     tracker = Tracker(on_gpu=case.hardware.on_gpu)
-    sharding = case.sharding if case.size("shard") > 1 else None
-    mesh = counting_mesh(case.mesh, fullest(case), sharding, tracker.sent)
-    model = models.place(model, mesh)
+    mesh = mesh_of(case, tracker.sent)
+    model = models.place(model_of(case, STAGES[name], layers), mesh)
     stage = stage_of(case, name, batch, forward=Forward(model, kernels=kernels_of(case, tracker), mesh=mesh))
     with FakeTensorMode(allow_non_fake_inputs=True):
         params = {n: torch.empty(shard_shape(shape, mesh), dtype=case.dtype) for n, shape in model.shapes.items()}
@@ -171,9 +175,16 @@ def shard_shape(shape: torch.Size, mesh: Mesh) -> tuple[int, ...]:
     return (stop - start, *shape[1:])
 
 
+def mesh_of(case: Case, sent: Sent) -> Mesh:
+    """The case's mesh as the planned rank sees it."""
+    sharding = case.sharding if case.size("shard") > 1 else None
+    return counting_mesh(case.mesh, fullest(case), sharding, sent, virtual_stages=case.virtual_stages)
+
+
 def fullest(case: Case) -> dict[str, int]:
-    """The places on the sequence axis and on the tensor axis of the rank that has most: of the vocabulary, the last."""
-    return {"sequence": fullest_slice(case), "tensor": case.size("tensor") - 1}
+    """The place of the planned rank: on the sequence and tensor axes that which has most; of words the last has."""
+    places = {"sequence": fullest_slice(case), "tensor": case.size("tensor") - 1}
+    return places | {"pipeline": case.pipeline_rank}
 
 
 def fullest_slice(case: Case) -> int:

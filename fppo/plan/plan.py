@@ -11,8 +11,8 @@ import torch
 from fppo import models, tree
 from fppo.models import flops
 from fppo.models.model import Model
+from fppo.models.spans import layer_spans
 from fppo.plan import layers, passes
-from fppo.plan._group import counting_mesh
 from fppo.plan._track import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, LOGITS
 from fppo.plan.case import Case, problems
 from fppo.plan.estimate import Seconds, Wire, seconds_of, wires
@@ -48,6 +48,7 @@ class Plan:
     parameters: Mapping[str, int]  # of each model, whole
     rest: Mapping[str, float]  # bytes at rest on a rank, by kind
     stages: tuple[Stage, ...]
+    imbalance: float = 1.0  # of a pipeline: the work of the rank that has most, over the mean of all
 
     @property
     def peak(self) -> Stage:
@@ -77,19 +78,30 @@ class Plan:
 
 
 def plan(case: Case, *, only_if_fits: bool = False) -> Plan:
-    """Plans a step; with `only_if_fits` no further than the first stage that is too large, the largest first.
+    """Plans a step; with `only_if_fits` no further than the first stage that is too large, the largest first. Of a
+    pipeline it is the step of the first rank, which keeps most passes under way, or of the last, which has the head:
+    that which holds more.
 
     Raises ValueError for a case that no run could have.
     """
     if wrong := problems(case):
         raise ValueError("; ".join(wrong))
+    last = case.size("pipeline") - 1
+    ends = [_plan(attrs.evolve(case, pipeline_rank=rank), only_if_fits) for rank in dict.fromkeys((0, last))]
+    return max(ends, key=lambda end: end.peak.total if end.stages else sum(end.rest.values()))
+
+
+def _plan(case: Case, only_if_fits: bool) -> Plan:
+    """The plan of one rank of a pipeline."""
     every = {name: passes.model_of(case, name) for name in passes.models_of(case)}
     rest = _at_rest(case, every)
     parameters = {name: sum(shape.numel() for shape in model.shapes.values()) for name, model in every.items()}
     stages: list[Stage] = []
+    work = pipeline_work(case, every["actor"])
+    imbalance = max(work) * len(work) / sum(work)
     known: dict[str, list[Phase]] = {}
     if only_if_fits and sum(rest.values()) > case.hardware.memory:
-        return Plan(case, parameters, rest, ())
+        return Plan(case, parameters, rest, (), imbalance)
     for name in reversed(passes.stages_of(case)):  # the updates first
         model, at, same = every[passes.STAGES[name]], case.at(name), passes.SAME.get(name, name)
         same = same if at == case.at(same) else name
@@ -98,13 +110,25 @@ def plan(case: Case, *, only_if_fits: bool = False) -> Plan:
         stages.insert(0, _stage(case, at, name, model, rest, known[same]))
         if only_if_fits and stages[0].total > case.hardware.memory:
             break
-    return Plan(case, parameters, rest, tuple(stages))
+    return Plan(case, parameters, rest, tuple(stages), imbalance)
+
+
+def pipeline_work(case: Case, model: Model) -> list[float]:
+    """The multiply-adds of a pass on each rank of the case's pipeline, for each token."""
+    virtual, ranks = case.virtual_stages, case.size("pipeline")
+    layers, head = flops.layer_weights(model), flops.head_weights(model)
+    attention = flops.forward_flops(model, [case.length]) / (2 * case.length) - sum(layers) - head
+    work = [0.0] * ranks
+    for stage, cut in enumerate(layer_spans(model, ranks * virtual)):
+        work[stage % ranks] += sum(layers[number] + attention / len(layers) for number in cut)
+    work[-1] += head * case.response_tokens / case.length
+    return work
 
 
 def phases_of(case: Case, name: str, model: Model) -> list[Phase]:
     """The stage of a model with all layers; from few layers where they are alike, unless `case.full`."""
     count = len(model.layers)
-    if not case.full and count > layers.MORE and layers.alike(model):
+    if not case.full and case.size("pipeline") == 1 and count > layers.MORE and layers.alike(model):
         few, more = (passes.run_stage(case, name, layers=n) for n in (layers.FEW, layers.MORE))
         phases = layers.extrapolated(few, more, count)
         if phases is not None:
@@ -124,7 +148,7 @@ def optimizer_bytes(model: Model, case: Case) -> int:
 
 
 def _shard_shapes(model: Model, case: Case) -> dict[str, tuple[int, ...]]:
-    mesh = counting_mesh(case.mesh, passes.fullest(case), case.sharding, lambda *_: None)
+    mesh = passes.mesh_of(case, lambda *_: None)
     return {name: passes.shard_shape(shape, mesh) for name, shape in models.place(model, mesh).shapes.items()}
 
 
@@ -143,13 +167,14 @@ def _stage(case: Case, at: Case, name: str, model: Model, rest: Mapping[str, flo
     lengths = [case.length] * case.rows
     work = flops.train_flops if name.startswith("update") else flops.forward_flops
     needed = work(model, lengths, head_tokens=case.rows * (1 if name == passes.REWARD else case.response_tokens))
+    stages = pipeline_work(at, model)
     return Stage(
         name=name,
         where=where,
         memory={**rest, **moving, OUTSIDE: outside},
         wire=wires(phases, at),
-        seconds=seconds_of(phases, at),
-        model_flops=needed * case.micro_batches / (case.size("sequence") * case.size("tensor")),
+        seconds=seconds_of(phases, at, slowest=max(stages) / stages[case.pipeline_rank]),
+        model_flops=needed * case.micro_batches * case.data_ranks / case.world,
     )
 
 

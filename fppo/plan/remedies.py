@@ -13,7 +13,7 @@ from fppo.plan.case import Case, problems
 from fppo.plan.plan import Plan, plan
 
 Flags = Mapping[str, Any]  # settings to change, by the names of the command line
-MESH = ("mesh.replicate", "mesh.shard", "mesh.sequence")
+MESH = ("mesh.replicate", "mesh.shard", "mesh.sequence", "mesh.pipeline")
 MORE = (2, 4, 8, 16, 32, 64)  # times as many GPUs
 
 
@@ -76,10 +76,12 @@ def families(case: Case) -> list[list[Flags]]:
         choices.append([{"mesh.replicate": replicate // n, "mesh.shard": shard * n} for n in divisors])
     if not case.checkpoint_layers:
         choices.append([{"checkpoint-layers": True}])
-    if sequence := list(_longer_sequence_axes(case)):
+    if sequence := list(_longer_axes(case, "sequence")):
         choices.append(sequence)
     if case.hardware.on_gpu and case.offload != "all":
         choices.append([{"offload": what} for what in ("moments", "all") if what != case.offload])
+    if pipeline := list(_longer_axes(case, "pipeline")):
+        choices.append(pipeline)
     return choices
 
 
@@ -100,7 +102,11 @@ def applied(case: Case, flags: Flags) -> Case:
         rows = max(1, flags["tokens"] // case.length)
         changes |= {"tokens": flags["tokens"], "micro_batches": max(1, case.micro_batches * case.rows // rows)}
     sizes = {name.rpartition(".")[2]: flags[name] for name in MESH if name in flags}
-    return attrs.evolve(case, mesh={**case.mesh, **sizes}, **changes)
+    changed = attrs.evolve(case, mesh={**case.mesh, **sizes}, **changes)
+    if "mesh.pipeline" not in flags:
+        return changed
+    passes = changed.micro_batches * case.data_ranks // changed.data_ranks  # the same mini-batch
+    return attrs.evolve(changed, micro_batches=passes)
 
 
 def _budgets(case: Case) -> list[int]:
@@ -112,14 +118,15 @@ def _budgets(case: Case) -> list[int]:
     return budgets
 
 
-def _longer_sequence_axes(case: Case) -> Iterator[Flags]:
-    """More ranks for each sequence, taken from those with other rows; inside a node."""
+def _longer_axes(case: Case, axis: str) -> Iterator[Flags]:
+    """More ranks for the same rows, taken from those with other rows; for each sequence inside a node."""
     for n in (2, 4, 8):
-        sequence = case.size("sequence") * n
+        size = case.size(axis) * n
         for name in ("replicate", "shard"):
-            flags = {f"mesh.{name}": case.size(name) // n, "mesh.sequence": sequence}
+            flags = {f"mesh.{name}": case.size(name) // n, f"mesh.{axis}": size}
             divides = case.size(name) % n == 0 and case.size(name) > 1
-            if divides and sequence <= case.hardware.per_node and not problems(applied(case, flags)):
+            inside = axis != "sequence" or size <= case.hardware.per_node
+            if divides and inside and not problems(applied(case, flags)):
                 yield flags
                 break
 

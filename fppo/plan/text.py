@@ -33,7 +33,7 @@ ROLLOUT = (
 def report(plan: Plan, helping: Sequence[Remedy] | None, *, width: int = 100) -> str:
     """Everything, for a terminal."""
     lines = [*_head(plan, width), "", *_memory(plan, width), "", *_verdict(plan, helping, width), ""]
-    return "\n".join([*lines, *_wire(plan), "", *_time(plan), "", *_notes(plan, width)])
+    return "\n".join([*lines, *_wire(plan), "", *_time(plan, width), "", *_notes(plan, width)])
 
 
 def _head(plan: Plan, width: int) -> list[str]:
@@ -42,13 +42,16 @@ def _head(plan: Plan, width: int) -> list[str]:
     axes = " x ".join(f"{name} {case.size(name)}" for name in ORDER)
     passes = "bfloat16" if case.compute_dtype == torch.bfloat16 else "float32"
     sharded = f", stage {case.sharding.stage}" if case.size("shard") > 1 else ""
+    sharded += f", {case.virtual_stages} stages on each rank" if case.virtual_stages > 1 else ""
     again = ", layers recomputed" if case.checkpoint_layers else ""
     again += {"none": "", "moments": ", moments on the host", "all": ", state on the host"}[case.offload]
     nodes = f", {hardware.per_node} to a node" if case.world > 1 and hardware.on_gpu else ""
     return [
         *textwrap.wrap(f"{case.name}: {models} parameters; {passes} passes on float32 state{again}", width),
         *_own(case),
-        f"{case.world:,} x {hardware.name}, {hardware.memory / GIB:,.1f} GiB each{nodes}: {axes}{sharded}",
+        *textwrap.wrap(
+            f"{case.world:,} x {hardware.name}, {hardware.memory / GIB:,.1f} GiB each{nodes}: {axes}{sharded}", width
+        ),
         *textwrap.wrap(
             f"a pass of a data rank: {case.rows:,} x {case.length:,} tokens ({case.response_tokens:,} response); "
             f"{case.micro_batches} passes, {case.mini_batch:,} sequences to an update",
@@ -127,11 +130,12 @@ def _wire(plan: Plan) -> list[str]:
     return ["a rank sends, GiB", *_table([s.name for s in plan.stages], rows, ("together", totals))]
 
 
-def _time(plan: Plan) -> list[str]:
-    names = [stage.name for stage in plan.stages]
+def _time(plan: Plan, width: int) -> list[str]:
+    names, piped = [stage.name for stage in plan.stages], plan.case.size("pipeline") > 1
     rows = [
         ("computing", [_seconds(s.seconds.compute) for s in plan.stages]),
         ("waiting for ranks and host", [_seconds(s.seconds.exposed) for s in plan.stages]),
+        *([("waiting for other stages", [_seconds(s.seconds.idle) for s in plan.stages])] if piped else []),
         ("sent while computing", [_seconds(s.seconds.communication - s.seconds.exposed) for s in plan.stages]),
         ("PFLOPs a rank needs", [f"{s.model_flops / 1e15:,.3g}" for s in plan.stages]),
         ("MFU", [f"{plan.mfu(s.name):.0%}" for s in plan.stages]),
@@ -142,7 +146,20 @@ def _time(plan: Plan) -> list[str]:
         f"estimated: {_seconds(plan.seconds)} s for a step, {speed:,.0f} tokens/s on each GPU, "
         f"MFU of the updates {plan.mfu(*updates):.0%}"
     )
-    return [title, "seconds", *_table(names, rows, None)]
+    return [title, *_pipeline(plan, width), "seconds", *_table(names, rows, None)]
+
+
+def _pipeline(plan: Plan, width: int) -> list[str]:
+    """What a pipeline costs, in words."""
+    case = plan.case
+    if case.size("pipeline") == 1:
+        return []
+    rank, bubble = "last" if case.pipeline_rank else "first", case.at("update actor").bubble
+    return textwrap.wrap(
+        f"the pipeline's {rank} rank is planned, which holds more; the actor's update has a bubble of {bubble:.0%}, "
+        f"and the rank with most work {plan.imbalance:.2f} of the mean",
+        width,
+    )
 
 
 def _notes(plan: Plan, width: int) -> list[str]:
@@ -190,6 +207,9 @@ def summary(plan: Plan, helping: Sequence[Remedy] | None) -> dict[str, Any]:
         "parameters": plan.parameters,
         "gpu": hardware,
         "mesh": {axis: case.size(axis) for axis in ORDER},
+        "virtual_stages": case.virtual_stages,
+        "pipeline_rank": case.pipeline_rank,
+        "pipeline_imbalance": plan.imbalance,
         "stage": case.sharding.stage,
         "tokens": case.tokens,
         "length": case.length,

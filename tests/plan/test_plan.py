@@ -14,11 +14,12 @@ from fppo.plan import passes
 from fppo.plan.case import ROLES, Role
 from fppo.plan.estimate import LINK_SHARE, _collective, link, seconds_of
 from fppo.plan.hardware import hardware_of
-from fppo.plan.plan import plan
+from fppo.plan.plan import _plan, pipeline_work, plan
 from fppo.plan.presets import PRESETS, config_of
 from fppo.plan.remedies import applied, families, remedies
 from fppo.plan.values import GIB, Cost, Phase, Work
 from fppo.runtime.mesh import Sharding
+from fppo.runtime.schedule import clocked, one_f_one_b
 from fppo.settings import files
 from fppo.settings import plan as settings_plan
 from fppo.steps.micro_batching import fit
@@ -116,8 +117,31 @@ def test_only_what_is_sent_meanwhile_can_hide():
     each = _collective(gpu, "shard", "all_gather", round(0.5 * LINK_SHARE * 4.5e11), 1)
     hidden = seconds_of([phase("forward 1", False), phase("forward 2", False)], gpu)
     waited = seconds_of([phase("forward 1", True), phase("forward 2", True)], gpu)
-    assert hidden == pytest.approx((3.0, 3 * each, 0.0))
-    assert waited == pytest.approx((3.0, 3 * each, 3 * each))
+    assert hidden == pytest.approx((3.0, 3 * each, 0.0, 0.0))
+    assert waited == pytest.approx((3.0, 3 * each, 3 * each, 0.0))
+
+
+@pytest.mark.parametrize("virtual", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_pipeline_is_planned_from_the_end_that_holds_more(virtual):
+    """What it says of time is what the clock of the schedule says."""
+    what = bare(layers=4, mesh={"pipeline": 2}, virtual_stages=virtual, micro_batches=4)
+    found = plan(what)
+    ends = [_plan(attrs.evolve(what, pipeline_rank=rank), False) for rank in (0, 1)]
+    assert found.peak.total == max(end.peak.total for end in ends)
+    held = [end.rest["actor's parameters"] for end in ends]
+    embedding = 4 * what.config.vocab_size * what.config.hidden_size  # tied: on both
+    assert sum(held) == 4 * found.parameters["actor"] + embedding
+    clock = clocked(one_f_one_b(2, 4, virtual))
+    assert what.bubble == pytest.approx(clock.bubble / (1 - clock.bubble))
+    assert [attrs.evolve(what, pipeline_rank=rank).in_flight for rank in (0, 1)] == list(clock.kept)
+    update = ends[0].stages[-1]
+    assert update.name == "update actor"
+    work = pipeline_work(what, passes.model_of(what, "actor"))
+    assert found.imbalance == max(work) / (sum(work) / 2)
+    hidden = 4 * what.tokens * what.config.hidden_size  # of a micro-batch, forward; an end sends it once for each stage
+    messages = 4 * (2 * virtual - 1) if virtual > 1 else 4
+    assert update.wire["pipeline"].sent == pytest.approx(messages * hidden, rel=0.01, abs=4 * embedding)
+    assert update.seconds.idle > 0
 
 
 def run(*arguments):
@@ -134,7 +158,7 @@ def test_a_table_and_a_file(tmp_path, capsys):
         assert words in out
     read = json.loads(file.read_text())
     assert read["fits"]
-    assert read["mesh"] == {"replicate": 1, "shard": 2, "sequence": 1, "tensor": 1}
+    assert read["mesh"] == {"pipeline": 1, "replicate": 1, "shard": 2, "sequence": 1, "tensor": 1}
     assert [stage["name"] for stage in read["stages"]] == ["log-probs", "values", "update critic", "update actor"]
     assert read["peak_bytes"] == max(stage["total_bytes"] for stage in read["stages"])
     for stage in read["stages"]:
