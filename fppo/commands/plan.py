@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -15,7 +16,9 @@ from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import plan
 from fppo.plan.presets import config_of
 from fppo.plan.remedies import remedies
+from fppo.plan.search import search
 from fppo.plan.text import report, summary
+from fppo.plan.text_search import found_report, found_summary
 from fppo.plan.values import GIB, plain
 from fppo.runtime.mesh import DATA_AXES, Sharding
 from fppo.settings import resolve
@@ -23,19 +26,26 @@ from fppo.settings.plan import PlanSettings
 
 
 def run(settings: PlanSettings) -> int:
-    """Prints the plan and writes what was asked for; 1 if it does not fit."""
+    """Prints the plan, or what a search has found, and writes what was asked for; 1 if nothing fits."""
     transformers_logging.set_verbosity_error()
-    estimate = plan(case_of(settings))
+    case, width = case_of(settings), min(shutil.get_terminal_size((100, 24)).columns, 100)
+    if settings.search is not None:
+        found = search(case, settings.search)
+        _put(settings, found_report(found, width=width), found_summary(found))
+        return 0 if found.best else 1
+    estimate = plan(case)
     helping = remedies(estimate) if settings.tries and not estimate.fits else None
-    text = json.dumps(plain(summary(estimate, helping)), indent=1)
-    if settings.json == "-":
-        print(text)
-    else:
-        print(report(estimate, helping, width=min(shutil.get_terminal_size((100, 24)).columns, 100)))
-        if settings.json is not None:
-            Path(settings.json).parent.mkdir(parents=True, exist_ok=True)
-            Path(settings.json).write_text(text + "\n", encoding="utf-8")
+    _put(settings, report(estimate, helping, width=width), summary(estimate, helping))
     return 0 if estimate.fits else 1
+
+
+def _put(settings: PlanSettings, table: str, numbers: dict[str, Any]) -> None:
+    """Prints a table, or numbers as JSON, and writes these to a file."""
+    text = json.dumps(plain(numbers), indent=1)
+    print(text if settings.json == "-" else table)
+    if settings.json not in (None, "-"):
+        Path(settings.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(settings.json).write_text(text + "\n", encoding="utf-8")
 
 
 def case_of(settings: PlanSettings) -> Case:

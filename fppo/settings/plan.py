@@ -84,6 +84,8 @@ class PlanSettings:
     """In place of the GPU's own: GPUs of a node."""
     full: bool = setting(False)
     """Run every layer; else a few, where all are alike, from which the others follow exactly."""
+    search: int | None = setting(None, at_least(1))
+    """In place of a mesh: the meshes of so many GPUs with the shortest steps that fit, and why the others are not."""
     tries: bool = setting(True)
     """Where it does not fit, find settings with which it would."""
     json: str | None = setting(None)
@@ -140,6 +142,11 @@ def problems(settings: PlanSettings) -> list[str]:
     if lines:
         return lines
     world = math.prod(settings.sizes.values())
+    own = [name for name, size in settings.mesh.sizes(settings.mesh.shard or 1).items() if size > 1]
+    own += ["virtual-stages"] if settings.mesh.virtual_stages > 1 else []
+    if settings.search is not None and (own or settings.gpus is not None):
+        names = " ".join([f"--mesh.{name}" for name in own] + (["--gpus"] if settings.gpus is not None else []))
+        lines.append(f"--search {settings.search}: it looks for the mesh of so many GPUs; leave out {names}")
     if settings.gpus is not None and world != settings.gpus:
         shape = " * ".join(f"{name} {size}" for name, size in settings.sizes.items())
         lines.append(f"--gpus {settings.gpus}: the mesh has {world} ranks, {shape}; give a mesh of {settings.gpus}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import attrs
 import pytest
@@ -142,6 +143,26 @@ def test_a_pipeline_is_planned_from_the_end_that_holds_more(virtual):
     messages = 4 * (2 * virtual - 1) if virtual > 1 else 4
     assert update.wire["pipeline"].sent == pytest.approx(messages * hidden, rel=0.01, abs=4 * embedding)
     assert update.seconds.idle > 0
+
+
+@pytest.mark.slow
+def test_the_meshes_that_fit_are_told_by_their_time_and_the_others_why_they_are_not(capsys):
+    given = ["--model", "quickstart", "--tokens", "64", "--length", "16", "--gpu", "h100", "--search", "4"]
+    assert run(*given, "--json", "-") == 0
+    read = json.loads(capsys.readouterr().out)
+    seconds = [mesh["seconds"] for mesh in read["best"]]
+    assert seconds == sorted(seconds)
+    assert all(
+        math.prod(size for axis, size in m["mesh"].items() if axis != "virtual_stages") == 4 for m in read["best"]
+    )
+    assert read["meshes"] == sum(len(read[what]) for what in ("best", "failed", "slower", "too_large")) + sum(
+        read["impossible"].values()
+    )
+    assert run(*given, "--memory", "0.001") == 1
+    out = capsys.readouterr().out
+    assert "too large for 0.0 GiB by the formula; the smallest takes" in out
+    assert run(*given, "--mesh.tensor", "2") == 2
+    assert "--search 4: it looks for the mesh of so many GPUs; leave out --mesh.tensor" in capsys.readouterr().err
 
 
 def run(*arguments):

@@ -1,0 +1,125 @@
+"""The best of all meshes of some GPUs: each looked at by a formula, and the best ones planned."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+
+from fppo.models.model import Model
+from fppo.plan import passes
+from fppo.plan.case import Case, problems
+from fppo.plan.estimate import ORDER
+from fppo.plan.plan import Plan, plan
+from fppo.plan.rough import Rough, rough, with_sequences
+
+PLANNED = 5  # meshes that fit are planned
+TRIED = 12  # meshes at most
+ROOM = 1.15  # by this the formula's bytes may exceed the memory of a GPU before a mesh is taken for too large
+VIRTUAL = (1, 2, 4)
+
+
+@attrs.frozen
+class Candidate:
+    """A mesh, and what the formula says of it."""
+
+    case: Case
+    rough: Rough
+
+    @property
+    def words(self) -> str:
+        """As on the command line."""
+        sizes = {**self.case.mesh, "virtual-stages": self.case.virtual_stages}
+        return " ".join(f"--mesh.{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+
+
+@attrs.frozen
+class Found:
+    """What a search has found: the plans that fit, the fastest first; those that turned out not to; and of all others
+    why not."""
+
+    best: tuple[tuple[Candidate, Plan], ...]
+    failed: tuple[tuple[Candidate, Plan], ...]
+    slower: tuple[Candidate, ...]  # which might fit, and by the formula take longer
+    too_large: tuple[Candidate, ...]  # by the formula, the smallest first
+    refused: Mapping[str, int]  # how many meshes each reason keeps out
+
+    @property
+    def count(self) -> int:
+        """Of all meshes."""
+        mine = (self.best, self.failed, self.slower, self.too_large)
+        return sum(map(len, mine)) + sum(self.refused.values())
+
+
+def search(case: Case, ranks: int) -> Found:
+    """Plans the meshes of `ranks` GPUs on which the formula has a step of the case fastest, among those that fit.
+
+    A step has as many sequences on each mesh: those of the case's passes on `ranks` data ranks, or of its mini-batch.
+    """
+    sequences = case.mini_batch // case.data_ranks * ranks
+    models = {name: passes.model_of(case, name) for name in passes.models_of(case)}
+    refused: Counter[str] = Counter()
+    every: list[Candidate] = []
+    divides = functools.cache(lambda tensor, sequence: _undivided(case, tensor, sequence))
+    for mesh, virtual in meshes(ranks):
+        moved = attrs.evolve(case, mesh=mesh, virtual_stages=virtual)
+        if reason := _unused(moved, sequences, models) or divides(mesh["tensor"], mesh["sequence"]):
+            refused[reason] += 1
+            continue
+        moved = with_sequences(moved, sequences)
+        every.append(Candidate(moved, rough(moved, models)))
+    every.sort(key=lambda candidate: candidate.rough.seconds)
+    limit = ROOM * case.hardware.memory
+    large = sorted((c for c in every if c.rough.memory > limit), key=lambda candidate: candidate.rough.memory)
+    best, failed, slower = _planned([c for c in every if c.rough.memory <= limit])
+    return Found(best, failed, slower, tuple(large), refused)
+
+
+def _planned(
+    candidates: Sequence[Candidate],
+) -> tuple[tuple[tuple[Candidate, Plan], ...], tuple[tuple[Candidate, Plan], ...], tuple[Candidate, ...]]:
+    """The first of them planned, until enough fit: those, the others, and what is left."""
+    fitting, failed, tried = [], [], 0
+    for candidate in candidates:
+        if len(fitting) == PLANNED or tried == TRIED:
+            break
+        tried += 1
+        planned = plan(candidate.case)
+        (fitting if planned.fits else failed).append((candidate, planned))
+    fitting.sort(key=lambda pair: pair[1].seconds)
+    return tuple(fitting), tuple(failed), tuple(candidates[tried:])
+
+
+def meshes(ranks: int) -> Iterator[tuple[dict[str, int], int]]:
+    """Every mesh of so many ranks, with its virtual stages."""
+    for pipeline, replicate, sequence, tensor in itertools.product(_divisors(ranks), repeat=4):
+        shard, left = divmod(ranks, pipeline * replicate * sequence * tensor)
+        if left == 0 and shard:
+            sizes = (pipeline, replicate, shard, sequence, tensor)
+            for virtual in VIRTUAL if pipeline > 1 else (1,):
+                yield dict(zip(ORDER, sizes, strict=True)), virtual
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _unused(case: Case, sequences: int, models: Mapping[str, Model]) -> str | None:
+    """Why a mesh has ranks without work, or is not tried."""
+    stages = case.size("pipeline") * case.virtual_stages
+    if short := [name for name, model in models.items() if len(model.layers) < stages]:
+        return f"more stages than the {short[0]} has layers"
+    if case.data_ranks > sequences:
+        return f"more data ranks than the {sequences:,} sequences of an update"
+    if case.size("tensor") * case.size("sequence") > case.hardware.per_node:
+        return f"tensor times sequence is more than the {case.hardware.per_node} GPUs of a node"
+    return None
+
+
+def _undivided(case: Case, tensor: int, sequence: int) -> str | None:
+    """What the tensor and sequence axes do not divide."""
+    wrong = problems(attrs.evolve(case, mesh={"sequence": sequence, "tensor": tensor}, virtual_stages=1))
+    return wrong[0] if wrong else None
