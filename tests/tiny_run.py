@@ -12,10 +12,10 @@ from fppo.settings import files, resolve
 from fppo.settings.train import TrainSettings
 
 
-def write_task(directory: Path, *, rows: int = 24) -> None:
+def write_task(directory: Path, *, rows: int = 24, layers: int = 1) -> None:
     """A model that knows nothing, and prompts like "3+4="."""
     tokenizer = character_tokenizer(CHARACTERS)
-    model = small_model(len(tokenizer), width=16, layers=1)
+    model = small_model(len(tokenizer), width=16, layers=layers)
     models.save(model, models.init_params(model, Key(0)), directory / "start", tokenizer=tokenizer)
     for name, offset in (("train", 0), ("test", 1)):
         pairs = [(i % 10, (3 * i + offset) % 10) for i in range(rows)]

@@ -126,13 +126,17 @@ def test_a_run_of_two_ranks_goes_on_on_one_and_on_four(task, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_on_a_tensor_axis_has_the_numbers_of_one_process(task, tmp_path):
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_a_run_on_an_axis_that_cuts_models_has_the_numbers_of_one_process(tmp_path, axis):
     """It is resumed once, by one process, from what both ranks have written; and exported from both."""
-    shared = {"actor__optimizer__schedule": "constant", "mesh__shard": None}
+    task = tmp_path / "task"
+    task.mkdir()
+    tiny_run.write_task(task, layers=2)
+    shared = {"actor__optimizer__schedule": "constant", "mesh__shard": None, "steps": 3}
     expected, both = tmp_path / "one", tmp_path / "both"
     assert cli.main(["train", str(write(task, expected, **shared))]) == 0
-    file = str(write(task, both, **shared, mesh__tensor=2))
-    assert Ranks(["train", file, "--steps", "3"], 2, tmp_path / "log").end(300) == [0, 0], (
+    file = str(write(task, both, **shared, **{f"mesh__{axis}": 2}))
+    assert Ranks(["train", file, "--steps", "2"], 2, tmp_path / "log").end(300) == [0, 0], (
         tmp_path / "log"
     ).read_text()
     assert cli.main(["train", str(write(task, both, **shared))]) == 0

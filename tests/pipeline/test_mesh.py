@@ -9,8 +9,7 @@ from fppo.assembly.run import assemble
 from fppo.pipeline import gap
 from fppo.pipeline.train import iterate
 from fppo.runs import session
-from fppo.runtime import fsdp
-from fppo.runtime.layout import Extent, Layout
+from fppo.runtime.digests import digest
 from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.simulate import simulate
 from tests import tiny_run
@@ -66,6 +65,12 @@ def numbers(report):
         ({"shard": 4}, {"mesh__stage": 1, "actor__loss__name": "clip_cov"}),
         ({"tensor": 2}, {"model__checkpoint_layers": True}),
         ({"shard": 2, "tensor": 2}, {"mesh__stage": 2, "actor__entropy_coef": 0.01, "actor__kl_coef": 0.1}),
+        ({"pipeline": 2}, {"critic__reads": "confidence", "actor__micro_batch_size": 1}),
+        pytest.param(
+            {"pipeline": 2, "shard": 2},
+            {"actor__loss__name": "clip_cov", "actor__kl_coef": 0.1},
+            marks=pytest.mark.slow,
+        ),
         (
             {"shard": 3},
             {
@@ -83,7 +88,7 @@ def numbers(report):
 def test_steps_on_a_mesh_are_those_of_one_process(tmp_path, axes, changes, monkeypatch):
     """Rollouts, rewards, log-probs and updates are spread; tokens, advantages, states and metrics are the same."""
     monkeypatch.setattr(gap, "WHOLE_STEPS", 1)
-    tiny_run.write_task(tmp_path)
+    tiny_run.write_task(tmp_path, layers=axes.get("pipeline", 1))
     settings = tiny_run.settings(tmp_path, **changes)
     (expected, held_out) = steps(settings, LOCAL, 2)
     stage = settings.mesh.stage
@@ -104,15 +109,8 @@ def test_steps_on_a_mesh_are_those_of_one_process(tmp_path, axes, changes, monke
 
 
 def digests_of_whole(run, assembly):
-    """The digests of a state, its parts gathered."""
-    whole, axis = dict(tree.leaves_with_paths(run)), assembly.mesh["tensor"]
-    for path, extent in assembly.shapes.items():
-        shape, cut = (extent.shape, {"": extent.cut}) if isinstance(extent, Extent) else (extent, {})
-        layout = Layout({"": shape}, cut, frozenset(), axis.rank, axis.size)
-        if path in whole:
-            piece = fsdp.gather({"": whole[path]}, layout.shapes, assembly.mesh)[""]
-            whole[path] = layout.gather("", piece, axis)
-    return tree.digest(whole)
+    """The digests of a state, of which ranks have parts."""
+    return digest(run, "sums", device=assembly.device, mesh=assembly.mesh, shapes=assembly.shapes)
 
 
 @pytest.mark.parametrize(
@@ -124,11 +122,13 @@ def digests_of_whole(run, assembly):
         ({"shard": 2}, {"shard": 2, "sequence": 2}),
         ({"shard": 2}, {"shard": 2, "tensor": 2}),
         ({"tensor": 2}, {"shard": 3}),
+        pytest.param({"pipeline": 2, "tensor": 2}, {"shard": 4}, marks=pytest.mark.slow),
+        ({"shard": 2}, {"pipeline": 2}),
     ],
 )
 def test_a_run_saved_on_two_ranks_goes_on_on_any_mesh(tmp_path, saving, axes):
     """The state that another mesh loads is bit-equal, and the next step that of the mesh that saved."""
-    tiny_run.write_task(tmp_path)
+    tiny_run.write_task(tmp_path, layers=2 if "pipeline" in saving | axes else 1)
     settings = tiny_run.settings(tmp_path, actor__kl_coef=0.1)
 
     def go_on(mesh, saving):
@@ -145,7 +145,7 @@ def test_a_run_saved_on_two_ranks_goes_on_on_any_mesh(tmp_path, saving, axes):
             run, experience, _ = next(iterate(run, program=assembly.program, draw=assembly.draw))
             return state, models.whole_params(assembly.model, run.actor.params, mesh), experience
 
-    (state, params, experience), _ = simulate(saving, lambda mesh: go_on(mesh, True))
+    (state, params, experience), *_ = simulate(saving, lambda mesh: go_on(mesh, True))
     for loaded, params_1, experience_1 in simulate(axes, lambda mesh: go_on(mesh, False)):
         assert loaded == state
         same(experience, experience_1)
