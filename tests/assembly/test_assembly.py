@@ -69,7 +69,7 @@ def test_the_program_has_the_settings_scalars(tmp_path):
         terms = actor["terms"]
         assert (terms.kl_coef, terms.entropy_coef, terms.temperature) == (0.3, 0.01, 0.7)
         assert inspect.unwrap(program.annotate).keywords["temperature"] == 0.7
-        assert critic["clip"] == 0.25
+        assert critic["loss_fn"].keywords["clip"] == 0.25
         assert program.critic_warmup == 2
         assert actor["old_log_probs"] == "pass"  # two epochs
         assert assembly.run.ref is not None
