@@ -112,7 +112,7 @@ def _metrics_of_last(report: Metrics, axis: Axis, device: torch.device) -> Metri
     size, count = shared(torch.tensor([len(text), sum(map(len, report.values()))])).tolist()
     letters, values = torch.empty(size, dtype=torch.uint8), torch.empty(count, dtype=torch.float64)
     if axis.rank == source:
-        letters = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        letters = torch.tensor(list(text), dtype=torch.uint8)
         own = [value.to(device, torch.float64) for metric in report.values() for value in metric]
         values = torch.stack(own) if own else values
     described = json.loads(bytes(shared(letters).tolist()) or b"[]")
