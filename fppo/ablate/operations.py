@@ -38,7 +38,7 @@ def extended(cases: Sequence[Case], implementations: Any, table: Table) -> Table
     if len(cases) != 1:
         raise ValueError("implementations of your own belong to one operation: ablate one at a time, or pass a table")
     for name, fn in implementations.items():
-        implementation = fn if isinstance(fn, Implementation) else Implementation(fn)
+        implementation = fn if isinstance(fn, Implementation) else tables.own(cases[0].op, fn)
         table = tables.register(cases[0].op, name, implementation, table=table)
     return table
 

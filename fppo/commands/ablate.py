@@ -111,7 +111,7 @@ def _with_own(settings: AblateSettings, ops: list[str], table: Table) -> Table:
             raise ValueError(f"--with {text}: {op!r} is not among the operations to ablate, {', '.join(ops)}")
         name = place.rpartition(":")[2]
         name = place if name in table[op] else name
-        table = tables.register(op, name, Implementation(imported(place, "--with")), table=table)
+        table = tables.register(op, name, tables.own(op, imported(place, "--with")), table=table)
     names = {op: list(table[op]) for op in ops}
     for name in settings.names:
         if not any(name in choices for choices in names.values()):

@@ -4,6 +4,7 @@ from fppo.laws._search import LawViolation
 from fppo.laws.adamw import check_adamw
 from fppo.laws.attention import check_attention
 from fppo.laws.collectives import check_all_to_all, check_collective, check_collectives
+from fppo.laws.context import check_context
 from fppo.laws.estimators import check_advantages, check_whiten
 from fppo.laws.kernels import check_log_probs
 from fppo.laws.layers import check_glu, check_linear, check_rms_norm
@@ -25,6 +26,7 @@ __all__ = [
     "check_attention",
     "check_collective",
     "check_collectives",
+    "check_context",
     "check_donation",
     "check_gae",
     "check_glu",

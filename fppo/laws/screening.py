@@ -16,6 +16,7 @@ from fppo.laws import adamw, layers, losses
 from fppo.laws._kernels import apart, carry, exact, grads, place
 from fppo.laws._search import Example, Law, check, normal, short
 from fppo_kernels.attention.eager import eager
+from fppo_kernels.context import takes_key_lengths
 from fppo_kernels.gae.loop import loop
 from fppo_kernels.log_probs.reference import reference
 from fppo_kernels.padding import make_lengths
@@ -130,6 +131,16 @@ def _attention(kernel: Callable, example: Example) -> dict[str, Tensor]:
     return {"the result": kernel(*example.inputs.values(), lengths=lengths, **keywords)}
 
 
+def _last_tokens(kernel: Callable, example: Example) -> dict[str, Tensor]:
+    """The result for the last tokens of each sequence, as a context axis asks for it; zeros for the others."""
+    sizes, (query, *keys) = example.extras["lengths"], example.inputs.values()
+    own = torch.cat([torch.arange(n) >= n // 3 for n in sizes.tolist()]).nonzero().flatten().to(query.device)
+    lengths, key_lengths = (make_lengths(x.tolist(), query.device) for x in (sizes - sizes // 3, sizes))
+    numbers = {"scale": 0.125, "window": None, "softcap": None, "sinks": None}
+    out = kernel(query[own], *keys, lengths=lengths, key_lengths=key_lengths, **numbers)
+    return {"the result for last tokens": torch.zeros_like(query).index_copy(0, own, out)}
+
+
 def _gae_near(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
     columns = exact(example).inputs.values()
     expected = loop(*columns, gamma=0.9, lam=0.7)
@@ -167,7 +178,7 @@ def _of_rows(op: layers.Operation, kernel: Callable, example: Example) -> dict[s
 
 
 _CALLS = MappingProxyType(
-    {"log_probs": (_log_probs, reference), "attention": (_attention, eager)}
+    {"log_probs": (_log_probs, reference), "attention": (_attention, eager), "key_lengths": (_last_tokens, eager)}
     | {name: (partial(_of_rows, op), op.reference) for name, op in layers.OPERATIONS.items()}
 )
 
@@ -219,5 +230,7 @@ def screen_kernel(
         return
     if op not in _CALLS:
         raise ValueError(f"op must be one of {[*_CALLS, 'gae', 'adamw']}, got {op!r}")
-    law = Law("near", "values and gradients are about those of the float64 reference", partial(_near, op))
-    check(kernel, [law], partial(_kernel_example, op, dtype, device), sizes=((4, 5),), seeds=1)
+    asked = [op, "key_lengths"] if op == "attention" and takes_key_lengths(kernel) else [op]
+    text = "values and gradients are about those of the float64 reference"
+    found = [Law("near", text, partial(_near, what)) for what in asked]
+    check(kernel, found, partial(_kernel_example, op, dtype, device), sizes=((4, 5),), seeds=1)

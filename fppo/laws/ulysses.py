@@ -38,7 +38,8 @@ Leaves = dict[str, Tensor]
 
 def _keywords(example: Example) -> tuple[Lengths, dict]:
     keywords = settings(example)
-    del keywords["ranks"]
+    for name in ("ranks", "blocks"):
+        keywords.pop(name, None)
     return make_lengths(keywords.pop("lengths").tolist()), keywords
 
 
@@ -75,21 +76,32 @@ def _on_ranks(wrap: Callable, attention: Callable, example: Example) -> list[tup
     return simulate({"sequence": int(example.extras["ranks"])}, run)
 
 
-def _values(attention: Callable, wrap: Callable, example: Example, generator: torch.Generator) -> str | None:
-    expected, _ = _whole(attention, example)
-    results = _on_ranks(wrap, attention, example)
-    reasons = (differ(f"the result on rank {rank}", expected, x, TOLERANCE) for rank, (x, _) in enumerate(results))
-    return next((reason for reason in reasons if reason), None)
+# (what is under test, an attention kernel, example) -> on every rank the whole result and its share of the gradients
+OnRanks = Callable[[Callable, Callable, Example], list[tuple[Tensor, Leaves]]]
 
 
-def _shares(attention: Callable, wrap: Callable, example: Example, generator: torch.Generator) -> str | None:
-    _, expected = _whole(attention, example)
-    by_rank = [shares for _, shares in _on_ranks(wrap, attention, example)]
-    for name, grad in expected.items():
-        total = torch.stack([shares[name] for shares in by_rank]).sum(0)
-        if reason := differ(f"the gradient by {name}, summed over ranks,", grad, total, TOLERANCE):
-            return reason
-    return None
+def laws_of_ranks(attention: Callable, on_ranks: OnRanks, tolerance: float) -> list[Law]:
+    """That ranks with parts of the row together have the result and the gradients of `attention` over all of it."""
+
+    def values(subject: Callable, example: Example, generator: torch.Generator) -> str | None:
+        expected, _ = _whole(attention, example)
+        results = on_ranks(subject, attention, example)
+        reasons = (differ(f"the result on rank {rank}", expected, x, tolerance) for rank, (x, _) in enumerate(results))
+        return next((reason for reason in reasons if reason), None)
+
+    def shares(subject: Callable, example: Example, generator: torch.Generator) -> str | None:
+        _, expected = _whole(attention, example)
+        by_rank = [shares for _, shares in on_ranks(subject, attention, example)]
+        for name, grad in expected.items():
+            total = torch.stack([shares[name] for shares in by_rank]).sum(0)
+            if reason := differ(f"the gradient by {name}, summed over ranks,", grad, total, tolerance):
+                return reason
+        return None
+
+    return [
+        Law("values", "every rank's part is that of attention over the whole row", values),
+        Law("shares", "the ranks' gradients sum to those over the whole row", shares),
+    ]
 
 
 def _one_rank(attention: Callable, wrap: Callable, example: Example, generator: torch.Generator) -> str | None:
@@ -98,20 +110,19 @@ def _one_rank(attention: Callable, wrap: Callable, example: Example, generator: 
 
 def _laws(attention: Callable) -> list[Law]:
     return [
-        Law("values", "every rank's slice is that of attention over the whole row", partial(_values, attention)),
-        Law("shares", "the ranks' gradients sum to those over the whole row", partial(_shares, attention)),
+        *laws_of_ranks(attention, _on_ranks, TOLERANCE),
         Law("one rank", "on an axis of one rank it is the attention it wraps", partial(_one_rank, attention)),
     ]
 
 
-def _example(ranks: int, rows: int, width: int, seed: int) -> Example:
-    """Sequences of 1 to `width` tokens; the last is as long as makes the row divide."""
+def _example(ranks: int, multiple: int, times: int, rows: int, width: int, seed: int) -> Example:
+    """Sequences of 1 to `width` tokens, the last as long as makes the row a multiple; a case's heads so many times."""
     case = _CASES[seed]
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
     lengths = torch.randint(1, width + 1, (rows,), generator=generator)
-    rest = -int(lengths.sum()) % ranks
+    rest = -int(lengths.sum()) % multiple
     lengths = torch.cat([lengths, torch.tensor([rest])]) if rest else lengths
-    total, heads = int(lengths.sum()), case.heads * ranks
+    total, heads = int(lengths.sum()), case.heads * times
     kv_heads = case.kv_heads if case.kv_heads and heads % case.kv_heads == 0 else heads
     inputs = {
         name: normal(generator, total, count, size)
@@ -143,4 +154,4 @@ def check_ulysses(
     sizes = ((1, 1), (1, 5), (3, 2), (4, 7))
     for n in ranks:
         name = f"{getattr(attention, '__name__', 'attention')} over {n} ranks"
-        check(wrap, _laws(attention), partial(_example, n), sizes=sizes, seeds=len(_CASES), name=name)
+        check(wrap, _laws(attention), partial(_example, n, n, n), sizes=sizes, seeds=len(_CASES), name=name)

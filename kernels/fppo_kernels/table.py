@@ -14,6 +14,7 @@ import torch
 
 from fppo_kernels import adamw, collectives, padding
 from fppo_kernels.attention import eager, sdpa
+from fppo_kernels.context import takes_key_lengths
 from fppo_kernels.gae import loop, scan
 from fppo_kernels.glu import eager as glu
 from fppo_kernels.linear import plain
@@ -144,6 +145,12 @@ BUILTIN: Table = MappingProxyType(
         "gae": {"scan": Implementation(scan.scan), "loop": Implementation(loop.loop)},
     }
 )
+
+
+def own(op: str, fn: Callable[..., Any]) -> Implementation:
+    """A user's function as an implementation of `op`: of attention, it lacks what its arguments do not name."""
+    lacks = {"key_lengths"} if op == "attention" and not takes_key_lengths(fn) else set()
+    return Implementation(fn, lacks=frozenset(lacks))
 
 
 def register(op: str, name: str, implementation: Implementation, *, table: Table = BUILTIN) -> Table:

@@ -173,10 +173,9 @@ def test_garbage_in_another_sequence_does_not_leak(sizes):  # but 0 * nan under 
 
 def stand_in(query, key, value, ends, ends_of_keys, longest, longest_key, *, scale, window_size, softcap=None, **rest):
     """What flash attention for sequences of different lengths is documented to compute, with its own arguments."""
-    assert torch.equal(ends, ends_of_keys)
-    assert ends.dtype == torch.int32
-    lengths = make_lengths(ends.diff().tolist())
-    assert longest == longest_key == lengths.max_length
+    assert ends.dtype == ends_of_keys.dtype == torch.int32
+    lengths, keys = (make_lengths(x.diff().tolist()) for x in (ends, ends_of_keys))
+    assert (longest, longest_key) == (lengths.max_length, keys.max_length)
     left, right = window_size
     causal = rest.pop("causal", right == 0)
     assert causal
@@ -184,7 +183,8 @@ def stand_in(query, key, value, ends, ends_of_keys, longest, longest_key, *, sca
     assert not rest.keys() - {"deterministic", "enable_gqa"}
     assert key.shape[1] == query.shape[1] or rest.get("enable_gqa", True)
     window = None if left == -1 else left + 1
-    return eager(query, key, value, lengths=lengths, scale=scale, window=window, softcap=softcap or None)
+    settings = {"scale": scale, "window": window, "softcap": softcap or None, "key_lengths": keys}
+    return eager(query, key, value, lengths=lengths, **settings)
 
 
 def test_flash_hands_its_arguments_on(monkeypatch):
@@ -253,7 +253,7 @@ def test_flex_looks_at_the_blocks_that_hold_what_is_seen(sizes, window, block):
         inside = (sequence[query] == sequence[key]) & (query >= key)
         return inside if window is None else inside & (query - key < window)
 
-    found = flex_file._mask(tuple(sizes), window, torch.device("cpu"), block)
+    found = flex_file._mask(tuple(sizes), tuple(sizes), window, torch.device("cpu"), block)
     expected = create_block_mask(seen, None, None, total, total, device="cpu", BLOCK_SIZE=block)
     assert found.shape == expected.shape
     for kind in ("kv", "full_kv", "q", "full_q"):
@@ -268,8 +268,8 @@ def test_flex_looks_at_the_blocks_that_hold_what_is_seen(sizes, window, block):
 
 def test_a_mask_made_in_inference_serves_training():
     with torch.inference_mode():
-        mask = flex_file._mask((3, 2, 7), None, torch.device("cpu"))
-    limit = inspect.getclosurevars(mask.mask_mod).nonlocals["limit"]
-    for x in (mask.kv_indices, mask.full_kv_indices, mask.q_indices, limit):
+        mask = flex_file._mask((3, 2, 7), (5, 2, 8), None, torch.device("cpu"))
+    limits = [inspect.getclosurevars(mask.mask_mod).nonlocals[name] for name in ("limit", "last")]
+    for x in (mask.kv_indices, mask.full_kv_indices, mask.q_indices, *limits):
         assert isinstance(x, torch.Tensor)
         assert not x.is_inference()

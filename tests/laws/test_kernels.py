@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fppo import laws
-from fppo.laws.attention import _CASES, _LAWS
+from fppo.laws.attention import _CASES, _LAWS, FEATURES
 from fppo.laws.kernels import _LARGE_LAWS, _LOG_PROBS_LAWS, _SUM_LAWS
 from fppo_kernels import table
 from fppo_kernels.attention.eager import eager
@@ -251,6 +251,14 @@ def scales_the_query(query, *args, **settings):
     return out
 
 
+def sees_the_first_keys(query, key, value, *, lengths, key_lengths=None, **settings):
+    """As if its queries were the first tokens of their sequences of keys."""
+    if key_lengths is not None and len(query):
+        parts = [x.split(key_lengths.lengths) for x in (key, value)]
+        key, value = (torch.cat([p[:n] for p, n in zip(x, lengths.lengths, strict=True)]) for x in parts)
+    return eager(query, key, value, lengths=lengths, **settings)
+
+
 ATTENTION = [
     (leaks_across_sequences, "sequences apart", 2, "sequence 1 sees the others: the result there"),
     (leaks_a_gradient, "sequences apart", 2, "the gradient reaches their value"),
@@ -259,6 +267,7 @@ ATTENTION = [
     (bfloat16_attention, "values", 1, r"in float64, the result\[0, 0, \d\] is"),
     (heads_in_another_order, "values", 1, "the result"),
     (softcap_without_gradient, "gradients", 2, "the gradient by key"),
+    (sees_the_first_keys, "values", 1, "the result"),
     (heads_first, "shape", 1, "it returned float64"),
     (scales_the_query, "purity", 1, "it changed its argument query"),
 ]
@@ -284,7 +293,7 @@ def test_features_and_dtypes_that_a_kernel_lacks_are_left_out():
         return eager(query, key, value, lengths=lengths, scale=scale)
 
     laws.check_attention(plain, features=(), dtypes=(torch.float32,))
-    assert {name for case in _CASES for name in case.features} == {"gqa", "window", "softcap", "sinks"}
+    assert {name for case in _CASES for name in case.features} == set(FEATURES)
     with pytest.raises(ValueError, match="features must be some of"):
         laws.check_attention(eager, features=("alibi",))
     with pytest.raises(ValueError, match="dtypes must be some of"):

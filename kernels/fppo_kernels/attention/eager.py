@@ -38,26 +38,34 @@ def masked_attention(
     return (weights @ value.to(wide)).to(query.dtype)
 
 
+def _places(lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of each packed token the number of its sequence [N], and how many tokens of the sequence come after it [N]."""
+    sizes = torch.tensor(lengths.lengths, device=device, dtype=torch.int64)
+    sequence = torch.arange(len(sizes), device=device).repeat_interleave(sizes)
+    return sequence, sizes.cumsum(0)[sequence] - 1 - torch.arange(len(sequence), device=device)
+
+
 def eager(
     query: Float[Tensor, "n q d"],
-    key: Float[Tensor, "n k d"],
-    value: Float[Tensor, "n k e"],
+    key: Float[Tensor, "m k d"],
+    value: Float[Tensor, "m k e"],
     *,
     lengths: Lengths,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, " q"] | None = None,
+    key_lengths: Lengths | None = None,
 ) -> Float[Tensor, "n q e"]:
-    """Attention [N, Hq, Dv] of packed query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, Dv], causal in each sequence.
+    """Attention [N, Hq, Dv] of packed query [N, Hq, D], key [M, Hkv, D], value [M, Hkv, Dv], causal in each sequence.
 
-    With `window` w a token sees itself and the w - 1 tokens before it.
+    With `window` w a token sees itself and the w - 1 tokens before it. `key_lengths` are those of the sequences of
+    keys, unless None as many as there are of queries and none shorter: the queries are the last tokens of each.
     """
-    sizes = torch.tensor(lengths.lengths, device=query.device, dtype=torch.int64)
-    sequence = torch.arange(len(sizes), device=query.device).repeat_interleave(sizes)
-    place = torch.arange(len(query), device=query.device)
-    distance = place[:, None] - place[None, :]
-    mask = (sequence[:, None] == sequence[None, :]) & (distance >= 0)
+    sequence, after = _places(lengths, query.device)
+    of_key, after_key = (sequence, after) if key_lengths is None else _places(key_lengths, query.device)
+    distance = after_key[None, :] - after[:, None]
+    mask = (sequence[:, None] == of_key[None, :]) & (distance >= 0)
     if window is not None:
         mask = mask & (distance < window)
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))

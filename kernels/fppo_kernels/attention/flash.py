@@ -14,14 +14,15 @@ MAX_HEAD_DIM = 256
 
 def flash(
     query: Float[Tensor, "n q d"],
-    key: Float[Tensor, "n k d"],
-    value: Float[Tensor, "n k e"],
+    key: Float[Tensor, "m k d"],
+    value: Float[Tensor, "m k e"],
     *,
     lengths: Lengths,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, " q"] | None = None,
+    key_lengths: Lengths | None = None,
 ) -> Float[Tensor, "n q e"]:
     """`sdpa` for float16 and bfloat16 on CUDA, without sinks, and with heads of one size for queries and values.
 
@@ -39,16 +40,17 @@ def flash(
     if not len(query):
         return query + value.sum() * 0  # the kernel refuses no tokens
     left = -1 if window is None else window - 1
+    keys = lengths if key_lengths is None else key_lengths
     return flash_attn_varlen_func(  # pyright: ignore[reportUnknownVariableType]
         query,
         key,
         value,
         lengths.cu_seqlens,
-        lengths.cu_seqlens,
+        keys.cu_seqlens,
         lengths.max_length,
-        lengths.max_length,
+        keys.max_length,
         softmax_scale=scale,
-        causal=True,
+        causal=True,  # the last query sees the last key
         window_size=(left, 0 if window is not None else -1),
         softcap=softcap or 0.0,
         deterministic=True,

@@ -22,25 +22,32 @@ def _compiled() -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=8)  # every layer of a model asks for the same one or two
 @torch.inference_mode(False)  # what rollouts have made, training may use
-def _mask(lengths: tuple[int, ...], window: int | None, device: torch.device, block: int = 128) -> BlockMask:
-    """Which tokens a token sees, and which blocks of keys a block of queries looks at, without an [N, N] tensor."""
-    total = sum(lengths)
-    sizes, place = torch.tensor(lengths), torch.arange(total)
-    first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)  # the first token that each sees; it never decreases
+def _mask(
+    lengths: tuple[int, ...],
+    key_lengths: tuple[int, ...],
+    window: int | None,
+    device: torch.device,
+    block: int = 128,
+) -> BlockMask:
+    """Which keys a token sees, and which blocks of keys a block of queries looks at, without an [N, M] tensor."""
+    total, count = sum(lengths), sum(key_lengths)
+    sizes, keys = torch.tensor(lengths), torch.tensor(key_lengths)
+    own = torch.arange(total) + (keys.cumsum(0) - sizes.cumsum(0)).repeat_interleave(sizes)  # the last key each sees
+    first = (keys.cumsum(0) - keys).repeat_interleave(sizes)  # and the first; neither ever decreases
     if window is not None:
-        first = first.maximum(place - window + 1)
-    low, number = place[::block], torch.arange(-(-total // block))
+        first = first.maximum(own - window + 1)
+    low, number = torch.arange(total)[::block], torch.arange(-(-count // block))
     high = (low + block - 1).clamp(max=total - 1)
-    seen_by_all = (number * block >= first[high, None]) & (number < number[:, None])
+    seen_by_all = (number * block >= first[high, None]) & ((number + 1) * block <= own[low, None] + 1)
     full = seen_by_all & (low + block <= total)[:, None]
-    partial = (number >= first[low, None] // block) & (number <= number[:, None]) & ~full
-    limit = first.to(device)
+    partial = (number >= first[low, None] // block) & (number <= own[high, None] // block) & ~full
+    last, limit = own.to(device), first.to(device)
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key >= limit[query])
+        return (key <= last[query]) & (key >= limit[query])
 
     blocks = [x.to(device) for each in (partial, full) for x in _counted(each)]
-    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=block, mask_mod=seen, seq_lengths=(total, total))
+    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=block, mask_mod=seen, seq_lengths=(total, count))
 
 
 def _counted(chosen: Bool[Tensor, "r c"]) -> tuple[Int[Tensor, "1 1 r"], Int[Tensor, "1 1 r c"]]:
@@ -51,14 +58,15 @@ def _counted(chosen: Bool[Tensor, "r c"]) -> tuple[Int[Tensor, "1 1 r"], Int[Ten
 
 def flex(
     query: Float[Tensor, "n q d"],
-    key: Float[Tensor, "n k d"],
-    value: Float[Tensor, "n k e"],
+    key: Float[Tensor, "m k d"],
+    value: Float[Tensor, "m k e"],
     *,
     lengths: Lengths,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, " q"] | None = None,
+    key_lengths: Lengths | None = None,
 ) -> Float[Tensor, "n q e"]:
     """`sdpa` by FlexAttention, in bfloat16, float16 and float32 on CUDA; its mask of blocks is made on the host.
 
@@ -69,7 +77,8 @@ def flex(
         raise ValueError("attention/flex does not compute in float64 on CUDA; attention/sdpa does")
     if not len(query):
         return query.new_zeros(0, query.shape[1], value.shape[2]) + (query.sum() + key.sum() + value.sum()) * 0
-    mask = _mask(lengths.lengths, window, query.device)
+    keys = lengths if key_lengths is None else key_lengths
+    mask = _mask(lengths.lengths, keys.lengths, window, query.device)
 
     def cap(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)  # type: ignore[operator]

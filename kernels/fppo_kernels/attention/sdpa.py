@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from fppo_kernels.attention.eager import masked_attention
-from fppo_kernels.padding import Lengths
+from fppo_kernels.padding import Lengths, make_lengths
 from fppo_kernels.shapes import Bool, Float
 
 FULL, SPARE = 0.95, 16  # a sequence joins longer ones if it is 0.95 of the longest, or at most 16 tokens short
@@ -34,18 +35,18 @@ def for_any_shape(device: torch.device) -> AbstractContextManager[Any]:
     return sdpa_kernel([backend for backend, enabled in others if enabled()])
 
 
-def causal_mask(length: int, window: int | None, device: torch.device) -> Bool[Tensor, "l l"]:
-    """bool [L, L], True where a query (row) may see a key (column): itself and at most `window` - 1 before it."""
-    place = torch.arange(length, device=device)
-    distance = place[:, None] - place[None, :]
+def causal_mask(length: int, keys: int, window: int | None, device: torch.device) -> Bool[Tensor, "l m"]:
+    """bool [L, M], True where a query (row), one of the last L of M tokens, may see a key (column): itself and at most
+    `window` - 1 before it."""
+    distance = torch.arange(keys - length, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
 
 
 def batch_attention(
     query: Float[Tensor, "b l q d"],
-    key: Float[Tensor, "b l k d"],
-    value: Float[Tensor, "b l k e"],
+    key: Float[Tensor, "b m k d"],
+    value: Float[Tensor, "b m k e"],
     *,
     scale: float,
     window: int | None = None,
@@ -53,17 +54,20 @@ def batch_attention(
     sinks: Float[Tensor, " q"] | None = None,
     mask: Bool[Tensor, " ..."] | None = None,
 ) -> Float[Tensor, "b l q e"]:
-    """Causal attention [B, L, Hq, Dv] of query [B, L, Hq, D], key [B, L, Hkv, D], value [B, L, Hkv, Dv], no padding.
+    """Causal attention [B, L, Hq, Dv] of query [B, L, Hq, D], which are the last L of M tokens, key [B, M, Hkv, D] and
+    value [B, M, Hkv, Dv], no padding.
 
-    A `mask` (bool, broadcast to [B, Hq, L, L]) stands in for the causal one and its window.
+    A `mask` (bool, broadcast to [B, Hq, L, M]) stands in for the causal one and its window.
     """
-    length = query.shape[1]
+    length, keys = query.shape[1], key.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if mask is None and (softcap is not None or sinks is not None or (window is not None and window < length)):
-        mask = causal_mask(length, window, query.device)
+    if mask is None and (softcap is not None or sinks is not None or (window is not None and window < keys)):
+        mask = causal_mask(length, keys, window, query.device)
     if softcap is not None or sinks is not None:
         assert mask is not None
         return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks).transpose(1, 2)
+    if mask is None and length < keys:
+        mask = causal_lower_right(length, keys)  # a mask that GPUs' kernels have built in
     with for_any_shape(query.device):
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -73,16 +77,24 @@ def batch_attention(
 
 def sdpa(
     query: Float[Tensor, "n q d"],
-    key: Float[Tensor, "n k d"],
-    value: Float[Tensor, "n k e"],
+    key: Float[Tensor, "m k d"],
+    value: Float[Tensor, "m k e"],
     *,
     lengths: Lengths,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, " q"] | None = None,
+    key_lengths: Lengths | None = None,
 ) -> Float[Tensor, "n q e"]:
-    """Attention [N, Hq, Dv] of packed query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, Dv], causal per sequence."""
+    """Attention [N, Hq, Dv] of packed query [N, Hq, D], key [M, Hkv, D], value [M, Hkv, Dv], causal per sequence.
+
+    With `key_lengths` the queries are the last tokens of each sequence of keys.
+    """
+    if key_lengths is not None and key_lengths.lengths != lengths.lengths:
+        return _last_tokens(
+            query, key, value, lengths, key_lengths, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
     if len(set(lengths.lengths)) == 1:
         rows = [x.view(-1, lengths.max_length, *x.shape[1:]) for x in (query, key, value)]
         return batch_attention(*rows, scale=scale, window=window, softcap=softcap, sinks=sinks).flatten(0, 1)
@@ -97,6 +109,36 @@ def sdpa(
         batch = [x.view(count, longest, *x.shape[1:]) for x in group]
         outputs.append(batch_attention(*batch, scale=scale, window=window, softcap=softcap, sinks=sinks).flatten(0, 1))
     return _Rows.apply(torch.cat(outputs), plan.slots, plan.places, plan.real)
+
+
+def _last_tokens(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    key_lengths: Lengths,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`sdpa` of sequences with more keys than queries one by one, and of those between them together."""
+    sizes = list(zip(lengths.lengths, key_lengths.lengths, strict=True))
+    runs = [list(run) for _, run in itertools.groupby(sizes, key=lambda size: size[0] == size[1])]
+    parts = [part for run in runs for part in ([run] if run[0][0] == run[0][1] else [[size] for size in run])]
+    counts, seen = ([sum(size[i] for size in part) for part in parts] for i in (0, 1))
+    outputs: list[Tensor] = []
+    for part, q, k, v in zip(parts, query.split(counts), key.split(seen), value.split(seen), strict=True):
+        if part[0][0] < part[0][1]:
+            out = batch_attention(
+                q[None], k[None], v[None], scale=scale, window=window, softcap=softcap, sinks=sinks
+            ).squeeze(0)
+        else:
+            own = make_lengths([count for count, _ in part])
+            out = sdpa(q, k, v, lengths=own, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        outputs.append(out)
+    return torch.cat(outputs)
 
 
 class _Rows(torch.autograd.Function):

@@ -17,14 +17,15 @@ GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.1
 
 def varlen(
     query: Float[Tensor, "n q d"],
-    key: Float[Tensor, "n k d"],
-    value: Float[Tensor, "n k e"],
+    key: Float[Tensor, "m k d"],
+    value: Float[Tensor, "m k e"],
     *,
     lengths: Lengths,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, " q"] | None = None,
+    key_lengths: Lengths | None = None,
 ) -> Float[Tensor, "n q e"]:
     """`sdpa` for float16 and bfloat16 on CUDA, without soft caps and sinks. Raises ValueError for anything else.
 
@@ -43,8 +44,9 @@ def varlen(
             grouped = {"enable_gqa": True}
         else:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    ends, longest = lengths.cu_seqlens, lengths.max_length
+    keys = lengths if key_lengths is None else key_lengths
+    ends, longest = (lengths.cu_seqlens, keys.cu_seqlens), (lengths.max_length, keys.max_length)
     left = -1 if window is None else window - 1
     return varlen_attn(  # type: ignore[return-value]
-        query, key, value, ends, ends, longest, longest, scale=scale, window_size=(left, 0), **grouped
+        query, key, value, *ends, *longest, scale=scale, window_size=(left, 0), **grouped
     )

@@ -1,0 +1,209 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""Attention over a packed row whose tokens are dealt to the ranks of an axis (context parallelism).
+
+Each rank has equally many tokens, whose queries see about equally many keys, and gathers the keys of all ranks
+(`fppo_kernels.ring` hands them around instead). Heads are not cut, so there may be more ranks than heads. Each rank's
+gradients of parameters are its share: their sum over the axis is the gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fppo_kernels.collectives import Axis, all_gather
+from fppo_kernels.padding import Lengths, make_lengths
+from fppo_kernels.shapes import Float, Int
+
+BLOCKS = (1, 2, 4, 8)  # of a rank, that `deal` tries
+EVEN = 1.05  # the most work of a rank over the mean that it is content with
+
+
+class Piece(NamedTuple):
+    """Tokens `start` to `stop` of the sequence that begins at token `begin` of the packed row."""
+
+    begin: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class Deal(NamedTuple):
+    """Which of the N tokens of a packed row each of c ranks has: runs of the row, in its order."""
+
+    runs: tuple[tuple[tuple[Piece, ...], ...], ...]  # by rank, each as the pieces of sequences that it is made of
+    places: tuple[Int[Tensor, " r"], ...]  # by rank, which tokens of the row these are [N / c]
+    back: Int[Tensor, " n"]  # where each token of the row is among all ranks' tokens, one rank after the other
+    work: tuple[int, ...]  # by rank, the pairs of a query and a key that it sees
+
+    @property
+    def uneven(self) -> float:
+        """The most work of a rank over the mean."""
+        return max(self.work) * len(self.work) / max(1, sum(self.work))
+
+
+def deal(
+    lengths: Sequence[int],
+    ranks: int,
+    *,
+    blocks: int | None = None,
+    window: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Deal:
+    """Cuts a row of sequences of these lengths into `blocks` equal blocks for each rank, and deals them, those with
+    most work first, in a snake; of one sequence in two blocks that is the zig-zag of its two ends.
+
+    Without `blocks` they are as few of 1, 2, 4 and 8 as make the work even. Raises ValueError if the row does not
+    divide.
+    """
+    if blocks is None:
+        for few in BLOCKS[:-1]:
+            dealt = deal(lengths, ranks, blocks=few, window=window, device=device)
+            if dealt.uneven <= EVEN:
+                return dealt
+        blocks = BLOCKS[-1]
+    total = sum(lengths)
+    if total % (ranks * blocks):
+        raise ValueError(
+            f"a row of {total} tokens does not divide into {blocks} blocks for each of {ranks} ranks: pad it to a "
+            f"multiple of {ranks * blocks}"
+        )
+    size = total // (ranks * blocks)
+    costs = [_work(_pieces(lengths, i * size, (i + 1) * size), window) for i in range(ranks * blocks)]
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    turns = [order[i : i + ranks][:: -1 if i // ranks % 2 else 1] for i in range(0, len(order), ranks)]
+    own = [sorted(line) for line in zip(*turns, strict=True)]
+    places = tuple(torch.cat([torch.arange(i * size, (i + 1) * size) for i in line]) for line in own)
+    return Deal(
+        runs=tuple(tuple(_pieces(lengths, a * size, b * size) for a, b in _runs(line)) for line in own),
+        places=tuple(x.to(device) for x in places),
+        back=torch.cat(places).argsort().to(device),
+        work=tuple(sum(costs[i] for i in line) for line in own),
+    )
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """The first of each run of successive numbers, and what comes after its last."""
+    cuts = [0, *(i for i in range(1, len(numbers)) if numbers[i] > numbers[i - 1] + 1), len(numbers)]
+    return [(numbers[a], numbers[b - 1] + 1) for a, b in itertools.pairwise(cuts)]
+
+
+def _pieces(lengths: Sequence[int], first: int, last: int) -> tuple[Piece, ...]:
+    """Tokens `first` to `last` of the row, by sequence."""
+    found, begin = [], 0
+    for length in lengths:
+        start, stop = max(first - begin, 0), min(last - begin, length)
+        if start < stop:
+            found.append(Piece(begin, start, stop))
+        begin += length
+    return tuple(found)
+
+
+def _work(pieces: Sequence[Piece], window: int | None) -> int:
+    """Pairs of a query in these pieces and a key that it sees."""
+
+    def up_to(n: int) -> int:
+        width = n if window is None else min(n, window)
+        return width * (width + 1) // 2 + (n - width) * width
+
+    return sum(up_to(piece.stop) - up_to(piece.start) for piece in pieces)
+
+
+def takes_key_lengths(kernel: Callable[..., Any]) -> bool:
+    """Whether an attention kernel names the keyword `key_lengths`, which a context axis needs."""
+    return "key_lengths" in inspect.signature(kernel).parameters
+
+
+class _Seen(NamedTuple):
+    """A run of a rank's tokens, and the keys that it sees: tokens `first` to `last` of the packed row."""
+
+    lengths: Lengths
+    first: int
+    last: int
+    key_lengths: Lengths
+
+
+def _seen(run: Sequence[Piece], window: int | None, device: torch.device) -> _Seen:
+    """All pieces of a run but the first begin with their sequences, so their keys are a run of the row too."""
+    if not run:
+        none = make_lengths([], device)
+        return _Seen(none, 0, 0, none)
+    skipped = 0 if window is None else max(0, run[0].start - window + 1)
+    keys = [run[0].stop - skipped, *(piece.stop for piece in run[1:])]
+    return _Seen(
+        lengths=make_lengths([piece.size for piece in run], device),
+        first=run[0].begin + skipped,
+        last=run[-1].begin + run[-1].stop,
+        key_lengths=make_lengths(keys, device),
+    )
+
+
+def gathered_attention(kernel: Callable[..., Tensor], deal: Deal, axis: Axis) -> Callable[..., Tensor]:
+    """The attention kernel for a rank's tokens [N / c, H, D] of a row that is dealt: one all-gather of keys and values.
+
+    Its backward pass scatters their gradients. `kernel` is called once for each run of the rank's tokens. The result
+    takes the lengths of the whole row. Raises ValueError for a kernel without `key_lengths`.
+    """
+    if not takes_key_lengths(kernel):
+        name = getattr(kernel, "__name__", type(kernel).__name__)
+        raise ValueError(
+            f"the attention kernel {name} has no keyword key_lengths, which a context axis needs: a rank's queries are "
+            "the last tokens of the sequences whose keys they see"
+        )
+
+    @functools.cache  # layers ask for one window or two
+    def runs(window: int | None, device: torch.device) -> list[_Seen]:
+        return [_seen(run, window, device) for run in deal.runs[axis.rank]]
+
+    def attend(
+        query: Float[Tensor, "n q d"],
+        key: Float[Tensor, "n k d"],
+        value: Float[Tensor, "n k e"],
+        *,
+        lengths: Lengths,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Float[Tensor, " q"] | None = None,
+    ) -> Float[Tensor, "n q e"]:
+        check_dealt(query, lengths, deal, axis)
+        row = all_gather(torch.cat([key, value], -1), axis).index_select(0, deal.back)
+        keys, values = row.split([key.shape[-1], value.shape[-1]], -1)
+        seen = runs(window, query.device)
+        queries = query.split([sum(x.lengths.lengths) for x in seen])
+        outputs = [
+            kernel(
+                q,
+                keys[x.first : x.last],
+                values[x.first : x.last],
+                lengths=x.lengths,
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                key_lengths=x.key_lengths,
+            )
+            for q, x in zip(queries, seen, strict=True)
+        ]
+        return torch.cat(outputs)
+
+    return attend
+
+
+def check_dealt(query: Tensor, lengths: Lengths, deal: Deal, axis: Axis) -> None:
+    """Raises ValueError if a rank's queries [N / c, H, D] and the lengths of the row are not those that were dealt."""
+    total, dealt = sum(lengths.lengths), len(deal.back)
+    if total != dealt or len(query) * axis.size != dealt:
+        raise ValueError(
+            f"lengths are those of {total} tokens, and {axis.size} ranks of {len(query)} tokens each have another row "
+            f"than the {dealt} that were dealt"
+        )
