@@ -218,7 +218,9 @@ def check_kernels(settings: TrainSettings, model: Model) -> None:
     place in it."""
     dtype = str(model.compute_dtype or torch.float32).removeprefix("torch.")
     table = kernel_table(settings)
-    needs = {"attention": models.attention_needs(model), "linear": (), "rms_norm": (), "glu": ()}
+    gathers = settings.mesh.context > 1 and not settings.mesh.ring
+    attention = models.attention_needs(model) | ({"key_lengths"} if gathers else set())
+    needs = {"attention": attention, "linear": (), "rms_norm": (), "glu": ()}
     for op, features in needs.items():
         tables.get(op, getattr(settings.model, op), needs={*features, dtype}, table=table)
     model.own_skeleton(inner_of(kernels_of(settings)), compiled=model.compile_layers)
@@ -230,7 +232,7 @@ def kernel_table(settings: TrainSettings) -> tables.Table:
     for op in KERNELS:
         name: str = getattr(settings.model, op)
         if ":" in name:
-            kernel = tables.Implementation(imported(name, f"model.{op}"))
+            kernel = tables.own(op, imported(name, f"model.{op}"))
             table = tables.register(op, name, kernel, table=table)
     return table
 

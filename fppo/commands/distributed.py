@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import attrs
 import torch
@@ -65,4 +66,5 @@ def run(
         twin=ahead > 0,
     ) as joined:
         own, watch, sampling = joined
-        return command(settings, Here(own, device, watch, sampling))
+        ring = partial(attrs.evolve, ring=mesh.ring)
+        return command(settings, Here(ring(own), device, watch, sampling and ring(sampling)))

@@ -80,6 +80,7 @@ def case_of(settings: PlanSettings) -> Case:
         hardware=hardware,
         mesh=settings.sizes,
         virtual_stages=mesh.virtual_stages,
+        ring=mesh.ring,
         sharding=Sharding(mesh.stage, getattr(torch, mesh.reduce_dtype), mesh.prefetch),
         tokens=tokens,
         length=length,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # a model needs transformers; the other laws do without it
 
 SIZES = ((1, 1), (2, 2), (3, 3), (6, 4))
 MINI = 4  # rows of a mini-batch, at most
-AXES = ("replicate", "shard", "sequence", "tensor", "pipeline")
+AXES = ("replicate", "shard", "sequence", "context", "tensor", "pipeline")
 HEADS = LAYERS = 4
 SHARDINGS = (3, 2, 1, None)  # stages; None: whole parameters on every rank
 TOLERANCE = 1e-10
@@ -47,6 +47,7 @@ class Layout:
     size: int | None = None
     token_budget: int | None = None
     remove_padding: bool = True
+    ring: bool = False
 
     def __str__(self) -> str:
         mesh = " x ".join(f"{name} {size}" for name, size in self.axes.items())
@@ -54,6 +55,7 @@ class Layout:
         cut = f"of {self.size}" if self.token_budget is None else f"of at most {self.token_budget} tokens"
         words = f"on a mesh of {mesh}, {sharded}, micro-batches {cut}"
         extras = (", packed" if self.remove_padding else ", padded") + (", layers recomputed" * self.checkpoint_layers)
+        extras += ", keys around a ring" * self.ring
         return words + extras + f", {self.virtual_stages} stages on each rank" * (self.virtual_stages > 1)
 
 
@@ -66,11 +68,13 @@ Run = Callable[[Example, Layout, int], list[_Outcome]]
 def meshes(max_ranks: int) -> list[dict[str, int]]:
     """All meshes of axes of 1, 2 or 4 ranks that have at most `max_ranks`, and more than one; the small ones first.
 
-    The sequence and tensor axes divide the heads between them, and the pipeline has a layer for each rank.
+    The sequence and tensor axes divide the heads between them, the pipeline has a layer for each rank, and one of the
+    sequence and context axes is one rank wide.
     """
     sizes = sorted(product((1, 2, 4), repeat=len(AXES)), key=lambda sizes: (math.prod(sizes), sizes[::-1]))
     every: list[dict[str, int]] = [dict(zip(AXES, counts, strict=True)) for counts in sizes]
     fitting = [axes for axes in every if HEADS % (axes["sequence"] * axes["tensor"]) == 0]
+    fitting = [axes for axes in fitting if 1 in (axes["sequence"], axes["context"])]
     return [axes for axes in fitting if 1 < _ranks(axes) <= max_ranks]
 
 
@@ -134,7 +138,8 @@ def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run
             model = attrs.evolve(cut, model=model).on(mesh["tensor"])
         if layout.axes["pipeline"] > 1:
             model = models.staged(model, mesh["pipeline"], virtual_stages=layout.virtual_stages)
-        mesh = attrs.evolve(mesh, sharding=None if layout.stage is None else Sharding(stage=layout.stage))
+        sharding = None if layout.stage is None else Sharding(stage=layout.stage)
+        mesh = attrs.evolve(mesh, sharding=sharding, ring=layout.ring)
         loop = Loop(
             mini_batch_size=min(MINI, len(example.mask)),
             micro_batching=MicroBatching(size=layout.size, token_budget=layout.token_budget),
@@ -182,7 +187,8 @@ def _draw(
         layers=LAYERS if axes["pipeline"] * virtual_stages > 2 else 2,
         size=None if budget else 1 + draw(2),
         token_budget=1 + draw(max(int(tokens), 1)) if budget else None,
-        remove_padding=axes["sequence"] * axes["tensor"] > 1 or draw(2) == 1,
+        remove_padding=axes["sequence"] * axes["context"] * axes["tensor"] > 1 or draw(2) == 1,
+        ring=axes["context"] > 1 and draw(2) == 1,
     )
 
 
@@ -251,13 +257,12 @@ def check_layout_fn(
 ) -> None:
     """Put a whole update through the laws of layouts: `laws.check_layout_fn(update_critic, head="value")`.
 
-    `update` is as in `check_update_fn`, on any mesh: replicate, shard, sequence, tensor and pipeline axes of 1, 2 and 4
-    ranks, `max_ranks` at most, with whole parameters or sharded ones of every stage, the layers recomputed or not, and
-    the stages of a pipeline of 2 ranks interleaved or not. All ranks
-    have all rows, ragged ones, which the update shares out, to some ranks none, and cuts into micro-batches anyhow. In
-    every weight mode of `modes` the gradient tree, the new state and the metrics on every rank must be those of one
-    process, in float64, to 1e-10. Each example tries the next `each` layouts. LawViolation for the first law that
-    fails.
+    `update` is as in `check_update_fn`, on any mesh: replicate, shard, sequence, context, tensor and pipeline axes of
+    1, 2 and 4 ranks, `max_ranks` at most, with whole parameters or sharded ones of every stage, the layers recomputed
+    or not, and the stages of a pipeline of 2 ranks interleaved or not. All ranks have all rows, ragged ones, which the
+    update shares out, to some ranks none, and cuts into micro-batches anyhow. In every weight mode of `modes` the
+    gradient tree, the new state and the metrics on every rank must be those of one process, in float64, to 1e-10. Each
+    example tries the next `each` layouts. LawViolation for the first law that fails.
     """
     layouts = [
         (axes, stage, (number + place) % 2 == 1, virtual)

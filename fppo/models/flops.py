@@ -98,11 +98,20 @@ def _attention(model: Model, layer: int, lengths: Sequence[int]) -> float:
     config = model.config
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and kinds[layer] != "sliding_attention":
-        window = None
-    return 4.0 * width * sum(_visible(n, window) for n in lengths)
+    return 4.0 * width * sum(_visible(n, _window(model, layer)) for n in lengths)
+
+
+def _window(model: Model, layer: int) -> int | None:
+    """How many tokens a token of the layer sees; None: all before it."""
+    kinds = getattr(model.config, "layer_types", None)
+    slides = kinds is None or kinds[layer] == "sliding_attention"
+    return getattr(model.config, "sliding_window", None) if slides else None
+
+
+def window_of_all(model: Model) -> int | None:
+    """The window that all layers have; None where some see all tokens before, or the windows differ."""
+    windows = {_window(model, layer) for layer in range(len(model.layers))}
+    return windows.pop() if len(windows) == 1 else None
 
 
 def _visible(length: int, window: int | None) -> float:

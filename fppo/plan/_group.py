@@ -40,10 +40,13 @@ class CountingGroup(dist.ProcessGroup):
     def rank(self) -> int:
         return self._rank
 
-    def _count(self, op: str, whole: Sequence[Tensor], inputs: Any, outputs: Any, opts: Any) -> Any:
-        size = sum(x.numel() * x.element_size() for x in whole)
+    def _count(
+        self, op: str, whole: Sequence[Tensor], inputs: Any, outputs: Any, opts: Any, *, sent: int | None = None
+    ) -> Any:
+        if sent is None:
+            sent = wire_bytes(op, sum(x.numel() * x.element_size() for x in whole), self._size)
         waits = not getattr(opts, "asyncOp", False)
-        self._sent(self._axis, op, wire_bytes(op, size, self._size), list(inputs), list(outputs), waits)
+        self._sent(self._axis, op, sent, list(inputs), list(outputs), waits)
         future: torch.futures.Future = torch.futures.Future()
         future.set_result([])
         return _create_work_from_future(future)
@@ -74,7 +77,10 @@ class CountingGroup(dist.ProcessGroup):
     ) -> Any:
         if not isinstance(output, FakeTensor):
             output.copy_(input)
-        return self._count("all_to_all", [input], [input], [output], opts)
+        size = None
+        if len(sent):
+            size = (len(input) - sent[self._rank]) * input[:1].numel() * input.element_size()
+        return self._count("all_to_all", [input], [input], [output], opts, sent=size)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self._count("broadcast", tensors, tensors, tensors, opts)

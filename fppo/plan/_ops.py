@@ -70,10 +70,11 @@ def _matmul_flops(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 
 
 def _attention_flops(name: str, inputs: Sequence[Tensor]) -> float:
-    """Of causal attention, query [B, H, L, D]: half of all pairs; 2 matmuls forward, 5 backward."""
-    query = inputs[1] if name.endswith("backward") else inputs[0]
+    """Of causal attention of queries [B, H, L, D], the last of as many tokens as there are keys: the pairs that see one
+    another; 2 matmuls forward, 5 backward."""
+    query, key = inputs[1:3] if name.endswith("backward") else inputs[:2]
     rows, heads, length, width = query.shape
-    forward = 4.0 * rows * heads * width * length * (length + 1) / 2
+    forward = 4.0 * rows * heads * width * (length * key.shape[2] - length * (length - 1) / 2)
     return 2.5 * forward if name.endswith("backward") else forward
 
 

@@ -46,9 +46,10 @@ class Case:
     name: str
     config: PreTrainedConfig
     hardware: Hardware
-    mesh: Mapping[str, int] = attrs.field(factory=dict)  # pipeline, replicate, shard, sequence, tensor
+    mesh: Mapping[str, int] = attrs.field(factory=dict)  # pipeline, replicate, shard, sequence, context, tensor
     virtual_stages: int = 1  # of each rank of the pipeline
     pipeline_rank: int = 0  # the one that is planned
+    ring: bool = False  # keys and values travel around the context axis
     sharding: Sharding = attrs.field(factory=Sharding)
     tokens: int = 16384
     length: int = 4096
@@ -163,6 +164,10 @@ def problems(case: Case) -> list[str]:
         wrong.append(f"{words}: {case.name} has {layers} layers, fewer than the {stages} stages")
     if case.virtual_stages > 1 and case.size("pipeline") == 1:
         wrong.append(f"--mesh.virtual-stages {case.virtual_stages}: they are stages of the ranks of a --mesh.pipeline")
+    if sequence > 1 and case.size("context") > 1:
+        wrong.append(
+            f"--mesh.context {case.size('context')}: --mesh.sequence {sequence} cuts the same rows; give one of them"
+        )
     if case.length > case.tokens:
         wrong.append(f"--length {case.length}: a pass of --tokens {case.tokens} holds no such sequence")
     if case.length < 2:

@@ -18,7 +18,7 @@ COPY_SHARE = 0.8  # of memory bandwidth, element by element
 LINK_SHARE = 0.8  # of links, those to the host among them
 LAUNCH = 6e-6  # seconds that Python and torch need to begin an operation
 LATENCY = {False: 2e-5, True: 5e-5}  # seconds of a collective without data, inside a node and between nodes
-ORDER = ("pipeline", "replicate", "shard", "sequence", "tensor")  # ranks of the last axis are neighbours
+ORDER = ("pipeline", "replicate", "shard", "sequence", "context", "tensor")  # ranks of the last axis are neighbours
 
 
 class Seconds(NamedTuple):

@@ -40,8 +40,7 @@ def prepared(
     case: Case, name: str, mesh: Mesh, tracker: Tracker
 ) -> tuple[TrainState, Callable[[TrainState], Any], Any]:
     """A fresh state of the stage's model on this rank, the stage as a function of it, and the rows that it runs on."""
-    if case.size("shard") > 1:
-        mesh = attrs.evolve(mesh, sharding=case.sharding)
+    mesh = attrs.evolve(mesh, sharding=case.sharding if case.size("shard") > 1 else None, ring=case.ring)
     model = models.place(passes.model_of(case, passes.STAGES[name]), mesh)
     batch = passes.rows_of_stage(case, name)
     forward = Forward(model, kernels=passes.kernels_of(case, tracker), mesh=mesh)
@@ -68,9 +67,10 @@ class _TellingGroup(RelayGroup):
     def _call(
         self, op: str, whole: Sequence[Tensor], call: Callable[..., Any], *args: Any, sent: int | None = None
     ) -> Any:
-        size = sum(x.numel() * x.element_size() for x in whole)
+        if sent is None:
+            sent = wire_bytes(op, sum(x.numel() * x.element_size() for x in whole), self._size)
         waits = not getattr(args[-1], "asyncOp", False)
         outputs, inputs = map(pytree.tree_leaves, args[:2]) if len(args) > 2 else (list(whole), list(whole))
-        self._sent(self._name, op, wire_bytes(op, size, self._size), inputs, outputs, waits)
+        self._sent(self._name, op, sent, inputs, outputs, waits)
         with _disable_current_modes():
             return call(*without_default(args))

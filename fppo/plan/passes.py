@@ -3,7 +3,7 @@ other ranks are imagined. Tokens and masks are real numbers, as the steps read l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import Optimizer, adamw
 from fppo.steps.train_state import TrainState, init_state
 from fppo_kernels.adamw import adamw_
+from fppo_kernels.context import BLOCKS, deal
 from fppo_kernels.record import Kernels
 
 REWARD = "reward model"
@@ -105,6 +106,8 @@ def kernels_of(case: Case, tracker: Tracker) -> Kernels:
         tracker.begin_pass()
         return kernels.unpad(*args, **kwargs)
 
+    if case.hardware.on_gpu:
+        kernels = attrs.evolve(kernels, attention=standins.attention)
     return attrs.evolve(kernels, unpad=unpad, log_probs=tracker.scoped(log_probs, LOGITS))
 
 
@@ -178,19 +181,32 @@ def shard_shape(shape: torch.Size, mesh: Mesh) -> tuple[int, ...]:
 def mesh_of(case: Case, sent: Sent) -> Mesh:
     """The case's mesh as the planned rank sees it."""
     sharding = case.sharding if case.size("shard") > 1 else None
-    return counting_mesh(case.mesh, fullest(case), sharding, sent, virtual_stages=case.virtual_stages)
+    mesh = counting_mesh(case.mesh, fullest(case), sharding, sent, virtual_stages=case.virtual_stages)
+    return attrs.evolve(mesh, ring=case.ring)
 
 
 def fullest(case: Case) -> dict[str, int]:
-    """The place of the planned rank: on the sequence and tensor axes that which has most; of words the last has."""
-    places = {"sequence": fullest_slice(case), "tensor": case.size("tensor") - 1}
+    """The place of the planned rank: on the sequence, context and tensor axes that which has most; of words the last
+    has."""
+    places = {"sequence": fullest_slice(case), "context": fullest_deal(case), "tensor": case.size("tensor") - 1}
     return places | {"pipeline": case.pipeline_rank}
 
 
 def fullest_slice(case: Case) -> int:
     """The place on the sequence axis whose slice of the packed row has the most response tokens."""
-    ranks, total = case.size("sequence"), case.rows * case.length
-    width = -(-total // ranks)
-    is_response = torch.arange(total) % case.length >= case.length - case.response_tokens
-    counts = [int(part.sum()) for part in is_response.split(width)]
+    total = case.rows * case.length
+    return _fullest(case, torch.arange(total).split(-(-total // case.size("sequence"))))
+
+
+def fullest_deal(case: Case) -> int:
+    """The place on the context axis to which the most response tokens are dealt."""
+    ranks, lengths = case.size("context"), [case.length] * case.rows
+    fill = -sum(lengths) % (ranks * BLOCKS[-1] * case.size("tensor"))
+    return _fullest(case, deal([*lengths, fill], ranks).places)
+
+
+def _fullest(case: Case, places: Sequence[Tensor]) -> int:
+    """Which of the ranks that have these tokens of the packed row has the most response tokens."""
+    total, prompt = case.rows * case.length, case.length - case.response_tokens
+    counts = [int(((own % case.length >= prompt) & (own < total)).sum()) for own in places]
     return max(range(len(counts)), key=lambda i: counts[i])

@@ -94,11 +94,11 @@ def _planned(
 
 
 def meshes(ranks: int) -> Iterator[tuple[dict[str, int], int]]:
-    """Every mesh of so many ranks, with its virtual stages."""
+    """Every mesh of so many ranks without a context axis, with its virtual stages."""
     for pipeline, replicate, sequence, tensor in itertools.product(_divisors(ranks), repeat=4):
         shard, left = divmod(ranks, pipeline * replicate * sequence * tensor)
         if left == 0 and shard:
-            sizes = (pipeline, replicate, shard, sequence, tensor)
+            sizes = (pipeline, replicate, shard, sequence, 1, tensor)
             for virtual in VIRTUAL if pipeline > 1 else (1,):
                 yield dict(zip(ORDER, sizes, strict=True)), virtual
 

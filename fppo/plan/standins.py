@@ -6,7 +6,8 @@ The only place where a plan does not run the code of a step:
 - log_probs/chunked is run as it is, with the tiles it takes on a GPU. There a slab of float32 logits is made at once;
   here it is in bfloat16 and widened block by block, which holds as much.
 - attention is the CPU's flash attention through sdpa: the same results are kept; what a GPU's kernel takes inside its
-  backward pass is `_ops.attention_workspace`.
+  backward pass is `_ops.attention_workspace`. For queries that are the last tokens of their sequences the CPU's kernel
+  has a mask, which `attention` leaves out.
 - CPU kernels' own scratch memory, which torch does not allocate as tensors, is not seen.
 """
 
@@ -21,10 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from fppo_kernels import table
+from fppo_kernels.attention.sdpa import sdpa
 from fppo_kernels.log_probs.chunked import CUDA_TILES, chunked
 from fppo_kernels.log_probs.reference import LogProbs
+from fppo_kernels.padding import Lengths
 
 LOG_PROBS = ("reference", "chunked", "triton")
 SLAB, ROWS, COLUMNS, TILE = 512 << 20, 32768, 16384, 256  # of fppo_kernels.log_probs.triton.Tiling
@@ -46,6 +50,35 @@ def triton_buffers(hidden: Tensor, weight: Tensor, labels: Tensor, **options: An
     """The shapes of log_probs/triton's results, through storages of the sizes of its own."""
     out = _Triton.apply(hidden, weight)
     return LogProbs(out[0], out[1] if options.get("entropy") else None, None)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    lengths: Lengths,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    key_lengths: Lengths | None = None,
+) -> Tensor:
+    """attention/sdpa, or the shapes and the work of its results where a GPU's kernel has the mask built in."""
+    masked = window is not None or softcap is not None or sinks is not None
+    if masked or key_lengths is None or key_lengths.lengths == lengths.lengths:
+        options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks, "key_lengths": key_lengths}
+        return sdpa(query, key, value, lengths=lengths, scale=scale, **options)
+    rows = [
+        [part.transpose(0, 1)[None] for part in x.split(sizes.lengths)]
+        for x, sizes in ((query, lengths), (key, key_lengths), (value, key_lengths))
+    ]
+    gqa = query.shape[1] != key.shape[1]
+    outputs = [
+        F.scaled_dot_product_attention(*row, is_causal=True, scale=scale, enable_gqa=gqa)[0].transpose(0, 1)
+        for row in zip(*rows, strict=True)
+    ]
+    return torch.cat(outputs)
 
 
 class _Triton(torch.autograd.Function):

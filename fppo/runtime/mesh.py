@@ -52,12 +52,14 @@ class Mesh:
     Without `sharding` every rank of the shard axis holds whole parameters, and the axis only divides the data. Each
     rank of the pipeline axis has `virtual_stages` stages of a model's layers, which it runs by turns. `layout` is that
     of a model's parameters on the tensor and pipeline axes, where gradients of them are summed, counted and applied.
+    With `ring` keys and values travel around the context axis, where else each of its ranks gathers them all.
     """
 
     axes: Mapping[str, Axis] = attrs.field(factory=dict)
     sharding: Sharding | None = None
     layout: Layout | None = None
     virtual_stages: int = 1
+    ring: bool = False
 
     def __attrs_post_init__(self) -> None:
         unknown = sorted(set(self.axes) - set(AXES))

@@ -12,7 +12,7 @@ from fppo.settings.algorithm import CRITIC_ADVANTAGES, AlgorithmSettings
 from fppo.settings.checks_critic import critic_problems
 from fppo.settings.checks_data import data_problems, has_held_out
 from fppo.settings.checks_eval import eval_problems
-from fppo.settings.checks_mesh import pipeline_problems, tensor_axis_problems
+from fppo.settings.checks_mesh import context_axis_problems, pipeline_problems, tensor_axis_problems
 from fppo.settings.checks_reward import FUNCTION, judge_on_ranks, reward_problems
 from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
 from fppo.settings.critic import CriticSettings
@@ -101,16 +101,17 @@ def _mesh(s: TrainSettings, world: int) -> Problems:
     if s.mesh.sequence > 1 and not s.model.remove_padding:
         yield _problem("mesh.sequence", s.mesh.sequence, "a sequence axis cuts packed rows; set model.remove_padding")
     yield from pipeline_problems(s)
+    yield from context_axis_problems(s)
     if s.mesh.tensor > 1:
         yield from tensor_axis_problems(s, critic=uses_critic(s))
     if s.rollout.engine == "vllm":
         yield from vllm_on_ranks(s.rollout.vllm, "rollout.vllm", world)
     yield from judge_on_ranks(s, world)
-    ranks = world // (s.mesh.pipeline * s.mesh.sequence * s.mesh.tensor)
+    ranks = world // (s.mesh.pipeline * s.mesh.sequence * s.mesh.context * s.mesh.tensor)
     for name, section in (("actor", s.actor), ("critic", s.critic)):
         size = section.mini_batch_size or s.rollout.batch_size
         if size < ranks and (name == "actor" or uses_critic(s)):
-            advice = f"give at least as many sequences as there are data ranks, {ranks}, or a longer mesh.sequence"
+            advice = f"give at least as many sequences as there are data ranks, {ranks}, or a longer mesh.context"
             yield _problem(f"{name}.mini_batch_size", size, f"some ranks would have nothing to do; {advice}")
 
 

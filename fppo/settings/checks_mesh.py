@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fppo.settings.problems import Problems, problem
+from fppo.settings.problems import Problems, problem, unread
 from fppo.settings.train import TrainSettings
 
 
@@ -15,6 +15,19 @@ def pipeline_problems(s: TrainSettings) -> Problems:
     if stages > 1 and s.model.compile_layers:
         advice = "torch.compile has not been tried on the layers of a stage; leave out model.compile_layers"
         yield problem("mesh.pipeline", stages, advice)
+
+
+def context_axis_problems(s: TrainSettings) -> Problems:
+    """What does not go with a context axis, and what does nothing without one."""
+    context, sequence = s.mesh.context, s.mesh.sequence
+    if context == 1:
+        yield from unread("mesh.ring", s.mesh.ring, False, "mesh.context > 1")
+        return
+    if not s.model.remove_padding:
+        yield problem("mesh.context", context, "a context axis deals packed rows; set model.remove_padding")
+    if sequence > 1:
+        advice = f"mesh.sequence = {sequence} cuts the same rows; give one of them, of {sequence * context} ranks"
+        yield problem("mesh.context", context, advice)
 
 
 def tensor_axis_problems(s: TrainSettings, *, critic: bool) -> Problems:

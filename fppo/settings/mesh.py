@@ -19,6 +19,10 @@ class PlanMeshSettings:
     """Ranks over which parameters, gradients and moments are cut (FSDP); None: all that the other axes leave."""
     sequence: int = setting(1, at_least(1))
     """Ranks over which packed sequences are cut (Ulysses); it must divide the attention heads."""
+    context: int = setting(1, at_least(1))
+    """Ranks to which packed sequences are dealt in blocks of equal work; they may be more than the attention heads."""
+    ring: bool = setting(False)
+    """Hand keys and values around the context axis, for less memory and more time; else gather them for each layer."""
     tensor: int = setting(1, at_least(1))
     """Ranks over which heads, inner widths and the vocabulary are cut; it must divide all but the last."""
     pipeline: int = setting(1, at_least(1))
@@ -35,18 +39,18 @@ class PlanMeshSettings:
     @property
     def others(self) -> int:
         """The ranks of all axes but shard."""
-        return self.pipeline * self.replicate * self.sequence * self.tensor
+        return self.pipeline * self.replicate * self.sequence * self.context * self.tensor
 
     def sizes(self, shard: int) -> dict[str, int]:
         """Every axis and its size: ranks of the last axis are neighbours."""
-        inside = {"sequence": self.sequence, "tensor": self.tensor}
+        inside = {"sequence": self.sequence, "context": self.context, "tensor": self.tensor}
         return {"pipeline": self.pipeline, "replicate": self.replicate, "shard": shard, **inside}
 
 
 @attrs.frozen(kw_only=True)
 class MeshSettings(PlanMeshSettings):
     """How a run is spread over processes: `fppo train --nproc N` or torchrun starts pipeline * replicate * shard *
-    sequence * tensor."""
+    sequence * context * tensor."""
 
     timeout: float = setting(600.0, above(0))
     """Seconds that a collective waits for the other ranks before the run ends with an error."""

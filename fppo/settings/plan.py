@@ -27,7 +27,7 @@ class PlanSettings:
     gpu: str = setting("h200", nonempty("give a GPU, as h200"))
     """What a rank runs on: a100-80, h100, h200, b200, cpu (this machine), or custom with the numbers below."""
     tokens: int = setting(16384, at_least(2))
-    """Tokens of one forward and backward pass of a data rank (a run's token_budget); the sequence axis cuts them."""
+    """Tokens of one forward and backward pass of a data rank (a run's token_budget); sequence and context cut them."""
     length: int | None = setting(None, at_least(2))
     """Tokens of each sequence, prompt and response; None: 4096, or --tokens if that is less."""
     response: float = setting(0.5, above(0), at_most(1))

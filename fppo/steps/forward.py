@@ -20,6 +20,7 @@ from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import OnHost
 from fppo.shapes import Outputs, Tokens
 from fppo.steps.micro_batching import MicroBatching, partition
+from fppo.steps.packed import cutting, multiple, slice_of
 from fppo.steps.ranks import blank, rounds
 from fppo.steps.sharded import Opened, Whole, cast, opened, whole
 from fppo.steps.stages import stage_outputs
@@ -27,7 +28,7 @@ from fppo.steps.train_state import Params
 from fppo_kernels.collectives import Axis, all_gather, same
 from fppo_kernels.record import Kernels
 from fppo_kernels.shapes import Float
-from fppo_kernels.ulysses import gather_sequence, slice_sequence, ulysses
+from fppo_kernels.ulysses import gather_sequence
 
 OUTPUTS = ("log_probs", "entropy", "sum_squared_probs", "values", "outputs")
 OF_VALUE_HEADS = ("values", "outputs")
@@ -72,11 +73,17 @@ class Forward:
                     f"the mesh has a {axis} axis of {size} ranks, and the model is one for {placed}: give "
                     "models.place(model, mesh) of the whole model"
                 )
-        ranks = self.mesh["tensor"].size
-        if ranks > 1 and not self.remove_padding:
+        for name in ("tensor", "context"):
+            if self.mesh[name].size > 1 and not self.remove_padding:
+                raise ValueError(
+                    f"remove_padding=False runs padded rows as they are, and a {name} axis of {self.mesh[name].size} "
+                    f"ranks cuts one packed row: remove padding, or use a mesh without a {name} axis"
+                )
+        sequence, context = self.mesh["sequence"].size, self.mesh["context"].size
+        if sequence > 1 and context > 1:
             raise ValueError(
-                f"remove_padding=False runs padded rows as they are, and a tensor axis of {ranks} ranks cuts one "
-                "packed row: remove padding, or use a mesh without a tensor axis"
+                f"a sequence axis of {sequence} ranks and a context axis of {context} both cut the packed row: use one "
+                f"of them, of {sequence * context} ranks"
             )
 
 
@@ -105,14 +112,14 @@ def forward_micro_batch(
     distribution need a model with a vocabulary head; "outputs" of a value head, or the "values" that are read of them,
     need one with a value head. Only positions in the response mask reach a head.
 
-    On a mesh with a sequence axis or a tensor axis all its ranks hold the same rows; each runs its slice of the packed
-    row, and all get all outputs. If all compute the same loss from them, each rank's gradient is its share: the sum
-    over the axis is the gradient.
+    On a mesh with a sequence, context or tensor axis all its ranks hold the same rows; each runs its tokens of the
+    packed row, and all get all outputs. If all compute the same loss from them, each rank's gradient is its share: the
+    sum over the axis is the gradient.
     """
     _check_outputs(forward.model, outputs)
     if goes_on(forward.model):
         raise ValueError("this rank has no head, but stages of a pipeline before it: call compute_outputs on all ranks")
-    mask, axis, tensor = rows.response_mask, forward.mesh["sequence"], forward.mesh["tensor"]
+    mask, axis, tensor = rows.response_mask, cutting(forward.mesh), forward.mesh["tensor"]
     ready = opened(params, forward.model, forward.mesh)
     index = mask.flatten().nonzero().flatten()
     hidden, before = _hidden_before_responses(ready, rows, index, forward)
@@ -151,14 +158,15 @@ def forward_micro_batch(
 
 
 class _Own(NamedTuple):
-    """Which of M tokens of the packed row are in this rank's slice."""
+    """Which of M tokens of the packed row this rank has."""
 
     numbers: Tensor | slice  # among the M
-    places: Tensor  # in the slice
+    places: Tensor  # among this rank's
 
 
 def _own(tokens: Tensor, length: int, axis: Axis) -> _Own:
-    """Those of `tokens` (places in the whole row [M]) that are in this rank's slice of `length` tokens."""
+    """Those of `tokens` (places among all ranks' tokens [M], one rank after the other) that this rank has, of `length`
+    tokens."""
     if axis.size == 1:
         return _Own(slice(None), tokens)
     places = tokens - axis.rank * length
@@ -192,8 +200,9 @@ def slice_length(rows: Rows, forward: Forward) -> int:
     """How many tokens of the rows a rank's slice has, between blocks."""
     if not forward.remove_padding:
         return rows.tokens.numel()
-    ranks = forward.mesh["sequence"].size * forward.mesh["tensor"].size
-    return -(-sum(row_lengths(rows)) // ranks)
+    whole = multiple(forward.mesh)
+    length = -(-sum(row_lengths(rows)) // whole) * whole
+    return length // (cutting(forward.mesh).size * forward.mesh["tensor"].size)
 
 
 def _check_outputs(model: Model, outputs: Sequence[str]) -> None:
@@ -207,14 +216,15 @@ def _check_outputs(model: Model, outputs: Sequence[str]) -> None:
 
 
 def _hidden_before_responses(params: Opened, rows: Rows, index: Tensor, forward: Forward) -> tuple[Tensor, Tensor]:
-    """Hidden states of this rank's slice [N, H], and for each response token [M], at flat place index[i] of the
-    response mask [B, T], the place in the whole row of the token before it."""
+    """Hidden states of this rank's tokens [N, H], and for each response token [M], at flat place index[i] of the
+    response mask [B, T], the place of the token before it among all ranks' tokens, one rank after the other."""
     width, length = rows.tokens.shape[1], rows.response_mask.shape[1]
     ranks = forward.mesh["sequence"].size
     flat = index + (index // max(length, 1) + 1) * (width - length)
     if forward.remove_padding:
         place = rows.attention_mask.flatten().cumsum(0) - 1
-        return _packed_hidden(params, rows, forward), place[flat] - 1
+        hidden, places = _packed_hidden(params, rows, forward)
+        return hidden, places[place[flat] - 1]
     if ranks > 1:
         raise ValueError(
             f"remove_padding=False runs padded rows as they are, and a sequence axis of {ranks} ranks "
@@ -236,24 +246,23 @@ def _hidden_before_responses(params: Opened, rows: Rows, index: Tensor, forward:
     return hidden.flatten(0, 1), flat - 1
 
 
-def _packed_hidden(params: Opened, rows: Rows, forward: Forward) -> Tensor:
-    """Hidden states of this rank's slice of the packed row, filled up to a multiple of the sequence axis and the tensor
-    axis, whose ranks have the same slice."""
-    kernels, axis, tensor = forward.kernels, forward.mesh["sequence"], forward.mesh["tensor"]
-    packed = kernels.unpad(rows.tokens, rows.attention_mask, multiple=axis.size * tensor.size)
-    attend = models.packed_attention(ulysses(kernels.attention, axis, kernels.all_to_all), packed.lengths)
-    tokens, positions = (slice_sequence(x, axis) for x in (packed.tokens, packed.positions))
+def _packed_hidden(params: Opened, rows: Rows, forward: Forward) -> tuple[Tensor, Tensor]:
+    """Hidden states of this rank's tokens of the packed row [N, H], and where each token of the row is among all ranks'
+    tokens, one rank after the other."""
+    kernels, mesh = forward.kernels, forward.mesh
+    packed = kernels.unpad(rows.tokens, rows.attention_mask, multiple=multiple(mesh))
+    own = slice_of(packed, forward.model, kernels, mesh)
     hidden = models.hidden_states(
         forward.model,
         params.root,
-        tokens,
-        positions,
-        attend=attend,
+        own.tokens,
+        own.positions,
+        attend=own.attend,
         kernels=kernels,
         apply_layer=params.apply_layer,
         received=forward.received,
     )
-    return hidden if goes_on(forward.model) else all_gather(hidden, tensor)
+    return (hidden if goes_on(forward.model) else all_gather(hidden, mesh["tensor"])), own.places
 
 
 def _passes(rows: Rows, micro_batching: MicroBatching, mesh: Mesh) -> tuple[Tensor, Iterable[Rows]]:
@@ -376,8 +385,8 @@ def _scores(params: Params | Whole | OnHost, rows: Rows, *, forward: Forward) ->
     """The head at the last token of each of some rows [b]."""
     ready = opened(params, forward.model, forward.mesh)
     head = models.output_head(forward.model, ready.root)
-    hidden = _packed_hidden(ready, rows, forward)
-    last = rows.attention_mask.sum(1).cumsum(0) - 1
-    own = _own(last, len(hidden), forward.mesh["sequence"])
+    hidden, places = _packed_hidden(ready, rows, forward)
+    last = places[rows.attention_mask.sum(1).cumsum(0) - 1]
+    own = _own(last, len(hidden), cutting(forward.mesh))
     numbers = F.linear(hidden[own.places].to(head.weight.dtype), head.weight, head.bias)[:, 0].float()
-    return _gathered([numbers], own, last, len(hidden), forward.mesh["sequence"])[0]
+    return _gathered([numbers], own, last, len(hidden), cutting(forward.mesh))[0]

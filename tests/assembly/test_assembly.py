@@ -259,6 +259,18 @@ def test_kernels_that_have_no_place_in_a_model_are_refused_before_any_work(tmp_p
         check_kernels(settings, models.build(CONFIGS["gpt2"]))
 
 
+def without_key_lengths(query, key, value, *, lengths, scale, window, softcap, sinks): ...
+
+
+def test_a_kernel_that_a_context_axis_cannot_use_is_refused_by_name(tmp_path):
+    own = {"model__attention": f"{__name__}:without_key_lengths"}
+    model = models.build(CONFIGS["llama"])
+    for mesh in ({}, {"mesh__context": 2, "mesh__ring": True}):
+        check_kernels(tiny_run.settings(tmp_path, **own, **mesh), model)
+    with pytest.raises(ValueError, match=r"test_assembly:without_key_lengths has no key_lengths, which is needed"):
+        check_kernels(tiny_run.settings(tmp_path, **own, mesh__context=2), model)
+
+
 def test_a_reward_model_is_asked_too(tmp_path, monkeypatch):
     tiny_run.write_task(tmp_path)
     monkeypatch.setattr("fppo.models.attention_needs", lambda model: frozenset({"softcap"}))

@@ -1,5 +1,6 @@
-"""Updates on real gloo processes with a sequence axis: those of one process."""
+"""Updates on real gloo processes with a sequence or a context axis: those of one process."""
 
+import attrs
 import pytest
 import torch
 
@@ -33,10 +34,20 @@ def update(mesh):
     return leaves, metrics.report(report), str(tree.digest(state))
 
 
+def update_by_ring(mesh):
+    """The same, with keys that travel."""
+    return update(attrs.evolve(mesh, ring=True))
+
+
 @pytest.mark.slow
-def test_four_processes_with_a_sequence_axis_do_the_update_of_one():
+@pytest.mark.parametrize(
+    ("axes", "update_on"),
+    [({"shard": 2, "sequence": 2}, update), ({"context": 2}, update), ({"context": 2}, update_by_ring)],
+    ids=["sequence", "context", "ring"],
+)
+def test_processes_with_parts_of_the_tokens_do_the_update_of_one(axes, update_on):
     leaves, numbers, _ = update(Mesh.local())
-    found = processes.run({"shard": 2, "sequence": 2}, update)
+    found = processes.run(axes, update_on)
     assert len({digest for *_, digest in found}) == 1
     for found_leaves, found_numbers, _ in found:
         assert found_leaves.keys() == leaves.keys()

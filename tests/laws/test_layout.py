@@ -11,11 +11,12 @@ from fppo.laws import layout
 from fppo.losses import loss_weights
 from fppo.runtime import mesh as meshes
 from fppo.runtime.mesh import Mesh
-from fppo.steps import loop, optimizers
+from fppo.steps import forward, loop, optimizers, packed
 from fppo.steps import stages as staging
 from fppo.steps.actor import SelectiveLoss, update_actor
 from fppo.steps.critic import update_critic
 from fppo.steps.ranks import shares
+from fppo_kernels import collectives, context
 
 OTHERS = ("gspo", "sapo", "gpg", "cispo", "gmpo", "dppo_tv", "dppo_kl", "dro")
 
@@ -106,6 +107,16 @@ def sharded_twice(grads, mesh):
     )
 
 
+def every_rank_counts(x, axis):
+    """The gradient of the sum of the ranks' losses, which are one loss."""
+    return collectives.all_gather(x, axis)
+
+
+def rows_as_one(lengths, ranks, deal=context.deal, **keywords):
+    """Tokens see the keys of the rows before theirs."""
+    return deal([sum(lengths)], ranks, **keywords)
+
+
 def own_norm(grads, mesh):
     return torch.nn.utils.get_total_norm(grads)
 
@@ -131,6 +142,9 @@ MISTAKES = {
     "mean": ("replicate", loop, "gradient_sum", averaged),
     "replicate": ("replicate", loop, "gradient_sum", partial(without, "replicate")),
     "sequence": ("sequence", loop, "gradient_sum", partial(without, "sequence")),
+    "context": ("context", loop, "gradient_sum", partial(without, "context")),
+    "summed losses": ("context", forward, "gather_sequence", every_rank_counts),
+    "other rows": ("context", packed, "deal", rows_as_one),
     "tensor": ("tensor", loop, "gradient_sum", without_layout),
     "copies": ("pipeline", meshes, "_sum_copies", copies_apart),
     "metrics of stages": ("pipeline", staging, "_metrics_of_last", lambda report, axis, device: report),

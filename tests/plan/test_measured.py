@@ -15,6 +15,7 @@ from fppo.plan import passes
 from fppo.plan._track import Tracker
 from fppo.plan.case import Role
 from fppo.plan.estimate import wires
+from fppo.plan.hardware import hardware_of
 from fppo.plan.measured import measured, prepared
 from fppo.plan.plan import plan, shard_numbers
 from fppo.plan.presets import config_of
@@ -22,6 +23,7 @@ from fppo.plan.values import peak_of
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.simulate import simulate
 from fppo.runtime.watch import watched
+from fppo_kernels.context import deal
 from tests.plan.cases import case, config
 
 CASES = [
@@ -38,6 +40,8 @@ CASES = [
     ({"shard": 2, "tensor": 2}, 3, True, "chunked"),
     ({"pipeline": 2}, 3, False, "chunked"),
     pytest.param({"pipeline": 2, "shard": 2}, 3, True, "chunked", marks=pytest.mark.slow),
+    ({"context": 2}, 3, False, "chunked"),
+    ({"context": 2, "tensor": 2}, 3, False, "chunked"),
 ]
 
 
@@ -45,9 +49,24 @@ def on_the_fullest_rank(what, name):
     """The phases of a real run, on the rank that the plan is of."""
     if what.world == 1:
         return measured(what, name, Mesh.local())
-    inside = passes.fullest_slice(what) * what.size("tensor") + what.size("tensor") - 1
-    stage = what.pipeline_rank * what.world // what.size("pipeline")
-    return simulate(what.mesh, lambda mesh: measured(what, name, mesh))[stage + inside]
+    place, fullest = 0, passes.fullest(what)
+    for axis, size in what.mesh.items():
+        place = place * size + fullest.get(axis, 0)
+    return simulate(what.mesh, lambda mesh: measured(what, name, mesh))[place]
+
+
+def test_keys_that_travel_are_planned():
+    holds(case(mesh={"context": 2}, ring=True), "update actor")
+
+
+def test_the_attention_of_a_context_rank_is_counted_by_the_keys_it_sees():
+    """On a GPU, where no mask is made."""
+    gpu = hardware_of("h100")
+    what = case(hardware=gpu, tokens=4096, length=4096, micro_batches=1, compute_dtype=torch.bfloat16)
+    for ranks in (1, 4):
+        phases = passes.run_stage(attrs.evolve(what, mesh={"context": ranks}), "log-probs")
+        work = deal([4096], ranks).work[0]  # all have as much
+        assert sum(phase.cost.flops["attention bfloat16"] for phase in phases) == 3 * 4 * 128 * work
 
 
 def counted(phases, counter):

@@ -179,7 +179,7 @@ def test_a_table_and_a_file(tmp_path, capsys):
         assert words in out
     read = json.loads(file.read_text())
     assert read["fits"]
-    assert read["mesh"] == {"pipeline": 1, "replicate": 1, "shard": 2, "sequence": 1, "tensor": 1}
+    assert read["mesh"] == {"pipeline": 1, "replicate": 1, "shard": 2, "sequence": 1, "context": 1, "tensor": 1}
     assert [stage["name"] for stage in read["stages"]] == ["log-probs", "values", "update critic", "update actor"]
     assert read["peak_bytes"] == max(stage["total_bytes"] for stage in read["stages"])
     for stage in read["stages"]:
@@ -290,7 +290,7 @@ def test_shards_are_what_the_other_axes_leave():
     from fppo.settings.plan import PlanMeshSettings, PlanSettings
 
     given = PlanSettings(model="quickstart", gpus=64, mesh=PlanMeshSettings(replicate=2, sequence=4))
-    assert given.sizes == {"pipeline": 1, "replicate": 2, "shard": 8, "sequence": 4, "tensor": 1}
+    assert given.sizes == {"pipeline": 1, "replicate": 2, "shard": 8, "sequence": 4, "context": 1, "tensor": 1}
 
 
 def test_a_custom_gpu_is_its_numbers():

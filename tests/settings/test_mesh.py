@@ -13,7 +13,7 @@ from fppo.settings import checks, files
         ({"model.log_probs": "liger"}, "model.log_probs = 'liger': it cannot split the vocabulary"),
         ({"actor.optimizer.name": "muon"}, "actor.optimizer.name = 'muon': it needs whole matrices"),
         ({"critic.optimizer.name": "muon"}, "critic.optimizer.name = 'muon': it needs whole matrices"),
-        ({"mesh.shard": 2}, "(pipeline 1, replicate 1, shard 2, sequence 1, tensor 2) do not multiply"),
+        ({"mesh.shard": 2}, "(pipeline 1, replicate 1, shard 2, sequence 1, context 1, tensor 2) do not multiply"),
         ({"mesh.virtual_stages": 2}, "mesh.virtual_stages = 2: its stages are those of a pipeline rank"),
     ],
 )
@@ -28,7 +28,7 @@ def test_a_tensor_axis(changes, words):
     ("changes", "words"),
     [
         ({"model.compile_layers": True}, "mesh.pipeline = 2: torch.compile has not been tried"),
-        ({"mesh.tensor": 2}, "(pipeline 2, replicate 1, shard unset, sequence 1, tensor 2) do not multiply"),
+        ({"mesh.tensor": 2}, "(pipeline 2, replicate 1, shard unset, sequence 1, context 1, tensor 2) do not multiply"),
         ({"mesh.virtual_stages": 0}, "mesh.virtual_stages = 0"),
     ],
 )
@@ -38,3 +38,23 @@ def test_a_pipeline_axis(changes, words):
     settings = files.replace(files.from_dict({}), base | changes)
     said = [line for line in (*checks.mesh_problems(settings, 2), *checks.problems(settings)) if words in line]
     assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"model.remove_padding": False},
+            "mesh.context = 2: a context axis deals packed rows; set model.remove_padding",
+        ),
+        ({"mesh.sequence": 2}, "mesh.context = 2: mesh.sequence = 2 cuts the same rows; give one of them, of 4 ranks"),
+        ({"actor.mini_batch_size": 1}, "mini_batch_size = 1: some ranks would have nothing to do"),
+        ({"mesh.context": 1, "mesh.ring": True}, "mesh.ring = True: nothing reads it here: it is for mesh.context > 1"),
+    ],
+)
+def test_a_context_axis(changes, words):
+    base = {"mesh.context": 2, "mesh.shard": 2, "algorithm.advantage": "grpo"}
+    assert checks.mesh_problems(files.replace(files.from_dict({}), base | {"mesh.ring": True}), 4) == []
+    settings = files.replace(files.from_dict({}), base | changes)
+    (said,) = checks.mesh_problems(settings, settings.mesh.least_ranks)
+    assert words in said

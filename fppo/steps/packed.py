@@ -1,0 +1,57 @@
+"""Which tokens of a packed row a rank runs, and how they attend to those of other ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fppo import models
+from fppo.models.flops import window_of_all
+from fppo.models.model import Model
+from fppo.models.seams import Attend
+from fppo.runtime.mesh import Mesh
+from fppo_kernels.collectives import Axis
+from fppo_kernels.context import BLOCKS, deal, gathered_attention
+from fppo_kernels.padding import Packed
+from fppo_kernels.record import Kernels
+from fppo_kernels.ring import ring_attention
+from fppo_kernels.ulysses import slice_sequence, ulysses
+
+
+class Slice(NamedTuple):
+    """A rank's tokens of a packed row of N, of which the ranks of one axis have different ones."""
+
+    tokens: Tensor  # [N / n]
+    positions: Tensor  # [N / n]
+    attend: Attend
+    places: Tensor  # [N]: where each token of the row is among all ranks' tokens, one rank after the other
+
+
+def cutting(mesh: Mesh) -> Axis:
+    """The axis whose ranks have different tokens of a packed row."""
+    return mesh["context"] if mesh["context"].size > 1 else mesh["sequence"]
+
+
+def multiple(mesh: Mesh) -> int:
+    """What a packed row is filled up to a multiple of, so that ranks have slices, or blocks, of equal size, which the
+    tensor axis divides."""
+    context = mesh["context"].size
+    return mesh["sequence"].size * mesh["tensor"].size * (context * BLOCKS[-1] if context > 1 else 1)
+
+
+def slice_of(packed: Packed, model: Model, kernels: Kernels, mesh: Mesh) -> Slice:
+    """This rank's tokens of a packed row that is filled up: a slice of it, or what it is dealt on a context axis."""
+    places = torch.arange(len(packed.tokens), device=packed.tokens.device)
+    axis = cutting(mesh)
+    if mesh["context"].size == 1:
+        attention = ulysses(kernels.attention, axis, kernels.all_to_all)
+        tokens, positions = (slice_sequence(x, axis) for x in (packed.tokens, packed.positions))
+    else:
+        dealt = deal(packed.lengths.lengths, axis.size, window=window_of_all(model), device=places.device)
+        wrap = ring_attention if mesh.ring else partial(gathered_attention, kernels.attention)
+        attention, places, own = wrap(dealt, axis), dealt.back, dealt.places[axis.rank]
+        tokens, positions = packed.tokens[own], packed.positions[own]
+    return Slice(tokens, positions, models.packed_attention(attention, packed.lengths), places)
