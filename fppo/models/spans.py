@@ -95,7 +95,7 @@ def _ends(model: Model) -> dict[str, tuple[int, ...]]:
             ends[name] = (0, -1) if tied else (0,)
         elif not name.startswith(model.prefix) or (own in children and children.index(own) > place):
             ends[name] = (-1,)
-        else:  # modules are registered in the order in which they run; but some register the last norm before the layers
+        else:  # modules are registered in the order in which they run, but for the last norm of some
             ends[name] = (0, -1) if len(model.whole_shapes[name]) == 1 else (0,)
     return ends
 
