@@ -85,9 +85,7 @@ def _groups(
     return converters, groups
 
 
-def _converted(
-    module: PreTrainedModel, target: str, sources: Sequence[_Stored], converter: WeightConverter
-) -> Mapping[str, Tensor]:
+def _converted(module: PreTrainedModel, target: str, sources: Sequence[_Stored], converter: WeightConverter) -> Params:
     """The whole parameters that transformers' converter makes of stored tensors."""
     converter = copy.deepcopy(converter)
     for name, file, pattern in sources:

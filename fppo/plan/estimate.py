@@ -95,7 +95,7 @@ def wires(phases: Sequence[Phase], case: Case) -> dict[str, Wire]:
             sent = phase.cost.sent[axis, op, wait]
             counts = by_axis.setdefault(axis, Counter())
             counts["sent"] += times * sent  # type: ignore[assignment]
-            counts["calls"] += times * calls
+            counts["calls"] += times * calls  # type: ignore[assignment]
             counts["seconds"] += times * _collective(case, axis, op, sent, calls)  # type: ignore[assignment]
     return {axis: Wire(**by_axis[axis]) for axis in ORDER if axis in by_axis}
 

@@ -124,7 +124,7 @@ def digest(
             raise ValueError("digests of kind 'blake2b' are of runs of one process: compute them with one (--nproc 1)")
         return tree.digest(value)
     own = _by_sums(value, device, mesh, shapes or {})
-    if mesh["pipeline"].size > 1:
+    if mesh["pipeline"].size > 1:  # first over the stages: then all ranks have the same, and tell no more than that
         own = _united(gather_objects(own, mesh, ["pipeline"], device))
     if len(set(gather_objects(tree.combine(own), mesh, AXES, device))) == 1:
         return own

@@ -4,6 +4,7 @@ import sys
 
 import attrs
 import pytest
+import safetensors.torch
 import torch
 
 from fppo import models, tree
@@ -52,6 +53,20 @@ def test_what_transformers_alone_can_read_is_cut_too(tmp_path, monkeypatch, axes
         assert tree.digest(own) == tree.digest(models.own_params(placed, params, mesh))
 
     simulate(axes, run)
+
+
+def test_every_stage_says_what_a_checkpoint_lacks(tmp_path):
+    model, params = tiny.model_and_params("lm", dtype=torch.float32)
+    models.save(model, params, tmp_path)
+    file = tmp_path / "model.safetensors"
+    last = max(name for name in params if "layers.1." in name)
+    safetensors.torch.save_file({n: x for n, x in params.items() if n != last}, file, metadata={"format": "pt"})
+
+    def run(mesh):
+        with pytest.raises(ValueError, match=f"missing .*{last}"):
+            models.load(tmp_path, mesh=mesh)
+
+    simulate({"pipeline": 2}, run)
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])

@@ -38,7 +38,7 @@ def own_log_probs(model: Model, params: Mapping[str, Tensor], mesh: Mesh, tokens
     dtypes, whole = dtypes_of(params, mesh), model.unplaced or model
     starts = [f"{whole.prefix}{path}." for path in whole.layers]
 
-    def gathered(start: str) -> models.Params:
+    def gathered(start: str) -> dict[str, Tensor]:
         names = [name for name in whole.shapes if name.startswith(start)]
         tensors = models.whole_params(model, params, mesh, names=names, dtypes=dtypes)
         return {name.removeprefix(start): x for name, x in tensors.items()}
