@@ -149,8 +149,8 @@ BUILTIN: Table = MappingProxyType(
 
 def own(op: str, fn: Callable[..., Any]) -> Implementation:
     """A user's function as an implementation of `op`: of attention, it lacks what its arguments do not name."""
-    lacks = {"key_lengths"} if op == "attention" and not takes_key_lengths(fn) else set()
-    return Implementation(fn, lacks=frozenset(lacks))
+    whole = op != "attention" or takes_key_lengths(fn)
+    return Implementation(fn, lacks=frozenset() if whole else frozenset({"key_lengths"}))
 
 
 def register(op: str, name: str, implementation: Implementation, *, table: Table = BUILTIN) -> Table:

@@ -1,4 +1,4 @@
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Packed attention by torch's scaled_dot_product_attention, one call for all sequences of about one length."""
 
 from __future__ import annotations
