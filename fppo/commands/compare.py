@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from fppo._errors import RunFailed
 from fppo.report import compare as comparing
 from fppo.runs import jsonl, saved
 from fppo.settings import files
@@ -37,8 +38,8 @@ def plan(settings: TrainSettings, asked: CompareSettings) -> dict[str, dict[int,
 
 
 def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[TrainSettings, Path], int]) -> int:
-    """Trains what is not done yet, seed by seed, and writes and prints the comparison; another status than 0 as soon as
-    a run ends with it, such as 130 where it was stopped. `train` runs settings, which are in the file, too.
+    """Trains what is not done yet, seed by seed, and writes and prints the comparison; 130 as soon as a run is stopped,
+    and 1 at the end if some could come to nothing (`RunFailed`). `train` runs settings, which are in the file, too.
 
     Raises ValueError for a run's directory that holds one with other settings.
     """
@@ -48,19 +49,27 @@ def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[Tr
     left = [run for run in every if not _done(run[2])]
     if len(left) < len(every):
         print(f"{len(every) - len(left)} of {len(every)} runs are done")
+    failed: list[str] = []
     for number, (name, seed, own) in enumerate(left, start=1):
         print(f"\nrun {number} of {len(left)}: {name}, seed {seed}", flush=True)
         directory = Path(own.output_dir)
         directory.mkdir(parents=True, exist_ok=True)
         files.save(own, directory / ASKED)
-        status = train(own, directory / ASKED)
-        if status != 0:
+        try:
+            status = train(own, directory / ASKED)
+        except RunFailed as error:
+            print(error)
+            status = 1
+        if status > 1:
             print(f"stopped in {name}, seed {seed}; the same command goes on from there")
             return status
+        failed += [f"{name}, seed {seed}"] if status else []
     out = Path(every[0][2].output_dir).parent.parent
     places = {name: {seed: Path(own.output_dir) for seed, own in seeds.items()} for name, seeds in runs.items()}
     write(places, asked.metrics, out)
-    return 0
+    if failed:
+        print(f"failed, and tried again by the same command: {'; '.join(failed)}")
+    return 1 if failed else 0
 
 
 def write(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str], out: Path) -> None:

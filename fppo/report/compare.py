@@ -65,7 +65,7 @@ class Comparison:
                 row: dict[str, Any] = {"metric": metric, "variant": name, "seeds": len(curves)}
                 for kind, of in (("last", _last), ("mean", _mean)):
                     own = {seed: of(curve) for seed, curve in curves.items()}
-                    row[kind] = spread(list(own.values()))
+                    row[kind] = spread(list(own.values())) if own else None
                     apart = [x - of(first[seed]) for seed, x in own.items() if seed in first]
                     row[f"{kind}_apart"] = None if curves is first or not apart else spread(apart)
                 rows.append(row)

@@ -5,8 +5,10 @@ import math
 
 import pytest
 
+from fppo._errors import RunFailed
 from fppo.commands import actions, cli
 from fppo.report.compare import Comparison, collect, spread
+from fppo.runs.jsonl import JsonLines
 from fppo.settings import files
 from fppo.settings.compare import variants
 from tests import tiny_run
@@ -84,6 +86,23 @@ def test_what_is_done_is_not_run_again(task, monkeypatch, capsys):
     assert len(trained) == 3
     assert cli.main(["compare", str(task / "run.toml"), *ARGUMENTS, "--rollout.n", "2"]) == 2
     assert "holds a run with other settings (rollout.n 1 -> 2)" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_does_not_take_the_others_along(task, monkeypatch, capsys):
+    def train(settings, here):
+        if settings.critic.loss == "mse":
+            raise RunFailed("the critic cannot learn")
+        log = JsonLines(f"{settings.output_dir}/metrics.jsonl")
+        log.log(1, {"val/sums/accuracy/mean@1": 0.5})
+        log.close()
+        return 0
+
+    monkeypatch.setattr(actions, "train", train)
+    assert cli.main(["compare", str(task / "run.toml"), *ARGUMENTS]) == 1
+    text = capsys.readouterr().out
+    assert "the critic cannot learn" in text
+    assert "critic.loss=quantile+critic.bins=3  1      0.5000" in text
+    assert "failed, and tried again by the same command: critic.loss=mse, seed 0" in text
 
 
 def test_all_that_is_wrong_with_any_variant_is_named_before_any_run(task, monkeypatch, capsys):
