@@ -24,15 +24,14 @@ def samples_to(curve: list[tuple[float, float]], goal: float = GOAL) -> float | 
 
 
 def main(
-    quick: bool = False, seeds: int = 5, steps: int = 60, batch: int = 256, out: str = "runs/critics"
+    quick: bool = False, seeds: int = 5, steps: int = 40, batch: int = 256, out: str = "runs/critics"
 ) -> Comparison:
-    warm_up = 2 if quick else 150
     seeds, steps, batch = (1, 2, 16) if quick else (seeds, steps, batch)
     curves = {task: {method: {} for method in METHODS} for task in TASKS}
     seconds = {method: [] for method in METHODS}
     for name, task in TASKS.items():
         for seed in range(seeds):
-            start = warmed_up(task, Key(seed).fold(name), warm_up)
+            start = warmed_up(task, Key(seed).fold(name), 2 if quick else task.warm_up)
             for method in METHODS:
                 began = time.monotonic()
                 curves[name][method][seed] = curve_of(task, start, method, Key(seed), steps=steps, batch=batch)

@@ -253,9 +253,10 @@ def test_critic_matters_runs_every_method(tmp_path, monkeypatch, capsys):
 
 def test_the_tasks_of_credit_score_what_they_say(monkeypatch):
     tasks = _load("credit/tasks")
-    assert tasks.chain_score("91234567890", "0259485322") == 0.9  # what follows from a wrong sum is right
-    assert tasks.chain_score("91234567890", "") == 0.0
-    assert tasks.chain_demonstration("91234567890", [0.0] * 20) == "0259407544"
+    assert tasks.chain_demonstration("41234012340", [0.0] * 20) == "0204402044"
+    assert tasks.chain_score("41234012340", "0204402044") == 1.0
+    assert tasks.chain_score("41234012340", "0204413100") == 0.9  # what follows from a wrong sum is right
+    assert tasks.chain_score("41234012340", "") == 0.0
     assert tasks.walk_score("0022", "RRUU") == 1.0
     assert tasks.walk_score("0022", "LLRU") == 0.75
     assert tasks.walk_score("4444", "") == 1.0

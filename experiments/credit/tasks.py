@@ -12,18 +12,19 @@ class Task:
     make_prompt: Callable[[list[float]], str]  # of uniform draws
     demonstrate: Callable[[str, list[float]], str]  # a flawed response, of uniform draws
     score: Callable[[str, str], float]  # of a prompt and a response, from 0 to 1
+    warm_up: int  # steps of imitation that it takes to be right now and then
 
 
 def chain_prompt(draws: list[float]) -> str:
-    """A digit to begin with, and ten to add."""
-    return "".join(str(int(10 * u)) for u in draws[:11])
+    """A digit from 0 to 4 to begin with, and ten to add."""
+    return "".join(str(int(5 * u)) for u in draws[:11])
 
 
 def chain_demonstration(prompt: str, draws: list[float]) -> str:
-    """Ten running sums modulo ten, each right four times in ten, and drawn else."""
+    """Ten running sums modulo five, each right half of the time, and drawn else."""
     total, said = int(prompt[0]), ""
     for digit, u, v in zip(prompt[1:], draws[:10], draws[10:20], strict=True):
-        total = (total + int(digit)) % 10 if u < 0.4 else int(10 * v)
+        total = (total + int(digit)) % 5 if u < 0.5 else int(5 * v)
         said += str(total)
     return said
 
@@ -31,7 +32,7 @@ def chain_demonstration(prompt: str, draws: list[float]) -> str:
 def chain_score(prompt: str, response: str) -> float:
     """The share of the ten sums that follow from the one before, right or wrong."""
     steps = zip(prompt[0] + response, prompt[1:], response, strict=False)
-    return sum((int(before) + int(digit)) % 10 == int(said) for before, digit, said in steps) / 10
+    return sum((int(before) + int(digit)) % 5 == int(said) for before, digit, said in steps) / 10
 
 
 def walk_prompt(draws: list[float]) -> str:
@@ -52,6 +53,6 @@ def walk_score(prompt: str, response: str) -> float:
     return 1 - (abs(x - goal_x) + abs(y - goal_y)) / 8
 
 
-CHAIN = Task("0123456789", 10, chain_prompt, chain_demonstration, chain_score)
-WALK = Task("01234LRUD", 8, walk_prompt, walk_demonstration, walk_score)
+CHAIN = Task("01234", 10, chain_prompt, chain_demonstration, chain_score, 300)
+WALK = Task("01234LRUD", 8, walk_prompt, walk_demonstration, walk_score, 100)
 TASKS = {"chain": CHAIN, "walk": WALK}
