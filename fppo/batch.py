@@ -97,6 +97,7 @@ class Annotated(Scored):
     values: Tensor | None = None  # [B, T] float32
     sum_squared_probs: Tensor | None = None  # [B, T] float32
     entropy: Tensor | None = None  # [B, T] float32, of the policy's distribution of each token
+    routed: Tensor | None = None  # [B, S, L, k] uint8 or int32: the experts that routers chose; zero at padding
 
 
 @state

@@ -16,7 +16,7 @@ from fppo.assembly.texts import config_of, config_place, directory_of
 from fppo.key import Key
 from fppo.losses import ValueHead
 from fppo.models.inner import inner_of
-from fppo.models.model import HeadKind, Model, Params, over_long
+from fppo.models.model import HeadKind, Model, Params, over_long, state_dtype
 from fppo.models.narrow import narrow
 from fppo.rollout.check import check_engine
 from fppo.rollout.embedded import EmbeddedEngine
@@ -122,7 +122,7 @@ def load_models(
     if checks.uses_reference(settings):
         dtype = getattr(torch, section.ref_dtype)
         if section.ref_path is None:
-            ref = tree.map(lambda x: x.to(dtype, copy=True), params)
+            ref = {name: x.to(state_dtype(model, name, dtype), copy=True) for name, x in params.items()}
         else:
             ref = load(directory_of(section.ref_path, "model.ref_path"), dtype=dtype)[1]
     params, critic, ref = (x and on_device(x, device) for x in (params, critic, ref))

@@ -220,6 +220,7 @@ def _annotate_stage(settings: TrainSettings, resources: Resources) -> AnnotateSt
         temperature=resources.sampling.temperature,
         old_log_probs=old_log_probs.source(settings),
         sum_squared=_needs_squares(settings),
+        replay=settings.algorithm.router_replay,
         fetch=fetch_of(settings, resources.lane),
     )
     if settings.rollout.gap == "off" or settings.rollout.from_ is not None:
@@ -356,6 +357,7 @@ def loop_of(section: ActorSettings | CriticSettings, batch_size: int) -> Loop:
 
 def _update_actor(settings: TrainSettings, resources: Resources) -> UpdateStage:
     actor, loop = settings.actor, loop_of(settings.actor, settings.rollout.batch_size)
+    loop = attrs.evolve(loop, balance_rate=actor.experts.bias_rate)
     source = old_log_probs.source(settings)
     if source == "engine" and _needs_squares(settings):
         source = "pass"  # there is one, which measures the gap to the engine
@@ -365,10 +367,12 @@ def _update_actor(settings: TrainSettings, resources: Resources) -> UpdateStage:
         kl_coef=actor.kl_coef,
         kl_kind=actor.kl_kind,
         nll_coef=actor.positive_nll_coef,
+        balance_coef=actor.experts.balance_coef,
+        router_z_coef=actor.experts.z_coef,
     )
     update = partial(
         update_actor,
-        forward=resources.forward,
+        forward=attrs.evolve(resources.forward, replay=settings.algorithm.router_replay != "none"),
         loss_fn=resources.loss_fn,
         loop=loop,
         optimizer=resources.optimizers["actor"],

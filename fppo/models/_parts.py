@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from fppo.models.model import Model, Params, causal_lm
+from fppo.models.model import Model, Params, causal_lm, state_dtype
 from fppo.models.place import own_params
 from fppo.runtime import fsdp
 from fppo.runtime.layout import Extent
@@ -39,7 +39,8 @@ def read_parts(
     just these parameters, beside names that are `ignored`, or hold them in a form that transformers alone can read.
     """
     module = causal_lm(model.config, "meta", trust_remote_code=model.trust_remote_code)
-    kept = module._keep_in_fp32_modules or module._keep_in_fp32_modules_strict
+    kept = [*(module._keep_in_fp32_modules or ()), *(module._keep_in_fp32_modules_strict or ())]
+    kept = [name for name in model.shapes if name not in model.buffers and any(part in name for part in kept)]
     if (kept and dtype != torch.float32) or getattr(model.config, "quantization_config", None) is not None:
         return None
     known = {name for name in model.whole_shapes if name.startswith(model.prefix) or model.head == "lm"}
@@ -55,7 +56,7 @@ def read_parts(
         if target in known and not holds(model.extents[target], mesh):
             others.add(target)
         elif converter is None:
-            parts[target] = _read(sources[0], model.extents[target], dtype, mesh)
+            parts[target] = _read(sources[0], model.extents[target], state_dtype(model, target, dtype), mesh)
         else:
             whole = _converted(module, target, sources, converter)
             parts |= {name: _own(x, dtype) for name, x in own_params(model, whole, mesh).items()}

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import attrs
 import torch
 
 from fppo.key import Key
-from fppo.models.model import BUILDING, SCORE_BIAS, SCORE_WEIGHT, Model, Params, build, causal_lm
+from fppo.models.model import (
+    BUILDING,
+    SCORE_BIAS,
+    SCORE_WEIGHT,
+    Model,
+    Params,
+    build,
+    causal_lm,
+    named_state,
+    state_dtype,
+)
 
 
 def init_params(model: Model, key: Key, dtype: torch.dtype = torch.float32) -> Params:
@@ -14,8 +26,8 @@ def init_params(model: Model, key: Key, dtype: torch.dtype = torch.float32) -> P
     with BUILDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(key.fold("init").seed & ((1 << 63) - 1))
         module = causal_lm(model.config, "cpu", trust_remote_code=model.trust_remote_code)
-    named = dict(module.named_parameters())
-    params = {name: named[name].detach().to(dtype) for name in model.whole_shapes if name in named}
+    named, kind = named_state(module), partial(state_dtype, model, dtype=dtype)
+    params = {name: named[name].detach().to(kind(name)) for name in model.whole_shapes if name in named}
     return params | (init_value_head(model, key, dtype) if model.head == "value" else {})
 
 

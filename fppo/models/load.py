@@ -17,7 +17,18 @@ from transformers.utils import logging as transformers_logging
 from fppo.key import Key
 from fppo.models._parts import read_parts
 from fppo.models.init import init_value_head
-from fppo.models.model import BUILDING, SCORE_BIAS, SCORE_WEIGHT, HeadKind, Model, Params, build, plain_config
+from fppo.models.model import (
+    BUILDING,
+    SCORE_BIAS,
+    SCORE_WEIGHT,
+    HeadKind,
+    Model,
+    Params,
+    build,
+    named_state,
+    plain_config,
+    state_dtype,
+)
 from fppo.models.place import check_placed, check_staged, own_params, place
 from fppo.models.probe import check_model
 from fppo.runtime.mesh import LOCAL, Mesh
@@ -172,7 +183,8 @@ def _read_whole(
             trust_remote_code=model.trust_remote_code,
         )
     module, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
-    named = {name: p.detach() for name, p in module.named_parameters() if name in model.whole_shapes}
+    named = {name: x.detach() for name, x in named_state(module).items() if name in model.whole_shapes}
+    named |= {name: x.to(state_dtype(model, name, dtype)) for name, x in named.items() if name in model.buffers}
     wanted = {name for name in model.whole_shapes if name not in (SCORE_WEIGHT, SCORE_BIAS)}
     missing = sorted(wanted & set(info["missing_keys"]) | (wanted - set(named)))
     unknown = sorted(name for name in info["unexpected_keys"] if not _expected(name, model))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from fppo.models import seams
+from fppo.models import routing, seams
 from fppo.models.inner import OWN, Inner, compile_layers, put_kernels
 from fppo.models.seams import packed_attention, padded_attention
 from fppo.runtime.layout import Extent, Layout
@@ -59,6 +59,8 @@ class Model:
     head: HeadKind
     shapes: Mapping[str, torch.Size]  # of every parameter; of tied parameters only the first name
     constants: Mapping[str, Tensor]  # the skeleton's buffers by path, such as "rotary_emb.inv_freq"
+    routers: tuple[routing.Router, ...] = ()  # in the order of the layers
+    buffers: frozenset[str] = frozenset()  # of `shapes`, what takes no gradient: state that checkpoints keep in buffers
     compute_dtype: torch.dtype | None = None
     checkpoint_layers: bool = False
     compile_layers: bool = False
@@ -182,7 +184,7 @@ def build(
     module = causal_lm(config, "meta", trust_remote_code=trust_remote_code)
     base = cast(PreTrainedModel, module.base_model)
     prefix = f"{module.base_model_prefix}."
-    shapes = {name: p.shape for name, p in module.named_parameters()}
+    shapes = {name: x.shape for name, x in named_state(module).items()}
     if base is module or not any(name.startswith(prefix) for name in shapes):
         raise ValueError(f"model type {config.model_type!r}: {type(module).__name__} has no base model inside")
     if head == "value":
@@ -190,7 +192,10 @@ def build(
         shapes = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
         shapes |= {SCORE_WEIGHT: torch.Size((outputs, width)), SCORE_BIAS: torch.Size((outputs,))}
     constants = compute_constants(base)
+    buffers = frozenset(name for name, x in named_state(module).items() if name in shapes and not x.requires_grad)
     layers = seams.find_layers(base)
+    own = {name.removeprefix(prefix): shapes[name] for name in buffers if name.startswith(prefix)}
+    routers = routing.put_routers(base, layers, own)
     seams.put_seams(base, layers)
     base.requires_grad_(False)
     base.config._attn_implementation = seams.ATTENTION
@@ -202,24 +207,40 @@ def build(
         head=head,
         shapes=shapes,
         constants=constants,
+        routers=tuple(attrs.evolve(x, bias=x.bias and prefix + x.bias) for x in routers),
+        buffers=buffers,
         compute_dtype=compute_dtype,
         checkpoint_layers=checkpoint_layers,
         trust_remote_code=trust_remote_code,
     )
 
 
+def named_state(module: PreTrainedModel) -> Params:
+    """The parameters, and the buffers that checkpoints keep, as the biases of routers; of tied ones the first name."""
+    stored = module.state_dict().keys()
+    return dict(module.named_parameters()) | {name: x for name, x in module.named_buffers() if name in stored}
+
+
+def state_dtype(model: Model, name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a parameter where parameters are in `dtype`: a buffer is kept in float32 or wider."""
+    return torch.promote_types(dtype, torch.float32) if name in model.buffers else dtype
+
+
 def compute_constants(base: PreTrainedModel) -> dict[str, Tensor]:
-    """The values of the buffers of `base` (on meta), as transformers computes them when it loads a checkpoint."""
+    """The values of the buffers of `base` (on meta) that no checkpoint keeps, as transformers computes them.
+
+    Raises ValueError for those that it does not compute, and for whole numbers among those that checkpoints keep.
+    """
     constants: dict[str, Tensor] = {}
     state = set(base.state_dict())
     for path, module in base.named_modules():
-        names = [name for name, buffer in module._buffers.items() if buffer is not None]
-        stored = [f"{path}.{name}" for name in names if f"{path}.{name}" in state]
-        if stored:
+        own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        stored = {name for name in own if f"{path}.{name}".lstrip(".") in state}
+        if whole := [f"{path}.{name}" for name in sorted(stored) if not own[name].is_floating_point()]:
             raise ValueError(
-                f"model type {base.config.model_type!r} keeps state in buffers: {stored}; fppo cannot run it"
+                f"model type {base.config.model_type!r} keeps whole numbers in buffers: {whole}; fppo cannot run it"
             )
-        if names:
+        if names := [name for name in own if name not in stored]:
             constants |= {f"{path}.{name}".lstrip("."): x for name, x in _fill(base, module, names).items()}
     return constants
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fppo.key import Key
 from fppo.models.heads import logits_of, output_head
-from fppo.models.model import BUILDING, Model, Params, build, causal_lm, longest_row
+from fppo.models.model import BUILDING, Model, Params, build, causal_lm, longest_row, named_state
 from fppo.models.run import hidden_states
 from fppo.models.seams import AttentionLayer, packed_attention
 from fppo_kernels.attention.sdpa import sdpa
@@ -137,7 +137,10 @@ def _filled(small: Model) -> Probe:
             parameter.data = 1.5 * noise / parameter.shape[-1] ** 0.5
         else:
             parameter.data += 0.3 * noise
-    named = dict(plain.named_parameters())
+    named = named_state(plain)
+    for name in sorted(small.buffers):
+        if name.endswith("bias"):  # of a router: what others hold may have to be positive
+            named[name].data += 0.3 * torch.randn(named[name].shape, generator=generator)
     return Probe(small, {name: named[name].detach() for name in small.shapes}, plain)
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from fppo.models.inner import OWN, inner_of
 from fppo.models.model import Model, Params, Span, longest_row, over_long
 from fppo.models.precision import KeepDouble
+from fppo.models.routing import Routes
 from fppo.models.seams import ApplyLayer, Attend
 from fppo.models.spans import Relay, absent
 from fppo_kernels.record import Kernels
@@ -69,6 +70,8 @@ def _base_params(model: Model, params: Params) -> Params:
 
 def _bound(model: Model, name: str, x: Tensor) -> Tensor:
     """A parameter as a pass takes it. What ranks add to a sum of theirs once, the first of them brings."""
+    if name in model.buffers:
+        return x.detach()
     layout = model.layout
     x = x * 0.0 if layout is not None and layout.rank and name in layout.once else x
     return _cast(x, model.compute_dtype)
@@ -90,6 +93,7 @@ def forward(
     attend: Attend,
     apply_layer: ApplyLayer | None = None,
     embedded: Tensor | None = None,
+    routes: Routes | None = None,
 ) -> Tensor:
     """Hidden states [B, S, H] after the last norm, of tokens and positions [B, S], from inside `bind`; with `embedded`
     [B, S, H] in the place of the tokens' embeddings."""
@@ -100,6 +104,7 @@ def forward(
         use_cache=False,
         attend=attend,
         apply_layer=apply_layer,
+        routes=routes,
         return_dict=True,
     )
     return out.last_hidden_state
@@ -115,13 +120,15 @@ def hidden_states(
     kernels: Kernels | None = None,
     apply_layer: ApplyLayer | None = None,
     received: Tensor | None = None,
+    routes: Routes | None = None,
 ) -> Tensor:
     """Hidden states after the last norm: [N, H] of packed tokens [N], or [B, S, H] of rows [B, S].
 
     What is inside the layers runs by `kernels`, or by the model's own code. With `apply_layer` the layers' parameters
     need not be in `params`; casting and checkpointing are then its business. A stage of a pipeline gives what its last
     layer does, the last stage that after the norm; all but the first take what the one before gave as `received`.
-    Raises ValueError for rows longer than `longest_row`, and for a kernel that has no place in the model.
+    `routes` gets what routers choose, or says what they are to. Raises ValueError for rows longer than `longest_row`,
+    and for a kernel that has no place in the model.
     """
     _check_length(model, positions)
     packed = tokens.ndim == 1
@@ -141,7 +148,9 @@ def hidden_states(
         params = params | absent(span, next(iter(params.values())) if received is None else received)
 
     def run(skeleton: PreTrainedModel) -> Tensor:
-        return forward(skeleton, tokens, positions, attend=attend, apply_layer=apply_layer, embedded=embedded)
+        return forward(
+            skeleton, tokens, positions, attend=attend, apply_layer=apply_layer, embedded=embedded, routes=routes
+        )
 
     out = bind(model, params, run, kernels=kernels, compiled=model.compile_layers, partial=not whole)
     if relay is not None:

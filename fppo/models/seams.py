@@ -36,6 +36,12 @@ class Attend(Protocol):
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor: ...
 
 
+class Through(Protocol):
+    """What a pass puts between a layer and whoever applies it: `routing.Routes`."""
+
+    def through(self, layer: nn.Module) -> nn.Module: ...
+
+
 class ApplyLayer(Protocol):
     """What applying layer `index` means; the plain meaning is `layer(*args, **kwargs)`."""
 
@@ -59,8 +65,11 @@ class LayerSeam(nn.Module):
         take_place(self, layer)
         self._seam = (index, layer)  # in a tuple, the layer is no child
 
-    def forward(self, *args: Any, apply_layer: ApplyLayer | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self, *args: Any, apply_layer: ApplyLayer | None = None, routes: Through | None = None, **kwargs: Any
+    ) -> Any:
         index, layer = self._seam
+        layer = layer if routes is None else routes.through(layer)
         return layer(*args, **kwargs) if apply_layer is None else apply_layer(index, layer, args, kwargs)
 
 

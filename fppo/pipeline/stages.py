@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, Literal, NamedTuple, TypeVar
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -42,6 +43,7 @@ R = TypeVar("R", bound=Rows)
 ScoreFn = Callable[[Rollout], tuple[Scored, Metrics]]
 ConfidenceFn = Callable[[Params, Tensor, Tensor, Tensor], Tensor]  # `steps.confidence_values`
 Role = Literal["actor", "ref", "critic"]
+RouterReplay = Literal["none", "old_log_probs", "all"]
 
 
 def rollout_stage(
@@ -97,6 +99,7 @@ def annotate(
     temperature: float = 1.0,
     old_log_probs: OldLogProbs = "pass",
     sum_squared: bool = False,
+    replay: RouterReplay = "none",
     fetch: Callable[[Role, Params], Params | OnHost] = lambda role, params: params,
 ) -> tuple[Annotated, Metrics]:
     """Old log-probs, reference log-probs if the run has a reference, values by `critic` if it has a critic, a model or
@@ -106,51 +109,53 @@ def annotate(
     at a role's parameters. The old log-probs come from a "pass" of the policy before its update; or they are the
     "engine"'s; or the "update" takes them from its own pass, and what stands in their field until then is the engine's;
     or "auto": the engine's where a pass over few rows finds them to be the policy's own, else those of a pass
-    (`gap.of_engine`). The metric training/old_log_probs/SOURCE is 1.
+    (`gap.of_engine`). The metric training/old_log_probs/SOURCE is 1. With `replay` a pass tells what experts the policy
+    chooses; with "all" the reference chooses them, too.
     """
-    share = share_of(scored, forward)
-    times = [now()]
-    source, old, squared, entropy, report = old_log_probs, scored.rollout_log_probs, None, None, {}
-    confident = not isinstance(critic, Forward | None)
+    share, times = share_of(scored, forward), [now()]
+    source, old, told, report = old_log_probs, scored.rollout_log_probs, TokenOutputs(), {}
+    entropy = not isinstance(critic, Forward | None)
+    besides = {"sum_squared_probs": sum_squared, "entropy": entropy, "routed": replay != "none"}
+    outputs = ["log_probs", *(name for name, asked in besides.items() if asked)]
+    ask = partial(compute_outputs, micro_batching=micro_batching, outputs=outputs, temperature=temperature)
 
     def trainers(rows: Scored) -> TokenOutputs:
         part = share if rows is scored else share_of(rows, forward)
-        outputs = ["log_probs", *(["sum_squared_probs"] if sum_squared else []), *(["entropy"] if confident else [])]
-        params = fetch("actor", run.actor.params)
-        out = compute_outputs(
-            params, part.own, forward=forward, micro_batching=micro_batching, outputs=outputs, temperature=temperature
-        )
-        return TokenOutputs(*(None if x is None else part.collected(x) for x in out))
+        out = ask(fetch("actor", run.actor.params), part.own, forward=forward)
+        columns = {name: part.collected(x) for name, x in out._asdict().items() if x is not None}
+        return TokenOutputs()._replace(**columns)
 
-    if source == "auto" and not (sum_squared or confident):
+    if source == "auto" and len(outputs) == 1:
         source, old, report = of_engine(scored, run, lambda rows: there(trainers(rows).log_probs))
-    elif source in ("pass", "auto") or sum_squared or confident:
-        source = "pass" if source == "auto" else source
-        out = trainers(scored)
-        log_probs, squared, entropy = there(out.log_probs), out.sum_squared_probs, out.entropy
-        report = rollout_gap(log_probs, scored.rollout_log_probs, scored.response_mask)
-        old = log_probs if source == "pass" else old
+    elif source in ("pass", "auto") or len(outputs) > 1:
+        source, told = "pass" if source == "auto" else source, trainers(scored)
+        report = rollout_gap(there(told.log_probs), scored.rollout_log_probs, scored.response_mask)
+        old = there(told.log_probs) if source == "pass" else old
     times.append(now())
-    again = partial(compute_log_probs, forward=forward, micro_batching=micro_batching, temperature=temperature)
-    ref = None if run.ref is None else share.collected(again(fetch("ref", run.ref), share.own))
+    annotated, ref = extend(Annotated, scored, old_log_probs=old, routed=told.routed), None
+    if run.ref is not None:
+        again = partial(compute_log_probs, micro_batching=micro_batching, temperature=temperature)
+        choosing, own = attrs.evolve(forward, replay=replay == "all"), share_of(annotated, forward).own
+        ref = share.collected(again(fetch("ref", run.ref), own, forward=choosing))
     times.append(now())
     values = None
-    if run.critic is not None:
-        if isinstance(critic, Forward):
-            params = fetch("critic", run.critic.params)
-            values = share.collected(compute_values(params, share.own, forward=critic, micro_batching=micro_batching))
-        elif critic is not None:
-            values = critic(run.critic.params, old, there(entropy), scored.response_mask)
+    if run.critic is not None and isinstance(critic, Forward):
+        params = fetch("critic", run.critic.params)
+        values = share.collected(compute_values(params, share.own, forward=critic, micro_batching=micro_batching))
+    elif run.critic is not None and not isinstance(critic, Forward | None):
+        values = critic(run.critic.params, old, there(told.entropy), scored.response_mask)
     times.append(now())
-    report[f"training/old_log_probs/{source}"] = metrics.mean(1.0)
-    report |= _annotating(times, share, forward.model, row_lengths(scored))
-    columns = {"values": values, "sum_squared_probs": squared, "entropy": entropy}
-    return extend(Annotated, scored, old_log_probs=old, ref_log_probs=ref, **columns), report
+    report |= _annotating(times, share, forward.model, row_lengths(scored), source)
+    columns = {"values": values, "sum_squared_probs": told.sum_squared_probs, "entropy": told.entropy}
+    return extend(Annotated, annotated, ref_log_probs=ref, **columns), report
 
 
-def _annotating(times: Sequence[float], share: Share, model: Model, lengths: Sequence[int]) -> Metrics:
-    """The seconds of each pass, and how unequal the ranks' work is where there are several."""
-    report: Metrics = {}
+def _annotating(
+    times: Sequence[float], share: Share, model: Model, lengths: Sequence[int], source: OldLogProbs
+) -> Metrics:
+    """Where the old log-probs are from, the seconds of each pass, and how unequal the ranks' work is where there are
+    several."""
+    report: Metrics = {f"training/old_log_probs/{source}": metrics.mean(1.0)}
     if len(share.places) > 1:
         report["perf/imbalance"] = metrics.mean(imbalance(model, lengths, share.places))
     for name, start, end in zip(("old_log_prob", "ref", "values"), times, times[1:], strict=False):

@@ -20,7 +20,7 @@ from fppo.steps.train_state import TrainState
 from fppo_kernels.record import Kernels
 
 Leaves = list[tuple[str, Any]]
-ANNOTATIONS = ("old_log_probs", "ref_log_probs", "values", "sum_squared_probs", "entropy")
+ANNOTATIONS = ("old_log_probs", "ref_log_probs", "values", "sum_squared_probs", "entropy", "routed")
 ESTIMATES = ("token_rewards", "advantages", "returns", "correction_weights", "response_mask")
 
 

@@ -9,7 +9,7 @@ What an engine was sent, it digests again; `compare` names what went wrong on th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -68,9 +68,10 @@ def reshard(
     bucket_bytes: int,
     dtype: torch.dtype | None = None,
     only: Iterable[str] | None = None,
+    exact: Collection[str] = (),
     layout: Layout | None = None,
 ) -> Iterator[Bucket]:
-    """The whole parameters, or those named in `only`, in order, in buckets; floating ones as `dtype`.
+    """The whole parameters, or those named in `only`, in order, in buckets; floating ones as `dtype`, but `exact` ones.
 
     Digests are as `how_of` says. A bucket's extra memory is at most `bucket_bytes`, or what one tensor takes
     if that is more; whole parameters that need no cast are not copied at all. On a mesh that cuts parameters, over its
@@ -82,7 +83,7 @@ def reshard(
     dtypes = dtypes_of(params, mesh)
     wanted = set(dtypes) if only is None else set(only)
     names = [name for name in (params if layout is None else whole_shapes) if name in wanted]
-    kinds = {name: _sent(dtypes[name], dtype) for name in names}
+    kinds = {name: sent_dtype(name, dtypes[name], dtype, exact) for name in names}
     how = how_of(params.values())
     params = {name: x.detach() for name, x in params.items()}
     budget = bucket_bytes // 3 if mesh.cuts else bucket_bytes  # a gather holds its pieces, the buffer and the result
@@ -92,8 +93,9 @@ def reshard(
         yield Bucket(whole, {name: digest(x, how) for name, x in whole.items()}, how)
 
 
-def _sent(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and own.is_floating_point else own
+def sent_dtype(name: str, own: torch.dtype, dtype: torch.dtype | None, exact: Collection[str]) -> torch.dtype:
+    """What a parameter is sent in, of the dtype `own`: floating ones in `dtype`, if they need not be `exact`."""
+    return dtype if dtype is not None and own.is_floating_point and name not in exact else own
 
 
 def _pieces(sizes: Mapping[str, int], budget: int) -> Iterator[list[str]]:

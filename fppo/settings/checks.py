@@ -16,6 +16,7 @@ from fppo.settings.checks_mesh import context_axis_problems, pipeline_problems, 
 from fppo.settings.checks_reward import FUNCTION, judge_on_ranks, reward_problems
 from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
 from fppo.settings.critic import CriticSettings
+from fppo.settings.experts import expert_problems
 from fppo.settings.fields import wrong_values
 from fppo.settings.old_log_probs import old_log_probs_problems
 from fppo.settings.problems import Problems, unread_section
@@ -74,7 +75,7 @@ def problems(settings: TrainSettings) -> list[str]:
     Conflicts between fields are sought also where a single value is wrong, so that one run of the command names all.
     """
     rollout, algorithm = (_rollout, _turns, _sampling), (_algorithm, old_log_probs_problems, _correction)
-    conflicts = (_run, _model, data_problems, *rollout, reward_problems, *algorithm, _loss)
+    conflicts = (_run, _model, data_problems, *rollout, reward_problems, *algorithm, _loss, expert_problems)
     lines = [_problem(*wrong) for wrong in wrong_values(settings)]
     for conflict in conflicts:
         lines += conflict(settings)

@@ -13,6 +13,7 @@ import attrs
 
 from fppo.settings.algorithm import AlgorithmSettings, KlKind
 from fppo.settings.critic import CriticSettings
+from fppo.settings.experts import ExpertSettings
 from fppo.settings.fields import Table, above, at_least, at_most, nonempty, setting
 from fppo.settings.mesh import MeshSettings
 from fppo.settings.optimizer import OptimizerSettings, WeightMode
@@ -164,6 +165,8 @@ class ActorSettings:
     """Sequences per forward and backward pass; 0 or None: split by token_budget."""
     token_budget: int | None = setting(None, at_least(0))
     """Tokens per forward and backward pass; None: 16384, unless micro_batch_size is given."""
+    experts: ExpertSettings = setting(ExpertSettings)
+    """How the routers of a mixture of experts are trained."""
     optimizer: OptimizerSettings = setting(OptimizerSettings)
     """The optimizer and its learning rate."""
 

@@ -18,8 +18,9 @@ from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.runtime.mesh import DATA_AXES, place_on
 from fppo.shapes import Mask, Tokens
+from fppo.steps.experts import LOAD, RouterTotals, check_routers, router_losses, router_totals
 from fppo.steps.forward import Forward, forward_micro_batch, run_passes
-from fppo.steps.loop import Loop, Mark, MiniBatch, update, weighted_sum
+from fppo.steps.loop import Loop, Mark, MiniBatch, Objective, OfMiniBatch, update, weighted_sum
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.ranks import blank, collect
 from fppo.steps.sharded import Whole
@@ -44,14 +45,17 @@ class SelectiveLoss:
 @attrs.frozen(kw_only=True)
 class PolicyTerms:
     """The scalars of the actor's objective: the temperature that log-probs are under, the factor of the entropy bonus,
-    the factor and kind (`losses.kl_estimate`) of the KL term to the reference, and the factor of the negative
-    log-likelihood of responses with a positive score (`losses.positive_weights`)."""
+    the factor and kind (`losses.kl_estimate`) of the KL term to the reference, the factor of the negative
+    log-likelihood of responses with a positive score (`losses.positive_weights`), and the factors of the losses that
+    balance the loads of experts and keep their routers' logits small (`experts.router_losses`)."""
 
     temperature: float = 1.0
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     kl_kind: str = "k3"
     nll_coef: float = 0.0
+    balance_coef: float = 0.0
+    router_z_coef: float = 0.0
 
 
 PLAIN = PolicyTerms()
@@ -82,9 +86,14 @@ def update_actor(
     the same pass as the new ones, and the gap is reported: right when one mini-batch and one epoch make the ratio 1.
     "auto": the batch's are either, and who chose between them has looked at the gap (`pipeline.stages.annotate`).
 
+    Of a model with experts, the loads of these are reported, and with `forward.replay` those are chosen that the batch
+    says; `terms.balance_coef` needs that.
+
     Mini-batches are drawn by `key`, or taken in order without one. `donate` gives up the memory of `state`. Raises
-    ValueError for "update" with several updates, whose ratios would all be 1.
+    ValueError for "update" with several updates, whose ratios would all be 1, and for terms that the model or the
+    forward lacks something for.
     """
+    _check_router_terms(terms, forward)
     if old_log_probs == "update" and (loop.epochs > 1 or loop.mini_batch_size < len(batch.row_ids)):
         raise ValueError(
             f"old_log_probs='update' with epochs={loop.epochs}, mini_batch_size={loop.mini_batch_size} of "
@@ -94,11 +103,16 @@ def update_actor(
     if isinstance(loss_fn, SelectiveLoss):
         marks.append(partial(_select, select_fn=loss_fn.select_fn, temperature=terms.temperature))
         loss_fn = loss_fn.loss_fn
+
+    def make(mini: MiniBatch) -> Objective:
+        totals = router_totals(mini.rows, forward.model) if terms.balance_coef or terms.router_z_coef else None
+        return partial(policy_objective, loss_fn=loss_fn, terms=terms, old_log_probs=old_log_probs, totals=totals)
+
     return update(
         state,
         batch,
         forward=forward,
-        objective=partial(policy_objective, loss_fn=loss_fn, terms=terms, old_log_probs=old_log_probs),
+        objective=OfMiniBatch(make),
         loop=loop,
         optimizer=optimizer,
         prefix="actor",
@@ -106,6 +120,16 @@ def update_actor(
         key=key,
         donate=donate,
     )
+
+
+def _check_router_terms(terms: PolicyTerms, forward: Forward) -> None:
+    if terms.balance_coef or terms.router_z_coef:
+        check_routers(forward.model, "leave out balance_coef and router_z_coef")
+    if terms.balance_coef and not forward.replay:
+        raise ValueError(
+            f"balance_coef={terms.balance_coef} needs the experts of a whole mini-batch before its first pass: give a "
+            "forward with replay=True, and rows with `routed`"
+        )
 
 
 def policy_objective(
@@ -118,15 +142,20 @@ def policy_objective(
     terms: PolicyTerms = PLAIN,
     old_log_probs: OldLogProbs = "pass",
     marks: Mapping[str, Tensor] = MappingProxyType({}),
+    totals: RouterTotals | None = None,
 ) -> tuple[Tensor, Metrics]:
     """`update_actor`'s objective on some rows of a mini-batch, with their weights [B, T], and its metrics.
 
-    Of `marks` [B, T] a selective loss takes the tokens "selected"; "positive" weighs the negative log-likelihood.
+    Of `marks` [B, T] a selective loss takes the tokens "selected"; "positive" weighs the negative log-likelihood. With
+    `totals` of the mini-batch there are the losses of routers.
 
     Raises ValueError for a KL term without reference log-probs in the rows, and for a policy loss of another shape.
     """
+    model = forward.model
+    tells = ["loads"] if model.routers and not (model.compile_layers or model.spans) else []
+    tells += [] if totals is None else ["router_sums"]
     out = forward_micro_batch(
-        params, rows, forward=forward, outputs=("log_probs", "entropy"), temperature=terms.temperature
+        params, rows, forward=forward, outputs=("log_probs", "entropy", *tells), temperature=terms.temperature
     )
     assert out.log_probs is not None
     assert out.entropy is not None
@@ -153,6 +182,12 @@ def policy_objective(
     if terms.nll_coef:
         nll, known = weighted_sum({"actor/nll_loss": -terms.nll_coef * out.log_probs}, marks["positive"])
         loss, sums = loss + nll, sums | known
+    if out.loads is not None:
+        report = report | {f"actor/{LOAD}": metrics.Sum(out.loads)}
+    if totals is not None and out.router_sums is not None:
+        of_routers = router_losses(out.router_sums, totals, balance_coef=terms.balance_coef, z_coef=terms.router_z_coef)
+        loss = torch.stack([loss, *(x.to(loss) for x in of_routers.values())]).sum()
+        sums = sums | {f"actor/{name}": metrics.term(x) for name, x in of_routers.items()}
     if not loss.requires_grad:  # a loss without a token: the backward pass is still there, for its collectives
         loss = loss + 0.0 * out.log_probs.sum()
     return loss, report | sums

@@ -19,19 +19,22 @@ from fppo.models.model import Model
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import OnHost
 from fppo.shapes import Outputs, Tokens
+from fppo.steps import experts
+from fppo.steps.experts import RoutedPass, RouterSums
 from fppo.steps.micro_batching import MicroBatching, partition
-from fppo.steps.packed import cutting, multiple, slice_of
+from fppo.steps.packed import cutting, gathered, multiple, own_tokens, slice_of
 from fppo.steps.ranks import blank, rounds
 from fppo.steps.sharded import Opened, Whole, cast, opened, whole
 from fppo.steps.stages import stage_outputs
 from fppo.steps.train_state import Params
-from fppo_kernels.collectives import Axis, all_gather, same
+from fppo_kernels.collectives import all_gather, same
 from fppo_kernels.record import Kernels
-from fppo_kernels.shapes import Float
-from fppo_kernels.ulysses import gather_sequence
+from fppo_kernels.shapes import Float, Int
+from fppo_kernels.ulysses import slice_sequence
 
-OUTPUTS = ("log_probs", "entropy", "sum_squared_probs", "values", "outputs")
 OF_VALUE_HEADS = ("values", "outputs")
+OF_ROUTERS = ("routed", "loads", "router_sums")
+OUTPUTS = ("log_probs", "entropy", "sum_squared_probs", *OF_VALUE_HEADS, *OF_ROUTERS)
 
 
 @runtime_checkable
@@ -52,7 +55,7 @@ class Forward:
 
     `remove_padding` packs the rows of a pass; without it the padded rows run as they are. `read` makes values [...] of
     what a value head gives, [..., K]. `received` is what one stage of a pipeline has from the stage before it, in a
-    pass of it.
+    pass of it. With `replay` the routers of experts choose what the rows' `routed` [B, S, L, k] says.
     """
 
     model: Model
@@ -61,8 +64,11 @@ class Forward:
     remove_padding: bool = True
     read: Callable[[Tensor], Tensor] = first_output
     received: Tensor | None = None
+    replay: bool = False
 
     def __attrs_post_init__(self) -> None:
+        if self.replay:
+            experts.check_routers(self.model, "leave out replay")
         layout = self.model.layout
         for axis, placed in (
             ("tensor", 1 if layout is None else layout.ranks),
@@ -88,14 +94,18 @@ class Forward:
 
 
 class TokenOutputs(NamedTuple):
-    """Per-token outputs [B, T], float32 (float64 from float64 parameters), zero outside the response mask; and the K
-    numbers of a value head, [B, T, K]."""
+    """Per-token outputs [B, T], float32 (float64 from float64 parameters), zero outside the response mask; the K
+    numbers of a value head, [B, T, K]; and those of routers: the experts chosen, [B, S, L, k], and of this pass how
+    many tokens each got, and sums for losses."""
 
     log_probs: Tokens | None = None
     entropy: Tokens | None = None
     sum_squared_probs: Tokens | None = None
     values: Tokens | None = None
     outputs: Outputs | None = None
+    routed: Int[Tensor, "b s l k"] | None = None
+    loads: Float[Tensor, "l e"] | None = None  # over the tokens of rows with a response
+    router_sums: RouterSums | None = None  # likewise
 
 
 def forward_micro_batch(
@@ -110,7 +120,8 @@ def forward_micro_batch(
 
     "log_probs" of the response tokens under logits / `temperature`, "entropy" and "sum_squared_probs" of that
     distribution need a model with a vocabulary head; "outputs" of a value head, or the "values" that are read of them,
-    need one with a value head. Only positions in the response mask reach a head.
+    need one with a value head. Only positions in the response mask reach a head. "routed", "loads" and "router_sums"
+    need a model with routers of experts.
 
     On a mesh with a sequence, context or tensor axis all its ranks hold the same rows; each runs its tokens of the
     packed row, and all get all outputs. If all compute the same loss from them, each rank's gradient is its share: the
@@ -122,16 +133,15 @@ def forward_micro_batch(
     mask, axis, tensor = rows.response_mask, cutting(forward.mesh), forward.mesh["tensor"]
     ready = opened(params, forward.model, forward.mesh)
     index = mask.flatten().nonzero().flatten()
-    hidden, before = _hidden_before_responses(ready, rows, index, forward)
-    own = _own(before, len(hidden), axis)
-    head = models.output_head(forward.model, ready.root)
+    tells = not set(OF_ROUTERS).isdisjoint(outputs)
+    hidden, before, routed = _hidden_before_responses(ready, rows, index, forward, tells=tells)
+    own, head = own_tokens(before, len(hidden), axis), models.output_head(forward.model, ready.root)
     states = hidden[own.places]
     if set(outputs) & set(OF_VALUE_HEADS):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        bias = None if head.bias is None else head.bias.to(dtype)
-        numbers = F.linear(states.to(dtype), head.weight.to(dtype), bias)
+        numbers = F.linear(states.to(dtype), head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype))
         made = {"values": forward.read, "outputs": lambda x: x}
-        computed = {name: made[name](numbers) for name in outputs}
+        computed = {name: make(numbers) for name, make in made.items() if name in outputs}
     else:
         kernel = forward.kernels.log_probs
         result = (kernel if tensor.size == 1 else partial(kernel, axis=tensor))(
@@ -152,37 +162,12 @@ def forward_micro_batch(
         }
     names = [name for name, x in computed.items() if x is not None]
     own_columns = [same(x, tensor) for x in computed.values() if x is not None]
-    columns = _gathered(own_columns, own, before, len(hidden), axis)
+    columns = gathered(own_columns, own, before, len(hidden), axis)
     pad = forward.kernels.pad
-    return TokenOutputs(**{name: pad(x, index, mask.shape) for name, x in zip(names, columns, strict=True)})
-
-
-class _Own(NamedTuple):
-    """Which of M tokens of the packed row this rank has."""
-
-    numbers: Tensor | slice  # among the M
-    places: Tensor  # among this rank's
-
-
-def _own(tokens: Tensor, length: int, axis: Axis) -> _Own:
-    """Those of `tokens` (places among all ranks' tokens [M], one rank after the other) that this rank has, of `length`
-    tokens."""
-    if axis.size == 1:
-        return _Own(slice(None), tokens)
-    places = tokens - axis.rank * length
-    numbers = ((places >= 0) & (places < length)).nonzero().flatten()
-    return _Own(numbers, places[numbers])
-
-
-def _gathered(columns: Sequence[Tensor], own: _Own, tokens: Tensor, length: int, axis: Axis) -> Sequence[Tensor]:
-    """Numbers of this rank's tokens, [M, ...], as those of all `tokens` [M], on every rank, by one collective."""
-    if axis.size == 1:
-        return columns
-    flat = [x.flatten(1) if x.dim() > 1 else x[:, None] for x in columns]
-    stacked = torch.cat(flat, 1)
-    slots = stacked.new_zeros(length, stacked.shape[1]).index_copy(0, own.places, stacked)
-    whole = gather_sequence(slots, axis)[tokens].split([x.shape[1] for x in flat], 1)
-    return [x.view(-1, *column.shape[1:]) for x, column in zip(whole, columns, strict=True)]
+    tokens = {name: pad(x, index, mask.shape) for name, x in zip(names, columns, strict=True)}
+    return TokenOutputs()._replace(
+        **tokens, **experts.of_routers(routed, outputs, forward.model, forward.mesh, forward.kernels.pad)
+    )
 
 
 def stage_states(params: Params | Whole | OnHost, rows: Rows, *, forward: Forward) -> Tensor:
@@ -209,22 +194,27 @@ def _check_outputs(model: Model, outputs: Sequence[str]) -> None:
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown:
         raise ValueError(f"unknown outputs {unknown}; there are {list(OUTPUTS)}")
-    needed = {"value" if name in OF_VALUE_HEADS else "lm" for name in outputs}
+    if of_routers := [name for name in outputs if name in OF_ROUTERS]:
+        experts.check_routers(model, f"leave out {of_routers}")
+    needed = {"value" if name in OF_VALUE_HEADS else "lm" for name in outputs if name not in OF_ROUTERS}
     if needed - {model.head}:
         has, lacks = ("value", "vocabulary") if model.head == "value" else ("vocabulary", "value")
         raise ValueError(f"outputs {list(outputs)} need a {lacks} head; this model has a {has} head")
 
 
-def _hidden_before_responses(params: Opened, rows: Rows, index: Tensor, forward: Forward) -> tuple[Tensor, Tensor]:
+def _hidden_before_responses(
+    params: Opened, rows: Rows, index: Tensor, forward: Forward, *, tells: bool = False
+) -> tuple[Tensor, Tensor, RoutedPass | None]:
     """Hidden states of this rank's tokens [N, H], and for each response token [M], at flat place index[i] of the
-    response mask [B, T], the place of the token before it among all ranks' tokens, one rank after the other."""
+    response mask [B, T], the place of the token before it among all ranks' tokens, one rank after the other; and what
+    routers tell if they are to."""
     width, length = rows.tokens.shape[1], rows.response_mask.shape[1]
     ranks = forward.mesh["sequence"].size
     flat = index + (index // max(length, 1) + 1) * (width - length)
     if forward.remove_padding:
         place = rows.attention_mask.flatten().cumsum(0) - 1
-        hidden, places = _packed_hidden(params, rows, forward)
-        return hidden, places[place[flat] - 1]
+        hidden, places, routed = _packed_hidden(params, rows, forward, tells=tells)
+        return hidden, places[place[flat] - 1], routed
     if ranks > 1:
         raise ValueError(
             f"remove_padding=False runs padded rows as they are, and a sequence axis of {ranks} ranks "
@@ -233,6 +223,8 @@ def _hidden_before_responses(params: Opened, rows: Rows, index: Tensor, forward:
     positions = (rows.attention_mask.cumsum(1) - 1).clamp(min=0)
     attend = models.padded_attention(rows.attention_mask)
     received = None if forward.received is None else forward.received.unflatten(0, rows.tokens.shape)
+    columns = experts.columns(rows, tells=tells, replay=forward.replay)
+    routed = experts.routed_pass({name: x.flatten(0, 1) for name, x in columns.items()}, rows)
     hidden = models.hidden_states(
         forward.model,
         params.root,
@@ -242,16 +234,22 @@ def _hidden_before_responses(params: Opened, rows: Rows, index: Tensor, forward:
         kernels=forward.kernels,
         apply_layer=params.apply_layer,
         received=received,
+        routes=None if routed is None else routed.routes,
     )
-    return hidden.flatten(0, 1), flat - 1
+    return hidden.flatten(0, 1), flat - 1, routed
 
 
-def _packed_hidden(params: Opened, rows: Rows, forward: Forward) -> tuple[Tensor, Tensor]:
+def _packed_hidden(
+    params: Opened, rows: Rows, forward: Forward, *, tells: bool = False
+) -> tuple[Tensor, Tensor, RoutedPass | None]:
     """Hidden states of this rank's tokens of the packed row [N, H], and where each token of the row is among all ranks'
-    tokens, one rank after the other."""
+    tokens, one rank after the other; and what routers tell if they are to."""
     kernels, mesh = forward.kernels, forward.mesh
-    packed = kernels.unpad(rows.tokens, rows.attention_mask, multiple=multiple(mesh))
+    columns = experts.columns(rows, tells=tells, replay=forward.replay)
+    packed = kernels.unpad(rows.tokens, rows.attention_mask, columns=columns, multiple=multiple(mesh))
     own = slice_of(packed, forward.model, kernels, mesh)
+    columns = {name: slice_sequence(x[own.places.argsort()], cutting(mesh)) for name, x in packed.columns.items()}
+    routed = experts.routed_pass(columns, rows, index=packed.index, places=own.places)
     hidden = models.hidden_states(
         forward.model,
         params.root,
@@ -261,8 +259,9 @@ def _packed_hidden(params: Opened, rows: Rows, forward: Forward) -> tuple[Tensor
         kernels=kernels,
         apply_layer=params.apply_layer,
         received=forward.received,
+        routes=None if routed is None else routed.routes,
     )
-    return (hidden if goes_on(forward.model) else all_gather(hidden, mesh["tensor"])), own.places
+    return (hidden if goes_on(forward.model) else all_gather(hidden, mesh["tensor"])), own.places, routed
 
 
 def _passes(rows: Rows, micro_batching: MicroBatching, mesh: Mesh) -> tuple[Tensor, Iterable[Rows]]:
@@ -320,14 +319,19 @@ def compute_outputs(
     outputs: Sequence[str] = ("log_probs",),
     temperature: float = 1.0,
 ) -> TokenOutputs:
-    """`forward_micro_batch` over all rows, of which there may be none, without gradients; rows come back in order."""
+    """`forward_micro_batch` over all rows, of which there may be none, without gradients; rows come back in order.
+
+    Of what routers tell it gives "routed" alone.
+    """
     _check_outputs(forward.model, outputs)
-    lm = forward.model.head == "lm"
+    lm, told = forward.model.head == "lm", []
     names = [name for name in TokenOutputs._fields if name in outputs or (lm and name == "log_probs")]
+    names = [name for name in names if name not in OF_ROUTERS]
     sizes = [forward.model.outputs if name == "outputs" else 1 for name in names]
 
     def run(params: Params | Whole | OnHost, rows: Rows, *, forward: Forward) -> Tensor:
         out = forward_micro_batch(params, rows, forward=forward, outputs=outputs, temperature=temperature)
+        told.extend([] if out.routed is None else [out.routed])
         columns = [getattr(out, name) for name in names]
         return torch.cat([x.movedim(-1, 0) if x.dim() > 2 else x[None] for x in columns])
 
@@ -339,7 +343,7 @@ def compute_outputs(
         name: (x.movedim(0, -1) if name == "outputs" else x[0]).contiguous().clone()  # in memory of its own
         for name, x in zip(names, results.split(sizes), strict=True)
     }
-    return TokenOutputs(**joined)
+    return TokenOutputs()._replace(**joined, routed=torch.cat(told)[order] if told else None)
 
 
 def compute_log_probs(
@@ -385,8 +389,8 @@ def _scores(params: Params | Whole | OnHost, rows: Rows, *, forward: Forward) ->
     """The head at the last token of each of some rows [b]."""
     ready = opened(params, forward.model, forward.mesh)
     head = models.output_head(forward.model, ready.root)
-    hidden, places = _packed_hidden(ready, rows, forward)
+    hidden, places, _ = _packed_hidden(ready, rows, forward)
     last = places[rows.attention_mask.sum(1).cumsum(0) - 1]
-    own = _own(last, len(hidden), cutting(forward.mesh))
+    own = own_tokens(last, len(hidden), cutting(forward.mesh))
     numbers = F.linear(hidden[own.places].to(head.weight.dtype), head.weight, head.bias)[:, 0].float()
-    return _gathered([numbers], own, last, len(hidden), cutting(forward.mesh))[0]
+    return gathered([numbers], own, last, len(hidden), cutting(forward.mesh))[0]

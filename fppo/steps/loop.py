@@ -20,6 +20,7 @@ from fppo.runtime import fsdp
 from fppo.runtime.mesh import DATA_AXES, data_metrics, gradient_sum, place_on, ranks_on
 from fppo.runtime.schedule import MakeSchedule, one_f_one_b
 from fppo.shapes import Tokens
+from fppo.steps.experts import balanced, check_biases, split_loads
 from fppo.steps.forward import Forward, Rows, goes_on, row_lengths, slice_length, stage_states
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.optimizers import Optimizer
@@ -41,7 +42,8 @@ class TrainRows(Rows, Protocol):
 class Loop:
     """How a batch becomes updates: an optimizer step per mini-batch of `mini_batch_size` rows, a gradient per
     micro-batch, `epochs` times over. `weight_mode` and `horizon` are those of `losses.loss_weights`. On a pipeline axis
-    micro-batches run by what `stage_schedule` makes; see `laws.check_schedule`. Raises ValueError for a size or a
+    micro-batches run by what `stage_schedule` makes; see `laws.check_schedule`. By `balance_rate` the biases of routers
+    of experts move with every update (`experts.balanced`). Raises ValueError for a size or a
     number of epochs below 1."""
 
     mini_batch_size: int
@@ -50,6 +52,7 @@ class Loop:
     weight_mode: str = "token-mean"
     horizon: int | None = None
     stage_schedule: MakeSchedule = one_f_one_b
+    balance_rate: float = 0.0
 
     def __attrs_post_init__(self) -> None:
         for name, value in (("mini_batch_size", self.mini_batch_size), ("epochs", self.epochs)):
@@ -75,6 +78,13 @@ Objective = Callable[..., tuple[Tensor, Metrics]]
 Mark = Callable[..., dict[str, Tensor]]
 
 
+@attrs.frozen
+class OfMiniBatch:
+    """An objective that depends on a whole mini-batch: `make(mini_batch)` gives the one of its passes."""
+
+    make: Callable[[MiniBatch], Objective]
+
+
 def weighted_sum(terms: dict[str, Tokens], weights: Tokens) -> tuple[Float[Tensor, ""], Metrics]:
     """The sum over all `terms` [B, T] of sum(weights * term), 0-d; and each of these sums as a metric of its name."""
     sums = {name: (weights * term).sum() for name, term in terms.items()}
@@ -86,7 +96,7 @@ def update(
     batch: TrainRows,
     *,
     forward: Forward,
-    objective: Objective,
+    objective: Objective | OfMiniBatch,
     loop: Loop,
     optimizer: Optimizer,
     prefix: str = "update",
@@ -99,8 +109,11 @@ def update(
 
     `objective` gives the weighted sum of a micro-batch; `mark` looks at a whole mini-batch before. The
     optimizer's metrics are named `prefix`/.... With `key` the mini-batches are drawn anew in every epoch, else they
-    are taken in order. `donate` gives up the memory of `state`. Raises ValueError for mini-batches larger than `batch`.
+    are taken in order. `donate` gives up the memory of `state`. Raises ValueError for mini-batches larger than `batch`,
+    and for a balance rate of a model without biases to balance by.
     """
+    if loop.balance_rate:
+        check_biases(forward.model, f"leave out balance_rate={loop.balance_rate}")
     if loop.mini_batch_size > (count := len(batch.row_ids)):
         raise ValueError(f"mini_batch_size={loop.mini_batch_size}: the batch has {count} rows; give at most as many")
     history: list[Metrics] = []
@@ -114,15 +127,20 @@ def update(
             marks = None
             if mark is not None:
                 marks = mark(state.params, mini, place.fold("select", epoch, number), forward=forward)
-            passes = _passes(mini, weights, objective, marks)
+            own = objective.make(mini) if isinstance(objective, OfMiniBatch) else objective
+            passes = _passes(mini, weights, own, marks)
             if forward.model.spans:
                 grads, report = _stage_gradients(state.params, list(passes), forward, loop.stage_schedule)
             else:
                 grads, report = _gradients(state.params, passes, forward)
-            report = metrics.settled(data_metrics(report, mesh))
+            report, loads = split_loads(metrics.settled(data_metrics(report, mesh)), prefix, forward.model.routers)
             grads = gradient_sum(grads, mesh)
             state = state if donate or history else tree.copy(state)
-            state, stepped = optimizer_step(state, grads, optimizer=optimizer, mesh=mesh, donate=True)
+            buffers = forward.model.buffers
+            state, stepped = optimizer_step(state, grads, optimizer=optimizer, mesh=mesh, buffers=buffers, donate=True)
+            if loop.balance_rate and loads is not None:
+                moved = balanced(state.params, loads, forward.model, mesh, rate=loop.balance_rate, unless=stepped)
+                state = tree.replace(state, params=moved)
             history.append(metrics.merge(report, {f"{prefix}/{name}": m for name, m in stepped.items()}))
     return state, metrics.merge(*history)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from fppo_kernels.context import BLOCKS, deal, gathered_attention
 from fppo_kernels.padding import Packed
 from fppo_kernels.record import Kernels
 from fppo_kernels.ring import ring_attention
-from fppo_kernels.ulysses import slice_sequence, ulysses
+from fppo_kernels.ulysses import gather_sequence, slice_sequence, ulysses
 
 
 class Slice(NamedTuple):
@@ -55,3 +56,31 @@ def slice_of(packed: Packed, model: Model, kernels: Kernels, mesh: Mesh) -> Slic
         attention, places, own = wrap(dealt, axis), dealt.back, dealt.places[axis.rank]
         tokens, positions = packed.tokens[own], packed.positions[own]
     return Slice(tokens, positions, models.packed_attention(attention, packed.lengths), places)
+
+
+class Own(NamedTuple):
+    """Which of M tokens of the packed row this rank has."""
+
+    numbers: Tensor | slice  # among the M
+    places: Tensor  # among this rank's
+
+
+def own_tokens(tokens: Tensor, length: int, axis: Axis) -> Own:
+    """Those of `tokens` (places among all ranks' tokens [M], one rank after the other) that this rank has, of `length`
+    tokens."""
+    if axis.size == 1:
+        return Own(slice(None), tokens)
+    places = tokens - axis.rank * length
+    numbers = ((places >= 0) & (places < length)).nonzero().flatten()
+    return Own(numbers, places[numbers])
+
+
+def gathered(columns: Sequence[Tensor], own: Own, tokens: Tensor, length: int, axis: Axis) -> Sequence[Tensor]:
+    """Numbers of this rank's tokens, [M, ...], as those of all `tokens` [M], on every rank, by one collective."""
+    if axis.size == 1:
+        return columns
+    flat = [x.flatten(1) if x.dim() > 1 else x[:, None] for x in columns]
+    stacked = torch.cat(flat, 1)
+    slots = stacked.new_zeros(length, stacked.shape[1]).index_copy(0, own.places, stacked)
+    whole = gather_sequence(slots, axis)[tokens].split([x.shape[1] for x in flat], 1)
+    return [x.view(-1, *column.shape[1:]) for x, column in zip(whole, columns, strict=True)]

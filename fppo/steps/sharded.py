@@ -112,6 +112,7 @@ def _wire_dtypes(model: Model, params: Mapping[str, Tensor]) -> dict[str, torch.
         for name, x in params.items()
         if model.compute_dtype is not None
         and x.is_floating_point()
+        and name not in model.buffers
         and (name.startswith(model.prefix) or (model.head == "lm" and not name.endswith("bias")))
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -35,15 +35,24 @@ def init_state(params: Params, optimizer: Optimizer) -> TrainState:
 
 
 def optimizer_step(
-    state: TrainState, grads: Params, *, optimizer: Optimizer, mesh: Mesh = LOCAL, donate: bool = False
+    state: TrainState,
+    grads: Params,
+    *,
+    optimizer: Optimizer,
+    mesh: Mesh = LOCAL,
+    buffers: Collection[str] = (),
+    donate: bool = False,
 ) -> tuple[TrainState, Metrics]:
     """The state after one update with `grads`, which are summed over all ranks already, and the optimizer's metrics.
 
-    On a mesh that cuts parameters, gradients and state are shards. With `donate` the memory of `state` and of `grads`
-    is taken over, and they are left empty.
+    On a mesh that cuts parameters, gradients and state are shards. What is in `buffers` (`Model.buffers`) stays as it
+    is. With `donate` the memory of `state` and of `grads` is taken over, and they are left empty.
     """
+    kept = {
+        name: state.params[name].clone() for name in buffers if name in state.params
+    }  # zero gradients do not keep it from decaying
     params, opt, report = optimizer.update(state.params, grads, state.opt, state.step, mesh=mesh, donate=donate)
-    return tree.replace(state, params=params, opt=opt, step=state.step + 1), report
+    return tree.replace(state, params=params | kept, opt=opt, step=state.step + 1), report
 
 
 def whole_shapes(state: TrainState, shapes: Mapping[str, torch.Size | Extent]) -> dict[str, torch.Size | Extent]:

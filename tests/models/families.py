@@ -10,17 +10,21 @@ from transformers import (
     BloomConfig,
     CodeGenConfig,
     CohereConfig,
+    DeepseekV3Config,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     GPT2Config,
     GPTJConfig,
     GPTNeoConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     MptConfig,
     Olmo2Config,
     OlmoeConfig,
@@ -29,6 +33,7 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -104,6 +109,40 @@ CONFIGS = {
     "granite": GraniteConfig(**COMMON, logits_scaling=3.0, embedding_multiplier=2.0),
 }
 
+GLM4_MOE: dict[str, Any] = COMMON | {"head_dim": 6, "partial_rotary_factor": 0.5}  # a dense layer, then one of experts
+
+# mixtures of experts beside those above; in the last two a buffer holds the routers' biases
+EXPERTS: dict[str, PreTrainedConfig] = {
+    "mixtral": MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": Qwen2MoeConfig(
+        **COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=12
+    ),
+    "granitemoe": GraniteMoeConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "glm4_moe": Glm4MoeConfig(
+        **GLM4_MOE,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        first_k_dense_replace=1,
+        norm_topk_prob=True,
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **COMMON | {"num_key_value_heads": 4},
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        first_k_dense_replace=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=6,
+    ),
+}
+
 
 # what makes a family's rope change with the length of a row
 LONGROPE = Phi3Config(
@@ -138,7 +177,7 @@ OWN: dict[str, PreTrainedConfig] = {
 
 def make(name: str, *, head: HeadKind = "lm", dtype: torch.dtype = torch.float64, **changes) -> tuple[Model, Params]:
     """The model with random parameters, large enough that attention patterns matter."""
-    model = models.build(CONFIGS[name], head, **changes)
+    model = models.build((CONFIGS | EXPERTS)[name], head, **changes)
     generator = Key(5).fold(name).generator()
 
     def spread(x: torch.Tensor) -> torch.Tensor:

@@ -189,15 +189,14 @@ class VllmEngine:
         before, self._weights = self._weights, None  # unless all goes well, the engine holds nothing that may be used
         sync.compare_names(self._model.shapes, params)
         only, digests = self._wanted(params, before)
-        sent: dict[str, str] = {}
-        count = 0
+        sent, count = dict[str, str](), 0
 
         def recorded() -> Iterator[Bucket]:
             nonlocal count
-            size, kind = self._bucket_bytes, getattr(torch, self._dtype)
-            model = self._model
+            model, size, kind = self._model, self._bucket_bytes, getattr(torch, self._dtype)
+            exact, layout = model.buffers, model.layout
             shards = sync.reshard(
-                params, model.shapes, self._mesh, bucket_bytes=size, dtype=kind, only=only, layout=model.layout
+                params, model.shapes, self._mesh, bucket_bytes=size, dtype=kind, only=only, exact=exact, layout=layout
             )
             for bucket in sync.renamed(shards, self._rename):
                 sent.update(bucket.digests)
@@ -262,7 +261,8 @@ class VllmEngine:
         return None
 
     def _announced(self, dtypes: Mapping[str, torch.dtype], only: Iterable[str]) -> list[Meta]:
-        return metadata(dtypes, self._model.whole_shapes, only, self._rename, getattr(torch, self._dtype))
+        shapes, dtype, exact = self._model.whole_shapes, getattr(torch, self._dtype), self._model.buffers
+        return metadata(dtypes, shapes, only, self._rename, dtype, exact)
 
     def sleep(self) -> None:
         """Gives vLLM's memory for weights and cache back; the next rollout takes it again and is sent all weights.

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from fppo.rollout.sync import Bucket, How, Rename, SyncError
+from fppo.rollout.sync import Bucket, How, Rename, SyncError, sent_dtype
 from fppo.rollout.vllm.host import EngineDied, EngineFailure, Host, VllmOptions
 
 T = TypeVar("T")
@@ -39,6 +39,7 @@ def metadata(
     only: Iterable[str],
     rename: Rename,
     dtype: torch.dtype,
+    exact: Collection[str] = (),
 ) -> list[Meta]:
     """What `sync.reshard` and `sync.renamed` will yield, tensor by tensor, of parameters of whole `shapes` that have
     `dtypes`."""
@@ -46,7 +47,7 @@ def metadata(
     metas = []
     for name, shape in shapes.items():
         if name in wanted:
-            kind = dtype if dtypes[name].is_floating_point else dtypes[name]
+            kind = sent_dtype(name, dtypes[name], dtype, exact)
             whole = torch.empty(shape, dtype=kind, device="meta")
             metas += [Meta(new, part.dtype, tuple(part.shape)) for new, part in rename(name, whole)]
     return metas

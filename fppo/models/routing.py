@@ -1,0 +1,149 @@
+"""Routers of mixtures of experts: which experts a pass chooses, recorded, or chosen again as another pass chose them.
+
+Routers choose by torch.topk. To choose again is to answer it with the experts of the other pass: each family's own
+scores, normalisation and gradients stay (router replay, arXiv:2510.11370).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from fppo.models.seams import take_place
+
+
+@attrs.frozen
+class Router:
+    """A router: its layer, how many of how many experts it chooses, and the name of its bias, where that is state."""
+
+    layer: int
+    experts: int
+    chosen: int
+    bias: str | None
+
+
+class Routed(NamedTuple):
+    """What a router gave for N tokens."""
+
+    logits: Tensor  # [N, E]
+    chosen: Tensor  # [N, k] int64
+
+
+class Routes:
+    """What the routers of one pass chose, by their numbers; `again` [N, L, k] is what they are to choose."""
+
+    def __init__(self, again: Tensor | None = None) -> None:
+        self.again = again
+        self.routed: dict[int, Routed] = {}
+
+    def through(self, layer: nn.Module) -> nn.Module:
+        """A layer whose routers tell, and choose as they are told; the layer itself if it has none."""
+        routers = [module for module in layer.modules() if isinstance(module, RouterSeam)]
+        return RoutedLayer(layer, routers, self) if routers else layer
+
+
+class RoutedLayer(nn.Module):
+    """Stands in a layer's place for one pass, also where the pass computes the layer again."""
+
+    def __init__(self, layer: nn.Module, routers: Sequence[RouterSeam], routes: Routes) -> None:
+        super().__init__()
+        take_place(self, layer)
+        self._routed = (layer, routers, routes)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        layer, routers, routes = self._routed
+        for router in routers:
+            router._routes = routes
+        try:
+            return layer(*args, **kwargs)
+        finally:
+            for router in routers:
+                router._routes = None
+
+
+class RouterSeam(nn.Module):
+    """Stands in a router's place; without `Routes` it is the router."""
+
+    def __init__(self, number: int, router: nn.Module, experts: int) -> None:
+        super().__init__()
+        take_place(self, router)
+        self._inner = (router,)  # in a tuple, it is no child
+        self._number, self._experts = number, experts
+        self._routes: Routes | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        (router,), routes = self._inner, self._routes
+        if routes is None:
+            return router(*args, **kwargs)
+        if routes.again is None:
+            out = router(*args, **kwargs)
+        else:
+            with Choose(routes.again[:, self._number].long(), self._experts) as choose:
+                out = router(*args, **kwargs)
+            if not choose.asked:
+                raise ValueError(f"{type(router).__name__} chooses experts without torch.topk: fppo cannot replay it")
+        logits, _, chosen = out
+        routes.routed.setdefault(self._number, Routed(logits, chosen))  # what is computed again is the same
+        return out
+
+
+class Choose(TorchFunctionMode):
+    """Inside it the top `chosen` [N, k] of scores [N, `experts`] are those."""
+
+    def __init__(self, chosen: Tensor, experts: int) -> None:
+        super().__init__()
+        self._chosen, self._experts, self.asked = chosen, experts, False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.topk, Tensor.topk) and args[0].shape[1:] == (self._experts,):  # others are of groups
+            if len(args[0]) != len(self._chosen):
+                raise ValueError(
+                    f"a router gets {len(args[0])} tokens, and the experts of {len(self._chosen)} to choose"
+                )
+            self.asked = True
+            return torch.return_types.topk((args[0].gather(1, self._chosen), self._chosen))
+        return func(*args, **kwargs)
+
+
+def put_routers(base: PreTrainedModel, layers: Sequence[str], buffers: Mapping[str, torch.Size]) -> tuple[Router, ...]:
+    """Replaces the routers in `base`, whose classes transformers names, by seams; `buffers` are those that hold state.
+
+    Empty for a model whose routers fppo does not know: of several kinds, or without a matrix of a row per expert.
+    """
+    recorders = (getattr(base, "_can_record_outputs", None) or {}).get("router_logits")
+    kind = recorders if isinstance(recorders, type) else getattr(recorders, "target_class", None)
+    paths = [path for path, module in base.named_modules() if kind is not None and isinstance(module, kind)]
+    routers = [_router(base, path, layers, buffers) for path in paths]
+    known = [router for router in routers if router is not None]
+    if len(known) < len(paths) or len({(router.experts, router.chosen) for router in known}) > 1:
+        return ()
+    for number, (path, router) in enumerate(zip(paths, known, strict=True)):
+        parent, _, child = path.rpartition(".")
+        modules = base.get_submodule(parent)._modules
+        inner = modules[child]
+        assert inner is not None
+        modules[child] = RouterSeam(number, inner, router.experts)
+    return tuple(known)
+
+
+def _router(
+    base: PreTrainedModel, path: str, layers: Sequence[str], buffers: Mapping[str, torch.Size]
+) -> Router | None:
+    module = base.get_submodule(path)
+    layer = next((number for number, start in enumerate(layers) if path.startswith(f"{start}.")), None)
+    experts = max((p.shape[0] for p in module.parameters() if p.dim() == 2), default=0)
+    chosen = getattr(module, "top_k", None) or getattr(base.config, "num_experts_per_tok", None)
+    if layer is None or not experts or not chosen:
+        return None
+    block = path.rpartition(".")[0]
+    biases = [name for name, shape in buffers.items() if name.startswith(f"{block}.") and shape.numel() == experts]
+    return Router(layer, experts, chosen, biases[0] if len(biases) == 1 else None)

@@ -1,0 +1,222 @@
+"""Mixtures of experts in passes and updates: the experts chosen as a column, their load, and the routers' losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo import metrics
+from fppo.batch import Annotated
+from fppo.metrics import Mean, Metrics, Sum
+from fppo.models.model import Model
+from fppo.models.routing import Router, Routes
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import Mesh, all_reduce
+from fppo.shapes import Mask
+from fppo.steps.packed import cutting
+from fppo.steps.train_state import Params
+from fppo_kernels.collectives import Axis, same
+from fppo_kernels.shapes import Float, Int
+from fppo_kernels.ulysses import gather_sequence
+
+LOAD = "expert_load"  # the name of the metric, after a prefix
+
+
+class _Rows(Protocol):
+    """What routers' parts of passes read of a record."""
+
+    @property
+    def attention_mask(self) -> Tensor: ...  # [B, S] bool
+    @property
+    def response_mask(self) -> Tensor: ...  # [B, T] bool
+
+
+class RouterSums(NamedTuple):
+    """Of each router, over the tokens of a pass on all ranks that have its rows: gradients are each rank's shares."""
+
+    probs: Float[Tensor, "l e"]  # softmax of the router's logits
+    squares: Float[Tensor, ""]  # squared logsumexp of the logits, of all routers
+
+
+class RouterTotals(NamedTuple):
+    """Of a whole mini-batch, over all ranks: its tokens, and the part of its choices that fell to each expert."""
+
+    tokens: Float[Tensor, ""]
+    fractions: Float[Tensor, "l e"] | None
+
+
+@attrs.frozen(eq=False)
+class RoutedPass:
+    """The routers' part of a pass: of this rank's tokens N of a packed row, of which each token is at `places` among
+    all ranks' tokens, and the first are those at the places `index` of rows [B, S]; without these, of padded rows."""
+
+    routes: Routes
+    counted: Tensor  # [N] bool
+    shape: tuple[int, ...]
+    index: Tensor | None = None
+    places: Tensor | None = None
+
+
+def counted(attention_mask: Mask, response_mask: Mask) -> Mask:
+    """The tokens [B, S] that count for the routers: those of rows with a response."""
+    return attention_mask & response_mask.any(1, keepdim=True)
+
+
+def check_routers(model: Model, what: str) -> tuple[Router, ...]:
+    """The model's routers. Raises ValueError that says what is to be left out if it has none, or they do not tell."""
+    if model.spans:
+        raise ValueError(f"the routers of other stages of a pipeline tell nothing here: {what}, or the pipeline axis")
+    if model.compile_layers:
+        raise ValueError(f"compiled layers do not tell what their routers choose: {what}, or compile_layers")
+    if not model.routers:
+        raise ValueError(f"model type {model.config.model_type!r} has no routers of experts that fppo knows: {what}")
+    return model.routers
+
+
+def check_biases(model: Model, what: str) -> None:
+    """Raises ValueError that says what is to be left out for a model whose routers have no biases to move."""
+    if not any(router.bias for router in check_routers(model, what)):
+        raise ValueError(f"model type {model.config.model_type!r} has no router with a bias to balance by: {what}")
+
+
+def columns(rows: _Rows, *, tells: bool, replay: bool) -> dict[str, Tensor]:
+    """What the routers' part of a pass reads of the rows, [B, S, ...]; nothing if they neither tell nor replay."""
+    if not (tells or replay):
+        return {}
+    found = {"counted": counted(rows.attention_mask, rows.response_mask)}
+    if replay:
+        routed = getattr(rows, "routed", None)
+        if routed is None:
+            raise ValueError("replay=True, and the rows have no `routed`: annotate them with a pass that tells it")
+        found["routed"] = routed
+    return found
+
+
+def routed_pass(
+    columns: Mapping[str, Tensor], rows: _Rows, *, index: Tensor | None = None, places: Tensor | None = None
+) -> RoutedPass | None:
+    """The routers' part of a pass over tokens with these columns [N, ...]; None without any."""
+    if not columns:
+        return None
+    shape = tuple(rows.attention_mask.shape)
+    return RoutedPass(Routes(columns.get("routed")), columns["counted"], shape, index, places)
+
+
+def of_routers(
+    routed: RoutedPass | None, outputs: Sequence[str], model: Model, mesh: Mesh, pad: Callable[..., Tensor]
+) -> dict[str, Any]:
+    """Those of the outputs that routers tell."""
+    if routed is None:
+        return {}
+    makes: dict[str, Callable[[], Any]] = {
+        "routed": lambda: chosen(routed, model, cutting(mesh), pad),
+        "loads": lambda: own_loads(routed, model, cutting(mesh)),
+        "router_sums": lambda: router_sums(routed, model, mesh),
+    }
+    return {name: make() for name, make in makes.items() if name in outputs}
+
+
+def chosen(routed: RoutedPass, model: Model, axis: Axis, pad: Callable[..., Tensor]) -> Int[Tensor, "b s l k"]:
+    """The experts that routers chose, uint8 or int32 [B, S, L, k], zeros at padding; all of what the ranks of the
+    axis that cuts rows have."""
+    experts = [routed.routes.routed[number].chosen for number in range(len(model.routers))]
+    dtype = torch.uint8 if model.routers[0].experts <= 1 << 8 else torch.int32
+    whole = gather_sequence(torch.stack(experts, 1).to(dtype), axis)
+    if routed.index is None or routed.places is None:
+        return whole.view(*routed.shape, *whole.shape[1:])
+    return pad(whole[routed.places], routed.index, routed.shape)
+
+
+@torch.no_grad()
+def loads(experts: Int[Tensor, "n l k"], mask: Mask, count: int) -> Float[Tensor, "l e"]:
+    """How many of the choices [N, L, k] of the tokens in the mask [N] fell to each of `count` experts, float64."""
+    n, routers, k = experts.shape
+    ones = mask.double()[:, None].expand(n, k).flatten()
+    empty = ones.new_zeros(count)
+    return torch.stack([empty.index_add(0, experts[:, i].flatten().long(), ones) for i in range(routers)])
+
+
+def own_loads(routed: RoutedPass, model: Model, axis: Axis) -> Float[Tensor, "l e"]:
+    """The loads of a pass, over the ranks of the sequence axis."""
+    experts = [routed.routes.routed[number].chosen for number in range(len(model.routers))]
+    return all_reduce(loads(torch.stack(experts, 1), routed.counted, model.routers[0].experts), axis)
+
+
+def router_sums(routed: RoutedPass, model: Model, mesh: Mesh) -> RouterSums:
+    """What the routers' losses are made of."""
+    probs, squares = [], []
+    for number in range(len(model.routers)):
+        logits = routed.routes.routed[number].logits
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        probs.append(logits.softmax(-1).where(routed.counted[:, None], 0.0).sum(0))
+        squares.append(logits.logsumexp(-1).square().where(routed.counted, 0.0).sum())
+    own = [same(x, mesh["tensor"]) for x in (torch.stack(probs), torch.stack(squares).sum())]
+    return RouterSums(*(all_reduce(x.detach(), cutting(mesh)) + (x - x.detach()) for x in own))
+
+
+def router_totals(rows: Annotated, model: Model) -> RouterTotals:
+    """The totals of a whole mini-batch, by the experts that its rows say were chosen."""
+    mask = counted(rows.attention_mask, rows.response_mask).flatten()
+    tokens = mask.sum().double()
+    if rows.routed is None:
+        return RouterTotals(tokens, None)
+    counts = loads(rows.routed.flatten(0, 1), mask, model.routers[0].experts)
+    return RouterTotals(tokens, counts / counts.sum(1, keepdim=True).clamp(min=1.0))
+
+
+def router_losses(
+    sums: RouterSums, totals: RouterTotals, *, balance_coef: float, z_coef: float
+) -> dict[str, Float[Tensor, ""]]:
+    """A pass's parts of the routers' losses, each with its factor, which add up over the passes of a mini-batch.
+
+    Load balance: of each router E sum_i f_i P_i, with f_i the part of the choices that fell to expert i and P_i its
+    mean probability (Switch Transformers, arXiv:2101.03961, eq. 4); 1 where all are equal. z: the mean squared
+    logsumexp of the logits of each router (ST-MoE, arXiv:2202.08906, eq. 5). The losses of all routers add up.
+    """
+    tokens, terms = totals.tokens.clamp(min=1.0), {}
+    if balance_coef:
+        if totals.fractions is None:
+            raise ValueError(
+                f"balance_coef={balance_coef} needs the experts of the whole mini-batch beforehand: give rows with "
+                "`routed`, and a forward with replay=True"
+            )
+        fractions = totals.fractions.to(sums.probs)
+        terms["balance_loss"] = (
+            balance_coef * fractions.shape[1] * (fractions * sums.probs).sum() / tokens.to(sums.probs)
+        )
+    if z_coef:
+        terms["router_z_loss"] = z_coef * sums.squares / tokens.to(sums.squares)
+    return terms
+
+
+def split_loads(report: Metrics, prefix: str, routers: Sequence[Router]) -> tuple[Metrics, Tensor | None]:
+    """A whole mini-batch's metrics, with each router's largest load over the mean in place of the loads, and these."""
+    name = f"{prefix}/{LOAD}"
+    sums = report.get(name)
+    if not isinstance(sums, Sum):
+        return report, None
+    highest = sums.value.amax(1) / sums.value.mean(1).clamp(min=1e-9)
+    rest = {key: metric for key, metric in report.items() if key != name}
+    by_layer = {f"{name}/{router.layer}": metrics.mean(x) for router, x in zip(routers, highest, strict=True)}
+    return rest | by_layer | {f"{name}/max": metrics.mean(highest.max())}, sums.value
+
+
+@torch.no_grad()
+def balanced(
+    params: Params, loads: Float[Tensor, "l e"], model: Model, mesh: Mesh, *, rate: float, unless: Metrics
+) -> Params:
+    """The parameters with each router's bias moved by the rule of loss-free balancing (arXiv:2408.15664): up by `rate`
+    for experts of a load below the mean, down for those above, `unless` the optimizer `skipped` the update."""
+    skipped = unless.get("skipped")
+    size = rate * (1.0 - skipped.total) if isinstance(skipped, Mean) else torch.tensor(rate, dtype=torch.float64)
+    moved = dict(params)
+    for router, load in zip(model.routers, loads, strict=True):
+        if router.bias is not None:
+            step = size.to(load) * (load.mean() - load).sign().view(model.whole_shapes[router.bias])
+            own = fsdp.shard({router.bias: step}, mesh)[router.bias]
+            moved[router.bias] = moved[router.bias] + own.to(moved[router.bias])
+    return moved

@@ -1,0 +1,195 @@
+"""Updates of mixtures of experts: replayed choices, loads, the routers' losses and biases, however a batch is split."""
+
+from functools import partial
+
+import attrs
+import pytest
+import torch
+
+from fppo import batch as batches
+from fppo import losses, models, tree
+from fppo.grad import value_and_grad
+from fppo.laws.updates import _Outcome, _outcomes_differ
+from fppo.metrics import report
+from fppo.models.routing import Routes
+from fppo.runtime.mesh import LOCAL, Sharding
+from fppo.runtime.simulate import simulate
+from fppo.steps import experts
+from fppo.steps.actor import PolicyTerms, update_actor
+from fppo.steps.forward import Forward, compute_outputs, forward_micro_batch
+from fppo.steps.loop import Loop
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizers import adamw
+from fppo.steps.train_state import init_state
+from fppo_kernels.padding import make_lengths
+from fppo_kernels.record import Kernels
+from tests import tiny
+from tests.models.families import make
+
+BATCH = tiny.experience(3, 6)
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+CUT, WHOLE = MicroBatching(size=2), MicroBatching(size=6)
+TERMS = PolicyTerms(temperature=0.9, entropy_coef=0.01, kl_coef=0.1, balance_coef=0.2, router_z_coef=0.05)
+OPTIMIZER = adamw(lambda step: 0.1, betas=(0.0, 0.9), eps=1.0, max_grad_norm=1.0)
+
+
+def packed():
+    """The tokens of BATCH in one row, their positions, and where they stand."""
+    lengths = BATCH.attention_mask.sum(1).tolist()
+    return BATCH.tokens[BATCH.attention_mask], torch.cat([torch.arange(n) for n in lengths]), lengths
+
+
+def routed(model, params):
+    """The logits and choices of all routers on BATCH, packed, in a pass of its own."""
+    tokens, positions, lengths = packed()
+    attend, routes = models.packed_attention(Kernels.named().attention, make_lengths(lengths)), Routes()
+    models.hidden_states(model, params, tokens, positions, attend=attend, routes=routes)
+    return [routes.routed[i] for i in range(len(model.routers))]
+
+
+def replayed(model, params, mesh=LOCAL, micro_batching=CUT, **settings):
+    """BATCH with the experts that a pass chooses."""
+    forward = Forward(model, mesh=mesh, **settings)
+    own = BATCH if mesh["shard"].size == 1 else batches.rows(BATCH, range(mesh["shard"].rank, 6, mesh["shard"].size))
+    out = compute_outputs(params, own, forward=forward, micro_batching=micro_batching, outputs=("routed",))
+    return tree.replace(own, routed=out.routed)
+
+
+def outcome(mesh, name, stage=None, micro_batching=WHOLE, replay=True, **settings):
+    model, params = make(name)
+    batch = replayed(model, params)
+    model = models.place(model, mesh)
+    mesh = attrs.evolve(mesh, sharding=None if stage is None else Sharding(stage=stage))
+    biased = any(router.bias for router in model.routers)
+    loop = Loop(mini_batch_size=4, micro_batching=micro_batching, balance_rate=0.01 if biased else 0.0)
+    state, metrics = update_actor(
+        init_state(models.own_params(model, params, mesh), OPTIMIZER),
+        batch,
+        forward=Forward(model, mesh=mesh, replay=replay, **settings),
+        loss_fn=losses.ppo_clip,
+        loop=loop,
+        optimizer=OPTIMIZER,
+        terms=TERMS,
+    )
+    grads, params = (models.whole_params(model, x, mesh) for x in (state.opt.mu, state.params))
+    return _Outcome(grads, params, metrics)
+
+
+def test_the_column_is_what_the_routers_chose():
+    model, params = make("qwen3_moe")
+    expected = torch.stack([x.chosen for x in routed(model, params)], 1)
+    for settings in ({}, {"remove_padding": False}):
+        column = replayed(model, params, **settings).routed
+        assert column.dtype == torch.uint8
+        assert torch.equal(column[BATCH.attention_mask].long(), expected)
+    parts = simulate({"sequence": 2}, partial(replayed, model, params))
+    assert all(torch.equal(x.routed[BATCH.attention_mask].long(), expected) for x in parts)
+
+
+SPLITS = [
+    ({}, {"micro_batching": MicroBatching(size=1)}),
+    ({}, {"micro_batching": MicroBatching(token_budget=9)}),
+    ({}, {"remove_padding": False, "micro_batching": MicroBatching(size=2)}),
+    ({"replicate": 2, "shard": 2}, {"stage": 3, "micro_batching": MicroBatching(size=1)}),
+    ({"shard": 4}, {"stage": 1}),
+    ({"sequence": 2}, {"micro_batching": MicroBatching(size=3)}),
+    ({"context": 2}, {"micro_batching": MicroBatching(size=3)}),
+    ({"tensor": 2}, {"micro_batching": MicroBatching(size=3)}),
+    ({"sequence": 2, "tensor": 2}, {}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "splits"), [("qwen3_moe", SPLITS[::2]), ("glm4_moe", SPLITS[1::2])])
+def test_losses_loads_and_biases_do_not_depend_on_the_split(name, splits):
+    expected = outcome(LOCAL, name)
+    assert {"actor/balance_loss", "actor/router_z_loss", "actor/expert_load/1", "actor/expert_load/max"} <= set(
+        expected.metrics
+    )
+    for axes, settings in splits:
+        found = simulate(axes, partial(outcome, name=name, **settings)) if axes else [outcome(LOCAL, name, **settings)]
+        for one in found:
+            assert _outcomes_differ(expected, one, 1e-10) is None, (axes, settings)
+
+
+def test_the_losses_are_their_definitions():
+    model, params = make("qwen3_moe")
+    mini = tree.replace(BATCH, routed=replayed(model, params).routed)
+    totals = experts.router_totals(mini, model)
+    forward = Forward(model, replay=True)
+    sums = forward_micro_batch(params, mini, forward=forward, outputs=("log_probs", "router_sums", "loads"))
+    got = experts.router_losses(sums.router_sums, totals, balance_coef=0.5, z_coef=0.25)
+    counts = experts.counted(BATCH.attention_mask, BATCH.response_mask)[BATCH.attention_mask]
+    balance = z = 0.0
+    for number, (logits, chosen) in enumerate(routed(model, params)):
+        rows = [i for i, counted in enumerate(counts.tolist()) if counted]
+        loads = [0] * 4
+        for i in rows:
+            for expert in chosen[i].tolist():
+                loads[expert] += 1
+        assert sums.loads[number].tolist() == loads
+        probs = logits.softmax(-1)
+        balance += 4 * sum(
+            load / (2 * len(rows)) * sum(probs[i, e].item() for i in rows) / len(rows) for e, load in enumerate(loads)
+        )
+        z += sum(logits[i].exp().sum().log().item() ** 2 for i in rows) / len(rows)
+    assert got["balance_loss"].item() == pytest.approx(0.5 * balance, rel=1e-12)
+    assert got["router_z_loss"].item() == pytest.approx(0.25 * z, rel=1e-12)
+
+    def by_hand(own):
+        every = torch.stack([x.logits for x in routed(model, own)])[:, counts]
+        return every.softmax(-1).sum((0, 1))[1] + every.logsumexp(-1).square().sum()
+
+    def by_sums(own):
+        out = forward_micro_batch(own, mini, forward=forward, outputs=("log_probs", "router_sums")).router_sums
+        return out.probs[:, 1].sum() + out.squares
+
+    (_, expected), (_, found) = (value_and_grad(fn)(params) for fn in (by_hand, by_sums))
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-9, atol=1e-11)
+
+
+def test_a_bias_moves_by_the_sign_of_what_its_expert_lacks():
+    model, params = make("glm4_moe")
+    (router,) = routed(model, params)
+    batch = tree.replace(BATCH, response_mask=BATCH.attention_mask[:, 5:])
+    loads = torch.bincount(router.chosen.flatten(), minlength=4).double()
+
+    def bias(**loop):
+        state, metrics = update_actor(
+            init_state(params, OPTIMIZER),
+            batch,
+            forward=Forward(model),
+            loss_fn=losses.ppo_clip,
+            loop=Loop(mini_batch_size=6, micro_batching=MicroBatching(size=4), **loop),
+            optimizer=OPTIMIZER,
+        )
+        return state.params[BIAS] - params[BIAS], report(metrics)
+
+    moved, numbers = bias(balance_rate=0.125)
+    torch.testing.assert_close(moved, 0.125 * (loads.mean() - loads).sign(), rtol=0, atol=1e-12)
+    assert moved.unique().numel() > 1
+    assert numbers["actor/expert_load/1"] == pytest.approx((loads.max() / loads.mean()).item())
+    assert bias()[0].abs().max() == 0
+    dense, own = tiny.model_and_params()
+    with pytest.raises(ValueError, match="'qwen2' has no routers of experts that fppo knows: leave out balance_rate=1"):
+        update_actor(
+            init_state(own, OPTIMIZER),
+            BATCH,
+            forward=Forward(dense),
+            loss_fn=losses.ppo_clip,
+            loop=Loop(mini_batch_size=6, micro_batching=MicroBatching(size=4), balance_rate=1.0),
+            optimizer=OPTIMIZER,
+        )
+    with pytest.raises(ValueError, match="'qwen3_moe' has no router with a bias to balance by"):
+        experts.check_biases(make("qwen3_moe")[0], "leave it out")
+
+
+def test_what_replay_lacks_is_named():
+    model, params = make("qwen3_moe")
+    with pytest.raises(ValueError, match="replay=True, and the rows have no `routed`"):
+        compute_outputs(params, BATCH, forward=Forward(model, replay=True), micro_batching=MicroBatching(size=6))
+    with pytest.raises(ValueError, match="'qwen2' has no routers of experts that fppo knows: leave out replay"):
+        Forward(tiny.model_and_params()[0], replay=True)
+    with pytest.raises(ValueError, match=r"balance_coef=0\.2 needs the experts of a whole mini-batch before"):
+        outcome(LOCAL, "qwen3_moe", replay=False)
