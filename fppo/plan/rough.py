@@ -86,13 +86,14 @@ def _moving(case: Case, name: str, model: Model) -> float:
 
 def _tokens(case: Case) -> float:
     """Of a pass, that a rank has between blocks before the tensor axis cuts them."""
-    return case.tokens / case.size("sequence")
+    return case.tokens / (case.size("sequence") * case.size("context"))
 
 
 def _seconds(case: Case, name: str, model: Model) -> float:
     """Of a stage with all of its passes."""
     hardware, trains = case.hardware, name.startswith("update")
-    parts = case.size("sequence") * case.size("tensor") * case.size("pipeline")
+    tensor = case.size("tensor")
+    parts = case.world // case.data_ranks
     lengths = [case.length] * case.rows
     needed = flops.forward_flops(model, lengths, head_tokens=case.rows * case.response_tokens) / parts
     times = (4 if case.checkpoint_layers else 3) if trains else 1
@@ -103,14 +104,16 @@ def _seconds(case: Case, name: str, model: Model) -> float:
     often = (1 / max(1, case.micro_batches)) if case.sharding.stage == 1 else 1.0
     rounds = {1: 1, 2: 1, 3: 2}[case.sharding.stage] if trains else 1
     gathers = often * _over(case, "shard", state * (rounds * width + 4 * trains))
-    hidden = case.tokens * model.config.hidden_size * width
+    hidden = _tokens(case) * model.config.hidden_size * width
     blocks = len(model.layers) / case.size("pipeline") * (2 if trains else 1)
-    exchanges = 4 * blocks * _over(case, "tensor", hidden / case.size("sequence"))
-    exchanges += 4 * blocks * _over(case, "sequence", hidden / case.size("sequence") / case.size("tensor"))
+    exchanges = 4 * blocks * _over(case, "tensor", hidden)
+    exchanges += 4 * blocks * _over(case, "sequence", hidden / tensor)
+    heads = model.config.num_attention_heads
+    keys = 2 * (getattr(model.config, "num_key_value_heads", None) or heads) / heads  # and values, to the hidden width
+    exchanges += blocks * _over(case, "context", keys * hidden * case.size("context") / tensor)
     if case.size("pipeline") > 1:
-        cut = case.size("sequence") * case.size("tensor")
         per_second = link(case, "pipeline")[2] * LINK_SHARE
-        exchanges += (2 if trains else 1) * case.virtual_stages * hidden / cut / per_second
+        exchanges += (2 if trains else 1) * case.virtual_stages * hidden / tensor / per_second
     each = compute + max(0.0, gathers - compute) + exchanges
     once = 2 * _over(case, "replicate", 4 * state / case.size("shard")) if trains else 0.0
     return each * case.micro_batches * (1 + case.bubble) + once

@@ -94,11 +94,13 @@ def _planned(
 
 
 def meshes(ranks: int) -> Iterator[tuple[dict[str, int], int]]:
-    """Every mesh of so many ranks without a context axis, with its virtual stages."""
-    for pipeline, replicate, sequence, tensor in itertools.product(_divisors(ranks), repeat=4):
-        shard, left = divmod(ranks, pipeline * replicate * sequence * tensor)
-        if left == 0 and shard:
-            sizes = (pipeline, replicate, shard, sequence, 1, tensor)
+    """Every mesh of so many ranks, with its virtual stages; rows are cut by a sequence axis or a context axis."""
+    for pipeline, replicate, cut, tensor in itertools.product(_divisors(ranks), repeat=4):
+        shard, left = divmod(ranks, pipeline * replicate * cut * tensor)
+        if left or not shard:
+            continue
+        for sequence, context in {(cut, 1): None, (1, cut): None}:
+            sizes = (pipeline, replicate, shard, sequence, context, tensor)
             for virtual in VIRTUAL if pipeline > 1 else (1,):
                 yield dict(zip(ORDER, sizes, strict=True)), virtual
 

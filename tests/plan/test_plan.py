@@ -13,7 +13,7 @@ from fppo.commands import cli
 from fppo.commands import plan as commands
 from fppo.plan import passes
 from fppo.plan.case import ROLES, Role
-from fppo.plan.estimate import LINK_SHARE, _collective, link, seconds_of
+from fppo.plan.estimate import LINK_SHARE, ORDER, _collective, link, seconds_of
 from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import _plan, pipeline_work, plan
 from fppo.plan.presets import PRESETS, config_of
@@ -122,7 +122,8 @@ def test_only_what_is_sent_meanwhile_can_hide():
     assert waited == pytest.approx((3.0, 3 * each, 3 * each, 0.0))
 
 
-@pytest.mark.parametrize("virtual", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("virtual", [1, 2])
 def test_a_pipeline_is_planned_from_the_end_that_holds_more(virtual):
     """What it says of time is what the clock of the schedule says."""
     what = bare(layers=4, mesh={"pipeline": 2}, virtual_stages=virtual, micro_batches=4)
@@ -150,6 +151,8 @@ def test_the_meshes_that_fit_are_told_by_their_time_and_the_others_why_they_are_
     given = ["--model", "quickstart", "--tokens", "64", "--length", "16", "--gpu", "h100", "--search", "4"]
     assert run(*given, "--json", "-") == 0
     read = json.loads(capsys.readouterr().out)
+    every = [mesh["mesh"] for what in ("best", "failed", "slower", "too_large") for mesh in read[what]]
+    assert {axis for mesh in every for axis, size in mesh.items() if size > 1} == set(ORDER)
     seconds = [mesh["seconds"] for mesh in read["best"]]
     assert seconds == sorted(seconds)
     assert all(
