@@ -173,8 +173,8 @@ def compute_dtype_of(name: str) -> torch.dtype | None:
 
 
 def check_mesh(config: PreTrainedConfig, mesh: Mesh) -> None:
-    """Raises ValueError if there are fewer layers than stages, if the tensor axis does not divide the model's sizes, or
-    the sequence axis not the attention heads that it leaves."""
+    """Raises ValueError if there are fewer layers than stages, if the expert axis does not divide the experts, the
+    tensor axis not the model's sizes, or the sequence axis not the attention heads that it leaves."""
     stages, virtual, layers = mesh["pipeline"].size, mesh.virtual_stages, config.num_hidden_layers
     if stages * virtual > layers:
         of = f" and mesh.virtual_stages = {virtual} make {stages * virtual} stages" if virtual > 1 else ""
@@ -182,6 +182,8 @@ def check_mesh(config: PreTrainedConfig, mesh: Mesh) -> None:
             f"mesh.pipeline = {stages}{of}: the model has {layers} layers, and a stage has one at least; give at most "
             f"{layers} stages"
         )
+    if mesh["expert"].size > 1:
+        models.dispatched(models.build(config), mesh["expert"].size)
     ranks, tensor = mesh["sequence"].size, mesh["tensor"].size
     heads = (config if tensor == 1 else narrow(config, tensor)).num_attention_heads
     if heads % ranks:

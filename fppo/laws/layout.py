@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # a model needs transformers; the other laws do without it
 
 SIZES = ((1, 1), (2, 2), (3, 3), (6, 4))
 MINI = 4  # rows of a mini-batch, at most
-AXES = ("replicate", "shard", "sequence", "context", "tensor", "pipeline")
-HEADS = LAYERS = 4
+AXES = ("replicate", "shard", "expert", "sequence", "context", "tensor", "pipeline")
+HEADS = LAYERS = EXPERTS = 4
 SHARDINGS = (3, 2, 1, None)  # stages; None: whole parameters on every rank
 TOLERANCE = 1e-10
 
@@ -69,12 +69,13 @@ def meshes(max_ranks: int) -> list[dict[str, int]]:
     """All meshes of axes of 1, 2 or 4 ranks that have at most `max_ranks`, and more than one; the small ones first.
 
     The sequence and tensor axes divide the heads between them, the pipeline has a layer for each rank, and one of the
-    sequence and context axes is one rank wide.
+    sequence and context axes is one rank wide. There is an expert axis, or there are tensor and pipeline axes.
     """
     sizes = sorted(product((1, 2, 4), repeat=len(AXES)), key=lambda sizes: (math.prod(sizes), sizes[::-1]))
     every: list[dict[str, int]] = [dict(zip(AXES, counts, strict=True)) for counts in sizes]
     fitting = [axes for axes in every if HEADS % (axes["sequence"] * axes["tensor"]) == 0]
     fitting = [axes for axes in fitting if 1 in (axes["sequence"], axes["context"])]
+    fitting = [axes for axes in fitting if 1 in (axes["expert"], axes["tensor"] * axes["pipeline"])]
     return [axes for axes in fitting if 1 < _ranks(axes) <= max_ranks]
 
 
@@ -83,8 +84,9 @@ def _ranks(axes: Mapping[str, int]) -> int:
 
 
 def _models(head: HeadKind, outputs: int, layers: int) -> list[tuple[Any, dict[str, Tensor]]]:
-    """A Qwen2 with tied embeddings and a Llama without, in float64, whose sizes the meshes do not all divide."""
-    from transformers import LlamaConfig, Qwen2Config
+    """A Qwen2 with tied embeddings, a Llama without, and a GLM-4-MoE, which has experts from the second layer on and
+    biases of their routers, in float64, with sizes that the meshes do not all divide."""
+    from transformers import Glm4MoeConfig, LlamaConfig, Qwen2Config
 
     from fppo import models
     from fppo.key import Key
@@ -102,10 +104,19 @@ def _models(head: HeadKind, outputs: int, layers: int) -> list[tuple[Any, dict[s
         "bos_token_id": None,
         "eos_token_id": 1,
     }
-    built = [
-        models.build(config(**shared, tie_word_embeddings=tied), head=head, outputs=outputs)
-        for config, tied in ((Qwen2Config, True), (LlamaConfig, False))
-    ]
+    of_experts = {
+        "n_routed_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 4,
+        "first_k_dense_replace": 1,
+        "head_dim": 4,
+    }
+    configs = (
+        Qwen2Config(**shared, tie_word_embeddings=True),
+        LlamaConfig(**shared, tie_word_embeddings=False),
+        Glm4MoeConfig(**shared, **of_experts, tie_word_embeddings=False),
+    )
+    built = [models.build(config, head=head, outputs=outputs) for config in configs]
     return [(model, models.init_params(model, Key(0), torch.float64)) for model in built]
 
 
@@ -127,15 +138,15 @@ def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run
     optimizer = adamw(lambda step: 0.1, betas=(0.0, 0.9), eps=1.0, max_grad_norm=1.0)
 
     @functools.cache
-    def cut_model(number: int, layers: int, ranks: int) -> models.Narrowed:
-        return models.narrowed(built[layers][number][0], ranks)
+    def cut_model(number: int, layers: int, axis: str, ranks: int) -> models.Narrowed | models.Dispatched:
+        return (models.dispatched if axis == "expert" else models.narrowed)(built[layers][number][0], ranks)
 
     def on_rank(example: Example, layout: Layout, number: int, mesh: Mesh) -> _Outcome:
         model, params = built[layout.layers][number]
         model = attrs.evolve(model, checkpoint_layers=layout.checkpoint_layers)
-        if layout.axes["tensor"] > 1:  # the model is cut once, and not by every rank of every run
-            cut = cut_model(number, layout.layers, layout.axes["tensor"])
-            model = attrs.evolve(cut, model=model).on(mesh["tensor"])
+        if (axis := mesh[mesh.cutting]).size > 1:  # the model is cut once, and not by every rank of every run
+            cut = cut_model(number, layout.layers, mesh.cutting, axis.size)
+            model = attrs.evolve(cut, model=model).on(axis)
         if layout.axes["pipeline"] > 1:
             model = models.staged(model, mesh["pipeline"], virtual_stages=layout.virtual_stages)
         sharding = None if layout.stage is None else Sharding(stage=layout.stage)
@@ -145,6 +156,7 @@ def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run
             micro_batching=MicroBatching(size=layout.size, token_budget=layout.token_budget),
             weight_mode=example.mode or MODES[0],
             horizon=HORIZON if example.mode == "seq-mean-token-sum-norm" else None,
+            balance_rate=0.1 if head == "lm" and model.buffers else 0.0,
         )
         state, metrics = update(
             init_state(models.own_params(model, params, mesh), optimizer),
@@ -157,8 +169,9 @@ def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run
         return _Outcome(grads, params, metrics)
 
     def run(example: Example, layout: Layout, number: int) -> list[_Outcome]:
-        if layout.axes["tensor"] > 1:
-            cut_model(number, layout.layers, layout.axes["tensor"])  # before there are threads
+        for axis in ("expert", "tensor"):
+            if layout.axes[axis] > 1:
+                cut_model(number, layout.layers, axis, layout.axes[axis])  # before there are threads
         return simulate(layout.axes, partial(on_rank, example, layout, number))
 
     return run
@@ -209,17 +222,22 @@ def _one_process(run: Run, example: Example, number: int, layers: int = 2) -> _O
     return run(example, Layout(axes, layers=layers, size=len(example.mask)), number)[0]
 
 
+def _number(axes: Mapping[str, int], count: int) -> int:
+    """The model that a layout is tried with: that of experts where these are cut, else they take turns; on a pipeline
+    the dense ones, since stages do not tell the loads of experts."""
+    return 2 if axes["expert"] > 1 else count % (3 if axes["pipeline"] == 1 else 2)
+
+
 def _laws(layouts: Sequence[Settings], each: int) -> tuple[Law, ...]:
     turn, again = _turns(layouts, each), _turns(layouts, 1)
 
     def same_as_one(run: Run, example: Example, generator: torch.Generator) -> str | None:
         count, chosen = turn()
-        number = count % 2
-        expected = functools.cache(partial(_one_process, run, example, number))
+        expected = functools.cache(partial(_one_process, run, example))
         for settings in chosen:
-            layout = _draw(*settings, example, generator)
+            layout, number = _draw(*settings, example, generator), _number(settings[0], count)
             for rank, outcome in enumerate(run(example, layout, number)):
-                if reason := _outcomes_differ(expected(layout.layers), outcome, TOLERANCE):
+                if reason := _outcomes_differ(expected(number, layout.layers), outcome, TOLERANCE):
                     return f"{layout}: rank {rank}: {reason}, as in one process"
         return None
 
@@ -227,8 +245,8 @@ def _laws(layouts: Sequence[Settings], each: int) -> tuple[Law, ...]:
         count, (settings,) = again()
         if count % 4:  # each is run twice
             return None
-        layout = _draw(*settings, example, generator)
-        first, second = ([tree.digest(outcome) for outcome in run(example, layout, count % 2)] for _ in range(2))
+        layout, number = _draw(*settings, example, generator), _number(settings[0], count)
+        first, second = ([tree.digest(outcome) for outcome in run(example, layout, number)] for _ in range(2))
         for what, bits, others in (
             ("when run again", first, second),
             ("than on rank 0", first, first[:1] * len(first)),
@@ -257,12 +275,13 @@ def check_layout_fn(
 ) -> None:
     """Put a whole update through the laws of layouts: `laws.check_layout_fn(update_critic, head="value")`.
 
-    `update` is as in `check_update_fn`, on any mesh: replicate, shard, sequence, context, tensor and pipeline axes of
-    1, 2 and 4 ranks, `max_ranks` at most, with whole parameters or sharded ones of every stage, the layers recomputed
-    or not, and the stages of a pipeline of 2 ranks interleaved or not. All ranks have all rows, ragged ones, which the
-    update shares out, to some ranks none, and cuts into micro-batches anyhow. In every weight mode of `modes` the
-    gradient tree, the new state and the metrics on every rank must be those of one process, in float64, to 1e-10. Each
-    example tries the next `each` layouts. LawViolation for the first law that fails.
+    `update` is as in `check_update_fn`, on any mesh: replicate, shard, expert, sequence, context, tensor and pipeline
+    axes of 1, 2 and 4 ranks, `max_ranks` at most, with whole parameters or sharded ones of every stage, the layers
+    recomputed or not, and the stages of a pipeline of 2 ranks interleaved or not. All ranks have all rows, ragged ones,
+    which the update shares out, to some ranks none, and cuts into micro-batches anyhow. In every weight mode of `modes`
+    the gradient tree, the new state and the metrics on every rank must be those of one process, in float64, to 1e-10,
+    of dense models and of one with experts. Each example tries the next `each` layouts. LawViolation for the first law
+    that fails.
     """
     layouts = [
         (axes, stage, (number + place) % 2 == 1, virtual)

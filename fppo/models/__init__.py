@@ -1,5 +1,6 @@
 """A model as a pure function of its parameters."""
 
+from fppo.models.experts import Dispatched, check_dispatched, dispatched
 from fppo.models.heads import Head, output_head
 from fppo.models.init import as_critic, init_params
 from fppo.models.load import load
@@ -12,6 +13,7 @@ from fppo.models.spans import stage_of, staged
 from fppo.runtime.exports import check_replaceable
 
 __all__ = [
+    "Dispatched",
     "Head",
     "Model",
     "Narrowed",
@@ -20,10 +22,12 @@ __all__ = [
     "bind",
     "build",
     "call_layer",
+    "check_dispatched",
     "check_model",
     "check_placed",
     "check_replaceable",
     "check_staged",
+    "dispatched",
     "forward",
     "hidden_states",
     "init_params",

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from fppo.key import Key
 from fppo.models._parts import read_parts
+from fppo.models.experts import check_dispatched
 from fppo.models.init import init_value_head
 from fppo.models.model import (
     BUILDING,
@@ -76,6 +77,8 @@ def load(
     whole, model = model, place(model, mesh)
     if (ranks := mesh["tensor"].size) > 1:
         check_placed(whole, ranks)
+    if (ranks := mesh["expert"].size) > 1:
+        check_dispatched(whole, ranks)
     if mesh["pipeline"].size > 1:
         check_staged(whole)
     try:

@@ -100,7 +100,8 @@ class Model:
         """
         if compiled and self.layout is not None and self.layout.ranks > 1:
             raise ValueError(
-                "layers on a tensor axis cannot be compiled: they exchange tokens; leave compile_layers out"
+                "layers on a tensor axis or an expert axis cannot be compiled: they exchange tokens; leave "
+                "compile_layers out"
             )
         if inner == OWN and not compiled and threading.current_thread() is threading.main_thread():
             return self.skeleton

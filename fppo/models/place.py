@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fppo.models import probe as probes
+from fppo.models.experts import dispatched
 from fppo.models.heads import embedding_name, logits_of, output_head, vocabulary_head
 from fppo.models.inner import OWN
 from fppo.models.model import Model, Params, build, packed_attention
 from fppo.models.narrow import find_cuts, narrow
-from fppo.models.regions import BlockSeam, EmbeddingSeam, Region, WidthSeam
+from fppo.models.regions import BlockSeam, EmbeddingSeam, Region, WidthSeam, replace
 from fppo.models.run import hidden_states
 from fppo.models.spans import staged
 from fppo.runtime import fsdp
@@ -45,13 +45,13 @@ class Narrowed:
         """The model of this rank of an axis of as many ranks."""
         skeleton, region = copy.deepcopy(self.narrower.skeleton), Region(axis)
         for path, cut in self.norms.items():
-            _replace(skeleton, path, lambda norm, cut=cut: WidthSeam(norm, region, cut))
+            replace(skeleton, path, lambda norm, cut=cut: WidthSeam(norm, region, cut))
         for path in _cut_blocks(self.narrower, self.cuts):
-            _replace(skeleton, path, lambda block: BlockSeam(block, region))
+            replace(skeleton, path, lambda block: BlockSeam(block, region))
         name = embedding_name(self.narrower)
         first, _ = self.cuts[name].runs(axis.rank)[0]
         path = name.removeprefix(self.narrower.prefix).removesuffix(".weight")
-        _replace(skeleton, path, lambda embedding: EmbeddingSeam(embedding, region, first))
+        replace(skeleton, path, lambda embedding: EmbeddingSeam(embedding, region, first))
         layout = Layout(self.model.shapes, self.cuts, _added_once(self.model, self.cuts), axis.rank, axis.size)
         placed = attrs.evolve(
             self.model,
@@ -85,12 +85,21 @@ def narrowed(model: Model, ranks: int) -> Narrowed:
 
 def place(model: Model, mesh: Mesh) -> Model:
     """What this rank of the mesh runs of a model: on a tensor axis a narrower model on cuts of the parameters, on a
-    pipeline axis the layers of its stages. `own_params` takes these parameters of whole ones. It is to be done once.
+    pipeline axis the layers of its stages, on an expert axis some of the experts. `own_params` takes these parameters
+    of whole ones. It is to be done once.
 
-    Raises ValueError that names every size that the tensor axis does not divide, for a model that cannot be cut, and
-    for fewer layers than stages.
+    Raises ValueError that names every size that the tensor or expert axis does not divide, for a model that cannot be
+    cut, for fewer layers than stages, and for an expert axis beside a tensor or pipeline axis.
     """
-    tensor, pipeline = mesh["tensor"], mesh["pipeline"]
+    tensor, pipeline, expert = mesh["tensor"], mesh["pipeline"], mesh["expert"]
+    if expert.size > 1:
+        for name, axis in (("tensor", tensor), ("pipeline", pipeline)):
+            if axis.size > 1:
+                raise ValueError(
+                    f"an expert axis of {expert.size} ranks and a {name} axis of {axis.size} ranks do not go together: "
+                    "give the ranks of one of them to shard"
+                )
+        return dispatched(model, expert.size).on(expert)
     model = model if tensor.size == 1 else narrowed(model, tensor.size).on(tensor)
     return model if pipeline.size == 1 else staged(model, pipeline, virtual_stages=mesh.virtual_stages)
 
@@ -132,13 +141,6 @@ def _check_blocks(model: Model, cuts: Mapping[str, Cut]) -> None:
         if whole or not blocks:
             what = " and ".join(whole) or "anything"
             raise ValueError(f"fewer heads and narrower inner widths do not make {what} of {path} smaller")
-
-
-def _replace(skeleton: nn.Module, path: str, seam: Callable[[Any], nn.Module]) -> None:
-    """Puts a seam in a module's place; a layer's seam shares the layer's modules."""
-    parent, _, child = path.rpartition(".")
-    modules = skeleton.get_submodule(parent)._modules
-    modules[child] = seam(modules[child])
 
 
 def _norms(narrower: Model, cuts: Mapping[str, Cut]) -> dict[str, Cut]:

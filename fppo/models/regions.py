@@ -7,7 +7,7 @@ what is not cut is a share (Korthikanti et al., 2022, arXiv:2205.05198).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,13 @@ class _Seam(nn.Module):
         self._non_persistent_buffers_set = inner._non_persistent_buffers_set
         self._inner = (inner,)  # in a tuple, it is no child
         self.region = region
+
+
+def replace(skeleton: nn.Module, path: str, seam: Callable[[Any], nn.Module]) -> None:
+    """Puts a seam in a module's place; a layer's seam shares the layer's modules."""
+    parent, _, child = path.rpartition(".")
+    modules = skeleton.get_submodule(parent)._modules
+    modules[child] = seam(modules[child])
 
 
 class BlockSeam(_Seam):
@@ -94,3 +101,32 @@ class WidthSeam(_Seam):
         pieces = collectives.all_gather(x, axis, dim=-1).split(x.shape[-1], -1)
         out = norm(torch.cat([pieces[cut.first(part, axis.size)] for part in range(cut.parts)], -1))
         return out.narrow(-1, cut.part(axis.rank, axis.size) * x.shape[-1], x.shape[-1])
+
+
+class ExpertsSeam(_Seam):
+    """The experts of this rank of an expert axis, of which every rank has as many: tokens go to the ranks of their
+    experts, and what comes of them comes back to be weighted and summed here."""
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        (experts,), axis = self._inner, self.region.axis
+        own: int = experts.num_experts  # type: ignore[assignment]
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        counts = flat.new_zeros(own * axis.size).scatter_add(0, flat, torch.ones_like(flat)).view(axis.size, own)
+        others = collectives.all_to_all(counts, axis, split_dim=0, concat_dim=0)
+        sent, received = torch.stack([counts.sum(1), others.sum(1)]).tolist()  # the one wait for the device
+        rows = collectives.exchange(hidden[order // chosen.shape[1]], axis, sent=sent, received=received)
+        numbers = torch.arange(own, device=flat.device).repeat(axis.size).repeat_interleave(others.flatten())
+        out = self._of(rows, numbers)
+        back = collectives.exchange(out, axis, sent=received, received=sent)[order.argsort()]
+        return (back.view(*weights.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)
+
+    def _of(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        """What this rank's experts, by their numbers here, make of rows of their own each."""
+        (experts,) = self._inner
+        if len(rows):
+            return experts(rows, numbers[:, None], rows.new_ones(len(rows), 1))
+        # a row of zeros, whose result is dropped: parameters and what was sent stay parts of the graph, for its
+        # collectives
+        nothing = experts(rows.new_zeros(1, rows.shape[1]), numbers.new_zeros(1, 1), rows.new_ones(1, 1))
+        return nothing[:0] + rows * 0.0

@@ -139,7 +139,7 @@ def _tensors(
 ) -> Params:
     """A file's tensors on the first rank's host; other ranks help to gather them, and get nothing."""
     own: dict[str, Tensor] = {}
-    if any(mesh[name].rank for name in AXES if name not in ("shard", "tensor", "pipeline")):
+    if any(mesh[name].rank for name in AXES if name not in ("shard", mesh.cutting, "pipeline")):
         return own  # another rank has the same part and helps
     wanted = dict.fromkeys(names)
     for group in dict.fromkeys(chosen.made_of[name] for name in wanted):

@@ -168,6 +168,11 @@ def problems(case: Case) -> list[str]:
         wrong.append(
             f"--mesh.context {case.size('context')}: --mesh.sequence {sequence} cuts the same rows; give one of them"
         )
+    if case.size("expert") > 1:
+        wrong.append(
+            f"--mesh.expert {case.size('expert')}: fppo plan does not count the tokens that its ranks send each other; "
+            "plan the mesh with these ranks on --mesh.shard"
+        )
     if case.length > case.tokens:
         wrong.append(f"--length {case.length}: a pass of --tokens {case.tokens} holds no such sequence")
     if case.length < 2:

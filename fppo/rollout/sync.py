@@ -130,7 +130,9 @@ def changed(
     still = set(frozen) & set(last)
     digests = {name: last[name] if name in still else digest(x) for name, x in params.items()}
     flags = torch.tensor([digests.get(name) != last.get(name) for name in names], device=device_of(params))
-    for axis in (mesh[name] for name, cuts in (("shard", mesh.sharded), ("tensor", True), ("pipeline", True)) if cuts):
+    for axis in (
+        mesh[name] for name, cuts in (("shard", mesh.sharded), (mesh.cutting, True), ("pipeline", True)) if cuts
+    ):
         flags = all_reduce(flags.int(), axis) > 0
     return {name for name, differs in zip(names, flags.tolist(), strict=True) if differs}, digests
 

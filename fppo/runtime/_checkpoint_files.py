@@ -57,10 +57,11 @@ class Contents:
 
     def number(self, mesh: Mesh) -> int | None:
         """This rank's number among those that write; None if it writes nothing."""
-        if any(mesh[axis].rank for axis in AXES if axis not in WRITERS):
+        axes = tuple(mesh.cutting if axis == "tensor" else axis for axis in WRITERS)
+        if any(mesh[axis].rank for axis in AXES if axis not in axes):
             return None
         number = 0
-        for axis, count in zip(WRITERS, self.writers, strict=True):
+        for axis, count in zip(axes, self.writers, strict=True):
             if mesh[axis].rank >= count:
                 return None
             number = number * count + mesh[axis].rank
@@ -122,7 +123,7 @@ def cuts_of(tensors: Mapping[str, Tensor], mesh: Mesh, shapes: Mapping[str, torc
 
 def writes(part: Part, mesh: Mesh) -> bool:
     """Whether this rank is the one that writes what it holds of a leaf."""
-    once = (part.cut is None and mesh["tensor"].rank) or (part.shard[1] == 1 and mesh["shard"].rank)
+    once = (part.cut is None and mesh[mesh.cutting].rank) or (part.shard[1] == 1 and mesh["shard"].rank)
     return part.is_first and not once and part.stage == mesh["pipeline"].rank
 
 

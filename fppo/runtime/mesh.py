@@ -70,6 +70,11 @@ class Mesh:
         return self.axes.get(name, Axis())
 
     @property
+    def cutting(self) -> str:
+        """The axis over which a layout cuts parameters: a mesh has one of these two alone."""
+        return "expert" if self["expert"].size > 1 else "tensor"
+
+    @property
     def sharded(self) -> bool:
         """Whether parameters are cut over several ranks of the shard axis."""
         return self.sharding is not None and self["shard"].size > 1
@@ -77,7 +82,7 @@ class Mesh:
     @property
     def cuts(self) -> bool:
         """Whether a rank holds less than all parameters whole, on any axis."""
-        return self.sharded or self["tensor"].size > 1 or self["pipeline"].size > 1
+        return self.sharded or self[self.cutting].size > 1 or self["pipeline"].size > 1
 
     @staticmethod
     def local() -> Mesh:
@@ -139,12 +144,13 @@ def gradient_sum(grads: T, mesh: Mesh) -> T:
     axis those of parameters that it does not cut are summed, and those of a part over the ranks that hold it; over the
     pipeline axis those of parameters that several of its ranks hold (tied embeddings).
     """
-    done = {"tensor", "shard"} if mesh.sharded else {"tensor"}
+    done = {"shard"} if mesh.sharded else set()
+    done |= {"tensor"} if mesh.layout is None else {"tensor", mesh.cutting}
     summed: Any = _sum(grads, mesh, [name for name in GRADIENT_AXES if name not in done])
     if mesh.layout is None:
         return summed
-    slots = {name: _slots(g, mesh.layout.cuts.get(name), mesh["tensor"]) for name, g in summed.items()}
-    whole = _sum({name: slot for name, (slot, _) in slots.items() if slot is not None}, mesh, ["tensor"])
+    slots = {name: _slots(g, mesh.layout.cuts.get(name), mesh[mesh.cutting]) for name, g in summed.items()}
+    whole = _sum({name: slot for name, (slot, _) in slots.items() if slot is not None}, mesh, [mesh.cutting])
     result: Any = {name: whole[name][slots[name][1]] if name in whole else g for name, g in summed.items()}
     for name, stages in mesh.layout.stages.items():
         if len(stages) > 1:

@@ -67,7 +67,7 @@ def part_of(extent: torch.Size | Extent, mesh: Mesh) -> Part:
     shard = (mesh["shard"].rank, mesh["shard"].size) if mesh.sharded else (0, 1)
     if not isinstance(extent, Extent):
         return Part(tuple(extent), shard=shard)
-    tensor = (0, 1) if extent.cut is None else (mesh["tensor"].rank, mesh["tensor"].size)
+    tensor = (0, 1) if extent.cut is None else (mesh[mesh.cutting].rank, mesh[mesh.cutting].size)
     return Part(tuple(extent.shape), extent.cut, tensor, shard, extent.stages[0] if extent.stages else 0)
 
 
@@ -109,7 +109,7 @@ def whole_tensors(
         return fsdp.gather({name: params[name] for name in names}, shapes, mesh, dtypes=dtypes)
     pieces = _on_all_stages(params, list(names), mesh, layout, dtypes)
     pieces = fsdp.gather(pieces, {name: layout.shape(name) for name in pieces}, mesh)
-    return {name: layout.gather(name, pieces.pop(name), mesh["tensor"]) for name in list(pieces)}
+    return {name: layout.gather(name, pieces.pop(name), mesh[mesh.cutting]) for name in list(pieces)}
 
 
 def _on_all_stages(

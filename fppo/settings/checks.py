@@ -12,7 +12,12 @@ from fppo.settings.algorithm import CRITIC_ADVANTAGES, AlgorithmSettings
 from fppo.settings.checks_critic import critic_problems
 from fppo.settings.checks_data import data_problems, has_held_out
 from fppo.settings.checks_eval import eval_problems
-from fppo.settings.checks_mesh import context_axis_problems, pipeline_problems, tensor_axis_problems
+from fppo.settings.checks_mesh import (
+    context_axis_problems,
+    expert_axis_problems,
+    pipeline_problems,
+    tensor_axis_problems,
+)
 from fppo.settings.checks_reward import FUNCTION, judge_on_ranks, reward_problems
 from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
 from fppo.settings.critic import CriticSettings
@@ -103,6 +108,8 @@ def _mesh(s: TrainSettings, world: int) -> Problems:
         yield _problem("mesh.sequence", s.mesh.sequence, "a sequence axis cuts packed rows; set model.remove_padding")
     yield from pipeline_problems(s)
     yield from context_axis_problems(s)
+    if s.mesh.expert > 1:
+        yield from expert_axis_problems(s, critic=uses_critic(s))
     if s.mesh.tensor > 1:
         yield from tensor_axis_problems(s, critic=uses_critic(s))
     if s.rollout.engine == "vllm":

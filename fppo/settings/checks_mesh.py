@@ -17,6 +17,21 @@ def pipeline_problems(s: TrainSettings) -> Problems:
         yield problem("mesh.pipeline", stages, advice)
 
 
+def expert_axis_problems(s: TrainSettings, *, critic: bool) -> Problems:
+    """What does not go with an expert axis, in a run that has a critic or has none."""
+    for name, size in (("tensor", s.mesh.tensor), ("pipeline", s.mesh.pipeline)):
+        if size > 1:
+            advice = f"mesh.{name} = {size} does not go with it; give the ranks of one of them to mesh.shard"
+            yield problem("mesh.expert", s.mesh.expert, advice)
+    if s.model.compile_layers:
+        advice = "its layers exchange tokens, which torch.compile does not; leave out model.compile_layers"
+        yield problem("mesh.expert", s.mesh.expert, advice)
+    for name, section in (("actor", s.actor), ("critic", s.critic)):
+        if section.optimizer.name == "muon" and (name == "actor" or critic):
+            advice = "it does not go with mesh.expert, which cuts experts; give adamw or sgd, or mesh.expert = 1"
+            yield problem(f"{name}.optimizer.name", "muon", advice)
+
+
 def context_axis_problems(s: TrainSettings) -> Problems:
     """What does not go with a context axis, and what does nothing without one."""
     context, sequence = s.mesh.context, s.mesh.sequence

@@ -31,8 +31,12 @@ def expert_problems(s: TrainSettings) -> Problems:
     if experts.balance_coef > 0 and replay == "none":
         text = "it takes the loads of a whole mini-batch, as router_replay has them; give algorithm.router_replay"
         yield problem("actor.experts.balance_coef", experts.balance_coef, text)
-    if s.model.compile_layers:
-        text = "compiled layers do not tell what their routers choose; leave out model.compile_layers"
+    for what, text in (
+        (s.model.compile_layers, "compiled layers do not tell what routers choose; leave out model.compile_layers"),
+        (s.mesh.pipeline > 1, "stages of a pipeline do not tell what routers choose; leave out mesh.pipeline"),
+    ):
+        if not what:
+            continue
         numbers = {"bias_rate": experts.bias_rate, "balance_coef": experts.balance_coef, "z_coef": experts.z_coef}
         yield from (problem(f"actor.experts.{name}", x, text) for name, x in numbers.items() if x > 0)
         if replay != "none":

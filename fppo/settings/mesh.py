@@ -17,6 +17,8 @@ class PlanMeshSettings:
     """Groups of ranks with the same parameters and other rows."""
     shard: int | None = setting(None, at_least(1))
     """Ranks over which parameters, gradients and moments are cut (FSDP); None: all that the other axes leave."""
+    expert: int = setting(1, at_least(1))
+    """Ranks with other rows over which a mixture's experts are cut, and which send each other tokens."""
     sequence: int = setting(1, at_least(1))
     """Ranks over which packed sequences are cut (Ulysses); it must divide the attention heads."""
     context: int = setting(1, at_least(1))
@@ -39,18 +41,18 @@ class PlanMeshSettings:
     @property
     def others(self) -> int:
         """The ranks of all axes but shard."""
-        return self.pipeline * self.replicate * self.sequence * self.context * self.tensor
+        return self.pipeline * self.replicate * self.expert * self.sequence * self.context * self.tensor
 
     def sizes(self, shard: int) -> dict[str, int]:
         """Every axis and its size: ranks of the last axis are neighbours."""
-        inside = {"sequence": self.sequence, "context": self.context, "tensor": self.tensor}
+        inside = {"expert": self.expert, "sequence": self.sequence, "context": self.context, "tensor": self.tensor}
         return {"pipeline": self.pipeline, "replicate": self.replicate, "shard": shard, **inside}
 
 
 @attrs.frozen(kw_only=True)
 class MeshSettings(PlanMeshSettings):
     """How a run is spread over processes: `fppo train --nproc N` or torchrun starts pipeline * replicate * shard *
-    sequence * context * tensor."""
+    expert * sequence * context * tensor."""
 
     timeout: float = setting(600.0, above(0))
     """Seconds that a collective waits for the other ranks before the run ends with an error."""

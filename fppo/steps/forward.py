@@ -71,7 +71,7 @@ class Forward:
             experts.check_routers(self.model, "leave out replay")
         layout = self.model.layout
         for axis, placed in (
-            ("tensor", 1 if layout is None else layout.ranks),
+            (self.mesh.cutting, 1 if layout is None else layout.ranks),
             ("pipeline", 1 if layout is None else layout.stage_ranks),
         ):
             if (size := self.mesh[axis].size) != placed:

@@ -109,7 +109,7 @@ def _global_norm(grads: list[Tensor], mesh: Mesh) -> Tensor:
     mesh cuts parameters over."""
     norm = get_total_norm(grads)
     placed = mesh.layout is not None
-    axes = [mesh[n] for n, cuts in (("shard", mesh.sharded), ("tensor", placed), ("pipeline", placed)) if cuts]
+    axes = [mesh[n] for n, cuts in (("shard", mesh.sharded), (mesh.cutting, placed), ("pipeline", placed)) if cuts]
     if not axes:
         return norm
     total = norm.double().square()

@@ -82,11 +82,14 @@ def mini_batches(row_ids: RowIds, size: int, *, key: Key | None = None) -> list[
 def rounds(counts: Sequence[int], mesh: Mesh, device: torch.device) -> list[int]:
     """How many micro-batches this rank runs of each mini-batch, of which it has `counts`: at least one.
 
-    Ranks that share their parameters run equally many, since every pass gathers.
+    Ranks that share their parameters run equally many, since every pass gathers them, or exchanges tokens.
     """
-    if not (mesh.sharded and counts):
+    axes = [mesh[name] for name, together in (("shard", mesh.sharded), ("expert", True)) if together]
+    if not (counts and any(axis.size > 1 for axis in axes)):
         return [max(count, 1) for count in counts]
-    agreed = all_reduce(torch.tensor(counts, device=device), mesh["shard"], dist.ReduceOp.MAX)
+    agreed = torch.tensor(counts, device=device)
+    for axis in axes:
+        agreed = all_reduce(agreed, axis, dist.ReduceOp.MAX)
     return agreed.clamp(min=1).tolist()
 
 

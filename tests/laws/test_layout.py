@@ -1,5 +1,6 @@
 """Our updates keep the layout law, and it catches the mistakes it is there for."""
 
+import functools
 from functools import partial
 
 import attrs
@@ -55,16 +56,17 @@ def test_the_losses_that_select_tokens_keep_the_law(name):
 
 @pytest.mark.slow
 def test_the_large_meshes_keep_the_law():
-    """Up to 64 ranks, every 22nd mesh once, most ranks with nothing to do."""
+    """Up to 64 ranks, some meshes once, most ranks with nothing to do."""
     run = layout._runner(partial(update_actor, loss_fn=losses.ppo_clip), "lm")
     example = layout._example(("token-mean",), 2, 2, 1)
-    expected = {layers: layout._one_process(run, example, 0, layers) for layers in (2, 4)}
-    large = [axes for axes in layout.meshes(64) if layout._ranks(axes) > 8][::22]
+    expected = functools.cache(partial(layout._one_process, run, example))
+    large = [axes for axes in layout.meshes(64) if layout._ranks(axes) > 8][::29]
     assert len(large) == 9
     for axes in large:
         drawn = layout._draw(axes, 3, False, 1, example, torch.Generator().manual_seed(0))
-        for outcome in run(example, drawn, 0):
-            assert layout._outcomes_differ(expected[drawn.layers], outcome, 1e-10) is None
+        number = layout._number(axes, 0)
+        for outcome in run(example, drawn, number):
+            assert layout._outcomes_differ(expected(number, drawn.layers), outcome, 1e-10) is None
 
 
 def test_every_mesh_and_stage_takes_its_turn():

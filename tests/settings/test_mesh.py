@@ -13,7 +13,10 @@ from fppo.settings import checks, files
         ({"model.log_probs": "liger"}, "model.log_probs = 'liger': it cannot split the vocabulary"),
         ({"actor.optimizer.name": "muon"}, "actor.optimizer.name = 'muon': it needs whole matrices"),
         ({"critic.optimizer.name": "muon"}, "critic.optimizer.name = 'muon': it needs whole matrices"),
-        ({"mesh.shard": 2}, "(pipeline 1, replicate 1, shard 2, sequence 1, context 1, tensor 2) do not multiply"),
+        (
+            {"mesh.shard": 2},
+            "(pipeline 1, replicate 1, shard 2, expert 1, sequence 1, context 1, tensor 2) do not multiply",
+        ),
         ({"mesh.virtual_stages": 2}, "mesh.virtual_stages = 2: its stages are those of a pipeline rank"),
     ],
 )
@@ -28,7 +31,7 @@ def test_a_tensor_axis(changes, words):
     ("changes", "words"),
     [
         ({"model.compile_layers": True}, "mesh.pipeline = 2: torch.compile has not been tried"),
-        ({"mesh.tensor": 2}, "(pipeline 2, replicate 1, shard unset, sequence 1, context 1, tensor 2) do not multiply"),
+        ({"mesh.tensor": 2}, "shard unset, expert 1, sequence 1, context 1, tensor 2) do not multiply"),
         ({"mesh.virtual_stages": 0}, "mesh.virtual_stages = 0"),
     ],
 )
@@ -58,3 +61,19 @@ def test_a_context_axis(changes, words):
     settings = files.replace(files.from_dict({}), base | changes)
     (said,) = checks.mesh_problems(settings, settings.mesh.least_ranks)
     assert words in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mesh.tensor": 2}, "mesh.expert = 2: mesh.tensor = 2 does not go with it"),
+        ({"mesh.pipeline": 2}, "mesh.expert = 2: mesh.pipeline = 2 does not go with it"),
+        ({"model.compile_layers": True}, "mesh.expert = 2: its layers exchange tokens, which torch.compile does not"),
+        ({"actor.optimizer.name": "muon"}, "actor.optimizer.name = 'muon': it does not go with mesh.expert"),
+    ],
+)
+def test_an_expert_axis(changes, words):
+    alone = files.from_dict({"mesh": {"expert": 2}})
+    assert checks.mesh_problems(alone, 2) == []
+    settings = files.replace(alone, changes)
+    assert any(words in line for line in checks.mesh_problems(settings, settings.mesh.others))

@@ -1,0 +1,64 @@
+"""`fppo train` on real processes with an expert axis: a tiny Qwen3-MoE has the numbers of one process."""
+
+import pytest
+from transformers import Qwen3MoeConfig
+
+from fppo import models
+from fppo.commands import cli
+from fppo.key import Key
+from fppo.quickstart import CHARACTERS, character_tokenizer
+from fppo.runs import jsonl
+from fppo.settings import files
+from tests import tiny_run
+from tests.distributed.ranks import Ranks
+
+
+def numbers(directory):
+    """The metrics by step, without what depends on the clock or the machine."""
+    lines = jsonl.read(directory / "metrics.jsonl")
+    return {line["step"]: {k: v for k, v in line.items() if not k.startswith(("timing_s/", "perf/"))} for line in lines}
+
+
+@pytest.mark.slow
+def test_a_run_on_an_expert_axis_has_the_numbers_of_one_process(tmp_path):
+    """With replayed experts and their losses; it is resumed by one process from what both ranks have written."""
+    tiny_run.write_task(tmp_path)
+    tokenizer = character_tokenizer(CHARACTERS)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        max_position_embeddings=64,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = models.build(config)
+    models.save(model, models.init_params(model, Key(0)), tmp_path / "start", tokenizer=tokenizer)
+    shared = {
+        "actor__optimizer__schedule": "constant",
+        "algorithm__router_replay": "old_log_probs",
+        "actor__experts__balance_coef": 0.01,
+        "actor__experts__z_coef": 0.001,
+    }
+
+    def write(name, **changes):
+        file = tmp_path / f"{name}.toml"
+        files.save(tiny_run.settings(tmp_path, output_dir=str(tmp_path / name), **shared, **changes), file)
+        return str(file)
+
+    log = tmp_path / "log"
+    assert cli.main(["train", write("one")]) == 0
+    assert Ranks(["train", write("both", mesh__expert=2), "--steps", "3"], 2, log).end(300) == [0, 0], log.read_text()
+    assert cli.main(["train", write("both")]) == 0
+    found, expected = numbers(tmp_path / "both"), numbers(tmp_path / "one")
+    assert any("actor/expert_load/0" in line for line in expected.values())
+    for step, line in expected.items():
+        same = {k: v for k, v in line.items() if isinstance(v, float) and k != "time"}
+        assert {k: found[step][k] for k in same} == pytest.approx(same, rel=1e-3, abs=1e-4, nan_ok=True), step
