@@ -1,11 +1,12 @@
-"""Generalised advantage estimates of 512 rows: our scan and our loop beside verl's loop over time, without whitening.
+"""Generalised advantage estimates of 512 rows: our kernels beside verl's loop over time, without whitening.
 
     python experiments/bench/gae.py
 
 verl's own `compute_gae_advantage_return` where verl is installed (with its whitening taken out), else the same
-recurrence, written here. Rows end at random; "holes" takes one token in ten out of the mask, besides. float32, medians
-of repeated calls, which find the memory of the call before; "fresh" is the ratio when every call must get its memory
-from the system, where ours mostly waits for the pages of its results.
+recurrence, written here. Rows end at random; "holes" takes one token in ten out of the mask, besides. float32, seconds
+of all threads' time on the processor, medians of repeated calls, which find the memory of the call before; "fresh" is
+the peer's time over ours when every call must get its memory from the system, where ours mostly clears pages for its
+results.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from functools import partial
 from unittest import mock
 
 import torch
-from bench_tools import once
+from bench_tools import empty_heap
 from torch import Tensor
 
-from fppo_kernels.gae.loop import loop
-from fppo_kernels.gae.scan import scan
+from fppo_kernels import table
 
 GAMMA, LAM = 1.0, 0.95
 
@@ -64,40 +64,38 @@ def draw(rows: int, length: int, holes: bool) -> tuple[Tensor, Tensor, Tensor]:
     return rewards, values, mask & (torch.rand(rows, length, generator=generator) < 0.9) if holes else mask
 
 
-def repeated(fn: Callable[[], object], repeats: int) -> float:
-    """The median seconds of calls after the first."""
+def repeated(fn: Callable[[], object], repeats: int, *, fresh: bool) -> float:
+    """The median seconds of calls after the first, with an empty heap before each or as the one before left it."""
     seconds = []
     for _ in range(repeats + 1):
-        start = time.perf_counter()
+        if fresh:
+            empty_heap()
+        start = time.process_time()
         fn()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     return statistics.median(seconds[1:])
-
-
-def fresh(fn: Callable[[], object], repeats: int) -> float:
-    """The same with an empty heap before every call."""
-    return statistics.median(once(fn, per=False).seconds for _ in range(repeats))
 
 
 def main(rows: int, lengths: list[int], repeats: int, threads: int) -> None:
     torch.set_num_threads(threads)
     name, loop_over_time = peer()
+    kernels = [each for each, reason in table.available("gae").items() if reason is None]
     print(f"[{rows}, T], {threads} threads, torch {torch.__version__}; the peer is {name}")
-    header = ("peer, ms", "loop, ms", "scan, ms", "peer / scan", "fresh", "apart")
-    print(f"{'T':>6} {'mask':<7}" + "".join(f"{x:>{n}}" for x, n in zip(header, (11, 11, 11, 13, 9, 10), strict=True)))
+    print(f"{'T':>6} {'mask':<8}{'kernel':<8}{'peer, ms':>10}{'ours, ms':>10}{'times':>8}{'fresh':>8}{'apart':>10}")
     for length in lengths:
         for holes in (False, True):
             rewards, values, mask = draw(rows, length, holes)
-            weights = mask.float()
-            theirs = partial(loop_over_time, rewards, values, weights, GAMMA, LAM)
-            ours = partial(scan, rewards, values, mask, gamma=GAMMA, lam=LAM)
-            slow = partial(loop, rewards, values, mask, gamma=GAMMA, lam=LAM)
-            apart = (theirs()[0].where(mask, 0.0) - ours()[0]).abs().max().item()
-            times = [repeated(fn, repeats) for fn in (theirs, slow, ours)]
-            columns = "".join(f"{1e3 * x:>11.1f}" for x in times)
-            ratios = times[0] / times[2], fresh(theirs, repeats) / fresh(ours, repeats)
-            columns += f"{ratios[0]:>13.1f}{ratios[1]:>9.1f}{apart:>10.1e}"
-            print(f"{length:>6} {'holes' if holes else 'ragged':<7}{columns}", flush=True)
+            theirs = partial(loop_over_time, rewards, values, mask.float(), GAMMA, LAM)
+            slow, slow_fresh = (repeated(theirs, repeats, fresh=fresh) for fresh in (False, True))
+            for kernel in kernels:
+                ours = partial(table.get("gae", kernel), rewards, values, mask, gamma=GAMMA, lam=LAM)
+                apart = (theirs()[0].where(mask, 0.0) - ours()[0]).abs().max().item()
+                fast, fast_fresh = (repeated(ours, repeats, fresh=fresh) for fresh in (False, True))
+                print(
+                    f"{length:>6} {'holes' if holes else 'ragged':<8}{kernel:<8}{1e3 * slow:>10.1f}{1e3 * fast:>10.1f}"
+                    f"{slow / fast:>8.1f}{slow_fresh / fast_fresh:>8.1f}{apart:>10.1e}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

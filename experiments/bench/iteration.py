@@ -9,7 +9,8 @@
 at 1, float32, temperature 1, 2 threads; GRPO with 8 responses to each of 8 prompts, PPO with a policy, a reference, a
 critic and a reward model of one shape. The first iteration of each is not counted. A ratio is our time over that of
 TRL's iteration right before; the lines show medians. `--ours` names where the old log-probs come from
-(`algorithm.old_log_probs`); `+compiled` behind a name compiles the layers, `,` is between variants.
+(`algorithm.old_log_probs`); `+compiled` behind a name compiles the layers, `+cpp` takes the kernels in C++ for all but
+the engine, `,` is between variants.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from fppo_kernels.record import Kernels
 SIZES = {"1M": (128, 512, 4, 4), "13M": (384, 1536, 6, 6)}  # width, inner width, layers, heads
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 ROWS, MINI, NEW, GROUP = 64, 16, 64, 8
+CPP = ("rms_norm", "add_rms_norm", "rotary", "glu")
 KL_COEF = 0.05  # TRL's default in PPO, in the rewards
 
 
@@ -113,9 +115,10 @@ def our_reward(samples: list[rewards.Sample]) -> list[float]:
 
 def our_iteration(task: Task, variant: str) -> Callable[[], Times]:
     """One iteration of ours after the other, each from the state that the one before left."""
-    source, _, compiled = variant.partition("+")
+    source, _, choice = variant.partition("+")
     model, params = models.load(task.directory)
-    model = attrs.evolve(model, compile_layers=compiled == "compiled")
+    model = attrs.evolve(model, compile_layers=choice == "compiled")
+    kernels = Kernels.named(**dict.fromkeys(CPP, "cpp"), log_probs="cpp") if choice == "cpp" else Kernels.named()
     ppo = task.kind == "ppo"
     micro = MicroBatching(size=MINI)
     kept = pieces(
@@ -130,13 +133,18 @@ def our_iteration(task: Task, variant: str) -> Callable[[], Times]:
         advantage="gae" if ppo else "grpo",
     )
     program: Any = kept.program
+    policy, critic = (each and attrs.evolve(each, kernels=kernels) for each in (kept.policy, kept.critic))
     program = attrs.evolve(
         program,
         rollout=partial(program.rollout, sampling=attrs.evolve(kept.sampling, stop_token_ids=())),
-        annotate=partial(program.annotate, old_log_probs=source, micro_batching=MicroBatching(size=ROWS)),
+        annotate=partial(program.annotate, old_log_probs=source, micro_batching=micro, forward=policy, critic=critic),
         update_actor=partial(
-            program.update_actor, old_log_probs=source, terms=PolicyTerms(kl_coef=0.0 if ppo else task.beta)
+            program.update_actor,
+            old_log_probs=source,
+            terms=PolicyTerms(kl_coef=0.0 if ppo else task.beta),
+            forward=policy,
         ),
+        update_critic=critic and partial(program.update_critic, forward=critic),
         estimate=partial(program.estimate, kl_in_reward=ppo),
     )
     run = kept.run
@@ -159,7 +167,7 @@ def _our_reward_model(task: Task) -> rewards.RewardFn:
     model, params = models.load(task.directory)
     model, params = models.as_critic(model, params, Key(1))
     return model_reward(
-        params, model=model, kernels=Kernels.named(), mesh=LOCAL, micro_batching=MicroBatching(size=ROWS)
+        params, model=model, kernels=Kernels.named(), mesh=LOCAL, micro_batching=MicroBatching(size=MINI)
     )
 
 

@@ -1,4 +1,4 @@
-"""The operations inside a model's layers, row by row: linear layers, root-mean-square norms, gated activations."""
+"""The operations inside a model's layers, row by row: linear layers, norms, rotary positions, gated activations."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from torch import Tensor
 
 from fppo.ablate.cases import FLOATS, Case, Drawn, Shape, differentiate, exact_by, normal
 from fppo.ablate.result import Cost
-from fppo.laws.layers import KINDS, check_glu, check_linear, check_rms_norm
+from fppo.laws.layers import KINDS, check_add_rms_norm, check_glu, check_linear, check_rms_norm, check_rotary
 from fppo_kernels.glu.eager import eager as plain_glu
 from fppo_kernels.linear.plain import plain as plain_linear
+from fppo_kernels.rms_norm.eager import add_eager as plain_add_norm
 from fppo_kernels.rms_norm.eager import eager as plain_norm
+from fppo_kernels.rotary.eager import eager as plain_rotary
 
 EPS = 1e-6
 
@@ -112,6 +114,56 @@ def _check_norm(fn: Callable, dtype: torch.dtype, device: torch.device, lacks: f
     return True
 
 
+def _draw_add_norm(shape: Shape, dtype: torch.dtype, device: torch.device) -> Drawn:
+    rows, width = shape["N"], shape["H"]
+    return _drawn(device, dtype, (rows, 2 * width), x=(rows, width), residual=(rows, width), weight=(width,))
+
+
+def _call_add_norm(fn: Callable, inputs: dict[str, Any]) -> Tensor:
+    return torch.cat(fn(inputs["x"], inputs["residual"], inputs["weight"], eps=EPS), -1)
+
+
+def _cost_add_norm(shape: Shape, itemsize: int) -> Cost:
+    size = shape["N"] * shape["H"] * itemsize
+    return Cost(
+        bytes_forward=4 * size,
+        bytes_total=8 * size,
+        words="bytes: x and residual read, the norm and the sum written; with backward the sum and two gradients read, "
+        "one written",
+    )
+
+
+def _check_add_norm(fn: Callable, dtype: torch.dtype, device: torch.device, lacks: frozenset[str]) -> bool:
+    check_add_rms_norm(fn, dtypes=(dtype,), device=device)
+    return True
+
+
+def _draw_rotary(shape: Shape, dtype: torch.dtype, device: torch.device) -> Drawn:
+    rows, queries, keys, width = (shape[name] for name in ("N", "heads", "kv_heads", "head_dim"))
+    drawn = _drawn(device, dtype, (rows, queries + keys, width), query=(rows, queries, width), key=(rows, keys, width))
+    angle = torch.arange(rows)[:, None] * 10000.0 ** (-torch.arange(0, width, 2) / width)
+    angle = torch.cat([angle, angle], -1).to(device)
+    return drawn._replace(inputs={**drawn.inputs, "cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)})
+
+
+def _call_rotary(fn: Callable, inputs: dict[str, Any]) -> Tensor:
+    return torch.cat(fn(*(inputs[name] for name in ("query", "key", "cos", "sin"))), -2)
+
+
+def _cost_rotary(shape: Shape, itemsize: int) -> Cost:
+    size = shape["N"] * (shape["heads"] + shape["kv_heads"]) * shape["head_dim"] * itemsize
+    return Cost(
+        bytes_forward=2 * size,
+        bytes_total=4 * size,
+        words="bytes: queries and keys read and written; with backward the gradients too",
+    )
+
+
+def _check_rotary(fn: Callable, dtype: torch.dtype, device: torch.device, lacks: frozenset[str]) -> bool:
+    check_rotary(fn, dtypes=(dtype,), device=device)
+    return True
+
+
 def _draw_glu(shape: Shape, dtype: torch.dtype, device: torch.device) -> Drawn:
     size = shape["N"], shape["M"]
     return _drawn(device, dtype, size, gate=size, up=size)
@@ -155,6 +207,26 @@ RMS_NORM = _case(
     reference=plain_norm,
     cost=_cost_norm,
     check=_check_norm,
+)
+ADD_RMS_NORM = _case(
+    op="add_rms_norm",
+    shape={"N": 1024, "H": 512},
+    leaves=("x", "residual", "weight"),
+    draw=_draw_add_norm,
+    call=_call_add_norm,
+    reference=plain_add_norm,
+    cost=_cost_add_norm,
+    check=_check_add_norm,
+)
+ROTARY = _case(
+    op="rotary",
+    shape={"N": 1024, "heads": 14, "kv_heads": 2, "head_dim": 64},
+    leaves=("query", "key"),
+    draw=_draw_rotary,
+    call=_call_rotary,
+    reference=plain_rotary,
+    cost=_cost_rotary,
+    check=_check_rotary,
 )
 GLU = _case(
     op="glu",

@@ -27,7 +27,7 @@ from fppo.runtime.offload import Lane
 from fppo.settings import checks, files
 from fppo.settings.checks_data import has_held_out
 from fppo.settings.critic import CriticSettings
-from fppo.settings.modules import KERNELS
+from fppo.settings.modules import INNER, KERNELS
 from fppo.settings.train import ActorSettings, TrainSettings
 from fppo.settings.vllm import VllmSettings
 from fppo.steps.confidence import init_confidence
@@ -211,7 +211,7 @@ def lacks_something(settings: TrainSettings) -> bool:
     """Whether a kernel that the settings name may have not what some model asks of it, or no place in it."""
     section = settings.model
     kernel = kernel_table(settings)["attention"].get(section.attention)
-    inside = (section.linear, section.rms_norm, section.glu) != ("torch", "eager", "eager")
+    inside = any(getattr(section, op) != KERNELS[op][0] for op in INNER)
     return (kernel is not None and bool(kernel.lacks)) or inside or section.compile_layers
 
 
@@ -222,7 +222,7 @@ def check_kernels(settings: TrainSettings, model: Model) -> None:
     table = kernel_table(settings)
     gathers = settings.mesh.context > 1 and not settings.mesh.ring
     attention = models.attention_needs(model) | ({"key_lengths"} if gathers else set())
-    needs = {"attention": attention, "linear": (), "rms_norm": (), "glu": ()}
+    needs = {"attention": attention, **dict.fromkeys(INNER, ())}
     for op, features in needs.items():
         tables.get(op, getattr(settings.model, op), needs={*features, dtype}, table=table)
     model.own_skeleton(inner_of(kernels_of(settings)), compiled=model.compile_layers)
@@ -247,6 +247,8 @@ def kernels_of(settings: TrainSettings) -> Kernels:
         log_probs=section.log_probs,
         linear=section.linear,
         rms_norm=section.rms_norm,
+        add_rms_norm=section.add_rms_norm,
+        rotary=section.rotary,
         glu=section.glu,
         table=kernel_table(settings),
     )

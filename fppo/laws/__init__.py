@@ -7,7 +7,7 @@ from fppo.laws.collectives import check_all_to_all, check_collective, check_coll
 from fppo.laws.context import check_context
 from fppo.laws.estimators import check_advantages, check_whiten
 from fppo.laws.kernels import check_log_probs
-from fppo.laws.layers import check_glu, check_linear, check_rms_norm
+from fppo.laws.layers import check_add_rms_norm, check_glu, check_linear, check_rms_norm, check_rotary
 from fppo.laws.layout import check_layout, check_layout_fn
 from fppo.laws.losses import check_policy_loss, check_value_loss
 from fppo.laws.padding import check_padding
@@ -21,6 +21,7 @@ from fppo.laws.updates import check_update, check_update_fn
 __all__ = [
     "LawViolation",
     "check_adamw",
+    "check_add_rms_norm",
     "check_advantages",
     "check_all_to_all",
     "check_attention",
@@ -39,6 +40,7 @@ __all__ = [
     "check_purity",
     "check_resume",
     "check_rms_norm",
+    "check_rotary",
     "check_schedule",
     "check_temporal",
     "check_ulysses",

@@ -1,11 +1,11 @@
-"""Laws of what stands inside a layer, row by row: linear layers, root-mean-square norms, gated activations."""
+"""Laws of what stands inside a layer, row by row: linear layers, norms, gated activations, rotary positions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from fppo.laws._search import Example, Law, check, differ, normal, unchanged
 from fppo_kernels.glu.eager import ACTIVATIONS
 from fppo_kernels.glu.eager import eager as plain_glu
 from fppo_kernels.linear.plain import plain as plain_linear
+from fppo_kernels.rms_norm.eager import add_eager as plain_add_norm
 from fppo_kernels.rms_norm.eager import eager as plain_norm
+from fppo_kernels.rotary.eager import eager as plain_rotary
 
 SIZES = ((0, 2), (1, 1), (1, 2), (2, 2), (3, 5), (5, 3), (33, 130))  # rows, width
 EPS = (1e-6, 1e-2)
@@ -38,6 +40,27 @@ def _linear(kernel: Callable, example: Example) -> Tensor:
 def _rms_norm(kernel: Callable, example: Example) -> Tensor:
     numbers = {name: x.item() for name, x in example.extras.items()}
     return kernel(example.inputs["x"], example.inputs["weight"], **numbers)
+
+
+def _add_norm(kernel: Callable, example: Example) -> Tensor:
+    """Both results, side by side."""
+    numbers = {name: x.item() for name, x in example.extras.items()}
+    inputs = example.inputs
+    return torch.cat(_both(kernel(inputs["x"], inputs["residual"], inputs["weight"], **numbers), "normed", "sum"), -1)
+
+
+def _rotary(kernel: Callable, example: Example) -> Tensor:
+    """Both results, side by side, head after head."""
+    width = example.extras["cos"].shape[-1]
+    heads = (example.inputs[name].unflatten(-1, (-1, width)) for name in ("query", "key"))
+    turned = _both(kernel(*heads, example.extras["cos"], example.extras["sin"]), "queries", "keys")
+    return torch.cat([x.flatten(-2) for x in turned], -1)
+
+
+def _both(result: Any, *names: str) -> Sequence[Tensor]:
+    if isinstance(result, tuple | list) and len(result) == len(names):
+        return result
+    raise ValueError(f"the kernel returned a {type(result).__name__}, expected ({', '.join(names)})")
 
 
 def _glu(kernel: Callable, example: Example) -> Tensor:
@@ -64,6 +87,24 @@ def _draw_norm(generator: torch.Generator, rows: int, width: int, number: int) -
     return Example(inputs, extras, sizes.clamp(max=1.0) * draw(rows, width))
 
 
+def _draw_add_norm(generator: torch.Generator, rows: int, width: int, number: int) -> Example:
+    """Rows of a norm in two parts."""
+    example = _draw_norm(generator, rows, width, number)
+    residual = example.inputs["x"] * 0.5 + 0.1 * normal(generator, rows, width)
+    weights = torch.cat([example.weights, normal(generator, rows, width)], -1)
+    x, weight = example.inputs["x"], example.inputs["weight"]
+    return Example({"x": x - residual, "residual": residual, "weight": weight}, example.extras, weights)
+
+
+def _draw_rotary(generator: torch.Generator, rows: int, width: int, number: int) -> Example:
+    """One or three heads of queries, and one or two of keys, turned by any angle."""
+    draw, queries, keys = partial(normal, generator), (1, 3)[number % 2], (1, 2)[number // 2]
+    angle = 3 * draw(rows, width)
+    extras = {name: fn(torch.cat([angle, angle], -1)) for name, fn in (("cos", torch.cos), ("sin", torch.sin))}
+    inputs = {"query": draw(rows, 2 * width * queries), "key": draw(rows, 2 * width * keys)}
+    return Example(inputs, extras, draw(rows, 2 * width * (queries + keys)))
+
+
 def _draw_glu(generator: torch.Generator, rows: int, width: int, number: int) -> Example:
     """Gates of size 3, where activations bend, and some where they are flat."""
     draw = partial(normal, generator)
@@ -76,6 +117,8 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
     {
         "linear": Operation(_linear, plain_linear, ("x",), _draw_linear),
         "rms_norm": Operation(_rms_norm, plain_norm, ("x",), _draw_norm),
+        "add_rms_norm": Operation(_add_norm, plain_add_norm, ("x", "residual"), _draw_add_norm),
+        "rotary": Operation(_rotary, plain_rotary, ("query", "key"), _draw_rotary),
         "glu": Operation(_glu, plain_glu, ("gate", "up"), _draw_glu),
     }
 )
@@ -217,6 +260,34 @@ def check_rms_norm(
     their tolerances and the errors are those of `check_linear`.
     """
     _check("rms_norm", range(4), kernel, dtypes, device)
+
+
+def check_add_rms_norm(
+    kernel: Callable[..., tuple[Tensor, Tensor]],
+    *,
+    dtypes: Sequence[torch.dtype] = tuple(TOLERANCES),
+    device: torch.device | str = "cpu",
+) -> None:
+    """Put a root-mean-square norm of a sum through its laws: `laws.check_add_rms_norm(my_kernel)`.
+
+    `kernel(x [*, N, H], residual [*, N, H], weight [H], *, eps, offset)` returns the norm of x + residual, and
+    that sum. The laws, their tolerances and the errors are those of `check_linear`.
+    """
+    _check("add_rms_norm", range(4), kernel, dtypes, device)
+
+
+def check_rotary(
+    kernel: Callable[..., tuple[Tensor, Tensor]],
+    *,
+    dtypes: Sequence[torch.dtype] = tuple(TOLERANCES),
+    device: torch.device | str = "cpu",
+) -> None:
+    """Put rotary positions through their laws: `laws.check_rotary(my_kernel)`.
+
+    `kernel(query [*, N, Q, D], key [*, N, K, D], cos [*, N, D], sin [*, N, D])` returns queries and keys with each head
+    turned (see `fppo_kernels.rotary.eager`). The laws, their tolerances and the errors are those of `check_linear`.
+    """
+    _check("rotary", range(4), kernel, dtypes, device)
 
 
 def check_glu(

@@ -219,8 +219,8 @@ def _kernel_example(
 def screen_kernel(
     op: str, kernel: Callable[..., Any], *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> None:
-    """Whether a kernel for "log_probs", "attention", "linear", "rms_norm", "glu", "gae" or "adamw" gives the values,
-    and where it has them the gradients, of the float64 reference, about within the tolerance of its laws, on one batch
+    """Whether a kernel for "log_probs", "attention", "gae", "adamw" or an operation of layers gives the values, and
+    where it has them the gradients, of the float64 reference, about within the tolerance of its laws, on one batch
     on a device, called as a run calls it. Those for "gae" and "adamw" are called in float32, the others in `dtype`.
 
     LawViolation if not; ValueError for another operation.

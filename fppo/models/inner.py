@@ -1,4 +1,4 @@
-"""What stands inside the layers as kernels: linear layers, root-mean-square norms and gated activations.
+"""What stands inside the layers as kernels: linear layers, root-mean-square norms, gated activations, rotary positions.
 
 A skeleton whose kernels are not the model's own code has seams in the places of such modules. They are known by their
 structure, and by what they compute on random numbers; what is not known keeps its own code.
@@ -19,12 +19,14 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fppo.key import Key
+from fppo.models.known import know_layers
 from fppo.models.regions import BlockSeam, EmbeddingSeam, WidthSeam
 from fppo.models.seams import ATTENTION, LayerSeam, attention_seam, take_place
 from fppo_kernels.glu import eager as glus
 from fppo_kernels.linear import plain
 from fppo_kernels.record import Kernels
 from fppo_kernels.rms_norm import eager as norms
+from fppo_kernels.rotary import eager as rotaries
 from fppo_kernels.table import needs_compiler
 
 REGIONS = (BlockSeam, EmbeddingSeam, WidthSeam)  # around a module, whose own place is inside
@@ -42,14 +44,18 @@ class Inner(NamedTuple):
     linear: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
     glu: Callable[..., Tensor]
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
+    rotary: Callable[..., tuple[Tensor, Tensor]]
 
 
-OWN = Inner(plain.plain, norms.eager, glus.eager)  # what models compute by their own code
+OWN = Inner(
+    plain.plain, norms.eager, glus.eager, norms.add_eager, rotaries.eager
+)  # what models compute by their own code
 
 
 def inner_of(kernels: Kernels) -> Inner:
     """Those of the kernels."""
-    return Inner(kernels.linear, kernels.rms_norm, kernels.glu)
+    return Inner(kernels.linear, kernels.rms_norm, kernels.glu, kernels.add_rms_norm, kernels.rotary)
 
 
 class NormForm(NamedTuple):
@@ -233,10 +239,18 @@ def put_kernels(skeleton: PreTrainedModel, inner: Inner) -> None:
     )
     for op, chosen, seam_of, what in sought:
         if chosen and not _replace(skeleton, seam_of):
-            raise ValueError(
-                f"model type {skeleton.config.model_type!r}: fppo knows no {what} in {type(skeleton).__name__} for the "
-                f"kernel of {op}; leave {op} as it is by default"
-            )
+            raise _no_place(skeleton, op, what)
+    added = None if inner.add_rms_norm is OWN.add_rms_norm else inner.add_rms_norm
+    chosen = [op for op in ("add_rms_norm", "rotary") if getattr(inner, op) is not getattr(OWN, op)]
+    if chosen and not know_layers(skeleton, inner.rotary, added):
+        raise _no_place(skeleton, " and ".join(chosen), "layer of Llama's kind")
+
+
+def _no_place(skeleton: PreTrainedModel, op: str, what: str) -> ValueError:
+    return ValueError(
+        f"model type {skeleton.config.model_type!r}: fppo knows no {what} in {type(skeleton).__name__} for the "
+        f"kernel of {op}; leave {op} as it is by default"
+    )
 
 
 def _linear_seam(module: nn.Module, kernel: Callable[..., Tensor]) -> nn.Module | None:

@@ -21,7 +21,8 @@ from fppo.steps.forward import Forward
 from fppo_kernels.adamw import adamw_
 
 LIBRARY = ("fppo", "fppo_kernels")
-SCREENED = ("attention", "log_probs", "linear", "rms_norm", "glu")  # the kernels of a forward pass that are looked at
+# the kernels of a forward pass that are looked at
+SCREENED = ("attention", "log_probs", "linear", "rms_norm", "add_rms_norm", "rotary", "glu")
 
 
 def is_own(fn: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,12 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from fppo.models.inner import LinearSeam
+from fppo.models.inner import GluSeam, LinearSeam, NormSeam
+from fppo.models.known import KINDS, KnownLayer
 from fppo.models.seams import Attend, AttentionLayer, LayerSeam
 from fppo_kernels.linear import plain as linears
 
-# whose code is that of `Decoder.hidden`; a model of any other class runs as it is
-KINDS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3"))
 JOINED = 1 << 28  # bytes of weights up to which those of one input are laid side by side, which copies them
 
 _Product = tuple[Tensor, Tensor | None]  # weight [O, I] and bias [O]
@@ -38,8 +38,11 @@ class Rotation(NamedTuple):
 class _Norm(NamedTuple):
     weight: Tensor
     eps: float
+    kernel: Callable[..., Tensor] | None  # where it is not the model's own
 
     def of(self, x: Tensor) -> Tensor:
+        if self.kernel is not None:
+            return self.kernel(x, self.weight, eps=self.eps)
         if x.dtype in (torch.float32, torch.float64):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = x.float()
@@ -55,7 +58,7 @@ class _Layer(NamedTuple):
     out: _Product
     after: _Norm
     gate_up: Sequence[_Product]
-    act: Callable[[Tensor], Tensor]
+    glu: Callable[[Tensor, Tensor], Tensor]
     down: _Product
 
 
@@ -92,7 +95,7 @@ class Decoder(NamedTuple):
             mixed = attend(query[:, None], key[:, None], value[:, None], what).flatten(1)
             x = self.linear(mixed, *layer.out).add_(x)
             gate, up = self._products_of(layer.after.of(x), layer.gate_up).chunk(2, -1)
-            x = self.linear(layer.act(gate).mul_(up), *layer.down).add_(x)
+            x = self.linear(layer.glu(gate, up), *layer.down).add_(x)
         return self.norm.of(x)
 
     def _products_of(self, x: Tensor, products: Sequence[_Product]) -> Tensor:
@@ -123,7 +126,7 @@ def decoder_of(skeleton: PreTrainedModel, linear: Callable[..., Tensor] = linear
 
 def _known(module: nn.Module, kind: str) -> bool:
     own = module._seam[1] if isinstance(module, LayerSeam) else module
-    plain = type(own) in (nn.Linear, LinearSeam, nn.Embedding, nn.ModuleList)
+    plain = type(own) in (nn.Linear, LinearSeam, NormSeam, GluSeam, KnownLayer, nn.Embedding, nn.ModuleList)
     return plain or type(own).__module__ in (kind, "transformers.activations", "torch.nn.modules.activation")
 
 
@@ -137,13 +140,20 @@ def _layer(layer: Any, *, joined: bool) -> _Layer:
         out=_product(attention.o_proj),
         after=_norm(layer.post_attention_layernorm),
         gate_up=_products((mlp.gate_proj, mlp.up_proj), joined),
-        act=mlp.act_fn,
+        glu=_glu(mlp),
         down=_product(mlp.down_proj),
     )
 
 
 def _norm(module: Any) -> _Norm:
-    return _Norm(module.weight, module.variance_epsilon)
+    return _Norm(module.weight, module.variance_epsilon, module._kernel if isinstance(module, NormSeam) else None)
+
+
+def _glu(mlp: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    if isinstance(mlp, GluSeam):
+        return partial(mlp._kernel, activation=mlp._form.activation)
+    act = mlp.act_fn
+    return lambda gate, up: act(gate).mul_(up)
 
 
 def _product(module: nn.Linear) -> _Product:

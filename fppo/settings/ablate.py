@@ -31,7 +31,7 @@ class AblateSettings:
     """Runs every implementation of operations side by side: laws, errors, time, memory; or a run's step under each."""
 
     op: tuple[str, ...] = setting(("log_probs",), nonempty("give operations, as log_probs,attention; or all"))
-    """Operations, by commas or spaces: log_probs, attention, gae, adamw, unpad, pad, all_to_all; or all."""
+    """Operations, by commas or spaces, as log_probs, attention, linear, rms_norm, gae, adamw, unpad; or all."""
     dtypes: tuple[str, ...] = setting(("float32", "bfloat16"), nonempty("give dtypes, as float32,bfloat16"))
     """What to compute in: float32, bfloat16, float64; an operation leaves out what it is not made for."""
     shapes: tuple[str, ...] = setting((), _shapes)

@@ -17,11 +17,15 @@ from fppo.workers.imports import search
 
 KERNELS = {  # by the settings of model that name one
     "attention": (AUTO, "sdpa", "eager", "flash", "varlen", "flex"),
-    "log_probs": (AUTO, "chunked", "reference", "compiled", "liger", "triton"),
+    "log_probs": (AUTO, "chunked", "cpp", "reference", "compiled", "liger", "triton"),
     "linear": ("torch", "onednn"),
-    "rms_norm": ("eager", "torch", "liger", "triton"),
-    "glu": ("eager", "liger", "triton"),
+    "rms_norm": ("eager", "torch", "cpp", "liger", "triton"),
+    "add_rms_norm": ("eager", "cpp", "liger", "triton"),
+    "rotary": ("eager", "cpp", "liger", "triton"),
+    "glu": ("eager", "cpp", "liger", "triton"),
 }
+# of what stands inside the layers: the first of their kernels is the model's own code
+INNER = ("linear", "rms_norm", "add_rms_norm", "rotary", "glu")
 # what may give a module names that its file does not spell
 _INDIRECT = {"globals", "locals", "vars", "setattr", "exec", "eval", "__dict__", "__getattr__"}
 

@@ -21,6 +21,8 @@ class Kernels:
     attention: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
+    rotary: Callable[..., tuple[Tensor, Tensor]]
     glu: Callable[..., Tensor]
     log_probs: Callable[..., LogProbs]
     all_to_all: Callable[..., Tensor]
@@ -35,6 +37,8 @@ class Kernels:
         log_probs: str = "chunked",
         linear: str = "torch",
         rms_norm: str = "eager",
+        add_rms_norm: str = "eager",
+        rotary: str = "eager",
         glu: str = "eager",
         adamw: str = "torch",
         gae: str = "scan",
@@ -47,6 +51,8 @@ class Kernels:
             attention=tables.get("attention", attention, table=table),
             linear=tables.get("linear", linear, table=table),
             rms_norm=tables.get("rms_norm", rms_norm, table=table),
+            add_rms_norm=tables.get("add_rms_norm", add_rms_norm, table=table),
+            rotary=tables.get("rotary", rotary, table=table),
             glu=tables.get("glu", glu, table=table),
             log_probs=tables.get("log_probs", log_probs, table=table),
             all_to_all=tables.get("all_to_all", "torch", table=table),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import shutil
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, overload
@@ -13,6 +12,7 @@ import attrs
 import torch
 
 from fppo_kernels import adamw, collectives, padding
+from fppo_kernels._cpp import needs_cpp
 from fppo_kernels.attention import eager, sdpa
 from fppo_kernels.context import takes_key_lengths
 from fppo_kernels.gae import loop, scan
@@ -20,6 +20,7 @@ from fppo_kernels.glu import eager as glu
 from fppo_kernels.linear import plain
 from fppo_kernels.log_probs import chunked, reference
 from fppo_kernels.rms_norm import eager as rms_norm
+from fppo_kernels.rotary import eager as rotary
 
 
 def _never() -> str | None:
@@ -46,7 +47,11 @@ def needs_compiler() -> str | None:
     """Why torch.compile cannot run here: it wants a C++ compiler for the CPU, and Triton for a GPU; or None."""
     if torch.cuda.is_available():
         return None if importlib.util.find_spec("triton") else "triton is not installed"
-    return None if shutil.which("g++") or shutil.which("clang++") else "no C++ compiler (g++ or clang++) is installed"
+    return needs_cpp()
+
+
+def _needs_cpp() -> str | None:
+    return "runs on CPUs, and this machine has a GPU" if torch.cuda.is_available() else needs_cpp()
 
 
 def _needs_liger() -> str | None:
@@ -111,6 +116,7 @@ BUILTIN: Table = MappingProxyType(
         "log_probs": {
             "reference": Implementation(reference.reference),
             "chunked": Implementation(chunked.chunked),
+            "cpp": Implementation("fppo_kernels.log_probs.cpp:cpp", _needs_cpp),
             "compiled": Implementation(
                 "fppo_kernels.log_probs.compiled:compiled", needs_compiler, lacks=frozenset({"axis"})
             ),
@@ -128,21 +134,35 @@ BUILTIN: Table = MappingProxyType(
         "rms_norm": {
             "eager": Implementation(rms_norm.eager),
             "torch": Implementation("fppo_kernels.rms_norm.functional:functional"),
-            "liger": Implementation(
-                "fppo_kernels.rms_norm.liger:liger", _needs_liger_cuda, lacks=frozenset({"float64"})
-            ),
-            "triton": Implementation(
-                "fppo_kernels.rms_norm.triton:triton", _needs_triton, lacks=frozenset({"float64"})
-            ),
+            "cpp": Implementation("fppo_kernels.rms_norm.cpp:cpp", _needs_cpp),
+            "liger": Implementation("fppo_kernels.rms_norm.liger:liger", _needs_liger_cuda, lacks=NO_DOUBLE),
+            "triton": Implementation("fppo_kernels.rms_norm.triton:triton", _needs_triton, lacks=NO_DOUBLE),
+        },
+        "add_rms_norm": {
+            "eager": Implementation(rms_norm.add_eager),
+            "cpp": Implementation("fppo_kernels.rms_norm.cpp:add_cpp", _needs_cpp),
+            "liger": Implementation("fppo_kernels.rms_norm.liger:add_liger", _needs_liger_cuda, lacks=NO_DOUBLE),
+            "triton": Implementation("fppo_kernels.rms_norm.triton:add_triton", _needs_triton, lacks=NO_DOUBLE),
+        },
+        "rotary": {
+            "eager": Implementation(rotary.eager),
+            "cpp": Implementation("fppo_kernels.rotary.cpp:cpp", _needs_cpp),
+            "liger": Implementation("fppo_kernels.rotary.liger:liger", _needs_liger_cuda, lacks=NO_DOUBLE),
+            "triton": Implementation("fppo_kernels.rotary.triton:triton", _needs_triton, lacks=NO_DOUBLE),
         },
         "glu": {
             "eager": Implementation(glu.eager),
+            "cpp": Implementation("fppo_kernels.glu.cpp:cpp", _needs_cpp),
             "liger": Implementation("fppo_kernels.glu.liger:liger", _needs_liger_cuda, lacks=NO_DOUBLE | {"gelu"}),
             "triton": Implementation("fppo_kernels.glu.triton:triton", _needs_triton, lacks=NO_DOUBLE),
         },
         "all_to_all": {"torch": Implementation(collectives.all_to_all)},
         "adamw": {"torch": Implementation(adamw.adamw_), "reference": Implementation(adamw.reference_)},
-        "gae": {"scan": Implementation(scan.scan), "loop": Implementation(loop.loop)},
+        "gae": {
+            "scan": Implementation(scan.scan),
+            "loop": Implementation(loop.loop),
+            "cpp": Implementation("fppo_kernels.gae.cpp:cpp", _needs_cpp),
+        },
     }
 )
 

@@ -1,6 +1,6 @@
 """Compiles the bfloat16 programs for an H200, which takes no GPU: prints the matrix instructions and what is used.
 
-And those of norms and gated activations."""
+And those of norms, gated activations and rotary positions."""
 
 from typing import Any
 
@@ -12,11 +12,13 @@ from fppo_kernels.glu import _triton_kernels as glus
 from fppo_kernels.glu.eager import ACTIVATIONS
 from fppo_kernels.log_probs._triton_kernels import backward_kernel, forward_kernel
 from fppo_kernels.rms_norm import _triton_kernels as norms
+from fppo_kernels.rotary._triton_kernels import turn_kernel
 
 FLOAT_NUMBERS = ("inner", "cap", "scale")
 FLOAT_TENSORS = ("temperature", "own", "moments", "rows_of")
-SIZES = ("rows", "width", "count")
+SIZES = ("rows", "width", "count", "heads", "half")
 KINDS = [{"KIND": name} for name in ACTIVATIONS]
+NORMS = [{"WEIGHT": True, "ADD": False}, {"WEIGHT": False, "ADD": True}]
 TILE = {"BM": 128, "BN": 256, "BK": 64, "GROUP": 16, "TMA": True, "WIDEN": False}
 
 
@@ -44,19 +46,20 @@ def compile_for_hopper(kernel: Any, *, full: bool) -> Any:
 
 def compile_inner(kernel: Any, constants: dict[str, Any]) -> Any:
     """A program of norms or gated activations; rows and widths of any size."""
-    kinds = {"scales": "*fp32", "d_weight": "*fp32", "eps": "fp32", "offset": "fp32"} | dict.fromkeys(SIZES, "i32")
+    kinds = {"scales": "*fp32", "d_weight": "*fp32", "eps": "fp32", "offset": "fp32", "sign": "fp32"}
+    kinds |= dict.fromkeys(SIZES, "i32")
     signature = {n: "constexpr" if n in constants else kinds.get(n, "*bf16") for n in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32))
 
 
 if __name__ == "__main__":
-    for module in (norms, glus):
-        for kernel in (module.forward_kernel, module.backward_kernel):
-            for choice in ({"WEIGHT": True}, {"WEIGHT": False}) if module is norms else KINDS:
-                constants = {"BLOCK": 1024} | {n: x for n, x in choice.items() if n in kernel.arg_names}
-                assert "cubin" in compile_inner(kernel, constants).asm
-                print(f"{kernel.__name__}, {constants}: compiled")
+    programs = [(kernel, choice) for kernel in (norms.forward_kernel, norms.backward_kernel) for choice in NORMS]
+    programs += [(kernel, choice) for kernel in (glus.forward_kernel, glus.backward_kernel) for choice in KINDS]
+    for kernel, choice in [*programs, (turn_kernel, {})]:
+        constants = {"BLOCK": 1024} | {n: x for n, x in choice.items() if n in kernel.arg_names}
+        assert "cubin" in compile_inner(kernel, constants).asm
+        print(f"{kernel.__name__}, {constants}: compiled")
     for kernel in (forward_kernel, backward_kernel):
         for full in (False, True):
             compiled = compile_for_hopper(kernel, full=full)

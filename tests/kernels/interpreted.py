@@ -36,12 +36,16 @@ def laws_in_float32():
 def layers_in_float32():
     laws.check_rms_norm(Kernels.named(rms_norm="triton").rms_norm, dtypes=(torch.float32,))
     laws.check_glu(Kernels.named(glu="triton").glu, dtypes=(torch.float32,))
+    laws.check_add_rms_norm(Kernels.named(add_rms_norm="triton").add_rms_norm, dtypes=(torch.float32,))
+    laws.check_rotary(Kernels.named(rotary="triton").rotary, dtypes=(torch.float32,))
 
 
 def layers_in_bfloat16():
     InterpreterBuilder.create_fp_trunc = _cast  # type: ignore[method-assign]
     laws.check_rms_norm(table.get("rms_norm", "triton"), dtypes=(torch.bfloat16,))
     laws.check_glu(table.get("glu", "triton"), dtypes=(torch.bfloat16,))
+    laws.check_add_rms_norm(table.get("add_rms_norm", "triton"), dtypes=(torch.bfloat16,))
+    laws.check_rotary(table.get("rotary", "triton"), dtypes=(torch.bfloat16,))
 
 
 def layers_of_other_layouts():
@@ -60,7 +64,12 @@ def layers_of_other_layouts():
             out = getattr(module, module.__name__.rpartition(".")[2])(gate, up, activation="gelu_tanh")
             return out, torch.autograd.grad(out.t().sin().sum(), x)
 
+        def added(add, x=x, weight=weight):
+            out = add(x.transpose(0, 2), x.exp().transpose(0, 2), weight, eps=1e-2, offset=1.0)
+            return out, torch.autograd.grad(out[0].mT.sin().sum() + (out[1].mT ** 2).sum(), [x, weight])
+
         torch.testing.assert_close(normed(norms), normed(plain_norms))
+        torch.testing.assert_close(added(norms.add_triton), added(plain_norms.add_eager))
         torch.testing.assert_close(activated(glus), activated(plain_glus))
 
 

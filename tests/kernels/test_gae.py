@@ -11,7 +11,7 @@ from fppo_kernels.gae import scan as scans
 from fppo_kernels.gae.loop import loop
 from fppo_kernels.gae.scan import reverse_scan, scan
 
-NAMES = list(table.BUILTIN["gae"])
+NAMES = [name for name, reason in table.available("gae").items() if reason is None]
 
 
 def draw(rows, width, density, seed, dtype=torch.float64):
@@ -40,6 +40,25 @@ def test_scan_is_the_loop(rows, width, density, seed, gamma, lam, chunk):
         patch.setattr(scans, "CPU_CHUNK", chunk)
         found = scan(rewards, values, mask, gamma=gamma, lam=lam)
     torch.testing.assert_close(found, loop(rewards, values, mask, gamma=gamma, lam=lam), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.skipif("cpp" not in NAMES, reason=str(table.available("gae")["cpp"]))
+@given(
+    rows=st.integers(0, 4),
+    width=st.sampled_from([0, 1, 2, 15, 16, 17, 33, 200]),
+    density=st.floats(0, 1),
+    seed=st.integers(0, 2**31),
+    gamma=st.floats(0, 1),
+    lam=st.floats(0, 1),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+)
+def test_the_program_in_cpp_is_the_loop(rows, width, density, seed, gamma, lam, dtype):
+    """In every dtype, of tensors of any strides, whatever stands outside the mask."""
+    rewards, values, mask = draw(rows, width, density, seed, dtype)
+    rewards[~mask] = torch.nan
+    kernels = [table.get("gae", name) for name in ("cpp", "loop")]
+    found, expected = (fn(rewards.T.contiguous().T, values, mask, gamma=gamma, lam=lam) for fn in kernels)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from fppo_kernels import table
 from fppo_kernels.collectives import Axis
 from fppo_kernels.glu.eager import eager as glu
 from fppo_kernels.log_probs.reference import LogProbs, reference
+from fppo_kernels.rms_norm.eager import add_eager as add_rms_norm
 from fppo_kernels.rms_norm.eager import eager as rms_norm
+from fppo_kernels.rotary.eager import eager as rotary
 
 NAME = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
 
@@ -75,6 +77,22 @@ def norm_stand_in(x, weight, eps, offset, casting, in_place):
     return rms_norm(x, weight, eps=eps, offset=offset)
 
 
+def add_norm_stand_in(x, residual, weight, eps, offset, casting, in_place):
+    assert casting == ("gemma" if offset else "llama")
+    assert not in_place
+    return add_rms_norm(x, residual, weight, eps=eps, offset=offset)
+
+
+def rope_stand_in(query, key, cos, sin):
+    """Liger takes [1, heads, N, D], and turns the heads where they lie."""
+    assert query.dim() == key.dim() == 4
+    assert cos.shape == sin.shape == (1, query.shape[2], query.shape[3])
+    turned = rotary(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+    for x, y in zip((query, key), turned, strict=True):
+        x.data.copy_(y.transpose(1, 2))
+    return tuple(x.transpose(1, 2) for x in turned)
+
+
 class _WritesOver(torch.autograd.Function):
     """Liger's gated activations write their gradients over what they were called with."""
 
@@ -97,6 +115,8 @@ class _WritesOver(torch.autograd.Function):
 def liger_layers(monkeypatch):
     functions = {
         "rms_norm": {"LigerRMSNormFunction": norm_stand_in},
+        "fused_add_rms_norm": {"LigerFusedAddRMSNormFunction": add_norm_stand_in},
+        "rope": {"LigerRopeFunction": rope_stand_in},
         "swiglu": {"LigerSiLUMulFunction": _WritesOver.apply},
         "geglu": {"LigerGELUMulFunction": lambda gate, up: glu(gate, up, activation="gelu_tanh")},
     }
@@ -105,17 +125,19 @@ def liger_layers(monkeypatch):
     for name, apply in functions.items():
         module = SimpleNamespace(**{key: SimpleNamespace(apply=fn) for key, fn in apply.items()})
         monkeypatch.setitem(sys.modules, f"liger_kernel.ops.{name}", module)
-    places = [f"fppo_kernels.{op}.liger" for op in ("rms_norm", "glu")]
+    places = [f"fppo_kernels.{op}.liger" for op in ("rms_norm", "glu", "rotary")]
     for place in places:
         monkeypatch.delitem(sys.modules, place, raising=False)
-    yield table.BUILTIN["rms_norm"]["liger"].load(), table.BUILTIN["glu"]["liger"].load()
+    yield [table.BUILTIN[op]["liger"].load() for op in ("rms_norm", "add_rms_norm", "rotary", "glu")]
     for place in places:
         sys.modules.pop(place, None)
 
 
 def test_norms_and_gated_activations_keep_the_laws(liger_layers):
-    norm, gated = liger_layers
+    norm, add_norm, turn, gated = liger_layers
     laws.check_rms_norm(norm, dtypes=(torch.float32,))
+    laws.check_add_rms_norm(add_norm, dtypes=(torch.float32,))
+    laws.check_rotary(turn, dtypes=(torch.float32,))
     laws.check_glu(gated, activations=("silu", "gelu_tanh"), dtypes=(torch.float32,))
     with pytest.raises(ValueError, match="no gelu, only its approximation"):
         gated(torch.ones(1, 1), torch.ones(1, 1), activation="gelu")

@@ -14,7 +14,9 @@ from fppo.runtime.simulate import simulate
 from fppo_kernels import table
 from fppo_kernels.log_probs.chunked import Tiles, chunked
 
-KERNELS = ("reference", "chunked")  # the compiled and the Triton kernel have tests of their own
+CPP = table.available("log_probs")["cpp"]
+# the compiled and the Triton kernel have tests of their own
+KERNELS = ("reference", "chunked", *(() if CPP else ("cpp",)))
 
 
 def slow(hidden, weight, labels, *, bias, temperature, softcap, scale):
@@ -140,6 +142,25 @@ def test_tiles_change_nothing(
     tiled = partial(chunked, tiles=Tiles(of_tokens, slab, block))
     expected = run(slow, *parts, softcap=softcap, scale=scale)
     torch.testing.assert_close(run(tiled, *parts, softcap=softcap, scale=scale), expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.skipif(CPP is not None, reason=str(CPP))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_program_in_cpp_hands_on_what_is_no_number(dtype):
+    """In one token, and over several parts of a row and splits of the vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(n, 4, generator=generator).to(dtype).requires_grad_() for n in (3, 2500)]
+    leaves[0].data[1, 2] = torch.nan
+    labels, results = torch.tensor([0, 2400, 7]), []
+    for name in ("chunked", "cpp"):
+        kernel = partial(table.get("log_probs", name), entropy=True, sum_squared=True)
+        out = torch.stack(kernel(*leaves, labels, temperature=torch.tensor([1.0, 2.0, 0.5]), bias=leaves[1][:, 0]))
+        results.append((out, torch.autograd.grad(out.nan_to_num().sum(), leaves[:1])[0]))
+    (out, slope), (expected, expected_slope) = results[1], results[0]
+    assert out.isnan().any(0).tolist() == [False, True, False]
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    torch.testing.assert_close(slope[[0, 2]], expected_slope[[0, 2]], rtol=tolerance, atol=tolerance)
 
 
 def test_what_nothing_uses_costs_chunked_nothing_backward():

@@ -13,8 +13,10 @@ from fppo_kernels.attention.eager import eager
 from fppo_kernels.log_probs.reference import reference
 from fppo_kernels.padding import make_lengths
 
+CPP = [] if table.available("log_probs")["cpp"] else ["cpp"]
 
-@pytest.mark.parametrize("name", ["reference", "chunked"])
+
+@pytest.mark.parametrize("name", ["reference", "chunked", *(pytest.param(x, marks=pytest.mark.slow) for x in CPP)])
 def test_log_prob_kernels_keep_the_laws(name):
     laws.check_log_probs(table.get("log_probs", name))
 

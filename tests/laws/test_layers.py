@@ -8,9 +8,17 @@ from fppo.laws.layers import OPERATIONS, laws_of
 from fppo_kernels import table
 from fppo_kernels.glu.eager import eager as glu
 from fppo_kernels.linear.plain import plain as linear
+from fppo_kernels.rms_norm.eager import add_eager as add_rms_norm
 from fppo_kernels.rms_norm.eager import eager as rms_norm
+from fppo_kernels.rotary.eager import eager as rotary
 
-CHECKS = {"linear": laws.check_linear, "rms_norm": laws.check_rms_norm, "glu": laws.check_glu}
+CHECKS = {
+    "linear": laws.check_linear,
+    "rms_norm": laws.check_rms_norm,
+    "add_rms_norm": laws.check_add_rms_norm,
+    "rotary": laws.check_rotary,
+    "glu": laws.check_glu,
+}
 KERNELS = [(op, name) for op in CHECKS for name, reason in table.available(op).items() if reason is None]
 
 
@@ -54,6 +62,23 @@ def no_eps(x, weight, *, eps, offset=0.0):
     return rms_norm(x, weight, eps=1e-12, offset=offset)
 
 
+def sum_without_gradient(x, residual, weight, *, eps, offset=0.0):
+    normed, total = add_rms_norm(x, residual, weight, eps=eps, offset=offset)
+    return normed, total.detach()
+
+
+def norm_of_one_part(x, residual, weight, *, eps, offset=0.0):
+    return rms_norm(x, weight, eps=eps, offset=offset), x + residual
+
+
+def turned_back(query, key, cos, sin):
+    return rotary(query, key, cos, -sin)
+
+
+def keys_as_they_are(query, key, cos, sin):
+    return rotary(query, key, cos, sin)[0], key
+
+
 def another_activation(gate, up, *, activation):
     return glu(gate, up, activation="gelu" if activation == "gelu_tanh" else activation)
 
@@ -67,6 +92,10 @@ MISTAKES = [
     ("glu", another_activation, "values", "activation *= 1"),
     ("glu", detached, "gradients", "the gradient by gate"),
     ("rms_norm", no_offset_in_the_slope, "gradients", "the gradient by"),
+    ("add_rms_norm", sum_without_gradient, "gradients", "the gradient by"),
+    ("add_rms_norm", norm_of_one_part, "values", "the result"),
+    ("rotary", turned_back, "values", "the result"),
+    ("rotary", keys_as_they_are, "values", "the result"),
     ("linear", all_or_none, "frozen", "the gradient by x alone"),
 ]
 

@@ -121,7 +121,7 @@ def wrong_scale(query, key, value, *, scale, **keywords):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_are_screened_in_the_dtype_of_the_run(dtype):
     good = {"log_probs": ("reference", "chunked"), "attention": ("sdpa", "eager"), "linear": ("torch", "onednn")}
-    good |= {"rms_norm": ("eager", "torch"), "glu": ("eager",)}
+    good |= {"rms_norm": ("eager", "torch"), "glu": ("eager",), "add_rms_norm": ("eager",), "rotary": ("eager",)}
     for op, names in good.items():
         for name in names:
             laws.screen_kernel(op, table.get(op, name), dtype=dtype)

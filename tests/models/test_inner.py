@@ -16,12 +16,14 @@ from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
 from fppo.steps import Forward, forward_micro_batch
 from fppo.steps.sharded import opened
+from fppo_kernels import table
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.record import Kernels
 from tests import tiny
 from tests.models.families import CONFIGS, make
 
 PLAIN = Kernels.named()
+CPP = table.available("rms_norm")["cpp"]
 TOKENS = torch.tensor([5, 7, 3, 9, 4, 8, 6])
 POSITIONS = torch.tensor([0, 1, 2, 0, 1, 2, 3])
 ATTEND = models.packed_attention(PLAIN.attention, make_lengths([3, 4]))
@@ -86,6 +88,29 @@ def test_every_place_of_a_kernel_is_known_and_computes_the_same(name):
             hidden(model, params, counting(calls, [absent]))
 
 
+# norms of a pass that do not follow a sum within a layer
+KNOWN = {"llama": 3, "llama3-rope": 3, "qwen2": 3, "qwen3": 7, "mistral": 3}
+INSIDE = (*OPS, "add_rms_norm", "rotary")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_of_llamas_kind_add_and_turn_by_kernels(name):
+    model, params = make(name)
+    for op in ("add_rms_norm", "rotary") if name in KNOWN else ():
+        calls = Counter()
+        actual = gradients(model, params, counting(calls, [op]))
+        assert calls[op] == 2
+        torch.testing.assert_close(actual, gradients(model, params, PLAIN), rtol=1e-10, atol=1e-10)
+    if name not in KNOWN:
+        with pytest.raises(ValueError, match=r"no layer of Llama's kind in .* for the kernel of rotary; leave"):
+            hidden(model, params, counting(Counter(), ["rotary"]))
+        return
+    calls = Counter()
+    actual = gradients(attrs.evolve(model, checkpoint_layers=True), params, counting(calls, INSIDE))
+    assert [calls[op] for op in INSIDE] == [28, 2 * KNOWN[name] - 1, 4, 4, 4]  # all but the last norm twice
+    torch.testing.assert_close(actual, gradients(model, params, PLAIN), rtol=1e-10, atol=1e-10)
+
+
 def test_the_models_own_kernels_are_its_own_code():
     model, _ = make("qwen2")
     assert inner_of(PLAIN) == OWN
@@ -96,6 +121,18 @@ def test_the_models_own_kernels_are_its_own_code():
     assert {n: x.shape for n, x in seamed.named_parameters()} == {
         n: x.shape for n, x in model.skeleton.named_parameters()
     }
+
+
+@pytest.mark.skipif(CPP is not None, reason=str(CPP))
+def test_programs_in_cpp_inside_the_layers():
+    """Each with its gradient; they are not for layers that torch.compile is to run."""
+    model, params = make("qwen3")
+    kernels = Kernels.named(**dict.fromkeys(("rms_norm", "add_rms_norm", "rotary", "glu"), "cpp"))
+    torch.testing.assert_close(
+        gradients(model, params, kernels), gradients(model, params, PLAIN), rtol=1e-10, atol=1e-10
+    )
+    with pytest.raises(ValueError, match=r"kernels in C\+\+ cannot be compiled"):
+        gradients(attrs.evolve(model, compile_layers=True), params, kernels)
 
 
 def test_the_skeleton_of_a_choice_is_kept():
@@ -144,14 +181,16 @@ def test_a_model_on_a_tensor_axis_runs_on_the_kernels(name):
     def on_rank(mesh):
         calls, placed = Counter(), models.place(model, mesh)
         own = models.own_params(placed, params, mesh)
-        forward = Forward(placed, kernels=counting(calls), mesh=mesh)
+        forward = Forward(placed, kernels=counting(calls, INSIDE if name in KNOWN else OPS), mesh=mesh)
         with pytest.raises(ValueError, match="layers on a tensor axis cannot be compiled"):
             forward_micro_batch(own, rows, forward=Forward(attrs.evolve(placed, compile_layers=True), mesh=mesh))
         with torch.no_grad():
             return forward_micro_batch(own, rows, forward=forward).log_probs, calls
 
+    ops = INSIDE if name in KNOWN else OPS
+    expected_calls = (14, KNOWN[name], 2, 2, 2) if name in KNOWN else CALLS[name]
     for found, calls in simulate({"tensor": 2}, on_rank):
-        assert tuple(calls[op] for op in OPS) == CALLS[name]
+        assert tuple(calls[op] for op in ops) == expected_calls
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +30,18 @@ CPU_TILES = Tiles(8192, 6 << 20, 1 << 19)
 CUDA_TILES = Tiles(8192, 256 << 20, 1 << 26)
 
 
-class _Rule(NamedTuple):
-    """What the outputs are, besides the tensors, and how much is done at once."""
+class Work(NamedTuple):
+    """What is done with the numbers of a slab of raw logits [n, v], which it may overwrite."""
+
+    # (inputs, slab, tokens, vocab, moments, split): writes the moments of a split of the vocabulary
+    measure: Callable[[Inputs, Tensor, slice, slice, Moments, int], None]
+    # (inputs, slab, tokens, vocab, coefficients, share, total): writes the gradient by the raw logits in their place,
+    # but for what is added at the labels; `share` [N] is the probability of the split, `total` the moments of all
+    differentiate: Callable[[Inputs, Tensor, slice, slice, Coefficients, Tensor, Moments], None]
+
+
+class Rule(NamedTuple):
+    """What the outputs are, besides the tensors, and how it is done."""
 
     softcap: float | None
     scale: float
@@ -39,12 +49,13 @@ class _Rule(NamedTuple):
     entropy: bool
     sum_squared: bool
     tiles: Tiles
+    work: Work
 
 
-class _Inputs(NamedTuple):
+class Inputs(NamedTuple):
     """What both passes read."""
 
-    rule: _Rule
+    rule: Rule
     hidden: Tensor  # [N, H]
     weight: Tensor  # [V, H]
     bias: Tensor | None  # wide [V]
@@ -80,7 +91,7 @@ def _split(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _slabs(inputs: _Inputs) -> tuple[list[slice], list[slice]]:
+def _slabs(inputs: Inputs) -> tuple[list[slice], list[slice]]:
     """Parts of the vocabulary and of the tokens: a slab is one of each."""
     tokens = max(1, min(len(inputs.hidden), inputs.rule.tiles.tokens))
     width = max(1, inputs.rule.tiles.slab // (tokens * inputs.hidden.element_size()))
@@ -93,7 +104,7 @@ def _blocks(slab: Tensor, tokens: slice, tiles: Tiles) -> Iterator[tuple[Tensor,
         yield slab[block], slice(tokens.start + block.start, tokens.start + block.stop)
 
 
-def _forward(inputs: _Inputs) -> tuple[Tensor, Moments]:
+def _forward(inputs: Inputs) -> tuple[Tensor, Moments]:
     """Logits of the labels [N], and the moments of each split of the vocabulary."""
     splits, runs = _slabs(inputs)
     moments = _moments.empty(len(splits), inputs.temperature)
@@ -103,15 +114,13 @@ def _forward(inputs: _Inputs) -> tuple[Tensor, Moments]:
             slab = matmul(inputs.hidden[tokens], inputs.weight[vocab].T, inputs.wide)
             inside, places = inputs.find(tokens, vocab)
             own[tokens] += torch.where(inside, slab.gather(1, places).to(inputs.wide), 0.0)
-            for raw, rows in _blocks(slab, tokens, inputs.rule.tiles):
-                logits = inputs.logits(raw, rows, vocab)
-                _moments.put(moments, split, rows, logits, inputs.rule.entropy, inputs.rule.sum_squared)
+            inputs.rule.work.measure(inputs, slab, tokens, vocab, moments, split)
     inside, places = inputs.find(slice(None), slice(0, len(inputs.weight)))
     bias = None if inputs.bias is None else inputs.bias[places]
     return torch.where(inside, inputs.finish(own, bias, inputs.temperature[:, None]), 0.0)[:, 0], moments
 
 
-class _Coefficients(NamedTuple):
+class Coefficients(NamedTuple):
     """The gradient by raw = hidden @ weight.T is p * (constant + linear * (z - maximum) + squared * p); see `label`."""
 
     constant: Tensor  # wide [N] each
@@ -127,8 +136,8 @@ class _Coefficients(NamedTuple):
 
 
 def _coefficients(
-    inputs: _Inputs, label_logits: Tensor, total: Moments, grads: tuple[Tensor, Tensor | None, Tensor | None]
-) -> _Coefficients:
+    inputs: Inputs, label_logits: Tensor, total: Moments, grads: tuple[Tensor, Tensor | None, Tensor | None]
+) -> Coefficients:
     """With z the logits: d log p_y / dz = 1_y - p; d H / dz = -p (log p + H); d (sum p^2) / dz = 2 p (p - sum p^2)."""
     d_label, d_entropy, d_squared = grads
     slope = inputs.rule.scale / inputs.temperature
@@ -140,7 +149,7 @@ def _coefficients(
     label = d_label * slope
     if inputs.rule.softcap is not None:
         label = label * (1 - (label_logits * inputs.temperature / inputs.rule.softcap).square())
-    return _Coefficients(
+    return Coefficients(
         constant * slope,
         None if d_entropy is None else -d_entropy * slope,
         None if d_squared is None else 2 * d_squared * slope,
@@ -149,10 +158,10 @@ def _coefficients(
 
 
 def _write_d_raw(
-    inputs: _Inputs,
+    inputs: Inputs,
     logits: Tensor,
     rows: slice,
-    coefficients: _Coefficients,
+    coefficients: Coefficients,
     share: Tensor,
     maximum: Tensor,
     out: Tensor,
@@ -171,6 +180,29 @@ def _write_d_raw(
     torch.mul(probs if bend is None else probs.mul_(bend), factor, out=out)
 
 
+def _measure(inputs: Inputs, slab: Tensor, tokens: slice, vocab: slice, moments: Moments, split: int) -> None:
+    for raw, rows in _blocks(slab, tokens, inputs.rule.tiles):
+        logits = inputs.logits(raw, rows, vocab)
+        _moments.put(moments, split, rows, logits, inputs.rule.entropy, inputs.rule.sum_squared)
+
+
+def _differentiate(
+    inputs: Inputs,
+    slab: Tensor,
+    tokens: slice,
+    vocab: slice,
+    coefficients: Coefficients,
+    share: Tensor,
+    total: Moments,
+) -> None:
+    for raw, rows in _blocks(slab, tokens, inputs.rule.tiles):
+        logits = inputs.logits(raw, rows, vocab)
+        _write_d_raw(inputs, logits, rows, coefficients, share, total.maximum, out=raw)
+
+
+BLOCKS = Work(_measure, _differentiate)
+
+
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -180,11 +212,11 @@ class _Chunked(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         temperature: Tensor,
-        rule: _Rule,
+        rule: Rule,
         axis: Axis,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide_bias = None if bias is None else bias.to(temperature)
-        inputs = _Inputs(rule, hidden, weight, wide_bias, labels - _moments.first_row(weight, axis), temperature)
+        inputs = Inputs(rule, hidden, weight, wide_bias, labels - _moments.first_row(weight, axis), temperature)
         label_logits, moments = _forward(inputs)
         label_logits = all_reduce(label_logits, axis)
         total = _moments.merge_ranks(moments, axis)
@@ -198,7 +230,7 @@ class _Chunked(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        inputs = _Inputs(ctx.rule, *ctx.saved_tensors[:5])
+        inputs = Inputs(ctx.rule, *ctx.saved_tensors[:5])
         label_logits, *moments = ctx.saved_tensors[5:]
         moments, total = Moments(*moments[:4]), Moments(*moments[4:])
         shared = ctx.axis.size > 1  # then every rank gets the gradients of all outputs, used by it or not
@@ -214,7 +246,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _backward(
-    inputs: _Inputs, coefficients: _Coefficients, moments: Moments, total: Moments, needed: tuple[bool, ...]
+    inputs: Inputs, coefficients: Coefficients, moments: Moments, total: Moments, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     hidden, weight, wide = inputs.hidden, inputs.weight, inputs.wide
     d_hidden = torch.zeros_like(hidden, dtype=wide) if needed[0] else None
@@ -226,9 +258,7 @@ def _backward(
         d_rows = None  # of the weight
         for tokens in runs:
             slab = matmul(hidden[tokens], weight[vocab].T, wide)
-            for raw, rows in _blocks(slab, tokens, inputs.rule.tiles):
-                logits = inputs.logits(raw, rows, vocab)
-                _write_d_raw(inputs, logits, rows, coefficients, share, total.maximum, out=raw)
+            inputs.rule.work.differentiate(inputs, slab, tokens, vocab, coefficients, share, total)
             inside, places = inputs.find(tokens, vocab)
             at_labels = torch.arange(len(slab), device=slab.device), places[:, 0]
             slab[at_labels] += torch.where(inside[:, 0], coefficients.label[tokens], 0.0).to(slab.dtype)
@@ -258,16 +288,17 @@ def chunked(
     sum_squared: bool = False,
     axis: Axis | None = None,
     tiles: Tiles | None = None,
+    work: Work = BLOCKS,
 ) -> LogProbs:
     """`reference` with memory for one slab of logits, in both passes; sums are added up in float32 or wider.
 
     On a CPU, bfloat16 hidden states and weights give logits that are rounded to bfloat16 (see `_matmul`). It has first
-    derivatives only.
+    derivatives only. `work` is done with each slab, here by torch's operations on a block of it at a time.
     """
     wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     temperatures = torch.as_tensor(temperature, dtype=wide, device=hidden.device).detach().expand(len(hidden))
     tempered = isinstance(temperature, Tensor) or temperature != 1.0
     tiles = tiles or (CUDA_TILES if hidden.is_cuda else CPU_TILES)
-    rule = _Rule(softcap, scale, tempered, entropy, sum_squared, tiles)
+    rule = Rule(softcap, scale, tempered, entropy, sum_squared, tiles, work)
     out: tuple[Tensor, ...] = _Chunked.apply(hidden, weight, bias, labels, temperatures, rule, axis or Axis())
     return LogProbs(out[0], out[1] if entropy else None, out[2] if sum_squared else None)

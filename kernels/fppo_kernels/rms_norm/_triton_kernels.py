@@ -1,5 +1,7 @@
 # pyright: basic, reportMissingTypeStubs=false
-"""The two Triton programs of `rms_norm/triton`. A row of `width` numbers is in registers at once, BLOCK of them."""
+"""The two Triton programs of `rms_norm/triton` and `add_rms_norm/triton`.
+
+A row of `width` numbers is in registers at once, BLOCK of them."""
 
 from __future__ import annotations
 
@@ -8,12 +10,20 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["rows"])
-def forward_kernel(x, weight, out, scales, rows, width, eps, offset, BLOCK: tl.constexpr):  # fmt: skip
-    """One row an instance: the norm, and 1 / sqrt(mean(x^2) + eps) into `scales`."""
+def forward_kernel(
+    x, residual, weight, out, total, scales, rows, width, eps, offset, BLOCK: tl.constexpr, ADD: tl.constexpr
+):  # fmt: skip
+    """One row an instance: the norm, and 1 / sqrt(mean(x^2) + eps) into `scales`. With ADD it is that of x + residual,
+    which goes to `total`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     numbers = tl.load(x + row * width + columns, inside, other=0.0).to(tl.float32)
+    if ADD:
+        numbers += tl.load(residual + row * width + columns, inside, other=0.0).to(tl.float32)
+        rounded = numbers.to(total.dtype.element_ty)
+        tl.store(total + row * width + columns, rounded, inside)
+        numbers = rounded.to(tl.float32)
     factor = tl.load(weight + columns, inside, other=0.0).to(tl.float32) + offset
     scale = 1.0 / tl.sqrt(tl.sum(numbers * numbers, 0) / width + eps)
     tl.store(out + row * width + columns, (numbers * scale * factor).to(out.dtype.element_ty), inside)
@@ -22,11 +32,13 @@ def forward_kernel(x, weight, out, scales, rows, width, eps, offset, BLOCK: tl.c
 
 @triton.jit(do_not_specialize=["rows"])
 def backward_kernel(
-    x, weight, grad, scales, d_x, d_weight, rows, width, offset, BLOCK: tl.constexpr, WEIGHT: tl.constexpr
+    x, weight, grad, d_total, scales, d_x, d_weight, rows, width, offset,
+    BLOCK: tl.constexpr, WEIGHT: tl.constexpr, ADD: tl.constexpr
 ):  # fmt: skip
     """Every so many rows, one after the other; the sum of their gradients by the weight is this instance's own.
 
-    With n = x scale and h = grad (weight + offset): d_x = scale (h - n mean(h n)); d_weight = sum(grad n).
+    With n = x scale and h = grad (weight + offset): d_x = scale (h - n mean(h n)), and with ADD `d_total`, what reaches
+    x itself; d_weight = sum(grad n).
     """
     first, count = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
@@ -43,6 +55,9 @@ def backward_kernel(
             total += slope * normed
         slope *= factor
         mean = tl.sum(slope * normed, 0) / width
-        tl.store(d_x + row + columns, (scale * (slope - normed * mean)).to(d_x.dtype.element_ty), inside)
+        slope = scale * (slope - normed * mean)
+        if ADD:
+            slope += tl.load(d_total + row + columns, inside, other=0.0).to(tl.float32)
+        tl.store(d_x + row + columns, slope.to(d_x.dtype.element_ty), inside)
     if WEIGHT:
         tl.store(d_weight + first.to(tl.int64) * width + columns, total, inside)

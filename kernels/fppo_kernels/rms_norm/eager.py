@@ -19,3 +19,19 @@ def eager(
     numbers = x.to(wide)
     normed = numbers * torch.rsqrt(numbers.square().mean(-1, keepdim=True) + eps)
     return (normed * (weight.to(wide) + offset)).to(x.dtype)
+
+
+def add_eager(
+    x: Float[Tensor, "*rows h"],
+    residual: Float[Tensor, "*rows h"],
+    weight: Float[Tensor, " h"],
+    *,
+    eps: float,
+    offset: float = 0.0,
+) -> tuple[Float[Tensor, "*rows h"], Float[Tensor, "*rows h"]]:
+    """The norm of x + residual, and that sum, which is rounded before its norm is taken.
+
+    A model with this kernel adds and calls its own norms.
+    """
+    total = x + residual
+    return eager(total, weight, eps=eps, offset=offset), total

@@ -1,0 +1,85 @@
+"""Decoder layers whose code is known, and computed by other kernels: those of Llama's kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fppo.models.regions import BlockSeam
+from fppo.models.seams import LayerSeam, attention_seam, take_place
+
+# x + attention(norm(x)), then x + mlp(norm(x)), with rotary positions; a model of any other class runs as it is
+KINDS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3"))
+
+
+class KnownLayer(nn.Module):
+    """Stands in a layer's place, and computes what its code does, with the heads turned by one kernel, and by another
+    the sum after attention and its norm; None: by the layer's norm."""
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        rotary: Callable[..., tuple[Tensor, Tensor]],
+        add_rms_norm: Callable[..., tuple[Tensor, Tensor]] | None,
+    ) -> None:
+        super().__init__()
+        take_place(self, layer)
+        self._rotary, self._add_rms_norm = rotary, add_rms_norm
+
+    def forward(
+        self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
+    ) -> Tensor:  # as transformers calls it
+        layer: Any = self
+        block, norm = layer.self_attn, layer.post_attention_layernorm
+        normed = layer.input_layernorm(hidden_states)
+        region = block.region if isinstance(block, BlockSeam) else None
+        mixed = self._attention(block, normed if region is None else region.enter(normed), position_embeddings, kwargs)
+        mixed = mixed if region is None else region.leave(mixed)
+        if self._add_rms_norm is None:
+            total = hidden_states + mixed
+            normed = norm(total)
+        else:
+            normed, total = self._add_rms_norm(mixed, hidden_states, norm.weight, eps=norm.variance_epsilon)
+        return total + layer.mlp(normed)
+
+    def _attention(self, block: Any, x: Tensor, angles: tuple[Tensor, Tensor], kwargs: dict[str, Any]) -> Tensor:
+        attention: Any = block._inner[0] if isinstance(block, BlockSeam) else block
+        query, key, value = (fn(x).unflatten(-1, (-1, attention.head_dim)) for fn in _products(attention))
+        query, key = self._rotary(_normed(attention, "q_norm", query), _normed(attention, "k_norm", key), *angles)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, attention_seam)
+        out, _ = attend(
+            attention,
+            *(heads.transpose(1, 2) for heads in (query, key, value)),
+            None,
+            scaling=attention.scaling,
+            sliding_window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
+            attend=kwargs.get("attend"),
+        )
+        return attention.o_proj(out.flatten(-2))
+
+
+def _products(attention: Any) -> tuple[nn.Module, nn.Module, nn.Module]:
+    return attention.q_proj, attention.k_proj, attention.v_proj
+
+
+def _normed(attention: Any, name: str, heads: Tensor) -> Tensor:
+    norm = getattr(attention, name, None)
+    return heads if norm is None else norm(heads)
+
+
+def know_layers(
+    skeleton: PreTrainedModel,
+    rotary: Callable[..., tuple[Tensor, Tensor]],
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]] | None,
+) -> int:
+    """Has the layers of a skeleton that are of Llama's kind run by kernels, and says how many these are."""
+    seams = [module for module in skeleton.modules() if isinstance(module, LayerSeam)]
+    known = [seam for seam in seams if type(seam._seam[1]).__module__ in KINDS]
+    for seam in known:
+        index, layer = seam._seam
+        seam._seam = index, KnownLayer(layer, rotary, add_rms_norm)
+    return len(known)

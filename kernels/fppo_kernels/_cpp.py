@@ -1,0 +1,60 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+"""Programs in C++, compiled when they are first called, by the compiler and into the cache of torch.compile."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+
+def needs_cpp() -> str | None:
+    """Why C++ cannot be compiled here, or None."""
+    return None if shutil.which("g++") or shutil.which("clang++") else "no C++ compiler (g++ or clang++) is installed"
+
+
+_TYPES: Mapping[type, type] = MappingProxyType({Tensor: ctypes.c_void_p, int: ctypes.c_int64, float: ctypes.c_double})
+
+
+@functools.cache
+def _library(path: str) -> ctypes.CDLL:
+    from torch._inductor.codecache import CppCodeCache  # here: it takes a second, and nothing else needs it
+
+    folder = Path(__file__).parent
+    return CppCodeCache.load("\n".join((folder / name).read_text("utf-8") for name in ("_numbers.h", path)))
+
+
+@functools.cache
+def _function(path: str, name: str, kinds: tuple[type, ...]) -> Callable[..., None]:
+    fn = _library(path)[name]
+    fn.restype, fn.argtypes = None, [*(_TYPES[kind] for kind in kinds), ctypes.c_int64]
+    return fn
+
+
+def call(path: str, name: str, *arguments: Tensor | int | float | None) -> None:
+    """Calls a function of a file of this package: with tensors of a CPU, contiguous, as pointers, or null for None;
+    whole numbers as int64_t, others as double, and the number of threads last."""
+    assert all(x.device.type == "cpu" and x.is_contiguous() for x in arguments if isinstance(x, Tensor))
+    values = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
+    kinds = tuple(Tensor if x is None or isinstance(x, Tensor) else type(x) for x in arguments)
+    _function(path, name, kinds)(*values, torch.get_num_threads())
+
+
+KINDS: Mapping[torch.dtype, str] = MappingProxyType(
+    {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}
+)
+
+
+def kind_of(*tensors: Tensor) -> str:
+    """The name of the dtype of tensors on a CPU, as functions in C++ end in it. Raises ValueError for others."""
+    first = tensors[0].dtype
+    if first not in KINDS or any(x.dtype != first or x.device.type != "cpu" for x in tensors):
+        given = ", ".join(f"{str(x.dtype).removeprefix('torch.')} on {x.device}" for x in tensors)
+        raise ValueError(f"kernels in C++ take float32, float64 or bfloat16, of one dtype and on the CPU, got {given}")
+    return KINDS[first]

@@ -1,0 +1,28 @@
+"""Rotary positions as their formula is written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fppo_kernels.shapes import Float
+
+
+def eager(
+    query: Float[Tensor, "*rows q d"],
+    key: Float[Tensor, "*rows k d"],
+    cos: Float[Tensor, "*rows d"],
+    sin: Float[Tensor, "*rows d"],
+) -> tuple[Float[Tensor, "*rows q d"], Float[Tensor, "*rows k d"]]:
+    """Each head (a, b) of a token, in halves, as (a cos - b sin, b cos + a sin), for queries and keys.
+
+    `cos` and `sin`, constants, have each angle twice, once in each half. RoFormer (arXiv:2104.09864), with the halves
+    as in Llama. A model with this kernel turns its heads itself.
+    """
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return query * cos + _turned(query) * sin, key * cos + _turned(key) * sin
+
+
+def _turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)

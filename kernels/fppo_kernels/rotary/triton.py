@@ -1,0 +1,56 @@
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+"""Rotary positions by one Triton program, which turns the other way in the pass back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton as _triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fppo_kernels.rotary._triton_kernels import turn_kernel
+from fppo_kernels.shapes import Float
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    x = x.contiguous()
+    out, (heads, width) = torch.empty_like(x), x.shape[-2:]
+    if x.numel():
+        with torch.cuda.device_of(x):
+            rows, half = cos.numel() // width, width // 2
+            settings: dict[str, Any] = {"BLOCK": _triton.next_power_of_2(half)}
+            turn_kernel[(rows,)](x, cos, sin, out, rows, heads, half, sign, **settings)
+    return out
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _turn(query, cos, sin, 1.0), _turn(key, cos, sin, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return *(_turn(grad, cos, sin, -1.0) for grad in grads), None, None
+
+
+def triton(
+    query: Float[Tensor, "*rows q d"],
+    key: Float[Tensor, "*rows k d"],
+    cos: Float[Tensor, "*rows d"],
+    sin: Float[Tensor, "*rows d"],
+) -> tuple[Float[Tensor, "*rows q d"], Float[Tensor, "*rows k d"]]:
+    """`eager` in one pass, in float32 and rounded once. It has first derivatives only. ValueError for float64."""
+    kinds = [x.dtype for x in (query, key, cos, sin)]
+    if not set(kinds) <= set(DTYPES):
+        raise ValueError(f"rotary/triton takes float32, bfloat16 and float16, got {kinds}; rotary/eager takes any")
+    shape = query.shape[:-2] + cos.shape[-1:]
+    return _Turn.apply(query, key, *(x.expand(shape).contiguous() for x in (cos, sin)))
