@@ -12,10 +12,8 @@ from credit.tasks import TASKS
 from fppo.key import Key
 from fppo.report.compare import Comparison, write_png
 
-GOAL = 0.9
 
-
-def samples_to(curve: list[tuple[float, float]], goal: float = GOAL) -> float | None:
+def samples_to(curve: list[tuple[float, float]], goal: float) -> float | None:
     """How many samples there were when the mean of three steps came to the goal."""
     for i in range(2, len(curve)):
         if fmean(score for _, score in curve[i - 2 : i + 1]) >= goal:
@@ -39,13 +37,15 @@ def main(
                 print(f"{name}  seed {seed}  {method:<20} {seconds[method][-1]:6.1f} s", flush=True)
     comparison = Comparison(curves=curves)
     print(f"\n{comparison.table()}\n")
-    for name in TASKS:
+    for name, task in TASKS.items():
         for method in METHODS:
-            needed = [samples_to(curve) for curve in curves[name][method].values()]
+            needed = [samples_to(curve, task.goal) for curve in curves[name][method].values()]
             there = [x for x in needed if x is not None]
             mean = f"{fmean(there):8,.0f}" if there else "       -"
             kind = "critic" if method in CRITICS else ""
-            print(f"{name}  {method:<20} {kind:<7} samples to {GOAL}: {mean}  ({len(there)} of {len(needed)} seeds)")
+            print(
+                f"{name}  {method:<20} {kind:<7} samples to {task.goal}: {mean}  ({len(there)} of {len(needed)} seeds)"
+            )
     Path(out).mkdir(parents=True, exist_ok=True)
     write_png(comparison, Path(out) / "critic_matters.png")
     (Path(out) / "critic_matters.json").write_text(json.dumps({"curves": curves, "seconds": seconds}))

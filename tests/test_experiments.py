@@ -248,7 +248,7 @@ def test_critic_matters_runs_every_method(tmp_path, monkeypatch, capsys):
     assert all([step for step, _ in curve] == [16.0, 32.0] for curve in curves)
     assert all(0 <= score <= 1 for curve in curves for _, score in curve)
     assert (tmp_path / "critic_matters.png").stat().st_size > 5000
-    assert module.samples_to([(1.0, 0.5), (2.0, 0.9), (3.0, 0.9), (4.0, 0.9), (5.0, 1.0)]) == 4.0
+    assert module.samples_to([(1.0, 0.5), (2.0, 0.9), (3.0, 0.9), (4.0, 0.9), (5.0, 1.0)], 0.9) == 4.0
 
 
 def test_the_tasks_of_credit_score_what_they_say(monkeypatch):

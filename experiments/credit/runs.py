@@ -86,7 +86,7 @@ def curve_of(task: Task, start: Start, method: str, key: Key, *, steps: int, bat
     texts = [task.make_prompt(row) for row in draws]
     prompts = data.prompt_set(texts, start.tokenizer, ground_truths=texts)
     loop = s.Loop(mini_batch_size=batch // 4, micro_batching=MICRO, epochs=2)
-    adam, fast = (_adam(lr, 8 * steps) for lr in (3e-4, 1e-3))  # 8 updates per step
+    adam, fast = (_adam(lr, 8 * steps) for lr in (task.lr, 2 * task.lr))  # 8 updates per step
     critic = _critic(method, start, key, loop, fast)
     engine = EmbeddedEngine(model=start.model, kernels=policy.kernels, pad_token_id=0)
     along = Along(lam=0.9, critic_lam=1.0) if method in CRITICS else Along()

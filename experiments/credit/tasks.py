@@ -13,6 +13,8 @@ class Task:
     demonstrate: Callable[[str, list[float]], str]  # a flawed response, of uniform draws
     score: Callable[[str, str], float]  # of a prompt and a response, from 0 to 1
     warm_up: int  # steps of imitation that it takes to be right now and then
+    lr: float  # the policy's; a critic's is twice that
+    goal: float  # a mean score that is worth counting the samples to
 
 
 def chain_prompt(draws: list[float]) -> str:
@@ -53,6 +55,6 @@ def walk_score(prompt: str, response: str) -> float:
     return 1 - (abs(x - goal_x) + abs(y - goal_y)) / 8
 
 
-CHAIN = Task("01234", 10, chain_prompt, chain_demonstration, chain_score, 300)
-WALK = Task("01234LRUD", 8, walk_prompt, walk_demonstration, walk_score, 100)
+CHAIN = Task("01234", 10, chain_prompt, chain_demonstration, chain_score, 300, 3e-4, 0.85)
+WALK = Task("01234LRUD", 8, walk_prompt, walk_demonstration, walk_score, 100, 1e-3, 0.75)
 TASKS = {"chain": CHAIN, "walk": WALK}
