@@ -116,6 +116,16 @@ def test_kl_annealing(warm, capsys):
     assert divergence[-1] != 0
 
 
+@pytest.mark.slow
+def test_placed_ppo():
+    """As a script: what it sends to its ranks is its own."""
+    command = [sys.executable, EXPERIMENTS / "placed_ppo.py", "--place", "processes", "--steps", "2", "--batch", "16"]
+    done = subprocess.run([*command, "--warm-up", "2"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split("  ")[0] for line in done.stdout.splitlines() if line.startswith("step")]
+    assert lines == ["step 1/2", "step 2/2"]
+
+
 def test_best_of_n(warm, capsys):
     _load("best_of_n").main(steps=2, batch=64)
     lines = capsys.readouterr().out.splitlines()

@@ -43,7 +43,6 @@ from fppo.runtime.mesh import Mesh
 from fppo.settings import checks, files
 from fppo.settings.checks_data import has_held_out
 from fppo.settings.train import TrainSettings
-from fppo.steps.actor import LossFn, SelectiveLoss
 from fppo.workers.imports import imported, search
 from fppo_kernels.record import Kernels
 
@@ -67,7 +66,6 @@ class Inputs:
 
     device: torch.device
     kernels: Kernels
-    loss_fn: LossFn | SelectiveLoss
     advantage: Callable[[Mapping[str, float]], AdvantageFn]
     tokenizer: PreTrainedTokenizerBase
     generation: GenerationConfig
@@ -87,7 +85,7 @@ def read_inputs(
     check = settings.check and kernels is None  # kernels that are compared with others may be wrong
     device = device or tried(lambda: device_of(settings))
     kernels = kernels or tried(lambda: kernels_of(settings))
-    functions = _functions(settings, kernels, device, tried, check=check)
+    advantage = _functions(settings, kernels, device, tried, check=check)
     tokenizer = tried(lambda: load_tokenizer(settings))
     if tokenizer is None:
         raise tried.error()
@@ -102,7 +100,7 @@ def read_inputs(
     order = None if prompts is None else tried(lambda: order_of(settings, prompts, Key(settings.seed).fold("data")))
     if tried.problems:
         raise tried.error()
-    assert device is not None and kernels is not None and functions is not None  # noqa: PT018
+    assert device is not None and kernels is not None and advantage is not None  # noqa: PT018
     assert prompts is not None and sampling is not None and eval_sampling is not None  # noqa: PT018
     evaluation = None
     if held_out is not None:
@@ -112,8 +110,7 @@ def read_inputs(
     return Inputs(
         device=device,
         kernels=kernels,
-        loss_fn=functions[0],
-        advantage=functions[1],
+        advantage=advantage,
         tokenizer=tokenizer,
         generation=ends,
         prompts=prompts,
@@ -212,8 +209,8 @@ def order_of(settings: TrainSettings, prompts: PromptSet, key: Key) -> Order | N
 
 def _functions(
     settings: TrainSettings, kernels: Kernels | None, device: torch.device | None, tried: _Tried, *, check: bool
-) -> tuple[LossFn | SelectiveLoss, Callable[[Mapping[str, float]], AdvantageFn]] | None:
-    """The policy loss and the estimator; None, and all that is wrong noted, if a function is missing or not sound."""
+) -> Callable[[Mapping[str, float]], AdvantageFn] | None:
+    """The estimator; None, and all that is wrong noted, if it, the loss or a kernel is missing or not sound."""
     before = len(tried.problems)
     some = kernels or Kernels.named()
     tried(lambda: policy_loss(settings.actor))

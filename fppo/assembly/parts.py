@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal
 
@@ -84,15 +84,46 @@ def bare_model(settings: TrainSettings, head: HeadKind = "lm") -> Model:
     return attrs.evolve(model, compile_layers=section.compile_layers)
 
 
-def load_models(
-    settings: TrainSettings, key: Key, mesh: Mesh, device: torch.device
-) -> tuple[Model, Params, Model | None, Params | None, Params | None]:
-    """The actor, the critic (a model, where it is one, and its parameters) and the reference's parameters or None.
+def load_actor(settings: TrainSettings, mesh: Mesh) -> tuple[Model, Params]:
+    """The policy: its parameters are this rank's part of them on a mesh that cuts them."""
+    model, params = _loader(settings, mesh)(directory_of(settings.model.path, "model.path"))
+    return attrs.evolve(model, compile_layers=settings.model.compile_layers), params
 
-    The parameters are this rank's shards on a mesh that cuts them.
-    """
+
+def load_critic(settings: TrainSettings, key: Key, mesh: Mesh) -> tuple[Model | None, Params]:
+    """The critic: a model, where it is one, and its parameters."""
+    if not checks.uses_critic_model(settings):
+        return None, init_confidence(key.fold("critic"), outputs=value_head_of(settings).outputs)
+    section, role = settings.model, settings.critic
+    setting, recompute = "critic_path" if section.critic_path else "path", role.checkpoint_layers
+    model, params = _loader(settings, mesh)(
+        directory_of(section.critic_path or section.path, f"model.{setting}"),
+        "value",
+        key=key.fold("value head"),
+        outputs=value_head_of(settings).outputs,
+        compute_dtype=compute_dtype_of(role.compute_dtype or section.compute_dtype),
+        checkpoint_layers=section.checkpoint_layers if recompute is None else recompute,
+    )
+    return attrs.evolve(model, compile_layers=section.compile_layers), params
+
+
+def load_reference(
+    settings: TrainSettings, mesh: Mesh, policy: tuple[Model, Params] | None = None
+) -> tuple[Model, Params]:
+    """The reference: a model of its own, or the `policy` before its first update, copied if it is at hand."""
     section = settings.model
-    load = partial(
+    dtype, setting = getattr(torch, section.ref_dtype), "path" if section.ref_path is None else "ref_path"
+    if policy is not None and section.ref_path is None:
+        model, params = policy
+        return model, {name: x.to(state_dtype(model, name, dtype), copy=True) for name, x in params.items()}
+    path = section.path if section.ref_path is None else section.ref_path
+    model, params = _loader(settings, mesh)(directory_of(path, f"model.{setting}"), dtype=dtype)
+    return (attrs.evolve(model, compile_layers=section.compile_layers) if policy is None else policy[0]), params
+
+
+def _loader(settings: TrainSettings, mesh: Mesh) -> Callable[..., tuple[Model, Params]]:
+    section = settings.model
+    return partial(
         models.load,
         compute_dtype=compute_dtype_of(section.compute_dtype),
         checkpoint_layers=section.checkpoint_layers,
@@ -100,34 +131,6 @@ def load_models(
         config=section.config,
         mesh=mesh,
     )
-    as_set = partial(attrs.evolve, compile_layers=section.compile_layers)
-    model, params = load(directory_of(section.path, "model.path"))
-    model = as_set(model)
-    critic_model, critic = None, None
-    if checks.uses_critic(settings) and not checks.uses_critic_model(settings):
-        critic = init_confidence(key.fold("critic"), outputs=value_head_of(settings).outputs)
-    elif checks.uses_critic(settings):
-        role, recompute = settings.critic, settings.critic.checkpoint_layers
-        setting = "critic_path" if section.critic_path else "path"
-        critic_model, critic = load(
-            directory_of(section.critic_path or section.path, f"model.{setting}"),
-            "value",
-            key=key.fold("value head"),
-            outputs=value_head_of(settings).outputs,
-            compute_dtype=compute_dtype_of(role.compute_dtype or section.compute_dtype),
-            checkpoint_layers=section.checkpoint_layers if recompute is None else recompute,
-        )
-        critic_model = as_set(critic_model)
-    ref = None
-    if checks.uses_reference(settings):
-        dtype = getattr(torch, section.ref_dtype)
-        if section.ref_path is None:
-            ref = {name: x.to(state_dtype(model, name, dtype), copy=True) for name, x in params.items()}
-        else:
-            ref = load(directory_of(section.ref_path, "model.ref_path"), dtype=dtype)[1]
-    params, critic, ref = (x and on_device(x, device) for x in (params, critic, ref))
-    assert params is not None
-    return model, params, critic_model, critic, ref
 
 
 def value_head_of(settings: TrainSettings) -> ValueHead:
@@ -271,22 +274,29 @@ def engine_of(
     settings: TrainSettings, model: Model, kernels: Kernels, pad_token_id: int, mesh: Mesh, lane: Lane
 ) -> Iterator[SpreadEngine]:
     """The engine that the settings name, on every rank, for as long as the context lasts."""
-    on_host = offload_of(settings, "actor") == "all"
-
-    def spread(engine: Engine) -> SpreadEngine:
-        engine = FetchingEngine(engine=engine, lane=lane) if on_host else engine
-        return SpreadEngine(engine=engine, mesh=mesh, pad_token_id=pad_token_id)
-
     idle = settings.rollout.from_ is not None and not has_held_out(settings)  # nothing is ever asked of it
     if settings.rollout.engine == "embedded" or idle:
-        check_engine(model)
-        size = settings.rollout.cache_gb
-        bound = None if size is None else round(size * 2**30)
-        embedded = EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad_token_id, cache_bytes=bound, mesh=mesh)
-        yield spread(embedded)
+        yield embedded_engine(settings, model, kernels, pad_token_id, mesh, lane)
         return
     with vllm_engine(settings.rollout.vllm, model, pad_token_id, mesh) as engine:
-        yield spread(engine)
+        yield _spread(settings, engine, pad_token_id, mesh, lane)
+
+
+def embedded_engine(
+    settings: TrainSettings, model: Model, kernels: Kernels, pad_token_id: int, mesh: Mesh, lane: Lane
+) -> SpreadEngine:
+    """The one that generates with the trainer's own parameters, on every rank. Raises ValueError for a model that it
+    cannot run."""
+    check_engine(model)
+    size = settings.rollout.cache_gb
+    bound = None if size is None else round(size * 2**30)
+    embedded = EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad_token_id, cache_bytes=bound, mesh=mesh)
+    return _spread(settings, embedded, pad_token_id, mesh, lane)
+
+
+def _spread(settings: TrainSettings, engine: Engine, pad_token_id: int, mesh: Mesh, lane: Lane) -> SpreadEngine:
+    engine = FetchingEngine(engine=engine, lane=lane) if offload_of(settings, "actor") == "all" else engine
+    return SpreadEngine(engine=engine, mesh=mesh, pad_token_id=pad_token_id)
 
 
 @contextlib.contextmanager

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
 from torch import Tensor
 
 from fppo import advantages, losses
-from fppo.assembly.parts import Role, forward_micro_batching_of, micro_batching_of, offload_of, value_head_of
+from fppo.assembly.parts import Role, micro_batching_of, offload_of, value_head_of
 from fppo.batch import Annotated
 from fppo.pipeline import stages
 from fppo.pipeline.draw import equal_groups, sample_groups, sample_saved, saving, truncated
@@ -20,6 +20,7 @@ from fppo.pipeline.estimators import WHITENED, AdvantageFn, Along, estimator
 from fppo.pipeline.gap import watch_annotate, watch_update
 from fppo.pipeline.measure import with_mfu
 from fppo.pipeline.own import SCREENED, screened
+from fppo.pipeline.passes import Passes
 from fppo.pipeline.pretrain import Pretrain
 from fppo.pipeline.program import (
     AnnotateStage,
@@ -27,6 +28,7 @@ from fppo.pipeline.program import (
     Program,
     SampleStage,
     ScoreStage,
+    Together,
     UpdateStage,
     sample_batch,
 )
@@ -34,8 +36,7 @@ from fppo.rewards.early import EarlyRewardRunner
 from fppo.rollout import saved
 from fppo.rollout.engine import Engine, Sampling
 from fppo.rollout.turns.engine import turn_metrics
-from fppo.runtime.mesh import is_first
-from fppo.runtime.offload import Lane, OnHost, activations_on_host, offloaded, offloaded_adamw
+from fppo.runtime.offload import Lane, activations_on_host, offloaded, offloaded_adamw
 from fppo.settings import checks, files, old_log_probs
 from fppo.settings.algorithm import AlgorithmSettings
 from fppo.settings.critic import CriticSettings
@@ -64,16 +65,19 @@ ROLLOUTS = "rollouts"  # where a run that saves its rollouts has them
 class Resources:
     """What the stages of a run work with."""
 
-    forward: Forward  # of the policy
-    critic: Forward | stages.ConfidenceFn | None
+    passes: Passes
+    update_actor: UpdateStage
+    update_critic: UpdateStage | None
+    together: Together
+    hold: Callable[[Params], Params]
     engine: Engine
     sampling: Sampling
     pad_token_id: int
-    lane: Lane
+    vocabulary: int  # how many tokens the policy knows
+    device: torch.device  # of batches
+    writes: bool  # whether this process is the one that writes rollouts
     runner: EarlyRewardRunner
     score: stages.ScoreFn
-    loss_fn: LossFn | SelectiveLoss
-    optimizers: Mapping[str, Optimizer]
     advantage: Callable[[Mapping[str, float]], AdvantageFn]
 
 
@@ -120,20 +124,21 @@ def along_of(algorithm: AlgorithmSettings) -> Along:
 
 
 def optimizers_of(settings: TrainSettings, kernels: Kernels, lane: Lane | None) -> dict[str, Optimizer]:
-    """The optimizers of actor and critic, for all updates of each: the actor has none while the critic warms up.
+    """The optimizers of actor and critic, for all updates of each: the actor has none while the critic warms up. What
+    the settings keep on the host goes by the lane; without one it stays on the device."""
+    return {role: optimizer_for(settings, role, kernels, lane) for role in ("actor", "critic")}
 
-    What the settings keep on the host goes by the lane; without one it stays on the device.
-    """
-    batch_size = settings.rollout.batch_size
-    roles: dict[Role, ActorSettings | CriticSettings] = {"actor": settings.actor, "critic": settings.critic}
-    optimizers = {}
-    for role, section in roles.items():
-        on_host = None if offload_of(settings, role) == "none" else lane
-        first = settings.critic.warmup_steps + settings.critic.pretrain if checks.uses_critic(settings) else 0
-        steps = settings.steps - (first if role == "actor" else 0)
-        updates = steps * section.epochs * batch_size // files.mini_batch_size(section, batch_size)
-        optimizers[role] = optimizer_of(section.optimizer, updates, kernel=kernels.adamw, on_host=on_host)
-    return optimizers
+
+def optimizer_for(
+    settings: TrainSettings, role: Literal["actor", "critic"], kernels: Kernels, lane: Lane | None
+) -> Optimizer:
+    """The optimizer of one of them."""
+    batch_size, section = settings.rollout.batch_size, settings.actor if role == "actor" else settings.critic
+    on_host = None if offload_of(settings, role) == "none" else lane
+    first = settings.critic.warmup_steps + settings.critic.pretrain if checks.uses_critic(settings) else 0
+    steps = settings.steps - (first if role == "actor" else 0)
+    updates = steps * section.epochs * batch_size // files.mini_batch_size(section, batch_size)
+    return optimizer_of(section.optimizer, updates, kernel=kernels.adamw, on_host=on_host)
 
 
 def pretrain_of(settings: TrainSettings) -> Pretrain | None:
@@ -188,49 +193,41 @@ def optimizer_of(
 
 def program_of(settings: TrainSettings, resources: Resources) -> Program:
     """The stages of the settings' algorithm, bound."""
-    measured = () if settings.rollout.turns.respond is None else (turn_metrics,)
-    critic = resources.critic
     return Program(
         rollout=partial(
             stages.rollout_stage,
             engine=resources.engine,
             sampling=resources.sampling,
-            measure=measured,
+            measure=() if settings.rollout.turns.respond is None else (turn_metrics,),
             make_on_finished=resources.runner.make_on_finished,
         ),
         score=_score_stage(settings, resources),
         annotate=_annotate_stage(settings, resources),
         estimate=_estimate_stage(settings, resources),
-        update_critic=None if critic is None else _update_critic(settings, resources, critic),
-        update_actor=_update_actor(settings, resources),
+        update_critic=resources.update_critic,
+        update_actor=resources.update_actor,
         sample=sample_of(settings, resources),
         critic_warmup=settings.critic.warmup_steps if checks.uses_critic(settings) else 0,
         pretrain=pretrain_of(settings),
         freeze_critic=settings.critic.freeze,
+        together=resources.together,
+        hold=resources.hold,
         check=False,  # `functions_of` has done it
     )
 
 
 def _annotate_stage(settings: TrainSettings, resources: Resources) -> AnnotateStage:
     annotate = partial(
-        stages.annotate,
-        forward=resources.forward,
-        critic=resources.critic,
-        micro_batching=forward_micro_batching_of(settings),
-        temperature=resources.sampling.temperature,
+        stages.annotate_by,
+        passes=resources.passes,
         old_log_probs=old_log_probs.source(settings),
         sum_squared=_needs_squares(settings),
         replay=settings.algorithm.router_replay,
-        fetch=fetch_of(settings, resources.lane),
+        together=resources.together,
     )
     if settings.rollout.gap == "off" or settings.rollout.from_ is not None:
         return annotate
     return watch_annotate(annotate, limit=_gap_limit(settings), then=settings.rollout.gap)
-
-
-def fetch_of(settings: TrainSettings, lane: Lane) -> Callable[[stages.Role, Params], Params | OnHost]:
-    """How passes without a gradient get at a role's parameters, which the settings may keep on the host."""
-    return lambda role, params: OnHost(params, lane) if offload_of(settings, role) == "all" else params
 
 
 def _gap_limit(settings: TrainSettings) -> float:
@@ -241,11 +238,12 @@ def _gap_limit(settings: TrainSettings) -> float:
 
 def functions_of(
     settings: TrainSettings, kernels: Kernels, device: torch.device, *, check: bool
-) -> tuple[LossFn | SelectiveLoss, Callable[[Mapping[str, float]], AdvantageFn]]:
-    """The policy loss and the estimator of the settings (`policy_loss`, `advantage_of`).
+) -> Callable[[Mapping[str, float]], AdvantageFn]:
+    """The estimator of the settings (`advantage_of`).
 
-    All functions that they name as module:function are sought, and with `check` these two and the kernels are put
-    through the laws that take no time. Raises ValueError for what does not import, SettingsError for what breaks a law.
+    All functions that they name as module:function are sought, and with `check` this one, the policy loss and the
+    kernels are put through the laws that take no time. Raises ValueError for what does not import, SettingsError for
+    what breaks a law.
     """
     loss_fn, advantage = policy_loss(settings.actor), advantage_of(settings, kernels)
     optimizers_of(settings, kernels, None)
@@ -270,7 +268,7 @@ def functions_of(
     if wrong:
         hint = "\n  check = false starts all the same"
         raise files.SettingsError([f"{named[key][0]} = {named[key][1]!r}: {text}{hint}" for key, text in wrong.items()])
-    return loss_fn, advantage
+    return advantage
 
 
 def _estimate_stage(settings: TrainSettings, resources: Resources) -> EstimateStage:
@@ -312,16 +310,16 @@ def _dropped(section: FilterSettings) -> list[Callable[[Annotated], Tensor]]:
 
 def sample_of(settings: TrainSettings, resources: Resources) -> SampleStage:
     """How the settings want a step's batch made."""
-    section, forward = settings.rollout, resources.forward
+    section = settings.rollout
     if section.from_ is not None:
         saved.check(Path(section.from_), until=settings.steps, rows=section.batch_size)
-        vocabulary, device = forward.model.config.vocab_size, resources.lane.device  # parameters may be on the host
-        return partial(sample_saved, directory=Path(section.from_), vocabulary=vocabulary, device=device)
+        place = Path(section.from_)
+        return partial(sample_saved, directory=place, vocabulary=resources.vocabulary, device=resources.device)
     sample: SampleStage = sample_batch
     if section.filter.groups:
         draws, by = section.filter.max_draws, section.filter.by
         sample = partial(sample_groups, pad_token_id=resources.pad_token_id, max_draws=draws, by=by)
-    if section.save and is_first(forward.mesh):
+    if section.save and resources.writes:
         return saving(sample, Path(settings.output_dir) / ROLLOUTS)
     return sample
 
@@ -334,13 +332,13 @@ def _score_stage(settings: TrainSettings, resources: Resources) -> ScoreStage:
 
 
 def _measured(
-    role: Role, update: UpdateStage, settings: TrainSettings, resources: Resources, forward: Forward, loop: Loop
+    role: Role, update: UpdateStage, settings: TrainSettings, forward: Forward, loop: Loop, lane: Lane
 ) -> UpdateStage:
     """The update with its rates as metrics, and with what the settings keep on the host."""
     if settings.model.offload_activations:
-        update = activations_on_host(update, resources.lane)
+        update = activations_on_host(update, lane)
     if offload_of(settings, role) == "all":
-        update = offloaded(update, resources.lane)
+        update = offloaded(update, lane)
     return with_mfu(role, update, forward=forward, epochs=loop.epochs)
 
 
@@ -355,14 +353,15 @@ def loop_of(section: ActorSettings | CriticSettings, batch_size: int) -> Loop:
     )
 
 
-def _update_actor(settings: TrainSettings, resources: Resources) -> UpdateStage:
+def actor_update(settings: TrainSettings, forward: Forward, optimizer: Optimizer, lane: Lane) -> UpdateStage:
+    """The policy's update. Raises ValueError for a loss of the user's that does not import."""
     actor, loop = settings.actor, loop_of(settings.actor, settings.rollout.batch_size)
     loop = attrs.evolve(loop, balance_rate=actor.experts.bias_rate)
     source = old_log_probs.source(settings)
     if source == "engine" and _needs_squares(settings):
         source = "pass"  # there is one, which measures the gap to the engine
     terms = PolicyTerms(
-        temperature=resources.sampling.temperature,
+        temperature=settings.rollout.temperature,
         entropy_coef=actor.entropy_coef,
         kl_coef=actor.kl_coef,
         kl_kind=actor.kl_kind,
@@ -372,27 +371,27 @@ def _update_actor(settings: TrainSettings, resources: Resources) -> UpdateStage:
     )
     update = partial(
         update_actor,
-        forward=attrs.evolve(resources.forward, replay=settings.algorithm.router_replay != "none"),
-        loss_fn=resources.loss_fn,
+        forward=attrs.evolve(forward, replay=settings.algorithm.router_replay != "none"),
+        loss_fn=policy_loss(actor),
         loop=loop,
-        optimizer=resources.optimizers["actor"],
+        optimizer=optimizer,
         terms=terms,
         old_log_probs=source,
     )
-    measured = _measured("actor", update, settings, resources, resources.forward, loop)
+    measured = _measured("actor", update, settings, forward, loop, lane)
     drifts = loop.epochs > 1 or loop.mini_batch_size < settings.rollout.batch_size
     if drifts or settings.rollout.gap == "off" or settings.rollout.from_ is not None:
         return measured
     return watch_update(measured, limit=_gap_limit(settings), then=settings.rollout.gap)
 
 
-def _update_critic(settings: TrainSettings, resources: Resources, critic: Forward | stages.ConfidenceFn) -> UpdateStage:
+def critic_update(settings: TrainSettings, forward: Forward | None, optimizer: Optimizer, lane: Lane) -> UpdateStage:
+    """The update of the critic's model, or without one of what it makes of the policy's confidence."""
     loop, loss_fn = loop_of(settings.critic, settings.rollout.batch_size), value_head_of(settings).loss_fn
-    optimizer = resources.optimizers["critic"]
-    if not isinstance(critic, Forward):
+    if forward is None:
         return partial(update_confidence, loop=loop, optimizer=optimizer, loss_fn=loss_fn)
-    update = partial(update_critic, forward=critic, loop=loop, optimizer=optimizer, loss_fn=loss_fn)
-    return _measured("critic", update, settings, resources, critic, loop)
+    update = partial(update_critic, forward=forward, loop=loop, optimizer=optimizer, loss_fn=loss_fn)
+    return _measured("critic", update, settings, forward, loop, lane)
 
 
 def _needs_squares(settings: TrainSettings) -> bool:

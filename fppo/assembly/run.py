@@ -5,33 +5,28 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import attrs
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from fppo import data, rewards, tree
+from fppo import data, rewards
 from fppo.assembly.announce import input_lines, model_lines
 from fppo.assembly.answers import right_answers
 from fppo.assembly.inputs import EvalInputs, Inputs, read_eval_inputs, read_inputs
 from fppo.assembly.machine import resolved
-from fppo.assembly.parts import (
-    Offload,
-    bare_model,
-    engine_of,
-    forward_micro_batching_of,
-    load_models,
-    offload_of,
-    value_head_of,
-)
-from fppo.assembly.program import Resources, along_of, fetch_of, optimizers_of, pretrain_of, program_of
+from fppo.assembly.parts import bare_model, engine_of, offload_of
+from fppo.assembly.placed import Placed
+from fppo.assembly.program import Resources, along_of, pretrain_of, program_of
 from fppo.assembly.rewards import reward_runner
+from fppo.assembly.roles import Roles, Tools, make_engine, make_roles
 from fppo.assembly.turns import in_turns
-from fppo.data import DataCursor
+from fppo.fleet import HERE, AnyGroup, Here, LocalGroup
 from fppo.key import Key
 from fppo.losses import KLState
 from fppo.metrics import Metrics
-from fppo.models.model import Model, Params
+from fppo.models.model import Model
 from fppo.pipeline import stages
 from fppo.pipeline.estimators import of_values
 from fppo.pipeline.evaluate import EvaluateRun, OnScored, evaluate
@@ -41,15 +36,13 @@ from fppo.pipeline.truth import Known, OnBeside, critic_truth
 from fppo.rewards.distributed import SpreadRewardRunner
 from fppo.rewards.early import EarlyRewardRunner
 from fppo.rollout.engine import Engine
+from fppo.rollout.placed import PlacedEngine
 from fppo.runtime.layout import Extent
-from fppo.runtime.mesh import LOCAL, Mesh
-from fppo.runtime.offload import Lane, to_host
+from fppo.runtime.mesh import LOCAL, Mesh, is_first
+from fppo.runtime.offload import Lane
 from fppo.settings.checks_data import has_held_out
 from fppo.settings.train import TrainSettings
-from fppo.steps.confidence import confidence_values
-from fppo.steps.forward import Forward
-from fppo.steps.optimizers import Optimizer
-from fppo.steps.train_state import TrainState, init_state, whole_shapes
+from fppo.steps.train_state import whole_shapes
 from fppo_kernels.record import Kernels
 
 
@@ -68,6 +61,7 @@ class Assembly:
     mesh: Mesh
     device: torch.device  # which works, and has the batches; the state may be on the host
     shapes: dict[str, torch.Size | Extent]  # whole shapes of the leaves of `run` that a mesh may cut
+    placed: Placed | None = None  # what of `run` is not in this process
 
 
 @contextlib.contextmanager
@@ -78,38 +72,43 @@ def assemble(
     mesh: Mesh = LOCAL,
     sampling_mesh: Mesh | None = None,
     device: torch.device | None = None,
+    groups: Mapping[str, AnyGroup] = MappingProxyType({}),
     announce: Callable[[Sequence[str]], None] = lambda lines: None,
 ) -> Iterator[Assembly]:
     """The run that the settings describe, before its first step. What is wrong with them is raised before any work.
 
     `kernels` stand in for those that the settings name, and `device` for the one they name. On a `mesh` of several
     ranks this is one rank's part of the run; what samples and scores has the groups of `sampling_mesh` if that is
-    given, which it must be for a run that samples ahead. `announce` is told what is loaded, in lines.
+    given, which it must be for a run that samples ahead. `announce` is told what is loaded, in lines. `groups` are
+    where roles are made that are not to be in this process, which then is none of several ranks: "actor", with the
+    engine, "critic" and "reference" (without a group of its own beside the actor).
     """
     settings, chosen = resolved(settings, device)
     key, sampling_mesh = Key(settings.seed), sampling_mesh or mesh
     inputs = read_inputs(settings, mesh=mesh, kernels=kernels, device=device)
     tokenizer, kernels, device, pad = inputs.tokenizer, inputs.kernels, inputs.device, inputs.prompts.pad_token_id
     announce(input_lines(settings, inputs, chosen))
-    model, params, critic_model, critic, ref = load_models(settings, key, mesh, device)
-    others = [name for name, part in (("critic", critic), ("reference", ref)) if part is not None]
-    announce(model_lines(model, settings.model.path, others=others))
-    lane = Lane(device)
-    optimizers = optimizers_of(settings, kernels, lane)
-    run = _fresh(settings, key, params, critic, ref, optimizers)
-    with _answering(settings, kernels, model, tokenizer, pad, sampling_mesh, lane) as answering:
-        forward = Forward(model, kernels=kernels, mesh=mesh, remove_padding=settings.model.remove_padding)
+    tools = Tools(kernels, Lane(device))
+    roles = make_roles(settings, tools, LocalGroup(Here(mesh, device)), groups)
+    model, critic_model = _models(settings, roles)
+    announce(model_lines(model, settings.model.path, others=roles.others))
+    run = _fresh(settings, roles, key)
+    engine = _engine(settings, roles, tools, pad, sampling_mesh)
+    with _answering(settings, engine, tokenizer, pad, sampling_mesh, device) as answering:
         resources = Resources(
-            forward=forward,
-            critic=_values_by(settings, critic_model, critic, forward),
+            passes=roles.passes(),
+            update_actor=roles.update_actor(),
+            update_critic=roles.update_critic(),
+            together=roles.together,
+            hold=roles.hold(),
             engine=answering.engine,
             sampling=inputs.sampling,
             pad_token_id=pad,
-            lane=lane,
+            vocabulary=model.config.vocab_size,
+            device=device,
+            writes=is_first(mesh),
             runner=answering.runner,
             score=answering.score,
-            loss_fn=inputs.loss_fn,
-            optimizers=optimizers,
             advantage=inputs.advantage,
         )
         yield Assembly(
@@ -122,9 +121,42 @@ def assemble(
             model=model,
             critic_model=critic_model,
             mesh=mesh,
-            device=lane.device,
-            shapes=_shapes(run, model, critic_model),
+            device=device,
+            shapes=_shapes(run, roles),
+            placed=Placed.of(roles, device),
         )
+
+
+def _fresh(settings: TrainSettings, roles: Roles, key: Key) -> RunState:
+    """The run before its first step."""
+    return RunState(
+        actor=roles.actor.state,
+        critic=roles.critic and roles.critic.state,
+        ref=roles.reference and roles.reference.params,
+        kl=KLState(coef=settings.algorithm.kl.coef),
+        key=key,
+        pretraining=None if pretrain_of(settings) is None else Pretraining(),
+    )
+
+
+def _models(settings: TrainSettings, roles: Roles) -> tuple[Model, Model | None]:
+    """The models of actor and critic: without parameters, for what is said of them, where those are elsewhere."""
+    actor, critic = roles.actor.model, roles.critic and roles.critic.model
+    return (
+        actor if isinstance(actor, Model) else bare_model(settings),
+        critic if critic is None or isinstance(critic, Model) else bare_model(settings, "value"),
+    )
+
+
+def _engine(
+    settings: TrainSettings, roles: Roles, tools: Tools, pad: int, mesh: Mesh
+) -> contextlib.AbstractContextManager[Engine]:
+    """The engine where the actor is."""
+    model, group = roles.actor.model, roles.at["actor"]
+    if isinstance(group, LocalGroup):
+        return engine_of(settings, model, tools.kernels, pad, mesh, tools.lane)
+    engine = group.call(make_engine, HERE, settings, None, model, pad, stays=True, label="make engine")
+    return contextlib.nullcontext(PlacedEngine(group, engine))
 
 
 @attrs.frozen(kw_only=True)
@@ -152,7 +184,8 @@ def assemble_evaluation(
     inputs = read_eval_inputs(settings, mesh=mesh, device=device)
     tokenizer, kernels, device, pad = inputs.tokenizer, inputs.kernels, inputs.device, inputs.held_out.pad_token_id
     model = bare_model(settings)
-    with _answering(settings, kernels, model, tokenizer, pad, mesh, Lane(device)) as answering:
+    engine = engine_of(settings, model, kernels, pad, mesh, Lane(device))
+    with _answering(settings, engine, tokenizer, pad, mesh, device) as answering:
         place = torch.device("cpu") if offload_of(settings, "actor") == "all" else device
         evaluation = _evaluation(settings, inputs, answering)
         yield Evaluator(evaluate=evaluation, tokenizer=tokenizer, model=model, device=place)
@@ -170,71 +203,29 @@ class _Answering:
 @contextlib.contextmanager
 def _answering(
     settings: TrainSettings,
-    kernels: Kernels,
-    model: Model,
+    engine: contextlib.AbstractContextManager[Engine],
     tokenizer: PreTrainedTokenizerBase,
     pad: int,
     mesh: Mesh,
-    lane: Lane,
+    device: torch.device,
 ) -> Iterator[_Answering]:
     with (
-        reward_runner(settings, tokenizer, mesh, lane.device) as runner,
-        engine_of(settings, model, kernels, pad, mesh, lane) as alone,
-        in_turns(settings, alone, tokenizer, pad, mesh) as engine,
+        reward_runner(settings, tokenizer, mesh, device) as runner,
+        engine as alone,
+        in_turns(settings, alone, tokenizer, pad, mesh) as with_turns,
     ):
-        reward = SpreadRewardRunner(runner, mesh, lane.device)
-        yield _Answering(engine=engine, runner=runner, score=partial(rewards.score, reward=reward, tokenizer=tokenizer))
+        reward = SpreadRewardRunner(runner, mesh, device)
+        score = partial(rewards.score, reward=reward, tokenizer=tokenizer)
+        yield _Answering(engine=with_turns, runner=runner, score=score)
 
 
-def _values_by(
-    settings: TrainSettings, model: Model | None, critic: Params | None, policy: Forward
-) -> Forward | stages.ConfidenceFn | None:
-    """What computes the critic's values: its model if it is one."""
-    if critic is None:
-        return None
-    read = value_head_of(settings).read
-    return partial(confidence_values, read=read) if model is None else attrs.evolve(policy, model=model, read=read)
-
-
-def _fresh(
-    settings: TrainSettings,
-    key: Key,
-    params: Params,
-    critic: Params | None,
-    ref: Params | None,
-    optimizers: Mapping[str, Optimizer],
-) -> RunState:
-    """The run before its first step."""
-    return RunState(
-        actor=_state(params, optimizers["actor"], offload_of(settings, "actor")),
-        critic=None if critic is None else _state(critic, optimizers["critic"], offload_of(settings, "critic")),
-        ref=to_host(ref) if ref is not None and offload_of(settings, "ref") == "all" else ref,
-        kl=KLState(coef=settings.algorithm.kl.coef),
-        key=key,
-        cursor=DataCursor(),
-        step=0,
-        pretraining=None if pretrain_of(settings) is None else Pretraining(),
-    )
-
-
-def _state(params: Params, optimizer: Optimizer, offload: Offload) -> TrainState:
-    """The state before the first update, on the host as far as that is asked for."""
-    state = init_state(params, optimizer)
-    match offload:
-        case "all":
-            return to_host(state)
-        case "moments":
-            return tree.replace(state, opt=to_host(state.opt))
-        case _:
-            return state
-
-
-def _shapes(run: RunState, model: Model, critic_model: Model | None) -> dict[str, torch.Size | Extent]:
-    """By the paths of a RunState's leaves."""
-    shapes = {f".actor{path}": extent for path, extent in whole_shapes(run.actor, model.extents).items()}
-    if run.critic is not None and critic_model is not None:
-        shapes |= {f".critic{path}": extent for path, extent in whole_shapes(run.critic, critic_model.extents).items()}
-    if run.ref is not None:
+def _shapes(run: RunState, roles: Roles) -> dict[str, torch.Size | Extent]:
+    """By the paths of a RunState's leaves, as far as they are here."""
+    shapes: dict[str, torch.Size | Extent] = {}
+    for role, state, part in (("actor", run.actor, roles.actor), ("critic", run.critic, roles.critic)):
+        if state is not None and part is not None and isinstance(part.model, Model):
+            shapes |= {f".{role}{path}": extent for path, extent in whole_shapes(state, part.model.extents).items()}
+    if roles.reference is not None and isinstance(model := roles.reference.model, Model):
         shapes |= {f".ref[{name!r}]": extent for name, extent in model.extents.items()}
     return shapes
 
@@ -265,7 +256,6 @@ def _evaluation(
 
 def _truth(settings: TrainSettings, inputs: EvalInputs, resources: Resources) -> Callable[..., Metrics]:
     sampling, algorithm = attrs.evolve(resources.sampling, n=1), settings.algorithm
-    assert resources.critic is not None  # or the settings are refused
     return partial(
         critic_truth,
         known=Known(
@@ -275,8 +265,5 @@ def _truth(settings: TrainSettings, inputs: EvalInputs, resources: Resources) ->
         ),
         engine=resources.engine,
         sampling=sampling,
-        forward=resources.forward,
-        critic=resources.critic,
-        micro_batching=forward_micro_batching_of(settings),
-        fetch=fetch_of(settings, resources.lane),
+        passes=resources.passes,
     )

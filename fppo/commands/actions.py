@@ -13,8 +13,10 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from fppo import quickstart as task
+from fppo.assembly.pools import groups_of
 from fppo.assembly.program import ROLLOUTS
 from fppo.assembly.run import Assembly, assemble, assemble_evaluation
+from fppo.fleet import GroupDied
 from fppo.metrics import report as numbers_of
 from fppo.pipeline import replay as replays
 from fppo.pipeline.program import RunState
@@ -44,6 +46,19 @@ def train(settings: TrainSettings, here: Here = ALONE) -> int:
     """Trains, exports the policy and writes the report; 130 if it was stopped before its last step."""
     session.check_output(settings)
     session.check_target(settings, Path(settings.output_dir) / session.MODEL)
+    for attempt in range(1, settings.placement.restarts + 1):
+        try:
+            return _trained(settings, here)
+        except GroupDied as error:
+            settings = attrs.evolve(settings, resume="auto")  # what is there now is this run's
+            steps = checkpoint.steps(Path(settings.output_dir) / session.CHECKPOINTS)
+            since = f"the checkpoint of step {steps[-1]}" if steps else "the start"
+            again = f"starting the pools again ({attempt} of {settings.placement.restarts} times), from {since}"
+            print(f"fppo: {error}; {again}", file=sys.stderr, flush=True)
+    return _trained(settings, here)
+
+
+def _trained(settings: TrainSettings, here: Here) -> int:
     with _assemble(settings, here, announce=_say(here)) as assembly:
         run = session.run_training(settings, assembly, here.watch)
         directory = Path(settings.output_dir)
@@ -175,6 +190,7 @@ def replay(directory: Path, step: int, here: Here = ALONE) -> int:
                 mesh=here.mesh,
                 shapes=assembly.shapes,
                 device=assembly.device,
+                of_state=session.of_state(assembly),
             )
             for run, difference in steps:
                 if difference is not None:
@@ -190,9 +206,17 @@ def _assemble(
 ) -> Iterator[Assembly]:
     """`assemble`, without bars of transformers between a command's own lines."""
     transformers_logging.disable_progress_bar()
-    with assemble(
-        settings, mesh=here.mesh, sampling_mesh=here.sampling, device=here.device, announce=announce
-    ) as assembly:
+    with (
+        groups_of(settings) as groups,
+        assemble(
+            settings,
+            mesh=here.mesh,
+            sampling_mesh=here.sampling,
+            device=here.device,
+            groups=groups,
+            announce=announce,
+        ) as assembly,
+    ):
         yield assembly
 
 

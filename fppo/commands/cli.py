@@ -133,12 +133,13 @@ def _is_for_the_user(error: Exception) -> bool:
     """Whether the message alone says what to do."""
     if isinstance(error, ValueError | OSError):
         return True
+    from fppo.fleet import GroupDied
     from fppo.rollout.sync import SyncError
     from fppo.rollout.vllm.host import EngineFailure
     from fppo.runtime.checkpoint import CheckpointError
     from fppo.runtime.failure import PeerError
 
-    return isinstance(error, CheckpointError | PeerError | EngineFailure | SyncError)
+    return isinstance(error, CheckpointError | PeerError | EngineFailure | GroupDied | SyncError)
 
 
 def usage() -> str:

@@ -13,6 +13,7 @@ from fppo.commands.actions import ALONE, Here
 from fppo.pipeline.ahead import check_devices
 from fppo.runtime import launch
 from fppo.runtime.launch import Place
+from fppo.settings.placement import places_of
 from fppo.settings.train import TrainSettings
 
 
@@ -36,6 +37,8 @@ def run(
     world = place.world
     if not place.started:
         world = nproc or mesh.least_ranks
+    if world > 1 and places_of(settings.placement):
+        raise ValueError(f"placement: its pools have processes of their own, and the controller is one, not {world}")
     sizes = mesh_sizes(settings, world)
     settings = attrs.evolve(settings, mesh=attrs.evolve(mesh, shard=sizes["shard"]))
     if place.attempt and settings.resume == "never":

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from fppo.fleet.group import PATIENCE, RankLost
 from fppo.fleet.rank import Membership, Rank, Reply, Request
 from fppo.runtime.mesh import Sharding
 
+_REACHED = 10.0  # seconds for somebody to answer at an address
 _PAUSE = 0.5  # seconds between two attempts to start on a cluster that is about to notice the loss of a node
 
 
@@ -39,21 +41,23 @@ class RayCluster:
 
         self._ray: Any = ray
         self._sent = _Sent(ray)
-        self._joined, self._fixed = not ray.is_initialized(), address == "local"  # no node will come
-        try:
-            if self._joined:
-                ray.init(
-                    address=address, configure_logging=False, **({"include_dashboard": False} if self._fixed else {})
-                )
-        except (ConnectionError, OSError, ValueError, RuntimeError) as error:
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(f"there is no Ray cluster at {address!r} ({first}); start one, or give local") from error
+        self._fixed = address == "local"  # no node will come
+        self._joins = not ray.is_initialized()
+        if not self._joins:
+            own = ray.get_runtime_context().gcs_address
+            if address not in ("local", own):
+                raise ValueError(f"this process is in the Ray cluster at {own} already, not in that at {address!r}")
+            return
+        if not self._fixed:
+            _check_reached(address)
+        own: Any = {"include_dashboard": False} if self._fixed else {}
+        ray.init(address=address, configure_logging=False, **own)
 
     def __enter__(self) -> RayCluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._joined:
+        if self._joins:
             self._ray.shutdown()
 
     def ranks(
@@ -232,6 +236,16 @@ class _Actor:
     def run(self, request: Request, *large: Any) -> Reply:
         """Runs a call; Ray has fetched what stands for large tensors."""
         return self._rank.run(request, list(large))
+
+
+def _check_reached(address: str) -> None:
+    """Raises ValueError if nobody listens at the address; Ray itself would wait for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _REACHED).close()
+    except (OSError, ValueError) as error:
+        advice = "give the HOST:PORT of one that runs, or local"
+        raise ValueError(f"there is no Ray cluster at {address!r} ({error}); {advice}") from error
 
 
 def _line(error: BaseException) -> str:

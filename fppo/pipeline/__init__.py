@@ -2,8 +2,9 @@
 
 from fppo.pipeline.estimators import estimator
 from fppo.pipeline.evaluate import evaluate
-from fppo.pipeline.program import Draw, Program, RunState, Waiting, sample_batch
-from fppo.pipeline.stages import annotate, estimate, rollout_stage, score_stage, score_with_greedy
+from fppo.pipeline.passes import Passes, policy_pass, value_pass
+from fppo.pipeline.program import Draw, Program, RunState, Waiting, in_turn, sample_batch
+from fppo.pipeline.stages import annotate, annotate_by, estimate, rollout_stage, score_stage, score_with_greedy
 from fppo.pipeline.step import ppo_step
 from fppo.pipeline.train import Evaluation, StepRecord, iterate, train
 from fppo.pipeline.wiring import Pieces, pieces
@@ -11,21 +12,26 @@ from fppo.pipeline.wiring import Pieces, pieces
 __all__ = [
     "Draw",
     "Evaluation",
+    "Passes",
     "Pieces",
     "Program",
     "RunState",
     "StepRecord",
     "Waiting",
     "annotate",
+    "annotate_by",
     "estimate",
     "estimator",
     "evaluate",
+    "in_turn",
     "iterate",
     "pieces",
+    "policy_pass",
     "ppo_step",
     "rollout_stage",
     "sample_batch",
     "score_stage",
     "score_with_greedy",
     "train",
+    "value_pass",
 ]

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from fppo.pipeline import stages
+from fppo.pipeline.passes import policy_pass
 from fppo.pipeline.program import Program
 from fppo.steps.actor import update_actor
 
@@ -17,7 +18,7 @@ Bound = Mapping[str, Any]
 def problems(program: Program) -> list[str]:
     """What does not go together, one line each; of stages that are `functools.partial` of those that fppo has."""
     rollout = _bound(program.rollout, stages.rollout_stage)
-    notes = _bound(program.annotate, stages.annotate)
+    notes = _bound(program.annotate, stages.annotate) or _of_passes(_bound(program.annotate, stages.annotate_by))
     estimate = _bound(program.estimate, stages.estimate)
     update = _bound(program.update_actor, update_actor)
     return [*_temperatures(rollout, notes, estimate, update), *_old_log_probs(notes, estimate, update)]
@@ -31,6 +32,14 @@ def _bound(stage: Callable[..., Any], fn: Callable[..., Any]) -> Bound | None:
     return {name: parameter.default for name, parameter in inspect.signature(stage).parameters.items()}
 
 
+def _of_passes(notes: Bound | None) -> Bound | None:
+    """What `annotate_by` is bound to, as `annotate` would be; without a temperature where its passes do not show it."""
+    if notes is None:
+        return None
+    policy = _bound(notes["passes"].policy, policy_pass)
+    return {**notes} if policy is None else {**notes, "temperature": policy["temperature"]}
+
+
 def _temperatures(
     rollout: Bound | None, notes: Bound | None, estimate: Bound | None, update: Bound | None
 ) -> list[str]:
@@ -38,7 +47,7 @@ def _temperatures(
     places: dict[str, float] = {}
     if rollout is not None and (estimate is None or estimate["correct"] is None):
         places["rollout (Sampling)"] = rollout["sampling"].temperature
-    if notes is not None:
+    if notes is not None and "temperature" in notes:
         places["annotate"] = notes["temperature"]
     if update is not None:
         places["update_actor (PolicyTerms)"] = update["terms"].temperature

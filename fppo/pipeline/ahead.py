@@ -76,13 +76,13 @@ def start_sampling(
 ) -> Callable[[], Sampled]:
     """Starts `sample_ahead` in a thread; the function waits for its result.
 
-    The weights are copied first, so the run may be updated, and its memory given up, at the same time. On a GPU the
-    thread works in the stream `beside`, the same each time, which begins after what the caller's stream has been given
-    so far; and that goes on, where it waits, after the thread's work.
+    The weights are kept first (`Program.hold`), so the run may be updated, and its memory given up, at the same time.
+    On a GPU the thread works in the stream `beside`, the same each time, which begins after what the caller's stream
+    has been given so far; and that goes on, where it waits, after the thread's work.
     """
     if count <= 0:
         return lambda: Sampled((), run.cursor, {})
-    run = replace(run, actor=replace(run.actor, params=tree.copy(run.actor.params)))
+    run = replace(run, actor=replace(run.actor, params=program.hold(run.actor.params)))
     result: Future[Sampled] = Future()
     if beside is not None:
         _hand_over(run.actor.params, torch.cuda.current_stream(), beside)

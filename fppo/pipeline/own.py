@@ -110,9 +110,12 @@ def check_stages(*, rollout: Any, annotate: Any, estimate: Any, update_actor: An
     A stage that is a plain function hides what it calls; that is not looked at. Kernels run where training would: on
     the GPU if there is one.
     """
-    forward, sampling = bound(annotate, "forward"), bound(rollout, "sampling")
+    passes, sampling = bound(annotate, "passes"), bound(rollout, "sampling")
+    forward, critic = bound(annotate, "forward"), bound(annotate, "critic")
+    if passes is not None:
+        forward, critic = bound(passes.policy, "forward"), bound(passes.values, "forward")
     advantage_fn = bound(estimate, "advantage_fn")
-    _check_models(forward, bound(annotate, "critic"), bound(rollout, "engine"))
+    _check_models(forward, critic, bound(rollout, "engine"))
     wrong = screened(
         loss_fn=bound(update_actor, "loss_fn"),
         advantage_fn=advantage_fn,

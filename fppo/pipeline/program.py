@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import attrs
 
@@ -17,7 +17,7 @@ from fppo.pipeline.own import check_stages
 from fppo.pipeline.pretrain import Pretrain, Pretraining
 from fppo.pipeline.timing import timed
 from fppo.steps.train_state import Params, TrainState
-from fppo.tree import state
+from fppo.tree import copy, state
 
 
 @state
@@ -44,6 +44,13 @@ class RunState:
 
 
 Draw = Callable[[DataCursor], tuple[Prompts, DataCursor]]
+Work = Mapping[str, Callable[[], Any]]  # of which none needs another's result
+Together = Callable[[Work], dict[str, Any]]
+
+
+def in_turn(work: Work) -> dict[str, Any]:
+    """What each of these gives, one after the other. Any other order, or all at once, gives the same."""
+    return {name: do() for name, do in work.items()}
 
 
 class RolloutStage(Protocol):
@@ -126,6 +133,8 @@ class Program:
     critic_warmup: int = 0  # steps at the start that train the critic alone
     pretrain: Pretrain | None = None  # in their place, steps at the start as long as they help
     freeze_critic: bool = False  # once the policy is updated
+    together: Together = in_turn  # how the updates of actor and critic run
+    hold: Callable[[Params], Params] = copy  # keeps a policy to sample from, while its own memory is given up
     check: bool = True
 
     def __attrs_post_init__(self) -> None:

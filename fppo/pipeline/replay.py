@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from fppo.runtime.digests import Kind, Shapes
 from fppo.runtime.mesh import LOCAL, Mesh, device_of
 
 DIGESTS = "digests.jsonl"
+OfState = Callable[[RunState, Kind], dict[str, str]]
 _PLAIN: Kind = "blake2b"  # of lines that name no kind
 
 
@@ -40,17 +41,21 @@ def digests_of(
     shapes: Shapes | None = None,
     device: torch.device | None = None,
     kind: Kind | None = None,
+    of_state: OfState | None = None,
 ) -> dict[str, dict[str, str]]:
     """The digests of a step's batch and of the state it led to, leaf by leaf; every rank gets the same of the state.
 
     `shapes` are the whole shapes of the state's leaves that the mesh may cut, `device` is the one that computes (None:
     that of the actor's parameters). They are of `kind`, or of that which `digests.kind_of` has for the device.
+    `of_state` digests a state that is not in this process.
     """
     device = device or device_of(run.actor.params)
     kind = kind or digests.kind_of(device, mesh)
     return {
         "batch": digests.digest(experience, kind, device=device),
-        "result": digests.digest(run, kind, device=device, mesh=mesh, shapes=shapes),
+        "result": digests.digest(run, kind, device=device, mesh=mesh, shapes=shapes)
+        if of_state is None
+        else of_state(run, kind),
     }
 
 
@@ -60,13 +65,15 @@ def record_line(
     *,
     shapes: Shapes | None = None,
     device: torch.device | None = None,
+    kind: Kind | None = None,
+    of_state: OfState | None = None,
 ) -> dict[str, Any]:
     """What the digests file holds of a step: one digest of the state, that of each leaf, and their kind unless it is
     blake2b."""
     assert record.experience is not None
     device = device or device_of(record.run.actor.params)
-    kind = digests.kind_of(device, mesh)
-    both = digests_of(record.run, record.experience, mesh, shapes=shapes, device=device, kind=kind)
+    kind = kind or digests.kind_of(device, mesh)
+    both = digests_of(record.run, record.experience, mesh, shapes=shapes, device=device, kind=kind, of_state=of_state)
     known = {} if kind == _PLAIN else {"kind": kind}
     return {"step": record.run.step, "state": tree.combine(both["result"]), **known, **both}
 
@@ -87,11 +94,12 @@ def replay(
     mesh: Mesh = LOCAL,
     shapes: Shapes | None = None,
     device: torch.device | None = None,
+    of_state: OfState | None = None,
 ) -> Iterator[tuple[RunState, Difference | None]]:
     """Recomputes the steps after `run.step` up to `until`: the run after each, and where it first differs or None.
 
     The memory of `run` is given up. Steps whose digests were not recorded are computed, and compared with nothing;
-    `shapes` and `device` are `digests_of`'s.
+    `shapes`, `device` and `of_state` are `digests_of`'s.
 
     Batch leaves come before result leaves, so a difference in the rollout is named before what follows from it. Raises
     ValueError if nothing was recorded of step `until`.
@@ -103,7 +111,8 @@ def replay(
     for after, experience, _ in iterate(run, program=program, draw=draw, ahead=ahead, donate=True):
         difference = None
         if (old := recorded.get(after.step)) is not None:
-            new = digests_of(after, experience, mesh, shapes=shapes, device=device, kind=kind_recorded(old))
+            kind = kind_recorded(old)
+            new = digests_of(after, experience, mesh, shapes=shapes, device=device, kind=kind, of_state=of_state)
             difference = first_difference(after.step, old, new)
         yield after, difference
         if after.step >= until:

@@ -4,46 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Literal
 
 import attrs
 import torch
 from torch import Tensor
 
 from fppo import advantages, losses, metrics
-from fppo import batch as batches
 from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored, extend
 from fppo.key import Key
 from fppo.losses import Correction, KLState
 from fppo.metrics import Metrics
-from fppo.models.model import Model
 from fppo.pipeline.estimators import Estimator, of_rows
 from fppo.pipeline.gap import of_engine
 from fppo.pipeline.measure import batch_metrics
-from fppo.pipeline.program import RunState
-from fppo.pipeline.timing import now
+from fppo.pipeline.passes import (
+    ConfidenceFn,
+    Passes,
+    PolicyPass,
+    Role,
+    ValuePass,
+    balance_of,
+    policy_pass,
+    there,
+    value_pass,
+)
+from fppo.pipeline.program import RunState, Together, in_turn
+from fppo.pipeline.timing import timed
 from fppo.rollout.engine import Ask, Engine, OnFinished, Sampling
-from fppo.runtime.mesh import DATA_AXES, Mesh, place_on
 from fppo.runtime.offload import OnHost
 from fppo.steps.actor import OldLogProbs, rollout_gap
-from fppo.steps.forward import (
-    Forward,
-    Rows,
-    TokenOutputs,
-    compute_log_probs,
-    compute_outputs,
-    compute_values,
-    row_lengths,
-)
+from fppo.steps.forward import Forward, TokenOutputs
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.ranks import collect, imbalance, shares
 from fppo.steps.train_state import Params
 
-R = TypeVar("R", bound=Rows)
 ScoreFn = Callable[[Rollout], tuple[Scored, Metrics]]
-ConfidenceFn = Callable[[Params, Tensor, Tensor, Tensor], Tensor]  # `steps.confidence_values`
-Role = Literal["actor", "ref", "critic"]
 RouterReplay = Literal["none", "old_log_probs", "all"]
+_PASSES = ("old_log_prob", "ref", "values")
 
 
 def rollout_stage(
@@ -102,91 +99,92 @@ def annotate(
     replay: RouterReplay = "none",
     fetch: Callable[[Role, Params], Params | OnHost] = lambda role, params: params,
 ) -> tuple[Annotated, Metrics]:
-    """Old log-probs, reference log-probs if the run has a reference, values by `critic` if it has a critic, a model or
-    one of the policy's confidence.
+    """`annotate_by` the passes of these models, where this process is: `forward` of the policy and its reference,
+    `critic` a model or one of the policy's confidence. `fetch` is how the passes get at a role's parameters."""
+    choosing = attrs.evolve(forward, replay=replay == "all")
+    model = isinstance(critic, Forward)
+    policy = partial(policy_pass, micro_batching=micro_batching, temperature=temperature)
+    of_critic = partial(fetch, "critic")
+    passes = Passes(
+        policy=partial(policy, forward=forward, fetch=partial(fetch, "actor")),
+        reference=partial(policy, forward=choosing, fetch=partial(fetch, "ref")),
+        values=partial(value_pass, forward=critic, micro_batching=micro_batching, fetch=of_critic) if model else None,
+        confidence=None if model else critic,
+        balance=partial(balance_of, forward=forward),
+    )
+    return annotate_by(scored, run, passes=passes, old_log_probs=old_log_probs, sum_squared=sum_squared, replay=replay)
 
-    All ranks hold all rows; each computes a share of equal work, and all get all results. `fetch` is how the passes get
-    at a role's parameters. The old log-probs come from a "pass" of the policy before its update; or they are the
-    "engine"'s; or the "update" takes them from its own pass, and what stands in their field until then is the engine's;
-    or "auto": the engine's where a pass over few rows finds them to be the policy's own, else those of a pass
-    (`gap.of_engine`). The metric training/old_log_probs/SOURCE is 1. With `replay` a pass tells what experts the policy
-    chooses; with "all" the reference chooses them, too.
+
+def annotate_by(
+    scored: Scored,
+    run: RunState,
+    *,
+    passes: Passes,
+    old_log_probs: OldLogProbs = "pass",
+    sum_squared: bool = False,
+    replay: RouterReplay = "none",
+    together: Together = in_turn,
+) -> tuple[Annotated, Metrics]:
+    """Old log-probs, reference log-probs if the run has a reference, and values if it has a critic.
+
+    The old log-probs come from a "pass" of the policy before its update; or they are the "engine"'s; or the "update"
+    takes them from its own pass, and what stands in their field until then is the engine's; or "auto": the engine's
+    where a pass over few rows finds them to be the policy's own, else those of a pass (`gap.of_engine`). The metric
+    training/old_log_probs/SOURCE is 1. With `replay` a pass tells what experts the policy chooses; with "all" the
+    reference chooses them, too, and its pass comes after. The others run `together`, as none needs another's result.
     """
-    share, times = share_of(scored, forward), [now()]
-    source, old, told, report = old_log_probs, scored.rollout_log_probs, TokenOutputs(), {}
-    entropy = not isinstance(critic, Forward | None)
-    besides = {"sum_squared_probs": sum_squared, "entropy": entropy, "routed": replay != "none"}
-    outputs = ["log_probs", *(name for name, asked in besides.items() if asked)]
-    ask = partial(compute_outputs, micro_batching=micro_batching, outputs=outputs, temperature=temperature)
-
-    def trainers(rows: Scored) -> TokenOutputs:
-        part = share if rows is scored else share_of(rows, forward)
-        out = ask(fetch("actor", run.actor.params), part.own, forward=forward)
-        columns = {name: part.collected(x) for name, x in out._asdict().items() if x is not None}
-        return TokenOutputs()._replace(**columns)
-
-    if source == "auto" and len(outputs) == 1:
-        source, old, report = of_engine(scored, run, lambda rows: there(trainers(rows).log_probs))
-    elif source in ("pass", "auto") or len(outputs) > 1:
-        source, told = "pass" if source == "auto" else source, trainers(scored)
-        report = rollout_gap(there(told.log_probs), scored.rollout_log_probs, scored.response_mask)
-        old = there(told.log_probs) if source == "pass" else old
-    times.append(now())
-    annotated, ref = extend(Annotated, scored, old_log_probs=old, routed=told.routed), None
-    if run.ref is not None:
-        again = partial(compute_log_probs, micro_batching=micro_batching, temperature=temperature)
-        choosing, own = attrs.evolve(forward, replay=replay == "all"), share_of(annotated, forward).own
-        ref = share.collected(again(fetch("ref", run.ref), own, forward=choosing))
-    times.append(now())
-    values = None
-    if run.critic is not None and isinstance(critic, Forward):
-        params = fetch("critic", run.critic.params)
-        values = share.collected(compute_values(params, share.own, forward=critic, micro_batching=micro_batching))
-    elif run.critic is not None and not isinstance(critic, Forward | None):
-        values = critic(run.critic.params, old, there(told.entropy), scored.response_mask)
-    times.append(now())
-    report |= _annotating(times, share, forward.model, row_lengths(scored), source)
-    columns = {"values": values, "sum_squared_probs": told.sum_squared_probs, "entropy": told.entropy}
-    return extend(Annotated, annotated, ref_log_probs=ref, **columns), report
+    besides = {"sum_squared_probs": sum_squared, "entropy": passes.confidence is not None, "routed": replay != "none"}
+    asked = ["log_probs", *(name for name, wanted in besides.items() if wanted)]
+    work: dict[str, Callable[[], tuple[Any, Metrics]]] = {
+        "old_log_prob": partial(timed("old_log_prob", _old), scored, run, passes.policy, old_log_probs, asked)
+    }
+    ref = timed("ref", _ref)
+    if run.ref is not None and replay != "all":
+        work["ref"] = partial(ref, scored, run.ref, passes.reference)
+    if run.critic is not None and passes.values is not None:
+        work["values"] = partial(timed("values", _values), scored, run.critic.params, passes.values)
+    done = together(work)
+    (source, old, found), _ = done["old_log_prob"]
+    annotated = extend(Annotated, scored, old_log_probs=old, routed=found.routed)
+    if run.ref is not None and replay == "all":
+        done = {**done, "ref": ref(annotated, run.ref, passes.reference)}
+    values = done["values"][0] if "values" in done else None
+    report = metrics.merge({f"timing_s/{name}": metrics.total(0.0) for name in _PASSES}, *(x for _, x in done.values()))
+    if run.critic is not None and passes.confidence is not None:
+        values = passes.confidence(run.critic.params, old, there(found.entropy), scored.response_mask)
+    report |= {f"training/old_log_probs/{source}": metrics.mean(1.0)} | passes.balance(scored)
+    columns = {"values": values, "sum_squared_probs": found.sum_squared_probs, "entropy": found.entropy}
+    ref_log_probs = done["ref"][0] if "ref" in done else None
+    return extend(Annotated, annotated, ref_log_probs=ref_log_probs, **columns), report
 
 
-def _annotating(
-    times: Sequence[float], share: Share, model: Model, lengths: Sequence[int], source: OldLogProbs
-) -> Metrics:
-    """Where the old log-probs are from, the seconds of each pass, and how unequal the ranks' work is where there are
-    several."""
-    report: Metrics = {f"training/old_log_probs/{source}": metrics.mean(1.0)}
-    if len(share.places) > 1:
-        report["perf/imbalance"] = metrics.mean(imbalance(model, lengths, share.places))
-    for name, start, end in zip(("old_log_prob", "ref", "values"), times, times[1:], strict=False):
-        report[f"timing_s/{name}"] = metrics.total(end - start)
-    return report
+def _old(
+    scored: Scored, run: RunState, policy: PolicyPass, source: OldLogProbs, asked: Sequence[str]
+) -> tuple[tuple[OldLogProbs, Tensor, TokenOutputs], Metrics]:
+    """The old log-probs and where they come from, and whatever else was `asked` of the policy's pass."""
+    alone, old = list(asked) == ["log_probs"], scored.rollout_log_probs
+
+    def log_probs(rows: Scored) -> Tensor:
+        return there(policy(run.actor.params, rows, outputs=asked).log_probs)
+
+    if source == "auto" and alone:
+        source, old, report = of_engine(scored, run, log_probs)
+        return (source, old, TokenOutputs()), report
+    if source in ("engine", "update") and alone:
+        return (source, old, TokenOutputs()), {}
+    out = policy(run.actor.params, scored, outputs=asked)
+    log_probs_found = there(out.log_probs)
+    source = "pass" if source == "auto" else source
+    report = rollout_gap(log_probs_found, scored.rollout_log_probs, scored.response_mask)
+    return (source, log_probs_found if source == "pass" else old, out), report
 
 
-class Share(NamedTuple, Generic[R]):
-    """This rank's share of rows that all ranks hold, and the numbers of every data rank's."""
-
-    own: R
-    places: list[list[int]]
-    mesh: Mesh
-
-    def collected(self, x: Tensor) -> Tensor:
-        """What each rank computed of its rows, on all ranks and in order."""
-        return collect(x, self.places, self.mesh)
+def _ref(scored: Scored, params: Params, reference: PolicyPass) -> tuple[Tensor, Metrics]:
+    return there(reference(params, scored, outputs=("log_probs",)).log_probs), {}
 
 
-def share_of(rows: R, forward: Forward) -> Share[R]:
-    """This rank's share of the rows, of equal work for the model."""
-    mesh = forward.mesh
-    places = shares(forward.model, row_lengths(rows), mesh)
-    own = rows if len(places) == 1 else batches.rows(rows, places[place_on(mesh, DATA_AXES)])
-    return Share(own, places, mesh)
-
-
-def there(x: Tensor | None) -> Tensor:
-    """What a pass was asked for, and gave."""
-    assert x is not None
-    return x
+def _values(scored: Scored, params: Params, values: ValuePass) -> tuple[Tensor, Metrics]:
+    return values(params, scored), {}
 
 
 def estimate(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 from fppo import metrics
@@ -50,34 +53,27 @@ def ppo_step(
     with record_function("annotate"):
         annotated, noted = program.annotate(scored, run)
     experience, kl, estimated = timed("adv", program.estimate)(annotated, run.kl)
-    reports: list[Metrics] = [sampled, aged, noted, estimated]
-    progress = run.pretraining
+    progress, pretrained = run.pretraining, {}
     if progress is not None and program.pretrain is not None:
         progress, experience, pretrained = pretrain(progress, experience, rule=program.pretrain)
-        reports.append(pretrained)
-    critic, actor = run.critic, run.actor
     critic_alone = run.step < program.critic_warmup or (progress is not None and not progress.over)
-    if critic is not None and program.update_critic is not None and (critic_alone or not program.freeze_critic):
-        update, before = timed("update_critic", program.update_critic), critic.step
-        critic, report = update(critic, experience, key=key.fold("critic"), donate=donate)
-        _check_updates("critic", before, replace(run, critic=critic), report)
-        reports.append(report)
-    if not critic_alone:
-        update = timed("update_actor", program.update_actor)
-        actor, report = update(actor, experience, key=key.fold("actor"), donate=donate)
-        _check_updates("actor", run.actor.step, replace(run, actor=actor, critic=critic), report)
-        reports.append(report)
-    after = replace(
-        run,
-        actor=actor,
-        critic=critic,
-        kl=kl,
-        cursor=cursor,
-        step=run.step + 1,
-        pretraining=progress,
-        ahead=run.ahead[1:],
+    skipped = {"critic": program.freeze_critic and not critic_alone, "actor": critic_alone}
+    updates = {"critic": (run.critic, program.update_critic), "actor": (run.actor, program.update_actor)}
+    done = program.together(
+        {
+            role: partial(timed(f"update_{role}", update), state, experience, key=key.fold(role), donate=donate)
+            for role, (state, update) in updates.items()
+            if state is not None and update is not None and not skipped[role]
+        }
     )
-    return after, experience, metrics.merge(*reports)
+    critic, actor = (done[role][0] if role in done else state for role, (state, _) in updates.items())
+    after = replace(run, actor=actor, critic=critic, kl=kl, pretraining=progress)
+    after = replace(after, cursor=cursor, step=run.step + 1, ahead=run.ahead[1:])
+    for role, (state, _) in updates.items():
+        if role in done and state is not None:
+            _check_updates(role, state.step, after, done[role][1])
+    updated = [report for _, report in done.values()]
+    return after, experience, metrics.merge(sampled, aged, noted, estimated, pretrained, *updated)
 
 
 def _check_updates(role: str, before: int, after: RunState, report: Metrics) -> None:
@@ -87,14 +83,21 @@ def _check_updates(role: str, before: int, after: RunState, report: Metrics) -> 
         return
     models = {"actor": after.actor.params, "critic": after.critic and after.critic.params, "reference": after.ref}
     bad = [f"{name} of the {each}" for each, params in models.items() for name in _not_finite(params or {})]
-    cause = "all parameters are finite: look at the loss, the advantages and returns, and the compute dtype"
+    seen = "all parameters are finite: " if _all_here(after) else ""
+    cause = f"{seen}look at the loss, the advantages and returns, and the compute dtype"
     if bad:
         cause = f"{len(bad)} parameters are not finite either, first {bad[0]}: start from another model"
     raise RunFailed(f"the {role} cannot learn: its first updates were all skipped, as no gradient was finite; {cause}")
 
 
 def _not_finite(params: Params) -> list[str]:
-    return [name for name, x in params.items() if not x.isfinite().all()]
+    return [name for name, x in params.items() if isinstance(x, Tensor) and not x.isfinite().all()]
+
+
+def _all_here(run: RunState) -> bool:
+    """Whether the parameters are in this process."""
+    trees = (run.actor.params, run.critic and run.critic.params, run.ref)
+    return all(isinstance(x, Tensor) for params in trees for x in (params or {}).values())
 
 
 def sample(run: RunState, *, program: Program, draw: Draw) -> tuple[Scored, DataCursor, Metrics]:

@@ -16,13 +16,10 @@ from fppo import batch as batches
 from fppo.advantages import Advantages, exact_values
 from fppo.batch import Prompts, Rollout
 from fppo.metrics import Metrics
+from fppo.pipeline.passes import Passes, there
 from fppo.pipeline.program import RunState
-from fppo.pipeline.stages import ConfidenceFn, Role, share_of, there
 from fppo.rollout.engine import Ask, Engine, Sampling
-from fppo.runtime.offload import OnHost
-from fppo.steps.forward import Forward, TokenOutputs, compute_outputs, compute_values
-from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.train_state import Params
+from fppo.steps.forward import TokenOutputs
 from fppo.tree import state
 
 Answers = Callable[[Prompts], tuple[Tensor, Tensor]]  # the right responses: int64 [B, A], and their mask
@@ -69,10 +66,7 @@ def critic_truth(
     known: Known,
     engine: Engine,
     sampling: Sampling,
-    forward: Forward,
-    critic: Forward | ConfidenceFn,
-    micro_batching: MicroBatching,
-    fetch: Callable[[Role, Params], Params | OnHost] = lambda role, params: params,
+    passes: Passes,
     keep: OnBeside = lambda beside: None,
 ) -> Metrics:
     """How far the critic's values are from the exact ones (`advantages.exact_values`) of the policy as it samples.
@@ -87,9 +81,7 @@ def critic_truth(
     have the same sign. The first responses, with all this, go to `keep`.
     """
     assert run.critic is not None
-    policy, of_critic = fetch("actor", run.actor.params), fetch("critic", run.critic.params)
-    of_policy = partial(compute_outputs, policy, forward=forward, outputs=("log_probs", "entropy"))
-    of_policy = partial(of_policy, micro_batching=micro_batching, temperature=sampling.temperature)
+    of_policy = partial(passes.policy, run.actor.params, outputs=("log_probs", "entropy"))
     exact: list[Tensor] = []
     guessed: list[Tensor] = []
     besides: list[Beside] = []
@@ -101,16 +93,15 @@ def critic_truth(
         said = rollout.tokens[:, -rollout.response_mask.shape[1] :]
         of_answer: Tensor | None = None
         for rows, responses in ((right, answer), (rollout, said)):
-            share = share_of(rows, forward)
-            out = TokenOutputs()
-            if of_answer is None or not isinstance(critic, Forward):
-                out = TokenOutputs(*(None if x is None else share.collected(x) for x in of_policy(share.own)))
+            out = of_policy(rows) if of_answer is None or passes.values is None else TokenOutputs()
             of_answer = there(out.log_probs) if of_answer is None else of_answer
-            if isinstance(critic, Forward):
-                values = compute_values(of_critic, share.own, forward=critic, micro_batching=micro_batching)
-                values = share.collected(values)
+            if passes.values is not None:
+                values = passes.values(run.critic.params, rows)
             else:
-                values = critic(run.critic.params, there(out.log_probs), there(out.entropy), rows.response_mask)
+                assert passes.confidence is not None
+                values = passes.confidence(
+                    run.critic.params, there(out.log_probs), there(out.entropy), rows.response_mask
+                )
             own = rows.response_mask
             true = exact_values(of_answer, answer, mask, responses, own, gamma=known.gamma)
             exact.append(true[own].double())

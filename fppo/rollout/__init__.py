@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fppo.rollout.engine import Engine as Engine
     from fppo.rollout.engine import OnFinished as OnFinished
     from fppo.rollout.engine import Sampling as Sampling
+    from fppo.rollout.placed import PlacedEngine as PlacedEngine
     from fppo.rollout.spread import FetchingEngine as FetchingEngine
     from fppo.rollout.spread import SpreadEngine as SpreadEngine
     from fppo.rollout.sync import SyncError as SyncError
@@ -32,6 +33,7 @@ __all__ = [
     "EngineFailure",
     "FetchingEngine",
     "OnFinished",
+    "PlacedEngine",
     "PlainText",
     "Sampling",
     "SpreadEngine",
@@ -47,6 +49,7 @@ __all__ = [
 _HOMES = {
     "embedded": ("EmbeddedEngine",),
     "engine": ("Ask", "Engine", "OnFinished", "Sampling"),
+    "placed": ("PlacedEngine",),
     "spread": ("FetchingEngine", "SpreadEngine"),
     "sync": ("SyncError", "reshard"),
     "turns.engine": ("TurnsEngine", "turn_metrics"),

@@ -17,6 +17,7 @@ import torch
 
 from fppo import models
 from fppo.assembly.machine import resolved
+from fppo.assembly.placed import AHEAD
 from fppo.assembly.program import ROLLOUTS
 from fppo.assembly.run import Assembly
 from fppo.pipeline import replay
@@ -36,7 +37,6 @@ from fppo.settings.train import TrainSettings
 
 CHECKPOINTS, MODEL, CONFIGS = "checkpoints", places.MODEL, "configs"
 STOPPING = "finishing this step; ctrl-C again abandons it, and all since the last checkpoint"
-AHEAD = "ahead"  # the field of a run's state with the batches that wait: as many, and as wide, as they are
 
 
 def check_output(settings: TrainSettings) -> None:
@@ -115,6 +115,8 @@ def _loaded(settings: TrainSettings, assembly: Assembly, path: Path | None, *, d
 def load(assembly: Assembly, directory: Path, step: int, *, donate: bool = False) -> RunState:
     """The state of a checkpoint, as it lies on the run's mesh; with `donate` in the memory of the assembly's."""
     run, mesh, shapes, device = assembly.run, assembly.mesh, assembly.shapes, assembly.device
+    if assembly.placed is not None:
+        return assembly.placed.load(run, directory, step, device=device)
     return checkpoint.load(run, directory, step, mesh=mesh, shapes=shapes, free=AHEAD, device=device, donate=donate)
 
 
@@ -226,7 +228,7 @@ def _writing(
     directory, mesh, shapes = Path(settings.output_dir), assembly.mesh, assembly.shapes
     first_step, first = run.step + 1 if run.step else 0, is_first(mesh)
     device, every = assembly.device, digest_spacing(settings, assembly, run)
-    begin = partial(_begin_save, directory / CHECKPOINTS, settings.checkpoint.keep, mesh, shapes)
+    begin = partial(_begin_save, assembly, directory / CHECKPOINTS, settings.checkpoint.keep)
     if run.step and not checkpoint.steps(directory / CHECKPOINTS):  # another run's: from here on it is this one's too
         begin(run).wait()
     logged: list[Observe] = []
@@ -239,7 +241,8 @@ def _writing(
     def kept(step: int) -> bool:
         return step == settings.steps or (settings.checkpoint.every > 0 and step % settings.checkpoint.every == 0)
 
-    line = partial(replay.record_line, mesh=mesh, shapes=shapes, device=device)
+    kind = None if assembly.placed is None else assembly.placed.kind
+    line = partial(replay.record_line, mesh=mesh, shapes=shapes, device=device, kind=kind, of_state=of_state(assembly))
     digested = Digests(directory=directory, lines=lines, every=every, kept=kept, line=line)
     saved = Checkpoints(kept=kept, begin=begin, ranks=ranks_on(mesh, AXES))
 
@@ -262,7 +265,7 @@ def digest_spacing(settings: TrainSettings, assembly: Assembly, run: RunState) -
         return settings.digest.every
     row = (settings.data.max_prompt_tokens + settings.rollout.max_tokens) // 2  # of the longest that there may be
     return digests.spacing(
-        run,
+        run if assembly.placed is None else [run, assembly.placed.like(run)],
         tokens=settings.rollout.batch_size * row,
         numbers=sum(shape.numel() for shape in assembly.model.whole_shapes.values()),
         device=assembly.device,
@@ -271,8 +274,17 @@ def digest_spacing(settings: TrainSettings, assembly: Assembly, run: RunState) -
     )
 
 
-def _begin_save(directory: Path, keep: int, mesh: Mesh, shapes: digests.Shapes, run: RunState) -> checkpoint.Pending:
+def _begin_save(assembly: Assembly, directory: Path, keep: int, run: RunState) -> checkpoint.Pending:
+    if assembly.placed is not None:
+        return assembly.placed.save(run, directory, keep=keep)
+    mesh, shapes = assembly.mesh, assembly.shapes
     return checkpoint.begin_save(run, directory, run.step, mesh=mesh, shapes=shapes, free=AHEAD, keep=keep)
+
+
+def of_state(assembly: Assembly) -> replay.OfState | None:
+    """What digests a state that is not in this process; None if it is."""
+    placed, device = assembly.placed, assembly.device
+    return None if placed is None else lambda run, kind: placed.digest(run, kind, device=device)
 
 
 def _gauges(mesh: Mesh, device: torch.device, traffic: Callable[[], dict[str, Traffic]]) -> Observe:
@@ -348,6 +360,8 @@ def _record_start(settings: TrainSettings, assembly: Assembly, step: int, digest
 
 def export(assembly: Assembly, run: RunState, target: Path) -> None:
     """Writes the policy as a Hugging Face directory."""
+    if assembly.placed is not None and "actor" in assembly.placed.parts:
+        return assembly.placed.export(run, target, assembly.tokenizer, assembly.generation)
     params, tokenizer = run.actor.params, assembly.tokenizer
     models.save(
         assembly.model, params, target, tokenizer=tokenizer, generation_config=assembly.generation, mesh=assembly.mesh

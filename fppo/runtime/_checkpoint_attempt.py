@@ -196,3 +196,9 @@ def drop(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.rename(doomed)
         shutil.rmtree(doomed)
+
+
+def drop_old(directory: Path, keep: int | None) -> None:
+    """Drops all but the newest `keep` checkpoints."""
+    for step in steps(directory)[: -keep if keep else 0]:
+        drop(path_of(directory, step))

@@ -6,7 +6,8 @@
                              other JSONs
 
 The file of rank s of a shard axis of n ranks, t of a tensor axis of m, and p of the pipeline axis, has the number
-(p * m + t) * n + s.
+(p * m + t) * n + s. Where parts of a state are on meshes of their own, the files of each have their
+own numbers: a leaf says the first, and its grid.
 
 torch.distributed.checkpoint's own files are not used: their metadata is a pickle, and nothing here is ever unpickled.
 """
@@ -163,14 +164,17 @@ def write_shard(directory: Path, rank: int, tensors: Mapping[str, Tensor], cuts:
     publish(about_file(directory, rank), about)
 
 
-def write_manifest(directory: Path, *, step: int, attempt: str, contents: Contents) -> None:
-    """Writes the manifest beside all ranks' files."""
+def write_manifest(directory: Path, *, step: int, attempt: str, contents: Contents, count: int | None = None) -> None:
+    """Writes the manifest beside all ranks' files. With a `count` the numbers of files are below that, and there may be
+    some without one."""
+    numbers = range(math.prod(contents.writers) if count is None else count)
+    places = [about_file(directory, number) for number in numbers]
     content = {
         "format": FORMAT,
         "step": step,
         "attempt": attempt,
         **attrs.asdict(contents),
-        "shards": [_digest(about_file(directory, rank).read_bytes()) for rank in range(math.prod(contents.writers))],
+        "shards": [_digest(x.read_bytes()) if count is None or x.exists() else None for x in places],
     }
     publish(directory / MANIFEST, content | {"digest": _digest(_canonical(content))})
 
@@ -226,8 +230,9 @@ def read(
 
 def _stored(manifest: Mapping[str, Any], path: str, number: int, wanted: Part) -> Part | None:
     """The chunk of a leaf that a file holds, if it has something that is wanted."""
-    leaf, (_, tensors, shards) = manifest["leaves"][path], manifest["writers"]
-    others, shard = divmod(number, shards)
+    leaf = manifest["leaves"][path]
+    _, tensors, shards = leaf.get("writers", manifest["writers"])
+    others, shard = divmod(number - leaf.get("first", 0), shards)
     stage, tensor = divmod(others, tensors)
     cut = None if leaf["cut"] is None else Cut(leaf["cut"][0], leaf["cut"][1], tuple(leaf["cut"][2]))
     if stage != leaf["stage"] or (cut is None and tensor) or shard >= leaf["ranks"]:

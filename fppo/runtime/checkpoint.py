@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -123,7 +123,7 @@ def _begin(
 ) -> Pending:
     leaves = dict(tree.leaves_with_paths(value))
     tensors = {path: x.detach() for path, x in leaves.items() if isinstance(x, Tensor)}
-    plain = {path: _plain(x) for path, x in leaves.items() if not isinstance(x, Tensor)}
+    plain = {path: plain_of(x) for path, x in leaves.items() if not isinstance(x, Tensor)}
     cuts = files.cuts_of(tensors, mesh, shapes)
     device = next((x.device for x in tensors.values() if x.is_cuda), torch.device("cpu"))
     structure = None if free is None else pytree.treespec_dumps(pytree.tree_structure(getattr(value, free)))
@@ -135,13 +135,14 @@ def _begin(
         _compare(result, attempt, contents, tensors if shard is not None else None, cuts, mesh, device)
         return Pending(result)
     mine = {path: x for path, x in tensors.items() if shard is not None and files.writes(cuts[path], mesh)}
-    job = _Job(attempt, shard, _on_host(mine, copy), cuts, contents, keep)
+    job = _Job(attempt, shard, on_host(mine, copy), cuts, contents, keep)
     # a daemon: a process that fails elsewhere ends at once, and leaves a draft
     threading.Thread(target=job.run, args=(result,), name=f"checkpoint of step {step}", daemon=True).start()
     return Pending(result)
 
 
-def _plain(leaf: Any) -> Any:
+def plain_of(leaf: Any) -> Any:
+    """A leaf that is no tensor, as JSON has it. Raises CheckpointError for one that does not fit it."""
     if isinstance(leaf, Key):
         return {"key": leaf.seed}
     if isinstance(leaf, Column):
@@ -151,7 +152,7 @@ def _plain(leaf: Any) -> Any:
     raise CheckpointError(f"a leaf of type {type(leaf).__name__} does not fit a checkpoint: {leaf!r}")
 
 
-def _on_host(tensors: Mapping[str, Tensor], copy: bool) -> dict[str, Tensor]:
+def on_host(tensors: Mapping[str, Tensor], copy: bool) -> dict[str, Tensor]:
     """The tensors on the host, contiguous, each with memory of its own: of others' too with `copy`."""
     own: dict[str, Tensor] = {}
     stage: Tensor | None = None
@@ -249,8 +250,7 @@ class _Job:
         attempt.await_shards(self.contents.places())
         files.write_manifest(attempt.draft, step=attempt.step, attempt=str(attempt.token), contents=self.contents)
         attempts.commit(attempt)
-        for old_step in steps(attempt.directory)[: -self.keep if self.keep else 0]:
-            attempts.drop(path_of(attempt.directory, old_step))
+        attempts.drop_old(attempt.directory, self.keep)
 
 
 def load(
@@ -269,7 +269,8 @@ def load(
     matter; in pinned memory where that is. With `donate` it is in the template's own memory, which is given up once the
     checkpoint turns out to fit. The field `free`, if that was given to `save` too, has the structure that was saved,
     and stands on `device`, as tensors do that `template` has on meta. With `part`, a path like ".actor.params",
-    template, shapes and result are what the tree has there, and nothing else is read.
+    template, shapes and result are what the tree has there, and nothing else is read. Leaves of `template` that are
+    values elsewhere stay as they are.
 
     On a mesh that cuts parameters the leaves with `shapes` are this rank's parts, in `template` as in the result, which
     lack those of other stages; only the chunks that hold some of them are read, one after the other. No collective is
@@ -281,11 +282,13 @@ def load(
         manifest = files.read_manifest(path)
         if free is not None and manifest["structure"] is not None:
             template = tree.replace(template, **{free: _standins(free, manifest, device)})
-        expected = {part + name: leaf for name, leaf in tree.leaves_with_paths(template)}
+        every = {part + name: leaf for name, leaf in tree.leaves_with_paths(template)}
+        away = {name: leaf for name, leaf in every.items() if isinstance(leaf, tree.Away)}
+        expected = {name: leaf for name, leaf in every.items() if name not in away}
         tensors = {name: leaf for name, leaf in expected.items() if isinstance(leaf, Tensor)}
         wanted = files.cuts_of(tensors, mesh, {part + name: shape for name, shape in shapes.items()})
         others = tuple(name[name.rindex("[") :] for name, extent in shapes.items() if not holds(extent, mesh))
-        if problems := _mismatches(expected, wanted, manifest, part, others):
+        if problems := _mismatches(expected, wanted, manifest, part, others, away):
             shown = "; ".join(problems[:5])
             raise CheckpointError(
                 f"{path} is of another model or other settings: {len(problems)} leaves differ: {shown}"
@@ -300,7 +303,7 @@ def load(
             for there, here in overlaps(stored, wanted[name]):
                 loaded[name][here].copy_(x[there])
     plain = {name: _restored(manifest["plain"][name], leaf) for name, leaf in expected.items() if name not in loaded}
-    return pytree.tree_unflatten([(loaded | plain)[name] for name in expected], pytree.tree_structure(template))
+    return pytree.tree_unflatten([(loaded | plain | away)[name] for name in every], pytree.tree_structure(template))
 
 
 def _like(x: Tensor, device: torch.device | None) -> Tensor:
@@ -353,9 +356,11 @@ def _mismatches(
     manifest: Mapping[str, Any],
     part: str,
     others: tuple[str, ...],
+    away: Container[str],
 ) -> list[str]:
     """What is wrong with what is stored; leaves with the names of `others` are those of other stages."""
-    stored = {name: leaf for kind in ("plain", "leaves") for name, leaf in manifest[kind].items() if _is_in(part, name)}
+    saved = {name: leaf for kind in ("plain", "leaves") for name, leaf in manifest[kind].items()}
+    stored = {name: leaf for name, leaf in saved.items() if _is_in(part, name) and name not in away}
     problems = [f"{name} is missing" for name in expected if name not in stored]
     problems += [f"{name} is unknown" for name in stored if name not in expected and not name.endswith(others)]
     for name in expected.keys() & stored.keys():

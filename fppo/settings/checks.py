@@ -18,6 +18,7 @@ from fppo.settings.checks_mesh import (
     pipeline_problems,
     tensor_axis_problems,
 )
+from fppo.settings.checks_placement import placement_problems
 from fppo.settings.checks_reward import FUNCTION, judge_on_ranks, reward_problems
 from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
 from fppo.settings.critic import CriticSettings
@@ -88,6 +89,9 @@ def problems(settings: TrainSettings) -> list[str]:
     lines += eval_problems(settings, critic=uses_critic(settings))
     if uses_critic(settings):
         lines += [*critic_problems(settings), *_updates(settings, "critic", settings.critic)]
+    lines += placement_problems(
+        settings, critic=uses_critic(settings), reference=uses_reference(settings), on_mesh=_mesh
+    )
     return list(dict.fromkeys(lines))
 
 

@@ -17,6 +17,7 @@ from fppo.settings.experts import ExpertSettings
 from fppo.settings.fields import Table, above, at_least, at_most, nonempty, setting
 from fppo.settings.mesh import MeshSettings
 from fppo.settings.optimizer import OptimizerSettings, WeightMode
+from fppo.settings.placement import PlacementSettings
 from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import RolloutSettings
 
@@ -273,6 +274,8 @@ class TrainSettings:
     """How held-out prompts are answered and scored."""
     mesh: MeshSettings = setting(MeshSettings)
     """How the run is spread over processes."""
+    placement: PlacementSettings = setting(PlacementSettings)
+    """Which roles run elsewhere, and where."""
     checkpoint: CheckpointSettings = setting(CheckpointSettings)
     """When the whole state of the run is saved."""
     digest: DigestSettings = setting(DigestSettings)

@@ -68,7 +68,7 @@ def test_the_program_has_the_settings_scalars(tmp_path):
         actor, critic = (inspect.unwrap(update).keywords for update in (program.update_actor, program.update_critic))
         terms = actor["terms"]
         assert (terms.kl_coef, terms.entropy_coef, terms.temperature) == (0.3, 0.01, 0.7)
-        assert inspect.unwrap(program.annotate).keywords["temperature"] == 0.7
+        assert bound(program.annotate, "passes").policy.keywords["temperature"] == 0.7
         assert critic["loss_fn"].keywords["clip"] == 0.25
         assert program.critic_warmup == 2
         assert actor["old_log_probs"] == "pass"  # two epochs
@@ -247,7 +247,7 @@ def test_kernels_inside_the_layers_are_those_of_the_settings(tmp_path):
     tiny_run.write_task(tmp_path)
     settings = tiny_run.settings(tmp_path, model__linear="onednn", model__rms_norm="torch")
     with assemble(settings) as assembly:
-        forward = bound(assembly.program.annotate, "forward")
+        forward = bound(bound(assembly.program.annotate, "passes").policy, "forward")
         engine = bound(assembly.program.rollout, "engine")
     assert inner_of(forward.kernels) == inner_of(Kernels.named(linear="onednn", rms_norm="torch"))
     assert engine.engine.kernels is forward.kernels

@@ -11,6 +11,7 @@ from fppo.assembly import program as programs
 from fppo.assembly import rewards as loading_rewards
 from fppo.assembly.run import assemble
 from fppo.key import Key
+from fppo.pipeline.own import bound
 from fppo.pipeline.step import ppo_step
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runtime.offload import OnHost
@@ -133,11 +134,12 @@ def test_each_role_is_on_the_host_or_not(tmp_path, monkeypatch):
     for changes, whole, moments, fetched in cases:
         del updates[:], kernels[:]
         with assemble(tiny_run.settings(tmp_path, **changes)) as assembly:
-            fetch = inspect.unwrap(assembly.program.annotate).keywords["fetch"]
+            passes = bound(assembly.program.annotate, "passes")
+            run_of = {"actor": passes.policy, "ref": passes.reference, "critic": passes.values}
             run, _, _ = ppo_step(assembly.run, program=assembly.program, draw=assembly.draw)
         assert updates == whole
         assert len(kernels) == moments
-        assert {role for role in ("actor", "ref", "critic") if isinstance(fetch(role, {}), OnHost)} == fetched
+        assert {role for role, fn in run_of.items() if isinstance(bound(fn, "fetch")({}), OnHost)} == fetched
         assert tree.digest(run) == tree.digest(expected)
 
 
@@ -160,7 +162,8 @@ def test_passes_without_a_gradient_have_a_budget_of_their_own(tmp_path):
         settings = tiny_run.settings(tmp_path, actor__token_budget=33, **changes)
         with assemble(settings) as assembly:
             update, annotate = assembly.program.update_actor, assembly.program.annotate
-        assert inspect.unwrap(annotate).keywords["micro_batching"].token_budget == expected
+        for fn in (bound(annotate, "passes").policy, bound(annotate, "passes").values):
+            assert bound(fn, "micro_batching").token_budget == expected
         assert inspect.unwrap(update).keywords["loop"].micro_batching.token_budget == 33
         assert parts.forward_micro_batching_of(settings).token_budget == expected
 

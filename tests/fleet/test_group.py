@@ -1,6 +1,7 @@
 """Calls of functions on ranks: what stays, what comes, what is refused, and what becomes of errors."""
 
 import gc
+import importlib.util
 import pickle
 import threading
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fppo import tree
-from fppo.fleet import HERE, LOCAL_GROUP, Group, GroupDied, Held, at_once, group, on
+from fppo.fleet import HERE, LOCAL_GROUP, Group, GroupDied, Held, at_once, cluster, group, on
 from fppo.runtime.offload import copied
 from tests.fleet.threads import Threads
 
@@ -170,3 +171,11 @@ def test_at_once_is_in_turn_and_raises_the_first_error_after_all_have_ended():
     with pytest.raises(ZeroDivisionError):
         at_once({"a": lambda: end(1 // 0), "b": lambda: ended.append("b")})
     assert ended[-1] == "b"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed here")
+def test_without_ray_there_are_processes_alone():
+    with pytest.raises(ValueError, match="Ray is not installed: pip install"):
+        cluster("local")
+    with cluster("processes") as there, pytest.raises(ValueError, match="gpus = 1: plain processes share all GPUs"):
+        there.ranks(gpus=1)

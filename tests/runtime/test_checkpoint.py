@@ -94,7 +94,7 @@ def test_a_state_on_a_gpu_is_copied_through_a_bounded_piece_of_pinned_memory(tmp
     monkeypatch.setattr(checkpoint, "STAGE_BYTES", 16)
     state = _state()
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
-    copies = checkpoint._on_host({"w": state["params"]["w"], "h": state["params"]["h"]}, copy=True)
+    copies = checkpoint.on_host({"w": state["params"]["w"], "h": state["params"]["h"]}, copy=True)
     monkeypatch.undo()
     assert pinned == [16]
     assert tree.digest(copies) == tree.digest(dict(state["params"].items()))

@@ -1,0 +1,176 @@
+"""The state of a run whose roles are in groups: saved, loaded, digested and exported where it is, by its own ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import attrs
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from fppo import models, tree
+from fppo.assembly.roles import Roles
+from fppo.fleet import HERE, Group, Here, at_once
+from fppo.models.model import Model
+from fppo.pipeline.program import RunState
+from fppo.runtime import checkpoint, checkpoint_parts, digests
+from fppo.runtime.checkpoint import Pending
+from fppo.runtime.checkpoint_parts import Contents
+from fppo.runtime.digests import Kind
+from fppo.runtime.layout import Extent
+from fppo.steps.train_state import Params, TrainState, whole_shapes
+
+AHEAD = "ahead"  # the field of a run's state with the batches that wait: as many, and as wide, as they are
+
+
+class _Part(NamedTuple):
+    """A field of a run's state that is in a group, with a handle of its model; None where it is no model's."""
+
+    group: Group
+    model: Any
+
+
+@attrs.frozen(kw_only=True)
+class Placed:
+    """The parts of a run's state that are in groups. What is not, and all plain values, is the controller's."""
+
+    parts: Mapping[str, _Part]
+    kind: Kind  # of digests
+    known: set[Path] = attrs.field(factory=set)  # checkpoints of states that this process has had
+
+    @staticmethod
+    def of(roles: Roles, device: torch.device) -> Placed | None:
+        """None if all is here."""
+        parts: dict[str, _Part] = {}
+        for field, name in (("actor", "actor"), ("critic", "critic"), ("ref", "reference")):
+            role: Any = getattr(roles, name)
+            if role is not None and isinstance((group := roles.at[name]), Group):
+                parts[field] = _Part(group, role.model)
+        alone = all(part.group.ranks == 1 for part in parts.values())
+        return Placed(parts=parts, kind="blake2b" if alone and device.type == "cpu" else "sums") if parts else None
+
+    def save(self, run: RunState, directory: Path, *, keep: int | None) -> Pending:
+        """Writes the checkpoint of the run's step, whole when this returns, and drops all but the newest `keep`.
+
+        A step that has the checkpoint of this very state is left as it is. Raises CheckpointError.
+        """
+        result: Future[Path] = Future()
+        path = checkpoint.path_of(directory, run.step)
+        if path.absolute() not in self.known:
+            self._save(run, directory, keep)
+            self.known.add(path.absolute())
+        result.set_result(path)
+        return Pending(result)
+
+    def _save(self, run: RunState, directory: Path, keep: int | None) -> None:
+        attempt, first, work = checkpoint_parts.begin(directory, run.step), 0, {}
+        for field, part in self._there(run):
+            at = (field, attempt.draft.absolute(), first)
+            work[field] = _Call(part.group, _write, (HERE, getattr(run, field), part.model, *at), f"save {field}")
+            first += part.group.ranks
+        try:
+            written = at_once(work)
+            own = tree.replace(run, **{field: None for field, _ in self._there(run)})
+            rest = checkpoint_parts.write(own, "", attempt.draft, first)
+            checkpoint_parts.commit(attempt, [*written.values(), rest], first + 1, structure=run.ahead, keep=keep)
+        except BaseException:
+            checkpoint_parts.abandon(attempt)
+            raise
+
+    def load(self, run: RunState, directory: Path, step: int, *, device: torch.device) -> RunState:
+        """The state of a checkpoint, of any placement, where `run`'s is, whose memory is given up."""
+        work = {
+            field: _Call(
+                part.group,
+                _load,
+                (HERE, getattr(run, field), part.model, field, directory.absolute(), step),
+                f"load {field}",
+                stays=True,
+            )
+            for field, part in self._there(run)
+        }
+        rest = checkpoint.load(run, directory, step, free=AHEAD, device=device)
+        self.known.add(checkpoint.path_of(directory, step).absolute())
+        return tree.replace(rest, **at_once(work))
+
+    def digest(self, run: RunState, kind: Kind, *, device: torch.device) -> dict[str, str]:
+        """`digests.digest` of the whole state."""
+        work = {
+            field: _Call(part.group, _digest, (HERE, getattr(run, field), part.model, kind), f"digest {field}")
+            for field, part in self._there(run)
+        }
+        there = {f".{field}{path}": x for field, each in at_once(work).items() for path, x in each.items()}
+        own = tree.replace(run, **{field: None for field, _ in self._there(run)})
+        every = there | digests.digest(own, kind, device=device)
+        return {path: every[path] for path, _ in tree.leaves_with_paths(run)}
+
+    def like(self, run: RunState) -> list[Tensor]:
+        """Tensors without values, like those of the state that are in groups."""
+        work = {field: _Call(part.group, _kinds, (getattr(run, field),), "look") for field, part in self._there(run)}
+        return [torch.empty(shape, dtype=x, device="meta") for each in at_once(work).values() for shape, x in each]
+
+    def export(
+        self, run: RunState, target: Path, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig
+    ) -> None:
+        """Writes the policy as a Hugging Face directory."""
+        group, model = self.parts["actor"]
+        args = (model, run.actor.params, target.absolute(), tokenizer, generation)
+        group.call(_export, HERE, *args, label="export")
+
+    def _there(self, run: RunState) -> Iterator[tuple[str, _Part]]:
+        return ((field, part) for field, part in self.parts.items() if getattr(run, field) is not None)
+
+
+@attrs.frozen
+class _Call:
+    """A call that is made later, beside others."""
+
+    group: Group
+    fn: Any
+    args: tuple[Any, ...]
+    label: str
+    stays: bool = attrs.field(default=False, kw_only=True)
+
+    def __call__(self) -> Any:
+        return self.group.call(self.fn, *self.args, stays=self.stays or (), label=self.label)
+
+
+def _shapes(value: TrainState | Params, model: Model | None) -> dict[str, torch.Size | Extent]:
+    """By the paths in it, the whole shapes of what a mesh may cut."""
+    if model is None:
+        return {}
+    if isinstance(value, TrainState):
+        return whole_shapes(value, model.extents)
+    return {f"[{name!r}]": extent for name, extent in model.extents.items()}
+
+
+def _write(here: Here, value: Any, model: Model | None, field: str, draft: Path, first: int) -> Contents:
+    return checkpoint_parts.write(value, f".{field}", draft, first, mesh=here.mesh, shapes=_shapes(value, model))
+
+
+def _load(here: Here, value: Any, model: Model | None, field: str, directory: Path, step: int) -> Any:
+    shapes, part = _shapes(value, model), f".{field}"
+    return checkpoint.load(value, directory, step, mesh=here.mesh, shapes=shapes, part=part, donate=True)
+
+
+def _digest(here: Here, value: Any, model: Model | None, kind: Kind) -> dict[str, str]:
+    return digests.digest(value, kind, device=here.device, mesh=here.mesh, shapes=_shapes(value, model))
+
+
+def _kinds(value: Any) -> list[tuple[list[int], torch.dtype]]:
+    return [(list(x.shape), x.dtype) for x in tree.tensors(value)]
+
+
+def _export(
+    here: Here,
+    model: Model,
+    params: Params,
+    target: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    generation: GenerationConfig,
+) -> None:
+    models.save(model, params, target, tokenizer=tokenizer, generation_config=generation, mesh=here.mesh)

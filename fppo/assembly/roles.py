@@ -1,0 +1,254 @@
+"""What the roles of a run are, each made where it runs: its state, and its stages bound to model, kernels and mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+from transformers.utils import logging as transformers_logging
+
+from fppo import tree
+from fppo.assembly.parts import (
+    Offload,
+    Role,
+    embedded_engine,
+    forward_micro_batching_of,
+    kernels_of,
+    load_actor,
+    load_critic,
+    load_reference,
+    offload_of,
+    on_device,
+    value_head_of,
+)
+from fppo.assembly.program import actor_update, critic_update, optimizer_for
+from fppo.fleet import HERE, AnyGroup, Group, Here, LocalGroup, Stays, at_once, on
+from fppo.key import Key
+from fppo.metrics import Metrics
+from fppo.models.model import Model, Params
+from fppo.pipeline.passes import ConfidenceFn, Fetch, Passes, PolicyPass, ValuePass, balance_of, policy_pass, value_pass
+from fppo.pipeline.program import Together, UpdateStage, in_turn
+from fppo.rollout.placed import Generate
+from fppo.runtime.offload import Lane, OnHost, to_host
+from fppo.settings import checks
+from fppo.settings.train import TrainSettings
+from fppo.steps.confidence import confidence_values
+from fppo.steps.forward import Forward, Rows, TokenOutputs
+from fppo.steps.optimizers import Optimizer
+from fppo.steps.train_state import TrainState, init_state
+from fppo.tree import state
+from fppo.workers.imports import search
+from fppo_kernels.record import Kernels
+
+
+@attrs.frozen
+class Tools:
+    """What all roles of one process use."""
+
+    kernels: Kernels
+    lane: Lane
+
+
+@state
+class Actor:
+    """The policy that is trained."""
+
+    state: TrainState
+    update: UpdateStage
+    policy: PolicyPass
+    balance: Callable[[Rows], Metrics]
+    model: Model
+
+
+@state
+class Reference:
+    """The policy that it is compared with."""
+
+    params: Params
+    policy: PolicyPass
+    model: Model
+
+
+@state
+class Critic:
+    """What is trained beside it: a model, or without one a reading of the policy's confidence."""
+
+    state: TrainState
+    update: UpdateStage
+    values: ValuePass | None = None
+    confidence: ConfidenceFn | None = None
+    model: Model | None = None
+
+
+def make_actor(here: Here, settings: TrainSettings, tools: Tools | None = None) -> Actor:
+    """The policy on a rank, before its first update."""
+    tools = tools or _tools(here, settings)
+    model, params = load_actor(settings, here.mesh)
+    optimizer = optimizer_for(settings, "actor", tools.kernels, tools.lane)
+    forward = _forward(here, settings, model, tools)
+    return Actor(
+        state=_state(on_device(params, here.device), optimizer, offload_of(settings, "actor")),
+        update=actor_update(settings, forward, optimizer, tools.lane),
+        policy=partial(_policy_pass(settings, forward), fetch=_fetch(settings, "actor", tools.lane)),
+        balance=partial(balance_of, forward=forward),
+        model=model,
+    )
+
+
+def make_reference(
+    here: Here,
+    settings: TrainSettings,
+    tools: Tools | None = None,
+    model: Model | None = None,
+    params: Params | None = None,
+) -> Reference:
+    """The reference on a rank. `model` and `params` are the policy's before its first update, if they are there too."""
+    tools = tools or _tools(here, settings)
+    policy = None if model is None or params is None else (model, params)
+    model, params = load_reference(settings, here.mesh, policy)
+    params = on_device(params, here.device)
+    forward = attrs.evolve(_forward(here, settings, model, tools), replay=settings.algorithm.router_replay == "all")
+    return Reference(
+        params=to_host(params) if offload_of(settings, "ref") == "all" else params,
+        policy=partial(_policy_pass(settings, forward), fetch=_fetch(settings, "ref", tools.lane)),
+        model=model,
+    )
+
+
+def make_critic(here: Here, settings: TrainSettings, tools: Tools | None = None) -> Critic:
+    """The critic on a rank, before its first update."""
+    tools = tools or _tools(here, settings)
+    model, params = load_critic(settings, Key(settings.seed), here.mesh)
+    optimizer = optimizer_for(settings, "critic", tools.kernels, tools.lane)
+    read = value_head_of(settings).read
+    forward = None if model is None else attrs.evolve(_forward(here, settings, model, tools), read=read)
+    fetch, micro_batching = _fetch(settings, "critic", tools.lane), forward_micro_batching_of(settings)
+    return Critic(
+        state=_state(on_device(params, here.device), optimizer, offload_of(settings, "critic")),
+        update=critic_update(settings, forward, optimizer, tools.lane),
+        values=forward and partial(value_pass, forward=forward, micro_batching=micro_batching, fetch=fetch),
+        confidence=None if forward else partial(confidence_values, read=read),
+        model=model,
+    )
+
+
+def make_engine(here: Here, settings: TrainSettings, tools: Tools | None, model: Model, pad_token_id: int) -> Generate:
+    """What generates on a rank, by the model of the policy there, with the policy's own parameters."""
+    tools = tools or _tools(here, settings)
+    return embedded_engine(settings, model, tools.kernels, pad_token_id, here.mesh, tools.lane).generate
+
+
+@attrs.frozen(kw_only=True)
+class Roles:
+    """All roles of a run, and the group of each: their leaves are handles where that is not this process."""
+
+    actor: Actor
+    reference: Reference | None
+    critic: Critic | None
+    at: Mapping[str, AnyGroup]
+
+    @property
+    def others(self) -> list[str]:
+        """What there is beside the actor."""
+        return [name for name in ("critic", "reference") if getattr(self, name) is not None]
+
+    @property
+    def placed(self) -> bool:
+        """Whether some are not in this process."""
+        return any(isinstance(group, Group) for group in self.at.values())
+
+    @property
+    def together(self) -> Together:
+        """How stages of several roles run."""
+        return at_once if self.placed else in_turn
+
+    def passes(self) -> Passes:
+        """The passes over a batch that they make."""
+        actor, critic = self.actor, self.critic
+        reference, beside = (actor, "actor") if self.reference is None else (self.reference, "reference")
+        alone = isinstance(group := self.at["actor"], Group) and group.ranks == 1
+        return Passes(
+            policy=self._on("actor", actor.policy, "old_log_prob"),
+            reference=self._on(beside, reference.policy, "ref"),
+            values=critic and critic.values and self._on("critic", critic.values, "values"),
+            confidence=critic and critic.confidence and self._on("critic", critic.confidence, "values"),
+            **({} if alone else {"balance": self._on("actor", actor.balance, "balance")}),
+        )
+
+    def update_actor(self) -> UpdateStage:
+        """The actor's update where it is."""
+        return self._on("actor", self.actor.update, "update_actor", stays=(0,))
+
+    def update_critic(self) -> UpdateStage | None:
+        """The critic's update where it is."""
+        return self.critic and self._on("critic", self.critic.update, "update_critic", stays=(0,))
+
+    def hold(self) -> Callable[[Params], Params]:
+        """Copies the policy where it is."""
+        return self._on("actor", tree.copy, "hold", stays=True)
+
+    def _on(self, role: str, fn: Any, label: str, *, stays: Stays = ()) -> Any:
+        return on(self.at[role], fn, stays=stays, label=label)
+
+
+def make_roles(
+    settings: TrainSettings, tools: Tools, local: LocalGroup, groups: Mapping[str, AnyGroup] = MappingProxyType({})
+) -> Roles:
+    """All of them, each on its group, or in this process without one; the reference beside the actor without one."""
+    at = {role: groups.get(role, local) for role in ("actor", "critic")}
+    at["reference"] = groups.get("reference", at["actor"])
+
+    def make(role: str, fn: Callable[..., Any], *more: Any) -> Any:
+        own = tools if isinstance(at[role], LocalGroup) else None
+        return at[role].call(fn, HERE, settings, own, *more, stays=True, label=f"make {role}")
+
+    work = {"actor": partial(make, "actor", make_actor)}
+    if checks.uses_critic(settings):
+        work["critic"] = partial(make, "critic", make_critic)
+    made = (at_once if groups else in_turn)(work)
+    actor, reference = made["actor"], None
+    if checks.uses_reference(settings):
+        beside = (actor.model, actor.state.params) if at["reference"] is at["actor"] else ()
+        reference = make("reference", make_reference, *beside)
+    return Roles(actor=actor, reference=reference, critic=made.get("critic"), at=at)
+
+
+def _tools(here: Here, settings: TrainSettings) -> Tools:
+    """Those of a process that has made none yet, where functions of the user's are not found yet either."""
+    search(settings.module_dirs)
+    transformers_logging.disable_progress_bar()  # the controller speaks
+    return Tools(kernels_of(settings), Lane(here.device))
+
+
+def _fetch(settings: TrainSettings, role: Role, lane: Lane) -> Fetch:
+    """How passes without a gradient get at a role's parameters, which the settings may keep on the host."""
+    on_host = offload_of(settings, role) == "all"
+    return lambda params: OnHost(params, lane) if on_host else params
+
+
+def _forward(here: Here, settings: TrainSettings, model: Model, tools: Tools) -> Forward:
+    return Forward(model, kernels=tools.kernels, mesh=here.mesh, remove_padding=settings.model.remove_padding)
+
+
+def _policy_pass(settings: TrainSettings, forward: Forward) -> partial[TokenOutputs]:
+    return partial(
+        policy_pass,
+        forward=forward,
+        micro_batching=forward_micro_batching_of(settings),
+        temperature=settings.rollout.temperature,
+    )
+
+
+def _state(params: Params, optimizer: Optimizer, offload: Offload) -> TrainState:
+    """The state before the first update, on the host as far as that is asked for."""
+    state = init_state(params, optimizer)
+    match offload:
+        case "all":
+            return to_host(state)
+        case "moments":
+            return tree.replace(state, opt=to_host(state.opt))
+        case _:
+            return state

@@ -1,0 +1,118 @@
+"""What the models of a run say of rows, each in a pass of its own: none needs what another one finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+
+import attrs
+from torch import Tensor
+
+from fppo import batch as batches
+from fppo import metrics
+from fppo.metrics import Metrics
+from fppo.runtime.mesh import DATA_AXES, Mesh, place_on
+from fppo.runtime.offload import OnHost
+from fppo.steps.forward import Forward, Rows, TokenOutputs, compute_outputs, compute_values, row_lengths
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.ranks import collect, imbalance, shares
+from fppo.steps.train_state import Params
+
+R = TypeVar("R", bound=Rows)
+Role = Literal["actor", "ref", "critic"]
+Fetch = Callable[[Params], Params | OnHost]  # how a pass gets at parameters
+ConfidenceFn = Callable[[Params, Tensor, Tensor, Tensor], Tensor]  # `steps.confidence_values`
+
+
+class PolicyPass(Protocol):
+    """What a policy says of rows: these `outputs`, [B, T] each."""
+
+    def __call__(self, params: Params, rows: Rows, *, outputs: Sequence[str]) -> TokenOutputs: ...
+
+
+class ValuePass(Protocol):
+    """A critic's values of rows [B, T]."""
+
+    def __call__(self, params: Params, rows: Rows) -> Tensor: ...
+
+
+@attrs.frozen(kw_only=True)
+class Passes:
+    """The passes over a batch. All ranks of a pass have all rows, compute a share each, and have all results."""
+
+    policy: PolicyPass
+    reference: PolicyPass
+    values: ValuePass | None = None  # of a critic that is a model
+    confidence: ConfidenceFn | None = None  # of one that reads what the policy's own pass finds
+    balance: Callable[[Rows], Metrics] = lambda rows: {}  # how the ranks of the policy's pass share the work
+
+
+def policy_pass(
+    params: Params,
+    rows: Rows,
+    *,
+    outputs: Sequence[str],
+    forward: Forward,
+    micro_batching: MicroBatching,
+    temperature: float = 1.0,
+    fetch: Fetch = lambda params: params,
+) -> TokenOutputs:
+    """A `PolicyPass`."""
+    share = share_of(rows, forward)
+    out = compute_outputs(
+        fetch(params),
+        share.own,
+        forward=forward,
+        micro_batching=micro_batching,
+        outputs=outputs,
+        temperature=temperature,
+    )
+    columns = {name: share.collected(x) for name, x in out._asdict().items() if x is not None}
+    return TokenOutputs()._replace(**columns)
+
+
+def value_pass(
+    params: Params,
+    rows: Rows,
+    *,
+    forward: Forward,
+    micro_batching: MicroBatching,
+    fetch: Fetch = lambda params: params,
+) -> Tensor:
+    """A `ValuePass`."""
+    share = share_of(rows, forward)
+    return share.collected(compute_values(fetch(params), share.own, forward=forward, micro_batching=micro_batching))
+
+
+class Share(NamedTuple, Generic[R]):
+    """This rank's share of rows that all ranks hold, and the numbers of every data rank's."""
+
+    own: R
+    places: list[list[int]]
+    mesh: Mesh
+
+    def collected(self, x: Tensor) -> Tensor:
+        """What each rank computed of its rows, on all ranks and in order."""
+        return collect(x, self.places, self.mesh)
+
+
+def share_of(rows: R, forward: Forward) -> Share[R]:
+    """This rank's share of the rows, of equal work for the model."""
+    mesh = forward.mesh
+    places = shares(forward.model, row_lengths(rows), mesh)
+    own = rows if len(places) == 1 else batches.rows(rows, places[place_on(mesh, DATA_AXES)])
+    return Share(own, places, mesh)
+
+
+def balance_of(rows: Rows, forward: Forward) -> Metrics:
+    """How unequal the ranks' work is where there are several."""
+    places = share_of(rows, forward).places
+    if len(places) == 1:
+        return {}
+    return {"perf/imbalance": metrics.mean(imbalance(forward.model, row_lengths(rows), places))}
+
+
+def there(x: Tensor | None) -> Tensor:
+    """What a pass was asked for, and gave."""
+    assert x is not None
+    return x

@@ -1,0 +1,98 @@
+"""The settings of where roles run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from fppo.settings.fields import Table, above, at_least, nonempty, setting
+
+HERE = "here"  # the process that reads the settings
+AXES = ("replicate", "shard", "sequence", "tensor")
+
+
+@attrs.frozen(kw_only=True)
+class RoleSettings:
+    """The pool of each role."""
+
+    actor: str = setting(HERE, nonempty("give a pool, or here"))
+    """The pool that trains the policy, and samples from it; here: the controller's own process."""
+    critic: str = setting(HERE, nonempty("give a pool, or here"))
+    """The pool that trains the critic."""
+    reference: str | None = setting(None)
+    """The pool of the reference; None: the actor's."""
+
+
+@attrs.frozen(kw_only=True)
+class PlacementSettings:
+    """Roles on processes of their own, under one controller: pools of ranks, and who is in which."""
+
+    cluster: str = setting("processes", nonempty("give processes, local, or the address of a Ray cluster"))
+    """Where pools are: processes, of this machine; local, a Ray cluster made here; or the address of a Ray cluster."""
+    patience: float = setting(600.0, above(0))
+    """Seconds that a call to a pool may take, and that the cluster has to make room for it."""
+    restarts: int = setting(3, at_least(0))
+    """How often the pools are started again, from the last checkpoint, after one has lost a rank."""
+    pools: Table = setting(dict)
+    """Pools by name, each a mesh of its own: {value = {ranks = 2, gpus = 1, shard = 2}}."""
+    roles: RoleSettings = setting(RoleSettings)
+    """Who runs where."""
+
+
+@attrs.frozen(kw_only=True)
+class Pool:
+    """Ranks of one mesh, as the settings describe them."""
+
+    ranks: int
+    gpus: float = 0  # of each rank
+    replicate: int = 1
+    shard: int | None = None  # all that the other axes leave
+    sequence: int = 1
+    tensor: int = 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Every axis and its size, from the slowest."""
+        shard = self.shard or max(1, self.ranks // (self.replicate * self.sequence * self.tensor))
+        return {"replicate": self.replicate, "shard": shard, "sequence": self.sequence, "tensor": self.tensor}
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with its axes."""
+        if math.prod(self.sizes.values()) == self.ranks:
+            return None
+        axes = ", ".join(f"{name} {getattr(self, name) or 'unset'}" for name in AXES)
+        return f"its axes ({axes}) do not multiply to its {self.ranks} ranks"
+
+
+def pools_of(placement: PlacementSettings) -> dict[str, Pool]:
+    """The pools by name. They must have been found to be right."""
+    return {name: Pool(**table) for name, table in placement.pools.items()}
+
+
+def places_of(placement: PlacementSettings) -> dict[str, str]:
+    """The pool of each role that is not here."""
+    roles = placement.roles
+    places = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference or roles.actor}
+    return {role: pool for role, pool in places.items() if pool != HERE}
+
+
+def fields_of(table: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
+    """What a pool's table holds that it cannot: name, value, and what is to be done."""
+    known = sorted(field.name for field in attrs.fields(Pool))
+    hint = f"there is no such setting of a pool; there are {', '.join(known)}"
+    wrong = [(name, value, hint) for name, value in table.items() if name not in known]
+    for name in (name for name in known if name in table):
+        value, whole = table[name], name != "gpus"
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int if whole else int | float)
+            or not whole <= value < math.inf
+        ):
+            wrong.append((name, value, f"must be a {'whole number, 1' if whole else 'number, 0'} or more"))
+    if "ranks" not in table:
+        wrong.append(("ranks", None, "is not set; give how many processes it has"))
+    return wrong

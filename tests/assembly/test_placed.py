@@ -1,0 +1,98 @@
+"""Roles on groups of their own give the bits of one process, or of SPMD on the same mesh, in any order of work."""
+
+import contextlib
+
+import attrs
+import pytest
+
+from fppo import metrics, tree
+from fppo.assembly import roles
+from fppo.assembly.run import assemble
+from fppo.fleet import Group, Processes, at_once
+from fppo.pipeline import in_turn
+from fppo.pipeline.train import iterate
+from fppo.runtime.mesh import Sharding
+from fppo.runtime.simulate import simulate
+from tests import tiny_run
+from tests.fleet.threads import Threads
+
+UNLIKE = ("timing_s/", "perf/")
+
+
+def digest(state):
+    return tree.digest(state)
+
+
+def reversed_turn(work):
+    return in_turn(dict(reversed(work.items())))
+
+
+def steps(assembly, groups, count=3, ahead=0):
+    """What `count` steps give: digests of the states, where they are, and of batches; metrics."""
+    found = []
+
+    def of(role, state):
+        return groups[role].call(digest, state) if role in groups else digest(state)
+
+    for run, experience, report in iterate(
+        assembly.run, program=assembly.program, draw=assembly.draw, ahead=ahead, donate=True
+    ):
+        states = {role: state and of(role, state) for role, state in (("actor", run.actor), ("critic", run.critic))}
+        numbers = {name: x for name, x in metrics.report(report).items() if not name.startswith(UNLIKE)}
+        found.append((states, tree.digest(experience), tree.digest(run.kl), numbers))
+        if run.step == count:
+            held_out = metrics.report(assembly.evaluate(run)) if assembly.evaluate else {}
+            return found, {name: x for name, x in held_out.items() if not name.startswith(UNLIKE)}
+    raise AssertionError
+
+
+def placed(settings, ranks, ahead=0):
+    """Those steps with roles on these ranks."""
+    with contextlib.ExitStack() as opened:
+        groups = {role: opened.enter_context(Group(role, each)) for role, each in ranks.items()}
+        return steps(opened.enter_context(assemble(settings, groups=groups)), groups, ahead=ahead)
+
+
+@pytest.fixture
+def task(tmp_path):
+    tiny_run.write_task(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "together"),
+    [
+        ({"eval__exact_values": True}, at_once),
+        pytest.param({}, reversed_turn, marks=pytest.mark.slow),
+        pytest.param({"critic__reads": "confidence", "eval__exact_values": True}, in_turn, marks=pytest.mark.slow),
+        pytest.param({"rollout__ahead": 1}, at_once, marks=pytest.mark.slow),
+    ],
+)
+def test_roles_on_ranks_of_their_own_are_one_process(task, changes, together, monkeypatch):
+    monkeypatch.setattr(roles, "at_once", together)
+    settings, ahead = tiny_run.settings(task, actor__kl_coef=0.1, **changes), changes.get("rollout__ahead", 0)
+    with assemble(settings) as assembly:
+        expected = steps(assembly, {}, ahead=ahead)
+    found = placed(settings, {"actor": Threads(), "critic": Threads(), "reference": Threads()}, ahead)
+    assert found == expected
+
+
+@pytest.mark.slow
+def test_roles_on_meshes_of_their_own_are_those_meshes(task):
+    settings = tiny_run.settings(task)
+
+    def on_rank(mesh):
+        with assemble(settings, mesh=attrs.evolve(mesh, sharding=Sharding())) as assembly:
+            return steps(assembly, {})
+
+    expected = simulate({"shard": 2}, on_rank)[0]
+    assert placed(settings, {"actor": Threads(shard=2), "critic": Threads(shard=2)}) == expected
+
+
+@pytest.mark.slow
+def test_roles_in_processes_of_their_own_are_one_process(task):
+    settings = tiny_run.settings(task)
+    with assemble(settings) as assembly:
+        expected = steps(assembly, {})
+    ranks = {"actor": Processes(1, patience=120.0), "critic": Processes(1, patience=120.0)}
+    assert placed(settings, ranks) == expected

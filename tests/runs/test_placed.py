@@ -1,0 +1,125 @@
+"""A run whose roles are in pools writes what one process writes, and each goes on with what the other has saved."""
+
+import contextlib
+
+import pytest
+import torch
+
+from fppo import models
+from fppo.assembly import pools
+from fppo.assembly.run import assemble
+from fppo.commands import actions, distributed
+from fppo.fleet import GroupDied
+from fppo.runs import jsonl, session
+from fppo.runtime import checkpoint, digests
+from fppo.settings import files
+from tests import tiny_run
+from tests.fleet.threads import Threads
+
+APART = {
+    "placement__pools": {"a": {"ranks": 1}, "c": {"ranks": 1}},
+    "placement__roles__actor": "a",
+    "placement__roles__critic": "c",
+}
+
+
+class Here:
+    """A cluster of this process' threads."""
+
+    def ranks(self, count, *, sizes, **_):
+        return Threads(**(sizes if count > 1 else {}))
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch):
+    monkeypatch.setattr(pools, "cluster", lambda name: contextlib.nullcontext(Here()))
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("task")
+    tiny_run.write_task(directory)
+    return directory
+
+
+def train(task, directory, **changes):
+    asked = {"steps": 3, "actor__optimizer__schedule": "constant"} | changes
+    assert actions.train(tiny_run.settings(task, output_dir=str(directory), **asked)) == 0
+    return directory
+
+
+@pytest.fixture(scope="module")
+def whole(task):
+    """A run of one process."""
+    return train(task, task / "whole")
+
+
+def lines(directory):
+    """Of metrics, without times, and of digests."""
+    unlike = ("timing_s/", "perf/", "time")
+    numbers = [
+        {name: x for name, x in line.items() if not name.startswith(unlike)}
+        for line in jsonl.read(directory / "metrics.jsonl")
+    ]
+    return numbers, list(jsonl.read(directory / "digests.jsonl"))
+
+
+def test_it_writes_what_one_process_writes(task, whole, tmp_path, capsys):
+    apart = train(task, tmp_path / "apart", **APART)
+    assert lines(apart) == lines(whole)
+    assert (apart / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+    params = [models.load(x / session.MODEL)[1] for x in (whole, apart)]
+    assert all(torch.equal(x, params[1][name]) for name, x in params[0].items())
+    assert actions.replay(apart, 3) == 0
+    for directory in (whole, apart):
+        capsys.readouterr()
+        assert actions.evaluate(files.load(directory / files.SETTINGS)) == 0
+        shown = capsys.readouterr().out
+    assert "val-core/" in shown or "reward" in shown
+
+
+def test_the_controller_of_pools_is_one_process(task):
+    with pytest.raises(ValueError, match="placement: its pools have processes of their own, and the controller is one"):
+        distributed.run(lambda *_: 0, tiny_run.settings(task, **APART), [], 2)
+
+
+@pytest.mark.slow
+def test_one_process_and_pools_go_on_with_what_the_other_has_saved(task, whole, tmp_path):
+    for steps, changes in ((1, APART), (2, {}), (3, APART)):
+        parts = train(task, tmp_path / "parts", steps=steps, **changes)
+    assert lines(parts)[1] == lines(whole)[1]
+    other = str(parts / session.CHECKPOINTS / "step_00000002")
+    fork = train(task, tmp_path / "fork", resume=other, **APART)
+    assert lines(fork)[1] == lines(whole)[1][-1:]
+    assert checkpoint.steps(fork / session.CHECKPOINTS) == [2, 3]
+
+
+@pytest.mark.slow
+def test_what_meshes_of_several_ranks_have_saved_is_whole_in_one_process(task, tmp_path):
+    two = {name: {"ranks": 2} for name in ("a", "c")}
+    directory = train(task, tmp_path / "run", steps=1, **(APART | {"placement__pools": two}))
+    recorded = next(line for line in lines(directory)[1] if line["step"] == 1)
+    assert recorded["kind"] == "sums"
+    with assemble(tiny_run.settings(task, output_dir=str(directory))) as assembly:
+        run = session.load(assembly, directory / session.CHECKPOINTS, 1)
+    assert digests.digest(run, "sums", device=torch.device("cpu")) == recorded["result"]
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_a_pool_ends_as_if_it_had_not(task, whole, tmp_path, monkeypatch, capsys):
+    sent, send = [], Threads.send
+
+    def losing(self, request, large):
+        sent.append(request.label)
+        if request.label == "update_critic" and sent.count("update_critic") == 2:
+            self.lose(0)
+        return send(self, request, large)
+
+    monkeypatch.setattr(Threads, "send", losing)
+    apart = train(task, tmp_path / "apart", **APART)
+    words = "group 'c': rank 0 of 1 (thread 0) was lost in update_critic: the thread is gone; starting the pools again"
+    assert f"{words} (1 of 3 times), from the checkpoint of step 1" in capsys.readouterr().err
+    assert lines(apart) == lines(whole)
+    sent.clear()
+    with pytest.raises(GroupDied, match="update_critic"):
+        train(task, tmp_path / "never", placement__restarts=0, **APART)

@@ -1,0 +1,81 @@
+"""Placements that cannot be are named, with what to do, before any work."""
+
+import pytest
+
+from fppo.settings import files
+from fppo.settings.placement import places_of, pools_of
+from tests import tiny_run
+
+APART = {"a": {"ranks": 2}, "c": {"ranks": 1}}
+ROLES = {"placement__pools": APART, "placement__roles__actor": "a", "placement__roles__critic": "c"}
+
+
+def pool(**values):
+    return {"placement__pools": {"a": values, "c": {"ranks": 1}}}
+
+
+def test_roles_are_here_or_in_pools_with_meshes_of_their_own(tmp_path):
+    assert places_of(tiny_run.settings(tmp_path).placement) == {}
+    pools = {"a": {"ranks": 4, "sequence": 2}, "c": {"ranks": 1, "gpus": 0.5}}
+    asked = ROLES | {"placement__pools": pools, "placement__cluster": "local"}
+    placement = tiny_run.settings(tmp_path, **asked).placement
+    assert places_of(placement) == {"actor": "a", "reference": "a", "critic": "c"}
+    assert pools_of(placement)["a"].sizes == {"replicate": 1, "shard": 2, "sequence": 2, "tensor": 1}
+    settings = tiny_run.settings(tmp_path, **asked)
+    files.save(settings, tmp_path / "written.toml")
+    assert files.load(tmp_path / "written.toml") == settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"placement__roles__critic": "d"},
+            "placement.roles.critic = 'd': there is no such pool.*there are a, c, here",
+        ),
+        ({"placement__roles__actor": "here"}, "placement.pools.a = .*no role is in it"),
+        (
+            pool(ranks=0),
+            "pools.a.ranks = 0: must be a whole number, 1 or",
+        ),
+        (
+            pool(ranks=True),
+            "pools.a.ranks = True: must be a whole number",
+        ),
+        (pool(), "placement.pools.a.ranks = None: is not set"),
+        ({"placement__pools": {"a": 2, "c": {"ranks": 1}}}, "placement.pools.a = 2: must be a table"),
+        (
+            pool(ranks=1, gpu=1),
+            "pools.a.gpu = 1: there is no such set",
+        ),
+        (pool(ranks=3, shard=2), r"multiply to its 3 ranks"),
+        (pool(ranks=1, gpus=1), "GPUs are dealt out by Ray"),
+        (
+            pool(ranks=8),
+            "pools.a: actor.mini_batch_size = 4: some ranks",
+        ),
+        ({"placement__pools": APART | {"here": {"ranks": 1}}}, "here is the controller's process"),
+        ({"placement__pools": APART | {"spare": {"ranks": 1}}}, "placement.pools.spare = .*no role is in it"),
+        ({"placement__roles__reference": "here"}, "placement.roles.reference = 'here': it is where the actor is"),
+        ({"placement__patience": 0}, "placement.patience = 0.*must be greater than 0"),
+        ({"mesh__shard": 2}, "mesh = .*each pool has axes of its own"),
+        ({"rollout__engine": "vllm"}, "rollout.engine = 'vllm': an actor in a pool samples by the embedded engine"),
+        ({"algorithm__advantage": "grpo", "rollout__n": 2}, "placement.roles.critic = 'c': the run has no critic"),
+        (
+            {"algorithm__kl__coef": 0.0, "placement__roles__reference": "c"},
+            "placement.roles.reference = 'c': the run has no reference",
+        ),
+        (
+            {"placement__pools": {}, "placement__roles__actor": "here", "placement__roles__critic": "here"}
+            | {"placement__cluster": "local"},
+            "placement.cluster = 'local': nothing reads it here",
+        ),
+        (
+            {"placement__pools": {"a": {"ranks": 2, "tensor": 2}, "c": {"ranks": 1}}, "model__remove_padding": False},
+            "placement.pools.a: mesh.tensor = 2: a tensor axis cuts packed rows",
+        ),
+    ],
+)
+def test_what_cannot_be_is_named(tmp_path, changes, text):
+    with pytest.raises(files.SettingsError, match=text):
+        tiny_run.settings(tmp_path, **(ROLES | changes))
