@@ -104,7 +104,7 @@ def _models(head: HeadKind, outputs: int, layers: int) -> list[tuple[Any, dict[s
         "bos_token_id": None,
         "eos_token_id": 1,
     }
-    of_experts = {
+    of_experts: dict[str, Any] = {
         "n_routed_experts": EXPERTS,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 4,

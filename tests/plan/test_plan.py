@@ -281,6 +281,7 @@ def test_what_does_not_fit_is_said_with_its_remedies(tmp_path, capsys):
         (["--model", "quickstart", "--gpus", "9", "--mesh.replicate", "2"], "the mesh has 8 ranks"),
         (["--model", "quickstart", "--tokens", "64", "--length", "128"], "holds no such sequence"),
         (["--model", "quickstart", "--micro-batches", "0"], "--micro-batches 0: must be 1 or more"),
+        (["--model", "quickstart", "--mesh.expert", "2"], "--mesh.expert 2: fppo plan does not count the tokens"),
         ([], "give a directory with a config.json, or a name"),
     ],
 )
@@ -293,7 +294,8 @@ def test_shards_are_what_the_other_axes_leave():
     from fppo.settings.plan import PlanMeshSettings, PlanSettings
 
     given = PlanSettings(model="quickstart", gpus=64, mesh=PlanMeshSettings(replicate=2, sequence=4))
-    assert given.sizes == {"pipeline": 1, "replicate": 2, "shard": 8, "sequence": 4, "context": 1, "tensor": 1}
+    others = {"pipeline": 1, "expert": 1, "context": 1, "tensor": 1}
+    assert given.sizes == {"replicate": 2, "shard": 8, "sequence": 4, **others}
 
 
 def test_a_custom_gpu_is_its_numbers():
