@@ -39,7 +39,7 @@ def _case(
     leaves: tuple[str, ...],
     draw: Callable[[Shape, torch.dtype, torch.device], Drawn],
     call: Callable[[Callable, dict[str, Any]], Tensor],
-    reference: Callable[..., Tensor],
+    reference: Callable[..., Any],
     cost: Callable[[Shape, int], Cost],
     check: Callable[[Callable, torch.dtype, torch.device, frozenset[str]], bool],
 ) -> Case:

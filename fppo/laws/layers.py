@@ -28,7 +28,7 @@ class Operation(NamedTuple):
     """How an operation is called on an example, what it must equal, which of its inputs have rows, and its examples."""
 
     call: Callable[[Callable, Example], Tensor]
-    reference: Callable[..., Tensor]
+    reference: Callable[..., Any]
     rows: tuple[str, ...]
     draw: Callable[[torch.Generator, int, int, int], Example]  # of rows, width and the number of a case
 
@@ -57,9 +57,9 @@ def _rotary(kernel: Callable, example: Example) -> Tensor:
     return torch.cat([x.flatten(-2) for x in turned], -1)
 
 
-def _both(result: Any, *names: str) -> Sequence[Tensor]:
+def _both(result: Any, *names: str) -> list[Tensor]:
     if isinstance(result, tuple | list) and len(result) == len(names):
-        return result
+        return list(result)
     raise ValueError(f"the kernel returned a {type(result).__name__}, expected ({', '.join(names)})")
 
 
@@ -222,7 +222,7 @@ def _example(
 def _check(
     name: str,
     numbers: Sequence[int],
-    kernel: Callable[..., Tensor],
+    kernel: Callable[..., Any],
     dtypes: Sequence[torch.dtype],
     device: torch.device | str,
 ) -> None:
