@@ -253,7 +253,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     run = partial(on_rank, ranks=options.ranks, repeats=options.repeats, place=str(Path(mkdtemp())))
-    mp.spawn(run, nprocs=options.ranks)
+    mp.start_processes(run, nprocs=options.ranks, start_method="spawn")  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

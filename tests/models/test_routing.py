@@ -6,7 +6,7 @@ import torch
 
 from fppo import models
 from fppo.grad import value_and_grad
-from fppo.models.routing import Routes
+from fppo.models.routing import RouterSeam, Routes
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.record import Kernels
 from tests.models.families import make
@@ -79,7 +79,7 @@ def test_a_router_that_chooses_in_its_own_way_is_refused():
         return torch.zeros(7, 4), torch.ones(7, 2), torch.zeros(7, 2, dtype=torch.int64)
 
     for module in model.skeleton.modules():
-        if type(module).__name__ == "RouterSeam":
+        if isinstance(module, RouterSeam):
             module._inner[0].forward = own
     with pytest.raises(ValueError, match=r"Qwen3MoeTopKRouter chooses experts without torch\.topk"):
         gradients(model, params, Routes(torch.zeros(7, 2, 2, dtype=torch.uint8)))
