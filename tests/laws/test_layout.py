@@ -12,7 +12,7 @@ from fppo.laws import layout
 from fppo.losses import loss_weights
 from fppo.runtime import mesh as meshes
 from fppo.runtime.mesh import Mesh
-from fppo.steps import forward, loop, optimizers, packed
+from fppo.steps import loop, optimizers, packed
 from fppo.steps import stages as staging
 from fppo.steps.actor import SelectiveLoss, update_actor
 from fppo.steps.critic import update_critic
@@ -145,7 +145,7 @@ MISTAKES = {
     "replicate": ("replicate", loop, "gradient_sum", partial(without, "replicate")),
     "sequence": ("sequence", loop, "gradient_sum", partial(without, "sequence")),
     "context": ("context", loop, "gradient_sum", partial(without, "context")),
-    "summed losses": ("context", forward, "gather_sequence", every_rank_counts),
+    "summed losses": ("context", packed, "gather_sequence", every_rank_counts),
     "other rows": ("context", packed, "deal", rows_as_one),
     "tensor": ("tensor", loop, "gradient_sum", without_layout),
     "copies": ("pipeline", meshes, "_sum_copies", copies_apart),

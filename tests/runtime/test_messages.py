@@ -64,7 +64,7 @@ def one_message(mesh, late, shape=(1,), dtype=torch.float32):
     first = receive() if late and axis.rank else None if late or axis.rank else send()
     collectives.all_reduce(torch.ones(1), axis)
     transfer = first or (receive if axis.rank else send)()
-    return transfer.wait().item()
+    return transfer.wait().sum().item()
 
 
 @pytest.mark.parametrize("late", [False, True])
