@@ -201,14 +201,14 @@ def test_only_ranks_of_the_same_group_are_waited_for(tmp_path):
     statuses, text, _ = run(tmp_path, hangs, {"replicate": 2, "shard": 2}, limits=IMPATIENT)
     assert statuses == [1, 1, 1, 1]
     waits = {
-        0: "'shard' has waited for 4 s for rank 1, at ",
-        2: "'shard' has waited for 4 s for rank 3, in all_reduce over the axis 'replicate' for ",
-        3: "'replicate' has waited for 4 s for rank 1, at ",
+        0: "'shard' has waited for 4 s for rank 1 (replicate 0, shard 1), at ",
+        2: "'shard' has waited for 4 s for rank 3 (replicate 1, shard 1), in all_reduce over the axis 'replicate' for ",
+        3: "'replicate' has waited for 4 s for rank 1 (replicate 0, shard 1), at ",
     }
-    speaker = int(text.removeprefix("fppo: rank ").partition(":")[0])
+    speaker = int(text.removeprefix("fppo: rank ").split()[0])
     assert waits[speaker] in text
     assert text.endswith("in hangs after step 3 (mesh.timeout is how long it may)\n")
-    assert ("; that is for rank 1, at " in text) == (speaker == 2)
+    assert ("; that is for rank 1 (replicate 0, shard 1), at " in text) == (speaker == 2)
     assert text.count("\n") == 1
 
 
