@@ -42,7 +42,6 @@ def layers_in_float32():
 
 def layers_in_bfloat16():
     InterpreterBuilder.create_fp_trunc = _cast  # type: ignore[method-assign]
-    laws.check_rms_norm(table.get("rms_norm", "triton"), dtypes=(torch.bfloat16,))
     laws.check_glu(table.get("glu", "triton"), dtypes=(torch.bfloat16,))
     laws.check_add_rms_norm(table.get("add_rms_norm", "triton"), dtypes=(torch.bfloat16,))
     laws.check_rotary(table.get("rotary", "triton"), dtypes=(torch.bfloat16,))

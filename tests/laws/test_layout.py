@@ -60,8 +60,8 @@ def test_the_large_meshes_keep_the_law():
     run = layout._runner(partial(update_actor, loss_fn=losses.ppo_clip), "lm")
     example = layout._example(("token-mean",), 2, 2, 1)
     expected = functools.cache(partial(layout._one_process, run, example))
-    large = [axes for axes in layout.meshes(64) if layout._ranks(axes) > 8][::29]
-    assert len(large) == 9
+    large = [axes for axes in layout.meshes(64) if layout._ranks(axes) > 8][::58]
+    assert len(large) == 5
     for axes in large:
         drawn = layout._draw(axes, 3, False, 1, example, torch.Generator().manual_seed(0))
         number = layout._number(axes, 0)
