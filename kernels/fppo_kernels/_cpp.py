@@ -55,6 +55,6 @@ def kind_of(*tensors: Tensor) -> str:
     """The name of the dtype of tensors on a CPU, as functions in C++ end in it. Raises ValueError for others."""
     first = tensors[0].dtype
     if first not in KINDS or any(x.dtype != first or x.device.type != "cpu" for x in tensors):
-        given = ", ".join(f"{str(x.dtype).removeprefix('torch.')} on {x.device}" for x in tensors)
-        raise ValueError(f"kernels in C++ take float32, float64 or bfloat16, of one dtype and on the CPU, got {given}")
+        kinds = ", ".join(f"{str(x.dtype).removeprefix('torch.')} on {x.device}" for x in tensors)
+        raise ValueError(f"kernels in C++ take float32, float64 or bfloat16, of one dtype and on the CPU, got {kinds}")
     return KINDS[first]

@@ -3,36 +3,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fppo_kernels._cpp import call, kind_of
+from fppo_kernels.rotary._turned import turned
 from fppo_kernels.shapes import Float
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    x = x.contiguous()
     out, (heads, width) = torch.empty_like(x), x.shape[-2:]
     call("rotary/_heads.cpp", f"turn_{kind_of(x)}", x, cos, sin, out, cos.numel() // width, heads, width, sign)
     return out
-
-
-class _Turn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        return _turn(query, cos, sin, 1.0), _turn(key, cos, sin, 1.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return *(_turn(grad, cos, sin, -1.0) for grad in grads), None, None
 
 
 def cpp(
@@ -46,5 +28,4 @@ def cpp(
     Raises ValueError for float16, several dtypes, and tensors that are not on the CPU.
     """
     kind_of(query, key, cos, sin)
-    shape = query.shape[:-2] + cos.shape[-1:]
-    return _Turn.apply(query, key, *(x.expand(shape).contiguous() for x in (cos, sin)))
+    return turned(query, key, cos, sin, _turn)

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 import triton as _triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fppo_kernels.rotary._triton_kernels import turn_kernel
+from fppo_kernels.rotary._turned import turned
 from fppo_kernels.shapes import Float
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    x = x.contiguous()
     out, (heads, width) = torch.empty_like(x), x.shape[-2:]
     if x.numel():
         with torch.cuda.device_of(x):
@@ -25,21 +24,6 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
             settings: dict[str, Any] = {"BLOCK": _triton.next_power_of_2(half)}
             turn_kernel[(rows,)](x, cos, sin, out, rows, heads, half, sign, **settings)
     return out
-
-
-class _Turn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        return _turn(query, cos, sin, 1.0), _turn(key, cos, sin, 1.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return *(_turn(grad, cos, sin, -1.0) for grad in grads), None, None
 
 
 def triton(
@@ -52,5 +36,4 @@ def triton(
     kinds = [x.dtype for x in (query, key, cos, sin)]
     if not set(kinds) <= set(DTYPES):
         raise ValueError(f"rotary/triton takes float32, bfloat16 and float16, got {kinds}; rotary/eager takes any")
-    shape = query.shape[:-2] + cos.shape[-1:]
-    return _Turn.apply(query, key, *(x.expand(shape).contiguous() for x in (cos, sin)))
+    return turned(query, key, cos, sin, _turn)
