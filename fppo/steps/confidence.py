@@ -116,8 +116,7 @@ def _objective(
 ) -> tuple[Tensor, Metrics]:
     assert rows.values is not None
     mask, outputs = rows.response_mask, _outputs(params, seen)
-    given = outputs[..., 0] if outputs.shape[-1] == 1 else outputs
-    loss, report = loss_fn(given, rows.values, rows.returns, mask)
+    loss, report = loss_fn(outputs[..., 0] if outputs.shape[-1] == 1 else outputs, rows.values, rows.returns, mask)
     weights = losses.loss_weights(mask, loop.weight_mode, totals=losses.count_totals(mask), horizon=loop.horizon)
     total, sums = weighted_sum({"critic/vf_loss": loss}, weights)
     return total, report | sums

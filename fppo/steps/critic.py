@@ -67,8 +67,7 @@ def value_objective(
     mask, wanted = rows.response_mask, ("values",) if forward.model.outputs == 1 else ("values", "outputs")
     out = forward_micro_batch(params, rows, forward=forward, outputs=wanted)
     assert out.values is not None
-    given = out.values if out.outputs is None else out.outputs
-    loss, report = loss_fn(given, rows.values, rows.returns, mask)
+    loss, report = loss_fn(out.values if out.outputs is None else out.outputs, rows.values, rows.returns, mask)
     if loss.shape != mask.shape:
         raise ValueError(f"the value loss is {list(loss.shape)}, expected [B, T] = {list(mask.shape)}: sum nothing")
     total, sums = weighted_sum({"critic/vf_loss": loss}, weights)

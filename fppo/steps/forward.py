@@ -30,7 +30,6 @@ from fppo.steps.train_state import Params
 from fppo_kernels.collectives import all_gather, same
 from fppo_kernels.record import Kernels
 from fppo_kernels.shapes import Float, Int
-from fppo_kernels.ulysses import slice_sequence
 
 OF_VALUE_HEADS = ("values", "outputs")
 OF_ROUTERS = ("routed", "loads", "router_sums")
@@ -79,7 +78,7 @@ class Forward:
                     f"the mesh has a {axis} axis of {size} ranks, and the model is one for {placed}: give "
                     "models.place(model, mesh) of the whole model"
                 )
-        for name in ("tensor", "context"):
+        for name in ("sequence", "context", "tensor"):
             if self.mesh[name].size > 1 and not self.remove_padding:
                 raise ValueError(
                     f"remove_padding=False runs padded rows as they are, and a {name} axis of {self.mesh[name].size} "
@@ -209,17 +208,11 @@ def _hidden_before_responses(
     response mask [B, T], the place of the token before it among all ranks' tokens, one rank after the other; and what
     routers tell if they are to."""
     width, length = rows.tokens.shape[1], rows.response_mask.shape[1]
-    ranks = forward.mesh["sequence"].size
     flat = index + (index // max(length, 1) + 1) * (width - length)
     if forward.remove_padding:
         place = rows.attention_mask.flatten().cumsum(0) - 1
         hidden, places, routed = _packed_hidden(params, rows, forward, tells=tells)
         return hidden, places[place[flat] - 1], routed
-    if ranks > 1:
-        raise ValueError(
-            f"remove_padding=False runs padded rows as they are, and a sequence axis of {ranks} ranks "
-            "cuts one packed row: remove padding, or use a mesh without a sequence axis"
-        )
     positions = (rows.attention_mask.cumsum(1) - 1).clamp(min=0)
     attend = models.padded_attention(rows.attention_mask)
     received = None if forward.received is None else forward.received.unflatten(0, rows.tokens.shape)
@@ -247,21 +240,21 @@ def _packed_hidden(
     kernels, mesh = forward.kernels, forward.mesh
     columns = experts.columns(rows, tells=tells, replay=forward.replay)
     packed = kernels.unpad(rows.tokens, rows.attention_mask, columns=columns, multiple=multiple(mesh))
-    own = slice_of(packed, forward.model, kernels, mesh)
-    columns = {name: slice_sequence(x[own.places.argsort()], cutting(mesh)) for name, x in packed.columns.items()}
-    routed = experts.routed_pass(columns, rows, index=packed.index, places=own.places)
+    part = slice_of(packed, forward.model, kernels, mesh)
+    columns = {name: part.own(x) for name, x in packed.columns.items()}
+    routed = experts.routed_pass(columns, rows, index=packed.index, places=part.places)
     hidden = models.hidden_states(
         forward.model,
         params.root,
-        own.tokens,
-        own.positions,
-        attend=own.attend,
+        part.own(packed.tokens),
+        part.own(packed.positions),
+        attend=part.attend,
         kernels=kernels,
         apply_layer=params.apply_layer,
         received=forward.received,
         routes=None if routed is None else routed.routes,
     )
-    return (hidden if goes_on(forward.model) else all_gather(hidden, mesh["tensor"])), own.places, routed
+    return (hidden if goes_on(forward.model) else all_gather(hidden, mesh["tensor"])), part.places, routed
 
 
 def _passes(rows: Rows, micro_batching: MicroBatching, mesh: Mesh) -> tuple[Tensor, Iterable[Rows]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -25,8 +25,7 @@ from fppo_kernels.ulysses import gather_sequence, slice_sequence, ulysses
 class Slice(NamedTuple):
     """A rank's tokens of a packed row of N, of which the ranks of one axis have different ones."""
 
-    tokens: Tensor  # [N / n]
-    positions: Tensor  # [N / n]
+    own: Callable[[Tensor], Tensor]  # of numbers of all tokens [N, ...] this rank's
     attend: Attend
     places: Tensor  # [N]: where each token of the row is among all ranks' tokens, one rank after the other
 
@@ -47,15 +46,15 @@ def slice_of(packed: Packed, model: Model, kernels: Kernels, mesh: Mesh) -> Slic
     """This rank's tokens of a packed row that is filled up: a slice of it, or what it is dealt on a context axis."""
     places = torch.arange(len(packed.tokens), device=packed.tokens.device)
     axis = cutting(mesh)
+    own: Callable[[Tensor], Tensor] = partial(slice_sequence, axis=axis)
     if mesh["context"].size == 1:
         attention = ulysses(kernels.attention, axis, kernels.all_to_all)
-        tokens, positions = (slice_sequence(x, axis) for x in (packed.tokens, packed.positions))
     else:
         dealt = deal(packed.lengths.lengths, axis.size, window=window_of_all(model), device=places.device)
         wrap = ring_attention if mesh.ring else partial(gathered_attention, kernels.attention)
-        attention, places, own = wrap(dealt, axis), dealt.back, dealt.places[axis.rank]
-        tokens, positions = packed.tokens[own], packed.positions[own]
-    return Slice(tokens, positions, models.packed_attention(attention, packed.lengths), places)
+        attention, places, numbers = wrap(dealt, axis), dealt.back, dealt.places[axis.rank]
+        own = lambda x: x[numbers]  # noqa: E731
+    return Slice(own, models.packed_attention(attention, packed.lengths), places)
 
 
 class Own(NamedTuple):

@@ -48,9 +48,8 @@ def optimizer_step(
     On a mesh that cuts parameters, gradients and state are shards. What is in `buffers` (`Model.buffers`) stays as it
     is. With `donate` the memory of `state` and of `grads` is taken over, and they are left empty.
     """
-    kept = {
-        name: state.params[name].clone() for name in buffers if name in state.params
-    }  # zero gradients do not keep it from decaying
+    # an optimizer decays also what has a gradient of zero
+    kept = {name: state.params[name].clone() for name in buffers if name in state.params}
     params, opt, report = optimizer.update(state.params, grads, state.opt, state.step, mesh=mesh, donate=donate)
     return tree.replace(state, params=params | kept, opt=opt, step=state.step + 1), report
 
