@@ -28,8 +28,6 @@ from fppo_kernels.attention.sdpa import sdpa
 from fppo_kernels.collectives import Axis
 from fppo_kernels.padding import make_lengths
 
-TOLERANCE = 1e-6  # of float64 numbers of size 1
-
 
 @attrs.frozen(eq=False)
 class Narrowed:
@@ -220,11 +218,10 @@ def check_placed(model: Model, ranks: int) -> None:
             f"fppo cannot run model type {kind!r} on a tensor axis of {ranks} ranks: its code fails where each rank "
             f"has a slice of the tokens: {type(error).__name__}: {error}"
         ) from error
-    difference = (logits - expected).abs().max().item()
-    if not difference <= TOLERANCE * max(1.0, expected.abs().max().item()):
+    if (wrong := probes.difference(logits, expected)) is not None:
         raise ValueError(
             f"fppo cannot run model type {kind!r} on a tensor axis of {ranks} ranks: cut over {few}, a small random "
-            f"model of this kind gives logits that differ by {difference:.2g} from those of the whole one"
+            f"model of this kind gives logits that differ by {wrong:.2g} from those of the whole one"
         )
 
 
@@ -251,11 +248,10 @@ def check_staged(model: Model) -> None:
         logits = logits_of(output_head(placed, own), hidden)
     except Exception as error:  # what a class raises may be anything
         raise ValueError(f"{words}: its code fails on some of its layers: {type(error).__name__}: {error}") from error
-    difference = (logits - expected).abs().max().item()
-    if not difference <= TOLERANCE * max(1.0, expected.abs().max().item()):
+    if (wrong := probes.difference(logits, expected)) is not None:
         raise ValueError(
             f"{words}: more than hidden states passes between its layers, or its norms are not where they are looked "
-            f"for: cut into two stages, a small random model of this kind gives logits that differ by {difference:.2g}"
+            f"for: cut into two stages, a small random model of this kind gives logits that differ by {wrong:.2g}"
         )
 
 
