@@ -164,19 +164,19 @@ def _old(
     """The old log-probs and where they come from, and whatever else was `asked` of the policy's pass."""
     alone, old = list(asked) == ["log_probs"], scored.rollout_log_probs
 
-    def log_probs(rows: Scored) -> Tensor:
+    def again(rows: Scored) -> Tensor:
         return there(policy(run.actor.params, rows, outputs=asked).log_probs)
 
     if source == "auto" and alone:
-        source, old, report = of_engine(scored, run, log_probs)
+        source, old, report = of_engine(scored, run, again)
         return (source, old, TokenOutputs()), report
     if source in ("engine", "update") and alone:
         return (source, old, TokenOutputs()), {}
     out = policy(run.actor.params, scored, outputs=asked)
-    log_probs_found = there(out.log_probs)
+    log_probs = there(out.log_probs)
     source = "pass" if source == "auto" else source
-    report = rollout_gap(log_probs_found, scored.rollout_log_probs, scored.response_mask)
-    return (source, log_probs_found if source == "pass" else old, out), report
+    report = rollout_gap(log_probs, scored.rollout_log_probs, scored.response_mask)
+    return (source, log_probs if source == "pass" else old, out), report
 
 
 def _ref(scored: Scored, params: Params, reference: PolicyPass) -> tuple[Tensor, Metrics]:

@@ -34,8 +34,7 @@ class Sizes(NamedTuple):
 
 def sizes_of(model: Model) -> Sizes:
     """The sizes of a model that no axis cuts."""
-    starts = tuple(f"{model.prefix}{path}." for path in model.layers)
-    inside = {name: shape.numel() for name, shape in model.shapes.items() if name.startswith(starts)}
+    inside = {name: shape.numel() for name, shape in model.shapes.items() if model.layer_of(name) is not None}
     others = [shape.numel() for name, shape in model.shapes.items() if name not in inside]
     return Sizes(float(sum(inside.values())), float(max(others, default=0)))
 

@@ -23,13 +23,7 @@ def expert_axis_problems(s: TrainSettings, *, critic: bool) -> Problems:
         if size > 1:
             advice = f"mesh.{name} = {size} does not go with it; give the ranks of one of them to mesh.shard"
             yield problem("mesh.expert", s.mesh.expert, advice)
-    if s.model.compile_layers:
-        advice = "its layers exchange tokens, which torch.compile does not; leave out model.compile_layers"
-        yield problem("mesh.expert", s.mesh.expert, advice)
-    for name, section in (("actor", s.actor), ("critic", s.critic)):
-        if section.optimizer.name == "muon" and (name == "actor" or critic):
-            advice = "it does not go with mesh.expert, which cuts experts; give adamw or sgd, or mesh.expert = 1"
-            yield problem(f"{name}.optimizer.name", "muon", advice)
+    yield from _cutting_axis_problems(s, "mesh.expert", s.mesh.expert, critic=critic)
 
 
 def context_axis_problems(s: TrainSettings) -> Problems:
@@ -49,13 +43,18 @@ def tensor_axis_problems(s: TrainSettings, *, critic: bool) -> Problems:
     """What does not go with a tensor axis, in a run that has a critic or has none."""
     if not s.model.remove_padding:
         yield problem("mesh.tensor", s.mesh.tensor, "a tensor axis cuts packed rows; set model.remove_padding")
-    if s.model.compile_layers:
-        advice = "its layers exchange tokens, which torch.compile does not; leave out model.compile_layers"
-        yield problem("mesh.tensor", s.mesh.tensor, advice)
     if s.model.log_probs in ("compiled", "liger"):
         advice = "it cannot split the vocabulary over mesh.tensor; give chunked, triton or reference"
         yield problem("model.log_probs", s.model.log_probs, advice)
+    yield from _cutting_axis_problems(s, "mesh.tensor", s.mesh.tensor, critic=critic)
+
+
+def _cutting_axis_problems(s: TrainSettings, axis: str, ranks: int, *, critic: bool) -> Problems:
+    """What does not go with an axis that cuts parameters inside layers."""
+    if s.model.compile_layers:
+        advice = "its layers exchange tokens, which torch.compile does not; leave out model.compile_layers"
+        yield problem(axis, ranks, advice)
     for name, section in (("actor", s.actor), ("critic", s.critic)):
         if section.optimizer.name == "muon" and (name == "actor" or critic):
-            advice = "it needs whole matrices, which mesh.tensor cuts; give adamw or sgd, or mesh.tensor = 1"
+            advice = f"it needs whole parameters, which {axis} cuts; give adamw or sgd, or {axis} = 1"
             yield problem(f"{name}.optimizer.name", "muon", advice)

@@ -11,8 +11,8 @@ from fppo.settings import checks, files
         ({"model.remove_padding": False}, "mesh.tensor = 2: a tensor axis cuts packed rows"),
         ({"model.compile_layers": True}, "mesh.tensor = 2: its layers exchange tokens, which torch.compile does not"),
         ({"model.log_probs": "liger"}, "model.log_probs = 'liger': it cannot split the vocabulary"),
-        ({"actor.optimizer.name": "muon"}, "actor.optimizer.name = 'muon': it needs whole matrices"),
-        ({"critic.optimizer.name": "muon"}, "critic.optimizer.name = 'muon': it needs whole matrices"),
+        ({"actor.optimizer.name": "muon"}, "actor.optimizer.name = 'muon': it needs whole parameters"),
+        ({"critic.optimizer.name": "muon"}, "critic.optimizer.name = 'muon': it needs whole parameters"),
         (
             {"mesh.shard": 2},
             "(pipeline 1, replicate 1, shard 2, expert 1, sequence 1, context 1, tensor 2) do not multiply",
@@ -69,7 +69,7 @@ def test_a_context_axis(changes, words):
         ({"mesh.tensor": 2}, "mesh.expert = 2: mesh.tensor = 2 does not go with it"),
         ({"mesh.pipeline": 2}, "mesh.expert = 2: mesh.pipeline = 2 does not go with it"),
         ({"model.compile_layers": True}, "mesh.expert = 2: its layers exchange tokens, which torch.compile does not"),
-        ({"actor.optimizer.name": "muon"}, "actor.optimizer.name = 'muon': it does not go with mesh.expert"),
+        ({"actor.optimizer.name": "muon"}, "actor.optimizer.name = 'muon': it needs whole parameters, which mesh.expert cuts"),
     ],
 )
 def test_an_expert_axis(changes, words):
