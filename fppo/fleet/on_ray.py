@@ -65,13 +65,12 @@ class RayCluster:
         count: int = 1,
         *,
         gpus: float = 0,
-        resources: Mapping[str, float] | None = None,
         sizes: Mapping[str, int] | None = None,
         sharding: Sharding | None = None,
         threads: int | None = None,
         patience: float = PATIENCE,
     ) -> RayRanks:
-        """So many ranks of a mesh, with a CPU, so many GPUs and other `resources` each, near each other.
+        """So many ranks of a mesh, with a CPU and so many GPUs each, near each other.
 
         `sizes` are those of the mesh's axes; without them all ranks stand on the shard axis.
         """
@@ -84,7 +83,7 @@ class RayCluster:
             threads=threads or torch.get_num_threads(),
             patience=patience,
         )
-        wanted = {"CPU": 1.0, **({"GPU": gpus} if gpus else {}), **(resources or {})}
+        wanted = {"CPU": 1.0, **({"GPU": gpus} if gpus else {})}
         return RayRanks(self._ray, self._sent, member, wanted, fixed=self._fixed)
 
 
@@ -150,24 +149,23 @@ class RayRanks:
 
         paths = os.pathsep.join(os.getcwd() if entry == "" else entry for entry in sys.path)
         variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(self._member.threads)}
-        made = [
+        actors = [
             self._ray.remote(_Actor)
             .options(
                 num_cpus=1,
                 num_gpus=self._resources.get("GPU", 0),
-                resources={name: x for name, x in self._resources.items() if name not in ("CPU", "GPU")},
                 runtime_env={"env_vars": variables},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=i),
             )
             .remote()
             for i in range(self.count)
         ]
-        self._actors = made
+        self._actors = actors
         limit = self._member.patience
-        places = self._ray.get([actor.where.remote() for actor in made], timeout=limit)
+        places = self._ray.get([actor.where.remote() for actor in actors], timeout=limit)
         # Ray numbers bundles as it likes: neighbours in a mesh are to be neighbours in the machines
         order = sorted(range(self.count), key=lambda i: (*places[i][:3], i))
-        self._actors = [made[i] for i in order]
+        self._actors = [actors[i] for i in order]
         address = self._ray.get(self._actors[0].host.remote(), timeout=limit)
         joining = [
             actor.join.remote(attrs.evolve(self._member, rank=i), address) for i, actor in enumerate(self._actors)
