@@ -127,3 +127,18 @@ def test_bad_arguments_are_named():
         losses.value_head("hlgauss")
     with pytest.raises(ValueError, match="outputs must be 1 or more, got 0"):
         laws.check_value_loss(losses.value_loss, outputs=0)
+
+
+@pytest.mark.parametrize("name", ["hl_gauss", "two_hot"])
+def test_returns_beyond_the_range_count_as_its_ends_and_are_reported(name):
+    outputs, mask = torch.linspace(-1, 1, 10, dtype=torch.float64).view(1, 2, 5), torch.ones(1, 2, dtype=torch.bool)
+    loss_fn = partial(getattr(losses, name), low=LOW, high=HIGH)
+
+    def of(*returns):
+        return loss_fn(outputs, torch.zeros(1, 2).double(), torch.tensor([returns]).double(), mask)
+
+    (beyond, report), (ends, _) = of(LOW - 3, HIGH + 3), of(LOW, HIGH)
+    torch.testing.assert_close(beyond, ends)
+    assert (ends > 0).all()
+    outside = report["critic/vf_outside"]
+    assert outside.total / outside.count == 1

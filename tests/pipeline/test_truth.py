@@ -1,5 +1,7 @@
 """The critic beside the exact values, held against a walk over every prefix by hand."""
 
+from types import SimpleNamespace
+
 import attrs
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from fppo import data, metrics, models
 from fppo.assembly.inputs import read_eval_inputs
 from fppo.assembly.run import assemble
+from fppo.pipeline.truth import Beside, _pointing
 from fppo.rollout.engine import Ask
 from fppo.runtime.mesh import LOCAL
 from fppo.settings.files import SettingsError
@@ -89,3 +92,12 @@ def test_it_is_the_difference_to_the_probability_of_the_answer(task):
 def test_what_has_no_one_right_answer_is_refused(task, changes, text):
     with pytest.raises(SettingsError, match=f"eval.exact_values = True.*{text}"):
         tiny_run.settings(task, eval__exact_values=True, **changes)
+
+
+def test_only_clear_advantages_have_a_sign_to_agree_with():
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    rollout = SimpleNamespace(response_mask=mask)
+    real, guess = torch.tensor([[0.5, -0.5, 1e-4, -1e-4]]), torch.tensor([[0.1, 0.2, 0.3, -0.3]])
+    report = metrics.report(_pointing([Beside(rollout, guess, real, guess, real)]))
+    assert report["critic/true/sign"] == 0.5  # of the first two
+    assert report["critic/true/cosine"] == pytest.approx(torch.cosine_similarity(real, guess).item())

@@ -18,6 +18,7 @@ from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import _plan, pipeline_work, plan
 from fppo.plan.presets import PRESETS, config_of
 from fppo.plan.remedies import applied, families, remedies
+from fppo.plan.rough import rough
 from fppo.plan.values import GIB, Cost, Phase, Work
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.schedule import clocked, one_f_one_b
@@ -312,3 +313,12 @@ def test_a_plan_is_of_what_would_run_there(gpu, expected):
 
     planned = case_of(PlanSettings(model="quickstart", gpu=gpu))
     assert (planned.compute_dtype, planned.log_probs) == expected
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_the_formula_of_the_search_waits_as_a_pipeline_does(virtual):
+    def seconds(micro_batches):
+        moved = case(layers=4, mesh={"pipeline": 2}, virtual_stages=virtual, micro_batches=micro_batches)
+        return rough(moved, {name: passes.model_of(moved, name) for name in passes.models_of(moved)}).seconds
+
+    assert seconds(4) / seconds(2) == pytest.approx((4 * virtual + 1) / (2 * virtual + 1))  # v m + p - 1
