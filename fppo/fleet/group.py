@@ -164,8 +164,12 @@ class Group:
                 if error is not None and not isinstance(error, RankLost):
                     raise error
                 reply = error if isinstance(error, RankLost) else future.result()
-                if failed is None and (isinstance(reply, RankLost) or reply.error is not None):
-                    failed, deadline = (sent.index(future), reply), time.monotonic() + GRACE
+                lost = isinstance(reply, RankLost)
+                if lost or reply.error is not None:
+                    if failed is None:
+                        deadline = time.monotonic() + GRACE
+                    if failed is None or (lost and not isinstance(failed[1], RankLost)):
+                        failed = sent.index(future), reply  # the errors of others are of what the lost rank owes them
         if failed is None and not waiting:
             return sent[0].result()
         if failed is None:

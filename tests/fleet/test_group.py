@@ -133,6 +133,12 @@ def test_a_rank_that_is_lost_is_named(two, monkeypatch):
     assert caught.value.group == "two"
 
 
+def test_a_rank_that_is_lost_is_named_though_others_fail_before_that_is_seen(two):
+    two._ranks.lose(1, seen_after=0.2)
+    with pytest.raises(GroupDied, match=r"rank 1 of 2 \(thread 1\) was lost in fails_on"):
+        two.call(fails_on, HERE, 0)
+
+
 def test_a_call_that_never_ends_ends_the_group():
     with Group("slow", Threads(), patience=0.2) as slow, pytest.raises(GroupDied, match="forever was not done after"):
         slow.call(forever)

@@ -55,23 +55,24 @@ class Threads:
 
     def stop(self):
         for line in self._asked:
-            line.put((LOST, None))
+            line.put((LOST, 0.0))
         if self._worlds:
             self._worlds[0].fail(None, RuntimeError("stopped"))
 
-    def lose(self, rank):
-        """From now on there is nobody in this place."""
-        self._asked[rank].put((LOST, None))
+    def lose(self, rank, seen_after=0.0):
+        """From now on there is nobody in this place, which shows so many seconds after each call."""
+        self._asked[rank].put((LOST, seen_after))
 
 
 def _serve(rank, line):
-    lost = False
+    seen_after = None
     while True:
         data, future = line.get()
-        lost = lost or data is LOST
-        if future is None:
+        if data is LOST:
+            seen_after = future
             continue
-        if lost:
+        if seen_after is not None:
+            time.sleep(seen_after)
             future.set_exception(RankLost("the thread is gone"))
             continue
         reply = rank.run(*pickle.loads(data))
