@@ -1,5 +1,6 @@
 """One Hypothesis profile, and jaxtyping's checks of every annotated shape in the rooms of tensor functions."""
 
+import gc
 import importlib.util
 from collections.abc import Iterator
 
@@ -43,6 +44,17 @@ if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"
     jaxtyping.install_import_hook(CHECKED, f"{checked.__module__}.{checked.__name__}")
 else:
     jaxtyping = None
+
+
+def pytest_collection_finish() -> None:
+    """What the tests have imported is looked through by no later collection of garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Some libraries complain of what was not collected."""
+    gc.unfreeze()
 
 
 @pytest.fixture

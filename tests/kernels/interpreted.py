@@ -96,7 +96,7 @@ def laws_in_bfloat16():
     round to bfloat16, it cuts off, which is mended here."""
     InterpreterBuilder.create_fp_trunc = _cast  # type: ignore[method-assign]
     examples = partial(_log_probs_example, (torch.bfloat16,), "cpu", 2)
-    check(table.get("log_probs", "triton"), _LOG_PROBS_LAWS, examples, sizes=SIZES, seeds=len(_LOG_PROBS_CASES))
+    check(table.get("log_probs", "triton"), _LOG_PROBS_LAWS, examples, sizes=SIZES[:-1:2], seeds=len(_LOG_PROBS_CASES))
 
 
 def problem(tokens, vocab, width, dtype=torch.float32):

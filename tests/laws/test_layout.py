@@ -24,7 +24,7 @@ OTHERS = ("gspo", "sapo", "gpg", "cispo", "gmpo", "dppo_tv", "dppo_kl", "dro")
 
 @pytest.mark.slow
 def test_the_actor_keeps_the_law():
-    laws.check_layout(losses.ppo_clip, each=2)
+    laws.check_layout(losses.ppo_clip, each=1)
 
 
 @pytest.mark.slow
@@ -38,7 +38,7 @@ def test_the_critic_keeps_the_law():
 @pytest.mark.parametrize("number", range(len(OTHERS)))
 def test_the_other_losses_keep_the_law(number):
     loss_fn = getattr(losses, OTHERS[number])
-    laws.check_layout(loss_fn, modes=(losses.MODES[number % len(losses.MODES)],), each=1, max_ranks=4)
+    laws.check_layout(loss_fn, modes=(losses.MODES[number % len(losses.MODES)],), each=1, max_ranks=2)
 
 
 def above_the_mean_probability(log_probs, old_log_probs, advantages, mask, *, noise):
@@ -51,7 +51,7 @@ def above_the_mean_probability(log_probs, old_log_probs, advantages, mask, *, no
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_the_losses_that_select_tokens_keep_the_law(name):
     loss_fn = SelectiveLoss(getattr(losses, name), above_the_mean_probability)
-    laws.check_layout(loss_fn, modes=("token-mean",), each=2, max_ranks=4)
+    laws.check_layout(loss_fn, modes=("token-mean",), each=1, max_ranks=4)
 
 
 @pytest.mark.slow
