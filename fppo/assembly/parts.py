@@ -279,7 +279,7 @@ def engine_of(
         yield embedded_engine(settings, model, kernels, pad_token_id, mesh, lane)
         return
     with vllm_engine(settings.rollout.vllm, model, pad_token_id, mesh) as engine:
-        yield _spread(settings, engine, pad_token_id, mesh, lane)
+        yield SpreadEngine(engine=_fetching(settings, engine, lane), mesh=mesh, pad_token_id=pad_token_id)
 
 
 def embedded_engine(
@@ -291,12 +291,13 @@ def embedded_engine(
     size = settings.rollout.cache_gb
     bound = None if size is None else round(size * 2**30)
     embedded = EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad_token_id, cache_bytes=bound, mesh=mesh)
-    return _spread(settings, embedded, pad_token_id, mesh, lane)
+    engine, together = _fetching(settings, embedded, lane), embedded.together
+    return SpreadEngine(engine=engine, mesh=mesh, pad_token_id=pad_token_id, together=together)
 
 
-def _spread(settings: TrainSettings, engine: Engine, pad_token_id: int, mesh: Mesh, lane: Lane) -> SpreadEngine:
-    engine = FetchingEngine(engine=engine, lane=lane) if offload_of(settings, "actor") == "all" else engine
-    return SpreadEngine(engine=engine, mesh=mesh, pad_token_id=pad_token_id)
+def _fetching(settings: TrainSettings, engine: Engine, lane: Lane) -> Engine:
+    """The engine for parameters where the settings have them."""
+    return FetchingEngine(engine=engine, lane=lane) if offload_of(settings, "actor") == "all" else engine
 
 
 @contextlib.contextmanager

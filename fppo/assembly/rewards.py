@@ -227,7 +227,11 @@ def judge_of(
         greedy=section.temperature == 0,
         temperature=section.temperature or 1.0,
     )
-    with _judge_engine(settings, model, params, sampling.stop_token_ids[0], mesh, device) as (engine, judge_params):
+    with _judge_engine(settings, model, params, sampling.stop_token_ids[0], mesh, device) as (
+        engine,
+        judge_params,
+        together,
+    ):
         judge = LanguageJudge(
             engine=engine,
             params=judge_params,
@@ -240,6 +244,7 @@ def judge_of(
             max_prompt_tokens=section.max_prompt_tokens,
             chat=section.chat,
             mesh=mesh,
+            together=together,
         )
         yield {"judge": (judge, section.weight)}
 
@@ -259,8 +264,9 @@ def _judge_tokenizer(settings: TrainSettings, directory: Path) -> PreTrainedToke
 @contextlib.contextmanager
 def _judge_engine(
     settings: TrainSettings, model: Model, params: Params, pad_token_id: int, mesh: Mesh, device: torch.device
-) -> Iterator[tuple[Engine, Params]]:
-    """What generates the judge's answers, and the parameters to hand to it: this rank's part for the embedded engine.
+) -> Iterator[tuple[Engine, Params, tuple[str, ...]]]:
+    """What generates the judge's answers, the parameters to hand to it, this rank's part for the embedded engine, and
+    the axes whose ranks answer together.
 
     A vLLM is sent whole parameters once, from the host, so none are kept on the device beside it.
     """
@@ -268,13 +274,14 @@ def _judge_engine(
     if section.engine == "embedded":
         check_kernels(settings, model)
         check_engine(model)
-        engine: Engine = EmbeddedEngine(
+        embedded = EmbeddedEngine(
             model=model, kernels=kernels_of(settings), pad_token_id=pad_token_id, max_rows=section.max_rows, mesh=mesh
         )
+        engine: Engine = embedded
         params = on_device(params, device)
         if offload_of(settings, "judge") == "all":
             params, engine = to_host(params), FetchingEngine(engine=engine, lane=Lane(device))
-        yield engine, params
+        yield engine, params, embedded.together
         return
     limit = section.vllm.max_model_len or section.max_prompt_tokens + section.max_tokens
     vllm = attrs.evolve(section.vllm, max_model_len=limit)
@@ -283,4 +290,4 @@ def _judge_engine(
             engine = stack.enter_context(vllm_engine(vllm, model, pad_token_id, LOCAL))
         except EngineFailure as error:
             raise EngineFailure(f"reward.judge: {error}") from error
-        yield engine, params
+        yield engine, params, ()

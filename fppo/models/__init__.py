@@ -5,7 +5,17 @@ from fppo.models.heads import Head, output_head
 from fppo.models.init import as_critic, init_params
 from fppo.models.load import load
 from fppo.models.model import Model, attention_needs, build, longest_row, packed_attention, padded_attention
-from fppo.models.place import Narrowed, check_placed, check_staged, narrowed, own_params, place, whole_params
+from fppo.models.place import (
+    Narrowed,
+    check_placed,
+    check_staged,
+    narrowed,
+    own_params,
+    place,
+    tensor_axis,
+    tensor_parts,
+    whole_params,
+)
 from fppo.models.probe import check_model
 from fppo.models.run import bind, call_layer, forward, hidden_states
 from fppo.models.save import save, save_config
@@ -43,5 +53,7 @@ __all__ = [
     "save_config",
     "stage_of",
     "staged",
+    "tensor_axis",
+    "tensor_parts",
     "whole_params",
 ]

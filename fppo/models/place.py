@@ -17,7 +17,7 @@ from fppo.models.model import Model, Params, build, packed_attention
 from fppo.models.narrow import find_cuts, narrow
 from fppo.models.regions import BlockSeam, EmbeddingSeam, Region, WidthSeam, replace
 from fppo.models.run import hidden_states
-from fppo.models.spans import staged
+from fppo.models.spans import staged, unstaged
 from fppo.runtime import fsdp
 from fppo.runtime.layout import Cut, Layout
 from fppo.runtime.mesh import Mesh
@@ -127,6 +127,23 @@ def whole_params(
     wanted = set(kinds if names is None else names)
     order = [name for name in model.whole_shapes if name in wanted]
     return whole_tensors(params, order, mesh, shapes=model.shapes, layout=model.layout, dtypes=kinds)
+
+
+def tensor_axis(model: Model, mesh: Mesh) -> Axis:
+    """The tensor axis of a mesh over which a model is cut, as far as no expert axis cuts it too; else one rank."""
+    cut = model.layout is not None and mesh["expert"].size == 1
+    return mesh["tensor"] if cut else Axis()
+
+
+def tensor_parts(model: Model, params: Mapping[str, Tensor], mesh: Mesh) -> tuple[Model, Params]:
+    """The model as each rank of its `tensor_axis` has it, all layers cut, and this rank's parts of all parameters, from
+    what the ranks of the other axes hold: collectives. Without such an axis they are whole. No gradients."""
+    layout = model.layout
+    if layout is None or tensor_axis(model, mesh).size == 1:
+        return model.unplaced or model, whole_params(model, params, mesh)
+    parts = {name: layout.shape(name) for name in layout.whole}
+    as_whole = attrs.evolve(model, layout=attrs.evolve(layout, whole=parts, cuts={}))
+    return unstaged(model), whole_params(as_whole, params, mesh)
 
 
 def _check_blocks(model: Model, cuts: Mapping[str, Cut]) -> None:

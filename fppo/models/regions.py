@@ -79,13 +79,17 @@ class EmbeddingSeam(_Seam):
         self._first, self._pad, inner.padding_idx = first, inner.padding_idx, None
 
     def forward(self, tokens: Tensor) -> Tensor:
+        return self.region.leave(self.share(tokens))
+
+    def share(self, tokens: Tensor) -> Tensor:
+        """The embeddings [..., H] of the tokens that this rank has, zeros for others: ranks' shares add up to all."""
         (embedding,), rows = self._inner, len(self._parameters["weight"])  # type: ignore[arg-type]
         places = tokens - self._first
         own = (places >= 0) & (places < rows)
         out = embedding(places.clamp(0, rows - 1))
         if self._pad is not None:  # torch gives that row no gradient
             out = torch.where((tokens == self._pad)[..., None], out.detach(), out)
-        return self.region.leave(torch.where(own[..., None], out, 0.0))
+        return torch.where(own[..., None], out, 0.0)
 
 
 class WidthSeam(_Seam):

@@ -146,6 +146,14 @@ def stage_of(model: Model, number: int) -> Model:
     return _with_copies(attrs.evolve(model, shapes=shapes, spans=(span,)), model)
 
 
+def unstaged(model: Model) -> Model:
+    """What a placed model is on its tensor axis alone: with the layers of all stages."""
+    if model.layout is None or not model.spans:
+        return model
+    layout = attrs.evolve(model.layout, stages={}, stage_rank=0, stage_ranks=1)
+    return _with_copies(attrs.evolve(model, shapes=layout.shapes, layout=layout, spans=()), model)
+
+
 def _with_copies(model: Model, other: Model) -> Model:
     """The model, with the copies of the skeleton that threads have of another, which has the same one."""
     object.__setattr__(model, "_copies", other._copies)

@@ -19,6 +19,7 @@ from fppo.metrics import Metrics
 from fppo.rewards.question import pattern_problem, score_in, template_problem
 from fppo.rewards.scoring import samples_of
 from fppo.rollout.engine import Ask, Engine, Sampling
+from fppo.rollout.spread import asked_together
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, place_on
 from fppo.steps.ranks import collect, deal
 from fppo.workers.sample import Sample
@@ -41,7 +42,8 @@ class LanguageJudge:
     `tokenizer` where `chat` says so; `rollout_tokenizer` is the rollout's own. A question of more
     than `max_prompt_tokens` loses its middle. The score is the number in the group of the last match of `pattern` in
     the answer; an answer without one scores 0. Answers depend on the key, the row's id and the question alone. On a
-    `mesh` all ranks hold all rows; each asks about some, and all get all scores.
+    `mesh` all ranks hold all rows; each asks about some, ranks of the axes `together` about those of all of them, and
+    all get all scores.
     """
 
     engine: Engine
@@ -55,6 +57,7 @@ class LanguageJudge:
     max_prompt_tokens: int = 4096
     chat: bool = True
     mesh: Mesh = LOCAL
+    together: tuple[str, ...] = ()
     reward_kind = "tensor"
     reward_name = "judge"
 
@@ -62,8 +65,9 @@ class LanguageJudge:
         """Scores [B] float64, and how many answers had none and how many questions were cut."""
         shares = deal(len(rollout.tokens), self.mesh)
         own = shares[place_on(self.mesh, AXES)]
-        # a rank without a row asks a question whose answer nobody reads: engines gather parameters together
-        verdicts = self._verdicts(batches.rows(rollout, own or [0]))[: len(own)]
+        # ranks without a row ask a question whose answer nobody reads: engines gather parameters together
+        asked = asked_together(shares, self.mesh, self.together) or [0]
+        verdicts = self._verdicts(batches.rows(rollout, asked))[[asked.index(row) for row in own]]
         every = collect(verdicts.to(rollout.tokens.device), shares, self.mesh, AXES)
         scores, unparsed, cut = every.unbind(1)
         return scores, {

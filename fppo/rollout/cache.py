@@ -44,12 +44,13 @@ def allocate(like: Layers, rows: int, columns: int) -> Layers:
 def write_prompts_(cache: Layers, start: int, kept: Layers, index: Tensor, shape: tuple[int, int], n: int) -> None:
     """Writes the packed keys and values `kept` of prompts [B, P] = `shape`, token i at flat place index[i], `n` times.
 
-    They go to rows start, start + 1, ... and columns 0 to P; those of padding become zero.
+    They go to rows start, start + 1, ... and columns 0 to P; those of padding become zero, and those of what fills the
+    packed row up are dropped.
     """
     batch, width = shape
     for layer, pair in kept.items():
         for whole, x in zip(cache[layer], pair, strict=True):
-            padded = x.new_zeros(batch * width, *x.shape[1:]).index_copy_(0, index, x)
+            padded = x.new_zeros(batch * width, *x.shape[1:]).index_copy_(0, index, x[: len(index)])
             rows = padded.view(batch, 1, width, *x.shape[1:]).transpose(2, 3).expand(-1, n, -1, -1, -1)
             target = whole[start : start + batch * n, :, :width]
             target.unflatten(0, (batch, n)).copy_(rows)
@@ -85,6 +86,16 @@ def compact_(cache: Layers, holes: Tensor, moved: Tensor, rows: int, used: int) 
         return x[:rows]
 
     return {layer: (pack(k), pack(v)) for layer, (k, v) in cache.items()}
+
+
+def as_packed(attend: Attend, rows: int) -> Attend:
+    """`attend` for one token per row, of rows that come as one packed row, filled up behind the last of them."""
+
+    def attend_packed(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
+        out = attend(*(x[0, :rows, None] for x in (query, key, value)), layer)
+        return F.pad(out, (0, 0, 0, 0, 0, 0, 0, query.shape[1] - rows)).transpose(0, 1)
+
+    return attend_packed
 
 
 def decode_attention(cache: Layers, column: int, first: int, bias: Tensor | None) -> Attend:

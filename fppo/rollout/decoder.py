@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 
 from fppo.models.inner import GluSeam, LinearSeam, NormSeam
 from fppo.models.known import KINDS, KnownLayer
+from fppo.models.regions import BlockSeam, EmbeddingSeam
 from fppo.models.seams import Attend, AttentionLayer, LayerSeam
+from fppo_kernels.collectives import Axis, all_reduce
 from fppo_kernels.linear import plain as linears
 
 JOINED = 1 << 28  # bytes of weights up to which those of one input are laid side by side, which copies them
@@ -63,9 +65,13 @@ class _Layer(NamedTuple):
 
 
 class Decoder(NamedTuple):
-    """What `hidden` computes with: the parameters that a skeleton has while they are bound to it."""
+    """What `hidden` computes with: the parameters that a skeleton has while they are bound to it.
 
-    embedding: Tensor
+    On a tensor axis they are cut, and each rank computes its share of what attention and MLP add to all rows.
+    """
+
+    embedding: nn.Module
+    axis: Axis
     layers: Sequence[_Layer]
     norm: _Norm
     heads: tuple[int, int, int]  # of queries, of keys; width
@@ -74,7 +80,8 @@ class Decoder(NamedTuple):
 
     def rotation(self, length: int) -> Rotation:
         """Of all positions of a row of this length."""
-        cos, sin = self.rotary(self.embedding, torch.arange(length, device=self.embedding.device)[None])
+        like: Any = self.embedding.weight
+        cos, sin = self.rotary(like, torch.arange(length, device=like.device)[None])
         half = sin.shape[-1] // 2
         return Rotation(cos[0][:, None], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None])
 
@@ -83,7 +90,9 @@ class Decoder(NamedTuple):
 
         `asked` is what each layer asks of `attend`.
         """
-        x = F.embedding(tokens, self.embedding)
+        embedding, axis = self.embedding, self.axis
+        shares = embedding.share if isinstance(embedding, EmbeddingSeam) else embedding
+        x = all_reduce(shares(tokens), axis)
         queries, keys, width = self.heads
         for layer, what in zip(self.layers, asked, strict=True):
             heads = self._products_of(layer.before.of(x), layer.qkv).view(len(x), -1, width)
@@ -93,9 +102,9 @@ class Decoder(NamedTuple):
                 turned = torch.cat([norm.of(part) for norm, part in pairs], 1)
             query, key = turn.of(turned).split((queries, keys), 1)
             mixed = attend(query[:, None], key[:, None], value[:, None], what).flatten(1)
-            x = self.linear(mixed, *layer.out).add_(x)
+            x = all_reduce(self.linear(mixed, *layer.out), axis).add_(x)
             gate, up = self._products_of(layer.after.of(x), layer.gate_up).chunk(2, -1)
-            x = self.linear(layer.glu(gate, up), *layer.down).add_(x)
+            x = all_reduce(self.linear(layer.glu(gate, up), *layer.down), axis).add_(x)
         return self.norm.of(x)
 
     def _products_of(self, x: Tensor, products: Sequence[_Product]) -> Tensor:
@@ -112,10 +121,11 @@ def decoder_of(skeleton: PreTrainedModel, linear: Callable[..., Tensor] = linear
     if kind not in KINDS or not all(_known(module, kind) for module in base.modules()):
         return None
     size = sum(x.numel() * x.element_size() for x in base.layers.parameters())
-    attention = base.layers[0].self_attn
+    attention, embedding = base.layers[0].self_attn, base.embed_tokens
     width = attention.head_dim
     return Decoder(
-        embedding=base.embed_tokens.weight,
+        embedding=embedding,
+        axis=embedding.region.axis if isinstance(embedding, EmbeddingSeam) else Axis(),
         layers=[_layer(layer, joined=size <= JOINED) for layer in base.layers],
         norm=_norm(base.norm),
         heads=(attention.q_proj.out_features // width, attention.k_proj.out_features // width, width),
@@ -125,13 +135,18 @@ def decoder_of(skeleton: PreTrainedModel, linear: Callable[..., Tensor] = linear
 
 
 def _known(module: nn.Module, kind: str) -> bool:
-    own = module._seam[1] if isinstance(module, LayerSeam) else module
+    own = module._seam[1] if isinstance(module, LayerSeam) else _inside(module)
     plain = type(own) in (nn.Linear, LinearSeam, NormSeam, GluSeam, KnownLayer, nn.Embedding, nn.ModuleList)
     return plain or type(own).__module__ in (kind, "transformers.activations", "torch.nn.modules.activation")
 
 
+def _inside(module: Any) -> Any:
+    """The module around which a tensor axis exchanges tokens."""
+    return module._inner[0] if isinstance(module, BlockSeam | EmbeddingSeam) else module
+
+
 def _layer(layer: Any, *, joined: bool) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention, mlp = _inside(layer.self_attn), _inside(layer.mlp)
     own = getattr(attention, "q_norm", None)
     return _Layer(
         before=_norm(layer.input_layernorm),

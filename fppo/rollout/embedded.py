@@ -7,22 +7,25 @@ from typing import NamedTuple
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from fppo import models
 from fppo.batch import Rollout
 from fppo.data.stops import StopReader
-from fppo.models.heads import Head, logits_of
+from fppo.models.heads import Head, logits_of, vocabulary_head
 from fppo.models.model import Model, longest_row, over_long
 from fppo.models.seams import Attend, AttentionLayer
 from fppo.rollout import cache as caches
 from fppo.rollout.decoder import Decoder, decoder_of
 from fppo.rollout.engine import Ask, OnFinished, Sampling
 from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits, rollout_of
-from fppo.rollout.sampling import draw
-from fppo.runtime.mesh import LOCAL, Mesh
+from fppo.rollout.sampling import Columns, draw
+from fppo.runtime.mesh import LOCAL, Mesh, all_reduce
 from fppo_kernels.attention.sdpa import for_any_shape
+from fppo_kernels.collectives import all_gather
 from fppo_kernels.padding import make_lengths, unpad
 from fppo_kernels.record import Kernels
 
@@ -38,8 +41,11 @@ class EmbeddedEngine:
     A draw depends on the key, the row's number and the position alone, whichever rows share the batch. `max_rows`
     bounds the rows of a wave (a prompt's samples share a wave, however many), and `cache_bytes` the memory for their
     keys and values at the longest, which may part a prompt's samples too; None: half of a GPU's free memory, and no
-    bound on a CPU. `prefill_tokens` bounds the prompt tokens of one pass (a longer prompt runs alone). On a `mesh` that
-    cuts parameters they are parts, and gathered whole first; of a placed model it runs the one it was placed from.
+    bound on a CPU. `prefill_tokens` bounds the prompt tokens of one pass (a longer prompt runs alone).
+
+    On a `mesh` that cuts parameters they are parts. The ranks of a tensor axis answer the same prompts `together`: each
+    has its part of the weights, of the keys and values and of the vocabulary, and none has the whole of any. What other
+    axes cut is gathered first; beside an expert axis all is, and the model that runs is the one it was placed from.
 
     Raises ValueError where `cache_bytes` holds not even one row.
     """
@@ -52,6 +58,11 @@ class EmbeddedEngine:
     prefill_tokens: int = 16384
     mesh: Mesh = LOCAL
 
+    @property
+    def together(self) -> tuple[str, ...]:
+        """The axes whose ranks must ask the same, as they answer it together."""
+        return ("tensor",) if models.tensor_axis(self.model, self.mesh).size > 1 else ()
+
     def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
         """`ask.sampling.n` responses to each prompt; row j of the prompt with row id i has row id i * n + j.
 
@@ -60,7 +71,7 @@ class EmbeddedEngine:
         Raises ValueError for no prompts, for empty ones or ones not padded on the left, and for responses that may
         outgrow the model's learned positions or the length for which its rope is made.
         """
-        model, params = self.model.unplaced or self.model, models.whole_params(self.model, dict(params), self.mesh)
+        model, params = models.tensor_parts(self.model, params, self.mesh)
         device = next(iter(params.values())).device
         mask = ask.prompts.attention_mask.to(device).bool()
         lengths = check_prompts(mask)
@@ -74,7 +85,8 @@ class EmbeddedEngine:
         def run(skeleton: PreTrainedModel) -> list[_Step]:
             head = _wide(models.output_head(model, params))
             decoder = decoder_of(skeleton, self.kernels.linear)
-            policy = _Policy(skeleton, decoder, head, self.kernels, self.prefill_tokens)
+            columns = self._columns(model, head)
+            policy = _Policy(skeleton, decoder, head, columns, self.kernels, self.prefill_tokens)
             steps: list[_Step] = []
             for part, draws in self._waves(policy, len(lengths), n, width + max(limits)):
                 numbers = torch.arange(part.start, part.stop, device=device)[:, None] * n
@@ -88,12 +100,21 @@ class EmbeddedEngine:
         with torch.no_grad():  # not in inference mode: the rollout is for autograd to use
             return _assemble(steps, ask, row_ids, limits=limits, pad_token_id=self.pad_token_id)
 
+    def _columns(self, model: Model, head: Head) -> Columns:
+        """Those of the logits that the head gives on this rank."""
+        axis, (name, _) = models.tensor_axis(model, self.mesh), vocabulary_head(model)
+        if model.layout is None or axis.size == 1:
+            return Columns(axis, 0, len(head.weight))
+        first, _ = model.layout.cuts[name].runs(axis.rank)[0]
+        return Columns(axis, first, model.whole_shapes[name][0])
+
     def _waves(self, policy: _Policy, prompts: int, n: int, columns: int) -> Iterator[tuple[slice, slice]]:
         """The prompts of each wave, and which of the n draws of each; rows may come to have `columns` columns."""
         device, budget = policy.head.weight.device, self.cache_bytes
         if budget is None and device.type == "cuda":
             unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            budget = (torch.cuda.mem_get_info(device)[0] + unused) // 2
+            free = torch.tensor((torch.cuda.mem_get_info(device)[0] + unused) // 2, device=device)
+            budget = int(all_reduce(free, policy.columns.axis, dist.ReduceOp.MIN))
         rows, draws = self.max_rows, n
         if budget is not None:
             one = _row_bytes(policy, columns)
@@ -115,6 +136,7 @@ class _Policy(NamedTuple):
     skeleton: PreTrainedModel
     decoder: Decoder | None  # of the skeleton, if it is of a kind that has one
     head: Head  # in float32 or wider, as the training pass computes its logits
+    columns: Columns  # that it gives
     kernels: Kernels
     prefill_tokens: int
 
@@ -208,30 +230,31 @@ def _passes(lengths: Sequence[int], budget: int) -> Iterator[slice]:
 
 
 def _row_bytes(policy: _Policy, columns: int) -> int:
-    """Bytes of a row's keys and values, seen in a pass over one token."""
-    token, kept = torch.zeros(1, 1, dtype=torch.int64, device=policy.head.weight.device), caches.Layers()
-    attend = caches.prefill_attention(policy.kernels.attention, make_lengths([1], token.device), kept, [])
-    models.forward(policy.skeleton, token, token, attend=attend)
+    """Bytes of a row's keys and values, seen in a pass over one token for each rank."""
+    count, device, kept = policy.columns.axis.size, policy.head.weight.device, caches.Layers()
+    tokens = torch.zeros(1, count, dtype=torch.int64, device=device)
+    attend = caches.prefill_attention(policy.kernels.attention, make_lengths([1] * count, device), kept, [])
+    models.forward(policy.skeleton, tokens, tokens, attend=attend)
     return caches.row_bytes(kept, columns)
 
 
 def _prefill(policy: _Policy, wave: _Wave, columns: int) -> tuple[Tensor, caches.Layers, list[AttentionLayer]]:
     """The logits [B * n, V] after each prompt, the cache of the prompts' keys and values, and what each call asks of
     attention. Each prompt runs once."""
-    cache: caches.Layers = {}
+    cache, axis = caches.Layers(), policy.columns.axis
     logits, asked = [], list[AttentionLayer]()
     n = len(wave.rows) // len(wave.lengths)
     for part in _passes(wave.lengths, policy.prefill_tokens):
-        packed = unpad(wave.tokens[part], wave.mask[part])
+        packed = unpad(wave.tokens[part], wave.mask[part], multiple=axis.size)
         prompts: caches.Layers = {}
         asked.clear()
         attend = caches.prefill_attention(policy.kernels.attention, packed.lengths, prompts, asked)
         hidden = models.forward(policy.skeleton, packed.tokens[None], packed.positions[None], attend=attend)[0]
-        last = hidden[packed.lengths.cu_seqlens[1:].long() - 1]
+        count = part.stop - part.start
+        last = all_gather(hidden, axis)[packed.lengths.cu_seqlens[1 : count + 1].long() - 1]
         logits.append(logits_of(policy.head, last, policy.kernels.linear))
         cache = cache or caches.allocate(prompts, len(wave.rows), columns)
-        shape = len(packed.lengths.lengths), wave.mask.shape[1]
-        caches.write_prompts_(cache, part.start * n, prompts, packed.index, shape, n)
+        caches.write_prompts_(cache, part.start * n, prompts, packed.index, (count, wave.mask.shape[1]), n)
     return wave.each(torch.cat(logits)), cache, asked
 
 
@@ -243,7 +266,7 @@ def _decode(policy: _Policy, wave: _Wave, ask: Ask, on_step: _FinishedRows | Non
     columns = min(total, width + _CHUNK)
     logits, cache, asked = _prefill(policy, wave, columns)
     next_hidden = _stepper(policy, asked, total)
-    stops = _stop_table(sampling, logits)
+    stops = _stop_table(sampling, policy.columns.size, rows.device)
     pads = wave.each(width - wave.mask.sum(1, keepdim=True))
     first, bias = _padding(pads, columns, cache)
     done = torch.zeros_like(rows, dtype=torch.bool)
@@ -255,7 +278,7 @@ def _decode(policy: _Policy, wave: _Wave, ask: Ask, on_step: _FinishedRows | Non
         if t % _CHUNK == 0:
             places = torch.arange(t, min(t + _CHUNK, most), device=rows.device)
             uniforms = ask.key.uniform(wave.row_ids[rows], places)
-        drawn = draw(logits, uniforms[:, t % _CHUNK], sampling)
+        drawn = draw(logits, uniforms[:, t % _CHUNK], sampling, policy.columns)
         steps.append(_Step(rows, t, *drawn))
         stopped = stops[drawn.tokens] if ends or on_step is not None else done
         if reader is not None:
@@ -293,11 +316,19 @@ def _stepper(
 
     Rows become at most `length` tokens long.
     """
-    decoder = policy.decoder
+    decoder, axis = policy.decoder, policy.columns.axis
+
+    def by_modules(tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        positions = positions.expand_as(tokens)
+        if axis.size == 1:
+            return models.forward(policy.skeleton, tokens, positions, attend=attend)[:, 0]
+        fill = 0, -len(tokens) % axis.size  # to a packed row, of which each rank has a slice between the blocks
+        row = [F.pad(x[:, 0], fill)[None] for x in (tokens, positions)]
+        hidden = models.forward(policy.skeleton, *row, attend=caches.as_packed(attend, len(tokens)))[0]
+        return all_gather(hidden, axis)[: len(tokens)]
+
     if decoder is None:
-        return lambda tokens, positions, attend: models.forward(
-            policy.skeleton, tokens, positions.expand_as(tokens), attend=attend
-        )[:, 0]
+        return by_modules
     rotation = decoder.rotation(length)
     return lambda tokens, positions, attend: decoder.hidden(
         tokens[:, 0], rotation.at(positions[:, 0]), attend=attend, asked=asked
@@ -310,11 +341,10 @@ def _completed(reader: StopReader, rows: Tensor, tokens: Tensor) -> Tensor:
     return torch.tensor([reader.ends(row, token) for row, token in pairs], device=tokens.device)
 
 
-def _stop_table(sampling: Sampling, logits: Tensor) -> Tensor:
+def _stop_table(sampling: Sampling, size: int, device: torch.device) -> Tensor:
     """bool [V], True at stop tokens."""
-    size = logits.shape[1]
     check_stops(sampling, size)
-    table = torch.zeros(size, dtype=torch.bool, device=logits.device)
+    table = torch.zeros(size, dtype=torch.bool, device=device)
     table[list(sampling.stop_token_ids)] = True
     return table
 

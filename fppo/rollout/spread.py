@@ -5,7 +5,8 @@ All ranks hold the same prompts, keys and records, so the math between the heavy
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
@@ -18,6 +19,7 @@ from fppo.rollout.engine import Ask, Engine
 from fppo.runtime.mesh import AXES, Mesh, gather_objects, place_on, ranks_on
 from fppo.runtime.offload import Lane, to_device
 from fppo.steps.ranks import collect, deal
+from fppo_kernels.collectives import Axis
 
 ALL = AXES
 
@@ -26,26 +28,29 @@ ALL = AXES
 class SpreadEngine:
     """An engine on every rank: each answers some of the prompts, and all get the whole rollout, in its usual order.
 
-    The engine knows how parameters lie on the mesh. If its draws depend on the key and the rows alone, the rollout is
-    that of one process.
+    The engine knows how parameters lie on the mesh; ranks of the axes `together` answer the prompts of all of them
+    together. If its draws depend on the key and the rows alone, the rollout is that of one process.
     """
 
     engine: Engine
     mesh: Mesh
     pad_token_id: int
+    together: tuple[str, ...] = ()
 
     def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
         """The rollout of all prompts, the same on every rank."""
         if ranks_on(self.mesh, ALL) == 1:
             return self.engine.generate(params, ask)
         shares = deal(len(ask.prompts.tokens), self.mesh)
-        own, n = shares[place_on(self.mesh, ALL)], ask.sampling.n
-        # a rank without a prompt makes an answer that nobody reads: engines gather parameters together
-        places = own or [0]
+        own, n = set(shares[place_on(self.mesh, ALL)]), ask.sampling.n
+        # ranks without a prompt make an answer that nobody reads: engines gather parameters together
+        places = asked_together(shares, self.mesh, self.together) or [0]
+        kept = [row for row in range(n * len(places)) if places[row // n] in own]
 
         def on_finished(row: int, response: list[int], finish: str) -> None:
-            assert ask.on_finished is not None
-            ask.on_finished(own[row // n] * n + row % n, response, finish)
+            prompt = places[row // n]
+            if ask.on_finished is not None and prompt in own:
+                ask.on_finished(prompt * n + row % n, response, finish)
 
         share = attrs.evolve(
             ask,
@@ -54,7 +59,7 @@ class SpreadEngine:
             on_finished=on_finished if own and ask.on_finished is not None else None,
         )
         rollout = self.engine.generate(params, share)
-        return self._gathered(rollout if own else batches.rows(rollout, []), ask, shares)
+        return self._gathered(batches.rows(rollout, kept), ask, shares)
 
     def _gathered(self, own: Rollout, ask: Ask, shares: list[list[int]]) -> Rollout:
         """The rollout of all ranks from each rank's rows of it."""
@@ -85,6 +90,16 @@ class SpreadEngine:
             versions=collect(own.versions, rows, self.mesh, ALL),
             finish=Column(reason for _, reason in sorted(zip(places, finish, strict=True))),
         )
+
+
+def asked_together(shares: Sequence[Sequence[int]], mesh: Mesh, axes: Sequence[str]) -> list[int]:
+    """Of what is dealt to all ranks the share of this one, and of those with other places on these axes alone."""
+    places = (range(mesh[name].size) if name in axes else [mesh[name].rank] for name in ALL)
+    ranks = [
+        Mesh({name: Axis(mesh[name].size, at) for name, at in zip(ALL, place, strict=True)})
+        for place in itertools.product(*places)
+    ]
+    return sorted(number for rank in ranks for number in shares[place_on(rank, ALL)])
 
 
 @attrs.frozen(kw_only=True)

@@ -24,7 +24,6 @@ from fppo.rewards.question import score_in
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
 from fppo.rollout.records import number_rows, rollout_of
-from fppo.runtime import fsdp
 from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.simulate import simulate
 from fppo_kernels.record import Kernels
@@ -154,13 +153,15 @@ def test_what_is_no_template_or_pattern_is_refused():
 
 def embedded(mesh=LOCAL, *, temperature=0.0, **changes):
     tokenizer = character_tokenizer("0123456789|abcdefghijklmnopqrstuvwxyz")
-    model = small_model(len(tokenizer), width=16, layers=1)
+    whole = small_model(len(tokenizer), width=16, layers=1)
+    model = models.place(whole, mesh)
     g = torch.Generator().manual_seed(3)
-    params = {n: x + 0.5 * torch.randn(x.shape, generator=g) for n, x in models.init_params(model, Key(0)).items()}
+    params = {n: x + 0.5 * torch.randn(x.shape, generator=g) for n, x in models.init_params(whole, Key(0)).items()}
     engine = EmbeddedEngine(model=model, kernels=Kernels.named(), pad_token_id=0, max_rows=3, mesh=mesh)
     sampling = Sampling(max_tokens=6, stop_token_ids=(1,), greedy=not temperature, temperature=temperature or 1.0)
     defaults = {"tokenizer": tokenizer, "pattern": r"(\d)", "template": "{response}|{prompt}", "sampling": sampling}
-    return judge(engine, params=fsdp.shard(params, mesh), mesh=mesh, **(defaults | changes))
+    params = models.own_params(model, params, mesh)
+    return judge(engine, params=params, mesh=mesh, together=engine.together, **(defaults | changes))
 
 
 TEN = rollout(list("abcdefghij"), ["k", "lm", "n", "opq", "r", "s", "tu", "v", "w", "x"], list(range(10)))
@@ -185,8 +186,8 @@ def test_a_row_is_judged_alone_as_among_others_and_on_any_rank(temperature):
         mesh = attrs.evolve(mesh, sharding=Sharding())
         return embedded(mesh, temperature=temperature)(TEN)
 
-    for ranks in (2, 3):
-        for scores, noted in simulate({"shard": ranks}, on_rank):
+    for axes in ({"shard": 2}, {"shard": 3}, {"replicate": 2, "tensor": 2}):
+        for scores, noted in simulate(axes, on_rank):
             assert torch.equal(scores, want)
             assert metrics.report(noted) == metrics.report(report)
     few = batches.rows(TEN, [4])

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from fppo.key import Key
 from fppo.rollout.engine import Sampling
-from fppo.rollout.sampling import draw, inverse_cdf, process_logits
+from fppo.rollout.sampling import Columns, draw, inverse_cdf, process_logits
+from fppo.runtime.layout import Cut
+from fppo.runtime.simulate import simulate
 
 ALMOST_ONE = 1 - 2.0**-53
 
@@ -110,6 +112,38 @@ def test_log_probs_are_of_the_two_distributions(sampling, dtype):
     torch.testing.assert_close(drawn.sampling_log_probs, processed.gather(1, drawn.tokens[:, None])[:, 0], **tolerance)
     assert drawn.log_probs.dtype == drawn.sampling_log_probs.dtype == dtype
     assert drawn.sampling_log_probs.isfinite().all()
+
+
+@given(
+    ranks=st.integers(2, 4),
+    size=st.sampled_from([4, 31, 700]),
+    sampling=st.builds(
+        Sampling,
+        temperature=st.sampled_from([1.0, 0.5, 2.0]),
+        top_k=st.sampled_from([None, 1, 30, 500]),
+        top_p=st.sampled_from([1.0, 0.9, 0.1]),
+        greedy=st.booleans(),
+    ),
+    scale=st.sampled_from([0.01, 3.0, 400.0]),
+    seed=st.integers(0, 2**31),
+)
+@example(ranks=3, size=700, sampling=Sampling(top_p=0.9), scale=0.01, seed=0)  # more than are looked at first
+def test_ranks_with_some_of_the_columns_each_draw_together(ranks, size, sampling, scale, seed):
+    """Also equal logits on several ranks, and ranks without a likely token."""
+    logits = logits_of(5, size, seed, scale=scale)
+    logits[4] = logits[4].round()
+    uniforms = Key(seed).uniform(torch.arange(5), 1)[:, 0]
+    expected, cut = draw(logits, uniforms, sampling), Cut(1, ranks, (size,))
+
+    def on_rank(mesh):
+        axis = mesh["tensor"]
+        columns = Columns(axis, cut.runs(axis.rank)[0][0], size)
+        return draw(cut.take(logits, axis.rank), uniforms, sampling, columns)
+
+    for drawn in simulate({"tensor": ranks}, on_rank):
+        assert torch.equal(drawn.tokens, expected.tokens)
+        torch.testing.assert_close(drawn.log_probs, expected.log_probs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(drawn.sampling_log_probs, expected.sampling_log_probs, rtol=1e-12, atol=1e-12)
 
 
 def test_greedy_takes_the_likeliest():

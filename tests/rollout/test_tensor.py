@@ -1,0 +1,111 @@
+"""The embedded engine on a tensor axis draws what one process draws, and no rank has whole weights, keys or values."""
+
+import attrs
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fppo import models
+from fppo.key import Key
+from fppo.rollout import cache as caches
+from fppo.rollout import decoder, embedded
+from fppo.rollout.engine import Ask, Sampling
+from fppo.rollout.spread import SpreadEngine
+from fppo.runtime.layout import Cut
+from fppo.runtime.mesh import Sharding
+from fppo.runtime.simulate import simulate
+from tests.models.families import make
+from tests.rollout.test_embedded import PAD, STOPS, engine_of, make_prompts
+
+PLAIN = Sampling(n=2, max_tokens=6, stop_token_ids=STOPS)
+CUT = Sampling(temperature=0.8, top_k=20, top_p=0.9, max_tokens=4)
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of all that is computed or gathered."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.seen |= {tuple(x.shape) for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)}
+        return out
+
+
+def on_ranks(model, params, axes, ask, **changes):
+    """Each rank's rollout, the rows that it reported, and the shapes of what it computed."""
+
+    def on_rank(mesh):
+        mesh = attrs.evolve(mesh, sharding=Sharding())
+        placed = models.place(model, mesh)
+        own, reported = models.own_params(placed, params, mesh), {}
+        engine = engine_of(placed, mesh=mesh, **changes)
+        spread = SpreadEngine(engine=engine, mesh=mesh, pad_token_id=PAD, together=engine.together)
+        asked = attrs.evolve(ask, on_finished=lambda row, tokens, finish: reported.update({row: (tokens, finish)}))
+        with Shapes() as shapes:
+            rollout = spread.generate(own, asked)
+        return rollout, reported, shapes.seen
+
+    return simulate(axes, on_rank)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "sampling", "fast"),
+    [
+        ("qwen2", {"tensor": 4}, PLAIN, True),  # of 2 key heads
+        ("llama", {"shard": 2, "tensor": 2}, CUT, True),
+        ("qwen3", {"pipeline": 2, "tensor": 2}, PLAIN, True),
+        pytest.param("mistral", {"tensor": 2}, CUT, True, marks=pytest.mark.slow),
+        pytest.param("gemma2", {"replicate": 2, "tensor": 2}, PLAIN, False, marks=pytest.mark.slow),
+        ("olmo2", {"tensor": 4}, CUT, False),
+        pytest.param("gpt_oss", {"tensor": 2}, PLAIN, False, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {"tensor": 2}, attrs.evolve(PLAIN, greedy=True), False, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_of_a_tensor_axis_draw_together_what_one_process_draws(name, axes, sampling, fast, monkeypatch):
+    model, params = make(name)
+    ask = Ask(make_prompts(), sampling, Key(3))
+    expected = engine_of(model).generate(params, ask)
+    allocate, join, cached, joined, made = caches.allocate, Cut.join, [], [], []
+
+    def watched(like, rows, columns):
+        cache = allocate(like, rows, columns)
+        cached.extend(x.shape[:2] for pair in cache.values() for x in pair)
+        return cache
+
+    monkeypatch.setattr(caches, "allocate", watched)
+    monkeypatch.setattr(embedded, "decoder_of", lambda *args: made.append(decoder.decoder_of(*args)) or made[-1])
+    monkeypatch.setattr(Cut, "join", lambda *args: joined.append(args) or join(*args))
+    ranks = on_ranks(model, params, axes, ask)
+    assert {found is not None for found in made} == {fast}
+    rows, heads = zip(*cached, strict=True)
+    assert set(heads) == {max(1, 2 // axes["tensor"])}  # of keys and values, each in 2 layers
+    assert sum(rows) == 2 * 2 * axes["tensor"] * 6 * sampling.n
+    assert joined == []
+    for rollout, _, seen in ranks:
+        assert torch.equal(rollout.tokens, expected.tokens)
+        assert rollout.finish == expected.finish
+        for column in ("rollout_log_probs", "sampling_log_probs"):
+            torch.testing.assert_close(getattr(rollout, column), getattr(expected, column), rtol=0, atol=1e-10)
+        assert (31, 16) not in seen
+        if not sampling.top_k:  # else the likeliest of all are looked at, here 31
+            assert not any(shape[-1:] == (31,) and len(shape) == 2 for shape in seen)
+    rows = [row for _, reported, _ in ranks for row in reported]
+    assert sorted(rows) == list(range(6 * sampling.n))
+    for _, reported, _ in ranks:
+        for row, (tokens, finish) in reported.items():
+            own = expected.response_mask[row]
+            assert (expected.tokens[row, -len(own) :][own].tolist(), expected.finish[row]) == (tokens, finish)
+
+
+def test_waves_and_ranks_without_prompts():
+    """The bound of one rank's bytes is of its part of a row: 2 layers of keys and values of one head, 9 x 4 numbers."""
+    model, params = make("qwen2")
+    ask = Ask(make_prompts((4, 7)), Sampling(max_tokens=2), Key(3))
+    expected = engine_of(model).generate(params, ask)
+    for rollout, *_ in on_ranks(model, params, {"replicate": 2, "tensor": 2}, ask, cache_bytes=2 * 2 * 9 * 4 * 8):
+        assert torch.equal(rollout.tokens, expected.tokens)
+        torch.testing.assert_close(rollout.rollout_log_probs, expected.rollout_log_probs, rtol=0, atol=1e-10)
