@@ -6,12 +6,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fppo import models
 from fppo.models import flops, spans
 from fppo.models.spans import layer_spans, staged
 from fppo.runtime.simulate import simulate
+from fppo_kernels.attention.sdpa import sdpa
 from fppo_kernels.collectives import Axis
+from fppo_kernels.padding import make_lengths
 from tests import tiny
 from tests.models.families import CONFIGS, make
 
@@ -83,6 +87,29 @@ def test_every_parameter_is_where_it_is_used(ranks, chunks, head, tied):
         assert placed.whole_shapes == model.shapes
         for number, span in enumerate(placed.spans):
             assert models.stage_of(placed, number).shapes.keys() == set(span.names)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_middle_stage_has_and_makes_nothing_as_large_as_the_embeddings(dtype):
+    model = models.build(tiny.config(num_hidden_layers=3, vocab_size=500), compute_dtype=dtype)
+    placed, most = staged(model, Axis(3, 1)), 0
+    params = {name: torch.randn(shape, requires_grad=True) for name, shape in placed.shapes.items()}
+    assert all(placed.layer_of(name) == 1 for name in params)
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal most
+            out = func(*args, **(kwargs or {}))
+            found = [x.untyped_storage().nbytes() for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+            most = max(most, *found, 0)
+            return out
+
+    received, tokens = torch.randn(4, 16, dtype=dtype), torch.arange(4)
+    attend = models.packed_attention(sdpa, make_lengths([4]))
+    with Largest():
+        hidden = models.hidden_states(placed, params, tokens, tokens, attend=attend, received=received)
+        torch.autograd.grad(hidden.sum(), list(params.values()))
+    assert 24 * 16 * 4 <= most < 500 * 16
 
 
 def test_a_rank_does_not_run_alone():
