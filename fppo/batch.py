@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fppo import tree
 from fppo.tree import state
+from fppo_kernels.padding import sent
 
 R = TypeVar("R")
 _COLUMNS = "columns"  # metadata of a field that holds columns by name, in a dict
@@ -134,7 +135,7 @@ def rows(record: R, index: Tensor | Sequence[int]) -> R:
     def take(column: Any) -> Any:
         if isinstance(column, Tensor):
             if column.device not in places:
-                places[column.device] = index.to(column.device, non_blocking=True)
+                places[column.device] = sent(index, column.device)
             return column[places[column.device]]
         return Column([column[i] for i in numbers])
 

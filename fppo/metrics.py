@@ -53,7 +53,9 @@ for _kind in get_args(Metric):  # so that the structure of a tree with metrics i
 def mean(value: Tensor | float, count: Tensor | float = 1.0) -> Mean:
     """The mean of `count` things that add up to `value`; for one number, the number."""
     total = torch.as_tensor(value).detach().double()
-    return Mean(total, torch.as_tensor(count).detach().to(total))
+    if isinstance(count, Tensor):
+        return Mean(total, count.detach().to(total))
+    return Mean(total, torch.full_like(total, count))
 
 
 def total(value: Tensor | float) -> Sum:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fppo.laws._kernels import grads, words
 from fppo.laws._search import Example, Law, check, differ, fn_name, normal, unchanged
-from fppo_kernels.padding import IGNORE
+from fppo_kernels.padding import IGNORE, find_places
 
 SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (3, 3), (5, 6), (0, 3))
 SEEDS = 7
@@ -124,6 +124,19 @@ def _wide(mask: Tensor) -> Tensor:
     return mask[..., None].expand(*mask.shape, 2)
 
 
+def _places(unpad: Callable, example: Example, generator: torch.Generator) -> str | None:
+    tokens, mask = example.inputs["tokens"], example.inputs["mask"]
+    found = find_places(mask)
+    for multiple in (1, 4):
+        plain, told = (unpad(tokens, mask, multiple=multiple, places=x) for x in (None, found))
+        for name in ("tokens", "positions", "labels", "index"):
+            if reason := differ(name, getattr(plain, name), getattr(told, name), 0.0):
+                return f"with places, {reason}"
+        if reason := _lengths_differ(told.lengths, list(plain.lengths.lengths)):
+            return f"with places, {reason}"
+    return None
+
+
 def _purity(unpad: Callable, example: Example, generator: torch.Generator, *, pad: Callable) -> str | None:
     copy, weights = example.map(torch.clone), example.weights.clone()
     packed = unpad(*example.inputs.values(), columns={"weights": example.weights})
@@ -158,15 +171,16 @@ def _laws(pad: Callable) -> tuple[Law, ...]:
         Law("round trip", "pad undoes unpad on the mask and gives 0 elsewhere", partial(_round_trip, pad=pad)),
         Law("columns", "numbers go to and from their places, and gradients select", partial(_columns, pad=pad)),
         Law("multiple", "a fill is one more sequence of 0 at the end, which pad drops", partial(_multiple, pad=pad)),
+        Law("places", "with the places of the real tokens, unpad gives what it does without", _places),
     )
 
 
 def check_padding(unpad: Callable[..., Any], pad: Callable[..., Tensor], *, device: torch.device | str = "cpu") -> None:
     """Put a pair of functions through the laws of padding: `laws.check_padding(my_unpad, my_pad)`.
 
-    `unpad(tokens [B, S], mask [B, S], *, columns, multiple)` returns a record with tokens, positions, labels, lengths,
-    index and columns (see `fppo_kernels.padding`), `pad(x [N, ...], index, (B, S))` the tensor [B, S, ...] with zeros
-    elsewhere.
+    `unpad(tokens [B, S], mask [B, S], *, columns, multiple, places)` returns a record with tokens, positions, labels,
+    lengths, index and columns (see `fppo_kernels.padding`), `pad(x [N, ...], index, (B, S))` the tensor [B, S, ...]
+    with zeros elsewhere. `places`, of `find_places`, spare the host a wait for the mask.
 
     Tokens come row by row, with their positions and lengths; a label is the next token of the same row, never of the
     next one; columns go with their tokens; a fill up to a multiple is one sequence at the end that `pad` drops; the

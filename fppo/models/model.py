@@ -17,6 +17,7 @@ from fppo.models import routing, seams
 from fppo.models.inner import OWN, Inner, compile_layers, put_kernels
 from fppo.models.seams import packed_attention, padded_attention
 from fppo.runtime.layout import Extent, Layout
+from fppo_kernels.padding import sent
 
 __all__ = ["HeadKind", "Model", "Params", "build", "packed_attention", "padded_attention"]
 
@@ -80,6 +81,16 @@ class Model:
         """The whole shapes, with the cuts of a tensor axis."""
         layout = self.layout
         return self.shapes if layout is None else {name: layout.extent(name) for name in layout.whole}
+
+    def constants_on(self, device: torch.device) -> Mapping[str, Tensor]:
+        """The constants on a device, to which each thread sends its own once."""
+        if device.type == "cpu":
+            return self.constants
+        kept: dict[torch.device, Mapping[str, Tensor]] = self._copies.__dict__.setdefault("constants", {})
+        if device not in kept:
+            with torch.inference_mode(False):  # what rollouts have sent, training may use
+                kept[device] = {name: sent(x, device) for name, x in self.constants.items()}
+        return kept[device]
 
     @property
     def outputs(self) -> int:

@@ -56,8 +56,7 @@ def bind(
     skeleton = model.own_skeleton(OWN if kernels is None else inner_of(kernels), compiled=compiled)
     base_params = _base_params(model, params)
     device = next(iter(base_params.values())).device
-    constants = {name: x.to(device) for name, x in model.constants.items()}
-    tensors = {f"skeleton.{name}": x for name, x in {**base_params, **constants}.items()}
+    tensors = {f"skeleton.{name}": x for name, x in {**base_params, **model.constants_on(device)}.items()}
     with _precision(base_params):
         return functional_call(_Call(skeleton), tensors, (fn,))
 
@@ -121,16 +120,18 @@ def hidden_states(
     apply_layer: ApplyLayer | None = None,
     received: Tensor | None = None,
     routes: Routes | None = None,
+    longest: int | None = None,
 ) -> Tensor:
     """Hidden states after the last norm: [N, H] of packed tokens [N], or [B, S, H] of rows [B, S].
 
     What is inside the layers runs by `kernels`, or by the model's own code. With `apply_layer` the layers' parameters
     need not be in `params`; casting and checkpointing are then its business. A stage of a pipeline gives what its last
     layer does, the last stage that after the norm; all but the first take what the one before gave as `received`.
-    `routes` gets what routers choose, or says what they are to. Raises ValueError for rows longer than `longest_row`,
-    and for a kernel that has no place in the model.
+    `routes` gets what routers choose, or says what they are to. `longest` is the length of the longest row, for which
+    the host waits without it. Raises ValueError for rows longer than `longest_row`, and for a kernel that has no place
+    in the model.
     """
-    _check_length(model, positions)
+    _check_length(model, positions, longest)
     packed = tokens.ndim == 1
     if packed:
         tokens, positions = tokens[None], positions[None]
@@ -171,11 +172,14 @@ def _only_span(model: Model, received: Tensor | None) -> Span | None:
     return span
 
 
-def _check_length(model: Model, positions: Tensor) -> None:
+def _check_length(model: Model, positions: Tensor, longest: int | None) -> None:
     limit = longest_row(model.config)
-    if limit is None or type(positions) is not Tensor or positions.is_meta:  # a fake tensor has no numbers
+    if limit is None:
         return
-    longest = int(positions.max()) + 1
+    if longest is None:
+        if type(positions) is not Tensor or positions.is_meta:  # a fake tensor has no numbers
+            return
+        longest = int(positions.max()) + 1
     if longest > limit:
         raise ValueError(f"a row of {longest} tokens: " + over_long(model.config, limit))
 
@@ -195,7 +199,7 @@ def call_layer(
     start = f"{model.layers[index]}."
     tensors = {name: _bound(model, f"{model.prefix}{start}{name}", x) for name, x in layer_params.items()}
     device = next(iter(tensors.values())).device
-    constants = {name[len(start) :]: x.to(device) for name, x in model.constants.items() if name.startswith(start)}
+    constants = {name[len(start) :]: x for name, x in model.constants_on(device).items() if name.startswith(start)}
     with _precision(tensors):
         return functional_call(layer, {**tensors, **constants}, args, dict(kwargs))
 

@@ -22,9 +22,11 @@ from fppo.steps.experts import LOAD, RouterTotals, check_routers, router_losses,
 from fppo.steps.forward import Forward, forward_micro_batch, run_passes
 from fppo.steps.loop import Loop, Mark, MiniBatch, Objective, OfMiniBatch, update, weighted_sum
 from fppo.steps.optimizers import Optimizer
+from fppo.steps.packed import blank_masks, indexed
 from fppo.steps.ranks import blank, collect
 from fppo.steps.sharded import Whole
 from fppo.steps.train_state import Params, TrainState
+from fppo_kernels.padding import sent
 
 LossFn = Callable[..., tuple[Tensor, Metrics]]
 OldLogProbs = Literal["pass", "engine", "update", "auto"]
@@ -228,12 +230,17 @@ def _select(
         return new
 
     groups = [*mini.micro_batches, *([[]] * (mini.passes - len(mini.micro_batches)))]
-    every = [batches.rows(mini.own, numbers) if numbers else blank(mini.own) for numbers in groups]
+    every = [
+        indexed(*batches.rows((mini.own, mini.masks), numbers), forward)
+        if numbers
+        else indexed(blank(mini.own), blank_masks(mini.masks), forward)
+        for numbers in groups
+    ]
     with torch.no_grad():
         results = run_passes(run, params, every, forward=forward, shape=lambda rows: rows.response_mask.shape)
     log_probs = torch.zeros_like(mini.own.old_log_probs)
     for numbers, new in zip(mini.micro_batches, results, strict=False):
-        log_probs = log_probs.index_copy(0, torch.tensor(numbers, device=log_probs.device), new.to(log_probs))
+        log_probs = log_probs.index_copy(0, sent(torch.tensor(numbers), log_probs.device), new.to(log_probs))
     log_probs = collect(log_probs, mini.shares, forward.mesh)
     rows = mini.rows
     noise = key.uniform(rows.row_ids, rows.response_mask.shape[1])

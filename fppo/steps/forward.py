@@ -22,12 +22,25 @@ from fppo.shapes import Outputs, Tokens
 from fppo.steps import experts
 from fppo.steps.experts import RoutedPass, RouterSums
 from fppo.steps.micro_batching import MicroBatching, partition
-from fppo.steps.packed import cutting, gathered, multiple, own_tokens, slice_of
+from fppo.steps.packed import (
+    Indexed,
+    Indices,
+    blank_masks,
+    cutting,
+    gathered,
+    indexed,
+    indices_of,
+    masks_of,
+    multiple,
+    own_tokens,
+    slice_of,
+)
 from fppo.steps.ranks import blank, rounds
 from fppo.steps.sharded import Opened, Whole, cast, opened, whole
 from fppo.steps.stages import stage_outputs
 from fppo.steps.train_state import Params
 from fppo_kernels.collectives import all_gather, same
+from fppo_kernels.padding import sent
 from fppo_kernels.record import Kernels
 from fppo_kernels.shapes import Float, Int
 
@@ -54,7 +67,8 @@ class Forward:
 
     `remove_padding` packs the rows of a pass; without it the padded rows run as they are. `read` makes values [...] of
     what a value head gives, [..., K]. `received` is what one stage of a pipeline has from the stage before it, in a
-    pass of it. With `replay` the routers of experts choose what the rows' `routed` [B, S, L, k] says.
+    pass of it. With `replay` the routers of experts choose what the rows' `routed` [B, S, L, k] says. With the
+    `indices` of a pass's rows it waits for no device.
     """
 
     model: Model
@@ -64,6 +78,7 @@ class Forward:
     read: Callable[[Tensor], Tensor] = first_output
     received: Tensor | None = None
     replay: bool = False
+    indices: Indices | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.replay:
@@ -130,11 +145,11 @@ def forward_micro_batch(
     if goes_on(forward.model):
         raise ValueError("this rank has no head, but stages of a pipeline before it: call compute_outputs on all ranks")
     mask, axis, tensor = rows.response_mask, cutting(forward.mesh), forward.mesh["tensor"]
+    indices = indices_of(rows, forward)
     ready = opened(params, forward.model, forward.mesh)
-    index = mask.flatten().nonzero().flatten()
     tells = not set(OF_ROUTERS).isdisjoint(outputs)
-    hidden, before, routed = _hidden_before_responses(ready, rows, index, forward, tells=tells)
-    own, head = own_tokens(before, len(hidden), axis), models.output_head(forward.model, ready.root)
+    hidden, routed = _hidden(ready, rows, indices, forward, tells=tells)
+    own, head = indices.own, models.output_head(forward.model, ready.root)
     states = hidden[own.places]
     if set(outputs) & set(OF_VALUE_HEADS):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -146,7 +161,7 @@ def forward_micro_batch(
         result = (kernel if tensor.size == 1 else partial(kernel, axis=tensor))(
             states,
             head.weight,
-            rows.tokens[:, -mask.shape[1] :].flatten()[index][own.numbers],
+            rows.tokens[:, -mask.shape[1] :].flatten()[indices.responses][own.numbers],
             bias=head.bias,
             temperature=temperature,
             softcap=head.softcap,
@@ -161,9 +176,9 @@ def forward_micro_batch(
         }
     names = [name for name, x in computed.items() if x is not None]
     own_columns = [same(x, tensor) for x in computed.values() if x is not None]
-    columns = gathered(own_columns, own, before, len(hidden), axis)
+    columns = gathered(own_columns, own, indices.before, len(hidden), axis)
     pad = forward.kernels.pad
-    tokens = {name: pad(x, index, mask.shape) for name, x in zip(names, columns, strict=True)}
+    tokens = {name: pad(x, indices.responses, mask.shape) for name, x in zip(names, columns, strict=True)}
     return TokenOutputs()._replace(
         **tokens, **experts.of_routers(routed, outputs, forward.model, forward.mesh, forward.kernels.pad)
     )
@@ -171,8 +186,7 @@ def forward_micro_batch(
 
 def stage_states(params: Params | Whole | OnHost, rows: Rows, *, forward: Forward) -> Tensor:
     """What a stage of a pipeline hands on: the hidden states [N, H] of this rank's slice after its last layer."""
-    ready = opened(params, forward.model, forward.mesh)
-    return _hidden_before_responses(ready, rows, rows.response_mask.new_zeros(0, dtype=torch.int64), forward)[0]
+    return _hidden(opened(params, forward.model, forward.mesh), rows, indices_of(rows, forward), forward)[0]
 
 
 def goes_on(model: Model) -> bool:
@@ -182,11 +196,7 @@ def goes_on(model: Model) -> bool:
 
 def slice_length(rows: Rows, forward: Forward) -> int:
     """How many tokens of the rows a rank's slice has, between blocks."""
-    if not forward.remove_padding:
-        return rows.tokens.numel()
-    whole = multiple(forward.mesh)
-    length = -(-sum(row_lengths(rows)) // whole) * whole
-    return length // (cutting(forward.mesh).size * forward.mesh["tensor"].size)
+    return indices_of(rows, forward).length
 
 
 def _check_outputs(model: Model, outputs: Sequence[str]) -> None:
@@ -201,18 +211,13 @@ def _check_outputs(model: Model, outputs: Sequence[str]) -> None:
         raise ValueError(f"outputs {list(outputs)} need a {lacks} head; this model has a {has} head")
 
 
-def _hidden_before_responses(
-    params: Opened, rows: Rows, index: Tensor, forward: Forward, *, tells: bool = False
-) -> tuple[Tensor, Tensor, RoutedPass | None]:
-    """Hidden states of this rank's tokens [N, H], and for each response token [M], at flat place index[i] of the
-    response mask [B, T], the place of the token before it among all ranks' tokens, one rank after the other; and what
-    routers tell if they are to."""
-    width, length = rows.tokens.shape[1], rows.response_mask.shape[1]
-    flat = index + (index // max(length, 1) + 1) * (width - length)
+def _hidden(
+    params: Opened, rows: Rows, indices: Indices, forward: Forward, *, tells: bool = False
+) -> tuple[Tensor, RoutedPass | None]:
+    """Hidden states of this rank's tokens [N, H], and what routers tell if they are to."""
     if forward.remove_padding:
-        place = rows.attention_mask.flatten().cumsum(0) - 1
-        hidden, places, routed = _packed_hidden(params, rows, forward, tells=tells)
-        return hidden, places[place[flat] - 1], routed
+        hidden, _, routed = _packed_hidden(params, rows, indices, forward, tells=tells)
+        return hidden, routed
     positions = (rows.attention_mask.cumsum(1) - 1).clamp(min=0)
     attend = models.padded_attention(rows.attention_mask)
     received = None if forward.received is None else forward.received.unflatten(0, rows.tokens.shape)
@@ -228,19 +233,22 @@ def _hidden_before_responses(
         apply_layer=params.apply_layer,
         received=received,
         routes=None if routed is None else routed.routes,
+        longest=max(indices.real.sizes, default=0),
     )
-    return hidden.flatten(0, 1), flat - 1, routed
+    return hidden.flatten(0, 1), routed
 
 
 def _packed_hidden(
-    params: Opened, rows: Rows, forward: Forward, *, tells: bool = False
+    params: Opened, rows: Rows, indices: Indices, forward: Forward, *, tells: bool = False
 ) -> tuple[Tensor, Tensor, RoutedPass | None]:
     """Hidden states of this rank's tokens of the packed row [N, H], and where each token of the row is among all ranks'
     tokens, one rank after the other; and what routers tell if they are to."""
     kernels, mesh = forward.kernels, forward.mesh
     columns = experts.columns(rows, tells=tells, replay=forward.replay)
-    packed = kernels.unpad(rows.tokens, rows.attention_mask, columns=columns, multiple=multiple(mesh))
-    part = slice_of(packed, forward.model, kernels, mesh)
+    packed = kernels.unpad(
+        rows.tokens, rows.attention_mask, columns=columns, multiple=multiple(mesh), places=indices.real
+    )
+    part = slice_of(packed, kernels, mesh, indices.dealt)
     columns = {name: part.own(x) for name, x in packed.columns.items()}
     routed = experts.routed_pass(columns, rows, index=packed.index, places=part.places)
     hidden = models.hidden_states(
@@ -253,17 +261,20 @@ def _packed_hidden(
         apply_layer=params.apply_layer,
         received=forward.received,
         routes=None if routed is None else routed.routes,
+        longest=packed.lengths.max_length,
     )
     return (hidden if goes_on(forward.model) else all_gather(hidden, mesh["tensor"])), part.places, routed
 
 
-def _passes(rows: Rows, micro_batching: MicroBatching, mesh: Mesh) -> tuple[Tensor, Iterable[Rows]]:
+def _passes(rows: Rows, micro_batching: MicroBatching, forward: Forward) -> tuple[Tensor, Iterable[Indexed]]:
     """Where each row's result is [B] among those of the micro-batches, and these, with blank ones at the end so that
     all ranks make equally many passes."""
-    groups = partition(row_lengths(rows), micro_batching)
-    (count,) = rounds([len(groups)], mesh, rows.tokens.device)
-    order = batches.inverse([i for group in groups for i in group]).to(rows.tokens.device)
-    return order, chain((batches.rows(rows, group) for group in groups), repeat(blank(rows), count - len(groups)))
+    masks, device = masks_of(rows), rows.tokens.device
+    groups = partition(masks.lengths, micro_batching)
+    (count,) = rounds([len(groups)], forward.mesh, device)
+    order = sent(batches.inverse([i for group in groups for i in group]), device)
+    own = (indexed(*batches.rows((rows, masks), group), forward) for group in groups)
+    return order, chain(own, repeat(indexed(blank(rows), blank_masks(masks), forward), count - len(groups)))
 
 
 def _for_passes(params: Params | Whole | OnHost, forward: Forward) -> Params | Whole | OnHost:
@@ -280,20 +291,20 @@ def _for_passes(params: Params | Whole | OnHost, forward: Forward) -> Params | W
 def run_passes(
     fn: Callable[..., Tensor],
     params: Params | Whole | OnHost,
-    micro_batches: Iterable[Rows],
+    micro_batches: Iterable[Indexed],
     *,
     forward: Forward,
     shape: Callable[[Rows], Sequence[int]],
 ) -> list[Tensor]:
     """`fn(params, rows, forward=forward)` of each micro-batch, of `shape(rows)`; on a pipeline axis on all ranks."""
     if not forward.model.spans:
-        return [fn(params, rows, forward=forward) for rows in micro_batches]
+        return [fn(params, one.rows, forward=one.on(forward)) for one in micro_batches]
     every = list(micro_batches)
 
-    def run(params: Params | Whole | OnHost, rows: Rows, *, forward: Forward) -> Tensor:
-        return (stage_states if goes_on(forward.model) else fn)(params, rows, forward=forward)
+    def run(params: Params | Whole | OnHost, one: Indexed, *, forward: Forward) -> Tensor:
+        return (stage_states if goes_on(forward.model) else fn)(params, one.rows, forward=one.on(forward))
 
-    lengths, shapes = [slice_length(rows, forward) for rows in every], [shape(rows) for rows in every]
+    lengths, shapes = [slice_length(one.rows, one.on(forward)) for one in every], [shape(one.rows) for one in every]
     return stage_outputs(run, params, every, forward=forward, lengths=lengths, shapes=shapes)
 
 
@@ -328,7 +339,7 @@ def compute_outputs(
         columns = [getattr(out, name) for name in names]
         return torch.cat([x.movedim(-1, 0) if x.dim() > 2 else x[None] for x in columns])
 
-    order, micro_batches = _passes(rows, micro_batching, forward.mesh)
+    order, micro_batches = _passes(rows, micro_batching, forward)
     ready = _for_passes(params, forward)
     shape = lambda rows: (sum(sizes), *rows.response_mask.shape)  # noqa: E731
     results = torch.cat(run_passes(run, ready, micro_batches, forward=forward, shape=shape), 1)[:, order]
@@ -372,7 +383,7 @@ def compute_reward_scores(
     """
     _check_outputs(forward.model, ("values",))
     forward = attrs.evolve(forward, remove_padding=True)
-    order, micro_batches = _passes(rows, micro_batching, forward.mesh)
+    order, micro_batches = _passes(rows, micro_batching, forward)
     ready = _for_passes(params, forward)
     scores = run_passes(_scores, ready, micro_batches, forward=forward, shape=lambda rows: rows.tokens.shape[:1])
     return torch.cat(scores)[order].float()
@@ -382,7 +393,7 @@ def _scores(params: Params | Whole | OnHost, rows: Rows, *, forward: Forward) ->
     """The head at the last token of each of some rows [b]."""
     ready = opened(params, forward.model, forward.mesh)
     head = models.output_head(forward.model, ready.root)
-    hidden, places, _ = _packed_hidden(ready, rows, forward)
+    hidden, places, _ = _packed_hidden(ready, rows, indices_of(rows, forward), forward)
     last = places[rows.attention_mask.sum(1).cumsum(0) - 1]
     own = own_tokens(last, len(hidden), cutting(forward.mesh))
     numbers = F.linear(hidden[own.places].to(head.weight.dtype), head.weight, head.bias)[:, 0].float()

@@ -21,9 +21,10 @@ from fppo.runtime.mesh import DATA_AXES, data_metrics, gradient_sum, place_on, r
 from fppo.runtime.schedule import MakeSchedule, one_f_one_b
 from fppo.shapes import Tokens
 from fppo.steps.experts import balanced, check_biases, split_loads
-from fppo.steps.forward import Forward, Rows, goes_on, row_lengths, slice_length, stage_states
+from fppo.steps.forward import Forward, Rows, goes_on, slice_length, stage_states
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.optimizers import Optimizer
+from fppo.steps.packed import Indices, Masks, blank_masks, indexed, masks_of
 from fppo.steps.ranks import blank, mini_batches, rounds, shares
 from fppo.steps.sharded import Whole, accumulable, cast, scattered, whole
 from fppo.steps.stages import stage_gradients
@@ -65,9 +66,23 @@ class MiniBatch(NamedTuple):
 
     rows: Any  # all of them
     own: Any
+    masks: Masks  # of this rank's, on the host
     shares: list[list[int]]  # the numbers of the rows that each data rank takes
     micro_batches: list[list[int]]  # of this rank's rows
     passes: int  # that this rank makes: as many as its micro-batches, or more, to keep up with others
+
+
+class Pass(NamedTuple):
+    """A micro-batch as a pass takes it."""
+
+    objective: Objective
+    rows: Any
+    weights: Tensor  # [b, T]
+    indices: Indices  # of the rows
+
+    def loss(self, params: Params | Whole, *, forward: Forward) -> tuple[Tensor, Metrics]:
+        """What is made smaller, and the metrics of the objective."""
+        return self.objective(params, self.rows, self.weights, forward=attrs.evolve(forward, indices=self.indices))
 
 
 # What an update makes smaller: objective(params, rows, weights, *, forward) -> (0-d loss, metrics), the part of it that
@@ -117,18 +132,18 @@ def update(
     if loop.mini_batch_size > (count := len(batch.row_ids)):
         raise ValueError(f"mini_batch_size={loop.mini_batch_size}: the batch has {count} rows; give at most as many")
     history: list[Metrics] = []
-    place = key or Key(0)
+    place, masks = key or Key(0), masks_of(batch)
     mesh = attrs.evolve(forward.mesh, layout=forward.model.layout)
     for epoch in range(loop.epochs):
         drawn = None if key is None else key.fold("epoch", epoch)
-        for number, mini in enumerate(_mini_batches(batch, loop, forward, drawn)):
+        for number, mini in enumerate(_mini_batches(batch, masks, loop, forward, drawn)):
             totals = losses.count_totals(mini.rows.response_mask)
             weights = losses.loss_weights(mini.own.response_mask, loop.weight_mode, totals=totals, horizon=loop.horizon)
             marks = None
             if mark is not None:
                 marks = mark(state.params, mini, place.fold("select", epoch, number), forward=forward)
             own = objective.make(mini) if isinstance(objective, OfMiniBatch) else objective
-            passes = _passes(mini, weights, own, marks)
+            passes = _passes(mini, weights, own, marks, forward)
             if forward.model.spans:
                 grads, report = _stage_gradients(state.params, list(passes), forward, loop.stage_schedule)
             else:
@@ -145,43 +160,46 @@ def update(
     return state, metrics.merge(*history)
 
 
-def _mini_batches(batch: TrainRows, loop: Loop, forward: Forward, key: Key | None) -> list[MiniBatch]:
-    """The mini-batches of an epoch."""
-    mesh = forward.mesh
-    every = [batches.rows(batch, numbers) for numbers in mini_batches(batch.row_ids, loop.mini_batch_size, key=key)]
-    shared = [shares(forward.model, row_lengths(rows), mesh) for rows in every]
-    own = every
+def _mini_batches(batch: TrainRows, masks: Masks, loop: Loop, forward: Forward, key: Key | None) -> list[MiniBatch]:
+    """The mini-batches of an epoch over rows with these masks."""
+    mesh, numbers = forward.mesh, mini_batches(batch.row_ids, loop.mini_batch_size, key=key)
+    every, masks_of_every = zip(*(batches.rows((batch, masks), each) for each in numbers), strict=True)
+    shared = [shares(forward.model, each.lengths, mesh) for each in masks_of_every]
+    own, masks_of_own = every, masks_of_every
     if ranks_on(mesh, DATA_AXES) > 1:
-        place = place_on(mesh, DATA_AXES)
-        own = [batches.rows(rows, each[place]) for rows, each in zip(every, shared, strict=True)]
-    cuts = [partition(row_lengths(rows), loop.micro_batching) for rows in own]
+        parts = [each[place_on(mesh, DATA_AXES)] for each in shared]
+        both = zip(every, masks_of_every, strict=True)
+        own, masks_of_own = zip(*(batches.rows(x, part) for x, part in zip(both, parts, strict=True)), strict=True)
+    cuts = [partition(each.lengths, loop.micro_batching) for each in masks_of_own]
     passes = rounds([len(cut) for cut in cuts], mesh, batch.tokens.device)
     if len(forward.model.spans) > 1:  # interleaved schedules take so many
         passes = [-(-count // mesh["pipeline"].size) * mesh["pipeline"].size for count in passes]
-    return [MiniBatch(*mini) for mini in zip(every, own, shared, cuts, passes, strict=True)]
+    return [MiniBatch(*mini) for mini in zip(every, own, masks_of_own, shared, cuts, passes, strict=True)]
 
 
 def _passes(
-    mini: MiniBatch, weights: Tensor, objective: Objective, marks: dict[str, Tensor] | None
-) -> Iterator[tuple[Objective, Any, Tensor]]:
-    """Objective, rows and weights of this rank's micro-batches, then of ones that add nothing."""
+    mini: MiniBatch,
+    weights: Tensor,
+    objective: Objective,
+    marks: dict[str, Tensor] | None,
+    forward: Forward,
+) -> Iterator[Pass]:
+    """This rank's micro-batches, then ones that add nothing."""
 
     def on(own: dict[str, Tensor]) -> Objective:
         return objective if marks is None else partial(objective, marks=own)
 
     for numbers in mini.micro_batches:
-        rows, own, marked = batches.rows((mini.own, weights, marks or {}), numbers)
-        yield on(marked), rows, own
-    row = blank(mini.own)
+        rows, masks, own, marked = batches.rows((mini.own, mini.masks, weights, marks or {}), numbers)
+        yield Pass(on(marked), rows, own, indexed(rows, masks, forward).indices)
+    row, indices = indexed(blank(mini.own), blank_masks(mini.masks), forward)
     nothing = row.response_mask
     for _ in range(mini.passes - len(mini.micro_batches)):
         marked = {name: x.new_zeros(nothing.shape) for name, x in (marks or {}).items()}
-        yield on(marked), row, weights.new_zeros(nothing.shape)
+        yield Pass(on(marked), row, weights.new_zeros(nothing.shape), indices)
 
 
-def _gradients(
-    params: Params, passes: Iterable[tuple[Objective, Any, Tensor]], forward: Forward
-) -> tuple[Params, Metrics]:
+def _gradients(params: Params, passes: Iterable[Pass], forward: Forward) -> tuple[Params, Metrics]:
     """This rank's share of the gradient, and its metrics: sums over its passes."""
     mesh, inputs = forward.mesh, _inputs(params, forward)
     once = isinstance(inputs, Whole)
@@ -189,8 +207,8 @@ def _gradients(
     total: list[Tensor] = []
     structure: pytree.TreeSpec | None = None
     reports: list[Metrics] = []
-    for number, (objective, rows, weights) in enumerate(passes):
-        (_, report), new = value_and_grad(objective, has_aux=True)(inputs, rows, weights, forward=forward)
+    for number, one in enumerate(passes):
+        (_, report), new = value_and_grad(one.loss, has_aux=True)(inputs, forward=forward)
         leaves, structure = pytree.tree_flatten(accumulable(new, params, mesh) if once else new)
         del new  # or it would live through the next pass
         if number == 0:
@@ -218,7 +236,7 @@ def _inputs(params: Params, forward: Forward) -> Params | Whole:
 
 
 def _stage_gradients(
-    params: Params, passes: Sequence[tuple[Objective, Any, Tensor]], forward: Forward, make_schedule: MakeSchedule
+    params: Params, passes: Sequence[Pass], forward: Forward, make_schedule: MakeSchedule
 ) -> tuple[Params, Metrics]:
     """What `_gradients` gives, where a pipeline axis has the layers."""
     mesh, inputs = forward.mesh, _inputs(params, forward)
@@ -226,18 +244,17 @@ def _stage_gradients(
     if once and mesh.sharding is not None:
         kinds = [fsdp.reduce_dtype(kind, mesh.sharding) for kind in kinds]
 
-    def run(params: Params | Whole, one: tuple[Objective, Any, Tensor], *, forward: Forward) -> Any:
-        objective, rows, weights = one
+    def run(params: Params | Whole, one: Pass, *, forward: Forward) -> Any:
         if goes_on(forward.model):
-            return stage_states(params, rows, forward=forward)
-        return objective(params, rows, weights, forward=forward)
+            return stage_states(params, one.rows, forward=attrs.evolve(forward, indices=one.indices))
+        return one.loss(params, forward=forward)
 
     grads, report = stage_gradients(
         run,
         inputs,
         passes,
         forward=forward,
-        lengths=[slice_length(rows, forward) for _, rows, _ in passes],
+        lengths=[slice_length(one.rows, attrs.evolve(forward, indices=one.indices)) for one in passes],
         make_schedule=make_schedule,
         dtypes=kinds,
     )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fppo_kernels.collectives import Axis, all_gather
-from fppo_kernels.padding import Lengths, make_lengths
+from fppo_kernels.padding import Lengths, make_lengths, sent
 from fppo_kernels.shapes import Float, Int
 
 BLOCKS = (1, 2, 4, 8)  # of a rank, that `deal` tries
@@ -85,8 +85,8 @@ def deal(
     places = tuple(torch.cat([torch.arange(i * size, (i + 1) * size) for i in line]) for line in own)
     return Deal(
         runs=tuple(tuple(_pieces(lengths, a * size, b * size) for a, b in _runs(line)) for line in own),
-        places=tuple(x.to(device) for x in places),
-        back=torch.cat(places).argsort().to(device),
+        places=tuple(sent(x, device) for x in places),
+        back=sent(torch.cat(places).argsort(), device),
         work=tuple(sum(costs[i] for i in line) for line in own),
     )
 

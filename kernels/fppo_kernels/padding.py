@@ -21,6 +21,13 @@ class Lengths(NamedTuple):
     max_length: int  # 0 without sequences
 
 
+class Places(NamedTuple):
+    """Where the M real tokens of rows [B, S] are, as the host knows it."""
+
+    index: Int[Tensor, " m"]  # pyright: ignore[reportIncompatibleMethodOverride]  # in [B * S], on the rows' device
+    sizes: tuple[int, ...]  # of each row
+
+
 class Packed(NamedTuple):
     """The M real tokens of a padded batch, one row after the other, and N - M more that fill a multiple."""
 
@@ -32,11 +39,26 @@ class Packed(NamedTuple):
     columns: dict[str, Shaped[Tensor, "n ..."]]  # by name; the fill is 0
 
 
+def sent(x: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor of the host on a device, which the host does not wait for."""
+    device = torch.device(device)
+    if device.type == "cuda":  # from other memory of the host, a copy may wait
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
 def make_lengths(lengths: Sequence[int], device: torch.device | str = "cpu") -> Lengths:
     """The record for sequences of these lengths, in order; empty sequences are left out."""
     sizes = tuple(int(n) for n in lengths if n)
     ends = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0).to(torch.int32)
-    return Lengths(ends.to(device), sizes, max(sizes, default=0))
+    return Lengths(sent(ends, device), sizes, max(sizes, default=0))
+
+
+def find_places(attention_mask: Bool[Tensor, "b s"]) -> Places:
+    """Where `attention_mask` (bool [B, S]) is True. Waits for the device, if it is on one."""
+    mask = attention_mask.bool()
+    sizes: list[int] = mask.sum(1).tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return Places(mask.flatten().nonzero().flatten(), tuple(sizes))
 
 
 def unpad(
@@ -45,12 +67,14 @@ def unpad(
     *,
     columns: Mapping[str, Shaped[Tensor, "b s ..."]] | None = None,
     multiple: int = 1,
+    places: Places | None = None,
 ) -> Packed:
     """The tokens [B, S] where `attention_mask` (bool [B, S]) is True, row by row, wherever the padding stands.
 
     Labels are the tokens shifted by one on the packed row, never across the end of a row. `columns`, [B, S, ...] each,
     are packed like the tokens, and a gradient passes through them. The length is filled up to the next multiple of
-    `multiple`, for sequence parallelism and compiled shapes. Waits for the device, to learn the lengths.
+    `multiple`, for sequence parallelism and compiled shapes. `places` are those of the mask: without them it waits for
+    the device, to learn the lengths.
 
     Raises ValueError for shapes that do not fit, or a multiple below 1.
     """
@@ -63,8 +87,7 @@ def unpad(
     if multiple < 1:
         raise ValueError(f"multiple must be at least 1, got {multiple}")
     mask = attention_mask.bool()
-    index = mask.flatten().nonzero().flatten()
-    sizes: list[int] = mask.sum(1).tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    index, sizes = find_places(mask) if places is None else places
     fill = -len(index) % multiple
     lengths = make_lengths([*sizes, fill], tokens.device)
     packed = _fill(tokens.flatten()[index], fill)

@@ -79,6 +79,25 @@ def test_what_does_not_fit_is_refused():
         padding.pad(torch.zeros(4), torch.arange(6), (2, 3))
 
 
+def test_what_is_sent_to_a_gpu_is_pinned_and_not_waited_for():
+    calls = []
+
+    class Host(torch.Tensor):
+        def pin_memory(self):
+            calls.append("pinned")
+            return self
+
+        def to(self, device, *, non_blocking):
+            calls.append((device.type, non_blocking))
+            return self
+
+    for device in ("cuda", "cpu"):
+        padding.sent(Host(), device)
+    assert calls == ["pinned", ("cuda", True), ("cpu", True)]
+    x = torch.arange(3)
+    assert padding.sent(x, "cpu") is x
+
+
 def keeps_empty_rows(tokens, mask, **settings):
     packed, sizes = padding.unpad(tokens, mask, **settings), mask.sum(1).tolist()
     ends = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
@@ -116,6 +135,11 @@ def forgets_the_multiple(tokens, mask, *, columns=None, multiple=1):
     return padding.unpad(tokens, mask, columns=columns)
 
 
+def trusts_the_places_blindly(tokens, mask, *, places=None, **settings):
+    places = places and places._replace(sizes=(sum(places.sizes),))
+    return padding.unpad(tokens, mask, places=places, **settings)
+
+
 def fill_joins_the_last_row(tokens, mask, **settings):
     packed = padding.unpad(tokens, mask, **settings)
     sizes = list(packed.lengths.lengths)
@@ -150,6 +174,7 @@ MISTAKES = [
     (columns_from_the_left, padding.pad, "columns", "column 'wide'"),
     (columns_without_gradient, padding.pad, "columns", "the gradient by a column"),
     (forgets_the_multiple, padding.pad, "multiple", "with multiple=2, tokens has the shape"),
+    (trusts_the_places_blindly, padding.pad, "places", "with places, labels|with places, lengths"),
     (fill_joins_the_last_row, padding.pad, "multiple", "with multiple=2, lengths.cu_seqlens has the shape"),
     (padding.unpad, from_the_left, "round trip", r"pad\(unpad\(tokens\)\)"),
     (padding.unpad, ones_elsewhere, "round trip", "is 1, expected 0"),

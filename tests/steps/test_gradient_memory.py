@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fppo.quickstart import small_model
 from fppo.steps.forward import Forward
-from fppo.steps.loop import _gradients
+from fppo.steps.loop import Pass, _gradients
 
 LEAVES, SIZE = 6, 1000
 
@@ -35,6 +35,8 @@ def test_two_trees_of_gradients_are_in_memory_and_never_three(passes):
         return torch.stack([(factor * x).sum() for x in params.values()]).sum(), {}
 
     with Watch():
-        grads, _ = _gradients(params, [(objective, None, factor)] * passes, Forward(small_model(8, width=8, layers=1)))
+        grads, _ = _gradients(
+            params, [Pass(objective, None, factor, None)] * passes, Forward(small_model(8, width=8, layers=1))
+        )
     assert all(torch.equal(x, passes * factor) for x in grads.values())
     assert LEAVES <= most <= (1 if passes == 1 else 2) * LEAVES + 2

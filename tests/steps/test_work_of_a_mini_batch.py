@@ -1,5 +1,6 @@
 """What a mini-batch needs once is made once: casts of parameters and indices of rows, by what torch dispatches."""
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -11,10 +12,12 @@ from fppo import batch as batches
 from fppo import losses
 from fppo.grad import value_and_grad
 from fppo.steps.actor import policy_objective, update_actor
-from fppo.steps.forward import Forward, compute_log_probs
+from fppo.steps.critic import value_objective
+from fppo.steps.forward import Forward, compute_log_probs, forward_micro_batch
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import sgd
+from fppo.steps.packed import indexed, indices_of, masks_of
 from fppo.steps.train_state import init_state
 from fppo_kernels.record import Kernels
 from tests import tiny
@@ -42,21 +45,49 @@ class Calls(TorchDispatchMode):
         return sum(x.untyped_storage().data_ptr() in places for x in copied)
 
 
-class Waits(TorchFunctionMode):
-    """How often the host would wait for a GPU to learn numbers, while the context lasts: its own reads, and what torch
-    must know the size of."""
+class Waits(TorchDispatchMode):
+    """For what the host would wait, while the context lasts, on a device that "meta" stands for: numbers of its tensors
+    and sizes that depend on them, and copies that are not begun without waiting. In a backward pass too."""
 
-    READS = (Tensor.tolist, Tensor.item, Tensor.cpu, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.nonzero)
+    READS = frozenset(
+        {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.equal}
+    )
 
     def __init__(self):
         super().__init__()
-        self.count = 0
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, op = kwargs or {}, func.overloadpacket
+        there = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_meta]
+        by_mask = op in (aten.index, aten.index_put_) and any(
+            x is not None and x.is_meta and x.dtype == torch.bool for x in args[1]
+        )
+        sized = op is aten.repeat_interleave and kwargs.get("output_size") is None
+        if there and (op in self.READS or by_mask or sized):
+            self.found.append(f"{op}")
+        out = func(*args, **kwargs)
+        if op in (aten._to_copy, aten.copy_):
+            source, target = args[1] if op is aten.copy_ else args[0], out
+            asked = kwargs.get("non_blocking", False) or (op is aten.copy_ and len(args) > 2 and args[2])
+            if source.is_meta != target.is_meta and not (target.is_meta and asked):
+                self.found.append(f"{op} to {target.device}")
+        return out
+
+
+class WrittenThere(TorchFunctionMode):
+    """Numbers of the host that become a tensor on the device, which waits for the copy. Dispatch does not show it."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        picked = args[1] if func is Tensor.__getitem__ else ()
-        by_mask = [x for x in pytree.tree_leaves(picked) if isinstance(x, Tensor) and x.dtype == torch.bool]
-        self.count += len(by_mask) + (func in self.READS)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        there = torch.device(kwargs.get("device") or "cpu").type == "meta"
+        if there and func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor):
+            self.found.append(f"{func.__name__}({args[0]!r})")
+        return func(*args, **kwargs)
 
 
 def half_model():
@@ -99,14 +130,75 @@ def test_parameters_are_cast_once_for_a_mini_batch_and_for_passes_without_a_grad
     assert calls.casts(params) == len(params)
 
 
-def test_a_micro_batch_waits_for_the_device_three_times():
-    """For the places of the responses and of the tokens, and for the lengths of the rows; attention is not counted."""
-    model, params = tiny.model_and_params(dtype=torch.float32)
+def to_meta(x):
+    return pytree.tree_map_only(Tensor, lambda x: x.to("meta"), x)
+
+
+def waits_of(fn):
+    """For what `fn` would wait on a device."""
+    with WrittenThere() as written, Waits() as waits:
+        fn()
+    return [*written.found, *waits.found]
+
+
+@pytest.mark.parametrize("remove_padding", [True, False])
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_micro_batch_waits_for_no_device(attention, head, remove_padding, dtype):
+    """Forward and backward, from picking its rows on; the tensors have no numbers that could be read."""
+    model, params = tiny.model_and_params(head, dtype=torch.float32)
+    model = attrs.evolve(model, compute_dtype=dtype)
+    kernels = Kernels.named(attention=attention)
+    forward = Forward(model, kernels=kernels, remove_padding=remove_padding)
     rows = batch()
-    forward = Forward(model, kernels=Kernels.named(attention="eager"))
-    with Waits() as waits:
-        value_and_grad(objective, has_aux=True)(params, rows, rows.response_mask.float(), forward=forward)
-    assert waits.count == 3
+    masks, weights, away = masks_of(rows), to_meta(rows.response_mask.float()), to_meta(params)
+    run = value_and_grad(objective if head == "lm" else value_objective, has_aux=True)
+    there = to_meta(rows)
+
+    def micro_batch(numbers):
+        part, part_masks, part_weights = batches.rows((there, masks, weights), numbers)
+        ready = indexed(part, part_masks, forward).on(forward)
+        (loss, report), grads = run(away, part, part_weights, forward=ready)
+        assert report
+        assert all(x.is_meta for x in (loss, *grads.values()))
+
+    micro_batch([3, 1, 4])  # what a model has beside its parameters is sent once
+    assert waits_of(lambda: micro_batch([5, 0, 2, 7])) == []
+
+
+def test_the_stand_in_for_a_device_sees_waits():
+    x = torch.ones(3, device="meta")
+    host = torch.ones(3)
+    for fn, name in (
+        (lambda: x.copy_(host), "copy_"),
+        (lambda: host.to("meta"), "_to_copy"),
+        (lambda: torch.tensor([1.0], device="meta"), "tensor"),
+    ):
+        assert name in "".join(waits_of(fn))
+    for fn in (
+        lambda: host.to("meta", non_blocking=True),
+        lambda: torch.full((3,), 1.0, device="meta"),
+        lambda: host.nonzero(),
+    ):
+        assert waits_of(fn) == []
+    for fn in (lambda: x.nonzero(), lambda: x.cpu(), lambda: x.sum().item(), lambda: x[x > 0]):
+        with pytest.raises((NotImplementedError, RuntimeError)):
+            fn()
+
+
+def test_indices_of_other_rows_are_not_used():
+    model, params = tiny.model_and_params(dtype=torch.float32)
+    rows, forward = batch(), Forward(model)
+    masks = masks_of(rows)
+    (first, first_masks), (second, _) = (batches.rows((rows, masks), part) for part in ([0, 2], [1, 3]))
+    ready = indexed(first, first_masks, forward).on(forward)
+    assert indices_of(first, ready) is ready.indices
+    for other, elsewhere in ((second, ready), (first, attrs.evolve(ready, remove_padding=False))):
+        assert indices_of(other, elsewhere) is not ready.indices
+        found = forward_micro_batch(params, other, forward=elsewhere).log_probs
+        expected = forward_micro_batch(params, other, forward=attrs.evolve(elsewhere, indices=None)).log_probs
+        assert torch.equal(found, expected)
 
 
 def test_an_index_of_rows_goes_to_a_device_once():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fppo_kernels.padding import Lengths
+from fppo_kernels.padding import Lengths, sent
 from fppo_kernels.shapes import Bool, Float
 
 
@@ -40,9 +40,10 @@ def masked_attention(
 
 def _places(lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor]:
     """Of each packed token the number of its sequence [N], and how many tokens of the sequence come after it [N]."""
-    sizes = torch.tensor(lengths.lengths, device=device, dtype=torch.int64)
-    sequence = torch.arange(len(sizes), device=device).repeat_interleave(sizes)
-    return sequence, sizes.cumsum(0)[sequence] - 1 - torch.arange(len(sequence), device=device)
+    sizes = torch.tensor(lengths.lengths, dtype=torch.int64)
+    sequence = torch.arange(len(sizes)).repeat_interleave(sizes)
+    after = sizes.cumsum(0)[sequence] - 1 - torch.arange(len(sequence))
+    return sent(sequence, device), sent(after, device)
 
 
 def eager(

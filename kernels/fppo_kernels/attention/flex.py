@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from fppo_kernels.padding import Lengths
+from fppo_kernels.padding import Lengths, sent
 from fppo_kernels.shapes import Bool, Float, Int
 
 
@@ -41,12 +41,12 @@ def _mask(
     seen_by_all = (number * block >= first[high, None]) & ((number + 1) * block <= own[low, None] + 1)
     full = seen_by_all & (low + block <= total)[:, None]
     partial = (number >= first[low, None] // block) & (number <= own[high, None] // block) & ~full
-    last, limit = own.to(device), first.to(device)
+    last, limit = sent(own, device), sent(first, device)
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= last[query]) & (key >= limit[query])
 
-    blocks = [x.to(device) for each in (partial, full) for x in _counted(each)]
+    blocks = [sent(x, device) for each in (partial, full) for x in _counted(each)]
     return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=block, mask_mod=seen, seq_lengths=(total, count))
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from fppo_kernels.attention.eager import masked_attention
-from fppo_kernels.padding import Lengths, make_lengths
+from fppo_kernels.padding import Lengths, make_lengths, sent
 from fppo_kernels.shapes import Bool, Float
 
 FULL, SPARE = 0.95, 16  # a sequence joins longer ones if it is 0.95 of the longest, or at most 16 tokens short
@@ -172,7 +173,9 @@ class _Plan(NamedTuple):
         return [count * longest for count, longest in self.shapes]
 
 
-def _plan(lengths: Sequence[int], device: torch.device) -> _Plan:
+@functools.lru_cache(maxsize=8)  # every layer of a model asks for the same
+@torch.inference_mode(False)  # what rollouts have made, training may use
+def _plan(lengths: tuple[int, ...], device: torch.device) -> _Plan:
     groups = _groups(lengths)
     places: list[Tensor] = []
     reals: list[Tensor] = []
@@ -183,7 +186,7 @@ def _plan(lengths: Sequence[int], device: torch.device) -> _Plan:
         reals.append(real.flatten())
     place, real = torch.cat(places), torch.cat(reals)
     slots = real.nonzero().flatten()[place[real].argsort()]
-    return _Plan([(len(x[1]), x[0]) for x in groups], *(x.to(device) for x in (place, real, slots)))
+    return _Plan([(len(x[1]), x[0]) for x in groups], *(sent(x, device) for x in (place, real, slots)))
 
 
 def _groups(lengths: Sequence[int]) -> list[tuple[int, list[int], list[int]]]:

@@ -14,7 +14,7 @@ from fppo_kernels.collectives import Axis, all_reduce
 from fppo_kernels.log_probs import _moments
 from fppo_kernels.log_probs._matmul import matmul
 from fppo_kernels.log_probs._moments import Moments
-from fppo_kernels.log_probs.reference import LogProbs
+from fppo_kernels.log_probs.reference import LogProbs, per_token
 from fppo_kernels.shapes import Float, Int
 
 
@@ -296,7 +296,7 @@ def chunked(
     derivatives only. `work` is done with each slab, here by torch's operations on a block of it at a time.
     """
     wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
-    temperatures = torch.as_tensor(temperature, dtype=wide, device=hidden.device).detach().expand(len(hidden))
+    temperatures = per_token(temperature, hidden, wide)
     tempered = isinstance(temperature, Tensor) or temperature != 1.0
     tiles = tiles or (CUDA_TILES if hidden.is_cuda else CPU_TILES)
     rule = Rule(softcap, scale, tempered, entropy, sum_squared, tiles, work)

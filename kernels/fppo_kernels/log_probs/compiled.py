@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fppo_kernels.collectives import Axis
-from fppo_kernels.log_probs.reference import LogProbs
+from fppo_kernels.log_probs.reference import LogProbs, per_token
 from fppo_kernels.shapes import Float, Int
 
 SPECIALISATIONS = 256  # programs for shapes, dtypes, outputs asked for; torch's own limit of 8 is soon reached
@@ -72,6 +72,6 @@ def compiled(
     if axis is not None and axis.size > 1:
         raise ValueError("log_probs/compiled cannot split the vocabulary over ranks; log_probs/chunked can")
     wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
-    temperatures = torch.as_tensor(temperature, dtype=wide, device=hidden.device).detach().expand(len(hidden))
+    temperatures = per_token(temperature, hidden, wide)
     with torch._dynamo.config.patch(recompile_limit=SPECIALISATIONS):  # type: ignore[attr-defined]
         return _compiled()(hidden, weight, labels, bias, temperatures, softcap, scale, entropy, sum_squared)

@@ -40,6 +40,15 @@ def compute_logits(
     return logits / temperature
 
 
+def per_token(
+    temperature: float | Float[Tensor, ""] | Float[Tensor, " n"], hidden: Float[Tensor, "n h"], dtype: torch.dtype
+) -> Float[Tensor, " n"]:
+    """The temperature of each token, a constant. A number is written on the device of `hidden`, not sent there."""
+    if not isinstance(temperature, Tensor):
+        return hidden.new_full((), temperature, dtype=dtype).expand(len(hidden))
+    return temperature.detach().to(hidden.device, dtype).expand(len(hidden))
+
+
 def _joined(x: Tensor, counts: list[int], axis: Axis) -> Tensor:
     """All ranks' rows, of which each has its count."""
     padded = torch.cat([x, x.new_zeros(max(counts) - len(x), *x.shape[1:])])

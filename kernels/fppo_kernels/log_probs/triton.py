@@ -16,7 +16,7 @@ from fppo_kernels.collectives import Axis, all_reduce
 from fppo_kernels.log_probs import _moments
 from fppo_kernels.log_probs._moments import Moments
 from fppo_kernels.log_probs._triton_kernels import backward_kernel, forward_kernel
-from fppo_kernels.log_probs.reference import LogProbs
+from fppo_kernels.log_probs.reference import LogProbs, per_token
 from fppo_kernels.shapes import Float, Int
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -253,8 +253,7 @@ def triton(
     _check(hidden, weight)
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     hidden, weight = hidden.to(dtype).contiguous(), weight.to(dtype).contiguous()
-    temperatures = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).detach()
-    temperatures = temperatures.expand(len(hidden)).contiguous()
+    temperatures = per_token(temperature, hidden, torch.float32).contiguous()
     rule = _Rule(softcap, scale, entropy, sum_squared, tiling or choose_tiling(hidden, weight))
     bias = None if bias is None else bias.contiguous()
     out: tuple[Tensor, ...] = _Triton.apply(hidden, weight, bias, labels, temperatures, rule, axis or Axis())
