@@ -213,9 +213,10 @@ def check_length(settings: TrainSettings, config: PreTrainedConfig) -> None:
 def lacks_something(settings: TrainSettings) -> bool:
     """Whether a kernel that the settings name may have not what some model asks of it, or no place in it."""
     section = settings.model
-    kernel = kernel_table(settings)["attention"].get(section.attention)
+    table = kernel_table(settings)
+    named = [table[op].get(getattr(section, op)) for op in ("attention", "log_probs")]
     inside = any(getattr(section, op) != KERNELS[op][0] for op in INNER)
-    return (kernel is not None and bool(kernel.lacks)) or inside or section.compile_layers
+    return any(kernel is not None and kernel.lacks for kernel in named) or inside or section.compile_layers
 
 
 def check_kernels(settings: TrainSettings, model: Model) -> None:
@@ -225,7 +226,7 @@ def check_kernels(settings: TrainSettings, model: Model) -> None:
     table = kernel_table(settings)
     gathers = settings.mesh.context > 1 and not settings.mesh.ring
     attention = models.attention_needs(model) | ({"key_lengths"} if gathers else set())
-    needs = {"attention": attention, **dict.fromkeys(INNER, ())}
+    needs = {"attention": attention, **dict.fromkeys(("log_probs", *INNER), ())}
     for op, features in needs.items():
         tables.get(op, getattr(settings.model, op), needs={*features, dtype}, table=table)
     model.own_skeleton(inner_of(kernels_of(settings)), compiled=model.compile_layers)

@@ -48,6 +48,7 @@ from fppo.steps.confidence import update_confidence
 from fppo.steps.critic import update_critic
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
+from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.muon import muon
 from fppo.steps.optimizers import Optimizer, adamw, kept_on_host, sgd
 from fppo.steps.schedules import schedule
@@ -138,7 +139,10 @@ def optimizer_for(
     first = settings.critic.warmup_steps + settings.critic.pretrain if checks.uses_critic(settings) else 0
     steps = settings.steps - (first if role == "actor" else 0)
     updates = steps * section.epochs * batch_size // files.mini_batch_size(section, batch_size)
-    return optimizer_of(section.optimizer, updates, kernel=kernels.adamw, on_host=on_host)
+    optimizer = optimizer_of(section.optimizer, updates, kernel=kernels.adamw, on_host=on_host)
+    dtype = (role == "critic" and settings.critic.compute_dtype) or settings.model.compute_dtype
+    reads_model = role == "actor" or checks.uses_critic_model(settings)
+    return loss_scaled(optimizer) if dtype == "float16" and reads_model else optimizer
 
 
 def pretrain_of(settings: TrainSettings) -> Pretrain | None:

@@ -89,7 +89,7 @@ def case_of(settings: PlanSettings) -> Case:
         critic=settings.critic,
         reference=settings.reference,
         reward_model=None if settings.reward_model is None else config_of(settings.reward_model, "reward-model")[1],
-        compute_dtype=torch.bfloat16 if dtype == "bfloat16" else None,
+        compute_dtype=None if dtype == "float32" else getattr(torch, dtype),
         checkpoint_layers=settings.checkpoint_layers,
         log_probs=log_probs,
         offload=settings.offload,

@@ -17,6 +17,7 @@ from fppo.pipeline.agreement import problems
 from fppo.pipeline.pretrain import pretrain
 from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.timing import timed
+from fppo.steps.loss_scale import LEAST
 from fppo.steps.train_state import Params
 from fppo.tree import replace
 
@@ -77,9 +78,13 @@ def ppo_step(
 
 
 def _check_updates(role: str, before: int, after: RunState, report: Metrics) -> None:
-    """Raises RunFailed if these were the model's first updates (`before` there were 0), and no gradient was finite."""
-    skipped = report.get(f"{role}/skipped")
-    if before or not isinstance(skipped, metrics.Mean) or skipped.total < skipped.count:
+    """Raises RunFailed if these were the model's first updates (`before` there were 0), or any that scale the loss by
+    the least that they do, and no gradient was finite."""
+    skipped, scale = report.get(f"{role}/skipped"), report.get(f"{role}/loss_scale")
+    may_pass = before > 0
+    if isinstance(scale, metrics.Mean):
+        may_pass = bool(scale.total > LEAST * scale.count)  # a smaller one follows
+    if may_pass or not isinstance(skipped, metrics.Mean) or skipped.total < skipped.count:
         return
     models = {"actor": after.actor.params, "critic": after.critic and after.critic.params, "reference": after.ref}
     bad = [f"{name} of the {each}" for each, params in models.items() for name in _not_finite(params or {})]
@@ -87,7 +92,8 @@ def _check_updates(role: str, before: int, after: RunState, report: Metrics) -> 
     cause = f"{seen}look at the loss, the advantages and returns, and the compute dtype"
     if bad:
         cause = f"{len(bad)} parameters are not finite either, first {bad[0]}: start from another model"
-    raise RunFailed(f"the {role} cannot learn: its first updates were all skipped, as no gradient was finite; {cause}")
+    which = "first updates" if scale is None else f"updates, its loss scaled by {LEAST}"
+    raise RunFailed(f"the {role} cannot learn: its {which} were all skipped, as no gradient was finite; {cause}")
 
 
 def _not_finite(params: Params) -> list[str]:

@@ -47,7 +47,7 @@ class CriticSettings:
     """What counts as a rise of that."""
     freeze: bool = setting(False)
     """Leave it as it is once the policy is updated: as it was loaded, warmed up or pretrained."""
-    compute_dtype: Literal["float32", "bfloat16"] | None = setting(None)
+    compute_dtype: Literal["float32", "bfloat16", "float16"] | None = setting(None)
     """The dtype of its forward and backward passes; None: model.compute_dtype."""
     checkpoint_layers: bool | None = setting(None)
     """Recompute each of its layers in the backward pass; None: as model.checkpoint_layers."""

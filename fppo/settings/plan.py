@@ -46,7 +46,7 @@ class PlanSettings:
     """Plan a reward model beside them: a directory or a name, as for --model; it reads the same tokens."""
     critic_tokens: int | None = setting(None, at_least(2))
     """Tokens of a pass of the critic's update; None: as --tokens."""
-    critic_compute_dtype: Literal["float32", "bfloat16"] | None = setting(None)
+    critic_compute_dtype: Literal["float32", "bfloat16", "float16"] | None = setting(None)
     """The dtype of the critic's passes; None: as --compute-dtype."""
     critic_checkpoint_layers: bool | None = setting(None)
     """Recompute the critic's layers; None: as --checkpoint-layers."""
@@ -62,7 +62,7 @@ class PlanSettings:
     """Tokens of a pass of the reward model; None: as --forward-tokens."""
     reward_offload: bool | None = setting(None)
     """Keep the reward model on the host between uses; None: where --offload is all."""
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = setting("auto")
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto")
     """The dtype of forward and backward passes; auto: bfloat16, and float32 on a cpu. State is always float32."""
     checkpoint_layers: bool = setting(False)
     """Recompute each layer in the backward pass."""

@@ -36,7 +36,8 @@ def compute_dtype(machine: Machine) -> tuple[str, list[str]]:
     if machine.device == "cpu" or machine.capability >= _BFLOAT16:
         return "float32" if machine.device == "cpu" else "bfloat16", []
     had = ".".join(map(str, machine.capability))
-    return "float32", [f"model.compute_dtype float32: bfloat16 takes compute capability 8.0, and this GPU has {had}"]
+    said = f"bfloat16 takes compute capability 8.0, and this GPU has {had}; you may give float16"
+    return "float32", [f"model.compute_dtype float32: {said}"]
 
 
 def kernel(op: str, machine: Machine, dtypes: set[str]) -> tuple[str, list[str]]:
@@ -44,6 +45,8 @@ def kernel(op: str, machine: Machine, dtypes: set[str]) -> tuple[str, list[str]]
     general, fast = {"attention": ("sdpa", "varlen"), "log_probs": ("chunked", "triton")}[op]
     if machine.device == "cpu" or "float32" in dtypes:  # in float32 products are what counts, and the general one's are
         return general, []  # exact
+    if op == "log_probs" and "float16" in dtypes:
+        return general, [f"model.{op} {general}: {fast} does not compute in float16"]
     reason = machine.refusals.get(f"{op}/{fast}")
     return (fast, []) if reason is None else (general, [f"model.{op} {general}: {fast} {reason}"])
 

@@ -38,8 +38,8 @@ class ModelSettings:
     """What differs from the config.json of these models, as {max_position_embeddings = 8192}."""
     ref_dtype: Literal["float32", "bfloat16"] = setting("float32")
     """The dtype the reference is kept in; bfloat16 halves its memory, and it then runs in that too."""
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = setting("auto")
-    """The dtype of forward and backward passes, auto: bfloat16 on GPUs; master weights are always float32."""
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto")
+    """The dtype of all passes, auto: bfloat16 on GPUs; float16 scales the loss. Master weights are always float32."""
     forward_token_budget: int | None = setting(None, at_least(1))
     """Tokens per pass without a gradient (old log-probs, reference, values, rewards); None: as the actor's."""
     checkpoint_layers: bool = setting(False)

@@ -13,6 +13,7 @@ from fppo.steps.forward import (
     forward_micro_batch,
 )
 from fppo.steps.loop import Loop, update, weighted_sum
+from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.muon import muon
 from fppo.steps.optimizers import Optimizer, adamw, from_function, sgd
@@ -42,6 +43,7 @@ __all__ = [
     "imitate",
     "init_confidence",
     "init_state",
+    "loss_scaled",
     "muon",
     "optimizer_step",
     "schedule",

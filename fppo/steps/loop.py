@@ -79,10 +79,13 @@ class Pass(NamedTuple):
     rows: Any
     weights: Tensor  # [b, T]
     indices: Indices  # of the rows
+    scale: Tensor | None  # 0-d, what the loss is multiplied by; None: nothing
 
     def loss(self, params: Params | Whole, *, forward: Forward) -> tuple[Tensor, Metrics]:
         """What is made smaller, and the metrics of the objective."""
-        return self.objective(params, self.rows, self.weights, forward=attrs.evolve(forward, indices=self.indices))
+        ready = attrs.evolve(forward, indices=self.indices)
+        loss, report = self.objective(params, self.rows, self.weights, forward=ready)
+        return (loss if self.scale is None else loss * self.scale), report
 
 
 # What an update makes smaller: objective(params, rows, weights, *, forward) -> (0-d loss, metrics), the part of it that
@@ -143,7 +146,8 @@ def update(
             if mark is not None:
                 marks = mark(state.params, mini, place.fold("select", epoch, number), forward=forward)
             own = objective.make(mini) if isinstance(objective, OfMiniBatch) else objective
-            passes = _passes(mini, weights, own, marks, forward)
+            scale = None if optimizer.loss_scale is None else optimizer.loss_scale(state.opt)
+            passes = _passes(mini, weights, own, marks, forward, scale)
             if forward.model.spans:
                 grads, report = _stage_gradients(state.params, list(passes), forward, loop.stage_schedule)
             else:
@@ -183,6 +187,7 @@ def _passes(
     objective: Objective,
     marks: dict[str, Tensor] | None,
     forward: Forward,
+    scale: Tensor | None,
 ) -> Iterator[Pass]:
     """This rank's micro-batches, then ones that add nothing."""
 
@@ -191,12 +196,12 @@ def _passes(
 
     for numbers in mini.micro_batches:
         rows, masks, own, marked = batches.rows((mini.own, mini.masks, weights, marks or {}), numbers)
-        yield Pass(on(marked), rows, own, indexed(rows, masks, forward).indices)
+        yield Pass(on(marked), rows, own, indexed(rows, masks, forward).indices, scale)
     row, indices = indexed(blank(mini.own), blank_masks(mini.masks), forward)
     nothing = row.response_mask
     for _ in range(mini.passes - len(mini.micro_batches)):
         marked = {name: x.new_zeros(nothing.shape) for name, x in (marks or {}).items()}
-        yield Pass(on(marked), row, weights.new_zeros(nothing.shape), indices)
+        yield Pass(on(marked), row, weights.new_zeros(nothing.shape), indices, scale)
 
 
 def _gradients(params: Params, passes: Iterable[Pass], forward: Forward) -> tuple[Params, Metrics]:

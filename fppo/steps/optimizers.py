@@ -40,11 +40,13 @@ class Optimizer(NamedTuple):
     """A pair of functions, as in optax. `init(params)` makes the state: any tree of tensors.
 
     Where a mesh cuts parameters, a tensor of the state is a number (0-d), or it has the shape of a parameter and stands
-    under its name in a mapping: such are taken to be cut as it is.
+    under its name in a mapping: such are taken to be cut as it is. With `loss_scale` gradients are those of a loss
+    times `loss_scale(state)`, 0-d; see `loss_scale.loss_scaled`.
     """
 
     init: Callable[[Params], Any]
     update: Update
+    loss_scale: Callable[[Any], Tensor] | None = None
 
 
 class Call(NamedTuple):

@@ -95,6 +95,7 @@ class Implementation:
 
 Table = Mapping[str, Mapping[str, Implementation]]
 NO_DOUBLE = frozenset({"float64"})
+NO_HALF = frozenset({"float16"})
 
 BUILTIN: Table = MappingProxyType(
     {
@@ -116,7 +117,7 @@ BUILTIN: Table = MappingProxyType(
         "log_probs": {
             "reference": Implementation(reference.reference),
             "chunked": Implementation(chunked.chunked),
-            "cpp": Implementation("fppo_kernels.log_probs.cpp:cpp", _needs_cpp),
+            "cpp": Implementation("fppo_kernels.log_probs.cpp:cpp", _needs_cpp, lacks=NO_HALF),
             "compiled": Implementation(
                 "fppo_kernels.log_probs.compiled:compiled", needs_compiler, lacks=frozenset({"axis"})
             ),
@@ -125,7 +126,7 @@ BUILTIN: Table = MappingProxyType(
                 _needs_liger,
                 lacks=frozenset({"bias", "softcap", "sum_squared", "axis"}),
             ),
-            "triton": Implementation("fppo_kernels.log_probs.triton:triton", _needs_triton),
+            "triton": Implementation("fppo_kernels.log_probs.triton:triton", _needs_triton, lacks=NO_HALF),
         },
         "linear": {
             "torch": Implementation(plain.plain),
@@ -134,25 +135,25 @@ BUILTIN: Table = MappingProxyType(
         "rms_norm": {
             "eager": Implementation(rms_norm.eager),
             "torch": Implementation("fppo_kernels.rms_norm.functional:functional"),
-            "cpp": Implementation("fppo_kernels.rms_norm.cpp:cpp", _needs_cpp),
+            "cpp": Implementation("fppo_kernels.rms_norm.cpp:cpp", _needs_cpp, lacks=NO_HALF),
             "liger": Implementation("fppo_kernels.rms_norm.liger:liger", _needs_liger_cuda, lacks=NO_DOUBLE),
             "triton": Implementation("fppo_kernels.rms_norm.triton:triton", _needs_triton, lacks=NO_DOUBLE),
         },
         "add_rms_norm": {
             "eager": Implementation(rms_norm.add_eager),
-            "cpp": Implementation("fppo_kernels.rms_norm.cpp:add_cpp", _needs_cpp),
+            "cpp": Implementation("fppo_kernels.rms_norm.cpp:add_cpp", _needs_cpp, lacks=NO_HALF),
             "liger": Implementation("fppo_kernels.rms_norm.liger:add_liger", _needs_liger_cuda, lacks=NO_DOUBLE),
             "triton": Implementation("fppo_kernels.rms_norm.triton:add_triton", _needs_triton, lacks=NO_DOUBLE),
         },
         "rotary": {
             "eager": Implementation(rotary.eager),
-            "cpp": Implementation("fppo_kernels.rotary.cpp:cpp", _needs_cpp),
+            "cpp": Implementation("fppo_kernels.rotary.cpp:cpp", _needs_cpp, lacks=NO_HALF),
             "liger": Implementation("fppo_kernels.rotary.liger:liger", _needs_liger_cuda, lacks=NO_DOUBLE),
             "triton": Implementation("fppo_kernels.rotary.triton:triton", _needs_triton, lacks=NO_DOUBLE),
         },
         "glu": {
             "eager": Implementation(glu.eager),
-            "cpp": Implementation("fppo_kernels.glu.cpp:cpp", _needs_cpp),
+            "cpp": Implementation("fppo_kernels.glu.cpp:cpp", _needs_cpp, lacks=NO_HALF),
             "liger": Implementation("fppo_kernels.glu.liger:liger", _needs_liger_cuda, lacks=NO_DOUBLE | {"gelu"}),
             "triton": Implementation("fppo_kernels.glu.triton:triton", _needs_triton, lacks=NO_DOUBLE),
         },

@@ -2,6 +2,7 @@
 
 import inspect
 
+import attrs
 import pytest
 import torch
 
@@ -9,6 +10,7 @@ from fppo import models, tree
 from fppo.assembly import parts
 from fppo.assembly import program as programs
 from fppo.assembly import rewards as loading_rewards
+from fppo.assembly.parts import bare_model, check_kernels
 from fppo.assembly.run import assemble
 from fppo.key import Key
 from fppo.pipeline.own import bound
@@ -16,6 +18,7 @@ from fppo.pipeline.step import ppo_step
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runtime.offload import OnHost
 from fppo.settings.files import SettingsError
+from fppo.steps.loss_scale import LossScaled
 from tests import tiny_run
 from tests.models.families import LONGROPE
 
@@ -115,6 +118,24 @@ def test_the_critic_has_its_own_dtype_and_recomputation(tmp_path):
         with assemble(tiny_run.settings(tmp_path, **changes)) as assembly:
             critic = assembly.critic_model
         assert (critic.compute_dtype, critic.checkpoint_layers) == expected
+
+
+def test_float16_scales_the_loss_of_the_models_that_compute_in_it(tmp_path):
+    tiny_run.write_task(tmp_path)
+    for changes, scaled in (
+        ({"model__compute_dtype": "float16"}, [1, 1]),
+        ({"critic__compute_dtype": "float16"}, [0, 1]),
+    ):
+        with assemble(tiny_run.settings(tmp_path, **changes)) as assembly:
+            run = assembly.run
+        assert [isinstance(state.opt, LossScaled) for state in (run.actor, run.critic)] == scaled
+    half = tiny_run.settings(tmp_path, model__compute_dtype="float16")
+    (actor, _), (exact, _) = (actor_after_a_step(settings) for settings in (half, tiny_run.settings(tmp_path)))
+    assert actor.actor.opt.steady > 0
+    for name, x in exact.actor.params.items():
+        torch.testing.assert_close(actor.actor.params[name], x, rtol=0, atol=1e-2)
+    with pytest.raises(ValueError, match=r"log_probs/triton (has no float16|cannot run here)"):
+        check_kernels(attrs.evolve(half, model=attrs.evolve(half.model, log_probs="triton")), bare_model(half))
 
 
 def test_each_role_is_on_the_host_or_not(tmp_path, monkeypatch):

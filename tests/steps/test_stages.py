@@ -24,6 +24,7 @@ from fppo.steps.forward import (
     slice_length,
 )
 from fppo.steps.loop import Loop, update
+from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.muon import muon
 from fppo.steps.optimizers import adamw
@@ -114,7 +115,9 @@ UPDATES = {
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_updates_are_those_of_one_process(name):
-    assert_same({"pipeline": 2}, UPDATES[name], virtual=2)
+    """The supervised one with a loss that is scaled."""
+    own = loss_scaled(adamw(lambda step: 0.1, betas=(0.0, 0.9), eps=1.0)) if name == "supervised" else None
+    assert_same({"pipeline": 2}, UPDATES[name], optimizer=own, virtual=2)
 
 
 @pytest.mark.slow

@@ -1,0 +1,72 @@
+"""Dynamic loss scaling: gradients of passes in float16 would vanish or overflow without (arXiv:1710.03740, 3.2)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fppo import metrics, tree
+from fppo.metrics import Mean, Metrics
+from fppo.models.model import Params
+from fppo.runtime.mesh import Mesh
+from fppo.steps.optimizers import Optimizer
+from fppo.tree import state
+
+FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**24  # powers of two: nothing is rounded by them
+
+
+@state
+class LossScaled:
+    """An optimizer's own state, and what the loss is multiplied by."""
+
+    inner: Any
+    scale: Tensor  # [] float32
+    steady: Tensor  # [] float32: the updates since it last changed
+
+
+def loss_scaled(optimizer: Optimizer, *, first: float = FIRST, interval: int = 2000) -> Optimizer:
+    """The optimizer for gradients of a loss that was multiplied by `loss_scale` of its state; it divides them by that.
+
+    An update that `optimizer` skips, as its gradients are not finite, halves the scale; `interval` updates in a row
+    that it does not skip double it, between `LEAST` and `MOST`. It is decided on the device, from what all ranks know,
+    and is a part of the state. Metrics: those of `optimizer`, and loss_scale. Raises ValueError for an interval below
+    1, and in an update for an optimizer without the metric skipped.
+    """
+    if interval < 1:
+        raise ValueError(f"interval={interval}: give 1 or more")
+
+    def init(params: Params) -> LossScaled:
+        devices = [p.device for p in params.values()] or [torch.device("cpu")]
+        scale = torch.full((), first, dtype=torch.float32, device=devices[0])
+        return LossScaled(inner=optimizer.init(params), scale=scale, steady=torch.zeros_like(scale))
+
+    return Optimizer(init, partial(_update, optimizer=optimizer, interval=interval), loss_scale=lambda own: own.scale)
+
+
+def _update(
+    params: Params,
+    grads: Params,
+    state: LossScaled,
+    step: int,
+    *,
+    mesh: Mesh,
+    donate: bool = False,
+    optimizer: Optimizer,
+    interval: int,
+) -> tuple[Params, LossScaled, Metrics]:
+    take = tree.donate if donate else tree.copy
+    grads, scale, steady = take(grads), *take((state.scale, state.steady))
+    if grads:
+        torch._foreach_div_(list(grads.values()), scale)  # pyright: ignore[reportPrivateImportUsage]
+    params, inner, report = optimizer.update(params, grads, state.inner, step, mesh=mesh, donate=donate)
+    skipped = report.get("skipped")
+    if not isinstance(skipped, Mean):
+        raise ValueError("an optimizer with a loss scale must say what it skips: give the metric skipped, 0 or 1")
+    bad = skipped.total.to(scale.device) > 0
+    grown = ~bad & (steady + 1 >= interval)
+    after = torch.where(bad, scale / 2, torch.where(grown, scale * 2, scale)).clamp(LEAST, MOST)
+    kept = LossScaled(inner=inner, scale=after, steady=torch.where(bad | grown, 0.0, steady + 1))
+    return params, kept, report | {"loss_scale": metrics.mean(scale)}
