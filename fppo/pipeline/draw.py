@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fppo import batch as batches
 from fppo import metrics
@@ -16,6 +15,7 @@ from fppo.metrics import Metrics
 from fppo.pipeline.program import Draw, RolloutStage, RunState, SampleStage, ScoreStage, roll_out
 from fppo.pipeline.timing import timed
 from fppo.rollout import saved
+from fppo.rollout.records import widened
 from fppo.tree import replace
 
 SCORE = "score"
@@ -132,16 +132,4 @@ def concat(records: list[Scored], pad_token_id: int) -> Scored:
     """
     prompt = max(record.tokens.shape[1] - record.response_mask.shape[1] for record in records)
     response = max(record.response_mask.shape[1] for record in records)
-    return batches.concat([_widened(r, prompt, response, pad_token_id) for r in batches.same_scores(records)])
-
-
-def _widened(record: Scored, prompt: int, response: int, pad_token_id: int) -> Scored:
-    width = record.response_mask.shape[1]
-    left, right = prompt - (record.tokens.shape[1] - width), response - width
-    per_token = ("response_mask", "rollout_log_probs", "sampling_log_probs")
-    return replace(
-        record,
-        tokens=F.pad(record.tokens, (left, right), value=pad_token_id),
-        attention_mask=F.pad(record.attention_mask, (left, right)),
-        **{name: F.pad(getattr(record, name), (0, right)) for name in per_token},
-    )
+    return batches.concat([widened(r, prompt, response, pad_token_id) for r in batches.same_scores(records)])

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fppo.batch import Column, Rollout, extend, repeat
 from fppo.data.stops import StopTexts
 from fppo.rollout.engine import Ask, Sampling
+from fppo.tree import replace
+
+R = TypeVar("R", bound=Rollout)
 
 
 def check_prompts(mask: Tensor) -> list[int]:
@@ -74,6 +80,19 @@ def rollout_of(
         groups=rows.row_ids.to(device),
         versions=torch.full_like(row_ids, ask.version),
         finish=Column("stop" if ended else "length" for ended in (stops & mask).any(1).tolist()),
+    )
+
+
+def widened(record: R, prompt: int, response: int, pad_token_id: int) -> R:
+    """The rollout with so many prompt and response positions, in place of the fewer that it has."""
+    width = record.response_mask.shape[1]
+    left, right = prompt - (record.tokens.shape[1] - width), response - width
+    per_token = ("response_mask", "rollout_log_probs", "sampling_log_probs")
+    return replace(
+        record,
+        tokens=F.pad(record.tokens, (left, right), value=pad_token_id),
+        attention_mask=F.pad(record.attention_mask, (left, right)),
+        **{name: F.pad(getattr(record, name), (0, right)) for name in per_token},
     )
 
 

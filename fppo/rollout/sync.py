@@ -9,8 +9,9 @@ What an engine was sent, it digests again; `compare` names what went wrong on th
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import xxhash
@@ -35,6 +36,23 @@ class Bucket(NamedTuple):
     tensors: dict[str, Tensor]
     digests: dict[str, str]
     how: How
+
+
+class Origin(NamedTuple):
+    """What a copy of parameters was made of: the leaves themselves, tensors or handles, under a version."""
+
+    version: int
+    leaves: dict[str, weakref.ref[Any]]
+
+    @staticmethod
+    def of(params: Mapping[str, Any], version: int) -> Origin:
+        """That of a copy of these."""
+        return Origin(version, {name: weakref.ref(x) for name, x in params.items()})
+
+    def matches(self, params: Mapping[str, Any], version: int) -> bool:
+        """Whether the copy is one of these parameters; a leaf that was written into has another version."""
+        same = self.version == version and self.leaves.keys() == params.keys()
+        return same and all(self.leaves[name]() is x for name, x in params.items())
 
 
 def digest(x: Tensor, how: How | None = None) -> str:

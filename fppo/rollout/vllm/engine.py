@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
@@ -25,7 +24,7 @@ from fppo.models.model import Model
 from fppo.rollout import sync
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.records import check_prompts, number_rows, response_limits, rollout_of
-from fppo.rollout.sync import Bucket, Rename, SyncError
+from fppo.rollout.sync import Bucket, Origin, Rename, SyncError
 from fppo.rollout.vllm.devices import buffer_bytes
 from fppo.rollout.vllm.host import (
     Answer,
@@ -60,8 +59,7 @@ class _DiedElsewhere(EngineDied):
 
 
 class _Weights(NamedTuple):
-    version: int
-    leaves: dict[str, weakref.ref[Tensor]]
+    origin: Origin
     digests: dict[str, str]  # of this rank's shards, where only changes are sent
 
 
@@ -121,7 +119,7 @@ class VllmEngine:
     @property
     def version(self) -> int | None:
         """The version that the engine holds; None: none, or none that was confirmed."""
-        return None if self._weights is None else self._weights.version
+        return None if self._weights is None else self._weights.origin.version
 
     @property
     def limit(self) -> int:
@@ -210,7 +208,7 @@ class VllmEngine:
                 raise SyncError(f"vLLM left parameters as they were: {unfilled[:8]}")
         if self._probe == "always" or (self._probe == "first" and self._any(not self._probed, params)):
             self._compare_log_probs(params)
-        self._weights = _Weights(version, {name: weakref.ref(x) for name, x in params.items()}, digests)
+        self._weights = _Weights(Origin.of(params, version), digests)
         return Synced(version, len(sent), count, time.perf_counter() - started)
 
     def _load(
@@ -305,11 +303,8 @@ class VllmEngine:
             raise ValueError("the engine is closed")
         return self._host
 
-    def _stale(self, params: Mapping[str, Tensor], version: int) -> bool:
-        weights = self._weights
-        if weights is None or weights.version != version or weights.leaves.keys() != params.keys():
-            return True
-        return any(weights.leaves[name]() is not x for name, x in params.items())
+    def _holds(self, params: Mapping[str, Tensor], version: int) -> bool:
+        return self._weights is not None and self._weights.origin.matches(params, version)
 
     def _answers(self, request: Request, params: Mapping[str, Tensor], ask: Ask) -> list[Answer]:
         """All rows' answers. A process that dies is replaced, and asked for the rows that it left.
@@ -328,7 +323,7 @@ class VllmEngine:
             rows = [row for row in range(len(request.prompts)) if row not in answers]
             died = None
             try:
-                if self._any(self._stale(params, ask.version), params):
+                if self._any(not self._holds(params, ask.version), params):
                     self.sync(params, version=ask.version)
                 if rows:
                     self._generate(request.part(rows), lambda i, x, rows=rows: keep(rows[i], x))
