@@ -7,19 +7,22 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from fppo.assembly.inputs import Inputs
 from fppo.assembly.machine import resolved
 from fppo.data import PromptSet
 from fppo.models.model import Model
 from fppo.settings import files, old_log_probs
+from fppo.settings.placement import places_of, pools_of, threads_of
 from fppo.settings.train import TrainSettings
 
 _WIDTH = 80
 
 
 def input_lines(settings: TrainSettings, inputs: Inputs, chosen: Sequence[str] = ()) -> list[str]:
-    """Device, kernels and what is to be said of their choice, prompts, what ends a response, and the settings that
-    differ from their defaults here."""
+    """Device, kernels and what is to be said of their choice, pools, prompts, what ends a response, and the settings
+    that differ from their defaults here."""
     ends = [repr(inputs.tokenizer.decode([token])) for token in inputs.sampling.stop_token_ids]
     texts = inputs.sampling.stop_texts
     ends += [] if texts is None else [repr(text.decode()) for text in texts.texts]
@@ -31,6 +34,7 @@ def input_lines(settings: TrainSettings, inputs: Inputs, chosen: Sequence[str] =
         _line("device", f"{inputs.device}, {model.compute_dtype}"),
         _line("kernels", f"attention {model.attention}, log-probs {model.log_probs}"),
         *(_line("auto", text) for text in chosen),
+        *([_line("pools", text)] if (text := _pools(settings)) else []),
         _line("prompts", prompts),
         _line("ends", " ".join(ends)),
         _line("settings", ", ".join(f"{name}={_short(value)}" for name, value in differ.items())),
@@ -40,6 +44,24 @@ def input_lines(settings: TrainSettings, inputs: Inputs, chosen: Sequence[str] =
             else []
         ),
     ]
+
+
+def _pools(settings: TrainSettings) -> str:
+    """Who is in which pool, and how many ranks and threads each has."""
+    placement, cores = settings.placement, torch.get_num_threads()
+    places, pools = places_of(placement), pools_of(placement)
+    threads = threads_of(placement, cores) if places else {}
+    texts = [
+        f"{name} ({', '.join(role for role, place in places.items() if place == name)}): "
+        f"{_several(pool.ranks, 'engine' if places.get('rollout') == name else 'rank')} of "
+        f"{_several(threads[name], 'thread')}"
+        for name, pool in pools.items()
+    ]
+    return "; ".join(texts)
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _old_log_probs(settings: TrainSettings) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import attrs
 import torch
@@ -35,6 +35,9 @@ from fppo.steps.micro_batching import MicroBatching
 from fppo.workers.imports import imported
 from fppo_kernels import table as tables
 from fppo_kernels.record import Kernels
+
+if TYPE_CHECKING:
+    from fppo.rollout.vllm.engine import VllmEngine
 
 Role = Literal["actor", "critic", "ref", "reward model", "judge"]
 Offload = Literal["none", "moments", "all"]
@@ -301,9 +304,8 @@ def _fetching(settings: TrainSettings, engine: Engine, lane: Lane) -> Engine:
     return FetchingEngine(engine=engine, lane=lane) if offload_of(settings, "actor") == "all" else engine
 
 
-@contextlib.contextmanager
-def vllm_engine(section: VllmSettings, model: Model, pad_token_id: int, mesh: Mesh) -> Iterator[Engine]:
-    """A vLLM of its own, as the section says, for as long as the context lasts."""
+def vllm_engine(section: VllmSettings, model: Model, pad_token_id: int, mesh: Mesh) -> VllmEngine:
+    """A vLLM of its own, as the section says. Use it in a `with`, or close it."""
     from fppo.rollout.vllm.engine import VllmEngine, VllmOptions  # here: it starts processes of another package
 
     options = VllmOptions(
@@ -324,7 +326,7 @@ def vllm_engine(section: VllmSettings, model: Model, pad_token_id: int, mesh: Me
         start_patience=section.start_patience,
         extra=section.extra,
     )
-    with VllmEngine(
+    return VllmEngine(
         model,
         pad_token_id=pad_token_id,
         mesh=mesh,
@@ -332,5 +334,4 @@ def vllm_engine(section: VllmSettings, model: Model, pad_token_id: int, mesh: Me
         bucket_bytes=section.bucket_mb << 20,
         send=section.send,
         probe=section.probe,
-    ) as engine:
-        yield engine
+    )

@@ -3,32 +3,80 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
-from fppo.assembly.parts import sharding_of
-from fppo.fleet import Group, at_once, cluster
-from fppo.settings.placement import places_of, pools_of
+import attrs
+import torch
+
+from fppo.assembly.parts import bare_model, sharding_of
+from fppo.assembly.roles import Roles, make_engine_of_pool
+from fppo.fleet import HERE, AnyGroup, Group, at_once, cluster
+from fppo.rollout.pool import EnginePool, Policy
+from fppo.settings.placement import Pool, places_of, pools_of, threads_of
 from fppo.settings.train import TrainSettings
 
 
+@attrs.frozen
+class Places:
+    """Where roles are that are not in this process, and the groups of one rank each that are engines."""
+
+    roles: Mapping[str, AnyGroup] = attrs.field(factory=dict)
+    engines: Sequence[Group] = ()
+
+
 @contextlib.contextmanager
-def groups_of(settings: TrainSettings) -> Iterator[dict[str, Group]]:
-    """The group of each role that is not in this process, started, for as long as the context lasts.
+def groups_of(settings: TrainSettings) -> Iterator[Places]:
+    """All groups, started, for as long as the context lasts.
 
     Raises ValueError if there is no such cluster, GroupDied if it has no room for a pool within `placement.patience`.
     """
     placement = settings.placement
     places, pools = places_of(placement), pools_of(placement)
     if not places:
-        yield {}
+        yield Places()
         return
     sharding, patience = sharding_of(settings), placement.patience
+    threads = threads_of(placement, torch.get_num_threads())
     with contextlib.ExitStack() as opened:
-        there, groups = opened.enter_context(cluster(placement.cluster)), dict[str, Group]()
-        for name in sorted(set(places.values())):
-            pool = pools[name]
-            ranks = there.ranks(pool.ranks, gpus=pool.gpus, sizes=pool.sizes, sharding=sharding, patience=patience)
-            groups[name] = Group(name, ranks, patience=patience)
-            opened.callback(groups[name].close)
-        at_once({name: group.start for name, group in groups.items()})
-        yield {role: groups[name] for role, name in places.items()}
+        there = opened.enter_context(cluster(placement.cluster))
+
+        def group(name: str, pool: Pool, place: str) -> Group:
+            ranks = there.ranks(
+                pool.ranks,
+                gpus=pool.gpus,
+                sizes=pool.sizes,
+                sharding=sharding,
+                threads=threads[place],
+                patience=patience,
+            )
+            opened.callback((made := Group(name, ranks, patience=patience)).close)
+            return made
+
+        engines = places.pop("rollout", None)
+        groups = {name: group(name, pools[name], name) for name in sorted(set(places.values()))}
+        own: list[Group] = []
+        if engines is not None:
+            one = attrs.evolve(pools[engines], ranks=1)
+            own = [group(f"{engines} {i}", one, engines) for i in range(pools[engines].ranks)]
+        at_once({group.name: group.start for group in (*groups.values(), *own)})
+        yield Places({role: groups[name] for role, name in places.items()}, own)
+
+
+def engine_pool(settings: TrainSettings, engines: Sequence[Group], roles: Roles, pad: int) -> EnginePool:
+    """The engines as one, with the parameters of the actor."""
+    section = settings.placement.engines
+    return EnginePool(
+        engines,
+        partial(_make, settings=settings, pad=pad),
+        Policy(group=roles.at["actor"], model=roles.actor.model, bucket_bytes=settings.rollout.vllm.bucket_mb << 20),
+        names=bare_model(settings).whole_shapes,
+        pad_token_id=pad,
+        rows=section.rows,
+        restarts=section.restarts,
+        on_host=settings.rollout.engine == "vllm",
+    )
+
+
+def _make(group: Group, *, settings: TrainSettings, pad: int) -> object:
+    return group.call(make_engine_of_pool, HERE, settings, pad, stays=True, label="make engine")

@@ -14,6 +14,7 @@ from fppo import tree
 from fppo.assembly.parts import (
     Offload,
     Role,
+    bare_model,
     embedded_engine,
     forward_micro_batching_of,
     kernels_of,
@@ -23,6 +24,7 @@ from fppo.assembly.parts import (
     offload_of,
     on_device,
     value_head_of,
+    vllm_engine,
 )
 from fppo.assembly.program import actor_update, critic_update, optimizer_for
 from fppo.fleet import HERE, AnyGroup, Group, Here, LocalGroup, Stays, at_once, on
@@ -138,6 +140,15 @@ def make_critic(here: Here, settings: TrainSettings, tools: Tools | None = None)
 def make_engine(here: Here, settings: TrainSettings, tools: Tools | None, model: Model, pad_token_id: int) -> Generate:
     """What generates on a rank, by the model of the policy there, with the policy's own parameters."""
     tools = tools or _tools(here, settings)
+    return embedded_engine(settings, model, tools.kernels, pad_token_id, here.mesh, tools.lane).generate
+
+
+def make_engine_of_pool(here: Here, settings: TrainSettings, pad_token_id: int) -> Generate:
+    """What generates on a rank that does nothing else, with parameters that it is given."""
+    tools, model = _tools(here, settings), bare_model(settings)
+    if settings.rollout.engine == "vllm":
+        return vllm_engine(settings.rollout.vllm, model, pad_token_id, here.mesh).generate
+    settings = attrs.evolve(settings, model=attrs.evolve(settings.model, offload="none"))  # they are where it runs
     return embedded_engine(settings, model, tools.kernels, pad_token_id, here.mesh, tools.lane).generate
 
 

@@ -18,11 +18,12 @@ from fppo.assembly.inputs import EvalInputs, Inputs, read_eval_inputs, read_inpu
 from fppo.assembly.machine import resolved
 from fppo.assembly.parts import bare_model, engine_of, offload_of
 from fppo.assembly.placed import Placed
+from fppo.assembly.pools import engine_pool
 from fppo.assembly.program import Resources, along_of, pretrain_of, program_of
 from fppo.assembly.rewards import reward_runner
 from fppo.assembly.roles import Roles, Tools, make_engine, make_roles
 from fppo.assembly.turns import in_turns
-from fppo.fleet import HERE, AnyGroup, Here, LocalGroup
+from fppo.fleet import HERE, AnyGroup, Group, Here, LocalGroup
 from fppo.key import Key
 from fppo.losses import KLState
 from fppo.metrics import Metrics
@@ -73,6 +74,7 @@ def assemble(
     sampling_mesh: Mesh | None = None,
     device: torch.device | None = None,
     groups: Mapping[str, AnyGroup] = MappingProxyType({}),
+    engines: Sequence[Group] = (),
     announce: Callable[[Sequence[str]], None] = lambda lines: None,
 ) -> Iterator[Assembly]:
     """The run that the settings describe, before its first step. What is wrong with them is raised before any work.
@@ -81,7 +83,8 @@ def assemble(
     ranks this is one rank's part of the run; what samples and scores has the groups of `sampling_mesh` if that is
     given, which it must be for a run that samples ahead. `announce` is told what is loaded, in lines. `groups` are
     where roles are made that are not to be in this process, which then is none of several ranks: "actor", with the
-    engine, "critic" and "reference" (without a group of its own beside the actor).
+    engine, "critic" and "reference" (without a group of its own beside the actor). Groups of one rank each are
+    `engines` in its place.
     """
     settings, chosen = resolved(settings, device)
     key, sampling_mesh = Key(settings.seed), sampling_mesh or mesh
@@ -93,24 +96,9 @@ def assemble(
     model, critic_model = _models(settings, roles)
     announce(model_lines(model, settings.model.path, others=roles.others))
     run = _fresh(settings, roles, key)
-    engine = _engine(settings, roles, tools, pad, sampling_mesh)
+    engine = _engine(settings, roles, tools, pad, sampling_mesh, engines)
     with _answering(settings, engine, tokenizer, pad, sampling_mesh, device) as answering:
-        resources = Resources(
-            passes=roles.passes(),
-            update_actor=roles.update_actor(),
-            update_critic=roles.update_critic(),
-            together=roles.together,
-            hold=roles.hold(),
-            engine=answering.engine,
-            sampling=inputs.sampling,
-            pad_token_id=pad,
-            vocabulary=model.config.vocab_size,
-            device=device,
-            writes=is_first(mesh),
-            runner=answering.runner,
-            score=answering.score,
-            advantage=inputs.advantage,
-        )
+        resources = _resources(roles, inputs, answering, model, mesh)
         yield Assembly(
             run=run,
             program=program_of(settings, resources),
@@ -125,6 +113,26 @@ def assemble(
             shapes=_shapes(run, roles),
             placed=Placed.of(roles, device),
         )
+
+
+def _resources(roles: Roles, inputs: Inputs, answering: _Answering, model: Model, mesh: Mesh) -> Resources:
+    """What the stages of the run work with."""
+    return Resources(
+        passes=roles.passes(),
+        update_actor=roles.update_actor(),
+        update_critic=roles.update_critic(),
+        together=roles.together,
+        hold=roles.hold(),
+        engine=answering.engine,
+        sampling=inputs.sampling,
+        pad_token_id=inputs.prompts.pad_token_id,
+        vocabulary=model.config.vocab_size,
+        device=inputs.device,
+        writes=is_first(mesh),
+        runner=answering.runner,
+        score=answering.score,
+        advantage=inputs.advantage,
+    )
 
 
 def _fresh(settings: TrainSettings, roles: Roles, key: Key) -> RunState:
@@ -149,10 +157,12 @@ def _models(settings: TrainSettings, roles: Roles) -> tuple[Model, Model | None]
 
 
 def _engine(
-    settings: TrainSettings, roles: Roles, tools: Tools, pad: int, mesh: Mesh
+    settings: TrainSettings, roles: Roles, tools: Tools, pad: int, mesh: Mesh, engines: Sequence[Group]
 ) -> contextlib.AbstractContextManager[Engine]:
-    """The engine where the actor is."""
+    """The engines as one, or without any the engine where the actor is."""
     model, group = roles.actor.model, roles.at["actor"]
+    if engines:
+        return engine_pool(settings, engines, roles, pad)
     if isinstance(group, LocalGroup):
         return engine_of(settings, model, tools.kernels, pad, mesh, tools.lane)
     engine = group.call(make_engine, HERE, settings, None, model, pad, stays=True, label="make engine")

@@ -207,13 +207,14 @@ def _assemble(
     """`assemble`, without bars of transformers between a command's own lines."""
     transformers_logging.disable_progress_bar()
     with (
-        groups_of(settings) as groups,
+        groups_of(settings) as places,
         assemble(
             settings,
             mesh=here.mesh,
             sampling_mesh=here.sampling,
             device=here.device,
-            groups=groups,
+            groups=places.roles,
+            engines=places.engines,
             announce=announce,
         ) as assembly,
     ):

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from fppo.rollout.engine import OnFinished as OnFinished
     from fppo.rollout.engine import Sampling as Sampling
     from fppo.rollout.placed import PlacedEngine as PlacedEngine
+    from fppo.rollout.pool import EnginePool as EnginePool
+    from fppo.rollout.pool import Policy as Policy
     from fppo.rollout.spread import FetchingEngine as FetchingEngine
     from fppo.rollout.spread import SpreadEngine as SpreadEngine
     from fppo.rollout.sync import SyncError as SyncError
@@ -31,10 +33,12 @@ __all__ = [
     "EmbeddedEngine",
     "Engine",
     "EngineFailure",
+    "EnginePool",
     "FetchingEngine",
     "OnFinished",
     "PlacedEngine",
     "PlainText",
+    "Policy",
     "Sampling",
     "SpreadEngine",
     "SyncError",
@@ -50,6 +54,7 @@ _HOMES = {
     "embedded": ("EmbeddedEngine",),
     "engine": ("Ask", "Engine", "OnFinished", "Sampling"),
     "placed": ("PlacedEngine",),
+    "pool": ("EnginePool", "Policy"),
     "spread": ("FetchingEngine", "SpreadEngine"),
     "sync": ("SyncError", "reshard"),
     "turns.engine": ("TurnsEngine", "turn_metrics"),

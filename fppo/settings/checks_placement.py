@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import attrs
 
 from fppo._errors import did_you_mean
+from fppo.settings.checks_data import has_held_out
 from fppo.settings.mesh import MeshSettings
 from fppo.settings.placement import AXES, HERE, Pool, fields_of, places_of, pools_of
 from fppo.settings.problems import Problems, problem, unread
@@ -43,10 +44,49 @@ def placement_problems(s: TrainSettings, *, critic: bool, reference: bool, on_me
         yield problem("mesh", axes, "with placement each pool has axes of its own; give them there")
     if placement.roles.reference == HERE and placement.roles.actor != HERE:
         yield problem("placement.roles.reference", HERE, "it is where the actor is, or in a pool")
-    if s.rollout.engine == "vllm" and placement.roles.actor != HERE:
-        yield problem("rollout.engine", "vllm", "an actor in a pool samples by the embedded engine; give embedded")
+    yield from _engines(s, places)
     if not broken:
         yield from _pools(s, places, pools_of(placement), on_mesh)
+
+
+def _engines(s: TrainSettings, places: Mapping[str, str]) -> Problems:
+    """What is wrong with who samples."""
+    section, name = s.placement, places.get("rollout")
+    if name is None:
+        path, asked = "placement.roles.rollout", section.roles.rollout
+        if asked is not None and section.roles.actor not in (asked, HERE):
+            yield problem(path, asked, "it is where the actor is, or in a pool")
+        if s.rollout.engine == "vllm" and section.roles.actor != HERE:
+            advice = "an actor in a pool samples by the embedded engine"
+            yield problem("rollout.engine", "vllm", f"{advice}; give embedded, or vLLM a pool of its own with {path}")
+        for field in attrs.fields(type(section.engines)):
+            value = getattr(section.engines, field.name)
+            yield from unread(f"placement.engines.{field.name}", value, field.default, "engines in a pool")
+        return
+    others = [role for role, pool in places.items() if pool == name and role != "rollout"]
+    if others:
+        yield problem("placement.roles.rollout", name, f"{others[0]} is there; engines have a pool of their own")
+    if s.rollout.from_ is not None and not has_held_out(s):
+        yield problem(
+            "placement.roles.rollout", name, "nobody asks an engine where rollout.from has it all; leave it out"
+        )
+    table = section.pools.get(name)
+    if isinstance(table, Mapping):
+        for axis in (axis for axis in AXES if axis in table):
+            yield problem(
+                f"placement.pools.{name}.{axis}", table[axis], "each rank is an engine of its own; leave it out"
+            )
+        vllm, gpus = s.rollout.vllm, table.get("gpus", 0)
+        reader = "vLLM beside what trains"
+        yield from unread("rollout.vllm.devices", vllm.devices, (), reader)
+        yield from unread("rollout.vllm.sleep", vllm.sleep, False, reader)
+        if s.rollout.engine == "vllm" and vllm.host == "ray":
+            yield problem("rollout.vllm.host", "ray", "an engine in a pool has its process; give local or process")
+        if s.rollout.engine == "vllm" and gpus and gpus < vllm.tensor_parallel:
+            advice = (
+                f"an engine cuts its model over rollout.vllm.tensor_parallel = {vllm.tensor_parallel}; give as many"
+            )
+            yield problem(f"placement.pools.{name}.gpus", gpus, advice)
 
 
 def _broken(pools: Mapping[str, object]) -> Problems:
@@ -61,6 +101,8 @@ def _broken(pools: Mapping[str, object]) -> Problems:
 
 
 def _pools(s: TrainSettings, places: Mapping[str, str], pools: Mapping[str, Pool], on_mesh: OnMesh) -> Problems:
+    if "rollout" in places:  # others' ranks run no vLLM
+        s = attrs.evolve(s, rollout=attrs.evolve(s.rollout, engine="embedded"))
     for name, pool in pools.items():
         path = f"placement.pools.{name}"
         if pool.problem is not None:
@@ -68,6 +110,6 @@ def _pools(s: TrainSettings, places: Mapping[str, str], pools: Mapping[str, Pool
             continue
         if pool.gpus and s.placement.cluster == "processes":
             yield problem(f"{path}.gpus", pool.gpus, 'GPUs are dealt out by Ray; give placement.cluster = "local"')
-        if name in places.values() and pool.ranks > 1:
+        if name in {pool for role, pool in places.items() if role != "rollout"} and pool.ranks > 1:
             mesh = attrs.evolve(MeshSettings(), **pool.sizes)
             yield from (f"{path}: {text}" for text in on_mesh(attrs.evolve(s, mesh=mesh), pool.ranks))

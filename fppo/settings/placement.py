@@ -12,6 +12,7 @@ from fppo.settings.fields import Table, above, at_least, nonempty, setting
 
 HERE = "here"  # the process that reads the settings
 AXES = ("replicate", "shard", "sequence", "tensor")
+MACHINE = ("processes", "local")  # clusters of one machine
 
 
 @attrs.frozen(kw_only=True)
@@ -24,6 +25,18 @@ class RoleSettings:
     """The pool that trains the critic."""
     reference: str | None = setting(None)
     """The pool of the reference; None: the actor's."""
+    rollout: str | None = setting(None)
+    """The pool that samples, of which each rank is an engine of its own; None: where the actor is."""
+
+
+@attrs.frozen(kw_only=True)
+class EngineSettings:
+    """How the engines of the pool that samples share their work."""
+
+    rows: int = setting(64, at_least(1))
+    """Rows that an engine answers together: fewer are dealt more evenly, more decode faster. Bits depend on them."""
+    restarts: int = setting(3, at_least(0))
+    """How often engines that were lost are started again, while the others go on."""
 
 
 @attrs.frozen(kw_only=True)
@@ -40,6 +53,8 @@ class PlacementSettings:
     """Pools by name, each a mesh of its own: {value = {ranks = 2, gpus = 1, shard = 2}}."""
     roles: RoleSettings = setting(RoleSettings)
     """Who runs where."""
+    engines: EngineSettings = setting(EngineSettings)
+    """How engines share their work."""
 
 
 @attrs.frozen(kw_only=True)
@@ -48,6 +63,7 @@ class Pool:
 
     ranks: int
     gpus: float = 0  # of each rank
+    threads: int | None = None  # of each rank, on which bits depend; without, all of a machine share its cores
     replicate: int = 1
     shard: int | None = None  # all that the other axes leave
     sequence: int = 1
@@ -77,7 +93,26 @@ def places_of(placement: PlacementSettings) -> dict[str, str]:
     """The pool of each role that is not here."""
     roles = placement.roles
     places = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference or roles.actor}
+    if (engines := engines_in(placement)) is not None:
+        places["rollout"] = engines
     return {role: pool for role, pool in places.items() if pool != HERE}
+
+
+def engines_in(placement: PlacementSettings) -> str | None:
+    """The pool whose ranks are engines; None where the actor samples itself."""
+    roles = placement.roles
+    return None if roles.rollout in (None, roles.actor) else roles.rollout
+
+
+def threads_of(placement: PlacementSettings, cores: int) -> dict[str, int]:
+    """The threads of each rank of every pool, where this process has as many threads as there are `cores`: those of one
+    machine share what pools that say theirs leave; those of a cluster at an address have as many as this process."""
+    pools = pools_of(placement)
+    if placement.cluster not in MACHINE:
+        return {name: pool.threads or cores for name, pool in pools.items()}
+    left = cores - sum(pool.ranks * (pool.threads or 0) for pool in pools.values())
+    ranks = sum(pool.ranks for pool in pools.values() if pool.threads is None)
+    return {name: pool.threads or max(1, left // ranks) for name, pool in pools.items()}
 
 
 def fields_of(table: Mapping[str, Any]) -> list[tuple[str, Any, str]]:

@@ -1,6 +1,8 @@
 """A run whose roles are in pools writes what one process writes, and each goes on with what the other has saved."""
 
 import contextlib
+import re
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -21,6 +23,16 @@ APART = {
     "placement__roles__actor": "a",
     "placement__roles__critic": "c",
 }
+
+
+def engines(count, *, beside=MappingProxyType({}), rows=4, restarts=3):
+    """So many of them, beside other pools."""
+    return {
+        "placement__pools": {**beside, "e": {"ranks": count}},
+        "placement__roles__rollout": "e",
+        "placement__engines__rows": rows,
+        "placement__engines__restarts": restarts,
+    }
 
 
 class Here:
@@ -83,6 +95,43 @@ def test_the_controller_of_pools_is_one_process(task):
         distributed.run(lambda *_: 0, tiny_run.settings(task, **APART), [], 2)
 
 
+def lost(monkeypatch, wanted):
+    """Who is sent a call of a label, and is the so many-th to be, as `wanted` has them, is lost. The labels sent."""
+    sent, send = [], Threads.send
+
+    def losing(self, request, large):
+        sent.append(request.label)
+        if (request.label, sent.count(request.label)) in wanted:
+            self.lose(0)
+        return send(self, request, large)
+
+    monkeypatch.setattr(Threads, "send", losing)
+    return sent
+
+
+def test_engines_of_which_some_die_write_what_one_process_writes(task, whole, tmp_path, monkeypatch, capsys):
+    lost(monkeypatch, {("generate", 3), ("take weights", 7)})
+    two = APART | engines(2, beside=APART["placement__pools"], rows=8)  # which makes a batch one request
+    with pytest.warns(RuntimeWarning, match=r"'e [01]': rank 0 of 1 \(thread 0\) was lost in .*; others answer for it"):
+        apart = train(task, tmp_path / "apart", **two)
+    assert "e (rollout): 2 engines of 1 thread" in capsys.readouterr().out
+    assert lines(apart) == lines(whole)
+    assert (apart / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+    assert actions.replay(apart, 3) == 0
+
+
+@pytest.mark.slow
+def test_engines_sample_ahead_and_when_all_are_lost_the_run_goes_back(task, tmp_path, monkeypatch, capsys):
+    asked = {"rollout__ahead": 1, "rollout__n": 2, "algorithm__advantage": "remax"}
+    one = train(task, tmp_path / "one", **engines(1), **asked)
+    lost(monkeypatch, {("generate", 12), ("generate", 13)})
+    with pytest.warns(RuntimeWarning, match="others answer for it"):
+        apart = train(task, tmp_path / "apart", **engines(2, restarts=0), **asked)
+    words = "all 2 engines are gone, after 0 starts again; the last: .*; starting the pools again"
+    assert re.search(words, capsys.readouterr().err)
+    assert lines(apart) == lines(one)
+
+
 @pytest.mark.slow
 def test_one_process_and_pools_go_on_with_what_the_other_has_saved(task, whole, tmp_path):
     for steps, changes in ((1, APART), (2, {}), (3, APART)):
@@ -107,15 +156,7 @@ def test_what_meshes_of_several_ranks_have_saved_is_whole_in_one_process(task, t
 
 @pytest.mark.slow
 def test_a_run_that_loses_a_pool_ends_as_if_it_had_not(task, whole, tmp_path, monkeypatch, capsys):
-    sent, send = [], Threads.send
-
-    def losing(self, request, large):
-        sent.append(request.label)
-        if request.label == "update_critic" and sent.count("update_critic") == 2:
-            self.lose(0)
-        return send(self, request, large)
-
-    monkeypatch.setattr(Threads, "send", losing)
+    sent = lost(monkeypatch, {("update_critic", 2)})
     apart = train(task, tmp_path / "apart", **APART)
     words = "group 'c': rank 0 of 1 (thread 0) was lost in update_critic: the thread is gone; starting the pools again"
     assert f"{words} (1 of 3 times), from the checkpoint of step 1" in capsys.readouterr().err

@@ -3,11 +3,18 @@
 import pytest
 
 from fppo.settings import files
-from fppo.settings.placement import places_of, pools_of
+from fppo.settings.placement import places_of, pools_of, threads_of
 from tests import tiny_run
 
 APART = {"a": {"ranks": 2}, "c": {"ranks": 1}}
 ROLES = {"placement__pools": APART, "placement__roles__actor": "a", "placement__roles__critic": "c"}
+
+
+ENGINES = {
+    "placement__pools": APART | {"e": {"ranks": 2}},
+    "placement__roles__rollout": "e",
+    "placement__engines__rows": 8,
+}
 
 
 def pool(**values):
@@ -24,11 +31,55 @@ def test_roles_are_here_or_in_pools_with_meshes_of_their_own(tmp_path):
     settings = tiny_run.settings(tmp_path, **asked)
     files.save(settings, tmp_path / "written.toml")
     assert files.load(tmp_path / "written.toml") == settings
+    vllm = tiny_run.settings(tmp_path, **(ROLES | ENGINES), rollout__engine="vllm")
+    assert places_of(vllm.placement) == {"actor": "a", "reference": "a", "critic": "c", "rollout": "e"}
+
+
+def test_ranks_of_a_machine_share_its_cores(tmp_path):
+    pools = {"a": {"ranks": 2}, "c": {"ranks": 1}, "e": {"ranks": 3, "threads": 3}}
+    asked = ROLES | ENGINES | {"placement__pools": pools}
+
+    def threads(cores, cluster="processes"):
+        return threads_of(tiny_run.settings(tmp_path, **asked, placement__cluster=cluster).placement, cores)
+
+    assert threads(16) == {"a": 2, "c": 2, "e": 3}  # three ranks share what nine threads leave
+    assert threads(8, "local") == {"a": 1, "c": 1, "e": 3}
+    assert threads(16, "10.0.0.1:6379") == {"a": 16, "c": 16, "e": 3}
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
+        (
+            {"placement__roles__rollout": "a", "rollout__engine": "vllm"},
+            "samples by the embedded engine; give embedded",
+        ),
+        ({"placement__roles__rollout": "here"}, "placement.roles.rollout = 'here': it is where the actor is"),
+        ({"placement__roles__rollout": "c"}, "rollout = 'c': critic is there; engines have a pool of their own"),
+        ({"placement__roles__rollout": "g"}, "placement.roles.rollout = 'g': there is no such pool"),
+        ({"placement__engines__rows": 8}, "placement.engines.rows = 8: nothing reads it here: it is for engines in a"),
+        (
+            ENGINES | {"placement__pools": APART | {"e": {"ranks": 2, "shard": 2}}},
+            "pools.e.shard = 2: each rank is an engine of its own",
+        ),
+        (
+            ENGINES | {"placement__pools": APART | {"e": {"ranks": 2, "threads": 0}}},
+            "pools.e.threads = 0: must be a whole",
+        ),
+        (
+            ENGINES | {"data__eval_path": [], "rollout__from": "saved"},
+            "placement.roles.rollout = 'e': nobody asks an engine where rollout.from has it all",
+        ),
+        (
+            ENGINES | {"rollout__engine": "vllm", "rollout__vllm__host": "ray"},
+            "rollout.vllm.host = 'ray': an engine in a",
+        ),
+        (
+            ENGINES
+            | {"placement__pools": APART | {"e": {"ranks": 2, "gpus": 1}}, "placement__cluster": "local"}
+            | {"rollout__engine": "vllm", "rollout__vllm__host": "process", "rollout__vllm__tensor_parallel": 2},
+            "pools.e.gpus = 1: an engine cuts its model over rollout.vllm.tensor_parallel = 2; give as many",
+        ),
         (
             {"placement__roles__critic": "d"},
             "placement.roles.critic = 'd': there is no such pool.*there are a, c, here",

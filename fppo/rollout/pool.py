@@ -1,0 +1,334 @@
+"""Several engines as one: requests go to whichever is free, and rows come back in order. Engines may die and come.
+
+What an engine draws depends on the key and the row alone, and which rows are answered together on what is asked alone:
+how many engines there are, which of them answers what, and which die on the way changes no bit.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo import batch as batches
+from fppo import tree
+from fppo.batch import Rollout
+from fppo.fleet import HERE, AnyGroup, Group, GroupDied, Here, at_once
+from fppo.models.model import Model
+from fppo.rollout import sync
+from fppo.rollout.engine import Ask
+from fppo.rollout.placed import PlacedEngine
+from fppo.rollout.records import check_prompts, response_limits, widened
+from fppo.rollout.sync import Bucket, How, Origin
+from fppo.rollout.vllm.host import EngineDied
+
+_ENDING = 100  # tenths of seconds in which the thread of an engine may end
+
+Params = Mapping[str, Any]  # tensors, or handles of them
+
+
+@attrs.frozen(kw_only=True)
+class Policy:
+    """Where the policy's parameters are, and with them its `model`, or a handle of that. They leave whole, in buckets
+    of about so many bytes."""
+
+    group: AnyGroup
+    model: Any
+    bucket_bytes: int = 1 << 28
+
+    def buckets(self, params: Params) -> Iterator[Bucket]:
+        """All of them, each bucket with the digests of what it holds."""
+        whole = self.group.call(_whole, HERE, self.model, params, self.bucket_bytes, stays=True, label="read weights")
+        while (bucket := self.group.call(next, whole, None, label="read weights")) is not None:
+            yield bucket
+
+
+def _whole(here: Here, model: Model, params: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[Bucket]:
+    params = {name: x.to(here.device) for name, x in params.items()}
+    return sync.reshard(params, model.shapes, here.mesh, bucket_bytes=bucket_bytes, layout=model.layout)
+
+
+def _taken(here: Here, tensors: dict[str, Tensor], how: How, on_host: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors where they are to be, and the digests of what is there."""
+    there = tensors if on_host else {name: x.to(here.device) for name, x in tensors.items()}
+    return there, {name: sync.digest(x, how) for name, x in there.items()}
+
+
+@attrs.define(eq=False)
+class _Replica:
+    """One of the engines: `generate` is a handle of its own, `params` are handles of the weights that it confirmed."""
+
+    group: Group
+    generate: Any
+    params: Params | None = None
+    origin: Origin | None = None  # of those weights
+    up: bool = True
+    gone: bool = False  # for good
+
+    def holds(self, params: Params, version: int) -> bool:
+        return self.origin is not None and self.origin.matches(params, version)
+
+
+@attrs.define(eq=False)
+class _Work:
+    """A rollout under way. `todo` are numbers of requests, each of some prompts; the costliest is first."""
+
+    params: Params
+    ask: Ask
+    requests: Sequence[Sequence[int]]
+    todo: deque[int]
+    done: dict[int, Rollout] = attrs.field(factory=dict)
+    error: BaseException | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.error is not None or len(self.done) == len(self.requests)
+
+
+class EnginePool:
+    """An engine that is as many as `groups`, each of which holds one that `make(group)` has a handle of.
+
+    The weights of the asked version go to those that hold others, which confirm a digest of each tensor before they
+    answer. An engine that dies is started again in its group, at most `restarts` times over all, and meanwhile the
+    others answer for it: requests of at most `rows` rows, or one prompt's. `names` are those of the parameters, which
+    stay on an engine's host, if `on_host` says that it has copies of its own, or are on its device.
+
+    Use it in a `with`. Raises GroupDied from `generate` once all engines are gone, SyncError if one does not hold what
+    it was sent, and what an engine raises.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        make: Callable[[Group], Any],
+        policy: Policy,
+        *,
+        names: Iterable[str],
+        pad_token_id: int,
+        rows: int = 64,
+        restarts: int = 3,
+        on_host: bool = False,
+    ) -> None:
+        self._groups, self._make, self._policy, self._names = list(groups), make, policy, set(names)
+        self._pad, self._rows, self._restarts, self._limit = pad_token_id, rows, restarts, restarts
+        self._on_host = on_host
+        self._replicas: list[_Replica] = []
+        self._threads: list[threading.Thread] = []
+        self._one = threading.Lock()  # rollout at a time
+        self._changed = threading.Condition()  # of all below
+        self._work: _Work | None = None
+        self._sending = 0  # threads that read weights of the rollout under way
+        self._deaths: list[str] = []
+        self._told = 0  # of them
+        self._closed = False
+
+    def __enter__(self) -> EnginePool:
+        made = at_once({group.name: partial(self._make, group) for group in self._groups})
+        self._replicas = [_Replica(group, made[group.name]) for group in self._groups]
+        for replica in self._replicas:
+            self._threads.append(threading.Thread(target=self._live, args=(replica,), daemon=True))
+            self._threads[-1].start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for replica, thread in zip(self._replicas, self._threads, strict=True):
+            thread.join(0.1)
+            tries = _ENDING
+            while thread.is_alive() and tries:
+                replica.group.close()  # again: it may be about to start
+                thread.join(0.1)
+                tries -= 1
+
+    def generate(self, params: Params, ask: Ask) -> Rollout:
+        """The rollout; `ask.on_finished` is called for the rows of a request once that is answered."""
+        requests = _requests(ask, self._rows)
+        work = _Work(params, ask, requests, deque(range(len(requests))))
+        with self._one:
+            self._send([replica for replica in self._replicas if replica.up], params, ask.version)
+            try:
+                with self._changed:
+                    self._work = work
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: work.ended or all(replica.gone for replica in self._replicas))
+            finally:
+                with self._changed:
+                    self._work = None
+                    # the parameters may be given up now, so that nobody may be reading them
+                    self._changed.wait_for(lambda: not self._sending)
+            self._tell(work)
+        device = next(iter(params.values())).device
+        return tree.map(lambda x: x.to(device), _joined(work, self._pad))
+
+    def _tell(self, work: _Work) -> None:
+        """Warns of engines that died since the last time. Raises what ended the work before it was done."""
+        with self._changed:
+            deaths, self._told = self._deaths[self._told :], len(self._deaths)
+        again = f"it may be started again {self._restarts} of {self._limit} times more"
+        for death in deaths:
+            warnings.warn(f"{death}; others answer for it, and {again}", RuntimeWarning, stacklevel=4)
+        if work.error is not None:
+            raise work.error
+        if not work.ended:
+            text = f"all {len(self._replicas)} engines are gone, after {self._limit} starts again; the last: "
+            raise GroupDied(self._groups[0].name, f"{text}{self._deaths[-1]}")
+
+    def _live(self, replica: _Replica) -> None:
+        """What the thread of an engine does."""
+        while self._next(replica):
+            pass
+
+    def _next(self, replica: _Replica) -> bool:
+        """The next thing that is to be done for an engine; whether there may be more."""
+        with self._changed:  # in a function of its own: what waits here keeps no work, whose parameters are large
+            self._changed.wait_for(lambda: self._closed or not replica.up or self._wanted())
+            if self._closed or replica.gone:
+                return False
+            work = self._work
+        if not replica.up:
+            self._start_again(replica)
+        elif work is not None:
+            self._serve(replica, work)
+        return True
+
+    def _wanted(self) -> bool:
+        """Whether there is something to answer."""
+        return self._work is not None and self._work.error is None and bool(self._work.todo)
+
+    def _start_again(self, replica: _Replica) -> None:
+        with self._changed:
+            replica.gone = not self._restarts
+            self._restarts -= not replica.gone
+            self._changed.notify_all()
+        if replica.gone:
+            return
+        try:
+            replica.group.start()
+            replica.generate = self._make(replica.group)
+        except Exception as error:
+            self._lose(replica, error)
+            return
+        with self._changed:
+            replica.up = True
+
+    def _serve(self, replica: _Replica, work: _Work) -> None:
+        """Has the engine answer a request."""
+        number = None
+        try:
+            if not replica.holds(work.params, work.ask.version):
+                self._bring(replica, work)
+            with self._changed:
+                if not replica.up or work is not self._work or not self._wanted():
+                    return
+                number = work.todo.popleft()
+            answer = self._answer(replica, work, work.requests[number])
+            with self._changed:
+                if work is self._work:
+                    _report(answer, work.requests[number], work.ask)
+                work.done[number] = answer
+                self._changed.notify_all()
+        except Exception as error:
+            died = isinstance(error, EngineDied) or (isinstance(error, GroupDied) and error.group == replica.group.name)
+            with self._changed:
+                if not died:
+                    work.error = error
+                elif number is not None:
+                    work.todo.appendleft(number)
+                self._changed.notify_all()
+            if died:
+                self._lose(replica, error)
+
+    def _bring(self, replica: _Replica, work: _Work) -> None:
+        """Sends a newcomer the weights of the rollout under way, which waits for that before it ends."""
+        with self._changed:
+            if work is not self._work:
+                return
+            self._sending += 1
+        try:
+            self._send([replica], work.params, work.ask.version)
+        finally:
+            with self._changed:
+                self._sending -= 1
+                self._changed.notify_all()
+
+    def _send(self, replicas: Sequence[_Replica], params: Params, version: int) -> None:
+        """Gives these engines the weights, unless they hold them. Those that die on the way are taken out."""
+        stale = {replica.group.name: replica for replica in replicas if not replica.holds(params, version)}
+        for replica in stale.values():
+            replica.params = replica.origin = None  # whose memory is free now
+        there: dict[str, dict[str, Any]] = {name: {} for name in stale}
+        for bucket in self._policy.buckets(params) if stale else ():
+            taken = at_once({name: partial(self._take, stale[name], bucket) for name in there})
+            there = {name: there[name] | handles for name, handles in taken.items() if handles is not None}
+        for name, handles in there.items():
+            sync.compare_names(self._names, handles)
+            stale[name].params, stale[name].origin = handles, Origin.of(params, version)
+
+    def _take(self, replica: _Replica, bucket: Bucket) -> dict[str, Any] | None:
+        """Handles of the tensors on the engine, which has confirmed them; None if it has died."""
+        sent = (bucket.tensors, bucket.how, self._on_host)
+        try:
+            weights, digests = replica.group.call(_taken, HERE, *sent, stays=(0,), label="take weights")
+        except GroupDied as error:
+            self._lose(replica, error)
+            return None
+        sync.compare(bucket.digests, digests)
+        return weights
+
+    def _answer(self, replica: _Replica, work: _Work, prompts: Sequence[int]) -> Rollout:
+        assert replica.params is not None
+        ask = work.ask
+        part = attrs.evolve(
+            ask,
+            prompts=batches.rows(ask.prompts, prompts),
+            limits=None if ask.limits is None else ask.limits[list(prompts)],
+            on_finished=None,
+        )
+        return PlacedEngine(replica.group, replica.generate).generate(replica.params, part)
+
+    def _lose(self, replica: _Replica, error: BaseException) -> None:
+        with self._changed:
+            replica.up, replica.params, replica.origin = False, None, None
+            self._deaths.append(str(error))
+            self._changed.notify_all()
+
+
+def _requests(ask: Ask, rows: int) -> list[list[int]]:
+    """The prompts of each request, of at most so many rows together: those that may take most tokens come first.
+
+    Raises ValueError for prompts and limits that no engine answers.
+    """
+    lengths, limits = check_prompts(ask.prompts.attention_mask.bool()), response_limits(ask)
+    most = [length + limit for length, limit in zip(lengths, limits, strict=True)]
+    order = sorted(range(len(most)), key=lambda prompt: -most[prompt])
+    step = max(1, rows // ask.sampling.n)
+    return [order[start : start + step] for start in range(0, len(order), step)]
+
+
+def _report(answer: Rollout, prompts: Sequence[int], ask: Ask) -> None:
+    """Calls `ask.on_finished` for the rows of an answer to these prompts."""
+    if ask.on_finished is None:
+        return
+    width, n = answer.response_mask.shape[1], ask.sampling.n
+    rows = zip(answer.tokens[:, -width:], answer.response_mask, answer.finish, strict=True)
+    for place, (tokens, mask, finish) in enumerate(rows):
+        ask.on_finished(prompts[place // n] * n + place % n, tokens[mask].tolist(), finish)
+
+
+def _joined(work: _Work, pad_token_id: int) -> Rollout:
+    """The rollout whose rows were answered in parts."""
+    answers, n = [work.done[number] for number in range(len(work.requests))], work.ask.sampling.n
+    width = max(answer.response_mask.shape[1] for answer in answers)
+    prompt = work.ask.prompts.tokens.shape[1]
+    rows = batches.concat([widened(answer, prompt, width, pad_token_id) for answer in answers])
+    places = [prompt * n + draw for prompts in work.requests for prompt in prompts for draw in range(n)]
+    return batches.rows(rows, batches.inverse(torch.tensor(places)))

@@ -1,0 +1,168 @@
+"""Several engines as one: whatever their number, and whichever of them die, the rollout is the same, bit for bit."""
+
+import contextlib
+import random
+import warnings
+
+import attrs
+import pytest
+import torch
+
+from fppo import tree
+from fppo.fleet import HERE, LOCAL_GROUP, Group, GroupDied
+from fppo.key import Key
+from fppo.rollout import Ask, EnginePool, Policy, Sampling, SyncError, pool, sync
+from fppo.rollout.pool import _taken as taken
+from fppo.runtime import fsdp
+from tests import tiny
+from tests.fleet.threads import Threads
+from tests.rollout.test_embedded import PAD, engine_of, make_prompts
+
+ROWS = 5  # of a request: two prompts
+SAMPLING = Sampling(max_tokens=6, n=2, stop_token_ids=(3, 4))
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return tiny.model_and_params(dtype=torch.float32)
+
+
+def ask(**changes):
+    prompts, limits = make_prompts(extra=1), torch.tensor([6, 2, 6, 4, 6, 6])
+    prompts = tree.replace(prompts, tokens=prompts.tokens % tiny.VOCAB)
+    return attrs.evolve(Ask(prompts, SAMPLING, Key(3), version=1, limits=limits), **changes)
+
+
+def made(here):
+    model, _ = tiny.model_and_params()
+    return engine_of(model).generate
+
+
+def make(group):
+    return group.call(made, HERE, stays=True, label="make engine")
+
+
+@contextlib.contextmanager
+def engines(policy, count, *, group=LOCAL_GROUP, model=None, **changes):
+    """A pool of so many engines, in threads."""
+    with contextlib.ExitStack() as opened:
+        groups = [opened.enter_context(Group(f"engine {i}", Threads())) for i in range(count)]
+        where = Policy(group=group, model=policy[0] if model is None else model, bucket_bytes=1 << 10)
+        yield opened.enter_context(
+            EnginePool(groups, make, where, names=policy[1], pad_token_id=PAD, rows=ROWS, **changes)
+        )
+
+
+def dying(monkeypatch, doomed):
+    """Each send of a label, by its number over all engines: the rank that it goes to is lost if `doomed(number)`."""
+    send, sent = Threads.send, []
+
+    def losing(self, request, large):
+        if request.label in ("generate", "take weights", "make engine"):
+            sent.append(request.label)
+            if doomed(len(sent), request.label):
+                self.lose(0)
+        return send(self, request, large)
+
+    monkeypatch.setattr(Threads, "send", losing)
+    return sent
+
+
+@pytest.fixture(scope="module")
+def alone(policy):
+    """The rollout of one engine that is a pool."""
+    with engines(policy, 1) as one:
+        return one.generate(policy[1], ask())
+
+
+def test_a_pool_answers_what_an_engine_answers(policy, alone):
+    """But for the rounding of other batches: the tokens, their places, and all that goes with a row."""
+    whole = engine_of(policy[0]).generate(policy[1], ask())
+    assert (alone.rollout_log_probs - whole.rollout_log_probs).abs().max() < 1e-5
+    same = dict.fromkeys(("rollout_log_probs", "sampling_log_probs"), torch.zeros(1))
+    assert tree.digest(tree.replace(alone, **same)) == tree.digest(tree.replace(whole, **same))
+    assert len({len(x.tokens) for x in (alone, whole)}) == 1
+
+
+@pytest.mark.parametrize(("count", "seed"), [(2, 1), (3, 0), (3, 2), (3, 3)])
+def test_any_number_of_engines_and_any_deaths_change_no_bit(policy, alone, monkeypatch, count, seed):
+    rng = random.Random(seed)
+    deaths = set() if seed == 0 else set(rng.sample(range(count + 1, count + 30), 3))
+    dying(monkeypatch, lambda number, label: number in deaths)
+    other = {name: x + 0.1 for name, x in policy[1].items()}
+    with engines(policy, count, restarts=3) as several, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for params, version in ((other, 0), (policy[1], 1), (other, 2), (policy[1], 1)):
+            rollout = several.generate(params, ask(version=version))
+            assert (tree.digest(rollout) == tree.digest(alone)) == (version == 1)
+
+
+def test_who_dies_is_said_and_the_last_that_dies_ends_the_rollout(policy, monkeypatch):
+    with engines(policy, 2, restarts=1) as several:
+        dying(monkeypatch, lambda number, label: label == "generate")
+        words = "all 2 engines are gone, after 1 starts again; the last: .*was lost in generate: the thread is gone"
+        with pytest.raises(GroupDied, match=words), pytest.warns(RuntimeWarning, match="others answer for it"):
+            several.generate(policy[1], ask())
+        with pytest.raises(GroupDied):
+            several.generate(policy[1], ask())
+
+
+def damaged(here, tensors, how, on_host):
+    there, _ = taken(here, tensors, how, on_host)
+    return there, {name: sync.digest(x + 1e-6, how) for name, x in there.items()}
+
+
+def test_no_engine_answers_before_it_has_confirmed_its_weights(policy, monkeypatch):
+    sent = dying(monkeypatch, lambda number, label: False)
+    with engines(policy, 2) as several:
+        several.generate(policy[1], ask())
+        sent.clear()
+        several.generate(policy[1], ask())
+        assert set(sent) == {"generate"}  # they hold what is asked for
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "_taken", damaged)
+            with pytest.raises(SyncError, match="changed on the way"):
+                several.generate(policy[1], ask(version=2))
+        sent.clear()
+        several.generate(policy[1], ask(version=2))
+        assert sent.count("take weights") > 2  # all of them again
+
+
+def loaded(here):
+    model, params = tiny.model_and_params(dtype=torch.float32)
+    return {"model": model, "params": fsdp.shard(params, here.mesh)}
+
+
+def test_the_policy_may_be_on_ranks_that_each_hold_a_part(policy, alone):
+    with Group("actor", Threads(shard=2)) as actor:
+        there = actor.call(loaded, HERE, stays=True)
+        with engines(policy, 2, group=actor, model=there["model"]) as several:
+            assert tree.digest(several.generate(there["params"], ask())) == tree.digest(alone)
+
+
+def test_rows_are_reported_once_each_as_requests_are_answered(policy, alone, monkeypatch):
+    dying(monkeypatch, lambda number, label: number == 4)
+    rows = {}
+
+    def on_finished(row, tokens, finish):
+        assert row not in rows
+        rows[row] = (tokens, finish)
+
+    with engines(policy, 2) as several, pytest.warns(RuntimeWarning, match="others answer for it"):
+        several.generate(policy[1], ask(on_finished=on_finished))
+    width = alone.response_mask.shape[1]
+    expected = [
+        (tokens[mask].tolist(), finish)
+        for tokens, mask, finish in zip(alone.tokens[:, -width:], alone.response_mask, alone.finish, strict=True)
+    ]
+    assert [rows[row] for row in range(len(expected))] == expected
+
+
+def test_what_an_engine_refuses_is_raised(policy):
+    with engines(policy, 2) as several:
+        with pytest.raises(ValueError, match=r"stop_token_ids \[99\] are beyond"):
+            several.generate(policy[1], ask(sampling=Sampling(stop_token_ids=(99,))))
+        prompts = make_prompts()
+        empty = tree.replace(prompts, attention_mask=prompts.attention_mask & False)
+        with pytest.raises(ValueError, match="leave empty prompts out"):
+            several.generate(policy[1], ask(prompts=empty))
