@@ -1,6 +1,8 @@
 """Roles on groups of their own give the bits of one process, or of SPMD on the same mesh, in any order of work."""
 
 import contextlib
+import os
+import signal
 
 import attrs
 import pytest
@@ -8,12 +10,14 @@ import pytest
 from fppo import metrics, tree
 from fppo.assembly import roles
 from fppo.assembly.run import assemble
-from fppo.fleet import Group, Processes, at_once
+from fppo.fleet import HERE, Group, Processes, at_once
 from fppo.pipeline import in_turn
 from fppo.pipeline.train import iterate
+from fppo.rollout import EnginePool
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
 from tests import tiny_run
+from tests.fleet.test_processes import pid
 from tests.fleet.threads import Threads
 
 UNLIKE = ("timing_s/", "perf/")
@@ -46,11 +50,12 @@ def steps(assembly, groups, count=3, ahead=0):
     raise AssertionError
 
 
-def placed(settings, ranks, ahead=0):
-    """Those steps with roles on these ranks."""
+def placed(settings, ranks, ahead=0, engines=()):
+    """Those steps with roles on these ranks, and with these engines."""
     with contextlib.ExitStack() as opened:
         groups = {role: opened.enter_context(Group(role, each)) for role, each in ranks.items()}
-        return steps(opened.enter_context(assemble(settings, groups=groups)), groups, ahead=ahead)
+        others = [opened.enter_context(Group(f"engine {i}", each)) for i, each in enumerate(engines)]
+        return steps(opened.enter_context(assemble(settings, groups=groups, engines=others)), groups, ahead=ahead)
 
 
 @pytest.fixture
@@ -90,9 +95,21 @@ def test_roles_on_meshes_of_their_own_are_those_meshes(task):
 
 
 @pytest.mark.slow
-def test_roles_in_processes_of_their_own_are_one_process(task):
-    settings = tiny_run.settings(task)
+def test_roles_and_engines_in_processes_of_their_own_are_one_process_though_an_engine_is_killed(task, monkeypatch):
+    settings = tiny_run.settings(task)  # whose batches are one request each
     with assemble(settings) as assembly:
         expected = steps(assembly, {})
+    answer, asked = EnginePool._answer, []
+
+    def killing(self, replica, work, prompts):
+        asked.append(replica.group.name)
+        if len(asked) == 2:
+            os.kill(replica.group.call(pid, HERE), signal.SIGKILL)
+        return answer(self, replica, work, prompts)
+
+    monkeypatch.setattr(EnginePool, "_answer", killing)
     ranks = {"actor": Processes(1, patience=120.0), "critic": Processes(1, patience=120.0)}
-    assert placed(settings, ranks) == expected
+    with pytest.warns(
+        RuntimeWarning, match=r"'engine [01]': rank 0 of 1 .* ended with status -9; others answer for it"
+    ):
+        assert placed(settings, ranks, engines=[Processes(1, patience=120.0) for _ in range(2)]) == expected

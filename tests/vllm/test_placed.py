@@ -77,12 +77,13 @@ def test_which_cluster_is_never_guessed(there):
         on_ray._check_reached("auto")
 
 
-def test_roles_on_a_cluster_are_one_process(there, task):
+def test_roles_and_engines_on_a_cluster_are_one_process(there, task):
     settings = tiny_run.settings(task)
     with assemble(settings) as assembly:
         assert isinstance(assembly.run, RunState)
         expected = steps(assembly, {})
-    assert placed(settings, {"actor": there.ranks(), "critic": there.ranks()}) == expected
+    engines = [there.ranks(), there.ranks()]
+    assert placed(settings, {"actor": there.ranks(), "critic": there.ranks()}, engines=engines) == expected
 
 
 def test_a_run_on_pools_of_two_ranks_each_is_that_of_other_processes(there, task):
