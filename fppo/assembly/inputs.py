@@ -263,8 +263,9 @@ def _check_models(
         if "reference" in configs:
             reference = attrs.evolve(settings, model=attrs.evolve(section, path=section.ref_path))
             tried(lambda: check_kernels(settings, bare_model(reference)))
-    for config in configs.values():
+    of_critic = "critic" if "critic" in configs else "actor" if trained and checks.uses_critic_model(settings) else None
+    for role, config in configs.items():
         tried(lambda config=config: check_mesh(config, mesh))
-        tried(lambda config=config: check_length(settings, config))
+        tried(lambda role=role, config=config: check_length(settings, config, critic=role == of_critic))
     for prompts in prompt_sets:
         tried(lambda prompts=prompts: data.check_tokens(prompts, data.vocabulary_size(configs["actor"])))

@@ -200,15 +200,19 @@ def check_mesh(config: PreTrainedConfig, mesh: Mesh) -> None:
         )
 
 
-def check_length(settings: TrainSettings, config: PreTrainedConfig) -> None:
-    """Raises ValueError if rows may grow longer than those for which the model is one function."""
+def check_length(settings: TrainSettings, config: PreTrainedConfig, *, critic: bool = False) -> None:
+    """Raises ValueError if rows may grow longer than those for which the model is one function; `critic` is whether it
+    is the critic's model too."""
     limit = models.longest_row(config)
     prompt, response, name = settings.data.max_prompt_tokens, settings.rollout.max_tokens, "rollout.max_tokens"
     if has_held_out(settings) and (settings.eval.max_tokens or 0) > response:
         response, name = settings.eval.max_tokens or 0, "eval.max_tokens"
-    if limit is not None and prompt + response > limit:
+    privileged = settings.critic.privileged if critic else 0
+    longest = privileged + prompt + response
+    if limit is not None and longest > limit:
+        before = f"critic.privileged = {privileged}, " if privileged else ""
         raise ValueError(
-            f"data.max_prompt_tokens = {prompt} and {name} = {response} allow rows of {prompt + response} "
+            f"{before}data.max_prompt_tokens = {prompt} and {name} = {response} allow rows of {longest} "
             f"tokens: {over_long(config, limit)}"
         )
 

@@ -20,7 +20,7 @@ from fppo.pipeline.estimators import WHITENED, AdvantageFn, Along, estimator
 from fppo.pipeline.gap import watch_annotate, watch_update
 from fppo.pipeline.measure import with_mfu
 from fppo.pipeline.own import SCREENED, screened
-from fppo.pipeline.passes import Passes
+from fppo.pipeline.passes import Passes, View
 from fppo.pipeline.pretrain import Pretrain
 from fppo.pipeline.program import (
     AnnotateStage,
@@ -97,10 +97,7 @@ def policy_loss(actor: ActorSettings) -> LossFn | SelectiveLoss:
 
 
 def advantage_of(settings: TrainSettings, kernels: Kernels) -> Callable[[Mapping[str, float]], AdvantageFn]:
-    """The estimator that the settings name, for the weights of the reward's functions by their names.
-
-    Raises ValueError if there is none.
-    """
+    """The estimator that the settings name, by the weights of the reward's functions. ValueError if there is none."""
     algorithm = settings.algorithm
     if ":" in algorithm.advantage:
         own: AdvantageFn = imported(algorithm.advantage, "algorithm.advantage")
@@ -389,12 +386,15 @@ def actor_update(settings: TrainSettings, forward: Forward, optimizer: Optimizer
     return watch_update(measured, limit=_gap_limit(settings), then=settings.rollout.gap)
 
 
-def critic_update(settings: TrainSettings, forward: Forward | None, optimizer: Optimizer, lane: Lane) -> UpdateStage:
-    """The update of the critic's model, or without one of what it makes of the policy's confidence."""
+def critic_update(
+    settings: TrainSettings, forward: Forward | None, optimizer: Optimizer, lane: Lane, *, view: View
+) -> UpdateStage:
+    """The update of the critic's model, which sees the `view` of a batch, or without a model of what it makes of the
+    policy's confidence."""
     loop, loss_fn = loop_of(settings.critic, settings.rollout.batch_size), value_head_of(settings).loss_fn
     if forward is None:
         return partial(update_confidence, loop=loop, optimizer=optimizer, loss_fn=loss_fn)
-    update = partial(update_critic, forward=forward, loop=loop, optimizer=optimizer, loss_fn=loss_fn)
+    update = partial(update_critic, forward=forward, loop=loop, optimizer=optimizer, loss_fn=loss_fn, view=view)
     return _measured("critic", update, settings, forward, loop, lane)
 
 

@@ -27,11 +27,23 @@ from fppo.assembly.parts import (
     vllm_engine,
 )
 from fppo.assembly.program import actor_update, critic_update, optimizer_for
+from fppo.assembly.texts import load_tokenizer
+from fppo.data import with_truth
 from fppo.fleet import HERE, AnyGroup, Group, Here, LocalGroup, Stays, at_once, on
 from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.models.model import Model, Params
-from fppo.pipeline.passes import ConfidenceFn, Fetch, Passes, PolicyPass, ValuePass, balance_of, policy_pass, value_pass
+from fppo.pipeline.passes import (
+    ConfidenceFn,
+    Fetch,
+    Passes,
+    PolicyPass,
+    ValuePass,
+    View,
+    balance_of,
+    policy_pass,
+    value_pass,
+)
 from fppo.pipeline.program import Together, UpdateStage, in_turn
 from fppo.rollout.placed import Generate
 from fppo.runtime.offload import Lane, OnHost, to_host
@@ -40,7 +52,8 @@ from fppo.settings.train import TrainSettings
 from fppo.steps.confidence import confidence_values
 from fppo.steps.forward import Forward, Rows, TokenOutputs
 from fppo.steps.optimizers import Optimizer
-from fppo.steps.train_state import TrainState, init_state
+from fppo.steps.popart import update_popart
+from fppo.steps.train_state import Scale, TrainState, init_state
 from fppo.tree import state
 from fppo.workers.imports import search
 from fppo_kernels.record import Kernels
@@ -128,10 +141,15 @@ def make_critic(here: Here, settings: TrainSettings, tools: Tools | None = None)
     read = value_head_of(settings).read
     forward = None if model is None else attrs.evolve(_forward(here, settings, model, tools), read=read)
     fetch, micro_batching = _fetch(settings, "critic", tools.lane), forward_micro_batching_of(settings)
+    values, view = partial(value_pass, micro_batching=micro_batching, fetch=fetch), _view(settings)
+    state = _state(on_device(params, here.device), optimizer, offload_of(settings, "critic"))
+    update, rate = critic_update(settings, forward, optimizer, tools.lane, view=view), settings.critic.popart
+    if rate:
+        state, update = tree.replace(state, scale=Scale()), partial(update_popart, update=update, rate=rate)
     return Critic(
-        state=_state(on_device(params, here.device), optimizer, offload_of(settings, "critic")),
-        update=critic_update(settings, forward, optimizer, tools.lane),
-        values=forward and partial(value_pass, forward=forward, micro_batching=micro_batching, fetch=fetch),
+        state=state,
+        update=update,
+        values=forward and partial(values, forward=forward, view=view),
         confidence=None if forward else partial(confidence_values, read=read),
         model=model,
     )
@@ -251,6 +269,14 @@ def _policy_pass(settings: TrainSettings, forward: Forward) -> partial[TokenOutp
         micro_batching=forward_micro_batching_of(settings),
         temperature=settings.rollout.temperature,
     )
+
+
+def _view(settings: TrainSettings) -> View:
+    """What the critic sees of rows."""
+    if not settings.critic.privileged:
+        return lambda rows: rows
+    encode = partial(load_tokenizer(settings).encode, add_special_tokens=False)
+    return partial(with_truth, encode=encode, limit=settings.critic.privileged)
 
 
 def _state(params: Params, optimizer: Optimizer, offload: Offload) -> TrainState:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fppo.data.encode import encode_rows as encode_rows
     from fppo.data.encode import load_prompts as load_prompts
     from fppo.data.examples import Fields as Fields
+    from fppo.data.privileged import with_truth as with_truth
     from fppo.data.problems import Problems as Problems
     from fppo.data.prompts import PromptSet as PromptSet
     from fppo.data.prompts import check_tokens as check_tokens
@@ -71,6 +72,7 @@ __all__ = [
     "stop_texts",
     "stop_tokens",
     "vocabulary_size",
+    "with_truth",
 ]
 _HOMES = {
     "chat": (
@@ -93,6 +95,7 @@ _HOMES = {
         "load_prompts",
     ),
     "examples": ("Fields",),
+    "privileged": ("with_truth",),
     "problems": ("Problems",),
     "prompts": (
         "PromptSet",

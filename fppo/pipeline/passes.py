@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import attrs
 from torch import Tensor
@@ -20,6 +20,7 @@ from fppo.steps.train_state import Params
 
 R = TypeVar("R", bound=Rows)
 Role = Literal["actor", "ref", "critic"]
+View = Callable[[Any], Any]  # of rows: those that a critic sees in their place
 Fetch = Callable[[Params], Params | OnHost]  # how a pass gets at parameters
 ConfidenceFn = Callable[[Params, Tensor, Tensor, Tensor], Tensor]  # `steps.confidence_values`
 
@@ -78,9 +79,10 @@ def value_pass(
     forward: Forward,
     micro_batching: MicroBatching,
     fetch: Fetch = lambda params: params,
+    view: View = lambda rows: rows,
 ) -> Tensor:
-    """A `ValuePass`."""
-    share = share_of(rows, forward)
+    """A `ValuePass`, of what `view` makes of the rows for the critic, such as `data.with_truth`."""
+    share = share_of(view(rows), forward)
     return share.collected(compute_values(fetch(params), share.own, forward=forward, micro_batching=micro_batching))
 
 

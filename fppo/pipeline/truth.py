@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fppo import advantages, metrics
 from fppo import batch as batches
 from fppo.advantages import Advantages, exact_values
-from fppo.batch import Prompts, Rollout
+from fppo.batch import Column, Prompts, Rollout
 from fppo.metrics import Metrics
 from fppo.pipeline.passes import Passes, there
 from fppo.pipeline.program import RunState
@@ -34,6 +34,7 @@ class _Rows:
     tokens: Tensor  # [B, S] int64
     attention_mask: Tensor  # [B, S] bool
     response_mask: Tensor  # [B, T] bool
+    ground_truth: Column
 
 
 class Beside(NamedTuple):
@@ -117,6 +118,7 @@ def _answered(asked: Prompts, answer: Tensor, mask: Tensor) -> _Rows:
         tokens=torch.cat([asked.tokens, answer], 1),
         attention_mask=torch.cat([asked.attention_mask, mask], 1),
         response_mask=mask,
+        ground_truth=asked.ground_truth,
     )
 
 

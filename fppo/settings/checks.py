@@ -156,6 +156,8 @@ def _model(s: TrainSettings) -> Problems:
         yield from _unread("model.critic_path", s.model.critic_path, None, 'critic.reads = "tokens"')
         for name in ("compute_dtype", "checkpoint_layers", "offload", "micro_batch_size", "token_budget"):
             yield from _unread(f"critic.{name}", getattr(s.critic, name), None, 'critic.reads = "tokens"')
+        for name in ("privileged", "popart"):
+            yield from _unread(f"critic.{name}", getattr(s.critic, name), 0, 'critic.reads = "tokens"')
     if not uses_reference(s):
         readers = "a KL term; actor.kl_coef and algorithm.kl.coef are both 0"
         yield from _unread("model.ref_path", s.model.ref_path, None, readers)

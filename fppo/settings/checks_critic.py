@@ -8,6 +8,7 @@ from fppo.settings.train import TrainSettings
 # for each setting of a value loss: the losses that read it
 _READERS = {
     "value_clip": ("mse", "huber"),
+    "popart": ("mse", "huber"),
     "huber_delta": ("huber", "quantile"),
     "bins": ("hl_gauss", "two_hot", "quantile"),
     "range": ("hl_gauss", "two_hot"),

@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings.fields import above, at_least, setting
+from fppo.settings.fields import above, at_least, at_most, setting
 from fppo.settings.optimizer import OptimizerSettings, WeightMode
 
 
@@ -25,6 +25,8 @@ class CriticSettings:
 
     reads: Literal["tokens", "confidence"] = setting("tokens")
     """The tokens, as a model of its own; or how sure the policy is of them, with no model and no pass of its own."""
+    privileged: int = setting(0, at_least(0))
+    """The most tokens of the ground truth that it sees in front of the prompt, and the policy does not; 0: none."""
     loss: Literal["mse", "huber", "hl_gauss", "two_hot", "quantile"] = setting("mse")
     """What fits it to the returns; hl_gauss, two_hot and quantile have a head of several outputs."""
     value_clip: float = setting(0.5, above(0), unbounded=True)
@@ -37,6 +39,8 @@ class CriticSettings:
     """The least and the greatest return that hl_gauss and two_hot tell apart; leave some room around the scores."""
     sigma: float = setting(0.75, above(0))
     """The width of hl_gauss' normal about a return, in bins."""
+    popart: float = setting(0.0, at_least(0), at_most(1))
+    """The share of a step in the mean and deviation of returns, the units it learns in (mse, huber); 0: it has none."""
     warmup_steps: int = setting(0, at_least(0))
     """Steps at the start in which only the critic is updated."""
     pretrain: int = setting(0, at_least(0))

@@ -17,9 +17,10 @@ from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.muon import muon
 from fppo.steps.optimizers import Optimizer, adamw, from_function, sgd
+from fppo.steps.popart import update_popart
 from fppo.steps.schedules import schedule
 from fppo.steps.supervised import Demonstrations, demonstrations, imitate, update_supervised
-from fppo.steps.train_state import TrainState, init_state, optimizer_step
+from fppo.steps.train_state import Scale, TrainState, init_state, optimizer_step
 
 __all__ = [
     "Demonstrations",
@@ -28,6 +29,7 @@ __all__ = [
     "MicroBatching",
     "Optimizer",
     "PolicyTerms",
+    "Scale",
     "SelectiveLoss",
     "TokenOutputs",
     "TrainState",
@@ -52,6 +54,7 @@ __all__ = [
     "update_actor",
     "update_confidence",
     "update_critic",
+    "update_popart",
     "update_supervised",
     "weighted_sum",
 ]

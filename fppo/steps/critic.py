@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -28,18 +29,19 @@ def update_critic(
     loop: Loop,
     optimizer: Optimizer,
     loss_fn: ValueLossFn = losses.value_loss,
+    view: Callable[[Any], Any] = lambda batch: batch,
     key: Key | None = None,
     donate: bool = False,
 ) -> tuple[TrainState, Metrics]:
     """The critic after `loop.epochs` passes over `batch`, with a value loss whose scalars are bound.
 
     `loss_fn(values, old_values, returns, mask)` takes values [B, T] of a head of one output; of one of K it takes them
-    all, [B, T, K], as the loss of a `losses.ValueHead` does, whose `read` is that of `forward` then. See `update_actor`
-    for the rest.
+    all, [B, T, K], as the loss of a `losses.ValueHead` does, whose `read` is that of `forward` then. `view` makes of
+    the batch what the critic sees in its place, such as `data.with_truth`. See `update_actor` for the rest.
     """
     return update(
         state,
-        batch,
+        view(batch),
         forward=forward,
         objective=partial(value_objective, loss_fn=loss_fn),
         loop=loop,

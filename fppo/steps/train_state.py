@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -17,16 +18,32 @@ from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.steps.optimizers import Optimizer
 from fppo.tree import state
 
-__all__ = ["Params", "TrainState", "init_state", "optimizer_step", "whole_shapes"]
+__all__ = ["Params", "Scale", "TrainState", "init_state", "optimizer_step", "whole_shapes"]
+
+
+def _nothing() -> Tensor:
+    return torch.zeros((), dtype=torch.float64)
+
+
+@state
+class Scale:
+    """The running mean of returns and of their squares, before they are divided by the weight of the batches in them;
+    0-d float64. See `steps.popart`."""
+
+    mean: Tensor = attrs.field(factory=_nothing)
+    square: Tensor = attrs.field(factory=_nothing)
+    weight: Tensor = attrs.field(factory=_nothing)
 
 
 @state
 class TrainState:
-    """Parameters, the optimizer's own state, and the number of updates tried, of which some may have been skipped."""
+    """Parameters, the optimizer's own state, and the number of updates tried, of which some may have been skipped; of a
+    critic with PopArt the scale of its returns."""
 
     params: Params
     opt: Any
     step: int
+    scale: Scale | None = None
 
 
 def init_state(params: Params, optimizer: Optimizer) -> TrainState:

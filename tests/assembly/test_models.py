@@ -28,6 +28,10 @@ def test_rows_that_may_outgrow_the_rope_are_refused_before_any_work(tmp_path):
     with pytest.raises(ValueError, match=r"max_prompt_tokens = 9 and rollout\.max_tokens = 4 allow rows of 13.*'phi3'"):
         parts.check_length(settings, LONGROPE)
     parts.check_length(tiny_run.settings(tmp_path, data__max_prompt_tokens=8), LONGROPE)
+    told = tiny_run.settings(tmp_path, data__max_prompt_tokens=8, critic__privileged=2)
+    parts.check_length(told, LONGROPE)
+    with pytest.raises(ValueError, match=r"critic\.privileged = 2, data\.max_prompt_tokens = 8 .* allow rows of 13"):
+        parts.check_length(told, LONGROPE, critic=True)
 
 
 def test_what_takes_no_weights_to_know_is_named_at_once_before_they_are_read(tmp_path, monkeypatch):

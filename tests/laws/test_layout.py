@@ -18,6 +18,7 @@ from fppo.steps.actor import SelectiveLoss, update_actor
 from fppo.steps.critic import update_critic
 from fppo.steps.ranks import shares
 from fppo_kernels import collectives, context
+from tests.laws.test_updates import popart
 
 OTHERS = ("gspo", "sapo", "gpg", "cispo", "gmpo", "dppo_tv", "dppo_kl", "dro")
 
@@ -32,6 +33,7 @@ def test_the_critic_keeps_the_law():
     laws.check_layout_fn(update_critic, head="value", each=1)
     bins = partial(update_critic, loss_fn=partial(losses.hl_gauss, low=-2.0, high=2.0))
     laws.check_layout_fn(bins, head="value", outputs=5, modes=("token-mean",), each=1, max_ranks=4)
+    laws.check_layout_fn(popart, head="value", modes=("token-mean",), each=1, max_ranks=4)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import torch
 
 from fppo import batch as batches
 from fppo import laws, losses, metrics, tree
+from fppo.key import Key
 from fppo.metrics import masked_mean, term
 from fppo.runtime import checkpoint
 from fppo.steps.actor import PolicyTerms, SelectiveLoss, update_actor
@@ -16,7 +17,8 @@ from fppo.steps.forward import Forward, forward_micro_batch
 from fppo.steps.loop import Loop, update, weighted_sum
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
-from fppo.steps.train_state import init_state, optimizer_step
+from fppo.steps.popart import update_popart
+from fppo.steps.train_state import Scale, init_state, optimizer_step
 from tests import tiny
 
 
@@ -28,6 +30,13 @@ def test_our_updates_keep_the_laws():
     laws.check_update_fn(update_critic, head="value")
     bins = partial(update_critic, loss_fn=partial(losses.hl_gauss, low=-2.0, high=2.0))
     laws.check_update_fn(bins, head="value", outputs=5, modes=("token-mean",))
+    laws.check_update_fn(popart, head="value", modes=("token-mean",))
+
+
+def popart(state, batch, **bound):
+    """PopArt's first update."""
+    update = partial(update_critic, **bound)
+    return update_popart(tree.replace(state, scale=Scale()), batch, update=update, rate=0.3, key=Key(0))
 
 
 def local_mean(log_probs, old, advantages, mask):
