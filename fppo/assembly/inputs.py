@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data
+from fppo.assembly.optimizers import optimizers_of
 from fppo.assembly.parts import (
     bare_model,
     check_kernels,
@@ -21,7 +22,7 @@ from fppo.assembly.parts import (
     kernels_of,
     lacks_something,
 )
-from fppo.assembly.program import advantage_of, functions_of, optimizers_of, policy_loss
+from fppo.assembly.program import advantage_of, functions_of, policy_loss
 from fppo.assembly.rewards import check_scorers, reward_of
 from fppo.assembly.texts import (
     chat_options,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
 from fppo import advantages, losses
+from fppo.assembly.optimizers import optimizers_of
 from fppo.assembly.parts import Role, micro_batching_of, offload_of, value_head_of
 from fppo.batch import Annotated
 from fppo.pipeline import stages
@@ -36,11 +37,10 @@ from fppo.rewards.early import EarlyRewardRunner
 from fppo.rollout import saved
 from fppo.rollout.engine import Engine, Sampling
 from fppo.rollout.turns.engine import turn_metrics
-from fppo.runtime.offload import Lane, activations_on_host, offloaded, offloaded_adamw
+from fppo.runtime.offload import Lane, activations_on_host, offloaded
 from fppo.settings import checks, files, old_log_probs
 from fppo.settings.algorithm import AlgorithmSettings
 from fppo.settings.critic import CriticSettings
-from fppo.settings.optimizer import OptimizerSettings
 from fppo.settings.rollout import FilterSettings
 from fppo.settings.train import ActorSettings, TrainSettings
 from fppo.steps.actor import LossFn, PolicyTerms, SelectiveLoss, update_actor
@@ -48,13 +48,9 @@ from fppo.steps.confidence import update_confidence
 from fppo.steps.critic import update_critic
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
-from fppo.steps.loss_scale import loss_scaled
-from fppo.steps.muon import muon
-from fppo.steps.optimizers import Optimizer, adamw, kept_on_host, sgd
-from fppo.steps.schedules import schedule
+from fppo.steps.optimizers import Optimizer
 from fppo.steps.train_state import Params
 from fppo.workers.imports import imported
-from fppo_kernels.adamw import adamw_
 from fppo_kernels.record import Kernels
 
 # the k3 divergence per token of two ways to compute the same: log-probs that differ by 0.01 (float32), 0.3 (16 bits)
@@ -97,7 +93,10 @@ def policy_loss(actor: ActorSettings) -> LossFn | SelectiveLoss:
 
 
 def advantage_of(settings: TrainSettings, kernels: Kernels) -> Callable[[Mapping[str, float]], AdvantageFn]:
-    """The estimator that the settings name, by the weights of the reward's functions. ValueError if there is none."""
+    """The estimator that the settings name, for the weights of the reward's functions by their names.
+
+    Raises ValueError if there is none.
+    """
     algorithm = settings.algorithm
     if ":" in algorithm.advantage:
         own: AdvantageFn = imported(algorithm.advantage, "algorithm.advantage")
@@ -121,27 +120,6 @@ def along_of(algorithm: AlgorithmSettings) -> Along:
     )
 
 
-def optimizers_of(settings: TrainSettings, kernels: Kernels, lane: Lane | None) -> dict[str, Optimizer]:
-    """The optimizers of actor and critic, for all updates of each: the actor has none while the critic warms up. What
-    the settings keep on the host goes by the lane; without one it stays on the device."""
-    return {role: optimizer_for(settings, role, kernels, lane) for role in ("actor", "critic")}
-
-
-def optimizer_for(
-    settings: TrainSettings, role: Literal["actor", "critic"], kernels: Kernels, lane: Lane | None
-) -> Optimizer:
-    """The optimizer of one of them."""
-    batch_size, section = settings.rollout.batch_size, settings.actor if role == "actor" else settings.critic
-    on_host = None if offload_of(settings, role) == "none" else lane
-    first = settings.critic.warmup_steps + settings.critic.pretrain if checks.uses_critic(settings) else 0
-    steps = settings.steps - (first if role == "actor" else 0)
-    updates = steps * section.epochs * batch_size // files.mini_batch_size(section, batch_size)
-    optimizer = optimizer_of(section.optimizer, updates, kernel=kernels.adamw, on_host=on_host)
-    dtype = (role == "critic" and settings.critic.compute_dtype) or settings.model.compute_dtype
-    reads_model = role == "actor" or checks.uses_critic_model(settings)
-    return loss_scaled(optimizer) if dtype == "float16" and reads_model else optimizer
-
-
 def pretrain_of(settings: TrainSettings) -> Pretrain | None:
     """When the critic's pretraining ends; None for none."""
     critic, gamma = settings.critic, settings.algorithm.gamma
@@ -153,43 +131,6 @@ def pretrain_of(settings: TrainSettings) -> Pretrain | None:
     return Pretrain(
         limit=critic.pretrain, patience=critic.pretrain_patience, rise=critic.pretrain_rise, returns_of=returns_of
     )
-
-
-def optimizer_of(
-    settings: OptimizerSettings,
-    updates: int,
-    *,
-    kernel: Callable[..., None] = adamw_,
-    on_host: Lane | None = None,
-) -> Optimizer:
-    """The optimizer for a run of `updates` updates, AdamW by the `kernel`. Its state is on the host if it has a lane.
-
-    Raises ValueError for a function of the user's that does not import, or makes no optimizer.
-    """
-    rate = schedule(
-        settings.schedule,
-        settings.lr,
-        total_steps=updates,
-        warmup_steps=settings.warmup_steps,
-        min_ratio=settings.min_lr_ratio,
-    )
-    clip, betas, decay = settings.max_grad_norm or None, (settings.beta1, settings.beta2), settings.weight_decay
-    if settings.name == "adamw":
-        kernel = kernel if on_host is None else offloaded_adamw(kernel, on_host)
-        return adamw(rate, betas=betas, eps=settings.eps, weight_decay=decay, max_grad_norm=clip, kernel=kernel)
-    if settings.name == "sgd":
-        optimizer = sgd(rate, momentum=settings.momentum or 0.0, weight_decay=decay, max_grad_norm=clip)
-    elif settings.name == "muon":
-        momentum = 0.95 if settings.momentum is None else settings.momentum
-        optimizer = muon(rate, momentum=momentum, betas=betas, eps=settings.eps, weight_decay=decay, max_grad_norm=clip)
-    else:
-        optimizer = imported(settings.name, "optimizer")(rate)
-        if not isinstance(optimizer, Optimizer):
-            raise ValueError(
-                f"optimizer {settings.name!r} returned a {type(optimizer).__name__}: called with a schedule, it must "
-                "return an fppo.steps.optimizers.Optimizer; from_function makes one of a plain function"
-            )
-    return optimizer if on_host is None else kept_on_host(optimizer, on_host)
 
 
 def program_of(settings: TrainSettings, resources: Resources) -> Program:

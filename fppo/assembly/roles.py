@@ -11,6 +11,7 @@ import attrs
 from transformers.utils import logging as transformers_logging
 
 from fppo import tree
+from fppo.assembly.optimizers import optimizer_for
 from fppo.assembly.parts import (
     Offload,
     Role,
@@ -26,7 +27,7 @@ from fppo.assembly.parts import (
     value_head_of,
     vllm_engine,
 )
-from fppo.assembly.program import actor_update, critic_update, optimizer_for
+from fppo.assembly.program import actor_update, critic_update
 from fppo.assembly.texts import load_tokenizer
 from fppo.data import with_truth
 from fppo.fleet import HERE, AnyGroup, Group, Here, LocalGroup, Stays, at_once, on

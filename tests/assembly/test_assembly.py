@@ -10,7 +10,7 @@ import torch
 import fppo
 from fppo import metrics, models, tree
 from fppo.advantages import Advantages
-from fppo.assembly import machine, texts
+from fppo.assembly import machine, optimizers, texts
 from fppo.assembly import program as programs
 from fppo.assembly import rewards as loading_rewards
 from fppo.assembly.parts import check_kernels
@@ -194,12 +194,12 @@ def no_optimizer(schedule):
 
 def test_an_optimizer_that_is_none_is_named():
     with pytest.raises(ValueError, match=r"no_optimizer' returned a float: .* from_function makes one"):
-        programs.optimizer_of(OptimizerSettings(name="tests.assembly.test_assembly:no_optimizer"), 10)
+        optimizers.optimizer_of(OptimizerSettings(name="tests.assembly.test_assembly:no_optimizer"), 10)
 
 
 def test_the_schedule_spans_all_updates():
     settings = OptimizerSettings(lr=1.0, schedule="linear", max_grad_norm=0.0, weight_decay=0.0, eps=1e-12)
-    optimizer = programs.optimizer_of(settings, 10)
+    optimizer = optimizers.optimizer_of(settings, 10)
     for step, moves in ((0, 1.0), (5, 0.5), (10, 0.0)):
         state = init_state({"w": torch.zeros(1)}, optimizer)
         grads = {"w": torch.full((1,), 1e3)}  # clipped or not, the first update moves by the rate
