@@ -44,7 +44,18 @@ class Term(NamedTuple):
     value: Tensor
 
 
-Metric = Mean | Sum | Max | Min | Term
+class Spent(NamedTuple):
+    """Seconds that add up, and when they were: a start on some clock and so many seconds a row, [N, 2]."""
+
+    spans: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        """The seconds of all, a 0-d tensor."""
+        return self.spans[:, 1].sum()
+
+
+Metric = Mean | Sum | Max | Min | Term | Spent
 Metrics = dict[str, Metric]
 for _kind in get_args(Metric):  # so that the structure of a tree with metrics in it can be saved
     pytree._register_namedtuple(_kind, serialized_type_name=f"{__name__}.{_kind.__name__}")  # pyright: ignore[reportPrivateUsage]
@@ -61,6 +72,11 @@ def mean(value: Tensor | float, count: Tensor | float = 1.0) -> Mean:
 def total(value: Tensor | float) -> Sum:
     """A number that adds up."""
     return Sum(torch.as_tensor(value).detach().double())
+
+
+def spent(*spans: tuple[float, float]) -> Spent:
+    """The seconds of stages, each a start and so many seconds; of none 0."""
+    return Spent(torch.tensor(spans, dtype=torch.float64).reshape(-1, 2))
 
 
 def term(value: Tensor | float) -> Term:
@@ -96,6 +112,8 @@ def _add(a: Metric, b: Metric) -> Metric:
             return Min(torch.minimum(a.value, b.value))
         case Term(), Term():
             return Term(a.value + b.value)
+        case Spent(), Spent():
+            return Spent(torch.cat([a.spans, b.spans]))
         case _:
             raise ValueError(f"a metric is a {type(a).__name__} in one place and a {type(b).__name__} in another")
 

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from fppo import data, models, rewards
 from fppo.assembly.parts import (
@@ -34,11 +35,12 @@ from fppo.assembly.texts import (
 )
 from fppo.data import ChatOptions
 from fppo.data.encode import check_open_end
+from fppo.fleet import HERE, LOCAL_GROUP, AnyGroup, Here, LocalGroup, on
 from fppo.key import Key
 from fppo.models.load import read_config
 from fppo.models.model import Model, Params
 from fppo.rewards.early import EarlyRewardRunner
-from fppo.rewards.functions import RewardFn
+from fppo.rewards.functions import RewardFn, tensor_reward
 from fppo.rewards.judge import LanguageJudge
 from fppo.rewards.models import encode, find_reward_model, load_reward_model, model_reward
 from fppo.rollout.check import check_engine
@@ -50,17 +52,27 @@ from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import Lane, OnHost, to_host
 from fppo.settings.train import TrainSettings
 from fppo.steps.micro_batching import MicroBatching
+from fppo.workers.imports import search
 
 Weighted = Mapping[str, tuple[RewardFn, float]]  # by name: a function and its factor
 
 
 @contextlib.contextmanager
 def reward_runner(
-    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, device: torch.device
+    settings: TrainSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: Mesh,
+    device: torch.device,
+    group: AnyGroup = LOCAL_GROUP,
 ) -> Iterator[EarlyRewardRunner]:
-    """All that scores the run's responses, ready to run, for as long as the context lasts."""
+    """All that scores the run's responses, ready to run, for as long as the context lasts; the reward model on the
+    ranks of a group, if it is not here."""
     section = settings.reward
-    model = reward_model_of(settings, tokenizer, mesh, device)
+    if isinstance(group, LocalGroup) or section.model.path is None:
+        model = reward_model_of(settings, tokenizer, mesh, device)
+    else:
+        fn = group.call(_reward_model, HERE, settings, tokenizer, stays=True, label="make reward model")
+        model = {"reward_model": (tensor_reward(on(group, fn, label="reward_model")), section.model.weight)}
     with (
         judge_of(settings, tokenizer, mesh, device) as judge,
         rewards.RewardRunner(
@@ -137,6 +149,14 @@ def reward_model_of(
         **read,
     )
     return {"reward_model": (fn, section.weight)}
+
+
+def _reward_model(here: Here, settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> RewardFn:
+    """The reward model on a rank of a group."""
+    search(settings.module_dirs)
+    transformers_logging.disable_progress_bar()  # the controller speaks
+    ((fn, _),) = reward_model_of(settings, tokenizer, here.mesh, here.device).values()
+    return fn
 
 
 def _reads_chat(settings: TrainSettings) -> bool:

@@ -23,7 +23,7 @@ from fppo.assembly.program import Resources, along_of, pretrain_of, program_of
 from fppo.assembly.rewards import reward_runner
 from fppo.assembly.roles import Roles, Tools, make_engine, make_roles
 from fppo.assembly.turns import in_turns
-from fppo.fleet import HERE, AnyGroup, Group, Here, LocalGroup
+from fppo.fleet import HERE, LOCAL_GROUP, AnyGroup, Call, Group, Here, LocalGroup
 from fppo.key import Key
 from fppo.losses import KLState
 from fppo.metrics import Metrics
@@ -63,6 +63,7 @@ class Assembly:
     device: torch.device  # which works, and has the batches; the state may be on the host
     shapes: dict[str, torch.Size | Extent]  # whole shapes of the leaves of `run` that a mesh may cut
     placed: Placed | None = None  # what of `run` is not in this process
+    calls: Callable[[], list[Call]] = list  # to groups, since it was asked the last time
 
 
 @contextlib.contextmanager
@@ -80,11 +81,10 @@ def assemble(
     """The run that the settings describe, before its first step. What is wrong with them is raised before any work.
 
     `kernels` stand in for those that the settings name, and `device` for the one they name. On a `mesh` of several
-    ranks this is one rank's part of the run; what samples and scores has the groups of `sampling_mesh` if that is
-    given, which it must be for a run that samples ahead. `announce` is told what is loaded, in lines. `groups` are
-    where roles are made that are not to be in this process, which then is none of several ranks: "actor", with the
-    engine, "critic" and "reference" (without a group of its own beside the actor). Groups of one rank each are
-    `engines` in its place.
+    ranks this is one rank's part of the run; what samples and scores has the groups of `sampling_mesh`, which there
+    must be to sample ahead. `announce` is told what is loaded, in lines. `groups` are of roles elsewhere, and this is
+    then one process: "actor" with the engine, "critic", "reference" (without one beside the actor), "reward" (a model).
+    Groups of one rank each are `engines` in its engine's place.
     """
     settings, chosen = resolved(settings, device)
     key, sampling_mesh = Key(settings.seed), sampling_mesh or mesh
@@ -97,7 +97,7 @@ def assemble(
     announce(model_lines(model, settings.model.path, others=roles.others))
     run = _fresh(settings, roles, key)
     engine = _engine(settings, roles, tools, pad, sampling_mesh, engines)
-    with _answering(settings, engine, tokenizer, pad, sampling_mesh, device) as answering:
+    with _answering(settings, engine, tokenizer, pad, sampling_mesh, device, groups) as answering:
         resources = _resources(roles, inputs, answering, model, mesh)
         yield Assembly(
             run=run,
@@ -112,6 +112,7 @@ def assemble(
             device=device,
             shapes=_shapes(run, roles),
             placed=Placed.of(roles, device),
+            calls=partial(_calls, [*groups.values(), *engines]),
         )
 
 
@@ -133,6 +134,11 @@ def _resources(roles: Roles, inputs: Inputs, answering: _Answering, model: Model
         score=answering.score,
         advantage=inputs.advantage,
     )
+
+
+def _calls(groups: Sequence[AnyGroup]) -> list[Call]:
+    own = dict.fromkeys(group for group in groups if isinstance(group, Group))
+    return [call for group in own for call in group.calls()]
 
 
 def _fresh(settings: TrainSettings, roles: Roles, key: Key) -> RunState:
@@ -218,9 +224,10 @@ def _answering(
     pad: int,
     mesh: Mesh,
     device: torch.device,
+    groups: Mapping[str, AnyGroup] = MappingProxyType({}),
 ) -> Iterator[_Answering]:
     with (
-        reward_runner(settings, tokenizer, mesh, device) as runner,
+        reward_runner(settings, tokenizer, mesh, device, groups.get("reward", LOCAL_GROUP)) as runner,
         engine as alone,
         in_turns(settings, alone, tokenizer, pad, mesh) as with_turns,
     ):

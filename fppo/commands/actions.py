@@ -21,6 +21,7 @@ from fppo.metrics import report as numbers_of
 from fppo.pipeline import replay as replays
 from fppo.pipeline.program import RunState
 from fppo.report import write as report
+from fppo.report.diff import diff as compare_runs
 from fppo.runs import evaluations, sampling, saved, session, starts
 from fppo.runtime import checkpoint
 from fppo.runtime.mesh import LOCAL, Mesh, is_first
@@ -46,10 +47,14 @@ def train(settings: TrainSettings, here: Here = ALONE) -> int:
     """Trains, exports the policy and writes the report; 130 if it was stopped before its last step."""
     session.check_output(settings)
     session.check_target(settings, Path(settings.output_dir) / session.MODEL)
+    if is_first(here.mesh):
+        session.check_alone(settings)
     for attempt in range(1, settings.placement.restarts + 1):
         try:
             return _trained(settings, here)
         except GroupDied as error:
+            if not error.again:
+                raise
             settings = attrs.evolve(settings, resume="auto")  # what is there now is this run's
             steps = checkpoint.steps(Path(settings.output_dir) / session.CHECKPOINTS)
             since = f"the checkpoint of step {steps[-1]}" if steps else "the start"
@@ -198,6 +203,13 @@ def replay(directory: Path, step: int, here: Here = ALONE) -> int:
                     return 1
                 say(f"step {run.step}: {'equal, bit for bit' if run.step in recorded else 'no digests were recorded'}")
     return 0
+
+
+def diff(first: Path, second: Path) -> int:
+    """Says where two runs first differ; 0 if they do not."""
+    found = compare_runs(first, second)
+    print("\n".join(found.lines))
+    return int(found.differs)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import tyro
 
 from fppo._errors import RunFailed, did_you_mean
 from fppo.commands import help as helps
+from fppo.commands.options import Diff, Export, Quickstart, Replay, Report, Trace
 from fppo.runtime.parent import end_with_launcher
 from fppo.settings import ablate as settings_ablate
 from fppo.settings import checks, contents, files, machine, modules, places
@@ -33,52 +34,6 @@ TRACEBACK = "--traceback"
 LAUNCH = {"--nproc": 1, "--max-restarts": 0}  # how commands that train are started, each with its least value
 EVAL_READS = ("data.eval_path", "data.eval_rows", "data.eval_split", "reward.functions", "rollout.batch_size")
 PROCESSES = "[--nproc N [--max-restarts M]]"
-
-
-@attrs.frozen(kw_only=True)
-class Quickstart:
-    """Trains a small model on an addition task, from nothing to a report, in a few minutes."""
-
-    output_dir: str = "runs/quickstart"
-    """The directory for everything that the run writes."""
-    seed: int = 0
-    """What every random draw of the run follows from."""
-
-
-@attrs.frozen(kw_only=True)
-class Replay:
-    """Computes a step of a run again from the nearest checkpoint and names the first number that differs."""
-
-    run: tyro.conf.Positional[str]
-    """The output_dir of the run."""
-    step: int
-    """The step."""
-    device: str | None = None
-    """Where tensors live; None: where the run had them, whose bits no other device may give."""
-
-
-@attrs.frozen(kw_only=True)
-class Export:
-    """Writes the policy of a run as a Hugging Face directory."""
-
-    run: tyro.conf.Positional[str]
-    """The output_dir of the run."""
-    target: tyro.conf.Positional[str]
-    """The directory to write."""
-    step: int | None = None
-    """The step of the checkpoint; None: the last."""
-    critic: bool = False
-    """Write the critic in place of the policy, as a token classifier with one label."""
-    device: str = "cpu"
-    """Where the parameters are read to: the host's memory will do."""
-
-
-@attrs.frozen(kw_only=True)
-class Report:
-    """Draws the curves of a run and writes its report.html."""
-
-    run: tyro.conf.Positional[str]
-    """The output_dir of the run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -244,6 +199,23 @@ def _report(rest: Sequence[str]) -> None:
     print(report.write_report(options.run))
 
 
+def _trace(rest: Sequence[str]) -> None:
+    """Writes who worked when in the last steps, for viewers of Chrome traces: fppo trace RUN"""
+    options = tyro.cli(Trace, args=rest, prog="fppo trace")
+    from fppo.report import timeline
+
+    print(timeline.write(options.run, options.out))
+
+
+def _diff(rest: Sequence[str]) -> int:
+    """Says where two runs first differ: fppo diff RUN RUN"""
+    options = tyro.cli(Diff, args=rest, prog="fppo diff")
+    from fppo.commands import actions
+
+    first, second = map(Path, options.runs)
+    return actions.diff(first, second)
+
+
 def _ablate(rest: Sequence[str]) -> int | None:
     """Runs every implementation of an operation side by side: fppo ablate --op log_probs [--replay RUN --step N]"""
     options = tyro.cli(AblateSettings, args=rest, prog="fppo ablate")
@@ -356,6 +328,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "replay": _replay,
     "export": _export,
     "report": _report,
+    "trace": _trace,
+    "diff": _diff,
     "ablate": _ablate,
     "compare": _compare,
     "plan": _plan,

@@ -6,6 +6,7 @@ import pickle
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,18 +22,38 @@ from fppo.fleet.rank import At, Reply, Request, Stays
 
 GRACE = 5.0  # seconds in which the other ranks may end a call that one of them failed
 PATIENCE = 600.0  # seconds that a call may take
+_CALLS = 4096  # of the last ones, what is known of them until it is asked for
 
 
 class RankLost(Exception):
-    """A rank's process is gone. The text says what is known of it."""
+    """A rank's process is gone, or does not come, and the text says what is known of it; `again`: whether it might come
+    another time."""
+
+    def __init__(self, text: str, *, again: bool = True) -> None:
+        super().__init__(text)
+        self.again = again
 
 
 class GroupDied(RuntimeError):
-    """A group that has lost its ranks, and with them what they held; `group` is its name. `Group.start` begins anew."""
+    """A group that has lost its ranks, and with them what they held; `group` is its name. `Group.start` begins anew, if
+    that may help: where there was no room within the group's patience, `again` is False."""
 
-    def __init__(self, group: str, text: str) -> None:
+    def __init__(self, group: str, text: str, *, again: bool = True) -> None:
         super().__init__(text)
-        self.group = group
+        self.group, self.again = group, again
+
+
+@attrs.frozen
+class Call:
+    """What a call took, on the clock of `time.perf_counter` here, and the bytes of its arguments and results."""
+
+    group: str
+    label: str
+    start: float
+    seconds: float
+    ranks: tuple[tuple[float, float], ...]  # of each its start and seconds: it ended when its reply was here
+    there: int
+    back: int
 
 
 class Ranks(Protocol):
@@ -79,6 +100,7 @@ class Group:
         self._ranks, self._patience = ranks, patience
         self._calls, self._forget, self._lock = 0, list[tuple[int, int]](), threading.Lock()
         self._lost: str | None = "it has not been started"
+        self._made: deque[Call] = deque(maxlen=_CALLS)
 
     def __enter__(self) -> Group:
         self.start()
@@ -105,7 +127,7 @@ class Group:
             self.places = list(self._ranks.start())
         except RankLost as error:
             self._end(str(error))
-            raise GroupDied(self.name, f"group {self.name!r} did not start: {error}") from error
+            raise GroupDied(self.name, f"group {self.name!r} did not start: {error}", again=error.again) from error
         self._lost = None
 
     def call(self, fn: Any, *args: Any, stays: Stays = (), label: str = "", **kwargs: Any) -> Any:
@@ -119,6 +141,7 @@ class Group:
         Raises its error, with a note that names the rank; ValueError for a handle of another group; GroupDied if a
         rank is lost, if the call takes too long, and for a handle that an earlier start has left.
         """
+        start = time.perf_counter()
         label = label or getattr(fn, "__name__", "") or getattr(getattr(fn, "func", None), "__name__", "a call")
         packed, large = pack((fn, args, kwargs), lambda x: self._named(x, label) if isinstance(x, Held) else x)
         with self._lock:  # calls of several threads must reach all ranks in one order, or their collectives cross
@@ -127,10 +150,18 @@ class Group:
             number, forget = self._calls, tuple(self._forget)
             del self._forget[: len(forget)]
             sent = self._ranks.send(Request(number, packed, stays, label, forget), large)
-        reply = self._first(sent, label)
+        reply, ran = self._first(sent, label)
         assert reply.packed is not None
         leases: dict[tuple[int, int], Lease] = {}
-        return unpack(reply.packed, reply.large, lambda x: self._handle(x, leases) if isinstance(x, At) else x)
+        value = unpack(reply.packed, reply.large, lambda x: self._handle(x, leases) if isinstance(x, At) else x)
+        there = packed.small.nbytes + sum(x.nbytes for x in large)
+        back = reply.packed.small.nbytes + sum(x.nbytes for x in reply.large)
+        self._made.append(Call(self.name, label, start, time.perf_counter() - start, ran, there, back))
+        return value
+
+    def calls(self) -> list[Call]:
+        """What is known of the calls since this was asked the last time."""
+        return [self._made.popleft() for _ in range(len(self._made))]
 
     def _named(self, held: Held, label: str) -> At:
         if held.group != self.name:
@@ -151,14 +182,16 @@ class Group:
         if self._lost is not None:
             raise GroupDied(self.name, f"group {self.name!r} cannot run {label}: {self._lost}")
 
-    def _first(self, sent: list[Future[Reply]], label: str) -> Reply:
-        """The first rank's reply, once all have replied."""
+    def _first(self, sent: list[Future[Reply]], label: str) -> tuple[Reply, tuple[tuple[float, float], ...]]:
+        """The first rank's reply, once all have replied; and when each rank was at work, by its start and seconds."""
+        came: dict[Future[Reply], float] = {}
         failed: tuple[int, Reply | RankLost] | None = None
         waiting, deadline = set(sent), time.monotonic() + self._patience
         while waiting:
             done, waiting = futures.wait(waiting, max(deadline - time.monotonic(), 0.0), futures.FIRST_COMPLETED)
             if not done:
                 break
+            came |= dict.fromkeys(done, time.perf_counter())
             for future in sorted(done, key=sent.index):
                 error = future.exception()
                 if error is not None and not isinstance(error, RankLost):
@@ -171,7 +204,8 @@ class Group:
                     if failed is None or (lost and not isinstance(failed[1], RankLost)):
                         failed = sent.index(future), reply  # the errors of others are of what the lost rank owes them
         if failed is None and not waiting:
-            return sent[0].result()
+            took = [(future, future.result().seconds) for future in sent]
+            return sent[0].result(), tuple((came[future] - seconds, seconds) for future, seconds in took)
         if failed is None:
             silent = [i for i, future in enumerate(sent) if future in waiting]
             raise self._died(f"{label} was not done after {self._patience:g} s on {self._names(silent)}")

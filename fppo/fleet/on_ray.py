@@ -128,7 +128,7 @@ class RayRanks:
                 self.stop()
                 again = isinstance(error, self._ray.exceptions.RayActorError) and time.monotonic() < deadline
                 if not again:
-                    raise RankLost(f"its ranks end as they begin: {_line(error)}") from error
+                    raise RankLost(f"its ranks end as they begin: {_line(error)}", again=False) from error
                 time.sleep(_PAUSE)
 
     def _await_room(self, deadline: float) -> None:
@@ -142,7 +142,8 @@ class RayRanks:
             each = [f"{free.get(name, 0.0):g} of {every.get(name, 0.0):g} {name}" for name in self._resources]
             wanted = ", ".join(f"{x:g} {name}" for name, x in self._resources.items())
             self.stop()
-            raise RankLost(f"{self.count} ranks want {wanted} each, and the cluster has {', '.join(each)} free")
+            text = f"{self.count} ranks want {wanted} each, and the cluster has {', '.join(each)} free"
+            raise RankLost(text, again=False)
 
     def _started(self) -> list[str]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

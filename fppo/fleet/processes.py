@@ -60,7 +60,8 @@ class Processes:
             try:
                 child.answer().result(self._patience)
             except TimeoutError as error:
-                raise RankLost(f"process {child.process.pid} was not up after {self._patience:g} s") from error
+                text = f"process {child.process.pid} was not up after {self._patience:g} s"
+                raise RankLost(text, again=False) from error
         return [f"process {child.process.pid}" for child in self._children]
 
     def send(self, request: Request, large: Sequence[Tensor]) -> list[Future[Reply]]:

@@ -103,7 +103,7 @@ def start_sampling(
         thread.join()
         if beside is not None:
             _hand_over([sampled.batches, sampled.timings], beside, torch.cuda.current_stream())
-        return attrs.evolve(sampled, timings=sampled.timings | {"timing_s/wait": metrics.total(now() - start)})
+        return attrs.evolve(sampled, timings=sampled.timings | {"timing_s/wait": metrics.spent((start, now() - start))})
 
     return wait
 

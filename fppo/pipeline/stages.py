@@ -149,7 +149,7 @@ def annotate_by(
     if run.ref is not None and replay == "all":
         done = {**done, "ref": ref(annotated, run.ref, passes.reference)}
     values = done["values"][0] if "values" in done else None
-    report = metrics.merge({f"timing_s/{name}": metrics.total(0.0) for name in _PASSES}, *(x for _, x in done.values()))
+    report = metrics.merge({f"timing_s/{name}": metrics.spent() for name in _PASSES}, *(x for _, x in done.values()))
     if run.critic is not None and passes.confidence is not None:
         values = passes.confidence(run.critic.params, old, there(found.entropy), scored.response_mask)
     report |= {f"training/old_log_probs/{source}": metrics.mean(1.0)} | passes.balance(scored)

@@ -3,28 +3,59 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch.profiler import record_function
 
 from fppo import metrics
+from fppo.metrics import Metric
 
+TIMING = "timing_s/"  # before the name of a stage among metrics
 P = ParamSpec("P")
 R = TypeVar("R", bound=tuple[Any, ...])
 
 
+class Span(NamedTuple):
+    """When a stage ran: its start by `now`, and its seconds."""
+
+    stage: str
+    start: float
+    seconds: float
+
+
 def timed(name: str, stage: Callable[P, R]) -> Callable[P, R]:
-    """The stage, with its seconds as `timing_s/name` in the metrics that it returns last; profiles show its name."""
+    """The stage, with when it ran as `timing_s/name` in the metrics that it returns last; profiles show its name."""
 
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         start = now()
         with record_function(name):
             *result, report = stage(*args, **kwargs)
-        return cast(R, (*result, report | {f"timing_s/{name}": metrics.total(now() - start)}))
+        return cast(R, (*result, report | {f"{TIMING}{name}": metrics.spent((start, now() - start))}))
 
     return wrapped
+
+
+def spans(report: Mapping[str, Metric]) -> list[Span]:
+    """When each stage ran of which the metrics tell that, in order."""
+    found = [
+        Span(name.removeprefix(TIMING), *row)
+        for name, metric in report.items()
+        if isinstance(metric, metrics.Spent)
+        for row in metric.spans.tolist()
+    ]
+    return sorted(found, key=lambda span: span.start)
+
+
+def covered(ran: Iterable[Span]) -> float:
+    """The seconds in which at least one of them ran."""
+    total, end = 0.0, float("-inf")
+    for span in sorted(ran, key=lambda span: span.start):
+        last = span.start + span.seconds
+        total += max(last - max(span.start, end), 0.0)
+        end = max(end, last)
+    return total
 
 
 def now() -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import attrs
 import torch
@@ -17,7 +18,7 @@ from fppo.pipeline.ahead import check_devices, sample_ahead, start_sampling
 from fppo.pipeline.measure import memory_metrics
 from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.step import ppo_step
-from fppo.pipeline.timing import now
+from fppo.pipeline.timing import TIMING, Span, covered, now, spans
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, any_rank, device_of, ranks_on
 from fppo.runtime.offload import copied
 from fppo.tree import replace
@@ -25,11 +26,13 @@ from fppo.tree import replace
 
 @attrs.frozen(kw_only=True)
 class StepRecord:
-    """What one step was: the state after it, its batch (None for the evaluation before the first), its numbers."""
+    """What one step was: the state after it, its batch (None for the evaluation before the first), its numbers, and
+    when its stages ran, with all of it as "step"."""
 
     run: RunState
     experience: Experience | None
     metrics: dict[str, float]
+    spans: tuple[Span, ...] = ()
 
 
 Observe = Callable[[StepRecord], Mapping[str, float] | None]  # what it returns joins the numbers: see `train`
@@ -75,7 +78,7 @@ def iterate(
         run = sampled.joined(run)
         waited = {name: x for name, x in sampled.timings.items() if name == "timing_s/wait"}
         own = metrics.merge(first, report, waited)  # the rest of `sampled` is of a thread beside this one
-        stages = _in_stages(metrics.report({name: x for name, x in own.items() if name.startswith("timing_s/")}))
+        stages = covered(spans(own))
         report = metrics.merge(first, report, sampled.timings)
         tokens = report["perf/total_num_tokens"]
         assert isinstance(tokens, metrics.Mean)
@@ -118,7 +121,7 @@ def train(
     if not donate:
         run = replace(run, actor=copied(run.actor), critic=copied(run.critic))
     since, ranks = now(), ranks_on(mesh, AXES)
-    left: Mapping[str, float] = {}
+    left = _NOTHING
     for after, experience, report in iterate(run, program=program, draw=draw, ahead=ahead, mesh=mesh, donate=True):
         run = after
         last = run.step >= steps
@@ -134,7 +137,17 @@ def _evaluated(evaluation: Evaluation, run: RunState) -> Metrics:
     start = now()
     with torch.no_grad(), record_function("testing"):
         report = evaluation.evaluate(run)
-    return report | {"timing_s/testing": metrics.total(now() - start)}
+    return report | {"timing_s/testing": metrics.spent((start, now() - start))}
+
+
+class _Left(NamedTuple):
+    """What the last observer of a step returned, and when it ran: the next step's."""
+
+    numbers: Mapping[str, float] = MappingProxyType({})
+    spans: tuple[Span, ...] = ()
+
+
+_NOTHING = _Left()
 
 
 def _observe(
@@ -144,24 +157,29 @@ def _observe(
     report: Metrics,
     *,
     since: float = 0.0,
-    left: Mapping[str, float] = MappingProxyType({}),
+    left: _Left = _NOTHING,
     ranks: int = 1,
-) -> tuple[float, Mapping[str, float]]:
-    """Passes the record of a step that began at `since`, with the numbers `left` by the one before, to the observers;
+) -> tuple[float, _Left]:
+    """Passes the record of a step that began at `since`, with what is `left` by the one before, to the observers;
     when the last of them was called, and what it returned."""
-    numbers = metrics.report(report) | memory_metrics() | {"training/global_step": float(run.step), **left}
+    numbers = metrics.report(report) | memory_metrics() | {"training/global_step": float(run.step), **left.numbers}
+    ran, own = [*left.spans, *spans(report)], ()
     stages = numbers.get("timing_s/step", 0.0) - numbers.get("timing_s/outside", 0.0)
-    stages += numbers.get("timing_s/testing", 0.0) + _in_stages(left)
+    stages += numbers.get("timing_s/testing", 0.0) + _in_stages(left.numbers)
     called, added = now(), {}
     for observe in observers:
         called = now()
-        times = {}
+        times, whole = {}, ()
         if experience is not None:
             times = _times(called - since, stages, numbers["perf/total_num_tokens"] / ranks)
-        added = observe(StepRecord(run=run, experience=experience, metrics=numbers | times)) or {}
+            whole = (Span("step", since, called - since),)
+        record = StepRecord(run=run, experience=experience, metrics=numbers | times, spans=(*whole, *ran))
+        added = observe(record) or {}
         stages += _in_stages(added)
         numbers |= added
-    return called, added
+        own = tuple(Span(name.removeprefix(TIMING), called, x) for name, x in added.items() if name.startswith(TIMING))
+        ran += own
+    return called, _Left(added, own)
 
 
 def _times(seconds: float, stages: float, tokens: float) -> dict[str, float]:

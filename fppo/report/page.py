@@ -10,7 +10,9 @@ from typing import Any
 
 import attrs
 
+from fppo.report import timeline
 from fppo.report.charts import Panel, short, svg
+from fppo.report.timeline import Bar
 
 MAX_TOKENS = 1500  # of a sample that are shown
 
@@ -34,6 +36,7 @@ class Page:
     panels: Sequence[Panel]
     truth: Sequence[tuple[Panel, Panel]]  # of responses: values and advantages, token by token
     stages: Mapping[str, float]  # seconds per step
+    work: Sequence[Bar]  # of the last steps
     samples: Mapping[int, Sequence[Mapping[str, Any]]]  # by step
     extremes: Mapping[str, Sequence[Mapping[str, Any]]]  # the best and the worst of late steps, by what they are
     chosen: Mapping[str, Any]  # settings that differ from the defaults
@@ -46,7 +49,7 @@ def render(page: Page) -> str:
     style = resources.files("fppo.report").joinpath("report.css").read_text(encoding="utf-8")
     title = escape(page.title)
     lost = "".join(f"<p class=note>{escape(text)}</p>" for text in page.lost)
-    parts = (_tiles, _curves, _truth, _samples, _settings, _stages, _metrics)
+    parts = (_tiles, _curves, _truth, _samples, _settings, _stages, _timeline, _metrics)
     sections = [part(page) for part in parts]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -250,6 +253,14 @@ def _stages(page: Page) -> str:
         for name, seconds in page.stages.items()
     )
     return f"<section><h2>Where a step's time goes</h2><table>{rows}</table></section>"
+
+
+def _timeline(page: Page) -> str:
+    if not page.work:
+        return ""
+    note = "The last steps: each bar is a stage, or a call to a rank of a pool. Point at one for its numbers."
+    figure = f"<figure class=timeline>{timeline.svg(page.work)}</figure>"
+    return f"<section><h2>Who worked when</h2><p class=note>{note}</p>{figure}</section>"
 
 
 def _metrics(page: Page) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fppo.report import charts
+from fppo.report import charts, timeline
 from fppo.report.charts import Panel, label, points
 from fppo.report.page import Page, Tile, render
 from fppo.report.remains import remains
@@ -19,7 +19,7 @@ from fppo.runs.loggers import METRICS, SAMPLES, held_out
 from fppo.settings import files
 
 SETTINGS, CURVES, REPORT = "settings.toml", "curves.png", "report.html"
-SHOWN_STEPS, SHOWN_PER_STEP, EXTREMES, SHOWN_TRUTHS = 6, 4, 3, 4
+SHOWN_STEPS, SHOWN_PER_STEP, EXTREMES, SHOWN_TRUTHS, SHOWN_WORK = 6, 4, 3, 4, 3
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
@@ -57,6 +57,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         panels=drawn,
         truth=beside_truth(run_dir / TRUTH),
         stages=stages(records),
+        work=timeline.read(run_dir, last=SHOWN_WORK),
         samples=pick(samples),
         extremes=extremes(samples),
         chosen=chosen,

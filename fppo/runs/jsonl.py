@@ -84,15 +84,16 @@ class JsonLines:
 
     Lines of step `first_step` or later, and a torn last line, are dropped at the start: a resumed run writes them
     again. The file is replaced as a whole for that, so a kill at that moment loses nothing; one with damaged lines is
-    kept under the name that ends in `.damaged`.
+    kept under the name that ends in `.damaged`. Of the others the `newest` so many are kept, or all.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, first_step: int = 0) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, first_step: int = 0, newest: int | None = None) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             damaged: list[str] = []
             kept = [record for record in read(path, on_damage=damaged.append) if record.get("step", 0) < first_step]
+            kept = kept if newest is None else kept[-newest:]
             if damaged:
                 shutil.copy(path, path.with_name(f"{path.name}.damaged"))
             text = "".join(_line(record) for record in kept).encode(errors="backslashreplace")

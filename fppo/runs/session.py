@@ -28,9 +28,10 @@ from fppo.runs import evaluations, jsonl, loggers, starts
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.profiles import Profiles
 from fppo.runs.starts import SETTINGS
+from fppo.runs.trace import TRACE, Tracer
 from fppo.runs.writer import Checkpoints, Digests
 from fppo.runtime import checkpoint, digests
-from fppo.runtime.mesh import AXES, Mesh, is_first, ranks_on
+from fppo.runtime.mesh import AXES, Mesh, is_first, place_on, ranks_on
 from fppo.runtime.watch import Traffic, Watch
 from fppo.settings import files, places
 from fppo.settings.train import TrainSettings
@@ -71,6 +72,14 @@ def alone_in(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(place)
+
+
+def check_alone(settings: TrainSettings) -> None:
+    """Raises ValueError if another process is writing to output_dir, before anything is loaded."""
+    directory = Path(settings.output_dir)
+    if directory.is_dir():
+        with alone_in(directory):
+            pass
 
 
 def restore(settings: TrainSettings, assembly: Assembly) -> RunState:
@@ -250,8 +259,11 @@ def _writing(
     opened.callback(profiles.stop)
     profiles.begin(run.step + 1)
 
+    traced = Tracer(directory / TRACE / f"rank_{place_on(mesh, AXES):05d}.jsonl", assembly.calls, first_step=first_step)
+    opened.callback(traced.close)
+
     def end(record: StepRecord) -> Mapping[str, float]:
-        for log in logged[-1:]:
+        for log in (*logged[-1:], traced):
             log(record)
         return saved(record)
 

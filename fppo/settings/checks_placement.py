@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 import attrs
 
 from fppo._errors import did_you_mean
 from fppo.settings.checks_data import has_held_out
-from fppo.settings.mesh import MeshSettings
 from fppo.settings.placement import AXES, HERE, Pool, fields_of, places_of, pools_of
 from fppo.settings.problems import Problems, problem, unread
 from fppo.settings.train import TrainSettings
 
+_ADDRESS = re.compile(r"(ray://)?[^\s:/]+:\d+")
+_OWN = {"actor": ("actor.", "rollout."), "critic": ("critic.",)}  # settings of a role alone
 OnMesh = Callable[[TrainSettings, int], Problems]  # what is wrong with settings on so many ranks of their mesh
 
 
@@ -22,10 +24,18 @@ def placement_problems(s: TrainSettings, *, critic: bool, reference: bool, on_me
     places = places_of(placement)
     broken = [*_broken(placement.pools)]
     yield from broken
-    for role, there in (("critic", critic), ("reference", reference)):
+    model = s.reward.model.path is not None
+    for role, there, name in (
+        ("critic", critic, "critic"),
+        ("reference", reference, "reference"),
+        ("reward", model, "reward model"),
+    ):
         if not there and getattr(placement.roles, role) not in (HERE, None):
-            advice = f"the run has no {role}; leave it out"
+            advice = f"the run has no {name}; leave it out"
             yield problem(f"placement.roles.{role}", getattr(placement.roles, role), advice)
+    if placement.cluster not in ("processes", "local") and not _ADDRESS.fullmatch(placement.cluster):
+        advice = "it is processes, local, or the HOST:PORT of a Ray cluster that runs"
+        yield problem("placement.cluster", placement.cluster, advice)
     for role, name in places.items():
         own = role != "reference" or placement.roles.reference is not None
         if name not in placement.pools and own:
@@ -110,6 +120,16 @@ def _pools(s: TrainSettings, places: Mapping[str, str], pools: Mapping[str, Pool
             continue
         if pool.gpus and s.placement.cluster == "processes":
             yield problem(f"{path}.gpus", pool.gpus, 'GPUs are dealt out by Ray; give placement.cluster = "local"')
-        if name in {pool for role, pool in places.items() if role != "rollout"} and pool.ranks > 1:
-            mesh = attrs.evolve(MeshSettings(), **pool.sizes)
-            yield from (f"{path}: {text}" for text in on_mesh(attrs.evolve(s, mesh=mesh), pool.ranks))
+        if name not in {pool for role, pool in places.items() if role != "rollout"}:
+            continue
+        if pool.gpus > 1:
+            yield problem(f"{path}.gpus", pool.gpus, "a rank works on one GPU; give 1")
+        if 0 < pool.gpus < 1 and pool.ranks > 1:
+            yield problem(f"{path}.gpus", pool.gpus, "two ranks of one mesh cannot share a GPU; give 1, or one rank")
+        if not pool.gpus and s.device.startswith("cuda"):
+            advice = f"device = {s.device!r}, and a rank without a GPU works on its CPU; give gpus = 1, or device cpu"
+            yield problem(f"{path}.gpus", pool.gpus, advice)
+        if pool.ranks > 1:
+            others = ["reward.", *(x for role, own in _OWN.items() if places.get(role) != name for x in own)]
+            found = on_mesh(attrs.evolve(s, mesh=attrs.evolve(s.mesh, **pool.sizes)), pool.ranks)
+            yield from (f"{path}: {text}" for text in found if not text.startswith(tuple(others)))

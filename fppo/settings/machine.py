@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+from fppo.settings.placement import places_of
 from fppo.settings.problems import problem
 from fppo.settings.train import TrainSettings
 
@@ -35,6 +36,9 @@ def machine_problems(settings: TrainSettings, ranks: int, *, visible: str | None
         if logger in settings.log.loggers and not _installed(package):
             text = f"{logger} is not installed; pip install 'fppo[{logger}]'"
             lines.append(problem("log.loggers", list(settings.log.loggers), text))
+    cluster = settings.placement.cluster
+    if cluster != "processes" and places_of(settings.placement) and not _installed("ray"):
+        lines.append(problem("placement.cluster", cluster, "Ray is not installed; pip install 'fppo[ray]'"))
     return lines
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import attrs
 
 from fppo.settings.fields import Table, above, at_least, nonempty, setting
+from fppo.settings.mesh import MeshSettings
 
 HERE = "here"  # the process that reads the settings
-AXES = ("replicate", "shard", "sequence", "tensor")
+AXES = ("replicate", "shard", "expert", "sequence", "context", "tensor")
 MACHINE = ("processes", "local")  # clusters of one machine
 
 
@@ -27,6 +28,8 @@ class RoleSettings:
     """The pool of the reference; None: the actor's."""
     rollout: str | None = setting(None)
     """The pool that samples, of which each rank is an engine of its own; None: where the actor is."""
+    reward: str = setting(HERE, nonempty("give a pool, or here"))
+    """The pool of the reward model."""
 
 
 @attrs.frozen(kw_only=True)
@@ -66,14 +69,16 @@ class Pool:
     threads: int | None = None  # of each rank, on which bits depend; without, all of a machine share its cores
     replicate: int = 1
     shard: int | None = None  # all that the other axes leave
+    expert: int = 1
     sequence: int = 1
+    context: int = 1
     tensor: int = 1
 
     @property
     def sizes(self) -> dict[str, int]:
         """Every axis and its size, from the slowest."""
-        shard = self.shard or max(1, self.ranks // (self.replicate * self.sequence * self.tensor))
-        return {"replicate": self.replicate, "shard": shard, "sequence": self.sequence, "tensor": self.tensor}
+        mesh = MeshSettings(**{name: getattr(self, name) for name in AXES})
+        return mesh.sizes(self.shard or max(1, self.ranks // mesh.others))
 
     @property
     def problem(self) -> str | None:
@@ -95,6 +100,7 @@ def places_of(placement: PlacementSettings) -> dict[str, str]:
     places = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference or roles.actor}
     if (engines := engines_in(placement)) is not None:
         places["rollout"] = engines
+    places["reward"] = roles.reward
     return {role: pool for role, pool in places.items() if pool != HERE}
 
 
@@ -121,13 +127,16 @@ def fields_of(table: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
     hint = f"there is no such setting of a pool; there are {', '.join(known)}"
     wrong = [(name, value, hint) for name, value in table.items() if name not in known]
     for name in (name for name in known if name in table):
-        value, whole = table[name], name != "gpus"
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int if whole else int | float)
-            or not whole <= value < math.inf
-        ):
-            wrong.append((name, value, f"must be a {'whole number, 1' if whole else 'number, 0'} or more"))
+        if (text := _value_problem(name, table[name])) is not None:
+            wrong.append((name, table[name], text))
     if "ranks" not in table:
         wrong.append(("ranks", None, "is not set; give how many processes it has"))
     return wrong
+
+
+def _value_problem(name: str, value: Any) -> str | None:
+    """What is wrong with the value of a pool's setting."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if name == "gpus":
+        return None if number and 0 <= value < math.inf else "must be a number, 0 or more"
+    return None if number and isinstance(value, int) and value >= 1 else "must be a whole number, 1 or more"

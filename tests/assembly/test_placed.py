@@ -6,13 +6,16 @@ import signal
 
 import attrs
 import pytest
+from transformers import Qwen3MoeConfig
 
-from fppo import metrics, tree
+from fppo import metrics, models, tree
 from fppo.assembly import roles
 from fppo.assembly.run import assemble
 from fppo.fleet import HERE, Group, Processes, at_once
+from fppo.key import Key
 from fppo.pipeline import in_turn
 from fppo.pipeline.train import iterate
+from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.rollout import EnginePool
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
@@ -61,37 +64,70 @@ def placed(settings, ranks, ahead=0, engines=()):
 @pytest.fixture
 def task(tmp_path):
     tiny_run.write_task(tmp_path)
+    model = models.build(small_model(15, width=16, layers=1).config, "value")
+    models.save(model, models.init_params(model, Key(1)), tmp_path / "judge")
     return tmp_path
+
+
+def judged(task, **changes):
+    """Settings with a reward model too."""
+    return tiny_run.settings(task, reward__model__path=str(task / "judge"), **changes)
 
 
 @pytest.mark.parametrize(
     ("changes", "together"),
     [
-        ({"eval__exact_values": True}, at_once),
-        pytest.param({}, reversed_turn, marks=pytest.mark.slow),
+        ({}, at_once),
+        pytest.param({"eval__exact_values": True}, reversed_turn, marks=pytest.mark.slow),
         pytest.param({"critic__reads": "confidence", "eval__exact_values": True}, in_turn, marks=pytest.mark.slow),
         pytest.param({"rollout__ahead": 1}, at_once, marks=pytest.mark.slow),
     ],
 )
 def test_roles_on_ranks_of_their_own_are_one_process(task, changes, together, monkeypatch):
     monkeypatch.setattr(roles, "at_once", together)
-    settings, ahead = tiny_run.settings(task, actor__kl_coef=0.1, **changes), changes.get("rollout__ahead", 0)
+    make = tiny_run.settings if "eval__exact_values" in changes else judged
+    settings, ahead = make(task, actor__kl_coef=0.1, **changes), changes.get("rollout__ahead", 0)
     with assemble(settings) as assembly:
         expected = steps(assembly, {}, ahead=ahead)
-    found = placed(settings, {"actor": Threads(), "critic": Threads(), "reference": Threads()}, ahead)
+    every = ("actor", "critic", "reference", "reward")
+    found = placed(settings, {role: Threads() for role in every}, ahead)
     assert found == expected
 
 
+def write_mixture(directory):
+    """A policy of experts, for the tokens of the one that is there."""
+    config = Qwen3MoeConfig(
+        vocab_size=15,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    model = models.build(config)
+    models.save(model, models.init_params(model, Key(0)), directory, tokenizer=character_tokenizer(CHARACTERS))
+
+
 @pytest.mark.slow
-def test_roles_on_meshes_of_their_own_are_those_meshes(task):
-    settings = tiny_run.settings(task)
+@pytest.mark.parametrize("axis", ["shard", "context", "expert"])
+def test_roles_on_meshes_of_their_own_are_those_meshes(task, axis):
+    if axis == "expert":
+        write_mixture(task / "start")
+    settings = tiny_run.settings(task) if axis == "expert" else judged(task)
 
     def on_rank(mesh):
         with assemble(settings, mesh=attrs.evolve(mesh, sharding=Sharding())) as assembly:
             return steps(assembly, {})
 
-    expected = simulate({"shard": 2}, on_rank)[0]
-    assert placed(settings, {"actor": Threads(shard=2), "critic": Threads(shard=2)}) == expected
+    expected = simulate({axis: 2}, on_rank)[0]
+    assert placed(settings, {role: Threads(**{axis: 2}) for role in ("actor", "critic", "reward")}) == expected
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import pytest
 
 from fppo import quickstart
 from fppo.commands import ablate, actions, cli, compare, distributed, plan
-from fppo.report import write
+from fppo.report import timeline, write
 from fppo.settings import files, machine, modules, places
 
 from .pages import PAGES, ROOT, Block, blocks
@@ -27,7 +27,7 @@ MINIMAL = {
     "reward": {"functions": ["exact_match"]},
 }
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
-OTHERS = ("git", "mkdocs", "ruff", "pyright", "source", "cd", "tensorboard", "pre-commit")  # not ours to check
+OTHERS = ("git", "mkdocs", "ruff", "pyright", "source", "cd", "tensorboard", "pre-commit", "ray")  # not ours to check
 
 
 @pytest.fixture
@@ -41,13 +41,14 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(places, "place_problems", lambda settings: [])  # of what is not there
     monkeypatch.setattr(modules, "module_problems", lambda settings: [])
     monkeypatch.setattr(machine, "machine_problems", lambda settings, ranks, visible: [])
-    for function in ("quickstart", "export"):
+    for function in ("quickstart", "export", "diff"):
         reached(actions, function)
     reached(distributed, "run")
     reached(ablate, "ablate")
     reached(compare, "compare")
     reached(plan, "run")
     reached(write, "write_report")
+    reached(timeline, "write")
     return names
 
 

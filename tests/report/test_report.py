@@ -139,6 +139,7 @@ def test_a_whole_run_is_reported(tmp_path):
 def test_what_a_run_did_not_write_is_left_out(tmp_path):
     page = page_of(write_run(tmp_path, steps=1, critic=False, samples=False))
     assert "Value loss" not in page.text
+    assert "Who worked when" not in page.text
     assert page.text.count("This run wrote none.") == 2
     page = page_of(write_run(tmp_path, steps=3, critic=False))
     assert "value" not in page.tips[0]

@@ -1,7 +1,9 @@
 """A run whose roles are in pools writes what one process writes, and each goes on with what the other has saved."""
 
 import contextlib
+import json
 import re
+from collections import Counter
 from types import MappingProxyType
 
 import pytest
@@ -12,6 +14,9 @@ from fppo.assembly import pools
 from fppo.assembly.run import assemble
 from fppo.commands import actions, distributed
 from fppo.fleet import GroupDied
+from fppo.fleet.group import RankLost
+from fppo.report import timeline
+from fppo.report.diff import diff
 from fppo.runs import jsonl, session
 from fppo.runtime import checkpoint, digests
 from fppo.settings import files
@@ -76,9 +81,43 @@ def lines(directory):
     return numbers, list(jsonl.read(directory / "digests.jsonl"))
 
 
+def check_trace(directory):
+    """What is known of who worked when is what the metrics say; the calls, by pool."""
+    numbers = {line["step"]: line for line in jsonl.read(directory / "metrics.jsonl")}
+    calls = {}
+    for line in jsonl.read(directory / "trace" / "rank_00000.jsonl"):
+        found, logged = Counter(), numbers.pop(line["step"])
+        for stage, _, seconds in line["spans"]:
+            found[f"timing_s/{stage}"] += seconds
+        seconds = {x: y for x, y in logged.items() if x.startswith("timing_s/") and x != "timing_s/outside"}
+        assert {x: found.pop(x, 0.0) for x in seconds} == pytest.approx(seconds)
+        assert not found
+        for call in line["calls"]:
+            calls.setdefault(call["group"], Counter())[call["label"]] += 1
+            end = call["start"] + call["seconds"]
+            assert all(call["start"] <= start <= start + seconds <= end for start, seconds in call["ranks"])
+            if call["label"] == "values":
+                assert (call["there"] > 96, call["back"]) == (True, 96)  # 8 rows of 3 numbers
+    assert not numbers
+    return calls
+
+
 def test_it_writes_what_one_process_writes(task, whole, tmp_path, capsys):
     apart = train(task, tmp_path / "apart", **APART)
     assert lines(apart) == lines(whole)
+    assert check_trace(whole) == {}
+    calls = check_trace(apart)
+    assert calls["a"]["update_actor"] == calls["c"]["update_critic"] == calls["c"]["values"] == 3
+    events = json.loads(timeline.write(apart).read_text())["traceEvents"]
+    shown = {event["args"]["name"] for event in events if event["ph"] == "M" and event["name"] == "process_name"}
+    assert shown == {"controller", "pool a", "pool c"}
+    assert sum(event["ph"] == "X" and event["name"] == "update_critic" for event in events) == 2 * 3
+    compared = diff(whole, apart)
+    assert (compared.differs, compared.lines[-1]) == (
+        False,
+        "equal in steps 0 to 3, bit for bit: batches, states and metrics",
+    )
+    assert compared.lines[0].startswith("settings that differ: placement.")
     assert (apart / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
     params = [models.load(x / session.MODEL)[1] for x in (whole, apart)]
     assert all(torch.equal(x, params[1][name]) for name, x in params[0].items())
@@ -130,6 +169,26 @@ def test_engines_sample_ahead_and_when_all_are_lost_the_run_goes_back(task, tmp_
     words = "all 2 engines are gone, after 0 starts again; the last: .*; starting the pools again"
     assert re.search(words, capsys.readouterr().err)
     assert lines(apart) == lines(one)
+
+
+def test_what_cannot_start_is_not_tried_again(task, tmp_path, monkeypatch):
+    started = []
+
+    def start(self):
+        started.append(self)
+        raise RankLost("there is no room", again=False)
+
+    monkeypatch.setattr(Threads, "start", start)
+    with pytest.raises(GroupDied, match=r"group '[ac]' did not start: there is no room"):
+        train(task, tmp_path / "run", **APART)
+    assert len(started) == 2
+    (tmp_path / "taken").mkdir()
+    with (
+        session.alone_in(tmp_path / "taken"),
+        pytest.raises(ValueError, match="output_dir: another process is writing to"),
+    ):
+        train(task, tmp_path / "taken", **APART)
+    assert len(started) == 2
 
 
 @pytest.mark.slow

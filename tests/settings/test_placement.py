@@ -2,8 +2,8 @@
 
 import pytest
 
-from fppo.settings import files
-from fppo.settings.placement import places_of, pools_of, threads_of
+from fppo.settings import files, machine
+from fppo.settings.placement import AXES, places_of, pools_of, threads_of
 from tests import tiny_run
 
 APART = {"a": {"ranks": 2}, "c": {"ranks": 1}}
@@ -27,7 +27,9 @@ def test_roles_are_here_or_in_pools_with_meshes_of_their_own(tmp_path):
     asked = ROLES | {"placement__pools": pools, "placement__cluster": "local"}
     placement = tiny_run.settings(tmp_path, **asked).placement
     assert places_of(placement) == {"actor": "a", "reference": "a", "critic": "c"}
-    assert pools_of(placement)["a"].sizes == {"replicate": 1, "shard": 2, "sequence": 2, "tensor": 1}
+    sizes = pools_of(placement)["a"].sizes
+    assert {name: size for name, size in sizes.items() if size > 1} == {"shard": 2, "sequence": 2}
+    assert [name for name in sizes if name != "pipeline"] == list(AXES)
     settings = tiny_run.settings(tmp_path, **asked)
     files.save(settings, tmp_path / "written.toml")
     assert files.load(tmp_path / "written.toml") == settings
@@ -101,6 +103,27 @@ def test_ranks_of_a_machine_share_its_cores(tmp_path):
         ),
         (pool(ranks=3, shard=2), r"multiply to its 3 ranks"),
         (pool(ranks=1, gpus=1), "GPUs are dealt out by Ray"),
+        (pool(ranks=1, gpus=2) | {"placement__cluster": "local"}, "pools.a.gpus = 2: a rank works on one GPU; give 1"),
+        (pool(ranks=1, gpus=-1), "pools.a.gpus = -1: must be a number, 0 or more"),
+        (
+            pool(ranks=2, gpus=0.5) | {"placement__cluster": "local"},
+            "pools.a.gpus = 0.5: two ranks of one mesh cannot share a GPU",
+        ),
+        ({"device": "cuda"}, "pools.a.gpus = 0: device = 'cuda', and a rank without a GPU works on its CPU"),
+        (
+            {"placement__cluster": "10.0.0.1"},
+            "placement.cluster = '10.0.0.1': it is processes, local, or the HOST:PORT",
+        ),
+        ({"placement__cluster": "auto"}, "placement.cluster = 'auto': it is processes, local, or the HOST:PORT"),
+        ({"placement__restarts": -1}, "placement.restarts = -1.*must be 0 or more"),
+        ({"placement__roles__reward": "c"}, "placement.roles.reward = 'c': the run has no reward model"),
+        (pool(ranks=2, context=2, sequence=2), r"pools.a: its axes \(.*\) do not multiply to its 2 ranks"),
+        (pool(ranks=2, pipeline=2), "pools.a.pipeline = 2: there is no such setting of a pool; there are context, exp"),
+        (pool(ranks=2, expert=2) | {"model__compile_layers": True}, "pools.a: mesh.expert = 2: its layers exchange"),
+        (
+            {"placement__pools": {"a": {"ranks": 1}, "c": {"ranks": 8}}},
+            "placement.pools.c: critic.mini_batch_size = 4: some ranks would have nothing to do",
+        ),
         (
             pool(ranks=8),
             "pools.a: actor.mini_batch_size = 4: some ranks",
@@ -130,3 +153,31 @@ def test_ranks_of_a_machine_share_its_cores(tmp_path):
 def test_what_cannot_be_is_named(tmp_path, changes, text):
     with pytest.raises(files.SettingsError, match=text):
         tiny_run.settings(tmp_path, **(ROLES | changes))
+
+
+def test_all_that_is_wrong_is_said_at_once_and_of_each_pool_what_is_its_own(tmp_path):
+    wrong = {"a": {"ranks": 8}, "c": {"ranks": 6, "gpus": "3"}, "spare": {"ranks": 0}}
+    with pytest.raises(files.SettingsError) as caught:
+        tiny_run.settings(tmp_path, **(ROLES | {"placement__pools": wrong, "placement__roles__reference": "x"}))
+    named = [text.partition(" = ")[0] for text in caught.value.problems]
+    assert named == [
+        "placement.pools.c.gpus",
+        "placement.pools.spare.ranks",
+        "placement.roles.reference",
+        "placement.pools.spare",
+    ]
+    with pytest.raises(files.SettingsError) as caught:
+        tiny_run.settings(tmp_path, **(ROLES | {"placement__pools": {"a": {"ranks": 8}, "c": {"ranks": 6}}}))
+    named = [text.partition(" = ")[0] for text in caught.value.problems]
+    assert named == [
+        "placement.pools.a: actor.mini_batch_size",
+        "placement.pools.c: critic.mini_batch_size",
+    ]
+
+
+def test_a_cluster_of_ray_takes_ray(tmp_path, monkeypatch):
+    settings = tiny_run.settings(tmp_path, **(ROLES | {"placement__cluster": "local"}))
+    monkeypatch.setattr(machine, "_installed", lambda package: False)
+    expected = ["placement.cluster = 'local': Ray is not installed; pip install 'fppo[ray]'"]
+    assert machine.machine_problems(settings, 1, visible=None) == expected
+    assert machine.machine_problems(tiny_run.settings(tmp_path), 1, visible=None) == []

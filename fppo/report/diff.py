@@ -1,0 +1,167 @@
+"""Where two runs first differ, by what they have written of their steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored
+from fppo.report.remains import DIGESTS
+from fppo.runs import jsonl, starts
+from fppo.runs.loggers import METRICS
+
+SHOWN = 5  # metrics, and leaves, that are named
+_UNLIKE = ("timing_s/", "perf/")  # metrics that no two runs share
+_WHERE = ("output_dir", "resume")  # settings that say where a run is
+_DRAWN = "the drawing of prompts"
+_STAGES = (_DRAWN, "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+_MAKERS: Mapping[str, str] = MappingProxyType(  # of the fields of a batch and of a state, by the last that makes one
+    {
+        field.name: stage
+        for record, stage in ((Experience, "adv"), (Annotated, "old_log_prob"), (Scored, "reward"), (Rollout, "gen"))
+        for field in attrs.fields(record)
+    }
+    | {field.name: _DRAWN for field in attrs.fields(Prompts) if field.name not in ("tokens", "attention_mask")}
+    | {"ref_log_probs": "ref", "values": "values", "kl": "adv", "cursor": _DRAWN, "ahead": "gen"}
+    | {"actor": "update_actor", "critic": "update_critic"}
+)
+
+
+@attrs.frozen
+class Diff:
+    """How two runs compare, in lines; and whether they differ in a step that both have taken."""
+
+    lines: list[str]
+    differs: bool
+
+
+@attrs.frozen
+class _Run:
+    """What a run has written of its steps, and the settings of its last start."""
+
+    path: Path
+    metrics: Mapping[int, Mapping[str, Any]]
+    digests: Mapping[int, Mapping[str, Any]]
+    settings: Mapping[str, Any]
+
+    @property
+    def steps(self) -> set[int]:
+        return {*self.metrics, *self.digests}
+
+
+def diff(first: Path, second: Path) -> Diff:
+    """Compares all steps that both runs have taken, by digests of batches and states, and by metrics.
+
+    Raises ValueError for a directory without a run, and for runs that have no step in common.
+    """
+    a, b = _read(first), _read(second)
+    common = sorted(a.steps & b.steps)
+    if not common:
+        held = " and ".join(f"{run.path} holds steps {_span(run.steps)}" for run in (a, b))
+        raise ValueError(f"there is no step that both runs have taken: {held}")
+    lines = [*_settings(a, b), *_alone(a, b)]
+    for step in common:
+        found = [*_digests(step, a, b), *_metrics(step, a, b)]
+        if found:
+            equal = [each for each in common if each < step]
+            before = f"equal in steps {_span(equal)}" if equal else "no step before is equal"
+            return Diff([*lines, f"the first step to differ is {step} ({before})", *found], True)
+    return Diff([*lines, f"equal in steps {_span(common)}, {_extent(common, a, b)}"], False)
+
+
+def _read(path: Path) -> _Run:
+    metrics, digests = (
+        {line["step"]: line for line in jsonl.read(path / name, on_damage=lambda _: None) if "step" in line}
+        for name in (METRICS, DIGESTS)
+    )
+    if not metrics and not digests:
+        raise ValueError(f"{path} holds no {METRICS} and no {DIGESTS} with a step; give the output_dir of a run")
+    return _Run(path, metrics, digests, starts.last(path))
+
+
+def _settings(a: _Run, b: _Run) -> Iterator[str]:
+    names = [name for name in {**a.settings, **b.settings} if name not in _WHERE]
+    unlike = [name for name in names if a.settings.get(name) != b.settings.get(name)]
+    if unlike:
+        shown = ", ".join(f"{name} {a.settings.get(name)!r} and {b.settings.get(name)!r}" for name in unlike)
+        yield f"settings that differ: {shown}"
+
+
+def _alone(a: _Run, b: _Run) -> Iterator[str]:
+    for run, other in ((a, b), (b, a)):
+        if left := run.steps - other.steps:
+            yield f"{run.path} alone has steps {_span(left)}"
+
+
+def _digests(step: int, a: _Run, b: _Run) -> Iterator[str]:
+    """What differs in the batch of a step and in the state after it, the earliest stage first."""
+    one, other = a.digests.get(step), b.digests.get(step)
+    if one is None or other is None or _kind(one) != _kind(other):
+        return
+    leaves = [(part, leaf) for part in ("batch", "result") for leaf in {**one[part], **other[part]}]
+    unlike = [(part, leaf) for part, leaf in leaves if one[part].get(leaf) != other[part].get(leaf)]
+    if not unlike:
+        return
+    maker = min((_maker(leaf) for _, leaf in unlike), key=lambda stage: _STAGES.index(stage))
+    own = [leaf for _, leaf in unlike if _maker(leaf) == maker]
+    counts = [
+        f"{sum(each == part for each, _ in unlike)} of {sum(each == part for each, _ in leaves)} {of}"
+        for part, of in (("batch", "columns of its batch"), ("result", "leaves of the state after it"))
+    ]
+    more = f" and {len(own) - SHOWN} more" if len(own) > SHOWN else ""
+    yield f"  first in what {maker} made: {', '.join(own[:SHOWN])}{more}"
+    yield f"  {' and '.join(counts)} differ"
+
+
+def _maker(leaf: str) -> str:
+    """The stage that made a leaf; what no stage changes is as old as the drawing of prompts."""
+    return _MAKERS.get(leaf.removeprefix(".").partition("[")[0].partition(".")[0], _DRAWN)
+
+
+def _metrics(step: int, a: _Run, b: _Run) -> Iterator[str]:
+    """The metrics of a step that differ, the furthest apart first."""
+    one, other = a.metrics.get(step), b.metrics.get(step)
+    if one is None or other is None:
+        return
+    names = [name for name in {**one, **other} if not name.startswith(_UNLIKE) and name != "step"]
+    unlike = [name for name in names if one.get(name, "nothing") != other.get(name, "nothing")]
+    unlike.sort(key=lambda name: -_apart(one.get(name), other.get(name)))
+    if unlike:
+        shown = "; ".join(f"{x} {one.get(x, 'nothing')} and {other.get(x, 'nothing')}" for x in unlike[:SHOWN])
+        yield f"  {len(unlike)} of {len(names)} metrics differ, as {shown}"
+
+
+def _apart(x: Any, y: Any) -> float:
+    """How far apart two numbers are, relative to the larger one."""
+    if not (isinstance(x, int | float) and isinstance(y, int | float)):
+        return math.inf
+    return abs(x - y) / max(abs(x), abs(y), 1e-300)
+
+
+def _extent(common: Sequence[int], a: _Run, b: _Run) -> str:
+    """What the equality of these steps is one of."""
+    both = [step for step in common if step in a.digests and step in b.digests]
+    alike = [step for step in both if _kind(a.digests[step]) == _kind(b.digests[step])]
+    if not alike:
+        kinds = "digests of other kinds, as one process and several have" if both else "no digests of the same step"
+        return f"by their metrics; they have {kinds}"
+    rest = sorted({step for step in common if step} - set(alike))
+    by = f", and by metrics alone in steps {_span(rest)}" if rest else ""
+    return f"bit for bit: batches, states and metrics{by}"
+
+
+def _kind(line: Mapping[str, Any]) -> str:
+    return line.get("kind", "blake2b")
+
+
+def _span(steps: Sequence[int] | set[int]) -> str:
+    """As 1 to 3, 7."""
+    every = sorted(steps)
+    begins = [step for step in every if step - 1 not in every]
+    ends = [step for step in every if step + 1 not in every]
+    return ", ".join(str(x) if x == y else f"{x} to {y}" for x, y in zip(begins, ends, strict=True)) or "none"
