@@ -246,13 +246,14 @@ def _compare(rest: Sequence[str]) -> int | None:
 def _plan(rest: Sequence[str]) -> int | None:
     """Says what a run will need, before there is one: fppo plan FILE.toml --gpu h200, or --model llama-3.1-70b ..."""
     file, own = _file_and_overrides(rest, "plan")
-    default = PlanSettings() if file is None else settings_plan.of_run(files.load(file, prog="fppo plan FILE.toml"))
+    of_file = None if file is None else files.load(file, prog="fppo plan FILE.toml")
+    default = PlanSettings() if of_file is None else settings_plan.of_run(of_file)
     options = tyro.cli(PlanSettings, args=own, default=default, prog="fppo plan [FILE.toml]")
     if wrong := settings_plan.problems(options):
         raise files.SettingsError(wrong)
     from fppo.commands import plan
 
-    return plan.run(options)
+    return plan.run(options, {} if of_file is None else settings_plan.pools_of_run(of_file))
 
 
 class _Processes(NamedTuple):

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import attrs
 import torch
 from transformers.utils import logging as transformers_logging
 
 from fppo.plan.case import Case, Role, balanced
 from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import plan
+from fppo.plan.pools import of_roles
 from fppo.plan.presets import config_of
 from fppo.plan.remedies import remedies
 from fppo.plan.search import search
@@ -22,12 +26,18 @@ from fppo.plan.text_search import found_report, found_summary
 from fppo.plan.values import GIB, plain
 from fppo.runtime.mesh import DATA_AXES, Sharding
 from fppo.settings import resolve
+from fppo.settings.mesh import PlanMeshSettings
 from fppo.settings.plan import PlanSettings
 
+Pools = Mapping[str, tuple[PlanMeshSettings, Sequence[str]]]  # the mesh of each, and the models in it
 
-def run(settings: PlanSettings) -> int:
-    """Prints the plan, or what a search has found, and writes what was asked for; 1 if nothing fits."""
+
+def run(settings: PlanSettings, pools: Pools = MappingProxyType({})) -> int:
+    """Prints the plan, of each of the pools if there are any, or what a search has found, and writes what was asked
+    for; 1 if nothing fits."""
     transformers_logging.set_verbosity_error()
+    if pools:
+        return _of_pools(settings, pools)
     case, width = case_of(settings), min(shutil.get_terminal_size((100, 24)).columns, 100)
     if settings.search is not None:
         found = search(case, settings.search)
@@ -37,6 +47,28 @@ def run(settings: PlanSettings) -> int:
     helping = remedies(estimate) if settings.tries and not estimate.fits else None
     _put(settings, report(estimate, helping, width=width), summary(estimate, helping))
     return 0 if estimate.fits else 1
+
+
+def _of_pools(settings: PlanSettings, pools: Pools) -> int:
+    """Prints a plan of each pool; 1 if one does not fit."""
+    if settings.search is not None:
+        raise ValueError(f"--search {settings.search}: it looks for one mesh, and the run has pools; leave it out")
+    width, texts, numbers, fits = min(shutil.get_terminal_size((100, 24)).columns, 100), [], {}, True
+    for name, (mesh, models) in pools.items():
+        own = attrs.evolve(
+            settings,
+            mesh=mesh,
+            gpus=None,
+            critic="critic" in models,
+            reference="reference" in models,
+            reward_model=settings.reward_model if "reward model" in models else None,
+        )
+        estimate = of_roles(plan(case_of(own)), models)
+        texts += [f"pool {name}: {', '.join(models)}", "", report(estimate, None, width=width), ""]
+        numbers[name] = summary(estimate, None)
+        fits = fits and estimate.fits
+    _put(settings, "\n".join(texts).rstrip(), numbers)
+    return 0 if fits else 1
 
 
 def _put(settings: PlanSettings, table: str, numbers: dict[str, Any]) -> None:

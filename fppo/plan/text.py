@@ -142,10 +142,8 @@ def _time(plan: Plan, width: int) -> list[str]:
     ]
     updates = [name for name in names if name.startswith("update")]
     speed = plan.tokens / plan.seconds / plan.case.world
-    title = (
-        f"estimated: {_seconds(plan.seconds)} s for a step, {speed:,.0f} tokens/s on each GPU, "
-        f"MFU of the updates {plan.mfu(*updates):.0%}"
-    )
+    mfu = f", MFU of the updates {plan.mfu(*updates):.0%}" if updates else ""
+    title = f"estimated: {_seconds(plan.seconds)} s for a step, {speed:,.0f} tokens/s on each GPU{mfu}"
     return [title, *_pipeline(plan, width), "seconds", *_table(names, rows, None)]
 
 
@@ -163,8 +161,10 @@ def _pipeline(plan: Plan, width: int) -> list[str]:
 
 
 def _notes(plan: Plan, width: int) -> list[str]:
-    whole = plan.parameters["actor"] * (2 if plan.case.compute_dtype == torch.bfloat16 else 4) / GIB
     heap = "" if plan.case.hardware.on_gpu else HEAP
+    if "actor" not in plan.parameters:
+        return textwrap.wrap(f"{MEMORY} {heap}".strip(), width)
+    whole = plan.parameters["actor"] * (2 if plan.case.compute_dtype == torch.bfloat16 else 4) / GIB
     return textwrap.wrap(f"{MEMORY} {heap}{ROLLOUT.format(whole=whole)}", width)
 
 

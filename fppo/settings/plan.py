@@ -7,7 +7,7 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings import checks, files
+from fppo.settings import checks, files, placement
 from fppo.settings.critic import CriticSettings
 from fppo.settings.fields import above, at_least, at_most, nonempty, setting, wrong_values
 from fppo.settings.mesh import PlanMeshSettings
@@ -134,6 +134,26 @@ def of_run(run: TrainSettings) -> PlanSettings:
         log_probs=run.model.log_probs if run.model.log_probs in ("auto", "reference", "triton") else "chunked",
         offload=run.model.offload,
     )
+
+
+def pools_of_run(run: TrainSettings) -> dict[str, tuple[PlanMeshSettings, list[str]]]:
+    """The mesh of each pool of a run, and which models are in it; none without pools. What is in no pool is "here"."""
+    places = placement.places_of(run.placement)
+    if not places:
+        return {}
+    pools, planned = placement.pools_of(run.placement), of_run(run)
+    models = {
+        "actor": True,
+        "critic": planned.critic,
+        "reference": planned.reference,
+        "reward": planned.reward_model is not None,
+    }
+    found: dict[str, tuple[PlanMeshSettings, list[str]]] = {}
+    for role in (role for role, there in models.items() if there):
+        name = places.get(role, placement.HERE)
+        mesh = planned.mesh if name not in pools else attrs.evolve(planned.mesh, **pools[name].sizes)
+        found.setdefault(name, (mesh, []))[1].append("reward model" if role == "reward" else role)
+    return found
 
 
 def problems(settings: PlanSettings) -> list[str]:

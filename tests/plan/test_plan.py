@@ -322,3 +322,35 @@ def test_the_formula_of_the_search_waits_as_a_pipeline_does(virtual):
         return rough(moved, {name: passes.model_of(moved, name) for name in passes.models_of(moved)}).seconds
 
     assert seconds(4) / seconds(2) == pytest.approx((4 * virtual + 1) / (2 * virtual + 1))  # v m + p - 1
+
+
+def test_the_plan_of_a_run_with_pools_is_one_of_each(tmp_path, capsys):
+    tiny_run.write_task(tmp_path)
+    placed = {
+        "placement__pools": {"p": {"ranks": 2}, "v": {"ranks": 1}},
+        "placement__roles__actor": "p",
+        "placement__roles__critic": "v",
+    }
+    files.save(tiny_run.settings(tmp_path, **placed), tmp_path / "placed.toml")
+    files.save(tiny_run.settings(tmp_path), tmp_path / "alone.toml")
+    flags = ["--gpu", "cpu", "--json", "-"]
+    assert run(str(tmp_path / "placed.toml"), *flags) == 0
+    pools = json.loads(capsys.readouterr().out)
+    assert run(str(tmp_path / "alone.toml"), *flags) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert {name: list(pool["parameters"]) for name, pool in pools.items()} == {
+        "p": ["actor", "reference"],
+        "v": ["critic"],
+    }
+    assert pools["p"]["mesh"]["shard"] == 2
+    whole = {stage["name"]: stage for stage in alone["stages"]}
+    assert [stage["name"] for stage in pools["v"]["stages"]] == ["values", "update critic"]
+    elsewhere = sum(size for kind, size in alone["rest_bytes"].items() if kind.startswith(("actor's", "reference's")))
+    assert elsewhere > 0
+    for stage in pools["v"]["stages"]:
+        assert stage["total_bytes"] == pytest.approx(whole[stage["name"]]["total_bytes"] - elsewhere, rel=1e-3)
+        assert stage["seconds"]["total"] == pytest.approx(whole[stage["name"]]["seconds"]["total"], rel=0.02)
+    assert run(str(tmp_path / "placed.toml"), "--gpu", "cpu") == 0
+    shown = capsys.readouterr().out
+    assert "pool p: actor, reference" in shown
+    assert "pool v: critic" in shown
