@@ -10,7 +10,6 @@ from fppo.runtime.offload import Lane, offloaded_adamw
 from fppo.settings import checks, files
 from fppo.settings.optimizer import OptimizerSettings
 from fppo.settings.train import TrainSettings
-from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.muon import muon
 from fppo.steps.optimizers import Optimizer, adamw, kept_on_host, sgd
 from fppo.steps.schedules import schedule
@@ -34,10 +33,7 @@ def optimizer_for(
     first = settings.critic.warmup_steps + settings.critic.pretrain if checks.uses_critic(settings) else 0
     steps = settings.steps - (first if role == "actor" else 0)
     updates = steps * section.epochs * batch_size // files.mini_batch_size(section, batch_size)
-    optimizer = optimizer_of(section.optimizer, updates, kernel=kernels.adamw, on_host=on_host)
-    dtype = (role == "critic" and settings.critic.compute_dtype) or settings.model.compute_dtype
-    reads_model = role == "actor" or checks.uses_critic_model(settings)
-    return loss_scaled(optimizer) if dtype == "float16" and reads_model else optimizer
+    return optimizer_of(section.optimizer, updates, kernel=kernels.adamw, on_host=on_host)
 
 
 def optimizer_of(

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import attrs
+import torch
 from transformers.utils import logging as transformers_logging
 
 from fppo import tree
@@ -52,6 +53,7 @@ from fppo.settings import checks
 from fppo.settings.train import TrainSettings
 from fppo.steps.confidence import confidence_values
 from fppo.steps.forward import Forward, Rows, TokenOutputs
+from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.popart import update_popart
 from fppo.steps.train_state import Scale, TrainState, init_state
@@ -103,7 +105,7 @@ def make_actor(here: Here, settings: TrainSettings, tools: Tools | None = None) 
     """The policy on a rank, before its first update."""
     tools = tools or _tools(here, settings)
     model, params = load_actor(settings, here.mesh)
-    optimizer = optimizer_for(settings, "actor", tools.kernels, tools.lane)
+    optimizer = _scaled(optimizer_for(settings, "actor", tools.kernels, tools.lane), model)
     forward = _forward(here, settings, model, tools)
     return Actor(
         state=_state(on_device(params, here.device), optimizer, offload_of(settings, "actor")),
@@ -138,7 +140,7 @@ def make_critic(here: Here, settings: TrainSettings, tools: Tools | None = None)
     """The critic on a rank, before its first update."""
     tools = tools or _tools(here, settings)
     model, params = load_critic(settings, Key(settings.seed), here.mesh)
-    optimizer = optimizer_for(settings, "critic", tools.kernels, tools.lane)
+    optimizer = _scaled(optimizer_for(settings, "critic", tools.kernels, tools.lane), model)
     read = value_head_of(settings).read
     forward = None if model is None else attrs.evolve(_forward(here, settings, model, tools), read=read)
     fetch, micro_batching = _fetch(settings, "critic", tools.lane), forward_micro_batching_of(settings)
@@ -278,6 +280,12 @@ def _view(settings: TrainSettings) -> View:
         return lambda rows: rows
     encode = partial(load_tokenizer(settings).encode, add_special_tokens=False)
     return partial(with_truth, encode=encode, limit=settings.critic.privileged)
+
+
+def _scaled(optimizer: Optimizer, model: Model | None) -> Optimizer:
+    """The optimizer of a model's updates: of one that computes in float16, with a loss scale."""
+    half = model is not None and model.compute_dtype == torch.float16
+    return loss_scaled(optimizer) if half else optimizer
 
 
 def _state(params: Params, optimizer: Optimizer, offload: Offload) -> TrainState:

@@ -59,8 +59,9 @@ def _update(
 ) -> tuple[Params, LossScaled, Metrics]:
     take = tree.donate if donate else tree.copy
     grads, scale, steady = take(grads), *take((state.scale, state.steady))
-    if grads:
-        torch._foreach_div_(list(grads.values()), scale)  # pyright: ignore[reportPrivateImportUsage]
+    leaves = list(grads.values())
+    if leaves:  # the scale may be on the host
+        torch._foreach_div_(leaves, scale.to(leaves[0].device))  # pyright: ignore[reportPrivateImportUsage]
     params, inner, report = optimizer.update(params, grads, state.inner, step, mesh=mesh, donate=donate)
     skipped = report.get("skipped")
     if not isinstance(skipped, Mean):
