@@ -1,5 +1,7 @@
 """What a mini-batch needs once is made once: casts of parameters and indices of rows, by what torch dispatches."""
 
+from functools import partial
+
 import attrs
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fppo import batch as batches
 from fppo import losses
 from fppo.grad import value_and_grad
-from fppo.steps.actor import policy_objective, update_actor
+from fppo.steps.actor import PolicyTerms, SelectiveLoss, policy_objective, update_actor
 from fppo.steps.critic import value_objective
 from fppo.steps.forward import Forward, compute_log_probs, forward_micro_batch
 from fppo.steps.loop import Loop
@@ -22,6 +24,7 @@ from fppo.steps.train_state import init_state
 from fppo_kernels.record import Kernels
 from tests import tiny
 from tests.models.families import make
+from tests.steps.test_invariance import POLICY_LOSSES
 
 aten = torch.ops.aten
 ROWS = 12
@@ -103,6 +106,7 @@ def objective(params, rows, weights, *, forward):
     return policy_objective(params, rows, weights, forward=forward, loss_fn=losses.ppo_clip)
 
 
+TERMS = PolicyTerms(entropy_coef=0.1, kl_coef=0.1)
 SGD = sgd(lambda step: 1.0, max_grad_norm=None)
 
 
@@ -153,7 +157,8 @@ def test_a_micro_batch_waits_for_no_device(attention, head, remove_padding, dtyp
     forward = Forward(model, kernels=kernels, remove_padding=remove_padding)
     rows = batch()
     masks, weights, away = masks_of(rows), to_meta(rows.response_mask.float()), to_meta(params)
-    run = value_and_grad(objective if head == "lm" else value_objective, has_aux=True)
+    policy = partial(policy_objective, loss_fn=losses.ppo_clip, terms=TERMS, old_log_probs="engine")
+    run = value_and_grad(policy if head == "lm" else value_objective, has_aux=True)
     there = to_meta(rows)
 
     def micro_batch(numbers):
@@ -165,6 +170,28 @@ def test_a_micro_batch_waits_for_no_device(attention, head, remove_padding, dtyp
 
     micro_batch([3, 1, 4])  # what a model has beside its parameters is sent once
     assert waits_of(lambda: micro_batch([5, 0, 2, 7])) == []
+
+
+def values_of(name):
+    """The loss of a value head, as a policy's is called: of values that are log-probs."""
+    head = losses.value_head(name, outputs=5)
+    wide = (lambda x: x) if name in ("mse", "huber") else (lambda x: x[..., None].expand(*x.shape, 5))
+    return lambda log_probs, old, advantages, mask: head.loss_fn(wide(log_probs), old, advantages, mask)
+
+
+@pytest.mark.parametrize("name", [*POLICY_LOSSES, "mse", "huber", "hl_gauss", "two_hot", "quantile"])
+def test_no_loss_waits_for_a_device(name):
+    loss_fn, there = POLICY_LOSSES[name] if name in POLICY_LOSSES else values_of(name), to_meta(batch())
+    if isinstance(loss_fn, SelectiveLoss):
+        loss_fn = partial(loss_fn.loss_fn, selected=there.response_mask)
+    log_probs = there.old_log_probs.clone().requires_grad_()
+
+    def run():
+        loss, report = loss_fn(log_probs, there.old_log_probs, there.advantages, there.response_mask)
+        assert report
+        torch.autograd.grad(loss.sum(), log_probs)
+
+    assert waits_of(run) == []
 
 
 def test_the_stand_in_for_a_device_sees_waits():
