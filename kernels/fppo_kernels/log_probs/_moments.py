@@ -31,10 +31,9 @@ def put(moments: Moments, split: int, rows: slice, logits: Tensor, entropy: bool
     log_sum = -probs.amax(-1).log_()  # the largest probability is exp(0) / sum
     moments.maximum[split, rows], moments.log_sum[split, rows] = maximum, log_sum
     if entropy:
-        mean: Tensor = torch.linalg.vecdot(probs, logits.sub_(maximum[:, None]))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        moments.entropy[split, rows] = log_sum - mean
+        moments.entropy[split, rows] = log_sum - logits.sub_(maximum[:, None]).mul_(probs).sum(-1)
     if sum_squared:
-        moments.sum_squared[split, rows] = torch.linalg.vecdot(probs, probs)  # pyright: ignore[reportUnknownMemberType]
+        moments.sum_squared[split, rows] = probs.square_().sum(-1)
 
 
 def merge(splits: Moments) -> Moments:

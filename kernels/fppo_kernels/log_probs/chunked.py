@@ -26,7 +26,7 @@ class Tiles(NamedTuple):
     block: int  # logits of a slab that are worked on element by element: what stays in a cache
 
 
-CPU_TILES = Tiles(8192, 6 << 20, 1 << 19)
+CPU_TILES = Tiles(8192, 6 << 20, 1 << 17)
 CUDA_TILES = Tiles(8192, 256 << 20, 1 << 26)
 
 
@@ -266,13 +266,20 @@ def _backward(
                 d_bias[vocab] += slab.sum(0, dtype=wide)
             slab = slab.to(weight.dtype) if slab.is_cuda else slab
             if d_hidden is not None:
-                d_hidden[tokens] += matmul(slab, weight[vocab], wide)
+                d_hidden[tokens].add_(matmul(slab, weight[vocab], wide))  # += would also write the sum onto itself
             if d_weight is not None:
-                product = matmul(slab.T, hidden[tokens], wide)
+                product = _weight_gradient(slab, hidden[tokens], wide)
                 d_rows = product if d_rows is None else d_rows.to(wide) + product
         if d_weight is not None and d_rows is not None:
             d_weight[vocab] = d_rows
     return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias
+
+
+def _weight_gradient(slab: Tensor, hidden: Tensor, wide: torch.dtype) -> Tensor:
+    """slab.T @ hidden. On a CPU the first operand of a product is copied in its order: it is to be the narrower."""
+    if not slab.is_cuda and slab.shape[1] > 2 * hidden.shape[1]:
+        return matmul(hidden.T, slab, wide).T
+    return matmul(slab.T, hidden, wide)
 
 
 def chunked(
