@@ -62,6 +62,7 @@ class Model:
     constants: Mapping[str, Tensor]  # the skeleton's buffers by path, such as "rotary_emb.inv_freq"
     routers: tuple[routing.Router, ...] = ()  # in the order of the layers
     buffers: frozenset[str] = frozenset()  # of `shapes`, what takes no gradient: state that checkpoints keep in buffers
+    shares: bool = True  # whether tensors of the skeleton have several names there, to be looked for in each pass
     compute_dtype: torch.dtype | None = None
     checkpoint_layers: bool = False
     compile_layers: bool = False
@@ -223,6 +224,7 @@ def build(
         constants=constants,
         routers=tuple(attrs.evolve(x, bias=x.bias and prefix + x.bias) for x in routers),
         buffers=buffers,
+        shares=_has_shared(base),
         compute_dtype=compute_dtype,
         checkpoint_layers=checkpoint_layers,
         trust_remote_code=trust_remote_code,
@@ -233,6 +235,12 @@ def named_state(module: PreTrainedModel) -> Params:
     """The parameters, and the buffers that checkpoints keep, as the biases of routers; of tied ones the first name."""
     stored = module.state_dict().keys()
     return dict(module.named_parameters()) | {name: x for name, x in module.named_buffers() if name in stored}
+
+
+def _has_shared(base: PreTrainedModel) -> bool:
+    """Whether some parameters or buffers of a skeleton are one tensor."""
+    named = [*base.named_parameters(remove_duplicate=False), *base.named_buffers(remove_duplicate=False)]
+    return len({id(x) for _, x in named}) < len(named)
 
 
 def state_dtype(model: Model, name: str, dtype: torch.dtype) -> torch.dtype:

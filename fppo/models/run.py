@@ -58,7 +58,7 @@ def bind(
     device = next(iter(base_params.values())).device
     tensors = {f"skeleton.{name}": x for name, x in {**base_params, **model.constants_on(device)}.items()}
     with _precision(base_params):
-        return functional_call(_Call(skeleton), tensors, (fn,))
+        return functional_call(_Call(skeleton), tensors, (fn,), tie_weights=model.shares)
 
 
 def _base_params(model: Model, params: Params) -> Params:
@@ -201,7 +201,7 @@ def call_layer(
     device = next(iter(tensors.values())).device
     constants = {name[len(start) :]: x for name, x in model.constants_on(device).items() if name.startswith(start)}
     with _precision(tensors):
-        return functional_call(layer, {**tensors, **constants}, args, dict(kwargs))
+        return functional_call(layer, {**tensors, **constants}, args, dict(kwargs), tie_weights=model.shares)
 
 
 def checkpointed_layers(model: Model, layer_params: Mapping[str, Tensor]) -> ApplyLayer:

@@ -92,7 +92,8 @@ def as_packed(attend: Attend, rows: int) -> Attend:
     """`attend` for one token per row, of rows that come as one packed row, filled up behind the last of them."""
 
     def attend_packed(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
-        out = attend(*(x[0, :rows, None] for x in (query, key, value)), layer)
+        query_rows, key_rows, value_rows = (x[0, :rows, None] for x in (query, key, value))
+        out = attend(query_rows, key_rows, value_rows, layer)
         return F.pad(out, (0, 0, 0, 0, 0, 0, 0, query.shape[1] - rows)).transpose(0, 1)
 
     return attend_packed

@@ -138,8 +138,8 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling, columns: Columns 
     rank, places = _likeliest_places(scaled, axis) if sampling.greedy else _drawn_places(weights, uniforms, axis)
     chosen = (scaled.gather(1, places[:, None]) - peak)[:, 0]
     if axis.size > 1:  # float64 holds every token's number
-        own = torch.stack([(columns.first + places).double(), chosen.double()]).where(rank == axis.rank, 0.0)
-        places, chosen = all_reduce(own, axis).unbind()
+        both = torch.stack([(columns.first + places).double(), chosen.double()])
+        places, chosen = all_reduce(torch.where(rank == axis.rank, both, 0.0), axis).unbind()
     tokens, chosen = places.long(), chosen.to(scaled.dtype)
     log_probs = chosen - total.log()
     if sampling.greedy:
@@ -147,18 +147,19 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling, columns: Columns 
     return Draws(tokens, log_probs, chosen - all_reduce(weights.sum(-1), axis).log() if cut else log_probs)
 
 
-def _likeliest_places(scaled: Tensor, axis: Axis) -> tuple[Tensor | int, Tensor]:
+def _likeliest_places(scaled: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """The rank [R] whose columns have the largest value, and where that of this rank's is among its own [R]."""
     places = scaled.argmax(-1)
     if axis.size == 1:
-        return 0, places
+        return torch.zeros_like(places), places
     return all_gather(scaled.gather(1, places[:, None]), axis, dim=-1).argmax(-1), places
 
 
-def _drawn_places(weights: Tensor, uniforms: Tensor, axis: Axis) -> tuple[Tensor | int, Tensor]:
+def _drawn_places(weights: Tensor, uniforms: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """The rank [R] whose columns have the draw, and where it is among that rank's [R]; on others any column."""
     if axis.size == 1:
-        return 0, inverse_cdf(weights, uniforms)
+        places = inverse_cdf(weights, uniforms)
+        return torch.zeros_like(places), places
     sums = all_gather(weights.sum(-1, keepdim=True, dtype=torch.float64), axis, dim=-1)
     rank, left = _first_part_above(sums.cumsum(-1), uniforms)
     return rank[:, 0], inverse_cdf(weights, left[:, 0])

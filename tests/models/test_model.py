@@ -1,5 +1,7 @@
 """A model holds no state: parameters go in, results come out, and the seams do what their caller says."""
 
+import copy
+
 import attrs
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers import BertConfig, Llama4TextConfig
 from fppo import models, tree
 from fppo.grad import value_and_grad
 from fppo.key import Key
+from fppo.models.model import _has_shared
 from fppo.models.run import checkpointed_layers
 from fppo.models.seams import LayerSeam
 from fppo_kernels.padding import make_lengths
@@ -149,3 +152,17 @@ def test_attention_that_is_not_causal_is_refused():
     model = models.build(BertConfig(vocab_size=31, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
     with pytest.raises(ValueError, match="fppo cannot run"):
         run(model, models.init_params(model, Key(0)))
+
+
+def test_tensors_with_several_names_are_looked_for_only_where_there_are_some(monkeypatch):
+    model, params = make("llama")
+    plain, shared = run(model, params), attrs.evolve(model, shares=True)
+    assert torch.equal(run(shared, params), plain)
+    monkeypatch.setattr(torch.nn.utils.stateless, "_untie_named_tensors_map", None)
+    assert torch.equal(run(model, params), plain)
+    with pytest.raises(TypeError):
+        run(shared, params)
+    skeleton = copy.deepcopy(model.skeleton)
+    assert not _has_shared(skeleton)
+    skeleton.get_submodule(f"{model.layers[0]}.mlp.up_proj").weight = skeleton.get_input_embeddings().weight
+    assert _has_shared(skeleton)
