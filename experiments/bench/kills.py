@@ -73,15 +73,19 @@ def write_task(task: Path) -> None:
     (task / "train.jsonl").write_text("\n".join(rows) + "\n")
 
 
-def killed(settings: TrainSettings, seed: int, undisturbed: float) -> Kill:
-    """Trains, and kills one of the ranks within so many seconds from when all are there."""
+def killed(settings: TrainSettings, seed: int, step_seconds: float) -> Kill:
+    """Trains, and kills one of the ranks at some time within a step that takes so many seconds."""
     draw, done, struck, said = random.Random(seed), threading.Event(), list[float](), io.StringIO()
-    ranks = sum(pool["ranks"] for pool in settings.placement.pools.values())
+    ranks, step = sum(pool["ranks"] for pool in settings.placement.pools.values()), draw.randrange(settings.steps)
+
+    def there() -> bool:
+        enough = len(multiprocessing.active_children()) >= ranks
+        return enough and len(jsonl.read(Path(settings.output_dir) / "digests.jsonl")) >= step
 
     def strike() -> None:
-        while len(multiprocessing.active_children()) < ranks and not done.is_set():
-            time.sleep(0.005)
-        if not done.wait(draw.uniform(0, undisturbed)):
+        while not there() and not done.is_set():
+            time.sleep(0.02)
+        if not done.wait(draw.uniform(0, step_seconds)):
             child = draw.choice(sorted(multiprocessing.active_children(), key=lambda each: each.pid or 0))
             os.kill(child.pid or 0, signal.SIGKILL)
             struck.append(time.time())
@@ -113,7 +117,7 @@ def main(runs: int = 100, ranks: int = 1, steps: int = 6, seed: int = 0) -> None
         took = max(bar.start + bar.seconds for bar in bars) - min(bar.start for bar in bars)
         for number in range(seed, seed + runs):
             directory = task / f"run_{number}"
-            kill = killed(settings_of(task, directory, ranks, steps), number, took)
+            kill = killed(settings_of(task, directory, ranks, steps), number, took / steps)
             equal = kill.equal and list(jsonl.read(directory / "digests.jsonl")) == expected
             print(f"seed {number}: {kill.hit}: {'equal' if equal else 'DIFFERS'}, {kill.seconds:.1f} s", flush=True)
             kinds[kill.hit].append(kill._replace(equal=equal))

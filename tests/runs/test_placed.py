@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import random
 import re
 from collections import Counter
 from types import MappingProxyType
@@ -189,6 +190,25 @@ def test_what_cannot_start_is_not_tried_again(task, tmp_path, monkeypatch):
     ):
         train(task, tmp_path / "taken", **APART)
     assert len(started) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_whichever_rank_is_lost_at_whatever_moment_the_run_ends_as_if_it_had_not(
+    task, whole, tmp_path, monkeypatch, capsys, seed
+):
+    moment, sent, send = random.Random(seed).randrange(50), [], Threads.send
+
+    def losing(self, request, large):
+        sent.append(request.label)
+        if len(sent) == moment + 1:
+            self.lose(0)
+        return send(self, request, large)
+
+    monkeypatch.setattr(Threads, "send", losing)
+    apart = train(task, tmp_path / "apart", **APART)
+    assert f"was lost in {sent[moment]}: the thread is gone; starting the pools again (1" in capsys.readouterr().err
+    assert lines(apart) == lines(whole)
 
 
 @pytest.mark.slow
