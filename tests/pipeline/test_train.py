@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fppo import tree
+from fppo import metrics, tree
 from fppo.assembly.run import assemble
 from fppo.pipeline import iterate, ppo_step, timing, train
 from tests import tiny_run
@@ -73,3 +73,17 @@ def test_all_the_time_of_a_run_is_some_steps(tmp_path, monkeypatch):
     for numbers in records:
         assert numbers["timing_s/digests"] == 10
         assert numbers["perf/throughput"] == numbers["perf/total_num_tokens"] / numbers["timing_s/step"]
+
+
+def test_stages_say_when_they_ran_and_their_seconds_add_up():
+    merged = metrics.merge(
+        {"timing_s/a": metrics.spent()},
+        {"timing_s/a": metrics.spent((7.0, 2.0))},
+        {"timing_s/b": metrics.spent((5.0, 4.0)), "timing_s/a": metrics.spent((1.0, 0.5)), "x": metrics.total(1)},
+    )
+    assert metrics.report(merged) == {"timing_s/a": 2.5, "timing_s/b": 4.0, "x": 1.0}
+    ran = timing.spans(merged)
+    assert ran == [("a", 1.0, 0.5), ("b", 5.0, 4.0), ("a", 7.0, 2.0)]
+    assert timing.covered(ran) == 4.5
+    assert timing.covered([*ran, timing.Span("c", 8.0, 3.0), timing.Span("d", 0.0, 1.0)]) == 7.5
+    assert timing.covered([]) == 0.0
