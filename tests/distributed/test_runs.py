@@ -127,6 +127,28 @@ def test_a_run_of_two_ranks_goes_on_on_one_and_on_four(task, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_a_run_killed_on_an_axis_that_cuts_models_goes_on_bit_for_bit(tmp_path, axis):
+    """In a step or while it writes, unless the machine let both end before; the other ends by itself, and both, started
+    again, end where undisturbed ones end."""
+    task, log = tmp_path / "task", tmp_path / "log"
+    task.mkdir()
+    tiny_run.write_task(task, layers=2)
+    changes = STEPS | {"mesh__shard": None, f"mesh__{axis}": 2, "steps": 6}
+    file = str(write(task, tmp_path / "killed", **changes))
+    ranks = Ranks(["train", file], 2, log)
+    while not saved(tmp_path / "killed") and ranks.processes[0].is_alive():
+        time.sleep(0.001)
+    ranks.processes[1].kill()
+    assert None not in ranks.end(200), "the other rank did not end"
+    assert saved(tmp_path / "killed") > 0
+    assert Ranks(["train", file], 2, log).end(300) == [0, 0], log.read_text()[-2000:]
+    assert Ranks(["train", str(write(task, tmp_path / "whole", **changes))], 2, log).end(300) == [0, 0]
+    assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
+    assert sorted(digests(tmp_path / "whole")) == list(range(1, 7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_a_run_on_an_axis_that_cuts_models_has_the_numbers_of_one_process(tmp_path, axis):
     """It is resumed once, by one process, from what both ranks have written; and exported from both."""
     task = tmp_path / "task"
