@@ -1,9 +1,11 @@
 """A model as a pure function of its parameters."""
 
+from fppo.models.adapted import Lora
 from fppo.models.experts import Dispatched, check_dispatched, dispatched
 from fppo.models.heads import Head, output_head
 from fppo.models.init import as_critic, init_params
 from fppo.models.load import load
+from fppo.models.lora import adapt, merged
 from fppo.models.model import Model, attention_needs, build, longest_row, packed_attention, padded_attention
 from fppo.models.place import (
     Narrowed,
@@ -25,8 +27,10 @@ from fppo.runtime.exports import check_replaceable
 __all__ = [
     "Dispatched",
     "Head",
+    "Lora",
     "Model",
     "Narrowed",
+    "adapt",
     "as_critic",
     "attention_needs",
     "bind",
@@ -43,6 +47,7 @@ __all__ = [
     "init_params",
     "load",
     "longest_row",
+    "merged",
     "narrowed",
     "output_head",
     "own_params",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+import attrs
 import torch
 
 from fppo.models.heads import embedding_name
@@ -50,8 +51,13 @@ def forward_flops(model: Model, lengths: Sequence[int], *, head_tokens: int | No
 
 
 def train_flops(model: Model, lengths: Sequence[int], *, head_tokens: int | None = None) -> float:
-    """FLOPs of forward and backward pass: three times the forward's. Recomputation is no model FLOP and is left out."""
-    return 3.0 * forward_flops(model, lengths, head_tokens=head_tokens)
+    """FLOPs of forward and backward pass: three times the forward's, without the gradients of weights that are frozen.
+    Recomputation is no model FLOP and is left out."""
+    every, tokens = 3.0 * forward_flops(model, lengths, head_tokens=head_tokens), sum(lengths)
+    if model.frozen is None:
+        return every
+    head = 0 if model.head == "value" else head_weights(model) * (tokens if head_tokens is None else head_tokens)
+    return every - 2.0 * (sum(layer_weights(attrs.evolve(model, shapes={}))) * tokens + head)
 
 
 def peak_flops(device: str | torch.device) -> float | None:

@@ -8,8 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fppo.models.adapted import FACTORS, Parts, merged_weight
 from fppo.models.model import SCORE_BIAS, SCORE_WEIGHT, Model, Params
 from fppo_kernels.linear.plain import plain
+
+VOCABULARY_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 
 
 class Head(NamedTuple):
@@ -24,8 +27,10 @@ class Head(NamedTuple):
 def output_head(model: Model, params: Params) -> Head:
     """The model's head in `params`: the vocabulary head (tied to the embeddings or not) or the value head.
 
-    The vocabulary head's weight is in the compute dtype, the value head stays as it is.
+    The vocabulary head's weight is in the compute dtype, and one that is adapted is merged, for the kernels of
+    log-probs take one tensor; the value head stays as it is.
     """
+    params = model.joined(params)
     if model.head == "value":
         return Head(params[SCORE_WEIGHT], params[SCORE_BIAS])
     name, bias = vocabulary_head(model)
@@ -33,6 +38,9 @@ def output_head(model: Model, params: Params) -> Head:
     scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
     weight, offset = params[name], params.get(bias)
+    if model.frozen is not None and name in model.frozen.places:
+        a, b = (params[name + factor] for factor in FACTORS)
+        weight = merged_weight(Parts(weight, a, b, model.frozen.lora.scale, model.frozen.places[name]))
     if model.compute_dtype is not None:
         weight = weight.to(model.compute_dtype)
     return Head(weight, offset, getattr(config, "final_logit_softcapping", None), scale)
@@ -41,7 +49,7 @@ def output_head(model: Model, params: Params) -> Head:
 def vocabulary_head(model: Model) -> tuple[str, str]:
     """The parameter names of the vocabulary head's weight, which may be the embeddings', and of its bias, if it has
     one."""
-    name = next((n for n in ("lm_head.weight", "embed_out.weight", "output.weight") if n in model.shapes), None)
+    name = next((n for n in VOCABULARY_HEADS if n in model.all_shapes), None)
     name = name or embedding_name(model)
     return name, name.replace("weight", "bias")
 

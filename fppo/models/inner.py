@@ -19,6 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fppo.key import Key
+from fppo.models.adapted import taking_adapted
 from fppo.models.known import know_layers
 from fppo.models.regions import BlockSeam, EmbeddingSeam, WidthSeam
 from fppo.models.seams import ATTENTION, LayerSeam, attention_seam, take_place
@@ -81,7 +82,7 @@ class LinearSeam(nn.Module):
     def __init__(self, module: nn.Module, kernel: Callable[..., Tensor]) -> None:
         super().__init__()
         take_place(self, module)
-        self._kernel, self._transposed = kernel, isinstance(module, Conv1D)
+        self._kernel, self._transposed = taking_adapted(kernel), isinstance(module, Conv1D)
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name of it
         weight = cast(Tensor, self._parameters["weight"])

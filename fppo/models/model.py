@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fppo.models import routing, seams
+from fppo.models.adapted import FACTORS, Frozen
 from fppo.models.inner import OWN, Inner, compile_layers, put_kernels
 from fppo.models.seams import packed_attention, padded_attention
 from fppo.runtime.layout import Extent, Layout
@@ -70,12 +71,13 @@ class Model:
     layout: Layout | None = None  # of a model placed on tensor and pipeline axes: what `shapes` are of the whole ones
     spans: tuple[Span, ...] = ()  # this rank's of a pipeline axis
     unplaced: Model | None = None  # the model that it was placed from
+    frozen: Frozen | None = None  # of an adapted model: what `shapes` are factors of (`lora.adapt`)
     _copies: threading.local = attrs.field(factory=threading.local, init=False, repr=False)
 
     @property
     def whole_shapes(self) -> Mapping[str, torch.Size]:
-        """The shapes of the parameters before any axis cuts them."""
-        return self.shapes if self.layout is None else self.layout.whole
+        """The shapes of the parameters before any axis cuts them, with those of a frozen base."""
+        return self.all_shapes if self.layout is None else self.layout.whole
 
     @property
     def extents(self) -> Mapping[str, torch.Size | Extent]:
@@ -92,6 +94,23 @@ class Model:
             with torch.inference_mode(False):  # what rollouts have sent, training may use
                 kept[device] = {name: sent(x, device) for name, x in self.constants.items()}
         return kept[device]
+
+    @property
+    def all_shapes(self) -> Mapping[str, torch.Size]:
+        """`shapes` of all that a pass takes: of an adapted model with the base's."""
+        return self.shapes if self.frozen is None else {**self.frozen.shapes, **self.shapes}
+
+    def joined(self, params: Mapping[str, Tensor]) -> Params:
+        """All that a pass needs: an adapter beside its base, which it may come with; plain parameters as they are."""
+        return dict(params) if self.frozen is None else {**self.frozen.params, **params}
+
+    @property
+    def plain(self) -> Model:
+        """The model that an adapted one was before: `lora.merged` makes parameters of it; a plain one as it is."""
+        if self.frozen is None:
+            return self
+        own = {name: shape for name, shape in self.shapes.items() if not name.endswith(FACTORS)}
+        return attrs.evolve(self, shapes={**self.frozen.shapes, **own}, frozen=None)
 
     @property
     def outputs(self) -> int:
@@ -293,6 +312,6 @@ def attention_needs(model: Model) -> frozenset[str]:
     asked = {
         "window": slides and (kinds is None or "sliding_attention" in kinds),
         "softcap": getattr(config, "attn_logit_softcapping", None),
-        "sinks": any(name.endswith(".sinks") for name in model.shapes),
+        "sinks": any(name.endswith(".sinks") for name in model.all_shapes),
     }
     return frozenset(name for name, needed in asked.items() if needed)

@@ -87,9 +87,15 @@ def place(model: Model, mesh: Mesh) -> Model:
     of whole ones. It is to be done once.
 
     Raises ValueError that names every size that the tensor or expert axis does not divide, for a model that cannot be
-    cut, for fewer layers than stages, and for an expert axis beside a tensor or pipeline axis.
+    cut or is adapted, for fewer layers than stages, and for an expert axis beside a tensor or pipeline axis.
     """
     tensor, pipeline, expert = mesh["tensor"], mesh["pipeline"], mesh["expert"]
+    for axis in ("tensor", "pipeline", "expert"):
+        if model.frozen is not None and mesh[axis].size > 1:
+            raise ValueError(
+                f"adapters on a {axis} axis of {mesh[axis].size} ranks are not there yet: give the ranks to shard, "
+                "replicate, sequence or context"
+            )
     if expert.size > 1:
         for name, axis in (("tensor", tensor), ("pipeline", pipeline)):
             if axis.size > 1:
@@ -126,7 +132,7 @@ def whole_params(
     kinds = dtypes_of(params, mesh) if dtypes is None else dtypes
     wanted = set(kinds if names is None else names)
     order = [name for name in model.whole_shapes if name in wanted]
-    return whole_tensors(params, order, mesh, shapes=model.shapes, layout=model.layout, dtypes=kinds)
+    return whole_tensors(params, order, mesh, shapes=model.all_shapes, layout=model.layout, dtypes=kinds)
 
 
 def tensor_axis(model: Model, mesh: Mesh) -> Axis:

@@ -49,6 +49,7 @@ def make_probe(model: Model, *, heads: Sequence[int | None] = (2, 4, None)) -> P
     It has the first number of `heads` that fits the architecture (None: as many as the model). Where fewer layers or
     narrower widths do not fit, they stay. Raises ValueError if no small instance runs in transformers.
     """
+    model = model.plain
     few, total = _layers_of_each_kind(model), len(model.layers)
     problems: list[Exception] = []
     sizes: list[tuple[int, int | None]] = [(few, n) for n in heads]
@@ -120,15 +121,22 @@ def compare(kind: str, got: Tensor, expected: Tensor, what: str) -> None:
 
 def _packed_logits(probe: Probe, rows: tuple[Tensor, ...]) -> tuple[Tensor, set[int]]:
     """The logits [N, V] of rows packed into one, and the numbers of the layers that asked for attention."""
-    plain, asked = packed_attention(sdpa, make_lengths([len(row) for row in rows])), set()
+    asked: set[int] = set()
+    hidden = packed_hidden(probe.model, probe.params, rows, asked)
+    return logits_of(output_head(probe.model, probe.params), hidden), asked
+
+
+def packed_hidden(model: Model, params: Params, rows: Sequence[Tensor], asked: set[int] | None = None) -> Tensor:
+    """The hidden states [N, H] of rows packed into one; `asked` gets the numbers of layers that ask for attention."""
+    plain = packed_attention(sdpa, make_lengths([len(row) for row in rows]))
 
     def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
-        asked.add(layer.number)
+        if asked is not None:
+            asked.add(layer.number)
         return plain(query, key, value, layer)
 
     positions = torch.cat([torch.arange(len(row)) for row in rows])
-    hidden = hidden_states(probe.model, probe.params, torch.cat(rows), positions, attend=attend)
-    return logits_of(output_head(probe.model, probe.params), hidden), asked
+    return hidden_states(model, params, torch.cat(list(rows)), positions, attend=attend)
 
 
 def _filled(small: Model) -> Probe:

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from fppo.models.adapted import FACTORS, Adapted, Parts
 from fppo.models.inner import OWN, inner_of
 from fppo.models.model import Model, Params, Span, longest_row, over_long
 from fppo.models.precision import KeepDouble
@@ -50,13 +51,15 @@ def bind(
     for a kernel that has no place in the model.
     """
     if not partial:
-        missing = [name for name in model.shapes if name.startswith(model.prefix) and name not in params]
+        params = model.joined(params)
+        missing = [name for name in model.all_shapes if name.startswith(model.prefix) and name not in params]
         if missing:
             raise ValueError(f"the model needs parameters that are not there: {missing}")
     skeleton = model.own_skeleton(OWN if kernels is None else inner_of(kernels), compiled=compiled)
     base_params = _base_params(model, params)
     device = next(iter(base_params.values())).device
-    tensors = {f"skeleton.{name}": x for name, x in {**base_params, **model.constants_on(device)}.items()}
+    woven = _woven(model, model.prefix, base_params)
+    tensors = {f"skeleton.{name}": x for name, x in {**woven, **model.constants_on(device)}.items()}
     with _precision(base_params):
         return functional_call(_Call(skeleton), tensors, (fn,), tie_weights=model.shares)
 
@@ -74,6 +77,18 @@ def _bound(model: Model, name: str, x: Tensor) -> Tensor:
     layout = model.layout
     x = x * 0.0 if layout is not None and layout.rank and name in layout.once else x
     return _cast(x, model.compute_dtype)
+
+
+def _woven(model: Model, start: str, tensors: Params) -> Params:
+    """`tensors`, named without `start`, with each adapted weight in the place of a weight and its factors."""
+    if model.frozen is None:
+        return tensors
+    woven = {name: x for name, x in tensors.items() if not name.endswith(FACTORS)}
+    for name in [name for name in woven if start + name in model.frozen.places]:
+        a, b = (tensors[name + factor] for factor in FACTORS)
+        parts = Parts(woven[name], a, b, model.frozen.lora.scale, model.frozen.places[start + name])
+        woven[name] = Adapted.of(parts)
+    return woven
 
 
 def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -137,6 +152,7 @@ def hidden_states(
         tokens, positions = tokens[None], positions[None]
         received = None if received is None else received[None]
     span = _only_span(model, received)
+    params = model.joined(params) if apply_layer is None else params
     embedded = None if received is None else received.detach()
     whole = apply_layer is None and not model.checkpoint_layers
     if apply_layer is None and model.checkpoint_layers:
@@ -201,7 +217,8 @@ def call_layer(
     device = next(iter(tensors.values())).device
     constants = {name[len(start) :]: x for name, x in model.constants_on(device).items() if name.startswith(start)}
     with _precision(tensors):
-        return functional_call(layer, {**tensors, **constants}, args, dict(kwargs), tie_weights=model.shares)
+        woven = _woven(model, model.prefix + start, tensors)
+        return functional_call(layer, {**woven, **constants}, args, dict(kwargs), tie_weights=model.shares)
 
 
 def checkpointed_layers(model: Model, layer_params: Mapping[str, Tensor]) -> ApplyLayer:

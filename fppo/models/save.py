@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from fppo.models import lora
 from fppo.models._save_plan import Plan, plan
 from fppo.models.model import Model, Params
 from fppo.models.place import whole_params
@@ -44,8 +45,10 @@ def save(
     first one writes; on a mesh that cuts parameters `params` are its parts. They are gathered one by one, so beyond its
     parts no rank holds more than one parameter, and the first one no more than a file of `max_shard_bytes` besides.
     All ranks return when it is written, or fail with the first one. Raises ValueError if `params` do not fit, or if
-    there is something else at `directory`.
+    there is something else at `directory`. Of an adapted model the merged weights are written.
     """
+    if model.frozen is not None:
+        model, params = model.plain, lora.merged(model, params, mesh=mesh)
     _check(model, params, mesh)
     params = {name: x.detach() for name, x in params.items()}
     dtypes = dtypes_of(params, mesh)
@@ -64,10 +67,10 @@ def save(
             _save_others(draft, tokenizer, generation_config)
             opened.close()
 
-        _first_alone(prepare, mesh, device)
+        first_alone(prepare, mesh, device)
         for file, names in chosen.files.items():
             _save_file(draft / file, _tensors(model, chosen, names, params, dtypes, mesh), mesh, device)
-        _first_alone(finish, mesh, device)
+        first_alone(finish, mesh, device)
 
 
 def save_config(
@@ -82,7 +85,7 @@ def save_config(
     `build` makes the model again of it. Raises ValueError as `save` does for what is in its way.
     """
     with replacing(directory) as draft:
-        whole = model.unplaced or model
+        whole = (model.unplaced or model).plain
         plan(whole, dict.fromkeys(whole.shapes, torch.float32), DEFAULT_SHARD_BYTES).write_config(draft)
         _save_others(draft, tokenizer, generation_config)
 
@@ -110,7 +113,7 @@ def _check(model: Model, params: Params, mesh: Mesh) -> None:
         raise ValueError(f"cannot save: parameters that are missing, unknown or of another shape: {misfits}")
 
 
-def _first_alone(act: Callable[[], None], mesh: Mesh, device: torch.device) -> None:
+def first_alone(act: Callable[[], None], mesh: Mesh, device: torch.device) -> None:
     """Runs `act` on the first rank; all wait for it, and fail if it does."""
     problem = None
     if is_first(mesh):
@@ -126,7 +129,7 @@ def _first_alone(act: Callable[[], None], mesh: Mesh, device: torch.device) -> N
 
 
 def _save_file(path: Path, tensors: Params, mesh: Mesh, device: torch.device) -> None:
-    _first_alone(partial(safetensors.torch.save_file, tensors, path, metadata={"format": "pt"}), mesh, device)
+    first_alone(partial(safetensors.torch.save_file, tensors, path, metadata={"format": "pt"}), mesh, device)
 
 
 def _tensors(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from fppo.models.adapted import Adapted, taking_adapted
 from fppo.models.inner import GluSeam, LinearSeam, NormSeam
 from fppo.models.known import KINDS, KnownLayer
 from fppo.models.regions import BlockSeam, EmbeddingSeam
@@ -130,7 +131,7 @@ def decoder_of(skeleton: PreTrainedModel, linear: Callable[..., Tensor] = linear
         norm=_norm(base.norm),
         heads=(attention.q_proj.out_features // width, attention.k_proj.out_features // width, width),
         rotary=base.rotary_emb,
-        linear=linear,
+        linear=taking_adapted(linear),
     )
 
 
@@ -177,9 +178,9 @@ def _product(module: nn.Linear) -> _Product:
 
 def _products(modules: Sequence[nn.Linear], joined: bool) -> list[_Product]:
     """Of modules with one input, side by side."""
-    if not joined:
-        return [_product(module) for module in modules]
     weights: list[Tensor] = [module.weight for module in modules]
+    if not joined or any(isinstance(weight, Adapted) for weight in weights):
+        return [_product(module) for module in modules]
     biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]
     assert len(biases) in (0, len(modules))
     return [(torch.cat(weights), torch.cat(biases) if biases else None)]

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from fppo import models
 from fppo.batch import Rollout
 from fppo.data.stops import StopReader
+from fppo.models import lora
 from fppo.models.heads import Head, logits_of, vocabulary_head
 from fppo.models.model import Model, longest_row, over_long
 from fppo.models.seams import Attend, AttentionLayer
@@ -47,6 +48,8 @@ class EmbeddedEngine:
     has its part of the weights, of the keys and values and of the vocabulary, and none has the whole of any. What other
     axes cut is gathered first; beside an expert axis all is, and the model that runs is the one it was placed from.
 
+    Adapters are merged once for all that is asked, but in 16 bits (`lora.decoded`).
+
     Raises ValueError where `cache_bytes` holds not even one row.
     """
 
@@ -71,7 +74,7 @@ class EmbeddedEngine:
         Raises ValueError for no prompts, for empty ones or ones not padded on the left, and for responses that may
         outgrow the model's learned positions or the length for which its rope is made.
         """
-        model, params = models.tensor_parts(self.model, params, self.mesh)
+        model, params = models.tensor_parts(*lora.decoded(self.model, params, mesh=self.mesh), self.mesh)
         device = next(iter(params.values())).device
         mask = ask.prompts.attention_mask.to(device).bool()
         lengths = check_prompts(mask)

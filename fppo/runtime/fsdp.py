@@ -183,15 +183,25 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, finish: Finish, mesh: Mesh, sums: Sums | None, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.mesh, ctx.sums, ctx.dtypes = mesh, sums, [x.dtype for x in shards]
-        return finish()
+        whole = finish()
+        # or autograd, once one is trained, makes whole gradients of all the others, which nobody takes
+        ctx.mark_non_differentiable(*(x for x, own in zip(whole, ctx.needs_input_grad[3:], strict=True) if not own))
+        ctx.set_materialize_grads(False)
+        ctx.like = [(x.shape, x.dtype, x.device) for x in whole]
+        return whole
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
         begin = reduce_scatter if ctx.sums is None else ctx.sums.begin
-        shards = begin([grads[i] for i in wanted], [ctx.dtypes[i] for i in wanted], ctx.mesh)
+        every = [_zeros(*ctx.like[i]) if grads[i] is None else grads[i] for i in wanted]
+        shards = begin(every, [ctx.dtypes[i] for i in wanted], ctx.mesh)
         by_place = dict(zip(wanted, shards, strict=True))
         return (None, None, None, *(by_place.get(i) for i in range(len(grads))))
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class _Landing(torch.autograd.Function):

@@ -79,6 +79,8 @@ def check_routers(model: Model, what: str) -> tuple[Router, ...]:
 
 def check_biases(model: Model, what: str) -> None:
     """Raises ValueError that says what is to be left out for a model whose routers have no biases to move."""
+    if model.frozen is not None:
+        raise ValueError(f"the biases of routers are in the frozen base of an adapter: {what}")
     if not any(router.bias for router in check_routers(model, what)):
         raise ValueError(f"model type {model.config.model_type!r} has no router with a bias to balance by: {what}")
 

@@ -5,26 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import attrs
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fppo import models
+from fppo.models.adapted import Frozen
 from fppo.models.model import Model
 from fppo.models.seams import ApplyLayer
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.offload import Lane, OnHost, to_device
 from fppo.steps.train_state import Params
-from fppo.tree import state
+from fppo.tree import state, static
 
 
 @state
 class Whole:
-    """Sharded parameters that are gathered already. A step takes it in the place of shards."""
+    """Sharded parameters that are gathered already, and the base of an adapter. A step takes it in the place of
+    shards."""
 
     params: Params
+    frozen: Frozen | None = static(default=None)
 
 
 class Opened(NamedTuple):
@@ -40,7 +44,10 @@ def whole(params: Params | Whole | OnHost, model: Model, mesh: Mesh) -> Whole:
         return params
     if isinstance(params, OnHost):
         params = to_device(dict(params.params), params.lane)
-    return Whole(params=fsdp.gather(params, model.shapes, mesh, dtypes=_wire_dtypes(model, params)))
+    every = model.joined(params)
+    every = fsdp.gather(every, model.all_shapes, mesh, dtypes=_wire_dtypes(model, every))
+    own = {name: every.pop(name) for name in params}
+    return Whole(params=own, frozen=model.frozen and attrs.evolve(model.frozen, params=every))
 
 
 def cast(params: Params, model: Model) -> Params:
@@ -71,14 +78,18 @@ def opened(params: Params | Whole | OnHost, model: Model, mesh: Mesh) -> Opened:
     """
     lane = None
     if isinstance(params, Whole):
-        return Opened(_own(params.params, model), None)
+        base = {} if params.frozen is None else params.frozen.params
+        return Opened(_own({**base, **params.params}, model), None)
     if isinstance(params, OnHost):
         if torch.is_grad_enabled():
             raise ValueError("parameters on the host are for passes without gradients: fetch them whole for an update")
+        if model.frozen is not None:
+            raise ValueError("an adapter's parameters are small, and its base is no state: neither is kept on the host")
         params, lane = dict(params.params), params.lane
     elif not mesh.sharded:
-        return Opened(_own(params, model), None)
-    missing = [name for name in model.shapes if name not in params]
+        return Opened(_own(model.joined(params), model), None)
+    params = model.joined(params)
+    missing = [name for name in model.all_shapes if name not in params]
     if missing:
         raise ValueError(f"the model needs parameters that are not there: {missing}")
     groups = _groups(model, params)
@@ -100,7 +111,7 @@ def _layers(model: Model) -> range:
 def _groups(model: Model, params: Params) -> list[Params]:
     """The parameters gathered together, by their names: those outside the layers, then each layer's."""
     groups: dict[int | None, Params] = {number: {} for number in (None, *_layers(model))}
-    for name in model.shapes:
+    for name in model.all_shapes:
         groups[model.layer_of(name)][name] = params[name]
     return list(groups.values())
 
@@ -126,7 +137,8 @@ class _Stream:
 
     def __init__(self, groups: Sequence[Params], model: Model, mesh: Mesh, lane: Lane | None) -> None:
         self._groups, self._mesh, self._lane = groups, mesh, lane
-        self._shapes = [[model.shapes[name] for name in group] for group in groups]
+        shapes = model.all_shapes
+        self._shapes = [[shapes[name] for name in group] for group in groups]
         wire = [_wire_dtypes(model, group) for group in groups]
         self._dtypes = [[w.get(n, x.dtype) for n, x in group.items()] for w, group in zip(wire, groups, strict=True)]
         self._begun: dict[int, fsdp.Finish] = {}

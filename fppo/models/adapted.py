@@ -1,0 +1,257 @@
+"""Adapted weights as values: W + scale * B @ A (arXiv:2106.09685), which is never formed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Scaling = Literal["standard", "rslora"]
+FACTORS = (".lora_A", ".lora_B")  # after the name of the weight that they adapt
+_ALIGNED = 16  # bytes, of the rows that grouped products on GPUs take
+
+
+@attrs.frozen
+class Lora:
+    """Low-rank adapters of a model: their rank, what B @ A is scaled by, and which weights have them.
+
+    A target is "all-linear" (linear layers and stacks of experts inside the model, without routers of experts,
+    embeddings and vocabulary head), the end of a parameter's path, as "q_proj" or "mlp.down_proj", or a pattern of
+    whole paths, as "model.layers.1?.*". The scale is alpha / rank ("standard") or alpha / sqrt(rank) ("rslora",
+    arXiv:2312.03732). Raises ValueError for a rank below 1, no targets, or another scaling.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ("all-linear",)
+    scaling: Scaling = "standard"
+
+    def __attrs_post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank={self.rank}: give 1 or more")
+        if not self.targets or isinstance(self.targets, str):
+            raise ValueError(f"targets={self.targets!r}: give a tuple of names, as ('all-linear',)")
+        if self.scaling not in ("standard", "rslora"):
+            raise ValueError(f"scaling={self.scaling!r}: give 'standard' or 'rslora'")
+
+    @property
+    def scale(self) -> float:
+        """What B @ A is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.scaling == "rslora" else self.rank)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Frozen:
+    """What an adapted model stands on: weights that nobody updates, of which a mesh that cuts has this rank's parts."""
+
+    params: Mapping[str, Tensor] = attrs.field(repr=False)
+    shapes: Mapping[str, torch.Size]  # whole ones
+    digest: str  # of all whole weights, the same on every layout
+    lora: Lora
+    places: Mapping[str, bool] = attrs.field(repr=False)  # the weights with factors; True: stored [in, out]
+
+
+class Parts(NamedTuple):
+    """A weight [..., out, in], or [..., in, out] if `flipped`, and its factors A [..., r, in], B [..., out, r]."""
+
+    weight: Tensor
+    a: Tensor
+    b: Tensor
+    scale: float
+    flipped: bool
+
+
+class Adapted(Tensor):
+    """A weight in a module that acts as W + scale * B @ A.
+
+    It knows the products by which transformers' code uses weights. Any other use raises RuntimeError, for it would see
+    the weight without its factors.
+    """
+
+    parts: Parts
+
+    @staticmethod
+    def of(parts: Parts) -> Adapted:
+        """The value that stands in the weight's place, with no memory of its own."""
+        w = parts.weight
+        value = Tensor._make_wrapper_subclass(Adapted, w.shape, w.stride(), dtype=w.dtype, device=w.device)
+        value.parts = parts
+        return value
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The rule of a product; what a plain weight says of its shape and place; RuntimeError for all else."""
+        if func in _RULES:
+            return _RULES[func](*args, **(kwargs or {}))
+        if func in _PLAIN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*(x.parts.weight if isinstance(x, Adapted) else x for x in args), **(kwargs or {}))
+        return _refused(getattr(func, "__name__", str(func)))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # pyright: ignore
+        """RuntimeError: nothing comes here but what does not ask `__torch_function__`."""
+        return _refused(str(func))
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        weight, a, _, scale, _ = self.parts
+        return f"Adapted({list(weight.shape)}, rank {a.shape[-2]}, scale {scale})"
+
+
+def merged_weight(parts: Parts) -> Tensor:
+    """W + scale * B @ A, added up in float32 or wider, in W's dtype."""
+    weight, a, b, scale, flipped = parts
+    wide = torch.promote_types(a.dtype, torch.float32)
+    change = scale * (b.to(wide) @ a.to(wide))
+    return (weight.to(wide) + (change.mT if flipped else change)).to(weight.dtype)
+
+
+def product(x: Tensor, parts: Parts, bias: Tensor | None, linear: Callable[..., Tensor] = F.linear) -> Tensor:
+    """x @ (W + scale * B @ A).T + bias of [..., in], the product with W by the kernel `linear`."""
+    weight, a, b, scale, flipped = parts
+    rows = x.reshape(-1, x.shape[-1])
+    if not flipped:
+        out = linear(rows, weight, bias)
+    else:
+        out = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+    inner = rows @ a.t()
+    if linear is F.linear:  # memory of its own, which no backward pass reads
+        out = out.addmm_(inner, b.t(), alpha=scale)
+    else:
+        out = torch.addmm(out, inner, b.t(), alpha=scale)
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def taking_adapted(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A kernel for linear layers that takes adapted weights, too."""
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return product(x, weight.parts, bias, linear) if isinstance(weight, Adapted) else linear(x, weight, bias)
+
+    return call
+
+
+def _refused(what: str) -> NoReturn:
+    raise RuntimeError(  # of a TypeError Python makes one of its own
+        f"{what} of an adapted weight: the model's code uses it otherwise than in a product that fppo knows; leave "
+        "that weight out of the adapter's targets"
+    )
+
+
+def _linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:  # torch's names
+    return product(input, weight.parts, bias)
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Any) -> Tensor:
+    return product(mat1, mat2.parts, input) if isinstance(mat2, Adapted) else _refused("addmm")
+
+
+def _matmul(x: Tensor, weight: Any) -> Tensor:
+    if not isinstance(weight, Adapted):
+        _refused("a product from the left")
+    w, a, b, scale, flipped = weight.parts
+    if not flipped:
+        _refused("a product from the right, of a weight stored [out, in],")
+    if w.dim() == 2:
+        return product(x, weight.parts, None)
+    return torch.baddbmm(x @ w, x @ a.mT, b.mT, alpha=scale)
+
+
+def _bmm(input: Any, mat2: Any) -> Tensor:
+    if not isinstance(input, Adapted):
+        return _matmul(input, mat2)
+    w, a, b, scale, flipped = input.parts  # W [S, out, in] @ x [S, in, n]
+    if flipped:
+        _refused("a product from the left, of a stack stored [in, out],")
+    return torch.baddbmm(torch.bmm(w, mat2), b, torch.bmm(a, mat2), alpha=scale)
+
+
+def _grouped(input: Tensor, mat2: Any, offs: Tensor, bias: None = None, out_dtype: Any = None) -> Tensor:
+    """Rows [S, in] by groups, of a weight [E, in, out]. Ranks are padded to what the kernel takes."""
+    if not isinstance(mat2, Adapted) or not mat2.parts.flipped or bias is not None or out_dtype is not None:
+        _refused("a grouped product")
+    w, a, b, scale, _ = mat2.parts
+    if wide := -a.shape[1] % (_ALIGNED // a.dtype.itemsize):
+        a, b = F.pad(a, (0, 0, 0, wide)), F.pad(b, (0, wide))
+    inner = F.grouped_mm(input, a.mT, offs=offs)
+    return torch.add(F.grouped_mm(input, w, offs=offs), F.grouped_mm(inner, b.mT, offs=offs), alpha=scale)
+
+
+def _item(weight: Any, index: Any) -> Any:
+    """One or some experts of a stack."""
+    w, a, b, scale, flipped = weight.parts
+    if w.dim() != 3 or not (isinstance(index, int) or (isinstance(index, Tensor) and index.dtype != torch.bool)):
+        _refused("a piece")
+    return Adapted.of(Parts(w[index], a[index], b[index], scale, flipped))
+
+
+def _unbound(weight: Any, dim: int = 0) -> Any:
+    """All experts of a stack."""
+    if dim != 0:
+        _refused("pieces along another dimension than the experts'")
+    return tuple(_item(weight, number) for number in range(len(weight.parts.weight)))
+
+
+def _transposed(weight: Any, *dims: int) -> Any:
+    w, a, b, scale, flipped = weight.parts
+    if dims and sorted(dim % w.dim() for dim in dims) != [w.dim() - 2, w.dim() - 1]:
+        _refused("an exchange of other dimensions than the last two")
+    return Adapted.of(Parts(w.mT, a, b, scale, not flipped))
+
+
+def _to(weight: Any, *args: Any, **kwargs: Any) -> Any:
+    w, a, b, scale, flipped = weight.parts
+    return Adapted.of(Parts(w.to(*args, **kwargs), a.to(*args, **kwargs), b.to(*args, **kwargs), scale, flipped))
+
+
+def _embedding(  # torch's signature
+    input: Tensor,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Rows of W [V, H] and of B [V, r] @ A [r, H]."""
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        _refused("an embedding with more than rows")
+    del norm_type
+    w, a, b, scale, _ = weight.parts
+    return torch.add(F.embedding(input, w, padding_idx), F.embedding(input, b) @ a, alpha=scale)
+
+
+_TRANSPOSES: tuple[Any, ...] = (Tensor.transpose, torch.transpose, Tensor.t)
+_TRANSPOSES += tuple(getattr(Tensor, name).__get__ for name in ("T", "mT"))
+_RULES: Mapping[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
+    torch.bmm: _bmm,
+    **dict.fromkeys((F.grouped_mm, torch._grouped_mm), _grouped),  # pyright: ignore[reportPrivateImportUsage]
+    F.embedding: _embedding,
+    Tensor.__getitem__: _item,
+    Tensor.unbind: _unbound,
+    **dict.fromkeys(_TRANSPOSES, _transposed),
+    Tensor.to: _to,
+}
+_SAID = ("shape", "ndim", "dtype", "device", "requires_grad", "is_meta", "is_leaf", "is_cuda", "is_cpu", "layout")
+_PLAIN: frozenset[Any] = frozenset(getattr(Tensor, name).__get__ for name in _SAID) | {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.element_size,
+    Tensor.stride,
+    Tensor.is_contiguous,
+    Tensor.is_floating_point,
+    torch.is_floating_point,
+    Tensor.is_complex,
+    Tensor.data_ptr,
+}

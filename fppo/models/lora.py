@@ -1,0 +1,220 @@
+"""Low-rank adapters as trees (arXiv:2106.09685): a frozen base, and factors of its weights, which alone are trained.
+
+    model, adapter = adapt(model, params, Lora(rank=8, alpha=16.0), key=Key(0))
+
+A weight W [..., out, in] (or [..., in, out]: GPT-2, GPT-OSS's experts) has A [..., r, in] and B [..., out, r], named
+W.lora_A and W.lora_B. The adapter is the state's parameters wherever parameters go; the base goes with the model.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping
+
+import attrs
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from fppo import tree
+from fppo.key import Key
+from fppo.models import probe as probes
+from fppo.models.adapted import FACTORS, Frozen, Lora, Parts, merged_weight
+from fppo.models.heads import VOCABULARY_HEADS, embedding_name
+from fppo.models.model import SCORE_BIAS, SCORE_WEIGHT, Model, Params
+from fppo.models.routing import RouterSeam
+from fppo.runtime import digests, fsdp
+from fppo.runtime.mesh import LOCAL, Mesh, device_of
+
+__all__ = ["Lora", "adapt", "base_of", "check_adapted", "linear_weights", "merged", "places_of", "same_base"]
+
+ALL_LINEAR = "all-linear"
+_HEAD = (SCORE_WEIGHT, SCORE_BIAS)
+_NAMED = 20  # weights that an error lists at most
+
+
+def linear_weights(model: Model) -> dict[str, bool]:
+    """The weights that "all-linear" means, and whether each is stored [in, out]: those of linear layers and stacks of
+    experts inside the model. Routers of experts are left as they are."""
+    modules = dict(model.skeleton.named_modules())
+    routers = tuple(f"{path}." for path, module in modules.items() if isinstance(module, RouterSeam))
+    flips: dict[str, bool] = {}
+    for path, module in modules.items():
+        if f"{path}.".startswith(routers):
+            continue
+        if isinstance(module, (nn.Linear, Conv1D)):
+            flips[f"{model.prefix}{path}.weight"] = isinstance(module, Conv1D)
+        elif type(module).__name__.endswith("Experts"):
+            stacks = [name for name, x in module._parameters.items() if x is not None and x.dim() == 3]
+            flipped = bool(getattr(module, "is_transposed", False))
+            flips |= {f"{model.prefix}{path}.{name}": flipped for name in stacks}
+    return {name: flip for name, flip in flips.items() if name in model.shapes}
+
+
+def places_of(model: Model, targets: tuple[str, ...]) -> dict[str, bool]:
+    """The weights of a plain model that the targets name, and whether each is stored [in, out].
+
+    Raises ValueError that names the targets which match none. A vocabulary head is no target of a value model, and
+    nothing is wrong with naming it.
+    """
+    linear = linear_weights(model)
+    others = [embedding_name(model), *(name for name in VOCABULARY_HEADS if name in model.shapes)]
+    known = linear | dict.fromkeys(others, False)
+    absent = VOCABULARY_HEADS if model.head == "value" else ()
+    missed = [t for t in targets if t != ALL_LINEAR and not any(_names(t, n) for n in (*known, *absent))]
+    if missed:
+        listed = sorted(known)
+        more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
+        raise ValueError(f"targets {missed} name no weight that can be adapted; there are {listed[:_NAMED]}{more}")
+    return {
+        name: flipped
+        for name, flipped in known.items()
+        if any(name in linear if target == ALL_LINEAR else _names(target, name) for target in targets)
+    }
+
+
+def _names(target: str, name: str) -> bool:
+    path = name.removesuffix(".weight")
+    return path == target or path.endswith(f".{target}") or fnmatch.fnmatchcase(path, target)
+
+
+def adapt(
+    model: Model,
+    params: Mapping[str, Tensor],
+    lora: Lora,
+    *,
+    key: Key,
+    dtype: torch.dtype = torch.float32,
+    mesh: Mesh = LOCAL,
+) -> tuple[Model, Params]:
+    """The model with `params` as its frozen base, not copied, and a fresh adapter: A drawn as PEFT draws it, B zero.
+
+    A value head is trained whole, beside the factors. On a mesh that cuts parameters both are this rank's parts, and
+    every rank must call. Raises ValueError for targets that match nothing, for a model that is placed on axes which cut
+    layers, and for one that is adapted already.
+    """
+    shaped = without_base(model, lora)
+    frozen, head = frozen_of(shaped), {name: params[name] for name in _HEAD if name in params}
+    # the tensors themselves: should they be donated elsewhere, this base is empty, and not overwritten
+    base = {name: x.detach() if x.requires_grad else x for name, x in params.items() if name not in head}
+    factors: Params = {}
+    for name in frozen.places:
+        shape, generator = shaped.shapes[f"{name}.lora_A"], key.fold("lora", name).generator()
+        drawn = torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1
+        factors[f"{name}.lora_A"] = drawn.div(math.sqrt(shape[-1])).to(dtype)  # kaiming_uniform, a = sqrt(5)
+        factors[f"{name}.lora_B"] = torch.zeros(shaped.shapes[f"{name}.lora_B"], dtype=dtype)
+    frozen = attrs.evolve(frozen, params=base, digest=_digest(base, frozen.shapes, mesh))
+    device = device_of(base)
+    adapter = {name: x.to(device) for name, x in fsdp.shard(factors, mesh).items()} | head
+    return attrs.evolve(shaped, frozen=frozen), adapter
+
+
+def without_base(model: Model, lora: Lora) -> Model:
+    """An adapted model whose base has shapes, and no tensors yet. Raises ValueError as `adapt` does."""
+    if model.frozen is not None:
+        raise ValueError("the model is adapted already: merge it first, and adapt the plain model")
+    if model.layout is not None or model.spans:
+        raise ValueError("adapters of a model on a tensor, expert or pipeline axis are not there yet: leave these out")
+    places = places_of(model, lora.targets)
+    head = {name: shape for name, shape in model.shapes.items() if name in _HEAD}
+    base = {name: shape for name, shape in model.shapes.items() if name not in head}
+    factors: dict[str, torch.Size] = {}
+    for name, flipped in places.items():
+        *stack, rows, columns = base[name]
+        wide, out = (rows, columns) if flipped else (columns, rows)
+        factors[f"{name}.lora_A"] = torch.Size((*stack, lora.rank, wide))
+        factors[f"{name}.lora_B"] = torch.Size((*stack, out, lora.rank))
+    frozen = Frozen(params={}, shapes=base, digest="", lora=lora, places=places)
+    return attrs.evolve(model, shapes=factors | head, frozen=frozen)
+
+
+def _digest(base: Params, shapes: Mapping[str, torch.Size], mesh: Mesh) -> str:
+    paths = {f"[{name!r}]": shape for name, shape in shapes.items()}
+    return tree.combine(digests.digest(base, "sums", device=device_of(base), mesh=mesh, shapes=paths))
+
+
+def same_base(model: Model, other: Model) -> bool:
+    """Whether two adapted models stand on the same tensors, as far as both have them."""
+    one, two = frozen_of(model).params, frozen_of(other).params
+    return all(one[name] is two[name] for name in one.keys() & two.keys())
+
+
+def frozen_of(model: Model) -> Frozen:
+    """What an adapted model stands on. Raises ValueError for a plain one."""
+    if model.frozen is None:
+        raise ValueError("the model has no adapter: `adapt` it first")
+    return model.frozen
+
+
+def base_of(model: Model) -> Model:
+    """The base as a model that has no parameters but frozen ones: what it computes for {} costs no memory."""
+    return attrs.evolve(model, shapes={}, frozen=attrs.evolve(frozen_of(model), places={}))
+
+
+@torch.no_grad()
+def merged(model: Model, adapter: Mapping[str, Tensor], *, mesh: Mesh = LOCAL) -> Params:
+    """The parameters of the plain model that computes the same, in the dtypes of the base: W + scale * B @ A, added up
+    in float32 or wider. What has no factors is not copied.
+
+    On a mesh that cuts parameters they are this rank's parts, as the adapter's are, and every rank must call. Raises
+    ValueError for a model without an adapter.
+    """
+    frozen = frozen_of(model)
+    factors = {name: x for name, x in adapter.items() if name.endswith(FACTORS)}
+    whole = fsdp.gather(factors, model.shapes, mesh)
+    params = {**frozen.params, **{name: x for name, x in adapter.items() if name not in factors}}
+    for name, flipped in frozen.places.items():
+        a, b = (whole[name + factor] for factor in FACTORS)
+        a, b = (
+            _rows(a, b, flipped, slice(*fsdp.bounds(frozen.shapes[name][0], mesh["shard"]))) if mesh.sharded else (a, b)
+        )
+        params[name] = merged_weight(Parts(params[name], a, b, frozen.lora.scale, flipped))
+    return params
+
+
+def decoded(model: Model, params: Mapping[str, Tensor], *, mesh: Mesh = LOCAL) -> tuple[Model, Params]:
+    """What decodes an adapted model: merged, if passes are in float32 or wider. In 16 bits the sum would round away
+    what is less than some 1/256 of a weight, and so it has its factors there, beside the base. A plain model as it is.
+    """
+    if model.frozen is None:
+        return model, dict(params)
+    if model.compute_dtype in (None, torch.float32, torch.float64):
+        return model.plain, merged(model, params, mesh=mesh)
+    return model, model.joined(params)
+
+
+def kept(model: Model) -> frozenset[str]:
+    """The weights that an adapter leaves as they are; none of a plain model."""
+    return frozenset() if model.frozen is None else frozenset(model.frozen.shapes.keys() - model.frozen.places.keys())
+
+
+def _rows(a: Tensor, b: Tensor, flipped: bool, rows: slice) -> tuple[Tensor, Tensor]:
+    """The factors of some rows of a weight."""
+    if a.dim() == 3:
+        return a[rows], b[rows]
+    return (a[:, rows], b) if flipped else (a, b[rows])
+
+
+@torch.no_grad()
+def check_adapted(model: Model, lora: Lora) -> None:
+    """Holds factored products against merged weights on a small random instance of a plain model's architecture.
+
+    Raises ValueError that names the model type, for other hidden states or where its code uses an adapted weight in a
+    way that fppo does not know.
+    """
+    kind, probe = model.config.model_type, probes.make_probe(model)
+    small, wide = probe.model, {name: x.double() for name, x in probe.params.items()}
+    targets = tuple(t for t in lora.targets if t == ALL_LINEAR or any(_names(t, n) for n in small.shapes))
+    adapted, adapter = adapt(small, wide, Lora(2, 4.0, targets or (ALL_LINEAR,)), key=Key(0), dtype=torch.float64)
+    adapter = {name: x + 0.1 * torch.cos(torch.arange(x.numel())).view(x.shape) for name, x in adapter.items()}
+    try:
+        got = probes.packed_hidden(adapted, adapter, probes.probe_rows(probe))
+    except Exception as error:  # what a class raises may be anything
+        raise ValueError(f"fppo cannot adapt model type {kind!r}: {type(error).__name__}: {error}") from error
+    expected = probes.packed_hidden(small, merged(adapted, adapter), probes.probe_rows(probe))
+    if (wrong := probes.difference(got, expected)) is not None:
+        raise ValueError(
+            f"fppo cannot adapt model type {kind!r}: with factors, a small random model of this kind gives hidden "
+            f"states that differ by {wrong:.2g} from those with merged weights"
+        )
