@@ -77,9 +77,15 @@ def _old_log_probs(settings: TrainSettings) -> str:
 
 def model_lines(model: Model, path: str, *, others: Sequence[str]) -> list[str]:
     """The policy's family and size, and what is beside it."""
-    count = sum(math.prod(shape) for shape in model.whole_shapes.values())
+    shapes = model.whole_shapes if model.frozen is None else model.frozen.shapes
+    count = sum(math.prod(shape) for shape in shapes.values())
     beside = f", and a {' and a '.join(others)}" if others else ""
-    return [_line("model", f"{model.config.model_type} of {_count(count)} parameters, from {path}{beside}")]
+    lines = [_line("model", f"{model.config.model_type} of {_count(count)} parameters, from {path}{beside}")]
+    if (frozen := model.frozen) is not None:
+        trained = sum(math.prod(shape) for shape in model.shapes.values())
+        text = f"rank {frozen.lora.rank} on {len(frozen.places)} weights: {_count(trained)} parameters are trained"
+        lines.append(_line("adapter", text))
+    return lines
 
 
 def differing(settings: TrainSettings, defaults: TrainSettings) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from fppo import losses, models, tree
 from fppo.assembly.texts import config_of, config_place, directory_of
 from fppo.key import Key
 from fppo.losses import ValueHead
+from fppo.models import lora
 from fppo.models.inner import inner_of
 from fppo.models.model import HeadKind, Model, Params, over_long, state_dtype
 from fppo.models.narrow import narrow
@@ -27,6 +28,7 @@ from fppo.runtime.offload import Lane
 from fppo.settings import checks, files
 from fppo.settings.checks_data import has_held_out
 from fppo.settings.critic import CriticSettings
+from fppo.settings.lora import shares_base, uses_lora
 from fppo.settings.modules import INNER, KERNELS
 from fppo.settings.train import ActorSettings, TrainSettings
 from fppo.settings.vllm import VllmSettings
@@ -88,9 +90,18 @@ def bare_model(settings: TrainSettings, head: HeadKind = "lm") -> Model:
 
 
 def load_actor(settings: TrainSettings, mesh: Mesh) -> tuple[Model, Params]:
-    """The policy: its parameters are this rank's part of them on a mesh that cuts them."""
-    model, params = _loader(settings, mesh)(directory_of(settings.model.path, "model.path"))
+    """The policy: its parameters are this rank's part of them on a mesh that cuts them. What adapters stand on is in
+    the dtype that it is computed with."""
+    kept = base_dtype(settings) if uses_lora(settings) else torch.float32
+    model, params = _loader(settings, mesh)(directory_of(settings.model.path, "model.path"), dtype=kept)
     return attrs.evolve(model, compile_layers=settings.model.compile_layers), params
+
+
+def base_dtype(settings: TrainSettings) -> torch.dtype:
+    """What the base of the policy's adapter is kept in: nobody updates it, so it is no wider than its passes."""
+    names = {settings.model.compute_dtype}
+    names |= {settings.critic.compute_dtype or settings.model.compute_dtype} if shares_base(settings) else set()
+    return getattr(torch, names.pop()) if len(names) == 1 else torch.float32
 
 
 def load_critic(settings: TrainSettings, key: Key, mesh: Mesh) -> tuple[Model | None, Params]:
@@ -118,10 +129,13 @@ def load_reference(
     dtype, setting = getattr(torch, section.ref_dtype), "path" if section.ref_path is None else "ref_path"
     if policy is not None and section.ref_path is None:
         model, params = policy
+        if model.frozen is not None:
+            return lora.base_of(model), {}
         return model, {name: x.to(state_dtype(model, name, dtype), copy=True) for name, x in params.items()}
     path = section.path if section.ref_path is None else section.ref_path
     model, params = _loader(settings, mesh)(directory_of(path, f"model.{setting}"), dtype=dtype)
-    return (attrs.evolve(model, compile_layers=section.compile_layers) if policy is None else policy[0]), params
+    model = attrs.evolve(model, compile_layers=section.compile_layers)
+    return (model if policy is None or policy[0].frozen is not None else policy[0]), params
 
 
 def _loader(settings: TrainSettings, mesh: Mesh) -> Callable[..., tuple[Model, Params]]:

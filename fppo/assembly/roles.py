@@ -12,6 +12,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from fppo import tree
+from fppo.assembly.adapters import adapted_actor, adapted_critic
 from fppo.assembly.optimizers import optimizer_for
 from fppo.assembly.parts import (
     Offload,
@@ -21,7 +22,6 @@ from fppo.assembly.parts import (
     forward_micro_batching_of,
     kernels_of,
     load_actor,
-    load_critic,
     load_reference,
     offload_of,
     on_device,
@@ -32,7 +32,6 @@ from fppo.assembly.program import actor_update, critic_update
 from fppo.assembly.texts import load_tokenizer
 from fppo.data import with_truth
 from fppo.fleet import HERE, AnyGroup, Group, Here, LocalGroup, Stays, at_once, on
-from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.models.model import Model, Params
 from fppo.pipeline.passes import (
@@ -50,6 +49,7 @@ from fppo.pipeline.program import Together, UpdateStage, in_turn
 from fppo.rollout.placed import Generate
 from fppo.runtime.offload import Lane, OnHost, to_host
 from fppo.settings import checks
+from fppo.settings.lora import critic_uses_lora
 from fppo.settings.train import TrainSettings
 from fppo.steps.confidence import confidence_values
 from fppo.steps.forward import Forward, Rows, TokenOutputs
@@ -105,10 +105,11 @@ def make_actor(here: Here, settings: TrainSettings, tools: Tools | None = None) 
     """The policy on a rank, before its first update."""
     tools = tools or _tools(here, settings)
     model, params = load_actor(settings, here.mesh)
+    model, params = adapted_actor(settings, model, on_device(params, here.device), here.mesh)
     optimizer = _scaled(optimizer_for(settings, "actor", tools.kernels, tools.lane), model)
     forward = _forward(here, settings, model, tools)
     return Actor(
-        state=_state(on_device(params, here.device), optimizer, offload_of(settings, "actor")),
+        state=_state(params, optimizer, offload_of(settings, "actor")),
         update=actor_update(settings, forward, optimizer, tools.lane),
         policy=partial(_policy_pass(settings, forward), fetch=_fetch(settings, "actor", tools.lane)),
         balance=partial(balance_of, forward=forward),
@@ -123,7 +124,10 @@ def make_reference(
     model: Model | None = None,
     params: Params | None = None,
 ) -> Reference:
-    """The reference on a rank. `model` and `params` are the policy's before its first update, if they are there too."""
+    """The reference on a rank. `model` and `params` are the policy's before its first update, if they are there too.
+
+    Of an adapted policy it is the base, which costs nothing, unless the settings name another.
+    """
     tools = tools or _tools(here, settings)
     policy = None if model is None or params is None else (model, params)
     model, params = load_reference(settings, here.mesh, policy)
@@ -136,16 +140,16 @@ def make_reference(
     )
 
 
-def make_critic(here: Here, settings: TrainSettings, tools: Tools | None = None) -> Critic:
-    """The critic on a rank, before its first update."""
+def make_critic(here: Here, settings: TrainSettings, tools: Tools | None = None, policy: Model | None = None) -> Critic:
+    """The critic on a rank, before its first update. The `policy`, if it is there, may lend it its base."""
     tools = tools or _tools(here, settings)
-    model, params = load_critic(settings, Key(settings.seed), here.mesh)
+    model, params = adapted_critic(settings, policy, here.mesh, here.device)
     optimizer = _scaled(optimizer_for(settings, "critic", tools.kernels, tools.lane), model)
     read = value_head_of(settings).read
     forward = None if model is None else attrs.evolve(_forward(here, settings, model, tools), read=read)
     fetch, micro_batching = _fetch(settings, "critic", tools.lane), forward_micro_batching_of(settings)
     values, view = partial(value_pass, micro_batching=micro_batching, fetch=fetch), _view(settings)
-    state = _state(on_device(params, here.device), optimizer, offload_of(settings, "critic"))
+    state = _state(params, optimizer, offload_of(settings, "critic"))
     update, rate = critic_update(settings, forward, optimizer, tools.lane, view=view), settings.critic.popart
     if rate:
         state, update = tree.replace(state, scale=Scale()), partial(update_popart, update=update, rate=rate)
@@ -238,10 +242,12 @@ def make_roles(
         return at[role].call(fn, HERE, settings, own, *more, stays=True, label=f"make {role}")
 
     work = {"actor": partial(make, "actor", make_actor)}
-    if checks.uses_critic(settings):
+    if checks.uses_critic(settings) and not critic_uses_lora(settings):
         work["critic"] = partial(make, "critic", make_critic)
     made = (at_once if groups else in_turn)(work)
     actor, reference = made["actor"], None
+    if checks.uses_critic(settings) and "critic" not in made:
+        made["critic"] = make("critic", make_critic, actor.model)
     if checks.uses_reference(settings):
         beside = (actor.model, actor.state.params) if at["reference"] is at["actor"] else ()
         reference = make("reference", make_reference, *beside)

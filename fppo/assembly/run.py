@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data, rewards
+from fppo.assembly.adapters import bases_of, policy_model
 from fppo.assembly.announce import input_lines, model_lines
 from fppo.assembly.answers import right_answers
 from fppo.assembly.inputs import EvalInputs, Inputs, read_eval_inputs, read_inputs
@@ -32,7 +33,7 @@ from fppo.pipeline import stages
 from fppo.pipeline.estimators import of_values
 from fppo.pipeline.evaluate import EvaluateRun, OnScored, evaluate
 from fppo.pipeline.pretrain import Pretraining
-from fppo.pipeline.program import Draw, Program, RunState
+from fppo.pipeline.program import Base, Draw, Program, RunState
 from fppo.pipeline.truth import Known, OnBeside, critic_truth
 from fppo.rewards.distributed import SpreadRewardRunner
 from fppo.rewards.early import EarlyRewardRunner
@@ -150,6 +151,7 @@ def _fresh(settings: TrainSettings, roles: Roles, key: Key) -> RunState:
         kl=KLState(coef=settings.algorithm.kl.coef),
         key=key,
         pretraining=None if pretrain_of(settings) is None else Pretraining(),
+        bases=bases_of(settings, {"actor": roles.actor.model, "critic": roles.critic and roles.critic.model}),
     )
 
 
@@ -183,6 +185,7 @@ class Evaluator:
     tokenizer: PreTrainedTokenizerBase
     model: Model
     device: torch.device  # where it wants them
+    bases: dict[str, Base] | None = None  # of adapters
 
 
 @contextlib.contextmanager
@@ -191,20 +194,21 @@ def assemble_evaluation(
 ) -> Iterator[Evaluator]:
     """What evaluates a policy, and nothing that trains one: no other data, no parameters, no critic.
 
-    Of the policy itself `settings.model.path` needs the config and the tokenizer alone. Raises ValueError for settings
-    without held-out prompts.
+    Of the policy itself `settings.model.path` needs the config and the tokenizer alone, but for an adapter all, as its
+    base. Raises ValueError for settings without held-out prompts.
     """
     if not has_held_out(settings):
         raise ValueError("data.eval_path is not set: there are no held-out prompts; give --data.eval-path FILE")
     settings, _ = resolved(settings, device)
     inputs = read_eval_inputs(settings, mesh=mesh, device=device)
     tokenizer, kernels, device, pad = inputs.tokenizer, inputs.kernels, inputs.device, inputs.held_out.pad_token_id
-    model = bare_model(settings)
+    model = policy_model(settings, mesh, device)
     engine = engine_of(settings, model, kernels, pad, mesh, Lane(device))
     with _answering(settings, engine, tokenizer, pad, mesh, device) as answering:
         place = torch.device("cpu") if offload_of(settings, "actor") == "all" else device
         evaluation = _evaluation(settings, inputs, answering)
-        yield Evaluator(evaluate=evaluation, tokenizer=tokenizer, model=model, device=place)
+        bases = bases_of(settings, {"actor": model})
+        yield Evaluator(evaluate=evaluation, tokenizer=tokenizer, model=model, device=place, bases=bases)
 
 
 @attrs.frozen(kw_only=True)

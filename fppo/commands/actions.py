@@ -22,7 +22,7 @@ from fppo.pipeline import replay as replays
 from fppo.pipeline.program import RunState
 from fppo.report import write as report
 from fppo.report.diff import diff as compare_runs
-from fppo.runs import evaluations, sampling, saved, session, starts
+from fppo.runs import bases, evaluations, sampling, saved, session, starts
 from fppo.runtime import checkpoint
 from fppo.runtime.mesh import LOCAL, Mesh, is_first
 from fppo.runtime.watch import Watch
@@ -106,6 +106,7 @@ def evaluate(settings: TrainSettings, here: Here = ALONE) -> int:
         path = checkpoint.path_of(checkpoints, step)
     transformers_logging.disable_progress_bar()
     with assemble_evaluation(saved.bare(settings), mesh=here.mesh, device=here.device) as evaluator:
+        bases.check(evaluator.bases, path)
         run = saved.policy(evaluator.model, path, mesh=here.mesh, device=evaluator.device)
         place = evaluations.new_place(Path(settings.output_dir), run.step)
         report = evaluations.kept(evaluator.evaluate, lambda step: place, evaluator.tokenizer, here.mesh)(run)
@@ -159,8 +160,17 @@ def restored(assembly: Assembly, directory: Path, step: int) -> RunState:
     return assembly.run if at is None else session.load(assembly, directory / session.CHECKPOINTS, at)
 
 
-def export(directory: Path, target: Path, step: int | None, role: saved.Role = "actor", device: str = "cpu") -> int:
-    """Writes the policy, or the critic, of a run's checkpoint as a Hugging Face directory."""
+def export(
+    directory: Path,
+    target: Path,
+    step: int | None,
+    role: saved.Role = "actor",
+    device: str = "cpu",
+    *,
+    merge: bool = False,
+) -> int:
+    """Writes the policy, or the critic, of a run's checkpoint as a Hugging Face directory; an adapter as PEFT has it,
+    or to `merge` with its base as a whole model."""
     settings = attrs.evolve(settings_of(directory), device=device)
     at = saved.newest(directory, step)
     if at is None or (step is not None and at != step):
@@ -168,7 +178,7 @@ def export(directory: Path, target: Path, step: int | None, role: saved.Role = "
         raise ValueError(f"{directory} holds no checkpoint of step {step}; there are those of {steps}")
     session.check_target(settings, target)
     transformers_logging.disable_progress_bar()
-    saved.export(settings, target, at, role)
+    saved.export(settings, target, at, role, merge=merge)
     print(target)
     return 0
 

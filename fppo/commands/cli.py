@@ -188,7 +188,7 @@ def _export(rest: Sequence[str]) -> int | None:
     from fppo.commands import actions
 
     role = "critic" if options.critic else "actor"
-    return actions.export(run, target, options.step, role, options.device)
+    return actions.export(run, target, options.step, role, options.device, merge=options.merge)
 
 
 def _report(rest: Sequence[str]) -> None:

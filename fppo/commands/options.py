@@ -40,6 +40,8 @@ class Export:
     """The step of the checkpoint; None: the last."""
     critic: bool = False
     """Write the critic in place of the policy, as a token classifier with one label."""
+    merge: bool = False
+    """Write an adapter merged with its base, as a whole model, in place of PEFT's files."""
     device: str = "cpu"
     """Where the parameters are read to: the host's memory will do."""
 

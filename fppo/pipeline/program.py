@@ -29,6 +29,16 @@ class Waiting:
 
 
 @state
+class Base:
+    """What adapters stand on, which a checkpoint does not hold, and what they are."""
+
+    source: str
+    digest: str  # of its weights, as they are kept
+    dtype: str
+    adapter: str  # rank, alpha, scaling and targets, in words
+
+
+@state
 class RunState:
     """What a run is, whole: saving it saves everything, and two runs from equal states are equal."""
 
@@ -40,6 +50,7 @@ class RunState:
     cursor: DataCursor = attrs.field(factory=DataCursor)
     step: int = 0
     pretraining: Pretraining | None = None
+    bases: dict[str, Base] | None = None  # by role, of those that are trained by adapters
     ahead: tuple[Waiting, ...] = ()  # the batches of the next steps: see pipeline.ahead
 
 

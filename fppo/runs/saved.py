@@ -9,15 +9,19 @@ import attrs
 import torch
 
 from fppo import models
-from fppo.assembly.parts import bare_model, device_of
+from fppo.assembly.adapters import adapted_actor, adapted_critic, bases_of
+from fppo.assembly.parts import bare_model, device_of, load_actor, on_device
 from fppo.assembly.texts import load_tokenizer, policy_generation
 from fppo.key import Key
+from fppo.models import lora, lora_files
 from fppo.models.model import Model, Params
 from fppo.pipeline.program import RunState
+from fppo.runs import bases
 from fppo.runs.session import CHECKPOINTS, CONFIGS
 from fppo.runtime import checkpoint, fsdp
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.settings import checks
+from fppo.settings.lora import critic_uses_lora, uses_lora
 from fppo.settings.train import TrainSettings
 from fppo.steps.train_state import TrainState
 
@@ -34,7 +38,7 @@ def newest(directory: Path, step: int | None = None) -> int | None:
 def bare(settings: TrainSettings) -> TrainSettings:
     """The settings of a run with the configs and the tokenizer that it keeps, in place of the models it began from."""
     configs = Path(settings.output_dir) / CONFIGS
-    if not configs.is_dir():
+    if not configs.is_dir() or uses_lora(settings):  # an adapter is nothing without its base
         return settings
     critic = str(configs / "critic") if checks.uses_critic_model(settings) else None
     own = {"path": str(configs / "actor"), "critic_path": critic, "tokenizer": None, "config": {}}
@@ -68,19 +72,49 @@ def policy(model: Model, path: Path, *, mesh: Mesh = LOCAL, device: torch.device
     return RunState(actor=actor, key=checkpoint.load(Key(0), directory, step, part=".key"), step=step)
 
 
-def export(settings: TrainSettings, target: Path, step: int, role: Role) -> None:
-    """Writes the policy or the critic of a checkpoint as a Hugging Face directory.
+def export(settings: TrainSettings, target: Path, step: int, role: Role, *, merge: bool = False) -> None:
+    """Writes the policy or the critic of a checkpoint as a Hugging Face directory; the policy's adapter as PEFT has it,
+    or to `merge` with its base as whole weights in float32.
 
-    Raises ValueError for the critic of a run that has none.
+    Raises ValueError for the critic of a run that has none, for one with an adapter that is not to be merged, and for
+    what cannot be merged.
     """
     if role == "critic" and not checks.uses_critic(settings):
         raise ValueError(f"the run has no critic: algorithm.advantage = {settings.algorithm.advantage!r} trains none")
     if role == "critic" and not checks.uses_critic_model(settings):
         raise ValueError("the run's critic is no model: with critic.reads = 'confidence' it reads the policy's numbers")
     path = checkpoint.path_of(Path(settings.output_dir) / CHECKPOINTS, step)
+    if uses_lora(settings) if role == "actor" else critic_uses_lora(settings):
+        _export_adapted(settings, target, path, role, merge=merge)
+        return
+    if merge:
+        raise ValueError(f"the run's {role} has no adapter: leave --merge out")
     settings = bare(settings)
     model = bare_model(settings, "lm" if role == "actor" else "value")
     whole = params(model, role, path, device=device_of(settings))
     tokenizer = load_tokenizer(settings)
     generation = policy_generation(settings, tokenizer) if role == "actor" else None
     models.save(model, whole, target, tokenizer=tokenizer, generation_config=generation)
+
+
+def _export_adapted(settings: TrainSettings, target: Path, path: Path, role: Role, *, merge: bool) -> None:
+    device = device_of(settings)
+    model, fresh = load_actor(settings, LOCAL)
+    model, fresh = adapted_actor(settings, model, on_device(fresh, device), LOCAL)
+    if role == "critic":
+        critic, fresh = adapted_critic(settings, model, LOCAL, device)
+        assert critic is not None
+        model = critic
+    own = bases_of(settings, {role: model}) or {}
+    bases.check(own, path)
+    adapter, tokenizer = params(model, role, path, device=device), load_tokenizer(settings)
+    if not merge and role == "critic":
+        raise ValueError("the critic's adapter has a value head of its own, which PEFT's files do not: give --merge")
+    if not merge:
+        lora_files.save(model, adapter, target, base=own[role].source, tokenizer=tokenizer)
+        return
+    generation = policy_generation(settings, tokenizer) if role == "actor" else None
+    frozen = lora.frozen_of(model)
+    wide = {name: x.float() for name, x in frozen.params.items()}
+    model = attrs.evolve(model, frozen=attrs.evolve(frozen, params=wide))
+    models.save(model, adapter, target, tokenizer=tokenizer, generation_config=generation)

@@ -20,11 +20,12 @@ from fppo.assembly.machine import resolved
 from fppo.assembly.placed import AHEAD
 from fppo.assembly.program import ROLLOUTS
 from fppo.assembly.run import Assembly
+from fppo.models import lora_files
 from fppo.pipeline import replay
 from fppo.pipeline.measure import gauges
 from fppo.pipeline.program import RunState
 from fppo.pipeline.train import Observe, StepRecord, train
-from fppo.runs import evaluations, jsonl, loggers, starts
+from fppo.runs import bases, evaluations, jsonl, loggers, starts
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.profiles import Profiles
 from fppo.runs.starts import SETTINGS
@@ -124,6 +125,7 @@ def _loaded(settings: TrainSettings, assembly: Assembly, path: Path | None, *, d
 def load(assembly: Assembly, directory: Path, step: int, *, donate: bool = False) -> RunState:
     """The state of a checkpoint, as it lies on the run's mesh; with `donate` in the memory of the assembly's."""
     run, mesh, shapes, device = assembly.run, assembly.mesh, assembly.shapes, assembly.device
+    bases.check(run.bases, checkpoint.path_of(directory, step))
     if assembly.placed is not None:
         return assembly.placed.load(run, directory, step, device=device)
     return checkpoint.load(run, directory, step, mesh=mesh, shapes=shapes, free=AHEAD, device=device, donate=donate)
@@ -371,7 +373,11 @@ def _record_start(settings: TrainSettings, assembly: Assembly, step: int, digest
 
 
 def export(assembly: Assembly, run: RunState, target: Path) -> None:
-    """Writes the policy as a Hugging Face directory."""
+    """Writes the policy as a Hugging Face directory, or its adapter as PEFT has it."""
+    if assembly.model.frozen is not None and run.bases is not None:
+        source, tokenizer = run.bases["actor"].source, assembly.tokenizer
+        lora_files.save(assembly.model, run.actor.params, target, base=source, tokenizer=tokenizer, mesh=assembly.mesh)
+        return
     if assembly.placed is not None and "actor" in assembly.placed.parts:
         return assembly.placed.export(run, target, assembly.tokenizer, assembly.generation)
     params, tokenizer = run.actor.params, assembly.tokenizer

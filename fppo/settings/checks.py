@@ -24,6 +24,7 @@ from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
 from fppo.settings.critic import CriticSettings
 from fppo.settings.experts import expert_problems
 from fppo.settings.fields import wrong_values
+from fppo.settings.lora import lora_problems
 from fppo.settings.old_log_probs import old_log_probs_problems
 from fppo.settings.problems import Problems, unread_section
 from fppo.settings.problems import problem as _problem
@@ -87,6 +88,7 @@ def problems(settings: TrainSettings) -> list[str]:
         lines += conflict(settings)
     lines += _updates(settings, "actor", settings.actor)
     lines += eval_problems(settings, critic=uses_critic(settings))
+    lines += lora_problems(settings, critic=uses_critic_model(settings))
     if uses_critic(settings):
         lines += [*critic_problems(settings), *_updates(settings, "critic", settings.critic)]
     lines += placement_problems(

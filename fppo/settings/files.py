@@ -30,7 +30,7 @@ SETTINGS, STARTS = "settings.toml", "starts"  # in a run's directory: its settin
 RESUMES = ("auto", "never", "must")  # what `resume` may be beside a checkpoint
 PATHS = (
     *("model.path", "model.critic_path", "model.ref_path", "data.path", "data.eval_path", "module_dirs"),
-    *("rollout.from", "reward.model.path", "reward.model.tokenizer", "reward.judge.path"),
+    *("model.lora.path", "rollout.from", "reward.model.path", "reward.model.tokenizer", "reward.judge.path"),
 )  # settings that may name a file or a directory
 
 

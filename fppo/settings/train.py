@@ -15,6 +15,7 @@ from fppo.settings.algorithm import AlgorithmSettings, KlKind
 from fppo.settings.critic import CriticSettings
 from fppo.settings.experts import ExpertSettings
 from fppo.settings.fields import Table, above, at_least, at_most, nonempty, setting
+from fppo.settings.lora import LoraSettings
 from fppo.settings.mesh import MeshSettings
 from fppo.settings.optimizer import OptimizerSettings, WeightMode
 from fppo.settings.placement import PlacementSettings
@@ -36,6 +37,8 @@ class ModelSettings:
     """Where the tokenizer is; None: in path."""
     config: Table = setting(dict)
     """What differs from the config.json of these models, as {max_position_embeddings = 8192}."""
+    lora: LoraSettings = setting(LoraSettings)
+    """Low-rank adapters in place of trained weights."""
     ref_dtype: Literal["float32", "bfloat16"] = setting("float32")
     """The dtype the reference is kept in; bfloat16 halves its memory, and it then runs in that too."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto")

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fppo.batch import Rollout
 from fppo.key import Key
+from fppo.models import lora
 from fppo.models.model import Model
 from fppo.rollout import sync
 from fppo.rollout.engine import Ask, Sampling
@@ -69,9 +70,9 @@ class VllmEngine:
     The engine holds the weights of one version. `generate` sends it others when the version differs, or the tensors are
     not those of before; every tensor's digest, and the set of names, is confirmed, and at the first sync (`probe`) the
     log-probs of some tokens are compared with the model's own. With `send="changed"` only parameters whose digests
-    differ go, those in `frozen` once. `rename` gives parameters the engine's names. On a sharded `mesh`
-    parameters are shards, and every rank's engine must be synced in the same order. `transfer` gives the trainer's side
-    of a transfer engine that vLLM has from a plugin, in place of `options.transport`.
+    differ go, those in `frozen` once. Adapters are merged for each sync. `rename` gives parameters the engine's names.
+    On a sharded `mesh` parameters are shards, and every rank's engine must be synced in the same order. `transfer`
+    gives the trainer's side of a transfer engine that vLLM has from a plugin, in place of `options.transport`.
 
     Raises ValueError without a vLLM that fppo can run on, EngineFailure if vLLM does not start or stops working, and
     SyncError if it does not hold what it was sent; an engine that failed or was interrupted takes all weights at its
@@ -92,9 +93,10 @@ class VllmEngine:
         probe: Literal["first", "always", "never"] = "first",
         transfer: MakeInfo | None = None,
     ) -> None:
-        self._model, self._pad, self._mesh = model, pad_token_id, mesh or Mesh.local()
+        self._source, self._model = model, model.plain
+        self._pad, self._mesh = pad_token_id, mesh or Mesh.local()
         self._options = options or VllmOptions()
-        self._bucket_bytes, self._send, self._frozen, self._probe = bucket_bytes, send, frozen, probe
+        self._bucket_bytes, self._send, self._frozen, self._probe = bucket_bytes, send, frozen | lora.kept(model), probe
         self._rename = rename or sync.dtensor_weight_loader(model.config.model_type)
         own = model.compute_dtype or torch.float32
         self._dtype: str = self._options.dtype or str(own).removeprefix("torch.")
@@ -103,7 +105,7 @@ class VllmEngine:
         check_installed()
         self._info = transfer or (None if self._options.transport == "auto" else transfer_info)
         self._transfer: Transfer | None = None  # of the host
-        self._targets = sync.targets(model.whole_shapes, self._rename)
+        self._targets = sync.targets(self._model.whole_shapes, self._rename)
         self._weights: _Weights | None = None
         self.replaced = 0  # processes that died or hung, and were replaced
         self._probed = self._asleep = self._broken = False
@@ -185,6 +187,8 @@ class VllmEngine:
         """
         started = time.perf_counter()
         before, self._weights = self._weights, None  # unless all goes well, the engine holds nothing that may be used
+        origin = Origin.of(params, version)
+        params = params if self._source.frozen is None else lora.merged(self._source, params, mesh=self._mesh)
         sync.compare_names(self._model.shapes, params)
         only, digests = self._wanted(params, before)
         sent, count = dict[str, str](), 0
@@ -208,7 +212,7 @@ class VllmEngine:
                 raise SyncError(f"vLLM left parameters as they were: {unfilled[:8]}")
         if self._probe == "always" or (self._probe == "first" and self._any(not self._probed, params)):
             self._compare_log_probs(params)
-        self._weights = _Weights(Origin.of(params, version), digests)
+        self._weights = _Weights(origin, digests)
         return Synced(version, len(sent), count, time.perf_counter() - started)
 
     def _load(

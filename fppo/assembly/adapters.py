@@ -1,0 +1,104 @@
+"""Adapters of a run's roles, as its settings name them, over one base wherever that is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import attrs
+import torch
+
+from fppo.assembly.parts import bare_model, load_actor, load_critic, on_device
+from fppo.assembly.texts import directory_of
+from fppo.key import Key
+from fppo.models import lora, lora_files
+from fppo.models.adapted import Lora
+from fppo.models.init import init_value_head
+from fppo.models.load import read_value_head
+from fppo.models.model import Model, Params
+from fppo.models.place import own_params
+from fppo.pipeline.program import Base
+from fppo.runtime.mesh import Mesh
+from fppo.settings.checks import uses_critic_model
+from fppo.settings.lora import critic_uses_lora, shares_base, uses_lora
+from fppo.settings.train import TrainSettings
+
+
+def lora_of(settings: TrainSettings) -> Lora:
+    """The policy's adapter, as the settings or the files that they name describe it.
+
+    Raises ValueError for files that are none of an adapter, or of one that does what fppo does not.
+    """
+    section = settings.model.lora
+    if section.path is not None:
+        return lora_files.read_config(Path(section.path))
+    return Lora(section.rank, section.alpha, section.targets, section.scaling)
+
+
+def adapted_actor(settings: TrainSettings, model: Model, params: Params, mesh: Mesh) -> tuple[Model, Params]:
+    """The policy that was loaded with its adapter, as the settings begin it; itself without one.
+
+    Raises ValueError for a model whose code uses weights in ways that adapters do not know.
+    """
+    if not uses_lora(settings):
+        return model, params
+    spec = lora_of(settings)
+    lora.check_adapted(model, spec)
+    model, adapter = lora.adapt(model, params, spec, key=Key(settings.seed).fold("adapter"), mesh=mesh)
+    if settings.model.lora.path is not None:
+        adapter = lora_files.load(model, Path(settings.model.lora.path), mesh=mesh, like=adapter)
+    return model, adapter
+
+
+def adapted_critic(
+    settings: TrainSettings, policy: Model | None, mesh: Mesh, device: torch.device
+) -> tuple[Model | None, Params]:
+    """The critic: on the base of `policy` where both are adapted and begin from the same weights, else loaded."""
+    key = Key(settings.seed)
+    if policy is not None and shares_base(settings) and uses_critic_model(settings):
+        model, params = _on_base(settings, policy, key, mesh)
+    else:
+        model, params = load_critic(settings, key, mesh)
+    params = on_device(params, device)
+    if model is None or not critic_uses_lora(settings):
+        return model, params
+    spec, rank = lora_of(settings), settings.model.lora.critic_rank
+    spec = spec if rank is None else attrs.evolve(spec, rank=rank)
+    return lora.adapt(model, params, spec, key=key.fold("critic's adapter"), mesh=mesh)
+
+
+def _on_base(settings: TrainSettings, policy: Model, key: Key, mesh: Mesh) -> tuple[Model, Params]:
+    """A critic of the policy's own tensors, with a value head of the checkpoint's or a fresh one."""
+    again, model = settings.critic.checkpoint_layers, bare_model(settings, "value")
+    model = model if again is None else attrs.evolve(model, checkpoint_layers=again)
+    directory = directory_of(settings.model.path, "model.path")
+    head = read_value_head(directory, torch.float32) or init_value_head(model, key.fold("value head"))
+    wrong = [f"{name} has shape {list(x.shape)}" for name, x in head.items() if x.shape != model.shapes[name]]
+    if wrong:
+        raise ValueError(f"model.path: the value head in {directory} has other outputs than the critic: {wrong}")
+    base = lora.frozen_of(policy).params
+    return model, {name: base[name] for name in model.shapes if name in base} | own_params(model, head, mesh)
+
+
+def policy_model(settings: TrainSettings, mesh: Mesh, device: torch.device) -> Model:
+    """The policy's model without parameters of its own; of an adapted one with its base, on the device."""
+    if not uses_lora(settings):
+        return bare_model(settings)
+    model, params = load_actor(settings, mesh)
+    return adapted_actor(settings, model, on_device(params, device), mesh)[0]
+
+
+def bases_of(settings: TrainSettings, models: Mapping[str, Model | None]) -> dict[str, Base] | None:
+    """What a checkpoint says of the bases of adapted models, by role; None if there is none."""
+    paths = {"actor": settings.model.path, "critic": settings.model.critic_path or settings.model.path}
+    bases: dict[str, Base] = {}
+    for role, model in models.items():
+        if isinstance(model, Model) and (frozen := model.frozen) is not None:  # in a pool there is a handle
+            dtype = str(next(iter(frozen.params.values())).dtype).removeprefix("torch.")
+            bases[role] = Base(source=paths[role], digest=frozen.digest, dtype=dtype, adapter=words(frozen.lora))
+    return bases or None
+
+
+def words(spec: Lora) -> str:
+    """An adapter in words."""
+    return f"rank {spec.rank}, alpha {spec.alpha:g}, {spec.scaling} scaling, of {', '.join(spec.targets)}"

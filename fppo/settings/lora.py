@@ -1,0 +1,89 @@
+"""The settings of low-rank adapters, and what does not go together with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import attrs
+
+from fppo.settings.fields import above, at_least, nonempty, setting
+from fppo.settings.placement import places_of
+from fppo.settings.problems import Problems, problem, unread
+
+if TYPE_CHECKING:
+    from fppo.settings.train import TrainSettings
+
+
+@attrs.frozen(kw_only=True)
+class LoraSettings:
+    """Low-rank adapters, which are trained in place of the weights; policy, critic and reference share one base."""
+
+    rank: int = setting(0, at_least(0))
+    """The rank of the policy's adapter; 0: train all weights."""
+    alpha: float = setting(16.0, above(0))
+    """What an adapter's product is multiplied by, before scaling divides it."""
+    scaling: Literal["standard", "rslora"] = setting("standard")
+    """What divides alpha: the rank (standard), or its square root (rslora)."""
+    targets: tuple[str, ...] = setting(("all-linear",), nonempty("give names of weights, or all-linear"))
+    """The weights that have adapters: all-linear, ends of names, as q_proj, or patterns of whole names."""
+    path: str | None = setting(None)
+    """A directory with PEFT's files, whose adapter the policy starts from; rank, alpha, scaling and targets are its."""
+    critic_rank: int | None = setting(None, at_least(0))
+    """The rank of the critic's adapter, else as the policy's; None: rank; 0: train all of the critic's weights."""
+
+
+def uses_lora(s: TrainSettings) -> bool:
+    """Whether the policy is trained by an adapter."""
+    return s.model.lora.rank > 0 or s.model.lora.path is not None
+
+
+def critic_uses_lora(s: TrainSettings) -> bool:
+    """Whether a critic that is a model is."""
+    return uses_lora(s) and s.model.lora.critic_rank != 0
+
+
+def shares_base(s: TrainSettings) -> bool:
+    """Whether the critic's adapter stands on the policy's own base."""
+    return critic_uses_lora(s) and s.model.critic_path in (None, s.model.path)
+
+
+def lora_problems(s: TrainSettings, *, critic: bool) -> Problems:
+    """What does not go together with adapters, in a run whose critic is a model or that has none."""
+    lora, default = s.model.lora, LoraSettings()
+    if not uses_lora(s):
+        for name in ("alpha", "scaling", "targets", "critic_rank"):
+            yield from unread(f"model.lora.{name}", getattr(lora, name), getattr(default, name), "model.lora.rank > 0")
+        return
+    if lora.path is not None:
+        for name in ("rank", "alpha", "scaling", "targets"):
+            if (value := getattr(lora, name)) != getattr(default, name):
+                yield problem(f"model.lora.{name}", value, f"the adapter in model.lora.path = {lora.path!r} says it")
+    if not critic:
+        yield from unread("model.lora.critic_rank", lora.critic_rank, None, "a critic that is a model")
+    yield from _places(s)
+    if s.model.compile_layers:
+        yield problem("model.compile_layers", True, "compiled layers take no adapters yet; leave it or model.lora out")
+    if s.model.offload == "all":
+        text = "the base of adapters stays on the device; give moments, or leave it out"
+        yield problem("model.offload", s.model.offload, text)
+    if critic and critic_uses_lora(s) and s.critic.offload == "all":
+        text = "the base of adapters stays on the device; give moments, or leave it out"
+        yield problem("critic.offload", s.critic.offload, text)
+    if s.model.ref_path is None:
+        reader = "a reference of its own (model.ref_path): with adapters it is their base, which is there anyway"
+        yield from unread("model.ref_dtype", s.model.ref_dtype, "float32", reader)
+        yield from unread("model.ref_offload", s.model.ref_offload, None, reader)
+    if s.actor.experts.bias_rate > 0:
+        text = "the biases of routers are in the frozen base of the adapter; leave it out"
+        yield problem("actor.experts.bias_rate", s.actor.experts.bias_rate, text)
+
+
+def _places(s: TrainSettings) -> Problems:
+    """Where adapters do not run yet."""
+    for axis in ("tensor", "pipeline", "expert"):
+        if (ranks := getattr(s.mesh, axis)) > 1:
+            text = "adapters do not run there yet; give the ranks to mesh.shard, replicate, sequence or context"
+            yield problem(f"mesh.{axis}", ranks, text)
+    for role, pool in places_of(s.placement).items():
+        text = "adapters share a base in one process, and do not run in pools yet; leave out placement or model.lora"
+        yield problem(f"placement.roles.{role}", pool, text)

@@ -1,0 +1,107 @@
+"""PEFT's files: read back as they were written, and computed by peft itself as here."""
+
+import json
+import warnings
+
+import attrs
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fppo.key import Key
+from fppo.models import lora, lora_files
+from fppo.models.adapted import Lora
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import Sharding
+from fppo.runtime.simulate import simulate
+from tests import tiny
+from tests.models import families
+from tests.models.test_lora import noisy
+
+FAMILIES = ("llama", "qwen2", "gpt2", "qwen3_moe", "gpt_oss")
+
+
+def made(name, directory, *, targets=("all-linear",), scaling="rslora"):
+    model, params = families.make(name)
+    model, adapter = lora.adapt(model, params, Lora(3, 6.0, targets, scaling), key=Key(3), dtype=torch.float64)
+    adapter = noisy(adapter)
+    lora_files.save(model, adapter, directory, base="somewhere")
+    return model, params, adapter
+
+
+def read(model, params, directory):
+    again, fresh = lora.adapt(model.plain, params, lora_files.read_config(directory), key=Key(0), dtype=torch.float64)
+    return again, lora_files.load(again, directory, like=fresh)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_files_read_back_as_they_were_written(name, tmp_path):
+    model, params, adapter = made(name, tmp_path / "a")
+    again, back = read(model, params, tmp_path / "a")
+    assert again.shapes == model.shapes
+    assert lora.frozen_of(again).lora.scale == lora.frozen_of(model).lora.scale
+    assert all(torch.equal(back[name], x) for name, x in adapter.items())
+
+
+def test_ranks_that_cut_parameters_write_and_read_them(tmp_path):
+    model, _, adapter = made("qwen2", tmp_path / "a")
+
+    def run(mesh):
+        mesh = attrs.evolve(mesh, sharding=Sharding())
+        lora_files.save(model, fsdp.shard(adapter, mesh), tmp_path / "b", base="somewhere", mesh=mesh)
+        return lora_files.load(model, tmp_path / "b", like=fsdp.shard(adapter, mesh), mesh=mesh)
+
+    ranks = simulate({"shard": 3}, run)
+    weights = [load_file(tmp_path / each / "adapter_model.safetensors") for each in ("a", "b")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
+    for name, x in adapter.items():
+        assert torch.equal(torch.cat([rank[name] for rank in ranks]), x)
+
+
+def test_what_has_no_such_files_or_does_what_is_not_known_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="vocabulary head, too"):
+        made("qwen2", tmp_path / "tied", targets=("embed_tokens",))
+    model, params = tiny.model_and_params("value")
+    model, adapter = lora.adapt(model, params, Lora(2, 4.0), key=Key(0))
+    with pytest.raises(ValueError, match="value model has a head of its own"):
+        lora_files.save(model, adapter, tmp_path / "value", base="somewhere")
+    with pytest.raises(ValueError, match=r"holds no adapter of PEFT's"):
+        lora_files.read_config(tmp_path)
+    model, params, adapter = made("llama", tmp_path / "a", targets=("q_proj", "embed_tokens", "lm_head"))
+    read(model, params, tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    for changes in ({"use_dora": True}, {"rank_pattern": {"q": 2}}, {"bias": "all"}, {"init_lora_weights": "pissa"}):
+        (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(ValueError, match=f"does not run adapters with {next(iter(changes))} = "):
+            lora_files.read_config(tmp_path / "a")
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config | {"r": 2}))
+    with pytest.raises(ValueError, match=r"does not fit the model: .*lora_A of shape \[3, 16\]"):
+        read(model, params, tmp_path / "a")
+    stored = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    stored.pop(next(name for name in stored if name.endswith("q_proj.lora_A.weight")))
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config))
+    save_file(stored, tmp_path / "a" / "adapter_model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"does not fit the model: missing \['base_model.model.*q_proj.lora_A.weight'\]"
+    ):
+        read(model, params, tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [(name, ("all-linear",)) for name in FAMILIES] + [("llama", ("q_proj", "embed_tokens", "lm_head"))],
+)
+def test_peft_computes_the_same_and_its_own_file_reads_back_equal(name, targets, tmp_path):
+    peft = pytest.importorskip("peft")
+    model, params, adapter = made(name, tmp_path / "a", targets=targets)
+    merged = lora.merged(model, adapter)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.PeftModel.from_pretrained(families.plain(model.plain, params), str(tmp_path / "a"))
+        theirs.save_pretrained(tmp_path / "b", save_embedding_layers=False)
+        weights = dict(theirs.merge_and_unload().named_parameters())
+    for each, x in merged.items():
+        torch.testing.assert_close(weights[each], x, rtol=1e-12, atol=1e-12)
+    _, back = read(model, params, tmp_path / "b")
+    assert all(torch.equal(back[name], x) for name, x in adapter.items())

@@ -1,0 +1,138 @@
+"""Runs that train adapters: resumed bit for bit on their base alone, exported for PEFT or merged."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from fppo import tree
+from fppo.assembly.run import assemble
+from fppo.commands import actions
+from fppo.models import lora
+from fppo.runs import jsonl, session
+from fppo.runtime.checkpoint import CheckpointError
+from fppo.settings import files
+from tests import tiny_run
+
+LORA = {"model__lora__rank": 2, "model__lora__alpha": 4.0, "actor__optimizer__schedule": "constant"}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("task")
+    tiny_run.write_task(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def whole(task, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    assert actions.train(tiny_run.settings(task, output_dir=str(directory), **LORA)) == 0
+    return directory
+
+
+def _digests(directory):
+    return {line["step"]: line["state"] for line in jsonl.read(directory / "digests.jsonl")}
+
+
+def test_a_run_holds_one_base_and_trains_the_factors_and_the_value_head(task, tmp_path):
+    settings = tiny_run.settings(task, output_dir=str(tmp_path), model__lora__critic_rank=1, **LORA)
+    with assemble(settings) as assembly:
+        actor, critic, run = assembly.model, assembly.critic_model, assembly.run
+        assert critic is not None
+        assert lora.same_base(actor, critic)
+        assert run.ref == {}
+        assert run.actor.params.keys() == actor.shapes.keys() == run.actor.opt.mu.keys()
+        assert {n.rpartition(".")[2] for n in run.actor.params} == {"lora_A", "lora_B"}
+        assert {n for n in run.critic.params if "lora" not in n} == {"score.weight", "score.bias"}
+        assert {x.shape[-2] for n, x in run.critic.params.items() if n.endswith("lora_A")} == {1}
+        assert sorted(run.bases) == ["actor", "critic"]
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_bit_for_bit_without_the_base_in_its_checkpoints(task, whole, tmp_path):
+    parts = tmp_path / "parts"
+    for steps in (2, 4):
+        actions.train(tiny_run.settings(task, output_dir=str(parts), steps=steps, **LORA))
+    assert _digests(parts) == _digests(whole)
+    assert actions.replay(whole, 4) == 0
+    stored = [name for file in parts.rglob("checkpoints/**/*.safetensors") for name in load_file(file)]
+    assert any("lora_A" in name for name in stored)
+    assert not any(name.endswith("proj.weight']") or "embed" in name for name in stored)
+    lines = jsonl.read(whole / "metrics.jsonl")
+    assert lines[-1]["actor/grad_norm"] > 0
+    assert lines[-1]["critic/grad_norm"] > 0
+
+
+def test_another_base_and_another_adapter_are_refused_by_name(task, whole, tmp_path):
+    other, run = tmp_path / "other", tmp_path / "run"
+    shutil.copytree(task / "start", other)
+    shutil.copytree(whole, run)
+    weights = load_file(other / "model.safetensors")
+    name = next(name for name in weights if name.endswith("down_proj.weight"))
+    weights[name][0, 0] += 1
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    for changes, message in (
+        ({"model__path": str(other)}, "model.path: the actor's adapter in .* was trained on the weights of .*start"),
+        ({"model__lora__alpha": 8.0}, "of rank 2, alpha 4, standard .* it would be of rank 2, alpha 8"),
+        ({"model__lora__rank": 3}, "would be of rank 3"),
+        ({"model__compute_dtype": "bfloat16"}, "stands on weights in float32, and here they are in bfloat16"),
+        ({"model__lora__rank": 0, "model__lora__alpha": 16.0}, "of another model or other settings"),
+    ):
+        given = tiny_run.settings(task, output_dir=str(run), steps=5, **{**LORA, **changes})
+        with pytest.raises((ValueError, CheckpointError), match=message):
+            actions.train(given)
+    moved = tmp_path / "moved"  # the same weights elsewhere are the same base
+    shutil.copytree(task / "start", moved)
+    settings = tiny_run.settings(task, output_dir=str(run), model__path=str(moved), **LORA)
+    with assemble(settings) as assembly:
+        assert session.restore(settings, assembly).step == 4
+
+
+def test_an_adapter_is_exported_for_peft_or_merged_and_starts_another_run(task, whole, tmp_path):
+    assert actions.evaluate(tiny_run.settings(task, output_dir=str(whole), **LORA)) == 0
+    assert actions.export(whole, tmp_path / "adapter", None) == 0
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (2, 4.0, str(task / "start"))
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "adapter" / name).read_bytes() == (whole / "model" / name).read_bytes()
+    assert actions.export(whole, tmp_path / "merged", None, merge=True) == 0
+    changes = {"model__lora__path": str(tmp_path / "adapter"), "critic__optimizer__lr": 1e-4}
+    with assemble(tiny_run.settings(task, output_dir=str(tmp_path / "next"), **changes)) as assembly:
+        adapter, model = assembly.run.actor.params, assembly.model
+        with assemble(tiny_run.settings(task, output_dir=str(whole), **LORA)) as before:
+            last = session.load(before, whole / "checkpoints", 4).actor.params
+        assert tree.digest(adapter) == tree.digest({name: last[name] for name in adapter})
+        expected = lora.merged(model, adapter)
+        assert assembly.critic_model.frozen.lora.rank == 2
+    got = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).named_parameters())
+    for name, x in expected.items():
+        assert torch.equal(got[name], x), name
+    assert actions.export(whole, tmp_path / "critic", None, "critic", merge=True) == 0
+    with pytest.raises(ValueError, match=r"value head of its own.*--merge"):
+        actions.export(whole, tmp_path / "critic 2", None, "critic")
+
+
+def test_what_does_not_go_with_adapters_is_named_at_once(task):
+    wrong = {
+        "model__offload": "all",
+        "model__compile_layers": True,
+        "model__ref_dtype": "bfloat16",
+        "mesh__tensor": 2,
+        "mesh__pipeline": 2,
+        "mesh__expert": 2,
+        "actor__experts__bias_rate": 0.1,
+    }
+    with pytest.raises(files.SettingsError) as caught:
+        tiny_run.settings(task, **LORA, **wrong)
+    for name in wrong:
+        assert f"{name.replace('__', '.')} = " in str(caught.value)
+    for changes, words in (
+        ({"model__lora__alpha": 4.0}, "model.lora.alpha = 4.0: nothing reads it here"),
+        ({"model__lora__path": "x", "model__lora__rank": 4}, "model.lora.rank = 4: the adapter in model.lora.path"),
+    ):
+        with pytest.raises(files.SettingsError, match=words):
+            tiny_run.settings(task, **changes)
