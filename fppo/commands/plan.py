@@ -14,6 +14,7 @@ import attrs
 import torch
 from transformers.utils import logging as transformers_logging
 
+from fppo.models.adapted import Lora
 from fppo.plan.case import Case, Role, balanced
 from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import plan
@@ -98,7 +99,7 @@ def case_of(settings: PlanSettings) -> Case:
         dtype, _ = resolve.compute_dtype(machine)
     if log_probs == resolve.AUTO:
         log_probs, _ = resolve.kernel("log_probs", machine, {dtype})
-    mesh = settings.mesh
+    mesh, own = settings.mesh, settings.critic_lora
     data_ranks = math.prod(size for axis, size in settings.sizes.items() if axis in DATA_AXES)
     length = settings.length or min(4096, settings.tokens)
     tokens, micro_batches = settings.tokens, settings.micro_batches
@@ -121,6 +122,8 @@ def case_of(settings: PlanSettings) -> Case:
         critic=settings.critic,
         reference=settings.reference,
         reward_model=None if settings.reward_model is None else config_of(settings.reward_model, "reward-model")[1],
+        lora=_lora(settings, settings.lora),
+        critic_lora=_lora(settings, settings.lora and (settings.lora if own is None else own)),
         compute_dtype=None if dtype == "float32" else getattr(torch, dtype),
         checkpoint_layers=settings.checkpoint_layers,
         log_probs=log_probs,
@@ -129,6 +132,10 @@ def case_of(settings: PlanSettings) -> Case:
         roles=_roles(settings),
         full=settings.full,
     )
+
+
+def _lora(settings: PlanSettings, rank: int) -> Lora | None:
+    return Lora(rank, 1.0, settings.lora_targets) if rank else None
 
 
 def _roles(settings: PlanSettings) -> dict[str, Role]:

@@ -10,6 +10,7 @@ import attrs
 import torch
 from transformers import PreTrainedConfig
 
+from fppo.models.adapted import Lora
 from fppo.models.narrow import narrow
 from fppo.plan.hardware import Hardware
 from fppo.runtime.mesh import DATA_AXES, Sharding
@@ -58,6 +59,8 @@ class Case:
     critic: bool = False
     reference: bool = False
     reward_model: PreTrainedConfig | None = None  # it reads the same tokens
+    lora: Lora | None = None  # the actor's adapter, on a base that stays
+    critic_lora: Lora | None = None  # the critic's, on the same one
     compute_dtype: torch.dtype | None = torch.bfloat16
     checkpoint_layers: bool = False
     log_probs: str = "chunked"
@@ -173,6 +176,9 @@ def problems(case: Case) -> list[str]:
             f"--mesh.expert {case.size('expert')}: fppo plan does not count the tokens that its ranks send each other; "
             "plan the mesh with these ranks on --mesh.shard"
         )
+    if case.lora is not None:
+        axes = [axis for axis in ("tensor", "pipeline", "expert") if case.size(axis) > 1]
+        wrong += [f"--mesh.{axis} {case.size(axis)}: adapters (--lora) do not run there yet" for axis in axes]
     if case.length > case.tokens:
         wrong.append(f"--length {case.length}: a pass of --tokens {case.tokens} holds no such sequence")
     if case.length < 2:

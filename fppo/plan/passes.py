@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fppo import losses, models, tree
 from fppo.batch import Column, Experience
+from fppo.models import lora
 from fppo.models.model import HeadKind, Model
 from fppo.plan import standins
 from fppo.plan._group import Sent, counting_mesh
@@ -61,7 +62,10 @@ def model_of(case: Case, name: str, layers: int | None = None) -> Model:
     config = case.reward_model if name == REWARD else case.config
     assert config is not None
     config = config if layers is None else with_layers(config, layers)
-    return models.build(config, HEADS[name], compute_dtype=case.compute_dtype, checkpoint_layers=case.checkpoint_layers)
+    again = case.checkpoint_layers
+    model = models.build(config, HEADS[name], compute_dtype=case.compute_dtype, checkpoint_layers=again)
+    spec = {"actor": case.lora, "critic": case.critic_lora}.get(name)
+    return model if spec is None else lora.without_base(model, spec)
 
 
 def rows_of(case: Case, count: int) -> Experience:
@@ -151,10 +155,19 @@ def run_stage(case: Case, name: str, *, layers: int | None = None) -> list[Phase
     tracker = Tracker(on_gpu=case.hardware.on_gpu)
     mesh = mesh_of(case, tracker.sent)
     model = models.place(model_of(case, STAGES[name], layers), mesh)
-    stage = stage_of(case, name, batch, forward=Forward(model, kernels=kernels_of(case, tracker), mesh=mesh))
     with FakeTensorMode(allow_non_fake_inputs=True):
+        if (frozen := model.frozen) is not None:
+            kept = {n: torch.empty(shard_shape(x, mesh), dtype=base_dtype(case)) for n, x in frozen.shapes.items()}
+            tracker.hold(kept.values())
+            model = attrs.evolve(model, frozen=attrs.evolve(frozen, params=kept))
         params = {n: torch.empty(shard_shape(shape, mesh), dtype=case.dtype) for n, shape in model.shapes.items()}
+    stage = stage_of(case, name, batch, forward=Forward(model, kernels=kernels_of(case, tracker), mesh=mesh))
     return tracked(case, tracker, stage, init_state(params, optimizer_of(case)), batch)
+
+
+def base_dtype(case: Case) -> torch.dtype:
+    """What the base of adapters is kept in: what it is computed with."""
+    return case.compute_dtype or torch.float32
 
 
 def tracked(

@@ -95,7 +95,7 @@ def _plan(case: Case, only_if_fits: bool) -> Plan:
     """The plan of one rank of a pipeline."""
     every = {name: passes.model_of(case, name) for name in passes.models_of(case)}
     rest = _at_rest(case, every)
-    parameters = {name: sum(shape.numel() for shape in model.shapes.values()) for name, model in every.items()}
+    parameters = {name: sum(shape.numel() for shape in model.whole_shapes.values()) for name, model in every.items()}
     stages: list[Stage] = []
     work = pipeline_work(case, every["actor"])
     imbalance = max(work) * len(work) / sum(work)
@@ -148,8 +148,12 @@ def optimizer_bytes(model: Model, case: Case) -> int:
 
 
 def _shard_shapes(model: Model, case: Case) -> dict[str, tuple[int, ...]]:
+    return _own_shapes(models.place(model, passes.mesh_of(case, lambda *_: None)).shapes, case)
+
+
+def _own_shapes(shapes: Mapping[str, torch.Size], case: Case) -> dict[str, tuple[int, ...]]:
     mesh = passes.mesh_of(case, lambda *_: None)
-    return {name: passes.shard_shape(shape, mesh) for name, shape in models.place(model, mesh).shapes.items()}
+    return {name: passes.shard_shape(shape, mesh) for name, shape in shapes.items()}
 
 
 def _peak_flops(case: Case) -> float:
@@ -191,7 +195,10 @@ def _at_rest(case: Case, every: Mapping[str, Model]) -> dict[str, float]:
         rest[f"{name}'s parameters"] = _kept(model, at)
         if name != passes.REWARD:
             rest[f"{name}'s optimizer"] = optimizer_bytes(model, at) if at.offload == "none" else 0
-    if case.reference:
+    if (frozen := every["actor"].frozen) is not None:  # the critic's and the reference's, too
+        numbers = sum(math.prod(shape) for shape in _own_shapes(frozen.shapes, case).values())
+        rest["base's weights"] = passes.base_dtype(case).itemsize * numbers
+    elif case.reference:
         rest["reference's parameters"] = _kept(every["actor"], case.at("reference"))
     row = passes.rows_of(case, 1)
     size = sum(x.nbytes for x in tree.tensors(row))

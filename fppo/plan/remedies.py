@@ -78,8 +78,9 @@ def families(case: Case) -> list[list[Flags]]:
         choices.append([{"checkpoint-layers": True}])
     if sequence := list(_longer_axes(case, "sequence")):
         choices.append(sequence)
-    if case.hardware.on_gpu and case.offload != "all":
-        choices.append([{"offload": what} for what in ("moments", "all") if what != case.offload])
+    if case.hardware.on_gpu and case.offload != ("all" if case.lora is None else "moments"):
+        places = ("moments", "all") if case.lora is None else ("moments",)  # the base of adapters stays
+        choices.append([{"offload": what} for what in places if what != case.offload])
     if pipeline := list(_longer_axes(case, "pipeline")):
         choices.append(pipeline)
     return choices

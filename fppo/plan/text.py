@@ -49,6 +49,7 @@ def _head(plan: Plan, width: int) -> list[str]:
     return [
         *textwrap.wrap(f"{case.name}: {models} parameters; {passes} passes on float32 state{again}", width),
         *_own(case),
+        *([f"adapters of rank {case.lora.rank} on a frozen base in {passes}"] if case.lora is not None else []),
         *textwrap.wrap(
             f"{case.world:,} x {hardware.name}, {hardware.memory / GIB:,.1f} GiB each{nodes}: {axes}{sharded}", width
         ),

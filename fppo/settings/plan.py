@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Literal
 
 import attrs
@@ -42,6 +44,12 @@ class PlanSettings:
     """Plan a critic of the same size beside the actor, as PPO has it."""
     reference: bool = setting(False)
     """Plan a frozen reference of the same size, as a KL term needs it."""
+    lora: int = setting(0, at_least(0))
+    """Plan adapters of this rank (a run's model.lora.rank) on one base, the reference too; 0: train all weights."""
+    lora_targets: tuple[str, ...] = setting(("all-linear",), nonempty("give names of weights, or all-linear"))
+    """The weights that have adapters."""
+    critic_lora: int | None = setting(None, at_least(0))
+    """The rank of the critic's adapter; None: as --lora; 0: the critic is trained whole."""
     reward_model: str | None = setting(None)
     """Plan a reward model beside them: a directory or a name, as for --model; it reads the same tokens."""
     critic_tokens: int | None = setting(None, at_least(2))
@@ -119,6 +127,9 @@ def of_run(run: TrainSettings) -> PlanSettings:
         forward_tokens=run.model.forward_token_budget,
         critic=checks.uses_critic_model(run),
         reference=checks.uses_reference(run),
+        lora=_rank(run),
+        lora_targets=run.model.lora.targets,
+        critic_lora=run.model.lora.critic_rank,
         reward_model=reward.path,
         critic_tokens=None if critic == tokens else critic,
         critic_compute_dtype=run.critic.compute_dtype,
@@ -161,6 +172,7 @@ def problems(settings: PlanSettings) -> list[str]:
     lines = [f"--{name.replace('_', '-')} {value!r}: {text}" for name, value, text in wrong_values(settings)]
     if lines:
         return lines
+    lines += _of_adapters(settings)
     world = math.prod(settings.sizes.values())
     own = [name for name, size in settings.mesh.sizes(settings.mesh.shard or 1).items() if size > 1]
     own += ["virtual-stages"] if settings.mesh.virtual_stages > 1 else []
@@ -173,3 +185,21 @@ def problems(settings: PlanSettings) -> list[str]:
     if settings.length is not None and settings.length > settings.tokens:
         lines.append(f"--length {settings.length}: a pass of --tokens {settings.tokens} holds no such sequence")
     return lines
+
+
+def _rank(run: TrainSettings) -> int:
+    """The rank of the policy's adapter; 0 without one."""
+    if (path := run.model.lora.path) is None:
+        return run.model.lora.rank
+    return json.loads((Path(path) / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+
+
+def _of_adapters(settings: PlanSettings) -> list[str]:
+    """What does not go with adapters, and what does nothing without them."""
+    if not settings.lora:
+        given = {"--lora-targets": settings.lora_targets != ("all-linear",), "--critic-lora": settings.critic_lora}
+        return [f"{name}: nothing reads it without --lora" for name, value in given.items() if value]
+    lines = [] if settings.search is None else [f"--search {settings.search}: it does not know adapters; give a mesh"]
+    offloads = {"--offload": settings.offload, "--critic-offload": settings.critic_offload}
+    whole = [name for name, value in offloads.items() if value == "all"]
+    return lines + [f"{name} all: the base of adapters stays on the device; give moments" for name in whole]

@@ -11,6 +11,7 @@ import torch
 
 from fppo.commands import cli
 from fppo.commands import plan as commands
+from fppo.models.adapted import Lora
 from fppo.plan import passes
 from fppo.plan.case import ROLES, Role
 from fppo.plan.estimate import LINK_SHARE, ORDER, _collective, link, seconds_of
@@ -242,6 +243,30 @@ def test_a_runs_settings_are_planned_as_each_role_has_them(tmp_path, capsys):
     assert case.at("log-probs").offload == "moments"
 
 
+@pytest.mark.slow
+def test_adapters_are_planned_over_one_base(tmp_path):
+    """What a run with adapters holds: factors and their moments, one base in the dtype of the passes."""
+    settings = tiny_run.settings(
+        tmp_path, model__path="quickstart", model__lora__rank=4, model__lora__critic_rank=2, rollout__max_tokens=4
+    )
+    asked = cases_of(settings)
+    assert (asked.lora, asked.critic_lora) == (Lora(4, 1.0), Lora(2, 1.0))
+    small = case(layers=1, micro_batches=1, compute_dtype=torch.bfloat16)
+    with_adapters = attrs.evolve(small, lora=asked.lora, critic_lora=asked.critic_lora)
+    planned = plan(with_adapters)
+    model, critic = (passes.model_of(with_adapters, name) for name in ("actor", "critic"))
+    base, numbers = model.frozen.shapes, sum(x.numel() for x in model.shapes.values())
+    heads = critic.shapes["score.weight"].numel() + 1
+    factors = sum(x.numel() for x in critic.shapes.values()) - heads
+    assert numbers == 2 * factors
+    assert planned.rest["base's weights"] == 2 * sum(x.numel() for x in base.values())
+    assert planned.rest["actor's parameters"] == planned.rest["actor's optimizer"] / 2 == 4 * numbers
+    assert planned.rest["critic's optimizer"] == 8 * (factors + heads)
+    assert "reference's parameters" not in planned.rest
+    assert planned.peak.total < plan(small).peak.total / 2
+    assert all(list(flags) != ["mesh.pipeline"] for family in families(with_adapters) for flags in family)
+
+
 def test_the_passes_of_a_mini_batch_are_as_equal_as_those_of_a_run():
     at = commands.case_of(settings_plan.PlanSettings(model="quickstart", tokens=320, length=32, mini_batch=16))
     assert (at.rows, at.micro_batches) == (8, 2)
@@ -282,6 +307,12 @@ def test_what_does_not_fit_is_said_with_its_remedies(tmp_path, capsys):
         (["--model", "quickstart", "--gpus", "9", "--mesh.replicate", "2"], "the mesh has 8 ranks"),
         (["--model", "quickstart", "--tokens", "64", "--length", "128"], "holds no such sequence"),
         (["--model", "quickstart", "--micro-batches", "0"], "--micro-batches 0: must be 1 or more"),
+        (
+            ["--model", "quickstart", "--lora", "4", "--mesh.tensor", "2"],
+            "--mesh.tensor 2: adapters (--lora) do not run",
+        ),
+        (["--model", "quickstart", "--lora", "4", "--search", "2"], "--search 2: it does not know adapters"),
+        (["--model", "quickstart", "--critic-lora", "4"], "--critic-lora: nothing reads it without --lora"),
         (["--model", "quickstart", "--mesh.expert", "2"], "--mesh.expert 2: fppo plan does not count the tokens"),
         ([], "give a directory with a config.json, or a name"),
     ],
