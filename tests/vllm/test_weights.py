@@ -5,9 +5,11 @@ import torch
 
 from fppo import models
 from fppo.key import Key
+from fppo.models import Lora
 from fppo.rollout import sync
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.sync import SyncError
+from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
 from tests.rollout.test_embedded import make_prompts
 from tests.vllm.conftest import start
 from tests.vllm.families import make
@@ -46,6 +48,28 @@ def test_after_every_sync_log_probs_are_the_trainers(name):
         half = {key: x.bfloat16() for key, x in params.items()}
         engine.sync(half, version=3)
         assert gap(engine, model, {key: x.float() for key, x in half.items()}) < 1e-5
+
+
+def test_adapters_are_merged_for_each_version_and_only_what_they_change_is_sent_again():
+    model, params = make("qwen2")
+    adapted, adapter = models.adapt(model, params, Lora(2, 4.0), key=Key(0))
+    places = adapted.frozen.places
+    options = VllmOptions(cache_gb=0.05, max_rows=16)
+    with VllmEngine(adapted, pad_token_id=0, options=options, send="changed") as engine:
+        for version in range(3):
+            adapter = {
+                name: x + 0.1 * version * torch.sin(torch.arange(x.numel())).view_as(x) for name, x in adapter.items()
+            }
+            done = engine.sync(adapter, version=version)
+            assert len(places) <= done.tensors <= len(params)
+            assert (done.tensors == len(params)) == (version == 0)
+            assert gap(engine, model, models.merged(adapted, adapter)) < 1e-5
+        ask = Ask(make_prompts(), Sampling(max_tokens=4), Key(0), version=3)
+        engine.generate(adapter, ask)
+        held = engine._weights
+        engine.generate(adapter, ask)
+        assert engine._weights is held  # the same factors under the same version are not merged again
+        assert gap(engine, model, params) > 1e-3
 
 
 def test_a_dropped_or_renamed_tensor_is_named_whichever_it_is(qwen2):
