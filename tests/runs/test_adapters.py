@@ -50,6 +50,11 @@ def test_a_run_holds_one_base_and_trains_the_factors_and_the_value_head(task, tm
         assert {n for n in run.critic.params if "lora" not in n} == {"score.weight", "score.bias"}
         assert {x.shape[-2] for n, x in run.critic.params.items() if n.endswith("lora_A")} == {1}
         assert sorted(run.bases) == ["actor", "critic"]
+    for critic_dtype, kept in ((None, torch.bfloat16), ("float32", torch.float32)):
+        changes = {"model__compute_dtype": "bfloat16", "critic__compute_dtype": critic_dtype}
+        with assemble(tiny_run.settings(task, output_dir=str(tmp_path), **LORA, **changes)) as assembly:
+            assert {x.dtype for x in assembly.model.frozen.params.values()} == {kept}  # as wide as its widest passes
+            assert {x.dtype for x in assembly.run.actor.params.values()} == {torch.float32}
 
 
 @pytest.mark.slow

@@ -168,6 +168,22 @@ def test_reference_actor_and_critic_stand_on_one_base():
     assert compute_values(values, batch, forward=Forward(critic), micro_batching=TWO).isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "qwen3_moe", "gpt_oss"])
+def test_each_rank_merges_its_part(name):
+    model, adapter = adapted(name=name)
+    whole = lora.merged(model, adapter)
+
+    def on_ranks(mesh):
+        mesh = attrs.evolve(mesh, sharding=Sharding())
+        own, shards = adapted(name=name, mesh=mesh)
+        return fsdp.gather(lora.merged(own, shards, mesh=mesh), model.plain.shapes, mesh)
+
+    for got in simulate({"shard": 3}, on_ranks):
+        assert got.keys() == whole.keys()
+        for each, x in whole.items():
+            torch.testing.assert_close(got[each], x, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_the_embedded_engine_samples_by_the_adapter(name, dtype):
