@@ -52,6 +52,37 @@ class Column(Sequence[Any]):
         return f"Column({list(self._items)!r})"
 
 
+@attrs.frozen(eq=False, repr=False)
+class RowInputs:
+    """What a model takes of one row beside its tokens, of sizes of its own. Rows of one prompt share it."""
+
+    tensors: Mapping[str, Tensor]  # by the names that the model takes, as "pixel_values" and "image_grid_thw"
+    places: Tensor  # [M] int64: which of the row's real tokens stand for features of these, in order
+    shown: Tensor  # [K, h, w, 3] uint8: its K images, small, to be looked at
+
+    def named(self) -> dict[str, Tensor]:
+        """All tensors by name."""
+        return {"places": self.places, "shown": self.shown, **self.tensors}
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, RowInputs) and tree.digest(self.named()) == tree.digest(other.named())
+        )
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in sorted(self.named().items()))
+        return f"RowInputs({shapes}, {tree.combine(tree.digest(self.named()))})"
+
+    @staticmethod
+    def of(named: Mapping[str, Tensor]) -> RowInputs:
+        """The inputs that `named` named."""
+        tensors = {name: x for name, x in named.items() if name not in ("places", "shown")}
+        return RowInputs(tensors, named["places"], named["shown"])
+
+
 @state
 class Prompts:
     """What is asked: token ids and what a reward needs to judge an answer."""
@@ -63,6 +94,7 @@ class Prompts:
     ground_truth: Column
     source: Column  # name of the data set, for metrics by source
     extras: Column  # the data row's other fields, as dicts
+    inputs: Column | None = None  # RowInputs of rows that have images, else None
 
 
 @state
@@ -245,9 +277,20 @@ def record(cls: type[R], columns: Mapping[str, Tensor | Column]) -> R:
 
 
 def save(record: Any, path: str | os.PathLike[str]) -> None:
-    """Writes the record to one safetensors file; objects per row go to its header as JSON, so they must fit JSON."""
+    """Writes the record to one safetensors file; objects per row go to its header as JSON, so they must fit JSON.
+
+    Inputs that several rows share are written once.
+    """
     tensors = {name: _owned(x) for name, x in columns(record).items() if isinstance(x, Tensor)}
     objects = {name: list(x) for name, x in columns(record).items() if isinstance(x, Column)}
+    shared: dict[str, list[int | None]] = {}
+    for name in [name for name, items in objects.items() if any(isinstance(x, RowInputs) for x in items)]:
+        items = objects.pop(name)
+        distinct = {id(x): x for x in items if x is not None}
+        numbers = {key: number for number, key in enumerate(distinct)}
+        shared[name] = [None if x is None else numbers[id(x)] for x in items]
+        for number, inputs in enumerate(distinct.values()):
+            tensors |= {f"{name}/{number}/{key}": _owned(x) for key, x in inputs.named().items()}
     try:
         text = json.dumps(objects, ensure_ascii=False)
     except TypeError as error:
@@ -256,7 +299,8 @@ def save(record: Any, path: str | os.PathLike[str]) -> None:
         raise ValueError(
             f"{path}: a per-row object would come back changed from JSON (a tuple, or a key that is no str)"
         )
-    safetensors.torch.save_file(tensors, path, metadata={"record": type(record).__name__, "objects": text})
+    metadata = {"record": type(record).__name__, "objects": text} | ({"inputs": json.dumps(shared)} if shared else {})
+    safetensors.torch.save_file(tensors, path, metadata=metadata)
 
 
 def load(cls: type[R], path: str | os.PathLike[str]) -> R:
@@ -270,4 +314,11 @@ def load(cls: type[R], path: str | os.PathLike[str]) -> R:
     if metadata.get("record") != cls.__name__:
         raise ValueError(f"{path} holds a {metadata.get('record')}, not a {cls.__name__}")
     objects = {name: Column(items) for name, items in json.loads(metadata["objects"]).items()}
+    for name, numbers in json.loads(metadata.get("inputs", "{}")).items():
+        named: dict[str, dict[str, Tensor]] = {}
+        for key in [key for key in tensors if key.startswith(f"{name}/")]:
+            _, number, part = key.split("/", 2)
+            named.setdefault(number, {})[part] = tensors.pop(key)
+        every = {number: RowInputs.of(parts) for number, parts in named.items()}
+        objects[name] = Column(None if number is None else every[str(number)] for number in numbers)
     return record(cls, {**tensors, **objects})

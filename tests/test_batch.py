@@ -6,10 +6,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from fppo import batch, tree
-from fppo.batch import Annotated, Column, Experience, Prompts, Rollout, Scored
+from fppo.batch import Annotated, Column, Experience, Prompts, Rollout, RowInputs, Scored
 from tests import tiny
+
+
+def inputs(number: int) -> RowInputs | None:
+    """Images of a size of their own; every third row has none."""
+    pixels = torch.arange(number * 6, dtype=torch.float32).view(number, 3, 2) / 7
+    grid = torch.ones(number, 3, dtype=torch.int64)
+    shown = torch.full((number, 2, 2, 3), number, dtype=torch.uint8)
+    named = {"pixel_values": pixels, "image_grid_thw": grid}
+    return RowInputs(named, torch.arange(2 * number), shown) if number % 3 else None
 
 
 def prompts(count: int, width: int = 3) -> Prompts:
@@ -22,6 +32,7 @@ def prompts(count: int, width: int = 3) -> Prompts:
         ground_truth=Column([{"answer": i} for i in range(count)]),
         source=Column(["a"] * count),
         extras=Column([{"trace": [i, None]} for i in range(count)]),
+        inputs=Column([inputs(i) for i in range(count)]),
     )
 
 
@@ -122,6 +133,19 @@ def test_save_and_load_are_the_identity(tmp_path, names):
     record = scored(3, names=names)
     batch.save(record, tmp_path / "batch.safetensors")
     assert same(batch.load(Scored, tmp_path / "batch.safetensors"), record)
+
+
+def test_rows_that_share_inputs_share_them_on_disk(tmp_path):
+    record = batch.repeat(prompts(5), 4)
+    batch.save(record, tmp_path / "four")
+    batch.save(prompts(5), tmp_path / "one")
+    files = [load_file(tmp_path / name) for name in ("one", "four")]
+    assert [sum("/" in name for name in file) for file in files] == [3 * 4, 3 * 4]
+    loaded = batch.load(Prompts, tmp_path / "four")
+    assert same(loaded, record)
+    assert loaded.inputs is not None
+    assert len({id(x) for x in loaded.inputs}) == 4  # of three rows, and None
+    assert inputs(1) == inputs(1) != inputs(2)
 
 
 def test_a_record_with_one_tensor_in_two_fields_is_saved(tmp_path):
