@@ -38,10 +38,10 @@ def read_parts(
     What transformers stores in another form, as experts one by one, is put together first. None if the files hold not
     just these parameters, beside names that are `ignored`, or hold them in a form that transformers alone can read.
     """
-    module = causal_lm(model.config, "meta", trust_remote_code=model.trust_remote_code)
+    module = causal_lm(model.whole_config, "meta", trust_remote_code=model.trust_remote_code)
     kept = [*(module._keep_in_fp32_modules or ()), *(module._keep_in_fp32_modules_strict or ())]
     kept = [name for name in model.shapes if name not in model.buffers and any(part in name for part in kept)]
-    if (kept and dtype != torch.float32) or getattr(model.config, "quantization_config", None) is not None:
+    if (kept and dtype != torch.float32) or getattr(model.whole_config, "quantization_config", None) is not None:
         return None
     known = {name for name in model.whole_shapes if name.startswith(model.prefix) or model.head == "lm"}
     converters, groups = _groups(module, files)

@@ -16,6 +16,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreT
 from transformers.core_model_loading import revert_weight_conversion
 
 from fppo.models.model import BUILDING, SCORE_BIAS, SCORE_WEIGHT, Model, Params, causal_lm
+from fppo.models.vision import parts_of
 
 Names = tuple[str, ...]
 _FIRST_NUMBER = re.compile(r"\D*\d*")
@@ -44,7 +45,7 @@ class Plan:
             self.module.save_pretrained(directory, state_dict={})
             return
         directory.mkdir()
-        config = _value_config(self.model.config, self.model.outputs)
+        config = _value_config(self.model.whole_config, self.model.outputs)
         config.architectures = [type(self.model.skeleton).__name__.removesuffix("Model") + "ForTokenClassification"]
         config.dtype = self.dtype
         config.save_pretrained(directory)
@@ -61,7 +62,7 @@ def plan(model: Model, dtypes: Mapping[str, torch.dtype], max_shard_bytes: int) 
         named = {renamed.get(name, name): x for name, x in params.items()}
         if module is not None:
             named = _filled(module, named)
-            _keep_config(module, model.config)
+            _keep_config(module, model.whole_config)
         first = next(iter(params.values())).dtype
         plan = Plan(model, first, module, renamed, files={}, made_of={}, index=None)
         ours = {theirs: name for name, theirs in renamed.items()}
@@ -82,8 +83,8 @@ def plan(model: Model, dtypes: Mapping[str, torch.dtype], max_shard_bytes: int) 
 
 def _module(model: Model) -> tuple[PreTrainedModel | None, dict[str, str]]:
     if model.head == "lm":
-        return causal_lm(model.config, "meta", trust_remote_code=model.trust_remote_code), {}
-    module = _token_classifier(model.config, model.outputs)
+        return causal_lm(model.whole_config, "meta", trust_remote_code=model.trust_remote_code), {}
+    module = _token_classifier(model.whole_config, model.outputs)
     if module is None:
         return None, {}
     place = next(name for name, _ in module.named_children() if name in ("score", "classifier"))
@@ -129,9 +130,10 @@ def _outcomes(
 
 def _keep_config(module: PreTrainedModel, config: PreTrainedConfig) -> None:
     """Puts the dropouts and the like back as they were before training."""
-    for name, value in config.to_dict().items():
-        if "drop" in name:
-            setattr(module.config, name, value)
+    for part, own in zip(parts_of(module.config), parts_of(config), strict=True):
+        for name, value in vars(own).items():
+            if "drop" in name:
+                setattr(part, name, value)
 
 
 def _value_config(config: PreTrainedConfig, outputs: int) -> PreTrainedConfig:

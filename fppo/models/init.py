@@ -25,7 +25,7 @@ def init_params(model: Model, key: Key, dtype: torch.dtype = torch.float32) -> P
     """Parameters as transformers initialises this model, on the CPU, from `key` alone; a value head as below."""
     with BUILDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(key.fold("init").seed & ((1 << 63) - 1))
-        module = causal_lm(model.config, "cpu", trust_remote_code=model.trust_remote_code)
+        module = causal_lm(model.whole_config, "cpu", trust_remote_code=model.trust_remote_code)
     named, kind = named_state(module), partial(state_dtype, model, dtype=dtype)
     params = {name: named[name].detach().to(kind(name)) for name in model.whole_shapes if name in named}
     return params | (init_value_head(model, key, dtype) if model.head == "value" else {})
@@ -42,13 +42,13 @@ def init_value_head(model: Model, key: Key, dtype: torch.dtype = torch.float32) 
 def as_critic(model: Model, params: Params, key: Key, *, outputs: int = 1) -> tuple[Model, Params]:
     """A critic made of a language model: a copy of its layers with a fresh value head of so many outputs."""
     critic = build(
-        model.config,
+        model.whole_config,
         "value",
         outputs=outputs,
         compute_dtype=model.compute_dtype,
         checkpoint_layers=model.checkpoint_layers,
         trust_remote_code=model.trust_remote_code,
     )
-    critic = attrs.evolve(critic, compile_layers=model.compile_layers)
+    critic = attrs.evolve(critic, compile_layers=model.compile_layers, vision=model.vision)
     copied = {name: params[name].clone() for name in critic.shapes if name in params}
     return critic, copied | init_value_head(critic, key, next(iter(params.values())).dtype)

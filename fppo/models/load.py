@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from fppo.key import Key
@@ -26,6 +26,7 @@ from fppo.models.model import (
     Model,
     Params,
     build,
+    model_class,
     named_state,
     plain_config,
     state_dtype,
@@ -176,7 +177,7 @@ def _read_whole(
 ) -> tuple[Params, list[str]]:
     """The parameters as transformers reads them, and what is wrong with the files."""
     with BUILDING, torch.random.fork_rng(devices=[]), _QuietTransformers():  # what is missing gets drawn
-        loaded = AutoModelForCausalLM.from_pretrained(
+        loaded = model_class(config).from_pretrained(
             directory,
             config=plain_config(config),
             dtype=dtype,

@@ -116,6 +116,8 @@ def without_base(model: Model, lora: Lora) -> Model:
         raise ValueError("the model is adapted already: merge it first, and adapt the plain model")
     if model.layout is not None or model.spans:
         raise ValueError("adapters of a model on a tensor, expert or pipeline axis are not there yet: leave these out")
+    if model.vision is not None:
+        raise ValueError("adapters of a model that takes images are not there yet: leave the adapter out")
     places = places_of(model, lora.targets)
     head = {name: shape for name, shape in model.shapes.items() if name in _HEAD}
     base = {name: shape for name, shape in model.shapes.items() if name not in head}

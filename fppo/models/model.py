@@ -6,17 +6,18 @@ import copy
 import math
 import threading
 from collections.abc import Mapping
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import attrs
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from fppo.models import routing, seams
 from fppo.models.adapted import FACTORS, Frozen
 from fppo.models.inner import OWN, Inner, compile_layers, put_kernels
 from fppo.models.seams import packed_attention, padded_attention
+from fppo.models.vision import Vision, parts_of, put_attention, takes_images, vision_of
 from fppo.runtime.layout import Extent, Layout
 from fppo_kernels.padding import sent
 
@@ -47,14 +48,14 @@ class Span:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Model:
-    """A decoder-only language model without its parameters.
+    """A decoder-only language model without its parameters, or one with a vision tower before it.
 
     `compute_dtype` is the type parameters are cast to inside a pass, and `checkpoint_layers` whether a layer's inner
     results are computed again in the backward pass, `compile_layers` whether layers run as programs of torch.compile in
     `hidden_states`, which round otherwise; `attrs.evolve(model, checkpoint_layers=True)` changes them.
     """
 
-    config: PreTrainedConfig
+    config: PreTrainedConfig  # of the language model
     skeleton: PreTrainedModel  # the base model on meta, with layer seams
     prefix: str  # of the base model's parameters, such as "model."
     layers: tuple[str, ...]  # paths of the decoder layers in the skeleton
@@ -72,12 +73,34 @@ class Model:
     spans: tuple[Span, ...] = ()  # this rank's of a pipeline axis
     unplaced: Model | None = None  # the model that it was placed from
     frozen: Frozen | None = None  # of an adapted model: what `shapes` are factors of (`lora.adapt`)
+    vision: Vision | None = None  # of a model that takes images
     _copies: threading.local = attrs.field(factory=threading.local, init=False, repr=False)
 
     @property
     def whole_shapes(self) -> Mapping[str, torch.Size]:
         """The shapes of the parameters before any axis cuts them, with those of a frozen base."""
         return self.all_shapes if self.layout is None else self.layout.whole
+
+    @property
+    def whole_config(self) -> PreTrainedConfig:
+        """The config that the model was built from."""
+        return self.config if self.vision is None else self.vision.config
+
+    @property
+    def seeing(self) -> frozenset[str]:
+        """The parameters of the vision tower and the projector."""
+        text = None if self.vision is None else f"{self.prefix}{self.vision.text}."
+        inside = (name for name in self.whole_shapes if name.startswith(self.prefix))
+        return frozenset(() if text is None else (name for name in inside if not name.startswith(text)))
+
+    @property
+    def fixed(self) -> frozenset[str]:
+        """What no update changes: state in buffers, and a vision tower that is not trained."""
+        return self.buffers if self.vision is None or self.vision.trains else self.buffers | self.seeing
+
+    def text_of(self, skeleton: PreTrainedModel) -> PreTrainedModel:
+        """The language model in a skeleton of this model."""
+        return skeleton if self.vision is None else cast(PreTrainedModel, skeleton.get_submodule(self.vision.text))
 
     @property
     def extents(self) -> Mapping[str, torch.Size | Extent]:
@@ -143,9 +166,9 @@ class Model:
             self._copies.kept = kept = inner, {}
         if compiled not in kept[1]:
             skeleton = copy.deepcopy(self.skeleton)
-            put_kernels(skeleton, inner)
+            put_kernels(self.text_of(skeleton), inner)
             if compiled:
-                compile_layers(skeleton)
+                compile_layers(self.text_of(skeleton))
             kept[1][compiled] = skeleton
         return kept[1][compiled]
 
@@ -153,11 +176,13 @@ class Model:
 def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy of `config` without dropout. Raises ValueError for attention patterns that have no kernel."""
     config = copy.deepcopy(config)
-    for name, value in config.to_dict().items():
-        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
-            setattr(config, name, 0.0)
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+    for part in parts_of(config):
+        for name, value in vars(part).items():
+            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+                setattr(part, name, 0.0)
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         raise ValueError(
             f"model type {config.model_type!r} has layers of kind {sorted(kinds) or ['bidirectional']}; "
             "fppo runs full and sliding causal attention"
@@ -190,10 +215,15 @@ def over_long(config: PreTrainedConfig, limit: int) -> str:
     )
 
 
+def model_class(config: PreTrainedConfig) -> Any:
+    """transformers' class of models with a vocabulary head: of text, or of images and text."""
+    return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+
+
 def causal_lm(config: PreTrainedConfig, device: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The plain Hugging Face model, freshly initialised on "cpu", or without storage on "meta"."""
     with BUILDING, torch.device(device):
-        module = AutoModelForCausalLM.from_config(
+        module = model_class(config).from_config(
             plain_config(config), dtype=torch.float32, trust_remote_code=trust_remote_code
         )
     module.tie_weights()
@@ -211,7 +241,8 @@ def build(
 ) -> Model:
     """The model of a Hugging Face config, with a vocabulary head ("lm") or `outputs` numbers per token ("value").
 
-    Raises ValueError for a model that is not a plain decoder-only causal language model.
+    Raises ValueError for a model that is neither a plain decoder-only causal language model nor one with a vision tower
+    before it.
     """
     if head not in ("lm", "value"):
         raise ValueError(f"unknown head {head!r}; there are ['lm', 'value']")
@@ -227,14 +258,19 @@ def build(
         shapes |= {SCORE_WEIGHT: torch.Size((outputs, width)), SCORE_BIAS: torch.Size((outputs,))}
     constants = compute_constants(base)
     buffers = frozenset(name for name, x in named_state(module).items() if name in shapes and not x.requires_grad)
-    layers = seams.find_layers(base)
+    vision = vision_of(copy.deepcopy(config), base) if takes_images(config) else None
+    text = base if vision is None else cast(PreTrainedModel, base.get_submodule(vision.text))
+    layers = tuple(path if vision is None else f"{vision.text}.{path}" for path in seams.find_layers(text))
     own = {name.removeprefix(prefix): shapes[name] for name in buffers if name.startswith(prefix)}
     routers = routing.put_routers(base, layers, own)
     seams.put_seams(base, layers)
     base.requires_grad_(False)
-    base.config._attn_implementation = seams.ATTENTION
+    if vision is None:
+        base.config._attn_implementation = seams.ATTENTION
+    else:
+        put_attention(base, vision, seams.ATTENTION)
     return Model(
-        config=copy.deepcopy(config),
+        config=copy.deepcopy(config.get_text_config() if vision is not None else config),
         skeleton=base,
         prefix=prefix,
         layers=layers,
@@ -247,6 +283,7 @@ def build(
         compute_dtype=compute_dtype,
         checkpoint_layers=checkpoint_layers,
         trust_remote_code=trust_remote_code,
+        vision=vision,
     )
 
 
@@ -274,6 +311,7 @@ def compute_constants(base: PreTrainedModel) -> dict[str, Tensor]:
     """
     constants: dict[str, Tensor] = {}
     state = set(base.state_dict())
+    owners = {path: x for path, x in base.named_modules() if isinstance(x, PreTrainedModel)}
     for path, module in base.named_modules():
         own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         stored = {name for name in own if f"{path}.{name}".lstrip(".") in state}
@@ -282,7 +320,8 @@ def compute_constants(base: PreTrainedModel) -> dict[str, Tensor]:
                 f"model type {base.config.model_type!r} keeps whole numbers in buffers: {whole}; fppo cannot run it"
             )
         if names := [name for name in own if name not in stored]:
-            constants |= {f"{path}.{name}".lstrip("."): x for name, x in _fill(base, module, names).items()}
+            above = max((x for x in owners if not x or f"{path}.".startswith(f"{x}.")), key=len)
+            constants |= {f"{path}.{name}".lstrip("."): x for name, x in _fill(owners[above], module, names).items()}
     return constants
 
 

@@ -5,23 +5,28 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import attrs
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from fppo.batch import RowInputs
 from fppo.key import Key
 from fppo.models.heads import logits_of, output_head
 from fppo.models.model import BUILDING, Model, Params, build, causal_lm, longest_row, named_state
 from fppo.models.run import hidden_states
 from fppo.models.seams import AttentionLayer, packed_attention
+from fppo.models.vision_pass import place_images
+from fppo.models.vision_probe import WORDS, composite_inputs, probe_inputs, with_text
 from fppo_kernels.attention.sdpa import sdpa
 from fppo_kernels.padding import make_lengths
 
 TOLERANCE = 1e-3  # of float32 numbers of size 1; what models were found to do wrong is above 0.1
 CUT_TOLERANCE = 1e-6  # of float64 numbers of size 1: of a model that is cut beside the whole one
-_SHORT, _LONG = 5, 24  # tokens of the two rows
+_SHORT, _LONG = 5, 24  # tokens of the two rows, beside those of an image
+_BEFORE = (5, 6, 7)  # tokens before an image
 _EDGE = 16  # what a rope changes at becomes this, so that the long row is beyond it
 _WINDOW = 7
 _VOCABULARY = _INNER_WIDTH = 64
@@ -36,11 +41,19 @@ class Probe:
     model: Model
     params: Params  # float32, on the CPU
     plain: PreTrainedModel
+    inputs: RowInputs | None = None  # an image, if the model takes any
+    head: tuple[int, ...] = ()  # the tokens of a row up to its end
+
+    def inputs_of(self, row: Tensor) -> RowInputs | None:
+        """The image of a row of tokens [S] that begins with one."""
+        return self.inputs if self.head and row[: len(self.head)].tolist() == list(self.head) else None
 
     @torch.no_grad()
     def expected(self, row: Tensor) -> Tensor:
         """transformers' logits [S, V] of one row of tokens [S], alone."""
-        return self.plain(input_ids=row[None], use_cache=False).logits[0]
+        inputs = self.inputs_of(row)
+        beside = {} if inputs is None else composite_inputs(self.plain, row, inputs)
+        return self.plain(input_ids=row[None], use_cache=False, **beside).logits[0]
 
 
 def make_probe(model: Model, *, heads: Sequence[int | None] = (2, 4, None)) -> Probe:
@@ -55,17 +68,20 @@ def make_probe(model: Model, *, heads: Sequence[int | None] = (2, 4, None)) -> P
     sizes: list[tuple[int, int | None]] = [(few, n) for n in heads]
     for count, number in (*sizes[:-1], (total, 2), sizes[-1]):
         try:
-            small = build(_smaller(model.config, count, number), trust_remote_code=model.trust_remote_code)
+            config = _smaller(model.config, count, number)
+            config = config if model.vision is None else with_text(model.vision, config)
+            small = build(config, trust_remote_code=model.trust_remote_code)
             if _parts(small, count) == _parts(model, count) and sum(x.numel() for x in small.shapes.values()) < _MOST:
                 probe = _filled(small)
-                probe.expected(probe_rows(probe)[0])
+                for row in probe_rows(probe):
+                    probe.expected(row)
                 return probe
         except Exception as error:  # what a class raises for sizes that do not fit may be anything
             problems.append(error)
     why = "; ".join(dict.fromkeys(f"{type(error).__name__}: {error}" for error in problems))
     raise ValueError(
-        f"fppo cannot check whether it runs model type {model.config.model_type!r} as transformers does: small random "
-        f"instances of it do not run in transformers either, are too large, or have other parameters. {why}"
+        f"fppo cannot check whether it runs model type {model.whole_config.model_type!r} as transformers does: small "
+        f"random instances of it do not run in transformers either, are too large, or have other parameters. {why}"
     )
 
 
@@ -77,7 +93,7 @@ def check_model(model: Model) -> None:
     refused anyway (`longest_row`). Raises ValueError that names the model type and the fault: a layer that does not
     ask the attention seam for its attention, or other logits.
     """
-    kind = model.config.model_type
+    kind = model.whole_config.model_type
     probe = make_probe(model)
     rows = probe_rows(probe)
     expected = torch.cat([probe.expected(row) for row in rows])
@@ -97,11 +113,11 @@ def check_model(model: Model) -> None:
 
 
 def probe_rows(probe: Probe) -> tuple[Tensor, Tensor]:
-    """A short row and a long one."""
+    """A short row and a long one, which has an image if the model takes any."""
     config = probe.model.config
     long = min(_LONG, longest_row(config) or _LONG)
-    tokens = torch.arange(3, 3 + _SHORT + long) * 7 % config.vocab_size
-    return tokens[:_SHORT], tokens[_SHORT:]
+    tokens = torch.arange(3, 3 + _SHORT + long) * 7 % (WORDS if probe.head else config.vocab_size)
+    return tokens[:_SHORT], torch.cat([torch.tensor(probe.head, dtype=torch.int64), tokens[_SHORT:]])
 
 
 def difference(got: Tensor, expected: Tensor, tolerance: float = CUT_TOLERANCE) -> float | None:
@@ -122,12 +138,20 @@ def compare(kind: str, got: Tensor, expected: Tensor, what: str) -> None:
 def _packed_logits(probe: Probe, rows: tuple[Tensor, ...]) -> tuple[Tensor, set[int]]:
     """The logits [N, V] of rows packed into one, and the numbers of the layers that asked for attention."""
     asked: set[int] = set()
-    hidden = packed_hidden(probe.model, probe.params, rows, asked)
+    inputs = [probe.inputs_of(row) for row in rows]
+    hidden = packed_hidden(probe.model, probe.params, rows, asked, inputs)
     return logits_of(output_head(probe.model, probe.params), hidden), asked
 
 
-def packed_hidden(model: Model, params: Params, rows: Sequence[Tensor], asked: set[int] | None = None) -> Tensor:
-    """The hidden states [N, H] of rows packed into one; `asked` gets the numbers of layers that ask for attention."""
+def packed_hidden(
+    model: Model,
+    params: Params,
+    rows: Sequence[Tensor],
+    asked: set[int] | None = None,
+    inputs: Sequence[RowInputs | None] = (),
+) -> Tensor:
+    """The hidden states [N, H] of rows packed into one, with their images; `asked` gets the numbers of layers that ask
+    for attention."""
     plain = packed_attention(sdpa, make_lengths([len(row) for row in rows]))
 
     def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
@@ -136,13 +160,15 @@ def packed_hidden(model: Model, params: Params, rows: Sequence[Tensor], asked: s
         return plain(query, key, value, layer)
 
     positions = torch.cat([torch.arange(len(row)) for row in rows])
-    return hidden_states(model, params, torch.cat(list(rows)), positions, attend=attend)
+    tokens = torch.cat(list(rows))
+    images, positions = place_images(model, inputs, tokens, positions, [len(row) for row in rows])
+    return hidden_states(model, params, tokens, positions, attend=attend, received=images)
 
 
 def _filled(small: Model) -> Probe:
     """The probe of a small model, with numbers large enough that attention patterns and positions matter."""
     with BUILDING, torch.random.fork_rng(devices=[]):
-        plain = causal_lm(small.config, "cpu", trust_remote_code=small.trust_remote_code)
+        plain = causal_lm(small.whole_config, "cpu", trust_remote_code=small.trust_remote_code)
     plain.config._attn_implementation = "eager"
     generator = Key(0).generator()
     for parameter in plain.parameters():
@@ -155,13 +181,17 @@ def _filled(small: Model) -> Probe:
     for name in sorted(small.buffers):
         if name.endswith("bias"):  # of a router: what others hold may have to be positive
             named[name].data += 0.3 * torch.randn(named[name].shape, generator=generator)
-    return Probe(small, {name: named[name].detach() for name in small.shapes}, plain)
+    inputs, head = None, []
+    if small.vision is not None:
+        inputs, head = probe_inputs(small.vision, cast(PreTrainedModel, plain.base_model), _BEFORE)
+    return Probe(small, {name: named[name].detach() for name in small.shapes}, plain, inputs, tuple(head))
 
 
 def _parts(model: Model, count: int) -> set[str]:
     """The names of the parameters before the head, without those of layers beyond the first `count`."""
     beyond = tuple(f"{model.prefix}{path}." for path in model.layers[count:])
-    return {name for name in model.whole_shapes if name.startswith(model.prefix) and not name.startswith(beyond)}
+    inside = {name for name in model.whole_shapes if name.startswith(model.prefix) and not name.startswith(beyond)}
+    return inside - model.seeing
 
 
 def _layers_of_each_kind(model: Model) -> int:

@@ -19,6 +19,7 @@ from fppo.models.precision import KeepDouble
 from fppo.models.routing import Routes
 from fppo.models.seams import ApplyLayer, Attend
 from fppo.models.spans import Relay, absent
+from fppo.models.vision_pass import Deep, Images, see
 from fppo_kernels.record import Kernels
 
 T = TypeVar("T")
@@ -108,9 +109,10 @@ def forward(
     apply_layer: ApplyLayer | None = None,
     embedded: Tensor | None = None,
     routes: Routes | None = None,
+    deep: Deep | None = None,
 ) -> Tensor:
-    """Hidden states [B, S, H] after the last norm, of tokens and positions [B, S], from inside `bind`; with `embedded`
-    [B, S, H] in the place of the tokens' embeddings."""
+    """Hidden states [B, S, H] after the last norm, of tokens [B, S] and positions [B, S] or [3, B, S], from inside
+    `bind`; with `embedded` [B, S, H] in the place of the tokens' embeddings, and `deep` images for the first layers."""
     inputs = {"input_ids": tokens} if embedded is None else {"inputs_embeds": embedded}
     out = skeleton(
         **inputs,
@@ -120,6 +122,7 @@ def forward(
         apply_layer=apply_layer,
         routes=routes,
         return_dict=True,
+        **(deep or {}),
     )
     return out.last_hidden_state
 
@@ -133,11 +136,14 @@ def hidden_states(
     attend: Attend,
     kernels: Kernels | None = None,
     apply_layer: ApplyLayer | None = None,
-    received: Tensor | None = None,
+    received: Tensor | Images | None = None,
     routes: Routes | None = None,
     longest: int | None = None,
 ) -> Tensor:
     """Hidden states after the last norm: [N, H] of packed tokens [N], or [B, S, H] of rows [B, S].
+
+    Positions are like the tokens, or with a first dimension of 3. Images come as `received`: their features stand for
+    tokens, as what an earlier stage of a pipeline gives does.
 
     What is inside the layers runs by `kernels`, or by the model's own code. With `apply_layer` the layers' parameters
     need not be in `params`; casting and checkpointing are then its business. A stage of a pipeline gives what its last
@@ -147,9 +153,10 @@ def hidden_states(
     in the model.
     """
     _check_length(model, positions, longest)
+    images, received = (received, None) if isinstance(received, Images) else (None, received)
     packed = tokens.ndim == 1
     if packed:
-        tokens, positions = tokens[None], positions[None]
+        tokens, positions = tokens[None], positions.unsqueeze(-2)
         received = None if received is None else received[None]
     span = _only_span(model, received)
     params = model.joined(params) if apply_layer is None else params
@@ -165,8 +172,10 @@ def hidden_states(
         params = params | absent(span, next(iter(params.values())) if received is None else received)
 
     def run(skeleton: PreTrainedModel) -> Tensor:
+        inner, deep = (embedded, None) if images is None else see(model, skeleton, tokens, images)
+        text = model.text_of(skeleton)
         return forward(
-            skeleton, tokens, positions, attend=attend, apply_layer=apply_layer, embedded=embedded, routes=routes
+            text, tokens, positions, attend=attend, apply_layer=apply_layer, embedded=inner, routes=routes, deep=deep
         )
 
     out = bind(model, params, run, kernels=kernels, compiled=model.compile_layers, partial=not whole)

@@ -12,7 +12,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from fppo.models import lora
 from fppo.models._save_plan import Plan, plan
@@ -32,7 +32,7 @@ def save(
     params: Params,
     directory: str | os.PathLike[str],
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     generation_config: GenerationConfig | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     mesh: Mesh = LOCAL,
@@ -77,7 +77,7 @@ def save_config(
     model: Model,
     directory: str | os.PathLike[str],
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     generation_config: GenerationConfig | None = None,
 ) -> None:
     """Writes all of a model but its parameters: the configs, a custom model's code, the tokenizer.
@@ -91,7 +91,7 @@ def save_config(
 
 
 def _save_others(
-    draft: Path, tokenizer: PreTrainedTokenizerBase | None, generation_config: GenerationConfig | None
+    draft: Path, tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None, generation_config: GenerationConfig | None
 ) -> None:
     for other in (tokenizer, generation_config):
         if other is not None:

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from fppo._errors import did_you_mean
+from fppo.models.vision import takes_images
 
 
 def _qwen(hidden: int, inner: int, layers: int, heads: int, kv: int, vocabulary: int, tied: bool) -> PreTrainedConfig:
@@ -72,7 +73,12 @@ def config_of(model: str, setting: str = "model") -> tuple[str, PreTrainedConfig
     if directory.is_dir():
         if not (directory / "config.json").exists():
             raise ValueError(f"--{setting}: {directory} has no config.json; give the directory of a Hugging Face model")
-        return directory.name, AutoConfig.from_pretrained(str(directory), local_files_only=True)
+        config = AutoConfig.from_pretrained(str(directory), local_files_only=True)
+        if takes_images(config):
+            raise ValueError(
+                f"--{setting}: fppo plan does not count vision towers yet; {directory} ({config.model_type}) has one"
+            )
+        return directory.name, config
     name = model.rpartition("/")[2].lower().removesuffix("-instruct").removeprefix("meta-")
     if name not in PRESETS:
         raise ValueError(

@@ -13,21 +13,23 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from fppo import models
-from fppo.batch import Rollout
+from fppo.batch import Rollout, RowInputs
 from fppo.data.stops import StopReader
 from fppo.models import lora
 from fppo.models.heads import Head, logits_of, vocabulary_head
 from fppo.models.model import Model, longest_row, over_long
 from fppo.models.seams import Attend, AttentionLayer
+from fppo.models.vision_pass import place_images, see, shift_of
 from fppo.rollout import cache as caches
 from fppo.rollout.decoder import Decoder, decoder_of
-from fppo.rollout.engine import Ask, OnFinished, Sampling
+from fppo.rollout.engine import Ask, Sampling
+from fppo.rollout.finished import FinishedRows, Step
 from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits, rollout_of
 from fppo.rollout.sampling import Columns, draw
 from fppo.runtime.mesh import LOCAL, Mesh, all_reduce
 from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.collectives import all_gather
-from fppo_kernels.padding import make_lengths, unpad
+from fppo_kernels.padding import Packed, make_lengths, unpad
 from fppo_kernels.record import Kernels
 
 _CHUNK = 128  # columns by which the cache first exceeds the prompts
@@ -83,18 +85,20 @@ class EmbeddedEngine:
         row_ids = number_rows(ask, device)
         width, n = max(lengths), ask.sampling.n
         tokens, real = ask.prompts.tokens.to(device)[:, -width:], mask[:, -width:]
-        on_step = None if ask.on_finished is None else _FinishedRows(ask.on_finished, limits, ask.sampling)
+        inputs = ask.prompts.inputs
+        on_step = None if ask.on_finished is None else FinishedRows(ask.on_finished, limits, ask.sampling)
 
-        def run(skeleton: PreTrainedModel) -> list[_Step]:
+        def run(skeleton: PreTrainedModel) -> list[Step]:
             head = _wide(models.output_head(model, params))
-            decoder = decoder_of(skeleton, self.kernels.linear)
+            decoder = decoder_of(model.text_of(skeleton), self.kernels.linear)
             columns = self._columns(model, head)
-            policy = _Policy(skeleton, decoder, head, columns, self.kernels, self.prefill_tokens)
-            steps: list[_Step] = []
+            policy = _Policy(model, skeleton, decoder, head, columns, self.kernels, self.prefill_tokens)
+            steps: list[Step] = []
             for part, draws in self._waves(policy, len(lengths), n, width + max(limits)):
                 numbers = torch.arange(part.start, part.stop, device=device)[:, None] * n
                 rows = (numbers + torch.arange(draws.start, draws.stop, device=device)).flatten()
-                wave = _Wave(tokens[part], real[part], lengths[part], limits[part], rows, row_ids)
+                own = None if inputs is None else inputs[part]
+                wave = _Wave(tokens[part], real[part], lengths[part], limits[part], rows, row_ids, own)
                 steps += _decode(policy, wave, ask, on_step)
             return steps
 
@@ -136,12 +140,18 @@ class EmbeddedEngine:
 class _Policy(NamedTuple):
     """What a forward pass needs, inside `bind`."""
 
+    model: Model
     skeleton: PreTrainedModel
-    decoder: Decoder | None  # of the skeleton, if it is of a kind that has one
+    decoder: Decoder | None  # of its language model, if that is of a kind that has one
     head: Head  # in float32 or wider, as the training pass computes its logits
     columns: Columns  # that it gives
     kernels: Kernels
     prefill_tokens: int
+
+    @property
+    def text(self) -> PreTrainedModel:
+        """The language model."""
+        return self.model.text_of(self.skeleton)
 
 
 class _Wave(NamedTuple):
@@ -153,41 +163,11 @@ class _Wave(NamedTuple):
     limits: Sequence[int]  # the most tokens of each prompt's responses
     rows: Tensor  # [B * n], of n draws each
     row_ids: Tensor  # of all rows of the rollout
+    inputs: Sequence[RowInputs | None] | None
 
     def each(self, x: Tensor) -> Tensor:
         """What a row of each prompt [B, ...] is for its draws [B * n, ...]."""
         return x.repeat_interleave(len(self.rows) // len(self.lengths), 0)
-
-
-class _Step(NamedTuple):
-    """One token of each live row: what row rows[i] of the rollout got at one position."""
-
-    rows: Tensor
-    position: int
-    tokens: Tensor
-    log_probs: Tensor
-    sampling_log_probs: Tensor
-
-
-class _FinishedRows:
-    """Calls `on_finished` for rows as they finish, from the steps of all waves."""
-
-    def __init__(self, on_finished: OnFinished, limits: Sequence[int], sampling: Sampling) -> None:
-        self._on_finished = on_finished
-        self._limits = [limit for limit in limits for _ in range(sampling.n)]
-        self._open: dict[int, list[int]] = {row: [] for row in range(len(self._limits))}
-
-    def __call__(self, step: _Step, stops: Tensor) -> None:
-        """Takes the step's tokens in, and which of them stop their rows; rows that ended before, and are still among
-        the live ones, are passed over."""
-        for row, token, stopped in zip(step.rows.tolist(), step.tokens.tolist(), stops.tolist(), strict=True):
-            response = self._open.get(row)
-            if response is None:
-                continue
-            response.append(token)
-            if stopped or len(response) == self._limits[row]:
-                del self._open[row]
-                self._on_finished(row, response, "stop" if stopped else "length")
 
 
 def _check_positions(model: Model, lengths: Sequence[int], limits: Sequence[int]) -> None:
@@ -206,6 +186,7 @@ def _check_positions(model: Model, lengths: Sequence[int], limits: Sequence[int]
         if isinstance(module, nn.Embedding)
         and module is not model.skeleton.get_input_embeddings()
         and not path.startswith(inside)
+        and f"{model.prefix}{path}.weight" not in model.seeing
     ]
     limit = getattr(model.config, "max_position_embeddings", None)
     if tables and limit is not None and total > limit:
@@ -237,7 +218,7 @@ def _row_bytes(policy: _Policy, columns: int) -> int:
     count, device, kept = policy.columns.axis.size, policy.head.weight.device, caches.Layers()
     tokens = torch.zeros(1, count, dtype=torch.int64, device=device)
     attend = caches.prefill_attention(policy.kernels.attention, make_lengths([1] * count, device), kept, [])
-    models.forward(policy.skeleton, tokens, tokens, attend=attend)
+    models.forward(policy.text, tokens, tokens, attend=attend)
     return caches.row_bytes(kept, columns)
 
 
@@ -252,7 +233,7 @@ def _prefill(policy: _Policy, wave: _Wave, columns: int) -> tuple[Tensor, caches
         prompts: caches.Layers = {}
         asked.clear()
         attend = caches.prefill_attention(policy.kernels.attention, packed.lengths, prompts, asked)
-        hidden = models.forward(policy.skeleton, packed.tokens[None], packed.positions[None], attend=attend)[0]
+        hidden = _hidden(policy, packed, wave, part, attend)
         count = part.stop - part.start
         last = all_gather(hidden, axis)[packed.lengths.cu_seqlens[1 : count + 1].long() - 1]
         logits.append(logits_of(policy.head, last, policy.kernels.linear))
@@ -261,7 +242,17 @@ def _prefill(policy: _Policy, wave: _Wave, columns: int) -> tuple[Tensor, caches
     return wave.each(torch.cat(logits)), cache, asked
 
 
-def _decode(policy: _Policy, wave: _Wave, ask: Ask, on_step: _FinishedRows | None) -> list[_Step]:
+def _hidden(policy: _Policy, packed: Packed, wave: _Wave, part: slice, attend: Attend) -> Tensor:
+    """Hidden states [N, H] of prompts, packed, with what images they have."""
+    tokens = packed.tokens[None]
+    inputs, lengths = None if wave.inputs is None else wave.inputs[part], wave.lengths[part]
+    images, positions = place_images(policy.model, inputs, packed.tokens, packed.positions, lengths)
+    embedded, deep = (None, None) if images is None else see(policy.model, policy.skeleton, tokens, images)
+    positions = positions.unsqueeze(-2)
+    return models.forward(policy.text, tokens, positions, attend=attend, embedded=embedded, deep=deep)[0]
+
+
+def _decode(policy: _Policy, wave: _Wave, ask: Ask, on_step: FinishedRows | None) -> list[Step]:
     """Responses to the wave's prompts."""
     rows, sampling = wave.rows, ask.sampling
     most, width = max(wave.limits), wave.mask.shape[1]
@@ -271,18 +262,21 @@ def _decode(policy: _Policy, wave: _Wave, ask: Ask, on_step: _FinishedRows | Non
     next_hidden = _stepper(policy, asked, total)
     stops = _stop_table(sampling, policy.columns.size, rows.device)
     pads = wave.each(width - wave.mask.sum(1, keepdim=True))
+    shifts = torch.tensor([[shift_of(policy.model, x)] for x in wave.inputs or [None] * len(wave.lengths)])
+    alike = not shifts.any()
+    starts = pads - wave.each(shifts.to(pads.device))  # the column of each row's position 0
     first, bias = _padding(pads, columns, cache)
     done = torch.zeros_like(rows, dtype=torch.bool)
     last = wave.each(torch.tensor(wave.limits, device=rows.device)) - 1
     reader = None if sampling.stop_texts is None else StopReader(sampling.stop_texts)
     ends = bool(sampling.stop_token_ids) or reader is not None or min(wave.limits) < most
-    steps: list[_Step] = []
+    steps: list[Step] = []
     for t in range(most):
         if t % _CHUNK == 0:
             places = torch.arange(t, min(t + _CHUNK, most), device=rows.device)
             uniforms = ask.key.uniform(wave.row_ids[rows], places)
         drawn = draw(logits, uniforms[:, t % _CHUNK], sampling, policy.columns)
-        steps.append(_Step(rows, t, *drawn))
+        steps.append(Step(rows, t, *drawn))
         stopped = stops[drawn.tokens] if ends or on_step is not None else done
         if reader is not None:
             stopped = stopped | _completed(reader, rows, drawn.tokens)
@@ -297,7 +291,8 @@ def _decode(policy: _Policy, wave: _Wave, ask: Ask, on_step: _FinishedRows | Non
             if left < len(done) * _COMPACT:
                 keep, holes = _survivors(done, left)
                 cache = caches.compact_(cache, holes, keep[holes], left, width + t)
-                rows, done, pads, uniforms, new, last = (x[keep] for x in (rows, done, pads, uniforms, new, last))
+                rows, done, pads, starts = (x[keep] for x in (rows, done, pads, starts))
+                uniforms, new, last = (x[keep] for x in (uniforms, new, last))
                 first, bias = _padding(pads, columns, cache)
         if t + 1 == most:
             break
@@ -307,7 +302,7 @@ def _decode(policy: _Policy, wave: _Wave, ask: Ask, on_step: _FinishedRows | Non
             caches.grow_(cache, column, columns)
             first, bias = _padding(pads, columns, cache)
         attend = caches.decode_attention(cache, column, first, bias)
-        positions = column - (pads if bias is not None else pads[:1])
+        positions = column - (starts if bias is not None or not alike else starts[:1])
         logits = logits_of(policy.head, next_hidden(new, positions, attend), policy.kernels.linear)
     return steps
 
@@ -324,10 +319,10 @@ def _stepper(
     def by_modules(tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         positions = positions.expand_as(tokens)
         if axis.size == 1:
-            return models.forward(policy.skeleton, tokens, positions, attend=attend)[:, 0]
+            return models.forward(policy.text, tokens, positions, attend=attend)[:, 0]
         fill = 0, -len(tokens) % axis.size  # to a packed row, of which each rank has a slice between the blocks
         row = [F.pad(x[:, 0], fill)[None] for x in (tokens, positions)]
-        hidden = models.forward(policy.skeleton, *row, attend=caches.as_packed(attend, len(tokens)))[0]
+        hidden = models.forward(policy.text, *row, attend=caches.as_packed(attend, len(tokens)))[0]
         return all_gather(hidden, axis)[: len(tokens)]
 
     if decoder is None:
@@ -371,7 +366,7 @@ def _survivors(done: Tensor, left: int) -> tuple[Tensor, Tensor]:
 
 
 def _assemble(
-    steps: Sequence[_Step],
+    steps: Sequence[Step],
     ask: Ask,
     row_ids: Tensor,
     *,

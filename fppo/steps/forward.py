@@ -21,6 +21,7 @@ from fppo.runtime.offload import OnHost
 from fppo.shapes import Outputs, Tokens
 from fppo.steps import experts
 from fppo.steps.experts import RoutedPass, RouterSums
+from fppo.steps.images import check_axes, packed_images, padded_images
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.packed import (
     Indexed,
@@ -83,6 +84,7 @@ class Forward:
     def __attrs_post_init__(self) -> None:
         if self.replay:
             experts.check_routers(self.model, "leave out replay")
+        check_axes(self.model, self.mesh)
         layout = self.model.layout
         for axis, placed in (
             (self.mesh.cutting, 1 if layout is None else layout.ranks),
@@ -200,8 +202,7 @@ def slice_length(rows: Rows, forward: Forward) -> int:
 
 
 def _check_outputs(model: Model, outputs: Sequence[str]) -> None:
-    unknown = [name for name in outputs if name not in OUTPUTS]
-    if unknown:
+    if unknown := [name for name in outputs if name not in OUTPUTS]:
         raise ValueError(f"unknown outputs {unknown}; there are {list(OUTPUTS)}")
     if of_routers := [name for name in outputs if name in OF_ROUTERS]:
         experts.check_routers(model, f"leave out {of_routers}")
@@ -223,6 +224,7 @@ def _hidden(
     received = None if forward.received is None else forward.received.unflatten(0, rows.tokens.shape)
     columns = experts.columns(rows, tells=tells, replay=forward.replay)
     routed = experts.routed_pass({name: x.flatten(0, 1) for name, x in columns.items()}, rows)
+    images, positions = padded_images(rows, forward.model, positions, indices.real)
     hidden = models.hidden_states(
         forward.model,
         params.root,
@@ -231,7 +233,7 @@ def _hidden(
         attend=attend,
         kernels=forward.kernels,
         apply_layer=params.apply_layer,
-        received=received,
+        received=received if images is None else images,
         routes=None if routed is None else routed.routes,
         longest=max(indices.real.sizes, default=0),
     )
@@ -243,23 +245,22 @@ def _packed_hidden(
 ) -> tuple[Tensor, Tensor, RoutedPass | None]:
     """Hidden states of this rank's tokens of the packed row [N, H], and where each token of the row is among all ranks'
     tokens, one rank after the other; and what routers tell if they are to."""
-    kernels, mesh = forward.kernels, forward.mesh
+    kernels, mesh, real = forward.kernels, forward.mesh, indices.real
     columns = experts.columns(rows, tells=tells, replay=forward.replay)
-    packed = kernels.unpad(
-        rows.tokens, rows.attention_mask, columns=columns, multiple=multiple(mesh), places=indices.real
-    )
+    packed = kernels.unpad(rows.tokens, rows.attention_mask, columns=columns, multiple=multiple(mesh), places=real)
     part = slice_of(packed, kernels, mesh, indices.dealt)
     columns = {name: part.own(x) for name, x in packed.columns.items()}
     routed = experts.routed_pass(columns, rows, index=packed.index, places=part.places)
+    images, positions = packed_images(rows, forward.model, packed.tokens, packed.positions, real.sizes)
     hidden = models.hidden_states(
         forward.model,
         params.root,
         part.own(packed.tokens),
-        part.own(packed.positions),
+        part.own(packed.positions) if images is None else positions,
         attend=part.attend,
         kernels=kernels,
         apply_layer=params.apply_layer,
-        received=forward.received,
+        received=forward.received if images is None else images,
         routes=None if routed is None else routed.routes,
         longest=packed.lengths.max_length,
     )
@@ -329,8 +330,7 @@ def compute_outputs(
     """
     _check_outputs(forward.model, outputs)
     lm, told = forward.model.head == "lm", []
-    names = [name for name in TokenOutputs._fields if name in outputs or (lm and name == "log_probs")]
-    names = [name for name in names if name not in OF_ROUTERS]
+    names = [x for x in TokenOutputs._fields if (x in outputs or (lm and x == "log_probs")) and x not in OF_ROUTERS]
     sizes = [forward.model.outputs if name == "outputs" else 1 for name in names]
 
     def run(params: Params | Whole | OnHost, rows: Rows, *, forward: Forward) -> Tensor:

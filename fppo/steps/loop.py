@@ -155,8 +155,8 @@ def update(
             report, loads = split_loads(metrics.settled(data_metrics(report, mesh)), prefix, forward.model.routers)
             grads = gradient_sum(grads, mesh)
             state = state if donate or history else tree.copy(state)
-            buffers = forward.model.buffers
-            state, stepped = optimizer_step(state, grads, optimizer=optimizer, mesh=mesh, buffers=buffers, donate=True)
+            fixed = forward.model.fixed
+            state, stepped = optimizer_step(state, grads, optimizer=optimizer, mesh=mesh, fixed=fixed, donate=True)
             if loop.balance_rate and loads is not None:
                 moved = balanced(state.params, loads, forward.model, mesh, rate=loop.balance_rate, unless=stepped)
                 state = tree.replace(state, params=moved)

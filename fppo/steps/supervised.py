@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from fppo.batch import Column, RowInputs
 from fppo.key import Key
 from fppo.metrics import Metrics, report
 from fppo.steps.forward import Forward, forward_micro_batch
@@ -26,10 +27,18 @@ class Demonstrations:
     attention_mask: Tensor  # [B, S] bool
     response_mask: Tensor  # [B, T] bool
     row_ids: Tensor  # [B] int64
+    inputs: Column | None = None  # RowInputs of prompts that have images, else None
 
 
-def demonstrations(prompts: list[list[int]], responses: list[list[int]], *, pad_token_id: int) -> Demonstrations:
-    """Token ids as a record: prompts padded on the left, responses on the right. No prompt may be empty."""
+def demonstrations(
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    *,
+    pad_token_id: int,
+    inputs: Sequence[RowInputs | None] | None = None,
+) -> Demonstrations:
+    """Token ids as a record: prompts padded on the left, responses on the right. No prompt may be empty. `inputs` are
+    the prompts' images."""
     left, right = max(map(len, prompts)), max(map(len, responses))
     tokens = torch.full((len(prompts), left + right), pad_token_id)
     mask = torch.zeros_like(tokens, dtype=torch.bool)
@@ -39,7 +48,11 @@ def demonstrations(prompts: list[list[int]], responses: list[list[int]], *, pad_
         tokens[i, left - len(prompt) : left + len(response)] = torch.tensor([*prompt, *response])
         mask[i, left - len(prompt) : left + len(response)] = True
     return Demonstrations(
-        tokens=tokens, attention_mask=mask, response_mask=mask[:, left:], row_ids=torch.arange(len(prompts))
+        tokens=tokens,
+        attention_mask=mask,
+        response_mask=mask[:, left:],
+        row_ids=torch.arange(len(prompts)),
+        inputs=None if inputs is None else Column(inputs),
     )
 
 

@@ -57,16 +57,16 @@ def optimizer_step(
     *,
     optimizer: Optimizer,
     mesh: Mesh = LOCAL,
-    buffers: Collection[str] = (),
+    fixed: Collection[str] = (),
     donate: bool = False,
 ) -> tuple[TrainState, Metrics]:
     """The state after one update with `grads`, which are summed over all ranks already, and the optimizer's metrics.
 
-    On a mesh that cuts parameters, gradients and state are shards. What is in `buffers` (`Model.buffers`) stays as it
+    On a mesh that cuts parameters, gradients and state are shards. What is in `fixed` (`Model.fixed`) stays as it
     is. With `donate` the memory of `state` and of `grads` is taken over, and they are left empty.
     """
     # an optimizer decays also what has a gradient of zero
-    kept = {name: state.params[name].clone() for name in buffers if name in state.params}
+    kept = {name: state.params[name].clone() for name in fixed if name in state.params}
     params, opt, report = optimizer.update(state.params, grads, state.opt, state.step, mesh=mesh, donate=donate)
     return tree.replace(state, params=params | kept, opt=opt, step=state.step + 1), report
 

@@ -10,7 +10,12 @@ from fppo.rollout.vllm.local import LocalHost
 
 
 def start_host(model: Model, options: VllmOptions, dtype: str) -> Host:
-    """vLLM for the model, whose weights are still to come."""
+    """vLLM for the model, whose weights are still to come. Raises ValueError for a model that takes images."""
+    if model.vision is not None:
+        raise ValueError(
+            f"fppo does not run vLLM on a model that takes images yet ({model.whole_config.model_type!r}): use the "
+            "embedded engine"
+        )
     give_memory_back()
     remote = model.trust_remote_code
     with config_directory(model.config, trust_remote_code=remote) as path:

@@ -1,0 +1,59 @@
+"""What of a model sees images: a vision tower and a projector beside the text model, whose layers have the seams."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import attrs
+from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Vision:
+    """What is known of a model that takes images. `trains`: whether its vision tower and projector are updated."""
+
+    config: PreTrainedConfig  # of all of it; the model's own is the text model's
+    text: str  # the text model's path in the skeleton
+    token: int  # the id that stands in prompts for a feature of an image
+    axes: int  # of rotary positions: 3 (time, height, width) or 1
+    trains: bool = True
+
+
+def takes_images(config: PreTrainedConfig) -> bool:
+    """Whether it is the config of a model of images and text."""
+    return hasattr(config, "vision_config") and type(config) in AutoModelForImageTextToText._model_mapping
+
+
+def vision_of(config: PreTrainedConfig, base: PreTrainedModel) -> Vision:
+    """What sees images in `base`. Raises ValueError for a model that fppo cannot run with images."""
+    kind = f"fppo cannot run model type {config.model_type!r} with images: {type(base).__name__} has no"
+    if not hasattr(base, "get_image_features"):
+        raise ValueError(f"{kind} get_image_features")
+    decoder = base.get_decoder()
+    text = next((path for path, module in base.named_modules() if module is decoder), "")
+    if not text:
+        raise ValueError(f"{kind} text model of its own inside")
+    if "token_type_ids" in inspect.signature(type(base).forward).parameters:
+        raise ValueError(f"{kind} causal text layers: the tokens of an image see one another (token_type_ids)")
+    token = getattr(config, "image_token_id", None)
+    token = getattr(config, "image_token_index", None) if token is None else token
+    if token is None:
+        raise ValueError(f"{kind} image_token_id in its config")
+    return Vision(config=config, text=text, token=token, axes=3 if hasattr(base, "get_rope_index") else 1)
+
+
+def parts_of(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """A config, and those of its parts."""
+    yield config
+    for name in config.sub_configs:
+        if isinstance(part := getattr(config, name, None), PreTrainedConfig):
+            yield from parts_of(part)
+
+
+def put_attention(base: PreTrainedModel, vision: Vision, name: str) -> None:
+    """Has the text model's layers ask the attention function `name`, and those of the vision tower torch's own."""
+    for module in base.modules():  # the setter goes down into the configs of parts: all of them before the text model's
+        if isinstance(module, PreTrainedModel):
+            module.config._attn_implementation = "sdpa"
+    base.get_submodule(vision.text).config._attn_implementation = name  # type: ignore[union-attr]

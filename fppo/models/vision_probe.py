@@ -1,0 +1,112 @@
+"""A small vision tower before a small language model, and an image for it: the probe of a model that takes images."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fppo.batch import RowInputs
+from fppo.key import Key
+from fppo.models.vision import Vision
+from fppo.models.vision_pass import image_features
+
+WORDS = 48  # ids below this are words; above, marks of images
+_SIDE = 4  # patches
+_HEADS, _INNER = 2, 64
+
+
+def with_text(vision: Vision, text: PreTrainedConfig) -> PreTrainedConfig:
+    """The whole config with another of the text model and a small vision tower, and marks of images among 64 ids."""
+    config = copy.deepcopy(vision.config)
+    before = config.get_text_config()
+    name = next(name for name in config.sub_configs if getattr(config, name, None) is before)
+    setattr(config, name, text)
+    tower: Any = config.vision_config
+    _shorten(tower)
+    _narrow(tower, before.hidden_size, text.hidden_size)
+    marks = [name for name, x in vars(config).items() if name.endswith(("token_id", "token_index")) and type(x) is int]
+    ids = sorted({getattr(config, name) for name in marks})
+    for name in marks:
+        setattr(config, name, WORDS + ids.index(getattr(config, name)))
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, 0)
+    return config
+
+
+def _shorten(tower: Any) -> None:
+    """Leaves as many layers as lists of layers have, two at least."""
+    lists = [name for name, x in vars(tower).items() if name.endswith("indexes") and isinstance(x, (list, tuple))]
+    depth = max([2, *(len(getattr(tower, name)) for name in lists)])
+    for name in lists:
+        setattr(tower, name, list(range(len(getattr(tower, name)))))
+    for name in ("depth", "num_hidden_layers"):
+        if name in vars(tower):
+            setattr(tower, name, min(getattr(tower, name), depth))
+
+
+def _narrow(tower: Any, before: int, hidden: int) -> None:
+    """Leaves two heads, a narrow block, and an image of few patches; what is as wide as the text stays so."""
+    own = vars(tower)
+    width = "embed_dim" if "embed_dim" in own else "hidden_size"
+    heads = next((name for name in ("num_heads", "num_attention_heads") if name in own), None)
+    wide = own[width]
+    narrow = wide if heads is None or own[heads] <= _HEADS else _HEADS * (wide // own[heads])
+    for name, x in list(own.items()):
+        if name == heads:
+            setattr(tower, name, min(x, _HEADS))
+        elif name == "intermediate_size":
+            setattr(tower, name, min(x, _INNER))
+        elif type(x) is int and name != width and x == before and name.endswith(("hidden_size", "projection_dim")):
+            setattr(tower, name, hidden)
+        elif type(x) is int and (name == width or name == "embed_dim"):
+            setattr(tower, name, narrow)
+    patch = own.get("patch_size")
+    if "image_size" in own and patch is not None:
+        many = isinstance(own["image_size"], (list, tuple))
+        tower.image_size = [_SIDE * x for x in patch] if many else _SIDE * patch
+
+
+def probe_inputs(vision: Vision, base: PreTrainedModel, before: Sequence[int]) -> tuple[RowInputs, list[int]]:
+    """A row with an image after the words `before`, and its tokens so far; `base` runs the vision tower."""
+    tower: Any = base.config.vision_config
+    takes = inspect.signature(base.get_image_features).parameters  # type: ignore[arg-type]
+    generator, patch = Key(0).fold("image").generator(), tower.patch_size
+    channels = getattr(tower, "in_channels", None) or getattr(tower, "num_channels", 3)
+    if "image_grid_thw" in takes:
+        size = channels * getattr(tower, "temporal_patch_size", 1) * patch**2
+        grid = torch.tensor([[1, _SIDE, 2 * _SIDE]])
+        tensors = {"pixel_values": _noise(2 * _SIDE**2, size, generator=generator), "image_grid_thw": grid}
+    else:
+        side = getattr(tower, "image_size", None) or _SIDE * patch
+        height, width = side if isinstance(side, (list, tuple)) else (side, side)
+        tensors = {"pixel_values": _noise(1, channels, height, width, generator=generator)}
+        if "pixel_attention_mask" in takes:
+            tensors["pixel_attention_mask"] = torch.ones(1, height, width, dtype=torch.bool)
+        if "image_sizes" in takes and tower.model_type == "pixtral":
+            tensors["image_sizes"] = torch.tensor([[height, width]])
+    with torch.no_grad():
+        count = len(image_features(base, tensors)[0])
+    places = torch.arange(len(before), len(before) + count)
+    shown = torch.zeros(1, 1, 1, 3, dtype=torch.uint8)
+    return RowInputs(tensors, places, shown), [*before, *([vision.token] * count)]
+
+
+def _noise(*shape: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(*shape, generator=generator)
+
+
+def composite_inputs(plain: PreTrainedModel, row: Tensor, inputs: RowInputs) -> dict[str, Tensor]:
+    """What transformers' own forward takes beside the tokens of a row [S]."""
+    takes = inspect.signature(type(plain).forward).parameters
+    rows = "pixel_attention_mask" in takes
+    kinds = torch.zeros(1, len(row), dtype=torch.int32)
+    kinds[0, inputs.places] = 1
+    beside = {name: x[None] if rows else x for name, x in inputs.tensors.items()}
+    return beside | ({"mm_token_type_ids": kinds} if "mm_token_type_ids" in takes else {})

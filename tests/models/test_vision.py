@@ -1,0 +1,93 @@
+"""Models of images and text run as in transformers or are refused, and come back as they were saved."""
+
+import attrs
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from fppo import models
+from fppo.key import Key
+from fppo.models import vision_pass
+from fppo.models.vision_pass import place_images, row_positions
+from tests.models.vision import CONFIGS, GEMMA, IMAGE, make, prompt
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_runs_as_in_transformers_is_accepted(name):
+    models.check_model(models.build(CONFIGS[name]))
+
+
+def test_a_model_whose_images_see_ahead_is_refused():
+    with pytest.raises(ValueError, match=r"model type 'gemma3' with images: .* no causal text layers"):
+        models.build(GEMMA)
+
+
+def shifted(model, inputs, tokens, positions, lengths):
+    """Positions as of text alone."""
+    return place_images(model, inputs, tokens, positions, lengths)[0], positions
+
+
+def halved(skeleton, tensors, plain=vision_pass.image_features):
+    pooled, deep = plain(skeleton, tensors)
+    return pooled, [x / 2 for x in deep]
+
+
+def backwards(skeleton, tensors, plain=vision_pass.image_features):
+    pooled, deep = plain(skeleton, tensors)
+    return pooled.flip(0), deep
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "mistake"),
+    [
+        ("qwen2_vl", "fppo.models.probe.place_images", shifted),
+        ("qwen3_vl", "fppo.models.vision_pass.image_features", halved),
+        ("llava", "fppo.models.vision_pass.image_features", backwards),
+    ],
+)
+def test_a_mistake_with_images_is_found_when_the_model_is_loaded(name, target, mistake, monkeypatch):
+    monkeypatch.setattr(target, mistake)
+    with pytest.raises(ValueError, match=f"model type '{name}': the logits of packed rows"):
+        models.check_model(models.build(CONFIGS[name]))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava"])
+def test_saved_and_loaded_it_is_the_same_model(name, tmp_path):
+    _, model, _ = make(name)
+    params = models.init_params(model, Key(0))
+    models.save(model, params, tmp_path / "lm")
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "lm")
+    assert all(torch.equal(x, params[path]) for path, x in theirs.named_parameters())
+    again, loaded = models.load(tmp_path / "lm")
+    assert again.vision is not None
+    assert again.whole_config.model_type == CONFIGS[name].model_type
+    assert loaded.keys() == params.keys()
+    assert all(torch.equal(x, params[path]) for path, x in loaded.items())
+    frozen = attrs.evolve(model, vision=attrs.evolve(again.vision, trains=False))
+    critic, values = models.as_critic(frozen, params, Key(1))
+    assert critic.vision is not None
+    assert not critic.vision.trains
+    models.save(critic, values, tmp_path / "value")
+    _, loaded = models.load(tmp_path / "value", "value")
+    assert loaded.keys() == values.keys()
+    assert all(torch.equal(x, values[path]) for path, x in loaded.items())
+
+
+def test_images_without_anything_between_them_have_no_positions():
+    model = models.build(CONFIGS["qwen2_vl"])
+    _, inputs = prompt("qwen2_vl", 2, torch.Generator().manual_seed(0))
+    assert inputs is not None
+    start = int(inputs.places[0])
+    merged = attrs.evolve(inputs, places=torch.arange(start, start + len(inputs.places)))
+    with pytest.raises(ValueError, match="2 images stand in 1 pieces: model type 'qwen2_vl"):
+        row_positions(model, merged)
+
+
+def test_a_text_model_takes_no_images():
+    from tests.tiny import model_and_params
+
+    model, _ = model_and_params()
+    _, inputs = prompt("llava", 1, torch.Generator().manual_seed(0))
+    tokens = torch.full((30,), IMAGE)
+    with pytest.raises(ValueError, match="a model of type 'qwen2' takes none"):
+        place_images(model, [inputs], tokens, torch.arange(30), [30])

@@ -1,0 +1,152 @@
+"""Rows with images: packed, padded, in any order and split, they are what transformers computes of them one by one."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fppo import batch as batches
+from fppo.batch import Column
+from fppo.models.precision import KeepDouble
+from fppo.models.vision_probe import composite_inputs
+from fppo.runtime.mesh import Axis, Mesh
+from fppo.steps import Forward, Loop, MicroBatching, adamw, schedule
+from fppo.steps.forward import forward_micro_batch
+from fppo.steps.supervised import update_supervised
+from fppo.steps.train_state import init_state
+from tests.models.vision import CONFIGS, make, rows
+
+FAMILIES = list(CONFIGS)
+NONE: dict[str, Tensor] = {}
+
+
+def own_rows(record):
+    """Each row's tokens alone, how many of them are the response's, and its images."""
+    for tokens, real, mask, inputs in zip(
+        record.tokens, record.attention_mask, record.response_mask, record.inputs, strict=True
+    ):
+        yield tokens[real], int(mask.sum()), inputs
+
+
+def theirs(module, record, head=None):
+    """transformers' log-probs of each row's response, or the `head`'s values, row by row."""
+    columns = []
+    for tokens, length, inputs in own_rows(record):
+        beside = NONE if inputs is None else composite_inputs(module, tokens, inputs)
+        run = module if head is None else module.base_model
+        with KeepDouble():
+            out = run(input_ids=tokens[None], use_cache=False, **beside)
+        if head is not None:
+            columns.append(F.linear(out.last_hidden_state[0, -length - 1 : -1], *head)[:, 0])
+            continue
+        logits = out.logits[0, -length - 1 : -1]
+        columns.append(logits.log_softmax(-1).gather(1, tokens[-length:, None])[:, 0])
+    return columns
+
+
+def weighted(columns):
+    return sum((x * torch.linspace(1, 2, len(x), dtype=x.dtype)).sum() for x in columns)
+
+
+def ours(forward, params, record, groups, output="log_probs"):
+    columns = {}
+    for group in groups:
+        part = batches.rows(record, group)
+        out = getattr(forward_micro_batch(params, part, forward=forward, outputs=(output,)), output)
+        columns |= {i: x[mask] for i, x, mask in zip(group, out, part.response_mask, strict=True)}
+    return [columns[i] for i in range(len(record.tokens))]
+
+
+def check(forward, params, record, groups, expected, gradients, output="log_probs"):
+    leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
+    columns = ours(forward, leaves, record, groups, output)
+    for x, y in zip(columns, expected, strict=True):
+        assert (x - y).abs().max() < 1e-10
+    grads = torch.autograd.grad(weighted(columns), list(leaves.values()), allow_unused=True)
+    scale = max(x.abs().max() for x in gradients.values())
+    for name, grad in zip(leaves, grads, strict=True):
+        assert (gradients[name] - (0 if grad is None else grad)).abs().max() < 1e-10 * scale, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_log_probs_and_gradients_are_transformers(name):
+    module, model, params = make(name)
+    record = rows(name)
+    expected = theirs(module, record)
+    weighted(expected).backward()
+    gradients = {path: torch.zeros_like(x) if x.grad is None else x.grad for path, x in module.named_parameters()}
+    assert any(x.any() for path, x in gradients.items() if path in model.seeing)
+    forward, every = Forward(model), [0, 1, 2, 3]
+    cases = [
+        (forward, [every]),
+        (forward, [[3, 2], [1, 0]]),
+        (attrs.evolve(forward, remove_padding=False), [every]),
+        (Forward(attrs.evolve(model, checkpoint_layers=True)), [every]),
+    ]
+    for run, groups in cases:
+        check(run, params, record, groups, expected, gradients)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "idefics3"])
+def test_a_critic_sees_images_too(name):
+    module, model, params = make(name, "value")
+    head = params["score.weight"].clone().requires_grad_(), params["score.bias"].clone().requires_grad_()
+    record = rows(name, (1, 2))
+    expected = theirs(module, record, head)
+    weighted(expected).backward()
+    gradients = {path: torch.zeros_like(x) if x.grad is None else x.grad for path, x in module.named_parameters()}
+    gradients |= {"score.weight": head[0].grad, "score.bias": head[1].grad}
+    check(Forward(model), params, record, [[1, 0]], expected, gradients, "values")
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "llava"])
+def test_rows_of_a_prompt_share_its_images_and_may_sample_what_stands_for_one(name, monkeypatch):
+    _, model, params = make(name)
+    record = rows(name, (0, 2, 1), sampled=True)
+    seen = []
+    features = "fppo.models.vision_pass.image_features"
+    plain = __import__("fppo.models.vision_pass", fromlist=["image_features"]).image_features
+    monkeypatch.setattr(features, lambda s, x: seen.append(len(x["pixel_values"])) or plain(s, x))
+    with torch.no_grad():
+        alone = ours(Forward(model), params, record, [[0], [1], [2]])
+        once = seen[0] + seen[1]
+        several = batches.repeat(record, 3, interleave=False)
+        together = ours(Forward(model), params, several, [list(range(9))])
+    assert seen[2] == once
+    for i, x in enumerate(together):
+        assert (x - alone[i % 3]).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl"])
+def test_a_frozen_vision_tower_stays_as_it_is(name):
+    _, model, params = make(name)
+    assert model.vision is not None
+    record, loop = rows(name, (1, 0)), Loop(mini_batch_size=2, micro_batching=MicroBatching(size=1))
+    optimizer = adamw(schedule("constant", 1e-2), weight_decay=0.5)
+    results = {}
+    for trains in (True, False):
+        forward = Forward(attrs.evolve(model, vision=attrs.evolve(model.vision, trains=trains)))
+        state, _ = update_supervised(
+            init_state(params, optimizer), record, forward=forward, loop=loop, optimizer=optimizer
+        )
+        results[trains] = {path for path, x in state.params.items() if torch.equal(x, params[path])}
+    assert results[False] == model.seeing
+    assert not results[True]
+
+
+def test_rows_that_do_not_fit_the_model_are_refused():
+    name = "qwen2_vl"
+    _, model, params = make(name)
+    record = rows(name, (1, 2))
+    shifted = [attrs.evolve(x, places=x.places + 1) for x in record.inputs]
+    fewer = [attrs.evolve(x, places=x.places[:-1]) for x in record.inputs]
+    for inputs, text in ((shifted, "places that do not hold token 60"), (fewer, "tokens stand for images that have")):
+        with pytest.raises(ValueError, match=text):
+            forward_micro_batch(params, attrs.evolve(record, inputs=Column(inputs)), forward=Forward(model))
+    axes = {"tensor": Axis(2, 0, None)}
+    with pytest.raises(ValueError, match="'qwen2_vl' takes images, and fppo cannot cut rows"):
+        Forward(model, mesh=Mesh(axes))
