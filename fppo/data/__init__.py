@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fppo.data.encode import encode_rows as encode_rows
     from fppo.data.encode import load_prompts as load_prompts
     from fppo.data.examples import Fields as Fields
+    from fppo.data.images import ImageReader as ImageReader
     from fppo.data.privileged import with_truth as with_truth
     from fppo.data.problems import Problems as Problems
     from fppo.data.prompts import PromptSet as PromptSet
@@ -44,6 +45,7 @@ __all__ = [
     "ChatOptions",
     "DataCursor",
     "Fields",
+    "ImageReader",
     "Problems",
     "PromptSet",
     "Row",
@@ -95,6 +97,7 @@ _HOMES = {
         "load_prompts",
     ),
     "examples": ("Fields",),
+    "images": ("ImageReader",),
     "privileged": ("with_truth",),
     "problems": ("Problems",),
     "prompts": (

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import attrs
+
 from fppo.data.chat import PLAIN, ChatOptions, check_chat_template, encode_chat
 from fppo.data.examples import FIELDS, Example, Fields, example_of
+from fppo.data.images import ImageReader, ReadInputs
 from fppo.data.problems import Problems
 from fppo.data.prompts import PromptSet, check_prompt_set, share
 from fppo.data.read import PathLike, Row, read_rows
@@ -25,6 +28,7 @@ def load_prompts(
     over_long: OverLong = "error",
     pad_token: str | None = None,
     chat: ChatOptions = PLAIN,
+    images: ImageReader | None = None,
 ) -> PromptSet:
     """`encode_rows` of `read_rows`: prompts from files, directories or a data set's name. One error names all."""
     problems = Problems()
@@ -36,6 +40,7 @@ def load_prompts(
         over_long=over_long,
         pad_token=pad_token,
         chat=chat,
+        images=images,
         problems=problems,
     )
 
@@ -49,6 +54,7 @@ def encode_rows(
     over_long: OverLong = "error",
     pad_token: str | None = None,
     chat: ChatOptions = PLAIN,
+    images: ImageReader | None = None,
     problems: Problems | None = None,
 ) -> PromptSet:
     """The prompt set of `rows`, whose `fields` are named; the tokenizer's chat template makes prompts of messages.
@@ -57,6 +63,7 @@ def encode_rows(
         "truncate" keeps their last tokens; both are counted in the result.
     pad_token: the token to pad with, for a tokenizer that has none of its own.
     chat: what the chat template gets beside the messages.
+    images: what reads the images of `fields.images`, with its own template; pixels are read again at each draw.
     problems: what was wrong with rows that are not among `rows`, to be named in the same error.
 
     The row's other fields become `extras`, with a chat's messages as "prompt_messages". Raises ValueError naming file,
@@ -64,20 +71,61 @@ def encode_rows(
     """
     if over_long not in ("error", "drop", "truncate"):
         raise ValueError(f"over_long = {over_long!r}; there are 'error', 'drop' and 'truncate'")
+    _check_images(fields, images, over_long)
     special = check_tokenizer(tokenizer, pad_token=pad_token)
     if fields.chat:
-        check_chat_template(tokenizer, options=chat)
+        check_chat_template(tokenizer if images is None else images.processor, options=chat)
     problems = Problems() if problems is None else problems
     read = ((row, example_of(row, fields, problems)) for row in rows)
     asked = [(row, example) for row, example in read if example is not None]
-    tokens = _tokens(asked, tokenizer, chat, problems)
+    if images is None:
+        tokens = _tokens(asked, tokenizer, chat, problems)
+    else:
+        tokens = _tokens_with_images(asked, images, fields, problems)
     if over_long == "error":
         for (row, _), ids in zip(asked, tokens, strict=True):
             if len(ids) > max_prompt_tokens:
                 text = f"the prompt has {len(ids)} tokens, more than max_prompt_tokens = {max_prompt_tokens}"
                 problems.add(f"{row.place}: {text} (over_long can drop or truncate it)")
     problems.check("data")
-    return _assemble(asked, tokens, special.pad_token_id, max_prompt_tokens, drop=over_long == "drop")
+    prompts = _assemble(asked, tokens, special.pad_token_id, max_prompt_tokens, drop=over_long == "drop")
+    if images is None:
+        return prompts
+    kept = [x for (_, x), ids in zip(asked, tokens, strict=True) if len(ids) <= max_prompt_tokens]
+    shown = [(x.prompt, x.images) for x in kept if not isinstance(x.prompt, str)]
+    return attrs.evolve(prompts, inputs=ReadInputs(images, shown))
+
+
+def _check_images(fields: Fields, images: ImageReader | None, over_long: OverLong) -> None:
+    """Raises ValueError for images that nothing reads, and for settings that they do not go with."""
+    if (fields.images is None) != (images is None):
+        raise ValueError(
+            "fields.images and images go together: the field, and the ImageReader of the model's processor"
+        )
+    if images is not None and not fields.chat:
+        raise ValueError("images need the chat template of the model's processor: give chat = true")
+    if images is not None and over_long == "truncate":
+        raise ValueError("over_long = 'truncate' would cut images apart; give 'error' or 'drop'")
+
+
+def _tokens_with_images(
+    asked: Sequence[tuple[Row, Example]], reader: ImageReader, fields: Fields, problems: Problems
+) -> list[list[int]]:
+    """The token ids of every prompt; [] for one whose images or text are refused, with a problem."""
+    if asked and not any(example.images for _, example in asked):
+        problems.add(f"no row has images in the field {fields.images!r}; the first has {sorted(asked[0][0].fields)}")
+    result: list[list[int]] = []
+    for row, example in asked:
+        ids: list[int] = []
+        try:
+            assert not isinstance(example.prompt, str)
+            ids = reader.encode(example.prompt, example.images)[0]
+        except Exception as error:  # processors and chat templates raise what they like
+            problems.add(
+                f"{row.place}: field {fields.images!r}: {' '.join(str(error).split()) or type(error).__name__}"
+            )
+        result.append(ids)
+    return result
 
 
 def _tokens(

@@ -6,6 +6,7 @@ import datetime
 import math
 import string
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -13,6 +14,7 @@ import attrs
 from fppo.data.problems import Problems
 from fppo.data.read import Row
 
+MARK = "<image>"  # where a prompt's next image stands in its text
 MESSAGES = "prompt_messages"  # the key under which extras hold a prompt's chat messages
 
 
@@ -28,6 +30,8 @@ class Fields:
     ground_truth: the field that a reward compares with, any JSON value but null; None: there is none.
     source: the field that names the row's data set; else `source_name`, else the file's name.
     chat: the prompt is the field's messages, or its text as one message of the user, for a chat template.
+    images: the field with the prompt's image or images, none if it is null or missing. They stand where the messages
+        have parts {"type": "image"}, or their texts "<image>"; without either, before the user's first words.
     """
 
     prompt: str = "prompt"
@@ -35,6 +39,7 @@ class Fields:
     source: str | None = None
     source_name: str | None = None
     chat: bool = False
+    images: str | None = None
 
 
 FIELDS = Fields()
@@ -49,6 +54,7 @@ class Example:
     source: str
     extras: dict[str, Any]
     left_out: tuple[str, ...]
+    images: tuple[Any, ...] = ()
 
 
 def example_of(row: Row, fields: Fields, problems: Problems) -> Example | None:
@@ -62,7 +68,15 @@ def example_of(row: Row, fields: Fields, problems: Problems) -> Example | None:
             problems.add(f"{row.place}: {error}")
     if len(values) < len(readers):
         return None
-    used = {fields.prompt, fields.ground_truth, fields.source}
+    images: tuple[Any, ...] = ()
+    if fields.images is not None:
+        try:
+            images = _images(row, fields.images)
+            values["prompt"] = _interleaved(values["prompt"], len(images), fields.images)
+        except _Bad as error:
+            problems.add(f"{row.place}: {error}")
+            return None
+    used = {fields.prompt, fields.ground_truth, fields.source, fields.images}
     extras, left_out = {}, []
     for name, value in row.fields.items():
         if name in used:
@@ -73,7 +87,7 @@ def example_of(row: Row, fields: Fields, problems: Problems) -> Example | None:
             left_out.append(name)
     if fields.chat:
         extras[MESSAGES] = values["prompt"]
-    return Example(extras=extras, left_out=tuple(left_out), **values)
+    return Example(extras=extras, left_out=tuple(left_out), images=images, **values)
 
 
 def _prompt(row: Row, fields: Fields) -> str | list[dict[str, Any]]:
@@ -86,7 +100,7 @@ def _prompt(row: Row, fields: Fields) -> str | list[dict[str, Any]]:
             raise _Bad(f"field {fields.prompt!r}: empty")
         return [{"role": "user", "content": value}] if fields.chat else value
     if isinstance(value, (list, tuple)) and fields.chat:
-        return _messages(value, fields.prompt)
+        return _messages(value, fields.prompt, parts=fields.images is not None)
     hint = "; messages need the chat template (chat = true)" if isinstance(value, list) else ""
     raise _Bad(f"field {fields.prompt!r}: a {_kind(value)}, not text{hint}")
 
@@ -150,16 +164,67 @@ def fill(template: str, fields: Mapping[str, Any]) -> str:
     return "".join(texts)
 
 
-def _messages(value: Sequence[Any], name: str) -> list[dict[str, Any]]:
+def _messages(value: Sequence[Any], name: str, *, parts: bool) -> list[dict[str, Any]]:
+    """The messages, whose contents may be lists of `parts`."""
     if not value:
         raise _Bad(f"field {name!r}: no messages")
     for number, message in enumerate(value):
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise _Bad(f"field {name!r}: message {number} has no text as 'role' and 'content'")
+        content = message.get("content")
+        if parts and isinstance(content, (list, tuple)):
+            if not all(isinstance(part, Mapping) and _is_part(part) for part in content):
+                raise _Bad(f"field {name!r}: message {number} has a part that is neither an image nor a text")
+        elif not isinstance(content, str):
             raise _Bad(f"field {name!r}: message {number} has no text as 'role' and 'content'")
     try:
         return [plain({k: v for k, v in message.items() if v is not None}) for message in value]
     except ValueError as error:
         raise _Bad(f"field {name!r}: {error}") from error
+
+
+def _is_part(part: Mapping[str, Any]) -> bool:
+    return part.get("type") == "image" or (part.get("type") == "text" and isinstance(part.get("text"), str))
+
+
+def _images(row: Row, name: str) -> tuple[Any, ...]:
+    """The row's images as they stand in it; paths that are not absolute start where the row's file lies."""
+    try:
+        value = lookup(row.fields, name)
+    except _Bad:
+        return ()
+    many = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
+    beside = Path(row.file).parent if Path(row.file).is_file() else Path()
+
+    def placed(image: Any) -> Any:
+        if isinstance(image, Mapping) and image.get("bytes") is None and isinstance(image.get("path"), str):
+            image = image["path"]
+        return str(beside / image) if isinstance(image, str) else image
+
+    return tuple(placed(image) for image in many)
+
+
+def _interleaved(messages: Any, count: int, name: str) -> list[dict[str, Any]]:
+    """The messages with contents as lists of texts and of parts {"type": "image"}, one for each image."""
+    parted = [{**message, "content": _parts(message["content"])} for message in messages]
+    places = sum(part["type"] == "image" for message in parted for part in message["content"])
+    user = next((message for message in parted if message["role"] == "user"), parted[0])
+    if places == 0:
+        user["content"] = [*({"type": "image"} for _ in range(count)), *user["content"]]
+    elif places != count:
+        raise _Bad(f"field {name!r}: {count} images, and the prompt has {places} places for them ({MARK})")
+    return parted
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    """A message's content in parts, its text split where `MARK` stands."""
+    if not isinstance(content, str):
+        return [
+            x for part in content for x in ([{"type": "image"}] if part["type"] == "image" else _parts(part["text"]))
+        ]
+    first, *others = content.split(MARK)
+    after = [part for text in others for part in ({"type": "image"}, {"type": "text", "text": text})]
+    return [part for part in ({"type": "text", "text": first}, *after) if part["type"] == "image" or part["text"]]
 
 
 def plain(value: Any) -> Any:

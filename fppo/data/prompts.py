@@ -8,7 +8,8 @@ from typing import Any
 import attrs
 import torch
 
-from fppo.batch import Column, Prompts
+from fppo.batch import Column, Prompts, RowInputs
+from fppo.data.images import ReadInputs
 from fppo.data.problems import Problems, Strings, fail
 
 
@@ -24,6 +25,7 @@ class PromptSet:
     pad_token_id: int
     num_dropped: int = 0  # prompts that were too long
     num_truncated: int = 0
+    inputs: ReadInputs | tuple[RowInputs | None, ...] | None = None  # of prompts with images
     left_out: tuple[str, ...] = ()  # fields of the rows that do not fit JSON, so no reward sees them
 
     def __len__(self) -> int:
@@ -33,6 +35,7 @@ class PromptSet:
 def check_prompt_set(prompts: PromptSet) -> PromptSet:
     """The set itself. Raises ValueError if it is empty, a prompt has no token, or its columns differ in length."""
     columns = {name: len(getattr(prompts, name)) for name in ("tokens", "ids", "ground_truths", "sources", "extras")}
+    columns |= {} if prompts.inputs is None else {"inputs": len(prompts.inputs)}
     if len(set(columns.values())) > 1:
         raise ValueError(f"the columns of a prompt set differ in length: {columns}")
     if not prompts.tokens:
@@ -92,7 +95,10 @@ def select(prompts: PromptSet, indices: Iterable[int]) -> PromptSet:
     chosen = list(indices)
     columns = ("tokens", "ids", "ground_truths", "sources", "extras")
     taken = {name: tuple(getattr(prompts, name)[i] for i in chosen) for name in columns}
-    return check_prompt_set(attrs.evolve(prompts, **taken))
+    inputs = prompts.inputs
+    if inputs is not None:
+        inputs = inputs.select(chosen) if isinstance(inputs, ReadInputs) else tuple(inputs[i] for i in chosen)
+    return check_prompt_set(attrs.evolve(prompts, inputs=inputs, **taken))
 
 
 def collate(prompts: PromptSet, indices: Sequence[int], *, width: int | None = None, row_offset: int = 0) -> Prompts:
@@ -117,6 +123,7 @@ def collate(prompts: PromptSet, indices: Sequence[int], *, width: int | None = N
         ground_truth=Column(prompts.ground_truths[i] for i in indices),
         source=Column(prompts.sources[i] for i in indices),
         extras=Column(prompts.extras[i] for i in indices),
+        inputs=None if prompts.inputs is None else Column(prompts.inputs[i] for i in indices),
     )
 
 

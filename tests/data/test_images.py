@@ -1,0 +1,159 @@
+"""Prompts with images: where they come from, where they stand, and what is said of those that are none."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fppo import data
+from fppo.data.images import SHOWN, ImageReader
+from tests.data import rows
+from tests.data.processors import processor
+
+TOKEN = 3
+READER = ImageReader(processor("llava"), TOKEN)
+FIELDS = data.Fields(chat=True, images="images")
+
+
+def picture(seed: int, size: tuple[int, int] = (16, 16)) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def encoded(values, reader=READER, **keywords):
+    named = data.rows_of([{"answer": "1", **value} for value in values], "mine:rows")
+    return data.encode_rows(named, reader.processor.tokenizer, fields=FIELDS, images=reader, **keywords)
+
+
+def test_paths_bytes_and_images_give_the_same(tmp_path):
+    image = picture(0, (20, 12))
+    image.save(tmp_path / "x.png")
+    path = rows.write(tmp_path / "rows.jsonl", [{"prompt": "how many", "answer": "1", "images": "x.png"}])
+    of_file = data.load_prompts(path, READER.processor.tokenizer, fields=FIELDS, images=READER)
+    kinds = [image, png(image), {"bytes": png(image), "path": None}, {"bytes": None, "path": str(tmp_path / "x.png")}]
+    prompts = encoded([{"prompt": "how many", "images": [kind]} for kind in kinds])
+    assert {*prompts.tokens, *of_file.tokens} == {prompts.tokens[0]}
+    assert prompts.inputs is not None
+    assert all(x == of_file.inputs[0] for x in prompts.inputs)
+    batch = data.collate(prompts, [0, 2])
+    assert batch.inputs is not None
+    assert batch.inputs[0].tensors["pixel_values"].shape == (1, 3, 16, 16)
+    assert batch.tokens[0][batch.attention_mask[0]][batch.inputs[0].places].tolist() == [TOKEN] * 16
+    assert batch.inputs[0].shown.shape == (1, 12, 20, 3)
+    assert torch.equal(batch.inputs[0].shown[0], torch.from_numpy(np.array(image)))
+
+
+@pytest.mark.parametrize("name", ["llava", "idefics3"])
+def test_several_images_stand_where_the_prompt_has_them(name):
+    reader = ImageReader(processor(name), TOKEN)
+    two = [picture(1), picture(2)]
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}, {"type": "image"}]
+    marked = [{"role": "system", "content": "s"}, {"role": "user", "content": "a<image>b<image>"}]
+    messages = [marked[0], {"role": "user", "content": parts}]
+    prompts = encoded(
+        [
+            {"prompt": marked, "images": two},
+            {"prompt": messages, "images": two},
+            {"prompt": "ab", "images": two},
+            {"prompt": "ab", "images": None},
+            {"prompt": "ab"},
+        ],
+        reader,
+    )
+    first, second, before, none, missing = prompts.tokens
+    assert first == second
+    assert none == missing
+    assert prompts.inputs is not None
+    assert prompts.inputs[3] is prompts.inputs[4] is None
+    count = 16 if name == "llava" else 4
+    inputs = prompts.inputs[0]
+    assert len(inputs.places) == 2 * count
+    assert (inputs.places.diff() > 1).sum() >= 1
+    assert len(inputs.tensors["pixel_values"]) == 2
+    assert inputs.tensors["pixel_values"].dim() == 4
+    assert not torch.equal(inputs.tensors["pixel_values"][0], inputs.tensors["pixel_values"][1])
+    a, b = (reader.processor.tokenizer.convert_tokens_to_ids(x) for x in "ab")
+    assert before.index(a) > int(prompts.inputs[2].places[-1])
+    assert first.index(a, 5) < int(inputs.places[0]) < first.index(b) < int(inputs.places[-1])
+    chosen = data.select(prompts, [2, 3])
+    assert chosen.inputs is not None
+    assert chosen.inputs[0] == prompts.inputs[2]
+    assert chosen.inputs[1] is None
+
+
+def test_bad_images_are_named_with_row_and_field(tmp_path):
+    (tmp_path / "torn.png").write_bytes(png(picture(0))[:60])
+    values = [
+        {"prompt": "x", "images": [picture(0)]},
+        {"prompt": "x", "images": [picture(0), str(tmp_path / "torn.png")]},
+        {"prompt": "x", "images": str(tmp_path / "none.png")},
+        {"prompt": "x", "images": b"text"},
+        {"prompt": "x", "images": 5},
+        {"prompt": "<image> and <image>", "images": [picture(0)]},
+        {"prompt": "a literal <image>"},
+        {"prompt": [{"role": "user", "content": [{"type": "sound"}]}], "images": [picture(0)]},
+    ]
+    with pytest.raises(ValueError) as caught:
+        encoded(values)
+    lines = str(caught.value)
+    for text in (
+        "mine:rows:2: field 'images': image 2 (",
+        "torn.png): ",
+        "mine:rows:3: field 'images': image 1 (",
+        "mine:rows:4: field 'images': image 1: cannot identify",
+        "mine:rows:5: field 'images': image 1: a int, not a path",
+        "mine:rows:6: field 'images': 1 images, and the prompt has 2 places for them",
+        "mine:rows:7: field 'images': 0 images, and the prompt has 1 places for them",
+        "mine:rows:8: field 'prompt': message 0 has a part that is neither",
+    ):
+        assert text in lines
+    assert "mine:rows:1:" not in lines
+
+
+def test_text_that_stands_for_an_image_is_refused():
+    reader = ImageReader(processor("idefics3"), TOKEN)
+    marks = [{"type": "text", "text": "a"}]
+    assert reader.encode([{"role": "user", "content": marks}], [])[1] is None
+    marks.append({"type": "text", "text": "what is <image> ?"})
+    with pytest.raises(ValueError, match=r"the text holds .*<image>.*, which would stand for images"):
+        reader.encode([{"role": "user", "content": marks}], [])
+
+
+def test_images_count_as_tokens():
+    values = [{"prompt": "ab", "images": [picture(i) for i in range(count)]} for count in (0, 1, 2)]
+    assert [len(x) for x in encoded(values).tokens] == [9, 25, 41]
+    kept = encoded(values, max_prompt_tokens=30, over_long="drop")
+    assert (len(kept), kept.num_dropped) == (2, 1)
+    assert kept.inputs is not None
+    assert len(kept.inputs[1].places) == 16
+    with pytest.raises(ValueError, match="mine:rows:3: the prompt has 41 tokens"):
+        encoded(values, max_prompt_tokens=30)
+
+
+def test_what_images_do_not_go_with_is_refused():
+    with pytest.raises(ValueError, match="'truncate' would cut images apart"):
+        encoded([{"prompt": "x"}], over_long="truncate")
+    with pytest.raises(ValueError, match="no row has images in the field 'images'; the first has"):
+        encoded([{"prompt": "x", "image": picture(0)}])
+    named = data.rows_of([{"prompt": "x", "answer": "1"}], "mine:rows")
+    with pytest.raises(ValueError, match="go together"):
+        data.encode_rows(named, READER.processor.tokenizer, fields=FIELDS)
+    with pytest.raises(ValueError, match="give chat = true"):
+        data.encode_rows(named, READER.processor.tokenizer, fields=data.Fields(images="images"), images=READER)
+
+
+def test_images_are_shown_small():
+    prompts = encoded([{"prompt": "x", "images": [picture(0, (400, 100)), picture(1, (10, 30))]}])
+    assert prompts.inputs is not None
+    shown = prompts.inputs[0].shown
+    assert shown.shape == (2, 30, SHOWN, 3)
+    assert (shown[1, :, 10:] == 255).all()
+    assert (shown[1, :, :10] < 255).any()
