@@ -18,6 +18,7 @@ from fppo.assembly.parts import (
     check_kernels,
     check_length,
     check_mesh,
+    check_vision,
     device_of,
     kernels_of,
     lacks_something,
@@ -29,6 +30,7 @@ from fppo.assembly.texts import (
     config_of,
     config_place,
     eval_sampling_of,
+    load_images,
     load_tokenizer,
     policy_generation,
     sampling_of,
@@ -69,6 +71,7 @@ class Inputs:
     kernels: Kernels
     advantage: Callable[[Mapping[str, float]], AdvantageFn]
     tokenizer: PreTrainedTokenizerBase
+    images: data.ImageReader | None
     generation: GenerationConfig
     prompts: PromptSet
     order: Order | None
@@ -92,9 +95,12 @@ def read_inputs(
         raise tried.error()
     generation = tried(lambda: policy_generation(settings, tokenizer))
     ends = generation or GenerationConfig()
-    prompts = tried(lambda: load_prompts(settings, tokenizer, held_out=False))
+    images = tried(lambda: load_images(settings, tokenizer))
+    if settings.data.images is not None and images is None:
+        raise tried.error()
+    prompts = tried(lambda: load_prompts(settings, tokenizer, images, held_out=False))
     there = has_held_out(settings)
-    held_out = tried(lambda: load_prompts(settings, tokenizer, held_out=True)) if there else None
+    held_out = tried(lambda: load_prompts(settings, tokenizer, images, held_out=True)) if there else None
     _check_models(settings, tokenizer, [x for x in (prompts, held_out) if x is not None], mesh, tried)
     sampling = tried(lambda: sampling_of(settings, tokenizer, ends))
     eval_sampling = tried(lambda: eval_sampling_of(settings, tokenizer, ends, like=sampling))
@@ -113,6 +119,7 @@ def read_inputs(
         kernels=kernels,
         advantage=advantage,
         tokenizer=tokenizer,
+        images=images,
         generation=ends,
         prompts=prompts,
         order=order,
@@ -131,7 +138,10 @@ def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.devic
     tokenizer = tried(lambda: load_tokenizer(settings))
     if tokenizer is None:
         raise tried.error()
-    held_out = tried(lambda: load_prompts(settings, tokenizer, held_out=True))
+    images = tried(lambda: load_images(settings, tokenizer))
+    held_out = None
+    if settings.data.images is None or images is not None:
+        held_out = tried(lambda: load_prompts(settings, tokenizer, images, held_out=True))
     sampling = tried(lambda: eval_sampling_of(settings, tokenizer, policy_generation(settings, tokenizer)))
     _check_models(settings, tokenizer, [] if held_out is None else [held_out], mesh, tried, trained=False)
     if tried.problems:
@@ -163,7 +173,13 @@ class _Tried:
         return together
 
 
-def load_prompts(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, *, held_out: bool) -> PromptSet:
+def load_prompts(
+    settings: TrainSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    images: data.ImageReader | None = None,
+    *,
+    held_out: bool,
+) -> PromptSet:
     """The prompts to train on, or those to evaluate on. Raises ValueError that names every faulty row."""
     section, problems = settings.data, data.Problems()
     name, fn = ("data.eval_rows", section.eval_rows) if held_out else ("data.rows", section.rows)
@@ -176,12 +192,17 @@ def load_prompts(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, *,
         rows,
         tokenizer,
         fields=data.Fields(
-            prompt=section.prompt, ground_truth=section.ground_truth, source=section.source, chat=section.chat
+            prompt=section.prompt,
+            ground_truth=section.ground_truth,
+            source=section.source,
+            chat=section.chat,
+            images=section.images,
         ),
         max_prompt_tokens=section.max_prompt_tokens,
         over_long=section.over_long,
         pad_token=section.pad_token,
         chat=chat_options(settings),
+        images=images,
         problems=problems,
     )
     limit = settings.eval.max_prompts
@@ -268,5 +289,6 @@ def _check_models(
     for role, config in configs.items():
         tried(lambda config=config: check_mesh(config, mesh))
         tried(lambda role=role, config=config: check_length(settings, config, critic=role == of_critic))
+        tried(lambda config=config: check_vision(settings, config))
     for prompts in prompt_sets:
         tried(lambda prompts=prompts: data.check_tokens(prompts, data.vocabulary_size(configs["actor"])))

@@ -19,6 +19,7 @@ from fppo.models import lora
 from fppo.models.inner import inner_of
 from fppo.models.model import HeadKind, Model, Params, over_long, state_dtype
 from fppo.models.narrow import narrow
+from fppo.models.vision import takes_images
 from fppo.rollout.check import check_engine
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Engine
@@ -33,6 +34,7 @@ from fppo.settings.modules import INNER, KERNELS
 from fppo.settings.train import ActorSettings, TrainSettings
 from fppo.settings.vllm import VllmSettings
 from fppo.steps.confidence import init_confidence
+from fppo.steps.images import check_axes
 from fppo.steps.micro_batching import MicroBatching
 from fppo.workers.imports import imported
 from fppo_kernels import table as tables
@@ -86,7 +88,7 @@ def bare_model(settings: TrainSettings, head: HeadKind = "lm") -> Model:
         checkpoint_layers=section.checkpoint_layers,
         trust_remote_code=section.trust_remote_code,
     )
-    return attrs.evolve(model, compile_layers=section.compile_layers)
+    return _as_set(model, settings)
 
 
 def load_actor(settings: TrainSettings, mesh: Mesh) -> tuple[Model, Params]:
@@ -94,7 +96,13 @@ def load_actor(settings: TrainSettings, mesh: Mesh) -> tuple[Model, Params]:
     the dtype that it is computed with."""
     kept = base_dtype(settings) if uses_lora(settings) else torch.float32
     model, params = _loader(settings, mesh)(directory_of(settings.model.path, "model.path"), dtype=kept)
-    return attrs.evolve(model, compile_layers=settings.model.compile_layers), params
+    return _as_set(model, settings), params
+
+
+def _as_set(model: Model, settings: TrainSettings) -> Model:
+    """The model with what settings say of how it runs and what of it is trained."""
+    vision = model.vision and attrs.evolve(model.vision, trains=not settings.model.freeze_vision)
+    return attrs.evolve(model, compile_layers=settings.model.compile_layers, vision=vision)
 
 
 def base_dtype(settings: TrainSettings) -> torch.dtype:
@@ -118,7 +126,7 @@ def load_critic(settings: TrainSettings, key: Key, mesh: Mesh) -> tuple[Model | 
         compute_dtype=compute_dtype_of(role.compute_dtype or section.compute_dtype),
         checkpoint_layers=section.checkpoint_layers if recompute is None else recompute,
     )
-    return attrs.evolve(model, compile_layers=section.compile_layers), params
+    return _as_set(model, settings), params
 
 
 def load_reference(
@@ -134,7 +142,7 @@ def load_reference(
         return model, {name: x.to(state_dtype(model, name, dtype), copy=True) for name, x in params.items()}
     path = section.path if section.ref_path is None else section.ref_path
     model, params = _loader(settings, mesh)(directory_of(path, f"model.{setting}"), dtype=dtype)
-    model = attrs.evolve(model, compile_layers=section.compile_layers)
+    model = _as_set(model, settings)
     return (model if policy is None or policy[0].frozen is not None else policy[0]), params
 
 
@@ -195,7 +203,10 @@ def compute_dtype_of(name: str) -> torch.dtype | None:
 def check_mesh(config: PreTrainedConfig, mesh: Mesh) -> None:
     """Raises ValueError if there are fewer layers than stages, if the expert axis does not divide the experts, the
     tensor axis not the model's sizes, or the sequence axis not the attention heads that it leaves."""
-    stages, virtual, layers = mesh["pipeline"].size, mesh.virtual_stages, config.num_hidden_layers
+    stages, virtual = mesh["pipeline"].size, mesh.virtual_stages
+    layers = config.get_text_config().num_hidden_layers
+    if takes_images(config):
+        check_axes(models.build(config), mesh)
     if stages * virtual > layers:
         of = f" and mesh.virtual_stages = {virtual} make {stages * virtual} stages" if virtual > 1 else ""
         raise ValueError(
@@ -205,6 +216,7 @@ def check_mesh(config: PreTrainedConfig, mesh: Mesh) -> None:
     if mesh["expert"].size > 1:
         models.dispatched(models.build(config), mesh["expert"].size)
     ranks, tensor = mesh["sequence"].size, mesh["tensor"].size
+    config = config.get_text_config()
     heads = (config if tensor == 1 else narrow(config, tensor)).num_attention_heads
     if heads % ranks:
         fitting = [n for n in range(1, heads + 1) if heads % n == 0]
@@ -214,10 +226,18 @@ def check_mesh(config: PreTrainedConfig, mesh: Mesh) -> None:
         )
 
 
+def check_vision(settings: TrainSettings, config: PreTrainedConfig) -> None:
+    """Raises ValueError for settings of a vision tower that the model does not have."""
+    if settings.model.freeze_vision and not takes_images(config):
+        raise ValueError(
+            f"model.freeze_vision = True: a model of type {config.model_type!r} takes no images; leave it out"
+        )
+
+
 def check_length(settings: TrainSettings, config: PreTrainedConfig, *, critic: bool = False) -> None:
     """Raises ValueError if rows may grow longer than those for which the model is one function; `critic` is whether it
     is the critic's model too."""
-    limit = models.longest_row(config)
+    limit = models.longest_row(config.get_text_config())
     prompt, response, name = settings.data.max_prompt_tokens, settings.rollout.max_tokens, "rollout.max_tokens"
     if has_held_out(settings) and (settings.eval.max_tokens or 0) > response:
         response, name = settings.eval.max_tokens or 0, "eval.max_tokens"

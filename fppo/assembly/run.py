@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import attrs
 import torch
@@ -57,6 +58,7 @@ class Assembly:
     draw: Draw
     evaluate: EvaluateRun | None
     tokenizer: PreTrainedTokenizerBase
+    processor: Any  # of a model that takes images; it has the tokenizer too
     generation: GenerationConfig  # which goes with the policy where it is exported
     model: Model
     critic_model: Model | None
@@ -106,6 +108,7 @@ def assemble(
             draw=_draw(settings, inputs, key.fold("data")),
             evaluate=None if inputs.eval is None else _evaluation(settings, inputs.eval, answering, resources),
             tokenizer=tokenizer,
+            processor=None if inputs.images is None else inputs.images.processor,
             generation=inputs.generation,
             model=model,
             critic_model=critic_model,

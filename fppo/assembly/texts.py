@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoProcessor, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from fppo import data
 from fppo.data import ChatOptions
 from fppo.models.load import find_directory, read_config
+from fppo.models.model import build
+from fppo.models.vision import takes_images
 from fppo.rollout.engine import Sampling
 from fppo.settings.places import TOKENIZER_FILES
 from fppo.settings.train import TrainSettings
@@ -60,9 +62,42 @@ def load_tokenizer(settings: TrainSettings) -> PreTrainedTokenizerBase:
     data.check_tokenizer(tokenizer, pad_token=settings.data.pad_token)
     if settings.data.chat_template is not None:
         tokenizer.chat_template = Path(settings.data.chat_template).read_text(encoding="utf-8")
+    if settings.data.images is not None and tokenizer.chat_template is None:
+        tokenizer.chat_template = open_processor(settings)[0].chat_template
     if settings.data.chat:
         data.check_chat_template(tokenizer, options=chat_options(settings))
     return tokenizer
+
+
+def open_processor(settings: TrainSettings) -> tuple[Any, int]:
+    """What reads images for the policy, and the token that stands for them. Raises ValueError if there is no such
+    processor, and for a model that takes no images."""
+    section, name = settings.model, settings.data.images
+    directory = config_place(section.path, "model.path")
+    config = config_of(settings, directory)
+    if not takes_images(config):
+        raise ValueError(f"data.images = {name!r}: a model of type {config.model_type!r} takes no images")
+    vision = build(config, trust_remote_code=section.trust_remote_code).vision
+    assert vision is not None
+    try:
+        processor: Any = AutoProcessor.from_pretrained(directory, trust_remote_code=section.trust_remote_code)
+    except Exception as error:  # those of files, and of packages that some processors need
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"data.images = {name!r}: no processor of images came from {directory}: {type(error).__name__}: {why}"
+        ) from error
+    if getattr(processor, "image_processor", None) is None:  # without the files of one it is a tokenizer
+        raise ValueError(f"data.images = {name!r}: {directory} has no processor of images (processor_config.json)")
+    return processor, vision.token
+
+
+def load_images(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> data.ImageReader | None:
+    """What reads prompts with images, with the tokenizer's chat template; None without images."""
+    if settings.data.images is None:
+        return None
+    processor, token = open_processor(settings)
+    processor.chat_template = tokenizer.chat_template
+    return data.ImageReader(processor, token, chat_options(settings))
 
 
 def chat_options(settings: TrainSettings) -> ChatOptions:

@@ -16,7 +16,7 @@ from fppo.key import Key
 from fppo.models.vision import Vision
 from fppo.models.vision_pass import image_features
 
-WORDS = 48  # ids below this are words; above, marks of images
+WORDS, _IDS = 48, 64  # ids below the first are words; above, marks of images
 _SIDE = 4  # patches
 _HEADS, _INNER = 2, 64
 
@@ -26,6 +26,7 @@ def with_text(vision: Vision, text: PreTrainedConfig) -> PreTrainedConfig:
     config = copy.deepcopy(vision.config)
     before = config.get_text_config()
     name = next(name for name in config.sub_configs if getattr(config, name, None) is before)
+    text.vocab_size = _IDS
     setattr(config, name, text)
     tower: Any = config.vision_config
     _shorten(tower)

@@ -171,9 +171,15 @@ def _card(sample: Mapping[str, Any], scale: Scale) -> str:
     expected = "" if truth is None else f"<div class=truth><h4>Expected</h4><pre>{escape(str(truth))}</pre></div>"
     return (
         f"<article><div class=facts>{''.join(facts)}</div>"
-        f"<div class=prompt><h4>Prompt</h4><pre>{escape(str(sample.get('prompt', '')))}</pre></div>"
+        f"<div class=prompt><h4>Prompt</h4>{_images(sample)}<pre>{escape(str(sample.get('prompt', '')))}</pre></div>"
         f"<div class=response><h4>Response</h4><pre>{_tokens(sample, scale)}</pre></div>{expected}</article>"
     )
+
+
+def _images(sample: Mapping[str, Any]) -> str:
+    urls = [url for url in sample.get("images") or () if str(url).startswith("data:image/png;base64,")]
+    shown = "".join(f"<img src='{escape(url, quote=True)}' alt='image {n}'>" for n, url in enumerate(urls, start=1))
+    return f"<div class=images>{shown}</div>" if urls else ""
 
 
 def _tokens(sample: Mapping[str, Any], scale: Scale) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from fppo import batch as batches
 from fppo import rewards
-from fppo.batch import Experience, Rollout, Scored
+from fppo.batch import Experience, Rollout, RowInputs, Scored
 from fppo.pipeline.truth import Beside
 from fppo.runs.jsonl import plain
 
@@ -19,7 +21,8 @@ def samples_of(experience: Experience, tokenizer: Any, step: int, count: int) ->
     """`count` rows, spread evenly over the batch, as objects that JSON can hold.
 
     `tokens` are the pieces of the response's text; `log_probs`, `advantages` and `values` have one entry for each, None
-    where the token is not trained on or the number is not finite. `values` is None without a critic.
+    where the token is not trained on or the number is not finite. `values` is None without a critic. `images` are data
+    URIs; a prompt without any has no such key.
     """
     total = len(experience.tokens)
     count = min(count, total)
@@ -67,7 +70,8 @@ def _sample(experience: Experience, tokenizer: Any, step: int, row: int) -> dict
     width = experience.response_mask.shape[1]
     attended = experience.attention_mask[row].cpu()
     tokens = experience.tokens[row].cpu()
-    prompt = tokens[:-width][attended[:-width]].tolist()
+    inputs = None if experience.inputs is None else experience.inputs[row]
+    prompt = _marked_once(tokens[:-width][attended[:-width]].tolist(), inputs)
     present = attended[-width:]
     response = tokens[-width:][present].tolist()
 
@@ -93,7 +97,26 @@ def _sample(experience: Experience, tokenizer: Any, step: int, row: int) -> dict
         "named_scores": {name: plain(float(scores[row])) for name, scores in experience.named_scores.items()},
         "ground_truth": plain(experience.ground_truth[row]),
         "finish": plain(experience.finish[row]),
+        **({} if inputs is None else {"images": pictures(inputs)}),
     }
+
+
+def _marked_once(prompt: list[int], inputs: RowInputs | None) -> list[int]:
+    """The prompt with one token for each run of those that stand for an image."""
+    places = set() if inputs is None else set(inputs.places.tolist())
+    return [token for place, token in enumerate(prompt) if place not in places or place - 1 not in places]
+
+
+def pictures(inputs: RowInputs) -> list[str]:
+    """The images as data URIs."""
+    from PIL import Image
+
+    urls: list[str] = []
+    for frame in inputs.shown:
+        file = io.BytesIO()
+        Image.fromarray(frame.cpu().numpy()).save(file, "PNG", optimize=True)
+        urls.append(f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
+    return urls
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:

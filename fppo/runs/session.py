@@ -359,10 +359,11 @@ def _record_start(settings: TrainSettings, assembly: Assembly, step: int, digest
     if changes := starts.record(settings, step):
         shown = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes.items())
         print(f"going on from step {step} with other settings: {shown}", file=sys.stderr)
+    texts = assembly.processor or assembly.tokenizer
     for role, model in (("actor", assembly.model), ("critic", assembly.critic_model)):
         if model is not None:
             generation, place = assembly.generation if role == "actor" else None, directory / CONFIGS / role
-            models.save_config(model, place, tokenizer=assembly.tokenizer, generation_config=generation)
+            models.save_config(model, place, tokenizer=texts, generation_config=generation)
     if digest_every != 1:
         which = f"every {digest_every} steps and at" if digest_every else "only at"
         print(f"digests of the state: {which} checkpoints (digest.every = {settings.digest.every!r})", file=sys.stderr)
@@ -380,7 +381,7 @@ def export(assembly: Assembly, run: RunState, target: Path) -> None:
         return
     if assembly.placed is not None and "actor" in assembly.placed.parts:
         return assembly.placed.export(run, target, assembly.tokenizer, assembly.generation)
-    params, tokenizer = run.actor.params, assembly.tokenizer
+    params, tokenizer = run.actor.params, assembly.processor or assembly.tokenizer
     models.save(
         assembly.model, params, target, tokenizer=tokenizer, generation_config=assembly.generation, mesh=assembly.mesh
     )

@@ -6,8 +6,11 @@ import re
 import string
 
 from fppo.settings.checks_reward import FUNCTION
+from fppo.settings.placement import HERE
 from fppo.settings.problems import Problems, problem, unread
 from fppo.settings.train import TrainSettings
+
+_CUTTING = ("expert", "sequence", "context", "tensor", "pipeline")
 
 
 def has_held_out(settings: TrainSettings) -> bool:
@@ -33,6 +36,8 @@ def data_problems(s: TrainSettings) -> Problems:
     if not data.chat:
         for name, default in (("chat_template", None), ("chat_arguments", {}), ("tools", None)):
             yield from unread(f"data.{name}", getattr(data, name), default, "data.chat = true")
+    if data.images is not None:
+        yield from _image_problems(s)
     try:
         if any(not re.match(r"\w", name) for name in _template_fields(s.data.prompt)):
             hint = "a {} without the name of a field; write {{ and }} for plain braces"
@@ -44,6 +49,32 @@ def data_problems(s: TrainSettings) -> Problems:
     if same and (s.data.split == s.data.eval_split or any("." in path for path in same)):
         text = f"{same} are trained on too (data.path); held-out prompts must be others"
         yield problem("data.eval_path", list(s.data.eval_path), text)
+
+
+def _image_problems(s: TrainSettings) -> Problems:
+    """What images do not go with, or not yet."""
+    if not s.data.chat:
+        yield problem("data.images", s.data.images, "images stand in chat messages: give data.chat = true")
+    if s.data.over_long == "truncate":
+        yield problem("data.over_long", "truncate", "would cut images apart; give error or drop")
+    text = "prompts with images (data.images) do not go with it yet; leave one of them out"
+    mesh, roles = s.mesh, s.placement.roles
+    settings = {f"mesh.{name}": (getattr(mesh, name), 1) for name in _CUTTING} | {
+        "rollout.engine": (s.rollout.engine, "embedded"),
+        "rollout.ahead": (s.rollout.ahead, 0),
+        "rollout.turns.respond": (s.rollout.turns.respond, None),
+        "critic.privileged": (s.critic.privileged, 0),
+        "reward.model.path": (s.reward.model.path, None),
+        "reward.judge.path": (s.reward.judge.path, None),
+        "placement.roles.actor": (roles.actor, HERE),
+        "placement.roles.critic": (roles.critic, HERE),
+        "placement.roles.reference": (roles.reference, None),
+        "placement.roles.rollout": (roles.rollout, None),
+        "placement.roles.reward": (roles.reward, HERE),
+    }
+    for name, (value, default) in settings.items():
+        if value != default:
+            yield problem(name, value, text)
 
 
 def _template_fields(text: str) -> list[str]:

@@ -49,6 +49,8 @@ class ModelSettings:
     """Recompute each layer in the backward pass: less memory, more time."""
     compile_layers: bool = setting(False)
     """Run layers as programs of torch.compile (not in engines), made when first needed, in seconds to minutes."""
+    freeze_vision: bool = setting(False)
+    """Leave the vision tower and projector of a model that takes images as they are, in actor and critic."""
     trust_remote_code: bool = setting(False)
     """Let a model directory run its own Python code."""
     offload: Literal["none", "moments", "all"] = setting("none")
@@ -99,6 +101,8 @@ class DataSettings:
     """A file with a chat template in place of the tokenizer's own; it is exported with the model."""
     chat_arguments: Table = setting(dict)
     """What the chat template gets beside messages, as {enable_thinking = false}."""
+    images: str | None = setting(None)
+    """The field with a prompt's image or images: paths, bytes, or images of the datasets library; needs chat."""
     tools: str | None = setting(None)
     """A JSON file with a list of schemas of tools, which the chat template shows."""
     ground_truth: str = setting("answer", nonempty("give a field of the rows"))

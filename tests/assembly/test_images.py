@@ -1,0 +1,129 @@
+"""A run on prompts with images, from settings to the report; and what such a run is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    CLIPVisionConfig,
+    Idefics3Config,
+    LlamaConfig,
+    LlavaConfig,
+)
+
+from fppo import models
+from fppo.assembly.inputs import read_inputs
+from fppo.commands import cli
+from fppo.key import Key
+from fppo.runtime.mesh import LOCAL
+from fppo.settings import checks, files
+from fppo.settings.train import TrainSettings
+from tests import tiny_run
+from tests.data.processors import processor
+from tests.models.vision import TEXT, TOWER
+
+
+def write_task(directory: Path, name: str) -> None:
+    """A model that knows nothing, and prompts with 0, 1 or 2 images."""
+    own = processor(name)
+    size = {**TEXT, "vocab_size": len(own.tokenizer), "hidden_size": 16, "num_hidden_layers": 1, "eos_token_id": 1}
+    ids = {"image_token_id": 3, "tie_word_embeddings": False}
+    text = LlamaConfig(**{**size, "bos_token_id": None})
+    if name == "llava":
+        tower = CLIPVisionConfig(**TOWER)
+        config = LlavaConfig(text_config=text, vision_config=tower, image_token_index=3, **ids)
+    else:
+        config = Idefics3Config(text_config=text.to_dict(), vision_config=TOWER, scale_factor=2, **ids)
+    model = models.build(config)
+    models.save(model, models.init_params(model, Key(0)), directory / "start", tokenizer=own)
+    rng = np.random.default_rng(0)
+    for split in ("train", "test"):
+        rows = []
+        for number in range(8):
+            names = [f"{split}{number}_{i}.png" for i in range(number % 3)]
+            for image in names:
+                Image.fromarray(rng.integers(0, 255, (12, 20, 3), dtype=np.uint8)).save(directory / image)
+            rows.append({"prompt": "<image>".join("ab c"[: len(names) + 1]), "answer": "1", "images": names})
+        (directory / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def arguments(directory: Path, *more: str) -> list[str]:
+    return [
+        "train",
+        f"--output-dir={directory / 'run'}",
+        "--steps=2",
+        f"--model.path={directory / 'start'}",
+        f"--data.path={directory / 'train.jsonl'}",
+        f"--data.eval-path={directory / 'test.jsonl'}",
+        "--data.chat",
+        "--data.images=images",
+        "--rollout.batch-size=8",
+        "--rollout.n=2",
+        "--rollout.max-tokens=3",
+        "--reward.functions=exact_match",
+        "--algorithm.kl.coef=0.01",
+        "--actor.mini-batch-size=4",
+        "--critic.mini-batch-size=4",
+        "--log.loggers=jsonl",
+        "--device=cpu",
+        *more,
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llava", "idefics3"])
+def test_a_run_trains_on_images_from_the_console(name, tmp_path, capsys):
+    write_task(tmp_path, name)
+    cli.main(arguments(tmp_path, "--rollout.save", *(["--model.freeze-vision"] if name == "llava" else [])))
+    run = tmp_path / "run"
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["step"] == 2
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert any(len(sample.get("images", ())) == 2 for sample in samples)
+    exported = AutoModelForImageTextToText.from_pretrained(run / "model")
+    started = AutoModelForImageTextToText.from_pretrained(tmp_path / "start")
+    moved = {path for (path, x), y in zip(exported.named_parameters(), started.parameters()) if not torch.equal(x, y)}
+    assert any("lm_head" in path for path in moved)
+    assert any("vision" in path for path in moved) == (name != "llava")
+    assert type(AutoProcessor.from_pretrained(run / "model")) is type(processor(name))
+    cli.main(["report", str(run)])
+    page = (run / "report.html").read_text()
+    assert page.count("<img src='data:image/png;base64,") > 2
+
+
+REFUSED = {
+    "data.chat": False,
+    "data.over_long": "truncate",
+    "mesh.tensor": 2,
+    "mesh.pipeline": 2,
+    "mesh.context": 2,
+    "rollout.engine": "vllm",
+    "rollout.ahead": 1,
+    "critic.privileged": 4,
+    "rollout.turns.respond": "mine:respond",
+    "reward.model.path": "rm",
+    "reward.judge.path": "judge",
+    "placement.roles.critic": "value",
+}
+
+
+def test_what_images_do_not_go_with_is_refused_by_name(tmp_path):
+    values = {"data.images": "images", "data.chat": True} | REFUSED
+    problems = checks.problems(files.replace(TrainSettings(), values))
+    for name in REFUSED:
+        path = "data.images" if name == "data.chat" else name
+        assert any(line.startswith(f"{path} = ") and "images" in line for line in problems), name
+    tiny_run.write_task(tmp_path)
+    settings = tiny_run.settings(tmp_path, data__images="images", data__chat=True, model__freeze_vision=True)
+    with pytest.raises(files.SettingsError) as caught:
+        read_inputs(settings, mesh=LOCAL)
+    assert "data.images = 'images': a model of type 'qwen2' takes no images" in str(caught.value)
+    with pytest.raises(files.SettingsError, match="freeze_vision = True: a model of type 'qwen2' takes no images"):
+        read_inputs(tiny_run.settings(tmp_path, model__freeze_vision=True), mesh=LOCAL)
