@@ -107,6 +107,7 @@ REFUSED = {
     "rollout.engine": "vllm",
     "rollout.ahead": 1,
     "critic.privileged": 4,
+    "model.lora.rank": 2,
     "rollout.turns.respond": "mine:respond",
     "reward.model.path": "rm",
     "reward.judge.path": "judge",

@@ -12,8 +12,10 @@ from fppo import batch as batches
 from fppo.batch import Column
 from fppo.models.precision import KeepDouble
 from fppo.models.vision_probe import composite_inputs
-from fppo.runtime.mesh import Axis, Mesh
-from fppo.steps import Forward, Loop, MicroBatching, adamw, schedule
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import Axis, Mesh, Sharding
+from fppo.runtime.simulate import simulate
+from fppo.steps import Forward, Loop, MicroBatching, adamw, schedule, sgd
 from fppo.steps.forward import forward_micro_batch
 from fppo.steps.supervised import update_supervised
 from fppo.steps.train_state import init_state
@@ -150,3 +152,26 @@ def test_rows_that_do_not_fit_the_model_are_refused():
     axes = {"tensor": Axis(2, 0, None)}
     with pytest.raises(ValueError, match="'qwen2_vl' takes images, and fppo cannot cut rows"):
         Forward(model, mesh=Mesh(axes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["shard", "replicate"])
+def test_ranks_that_share_the_rows_give_the_update_of_one(axis):
+    """One of the two ranks has rows without images."""
+    _, model, params = make("qwen3_vl")
+    record, loop = rows("qwen3_vl", (2, 0, 0)), Loop(mini_batch_size=3, micro_batching=MicroBatching(size=1))
+    optimizer = sgd(schedule("constant", 1e-2))
+
+    def run(mesh):
+        mesh = attrs.evolve(mesh, sharding=Sharding() if axis == "shard" else None)
+        own = fsdp.shard(params, mesh)
+        forward = Forward(model, mesh=mesh)
+        state, _ = update_supervised(
+            init_state(own, optimizer), record, forward=forward, loop=loop, optimizer=optimizer
+        )
+        return fsdp.gather(state.params, model.shapes, mesh)
+
+    expected = run(Mesh.local())
+    assert any(not torch.equal(expected[path], params[path]) for path in model.seeing)
+    for found in simulate({axis: 2}, run):
+        assert all((found[path] - x).abs().max() < 1e-10 for path, x in expected.items())
