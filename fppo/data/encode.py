@@ -9,12 +9,13 @@ import attrs
 
 from fppo.data.chat import PLAIN, ChatOptions, check_chat_template, encode_chat
 from fppo.data.examples import FIELDS, Example, Fields, example_of
-from fppo.data.images import ImageReader, ReadInputs
+from fppo.data.images import ImageReader, ReadInputs, ReadRow
 from fppo.data.problems import Problems
 from fppo.data.prompts import PromptSet, check_prompt_set, share
 from fppo.data.read import PathLike, Row, read_rows
 from fppo.data.tokenizers import check_tokenizer
 
+_KEPT = 1 << 30  # bytes of images that are kept as they were read
 OverLong = Literal["error", "drop", "truncate"]
 
 
@@ -63,7 +64,7 @@ def encode_rows(
         "truncate" keeps their last tokens; both are counted in the result.
     pad_token: the token to pad with, for a tokenizer that has none of its own.
     chat: what the chat template gets beside the messages.
-    images: what reads the images of `fields.images`, with its own template; pixels are read again at each draw.
+    images: what reads the images of `fields.images`, with its own template.
     problems: what was wrong with rows that are not among `rows`, to be named in the same error.
 
     The row's other fields become `extras`, with a chat's messages as "prompt_messages". Raises ValueError naming file,
@@ -78,10 +79,11 @@ def encode_rows(
     problems = Problems() if problems is None else problems
     read = ((row, example_of(row, fields, problems)) for row in rows)
     asked = [(row, example) for row, example in read if example is not None]
+    seen: list[ReadRow] = []
     if images is None:
         tokens = _tokens(asked, tokenizer, chat, problems)
     else:
-        tokens = _tokens_with_images(asked, images, fields, problems)
+        tokens, seen = _tokens_with_images(asked, images, fields, problems)
     if over_long == "error":
         for (row, _), ids in zip(asked, tokens, strict=True):
             if len(ids) > max_prompt_tokens:
@@ -91,9 +93,8 @@ def encode_rows(
     prompts = _assemble(asked, tokens, special.pad_token_id, max_prompt_tokens, drop=over_long == "drop")
     if images is None:
         return prompts
-    kept = [x for (_, x), ids in zip(asked, tokens, strict=True) if len(ids) <= max_prompt_tokens]
-    shown = [(x.prompt, x.images) for x in kept if not isinstance(x.prompt, str)]
-    return attrs.evolve(prompts, inputs=ReadInputs(images, shown))
+    kept = [x for x, ids in zip(seen, tokens, strict=True) if len(ids) <= max_prompt_tokens]
+    return attrs.evolve(prompts, inputs=ReadInputs(images, kept))
 
 
 def _check_images(fields: Fields, images: ImageReader | None, over_long: OverLong) -> None:
@@ -110,22 +111,27 @@ def _check_images(fields: Fields, images: ImageReader | None, over_long: OverLon
 
 def _tokens_with_images(
     asked: Sequence[tuple[Row, Example]], reader: ImageReader, fields: Fields, problems: Problems
-) -> list[list[int]]:
-    """The token ids of every prompt; [] for one whose images or text are refused, with a problem."""
+) -> tuple[list[list[int]], list[ReadRow]]:
+    """The token ids of every prompt, [] for one whose images or text are refused, with a problem; and what is read of
+    it again, and not kept, where that is more than `_KEPT` bytes."""
     if asked and not any(example.images for _, example in asked):
         problems.add(f"no row has images in the field {fields.images!r}; the first has {sorted(asked[0][0].fields)}")
     result: list[list[int]] = []
+    seen: list[ReadRow] = []
+    size = 0
     for row, example in asked:
         ids: list[int] = []
+        assert not isinstance(example.prompt, str)
         try:
-            assert not isinstance(example.prompt, str)
-            ids = reader.encode(example.prompt, example.images)[0]
+            ids, inputs = reader.encode(example.prompt, example.images)
+            size += 0 if inputs is None else sum(x.nbytes for x in inputs.named().values())
+            seen.append(ReadRow(example.prompt, example.images, inputs if size <= _KEPT else None))
         except Exception as error:  # processors and chat templates raise what they like
             problems.add(
                 f"{row.place}: field {fields.images!r}: {' '.join(str(error).split()) or type(error).__name__}"
             )
         result.append(ids)
-    return result
+    return result, seen
 
 
 def _tokens(

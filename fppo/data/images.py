@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import attrs
 import torch
@@ -75,10 +75,18 @@ class ImageReader:
             raise ValueError(f"the text holds {wrong}, which would stand for images: leave it out of texts")
 
 
-class ReadInputs(Sequence["RowInputs | None"]):
-    """The inputs of each prompt, read anew when they are asked for: pixels of a whole data set do not fit memory."""
+class ReadRow(NamedTuple):
+    """A prompt's messages and images, and what was read of these if that is kept."""
 
-    def __init__(self, reader: ImageReader, rows: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[Any]]]) -> None:
+    messages: Sequence[Mapping[str, Any]]
+    images: Sequence[Any]
+    inputs: RowInputs | None
+
+
+class ReadInputs(Sequence["RowInputs | None"]):
+    """The inputs of each prompt: kept, or read anew when they are asked for, as pixels of large data sets must be."""
+
+    def __init__(self, reader: ImageReader, rows: Sequence[ReadRow]) -> None:
         self._reader, self._rows = reader, tuple(rows)
 
     @overload
@@ -88,8 +96,8 @@ class ReadInputs(Sequence["RowInputs | None"]):
     def __getitem__(self, index: int | slice) -> RowInputs | ReadInputs | None:
         if isinstance(index, slice):
             return ReadInputs(self._reader, self._rows[index])
-        messages, images = self._rows[index]
-        return self._reader.encode(messages, images)[1] if images else None
+        row = self._rows[index]
+        return self._reader.encode(row.messages, row.images)[1] if row.images and row.inputs is None else row.inputs
 
     def __len__(self) -> int:
         return len(self._rows)

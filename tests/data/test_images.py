@@ -157,3 +157,15 @@ def test_images_are_shown_small():
     assert shown.shape == (2, 30, SHOWN, 3)
     assert (shown[1, :, 10:] == 255).all()
     assert (shown[1, :, :10] < 255).any()
+
+
+def test_images_that_are_not_kept_are_read_again(monkeypatch):
+    values = [{"prompt": "x", "images": [picture(i)]} for i in range(3)]
+    kept = encoded(values)
+    assert kept.inputs is not None
+    assert kept.inputs[2] is kept.inputs[2]
+    monkeypatch.setattr("fppo.data.encode._KEPT", sum(x.nbytes for x in kept.inputs[0].named().values()))
+    again = encoded(values)
+    assert again.inputs is not None
+    assert [again.inputs[i] is again.inputs[i] for i in range(3)] == [True, False, False]
+    assert list(again.inputs) == list(kept.inputs)
