@@ -105,7 +105,7 @@ def test_a_critic_sees_images_too(name):
     check(Forward(model), params, record, [[1, 0]], expected, gradients, "values")
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "llava"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
 def test_rows_of_a_prompt_share_its_images_and_may_sample_what_stands_for_one(name, monkeypatch):
     _, model, params = make(name)
     record = rows(name, (0, 2, 1), sampled=True)
