@@ -1,5 +1,6 @@
 """What a mini-batch needs once is made once: casts of parameters and indices of rows, by what torch dispatches."""
 
+import contextlib
 from functools import partial
 
 import attrs
@@ -212,6 +213,29 @@ def test_the_stand_in_for_a_device_sees_waits():
     for fn in (lambda: x.nonzero(), lambda: x.cpu(), lambda: x.sum().item(), lambda: x[x > 0]):
         with pytest.raises((NotImplementedError, RuntimeError)):
             fn()
+
+
+def test_what_was_sent_in_inference_serves_training():
+    model, _ = tiny.model_and_params()
+    with torch.inference_mode():
+        model.constants_on(torch.device("meta"))
+    there = model.constants_on(torch.device("meta"))
+    assert there.keys() == model.constants.keys()
+    assert there is model.constants_on(torch.device("meta"))
+    assert all(x.is_meta and not x.is_inference() for x in there.values())
+
+
+@pytest.mark.parametrize("remove_padding", [True, False])
+def test_rows_that_are_too_long_are_refused_without_a_wait(remove_padding, monkeypatch):
+    model, params = tiny.model_and_params()
+    forward, rows = Forward(model, remove_padding=remove_padding), batch()
+    ready = indexed(to_meta(rows), masks_of(rows), forward)
+    longest = int(rows.attention_mask.sum(1).max())
+    for limit, refused in ((longest, False), (longest - 1, True)):
+        monkeypatch.setattr("fppo.models.run.longest_row", lambda config, limit=limit: limit)
+        error = pytest.raises(ValueError, match=f"a row of {longest} tokens") if refused else contextlib.nullcontext()
+        with error:
+            forward_micro_batch(to_meta(params), ready.rows, forward=ready.on(forward))
 
 
 def test_indices_of_other_rows_are_not_used():
