@@ -36,11 +36,15 @@ def report(plan: Plan, helping: Sequence[Remedy] | None, *, width: int = 100) ->
     return "\n".join([*lines, *_wire(plan), "", *_time(plan, width), "", *_notes(plan, width)])
 
 
+def _dtype_of_passes(case: Case) -> str:
+    return str(case.compute_dtype or torch.float32).removeprefix("torch.")
+
+
 def _head(plan: Plan, width: int) -> list[str]:
     case, hardware = plan.case, plan.case.hardware
     models = ", ".join(f"{role} {count / 1e9:,.2f} B" for role, count in plan.parameters.items())
     axes = " x ".join(f"{name} {case.size(name)}" for name in ORDER)
-    passes = "bfloat16" if case.compute_dtype == torch.bfloat16 else "float32"
+    passes = _dtype_of_passes(case)
     sharded = f", stage {case.sharding.stage}" if case.size("shard") > 1 else ""
     sharded += f", {case.virtual_stages} stages on each rank" if case.virtual_stages > 1 else ""
     again = ", layers recomputed" if case.checkpoint_layers else ""
@@ -165,7 +169,7 @@ def _notes(plan: Plan, width: int) -> list[str]:
     heap = "" if plan.case.hardware.on_gpu else HEAP
     if "actor" not in plan.parameters:
         return textwrap.wrap(f"{MEMORY} {heap}".strip(), width)
-    whole = plan.parameters["actor"] * (2 if plan.case.compute_dtype == torch.bfloat16 else 4) / GIB
+    whole = plan.parameters["actor"] * (plan.case.compute_dtype or torch.float32).itemsize / GIB
     return textwrap.wrap(f"{MEMORY} {heap}{ROLLOUT.format(whole=whole)}", width)
 
 
@@ -217,7 +221,7 @@ def summary(plan: Plan, helping: Sequence[Remedy] | None) -> dict[str, Any]:
         "micro_batches": case.micro_batches,
         "mini_batch_size": case.mini_batch,
         "checkpoint_layers": case.checkpoint_layers,
-        "compute_dtype": "bfloat16" if case.compute_dtype == torch.bfloat16 else "float32",
+        "compute_dtype": _dtype_of_passes(case),
         "log_probs": case.log_probs,
         "offload": case.offload,
         "forward_tokens": case.forward_tokens,

@@ -337,12 +337,19 @@ def test_a_custom_gpu_is_its_numbers():
     assert Sharding().stage == 3
 
 
-@pytest.mark.parametrize(("gpu", "expected"), [("h100", (torch.bfloat16, "triton")), ("cpu", (None, "chunked"))])
-def test_a_plan_is_of_what_would_run_there(gpu, expected):
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "expected"),
+    [
+        ("h100", "auto", (torch.bfloat16, "triton")),
+        ("h100", "float16", (torch.float16, "chunked")),
+        ("cpu", "auto", (None, "chunked")),
+    ],
+)
+def test_a_plan_is_of_what_would_run_there(gpu, dtype, expected):
     from fppo.commands.plan import case_of
     from fppo.settings.plan import PlanSettings
 
-    planned = case_of(PlanSettings(model="quickstart", gpu=gpu))
+    planned = case_of(PlanSettings(model="quickstart", gpu=gpu, compute_dtype=dtype))
     assert (planned.compute_dtype, planned.log_probs) == expected
 
 

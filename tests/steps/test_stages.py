@@ -228,3 +228,5 @@ def test_the_length_between_stages_is_that_of_a_slice():
     assert slice_length(BATCH, Forward(model, remove_padding=False)) == BATCH.tokens.numel()
     found = simulate({"sequence": 3}, lambda mesh: slice_length(BATCH, Forward(model, mesh=mesh)))
     assert found == [-(-tokens // 3)] * 3
+    cut = simulate({"tensor": 2}, lambda mesh: slice_length(BATCH, Forward(models.place(model, mesh), mesh=mesh)))
+    assert cut == [-(-tokens // 2)] * 2
