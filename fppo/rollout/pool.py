@@ -86,6 +86,7 @@ class _Work:
     todo: deque[int]
     done: dict[int, Rollout] = attrs.field(factory=dict)
     error: BaseException | None = None
+    reporting: threading.Lock = attrs.field(factory=threading.Lock)
 
     @property
     def ended(self) -> bool:
@@ -231,9 +232,10 @@ class EnginePool:
                     return
                 number = work.todo.popleft()
             answer = self._answer(replica, work, work.requests[number])
-            with self._changed:
-                if work is self._work:
+            if work is self._work:
+                with work.reporting:
                     _report(answer, work.requests[number], work.ask)
+            with self._changed:
                 work.done[number] = answer
                 self._changed.notify_all()
         except Exception as error:
