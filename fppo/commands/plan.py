@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -30,6 +31,10 @@ from fppo.settings import resolve
 from fppo.settings.mesh import PlanMeshSettings
 from fppo.settings.plan import PlanSettings
 
+ENGINES = (
+    "Each rank is an engine with the whole policy, {size:,.1f} GiB of parameters as they are trained; its keys and "
+    "values, and vLLM's own copy, are not planned."
+)
 Pools = Mapping[str, tuple[PlanMeshSettings, Sequence[str]]]  # the mesh of each, and the models in it
 
 
@@ -55,7 +60,13 @@ def _of_pools(settings: PlanSettings, pools: Pools) -> int:
     if settings.search is not None:
         raise ValueError(f"--search {settings.search}: it looks for one mesh, and the run has pools; leave it out")
     width, texts, numbers, fits = min(shutil.get_terminal_size((100, 24)).columns, 100), [], {}, True
+    policy = 0  # its parameters
     for name, (mesh, models) in pools.items():
+        if models == ["rollout"]:  # behind the pool of the policy
+            size = 4.0 * policy
+            texts += [f"pool {name}: rollout", "", *textwrap.wrap(ENGINES.format(size=size / GIB), width), ""]
+            numbers[name] = {"parameter_bytes": size}
+            continue
         own = attrs.evolve(
             settings,
             mesh=mesh,
@@ -65,6 +76,7 @@ def _of_pools(settings: PlanSettings, pools: Pools) -> int:
             reward_model=settings.reward_model if "reward model" in models else None,
         )
         estimate = of_roles(plan(case_of(own)), models)
+        policy = estimate.parameters.get("actor", policy)
         texts += [f"pool {name}: {', '.join(models)}", "", report(estimate, None, width=width), ""]
         numbers[name] = summary(estimate, None)
         fits = fits and estimate.fits

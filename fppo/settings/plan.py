@@ -148,7 +148,8 @@ def of_run(run: TrainSettings) -> PlanSettings:
 
 
 def pools_of_run(run: TrainSettings) -> dict[str, tuple[PlanMeshSettings, list[str]]]:
-    """The mesh of each pool of a run, and which models are in it; none without pools. What is in no pool is "here"."""
+    """The mesh of each pool of a run, and which models are in it, or "rollout": the last, if it is one of engines. None
+    without pools. What is in no pool is "here"."""
     places = placement.places_of(run.placement)
     if not places:
         return {}
@@ -158,6 +159,7 @@ def pools_of_run(run: TrainSettings) -> dict[str, tuple[PlanMeshSettings, list[s
         "critic": planned.critic,
         "reference": planned.reference,
         "reward": planned.reward_model is not None,
+        "rollout": "rollout" in places,
     }
     found: dict[str, tuple[PlanMeshSettings, list[str]]] = {}
     for role in (role for role, there in models.items() if there):

@@ -365,9 +365,10 @@ def test_the_formula_of_the_search_waits_as_a_pipeline_does(virtual):
 def test_the_plan_of_a_run_with_pools_is_one_of_each(tmp_path, capsys):
     tiny_run.write_task(tmp_path)
     placed = {
-        "placement__pools": {"p": {"ranks": 2}, "v": {"ranks": 1}},
+        "placement__pools": {"p": {"ranks": 2}, "v": {"ranks": 1}, "e": {"ranks": 3}},
         "placement__roles__actor": "p",
         "placement__roles__critic": "v",
+        "placement__roles__rollout": "e",
     }
     files.save(tiny_run.settings(tmp_path, **placed), tmp_path / "placed.toml")
     files.save(tiny_run.settings(tmp_path), tmp_path / "alone.toml")
@@ -376,6 +377,7 @@ def test_the_plan_of_a_run_with_pools_is_one_of_each(tmp_path, capsys):
     pools = json.loads(capsys.readouterr().out)
     assert run(str(tmp_path / "alone.toml"), *flags) == 0
     alone = json.loads(capsys.readouterr().out)
+    assert pools.pop("e")["parameter_bytes"] == 4 * alone["parameters"]["actor"]
     assert {name: list(pool["parameters"]) for name, pool in pools.items()} == {
         "p": ["actor", "reference"],
         "v": ["critic"],
@@ -392,3 +394,4 @@ def test_the_plan_of_a_run_with_pools_is_one_of_each(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "pool p: actor, reference" in shown
     assert "pool v: critic" in shown
+    assert "pool e: rollout\n\nEach rank is an engine with the whole policy" in shown
