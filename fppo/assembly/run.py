@@ -29,7 +29,7 @@ from fppo.fleet import HERE, LOCAL_GROUP, AnyGroup, Call, Group, Here, LocalGrou
 from fppo.key import Key
 from fppo.losses import KLState
 from fppo.metrics import Metrics
-from fppo.models.model import Model
+from fppo.models.model import Model, Params
 from fppo.pipeline import stages
 from fppo.pipeline.estimators import of_values
 from fppo.pipeline.evaluate import EvaluateRun, OnScored, evaluate
@@ -40,6 +40,7 @@ from fppo.rewards.distributed import SpreadRewardRunner
 from fppo.rewards.early import EarlyRewardRunner
 from fppo.rollout.engine import Engine
 from fppo.rollout.placed import PlacedEngine
+from fppo.rollout.pool import EnginePool
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import LOCAL, Mesh, is_first
 from fppo.runtime.offload import Lane
@@ -100,8 +101,9 @@ def assemble(
     announce(model_lines(model, settings.model.path, others=roles.others))
     run = _fresh(settings, roles, key)
     engine = _engine(settings, roles, tools, pad, sampling_mesh, engines)
+    hold = engine.holding(roles.hold()) if isinstance(engine, EnginePool) else roles.hold()
     with _answering(settings, engine, tokenizer, pad, sampling_mesh, device, groups) as answering:
-        resources = _resources(roles, inputs, answering, model, mesh)
+        resources = _resources(roles, inputs, answering, model, mesh, hold)
         yield Assembly(
             run=run,
             program=program_of(settings, resources),
@@ -120,14 +122,21 @@ def assemble(
         )
 
 
-def _resources(roles: Roles, inputs: Inputs, answering: _Answering, model: Model, mesh: Mesh) -> Resources:
+def _resources(
+    roles: Roles,
+    inputs: Inputs,
+    answering: _Answering,
+    model: Model,
+    mesh: Mesh,
+    hold: Callable[[Params], Params],
+) -> Resources:
     """What the stages of the run work with."""
     return Resources(
         passes=roles.passes(),
         update_actor=roles.update_actor(),
         update_critic=roles.update_critic(),
         together=roles.together,
-        hold=roles.hold(),
+        hold=hold,
         engine=answering.engine,
         sampling=inputs.sampling,
         pad_token_id=inputs.prompts.pad_token_id,

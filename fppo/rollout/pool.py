@@ -20,7 +20,7 @@ from torch import Tensor
 from fppo import batch as batches
 from fppo import tree
 from fppo.batch import Rollout
-from fppo.fleet import HERE, AnyGroup, Group, GroupDied, Here, at_once
+from fppo.fleet import HERE, AnyGroup, Group, GroupDied, Here, LocalGroup, at_once
 from fppo.models.model import Model
 from fppo.rollout import sync
 from fppo.rollout.engine import Ask
@@ -169,6 +169,20 @@ class EnginePool:
             self._tell(work)
         device = next(iter(params.values())).device
         return tree.map(lambda x: x.to(device), _joined(work, self._pad))
+
+    def holding(self, hold: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`hold(params)`, for batches made ahead, with what it keeps sent to the engines at once: later the policy's
+        ranks train, and it would be read from them between two stages."""
+        if isinstance(self._policy.group, LocalGroup):
+            return hold
+
+        def held(params: Params) -> Params:
+            kept = hold(params)
+            with self._one:
+                self._send([replica for replica in self._replicas if replica.up], kept, 0)
+            return kept
+
+        return held
 
     def _tell(self, work: _Work) -> None:
         """Warns of engines that died since the last time. Raises what ended the work before it was done."""

@@ -167,11 +167,17 @@ def loaded(here):
     return {"model": model, "params": fsdp.shard(params, here.mesh)}
 
 
-def test_the_policy_may_be_on_ranks_that_each_hold_a_part(policy, alone):
+def test_the_policy_may_be_on_ranks_that_each_hold_a_part(policy, alone, monkeypatch):
     with Group("actor", Threads(shard=2)) as actor:
         there = actor.call(loaded, HERE, stays=True)
         with engines(policy, 2, group=actor, model=there["model"]) as several:
             assert tree.digest(several.generate(there["params"], ask())) == tree.digest(alone)
+            sent = dying(monkeypatch, lambda number, label: False)
+            kept = several.holding(lambda params: actor.call(tree.copy, params, stays=True))(there["params"])
+            assert set(sent) == {"take weights"}
+            sent.clear()
+            assert tree.digest(several.generate(kept, ask())) == tree.digest(alone)
+            assert set(sent) == {"generate"}  # its ranks may train meanwhile
 
 
 def test_rows_are_reported_once_each_as_requests_are_answered(policy, alone, monkeypatch):

@@ -164,9 +164,13 @@ def test_engines_of_which_some_die_write_what_one_process_writes(task, whole, tm
 def test_engines_sample_ahead_and_when_all_are_lost_the_run_goes_back(task, tmp_path, monkeypatch, capsys):
     asked = {"rollout__ahead": 1, "rollout__n": 2, "algorithm__advantage": "remax"}
     one = train(task, tmp_path / "one", **engines(1), **asked)
-    lost(monkeypatch, {("generate", 12), ("generate", 13)})
+    sent = lost(monkeypatch, {("generate", 12), ("generate", 13)})
+    two = engines(2, beside={"a": {"ranks": 1}}, restarts=0) | {"placement__roles__actor": "a"}
     with pytest.warns(RuntimeWarning, match="others answer for it"):
-        apart = train(task, tmp_path / "apart", **engines(2, restarts=0), **asked)
+        apart = train(task, tmp_path / "apart", **two, **asked)
+    kept = [place for place, label in enumerate(sent) if label == "hold"]
+    assert kept
+    assert all(sent[place + 1] == "read weights" for place in kept)  # before the actor is at work again
     words = "all 2 engines are gone, after 0 starts again; the last: .*; starting the pools again"
     assert re.search(words, capsys.readouterr().err)
     assert lines(apart) == lines(one)
