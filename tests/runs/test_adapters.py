@@ -102,8 +102,9 @@ def test_an_adapter_is_exported_for_peft_or_merged_and_starts_another_run(task, 
     assert actions.export(whole, tmp_path / "adapter", None) == 0
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (2, 4.0, str(task / "start"))
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        assert (tmp_path / "adapter" / name).read_bytes() == (whole / "model" / name).read_bytes()
+    assert (whole / "model" / "adapter_config.json").read_text() == json.dumps(config, indent=2, sort_keys=True) + "\n"
+    weights = [load_file(place / "adapter_model.safetensors") for place in (whole / "model", tmp_path / "adapter")]
+    assert tree.digest(weights[0]) == tree.digest(weights[1])
     assert actions.export(whole, tmp_path / "merged", None, merge=True) == 0
     changes = {"model__lora__path": str(tmp_path / "adapter"), "critic__optimizer__lr": 1e-4}
     with assemble(tiny_run.settings(task, output_dir=str(tmp_path / "next"), **changes)) as assembly:
