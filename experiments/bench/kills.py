@@ -99,7 +99,8 @@ def killed(settings: TrainSettings, seed: int, step_seconds: float) -> Kill:
     found = LOST.search(said.getvalue())
     directory = Path(settings.output_dir)
     began = [bar.start for bar in timeline.read(directory) if struck and bar.name == "step" and bar.start > struck[0]]
-    hit = "nothing: the run was over" if found is None else f"{found[1]} in {found[2]}" if found[1] else "the start"
+    unseen = "one that nobody missed" if struck else "nothing: the run was over"
+    hit = unseen if found is None else f"{found[1]} in {found[2]}" if found[1] else "the start"
     return Kill(hit, status == 0, began[0] - struck[0] if found and began else float("nan"))
 
 
