@@ -11,14 +11,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from tokenizers.trainers import BpeTrainer
-from transformers import (
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaProcessor,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-)
+from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from fppo import models
 from fppo.data import PromptSet, prompt_set
@@ -46,10 +39,6 @@ from fppo.steps.supervised import Demonstrations, demonstrations, imitate
 from fppo.steps.train_state import Params
 
 CHARACTERS = "0123456789+="
-_PARTS = (
-    "{% for m in messages %}{% for c in m.content %}{{ '<image>' if c.type == 'image' else c.text }}"
-    "{% endfor %}{% endfor %}"
-)
 MODEL, TRAIN, TEST = "warm", "train.jsonl", "test.jsonl"
 
 
@@ -136,38 +125,6 @@ def small_model(
     )
     config.architectures = ["Qwen2ForCausalLM"]
     return models.build(config, compute_dtype=compute_dtype)
-
-
-def small_vision_model(characters: str, *, width: int = 64, layers: int = 2) -> tuple[Model, LlavaProcessor]:
-    """A LLaVA-shaped model of images of 32 by 32 pixels and of text in these characters, and its processor.
-
-    A prompt is what stands in its messages, and an image is 16 tokens <image>. Needs pillow.
-    """
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil  # here: it imports pillow
-
-    tokenizer, side, patch = character_tokenizer(characters), 32, 8
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    sizes = {
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-    }
-    text = LlamaConfig(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, bos_token_id=None, **sizes)
-    tower = CLIPVisionConfig(image_size=side, patch_size=patch, **sizes)
-    image = len(tokenizer) - 1
-    config = LlavaConfig(text_config=text, vision_config=tower, image_token_index=image, image_token_id=image)
-    config.architectures = ["LlavaForConditionalGeneration"]
-    square = {"height": side, "width": side}
-    processor = LlavaProcessor(
-        CLIPImageProcessorPil(size=square, crop_size=square),
-        tokenizer,
-        patch_size=patch,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=_PARTS,
-    )
-    return models.build(config), processor
 
 
 def warm_up(
