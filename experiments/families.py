@@ -3,8 +3,8 @@
     python experiments/families.py                  # every type that transformers maps, as a page of Markdown
     python experiments/families.py llama gpt2       # some of them
 
-Each is asked what it is asked when it is loaded (`models.check_model`, `models.check_placed`): its default config, with
-at most four layers where that may be, as a small random instance.
+Each is asked what it is asked when it is loaded (`models.check_model`, `check_placed`, `lora.check_adapted`): its
+default config, with at most four layers where that may be, as a small random instance.
 """
 
 import contextlib
@@ -17,9 +17,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from fppo import models
+from fppo.models import lora
 
 LAYERS, RANKS = 4, 2
-REFUSED = re.compile(r"^(fppo cannot run )?model type '[\w-]+'( on a tensor axis of \d ranks)?(: |, whose | )")
+REFUSED = re.compile(r"^(fppo cannot (run|adapt) )?model type '[\w-]+'( on a tensor axis of \d ranks)?(: |, whose | )")
 
 
 def shortened(kind: str):
@@ -47,10 +48,13 @@ def main(kinds: list[str]) -> None:
     logging.set_verbosity_error()
     whole = {kind: refusal(models.check_model, kind) for kind in kinds or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     cut = {kind: refusal(models.check_placed, kind, RANKS) for kind, why in whole.items() if why is None}
+    adapted = {kind: refusal(lora.check_adapted, kind, models.Lora(2, 4.0)) for kind in cut}
     print("## Whole, and on a tensor axis\n\n" + ", ".join(f"`{kind}`" for kind, why in cut.items() if why is None))
-    for title, verdicts in (("Whole, and on no tensor axis", cut), ("Refused", whole)):
-        print(f"\n## {title}\n\n| type | why |\n|---|---|")
-        print("\n".join(f"| `{kind}` | {why} |" for kind, why in verdicts.items() if why is not None))
+    for title, verdicts in (("Whole, and on no tensor axis", cut), ("Not adapted", adapted), ("Refused", whole)):
+        lines = [f"| `{kind}` | {why} |" for kind, why in verdicts.items() if why is not None]
+        print(
+            "\n".join([f"\n## {title}\n\n| type | why |\n|---|---|", *lines] if lines else []), end="\n" * bool(lines)
+        )
 
 
 main(sys.argv[1:])

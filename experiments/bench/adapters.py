@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from bench_tools import Timing, measure, table
@@ -20,6 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen2ForTokenClassification
 from fppo import losses, models
 from fppo.key import Key
 from fppo.models import Lora
+from fppo.models.model import Model, Params
 from fppo.steps import Forward, Loop, MicroBatching, adamw, init_state, schedule, update_actor
 
 SIZES = {"1M": (128, 4, 77), "16M": (384, 6, 8192), "110M": (768, 12, 32768)}  # width, layers, vocabulary
@@ -43,7 +46,7 @@ def main() -> None:
     with torch.device("cpu"):
         head = Qwen2ForTokenClassification(copy.deepcopy(config)).eval()  # the critic, of which nothing is timed
 
-    def ours(policy: models.Model, weights: models.model.Params):
+    def ours(policy: Model, weights: Params) -> Callable[[], Any]:
         state, forward = init_state(weights, optimizer), Forward(policy)
         settings = {"forward": forward, "loss_fn": losses.ppo_clip, "loop": loop, "optimizer": optimizer}
         return lambda: update_actor(state, batch, **settings)

@@ -119,6 +119,8 @@ def without_base(model: Model, lora: Lora) -> Model:
     if model.vision is not None:
         raise ValueError("adapters of a model that takes images are not there yet: leave the adapter out")
     places = places_of(model, lora.targets)
+    if not places:
+        raise ValueError(f"model type {model.config.model_type!r} has no linear layer to adapt: name other targets")
     head = {name: shape for name, shape in model.shapes.items() if name in _HEAD}
     base = {name: shape for name, shape in model.shapes.items() if name not in head}
     factors: dict[str, torch.Size] = {}
