@@ -39,8 +39,11 @@ def settings_of(directory: Path, batch: int, cluster: str) -> TrainSettings:
     (directory / quickstart.TRAIN).write_text("\n".join(rows) + "\n")
     changes = {
         "data.eval_path": [],
-        "data.source": "arithmetic",
+        "data.source": None,
         "eval.exact_values": False,
+        "eval.every": 0,
+        "actor.mini_batch_size": batch // 4,
+        "critic.mini_batch_size": batch // 4,
         "rollout.batch_size": batch,
         "critic.reads": "tokens",
         "critic.epochs": 2,
