@@ -1,55 +1,50 @@
-"""Does a critic pay? PPO with each critic beside estimators without one, at equal samples, on two tasks of credit."""
+"""Does a critic pay? PPO with critics beside estimators without one, at equal samples, on tasks of credit."""
 
-import json
-import time
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import starmap
 from pathlib import Path
-from statistics import fmean
 
+import torch
 import tyro
-from credit.runs import CRITICS, METHODS, curve_of, warmed_up
+from credit.runs import RATES, Job, Made, run_job
+from credit.table import write
 from credit.tasks import TASKS
 
-from fppo.key import Key
-from fppo.report.compare import Comparison, write_png
-
-
-def samples_to(curve: list[tuple[float, float]], goal: float) -> float | None:
-    """How many samples there were when the mean of three steps came to the goal."""
-    for i in range(2, len(curve)):
-        if fmean(score for _, score in curve[i - 2 : i + 1]) >= goal:
-            return curve[i][0]
-    return None
+from fppo.report.compare import Comparison
 
 
 def main(
-    quick: bool = False, seeds: int = 5, steps: int = 40, batch: int = 256, out: str = "runs/critics"
+    quick: bool = False, tune: bool = False, seeds: int = 5, workers: int = 2, only: str = "", out: str = "runs/critics"
 ) -> Comparison:
-    seeds, steps, batch = (1, 2, 16) if quick else (seeds, steps, batch)
-    curves = {task: {method: {} for method in METHODS} for task in TASKS}
-    seconds = {method: [] for method in METHODS}
-    for name, task in TASKS.items():
-        for seed in range(seeds):
-            start = warmed_up(task, Key(seed).fold(name), 2 if quick else task.warm_up)
-            for method in METHODS:
-                began = time.monotonic()
-                curves[name][method][seed] = curve_of(task, start, method, Key(seed), steps=steps, batch=batch)
-                seconds[method].append(time.monotonic() - began)
-                print(f"{name}  seed {seed}  {method:<20} {seconds[method][-1]:6.1f} s", flush=True)
-    comparison = Comparison(curves=curves)
-    print(f"\n{comparison.table()}\n")
-    for name, task in TASKS.items():
-        for method in METHODS:
-            needed = [samples_to(curve, task.goal) for curve in curves[name][method].values()]
-            there = [x for x in needed if x is not None]
-            mean = f"{fmean(there):8,.0f}" if there else "       -"
-            kind = "critic" if method in CRITICS else ""
-            print(
-                f"{name}  {method:<20} {kind:<7} samples to {task.goal}: {mean}  ({len(there)} of {len(needed)} seeds)"
-            )
-    Path(out).mkdir(parents=True, exist_ok=True)
-    write_png(comparison, Path(out) / "critic_matters.png")
-    (Path(out) / "critic_matters.json").write_text(json.dumps({"curves": curves, "seconds": seconds}))
-    return comparison
+    """All methods of all tasks, or of those whose name begins with `only`, with the same seeds. With `tune` each method
+    runs with each learning rate, on seeds that the comparison does not have."""
+    seeds, workers = (1, 1) if quick else (seeds, workers)
+    jobs: list[Job] = []
+    for seed in range(100 * tune, 100 * tune + seeds):
+        for name, task in TASKS.items():
+            rates = {method: RATES if tune else (task.rates[method],) for method in task.methods}
+            runs = [(method, lr) for method in task.methods for lr in rates[method]]
+            jobs += [Job(name, seed, runs, quick)] if name.startswith(only) else []
+    results: list[tuple[Job, Made]] = []
+    for job, done in zip(jobs, _done(jobs, workers), strict=True):
+        for made in done:
+            results.append((job, made))
+            print(f"{job.task}  seed {job.seed}  {made.method:<20} lr {made.lr:g}  {made.seconds:6.1f} s", flush=True)
+    return write(results, Path(out), tune=tune)
+
+
+def _done(jobs: Sequence[Job], workers: int) -> Iterable[list[Made]]:
+    """What each job gives, in order."""
+    if workers == 1:
+        return starmap(run_job, jobs)
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, spawn, initializer=partial(torch.set_num_threads, 1))
+    return pool.map(run_job, *zip(*jobs, strict=True))
 
 
 if __name__ == "__main__":

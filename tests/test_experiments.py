@@ -253,15 +253,45 @@ def test_critic_matters_runs_every_method(tmp_path, monkeypatch, capsys):
     module = _load("critic_matters")
     comparison = module.main(quick=True, out=str(tmp_path))
     lines = capsys.readouterr().out
-    assert all(f"{task}  seed 0  {method}" in lines for task in comparison.curves for method in module.METHODS)
+    runs = [(name, method) for name, task in module.TASKS.items() for method in task.methods]
+    assert all(f"{name}  seed 0  {method}" in lines for name, method in runs)
     curves = [curve for methods in comparison.curves.values() for seeds in methods.values() for curve in seeds.values()]
+    assert len(curves) == len(runs)
     assert all([step for step, _ in curve] == [16.0, 32.0] for curve in curves)
     assert all(0 <= score <= 1 for curve in curves for _, score in curve)
     assert (tmp_path / "critic_matters.png").stat().st_size > 5000
-    assert module.samples_to([(1.0, 0.5), (2.0, 0.9), (3.0, 0.9), (4.0, 0.9), (5.0, 1.0)], 0.9) == 4.0
+    assert (tmp_path / "critic_matters.md").read_text() in lines
+    assert json.loads((tmp_path / "critic_matters.json").read_text())[0][0]["task"] == "chain"
+
+
+def test_the_best_of_both_kinds_is_told_by_the_samples_that_all_seeds_need(monkeypatch):
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    module = _load("credit/table")
+    rising = [(float(i), i / 10) for i in range(1, 11)]
+    assert module.samples_to(rising, 0.5, 5) == 7.0  # the mean of steps 3 to 7
+    assert module.samples_to(rising, 0.9, 5) == module.NEVER
+
+    def made(method, start):
+        curve = [(10.0 * i, float(i >= start)) for i in range(1, 21)]
+        return module.Made(method=method, lr=1e-3, curve=curve, seconds=2.0)
+
+    starts = {"mse": 2, "rloo": 8, "grpo": 9}
+    runs = {m: {seed: made(m, start + seed) for seed in range(2)} for m, start in starts.items()}
+    text = module.markdown({"walk": runs})
+    assert "| PPO, `mse` | 45 (40 to 50) | 1.0000 ± 0.0000 | 2 |" in text
+    assert "| `rloo` | 105 (100 to 110) |" in text
+    assert "`mse` needs 0.43 of the samples of `rloo` (seed by seed 0.4273" in text
+    late = {"mse": {0: made("mse", 30), 1: made("mse", 2)}, "rloo": runs["rloo"]}
+    assert "| PPO, `mse` | 40 (40 to 40), never: 1 of 2 seeds |" in module.markdown({"walk": late})
+    assert "not all seeds of the first came to the goal" in module.markdown({"walk": late})
+    never = {"mse": runs["mse"], "rloo": {0: made("rloo", 30), 1: made("rloo", 6)}}
+    assert "`mse` needs at most 0.32 of the samples of `rloo`" in module.markdown(
+        {"walk": never}
+    )  # 45 of (200 + 80) / 2
 
 
 def test_the_tasks_of_credit_score_what_they_say(monkeypatch):
+    monkeypatch.syspath_prepend(EXPERIMENTS)
     tasks = _load("credit/tasks")
     assert tasks.chain_demonstration("41234012340", [0.0] * 20) == "0204402044"
     assert tasks.chain_score("41234012340", "0204402044") == 1.0
@@ -270,3 +300,13 @@ def test_the_tasks_of_credit_score_what_they_say(monkeypatch):
     assert tasks.walk_score("0022", "RRUU") == 1.0
     assert tasks.walk_score("0022", "LLRU") == 0.75
     assert tasks.walk_score("4444", "") == 1.0
+    bets = tasks.bets
+    hands = [("732", 1, 0), ("372", -1, 0), ("734", 3, 2), ("370", -3, -2)]
+    assert [(hand, bets.gain(hand, "+"), bets.gain(hand, "-")) for hand, *_ in hands] == hands
+    dealt = bets.deck([0.95, 0.99, 0.7] * bets.HANDS)
+    assert dealt == "983" * bets.HANDS
+    assert bets.shown(dealt, "") == "q9"
+    assert bets.shown(dealt, "+-") == "t9"  # two chips of luck, and one won
+    assert bets.score(dealt, "-" * bets.HANDS) == 1.0
+    assert bets.score("180" * bets.HANDS, "+" * bets.HANDS) == 0.0
+    assert bets.at_random(dealt, [0.6] * bets.HANDS).startswith("+s9+u9+")

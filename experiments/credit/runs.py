@@ -1,11 +1,14 @@
 """One run of a method on one of the tasks, without files: PPO with a critic, or an estimator without one."""
 
+from __future__ import annotations
+
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from credit.tasks import Task
+from credit.tasks import TASKS, Task
 from transformers import PreTrainedTokenizerFast
 
 from fppo import data, losses, models, quickstart
@@ -19,8 +22,40 @@ from fppo.rollout import EmbeddedEngine, Sampling
 
 CRITICS = (*losses.VALUE_LOSSES, "confidence")
 GROUPED = ("grpo", "rloo")
-METHODS = (*CRITICS, *GROUPED, "reinforce_plus_plus")
+
 MICRO = s.MicroBatching(size=256)
+RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+
+
+Curve = list[tuple[float, float]]
+
+
+class Job(NamedTuple):
+    """Runs from the same start: of these methods, each with a learning rate of the policy."""
+
+    task: str
+    seed: int
+    runs: list[tuple[str, float]]
+    quick: bool = False
+
+
+class Made(NamedTuple):
+    method: str
+    lr: float
+    curve: Curve
+    seconds: float
+
+
+def run_job(name: str, seed: int, runs: list[tuple[str, float]], quick: bool) -> list[Made]:
+    """What a `Job` gives."""
+    task, key, results = TASKS[name], Key(seed), list[Made]()
+    start = warmed_up(task, key.fold(name), 2 if quick else task.warm_up)
+    steps, batch = (2, 16) if quick else (task.steps, task.batch)
+    for method, lr in runs:
+        began = time.monotonic()
+        curve = curve_of(task, start, method, key, steps=steps, batch=batch, lr=lr)
+        results.append(Made(method, lr, curve, time.monotonic() - began))
+    return results
 
 
 class Start(NamedTuple):
@@ -32,17 +67,17 @@ class Start(NamedTuple):
 def warmed_up(task: Task, key: Key, steps: int) -> Start:
     """A small model that has seen flawed responses."""
     tokenizer = quickstart.character_tokenizer(task.characters)
-    model = quickstart.small_model(len(tokenizer), width=64)
+    model = quickstart.small_model(len(tokenizer), width=task.width, layers=task.layers, positions=128)
 
     def batch(step: int) -> s.Demonstrations:
-        draws = key.fold("demonstrations", step).uniform(torch.arange(256), 31).tolist()
-        prompts = [task.make_prompt(row[:11]) for row in draws]
-        said = [task.demonstrate(prompt, row[11:]) for prompt, row in zip(prompts, draws, strict=True)]
-        asked, answered = ([tokenizer.encode(text) for text in texts] for texts in (prompts, said))
+        rows = key.fold("demonstrations", step).uniform(torch.arange(task.batch), 2 * task.draws).tolist()
+        examples = [task.make(row[: task.draws]) for row in rows]
+        said = [task.demonstrate(each, row[task.draws :]) for each, row in zip(examples, rows, strict=True)]
+        asked, answered = ([tokenizer.encode(x) for x in texts] for texts in (map(task.ask, examples), said))
         return s.demonstrations(asked, answered, pad_token_id=0)
 
     params = models.init_params(model, key.fold("init"))
-    how = partial(s.imitate, forward=s.Forward(model), optimizer=_adam(2e-3, steps), micro_batching=MICRO)
+    how = partial(s.imitate, forward=s.Forward(model), optimizer=_adam(task.warm_rate, steps), micro_batching=MICRO)
     return Start(tokenizer, model, how(params, map(batch, range(steps))))
 
 
@@ -74,22 +109,33 @@ def _critic(method: str, start: Start, key: Key, loop: s.Loop, adam: s.Optimizer
 def _score(rollout: Rollout, *, task: Task, tokenizer: PreTrainedTokenizerFast) -> tuple[Scored, dict[str, Any]]:
     rows = zip(rollout.tokens[:, -rollout.response_mask.shape[1] :], rollout.response_mask, strict=True)
     said = [str(tokenizer.decode(tokens[mask], skip_special_tokens=True)) for tokens, mask in rows]
-    numbers = [task.score(prompt, text) for prompt, text in zip(rollout.ground_truth, said, strict=True)]
+    numbers = [task.score(example, text) for example, text in zip(rollout.ground_truth, said, strict=True)]
     return extend(Scored, rollout, scores=torch.tensor(numbers), named_scores={}), {}
 
 
-def curve_of(task: Task, start: Start, method: str, key: Key, *, steps: int, batch: int) -> list[tuple[float, float]]:
+def curve_of(
+    task: Task,
+    start: Start,
+    method: str,
+    key: Key,
+    *,
+    steps: int,
+    batch: int,
+    lr: float,
+) -> Curve:
     """The mean score of each step's samples, of prompts that were not there before, by how many samples there were."""
-    policy, curve = s.Forward(start.model), list[tuple[float, float]]()
+    policy, curve = s.Forward(start.model), Curve()
     sampling = Sampling(n=8 if method in GROUPED else 1, max_tokens=task.tokens, stop_token_ids=(1,))
-    draws = key.fold("prompts").uniform(torch.arange(batch * steps // sampling.n), 11).tolist()
-    texts = [task.make_prompt(row) for row in draws]
-    prompts = data.prompt_set(texts, start.tokenizer, ground_truths=texts)
+    draws = key.fold("prompts").uniform(torch.arange(batch * steps // sampling.n), task.draws).tolist()
+    examples = [task.make(row) for row in draws]
+    prompts = data.prompt_set(list(map(task.ask, examples)), start.tokenizer, ground_truths=examples)
     loop = s.Loop(mini_batch_size=batch // 4, micro_batching=MICRO, epochs=2)
-    adam, fast = (_adam(lr, 8 * steps) for lr in (task.lr, 2 * task.lr))  # 8 updates per step
-    critic = _critic(method, start, key, loop, fast)
-    engine = EmbeddedEngine(model=start.model, kernels=policy.kernels, pad_token_id=0)
-    along = Along(lam=0.9, critic_lam=1.0) if method in CRITICS else Along()
+    adam = _adam(lr, 8 * steps)  # 8 updates per step
+    of_critic = s.Loop(mini_batch_size=batch // task.critic_cuts, micro_batching=MICRO, epochs=task.critic_epochs)
+    fast = _adam(task.critic_rate, task.critic_cuts * task.critic_epochs * steps)
+    critic = _critic(method, start, key, of_critic, fast)
+    engine = task.engine(EmbeddedEngine(model=start.model, kernels=policy.kernels, pad_token_id=0), start.tokenizer)
+    along = Along(lam=task.lam, critic_lam=1.0) if method in CRITICS else Along()
     advantage = estimator("gae" if method in CRITICS else method, along=along)
     program = Program(
         rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
@@ -97,6 +143,7 @@ def curve_of(task: Task, start: Start, method: str, key: Key, *, steps: int, bat
         annotate=partial(stages.annotate, forward=policy, critic=critic.values, micro_batching=MICRO),
         estimate=partial(stages.estimate, advantage_fn=advantage, max_tokens=task.tokens, whiten=method not in GROUPED),
         update_critic=critic.update,
+        critic_warmup=task.critic_first if method in CRITICS else 0,
         update_actor=partial(s.update_actor, forward=policy, loss_fn=losses.ppo_clip, loop=loop, optimizer=adam),
     )
 

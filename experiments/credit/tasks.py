@@ -1,28 +1,53 @@
-"""Two tasks whose reward comes at the end and whose credit belongs to single tokens: ten sums, and a walk on a grid."""
+"""Tasks whose reward comes at the end: ten sums, a walk on a grid, and a session of bets."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import attrs
+from credit import bets
+
+from fppo.rollout.engine import Engine
+
+LONG = ("mse", "hl_gauss", "confidence", "grpo", "rloo", "reinforce_plus_plus")
+SHORT = ("mse", "confidence", "rloo", "reinforce_plus_plus")
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class Task:
     characters: str
     tokens: int  # of a response
-    make_prompt: Callable[[list[float]], str]  # of uniform draws
-    demonstrate: Callable[[str, list[float]], str]  # a flawed response, of uniform draws
-    score: Callable[[str, str], float]  # of a prompt and a response, from 0 to 1
+    draws: int  # uniform ones, of which an example is made
+    make: Callable[[Sequence[float]], str]  # an example: what the score knows of it
+    ask: Callable[[str], str] = str  # the prompt of an example
+    demonstrate: Callable[[str, Sequence[float]], str]  # a flawed response, of as many draws
+    score: Callable[[str, str], float]  # of an example and a response, from 0 to 1
+    engine: Callable[[Engine, Any], Engine] = lambda engine, tokenizer: engine  # around the one that samples tokens
+    warm_rate: float = 2e-3
     warm_up: int  # steps of imitation that it takes to be right now and then
-    lr: float  # the policy's; a critic's is twice that
-    goal: float  # a mean score that is worth counting the samples to
+    width: int = 64  # of the model
+    layers: int = 2
+    batch: int = 256  # responses of a step
+    steps: int = 40
+    methods: tuple[str, ...] = LONG
+    rates: dict[str, float]  # the policy's learning rate for each method, the best of `RATES` (see `tune`)
+    critic_rate: float = 1e-3
+    critic_epochs: int = 4
+    critic_cuts: int = 4  # mini-batches of an epoch
+    critic_first: int = 0  # steps in which the policy waits for the critic; their samples count
+    lam: float = 0.9
+    goal: float  # a mean score that is worth counting the samples to,
+    window: int = 3  # of so many steps
 
 
-def chain_prompt(draws: list[float]) -> str:
+def chain_prompt(draws: Sequence[float]) -> str:
     """A digit from 0 to 4 to begin with, and ten to add."""
     return "".join(str(int(5 * u)) for u in draws[:11])
 
 
-def chain_demonstration(prompt: str, draws: list[float]) -> str:
+def chain_demonstration(prompt: str, draws: Sequence[float]) -> str:
     """Ten running sums modulo five, each right half of the time, and drawn else."""
     total, said = int(prompt[0]), ""
     for digit, u, v in zip(prompt[1:], draws[:10], draws[10:20], strict=True):
@@ -37,12 +62,12 @@ def chain_score(prompt: str, response: str) -> float:
     return sum((int(before) + int(digit)) % 5 == int(said) for before, digit, said in steps) / 10
 
 
-def walk_prompt(draws: list[float]) -> str:
+def walk_prompt(draws: Sequence[float]) -> str:
     """Where a walk on five by five fields begins, and where it should end."""
     return "".join(str(int(5 * u)) for u in draws[:4])
 
 
-def walk_demonstration(prompt: str, draws: list[float]) -> str:
+def walk_demonstration(prompt: str, draws: Sequence[float]) -> str:
     return "".join("LRUD"[int(4 * u)] for u in draws[:8])
 
 
@@ -55,6 +80,55 @@ def walk_score(prompt: str, response: str) -> float:
     return 1 - (abs(x - goal_x) + abs(y - goal_y)) / 8
 
 
-CHAIN = Task("01234", 10, chain_prompt, chain_demonstration, chain_score, 300, 3e-4, 0.85)
-WALK = Task("01234LRUD", 8, walk_prompt, walk_demonstration, walk_score, 100, 1e-3, 0.75)
-TASKS = {"chain": CHAIN, "walk": WALK}
+CHAIN = Task(
+    characters="01234",
+    tokens=10,
+    draws=20,
+    make=chain_prompt,
+    demonstrate=chain_demonstration,
+    score=chain_score,
+    warm_up=300,
+    steps=30,
+    methods=SHORT,
+    rates=dict.fromkeys(SHORT, 3e-4),
+    goal=0.85,
+)
+WALK = Task(
+    characters="01234LRUD",
+    tokens=8,
+    draws=8,
+    make=walk_prompt,
+    demonstrate=walk_demonstration,
+    score=walk_score,
+    warm_up=100,
+    steps=30,
+    methods=SHORT,
+    rates=dict.fromkeys(SHORT, 1e-3),
+    goal=0.75,
+)
+BETS = Task(
+    characters=bets.CHARACTERS,
+    tokens=bets.HANDS * 3 - 2,
+    draws=bets.HANDS * bets.PER_HAND,
+    make=bets.deck,
+    ask=lambda deck: bets.shown(deck, ""),
+    demonstrate=bets.at_random,
+    score=bets.score,
+    engine=bets.table,
+    warm_up=80,
+    warm_rate=1e-2,
+    width=32,
+    layers=1,
+    batch=64,
+    steps=64,
+    window=5,
+    rates=dict.fromkeys(LONG, 3e-3),
+    critic_rate=3e-3,
+    critic_epochs=16,
+    critic_cuts=1,
+    critic_first=4,
+    lam=0.5,
+    goal=0.57,
+)
+REPLAYED = attrs.evolve(BETS, engine=partial(bets.table, same=True), methods=("mse", "grpo", "rloo"))
+TASKS = {"chain": CHAIN, "walk": WALK, "bets": BETS, "bets, the same cards for a group": REPLAYED}

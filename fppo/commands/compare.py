@@ -14,7 +14,7 @@ from fppo.settings.compare import CompareSettings, changed, variants
 from fppo.settings.train import TrainSettings
 
 ASKED = "compared.toml"  # in a run's directory: the settings it was asked for, before anything is resolved
-PICTURE, TABLE, NUMBERS = "compare.png", "compare.txt", "compare.json"
+PICTURE, TABLE, MARKDOWN, NUMBERS = "compare.png", "compare.txt", "compare.md", "compare.json"
 
 
 def plan(settings: TrainSettings, asked: CompareSettings) -> dict[str, dict[int, TrainSettings]]:
@@ -77,6 +77,7 @@ def write(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str], out: P
     comparison = comparing.collect(runs, metrics)
     text = comparison.table()
     (out / TABLE).write_text(text + "\n", encoding="utf-8")
+    (out / MARKDOWN).write_text(comparison.markdown() + "\n", encoding="utf-8")
     (out / NUMBERS).write_text(json.dumps(jsonl.plain(comparison.numbers()), indent=1) + "\n", encoding="utf-8")
     comparing.write_png(comparison, out / PICTURE)
     print(f"\n{text}\n\npicture: {out / PICTURE}")

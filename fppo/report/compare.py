@@ -84,6 +84,15 @@ class Comparison:
             lines += ["", metric, *("  ".join(x.ljust(w) for x, w in zip(row, widths)).rstrip() for row in cells)]
         return "\n".join([*lines, "", "± is half of the 95 % confidence interval of the mean over seeds"]).lstrip()
 
+    def markdown(self) -> str:
+        """The means over the runs in Markdown: a row for each variant, and a column for each metric."""
+        cells: dict[str, dict[str, str]] = {}
+        for row in self.rows():
+            cells.setdefault(row["variant"], {})[row["metric"]] = "" if row["mean"] is None else str(row["mean"])
+        lines = [["variant", *(f"`{metric}`" for metric in self.curves)], ["---"] * (1 + len(self.curves))]
+        lines += [[f"`{name}`", *(own.get(metric, "") for metric in self.curves)] for name, own in cells.items()]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
     def numbers(self) -> list[dict[str, Any]]:
         """The rows as JSON can hold them."""
         return [
@@ -125,8 +134,8 @@ def collect(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str] = ())
     )
 
 
-def write_png(comparison: Comparison, path: Path) -> None:
-    """A panel for each metric: the mean of each variant over its seeds, in its 95 % confidence."""
+def write_png(comparison: Comparison, path: Path, *, x: str = "step") -> None:
+    """A panel for each metric: the mean of each variant over its seeds, in its 95 % confidence, over `x`."""
     count = len(comparison.curves)
     figure = Figure(figsize=(6.4 * count, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
@@ -136,7 +145,7 @@ def write_png(comparison: Comparison, path: Path) -> None:
         for number, (name, curves) in enumerate(variants.items()):
             _draw(ax, name, curves, _COLORS[number % len(_COLORS)])
         ax.set_title(metric, fontsize=10, loc="left")
-        ax.set_xlabel("step", fontsize=8)
+        ax.set_xlabel(x, fontsize=8)
         ax.grid(True, color="#e5e7eb", linewidth=0.8)
         ax.tick_params(labelsize=8, length=0)
         ax.spines[["top", "right"]].set_visible(False)

@@ -78,6 +78,11 @@ def test_what_is_done_is_not_run_again(task, monkeypatch, capsys):
     assert "1 of 2 runs are done" in text
     out = task / "run-compare"
     assert "critic/true/r2" in (out / "compare.txt").read_text()
+    head, rule, *rows = (out / "compare.md").read_text().splitlines()
+    assert head.startswith("| variant | `val/")
+    assert head.endswith("| `critic/true/r2` |")
+    assert rule == "| --- | --- | --- |"
+    assert [row.split(" | ")[0] for row in rows] == ["| `critic.loss=mse`", "| `critic.loss=quantile+critic.bins=3`"]
     numbers = json.loads((out / "compare.json").read_text())
     assert [row["variant"] for row in numbers[:2]] == ["critic.loss=mse", "critic.loss=quantile+critic.bins=3"]
     assert (out / "compare.png").stat().st_size > 5000
