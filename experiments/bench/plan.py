@@ -32,6 +32,7 @@ from transformers import Qwen2Config
 
 from fppo.plan import passes
 from fppo.plan._track import Tracker
+from fppo.plan.built import model_of
 from fppo.plan.case import Case
 from fppo.plan.hardware import hardware_of
 from fppo.plan.measured import prepared, telling
@@ -180,11 +181,9 @@ def large() -> None:
         print(f"{name} on {case.world:,} h200, {how}: planned in {taken:.1f} s; {results}")
     for each in ("qwen2.5-0.5b", "qwen2.5-7b", "llama-3.1-70b"):
         cut = attrs.evolve(case, config=config_of(each)[1], mesh={"shard": 64})
-        model = passes.model_of(cut, "actor")
-        total = sum(shape.numel() for shape in model.shapes.values())
-        print(
-            f"{each}: a 64th of the state is planned as {64 * shard_numbers(model, cut) / total - 1:+.3%} of total / 64"
-        )
+        total = sum(shape.numel() for shape in model_of(cut, "actor").shapes.values())
+        ratio = 64 * shard_numbers(cut, "actor") / total
+        print(f"{each}: a 64th of the state is planned as {ratio - 1:+.3%} of total / 64")
 
 
 def main() -> None:

@@ -126,6 +126,7 @@ def case_of(settings: PlanSettings) -> Case:
         mesh=settings.sizes,
         virtual_stages=mesh.virtual_stages,
         ring=mesh.ring,
+        load=settings.expert_load,
         sharding=Sharding(mesh.stage, getattr(torch, mesh.reduce_dtype), mesh.prefetch),
         tokens=tokens,
         length=length,

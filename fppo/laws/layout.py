@@ -69,13 +69,12 @@ def meshes(max_ranks: int) -> list[dict[str, int]]:
     """All meshes of axes of 1, 2 or 4 ranks that have at most `max_ranks`, and more than one; the small ones first.
 
     The sequence and tensor axes divide the heads between them, the pipeline has a layer for each rank, and one of the
-    sequence and context axes is one rank wide. There is an expert axis, or there are tensor and pipeline axes.
+    sequence and context axes is one rank wide.
     """
     sizes = sorted(product((1, 2, 4), repeat=len(AXES)), key=lambda sizes: (math.prod(sizes), sizes[::-1]))
     every: list[dict[str, int]] = [dict(zip(AXES, counts, strict=True)) for counts in sizes]
     fitting = [axes for axes in every if HEADS % (axes["sequence"] * axes["tensor"]) == 0]
     fitting = [axes for axes in fitting if 1 in (axes["sequence"], axes["context"])]
-    fitting = [axes for axes in fitting if 1 in (axes["expert"], axes["tensor"] * axes["pipeline"])]
     return [axes for axes in fitting if 1 < _ranks(axes) <= max_ranks]
 
 
@@ -133,24 +132,22 @@ def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run
     from fppo.steps.micro_batching import MicroBatching
     from fppo.steps.optimizers import adamw
     from fppo.steps.train_state import init_state
+    from fppo_kernels.collectives import Axis
 
     built = {layers: _models(head, outputs, layers) for layers in (2, LAYERS)}
     optimizer = adamw(lambda step: 0.1, betas=(0.0, 0.9), eps=1.0, max_grad_norm=1.0)
 
     @functools.cache
-    def cut_model(number: int, layers: int, axis: str, ranks: int) -> models.Narrowed | models.Dispatched:
-        return (models.dispatched if axis == "expert" else models.narrowed)(built[layers][number][0], ranks)
+    def prepared(number: int, layers: int, tensor: int, expert: int) -> models.Prepared:
+        return models.prepare(built[layers][number][0], Mesh({"tensor": Axis(tensor), "expert": Axis(expert)}))
 
     def on_rank(example: Example, layout: Layout, number: int, mesh: Mesh) -> _Outcome:
         model, params = built[layout.layers][number]
         model = attrs.evolve(model, checkpoint_layers=layout.checkpoint_layers)
-        if (axis := mesh[mesh.cutting]).size > 1:  # the model is cut once, and not by every rank of every run
-            cut = cut_model(number, layout.layers, mesh.cutting, axis.size)
-            model = attrs.evolve(cut, model=model).on(axis)
-        if layout.axes["pipeline"] > 1:
-            model = models.staged(model, mesh["pipeline"], virtual_stages=layout.virtual_stages)
         sharding = None if layout.stage is None else Sharding(stage=layout.stage)
-        mesh = attrs.evolve(mesh, sharding=sharding, ring=layout.ring)
+        mesh = attrs.evolve(mesh, sharding=sharding, virtual_stages=layout.virtual_stages, ring=layout.ring)
+        cut = prepared(number, layout.layers, mesh["tensor"].size, mesh["expert"].size)  # once, and not on every rank
+        model = cut.like(model).on(mesh)
         loop = Loop(
             mini_batch_size=min(MINI, len(example.mask)),
             micro_batching=MicroBatching(size=layout.size, token_budget=layout.token_budget),
@@ -169,9 +166,7 @@ def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run
         return _Outcome(grads, params, metrics)
 
     def run(example: Example, layout: Layout, number: int) -> list[_Outcome]:
-        for axis in ("expert", "tensor"):
-            if layout.axes[axis] > 1:
-                cut_model(number, layout.layers, axis, layout.axes[axis])  # before there are threads
+        prepared(number, layout.layers, layout.axes["tensor"], layout.axes["expert"])  # before there are threads
         return simulate(layout.axes, partial(on_rank, example, layout, number))
 
     return run
@@ -223,9 +218,8 @@ def _one_process(run: Run, example: Example, number: int, layers: int = 2) -> _O
 
 
 def _number(axes: Mapping[str, int], count: int) -> int:
-    """The model that a layout is tried with: that of experts where these are cut, else they take turns; on a pipeline
-    the dense ones, since stages do not tell the loads of experts."""
-    return 2 if axes["expert"] > 1 else count % (3 if axes["pipeline"] == 1 else 2)
+    """The model that a layout is tried with: that of experts where these are cut, else they take turns."""
+    return 2 if axes["expert"] > 1 else count % 3
 
 
 def _laws(layouts: Sequence[Settings], each: int) -> tuple[Law, ...]:

@@ -1,7 +1,7 @@
 """A model as a pure function of its parameters."""
 
 from fppo.models.adapted import Lora
-from fppo.models.experts import Dispatched, check_dispatched, dispatched
+from fppo.models.experts import Dispatched, dispatched
 from fppo.models.heads import Head, output_head
 from fppo.models.init import as_critic, init_params
 from fppo.models.load import load
@@ -9,11 +9,14 @@ from fppo.models.lora import adapt, merged
 from fppo.models.model import Model, attention_needs, build, longest_row, packed_attention, padded_attention
 from fppo.models.place import (
     Narrowed,
+    Prepared,
+    check_dispatched,
     check_placed,
     check_staged,
     narrowed,
     own_params,
     place,
+    prepare,
     tensor_axis,
     tensor_parts,
     whole_params,
@@ -30,6 +33,7 @@ __all__ = [
     "Lora",
     "Model",
     "Narrowed",
+    "Prepared",
     "adapt",
     "as_critic",
     "attention_needs",
@@ -54,6 +58,7 @@ __all__ = [
     "packed_attention",
     "padded_attention",
     "place",
+    "prepare",
     "save",
     "save_config",
     "stage_of",

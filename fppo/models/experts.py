@@ -1,7 +1,7 @@
 """Models on an expert axis: ranks with other rows hold other experts, and send each other tokens (arXiv:2006.16668).
 
-All else of a model is whole on every rank. transformers' configs name the experts' modules, which are called with
-hidden states [M, H], the numbers [M, k] of each token's experts, and their weights [M, k].
+All else of a model is whole on every rank, or cut over a tensor axis. transformers' configs name the experts' modules,
+which are called with hidden states [M, H], the numbers [M, k] of each token's experts, and their weights [M, k].
 """
 
 from __future__ import annotations
@@ -10,21 +10,15 @@ import copy
 import re
 
 import attrs
-import torch
-from torch import Tensor
+from transformers import PreTrainedConfig
 
-from fppo.models import probe as probes
-from fppo.models.heads import logits_of, output_head
 from fppo.models.inner import OWN
-from fppo.models.model import Model, Params, packed_attention
-from fppo.models.regions import ExpertsSeam, Region, replace
-from fppo.models.run import hidden_states
+from fppo.models.model import Model
+from fppo.models.regions import ExpertsSeam, Region, Sizes, exchanged_rows, replace
 from fppo.runtime.layout import Cut, Layout
-from fppo.runtime.mesh import Mesh
-from fppo.runtime.simulate import simulate
-from fppo_kernels.attention.sdpa import sdpa
 from fppo_kernels.collectives import Axis
-from fppo_kernels.padding import make_lengths
+
+SINGLE = Axis()
 
 
 @attrs.frozen(eq=False)
@@ -35,16 +29,29 @@ class Dispatched:
     cuts: dict[str, Cut]
     modules: tuple[str, ...]  # paths of the experts
     ranks: int
+    sizes: Sizes = exchanged_rows
 
-    def on(self, axis: Axis) -> Model:
-        """The model of this rank of an axis of as many ranks."""
-        skeleton, region = copy.deepcopy(self.model.skeleton), Region(axis)
+    def layout(self, axis: Axis, narrower: Layout | None = None) -> Layout:
+        """How the parameters lie on this rank of an axis of as many ranks; `narrower` is how they do on the rank's
+        tensor axis, which does not cut experts."""
+        layout = narrower or Layout(self.model.shapes, {}, frozenset(), 0, 1)
+        within = tuple(f"{self.model.prefix}{path}." for path in self.modules)
+        others = {name: cut for name, cut in layout.cuts.items() if not name.startswith(within)}
+        once = frozenset(name for name in layout.once if not name.startswith(within))
+        return attrs.evolve(layout, cuts=others | self.cuts, once=once, expert=(axis.rank, axis.size))
+
+    def on(self, axis: Axis, narrower: Model | None = None, tensor: Axis = SINGLE) -> Model:
+        """The model of this rank of an axis of as many ranks; `narrower` is that of the rank's `tensor` axis, whose
+        skeleton it takes over."""
+        region, block = Region(axis), Region(tensor)
+        base = narrower or attrs.evolve(self.model, skeleton=copy.deepcopy(self.model.skeleton))
         for path in self.modules:
-            skeleton.get_submodule(path).num_experts //= self.ranks  # type: ignore[operator]
-            replace(skeleton, path, lambda experts: ExpertsSeam(experts, region))
-        layout = Layout(self.model.shapes, self.cuts, frozenset(), axis.rank, axis.size)
-        placed = attrs.evolve(self.model, skeleton=skeleton, shapes=layout.shapes, layout=layout, unplaced=self.model)
-        placed._copies.kept = OWN, {False: skeleton}  # this thread's own already
+            experts = copy.deepcopy(self.model.skeleton.get_submodule(path))
+            experts.num_experts //= self.ranks  # type: ignore[operator]
+            replace(base.skeleton, path, lambda _, own=experts: ExpertsSeam(own, region, self.sizes, block))
+        layout = self.layout(axis, base.layout)
+        placed = attrs.evolve(base, shapes=layout.shapes, layout=layout, unplaced=self.model)
+        placed._copies.kept = OWN, {False: base.skeleton}  # this thread's own already
         return placed
 
 
@@ -62,8 +69,21 @@ def dispatched(model: Model, ranks: int) -> Dispatched:
     if wrong:
         fitting = [n for n in range(1, wrong[0] + 1) if all(count % n == 0 for count in counts)]
         raise ValueError(f"{kind}: it does not divide the model's {wrong[0]} experts; give one of {fitting}")
-    cuts = {name: Cut(0, ranks, (model.shapes[name][0],)) for name in names}
+    cuts = {name: Cut(0, ranks, (model.shapes[name][0],), "expert") for name in names}
     return Dispatched(model, cuts, modules, ranks)
+
+
+def expert_count(config: PreTrainedConfig) -> int:
+    """How many experts the layers of a mixture have, of which an expert axis cuts them; 0 if it can cut none."""
+    if "ep_dispatch_experts" not in (getattr(config, "base_model_ep_plan", None) or {}).values():
+        return 0
+    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return next(filter(None, counts), 0)
+
+
+def expert_names(model: Model) -> tuple[str, ...]:
+    """The names of the parameters of experts that an expert axis can cut; none for a model without such."""
+    return _experts(model)[1]
 
 
 def _experts(model: Model) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -81,42 +101,3 @@ def _experts(model: Model) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _matches(patterns: list[str], name: str) -> bool:
     return any(re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) for pattern in patterns)
-
-
-@torch.no_grad()
-def check_dispatched(model: Model, ranks: int) -> None:
-    """Holds a model whose experts are cut over the ranks of a simulated expert axis, each with a row of its own,
-    against the model itself: small random instances.
-
-    Raises ValueError that names the model type, for other logits or where its code fails.
-    """
-    kind, probe = model.config.model_type, probes.make_probe(model)
-    few = 2 if ranks % 2 == 0 else ranks
-    whole, rows = {name: x.double() for name, x in probe.params.items()}, probes.probe_rows(probe)
-    cut = dispatched(probe.model, few)
-
-    def logits(own: Model, params: Params, row: Tensor) -> Tensor:
-        attend = packed_attention(sdpa, make_lengths([len(row)]))
-        hidden = hidden_states(own, params, row, torch.arange(len(row)), attend=attend)
-        return logits_of(output_head(own, params), hidden)
-
-    def run(mesh: Mesh) -> Tensor:
-        placed = cut.on(mesh["expert"])
-        assert placed.layout is not None
-        own = {name: placed.layout.take(name, x) for name, x in whole.items()}
-        return logits(placed, own, rows[mesh["expert"].rank % len(rows)])
-
-    expected = [logits(probe.model, whole, row) for row in rows]
-    try:
-        found = simulate({"expert": few}, run)
-    except Exception as error:
-        raise ValueError(
-            f"fppo cannot run model type {kind!r} on an expert axis of {ranks} ranks: its code fails where each rank "
-            f"has some of the experts: {type(error).__name__}: {error}"
-        ) from error
-    for rank, got in enumerate(found):
-        if (wrong := probes.difference(got, expected[rank % len(rows)])) is not None:
-            raise ValueError(
-                f"fppo cannot run model type {kind!r} on an expert axis of {ranks} ranks: cut over {few}, a small "
-                f"random model of this kind gives logits that differ by {wrong:.2g} from those of the whole one"
-            )

@@ -16,7 +16,6 @@ from transformers.utils import logging as transformers_logging
 
 from fppo.key import Key
 from fppo.models._parts import read_parts
-from fppo.models.experts import check_dispatched
 from fppo.models.init import init_value_head
 from fppo.models.model import (
     BUILDING,
@@ -31,7 +30,7 @@ from fppo.models.model import (
     plain_config,
     state_dtype,
 )
-from fppo.models.place import check_placed, check_staged, own_params, place
+from fppo.models.place import check_dispatched, check_placed, check_staged, own_params, place
 from fppo.models.probe import check_model
 from fppo.runtime.mesh import LOCAL, Mesh
 
@@ -79,7 +78,7 @@ def load(
     if (ranks := mesh["tensor"].size) > 1:
         check_placed(whole, ranks)
     if (ranks := mesh["expert"].size) > 1:
-        check_dispatched(whole, ranks)
+        check_dispatched(whole, ranks, tensor=mesh["tensor"].size)
     if mesh["pipeline"].size > 1:
         check_staged(whole)
     try:

@@ -152,7 +152,7 @@ class Model:
         Raises ValueError for a kernel that has no place in the model, and for layers that cannot be compiled here, or
         that are on a tensor axis or have kernels in C++.
         """
-        if compiled and self.layout is not None and self.layout.ranks > 1:
+        if compiled and self.layout is not None and max(self.layout.ranks, self.layout.expert[1]) > 1:
             raise ValueError(
                 "layers on a tensor axis or an expert axis cannot be compiled: they exchange tokens; leave "
                 "compile_layers out"

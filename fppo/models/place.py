@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 import torch
 from torch import Tensor
 
 from fppo.models import probe as probes
-from fppo.models.experts import dispatched
+from fppo.models.experts import Dispatched, dispatched
 from fppo.models.heads import embedding_name, logits_of, output_head, vocabulary_head
 from fppo.models.inner import OWN
 from fppo.models.model import Model, Params, build, packed_attention
 from fppo.models.narrow import find_cuts, narrow
 from fppo.models.regions import BlockSeam, EmbeddingSeam, Region, WidthSeam, replace
 from fppo.models.run import hidden_states
-from fppo.models.spans import staged, unstaged
+from fppo.models.spans import layer_spans, stage_layout, staged, unstaged
 from fppo.runtime import fsdp
 from fppo.runtime.layout import Cut, Layout
 from fppo.runtime.mesh import Mesh
@@ -39,9 +39,13 @@ class Narrowed:
     norms: Mapping[str, Cut]  # paths of the norms over a width that is cut, and its cut; they are whole on every rank
     ranks: int
 
+    def layout(self, axis: Axis) -> Layout:
+        """How the parameters lie on this rank of an axis of as many ranks."""
+        return Layout(self.model.shapes, self.cuts, _added_once(self.model, self.cuts), axis.rank, axis.size)
+
     def on(self, axis: Axis) -> Model:
         """The model of this rank of an axis of as many ranks."""
-        skeleton, region = copy.deepcopy(self.narrower.skeleton), Region(axis)
+        skeleton, region, layout = copy.deepcopy(self.narrower.skeleton), Region(axis), self.layout(axis)
         for path, cut in self.norms.items():
             replace(skeleton, path, lambda norm, cut=cut: WidthSeam(norm, region, cut))
         for path in _cut_blocks(self.narrower, self.cuts):
@@ -50,7 +54,6 @@ class Narrowed:
         first, _ = self.cuts[name].runs(axis.rank)[0]
         path = name.removeprefix(self.narrower.prefix).removesuffix(".weight")
         replace(skeleton, path, lambda embedding: EmbeddingSeam(embedding, region, first))
-        layout = Layout(self.model.shapes, self.cuts, _added_once(self.model, self.cuts), axis.rank, axis.size)
         placed = attrs.evolve(
             self.model,
             skeleton=skeleton,
@@ -81,31 +84,71 @@ def narrowed(model: Model, ranks: int) -> Narrowed:
     return Narrowed(model, narrower, cuts | _vocabulary_cuts(model, ranks), norms, ranks)
 
 
-def place(model: Model, mesh: Mesh) -> Model:
-    """What this rank of the mesh runs of a model: on a tensor axis a narrower model on cuts of the parameters, on a
-    pipeline axis the layers of its stages, on an expert axis some of the experts. `own_params` takes these parameters
-    of whole ones. It is to be done once.
+@attrs.frozen(eq=False)
+class Prepared:
+    """A model cut over the tensor and expert axes of a mesh, before it is known which of their ranks this is: what
+    takes long is done once for all of them, and for all meshes with as many ranks on these axes."""
 
-    Raises ValueError that names every size that the tensor or expert axis does not divide, for a model that cannot be
-    cut or is adapted, for fewer layers than stages, and for an expert axis beside a tensor or pipeline axis.
-    """
-    tensor, pipeline, expert = mesh["tensor"], mesh["pipeline"], mesh["expert"]
+    model: Model
+    narrowed: Narrowed | None = None
+    dispatched: Dispatched | None = None
+
+    def layout(self, mesh: Mesh, cuts: Sequence[range] | None = None) -> Layout | None:
+        """How the parameters lie on this rank of the mesh; None if all ranks have all. See `on`."""
+        layout, pipeline = None if self.narrowed is None else self.narrowed.layout(mesh["tensor"]), mesh["pipeline"]
+        if self.dispatched is not None:
+            layout = self.dispatched.layout(mesh["expert"], layout)
+        if pipeline.size == 1:
+            return layout
+        spans = layer_spans(self.model, pipeline.size * mesh.virtual_stages) if cuts is None else cuts
+        return stage_layout(self.model, layout, pipeline, spans)
+
+    def on(self, mesh: Mesh, cuts: Sequence[range] | None = None) -> Model:
+        """What this rank of the mesh runs. `cuts` are the layers of each stage of the pipeline; None: of equal work."""
+        tensor, pipeline = mesh["tensor"], mesh["pipeline"]
+        placed = None if self.narrowed is None else self.narrowed.on(tensor)
+        if self.dispatched is not None:
+            placed = self.dispatched.on(mesh["expert"], placed, tensor)
+        placed = placed or self.model
+        if pipeline.size == 1:
+            return placed
+        return staged(placed, pipeline, virtual_stages=mesh.virtual_stages, cuts=cuts)
+
+    def like(self, model: Model) -> Prepared:
+        """The same of a model that differs from this one in how it runs alone: its dtype, or recomputation."""
+        narrower, fewer = self.narrowed, self.dispatched
+        return Prepared(
+            model,
+            None if narrower is None else attrs.evolve(narrower, model=model),
+            None if fewer is None else attrs.evolve(fewer, model=model),
+        )
+
+
+def prepare(model: Model, mesh: Mesh) -> Prepared:
+    """The model as ranks of a mesh of these sizes are to run it. Raises ValueError as `place` does."""
     for axis in ("tensor", "pipeline", "expert"):
         if model.frozen is not None and mesh[axis].size > 1:
             raise ValueError(
                 f"adapters on a {axis} axis of {mesh[axis].size} ranks are not there yet: give the ranks to shard, "
                 "replicate, sequence or context"
             )
-    if expert.size > 1:
-        for name, axis in (("tensor", tensor), ("pipeline", pipeline)):
-            if axis.size > 1:
-                raise ValueError(
-                    f"an expert axis of {expert.size} ranks and a {name} axis of {axis.size} ranks do not go together: "
-                    "give the ranks of one of them to shard"
-                )
-        return dispatched(model, expert.size).on(expert)
-    model = model if tensor.size == 1 else narrowed(model, tensor.size).on(tensor)
-    return model if pipeline.size == 1 else staged(model, pipeline, virtual_stages=mesh.virtual_stages)
+    tensor, expert = mesh["tensor"].size, mesh["expert"].size
+    return Prepared(
+        model,
+        None if tensor == 1 else narrowed(model, tensor),
+        None if expert == 1 else dispatched(model, expert),
+    )
+
+
+def place(model: Model, mesh: Mesh) -> Model:
+    """What this rank of the mesh runs of a model: on a tensor axis a narrower model on cuts of the parameters, on a
+    pipeline axis the layers of its stages, on an expert axis some of the experts, which the tensor axis does not cut.
+    `own_params` takes these parameters of whole ones. It is to be done once.
+
+    Raises ValueError that names every size that the tensor or expert axis does not divide, for a model that cannot be
+    cut or is adapted, and for fewer layers than stages.
+    """
+    return prepare(model, mesh).on(mesh)
 
 
 def own_params(model: Model, params: Params, mesh: Mesh) -> Params:
@@ -246,6 +289,50 @@ def check_placed(model: Model, ranks: int) -> None:
             f"fppo cannot run model type {kind!r} on a tensor axis of {ranks} ranks: cut over {few}, a small random "
             f"model of this kind gives logits that differ by {wrong:.2g} from those of the whole one"
         )
+
+
+@torch.no_grad()
+def check_dispatched(model: Model, ranks: int, *, tensor: int = 1) -> None:
+    """Holds a model whose experts are cut over the ranks of a simulated expert axis, each with a row of its own, beside
+    a tensor axis of two ranks where `tensor` ranks cut the rest, against the model itself: small random instances.
+
+    Raises ValueError that names the model type, for other logits or where its code fails.
+    """
+    kind, probe = model.config.model_type, probes.make_probe(model, heads=(4, 2, None) if tensor > 1 else (2, 4, None))
+    few, slices = 2 if ranks % 2 == 0 else ranks, min(tensor, 2)
+    whole, rows = {name: x.double() for name, x in probe.params.items()}, probes.probe_rows(probe)
+    sizes = {"expert": few, "tensor": slices}
+    words = f"fppo cannot run model type {kind!r} on an expert axis of {ranks} ranks"
+    words += f" and a tensor axis of {tensor}" if tensor > 1 else ""
+
+    def logits(placed: Model, params: Params, row: Tensor, axis: Axis) -> Tensor:
+        fill = row[: -len(row) % slices]
+        attend = packed_attention(sdpa, make_lengths([len(row), len(fill)] if len(fill) else [len(row)]))
+        positions = torch.cat([torch.arange(len(row)), torch.arange(len(fill))])
+        hidden = hidden_states(placed, params, torch.cat([row, fill]), positions, attend=attend)
+        return logits_of(output_head(placed, params), collectives.all_gather(hidden, axis))[: len(row)]
+
+    expected = [logits(probe.model, whole, row, Axis()) for row in rows]
+    try:
+        cut = prepare(probe.model, Mesh({name: Axis(size) for name, size in sizes.items()}))
+
+        def run(mesh: Mesh) -> Tensor:
+            placed, row = cut.on(mesh), rows[mesh["expert"].rank % len(rows)]
+            return logits(placed, own_params(placed, whole, mesh), row, mesh["tensor"])
+
+        found = simulate(sizes, run)
+    except Exception as error:
+        raise ValueError(
+            f"{words}: its code fails where each rank has some of the experts: {type(error).__name__}: {error}"
+        ) from error
+    for rank, got in enumerate(found):
+        own = expected[rank // slices % len(rows)]
+        columns = Cut(1, slices, (own.shape[1],)).take(own, rank % slices)
+        if (wrong := probes.difference(got, columns)) is not None:
+            raise ValueError(
+                f"{words}: cut over {few}, a small random model of this kind gives logits that differ by {wrong:.2g} "
+                "from those of the whole one"
+            )
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The seams of a model on a tensor axis: where a rank's slice of the tokens becomes all of them, and back.
+"""The seams of a model on a tensor or expert axis: where a rank's slice of the tokens becomes all of them, and back.
 
 Between blocks (attention, MLP) the packed row is cut over the axis. A block gathers it, computes on its cut of the
 parameters, and scatters the sum of all ranks' outputs: two collectives, and none inside. So every rank's gradient of
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fppo.runtime.layout import Cut
 from fppo_kernels import collectives
@@ -107,20 +108,52 @@ class WidthSeam(_Seam):
         return out.narrow(-1, cut.part(axis.rank, axis.size) * x.shape[-1], x.shape[-1])
 
 
+# (rows to each rank's experts [R, own], rows from each rank to the own ones [R, own], rows in all) -> how many rows go
+# to each rank, and how many come
+Sizes = Callable[[Tensor, Tensor, int], tuple[list[int], list[int]]]
+
+
+def exchanged_rows(counts: Tensor, others: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """How many rows go to each rank, and how many come from it: the one wait for the device."""
+    del rows
+    sent, received = torch.stack([counts.sum(1), others.sum(1)]).tolist()
+    return sent, received
+
+
 class ExpertsSeam(_Seam):
     """The experts of this rank of an expert axis, of which every rank has as many: tokens go to the ranks of their
-    experts, and what comes of them comes back to be weighted and summed here."""
+    experts, and what comes of them comes back to be weighted and summed here.
+
+    Inside a block on a tensor axis, whose ranks all have all tokens, a rank sends its slice of them: what the ranks
+    give are parts of a sum.
+    """
+
+    def __init__(
+        self, inner: nn.Module, region: Region, sizes: Sizes = exchanged_rows, block: Region | None = None
+    ) -> None:
+        super().__init__(inner, region)
+        self._sizes, self._block = sizes, Region(Axis()) if block is None else block
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        axis, count = self._block.axis, len(hidden)
+        if axis.size == 1:
+            return self._dispatched(hidden, chosen, weights)
+        before, own = axis.rank * (count // axis.size), count // axis.size
+        out = self._dispatched(*(x.narrow(0, before, own) for x in (hidden, chosen, weights)))
+        return F.pad(out, (0, 0, before, count - before - own))
+
+    def _dispatched(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """What all ranks' experts make of these tokens."""
         (experts,), axis = self._inner, self.region.axis
         own: int = experts.num_experts  # type: ignore[assignment]
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         counts = flat.new_zeros(own * axis.size).scatter_add(0, flat, torch.ones_like(flat)).view(axis.size, own)
         others = collectives.all_to_all(counts, axis, split_dim=0, concat_dim=0)
-        sent, received = torch.stack([counts.sum(1), others.sum(1)]).tolist()  # the one wait for the device
+        sent, received = self._sizes(counts, others, len(flat))
         rows = collectives.exchange(hidden[order // chosen.shape[1]], axis, sent=sent, received=received)
-        numbers = torch.arange(own, device=flat.device).repeat(axis.size).repeat_interleave(others.flatten())
+        every = torch.arange(own, device=flat.device).repeat(axis.size)
+        numbers = every.repeat_interleave(others.flatten(), output_size=len(rows))
         out = self._of(rows, numbers)
         back = collectives.exchange(out, axis, sent=received, received=sent)[order.argsort()]
         return (back.view(*weights.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)

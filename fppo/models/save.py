@@ -20,7 +20,7 @@ from fppo.models.model import Model, Params
 from fppo.models.place import whole_params
 from fppo.runtime import fsdp
 from fppo.runtime.exports import draft_of, replacing
-from fppo.runtime.mesh import AXES, LOCAL, Mesh, device_of, gather_objects, is_first
+from fppo.runtime.mesh import AXES, CUTTING_AXES, LOCAL, Mesh, device_of, gather_objects, is_first
 from fppo.runtime.parts import dtypes_of
 
 DEFAULT_SHARD_BYTES = 2 << 30
@@ -142,7 +142,7 @@ def _tensors(
 ) -> Params:
     """A file's tensors on the first rank's host; other ranks help to gather them, and get nothing."""
     own: dict[str, Tensor] = {}
-    if any(mesh[name].rank for name in AXES if name not in ("shard", mesh.cutting, "pipeline")):
+    if any(mesh[name].rank for name in AXES if name not in ("shard", *CUTTING_AXES, "pipeline")):
         return own  # another rank has the same part and helps
     wanted = dict.fromkeys(names)
     for group in dict.fromkeys(chosen.made_of[name] for name in wanted):

@@ -100,29 +100,40 @@ def _ends(model: Model) -> dict[str, tuple[int, ...]]:
     return ends
 
 
-def staged(model: Model, axis: Axis, *, virtual_stages: int = 1) -> Model:
+def stage_layout(model: Model, layout: Layout | None, axis: Axis, cuts: Sequence[range]) -> Layout:
+    """`layout`, or none, with the ranks of a pipeline axis that hold each parameter; `cuts` are its stages' layers."""
+    holders = _stages(model, cuts)
+    return attrs.evolve(
+        layout or Layout(model.whole_shapes, {}, frozenset(), 0, 1),
+        stages={name: tuple(stage % axis.size for stage in of) for name, of in holders.items()},
+        stage_rank=axis.rank,
+        stage_ranks=axis.size,
+    )
+
+
+def _stages(model: Model, cuts: Sequence[range]) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each parameter."""
+    of_layer = {number: stage for stage, layers in enumerate(cuts) for number in layers}
+
+    def stages_of(name: str, ends: Sequence[int]) -> tuple[int, ...]:
+        number = model.layer_of(name)
+        return tuple(end % len(cuts) for end in ends) if number is None else (of_layer[number],)
+
+    return {name: stages_of(name, ends) for name, ends in _ends(model).items()}
+
+
+def staged(model: Model, axis: Axis, *, virtual_stages: int = 1, cuts: Sequence[range] | None = None) -> Model:
     """What this rank of a pipeline axis runs of a model, which may be placed on a tensor axis: the layers of
     `virtual_stages` stages, and what is outside the layers where it is used.
 
-    Raises ValueError for fewer layers than stages, and for a model that is placed on a pipeline axis already.
+    `cuts` are the layers of each stage of all ranks; None: `layer_spans`. Raises ValueError for fewer layers than
+    stages, and for a model that is placed on a pipeline axis already.
     """
     if model.spans:
         raise ValueError("the model is placed on a pipeline axis already")
     stages = axis.size * virtual_stages
-    cuts, held = layer_spans(model, stages), _ends(model)
-    of_layer = [stage for stage, layers in enumerate(cuts) for _ in layers]
-
-    def stages_of(name: str) -> tuple[int, ...]:
-        number = model.layer_of(name)
-        return tuple(end % stages for end in held[name]) if number is None else (of_layer[number],)
-
-    placed = {name: stages_of(name) for name in held}
-    layout = attrs.evolve(
-        model.layout or Layout(model.shapes, {}, frozenset(), 0, 1),
-        stages={name: tuple(stage % axis.size for stage in of) for name, of in placed.items()},
-        stage_rank=axis.rank,
-        stage_ranks=axis.size,
-    )
+    cuts = layer_spans(model, stages) if cuts is None else cuts
+    placed, layout = _stages(model, cuts), stage_layout(model, model.layout, axis, cuts)
     outside = {
         f"{model.prefix}{name}": x.shape
         for name, x in model.skeleton.named_parameters()

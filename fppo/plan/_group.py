@@ -4,6 +4,7 @@
 # torch's stubs name the parameters of its C++ classes otherwise than torch calls them
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -79,7 +80,7 @@ class CountingGroup(dist.ProcessGroup):
             output.copy_(input)
         size = None
         if len(sent):
-            size = (len(input) - sent[self._rank]) * input[:1].numel() * input.element_size()
+            size = (len(input) - sent[self._rank]) * math.prod(input.shape[1:]) * input.element_size()
         return self._count("all_to_all", [input], [input], [output], opts, sent=size)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:

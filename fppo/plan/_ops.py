@@ -7,13 +7,14 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fppo.plan.values import Work
 
 _NO_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "lift_fresh", "detach", "alias")
 _PICKS = ("embedding", "index", "index_select", "gather")  # read as much as they write, not all of their first argument
-_MATMULS = ("mm", "bmm", "addmm", "_linear_pointwise", "baddbmm")
+_MATMULS = ("mm", "bmm", "addmm", "_linear_pointwise", "baddbmm", "_grouped_mm")
 ADAMW_TRAFFIC = 7 / 4  # parameters, gradients and moments are read, all but the gradients written
 
 
@@ -33,6 +34,16 @@ def dispatched(func: Any) -> Dispatched:
     attention = "attention" in name and "fused_sdp_choice" not in name
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
     return Dispatched(name, attention, attention, writes)
+
+
+def grouped_product(func: Any, args: Sequence[Any]) -> Tensor | None:
+    """What experts' matrix product gives, of tensors without data in a dtype for which torch does not know its shape,
+    though it computes it; None for anything else."""
+    if dispatched(func).name != "_grouped_mm" or args[0].dtype == torch.bfloat16:
+        return None
+    left, right, offsets = args[:3]
+    shape = (left.shape[-2], right.shape[-1])
+    return left.new_empty((len(offsets), *shape) if left.dim() == right.dim() == 2 else shape)
 
 
 def work_of(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], fresh: bool) -> Work | None:
@@ -65,8 +76,9 @@ def attention_workspace(name: str, inputs: Sequence[Tensor]) -> int:
 
 
 def _matmul_flops(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
-    left = inputs[1] if name in ("addmm", "baddbmm") else inputs[0]
-    return 2.0 * math.prod(outputs[0].shape) * left.shape[-1]
+    left, (out, *_) = inputs[1] if name in ("addmm", "baddbmm") else inputs[0], outputs
+    groups = len(out) if left.dim() < out.dim() else 1  # matrices of which each has rows of its own, summed over
+    return 2.0 * math.prod(out.shape) / groups * left.shape[-1]
 
 
 def _attention_flops(name: str, inputs: Sequence[Tensor]) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fppo.plan._ops import attention_workspace, dispatched, work_of
+from fppo.plan._ops import attention_workspace, dispatched, grouped_product, work_of
 from fppo.plan.values import Cost, Phase, Segment
 
 STATE, BATCH, HOST = "state", "batch", "host"  # host: no memory of the accelerator
@@ -110,7 +110,8 @@ class Tracker(TorchDispatchMode):
             self._change(task)
         if dispatched(func).marks:
             self._marks.append(len(self._events))
-        out = func(*args, **kwargs)
+        out = grouped_product(func, args) if isinstance(args[0] if args else None, FakeTensor) else None
+        out = func(*args, **kwargs) if out is None else out
         self._note(func, args, kwargs, out)
         return out
 

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from fppo.models.adapted import Lora
+from fppo.models.experts import expert_count
 from fppo.models.narrow import narrow
 from fppo.plan.hardware import Hardware
 from fppo.runtime.mesh import DATA_AXES, Sharding
@@ -47,10 +48,11 @@ class Case:
     name: str
     config: PreTrainedConfig
     hardware: Hardware
-    mesh: Mapping[str, int] = attrs.field(factory=dict)  # pipeline, replicate, shard, sequence, context, tensor
+    mesh: Mapping[str, int] = attrs.field(factory=dict)  # ranks by axis, of `runtime.mesh.AXES`
     virtual_stages: int = 1  # of each rank of the pipeline
     pipeline_rank: int = 0  # the one that is planned
     ring: bool = False  # keys and values travel around the context axis
+    load: float = 1.0  # tokens of the rank of the expert axis that has most, over the mean
     sharding: Sharding = attrs.field(factory=Sharding)
     tokens: int = 16384
     length: int = 4096
@@ -171,11 +173,7 @@ def problems(case: Case) -> list[str]:
         wrong.append(
             f"--mesh.context {case.size('context')}: --mesh.sequence {sequence} cuts the same rows; give one of them"
         )
-    if case.size("expert") > 1:
-        wrong.append(
-            f"--mesh.expert {case.size('expert')}: fppo plan does not count the tokens that its ranks send each other; "
-            "plan the mesh with these ranks on --mesh.shard"
-        )
+    wrong += _expert_problems(case)
     if case.lora is not None:
         axes = [axis for axis in ("tensor", "pipeline", "expert") if case.size(axis) > 1]
         wrong += [f"--mesh.{axis} {case.size(axis)}: adapters (--lora) do not run there yet" for axis in axes]
@@ -183,4 +181,23 @@ def problems(case: Case) -> list[str]:
         wrong.append(f"--length {case.length}: a pass of --tokens {case.tokens} holds no such sequence")
     if case.length < 2:
         wrong.append(f"--length {case.length}: a sequence has a token of prompt and one of response at least")
+    return wrong
+
+
+def _expert_problems(case: Case) -> list[str]:
+    """What is wrong with the expert axis."""
+    ranks, wrong = case.size("expert"), []
+    if ranks == 1:
+        return []
+    for name, config in ((case.name, case.config), ("the reward model", case.reward_model)):
+        if config is None:
+            continue
+        count = expert_count(config)
+        if not count:
+            wrong.append(f"--mesh.expert {ranks}: {name} is {config.model_type!r}, which has no experts to cut")
+        elif count % ranks:
+            works = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            wrong.append(
+                f"--mesh.expert {ranks}: {name} has {count} experts, which it does not divide; these sizes do: {works}"
+            )
     return wrong

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from fppo.plan.case import Case
 from fppo.plan.hardware import Hardware
 from fppo.plan.values import Cost, Phase
+from fppo.runtime.mesh import AXES
 
 # Shares of the peak that large operations reach, and what small ones cost: rough, and not measured on the machine at
 # hand.
@@ -18,7 +19,7 @@ COPY_SHARE = 0.8  # of memory bandwidth, element by element
 LINK_SHARE = 0.8  # of links, those to the host among them
 LAUNCH = 6e-6  # seconds that Python and torch need to begin an operation
 LATENCY = {False: 2e-5, True: 5e-5}  # seconds of a collective without data, inside a node and between nodes
-ORDER = ("pipeline", "replicate", "shard", "sequence", "context", "tensor")  # ranks of the last axis are neighbours
+ORDER = AXES  # ranks of the last axis are neighbours
 
 
 class Seconds(NamedTuple):

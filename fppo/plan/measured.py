@@ -17,6 +17,7 @@ from fppo.key import Key
 from fppo.plan import passes
 from fppo.plan._group import Sent
 from fppo.plan._track import Tracker
+from fppo.plan.built import STAGES, model_of
 from fppo.plan.case import Case
 from fppo.plan.values import Phase
 from fppo.runtime.mesh import Mesh
@@ -41,7 +42,7 @@ def prepared(
 ) -> tuple[TrainState, Callable[[TrainState], Any], Any]:
     """A fresh state of the stage's model on this rank, the stage as a function of it, and the rows that it runs on."""
     mesh = attrs.evolve(mesh, sharding=case.sharding if case.size("shard") > 1 else None, ring=case.ring)
-    model = models.place(passes.model_of(case, passes.STAGES[name]), mesh)
+    model = models.place(model_of(case, STAGES[name]), mesh)
     batch = passes.rows_of_stage(case, name)
     forward = Forward(model, kernels=passes.kernels_of(case, tracker), mesh=mesh)
     shards = tree.map(lambda x: x.to(case.dtype), models.own_params(model, models.init_params(model, Key(0)), mesh))

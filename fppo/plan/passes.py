@@ -12,34 +12,29 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fppo import losses, models, tree
+from fppo import losses, tree
 from fppo.batch import Column, Experience
-from fppo.models import lora
-from fppo.models.model import HeadKind, Model
 from fppo.plan import standins
 from fppo.plan._group import Sent, counting_mesh
 from fppo.plan._track import BATCH, HOST, LOGITS, STATE, Tracker
-from fppo.plan.case import ROLES, Case
-from fppo.plan.presets import with_layers
+from fppo.plan.built import REWARD, STAGES, Built, models_of
+from fppo.plan.case import Case
 from fppo.plan.values import Phase
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane, by_layer, offloaded, offloaded_adamw
 from fppo.steps.actor import update_actor
 from fppo.steps.critic import update_critic
-from fppo.steps.forward import Forward, compute_log_probs, compute_reward_scores, compute_values
+from fppo.steps.forward import Forward, compute_log_probs, compute_values
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import Optimizer, adamw
+from fppo.steps.scores import compute_reward_scores
 from fppo.steps.train_state import TrainState, init_state
 from fppo_kernels.adamw import adamw_
 from fppo_kernels.context import BLOCKS, deal
 from fppo_kernels.record import Kernels
 
-REWARD = "reward model"
-HEADS: Mapping[str, HeadKind] = {"actor": "lm", "critic": "value", REWARD: "value"}  # of models that differ in shape
-# which of them each stage runs, in the order of a step
-STAGES: Mapping[str, str] = {stage: "actor" if role == "reference" else role for stage, role in ROLES.items()}
 SAME: Mapping[str, str] = {"reference": "log-probs"}  # the same pass on other parameters
 _LANE = Lane(torch.device("cpu"))
 PASSES = 2  # the second has everything that any later one has: gradients that are there, and new ones
@@ -49,23 +44,6 @@ def stages_of(case: Case) -> list[str]:
     """The stages of the case's step, in order."""
     has = models_of(case)
     return [name for name, model in STAGES.items() if model in has and (case.reference or name != "reference")]
-
-
-def models_of(case: Case) -> list[str]:
-    """Which models of `HEADS` the case has."""
-    wanted = {"critic": case.critic, REWARD: case.reward_model is not None}
-    return [name for name in HEADS if wanted.get(name, True)]
-
-
-def model_of(case: Case, name: str, layers: int | None = None) -> Model:
-    """One of `HEADS` as the case has it, with as many layers as it has or with `layers`."""
-    config = case.reward_model if name == REWARD else case.config
-    assert config is not None
-    config = config if layers is None else with_layers(config, layers)
-    again = case.checkpoint_layers
-    model = models.build(config, HEADS[name], compute_dtype=case.compute_dtype, checkpoint_layers=again)
-    spec = {"actor": case.lora, "critic": case.critic_lora}.get(name)
-    return model if spec is None else lora.without_base(model, spec)
 
 
 def rows_of(case: Case, count: int) -> Experience:
@@ -143,18 +121,22 @@ def rows_of_stage(case: Case, name: str) -> Experience:
 
 
 def passes_of(case: Case, name: str) -> int:
-    """How many passes tell of all: `PASSES`, or as many as an update has under way on a pipeline, and one more."""
-    if case.size("pipeline") == 1 or not name.startswith("update"):
+    """How many passes tell of all: `PASSES`, or as many as an update has under way on a pipeline, and one more; with
+    interleaved stages as many as are not filled up with empty ones."""
+    ranks = case.size("pipeline")
+    if ranks == 1 or not name.startswith("update"):
         return PASSES
-    return max(PASSES, -(-case.in_flight // case.virtual_stages) + 1)
+    count = max(PASSES, -(-case.in_flight // case.virtual_stages) + 1)
+    return count if case.virtual_stages == 1 else -(-count // ranks) * ranks
 
 
-def run_stage(case: Case, name: str, *, layers: int | None = None) -> list[Phase]:
-    """What the stage of a case (`Case.at`) holds, computes and sends on the rank that has most, in few passes."""
+def run_stage(case: Case, name: str, *, own: Sequence[int] | None = None, built: Built | None = None) -> list[Phase]:
+    """What the stage of a case (`Case.at`) holds, computes and sends on the rank that has most, in few passes; or on
+    one whose stages have `own` layers."""
     batch = rows_of_stage(case, name)
     tracker = Tracker(on_gpu=case.hardware.on_gpu)
     mesh = mesh_of(case, tracker.sent)
-    model = models.place(model_of(case, STAGES[name], layers), mesh)
+    model = (built or Built()).placed(case, STAGES[name], mesh, own)
     with FakeTensorMode(allow_non_fake_inputs=True):
         if (frozen := model.frozen) is not None:
             kept = {n: torch.empty(shard_shape(x, mesh), dtype=base_dtype(case)) for n, x in frozen.shapes.items()}

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import attrs
 import torch
 
-from fppo import models, tree
+from fppo import tree
 from fppo.models import flops
-from fppo.models.model import Model
-from fppo.models.spans import layer_spans
 from fppo.plan import layers, passes
 from fppo.plan._track import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, LOGITS
+from fppo.plan.built import REWARD, STAGES, Built, models_of, own_layers
 from fppo.plan.case import Case, problems
 from fppo.plan.estimate import Seconds, Wire, seconds_of, wires
 from fppo.plan.hardware import overhead
+from fppo.plan.piped import SHORT, piped
 from fppo.plan.values import Phase, peak_of
 
 TRANSIENT = (GRADIENTS, GATHERED, ACTIVATIONS, LOGITS)
@@ -56,9 +57,14 @@ class Plan:
         return max(self.stages, key=lambda stage: stage.total)
 
     @property
+    def needs(self) -> float:
+        """Bytes where most is held; of a plan that went no further, at rest."""
+        return self.peak.total if self.stages else sum(self.rest.values())
+
+    @property
     def fits(self) -> bool:
         """Whether the accelerator holds it."""
-        return bool(self.stages) and self.peak.total <= self.case.hardware.memory
+        return bool(self.stages) and self.needs <= self.case.hardware.memory
 
     @property
     def seconds(self) -> float:
@@ -77,78 +83,105 @@ class Plan:
         return sum(x.model_flops for x in chosen) / most
 
 
-def plan(case: Case, *, only_if_fits: bool = False) -> Plan:
+def plan(case: Case, *, only_if_fits: bool = False, built: Built | None = None) -> Plan:
     """Plans a step; with `only_if_fits` no further than the first stage that is too large, the largest first. Of a
     pipeline it is the step of the first rank, which keeps most passes under way, or of the last, which has the head:
-    that which holds more.
+    that which holds more. Plans of the same models on other meshes may share what is `built` of them.
 
     Raises ValueError for a case that no run could have.
     """
     if wrong := problems(case):
         raise ValueError("; ".join(wrong))
-    last = case.size("pipeline") - 1
-    ends = [_plan(attrs.evolve(case, pipeline_rank=rank), only_if_fits) for rank in dict.fromkeys((0, last))]
-    return max(ends, key=lambda end: end.peak.total if end.stages else sum(end.rest.values()))
+    last, built = case.size("pipeline") - 1, built or Built()
+    ends: list[Plan] = []
+    for rank in dict.fromkeys((0, last)):
+        ends.append(_plan(attrs.evolve(case, pipeline_rank=rank), only_if_fits, built))
+        if only_if_fits and not ends[-1].fits:
+            break
+    return max(ends, key=lambda end: end.needs)
 
 
-def _plan(case: Case, only_if_fits: bool) -> Plan:
+def _plan(case: Case, only_if_fits: bool, built: Built) -> Plan:
     """The plan of one rank of a pipeline."""
-    every = {name: passes.model_of(case, name) for name in passes.models_of(case)}
-    rest = _at_rest(case, every)
-    parameters = {name: sum(shape.numel() for shape in model.whole_shapes.values()) for name, model in every.items()}
+    rest = _at_rest(case, built)
+    parameters = {name: _numbers(built.model(case, name).whole_shapes) for name in models_of(case)}
     stages: list[Stage] = []
-    work = pipeline_work(case, every["actor"])
+    work = pipeline_work(case, "actor", built)
     imbalance = max(work) * len(work) / sum(work)
     known: dict[str, list[Phase]] = {}
     if only_if_fits and sum(rest.values()) > case.hardware.memory:
         return Plan(case, parameters, rest, (), imbalance)
     for name in reversed(passes.stages_of(case)):  # the updates first
-        model, at, same = every[passes.STAGES[name]], case.at(name), passes.SAME.get(name, name)
+        at, same = case.at(name), passes.SAME.get(name, name)
         same = same if at == case.at(same) else name
         if same not in known:
-            known[same] = phases_of(at, same, model)
-        stages.insert(0, _stage(case, at, name, model, rest, known[same]))
+            known[same] = phases_of(at, same, built)
+        stages.insert(0, _stage(case, at, name, rest, known[same], built))
         if only_if_fits and stages[0].total > case.hardware.memory:
             break
     return Plan(case, parameters, rest, tuple(stages), imbalance)
 
 
-def pipeline_work(case: Case, model: Model) -> list[float]:
-    """The multiply-adds of a pass on each rank of the case's pipeline, for each token."""
-    virtual, ranks = case.virtual_stages, case.size("pipeline")
+def pipeline_work(case: Case, name: str, built: Built) -> list[float]:
+    """The multiply-adds of a pass of a model on each rank of the case's pipeline, for each token."""
+    model, ranks = built.model(case, name), case.size("pipeline")
     layers, head = flops.layer_weights(model), flops.head_weights(model)
     attention = flops.forward_flops(model, [case.length]) / (2 * case.length) - sum(layers) - head
     work = [0.0] * ranks
-    for stage, cut in enumerate(layer_spans(model, ranks * virtual)):
+    for stage, cut in enumerate(built.cuts(case, name)):
         work[stage % ranks] += sum(layers[number] + attention / len(layers) for number in cut)
     work[-1] += head * case.response_tokens / case.length
     return work
 
 
-def phases_of(case: Case, name: str, model: Model) -> list[Phase]:
-    """The stage of a model with all layers; from few layers where they are alike, unless `case.full`."""
-    count = len(model.layers)
-    if not case.full and case.size("pipeline") == 1 and count > layers.MORE and layers.alike(model):
-        few, more = (passes.run_stage(case, name, layers=n) for n in (layers.FEW, layers.MORE))
-        phases = layers.extrapolated(few, more, count)
+def phases_of(case: Case, name: str, built: Built | None = None) -> list[Phase]:
+    """The stage of a case with all layers of the planned rank; from few layers, and of a long pipeline from a short
+    one, where they are alike, unless `case.full`."""
+    built = built or Built()
+    if case.full or not layers.alike(built.model(case, STAGES[name])):
+        return passes.run_stage(case, name, built=built)
+    own = own_layers(case, built.cuts(case, STAGES[name]))
+    if case.size("pipeline") * case.virtual_stages > SHORT and case.micro_batches >= SHORT:
+
+        def run(short: Case, count: int) -> list[Phase]:
+            return built.run(short, name, partial(_from_few, short, name, [count], built))
+
+        return piped(case, own, run)
+    return _from_few(case, name, own, built)
+
+
+def _from_few(case: Case, name: str, own: Sequence[int], built: Built) -> list[Phase]:
+    """The stage of a case whose planned rank has stages of so many layers, which are alike."""
+    most = max(own)
+    if most > layers.FEW + layers.MORE and min(own) > most - layers.FEW:
+        few, more = (
+            passes.run_stage(case, name, own=[n - most + count for n in own], built=built)
+            for count in (layers.FEW, layers.MORE)
+        )
+        phases = layers.extrapolated(few, more, most)
         if phases is not None:
             return phases
-    return passes.run_stage(case, name)
+    return passes.run_stage(case, name, own=own, built=built)
 
 
-def shard_numbers(model: Model, case: Case) -> int:
-    """How many numbers of the parameters the rank with most of them has."""
-    return sum(math.prod(shape) for shape in _shard_shapes(model, case).values())
+def shard_numbers(case: Case, name: str, built: Built | None = None) -> int:
+    """How many numbers of a model's parameters the rank with most of them has."""
+    return _numbers(_shard_shapes(case, name, built or Built()))
 
 
-def optimizer_bytes(model: Model, case: Case) -> int:
+def _numbers(shapes: Mapping[str, Sequence[int]]) -> int:
+    return sum(map(math.prod, shapes.values()))
+
+
+def optimizer_bytes(case: Case, name: str, built: Built) -> int:
     """How many bytes the tensors of the optimizer's state take on that rank, single numbers left out."""
-    params = {name: torch.empty(shape, device="meta") for name, shape in _shard_shapes(model, case).items()}
+    params = {name: torch.empty(shape, device="meta") for name, shape in _shard_shapes(case, name, built).items()}
     return sum(x.nbytes for x in tree.tensors(passes.optimizer_of(case).init(params)) if x.dim())
 
 
-def _shard_shapes(model: Model, case: Case) -> dict[str, tuple[int, ...]]:
-    return _own_shapes(models.place(model, passes.mesh_of(case, lambda *_: None)).shapes, case)
+def _shard_shapes(case: Case, name: str, built: Built) -> dict[str, tuple[int, ...]]:
+    layout = built.layout(case, name, passes.mesh_of(case, lambda *_: None))
+    return _own_shapes(built.model(case, name).shapes if layout is None else layout.shapes, case)
 
 
 def _own_shapes(shapes: Mapping[str, torch.Size], case: Case) -> dict[str, tuple[int, ...]]:
@@ -162,7 +195,7 @@ def _peak_flops(case: Case) -> float:
     return case.hardware.flops if narrow else case.hardware.flops_float32
 
 
-def _stage(case: Case, at: Case, name: str, model: Model, rest: Mapping[str, float], phases: Sequence[Phase]) -> Stage:
+def _stage(case: Case, at: Case, name: str, rest: Mapping[str, float], phases: Sequence[Phase], built: Built) -> Stage:
     """The stage of a case, which is `at` there."""
     where, peak = peak_of(phases)
     moving = {kind: float(peak.peak.get(kind, 0)) for kind in TRANSIENT}
@@ -170,8 +203,9 @@ def _stage(case: Case, at: Case, name: str, model: Model, rest: Mapping[str, flo
     outside = overhead(case.hardware, len(wide), sum(moving.values()))
     lengths = [case.length] * case.rows
     work = flops.train_flops if name.startswith("update") else flops.forward_flops
-    needed = work(model, lengths, head_tokens=case.rows * (1 if name == passes.REWARD else case.response_tokens))
-    stages = pipeline_work(at, model)
+    head_tokens = case.rows * (1 if name == REWARD else case.response_tokens)
+    needed = work(built.model(case, STAGES[name]), lengths, head_tokens=head_tokens)
+    stages = pipeline_work(at, STAGES[name], built)
     return Stage(
         name=name,
         where=where,
@@ -182,24 +216,23 @@ def _stage(case: Case, at: Case, name: str, model: Model, rest: Mapping[str, flo
     )
 
 
-def _kept(model: Model, case: Case) -> float:
+def _kept(case: Case, name: str, built: Built) -> float:
     """Bytes of parameters on a rank between the stages."""
-    return 0 if case.offload == "all" else case.dtype.itemsize * shard_numbers(model, case)
+    return 0 if case.offload == "all" else case.dtype.itemsize * shard_numbers(case, name, built)
 
 
-def _at_rest(case: Case, every: Mapping[str, Model]) -> dict[str, float]:
+def _at_rest(case: Case, built: Built) -> dict[str, float]:
     """Bytes on a rank between the stages."""
     rest: dict[str, float] = {}
-    for name, model in every.items():
-        at = case.at(name if name == passes.REWARD else f"update {name}")
-        rest[f"{name}'s parameters"] = _kept(model, at)
-        if name != passes.REWARD:
-            rest[f"{name}'s optimizer"] = optimizer_bytes(model, at) if at.offload == "none" else 0
-    if (frozen := every["actor"].frozen) is not None:  # the critic's and the reference's, too
-        numbers = sum(math.prod(shape) for shape in _own_shapes(frozen.shapes, case).values())
-        rest["base's weights"] = passes.base_dtype(case).itemsize * numbers
+    for name in models_of(case):
+        at = case.at(name if name == REWARD else f"update {name}")
+        rest[f"{name}'s parameters"] = _kept(at, name, built)
+        if name != REWARD:
+            rest[f"{name}'s optimizer"] = optimizer_bytes(at, name, built) if at.offload == "none" else 0
+    if (frozen := built.model(case, "actor").frozen) is not None:  # the critic's and the reference's, too
+        rest["base's weights"] = passes.base_dtype(case).itemsize * _numbers(_own_shapes(frozen.shapes, case))
     elif case.reference:
-        rest["reference's parameters"] = _kept(every["actor"], case.at("reference"))
+        rest["reference's parameters"] = _kept(case.at("reference"), "actor", built)
     row = passes.rows_of(case, 1)
     size = sum(x.nbytes for x in tree.tensors(row))
     return rest | {BATCH: size * case.mini_batch}  # every rank holds all rows

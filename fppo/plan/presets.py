@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from fppo._errors import did_you_mean
 from fppo.models.vision import takes_images
@@ -43,6 +43,25 @@ def _llama(hidden: int, inner: int, layers: int, heads: int) -> PreTrainedConfig
     )
 
 
+def _qwen_of_experts(hidden: int, inner: int, layers: int, heads: int) -> PreTrainedConfig:
+    return Qwen3MoeConfig(
+        vocab_size=151_936,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        moe_intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=4,
+        head_dim=128,  # type: ignore[call-arg]
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        max_position_embeddings=40_960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=False,
+    )
+
+
 def _quickstart() -> PreTrainedConfig:
     from fppo import quickstart
 
@@ -58,6 +77,9 @@ PRESETS: Mapping[str, Callable[[], PreTrainedConfig]] = MappingProxyType(
         "qwen2.5-72b": lambda: _qwen(8192, 29_568, 80, 64, 8, 152_064, False),
         "llama-3.1-8b": lambda: _llama(4096, 14_336, 32, 32),
         "llama-3.1-70b": lambda: _llama(8192, 28_672, 80, 64),
+        "llama-3.1-405b": lambda: _llama(16_384, 53_248, 126, 128),
+        "qwen3-30b-a3b": lambda: _qwen_of_experts(2048, 768, 48, 32),
+        "qwen3-235b-a22b": lambda: _qwen_of_experts(4096, 1536, 94, 64),
         "quickstart": _quickstart,
     }
 )

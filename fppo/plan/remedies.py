@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from fppo.plan._track import ACTIVATIONS, LOGITS
+from fppo.plan.built import Built
 from fppo.plan.case import Case, problems
 from fppo.plan.plan import Plan, plan
 
@@ -45,16 +46,16 @@ def remedies(base: Plan) -> list[Remedy]:
 
     More GPUs are thought of only if nothing helps on those there are. Empty if nothing does at all.
     """
-    case = base.case
-    remedies = [remedy for family in families(case) if _helps(family, base) and (remedy := _first(case, family))]
+    case, built = base.case, Built()
+    remedies = [r for family in families(case) if _helps(family, base) and (r := _first(case, family, built))]
     if remedies:
         return sorted(remedies, key=lambda remedy: remedy.seconds_per_token)
-    together = _together(case)
+    together = _together(case, built)
     if together is not None:
         return [together]
     wider = [{"gpus": case.world * n, "mesh.shard": case.size("shard") * n} for n in MORE]
-    alone = _first(case, wider) if _helps(wider, base) else None
-    both = next((r for flags in wider if (r := _together(applied(case, flags), flags)) is not None), None)
+    alone = _first(case, wider, built) if _helps(wider, base) else None
+    both = next((r for flags in wider if (r := _together(applied(case, flags), built, flags)) is not None), None)
     remedies = [remedy for remedy in (both, alone) if remedy is not None]
     return sorted(remedies, key=lambda remedy: remedy.plan.case.world)
 
@@ -132,8 +133,8 @@ def _longer_axes(case: Case, axis: str) -> Iterator[Flags]:
                 break
 
 
-def _fitting(case: Case, flags: Flags) -> Remedy | None:
-    tried = plan(applied(case, flags), only_if_fits=True)
+def _fitting(case: Case, flags: Flags, built: Built) -> Remedy | None:
+    tried = plan(applied(case, flags), only_if_fits=True, built=built)
     return Remedy(flags, tried) if tried.fits else None
 
 
@@ -144,12 +145,12 @@ def _helps(family: Sequence[Flags], base: Plan) -> bool:
     return not only_shards or kept <= base.case.hardware.memory
 
 
-def _first(case: Case, options: Sequence[Flags]) -> Remedy | None:
+def _first(case: Case, options: Sequence[Flags], built: Built) -> Remedy | None:
     """The smallest change of a family that makes the case fit."""
-    return next((remedy for flags in options if (remedy := _fitting(case, flags)) is not None), None)
+    return next((remedy for flags in options if (remedy := _fitting(case, flags, built)) is not None), None)
 
 
-def _together(case: Case, before: Flags | None = None) -> Remedy | None:
+def _together(case: Case, built: Built, before: Flags | None = None) -> Remedy | None:
     """The largest change of each family, one on top of the other until it fits; then without those it can do without.
 
     `before` are changes that the case has already.
@@ -160,19 +161,19 @@ def _together(case: Case, before: Flags | None = None) -> Remedy | None:
         if not options:
             return None
         flags |= options[0][-1]
-        remedy = _fitting(case, flags)
+        remedy = _fitting(case, flags, built)
         if remedy is not None:
-            trimmed = _trimmed(case, remedy)
+            trimmed = _trimmed(case, remedy, built)
             return Remedy({**(before or {}), **trimmed.flags}, trimmed.plan)
 
 
-def _trimmed(case: Case, remedy: Remedy) -> Remedy:
+def _trimmed(case: Case, remedy: Remedy, built: Built) -> Remedy:
     groups = [[name] for name in remedy.flags if name not in MESH]
     for group in groups:
         rest = {name: value for name, value in remedy.flags.items() if name not in group}
-        remedy = (_fitting(case, rest) if rest else None) or remedy
+        remedy = (_fitting(case, rest, built) if rest else None) or remedy
     if "tokens" in remedy.flags:
         for tokens in _budgets(case):
-            if better := _fitting(case, {**remedy.flags, "tokens": tokens}):
+            if better := _fitting(case, {**remedy.flags, "tokens": tokens}, built):
                 return better
     return remedy

@@ -7,15 +7,18 @@ from typing import NamedTuple
 
 import attrs
 
-from fppo.models import flops
+from fppo.models import experts, flops
 from fppo.models.model import Model
 from fppo.plan import passes
+from fppo.plan.built import REWARD, STAGES
 from fppo.plan.case import Case
-from fppo.plan.estimate import LINK_SHARE, MATMUL_SHARE, link
+from fppo.plan.estimate import LAUNCH, LINK_SHARE, MATMUL_SHARE, link
 from fppo.plan.hardware import overhead
 
 _STATE = {"none": 12, "moments": 4, "all": 0}  # bytes of a number of the trained parameters and moments on the device
 _KEPT_LAYER = 10.0  # elements of a token's width that a layer keeps for its backward pass, what is inside the MLP aside
+_KEPT_ROWS = 4.0  # and of each of its chosen experts
+_LAUNCHES = 100  # operations of a layer's forward pass
 
 
 class Rough(NamedTuple):
@@ -25,61 +28,83 @@ class Rough(NamedTuple):
     memory: float
 
 
-class Sizes(NamedTuple):
-    """Numbers of a model's parameters: of its layers, and of its embeddings or head, the larger."""
+@attrs.frozen
+class Facts:
+    """What is the same of a model on every mesh."""
 
-    layers: float
-    outside: float
+    layers: int
+    dense: float  # numbers of the parameters of its layers, but for those of experts
+    experts: float  # of experts
+    outside: float  # of its embeddings or head, the larger
+    row: float  # FLOPs of a forward pass over one sequence
+    hidden: int
+    inner: float  # elements of a token inside the MLP, or inside its chosen experts
+    chosen: int  # experts of a token; 0 without any
+    keys: float  # elements of a token's keys and values, over its width
 
 
-def sizes_of(model: Model) -> Sizes:
-    """The sizes of a model that no axis cuts."""
+def facts_of(case: Case, model: Model) -> Facts:
+    """What there is to know of a model that no axis cuts."""
+    config, routed = model.config, frozenset(experts.expert_names(model))
     inside = {name: shape.numel() for name, shape in model.shapes.items() if model.layer_of(name) is not None}
     others = [shape.numel() for name, shape in model.shapes.items() if name not in inside]
-    return Sizes(float(sum(inside.values())), float(max(others, default=0)))
+    chosen = (getattr(config, "num_experts_per_tok", None) or 1) if routed else 0
+    width = (getattr(config, "moe_intermediate_size", None) if routed else None) or config.intermediate_size or 0
+    heads = config.num_attention_heads
+    return Facts(
+        layers=len(model.layers),
+        dense=float(sum(count for name, count in inside.items() if name not in routed)),
+        experts=float(sum(inside[name] for name in routed)),
+        outside=float(max(others, default=0)),
+        row=flops.forward_flops(model, [case.length], head_tokens=case.response_tokens),
+        hidden=config.hidden_size,
+        inner=float(width * max(1, chosen)),
+        chosen=chosen,
+        keys=2 * (getattr(config, "num_key_value_heads", None) or heads) / heads,
+    )
 
 
-def rough(case: Case, models: Mapping[str, Model]) -> Rough:
-    """An estimate of the whole step; `models` are the case's, by `passes.models_of`."""
-    seconds = sum(_seconds(case.at(name), name, models[passes.STAGES[name]]) for name in passes.stages_of(case))
-    rest = sum(_rest(case, name, model) for name, model in models.items())
+def rough(case: Case, facts: Mapping[str, Facts]) -> Rough:
+    """An estimate of the whole step; `facts` are of the case's models, by `models_of`."""
+    seconds = sum(_seconds(case.at(name), name, facts[STAGES[name]]) for name in passes.stages_of(case))
+    rest = sum(_rest(case, name, each) for name, each in facts.items())
     if case.reference:
-        rest += _own(case, models["actor"]) * case.at("reference").dtype.itemsize
-    moving = max(_moving(case.at(name), name, models[passes.STAGES[name]]) for name in passes.stages_of(case))
+        rest += _own(case, facts["actor"]) * case.at("reference").dtype.itemsize
+    moving = max(_moving(case.at(name), name, facts[STAGES[name]]) for name in passes.stages_of(case))
     wide = sum(size > 1 for size in case.mesh.values())
     return Rough(seconds, rest + moving + overhead(case.hardware, wide, moving))
 
 
-def _own(case: Case, model: Model, *, shards: bool = True) -> float:
+def _own(case: Case, facts: Facts, *, shards: bool = True) -> float:
     """Numbers of the parameters on the rank that has most: on a pipeline, one that has its embeddings or head."""
-    sizes = sizes_of(model)
+    tensor, expert = case.size("tensor"), case.size("expert")
     both = 1 if case.size("pipeline") > 1 else 2
-    cut = case.size("tensor") * (case.size("shard") if shards else 1)
-    return (sizes.layers / case.size("pipeline") + both * sizes.outside) / cut
+    layers = facts.dense / tensor + facts.experts / (expert if expert > 1 else tensor)
+    whole = layers / case.size("pipeline") + both * facts.outside / tensor
+    return whole / case.size("shard") if shards else whole
 
 
-def _rest(case: Case, name: str, model: Model) -> float:
-    at = case.at(name if name == passes.REWARD else f"update {name}")
-    trained = _STATE[at.offload] if name != passes.REWARD else (0 if at.offload == "all" else at.dtype.itemsize)
-    return trained * _own(case, model)
+def _rest(case: Case, name: str, facts: Facts) -> float:
+    at = case.at(name if name == REWARD else f"update {name}")
+    trained = _STATE[at.offload] if name != REWARD else (0 if at.offload == "all" else at.dtype.itemsize)
+    return trained * _own(case, facts)
 
 
-def _moving(case: Case, name: str, model: Model) -> float:
+def _moving(case: Case, name: str, facts: Facts) -> float:
     """Bytes that come and go in a stage."""
     width = 4 if case.compute_dtype is None else case.compute_dtype.itemsize
-    layers = len(model.layers) / case.size("pipeline")
-    whole = _own(case, model, shards=False)
+    layers = facts.layers / case.size("pipeline")
+    whole = _own(case, facts, shards=False)
     gathered = 0.0
     if case.size("shard") > 1 or case.compute_dtype is not None:
         gathered = width * (whole if case.sharding.stage < 3 else whole * min(1.0, 3 / layers))
     if not name.startswith("update"):
-        return gathered + 4 * width * _tokens(case) * model.config.hidden_size
-    grads = 4 * (_own(case, model) if case.sharding.stage > 1 else whole)
-    hidden, inner = model.config.hidden_size, getattr(model.config, "intermediate_size", 0) or 0
-    active = getattr(model.config, "num_experts_per_tok", None) or 1
-    inside = (_KEPT_LAYER * hidden + 4.0 * inner * active) / case.size("tensor")
-    of_layer = 2.0 * hidden + inside
-    kept = layers * (hidden if case.checkpoint_layers else of_layer) * case.in_flight / case.virtual_stages
+        return gathered + 4 * width * _tokens(case) * facts.hidden
+    grads = 4 * (_own(case, facts) if case.sharding.stage > 1 else whole)
+    grads += 8 * whole / layers if case.size("shard") > 1 else 0.0  # a layer's, whole, and packed to be added up
+    inside = _KEPT_LAYER * facts.hidden + 4.0 * facts.inner + _KEPT_ROWS * facts.chosen * facts.hidden
+    of_layer = 2.0 * facts.hidden + inside / case.size("tensor")
+    kept = layers * (facts.hidden if case.checkpoint_layers else of_layer) * case.in_flight / case.virtual_stages
     return gathered + grads + width * _tokens(case) * (kept + (of_layer if case.checkpoint_layers else 0.0))
 
 
@@ -88,34 +113,49 @@ def _tokens(case: Case) -> float:
     return case.tokens / (case.size("sequence") * case.size("context"))
 
 
-def _seconds(case: Case, name: str, model: Model) -> float:
+def _seconds(case: Case, name: str, facts: Facts) -> float:
     """Of a stage with all of its passes."""
     hardware, trains = case.hardware, name.startswith("update")
-    tensor = case.size("tensor")
     parts = case.world // case.data_ranks
-    lengths = [case.length] * case.rows
-    needed = flops.forward_flops(model, lengths, head_tokens=case.rows * case.response_tokens) / parts
     times = (4 if case.checkpoint_layers else 3) if trains else 1
     narrow = case.compute_dtype is not None
-    compute = times * needed / ((hardware.flops if narrow else hardware.flops_float32) * MATMUL_SHARE)
+    peak = (hardware.flops if narrow else hardware.flops_float32) * MATMUL_SHARE
+    launches = times * _LAUNCHES * facts.layers / case.size("pipeline")
+    compute = max(times * case.rows * facts.row / parts / peak, launches * LAUNCH)
     width = case.compute_dtype.itemsize if narrow and case.compute_dtype is not None else 4
-    state = _own(case, model, shards=False)
+    state = _own(case, facts, shards=False)
     often = (1 / max(1, case.micro_batches)) if case.sharding.stage == 1 else 1.0
     rounds = {1: 1, 2: 1, 3: 2}[case.sharding.stage] if trains else 1
     gathers = often * _over(case, "shard", state * (rounds * width + 4 * trains))
-    hidden = _tokens(case) * model.config.hidden_size * width
-    blocks = len(model.layers) / case.size("pipeline") * (2 if trains else 1)
-    exchanges = 4 * blocks * _over(case, "tensor", hidden)
-    exchanges += 4 * blocks * _over(case, "sequence", hidden / tensor)
-    heads = model.config.num_attention_heads
-    keys = 2 * (getattr(model.config, "num_key_value_heads", None) or heads) / heads  # and values, to the hidden width
-    exchanges += blocks * _over(case, "context", keys * hidden * case.size("context") / tensor)
+    each = compute + max(0.0, gathers - compute) + _exchanges(case, facts, times if trains else 1, width)
+    return each * case.micro_batches * (1 + case.bubble) + (_sums(case, facts) if trains else 0.0)
+
+
+def _exchanges(case: Case, facts: Facts, times: int, width: int) -> float:
+    """Seconds in which the ranks exchange tokens in a pass, which runs each layer forward and backward `times` in
+    all, its backward being two of these."""
+    tensor, layers = case.size("tensor"), facts.layers / case.size("pipeline")
+    hidden, blocks = _tokens(case) * facts.hidden * width, layers * min(2, times)
+    seconds = 4 * blocks * _over(case, "tensor", hidden)
+    seconds += 4 * blocks * _over(case, "sequence", hidden / tensor)
+    seconds += blocks * _over(case, "context", facts.keys * hidden * case.size("context") / tensor)
+    if (ranks := case.size("expert")) > 1:
+        sent = 2 * facts.chosen * hidden / tensor * (ranks - 1) / ranks * case.load
+        seconds += layers * max(1, times - 1) * sent / (link(case, "expert")[2] * LINK_SHARE)
     if case.size("pipeline") > 1:
         per_second = link(case, "pipeline")[2] * LINK_SHARE
-        exchanges += (2 if trains else 1) * case.virtual_stages * hidden / tensor / per_second
-    each = compute + max(0.0, gathers - compute) + exchanges
-    once = 2 * _over(case, "replicate", 4 * state / case.size("shard")) if trains else 0.0
-    return each * case.micro_batches * (1 + case.bubble) + once
+        seconds += min(2, times) * case.virtual_stages * hidden / tensor / per_second
+    return seconds
+
+
+def _sums(case: Case, facts: Facts) -> float:
+    """Seconds in which gradients are summed once for an update: over replicas, and over the expert axis those of all
+    but experts."""
+    shard = case.size("shard")
+    dense = _own(case, attrs.evolve(facts, experts=0.0), shards=False)
+    return 2 * (
+        _over(case, "replicate", 4 * _own(case, facts, shards=False) / shard) + _over(case, "expert", 4 * dense / shard)
+    )
 
 
 def _over(case: Case, axis: str, size: float) -> float:

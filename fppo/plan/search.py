@@ -9,17 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
-from fppo.models.model import Model
-from fppo.plan import passes
+from fppo.plan.built import Built, models_of
 from fppo.plan.case import Case, problems
 from fppo.plan.estimate import ORDER
 from fppo.plan.plan import Plan, plan
-from fppo.plan.rough import Rough, rough, with_sequences
+from fppo.plan.rough import Facts, Rough, facts_of, rough, with_sequences
 
 PLANNED = 5  # meshes that fit are planned
 TRIED = 12  # meshes at most
 ROOM = 1.15  # by this the formula's bytes may exceed the memory of a GPU before a mesh is taken for too large
 VIRTUAL = (1, 2, 4)
+DIVIDING = ("expert", "sequence", "tensor")  # axes that must divide something of a model
 
 
 @attrs.frozen
@@ -59,27 +59,27 @@ def search(case: Case, ranks: int) -> Found:
 
     A step has as many sequences on each mesh: those of the case's passes on `ranks` data ranks, or of its mini-batch.
     """
-    sequences = case.mini_batch // case.data_ranks * ranks
-    models = {name: passes.model_of(case, name) for name in passes.models_of(case)}
+    sequences, built = case.mini_batch // case.data_ranks * ranks, Built()
+    facts = {name: facts_of(case, built.model(case, name)) for name in models_of(case)}
     refused: Counter[str] = Counter()
     every: list[Candidate] = []
-    divides = functools.cache(lambda tensor, sequence: _undivided(case, tensor, sequence))
-    for mesh, virtual in meshes(ranks):
+    divides = functools.cache(lambda *sizes: _undivided(case, *sizes))
+    for mesh, virtual in meshes(ranks, experts=any(each.experts for each in facts.values())):
         moved = attrs.evolve(case, mesh=mesh, virtual_stages=virtual)
-        if reason := _unused(moved, sequences, models) or divides(mesh["tensor"], mesh["sequence"]):
+        if reason := _unused(moved, sequences, facts) or divides(*(mesh[axis] for axis in DIVIDING)):
             refused[reason] += 1
             continue
         moved = with_sequences(moved, sequences)
-        every.append(Candidate(moved, rough(moved, models)))
+        every.append(Candidate(moved, rough(moved, facts)))
     every.sort(key=lambda candidate: candidate.rough.seconds)
     limit = ROOM * case.hardware.memory
     large = sorted((c for c in every if c.rough.memory > limit), key=lambda candidate: candidate.rough.memory)
-    best, failed, slower = _planned([c for c in every if c.rough.memory <= limit])
+    best, failed, slower = _planned([c for c in every if c.rough.memory <= limit], built)
     return Found(best, failed, slower, tuple(large), refused)
 
 
 def _planned(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[Candidate], built: Built
 ) -> tuple[tuple[tuple[Candidate, Plan], ...], tuple[tuple[Candidate, Plan], ...], tuple[Candidate, ...]]:
     """The first of them planned, until enough fit: those, the others, and what is left."""
     fitting, failed, tried = [], [], 0
@@ -87,20 +87,25 @@ def _planned(
         if len(fitting) == PLANNED or tried == TRIED:
             break
         tried += 1
-        planned = plan(candidate.case)
+        planned = plan(candidate.case, only_if_fits=True, built=built)
         (fitting if planned.fits else failed).append((candidate, planned))
     fitting.sort(key=lambda pair: pair[1].seconds)
     return tuple(fitting), tuple(failed), tuple(candidates[tried:])
 
 
-def meshes(ranks: int) -> Iterator[tuple[dict[str, int], int]]:
-    """Every mesh of so many ranks, with its virtual stages; rows are cut by a sequence axis or a context axis."""
-    for pipeline, replicate, cut, tensor in itertools.product(_divisors(ranks), repeat=4):
-        shard, left = divmod(ranks, pipeline * replicate * cut * tensor)
-        if left or not shard:
+def meshes(ranks: int, *, experts: bool = False) -> Iterator[tuple[dict[str, int], int]]:
+    """Every mesh of so many ranks, with its virtual stages, with an expert axis if there are `experts`; rows are cut by
+    a sequence axis or a context axis."""
+    divisors = _divisors(ranks)
+    for pipeline, replicate, cut, tensor in itertools.product(divisors, repeat=4):
+        rest, left = divmod(ranks, pipeline * replicate * cut * tensor)
+        if left or not rest:
             continue
-        for sequence, context in {(cut, 1): None, (1, cut): None}:
-            sizes = (pipeline, replicate, shard, sequence, context, tensor)
+        pairs = {(cut, 1): None, (1, cut): None}
+        for expert, (sequence, context) in itertools.product(divisors if experts else (1,), pairs):
+            if rest % expert:
+                continue
+            sizes = (pipeline, replicate, rest // expert, expert, sequence, context, tensor)
             for virtual in VIRTUAL if pipeline > 1 else (1,):
                 yield dict(zip(ORDER, sizes, strict=True)), virtual
 
@@ -109,10 +114,10 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _unused(case: Case, sequences: int, models: Mapping[str, Model]) -> str | None:
+def _unused(case: Case, sequences: int, facts: Mapping[str, Facts]) -> str | None:
     """Why a mesh has ranks without work, or is not tried."""
     stages = case.size("pipeline") * case.virtual_stages
-    if short := [name for name, model in models.items() if len(model.layers) < stages]:
+    if short := [name for name, each in facts.items() if each.layers < stages]:
         return f"more stages than the {short[0]} has layers"
     if case.data_ranks > sequences:
         return f"more data ranks than the {sequences:,} sequences of an update"
@@ -121,7 +126,8 @@ def _unused(case: Case, sequences: int, models: Mapping[str, Model]) -> str | No
     return None
 
 
-def _undivided(case: Case, tensor: int, sequence: int) -> str | None:
-    """What the tensor and sequence axes do not divide."""
-    wrong = problems(attrs.evolve(case, mesh={"sequence": sequence, "tensor": tensor}, virtual_stages=1))
+def _undivided(case: Case, *sizes: int) -> str | None:
+    """What axes of `DIVIDING`, of these sizes, do not divide."""
+    mesh = dict(zip(DIVIDING, sizes, strict=True))
+    wrong = problems(attrs.evolve(case, mesh=mesh, virtual_stages=1))
     return wrong[0] if wrong else None

@@ -8,6 +8,7 @@ The only place where a plan does not run the code of a step:
 - attention is the CPU's flash attention through sdpa: the same results are kept; what a GPU's kernel takes inside its
   backward pass is `_ops.attention_workspace`. For queries that are the last tokens of their sequences the CPU's kernel
   has a mask, which `attention` leaves out.
+- which experts a token goes to is a number: `equal_loads` says how many rows each rank of an expert axis gets.
 - CPU kernels' own scratch memory, which torch does not allocate as tensors, is not seen.
 """
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from fppo.models.regions import Sizes
 from fppo_kernels import table
 from fppo_kernels.attention.sdpa import sdpa
 from fppo_kernels.log_probs.chunked import CUDA_TILES, chunked
@@ -50,6 +52,18 @@ def triton_buffers(hidden: Tensor, weight: Tensor, labels: Tensor, **options: An
     """The shapes of log_probs/triton's results, through storages of the sizes of its own."""
     out = _Triton.apply(hidden, weight)
     return LogProbs(out[0], out[1] if options.get("entropy") else None, None)
+
+
+def equal_loads(load: float) -> Sizes:
+    """All experts chosen as often, but for those of this rank, which is to have `load` times the mean of all ranks."""
+
+    def sizes(counts: Tensor, others: Tensor, rows: int) -> tuple[list[int], list[int]]:
+        del others
+        ranks = len(counts)
+        sent = [(rows + place) // ranks for place in range(ranks)]
+        return sent, [round(load * rows / ranks)] * ranks
+
+    return sizes
 
 
 def attention(

@@ -76,6 +76,8 @@ def _own(case: Case) -> list[str]:
         words += [places[role.offload]] if role.offload else []
         words += ["kept in bfloat16"] if role.dtype == torch.bfloat16 else []
         lines.append(f"{name}: {', '.join(words)}")
+    if case.size("expert") > 1:
+        lines.append(f"experts: the planned rank's have {case.load:,.2f} times the mean of the ranks' tokens")
     if case.forward_tokens:
         lines.append(f"without a gradient: passes of {case.forward_tokens:,} tokens")
     return lines
@@ -216,6 +218,7 @@ def summary(plan: Plan, helping: Sequence[Remedy] | None) -> dict[str, Any]:
         "pipeline_rank": case.pipeline_rank,
         "pipeline_imbalance": plan.imbalance,
         "stage": case.sharding.stage,
+        "expert_load": case.load,
         "tokens": case.tokens,
         "length": case.length,
         "micro_batches": case.micro_batches,

@@ -40,7 +40,7 @@ def _row(candidate: Candidate, planned: Plan) -> str:
 def _others(found: Found, width: int) -> list[str]:
     lines = []
     for candidate, planned in found.failed:
-        need, have = planned.peak.total / GIB, planned.case.hardware.memory / GIB
+        need, have = planned.needs / GIB, planned.case.hardware.memory / GIB
         lines.append(f"1 needs {need:,.1f} of {have:,.1f} GiB, planned: {candidate.words}")
     if found.too_large:
         smallest = found.too_large[0]
@@ -74,7 +74,8 @@ def found_summary(found: Found) -> dict[str, Any]:
         return [{"mesh": _mesh(c), "rough_seconds": c.rough.seconds, "rough_bytes": c.rough.memory} for c in candidates]
 
     def planned(pairs: Sequence[tuple[Candidate, Plan]]) -> list[dict[str, Any]]:
-        return [{**rough([c])[0], "seconds": p.seconds, "mfu": p.mfu(), "peak_bytes": p.peak.total} for c, p in pairs]
+        times = [{"seconds": p.seconds, "mfu": p.mfu()} if p.fits else {} for _, p in pairs]
+        return [rough([c])[0] | time | {"peak_bytes": p.needs} for (c, p), time in zip(pairs, times, strict=True)]
 
     return {
         "estimate": True,

@@ -23,9 +23,10 @@ from fppo.rewards.functions import RewardFn, tensor_reward
 from fppo.rewards.scoring import samples_of
 from fppo.runtime.mesh import DATA_AXES, LOCAL, Mesh, place_on
 from fppo.runtime.offload import OnHost
-from fppo.steps.forward import Forward, Rows, compute_reward_scores, row_lengths
+from fppo.steps.forward import Forward, Rows, row_lengths
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.ranks import collect, shares
+from fppo.steps.scores import compute_reward_scores
 from fppo.tree import state
 from fppo.workers.sample import Sample
 from fppo_kernels.record import Kernels

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fppo.runtime import digests
 from fppo.runtime.layout import Layout
-from fppo.runtime.mesh import Mesh, all_reduce, device_of
+from fppo.runtime.mesh import CUTTING_AXES, Mesh, all_reduce, device_of
 from fppo.runtime.parts import dtypes_of, whole_tensors
 from fppo.tree import Away
 
@@ -151,9 +151,7 @@ def changed(
     still = set(frozen) & set(last)
     digests = {name: last[name] if name in still else digest(x) for name, x in params.items()}
     flags = torch.tensor([digests.get(name) != last.get(name) for name in names], device=device_of(params))
-    for axis in (
-        mesh[name] for name, cuts in (("shard", mesh.sharded), (mesh.cutting, True), ("pipeline", True)) if cuts
-    ):
+    for axis in (mesh[name] for name in (*CUTTING_AXES, "shard", "pipeline") if name != "shard" or mesh.sharded):
         flags = all_reduce(flags.int(), axis) > 0
     return {name for name, differs in zip(names, flags.tolist(), strict=True) if differs}, digests
 

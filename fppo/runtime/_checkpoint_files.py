@@ -31,12 +31,13 @@ from torch import Tensor
 
 from fppo import tree
 from fppo.runtime.layout import Cut, Extent
-from fppo.runtime.mesh import AXES, Mesh, gather_objects
+from fppo.runtime.mesh import AXES, CUTTING_AXES, Mesh, gather_objects
 from fppo.runtime.parts import Part, holds, overlaps, part_of
 
-FORMAT = 5
+FORMAT = 6
 MANIFEST = "state.json"
-WRITERS = ("pipeline", "tensor", "shard")  # the axes whose ranks write what they hold, the last one's files neighbours
+# the axes whose ranks write what they hold, the last one's files neighbours
+WRITERS = ("pipeline", "expert", "tensor", "shard")
 
 
 class CheckpointError(Exception):
@@ -58,11 +59,10 @@ class Contents:
 
     def number(self, mesh: Mesh) -> int | None:
         """This rank's number among those that write; None if it writes nothing."""
-        axes = tuple(mesh.cutting if axis == "tensor" else axis for axis in WRITERS)
-        if any(mesh[axis].rank for axis in AXES if axis not in axes):
+        if any(mesh[axis].rank for axis in AXES if axis not in WRITERS):
             return None
         number = 0
-        for axis, count in zip(axes, self.writers, strict=True):
+        for axis, count in zip(WRITERS, self.writers, strict=True):
             if mesh[axis].rank >= count:
                 return None
             number = number * count + mesh[axis].rank
@@ -88,17 +88,24 @@ def contents(
         path: {
             "dtype": str(tensors[path].dtype),
             "shape": list(part.shape),
-            "cut": None if part.cut is None else [part.cut.dim, part.cut.parts, list(part.cut.segments)],
+            "cut": None if part.cut is None else [part.cut.dim, part.cut.parts, list(part.cut.segments), part.cut.axis],
             "ranks": part.shard[1],
             "stage": part.stage,
         }
         for path, part in cuts.items()
     }
-    grids = [(part.stage + 1, part.tensor[1], part.shard[1]) for part in cuts.values()]
+    grids = [_grid(part) for part in cuts.values()]
     every = gather_objects([leaves, plain, grids and _largest(grids)], mesh, ["pipeline"], device)
     all_leaves, all_plain = ({p: x for each in reversed(every) for p, x in each[i].items()} for i in (0, 1))
-    grid = _largest([each[2] for each in every if each[2]] or [(1, 1, 1)])
+    grid = _largest([each[2] for each in every if each[2]] or [(1,) * len(WRITERS)])
     return Contents(all_plain, structure, all_leaves, grid)
+
+
+def _grid(part: Part) -> tuple[int, ...]:
+    """How many ranks of each of `WRITERS` hold something of their own of a leaf, those of stages before its own too."""
+    own = {"pipeline": part.stage + 1, "shard": part.shard[1]}
+    own |= {} if part.cut is None else {part.cut.axis: part.cutting[1]}
+    return tuple(own.get(axis, 1) for axis in WRITERS)
 
 
 def _largest(grids: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -124,8 +131,9 @@ def cuts_of(tensors: Mapping[str, Tensor], mesh: Mesh, shapes: Mapping[str, torc
 
 def writes(part: Part, mesh: Mesh) -> bool:
     """Whether this rank is the one that writes what it holds of a leaf."""
-    once = (part.cut is None and mesh[mesh.cutting].rank) or (part.shard[1] == 1 and mesh["shard"].rank)
-    return part.is_first and not once and part.stage == mesh["pipeline"].rank
+    again = [axis for axis in CUTTING_AXES if part.cut is None or part.cut.axis != axis]
+    again += ["shard"] if part.shard[1] == 1 else []
+    return part.is_first and not any(mesh[axis].rank for axis in again) and part.stage == mesh["pipeline"].rank
 
 
 def data_file(directory: Path, rank: int) -> Path:
@@ -231,14 +239,18 @@ def read(
 def _stored(manifest: Mapping[str, Any], path: str, number: int, wanted: Part) -> Part | None:
     """The chunk of a leaf that a file holds, if it has something that is wanted."""
     leaf = manifest["leaves"][path]
-    _, tensors, shards = leaf.get("writers", manifest["writers"])
-    others, shard = divmod(number - leaf.get("first", 0), shards)
-    stage, tensor = divmod(others, tensors)
-    cut = None if leaf["cut"] is None else Cut(leaf["cut"][0], leaf["cut"][1], tuple(leaf["cut"][2]))
-    if stage != leaf["stage"] or (cut is None and tensor) or shard >= leaf["ranks"]:
+    counts = leaf.get("writers", manifest["writers"])
+    places, rest = {}, number - leaf.get("first", 0)
+    for axis, count in zip(reversed(WRITERS), reversed(counts), strict=True):
+        rest, places[axis] = divmod(rest, count)
+    dim, parts, segments, over = leaf["cut"] or (0, 1, (), None)
+    if rest or places["pipeline"] != leaf["stage"] or places["shard"] >= leaf["ranks"]:
         return None
-    on_tensor = (0, 1) if cut is None else (tensor, tensors)
-    stored = Part(tuple(leaf["shape"]), cut, on_tensor, (shard, leaf["ranks"]), stage)
+    if any(places[axis] for axis in CUTTING_AXES if axis != over):
+        return None
+    cut = None if over is None else Cut(dim, parts, tuple(segments), over)
+    cutting = (0, 1) if over is None else (places[over], counts[WRITERS.index(over)])
+    stored = Part(tuple(leaf["shape"]), cut, cutting, (places["shard"], leaf["ranks"]), leaf["stage"])
     return stored if stored.is_first and next(overlaps(stored, wanted), None) else None
 
 

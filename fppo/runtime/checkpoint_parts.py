@@ -78,7 +78,7 @@ def commit(attempt: Attempt, parts: Sequence[Contents], count: int, *, structure
             plain={name: x for part in parts for name, x in part.plain.items()},
             structure=None if structure is None else pytree.treespec_dumps(pytree.tree_structure(structure)),
             leaves={name: leaf for part in parts for name, leaf in part.leaves.items()},
-            writers=(1, 1, 1),
+            writers=(1,) * len(files.WRITERS),
         )
         files.write_manifest(
             attempt.draft, step=attempt.step, attempt=str(attempt.token), contents=contents, count=count

@@ -31,7 +31,7 @@ from torch import Tensor
 from fppo import tree
 from fppo.key import Key
 from fppo.runtime.layout import Box, Extent
-from fppo.runtime.mesh import AXES, LOCAL, Mesh, all_reduce, gather_objects, ranks_on
+from fppo.runtime.mesh import AXES, CUTTING_AXES, LOCAL, Mesh, all_reduce, gather_objects, ranks_on
 from fppo.runtime.parts import Part, part_of
 from fppo_kernels.collectives import Axis
 
@@ -153,7 +153,9 @@ def _by_sums(value: Any, device: torch.device, mesh: Mesh, shapes: Shapes) -> di
     }
     if mesh.sharded:
         sums |= _added(sums, list(parts), mesh["shard"])
-    sums |= _added(sums, [path for path, part in parts.items() if part.cut is not None], mesh[mesh.cutting])
+    for axis in CUTTING_AXES:
+        over = [path for path, part in parts.items() if part.cut is not None and part.cut.axis == axis]
+        sums |= _added(sums, over, mesh[axis])
     flat = torch.cat([weights(device)[:0], *sums.values()]).cpu()
     on_host = dict(zip(sums, flat.split([len(x) for x in sums.values()]), strict=True))
     whole = {path: tuple(x.shape) for path, x in tensors.items()} | {path: part.shape for path, part in parts.items()}
@@ -233,7 +235,7 @@ def spacing(
     for path, x in tree.leaves_with_paths(state):
         if isinstance(x, Tensor):
             extent = (shapes or {}).get(path, x.shape)
-            ranks = mesh[mesh.cutting].size if isinstance(extent, Extent) and extent.cut is not None else 1
+            ranks = mesh[extent.cut.axis].size if isinstance(extent, Extent) and extent.cut is not None else 1
             ranks *= mesh["shard"].size if mesh.sharded and path in (shapes or {}) else 1
             whole = extent.shape if isinstance(extent, Extent) else extent
             shape = whole if ranks > 1 else x.shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import torch
@@ -48,12 +48,13 @@ class Box:
 class Cut:
     """Dimension `dim` of a parameter in `parts` parts, each of them a run of every one of its `segments` (sizes).
 
-    Rank r of n holds part r * parts // n: with fewer parts than ranks, some ranks hold the same one.
+    Rank r of the n of `axis` holds part r * parts // n: with fewer parts than ranks, some ranks hold the same one.
     """
 
     dim: int
     parts: int
     segments: tuple[int, ...]
+    axis: str = "tensor"
 
     def part(self, rank: int, ranks: int) -> int:
         """The part that a rank holds."""
@@ -89,8 +90,8 @@ class Cut:
 
 @attrs.frozen
 class Extent:
-    """The whole shape of a tensor, how it is cut over the tensor axis, and the ranks of the pipeline axis that hold it,
-    in order; without any, all do."""
+    """The whole shape of a tensor, how it is cut over an axis, and the ranks of the pipeline axis that hold it, in
+    order; without any, all do."""
 
     shape: torch.Size
     cut: Cut | None = None
@@ -99,9 +100,10 @@ class Extent:
 
 @attrs.frozen
 class Layout:
-    """What a rank holds of parameters of `whole` shapes: rank `rank` of the `ranks` of the tensor axis those with a cut
-    in parts, the others whole; and rank `stage_rank` of the `stage_ranks` of the pipeline axis those for which `stages`
-    names it among the ranks that hold them, in order. Without a pipeline `stages` is empty: every rank holds all.
+    """What a rank holds of parameters of `whole` shapes: rank `rank` of the `ranks` of the tensor axis, and of the
+    expert axis the first of `expert` (rank, ranks), those with a cut in parts, the others whole; and rank `stage_rank`
+    of the `stage_ranks` of the pipeline axis those for which `stages` names it among the ranks that hold them, in
+    order. Without a pipeline `stages` is empty: every rank holds all.
 
     Those in `once` are whole, and added to what is the sum of all ranks' shares: the first rank brings them.
     """
@@ -114,10 +116,15 @@ class Layout:
     stages: Mapping[str, tuple[int, ...]] = attrs.field(factory=dict)
     stage_rank: int = 0
     stage_ranks: int = 1
+    expert: tuple[int, int] = (0, 1)
 
     def __attrs_post_init__(self) -> None:
         if self.stage_ranks > 1 and (lost := [name for name in self.whole if not self.stages.get(name)]):
             raise ValueError(f"no rank of the pipeline axis holds {lost[:5]}")
+
+    def place(self, cut: Cut) -> tuple[int, int]:
+        """This rank's number among those of the axis of a cut, and how many they are."""
+        return self.expert if cut.axis == "expert" else (self.rank, self.ranks)
 
     @property
     def held(self) -> tuple[str, ...]:
@@ -138,10 +145,10 @@ class Layout:
         return {name: self.shape(name) for name in self.held}
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of this tensor rank's part of a parameter, whether this stage holds it or another."""
+        """The shape of this rank's part of a parameter, whether this stage holds it or another."""
         shape, cut = list(self.whole[name]), self.cuts.get(name)
         if cut is not None:
-            shape[cut.dim] = cut.size(cut.part(self.rank, self.ranks))
+            shape[cut.dim] = cut.size(cut.part(*self.place(cut)))
         return torch.Size(shape)
 
     def extent(self, name: str) -> torch.Size | Extent:
@@ -152,30 +159,35 @@ class Layout:
     def take(self, name: str, whole: Tensor) -> Tensor:
         """What this rank holds of a whole parameter."""
         cut = self.cuts.get(name)
-        return whole if cut is None else cut.take(whole, cut.part(self.rank, self.ranks))
+        return whole if cut is None else cut.take(whole, cut.part(*self.place(cut)))
 
     def join(self, name: str, pieces: Sequence[Tensor]) -> Tensor:
-        """The whole parameter from what all ranks hold of it, in their order."""
+        """The whole parameter from what all ranks of the axis of its cut hold of it, in their order."""
         cut = self.cuts.get(name)
-        return pieces[0] if cut is None else cut.join([pieces[cut.first(i, self.ranks)] for i in range(cut.parts)])
+        return pieces[0] if cut is None else cut.join([pieces[cut.first(i, len(pieces))] for i in range(cut.parts)])
 
-    def gather(self, name: str, piece: Tensor, axis: Axis) -> Tensor:
-        """The whole parameter from this rank's piece of it: a collective of all ranks if it is cut."""
+    def gather(self, name: str, piece: Tensor, axis_of: Callable[[str], Axis]) -> Tensor:
+        """The whole parameter from this rank's piece of it: a collective of the ranks of an axis if it is cut over
+        that."""
         cut = self.cuts.get(name)
         if cut is None:
             return piece
-        sizes = [cut.size(cut.part(rank, self.ranks)) for rank in range(self.ranks)]
+        rank, ranks = self.place(cut)
+        sizes = [cut.size(cut.part(other, ranks)) for other in range(ranks)]
         padded = piece.detach().movedim(cut.dim, 0)
-        if short := max(sizes) - sizes[self.rank]:
+        if short := max(sizes) - sizes[rank]:
             padded = torch.cat([padded, padded.new_empty(short, *padded.shape[1:])])
-        pieces = all_gather(padded[None], axis)
+        pieces = all_gather(padded[None], axis_of(cut.axis))
         return self.join(name, [x[:size].movedim(0, cut.dim) for x, size in zip(pieces, sizes, strict=True)])
 
     def owns(self, name: str) -> bool:
         """Whether this rank counts what it holds of a parameter: of ranks that hold the same, the first does."""
-        cut = self.cuts.get(name)
-        first = 0 if cut is None else cut.first(cut.part(self.rank, self.ranks), self.ranks)
-        return self.rank == first and self.stage_rank == self.stages.get(name, (self.stage_rank,))[0]
+        cut, firsts = self.cuts.get(name), {"tensor": 0, "expert": 0}
+        if cut is not None:
+            rank, ranks = self.place(cut)
+            firsts[cut.axis] = cut.first(cut.part(rank, ranks), ranks)
+        own = {"tensor": self.rank, "expert": self.expert[0]}
+        return own == firsts and self.stage_rank == self.stages.get(name, (self.stage_rank,))[0]
 
 
 def boxes(shape: tuple[int, ...], cut: Cut | None = None, part: int = 0) -> list[Box]:

@@ -24,6 +24,7 @@ T = TypeVar("T")
 # ranks of the last axis are neighbours
 AXES = ("pipeline", "replicate", "shard", "expert", "sequence", "context", "tensor")
 DATA_AXES = ("replicate", "shard", "expert")  # the axes whose ranks hold different rows
+CUTTING_AXES = ("expert", "tensor")  # over which a layout cuts parameters, each of them over one
 _OPS = {Sum: dist.ReduceOp.SUM, Max: dist.ReduceOp.MAX, Min: dist.ReduceOp.MIN}
 BUCKET_BYTES = 25 * 2**20  # of one all-reduce of many tensors
 # the axes over which gradients are shares; over the tensor axis, those of what it does not cut
@@ -51,7 +52,8 @@ class Mesh:
 
     Without `sharding` every rank of the shard axis holds whole parameters, and the axis only divides the data. Each
     rank of the pipeline axis has `virtual_stages` stages of a model's layers, which it runs by turns. `layout` is that
-    of a model's parameters on the tensor and pipeline axes, where gradients of them are summed, counted and applied.
+    of a model's parameters on the tensor, expert and pipeline axes, where gradients of them are summed, counted and
+    applied.
     With `ring` keys and values travel around the context axis, where else each of its ranks gathers them all.
     """
 
@@ -70,11 +72,6 @@ class Mesh:
         return self.axes.get(name, Axis())
 
     @property
-    def cutting(self) -> str:
-        """The axis over which a layout cuts parameters: a mesh has one of these two alone."""
-        return "expert" if self["expert"].size > 1 else "tensor"
-
-    @property
     def sharded(self) -> bool:
         """Whether parameters are cut over several ranks of the shard axis."""
         return self.sharding is not None and self["shard"].size > 1
@@ -82,7 +79,7 @@ class Mesh:
     @property
     def cuts(self) -> bool:
         """Whether a rank holds less than all parameters whole, on any axis."""
-        return self.sharded or self[self.cutting].size > 1 or self["pipeline"].size > 1
+        return self.sharded or any(self[name].size > 1 for name in (*CUTTING_AXES, "pipeline"))
 
     @staticmethod
     def local() -> Mesh:
@@ -141,17 +138,18 @@ def gradient_sum(grads: T, mesh: Mesh) -> T:
     """The gradient, from each rank's share: of its rows, and of its slices of the packed rows.
 
     Gradients of sharded parameters are summed over the shard axis already, as they were scattered. Over the tensor
-    axis those of parameters that it does not cut are summed, and those of a part over the ranks that hold it; over the
-    pipeline axis those of parameters that several of its ranks hold (tied embeddings).
+    and expert axes those of parameters that they do not cut are summed, and those of a part over the ranks that hold
+    it; over the pipeline axis those of parameters that several of its ranks hold (tied embeddings).
     """
     done = {"shard"} if mesh.sharded else set()
-    done |= {"tensor"} if mesh.layout is None else {"tensor", mesh.cutting}
-    summed: Any = _sum(grads, mesh, [name for name in GRADIENT_AXES if name not in done])
+    done |= {"tensor"} if mesh.layout is None else set(CUTTING_AXES)
+    result: Any = _sum(grads, mesh, [name for name in GRADIENT_AXES if name not in done])
     if mesh.layout is None:
-        return summed
-    slots = {name: _slots(g, mesh.layout.cuts.get(name), mesh[mesh.cutting]) for name, g in summed.items()}
-    whole = _sum({name: slot for name, (slot, _) in slots.items() if slot is not None}, mesh, [mesh.cutting])
-    result: Any = {name: whole[name][slots[name][1]] if name in whole else g for name, g in summed.items()}
+        return result
+    for axis in CUTTING_AXES:
+        slots = {name: _slots(g, mesh.layout.cuts.get(name), axis, mesh[axis]) for name, g in result.items()}
+        whole = _sum({name: slot for name, (slot, _) in slots.items() if slot is not None}, mesh, [axis])
+        result = {name: whole[name][slots[name][1]] if name in whole else g for name, g in result.items()}
     for name, stages in mesh.layout.stages.items():
         if len(stages) > 1:
             result |= _sum_copies(name, result, stages, mesh["pipeline"])
@@ -178,10 +176,10 @@ def _sum_copies(name: str, grads: Mapping[str, Tensor], stages: Sequence[int], a
     return {name: total.view(own.shape)}
 
 
-def _slots(grad: Tensor, cut: Cut | None, axis: Axis) -> tuple[Tensor | None, int]:
-    """A place for the gradient of each part [parts, ...], zero but for this rank's, and this rank's part; None where
-    every rank has a part of its own."""
-    if cut is None:
+def _slots(grad: Tensor, cut: Cut | None, name: str, axis: Axis) -> tuple[Tensor | None, int]:
+    """A place for the gradient of each part [parts, ...] on the axis of this name, zero but for this rank's, and this
+    rank's part; None where every rank has a part of its own."""
+    if cut is None or cut.axis != name:
         return grad[None], 0
     if cut.parts == axis.size:
         return None, axis.rank

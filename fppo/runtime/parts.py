@@ -1,5 +1,5 @@
-"""Which part of a tensor a rank holds: its rows on the shard axis, of its cut on the tensor axis, of its stage's; and
-the whole again from all of them."""
+"""Which part of a tensor a rank holds: its rows on the shard axis, of its cut on the tensor or expert axis, of its
+stage's; and the whole again from all of them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from fppo_kernels.collectives import Axis
 
 @attrs.frozen
 class Part:
-    """What one rank of a shard axis and a tensor axis holds of a leaf that has `shape`. Each axis is (rank, ranks), and
-    (0, 1) where the leaf is not cut over it. `stage` is the first rank of the pipeline axis that holds it."""
+    """What one rank of a shard axis and of the axis of a cut holds of a leaf that has `shape`. Each axis is (rank,
+    ranks), and (0, 1) where the leaf is not cut over it. `stage` is the first pipeline rank that holds it."""
 
     shape: tuple[int, ...]
     cut: Cut | None = None
-    tensor: tuple[int, int] = (0, 1)
+    cutting: tuple[int, int] = (0, 1)
     shard: tuple[int, int] = (0, 1)
     stage: int = 0
 
     @property
     def number(self) -> int:
         """Which part of the cut it is."""
-        return 0 if self.cut is None else self.cut.part(*self.tensor)
+        return 0 if self.cut is None else self.cut.part(*self.cutting)
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -57,18 +57,19 @@ class Part:
 
     @property
     def is_first(self) -> bool:
-        """Whether no rank before this one of the tensor axis holds the same."""
-        return self.cut is None or self.cut.first(self.number, self.tensor[1]) == self.tensor[0]
+        """Whether no rank before this one of the axis of the cut holds the same."""
+        return self.cut is None or self.cut.first(self.number, self.cutting[1]) == self.cutting[0]
 
 
 def part_of(extent: torch.Size | Extent, mesh: Mesh) -> Part:
     """What this rank of the mesh holds of a tensor that is cut over its shard axis, if that cuts any, and as the extent
-    says over the tensor axis."""
+    says over the axis of its cut."""
     shard = (mesh["shard"].rank, mesh["shard"].size) if mesh.sharded else (0, 1)
     if not isinstance(extent, Extent):
         return Part(tuple(extent), shard=shard)
-    tensor = (0, 1) if extent.cut is None else (mesh[mesh.cutting].rank, mesh[mesh.cutting].size)
-    return Part(tuple(extent.shape), extent.cut, tensor, shard, extent.stages[0] if extent.stages else 0)
+    cut, stage = extent.cut, extent.stages[0] if extent.stages else 0
+    cutting = (0, 1) if cut is None else (mesh[cut.axis].rank, mesh[cut.axis].size)
+    return Part(tuple(extent.shape), cut, cutting, shard, stage)
 
 
 def holds(extent: torch.Size | Extent, mesh: Mesh) -> bool:
@@ -109,7 +110,7 @@ def whole_tensors(
         return fsdp.gather({name: params[name] for name in names}, shapes, mesh, dtypes=dtypes)
     pieces = _on_all_stages(params, list(names), mesh, layout, dtypes)
     pieces = fsdp.gather(pieces, {name: layout.shape(name) for name in pieces}, mesh)
-    return {name: layout.gather(name, pieces.pop(name), mesh[mesh.cutting]) for name in list(pieces)}
+    return {name: layout.gather(name, pieces.pop(name), mesh.__getitem__) for name in list(pieces)}
 
 
 def _on_all_stages(

@@ -19,10 +19,6 @@ def pipeline_problems(s: TrainSettings) -> Problems:
 
 def expert_axis_problems(s: TrainSettings, *, critic: bool) -> Problems:
     """What does not go with an expert axis, in a run that has a critic or has none."""
-    for name, size in (("tensor", s.mesh.tensor), ("pipeline", s.mesh.pipeline)):
-        if size > 1:
-            advice = f"mesh.{name} = {size} does not go with it; give the ranks of one of them to mesh.shard"
-            yield problem("mesh.expert", s.mesh.expert, advice)
     yield from _cutting_axis_problems(s, "mesh.expert", s.mesh.expert, critic=critic)
 
 

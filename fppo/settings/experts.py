@@ -12,6 +12,8 @@ from fppo.settings.problems import Problems, problem
 if TYPE_CHECKING:
     from fppo.settings.train import TrainSettings
 
+_LOSSES = ("balance_coef", "z_coef")
+
 
 @attrs.frozen(kw_only=True)
 class ExpertSettings:
@@ -31,13 +33,12 @@ def expert_problems(s: TrainSettings) -> Problems:
     if experts.balance_coef > 0 and replay == "none":
         text = "it takes the loads of a whole mini-batch, as router_replay has them; give algorithm.router_replay"
         yield problem("actor.experts.balance_coef", experts.balance_coef, text)
-    for what, text in (
-        (s.model.compile_layers, "compiled layers do not tell what routers choose; leave out model.compile_layers"),
-        (s.mesh.pipeline > 1, "stages of a pipeline do not tell what routers choose; leave out mesh.pipeline"),
-    ):
-        if not what:
-            continue
-        numbers = {"bias_rate": experts.bias_rate, "balance_coef": experts.balance_coef, "z_coef": experts.z_coef}
-        yield from (problem(f"actor.experts.{name}", x, text) for name, x in numbers.items() if x > 0)
+    rates = {"bias_rate": experts.bias_rate, "balance_coef": experts.balance_coef, "z_coef": experts.z_coef}
+    if s.model.compile_layers:
+        text = "compiled layers do not tell what routers choose; leave out model.compile_layers"
+        yield from (problem(f"actor.experts.{name}", x, text) for name, x in rates.items() if x > 0)
         if replay != "none":
             yield problem("algorithm.router_replay", replay, text)
+    if s.mesh.pipeline > 1:
+        text = "routers' losses of other stages of a pipeline have no gradient; leave it or mesh.pipeline out"
+        yield from (problem(f"actor.experts.{name}", rates[name], text) for name in _LOSSES if rates[name] > 0)

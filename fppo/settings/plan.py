@@ -32,6 +32,8 @@ class PlanSettings:
     """Tokens of one forward and backward pass of a data rank (a run's token_budget); sequence and context cut them."""
     length: int | None = setting(None, at_least(2))
     """Tokens of each sequence, prompt and response; None: 4096, or --tokens if that is less."""
+    expert_load: float = setting(1.0, at_least(1))
+    """On an expert axis: tokens of the rank whose experts have most, over the mean of the ranks."""
     response: float = setting(0.5, above(0), at_most(1))
     """The part of a sequence that is response: only these tokens reach the head."""
     micro_batches: int = setting(4, at_least(1))

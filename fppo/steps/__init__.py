@@ -8,7 +8,6 @@ from fppo.steps.forward import (
     TokenOutputs,
     compute_log_probs,
     compute_outputs,
-    compute_reward_scores,
     compute_values,
     forward_micro_batch,
 )
@@ -19,6 +18,7 @@ from fppo.steps.muon import muon
 from fppo.steps.optimizers import Optimizer, adamw, from_function, sgd
 from fppo.steps.popart import update_popart
 from fppo.steps.schedules import schedule
+from fppo.steps.scores import compute_reward_scores
 from fppo.steps.supervised import Demonstrations, demonstrations, imitate, update_supervised
 from fppo.steps.train_state import Scale, TrainState, init_state, optimizer_step
 

@@ -18,7 +18,7 @@ from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.runtime.mesh import DATA_AXES, place_on
 from fppo.shapes import Mask, Tokens
-from fppo.steps.experts import LOAD, RouterTotals, check_routers, router_losses, router_totals
+from fppo.steps.experts import LOAD, RouterTotals, check_router_losses, router_losses, router_totals, tells_loads
 from fppo.steps.forward import Forward, forward_micro_batch, run_passes
 from fppo.steps.loop import Loop, Mark, MiniBatch, Objective, OfMiniBatch, update, weighted_sum
 from fppo.steps.optimizers import Optimizer
@@ -126,7 +126,7 @@ def update_actor(
 
 def _check_router_terms(terms: PolicyTerms, forward: Forward) -> None:
     if terms.balance_coef or terms.router_z_coef:
-        check_routers(forward.model, "leave out balance_coef and router_z_coef")
+        check_router_losses(forward.model, "leave out balance_coef and router_z_coef")
     if terms.balance_coef and not forward.replay:
         raise ValueError(
             f"balance_coef={terms.balance_coef} needs the experts of a whole mini-batch before its first pass: give a "
@@ -154,7 +154,7 @@ def policy_objective(
     Raises ValueError for a KL term without reference log-probs in the rows, and for a policy loss of another shape.
     """
     model = forward.model
-    tells = ["loads"] if model.routers and not (model.compile_layers or model.spans) else []
+    tells = ["loads"] if tells_loads(model) else []
     tells += [] if totals is None else ["router_sums"]
     out = forward_micro_batch(
         params, rows, forward=forward, outputs=("log_probs", "entropy", *tells), temperature=terms.temperature

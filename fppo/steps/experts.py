@@ -68,13 +68,29 @@ def counted(attention_mask: Mask, response_mask: Mask) -> Mask:
 
 def check_routers(model: Model, what: str) -> tuple[Router, ...]:
     """The model's routers. Raises ValueError that says what is to be left out if it has none, or they do not tell."""
-    if model.spans:
-        raise ValueError(f"the routers of other stages of a pipeline tell nothing here: {what}, or the pipeline axis")
     if model.compile_layers:
         raise ValueError(f"compiled layers do not tell what their routers choose: {what}, or compile_layers")
     if not model.routers:
         raise ValueError(f"model type {model.config.model_type!r} has no routers of experts that fppo knows: {what}")
     return model.routers
+
+
+def check_router_losses(model: Model, what: str) -> None:
+    """Raises ValueError that says what is to be left out for a model whose routers' losses have no gradient here."""
+    check_routers(model, what)
+    if model.spans:
+        raise ValueError(f"the losses of routers of other stages of a pipeline have no gradient here: {what}")
+
+
+def tells_loads(model: Model) -> bool:
+    """Whether passes of a model tell the loads of its experts, as updates of it report them."""
+    return bool(model.routers) and not model.compile_layers
+
+
+def own_routers(model: Model) -> list[int]:
+    """The numbers of the routers that a rank runs in a pass."""
+    layers = {layer for span in model.spans for layer in span.layers} or range(len(model.layers))
+    return [number for number, router in enumerate(model.routers) if router.layer in layers]
 
 
 def check_biases(model: Model, what: str) -> None:
@@ -123,9 +139,11 @@ def of_routers(
 
 
 def chosen(routed: RoutedPass, model: Model, axis: Axis, pad: Callable[..., Tensor]) -> Int[Tensor, "b s l k"]:
-    """The experts that routers chose, uint8 or int32 [B, S, L, k], zeros at padding; all of what the ranks of the
-    axis that cuts rows have."""
-    experts = [routed.routes.routed[number].chosen for number in range(len(model.routers))]
+    """The experts that routers chose, uint8 or int32 [B, S, L, k], zeros at padding, and for routers of other stages
+    of a pipeline; all of what the ranks of the axis that cuts rows have."""
+    nothing = routed.counted.new_zeros(len(routed.counted), model.routers[0].chosen, dtype=torch.int64)
+    known = {number: x.chosen for number, x in routed.routes.routed.items()}
+    experts = [known.get(number, nothing) for number in range(len(model.routers))]
     dtype = torch.uint8 if model.routers[0].experts <= 1 << 8 else torch.int32
     whole = gather_sequence(torch.stack(experts, 1).to(dtype), axis)
     if routed.index is None or routed.places is None:
@@ -143,9 +161,14 @@ def loads(experts: Int[Tensor, "n l k"], mask: Mask, count: int) -> Float[Tensor
 
 
 def own_loads(routed: RoutedPass, model: Model, axis: Axis) -> Float[Tensor, "l e"]:
-    """The loads of a pass, over the ranks of the sequence axis."""
-    experts = [routed.routes.routed[number].chosen for number in range(len(model.routers))]
-    return all_reduce(loads(torch.stack(experts, 1), routed.counted, model.routers[0].experts), axis)
+    """The loads of a pass, over the ranks of the axis that cuts rows; zeros for routers of other stages."""
+    count, own = model.routers[0].experts, own_routers(model)
+    every = torch.zeros(len(model.routers), count, dtype=torch.float64, device=routed.counted.device)
+    if own:
+        experts = torch.stack([routed.routes.routed[number].chosen for number in own], 1)
+        numbers = torch.tensor(own, device=every.device)
+        every = every.index_copy(0, numbers, loads(experts, routed.counted, count))
+    return all_reduce(every, axis)
 
 
 def router_sums(routed: RoutedPass, model: Model, mesh: Mesh) -> RouterSums:
@@ -195,6 +218,17 @@ def router_losses(
     return terms
 
 
+def with_loads(report: Metrics, prefix: str, told: Sequence[Tensor], axis: Axis) -> Metrics:
+    """The metrics of the last stage of a pipeline, on all ranks, its loads with those that this rank's other stages
+    told; every rank must call."""
+    name = f"{prefix}/{LOAD}"
+    last = report.get(name)
+    if not isinstance(last, Sum):
+        return report
+    own = torch.stack(list(told)).sum(0) if told else torch.zeros_like(last.value)
+    return report | {name: Sum(last.value + all_reduce(own.to(last.value), axis))}
+
+
 def split_loads(report: Metrics, prefix: str, routers: Sequence[Router]) -> tuple[Metrics, Tensor | None]:
     """A whole mini-batch's metrics, with each router's largest load over the mean in place of the loads, and these."""
     name = f"{prefix}/{LOAD}"
@@ -217,7 +251,7 @@ def balanced(
     size = rate * (1.0 - skipped.total) if isinstance(skipped, Mean) else torch.tensor(rate, dtype=torch.float64)
     moved = dict(params)
     for router, load in zip(model.routers, loads, strict=True):
-        if router.bias is not None:
+        if router.bias in moved:
             step = size.to(load) * (load.mean() - load).sign().view(model.whole_shapes[router.bias])
             own = fsdp.shard({router.bias: step}, mesh)[router.bias]
             moved[router.bias] = moved[router.bias] + own.to(moved[router.bias])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import attrs
@@ -16,7 +16,7 @@ from fppo import batch as batches
 from fppo import models
 from fppo.losses.value import first_output
 from fppo.models.model import Model
-from fppo.runtime.mesh import LOCAL, Mesh
+from fppo.runtime.mesh import LOCAL, Mesh, all_reduce
 from fppo.runtime.offload import OnHost
 from fppo.shapes import Outputs, Tokens
 from fppo.steps import experts
@@ -33,7 +33,6 @@ from fppo.steps.packed import (
     indices_of,
     masks_of,
     multiple,
-    own_tokens,
     slice_of,
 )
 from fppo.steps.ranks import blank, rounds
@@ -87,7 +86,8 @@ class Forward:
         check_axes(self.model, self.mesh)
         layout = self.model.layout
         for axis, placed in (
-            (self.mesh.cutting, 1 if layout is None else layout.ranks),
+            ("tensor", 1 if layout is None else layout.ranks),
+            ("expert", 1 if layout is None else layout.expert[1]),
             ("pipeline", 1 if layout is None else layout.stage_ranks),
         ):
             if (size := self.mesh[axis].size) != placed:
@@ -143,7 +143,7 @@ def forward_micro_batch(
     packed row, and all get all outputs. If all compute the same loss from them, each rank's gradient is its share: the
     sum over the axis is the gradient.
     """
-    _check_outputs(forward.model, outputs)
+    check_outputs(forward.model, outputs)
     if goes_on(forward.model):
         raise ValueError("this rank has no head, but stages of a pipeline before it: call compute_outputs on all ranks")
     mask, axis, tensor = rows.response_mask, cutting(forward.mesh), forward.mesh["tensor"]
@@ -186,9 +186,15 @@ def forward_micro_batch(
     )
 
 
-def stage_states(params: Params | Whole | OnHost, rows: Rows, *, forward: Forward) -> Tensor:
-    """What a stage of a pipeline hands on: the hidden states [N, H] of this rank's slice after its last layer."""
-    return _hidden(opened(params, forward.model, forward.mesh), rows, indices_of(rows, forward), forward)[0]
+def stage_states(
+    params: Params | Whole | OnHost, rows: Rows, *, forward: Forward, outputs: Sequence[str] = ()
+) -> tuple[Tensor, TokenOutputs]:
+    """What a stage of a pipeline hands on: the hidden states [N, H] of this rank's slice after its last layer; and
+    those of the outputs that its routers tell."""
+    ready, model = opened(params, forward.model, forward.mesh), forward.model
+    tells = not set(OF_ROUTERS).isdisjoint(outputs)
+    hidden, routed = _hidden(ready, rows, indices_of(rows, forward), forward, tells=tells)
+    return hidden, TokenOutputs(**experts.of_routers(routed, outputs, model, forward.mesh, forward.kernels.pad))
 
 
 def goes_on(model: Model) -> bool:
@@ -201,11 +207,13 @@ def slice_length(rows: Rows, forward: Forward) -> int:
     return indices_of(rows, forward).length
 
 
-def _check_outputs(model: Model, outputs: Sequence[str]) -> None:
+def check_outputs(model: Model, outputs: Sequence[str]) -> None:
+    """Raises ValueError for outputs that there are not, or that a model lacks something for."""
     if unknown := [name for name in outputs if name not in OUTPUTS]:
         raise ValueError(f"unknown outputs {unknown}; there are {list(OUTPUTS)}")
     if of_routers := [name for name in outputs if name in OF_ROUTERS]:
-        experts.check_routers(model, f"leave out {of_routers}")
+        check = experts.check_router_losses if "router_sums" in of_routers else experts.check_routers
+        check(model, f"leave out {of_routers}")
     needed = {"value" if name in OF_VALUE_HEADS else "lm" for name in outputs if name not in OF_ROUTERS}
     if needed - {model.head}:
         has, lacks = ("value", "vocabulary") if model.head == "value" else ("vocabulary", "value")
@@ -217,7 +225,7 @@ def _hidden(
 ) -> tuple[Tensor, RoutedPass | None]:
     """Hidden states of this rank's tokens [N, H], and what routers tell if they are to."""
     if forward.remove_padding:
-        hidden, _, routed = _packed_hidden(params, rows, indices, forward, tells=tells)
+        hidden, _, routed = packed_hidden(params, rows, indices, forward, tells=tells)
         return hidden, routed
     positions = (rows.attention_mask.cumsum(1) - 1).clamp(min=0)
     attend = models.padded_attention(rows.attention_mask)
@@ -240,7 +248,7 @@ def _hidden(
     return hidden.flatten(0, 1), routed
 
 
-def _packed_hidden(
+def packed_hidden(
     params: Opened, rows: Rows, indices: Indices, forward: Forward, *, tells: bool = False
 ) -> tuple[Tensor, Tensor, RoutedPass | None]:
     """Hidden states of this rank's tokens of the packed row [N, H], and where each token of the row is among all ranks'
@@ -267,18 +275,18 @@ def _packed_hidden(
     return (hidden if goes_on(forward.model) else all_gather(hidden, mesh["tensor"])), part.places, routed
 
 
-def _passes(rows: Rows, micro_batching: MicroBatching, forward: Forward) -> tuple[Tensor, Iterable[Indexed]]:
+def ordered_passes(rows: Rows, micro_batching: MicroBatching, forward: Forward) -> tuple[Tensor, Iterable[Indexed]]:
     """Where each row's result is [B] among those of the micro-batches, and these, with blank ones at the end so that
     all ranks make equally many passes."""
     masks, device = masks_of(rows), rows.tokens.device
     groups = partition(masks.lengths, micro_batching)
-    (count,) = rounds([len(groups)], forward.mesh, device)
+    (passes,) = rounds([len(groups)], forward.mesh, device)
     order = sent(batches.inverse([i for group in groups for i in group]), device)
     own = (indexed(*batches.rows((rows, masks), group), forward) for group in groups)
-    return order, chain(own, repeat(indexed(blank(rows), blank_masks(masks), forward), count - len(groups)))
+    return order, chain(own, repeat(indexed(blank(rows), blank_masks(masks), forward), passes - len(groups)))
 
 
-def _for_passes(params: Params | Whole | OnHost, forward: Forward) -> Params | Whole | OnHost:
+def for_passes(params: Params | Whole | OnHost, forward: Forward) -> Params | Whole | OnHost:
     """The parameters as several passes use them: whole where the sharding keeps them so between passes, and cast once
     where nothing is cut."""
     mesh = forward.mesh
@@ -296,17 +304,26 @@ def run_passes(
     *,
     forward: Forward,
     shape: Callable[[Rows], Sequence[int]],
+    outputs: Sequence[str] = (),
+    tell: Callable[[int, TokenOutputs], None] = lambda number, told: None,
 ) -> list[Tensor]:
-    """`fn(params, rows, forward=forward)` of each micro-batch, of `shape(rows)`; on a pipeline axis on all ranks."""
+    """`fn(params, rows, forward=forward)` of each micro-batch, of `shape(rows)`; on a pipeline axis on all ranks, where
+    `tell` gets the number of a micro-batch and those of the outputs that the routers of a stage before the last tell.
+    """
     if not forward.model.spans:
         return [fn(params, one.rows, forward=one.on(forward)) for one in micro_batches]
     every = list(micro_batches)
 
-    def run(params: Params | Whole | OnHost, one: Indexed, *, forward: Forward) -> Tensor:
-        return (stage_states if goes_on(forward.model) else fn)(params, one.rows, forward=one.on(forward))
+    def run(params: Params | Whole | OnHost, numbered: tuple[int, Indexed], *, forward: Forward) -> Tensor:
+        number, one = numbered
+        if not goes_on(forward.model):
+            return fn(params, one.rows, forward=one.on(forward))
+        states, told = stage_states(params, one.rows, forward=one.on(forward), outputs=outputs)
+        tell(number, told)
+        return states
 
     lengths, shapes = [slice_length(one.rows, one.on(forward)) for one in every], [shape(one.rows) for one in every]
-    return stage_outputs(run, params, every, forward=forward, lengths=lengths, shapes=shapes)
+    return stage_outputs(run, params, list(enumerate(every)), forward=forward, lengths=lengths, shapes=shapes)
 
 
 def row_lengths(rows: Rows) -> list[int]:
@@ -328,26 +345,36 @@ def compute_outputs(
 
     Of what routers tell it gives "routed" alone.
     """
-    _check_outputs(forward.model, outputs)
-    lm, told = forward.model.head == "lm", []
+    check_outputs(forward.model, outputs)
+    lm, numbers = forward.model.head == "lm", count()
+    routed: dict[int, Tensor] = {}
     names = [x for x in TokenOutputs._fields if (x in outputs or (lm and x == "log_probs")) and x not in OF_ROUTERS]
     sizes = [forward.model.outputs if name == "outputs" else 1 for name in names]
 
+    def tell(number: int, told: TokenOutputs) -> None:  # of a stage, what other stages lack
+        if told.routed is not None:
+            routed[number] = routed[number] + told.routed if number in routed else told.routed
+
     def run(params: Params | Whole | OnHost, rows: Rows, *, forward: Forward) -> Tensor:
         out = forward_micro_batch(params, rows, forward=forward, outputs=outputs, temperature=temperature)
-        told.extend([] if out.routed is None else [out.routed])
+        tell(next(numbers), out)
         columns = [getattr(out, name) for name in names]
         return torch.cat([x.movedim(-1, 0) if x.dim() > 2 else x[None] for x in columns])
 
-    order, micro_batches = _passes(rows, micro_batching, forward)
-    ready = _for_passes(params, forward)
+    order, micro_batches = ordered_passes(rows, micro_batching, forward)
+    ready = for_passes(params, forward)
     shape = lambda rows: (sum(sizes), *rows.response_mask.shape)  # noqa: E731
-    results = torch.cat(run_passes(run, ready, micro_batches, forward=forward, shape=shape), 1)[:, order]
+    asked = [name for name in outputs if name in OF_ROUTERS]
+    results = run_passes(run, ready, micro_batches, forward=forward, shape=shape, outputs=asked, tell=tell)
+    results = torch.cat(results, 1)[:, order]
     joined = {
         name: (x.movedim(0, -1) if name == "outputs" else x[0]).contiguous().clone()  # in memory of its own
         for name, x in zip(names, results.split(sizes), strict=True)
     }
-    return TokenOutputs()._replace(**joined, routed=torch.cat(told)[order] if told else None)
+    if routed:
+        every = torch.cat([routed[number] for number in sorted(routed)])[order]
+        joined["routed"] = all_reduce(every, forward.mesh["pipeline"])
+    return TokenOutputs()._replace(**joined)
 
 
 def compute_log_probs(
@@ -371,30 +398,3 @@ def compute_values(
     out = compute_outputs(params, rows, forward=forward, micro_batching=micro_batching, outputs=("values",))
     assert out.values is not None
     return out.values
-
-
-@torch.no_grad()
-def compute_reward_scores(
-    params: Params | Whole | OnHost, rows: Rows, *, forward: Forward, micro_batching: MicroBatching
-) -> Float[Tensor, " b"]:
-    """A reward model's score [B] of each row: its head at the row's last real token. The model has a value head.
-
-    The rows are always packed.
-    """
-    _check_outputs(forward.model, ("values",))
-    forward = attrs.evolve(forward, remove_padding=True)
-    order, micro_batches = _passes(rows, micro_batching, forward)
-    ready = _for_passes(params, forward)
-    scores = run_passes(_scores, ready, micro_batches, forward=forward, shape=lambda rows: rows.tokens.shape[:1])
-    return torch.cat(scores)[order].float()
-
-
-def _scores(params: Params | Whole | OnHost, rows: Rows, *, forward: Forward) -> Tensor:
-    """The head at the last token of each of some rows [b]."""
-    ready = opened(params, forward.model, forward.mesh)
-    head = models.output_head(forward.model, ready.root)
-    hidden, places, _ = _packed_hidden(ready, rows, indices_of(rows, forward), forward)
-    last = places[rows.attention_mask.sum(1).cumsum(0) - 1]
-    own = own_tokens(last, len(hidden), cutting(forward.mesh))
-    numbers = F.linear(hidden[own.places].to(head.weight.dtype), head.weight, head.bias)[:, 0].float()
-    return gathered([numbers], own, last, len(hidden), cutting(forward.mesh))[0]

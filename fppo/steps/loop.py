@@ -20,7 +20,7 @@ from fppo.runtime import fsdp
 from fppo.runtime.mesh import DATA_AXES, data_metrics, gradient_sum, place_on, ranks_on
 from fppo.runtime.schedule import MakeSchedule, one_f_one_b
 from fppo.shapes import Tokens
-from fppo.steps.experts import balanced, check_biases, split_loads
+from fppo.steps.experts import balanced, check_biases, split_loads, tells_loads, with_loads
 from fppo.steps.forward import Forward, Rows, goes_on, slice_length, stage_states
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.optimizers import Optimizer
@@ -149,7 +149,7 @@ def update(
             scale = None if optimizer.loss_scale is None else optimizer.loss_scale(state.opt)
             passes = _passes(mini, weights, own, marks, forward, scale)
             if forward.model.spans:
-                grads, report = _stage_gradients(state.params, list(passes), forward, loop.stage_schedule)
+                grads, report = _stage_gradients(state.params, list(passes), forward, loop.stage_schedule, prefix)
             else:
                 grads, report = _gradients(state.params, passes, forward)
             report, loads = split_loads(metrics.settled(data_metrics(report, mesh)), prefix, forward.model.routers)
@@ -241,17 +241,21 @@ def _inputs(params: Params, forward: Forward) -> Params | Whole:
 
 
 def _stage_gradients(
-    params: Params, passes: Sequence[Pass], forward: Forward, make_schedule: MakeSchedule
+    params: Params, passes: Sequence[Pass], forward: Forward, make_schedule: MakeSchedule, prefix: str
 ) -> tuple[Params, Metrics]:
     """What `_gradients` gives, where a pipeline axis has the layers."""
     mesh, inputs = forward.mesh, _inputs(params, forward)
+    outputs, told = ("loads",) if tells_loads(forward.model) else (), list[Tensor]()
     once, kinds = isinstance(inputs, Whole), [x.dtype for x in params.values()]
     if once and mesh.sharding is not None:
         kinds = [fsdp.reduce_dtype(kind, mesh.sharding) for kind in kinds]
 
     def run(params: Params | Whole, one: Pass, *, forward: Forward) -> Any:
         if goes_on(forward.model):
-            return stage_states(params, one.rows, forward=attrs.evolve(forward, indices=one.indices))
+            on_rows = attrs.evolve(forward, indices=one.indices)
+            states, out = stage_states(params, one.rows, forward=on_rows, outputs=outputs)
+            told.extend([] if out.loads is None else [out.loads])
+            return states
         return one.loss(params, forward=forward)
 
     grads, report = stage_gradients(
@@ -263,4 +267,5 @@ def _stage_gradients(
         make_schedule=make_schedule,
         dtypes=kinds,
     )
+    report = with_loads(report, prefix, told, mesh["pipeline"])
     return scattered(grads, params, mesh) if once else grads, report

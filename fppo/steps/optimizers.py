@@ -17,7 +17,7 @@ from torch.optim.sgd import sgd as fused_sgd
 from fppo import metrics, tree
 from fppo.metrics import Metrics
 from fppo.models.model import Params
-from fppo.runtime.mesh import Mesh, all_reduce
+from fppo.runtime.mesh import CUTTING_AXES, Mesh, all_reduce
 from fppo.runtime.offload import Lane, copied, to_device, to_host
 from fppo.steps.schedules import Schedule
 from fppo.tree import state
@@ -93,8 +93,9 @@ def _update(
 ) -> tuple[Params, Any, Metrics]:
     take = tree.donate if donate else tree.copy
     params, grads, state = take(params), take(grads), take(state)
-    layout = mesh.layout
-    norm = _global_norm([g for name, g in grads.items() if layout is None or layout.owns(name)], mesh)
+    layout = mesh.layout  # a rank may own nothing, but has the norm's dtype and device
+    owned = [g if layout is None or layout.owns(name) else g[:0] for name, g in grads.items()]
+    norm = _global_norm(owned, mesh)
     skipped = (~norm.isfinite()).float()
     scale = None
     if max_grad_norm is not None:
@@ -110,8 +111,8 @@ def _global_norm(grads: list[Tensor], mesh: Mesh) -> Tensor:
     """The 2-norm of all gradients, on all ranks: 0-d, of their dtype. Each is given by one rank alone of those that the
     mesh cuts parameters over."""
     norm = get_total_norm(grads)
-    placed = mesh.layout is not None
-    axes = [mesh[n] for n, cuts in (("shard", mesh.sharded), (mesh.cutting, placed), ("pipeline", placed)) if cuts]
+    axes = [mesh["shard"]] if mesh.sharded else []
+    axes += [] if mesh.layout is None else [mesh[name] for name in (*CUTTING_AXES, "pipeline")]
     if not axes:
         return norm
     total = norm.double().square()

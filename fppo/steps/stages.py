@@ -107,15 +107,16 @@ def _metrics_of_last(report: Metrics, axis: Axis, device: torch.device) -> Metri
     def shared(x: Tensor) -> Tensor:
         return broadcast(x.to(device), axis, source=source)
 
-    named = [[name, type(metric).__name__, len(metric)] for name, metric in report.items()]
+    named = [[name, type(metric).__name__, [list(x.shape) for x in metric]] for name, metric in report.items()]
     text = json.dumps(named).encode() if named else b""
-    size, count = shared(torch.tensor([len(text), sum(map(len, report.values()))])).tolist()
+    own = [value.to(device, torch.float64).flatten() for metric in report.values() for value in metric]
+    size, count = shared(torch.tensor([len(text), sum(map(len, own))])).tolist()
     letters, values = torch.empty(size, dtype=torch.uint8), torch.empty(count, dtype=torch.float64)
     if axis.rank == source:
         letters = torch.tensor(list(text), dtype=torch.uint8)
-        own = [value.to(device, torch.float64) for metric in report.values() for value in metric]
-        values = torch.stack(own) if own else values
+        values = torch.cat(own) if own else values
     described = json.loads(bytes(shared(letters).tolist()) or b"[]")
-    numbers = iter(shared(values).unbind())
+    shapes = [torch.Size(shape) for _, _, each in described for shape in each]
+    numbers = iter(shared(values).split([shape.numel() for shape in shapes]))
     kinds: dict[str, type[Metric]] = {kind.__name__: kind for kind in get_args(Metric)}
-    return {name: kinds[kind](*(next(numbers) for _ in range(fields))) for name, kind, fields in described}
+    return {name: kinds[kind](*(next(numbers).view(shape) for shape in each)) for name, kind, each in described}

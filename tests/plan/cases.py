@@ -4,26 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Qwen2Config
+from transformers import Qwen2Config, Qwen3MoeConfig
 
 from fppo.plan.case import Case
 from fppo.plan.hardware import hardware_of
 from fppo.runtime.mesh import Sharding
 
+SIZES: dict[str, Any] = dict(
+    vocab_size=2048,
+    hidden_size=128,
+    intermediate_size=512,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    tie_word_embeddings=True,
+)
+
 
 def config(**changes: Any) -> Qwen2Config:
     """Three layers, of which sizes divide by 8."""
-    settings = dict(
-        vocab_size=2048,
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    return Qwen2Config(**{**settings, **changes})
+    return Qwen2Config(**{**SIZES, **changes})
+
+
+def mixture(*, chosen: int) -> Qwen3MoeConfig:
+    """Two layers of 8 experts."""
+    sizes = dict(num_hidden_layers=2, moe_intermediate_size=64, num_experts=8, head_dim=32)
+    return Qwen3MoeConfig(**{**SIZES, **sizes, "num_experts_per_tok": chosen})
 
 
 def case(*, stage: int = 3, layers: int = 3, **changes: Any) -> Case:

@@ -7,7 +7,9 @@ from collections import Counter
 import attrs
 import pytest
 
-from fppo.plan import layers, passes
+from fppo.plan import layers
+from fppo.plan.built import model_of
+from fppo.plan.estimate import seconds_of, wires
 from fppo.plan.plan import phases_of
 from fppo.plan.values import peak_of
 from tests.plan.cases import case, config
@@ -23,9 +25,8 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "stage", "again", "name"), CASES)
 def test_many_layers_follow_from_few_exactly(mesh, stage, again, name):
-    what = case(layers=6, mesh=mesh, stage=stage, checkpoint_layers=again)
-    model = passes.model_of(what, passes.STAGES[name])
-    full, quick = phases_of(what, name, model), phases_of(attrs.evolve(what, full=False), name, model)
+    what = case(layers=10, mesh=mesh, stage=stage, checkpoint_layers=again)
+    full, quick = phases_of(what, name), phases_of(attrs.evolve(what, full=False), name)
     assert peak_of(quick)[0] == peak_of(full)[0]
     assert dict(peak_of(quick)[1].peak) == dict(peak_of(full)[1].peak)
     assert len(quick[1].segments) < len(full[1].segments)
@@ -34,8 +35,23 @@ def test_many_layers_follow_from_few_exactly(mesh, stage, again, name):
             assert +Counter(getattr(a.cost, counter)) == +getattr(b.cost, counter)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "virtual", "stage"), [(0, 1, 3), (0, 2, 1), (3, 2, 3)])
+def test_a_long_pipeline_follows_from_a_short_one(rank, virtual, stage):
+    mesh = {"pipeline": 4, "shard": 2}
+    what = case(layers=8, mesh=mesh, stage=stage, virtual_stages=virtual, pipeline_rank=rank, micro_batches=8)
+    full, quick = phases_of(what, "update actor"), phases_of(attrs.evolve(what, full=False), "update actor")
+    (where, held), (place, found) = peak_of(full), peak_of(quick)
+    assert where.startswith(place)
+    assert found.total == pytest.approx(held.total, rel=0.05)
+    assert [wire.sent for wire in wires(quick, what).values()] == pytest.approx(
+        [wire.sent for wire in wires(full, what).values()], rel=0.08
+    )
+    assert seconds_of(quick, what).compute == pytest.approx(seconds_of(full, what).compute, rel=0.05)
+
+
 def test_layers_that_differ_are_all_run():
     kinds = ["full_attention", "sliding_attention"] * 3
     what = case(config=config(num_hidden_layers=6, layer_types=kinds, use_sliding_window=True, sliding_window=16))
-    assert not layers.alike(passes.model_of(what, "actor"))
-    assert layers.alike(passes.model_of(case(layers=6), "actor"))
+    assert not layers.alike(model_of(what, "actor"))
+    assert layers.alike(model_of(case(layers=6), "actor"))

@@ -13,6 +13,7 @@ import torch
 
 from fppo.plan import passes
 from fppo.plan._track import Tracker
+from fppo.plan.built import model_of
 from fppo.plan.case import Role
 from fppo.plan.estimate import wires
 from fppo.plan.hardware import hardware_of
@@ -24,7 +25,7 @@ from fppo.runtime.mesh import Mesh
 from fppo.runtime.simulate import simulate
 from fppo.runtime.watch import watched
 from fppo_kernels.context import deal
-from tests.plan.cases import case, config
+from tests.plan.cases import case, config, mixture
 
 CASES = [
     ({}, 3, False, "chunked"),
@@ -96,6 +97,26 @@ def test_an_update_holds_and_sends_what_was_planned(mesh, stage, again, log_prob
         holds(attrs.evolve(what, pipeline_rank=rank), "update actor")
 
 
+@pytest.mark.parametrize("mesh", [{"expert": 2}, {"shard": 2, "expert": 2}])
+def test_tokens_that_go_to_their_experts_are_planned(mesh):
+    """With as many choices as experts, so that loads are equal."""
+    holds(case(config=mixture(chosen=8), mesh=mesh), "update actor")
+
+
+def test_the_ranks_of_an_expert_axis_send_a_token_to_each_of_its_experts_and_back():
+    """2 k N H (e - 1) / e numbers forward, and as many backward; a rank with more tokens sends more back."""
+    what = case(config=mixture(chosen=2), mesh={"expert": 4}, micro_batches=2)
+    sent, held = [], []
+    for load in (1.0, 1.5):
+        phases = passes.run_stage(attrs.evolve(what, load=load), "update actor")
+        sent.append(counted(phases, "sent")["expert", "all_to_all", True] // 2)  # of a pass
+        held.append(peak_of(phases)[1].peak["activations"])
+    counts = 2 * 8 * 8 * 3 // 4  # of two layers, how many rows go to each of 8 experts
+    one_way = 2 * 2 * 256 * 128 * 4 * 3 // 4
+    assert sent == [4 * one_way + counts, 5 * one_way + counts]
+    assert held[1] > 1.05 * held[0]
+
+
 @pytest.mark.parametrize("mesh", [{}, {"shard": 2}])
 @pytest.mark.parametrize("name", ["log-probs", "values", "update critic"])
 def test_the_other_stages_hold_and_send_what_was_planned(mesh, name):
@@ -109,9 +130,9 @@ def test_the_other_stages_hold_and_send_what_was_planned(mesh, name):
 def test_a_reward_model_of_its_own_size_holds_and_sends_what_was_planned(mesh, offload):
     what = case(mesh=mesh, offload=offload, reward_model=config(hidden_size=64, num_hidden_layers=2))
     holds(what, "reward model")
-    planned, model = plan(what), passes.model_of(what, "reward model")
+    planned, model = plan(what), model_of(what, "reward model")
     assert planned.parameters["reward model"] == sum(shape.numel() for shape in model.shapes.values())
-    held = 4 * shard_numbers(model, what) if offload == "none" else 0
+    held = 4 * shard_numbers(what, "reward model") if offload == "none" else 0
     assert planned.rest["reward model's parameters"] == held
     assert planned.stages[0].name == "reward model"
     without = plan(attrs.evolve(what, reward_model=None))
@@ -125,8 +146,7 @@ def test_a_reward_model_of_its_own_size_holds_and_sends_what_was_planned(mesh, o
 def test_state_on_the_host_is_planned(offload, name):
     what = case(mesh={"shard": 2}, offload=offload)
     holds(what, name)
-    model = passes.model_of(what, "actor")
-    state = 4 * shard_numbers(model, what)
+    state = 4 * shard_numbers(what, "actor")
     plain = passes.run_stage(attrs.evolve(what, offload="none"), name)[-1].segments[-1]
     less = passes.run_stage(what, name)[-1].segments[0].peak
     assert plain.peak["state"] == pytest.approx(3 * state, rel=0.001)
@@ -150,7 +170,7 @@ def test_bfloat16_passes_hold_what_was_planned():
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_parameters_gradients_and_moments_are_an_nth_of_all(ranks):
     what = case(mesh={"shard": ranks}, micro_batches=1)
-    total = 4 * sum(shape.numel() for shape in passes.model_of(what, "actor").shapes.values())
+    total = 4 * sum(shape.numel() for shape in model_of(what, "actor").shapes.values())
     for phases in simulate(what.mesh, lambda mesh: measured(what, "update actor", mesh)):
         after = phases[-1].segments[0].peak
         assert after["state"] + after["gradients"] == pytest.approx(4 * total / ranks, rel=0.02)
@@ -159,9 +179,9 @@ def test_parameters_gradients_and_moments_are_an_nth_of_all(ranks):
 @pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-7b", "llama-3.1-70b"])
 def test_a_64th_is_planned_as_one(name):
     what = case(config=config_of(name)[1], mesh={"shard": 64})
-    model = passes.model_of(what, "actor")
+    model = model_of(what, "actor")
     total = sum(shape.numel() for shape in model.shapes.values())
-    assert shard_numbers(model, what) == pytest.approx(total / 64, rel=0.02)
+    assert shard_numbers(what, "actor") == pytest.approx(total / 64, rel=0.02)
 
 
 def test_a_watch_counts_the_bytes_that_were_planned():
@@ -199,11 +219,12 @@ import attrs
 import torch
 from fppo.plan import passes
 from fppo.plan._track import Tracker
+from fppo.plan.built import model_of
 from fppo.plan.case import Role
 from fppo.plan.measured import prepared
 from fppo.plan.values import peak_of
 from fppo.runtime.mesh import Mesh
-from tests.plan.cases import case, config
+from tests.plan.cases import case, config, mixture
 
 def held(field):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -11,15 +11,16 @@ import torch
 
 from fppo.commands import cli
 from fppo.commands import plan as commands
+from fppo.models import flops
 from fppo.models.adapted import Lora
-from fppo.plan import passes
+from fppo.plan.built import Built, model_of, models_of
 from fppo.plan.case import ROLES, Role
 from fppo.plan.estimate import LINK_SHARE, ORDER, _collective, link, seconds_of
 from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import _plan, pipeline_work, plan
 from fppo.plan.presets import PRESETS, config_of
 from fppo.plan.remedies import applied, families, remedies
-from fppo.plan.rough import rough
+from fppo.plan.rough import facts_of, rough
 from fppo.plan.values import GIB, Cost, Phase, Work
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.schedule import clocked, one_f_one_b
@@ -38,14 +39,28 @@ PARAMETERS = {
     "qwen2.5-72b": 72_706_203_648,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
 }
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_presets_have_the_published_sizes(name):
     assert config_of(name)[0] == name
-    model = passes.model_of(case(config=PRESETS[name]()), "actor")
-    assert sum(shape.numel() for shape in model.shapes.values()) == PARAMETERS[name]
+    what = case(config=PRESETS[name]())
+    one, two = (sum(x.numel() for x in model_of(what, "actor", layers).shapes.values()) for layers in (1, 2))
+    assert one + (what.config.num_hidden_layers - 1) * (two - one) == PARAMETERS[name]
+
+
+def test_of_experts_only_those_that_a_token_meets_count_as_work():
+    what = case(config=PRESETS["qwen3-235b-a22b"]())
+    model = model_of(what, "actor", 1)
+    outside = 2 * 151_936 * 4096
+    assert 94 * sum(flops.layer_weights(model)) + outside == pytest.approx(22.2e9, rel=0.005)  # A22B
+    facts = facts_of(what, model)
+    assert facts.experts == 128 * 3 * 1536 * 4096
+    assert facts.dense + facts.experts + outside + 4096 == sum(x.numel() for x in model.shapes.values())
 
 
 def test_owners_and_instruct_are_left_out_of_names():
@@ -130,7 +145,7 @@ def test_a_pipeline_is_planned_from_the_end_that_holds_more(virtual):
     """What it says of time is what the clock of the schedule says."""
     what = bare(layers=4, mesh={"pipeline": 2}, virtual_stages=virtual, micro_batches=4)
     found = plan(what)
-    ends = [_plan(attrs.evolve(what, pipeline_rank=rank), False) for rank in (0, 1)]
+    ends = [_plan(attrs.evolve(what, pipeline_rank=rank), False, Built()) for rank in (0, 1)]
     assert found.peak.total == max(end.peak.total for end in ends)
     held = [end.rest["actor's parameters"] for end in ends]
     embedding = 4 * what.config.vocab_size * what.config.hidden_size  # tied: on both
@@ -140,7 +155,7 @@ def test_a_pipeline_is_planned_from_the_end_that_holds_more(virtual):
     assert [attrs.evolve(what, pipeline_rank=rank).in_flight for rank in (0, 1)] == list(clock.kept)
     update = ends[0].stages[-1]
     assert update.name == "update actor"
-    work = pipeline_work(what, passes.model_of(what, "actor"))
+    work = pipeline_work(what, "actor", Built())
     assert found.imbalance == max(work) / (sum(work) / 2)
     hidden = 4 * what.tokens * what.config.hidden_size  # of a micro-batch, forward; an end sends it once for each stage
     messages = 4 * (2 * virtual - 1) if virtual > 1 else 4
@@ -154,7 +169,9 @@ def test_the_meshes_that_fit_are_told_by_their_time_and_the_others_why_they_are_
     assert run(*given, "--json", "-") == 0
     read = json.loads(capsys.readouterr().out)
     every = [mesh["mesh"] for what in ("best", "failed", "slower", "too_large") for mesh in read[what]]
-    assert {axis for mesh in every for axis, size in mesh.items() if size > 1} == set(ORDER)
+    assert {axis for mesh in every for axis, size in mesh.items() if size > 1} == {*ORDER} - {"expert"} | {
+        "virtual_stages"
+    }
     seconds = [mesh["seconds"] for mesh in read["best"]]
     assert seconds == sorted(seconds)
     assert all(
@@ -184,7 +201,7 @@ def test_a_table_and_a_file(tmp_path, capsys):
         assert words in out
     read = json.loads(file.read_text())
     assert read["fits"]
-    assert read["mesh"] == {"pipeline": 1, "replicate": 1, "shard": 2, "sequence": 1, "context": 1, "tensor": 1}
+    assert read["mesh"] == dict.fromkeys(ORDER, 1) | {"shard": 2}
     assert [stage["name"] for stage in read["stages"]] == ["log-probs", "values", "update critic", "update actor"]
     assert read["peak_bytes"] == max(stage["total_bytes"] for stage in read["stages"])
     for stage in read["stages"]:
@@ -254,7 +271,7 @@ def test_adapters_are_planned_over_one_base(tmp_path):
     small = case(layers=1, micro_batches=1, compute_dtype=torch.bfloat16)
     with_adapters = attrs.evolve(small, lora=asked.lora, critic_lora=asked.critic_lora)
     planned = plan(with_adapters)
-    model, critic = (passes.model_of(with_adapters, name) for name in ("actor", "critic"))
+    model, critic = (model_of(with_adapters, name) for name in ("actor", "critic"))
     base, numbers = model.frozen.shapes, sum(x.numel() for x in model.shapes.values())
     heads = critic.shapes["score.weight"].numel() + 1
     factors = sum(x.numel() for x in critic.shapes.values()) - heads
@@ -313,7 +330,12 @@ def test_what_does_not_fit_is_said_with_its_remedies(tmp_path, capsys):
         ),
         (["--model", "quickstart", "--lora", "4", "--search", "2"], "--search 2: it does not know adapters"),
         (["--model", "quickstart", "--critic-lora", "4"], "--critic-lora: nothing reads it without --lora"),
-        (["--model", "quickstart", "--mesh.expert", "2"], "--mesh.expert 2: fppo plan does not count the tokens"),
+        (["--model", "quickstart", "--mesh.expert", "2"], "quickstart is 'qwen2', which has no experts to cut"),
+        (
+            ["--model", "qwen3-30b-a3b", "--mesh.expert", "3"],
+            "has 128 experts, which it does not divide; these sizes do",
+        ),
+        (["--model", "quickstart", "--expert-load", "0.5"], "--expert-load 0.5: must be 1 or more"),
         ([], "give a directory with a config.json, or a name"),
     ],
 )
@@ -357,7 +379,7 @@ def test_a_plan_is_of_what_would_run_there(gpu, dtype, expected):
 def test_the_formula_of_the_search_waits_as_a_pipeline_does(virtual):
     def seconds(micro_batches):
         moved = case(layers=4, mesh={"pipeline": 2}, virtual_stages=virtual, micro_batches=micro_batches)
-        return rough(moved, {name: passes.model_of(moved, name) for name in passes.models_of(moved)}).seconds
+        return rough(moved, {name: facts_of(moved, model_of(moved, name)) for name in models_of(moved)}).seconds
 
     assert seconds(4) / seconds(2) == pytest.approx((4 * virtual + 1) / (2 * virtual + 1))  # v m + p - 1
 

@@ -97,16 +97,18 @@ CUTS = {  # the whole shape, the cut, and on which of two stages it is
     "rows": ((8, 3), Cut(0, 2, (4, 4)), (0,)),  # two projections that are merged; two ranks of four hold the same
     "columns": ((3, 8), Cut(1, 4, (8,)), (1,)),
     "words": ((7, 2), Cut(0, 4, (7,)), (0, 1)),
+    "experts": ((4, 3), Cut(0, 4, (4,), "expert"), (0,)),
     "whole": ((5, 2), None, (1,)),
 }
 
 
 def on_any_rank(mesh):
     """What a rank of any mesh holds of a state that all axes cut; the mesh; the extents."""
-    mesh, axis, pipeline = attrs.evolve(mesh, sharding=Sharding()), mesh["tensor"], mesh["pipeline"]
+    mesh, pipeline = attrs.evolve(mesh, sharding=Sharding()), mesh["pipeline"]
     params, extents = {}, {}
     for i, (name, (shape, cut, stages)) in enumerate(CUTS.items()):
         x, held = torch.arange(math.prod(shape)).view(shape) + 100 * i, ()
+        axis = mesh["tensor" if cut is None else cut.axis]
         if axis.size == 1 or cut is None:
             cut = None
         else:
@@ -130,6 +132,8 @@ WRITERS = [
     {"pipeline": 2},
     {"pipeline": 3, "shard": 2},
     {"pipeline": 2, "replicate": 2, "tensor": 2},
+    {"expert": 2},
+    {"pipeline": 2, "shard": 2, "expert": 2, "tensor": 2},
 ]
 READERS = [
     {},
@@ -139,6 +143,8 @@ READERS = [
     {"sequence": 2, "tensor": 2},
     {"pipeline": 2, "tensor": 2},
     {"pipeline": 3},
+    {"expert": 4},
+    {"expert": 2, "tensor": 2},
 ]
 
 

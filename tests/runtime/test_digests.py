@@ -55,6 +55,7 @@ def test_every_layout_has_the_digest_of_the_whole(axes):
         {"replicate": 2, "tensor": 2},
         {"pipeline": 2, "tensor": 2},
         {"pipeline": 3, "shard": 2, "tensor": 2},
+        {"expert": 3, "tensor": 2},
     ],
 )
 def test_axes_that_cut_any_dimension_or_part_leaves_change_no_digest(axes, monkeypatch):
@@ -66,13 +67,16 @@ def test_axes_that_cut_any_dimension_or_part_leaves_change_no_digest(axes, monke
         "columns": (torch.randn(5, 3 * BLOCK, generator=g), Cut(1, ranks, (3 * BLOCK,))),
         "fewer": (torch.randn(7, 8, generator=g).bfloat16(), Cut(1, ranks - 1, (8,))),
         "norm": (torch.randn(9, generator=g), None),
+        "experts": (torch.randn(6, 5, generator=g), Cut(0, axes.get("expert", 1), (6,), "expert")),
     }
 
     def on_rank(mesh):
         mesh = attrs.evolve(mesh, sharding=Sharding() if "shard" in axes else None)
-        rank, last = mesh["tensor"].rank, mesh["pipeline"].size - 1
-        stages = {"rows": (0,), "columns": (last,), "fewer": (0, last), "norm": (last,)} if last else {}
-        placed = {n: x if cut is None else cut.take(x, cut.part(rank, ranks)) for n, (x, cut) in whole.items()}
+        last = mesh["pipeline"].size - 1
+        held = {"rows": (0,), "columns": (last,), "fewer": (0, last), "norm": (last,), "experts": (0,)}
+        stages = held if last else {}
+        own = {axis: (mesh[axis].rank, mesh[axis].size) for axis in ("expert", "tensor")}
+        placed = {n: x if cut is None else cut.take(x, cut.part(*own[cut.axis])) for n, (x, cut) in whole.items()}
         placed = {n: x for n, x in placed.items() if not last or mesh["pipeline"].rank in stages[n]}
         shapes = {f"[{n!r}]": Extent(x.shape, cut, stages.get(n, ())) for n, (x, cut) in whole.items()}
         return digest(fsdp.shard(placed, mesh), "sums", device=CPU, mesh=mesh, shapes=shapes)

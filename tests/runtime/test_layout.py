@@ -74,7 +74,7 @@ def test_gathered_pieces_are_the_whole(every):
 
     def run(mesh):
         layout = every[mesh["tensor"].rank]
-        return layout.gather("x", layout.take("x", whole), mesh["tensor"])
+        return layout.gather("x", layout.take("x", whole), mesh.__getitem__)
 
     for got in simulate({"tensor": len(every)}, run):
         assert torch.equal(got, whole)
@@ -94,23 +94,44 @@ def test_gradients_are_summed_over_the_ranks_that_hold_a_part(parts):
     assert simulate({"tensor": 4}, run) == expected[parts]
 
 
+def test_gradients_are_summed_over_the_axes_that_do_not_cut_a_parameter():
+    cuts = {"dense": Cut(0, 2, (4,)), "experts": Cut(0, 2, (6,), "expert")}
+    shapes = {"dense": torch.Size([4]), "experts": torch.Size([6]), "norm": torch.Size([3])}
+
+    def run(mesh):
+        tensor, expert = mesh["tensor"].rank, mesh["expert"].rank
+        layout = Layout(shapes, cuts, frozenset(), tensor, 2, expert=(expert, 2))
+        grads = {name: torch.full(shape, 4.0**expert * 2.0**tensor) for name, shape in layout.shapes.items()}
+        summed = gradient_sum(grads, attrs.evolve(mesh, layout=layout))
+        assert {name: x.shape for name, x in summed.items()} == layout.shapes
+        return [summed[name][0].item() for name in shapes], [layout.owns(name) for name in shapes]
+
+    both = [True, True, True], [True, False, False], [False, True, False], [False, False, False]
+    sums = [5.0, 3.0, 15.0], [10.0, 3.0, 15.0], [5.0, 12.0, 15.0], [10.0, 12.0, 15.0]
+    assert simulate({"expert": 2, "tensor": 2}, run) == list(zip(sums, both, strict=True))
+
+
 @st.composite
 def staged(draw):
-    """The layouts of all ranks of a pipeline axis times a tensor axis, for parameters on one stage, or on several."""
-    stages, ranks = draw(st.integers(2, 4)), draw(st.sampled_from([1, 2]))
+    """The layouts of all ranks of a pipeline, an expert and a tensor axis, for parameters on one stage, or on several,
+    of which none, the tensor axis or the expert axis cuts each."""
+    stages, ranks, experts = draw(st.integers(2, 4)), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
     holders = st.sets(st.integers(0, stages - 1), min_size=1).map(lambda x: tuple(sorted(x)))
     names = {name: draw(holders) for name in "abcdef"[: draw(st.integers(1, 6))]}
-    shapes = {name: torch.Size([2 * draw(st.integers(1, 3)), 3]) for name in names}
-    cuts = {name: Cut(0, ranks, (shapes[name][0],)) for name in names if ranks > 1 and draw(st.booleans())}
+    shapes = {name: torch.Size([6 * draw(st.integers(1, 2)), 3]) for name in names}
+    over = {name: draw(st.sampled_from([None, "tensor", "expert"])) for name in names}
+    wide = {"tensor": ranks, "expert": experts}
+    cuts = {name: Cut(0, wide[axis], (shapes[name][0],), axis) for name, axis in over.items() if axis is not None}
     return [
-        Layout(shapes, cuts, frozenset(), rank, ranks, names, stage, stages)
+        Layout(shapes, cuts, frozenset(), rank, ranks, names, stage, stages, (expert, experts))
         for stage in range(stages)
+        for expert in range(experts)
         for rank in range(ranks)
     ]
 
 
 @given(staged())
-def test_every_number_has_one_owner_among_stages_and_tensor_ranks(every):
+def test_every_number_has_one_owner_among_all_ranks(every):
     whole = {name: numbers(shape) + 100 * i for i, (name, shape) in enumerate(every[0].whole.items())}
     counted = []
     for layout in every:

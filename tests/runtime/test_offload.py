@@ -19,10 +19,11 @@ from fppo.runtime.simulate import simulate
 from fppo.steps import optimizers
 from fppo.steps.actor import PolicyTerms, update_actor
 from fppo.steps.critic import update_critic
-from fppo.steps.forward import Forward, compute_log_probs, compute_reward_scores, compute_values, forward_micro_batch
+from fppo.steps.forward import Forward, compute_log_probs, compute_values, forward_micro_batch
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.muon import muon
+from fppo.steps.scores import compute_reward_scores
 from fppo.steps.train_state import init_state, optimizer_step
 from fppo_kernels import adamw
 from fppo_kernels.record import Kernels

@@ -66,8 +66,6 @@ def test_a_context_axis(changes, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mesh.tensor": 2}, "mesh.expert = 2: mesh.tensor = 2 does not go with it"),
-        ({"mesh.pipeline": 2}, "mesh.expert = 2: mesh.pipeline = 2 does not go with it"),
         ({"model.compile_layers": True}, "mesh.expert = 2: its layers exchange tokens, which torch.compile does not"),
         (
             {"actor.optimizer.name": "muon"},

@@ -9,8 +9,9 @@ from fppo import models
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.simulate import simulate
 from fppo.steps import packed
-from fppo.steps.forward import Forward, compute_reward_scores, compute_values, forward_micro_batch
+from fppo.steps.forward import Forward, compute_values, forward_micro_batch
 from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.scores import compute_reward_scores
 from fppo_kernels.record import Kernels
 from tests import tiny
 from tests.models.families import make

@@ -112,6 +112,43 @@ def test_losses_loads_and_biases_do_not_depend_on_the_split(name, splits):
             assert _outcomes_differ(expected, one, 1e-10) is None, (axes, settings)
 
 
+@pytest.mark.parametrize("axes", [{"pipeline": 2}, {"pipeline": 2, "expert": 2, "tensor": 2}])
+def test_stages_replay_what_the_experts_of_all_of_them_were(axes):
+    model, params = make("qwen3_moe")
+    expected = replayed(model, params).routed
+    moved = {name: x + (0.7 if name.endswith("gate.weight") else 0.0) * x.flip(0) for name, x in params.items()}
+    rows = tree.replace(BATCH, routed=expected)
+
+    def run(mesh):
+        placed = models.place(model, mesh)
+        own = [models.own_params(placed, x, mesh) for x in (params, moved)]
+        again = [
+            compute_outputs(
+                own[1], rows, forward=Forward(placed, mesh=mesh, replay=replay), micro_batching=CUT
+            ).log_probs
+            for replay in (True, False)
+        ]
+        return replayed(placed, own[0], mesh).routed, *again
+
+    _, as_told, free = run(LOCAL)
+    assert (as_told - free).abs().max() > 1e-3
+    for routed, *again in simulate(axes, run):
+        assert torch.equal(routed, expected)
+        for got, one in zip(again, (as_told, free), strict=True):
+            torch.testing.assert_close(got, one, rtol=1e-10, atol=1e-10)
+
+
+def test_the_losses_of_routers_on_other_stages_are_refused():
+    model, params = make("qwen3_moe")
+
+    def run(mesh):
+        placed = models.place(model, mesh)
+        compute_outputs(params, BATCH, forward=Forward(placed, mesh=mesh), micro_batching=CUT, outputs=("router_sums",))
+
+    with pytest.raises(ValueError, match="of other stages of a pipeline have no gradient here: leave out"):
+        simulate({"pipeline": 2}, run)
+
+
 def test_the_losses_are_their_definitions():
     model, params = make("qwen3_moe")
     mini = tree.replace(BATCH, routed=replayed(model, params).routed)

@@ -14,11 +14,11 @@ from fppo.steps.forward import (
     Forward,
     compute_log_probs,
     compute_outputs,
-    compute_reward_scores,
     compute_values,
     forward_micro_batch,
 )
 from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.scores import compute_reward_scores
 from tests import tiny
 
 MODEL, PARAMS = tiny.model_and_params()

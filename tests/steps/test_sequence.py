@@ -16,11 +16,12 @@ from fppo.runtime.mesh import Mesh, gradient_sum
 from fppo.runtime.simulate import simulate
 from fppo.steps.actor import PolicyTerms, update_actor
 from fppo.steps.critic import update_critic
-from fppo.steps.forward import Forward, compute_log_probs, compute_outputs, compute_reward_scores, forward_micro_batch
+from fppo.steps.forward import Forward, compute_log_probs, compute_outputs, forward_micro_batch
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
+from fppo.steps.scores import compute_reward_scores
 from fppo.steps.train_state import init_state
 from tests import tiny
 

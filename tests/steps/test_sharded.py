@@ -17,10 +17,11 @@ from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.simulate import simulate
 from fppo.steps import ranks
 from fppo.steps.actor import update_actor
-from fppo.steps.forward import Forward, compute_log_probs, compute_reward_scores, compute_values, forward_micro_batch
+from fppo.steps.forward import Forward, compute_log_probs, compute_values, forward_micro_batch
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
+from fppo.steps.scores import compute_reward_scores
 from fppo.steps.train_state import init_state, optimizer_step
 from tests import tiny
 

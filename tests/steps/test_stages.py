@@ -18,7 +18,6 @@ from fppo.steps.actor import SelectiveLoss, update_actor
 from fppo.steps.forward import (
     Forward,
     compute_outputs,
-    compute_reward_scores,
     compute_values,
     forward_micro_batch,
     slice_length,
@@ -28,6 +27,7 @@ from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.muon import muon
 from fppo.steps.optimizers import adamw
+from fppo.steps.scores import compute_reward_scores
 from fppo.steps.supervised import update_supervised
 from fppo.steps.train_state import init_state
 from tests import tiny

@@ -20,9 +20,10 @@ from fppo.runtime.mesh import Mesh, gradient_sum
 from fppo.runtime.simulate import simulate
 from fppo.steps import forward as forwards
 from fppo.steps import optimizers
-from fppo.steps.forward import Forward, compute_reward_scores, compute_values, forward_micro_batch
+from fppo.steps.forward import Forward, compute_values, forward_micro_batch
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.muon import muon
+from fppo.steps.scores import compute_reward_scores
 from fppo_kernels.record import Kernels
 from tests import tiny
 from tests.models.families import CONFIGS, make

@@ -1,0 +1,44 @@
+"""Scores of a reward model."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fppo import models
+from fppo.runtime.offload import OnHost
+from fppo.steps.forward import Forward, Rows, check_outputs, for_passes, ordered_passes, packed_hidden, run_passes
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.packed import cutting, gathered, indices_of, own_tokens
+from fppo.steps.sharded import Whole, opened
+from fppo.steps.train_state import Params
+from fppo_kernels.shapes import Float
+
+
+@torch.no_grad()
+def compute_reward_scores(
+    params: Params | Whole | OnHost, rows: Rows, *, forward: Forward, micro_batching: MicroBatching
+) -> Float[Tensor, " b"]:
+    """A reward model's score [B] of each row: its head at the row's last real token. The model has a value head.
+
+    The rows are always packed.
+    """
+    check_outputs(forward.model, ("values",))
+    forward = attrs.evolve(forward, remove_padding=True)
+    order, micro_batches = ordered_passes(rows, micro_batching, forward)
+    ready = for_passes(params, forward)
+    scores = run_passes(_scores, ready, micro_batches, forward=forward, shape=lambda rows: rows.tokens.shape[:1])
+    return torch.cat(scores)[order].float()
+
+
+def _scores(params: Params | Whole | OnHost, rows: Rows, *, forward: Forward) -> Tensor:
+    """The head at the last token of each of some rows [b]."""
+    ready = opened(params, forward.model, forward.mesh)
+    head = models.output_head(forward.model, ready.root)
+    hidden, places, _ = packed_hidden(ready, rows, indices_of(rows, forward), forward)
+    last = places[rows.attention_mask.sum(1).cumsum(0) - 1]
+    own = own_tokens(last, len(hidden), cutting(forward.mesh))
+    numbers = F.linear(hidden[own.places].to(head.weight.dtype), head.weight, head.bias)[:, 0].float()
+    return gathered([numbers], own, last, len(hidden), cutting(forward.mesh))[0]
