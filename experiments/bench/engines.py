@@ -32,8 +32,15 @@ def engine(here: Here, width: int, layers: int, cores: list[int]) -> Generate:
 
 def prompts_of(count: int) -> Prompts:
     tokens, names = Key(1).uniform(torch.arange(count), 16).mul(60).long() + 2, Column([""] * count)
-    rows = {"row_ids": torch.arange(count), "attention_mask": torch.ones_like(tokens, dtype=torch.bool)}
-    return Prompts(tokens=tokens, ids=names, ground_truth=names, source=names, extras=names, **rows)
+    return Prompts(
+        row_ids=torch.arange(count),
+        tokens=tokens,
+        attention_mask=torch.ones_like(tokens, dtype=torch.bool),
+        ids=names,
+        ground_truth=names,
+        source=names,
+        extras=names,
+    )
 
 
 def main(

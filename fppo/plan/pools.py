@@ -18,7 +18,7 @@ def of_roles(plan: Plan, roles: Collection[str]) -> Plan:
     def kept(kinds: Mapping[str, float]) -> dict[str, float]:
         return {kind: size for kind, size in kinds.items() if not kind.startswith(gone)}
 
-    counts = plan.parameters | ({"reference": plan.parameters["actor"]} if "reference" in roles else {})
+    counts = {**plan.parameters} | ({"reference": plan.parameters["actor"]} if "reference" in roles else {})
     return attrs.evolve(
         plan,
         parameters={role: counts[role] for role in counts if role in roles},
