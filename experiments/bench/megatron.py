@@ -1,21 +1,26 @@
-"""Tensor and pipeline parallelism beside torch's own: seconds of a gradient in real gloo processes, as ratios.
+"""The axes that cut models and rows, in real gloo processes: tensor and pipeline beside torch's own, what context and
+expert axes send and take, and the memory of each beside `fppo plan`.
 
     python experiments/bench/megatron.py              # 2 processes; --ranks 4 for four
+    python experiments/bench/megatron.py --only pipeline --repeats 21
 
-One Llama, float32, one thread a process: all sides run in the same processes, in turn, and the lines show medians.
-"tensor" is a model that `models.place` has cut, beside the same transformers model under DTensor's plan with sequence
-parallelism (norms and residuals on slices of the tokens); both give the gradient of the sum of squares of the last
-hidden states. "1F1B" and "interleaved" are `pipeline_value_and_grad` with our schedules, beside the same schedules of
-torch.distributed.pipelining on modules of transformers' layers. The gradients are compared before they are timed.
+One Llama, float32, one thread a process: all sides run in the same processes, in turn, and the lines show medians: of
+the slowest rank's seconds, and of the ranks' mean seconds on the processor, which other programs on the machine disturb
+less. "tensor" is a model that `models.place` has cut, beside the same transformers model under DTensor's plan with
+sequence parallelism (norms and residuals on slices of the tokens); both give the gradient of the sum of squares of the
+last hidden states. "1F1B" and "interleaved" are `pipeline_value_and_grad` with our schedules, beside the same schedules
+of torch.distributed.pipelining on modules of transformers' layers. The gradients are compared before they are timed.
+"context" is the gradient of a row that is dealt to the ranks, by the work that they get; "expert" that of a mixture
+whose routers choose all experts equally often, beside the same where each rank has all of them. "memory" is counted
+from the tensors that live in an update of the actor.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -24,6 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from megatron_memory import show_memory  # beside this file
+from megatron_rows import show_context, show_experts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
@@ -45,12 +52,13 @@ from fppo.runtime.mesh import Mesh, gradient_sum
 from fppo.runtime.pipeline import Wire, pipeline_value_and_grad
 from fppo.runtime.schedule import one_f_one_b
 from fppo_kernels.attention.sdpa import sdpa
-from fppo_kernels.collectives import Axis
+from fppo_kernels.collectives import Axis, all_gather
 from fppo_kernels.padding import make_lengths
 
 WIDTH, INNER, LAYERS, HEADS, VOCABULARY = 256, 704, 8, 8, 512
 TOKENS = 512  # of the row that tensor ranks share
 MICRO = 256  # tokens of a micro-batch of a pipeline
+SHOWN = ("tensor", "pipeline", "context", "expert", "memory")
 Step = Callable[[], dict[str, Tensor]]  # one gradient: what this rank has of it, by whole names
 Whole = Callable[[dict[str, Tensor]], dict[str, Tensor]]  # whole gradients of what a rank has
 
@@ -213,36 +221,60 @@ def compare(name: str, ours: Step, peer: Step, axis: Axis, repeats: int, whole: 
         y = y.full_tensor() if isinstance(y, DTensor) else y
         difference = torch.maximum(difference, (x - y).abs().max() / y.abs().max())
     dist.all_reduce(difference, dist.ReduceOp.MAX)
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for _ in range(repeats):
-        for step, kept in zip((ours, peer), seconds, strict=True):
-            dist.barrier()
-            start = time.perf_counter()
-            step()
-            dist.barrier()
-            kept.append(time.perf_counter() - start)
+    runs: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for number in range(repeats + 1):
+        for step, kept in zip((ours, peer), runs, strict=True):
+            kept += [_seconds(step, axis)] if number else []  # the first one warms up
     if axis.rank == 0:
-        mine, theirs = map(statistics.median, seconds)
-        ratio = statistics.median(a / b for a, b in zip(*seconds, strict=True))
+        (mine, own), (theirs, others) = (torch.stack(kept).median(0).values.tolist() for kept in runs)
+        ratios = (torch.stack(runs[0]) / torch.stack(runs[1])).median(0).values.tolist()
         print(
-            f"{name:28s}{1e3 * mine:10.0f} ms{1e3 * theirs:10.0f} ms{ratio:8.2f}{difference:12.1e}",
+            f"{name:28s}{1e3 * mine:10.0f} ms{1e3 * theirs:10.0f} ms{ratios[0]:8.2f}"
+            f"{1e3 * own:10.0f} ms{1e3 * others:10.0f} ms{ratios[1]:8.2f}{difference:12.1e}",
             flush=True,
         )
 
 
-def on_rank(rank: int, ranks: int, repeats: int, place: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=ranks)
-    axis = Axis(ranks, rank, dist.group.WORLD)
+def _seconds(step: Step, axis: Axis) -> Tensor:
+    """Of the slowest rank by the clock, and of the ranks' mean on the processor, in the thread that computes."""
+    dist.barrier()
+    start, busy = time.perf_counter(), time.thread_time()
+    step()
+    found = torch.tensor([time.perf_counter() - start, time.thread_time() - busy], dtype=torch.float64)
+    clock, busy = all_gather(found[None], axis).unbind(1)
+    return torch.stack([clock.max(), busy.mean()])
+
+
+def show_torch(axis: Axis, repeats: int, which: str) -> None:
+    """The lines of one axis beside torch's own, on rank 0."""
     params = models.init_params(models.build(llama()), Key(0), torch.float32)
-    if rank == 0:
-        print(f"{'':28s}{'ours':>13}{'torch':>13}{'ratio':>8}{'gradients':>12}")
-    tensor, whole = our_tensor(params, axis)
-    compare("tensor", tensor, torch_tensor(params, axis), axis, repeats, whole)
-    for micros, virtual in ((2 * ranks, 1), (4 * ranks, 1), (2 * ranks, 2)):
+    if axis.rank == 0:
+        print(f"\n{'':28s}{'by the clock':>34}{'on the processor':>34}")
+        print(f"{which:28s}" + f"{'ours':>13}{'torch':>13}{'ratio':>8}" * 2 + f"{'gradients':>12}")
+    if which == "tensor":
+        tensor, whole = our_tensor(params, axis)
+        compare("gradient", tensor, torch_tensor(params, axis), axis, repeats, whole)
+        return
+    for micros, virtual in ((2 * axis.size, 1), (4 * axis.size, 1), (2 * axis.size, 2)):
         name = f"{'1F1B' if virtual == 1 else 'interleaved'}, {micros} micro-batches"
         ours, peer = (make(params, axis, micros, virtual) for make in (our_pipeline, torch_pipeline))
         compare(name, ours, peer, axis, repeats)
+
+
+def on_rank(rank: int, ranks: int, repeats: int, only: Sequence[str], place: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=ranks)
+    axis = Axis(ranks, rank, dist.group.WORLD)
+    for which in only:
+        match which:
+            case "context":
+                show_context(axis, repeats)
+            case "expert":
+                show_experts(axis, repeats)
+            case "memory":
+                show_memory(axis)
+            case _:
+                show_torch(axis, repeats, which)
     dist.destroy_process_group()
 
 
@@ -250,9 +282,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", nargs="+", default=SHOWN, choices=SHOWN)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    run = partial(on_rank, ranks=options.ranks, repeats=options.repeats, place=str(Path(mkdtemp())))
+    run = partial(on_rank, ranks=options.ranks, repeats=options.repeats, only=options.only, place=str(Path(mkdtemp())))
     mp.start_processes(run, nprocs=options.ranks, start_method="spawn")  # type: ignore[attr-defined]
 
 

@@ -1,0 +1,79 @@
+"""What `megatron.py` shows of memory: that of an update on each rank of an axis, beside `fppo plan`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
+
+from fppo.plan import passes
+from fppo.plan.case import Case, problems
+from fppo.plan.hardware import hardware_of
+from fppo.plan.measured import measured
+from fppo.plan.values import Phase, peak_of
+from fppo.runtime.mesh import Mesh
+from fppo_kernels.collectives import Axis, all_gather
+
+WIDTH, LAYERS, VOCABULARY = 192, 4, 8192
+KINDS = ("state", "gradients")  # parameters and both moments; all else is what a pass holds
+UPDATE = "update actor"
+
+
+def config(axis: str) -> PreTrainedConfig:
+    """A Qwen2 of 4 M parameters; for the expert axis a mixture."""
+    shape: dict[str, Any] = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=4 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    if axis != "expert":
+        return Qwen2Config(**shape)
+    return Qwen3MoeConfig(**shape, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=WIDTH)
+
+
+def case_of(name: str, ranks: int, planned: int) -> Case:
+    """An update on an axis of that name, as its rank `planned` of a pipeline runs it: others are planned as one."""
+    return Case(
+        name=name,
+        config=config(name),
+        hardware=hardware_of("cpu"),
+        mesh={name: ranks},
+        pipeline_rank=planned if name == "pipeline" else 0,
+        tokens=1024,
+        length=256,
+        compute_dtype=None,
+        full=True,
+    )
+
+
+def parts(phases: Sequence[Phase]) -> list[float]:
+    """MiB where most is held: all, and those of KINDS."""
+    peak = peak_of(phases)[1]
+    return [x / 2**20 for x in (peak.total, *(peak.peak.get(kind, 0) for kind in KINDS))]
+
+
+def show_memory(axis: Axis) -> None:
+    """A line for each rank of each axis, on rank 0: MiB of the tensors that live where most do, planned and counted."""
+    heads = "".join(f"{head:>13}" for head in ("planned", "counted", "", "state", "gradients", "others"))
+    if axis.rank == 0:
+        print(f"\n{'memory of an update, MiB':28s}{heads}")
+    for name, rank in itertools.product(("tensor", "pipeline", "context", "expert"), range(axis.size)):
+        case = case_of(name, axis.size, rank)  # all ranks run the same passes, as many as tell of the planned one
+        counted = parts(measured(case, UPDATE, Mesh({name: axis})))
+        plan = parts(passes.run_stage(case, UPDATE))[0] if not problems(case) and axis.rank == 0 else 0.0
+        every = all_gather(torch.tensor([counted], dtype=torch.float64), axis).tolist()
+        if axis.rank == 0:
+            total, state, gradients = every[rank]
+            beside = (
+                f"{plan:13.1f}{total:13.1f}{plan / total - 1:>+13.1%}" if plan else f"{'-':>13}{total:13.1f}{'':13}"
+            )
+            rest = total - state - gradients
+            print(f"{f'{name}, rank {rank}':28s}{beside}{state:13.1f}{gradients:13.1f}{rest:13.1f}", flush=True)
