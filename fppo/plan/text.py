@@ -25,8 +25,8 @@ HEAP = (
     "memory, up to 1.8 times as much where it was measured. "
 )
 ROLLOUT = (
-    "The rollout is not planned, nor a judge: the embedded engine gathers the whole model, {whole:,.1f} GiB, beside "
-    "its cache of keys and values."
+    "The rollout is not planned, nor a judge: the embedded engine has {part}, {size:,.1f} GiB, beside its cache of "
+    "keys and values."
 )
 
 
@@ -172,7 +172,9 @@ def _notes(plan: Plan, width: int) -> list[str]:
     if "actor" not in plan.parameters:
         return textwrap.wrap(f"{MEMORY} {heap}".strip(), width)
     whole = plan.parameters["actor"] * (plan.case.compute_dtype or torch.float32).itemsize / GIB
-    return textwrap.wrap(f"{MEMORY} {heap}{ROLLOUT.format(whole=whole)}", width)
+    ranks = plan.case.size("tensor") if plan.case.size("expert") == 1 else 1  # beside experts it gathers all
+    part = "the whole model" if ranks == 1 else f"1/{ranks} of the model"
+    return textwrap.wrap(f"{MEMORY} {heap}{ROLLOUT.format(part=part, size=whole / ranks)}", width)
 
 
 def _table(
