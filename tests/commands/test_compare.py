@@ -79,7 +79,7 @@ def test_what_is_done_is_not_run_again(task, monkeypatch, capsys):
     out = task / "run-compare"
     assert "critic/true/r2" in (out / "compare.txt").read_text()
     head, rule, *rows = (out / "compare.md").read_text().splitlines()
-    assert head.startswith("| variant | `val/")
+    assert head.startswith("| variant | `val-aux/")
     assert head.endswith("| `critic/true/r2` |")
     assert rule == "| --- | --- | --- |"
     assert [row.split(" | ")[0] for row in rows] == ["| `critic.loss=mse`", "| `critic.loss=quantile+critic.bins=3`"]
