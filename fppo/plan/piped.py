@@ -27,6 +27,9 @@ def piped(case: Case, own: Sequence[int], run: Run) -> list[Phase]:
     first, between, last = (attrs.evolve(short, pipeline_rank=rank) for rank in range(SHORT))
     end, middle, virtual = last if case.pipeline_rank else first, run(between, max(own)), len(own)
     phases, others = run(end, max(own)), sum(own) / max(own) - 1  # stages between, in ones of the most layers
+    phases, middle = (
+        x if x[-1].name.startswith("after") else [*x, Phase("after", (), Cost())] for x in (phases, middle)
+    )
     (where, peak), (_, held) = peak_of(phases), peak_of(middle)
     most = Counter(peak.peak)
     for kind in (GRADIENTS, *((GATHERED,) if case.sharding.stage == 1 else ())):

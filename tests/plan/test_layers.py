@@ -36,7 +36,7 @@ def test_many_layers_follow_from_few_exactly(mesh, stage, again, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "virtual", "stage"), [(0, 1, 3), (0, 2, 1), (3, 2, 3)])
+@pytest.mark.parametrize(("rank", "virtual", "stage"), [(0, 1, 3), (3, 1, 3)])
 def test_a_long_pipeline_follows_from_a_short_one(rank, virtual, stage):
     mesh = {"pipeline": 4, "shard": 2}
     what = case(layers=8, mesh=mesh, stage=stage, virtual_stages=virtual, pipeline_rank=rank, micro_batches=8)
