@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fppo import models, tree
-from fppo.assembly import parts
+from fppo.assembly import optimizers, parts
 from fppo.assembly import program as programs
 from fppo.assembly import rewards as loading_rewards
 from fppo.assembly.parts import bare_model, check_kernels
@@ -147,9 +147,9 @@ def test_each_role_is_on_the_host_or_not(tmp_path, monkeypatch):
     tiny_run.write_task(tmp_path)
     expected, _ = actor_after_a_step(tiny_run.settings(tmp_path))
     updates, kernels = [], []
-    offloaded, kernel = programs.offloaded, programs.offloaded_adamw
+    offloaded, kernel = programs.offloaded, optimizers.offloaded_adamw
     monkeypatch.setattr(programs, "offloaded", lambda fn, lane: updates.append(fn.func.__name__) or offloaded(fn, lane))
-    monkeypatch.setattr(programs, "offloaded_adamw", lambda fn, lane: kernels.append(fn) or kernel(fn, lane))
+    monkeypatch.setattr(optimizers, "offloaded_adamw", lambda fn, lane: kernels.append(fn) or kernel(fn, lane))
     cases = [
         ({"critic__offload": "all"}, ["update_critic"], 1, {"critic"}),
         ({"critic__offload": "moments", "model__ref_offload": True}, [], 1, {"ref"}),

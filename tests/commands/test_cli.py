@@ -25,7 +25,7 @@ def calls(monkeypatch) -> list[tuple[Any, ...]]:
     made: list[tuple[Any, ...]] = []
 
     def command(name: str) -> Any:
-        return lambda *arguments: made.append((name, *arguments)) or 3
+        return lambda *arguments, **named: made.append((name, *arguments, *named.values())) or 3
 
     for name in ("quickstart", "train", "evaluate", "replay", "export"):
         monkeypatch.setattr(actions, name, command(name))
@@ -45,7 +45,7 @@ def test_arguments_reach_their_command(calls, tmp_path):
     assert cli.main(["eval", str(tmp_path), "--steps", "9"]) == 3
     assert cli.main(["replay", "r", "--step", "7"]) == 3
     assert cli.main(["export", "r", "out"]) == 3
-    assert cli.main(["export", "r", "out", "--critic", "--step", "2", "--device", "cuda"]) == 3
+    assert cli.main(["export", "r", "out", "--critic", "--step", "2", "--device", "cuda", "--merge"]) == 3
     changed = files.replace(settings, {"steps": 9, "mesh.shard": 1})
     quickstart, *others = calls
     assert quickstart[:-1] == ("quickstart", Path("runs/quickstart"), 4)
@@ -54,8 +54,8 @@ def test_arguments_reach_their_command(calls, tmp_path):
         ("train", changed, ALONE),
         ("evaluate", files.replace(changed, {"output_dir": str(tmp_path)}), ALONE),
         ("replay", Path("r"), 7, ALONE),
-        ("export", Path("r"), Path("out"), None, "actor", "cpu"),
-        ("export", Path("r"), Path("out"), 2, "critic", "cuda"),
+        ("export", Path("r"), Path("out"), None, "actor", "cpu", False),
+        ("export", Path("r"), Path("out"), 2, "critic", "cuda", True),
     ]
 
 

@@ -266,13 +266,9 @@ def test_flex_looks_at_the_blocks_that_hold_what_is_seen(sizes, window, block):
     torch.testing.assert_close(found.mask_mod(*arguments), expected.mask_mod(*arguments))
 
 
-def test_what_is_planned_in_inference_serves_training():
+def test_what_flex_plans_in_inference_serves_training():
     with torch.inference_mode():
         mask = flex_file._mask((3, 2, 7), (5, 2, 8), None, torch.device("cpu"))
-        x = torch.ones(87, 1, 2)
-        sdpa_file.sdpa(x, x, x, lengths=make_lengths((29, 57, 1)), scale=1.0)
-    x = torch.ones(87, 1, 2, requires_grad=True)
-    torch.autograd.grad(sdpa_file.sdpa(x, x, x, lengths=make_lengths((29, 57, 1)), scale=1.0).sum(), x)
     limits = [inspect.getclosurevars(mask.mask_mod).nonlocals[name] for name in ("limit", "last")]
     for x in (mask.kv_indices, mask.full_kv_indices, mask.q_indices, *limits):
         assert isinstance(x, torch.Tensor)

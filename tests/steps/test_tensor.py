@@ -98,9 +98,9 @@ def own_padding(self, inner, region, first):
 MISTAKES = {
     "biases on all ranks": (sys.modules["fppo.models.place"], "_added_once", lambda model, cuts: frozenset()),
     "losses summed over ranks": (forwards, "same", lambda x, axis: x),
-    "shares not summed": (meshes, "_slots", lambda grad, cut, axis: (None, 0)),
+    "shares not summed": (meshes, "_slots", lambda grad, cut, name, axis: (None, 0)),
     "copies counted in the norm": (Layout, "owns", lambda self, name: True),
-    "copies of a part not summed": (meshes, "_slots", lambda grad, cut, axis: (None if cut else grad[None], 0)),
+    "copies of a part not summed": (meshes, "_slots", lambda grad, cut, name, axis: (None if cut else grad[None], 0)),
     "another's padding": (regions.EmbeddingSeam, "__init__", own_padding),
 }
 

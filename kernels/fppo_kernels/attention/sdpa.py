@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -173,9 +172,7 @@ class _Plan(NamedTuple):
         return [count * longest for count, longest in self.shapes]
 
 
-@functools.lru_cache(maxsize=8)  # every layer of a model asks for the same
-@torch.inference_mode(False)  # what rollouts have made, training may use
-def _plan(lengths: tuple[int, ...], device: torch.device) -> _Plan:
+def _plan(lengths: Sequence[int], device: torch.device) -> _Plan:
     groups = _groups(lengths)
     places: list[Tensor] = []
     reals: list[Tensor] = []
