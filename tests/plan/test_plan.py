@@ -169,9 +169,7 @@ def test_the_meshes_that_fit_are_told_by_their_time_and_the_others_why_they_are_
     assert run(*given, "--json", "-") == 0
     read = json.loads(capsys.readouterr().out)
     every = [mesh["mesh"] for what in ("best", "failed", "slower", "too_large") for mesh in read[what]]
-    assert {axis for mesh in every for axis, size in mesh.items() if size > 1} == {*ORDER} - {"expert"} | {
-        "virtual_stages"
-    }
+    assert {axis for mesh in every for axis, size in mesh.items() if size > 1} == {*ORDER} - {"expert"}
     seconds = [mesh["seconds"] for mesh in read["best"]]
     assert seconds == sorted(seconds)
     assert all(
