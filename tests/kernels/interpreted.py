@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from fppo import laws
-from fppo.laws import LawViolation
+from fppo.laws import LawViolation, layers
 from fppo.laws._search import check
 from fppo.laws.kernels import _LOG_PROBS_CASES, _LOG_PROBS_LAWS, SIZES, _log_probs_example
 from fppo.runtime.simulate import simulate
@@ -42,9 +42,10 @@ def layers_in_float32():
 
 def layers_in_bfloat16():
     InterpreterBuilder.create_fp_trunc = _cast  # type: ignore[method-assign]
-    laws.check_glu(table.get("glu", "triton"), dtypes=(torch.bfloat16,))
-    laws.check_add_rms_norm(table.get("add_rms_norm", "triton"), dtypes=(torch.bfloat16,))
-    laws.check_rotary(table.get("rotary", "triton"), dtypes=(torch.bfloat16,))
+    for name in ("glu", "add_rms_norm", "rotary"):
+        op = layers.OPERATIONS[name]
+        examples = partial(layers._example, op, range(3), (torch.bfloat16,), "cpu")
+        check(table.get(name, "triton"), layers.laws_of(op), examples, sizes=layers.SIZES[2::2], seeds=3)
 
 
 def layers_of_other_layouts():

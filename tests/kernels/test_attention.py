@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import inspect
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from fppo import laws
 from fppo.laws._kernels import TOLERANCES, words
-from fppo.laws.attention import FEATURES
+from fppo.laws._search import check
+from fppo.laws.attention import _CASES, _LAWS, FEATURES, SIZES, _example
 from fppo_kernels import table
 from fppo_kernels.attention import flex as flex_file
 from fppo_kernels.attention import sdpa as sdpa_file
@@ -57,7 +59,9 @@ def test_kernels_keep_the_laws(name):
 @pytest.mark.slow
 def test_flex_keeps_the_laws_where_it_has_a_backward_pass():
     with backward_on_cpus():
-        laws.check_attention(flex, dtypes=(torch.float64,))
+        cases = _CASES[1::2]
+        examples = partial(_example, (torch.float64,), "cpu", 2, cases)
+        check(flex, _LAWS, examples, sizes=SIZES, seeds=len(cases))
 
 
 def loop(query, key, value, *, lengths, scale, window, softcap, sinks):
