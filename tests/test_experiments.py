@@ -96,6 +96,7 @@ def test_the_loop_and_the_pipeline_end_with_the_same_bits(warm, capsys):
     assert tree.digest(critic) == tree.digest(run.critic)
 
 
+@pytest.mark.slow
 def test_custom_advantage(warm, capsys):
     module = _load("custom_advantage")
     module.main(steps=2, batch=64)

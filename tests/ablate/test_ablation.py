@@ -78,6 +78,7 @@ def row(ablation, name):
     return next(r for r in ablation.rows if r.implementation == name)
 
 
+@pytest.mark.slow
 def test_each_implementation_has_a_row_that_says_how_it_went(ablation):
     assert [(r.implementation, r.status, r.contract) for r in ablation.rows] == [
         ("reference", "ok", "kept"),
@@ -93,6 +94,7 @@ def test_each_implementation_has_a_row_that_says_how_it_went(ablation):
     assert not ablation.interrupted
 
 
+@pytest.mark.slow
 def test_a_dropped_gradient_is_named_and_measured(ablation):
     broken = row(ablation, "broken")
     assert 'the law "gradient of entropy"' in broken.reason
@@ -104,6 +106,7 @@ def test_a_dropped_gradient_is_named_and_measured(ablation):
     assert broken.seconds_total > 0
 
 
+@pytest.mark.slow
 def test_a_kernel_that_lacks_outputs_is_measured_on_those_it_has(ablation):
     found = row(ablation, "lacking")
     assert {e.output for e in found.errors} == {"log_probs"}
@@ -160,6 +163,7 @@ def test_laws_that_take_too_long_are_cut_short():
     assert "no law broken" in reason
 
 
+@pytest.mark.slow
 def test_json_has_the_rows(ablation):
     read = json.loads(ablation.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert [r["implementation"] for r in read["rows"]] == [r.implementation for r in ablation.rows]
@@ -169,6 +173,7 @@ def test_json_has_the_rows(ablation):
     assert json.loads(attrs.evolve(ablation, rows=(infinite,)).to_json())["rows"][0]["seconds_forward"] == "inf"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_fits_and_hides_nothing(ablation, width):
     text = ablation.table(width=width)
@@ -181,6 +186,7 @@ def test_the_table_fits_and_hides_nothing(ablation, width):
     assert "lacks entropy, sum_squared" in joined
 
 
+@pytest.mark.slow
 def test_the_chart_is_a_picture(ablation, tmp_path):
     ablation.save_png(tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
