@@ -1,9 +1,12 @@
 """The compiled log-probs keep the laws that the others keep in tests/laws; they take a while to compile."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from fppo import laws
+from fppo.laws._search import check
+from fppo.laws.kernels import _LOG_PROBS_LAWS, SIZES, _log_probs_example
 from fppo_kernels import table
 from fppo_kernels.collectives import Axis
 
@@ -13,7 +16,8 @@ REASON = table.available("log_probs")["compiled"]
 @pytest.mark.slow
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_compiled_log_probs_keep_the_laws_in_float32():
-    laws.check_log_probs(table.get("log_probs", "compiled"), dtypes=(torch.float32,))
+    examples = partial(_log_probs_example, (torch.float32,), "cpu", 2)  # of some cases: each is compiled anew
+    check(table.get("log_probs", "compiled"), _LOG_PROBS_LAWS, examples, sizes=SIZES, seeds=4)
 
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))

@@ -98,7 +98,7 @@ def test_a_run_whose_engine_is_killed_is_the_run_undisturbed(quiet, monkeypatch)
     assert jsonl.read(directory / "killed" / DIGESTS) == expected
 
 
-def test_a_run_that_may_replace_no_more_ends_and_is_resumed(quiet, monkeypatch, capsys):
+def test_a_run_that_may_replace_no_more_ends_with_its_steps(quiet, monkeypatch, capsys):
     expected, directory = quiet
     once = settings(directory, "ended", "vllm", rollout__vllm__restarts=0, **OWN)
     files.save(once, directory / "once.toml")
@@ -106,7 +106,4 @@ def test_a_run_that_may_replace_no_more_ends_and_is_resumed(quiet, monkeypatch, 
     assert cli.main(["train", str(directory / "once.toml")]) == 2
     assert "the process of vLLM ended by SIGKILL, perhaps for want of memory" in capsys.readouterr().err
 
-    assert len(jsonl.read(directory / "ended" / DIGESTS)) == 1
-    monkeypatch.undo()
-    assert cli.main(["train", str(directory / "once.toml")]) == 0
-    assert jsonl.read(directory / "ended" / DIGESTS) == expected
+    assert jsonl.read(directory / "ended" / DIGESTS) == expected[:1]
