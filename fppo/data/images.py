@@ -43,9 +43,9 @@ class ImageReader:
         """
         pictures = [opened(image, number) for number, image in enumerate(images, start=1)]
         self._check_text(messages)
-        given = iter(pictures)
+        left = iter(pictures)
         conversation = [
-            {**message, "content": [_filled(part, given) for part in message["content"]]} for message in messages
+            {**message, "content": [_filled(part, left) for part in message["content"]]} for message in messages
         ]
         out = self.processor.apply_chat_template(
             conversation,

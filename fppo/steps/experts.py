@@ -162,13 +162,12 @@ def loads(experts: Int[Tensor, "n l k"], mask: Mask, count: int) -> Float[Tensor
 
 def own_loads(routed: RoutedPass, model: Model, axis: Axis) -> Float[Tensor, "l e"]:
     """The loads of a pass, over the ranks of the axis that cuts rows; zeros for routers of other stages."""
-    count, own = model.routers[0].experts, own_routers(model)
-    every = torch.zeros(len(model.routers), count, dtype=torch.float64, device=routed.counted.device)
-    if own:
+    count, told = model.routers[0].experts, dict[int, Tensor]()
+    if own := own_routers(model):
         experts = torch.stack([routed.routes.routed[number].chosen for number in own], 1)
-        numbers = torch.tensor(own, device=every.device)
-        every = every.index_copy(0, numbers, loads(experts, routed.counted, count))
-    return all_reduce(every, axis)
+        told = dict(zip(own, loads(experts, routed.counted, count), strict=True))
+    nothing = torch.zeros(count, dtype=torch.float64, device=routed.counted.device)
+    return all_reduce(torch.stack([told.get(number, nothing) for number in range(len(model.routers))]), axis)
 
 
 def router_sums(routed: RoutedPass, model: Model, mesh: Mesh) -> RouterSums:
