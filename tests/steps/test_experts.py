@@ -5,6 +5,7 @@ from functools import partial
 import attrs
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
 
 from fppo import batch as batches
 from fppo import losses, models, tree
@@ -24,7 +25,7 @@ from fppo.steps.train_state import init_state
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.record import Kernels
 from tests import tiny
-from tests.models.families import make
+from tests.models.families import CONFIGS, EXPERTS, make
 
 BATCH = tiny.experience(3, 6)
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -112,14 +113,18 @@ def test_losses_loads_and_biases_do_not_depend_on_the_split(name, splits):
             assert _outcomes_differ(expected, one, 1e-10) is None, (axes, settings)
 
 
-@pytest.mark.parametrize("axes", [{"pipeline": 2}, {"pipeline": 2, "expert": 2, "tensor": 2}])
-def test_stages_replay_what_the_experts_of_all_of_them_were(axes):
-    model, params = make("qwen3_moe")
+@pytest.mark.parametrize(
+    ("axes", "virtual"), [({"pipeline": 2}, 1), ({"pipeline": 2}, 2), ({"pipeline": 2, "expert": 2, "tensor": 2}, 1)]
+)
+def test_stages_replay_what_the_experts_of_all_of_them_were(axes, virtual, monkeypatch):
+    monkeypatch.setitem(EXPERTS, "mixture", Qwen3MoeConfig(**CONFIGS["qwen3_moe"].to_dict() | {"num_hidden_layers": 4}))
+    model, params = make("mixture" if virtual > 1 else "qwen3_moe")
     expected = replayed(model, params).routed
     moved = {name: x + (0.7 if name.endswith("gate.weight") else 0.0) * x.flip(0) for name, x in params.items()}
     rows = tree.replace(BATCH, routed=expected)
 
     def run(mesh):
+        mesh = attrs.evolve(mesh, virtual_stages=virtual)
         placed = models.place(model, mesh)
         own = [models.own_params(placed, x, mesh) for x in (params, moved)]
         again = [
