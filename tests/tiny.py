@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
 from transformers import Qwen2Config
 
 from fppo import batch as batches
-from fppo import models, tree
+from fppo import laws, models, tree
 from fppo.batch import Column, Experience
 from fppo.key import Key
 from fppo.models.model import HeadKind
+from fppo.runtime import checkpoint
+from fppo.steps.train_state import TrainState
 
 VOCAB = 23
 
@@ -102,3 +107,16 @@ def assert_same_columns(one, other) -> None:
     left, right = batches.columns(one), batches.columns(other)
     for name in left.keys() & right.keys():
         assert tree.digest(left[name]) == tree.digest(right[name]), name
+
+
+def check_training(step: Callable[..., TrainState], state: TrainState, directory: Path) -> None:
+    """Puts steps from a state through the laws of training: they resume, donate, and change nothing."""
+    laws.check_resume(
+        step,
+        state,
+        save=lambda state: checkpoint.save(state, directory, state.step),
+        load=lambda path: checkpoint.load(state, directory, int(path.name[5:])),
+        steps=2,
+    )
+    laws.check_donation(step, state)
+    laws.check_purity(step, state)

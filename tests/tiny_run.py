@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from transformers import Qwen3MoeConfig
+
 from fppo import models
 from fppo.key import Key
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
@@ -21,6 +23,28 @@ def write_task(directory: Path, *, rows: int = 24, layers: int = 1) -> None:
         pairs = [(i % 10, (3 * i + offset) % 10) for i in range(rows)]
         lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str((a + b) % 10)}) for a, b in pairs]
         (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def write_mixture(directory: Path) -> None:
+    """A policy of experts in the place of the task's."""
+    tokenizer = character_tokenizer(CHARACTERS)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,  # type: ignore[call-arg]
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        max_position_embeddings=64,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = models.build(config)
+    models.save(model, models.init_params(model, Key(0)), directory / "start", tokenizer=tokenizer)
 
 
 def settings(directory: Path, **changes: object) -> TrainSettings:

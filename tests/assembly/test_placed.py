@@ -6,7 +6,6 @@ import signal
 
 import attrs
 import pytest
-from transformers import Qwen3MoeConfig
 
 from fppo import metrics, models, tree
 from fppo.assembly import roles
@@ -15,7 +14,7 @@ from fppo.fleet import HERE, Group, Processes, at_once
 from fppo.key import Key
 from fppo.pipeline import in_turn
 from fppo.pipeline.train import iterate
-from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
+from fppo.quickstart import small_model
 from fppo.rollout import EnginePool
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
@@ -94,32 +93,11 @@ def test_roles_on_ranks_of_their_own_are_one_process(task, changes, together, mo
     assert found == expected
 
 
-def write_mixture(directory):
-    """A policy of experts, for the tokens of the one that is there."""
-    config = Qwen3MoeConfig(
-        vocab_size=15,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    model = models.build(config)
-    models.save(model, models.init_params(model, Key(0)), directory, tokenizer=character_tokenizer(CHARACTERS))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["shard", "context", "expert"])
 def test_roles_on_meshes_of_their_own_are_those_meshes(task, axis):
     if axis == "expert":
-        write_mixture(task / "start")
+        tiny_run.write_mixture(task)
     settings = tiny_run.settings(task) if axis == "expert" else judged(task)
 
     def on_rank(mesh):

@@ -1,12 +1,8 @@
 """`fppo train` on real processes with an expert axis: a tiny Qwen3-MoE has the numbers of one process."""
 
 import pytest
-from transformers import Qwen3MoeConfig
 
-from fppo import models
 from fppo.commands import cli
-from fppo.key import Key
-from fppo.quickstart import CHARACTERS, character_tokenizer
 from fppo.runs import jsonl
 from fppo.settings import files
 from tests import tiny_run
@@ -23,24 +19,7 @@ def numbers(directory):
 def test_a_run_on_an_expert_axis_has_the_numbers_of_one_process(tmp_path):
     """With replayed experts and their losses; it is resumed by one process from what both ranks have written."""
     tiny_run.write_task(tmp_path)
-    tokenizer = character_tokenizer(CHARACTERS)
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        max_position_embeddings=64,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    model = models.build(config)
-    models.save(model, models.init_params(model, Key(0)), tmp_path / "start", tokenizer=tokenizer)
+    tiny_run.write_mixture(tmp_path)
     shared = {
         "actor__optimizer__schedule": "constant",
         "algorithm__router_replay": "old_log_probs",

@@ -4,8 +4,8 @@ import attrs
 import pytest
 import torch
 
-from fppo import laws, losses, metrics, tree
-from fppo.runtime import checkpoint, fsdp
+from fppo import losses, metrics, tree
+from fppo.runtime import fsdp
 from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.simulate import simulate
 from fppo.steps.actor import update_actor
@@ -90,15 +90,7 @@ def test_training_resumes_donates_and_is_pure(tmp_path):
     def step(state, donate=False):
         return updated(state, optimizer, loop=WHOLE, donate=donate)[0]
 
-    laws.check_resume(
-        step,
-        state,
-        save=lambda state: checkpoint.save(state, tmp_path, state.step),
-        load=lambda path: checkpoint.load(state, tmp_path, int(path.name[5:])),
-        steps=2,
-    )
-    laws.check_donation(step, state)
-    laws.check_purity(step, state)
+    tiny.check_training(step, state, tmp_path)
     assert step(state).opt.scale.item() == 8.0
 
 

@@ -6,8 +6,8 @@ import attrs
 import pytest
 import torch
 
-from fppo import laws, losses, metrics, tree
-from fppo.runtime import checkpoint, fsdp
+from fppo import losses, metrics, tree
+from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.simulate import simulate
 from fppo.steps.actor import update_actor
@@ -63,15 +63,7 @@ def step_of(optimizer, state, donate=False):
 @every
 def test_training_resumes_donates_and_is_pure(optimizer, tmp_path):
     state, step = init_state(PARAMS, optimizer), partial(step_of, optimizer)
-    laws.check_resume(
-        step,
-        state,
-        save=lambda state: checkpoint.save(state, tmp_path, state.step),
-        load=lambda path: checkpoint.load(state, tmp_path, int(path.name[5:])),
-        steps=2,
-    )
-    laws.check_donation(step, state)
-    laws.check_purity(step, state)
+    tiny.check_training(step, state, tmp_path)
 
 
 @every
