@@ -40,6 +40,11 @@ def check_laws(plan: Plan) -> list[Record]:
         settings = {"dtypes": (plan.dtype,), "head_dim": plan.attention[-1], "features": features}
         checks.append(("attention", name, laws.check_attention, settings))
     checks += [("adamw", name, laws.check_adamw, {"dtypes": (torch.float32,)}) for name in loadable("adamw")]
+    layers = {
+        "rms_norm": laws.check_rms_norm, "add_rms_norm": laws.check_add_rms_norm,
+        "rotary": laws.check_rotary, "glu": laws.check_glu,
+    }  # fmt: skip
+    checks += [(op, "triton", law, {"dtypes": (x,)}) for op, law in layers.items() for x in (torch.float32, plan.dtype)]
     records = []
     for op, name, law, settings in checks:
 

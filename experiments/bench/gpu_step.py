@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from gpu_model import build, experience, parameters, prompts
-from gpu_tools import Plan, Record, attempt, check, count_syncs, once, table
+from gpu_tools import Plan, Record, Variant, attempt, check, count_syncs, once, table
 from torch import Tensor
 
 from fppo import losses, tree
@@ -38,7 +39,8 @@ from fppo_kernels.record import Kernels
 # what a run may cost, of its own time: a shape that never came before, and a batch that did not
 NEW_SHAPE, NEW_BATCH = 1.5, 1.2
 SYNCS = 2  # of host and device, for each micro-batch: those of a whole update, for its micro-batches have none
-MFU = 0.25  # 0.33 +- 0.05 were reckoned of the parts
+MFU = 0.33
+EAGER_MS, GRAPHS_MS = 60, 12  # of a decoded token for each row
 
 
 def runs(fns: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:
@@ -74,7 +76,7 @@ def bench_ragged(plan: Plan) -> list[Record]:
     print(
         table(f"attention, {plan.fresh} new shapes", {"fresh, ms": ".2f", "again, ms": ".2f", "ratio": ".2f"}, records)
     )
-    used = {attention for attention, *_ in plan.variants}
+    used = {variant.attention for variant in plan.variants}
     return records + [
         check(f"{r['name']}: a new shape over one that repeats", r["ratio"], NEW_SHAPE)
         for r in records
@@ -82,17 +84,30 @@ def bench_ragged(plan: Plan) -> list[Record]:
     ]
 
 
+def kernels_of(variant: Variant) -> Kernels:
+    """The kernels of a variant."""
+    layers = "triton" if variant.layers == "triton" else "eager"
+    return Kernels.named(
+        attention=variant.attention,
+        log_probs=variant.log_probs,
+        rms_norm=layers,
+        add_rms_norm=layers,
+        rotary=layers,
+        glu=layers,
+    )
+
+
 def updates(
-    plan: Plan, model: Model, mesh: Mesh = LOCAL, variant: tuple[str, str, bool, int] | None = None
+    plan: Plan, model: Model, mesh: Mesh = LOCAL, variant: Variant | None = None
 ) -> tuple[Callable[[Any, Any], Any], Any]:
     """An update of AdamW, which gives up its state, and the first state."""
-    attention, log_probs, _, micro = variant or plan.variants[0]
-    optimizer, kernel = adamw(schedule("constant", 1e-5)), Kernels.named(attention=attention, log_probs=log_probs)
+    variant = variant or plan.variants[0]
+    optimizer = adamw(schedule("constant", 1e-5))
     update = partial(
         update_actor,
-        forward=Forward(model, kernels=kernel, mesh=mesh),
+        forward=Forward(model, kernels=kernels_of(variant), mesh=mesh),
         loss_fn=losses.ppo_clip,
-        loop=Loop(mini_batch_size=plan.rows[0], micro_batching=MicroBatching(size=micro)),
+        loop=Loop(mini_batch_size=plan.rows[0], micro_batching=MicroBatching(size=variant.rows)),
         optimizer=optimizer,
         donate=True,
     )
@@ -105,10 +120,10 @@ def needed(model: Model, batch: Any) -> float:
     return flops.train_flops(model, row_lengths(batch), head_tokens=int(batch.response_mask.sum()))
 
 
-def time_updates(plan: Plan, variant: tuple[str, str, bool, int]) -> Record:
+def time_updates(plan: Plan, variant: Variant) -> Record:
     """Updates of ragged batches that never came before, and of the last of them again."""
-    _, _, recompute, micro = variant
-    model = build(plan.model, plan, recompute=recompute)
+    model = build(plan.model, plan, recompute=variant.again)
+    model = attrs.evolve(model, compile_layers=variant.layers == "compiled")
     update, first = updates(plan, model, variant=variant)
     held = [first]
     del first
@@ -131,7 +146,7 @@ def time_updates(plan: Plan, variant: tuple[str, str, bool, int]) -> Record:
         "TFLOP/s": sum(done) / sum(fresh) / 1e12,
         "MFU": share,
         "new over again": (sum(fresh) / sum(done)) / (sum(again) / (len(again) * done[-1])),
-        "syncs": count_syncs(partial(step, batches[-1]), plan.device) / (plan.rows[0] / micro),
+        "syncs": count_syncs(partial(step, batches[-1]), plan.device) / (plan.rows[0] / variant.rows),
         "peak, GiB": torch.cuda.max_memory_allocated(plan.device) / 2**30 if plan.device.type == "cuda" else None,
     }
 
@@ -140,9 +155,7 @@ def bench_update(plan: Plan) -> list[Record]:
     """Whole updates of the actor, by ways to run its layers."""
     records: list[Record] = []
     for variant in plan.variants:
-        attention, log_probs, recompute, micro = variant
-        name = f"{attention}, {log_probs}, {micro} rows{', layers again' if recompute else ''}"
-        records.append({"name": name, **attempt(partial(time_updates, plan, variant))})
+        records.append({"name": variant.name, **attempt(partial(time_updates, plan, variant))})
     columns = {"ms": ".1f", "tokens/s": ".0f", "TFLOP/s": ".4g", "MFU": ".1%", "new over again": ".2f"}
     columns |= {"syncs": ".1f", "peak, GiB": ".1f"}
     size = sum(shape.numel() for shape in build(plan.model, plan).shapes.values())
@@ -158,14 +171,12 @@ def bench_update(plan: Plan) -> list[Record]:
     return records + verdicts
 
 
-def bench_decode(plan: Plan) -> list[Record]:
+def time_decode(plan: Plan, layers: str, graphs: bool) -> Record:
     """The embedded engine: prompts that never came before, and the last ones again; its log-probs and the trainer's."""
     rows, longest, count = plan.decode
-    model = build(plan.model, plan)
-    attention, log_probs, _, micro = plan.variants[0]
-    table_ = Kernels.named(attention=attention, log_probs=log_probs)
+    model, variant = build(plan.model, plan), plan.variants[0]._replace(layers=layers)
     params = parameters(model, plan.device)
-    engine = EmbeddedEngine(model=model, kernels=table_, pad_token_id=0, max_rows=rows)
+    engine = EmbeddedEngine(model=model, kernels=kernels_of(variant), pad_token_id=0, max_rows=rows, graphs=graphs)
     sampling = Sampling(max_tokens=count)
     got: list[Any] = []
 
@@ -177,24 +188,40 @@ def bench_decode(plan: Plan) -> list[Record]:
     fresh = runs([partial(generate, 1 + seed) for seed in range(plan.fresh)], plan.device)
     again = runs([partial(generate, plan.fresh)] * plan.fresh, plan.device)
     rollout = got[0]
-    forward, cut = Forward(model, kernels=table_), MicroBatching(size=micro)
+    forward, cut = Forward(model, kernels=kernels_of(variant)), MicroBatching(size=variant.rows)
     own = compute_log_probs(params, rollout, forward=forward, micro_batching=cut)
     gap = (own - rollout.rollout_log_probs)[rollout.response_mask]
-    record = {
-        "name": "embedded engine",
+    return {
         "tokens/s": rows * count * len(fresh) / sum(fresh),
         "ms per token": 1e3 * sum(fresh) / len(fresh) / count,
         "new over again": sum(fresh) / sum(again),
         "k3": float((gap.exp() - 1 - gap).mean()),
     }
-    columns = {"tokens/s": ".0f", "ms per token": ".2f", "new over again": ".2f", "k3": ".2g"}
-    print(table(f"decode, {rows} rows, prompts to {longest}, {count} tokens", columns, [record]))
-    return [
-        record,
-        check("decode: a new batch over one that repeats", record["new over again"], NEW_BATCH),
-        check("decode: ms per token", record["ms per token"], 60),
-        check("decode: k3 to the trainer's log-probs", record["k3"], 0.05),
+
+
+def bench_decode(plan: Plan) -> list[Record]:
+    """The embedded engine, as it is and by CUDA graphs."""
+    rows, longest, count = plan.decode
+    ways = [("eager", False), ("eager", True), *([("triton", True)] if plan.device.type == "cuda" else [])]
+    records = [
+        {
+            "name": f"layers {layers}{', graphs' if graphs else ''}",
+            **attempt(partial(time_decode, plan, layers, graphs)),
+        }
+        for layers, graphs in ways
     ]
+    columns = {"tokens/s": ".0f", "ms per token": ".2f", "new over again": ".2f", "k3": ".2g"}
+    print(table(f"decode, {rows} rows, prompts to {longest}, {count} tokens", columns, records))
+    verdicts: list[Record] = []
+    for r in records:
+        name = f"decode, {r['name']}"
+        if "absent" in r:
+            verdicts.append({"name": name, "error": r["absent"], "passed": False})
+            continue
+        verdicts.append(check(f"{name}: a new batch over one that repeats", r["new over again"], NEW_BATCH))
+        verdicts.append(check(f"{name}: ms per token", r["ms per token"], GRAPHS_MS if "graphs" in name else EAGER_MS))
+        verdicts.append(check(f"{name}: k3 to the trainer's log-probs", r["k3"], 0.05))
+    return records + verdicts
 
 
 def offloaded_update(plan: Plan, how: str) -> tuple[Any, Callable[[Any, Any], Any]]:
@@ -202,12 +229,12 @@ def offloaded_update(plan: Plan, how: str) -> tuple[Any, Callable[[Any, Any], An
     model, lane = build(plan.small, plan), Lane(plan.device)
     kernel = adamw_ if how == "none" else offload.offloaded_adamw(adamw_, lane)
     optimizer = adamw(schedule("constant", 1e-4), kernel=kernel)
-    attention, log_probs, _, micro = plan.variants[0]
+    variant = plan.variants[0]
     update: Callable[..., Any] = partial(
         update_actor,
-        forward=Forward(model, kernels=Kernels.named(attention=attention, log_probs=log_probs)),
+        forward=Forward(model, kernels=kernels_of(variant)),
         loss_fn=losses.ppo_clip,
-        loop=Loop(mini_batch_size=plan.rows[0], micro_batching=MicroBatching(size=micro)),
+        loop=Loop(mini_batch_size=plan.rows[0], micro_batching=MicroBatching(size=variant.rows)),
         optimizer=optimizer,
     )
     state = init_state(parameters(model, plan.device), optimizer)

@@ -25,6 +25,21 @@ class Shape(NamedTuple):
     vocabulary: int
 
 
+class Variant(NamedTuple):
+    """A way to run an update, or to decode."""
+
+    attention: str
+    log_probs: str
+    layers: str  # the kernels inside the layers: "eager", "triton", or "compiled" whole
+    again: bool  # whether layers are computed again in the backward pass
+    rows: int  # of a micro-batch
+
+    @property
+    def name(self) -> str:
+        recomputed = ", layers again" if self.again else ""
+        return f"{self.attention}, {self.log_probs}, layers {self.layers}, {self.rows} rows{recomputed}"
+
+
 class Plan(NamedTuple):
     """Sizes of everything."""
 
@@ -38,7 +53,7 @@ class Plan(NamedTuple):
     model: Shape  # what is updated, and decodes
     small: Shape  # what is offloaded, and runs in vLLM
     rows: tuple[int, int, int]  # of a batch, longest prompt, longest response
-    variants: tuple[tuple[str, str, bool, int], ...]  # attention, log-probs, layers again, rows of a micro-batch
+    variants: tuple[Variant, ...]
     decode: tuple[int, int, int]  # rows, longest prompt, new tokens
     fresh: int  # shapes that never came before
     collective: int  # elements
@@ -56,7 +71,14 @@ FULL = Plan(
     model=Shape(1536, 28, 12, 2, 8960, 151936),  # Qwen2.5-1.5B's
     small=Shape(896, 4, 14, 2, 4864, 151936),  # four layers of Qwen2.5-0.5B's
     rows=(32, 128, 896),
-    variants=(("varlen", "triton", False, 4), ("varlen", "triton", True, 8), ("sdpa", "chunked", True, 8)),
+    variants=(
+        Variant("varlen", "triton", "triton", False, 16),
+        Variant("varlen", "triton", "triton", False, 4),
+        Variant("varlen", "triton", "triton", True, 16),
+        Variant("varlen", "triton", "compiled", False, 16),
+        Variant("varlen", "triton", "eager", False, 8),
+        Variant("sdpa", "chunked", "eager", True, 8),
+    ),
     decode=(64, 512, 128),
     fresh=4,
     collective=64 << 20,
@@ -73,7 +95,7 @@ TINY = Plan(
     model=Shape(64, 2, 2, 1, 64, 100),
     small=Shape(64, 2, 2, 1, 64, 100),
     rows=(4, 4, 8),
-    variants=(("sdpa", "chunked", False, 2), ("sdpa", "chunked", True, 4)),
+    variants=(Variant("sdpa", "chunked", "eager", False, 2), Variant("sdpa", "chunked", "eager", True, 4)),
     decode=(4, 6, 4),
     fresh=2,
     collective=1 << 10,

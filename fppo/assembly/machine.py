@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 
 from fppo import models
 from fppo.assembly.parts import device_of
 from fppo.assembly.texts import config_of, config_place
+from fppo.models.model import Model
 from fppo.settings import checks, resolve
 from fppo.settings.resolve import Machine
 from fppo.settings.train import TrainSettings
@@ -32,18 +34,22 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
 
 def machine_of(settings: TrainSettings, capability: tuple[int, int]) -> Machine:
     """A GPU of this compute capability with what is installed beside it, for the models of the settings."""
-    needs, refusals = _needs(settings), {}
-    for op in ("attention", "log_probs"):
+    built, refusals = list(_models(settings)), {}
+    needs = frozenset[str]().union(*map(models.attention_needs, built))
+    for op in ("attention", "log_probs", *resolve.LAYERS):
         for name, implementation in tables.BUILTIN[op].items():
             missing = sorted(implementation.lacks & needs)
             reason = implementation.refuse() or (f"has no {' and no '.join(missing)}" if missing else None)
             refusals |= {} if reason is None else {f"{op}/{name}": reason}
+    for op in resolve.LAYERS:
+        if f"{op}/triton" not in refusals and not all(models.has_place(x.text_of(x.skeleton), op) for x in built):
+            refusals[f"{op}/triton"] = "has no place in some model"
     return Machine(device="cuda", capability=capability, refusals=refusals)
 
 
-def _needs(settings: TrainSettings) -> frozenset[str]:
-    """What the models of the settings ask of attention."""
-    section, needs = settings.model, frozenset()
+def _models(settings: TrainSettings) -> Iterator[Model]:
+    """The models of the settings, without parameters."""
+    section = settings.model
     paths = {"model.path": section.path, "reward.model.path": settings.reward.model.path}
     if checks.uses_critic(settings):
         paths["model.critic_path"] = section.critic_path
@@ -53,5 +59,4 @@ def _needs(settings: TrainSettings) -> frozenset[str]:
         if path:
             with contextlib.suppress(ValueError, OSError):
                 config = config_of(settings, config_place(path, name))
-                needs |= models.attention_needs(models.build(config, trust_remote_code=section.trust_remote_code))
-    return needs
+                yield models.build(config, trust_remote_code=section.trust_remote_code)

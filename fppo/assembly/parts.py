@@ -256,7 +256,7 @@ def lacks_something(settings: TrainSettings) -> bool:
     section = settings.model
     table = kernel_table(settings)
     named = [table[op].get(getattr(section, op)) for op in ("attention", "log_probs")]
-    inside = any(getattr(section, op) != KERNELS[op][0] for op in INNER)
+    inside = any(getattr(section, op) != own for op, own in INNER.items())
     return any(kernel is not None and kernel.lacks for kernel in named) or inside or section.compile_layers
 
 

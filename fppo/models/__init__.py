@@ -4,6 +4,7 @@ from fppo.models.adapted import Lora
 from fppo.models.experts import Dispatched, dispatched
 from fppo.models.heads import Head, output_head
 from fppo.models.init import as_critic, init_params
+from fppo.models.inner import has_place
 from fppo.models.load import load
 from fppo.models.lora import adapt, merged
 from fppo.models.model import Model, attention_needs, build, longest_row, packed_attention, padded_attention
@@ -47,6 +48,7 @@ __all__ = [
     "check_staged",
     "dispatched",
     "forward",
+    "has_place",
     "hidden_states",
     "init_params",
     "load",

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fppo.key import Key
 from fppo.models.adapted import taking_adapted
-from fppo.models.known import know_layers
+from fppo.models.known import know_layers, known_layers
 from fppo.models.regions import BlockSeam, EmbeddingSeam, WidthSeam
 from fppo.models.seams import ATTENTION, LayerSeam, attention_seam, take_place
 from fppo_kernels.glu import eager as glus
@@ -245,6 +245,20 @@ def put_kernels(skeleton: PreTrainedModel, inner: Inner) -> None:
     chosen = [op for op in ("add_rms_norm", "rotary") if getattr(inner, op) is not getattr(OWN, op)]
     if chosen and not know_layers(skeleton, inner.rotary, added):
         raise _no_place(skeleton, " and ".join(chosen), "layer of Llama's kind")
+
+
+def has_place(skeleton: PreTrainedModel, op: str) -> bool:
+    """Whether a model has a place for kernels of `op`, of those inside the layers."""
+    modules = list(skeleton.modules())
+    match op:
+        case "glu":
+            return any(glu_form(module) for module in modules)
+        case "rms_norm":
+            return any(norm_form(module) for module in modules)
+        case "linear":
+            return any(map(is_linear, modules))
+        case _:
+            return bool(known_layers(skeleton))
 
 
 def _no_place(skeleton: PreTrainedModel, op: str, what: str) -> ValueError:

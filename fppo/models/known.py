@@ -77,9 +77,14 @@ def know_layers(
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]] | None,
 ) -> int:
     """Has the layers of a skeleton that are of Llama's kind run by kernels, and says how many these are."""
-    seams = [module for module in skeleton.modules() if isinstance(module, LayerSeam)]
-    known = [seam for seam in seams if type(seam._seam[1]).__module__ in KINDS]
+    known = known_layers(skeleton)
     for seam in known:
         index, layer = seam._seam
         seam._seam = index, KnownLayer(layer, rotary, add_rms_norm)
     return len(known)
+
+
+def known_layers(skeleton: PreTrainedModel) -> list[LayerSeam]:
+    """The places of a skeleton's layers that are of Llama's kind."""
+    seams = [module for module in skeleton.modules() if isinstance(module, LayerSeam)]
+    return [seam for seam in seams if type(seam._seam[1]).__module__ in KINDS]

@@ -150,15 +150,17 @@ class Model:
         one with seams to the kernels `inner` that are not the model's own code, of which the last are kept.
 
         Raises ValueError for a kernel that has no place in the model, and for layers that cannot be compiled here, or
-        that are on a tensor axis or have kernels in C++.
+        that are on a tensor axis or have kernels in C++ or Triton.
         """
         if compiled and self.layout is not None and max(self.layout.ranks, self.layout.expert[1]) > 1:
             raise ValueError(
                 "layers on a tensor axis or an expert axis cannot be compiled: they exchange tokens; leave "
                 "compile_layers out"
             )
-        if compiled and any(kernel.__module__.endswith(".cpp") for kernel in inner):
-            raise ValueError("layers with kernels in C++ cannot be compiled: leave these or compile_layers out")
+        if compiled and any(kernel.__module__.endswith((".cpp", ".triton")) for kernel in inner):
+            raise ValueError(
+                "layers with kernels in C++ or Triton cannot be compiled: leave these or compile_layers out"
+            )
         if inner == OWN and not compiled and threading.current_thread() is threading.main_thread():
             return self.skeleton
         kept: tuple[Inner, dict[bool, PreTrainedModel]] | None = getattr(self._copies, "kept", None)

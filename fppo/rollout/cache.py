@@ -36,9 +36,14 @@ def prefill_attention(
     return attend
 
 
-def allocate(like: Layers, rows: int, columns: int) -> Layers:
-    """An empty cache for layers with the heads and widths of `like`, [N, Hkv, D] each."""
-    return {i: tuple(x.new_empty(rows, x.shape[1], columns, x.shape[2]) for x in kv) for i, kv in like.items()}  # type: ignore[misc]
+def allocate(like: Layers, rows: int, columns: int, *, zeroed: bool = False) -> Layers:
+    """An empty cache for layers with the heads and widths of `like`, [N, Hkv, D] each; `zeroed` for attention that
+    reads what is not yet written."""
+    return {i: tuple(_blank(x, (rows, x.shape[1], columns, x.shape[2]), zeroed) for x in kv) for i, kv in like.items()}  # type: ignore[misc]
+
+
+def _blank(like: Tensor, shape: tuple[int, ...], zeroed: bool) -> Tensor:
+    return like.new_zeros(shape) if zeroed else like.new_empty(shape)
 
 
 def write_prompts_(cache: Layers, start: int, kept: Layers, index: Tensor, shape: tuple[int, int], n: int) -> None:
@@ -56,14 +61,15 @@ def write_prompts_(cache: Layers, start: int, kept: Layers, index: Tensor, shape
             target.unflatten(0, (batch, n)).copy_(rows)
 
 
-def grow_(cache: Layers, used: int, columns: int) -> None:
-    """Gives every layer of `cache` `columns` columns, of which the first `used` stay as they are.
+def grow_(cache: Layers, used: int, columns: int, *, zeroed: bool = False) -> None:
+    """Gives every layer of `cache` `columns` columns, of which the first `used` stay as they are; the others may be
+    `zeroed`.
 
     Layer by layer, so that the old and the new of all of them are never there at once.
     """
 
     def widen(x: Tensor) -> Tensor:
-        wide = x.new_empty(*x.shape[:2], columns, x.shape[3])
+        wide = _blank(x, (*x.shape[:2], columns, x.shape[3]), zeroed)
         wide[:, :, :used].copy_(x[:, :, :used])
         return wide
 
@@ -99,6 +105,12 @@ def as_packed(attend: Attend, rows: int) -> Attend:
     return attend_packed
 
 
+def bias_of(hidden: Tensor, cache: Layers) -> Tensor:
+    """What attention adds to scores [R, 1, 1, C]: -inf where `hidden`, bool [R, C], in the dtype of the cache."""
+    bias = torch.zeros(hidden.shape, dtype=next(iter(cache.values()))[0].dtype, device=hidden.device)
+    return bias.masked_fill_(hidden, -torch.inf)[:, None, None]
+
+
 def decode_attention(cache: Layers, column: int, first: int, bias: Tensor | None) -> Attend:
     """`attend` for one token per row and one pass: it writes its key and value at `column` and reads from `first` on.
 
@@ -108,22 +120,45 @@ def decode_attention(cache: Layers, column: int, first: int, bias: Tensor | None
     end, calls = column + 1, count()
 
     def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
-        _, scale, window, softcap, sinks = layer
         keys, values = cache[next(calls)]
         keys.select(2, column).copy_(key.squeeze(1))
         values.select(2, column).copy_(value.squeeze(1))
-        start = first if window is None else max(first, end - window)
+        start = first if layer.window is None else max(first, end - layer.window)
         k, v = keys.narrow(2, start, end - start), values.narrow(2, start, end - start)
-        mask = None if bias is None else bias[..., start:end]
-        rows, _, heads, width = query.shape
-        if softcap is not None or sinks is not None:
-            seen = query.new_ones(1, dtype=torch.bool) if mask is None else mask == 0
-            out = masked_attention(query.transpose(1, 2), k, v, seen, scale=scale, softcap=softcap, sinks=sinks)
-            return out.transpose(1, 2)
-        # the heads of a group as so many queries: keys and values are then read once, and not repeated
-        folded = query.reshape(rows, k.shape[1], -1, width)
-        mask = None if mask is None else mask.expand(-1, -1, folded.shape[2], -1)
-        out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
-        return out.reshape(rows, 1, heads, v.shape[3])
+        return _attended(query, k, v, layer, None if bias is None else bias[..., start:end])
 
     return attend
+
+
+def fixed_attention(cache: Layers, column: Tensor, pads: Tensor) -> Attend:
+    """`decode_attention` whose operations are the same at every column: it reads all columns, and hides the padding of
+    each row, `pads` int64 [R, 1], and what is beyond `column`, int64 [1]."""
+    calls = count()
+    places = torch.arange(next(iter(cache.values()))[0].shape[2], device=column.device)
+    hidden = (places < pads) | (places > column)
+    biases: dict[int | None, Tensor] = {}
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
+        keys, values = cache[next(calls)]
+        keys.index_copy_(2, column, key.transpose(1, 2))
+        values.index_copy_(2, column, value.transpose(1, 2))
+        if layer.window not in biases:
+            beyond = hidden if layer.window is None else hidden | (places <= column - layer.window)
+            biases[layer.window] = bias_of(beyond, cache)
+        return _attended(query, keys, values, layer, biases[layer.window])
+
+    return attend
+
+
+def _attended(query: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer, bias: Tensor | None) -> Tensor:
+    """Attention of one token per row [R, 1, Hq, D] over keys and values [R, Hkv, C, D], with `bias` [R, 1, 1, C]."""
+    rows, _, heads, width = query.shape
+    if layer.softcap is not None or layer.sinks is not None:
+        seen = query.new_ones(1, dtype=torch.bool) if bias is None else bias == 0
+        settings = {"scale": layer.scale, "softcap": layer.softcap, "sinks": layer.sinks}
+        return masked_attention(query.transpose(1, 2), keys, values, seen, **settings).transpose(1, 2)
+    # the heads of a group as so many queries: keys and values are then read once, and not repeated
+    folded = query.reshape(rows, keys.shape[1], -1, width)
+    mask = None if bias is None else bias.expand(-1, -1, folded.shape[2], -1)
+    out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=layer.scale)
+    return out.reshape(rows, 1, heads, values.shape[3])

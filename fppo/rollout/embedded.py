@@ -9,7 +9,6 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from fppo import models
@@ -26,14 +25,17 @@ from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.finished import FinishedRows, Step
 from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits, rollout_of
 from fppo.rollout.sampling import Columns, draw
+from fppo.rollout.stepping import Advance, Policy, Rows, Run, as_graphs, fixed_steps, plain_steps
 from fppo.runtime.mesh import LOCAL, Mesh, all_reduce
 from fppo_kernels.attention.sdpa import for_any_shape
-from fppo_kernels.collectives import all_gather
+from fppo_kernels.collectives import Axis, all_gather
 from fppo_kernels.padding import Packed, make_lengths, unpad
 from fppo_kernels.record import Kernels
 
 _CHUNK = 128  # columns by which the cache first exceeds the prompts
 _COMPACT = 0.9  # finished rows leave when the live share falls below; 0.6 to 1 measured the same within 5 %
+_HALF = 0.5  # and of rows whose step is recorded, which takes several steps' time
+_ALIGNED = 64
 
 
 @attrs.frozen(kw_only=True)
@@ -61,6 +63,7 @@ class EmbeddedEngine:
     max_rows: int = 1024
     cache_bytes: int | None = None
     prefill_tokens: int = 16384
+    graphs: bool | None = None
     mesh: Mesh = LOCAL
 
     @property
@@ -92,7 +95,9 @@ class EmbeddedEngine:
             head = _wide(models.output_head(model, params))
             decoder = decoder_of(model.text_of(skeleton), self.kernels.linear)
             columns = self._columns(model, head)
-            policy = _Policy(model, skeleton, decoder, head, columns, self.kernels, self.prefill_tokens)
+            recorded = self._records(device, decoder, columns.axis)
+            record = as_graphs(device) if recorded and device.type == "cuda" else _as_it_is if recorded else None
+            policy = Policy(model, skeleton, decoder, head, columns, self.kernels, self.prefill_tokens, record)
             steps: list[Step] = []
             for part, draws in self._waves(policy, len(lengths), n, width + max(limits)):
                 numbers = torch.arange(part.start, part.stop, device=device)[:, None] * n
@@ -107,6 +112,14 @@ class EmbeddedEngine:
         with torch.no_grad():  # not in inference mode: the rollout is for autograd to use
             return _assemble(steps, ask, row_ids, limits=limits, pad_token_id=self.pad_token_id)
 
+    def _records(self, device: torch.device, decoder: Decoder | None, axis: Axis) -> bool:
+        """Whether steps are recorded: those of other code may wait for the device, and a collective is not replayed."""
+        able = decoder is not None and axis.size == 1
+        if self.graphs and not able:
+            kind = self.model.config.model_type
+            raise ValueError(f"graphs = True: model type {kind!r} has steps that cannot be recorded; leave it out")
+        return able and (device.type == "cuda" if self.graphs is None else self.graphs)
+
     def _columns(self, model: Model, head: Head) -> Columns:
         """Those of the logits that the head gives on this rank."""
         axis, (name, _) = models.tensor_axis(model, self.mesh), vocabulary_head(model)
@@ -115,7 +128,7 @@ class EmbeddedEngine:
         first, _ = model.layout.cuts[name].runs(axis.rank)[0]
         return Columns(axis, first, model.whole_shapes[name][0])
 
-    def _waves(self, policy: _Policy, prompts: int, n: int, columns: int) -> Iterator[tuple[slice, slice]]:
+    def _waves(self, policy: Policy, prompts: int, n: int, columns: int) -> Iterator[tuple[slice, slice]]:
         """The prompts of each wave, and which of the n draws of each; rows may come to have `columns` columns."""
         device, budget = policy.head.weight.device, self.cache_bytes
         if budget is None and device.type == "cuda":
@@ -124,7 +137,7 @@ class EmbeddedEngine:
             budget = int(all_reduce(free, policy.columns.axis, dist.ReduceOp.MIN))
         rows, draws = self.max_rows, n
         if budget is not None:
-            one = _row_bytes(policy, columns)
+            one = _row_bytes(policy, _room(policy, columns))
             if one > budget:
                 text = (
                     f"one row of {columns} tokens has {one:,} bytes of keys and values: give it more, or fewer tokens"
@@ -137,21 +150,8 @@ class EmbeddedEngine:
                 yield slice(first, min(first + step, prompts)), slice(start, min(start + draws, n))
 
 
-class _Policy(NamedTuple):
-    """What a forward pass needs, inside `bind`."""
-
-    model: Model
-    skeleton: PreTrainedModel
-    decoder: Decoder | None  # of its language model, if that is of a kind that has one
-    head: Head  # in float32 or wider, as the training pass computes its logits
-    columns: Columns  # that it gives
-    kernels: Kernels
-    prefill_tokens: int
-
-    @property
-    def text(self) -> PreTrainedModel:
-        """The language model."""
-        return self.model.text_of(self.skeleton)
+def _as_it_is(run: Run) -> Run:
+    return run
 
 
 class _Wave(NamedTuple):
@@ -213,7 +213,7 @@ def _passes(lengths: Sequence[int], budget: int) -> Iterator[slice]:
     yield slice(start, len(lengths))
 
 
-def _row_bytes(policy: _Policy, columns: int) -> int:
+def _row_bytes(policy: Policy, columns: int) -> int:
     """Bytes of a row's keys and values, seen in a pass over one token for each rank."""
     count, device, kept = policy.columns.axis.size, policy.head.weight.device, caches.Layers()
     tokens = torch.zeros(1, count, dtype=torch.int64, device=device)
@@ -222,7 +222,7 @@ def _row_bytes(policy: _Policy, columns: int) -> int:
     return caches.row_bytes(kept, columns)
 
 
-def _prefill(policy: _Policy, wave: _Wave, columns: int) -> tuple[Tensor, caches.Layers, list[AttentionLayer]]:
+def _prefill(policy: Policy, wave: _Wave, columns: int) -> tuple[Tensor, caches.Layers, list[AttentionLayer]]:
     """The logits [B * n, V] after each prompt, the cache of the prompts' keys and values, and what each call asks of
     attention. Each prompt runs once."""
     cache, axis = caches.Layers(), policy.columns.axis
@@ -237,12 +237,12 @@ def _prefill(policy: _Policy, wave: _Wave, columns: int) -> tuple[Tensor, caches
         count = part.stop - part.start
         last = all_gather(hidden, axis)[packed.lengths.cu_seqlens[1 : count + 1].long() - 1]
         logits.append(logits_of(policy.head, last, policy.kernels.linear))
-        cache = cache or caches.allocate(prompts, len(wave.rows), columns)
+        cache = cache or caches.allocate(prompts, len(wave.rows), columns, zeroed=policy.record is not None)
         caches.write_prompts_(cache, part.start * n, prompts, packed.index, (count, wave.mask.shape[1]), n)
     return wave.each(torch.cat(logits)), cache, asked
 
 
-def _hidden(policy: _Policy, packed: Packed, wave: _Wave, part: slice, attend: Attend) -> Tensor:
+def _hidden(policy: Policy, packed: Packed, wave: _Wave, part: slice, attend: Attend) -> Tensor:
     """Hidden states [N, H] of prompts, packed, with what images they have."""
     tokens = packed.tokens[None]
     inputs, lengths = None if wave.inputs is None else wave.inputs[part], wave.lengths[part]
@@ -252,20 +252,19 @@ def _hidden(policy: _Policy, packed: Packed, wave: _Wave, part: slice, attend: A
     return models.forward(policy.text, tokens, positions, attend=attend, embedded=embedded, deep=deep)[0]
 
 
-def _decode(policy: _Policy, wave: _Wave, ask: Ask, on_step: FinishedRows | None) -> list[Step]:
+def _decode(policy: Policy, wave: _Wave, ask: Ask, on_step: FinishedRows | None) -> list[Step]:
     """Responses to the wave's prompts."""
     rows, sampling = wave.rows, ask.sampling
     most, width = max(wave.limits), wave.mask.shape[1]
     total = width + most
-    columns = min(total, width + _CHUNK)
+    columns = _room(policy, min(total, width + _CHUNK))
     logits, cache, asked = _prefill(policy, wave, columns)
-    next_hidden = _stepper(policy, asked, total)
     stops = _stop_table(sampling, policy.columns.size, rows.device)
     pads = wave.each(width - wave.mask.sum(1, keepdim=True))
     shifts = torch.tensor([[shift_of(policy.model, x)] for x in wave.inputs or [None] * len(wave.lengths)])
-    alike = not shifts.any()
-    starts = pads - wave.each(shifts.to(pads.device))  # the column of each row's position 0
-    first, bias = _padding(pads, columns, cache)
+    live = Rows(cache, columns, pads, pads - wave.each(shifts.to(pads.device)))
+    step_of = _steps(policy, asked, total, alike=not shifts.any())
+    advance = step_of(live)
     done = torch.zeros_like(rows, dtype=torch.bool)
     last = wave.each(torch.tensor(wave.limits, device=rows.device)) - 1
     reader = None if sampling.stop_texts is None else StopReader(sampling.stop_texts)
@@ -282,55 +281,38 @@ def _decode(policy: _Policy, wave: _Wave, ask: Ask, on_step: FinishedRows | None
             stopped = stopped | _completed(reader, rows, drawn.tokens)
         if on_step is not None:
             on_step(steps[-1], stopped)
-        new = drawn.tokens[:, None]
+        new, changed = drawn.tokens, False
         if ends:
             done = done | stopped | (last == t)
             left = len(done) - int(done.sum())
             if left == 0:
                 break
-            if left < len(done) * _COMPACT:
+            if changed := left < len(done) * (_COMPACT if policy.record is None else _HALF):
                 keep, holes = _survivors(done, left)
-                cache = caches.compact_(cache, holes, keep[holes], left, width + t)
-                rows, done, pads, starts = (x[keep] for x in (rows, done, pads, starts))
-                uniforms, new, last = (x[keep] for x in (uniforms, new, last))
-                first, bias = _padding(pads, columns, cache)
+                packed = caches.compact_(live.cache, holes, keep[holes], left, width + t)
+                live = Rows(packed, live.columns, live.pads[keep], live.starts[keep])
+                rows, done, uniforms, new, last = (x[keep] for x in (rows, done, uniforms, new, last))
         if t + 1 == most:
             break
         column = width + t
-        if column == columns:
-            columns = min(total, column + max(_CHUNK, column // 2))
-            caches.grow_(cache, column, columns)
-            first, bias = _padding(pads, columns, cache)
-        attend = caches.decode_attention(cache, column, first, bias)
-        positions = column - (starts if bias is not None or not alike else starts[:1])
-        logits = logits_of(policy.head, next_hidden(new, positions, attend), policy.kernels.linear)
+        if column == live.columns:
+            columns, changed = _room(policy, min(total, column + max(_CHUNK, column // 2))), True
+            caches.grow_(live.cache, column, columns, zeroed=policy.record is not None)
+            live = live._replace(columns=columns)
+        advance = step_of(live) if changed else advance
+        logits = advance(new, column)
     return steps
 
 
-def _stepper(
-    policy: _Policy, asked: Sequence[AttentionLayer], length: int
-) -> Callable[[Tensor, Tensor, Attend], Tensor]:
-    """The hidden states [R, H] after one more token per row [R, 1], at positions [R, 1], or [1, 1] if all have one.
+def _steps(policy: Policy, asked: Sequence[AttentionLayer], length: int, *, alike: bool) -> Callable[[Rows], Advance]:
+    if policy.record is None:
+        return plain_steps(policy, asked, length, alike=alike)
+    return fixed_steps(policy, asked, length, policy.record)
 
-    Rows become at most `length` tokens long.
-    """
-    decoder, axis = policy.decoder, policy.columns.axis
 
-    def by_modules(tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        positions = positions.expand_as(tokens)
-        if axis.size == 1:
-            return models.forward(policy.text, tokens, positions, attend=attend)[:, 0]
-        fill = 0, -len(tokens) % axis.size  # to a packed row, of which each rank has a slice between the blocks
-        row = [F.pad(x[:, 0], fill)[None] for x in (tokens, positions)]
-        hidden = models.forward(policy.text, *row, attend=caches.as_packed(attend, len(tokens)))[0]
-        return all_gather(hidden, axis)[: len(tokens)]
-
-    if decoder is None:
-        return by_modules
-    rotation = decoder.rotation(length)
-    return lambda tokens, positions, attend: decoder.hidden(
-        tokens[:, 0], rotation.at(positions[:, 0]), attend=attend, asked=asked
-    )
+def _room(policy: Policy, columns: int) -> int:
+    """How many columns the cache gets for so many: of a step that reads all of them, as kernels read them best."""
+    return columns if policy.record is None else -(-columns // _ALIGNED) * _ALIGNED
 
 
 def _completed(reader: StopReader, rows: Tensor, tokens: Tensor) -> Tensor:
@@ -345,16 +327,6 @@ def _stop_table(sampling: Sampling, size: int, device: torch.device) -> Tensor:
     table = torch.zeros(size, dtype=torch.bool, device=device)
     table[list(sampling.stop_token_ids)] = True
     return table
-
-
-def _padding(pads: Tensor, columns: int, cache: caches.Layers) -> tuple[int, Tensor | None]:
-    """The first column that any row uses, and what hides each row's padding; `pads` int64 [R, 1]."""
-    first, last = (int(x) for x in pads.aminmax())
-    if first == last:
-        return first, None
-    hidden = torch.arange(columns, device=pads.device) < pads
-    bias = torch.zeros(hidden.shape, dtype=next(iter(cache.values()))[0].dtype, device=pads.device)
-    return first, bias.masked_fill_(hidden, -torch.inf)[:, None, None]
 
 
 def _survivors(done: Tensor, left: int) -> tuple[Tensor, Tensor]:

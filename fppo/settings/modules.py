@@ -19,13 +19,13 @@ KERNELS = {  # by the settings of model that name one
     "attention": (AUTO, "sdpa", "eager", "flash", "varlen", "flex"),
     "log_probs": (AUTO, "chunked", "cpp", "reference", "compiled", "liger", "triton"),
     "linear": ("torch", "onednn"),
-    "rms_norm": ("eager", "torch", "cpp", "liger", "triton"),
-    "add_rms_norm": ("eager", "cpp", "liger", "triton"),
-    "rotary": ("eager", "cpp", "liger", "triton"),
-    "glu": ("eager", "cpp", "liger", "triton"),
+    "rms_norm": (AUTO, "eager", "torch", "cpp", "liger", "triton"),
+    "add_rms_norm": (AUTO, "eager", "cpp", "liger", "triton"),
+    "rotary": (AUTO, "eager", "cpp", "liger", "triton"),
+    "glu": (AUTO, "eager", "cpp", "liger", "triton"),
 }
-# of what stands inside the layers: the first of their kernels is the model's own code
-INNER = ("linear", "rms_norm", "add_rms_norm", "rotary", "glu")
+# of what stands inside the layers: the names for the model's own code
+INNER = {"linear": "torch", "rms_norm": "eager", "add_rms_norm": "eager", "rotary": "eager", "glu": "eager"}
 # what may give a module names that its file does not spell
 _INDIRECT = {"globals", "locals", "vars", "setattr", "exec", "eval", "__dict__", "__getattr__"}
 

@@ -1,8 +1,9 @@
 """What the settings that say "auto" come to on a machine: one place, and a pure function of what the machine is.
 
-On a CPU they are float32, `sdpa`, `chunked`, and a vLLM that starts at once. On a GPU they are bfloat16 (parameters and
-moments stay float32), `varlen`, `triton`, and a vLLM that captures graphs; what does not run there gives way to the
-kernel that runs everywhere, with a line that says why.
+On a CPU they are float32, `sdpa`, `chunked`, layers of the model's own code, and a vLLM that starts at once. On a GPU
+they are bfloat16 (parameters and moments stay float32), `varlen`, `triton` for log-probs and inside the layers, and a
+vLLM that captures graphs; what does not run there gives way to what runs everywhere, for attention and log-probs with a
+line that says why.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from fppo.settings.train import TrainSettings
 from fppo.settings.vllm import VllmSettings
 
 AUTO = "auto"
+LAYERS = ("rms_norm", "add_rms_norm", "rotary", "glu")  # operations inside the layers
 _BFLOAT16 = (8, 0)  # the compute capability from which on GPUs multiply in bfloat16
 
 
@@ -51,6 +53,12 @@ def kernel(op: str, machine: Machine, dtypes: set[str]) -> tuple[str, list[str]]
     return (fast, []) if reason is None else (general, [f"model.{op} {general}: {fast} {reason}"])
 
 
+def layer_kernel(op: str, machine: Machine, dtypes: set[str], *, compiled: bool) -> str:
+    """The kernel for an operation inside the layers, which may be `compiled` whole."""
+    general = machine.device == "cpu" or "float32" in dtypes or compiled
+    return "eager" if general or f"{op}/triton" in machine.refusals else "triton"
+
+
 def resolved(settings: TrainSettings, machine: Machine) -> tuple[TrainSettings, list[str]]:
     """The settings with a value for each that says auto, and why it is not the usual one where it is not.
 
@@ -66,6 +74,8 @@ def resolved(settings: TrainSettings, machine: Machine) -> tuple[TrainSettings, 
         if getattr(model, op) == AUTO:
             name, said = kernel(op, machine, dtypes)
             model, lines = attrs.evolve(model, **{op: name}), [*lines, *said]
+    inside = {op: layer_kernel(op, machine, dtypes, compiled=model.compile_layers) for op in LAYERS}
+    model = attrs.evolve(model, **{op: name for op, name in inside.items() if getattr(model, op) == AUTO})
     rollout, judge = settings.rollout, settings.reward.judge
     if rollout.engine == "vllm":
         rollout = attrs.evolve(rollout, vllm=_vllm(rollout.vllm, machine))

@@ -67,14 +67,14 @@ class ModelSettings:
     """The kernel for log-probs, entropy: auto, chunked, cpp, reference, compiled, liger, triton; or module:function."""
     linear: str = setting("torch", nonempty("give the name of a kernel for linear layers, as torch"))
     """The kernel for linear layers: torch, onednn (on some CPUs twice as fast; see fppo ablate); or module:function."""
-    rms_norm: str = setting("eager", nonempty("give the name of a kernel for RMSNorm, as eager"))
-    """The kernel for RMSNorm: eager (the model's own code), torch, cpp, liger, triton; or module:function."""
-    add_rms_norm: str = setting("eager", nonempty("give the name of a kernel for RMSNorm of a sum, as eager"))
-    """The kernel for RMSNorm of a sum: eager (the model's own code), cpp, liger, triton; or module:function."""
-    rotary: str = setting("eager", nonempty("give the name of a kernel for rotary positions, as eager"))
-    """The kernel for rotary positions: eager (the model's own code), cpp, liger, triton; or module:function."""
-    glu: str = setting("eager", nonempty("give the name of a kernel for gated activations, as eager"))
-    """The kernel for gated activations: eager (the model's own code), cpp, liger, triton; or module:function."""
+    rms_norm: str = setting("auto", nonempty("give the name of a kernel for RMSNorm, as eager, or auto"))
+    """The kernel for RMSNorm: auto, eager (the model's own code), torch, cpp, liger, triton; or module:function."""
+    add_rms_norm: str = setting("auto", nonempty("give the name of a kernel for RMSNorm of a sum, as eager, or auto"))
+    """The kernel for RMSNorm of a sum: auto, eager (the model's own code), cpp, liger, triton; or module:function."""
+    rotary: str = setting("auto", nonempty("give the name of a kernel for rotary positions, as eager, or auto"))
+    """The kernel for rotary positions: auto, eager (the model's own code), cpp, liger, triton; or module:function."""
+    glu: str = setting("auto", nonempty("give the name of a kernel for gated activations, as eager, or auto"))
+    """The kernel for gated activations: auto, eager (the model's own code), cpp, liger, triton; or module:function."""
 
 
 @attrs.frozen(kw_only=True)

@@ -131,7 +131,7 @@ def test_programs_in_cpp_inside_the_layers():
     torch.testing.assert_close(
         gradients(model, params, kernels), gradients(model, params, PLAIN), rtol=1e-10, atol=1e-10
     )
-    with pytest.raises(ValueError, match=r"kernels in C\+\+ cannot be compiled"):
+    with pytest.raises(ValueError, match=r"kernels in C\+\+ or Triton cannot be compiled"):
         gradients(attrs.evolve(model, compile_layers=True), params, kernels)
 
 
@@ -224,6 +224,19 @@ class Block(torch.nn.Module):
 
     def forward(self, x):
         return self.factor * self.c(self.b(x) * self.act(self.a(x)))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qwen2", {"glu", "rms_norm", "rotary", "add_rms_norm", "linear"}),
+        ("gemma2", {"glu", "rms_norm", "linear"}),
+        ("gpt2", {"linear"}),
+    ],
+)
+def test_what_a_model_has_a_place_for(name, expected):
+    skeleton = make(name)[0].skeleton
+    assert {op for op in OWN._fields if models.has_place(skeleton, op)} == expected
 
 
 def test_a_gated_activation_is_known_by_what_it_computes():

@@ -198,7 +198,7 @@ def test_waves_hold_no_more_rows_than_asked_or_than_one_prompt_has(n, expected, 
     model, params = make("qwen2")
     allocate, waves = caches.allocate, []
     monkeypatch.setattr(
-        caches, "allocate", lambda like, rows, columns: [waves.append(rows), allocate(like, rows, columns)][1]
+        caches, "allocate", lambda like, rows, *size, **how: [waves.append(rows), allocate(like, rows, *size, **how)][1]
     )
     engine_of(model, max_rows=5).generate(params, Ask(make_prompts(), Sampling(n=n, max_tokens=2), Key(0)))
     assert waves == expected
@@ -212,8 +212,8 @@ def test_a_bound_in_bytes_holds_for_keys_and_values_and_changes_nothing_else(row
     whole = engine_of(model).generate(params, ask)
     one, allocate, sizes = 16 * 2 * 2 * 2 * 4 * 8, caches.allocate, []
 
-    def watched(like, rows, columns):
-        cache = allocate(like, rows, columns)
+    def watched(*like, **how):
+        cache = allocate(*like, **how)
         sizes.append(sum(x.numel() * x.element_size() for pair in cache.values() for x in pair))
         return cache
 

@@ -50,6 +50,26 @@ def test_each_machine_has_its_own(machine, changes, expected, said):
     assert all(part in line for part, line in zip(said, lines, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("machine", "changes", "expected"),
+    [
+        (CPU, {}, "eager"),
+        (H100, {}, "triton"),
+        (H100, {"model.rms_norm": "liger"}, "triton"),
+        (H100, {"model.compute_dtype": "float32"}, "eager"),
+        (H100, {"model.compile_layers": True}, "eager"),
+        (attrs.evolve(H100, refusals={"rotary/triton": "has no place in some model"}), {}, "triton"),
+    ],
+)
+def test_operations_inside_the_layers(machine, changes, expected):
+    settings, lines = resolve.resolved(files.replace(TrainSettings(), changes), machine)
+    differ = {"rms_norm": changes["model.rms_norm"]} if "model.rms_norm" in changes else {}
+    differ |= dict.fromkeys((key.partition("/")[0] for key in machine.refusals), "eager")
+    wanted = dict.fromkeys(resolve.LAYERS, expected) | differ
+    assert {op: getattr(settings.model, op) for op in resolve.LAYERS} == wanted
+    assert not lines
+
+
 @pytest.mark.parametrize(("machine", "eager"), [(CPU, True), (H100, False)])
 def test_a_vllm_that_runs_captures_graphs_on_a_gpu(machine, eager):
     changes = {"rollout.engine": "vllm", "reward.judge.engine": "vllm", "reward.judge.path": "m"}
@@ -64,6 +84,6 @@ def test_a_vllm_that_runs_captures_graphs_on_a_gpu(machine, eager):
 def test_what_is_resolved_stays(machine):
     """A run keeps its own settings, and goes on with them."""
     once, _ = resolve.resolved(TrainSettings(), machine)
-    assert "auto" not in {once.model.compute_dtype, once.model.attention, once.model.log_probs}
+    assert "auto" not in attrs.asdict(once.model).values()
     for other in (CPU, H100, T4):
         assert resolve.resolved(once, other) == (once, [])

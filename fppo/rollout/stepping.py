@@ -1,0 +1,177 @@
+"""One more token per row: the forward pass of a step of generation, as it is or recorded once and replayed.
+
+On a GPU a step of a small model takes as long as the host needs to launch its many operations. Recorded as a CUDA graph
+they are one launch. What is recorded runs on the same tensors at every replay, so that it reads all columns of the
+cache and hides those that are not yet written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from fppo import models
+from fppo.models.heads import Head, logits_of
+from fppo.models.model import Model
+from fppo.models.seams import Attend, AttentionLayer
+from fppo.rollout import cache as caches
+from fppo.rollout.decoder import Decoder
+from fppo.rollout.sampling import Columns
+from fppo_kernels.collectives import all_gather
+from fppo_kernels.record import Kernels
+
+# the logits [R, V] after one more token per row [R], whose keys and values go to a column of the cache
+Advance = Callable[[Tensor, int], Tensor]
+Run = Callable[[], Tensor]  # on the same tensors every time
+Record = Callable[[Run], Run]
+
+
+class Policy(NamedTuple):
+    """What a forward pass needs, inside `bind`."""
+
+    model: Model
+    skeleton: PreTrainedModel
+    decoder: Decoder | None  # of its language model, if that is of a kind that has one
+    head: Head  # in float32 or wider, as the training pass computes its logits
+    columns: Columns  # that it gives
+    kernels: Kernels
+    prefill_tokens: int
+    record: Record | None  # of steps, or none
+
+    @property
+    def text(self) -> PreTrainedModel:
+        """The language model."""
+        return self.model.text_of(self.skeleton)
+
+
+class Rows(NamedTuple):
+    """The rows that are being generated, and their cache of `columns` columns."""
+
+    cache: caches.Layers
+    columns: int
+    pads: Tensor  # int64 [R, 1], of padding before each prompt
+    starts: Tensor  # int64 [R, 1], the column of each row's position 0: after images it is not that of its first token
+
+
+def plain_steps(
+    policy: Policy, asked: Sequence[AttentionLayer], length: int, *, alike: bool
+) -> Callable[[Rows], Advance]:
+    """Steps of rows of at most `length` tokens that are computed as they are, for rows as they stand.
+
+    `asked` is what each layer asks of attention; `alike` says that a row's positions begin where its padding ends.
+    """
+    next_hidden = _hidden_of(policy, asked, length)
+
+    def of(rows: Rows) -> Advance:
+        first, bias = _padding(rows)
+
+        def advance(tokens: Tensor, column: int) -> Tensor:
+            attend = caches.decode_attention(rows.cache, column, first, bias)
+            positions = column - (rows.starts if bias is not None or not alike else rows.starts[:1])
+            return logits_of(policy.head, next_hidden(tokens[:, None], positions, attend), policy.kernels.linear)
+
+        return advance
+
+    return of
+
+
+def fixed_steps(
+    policy: Policy, asked: Sequence[AttentionLayer], length: int, record: Record
+) -> Callable[[Rows], Advance]:
+    """`plain_steps` that `record` may record: a step is a function of tensors that stay where they are."""
+    next_hidden = _hidden_of(policy, asked, length)
+
+    def of(rows: Rows) -> Advance:
+        tokens, column = torch.zeros_like(rows.starts), rows.starts.new_zeros(1)
+
+        def step() -> Tensor:
+            attend = caches.fixed_attention(rows.cache, column, rows.pads)
+            hidden = next_hidden(tokens, column - rows.starts, attend)
+            return logits_of(policy.head, hidden, policy.kernels.linear)
+
+        run = record(step)
+
+        def advance(new: Tensor, at: int) -> Tensor:
+            tokens.copy_(new[:, None])
+            column.fill_(at)
+            return run()
+
+        return advance
+
+    return of
+
+
+def as_graphs(device: torch.device) -> Record:
+    """Records what runs as CUDA graphs, of one pool of memory: only the last one recorded may still be replayed.
+
+    A function's first call runs it as it is, which compiles its kernels; the second one records it.
+    """
+    pool, beside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+    def record(run: Run) -> Run:
+        calls, graph, results = count(), torch.cuda.CUDAGraph(), list[Tensor]()
+
+        def captured() -> None:
+            caller = torch.cuda.current_stream(device)
+            beside.wait_stream(caller)
+            with torch.cuda.stream(beside):
+                # other threads, as one that trains meanwhile, may allocate memory
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    results.append(run())
+                finally:
+                    graph.capture_end()
+            caller.wait_stream(beside)
+
+        def replayed() -> Tensor:
+            if (call := next(calls)) == 0:
+                return run()
+            if call == 1:
+                captured()
+            graph.replay()
+            return results[0]
+
+        return replayed
+
+    return record
+
+
+def _hidden_of(
+    policy: Policy, asked: Sequence[AttentionLayer], length: int
+) -> Callable[[Tensor, Tensor, Attend], Tensor]:
+    """The hidden states [R, H] after one more token per row [R, 1], at positions [R, 1], or [1, 1] if all have one.
+
+    Rows become at most `length` tokens long.
+    """
+    decoder, axis = policy.decoder, policy.columns.axis
+
+    def by_modules(tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        positions = positions.expand_as(tokens)
+        if axis.size == 1:
+            return models.forward(policy.text, tokens, positions, attend=attend)[:, 0]
+        fill = 0, -len(tokens) % axis.size  # to a packed row, of which each rank has a slice between the blocks
+        row = [F.pad(x[:, 0], fill)[None] for x in (tokens, positions)]
+        hidden = models.forward(policy.text, *row, attend=caches.as_packed(attend, len(tokens)))[0]
+        return all_gather(hidden, axis)[: len(tokens)]
+
+    if decoder is None:
+        return by_modules
+    rotation = decoder.rotation(length)
+    return lambda tokens, positions, attend: decoder.hidden(
+        tokens[:, 0], rotation.at(positions[:, 0]), attend=attend, asked=asked
+    )
+
+
+def _padding(rows: Rows) -> tuple[int, Tensor | None]:
+    """The first column that any row uses, and what hides each row's padding."""
+    first, last = (int(x) for x in rows.pads.aminmax())
+    if first == last:
+        return first, None
+    hidden = torch.arange(rows.columns, device=rows.pads.device) < rows.pads
+    return first, caches.bias_of(hidden, rows.cache)
