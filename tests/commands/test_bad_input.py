@@ -24,14 +24,6 @@ def task(tmp_path):
     return tmp_path
 
 
-def nan_reward(sample):
-    return float("nan")
-
-
-def no_reward(sample):
-    return None
-
-
 def _fails(task, capsys, *overrides, begun=False):
     """What `fppo train` says of bad settings; nothing may have been written unless the run had begun."""
     assert cli.main(["train", str(task / "run.toml"), *overrides]) == 2
@@ -113,7 +105,7 @@ def test_a_loss_that_does_not_import(task, capsys):
 
 @pytest.mark.parametrize("name", ["nan_reward", "no_reward"])
 def test_a_reward_that_returns_no_number(task, capsys, name):
-    said = _fails(task, capsys, "--reward.functions", f"tests.commands.test_bad_input:{name}", begun=True)
+    said = _fails(task, capsys, "--reward.functions", f"tests.rewards.functions:{name}", begun=True)
     assert name in said
     assert "sample 0" in said
 

@@ -22,26 +22,16 @@ def task(tmp_path):
     return tmp_path
 
 
-def broken_reward(sample):
-    raise LookupError("the key is not set")
-
-
-def broken_half(sample):
-    if "1+" in sample.prompt or sample.extras.get("nothing"):
-        raise LookupError("the key is not set")
-    return 1.0
-
-
 def _train(task, *overrides):
     return cli.main(["train", str(task / "run.toml"), *overrides])
 
 
 @pytest.mark.parametrize("before", [[], pytest.param(["--eval.before"], marks=pytest.mark.slow)])
 def test_a_reward_that_fails_on_all_of_the_first_batch_ends_the_run_with_its_error(task, capsys, before):
-    functions = ["exact_match", f"{__name__}:broken_reward"]
+    functions = ["exact_match", "tests.rewards.functions:refuses"]
     assert _train(task, "--reward.functions", *functions, *before) == 1
     said = capsys.readouterr().err
-    assert "the reward 'broken_reward' failed on every one of the first" in said
+    assert "the reward 'refuses' failed on every one of the first" in said
     assert "LookupError: the key is not set" in said
     lines = jsonl.read(task / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == []
@@ -50,7 +40,15 @@ def test_a_reward_that_fails_on_all_of_the_first_batch_ends_the_run_with_its_err
 @pytest.mark.slow
 def test_failures_beside_good_rows_are_counted_and_shown(task, capsys):
     assert (
-        _train(task, "--reward.functions", f"{__name__}:broken_half", "--rollout.batch-size", "24", "--eval.every", "1")
+        _train(
+            task,
+            "--reward.functions",
+            "tests.rewards.functions:refuses_half",
+            "--rollout.batch-size",
+            "24",
+            "--eval.every",
+            "1",
+        )
         == 0
     )
     printed = capsys.readouterr().out.splitlines()

@@ -120,6 +120,25 @@ def uneven_names(sample: Sample) -> dict[str, float]:
     return {"score": 1.0, sample.response: 2.0}
 
 
+def refuses(sample: Sample) -> float:
+    raise LookupError("the key is not set")
+
+
+def refuses_half(sample: Sample) -> float:
+    """Fails where the prompt begins with "1+"."""
+    if "1+" in sample.prompt:
+        raise LookupError("the key is not set")
+    return 1.0
+
+
+def nan_reward(sample: Sample) -> float:
+    return float("nan")
+
+
+def no_reward(sample: Sample) -> None:
+    return None
+
+
 summed = weighted_sum({"length": length, "one": by_response}, {"length": 0.5})
 constant = 3
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fppo import batch, metrics, rewards
 from fppo.rewards import RewardRunner, Sample
+from tests.rewards import functions
 from tests.rewards.samples import Letters, rollout
 
 
@@ -60,16 +61,12 @@ def test_scores_and_metrics():
     assert batch.num_rows(scored) == 3
 
 
-def refuses(rows: Sample) -> float:
-    raise RuntimeError("no server")
-
-
 def test_a_function_that_fails_on_all_rows_of_the_first_policy_is_an_error():
     """A later one has shown that it can score: such rows are counted."""
     rows = rollout(["q"] * 3, ["aeb", "b", "a"], [None] * 3)
-    both = rewards.weighted_sum({"v": vowels, "r": refuses})
+    both = rewards.weighted_sum({"v": vowels, "r": functions.refuses})
     with pytest.raises(
-        ValueError, match=r"the reward 'r' failed on every one of the first 3 .*RuntimeError: no server"
+        ValueError, match=r"the reward 'r' failed on every one of the first 3 .*LookupError: the key is not set"
     ):
         score(rows, both)
     later = batch.extend(type(rows), rows, versions=torch.tensor([0, 0, 1]))
