@@ -146,27 +146,18 @@ def test_the_help_of_eval_is_what_an_evaluation_takes(capsys):
     assert "--actor" not in shown
 
 
-@pytest.mark.parametrize("arguments", ["--help", *(f"{name} --help" for name in cli.COMMANDS)])
-def test_help_answers_without_loading_what_is_slow(arguments):
+def test_help_answers_without_loading_what_is_slow():
     program = (
         "import sys; from fppo.commands import cli\n"
-        "try: cli.main(sys.argv[1:])\n"
-        "except SystemExit: pass\n"
-        "slow = [name for name in ('torch', 'transformers', 'matplotlib', 'datasets') if name in sys.modules]\n"
-        "sys.exit(str(slow) if slow else 0)"
+        "for name in ([], *([x] for x in cli.COMMANDS)):\n"
+        "    try: cli.main([*name, '--help'])\n"
+        "    except SystemExit: pass\n"
+        "    slow = [x for x in ('torch', 'transformers', 'matplotlib', 'datasets') if x in sys.modules]\n"
+        "    if slow: sys.exit(f'{name} loads {slow}')"
     )
-    done = subprocess.run([sys.executable, "-c", program, *arguments.split()], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "usage:" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("room", "unwanted"), [("losses", ["transformers"]), ("laws", ["transformers", "matplotlib"])], ids=str
-)
-def test_math_is_imported_without_models_and_charts(room, unwanted):
-    program = f"import sys, fppo.{room}; print([name for name in {unwanted} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.count("usage:") == 1 + len(cli.COMMANDS)
 
 
 def test_a_report_is_written(tmp_path, capsys):
