@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,16 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from fppo.runtime.mesh import Mesh
+
+PRELOADED = ["fppo.commands.actions", "fppo.commands.distributed", "tests.distributed.processes", "tests.tiny"]
+
+
+def server() -> ForkServerContext:
+    """Processes come from one server of this one, that has imported everything and run nothing: thread pools that have
+    run hang in a fork, and a process that starts by itself imports for seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def _rank(rank: int, axes: Mapping[str, int], fn: Callable[[Mesh], Any], directory: str) -> None:
@@ -29,8 +41,9 @@ def _rank(rank: int, axes: Mapping[str, int], fn: Callable[[Mesh], Any], directo
 
 def start(axes: Mapping[str, int], fn: Callable[[Mesh], Any], directory: str) -> Any:
     """Starts the ranks, which work in `directory`: torch's ProcessContext, with `pids()` and `join()`."""
+    server()
     worker = partial(_rank, axes=dict(axes), fn=fn, directory=directory)
-    return mp.start_processes(worker, nprocs=math.prod(axes.values()), join=False, start_method="spawn")  # type: ignore[attr-defined]
+    return mp.start_processes(worker, nprocs=math.prod(axes.values()), join=False, start_method="forkserver")  # type: ignore[attr-defined]
 
 
 def wait(context: Any) -> None:

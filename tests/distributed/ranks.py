@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from fppo.commands import cli
+from tests.distributed.processes import server
 
 
 def _rank(arguments: list[str], environment: dict[str, str], output: str) -> None:
@@ -27,10 +27,7 @@ class Ranks:
 
     def __init__(self, arguments: list[str], size: int, output: Path) -> None:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["fppo.commands.actions", "fppo.commands.distributed", "tests.distributed.ranks"]
-        )
+        context = server()
         shared = {
             "WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",

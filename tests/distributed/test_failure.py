@@ -1,7 +1,6 @@
 """One rank fails: its error is shown once, and all ranks end within seconds."""
 
 import datetime
-import multiprocessing
 import os
 import signal
 import time
@@ -17,6 +16,7 @@ from fppo.runtime import launch
 from fppo.runtime.failure import Limits, Monitor
 from fppo.runtime.mesh import Mesh, Sharding, all_reduce
 from fppo.runtime.watch import watched
+from tests.distributed.processes import server
 
 LIMITS = Limits(period=0.1, timeout=90.0, silence=90.0)
 IMPATIENT = Limits(period=0.1, timeout=4.0, silence=90.0)
@@ -50,9 +50,7 @@ def work(rank, sizes, port, body, limits, hosted, output):
 
 def started(target, *arguments):
     """A process that has everything imported."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.test_failure"])
-    process = context.Process(target=target, args=arguments)
+    process = server().Process(target=target, args=arguments)
     process.start()
     return process
 

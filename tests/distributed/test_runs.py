@@ -60,6 +60,7 @@ def test_ranks_end_when_their_launcher_is_killed_while_they_start(task, tmp_path
     ranks: list[int] = []
     deadline = time.monotonic() + 200
     while len(ranks) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
         ranks = [p for p in map(int, filter(str.isdigit, os.listdir("/proc"))) if stat(p)[1] == launcher.pid]
     launcher.kill()
     launcher.wait()

@@ -1,7 +1,6 @@
 """Whole runs: repeatable, resumable after any kill, replayable, exportable."""
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -22,6 +21,7 @@ from fppo.runs.writer import Checkpoints
 from fppo.runtime import checkpoint
 from fppo.runtime.checkpoint import Pending
 from tests import tiny_run
+from tests.distributed.processes import server
 
 
 @pytest.fixture(scope="module")
@@ -166,11 +166,8 @@ def test_a_run_with_its_state_on_the_host_is_the_run_without(task, tmp_path, cha
 
 
 def _started(given):
-    """A process that trains. It comes from a server that has imported everything and run nothing: forks of this
-    process, whose thread pools have run, can hang."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fppo.commands.actions", "tests.runs.test_runs"])
-    process = context.Process(target=_train_quietly, args=(given,))
+    """A process that trains."""
+    process = server().Process(target=_train_quietly, args=(given,))
     process.start()
     assert process.pid is not None
     return process

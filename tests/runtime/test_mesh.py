@@ -1,12 +1,7 @@
 """Meshes: sums over real processes, and updates that two processes share."""
 
-from functools import partial
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from fppo import batch as batches
 from fppo import losses, metrics, tree
@@ -23,6 +18,7 @@ from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
 from tests import tiny
+from tests.distributed import processes
 
 OPTIMIZER = adamw(schedule("constant", 1e-2), eps=1e-2, max_grad_norm=0.5)
 
@@ -66,25 +62,19 @@ def _numbers(mesh, rank):
     return {"sum": data_sum({"x": x}, mesh)["x"], "unchanged": torch.equal(x, kept), "report": metrics.report(report)}
 
 
-def _rank(rank, directory):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
-    mesh = Mesh(axes={"replicate": Axis(2, rank, dist.group.WORLD)})
+def _found(mesh):
     results = {name: _updates(batch, mesh) for name, batch in _batches().items()}
     plain = {
         name: {key: (dict(tree.leaves_with_paths(state)), numbers) for key, (state, numbers) in updates.items()}
         for name, updates in results.items()
     }
-    torch.save({"updates": plain, "numbers": _numbers(mesh, rank)}, f"{directory}/{rank}.pt")
-    dist.destroy_process_group()
+    return {"updates": plain, "numbers": _numbers(mesh, mesh["replicate"].rank)}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks():
     """What each of two processes found."""
-    directory = tmp_path_factory.mktemp("ranks")
-    mp.start_processes(partial(_rank, directory=str(directory)), nprocs=2, start_method="spawn")
-    return [torch.load(Path(directory) / f"{rank}.pt") for rank in range(2)]
+    return processes.run({"replicate": 2}, _found)
 
 
 @pytest.mark.slow
