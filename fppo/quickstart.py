@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
@@ -17,26 +18,16 @@ from fppo import models
 from fppo.data import PromptSet, prompt_set
 from fppo.key import Key
 from fppo.models.model import Model
-from fppo.settings.algorithm import AlgorithmSettings, KlRewardSettings
-from fppo.settings.critic import CriticSettings
-from fppo.settings.optimizer import OptimizerSettings
-from fppo.settings.train import (
-    ActorSettings,
-    CheckpointSettings,
-    DataSettings,
-    EvalSettings,
-    LogSettings,
-    ModelSettings,
-    RewardSettings,
-    RolloutSettings,
-    TrainSettings,
-)
 from fppo.steps.forward import Forward
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
 from fppo.steps.supervised import Demonstrations, demonstrations, imitate
 from fppo.steps.train_state import Params
+
+if TYPE_CHECKING:
+    from fppo.settings.optimizer import OptimizerSettings
+    from fppo.settings.train import TrainSettings
 
 CHARACTERS = "0123456789+="
 MODEL, TRAIN, TEST = "warm", "train.jsonl", "test.jsonl"
@@ -194,6 +185,21 @@ def prepare(directory: Path, seed: int, *, on_step: Callable[[int, float], None]
 
 def settings(directory: Path, seed: int) -> TrainSettings:
     """The PPO run on what `prepare` wrote."""
+    # here: a script of the task alone needs no packages of the command line
+    from fppo.settings.algorithm import AlgorithmSettings, KlRewardSettings
+    from fppo.settings.critic import CriticSettings
+    from fppo.settings.train import (
+        ActorSettings,
+        CheckpointSettings,
+        DataSettings,
+        EvalSettings,
+        LogSettings,
+        ModelSettings,
+        RewardSettings,
+        RolloutSettings,
+        TrainSettings,
+    )
+
     return TrainSettings(
         output_dir=str(directory),
         seed=seed,
@@ -217,4 +223,6 @@ def settings(directory: Path, seed: int) -> TrainSettings:
 
 
 def _adam(lr: float) -> OptimizerSettings:
+    from fppo.settings.optimizer import OptimizerSettings
+
     return OptimizerSettings(lr=lr, beta2=0.99, weight_decay=0.0, schedule="linear")

@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import math
+import operator
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -252,17 +255,92 @@ def test_families_are_told_by_what_their_checks_say(capsys, monkeypatch):
 def test_critic_matters_runs_every_method(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(EXPERIMENTS)
     module = _load("critic_matters")
-    comparison = module.main(quick=True, out=str(tmp_path))
+    result = module.main(quick=True, workers=1, out=str(tmp_path))
     lines = capsys.readouterr().out
     runs = [(name, method) for name, task in module.TASKS.items() for method in task.methods]
     assert all(f"{name}  seed 0  {method}" in lines for name, method in runs)
-    curves = [curve for methods in comparison.curves.values() for seeds in methods.values() for curve in seeds.values()]
-    assert len(curves) == len(runs)
+    assert [(name, method) for name, methods in result.items() for method in methods] == runs
+    curves = [made.curve for methods in result.values() for seeds in methods.values() for made in seeds.values()]
     assert all([step for step, _ in curve] == [16.0, 32.0] for curve in curves)
     assert all(0 <= score <= 1 for curve in curves for _, score in curve)
     assert (tmp_path / "critic_matters.png").stat().st_size > 5000
     assert (tmp_path / "critic_matters.md").read_text() in lines
-    assert json.loads((tmp_path / "critic_matters.json").read_text())[0][0]["task"] == "chain"
+    kept = (tmp_path / "critic_matters.json").read_bytes()
+    (removed, *rest) = sorted((tmp_path / "runs").glob("chain*"))
+    removed.unlink()
+    before = {path: path.stat().st_mtime_ns for path in rest}
+    module.main(quick=True, workers=1, only="chain", out=str(tmp_path))
+    assert removed.exists()  # run again, from the same start, with the same result
+    assert {path: path.stat().st_mtime_ns for path in rest} == before
+    assert json.loads((tmp_path / "critic_matters.json").read_bytes())["chain"] == json.loads(kept)["chain"]
+
+
+@pytest.mark.slow
+def test_the_table_of_critics_runs_every_way_to_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    module = _load("critic_table")
+    few = ("none: `reinforce_plus_plus`", "`mse`, privileged", "`mse`, a small model", "`confidence`")
+    monkeypatch.setattr(module, "KINDS", {name: module.KINDS[name] for name in few})
+    results = module.main(quick=True, workers=1, out=str(tmp_path))
+    assert [*results] == [*few]
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row[0].strip("| ") for row in rows[2:]] == [*few]
+    assert [row[4] for row in rows[2:]] == ["", "298,113", "9,889", "641"]
+    assert all(found[0].curve and not math.isnan(found[0].curve[0][1]) for found in [*results.values()][1:])
+
+
+def test_the_table_of_critics_has_medians_while_there_is_something_to_know(monkeypatch):
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    module = _load("credit/known")
+
+    def found(least, peak):
+        curve = [(4, -9.0, 0.1), (6, least, 0.1), (8, least + 0.2, 0.005), (10, least + 0.1, 0.006), (12, 9.0, 0.004)]
+        return module.Found(curve, 0.5, 2 + least, 1.0, 1200, peak)
+
+    seeds = {0: found(0.5, 3.0), 1: found(0.1, None), 2: found(0.3, 4.0)}
+    assert module.r2(seeds[0], 6) == 0.6
+    row = module.markdown({"`mse`": seeds, "`huber`": {}}).splitlines()[-1]
+    assert row == "| `mse` | 0.40 (0.20 to 0.60) | 2.30 | 1.00 | 1,200 | 4 | 0.500 | 3 |"
+    assert module.r2(seeds[0], 12) is None
+
+
+def test_jobs_that_are_done_are_not_run_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    jobs = _load("credit/jobs")
+    ran: list[int] = []
+
+    def run(job, bad=()):
+        ran.append(job)
+        if job in bad:
+            raise ValueError(f"job {job} is bad")
+        return {"twice": 2 * job}
+
+    def results(numbers, run, about="this"):
+        say = lambda job: {"job": job, "about": about}  # noqa: E731
+        return jobs.results(numbers, run, say=say, workers=1, directory=tmp_path)
+
+    first = results([1, 2, 3], partial(run, bad=(2,)))
+    assert [next(first), next(first)] == [(1, {"twice": 2}), (3, {"twice": 6})]
+    with pytest.raises(SystemExit, match="1 of 3 runs failed"):
+        next(first)
+    assert "job 2 is bad" in capsys.readouterr().err
+    assert list(results([1, 2, 3, 4], run)) == [
+        (1, {"twice": 2}),
+        (3, {"twice": 6}),
+        (2, {"twice": 4}),
+        (4, {"twice": 8}),
+    ]
+    assert ran == [1, 2, 3, 2, 4]
+    assert list(results([1], run, about="that")) == [(1, {"twice": 2})]
+    assert ran[-1] == 1  # what is said of it is another thing
+
+
+@pytest.mark.slow
+def test_jobs_run_in_processes_of_one_thread_each(monkeypatch):
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    jobs = _load("credit/jobs")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert list(jobs.each([torch.get_num_threads] * 2, operator.call, workers=2)) == [1, 1]
 
 
 def test_the_best_of_both_kinds_is_told_by_the_samples_that_all_seeds_need(monkeypatch):
@@ -272,20 +350,20 @@ def test_the_best_of_both_kinds_is_told_by_the_samples_that_all_seeds_need(monke
     assert module.samples_to(rising, 0.5, 5) == 7.0  # the mean of steps 3 to 7
     assert module.samples_to(rising, 0.9, 5) == module.NEVER
 
-    def made(method, start):
+    def made(start):
         curve = [(10.0 * i, float(i >= start)) for i in range(1, 21)]
-        return module.Made(method=method, lr=1e-3, curve=curve, seconds=2.0)
+        return module.Made(curve, seconds=2.0)
 
     starts = {"mse": 2, "rloo": 8, "grpo": 9}
-    runs = {m: {seed: made(m, start + seed) for seed in range(2)} for m, start in starts.items()}
+    runs = {m: {seed: made(start + seed) for seed in range(2)} for m, start in starts.items()}
     text = module.markdown({"walk": runs})
     assert "| PPO, `mse` | 45 (40 to 50) | 1.0000 ± 0.0000 | 2 |" in text
     assert "| `rloo` | 105 (100 to 110) |" in text
     assert "`mse` needs 0.43 of the samples of `rloo` (seed by seed 0.4273" in text
-    late = {"mse": {0: made("mse", 30), 1: made("mse", 2)}, "rloo": runs["rloo"]}
+    late = {"mse": {0: made(30), 1: made(2)}, "rloo": runs["rloo"]}
     assert "| PPO, `mse` | 40 (40 to 40), never: 1 of 2 seeds |" in module.markdown({"walk": late})
     assert "not all seeds of the first came to the goal" in module.markdown({"walk": late})
-    never = {"mse": runs["mse"], "rloo": {0: made("rloo", 30), 1: made("rloo", 6)}}
+    never = {"mse": runs["mse"], "rloo": {0: made(30), 1: made(6)}}
     assert "`mse` needs at most 0.32 of the samples of `rloo`" in module.markdown(
         {"walk": never}
     )  # 45 of (200 + 80) / 2

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import attrs
 import torch
+from credit import jobs
 from credit.tasks import TASKS, Task
 from transformers import PreTrainedTokenizerFast
 
@@ -31,31 +35,52 @@ Curve = list[tuple[float, float]]
 
 
 class Job(NamedTuple):
-    """Runs from the same start: of these methods, each with a learning rate of the policy."""
+    """A run: a task, its start by the seed, a method, and the policy's learning rate."""
 
     task: str
     seed: int
-    runs: list[tuple[str, float]]
+    method: str
+    lr: float
     quick: bool = False
+
+    def said(self) -> dict[str, Any]:
+        """All that its curve depends on."""
+        return self._asdict() | {"of": _numbers(TASKS[self.task])}
+
+    def start(self) -> str:
+        """The name of the start, which all methods and rates share."""
+        return jobs.named({"task": self.task, "seed": self.seed, "quick": self.quick, "of": _numbers(TASKS[self.task])})
 
 
 class Made(NamedTuple):
-    method: str
-    lr: float
     curve: Curve
     seconds: float
 
 
-def run_job(name: str, seed: int, runs: list[tuple[str, float]], quick: bool) -> list[Made]:
-    """What a `Job` gives."""
-    task, key, results = TASKS[name], Key(seed), list[Made]()
-    start = warmed_up(task, key.fold(name), 2 if quick else task.warm_up)
-    steps, batch = (2, 16) if quick else (task.steps, task.batch)
-    for method, lr in runs:
-        began = time.monotonic()
-        curve = curve_of(task, start, method, key, steps=steps, batch=batch, lr=lr)
-        results.append(Made(method, lr, curve, time.monotonic() - began))
-    return results
+def _numbers(task: Task) -> dict[str, Any]:
+    """What a run reads of a task, but for its functions."""
+    unread = ("methods", "rates", "goal", "window")
+    return {name: x for name, x in attrs.asdict(task).items() if name not in unread and not callable(x)}
+
+
+def prepare(job: Job, *, directory: Path) -> Job:
+    """The job, with its start in `directory`, which is made unless it is there."""
+    path = directory / f"{job.start()}.pt"
+    if not path.exists():
+        task, buffer = TASKS[job.task], io.BytesIO()
+        torch.save(warmed_up(task, Key(job.seed).fold(job.task), 2 if job.quick else task.warm_up), buffer)
+        jobs.write(path, buffer.getvalue())
+    return job
+
+
+def run_job(job: Job, *, directory: Path) -> dict[str, Any]:
+    """What a `Job` gives, from its start in `directory`: a `Made` by its fields."""
+    task = TASKS[job.task]
+    start = Start(*_fresh(task), torch.load(directory / f"{job.start()}.pt", weights_only=True))
+    steps, batch = (2, 16) if job.quick else (task.steps, task.batch)
+    began = time.monotonic()
+    curve = curve_of(task, start, job.method, Key(job.seed), steps=steps, batch=batch, lr=job.lr)
+    return Made(curve, time.monotonic() - began)._asdict()
 
 
 class Start(NamedTuple):
@@ -64,10 +89,14 @@ class Start(NamedTuple):
     params: Params
 
 
-def warmed_up(task: Task, key: Key, steps: int) -> Start:
-    """A small model that has seen flawed responses."""
+def _fresh(task: Task) -> tuple[PreTrainedTokenizerFast, Model]:
     tokenizer = quickstart.character_tokenizer(task.characters)
-    model = quickstart.small_model(len(tokenizer), width=task.width, layers=task.layers, positions=128)
+    return tokenizer, quickstart.small_model(len(tokenizer), width=task.width, layers=task.layers, positions=128)
+
+
+def warmed_up(task: Task, key: Key, steps: int) -> Params:
+    """A small model that has seen flawed responses."""
+    tokenizer, model = _fresh(task)
 
     def batch(step: int) -> s.Demonstrations:
         rows = key.fold("demonstrations", step).uniform(torch.arange(task.batch), 2 * task.draws).tolist()
@@ -78,7 +107,7 @@ def warmed_up(task: Task, key: Key, steps: int) -> Start:
 
     params = models.init_params(model, key.fold("init"))
     how = partial(s.imitate, forward=s.Forward(model), optimizer=_adam(task.warm_rate, steps), micro_batching=MICRO)
-    return Start(tokenizer, model, how(params, map(batch, range(steps))))
+    return how(params, map(batch, range(steps)))
 
 
 def _adam(lr: float, updates: int) -> s.Optimizer:

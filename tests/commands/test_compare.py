@@ -7,7 +7,8 @@ import pytest
 
 from fppo._errors import RunFailed
 from fppo.commands import actions, cli
-from fppo.report.compare import Comparison, collect, spread
+from fppo.report.compare import Comparison, collect
+from fppo.report.spread import spread
 from fppo.runs.jsonl import JsonLines
 from fppo.settings import files
 from fppo.settings.compare import variants
