@@ -59,22 +59,34 @@ class RowInputs:
     tensors: Mapping[str, Tensor]  # by the names that the model takes, as "pixel_values" and "image_grid_thw"
     places: Tensor  # [M] int64: which of the row's real tokens stand for features of these, in order
     shown: Tensor  # [K, h, w, 3] uint8: its K images, small, to be looked at
+    _digests: dict[tuple[int, ...], str] = attrs.field(factory=dict, init=False)  # by how often tensors were written to
 
     def named(self) -> dict[str, Tensor]:
         """All tensors by name."""
         return {"places": self.places, "shown": self.shown, **self.tensors}
 
+    def digest(self) -> str:
+        """One for all tensors. They are hashed once, and again if one of them has been written to since."""
+        named = self.named()
+        if any(x.is_inference() for x in named.values()):  # they do not count what is written to them
+            return tree.combine(tree.digest(named))
+        written = tuple(x._version for x in named.values())
+        if written not in self._digests:
+            self._digests[written] = tree.combine(tree.digest(named))
+        return self._digests[written]
+
     def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, RowInputs) and tree.digest(self.named()) == tree.digest(other.named())
-        )
+        return self is other or (isinstance(other, RowInputs) and self.digest() == other.digest())
 
     def __hash__(self) -> int:
         return hash(repr(self))
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in sorted(self.named().items()))
-        return f"RowInputs({shapes}, {tree.combine(tree.digest(self.named()))})"
+        return f"RowInputs({shapes}, {self.digest()})"
+
+    def __reduce__(self) -> tuple[type[RowInputs], tuple[Any, ...]]:
+        return RowInputs, (self.tensors, self.places, self.shown)  # a copy's tensors count anew
 
     @staticmethod
     def of(named: Mapping[str, Tensor]) -> RowInputs:

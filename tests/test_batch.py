@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+
+import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -146,6 +149,29 @@ def test_rows_that_share_inputs_share_them_on_disk(tmp_path):
     assert loaded.inputs is not None
     assert len({id(x) for x in loaded.inputs}) == 4  # of three rows, and None
     assert inputs(1) == inputs(1) != inputs(2)
+
+
+def test_inputs_are_hashed_once_and_again_where_they_were_written_to(monkeypatch):
+    hashed = list[dict[str, torch.Tensor]]()
+    digest = tree.digest
+    monkeypatch.setattr(tree, "digest", lambda x: (isinstance(x, dict) and hashed.append(x)) or digest(x))
+    own, other = inputs(1), inputs(2)
+    rows = attrs.evolve(prompts(6), inputs=Column([own, own, other, None, own, own]))
+    first = digest(rows)
+    assert digest(batch.rows(rows, torch.arange(6))) == first
+    assert [len(x["places"]) for x in hashed] == [2, 4]
+    for copied in (pickle.loads(pickle.dumps(own)), inputs(1)):
+        assert copied == own
+        copied.tensors["pixel_values"].add_(1)
+        assert copied != own
+        assert repr(copied) != repr(own)
+    own.shown.zero_()
+    assert digest(rows) != first
+    with torch.inference_mode():
+        made = inputs(1)
+        before = made.digest()
+        made.places.add_(1)
+        assert made.digest() != before
 
 
 def test_a_record_with_one_tensor_in_two_fields_is_saved(tmp_path):
