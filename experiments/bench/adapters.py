@@ -1,68 +1,194 @@
-"""The update of an adapter beside that of all weights, and beside PEFT with plain torch: seconds and peak memory.
+"""The update of an adapter beside that of all weights, and both beside PEFT and plain torch: seconds and memory.
 
-    python experiments/bench/adapters.py 16M        # or 110M; --rank 1 8 32
+    python experiments/bench/adapters.py --size 16M                     # or tiny, 110M; --rank 1 8 32
+    python experiments/bench/adapters.py --size 1.5B --device cuda      # in bfloat16, weights and moments in float32
 
-All sides run the same weights on the same rows, in turn, in one process; medians. PEFT's side is that of ppo_step.py:
-padded passes, torch.optim.AdamW(fused=True) with clip_grad_norm_. Memory is what an update takes beyond the state.
+Each side alone in turn, in one process, on equal weights and rows; medians, as a Markdown table. The peer's passes are
+padded, in micro-batches of as many rows, with torch.optim.AdamW(fused=True) and clip_grad_norm_; on a GPU in bfloat16
+by autocast, on a base in bfloat16. The state is weights, factors and moments; the peak is that and what an update takes
+beyond it.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from bench_tools import Timing, measure, table
+from bench_tools import Timing, median, once
+from gpu_model import build, experience, parameters
+from gpu_tools import FULL, TINY, Plan, Record, Shape, attempt, measure
 from peft import LoraConfig, get_peft_model
-from ppo_step import ROWS, experience_of, plain, prompts_of, qwen
-from transformers import AutoModelForCausalLM, Qwen2ForTokenClassification
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
-from fppo import losses, models
+from fppo import losses, models, tree
+from fppo.batch import Experience
 from fppo.key import Key
 from fppo.models import Lora
-from fppo.models.model import Model, Params
 from fppo.steps import Forward, Loop, MicroBatching, adamw, init_state, schedule, update_actor
+from fppo_kernels import table as kernels
+from fppo_kernels.record import Kernels
 
-SIZES = {"1M": (128, 4, 77), "16M": (384, 6, 8192), "110M": (768, 12, 32768)}  # width, layers, vocabulary
+SIZES = {
+    "tiny": TINY.model,
+    "16M": Shape(384, 6, 6, 6, 1536, 8192),
+    "110M": Shape(768, 12, 12, 12, 3072, 32768),
+    "1.5B": FULL.model,
+}
+RATE = 1e-5
+
+
+class Side(NamedTuple):
+    """An update, and the bytes of what it keeps between updates, once it has run."""
+
+    update: Callable[[], Any]
+    state: Callable[[], int]
+
+
+def plan_of(shape: Shape, device: torch.device) -> Plan:
+    """64 rows of 64 and 128 tokens at most on a CPU, few of the tiny one; on a GPU 32 of 128 and 896."""
+    if device.type == "cpu":
+        return TINY if shape == TINY.model else TINY._replace(model=shape, rows=(64, 64, 128))
+    return FULL._replace(model=shape, rows=(32, 128, 896), device=device)
+
+
+def fastest(plan: Plan) -> Kernels:
+    """The kernels for a GPU, where this is one that has them."""
+    if plan.device.type == "cpu":
+        return Kernels.named()
+    wanted = {"attention": "varlen", "log_probs": "triton"}
+    return Kernels.named(**{op: name for op, name in wanted.items() if name in kernels.available(op)})
+
+
+def ours(plan: Plan, batch: Experience, micro: int, rank: int | None) -> Side:
+    """An update of all weights, or of an adapter."""
+    model = build(plan.model, plan)
+    params, optimizer = parameters(model, plan.device), adamw(schedule("constant", RATE))
+    if rank is not None:
+        base = {name: x.to(plan.dtype) for name, x in params.items()}
+        model, params = models.adapt(model, base, Lora(rank, 2.0 * rank), key=Key(1))
+    frozen = {} if model.frozen is None else model.frozen.params
+    held, forward = [init_state(params, optimizer)], Forward(model, kernels=fastest(plan))
+    loop = Loop(mini_batch_size=len(batch.tokens), micro_batching=MicroBatching(size=micro))
+
+    def update() -> None:
+        state, held[:] = held[0], []
+        held[:] = update_actor(
+            state, batch, forward=forward, loss_fn=losses.ppo_clip, loop=loop, optimizer=optimizer, donate=True
+        )[:1]
+
+    def state() -> int:
+        leaves = [x for _, x in tree.leaves_with_paths(held[0])]
+        return size_of(x for x in [*leaves, *frozen.values()] if isinstance(x, Tensor))
+
+    return Side(update, state)
+
+
+def peer(plan: Plan, batch: Experience, micro: int, rank: int | None) -> Side:
+    """The same by torch, with PEFT's adapter or without one."""
+    model = build(plan.model, plan)
+    with plan.device:
+        module: nn.Module = AutoModelForCausalLM.from_config(
+            copy.deepcopy(model.config), attn_implementation="sdpa", dtype=torch.float32
+        )
+    module.load_state_dict(parameters(model, plan.device), strict=False)
+    if rank is not None:
+        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+        module = get_peft_model(module.to(plan.dtype), config)  # type: ignore[arg-type]
+    trained = [x for x in module.parameters() if x.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, fused=True)
+    attention = batch.attention_mask.long()
+    positions, count = (attention.cumsum(1) - 1).clamp(min=0), batch.response_mask.sum()
+    length = batch.response_mask.shape[1]
+
+    def loss(s: slice) -> Tensor:
+        out = module(input_ids=batch.tokens[s], attention_mask=attention[s], position_ids=positions[s])
+        logs = F.log_softmax(out.logits[:, -length - 1 : -1].float(), -1)
+        new = logs.gather(-1, batch.tokens[s, -length:, None])[..., 0]
+        ratio, advantages = (new - batch.old_log_probs[s]).exp(), batch.advantages[s]
+        worst = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.2) * advantages)
+        return worst.where(batch.response_mask[s], 0.0).sum() / count
+
+    def update() -> None:
+        optimizer.zero_grad()
+        for first in range(0, len(batch.tokens), micro):
+            with torch.autocast(plan.device.type, plan.dtype, enabled=plan.dtype != torch.float32):
+                part = loss(slice(first, first + micro))
+            part.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def state() -> int:
+        moments = (x for each in optimizer.state.values() for x in each.values() if isinstance(x, Tensor))
+        return size_of([*module.parameters(), *moments])
+
+    return Side(update, state)
+
+
+def size_of(tensors: Any) -> int:
+    """Their bytes."""
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def time_side(make: Callable[[], Side], device: torch.device, repeats: int) -> Record:
+    """Median seconds of an update, the bytes of the state, and the peak beyond it."""
+    side = make()
+    if device.type == "cpu":
+        once(side.update, per=False)
+        timing = median([once(side.update, per=False) for _ in range(repeats)])
+    else:
+        record = measure(side.update, device, repeats=repeats + 1, seconds=60.0)
+        timing = Timing(record["seconds"], record["peak_mib"])
+    state = side.state() / 2**20
+    return {"seconds": timing.seconds, "state": state, "peak": state + timing.peak_mib}
+
+
+def table(records: Sequence[Record]) -> str:
+    """In Markdown; ratios to the first."""
+    lines = ["| | seconds | of all weights' | state, MiB | peak, MiB | of all weights' |", "|---|---|---|---|---|---|"]
+    for r in records:
+        if "absent" in r:
+            lines.append(f"| {r['name']} | {r['absent']} | | | | |")
+            continue
+        shares = [f"{r[key] / records[0][key]:.2f}" if key in records[0] else "" for key in ("seconds", "peak")]
+        lines.append(
+            f"| {r['name']} | {r['seconds']:.3f} | {shares[0]} | {r['state']:.0f} | {r['peak']:.0f} | {shares[1]} |"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
-    """Prints a table: each rank beside PEFT, and beside an update of all weights."""
+    """Prints a table: all weights, then each rank, ours and torch's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("--size", choices=SIZES, default="16M")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--rank", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--padding", type=float, default=0.5, help="the share of padding in the batch")
+    parser.add_argument("--micro", type=int, help="rows of a micro-batch; 16, on a GPU 4")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each; the median counts")
-    parser.add_argument("--threads", type=int, default=2, help="threads that torch uses")
+    parser.add_argument("--threads", type=int, default=2, help="threads that torch uses on a CPU")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    width, layers, vocabulary = SIZES[options.size]
-    config = qwen(width, layers, vocabulary)
-    model, batch = models.build(config), experience_of(prompts_of(vocabulary), vocabulary, options.padding)
-    params, optimizer = models.init_params(model, Key(0)), adamw(schedule("constant", 1e-5))
-    loop = Loop(mini_batch_size=ROWS, micro_batching=MicroBatching(token_budget=2048))
-    with torch.device("cpu"):
-        head = Qwen2ForTokenClassification(copy.deepcopy(config)).eval()  # the critic, of which nothing is timed
-
-    def ours(policy: Model, weights: Params) -> Callable[[], Any]:
-        state, forward = init_state(weights, optimizer), Forward(policy)
-        settings = {"forward": forward, "loss_fn": losses.ppo_clip, "loop": loop, "optimizer": optimizer}
-        return lambda: update_actor(state, batch, **settings)
-
-    rows: list[tuple[str, Timing, Timing]] = []
-    for rank in options.rank:
-        adapted = ours(*models.adapt(model, params, Lora(rank, 2.0 * rank), key=Key(1)))
-        module = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa").eval()
-        module.load_state_dict(params, strict=False)
-        peer = get_peft_model(module, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
-        rows.append(
-            (f"rank {rank}, PEFT", *measure(adapted, plain(peer, head, batch)["update actor"], repeats=options.repeats))
-        )
-        rows.append((f"rank {rank}, whole", *measure(adapted, ours(model, params), repeats=options.repeats)))
-    print(f"{options.size} parameters, {ROWS} rows: an adapter's update beside PEFT's, and beside that of all weights")
-    print(table(rows))
+    device = torch.device(options.device)
+    plan = plan_of(SIZES[options.size], device)
+    batch, micro = experience(plan, 0, plan.model.vocabulary), options.micro or (16 if device.type == "cpu" else 4)
+    sides: list[tuple[str, Callable[..., Side], int | None]] = [("all weights", ours, None)]
+    sides += [(f"rank {rank}", ours, rank) for rank in options.rank]
+    sides += [("all weights, torch", peer, None), *((f"rank {r}, PEFT and torch", peer, r) for r in options.rank)]
+    records: list[Record] = []
+    for name, make, rank in sides:
+        timed = partial(time_side, partial(make, plan, batch, micro, rank), device, options.repeats)
+        records.append({"name": name, **attempt(timed)})
+    numbers = sum(shape.numel() for shape in build(plan.model, plan).shapes.values())
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{options.threads} threads of a CPU"
+    rows, tokens = len(batch.tokens), int(batch.attention_mask.sum())
+    print(f"{numbers / 1e6:.3g} M parameters, {rows} rows, {tokens} tokens, {micro} rows at a time, {where}\n")
+    print(table(records))
 
 
 if __name__ == "__main__":
