@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import attrs
 import torch
 from bench_tools import Timing, median, once
 from gpu_model import build, experience, parameters
@@ -62,7 +63,8 @@ def fastest(plan: Plan) -> Kernels:
     if plan.device.type == "cpu":
         return Kernels.named()
     wanted = {"attention": "varlen", "log_probs": "triton"}
-    return Kernels.named(**{op: name for op, name in wanted.items() if name in kernels.available(op)})
+    chosen = {op: kernels.get(op, name) for op, name in wanted.items() if name in kernels.available(op)}
+    return attrs.evolve(Kernels.named(), **chosen)
 
 
 def ours(plan: Plan, batch: Experience, micro: int, rank: int | None) -> Side:
