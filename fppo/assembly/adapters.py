@@ -16,7 +16,7 @@ from fppo.models.adapted import Lora
 from fppo.models.init import init_value_head
 from fppo.models.load import read_value_head
 from fppo.models.model import Model, Params
-from fppo.models.place import own_params
+from fppo.models.place import own_params, place_beside
 from fppo.pipeline.program import Base
 from fppo.runtime.mesh import Mesh
 from fppo.settings.checks import uses_critic_model
@@ -71,9 +71,10 @@ def _on_base(settings: TrainSettings, policy: Model, key: Key, mesh: Mesh) -> tu
     """A critic of the policy's own tensors, with a value head of the checkpoint's or a fresh one."""
     again, model = settings.critic.checkpoint_layers, bare_model(settings, "value")
     model = model if again is None else attrs.evolve(model, checkpoint_layers=again)
+    model = place_beside(model, policy, mesh)
     directory = directory_of(settings.model.path, "model.path")
     head = read_value_head(directory, torch.float32) or init_value_head(model, key.fold("value head"))
-    wrong = [f"{name} has shape {list(x.shape)}" for name, x in head.items() if x.shape != model.shapes[name]]
+    wrong = [f"{name} has shape {list(x.shape)}" for name, x in head.items() if x.shape != model.whole_shapes[name]]
     if wrong:
         raise ValueError(f"model.path: the value head in {directory} has other outputs than the critic: {wrong}")
     base = lora.frozen_of(policy).params

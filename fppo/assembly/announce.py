@@ -77,12 +77,11 @@ def _old_log_probs(settings: TrainSettings) -> str:
 
 def model_lines(model: Model, path: str, *, others: Sequence[str]) -> list[str]:
     """The policy's family and size, and what is beside it."""
-    shapes = model.whole_shapes if model.frozen is None else model.frozen.shapes
-    count = sum(math.prod(shape) for shape in shapes.values())
+    count = sum(math.prod(shape) for shape in model.plain.whole_shapes.values())
     beside = f", and a {' and a '.join(others)}" if others else ""
     lines = [_line("model", f"{model.config.model_type} of {_count(count)} parameters, from {path}{beside}")]
     if (frozen := model.frozen) is not None:
-        trained = sum(math.prod(shape) for shape in model.shapes.values())
+        trained = sum(math.prod(model.whole_shapes[name]) for name in model.extents)
         text = f"rank {frozen.lora.rank} on {len(frozen.places)} weights: {_count(trained)} parameters are trained"
         lines.append(_line("adapter", text))
     return lines

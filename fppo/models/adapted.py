@@ -47,10 +47,11 @@ class Lora:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Frozen:
-    """What an adapted model stands on: weights that nobody updates, of which a mesh that cuts has this rank's parts."""
+    """What an adapted model stands on: weights that nobody updates, of which a mesh that cuts has this rank's parts.
+    `places` are those of all ranks."""
 
     params: Mapping[str, Tensor] = attrs.field(repr=False)
-    shapes: Mapping[str, torch.Size]  # whole ones
+    shapes: Mapping[str, torch.Size]  # before the shard axis cuts them, of this rank's stage and tensor and expert cuts
     digest: str  # of all whole weights, the same on every layout
     lora: Lora
     places: Mapping[str, bool] = attrs.field(repr=False)  # the weights with factors; True: stored [in, out]
@@ -225,7 +226,10 @@ def _embedding(  # torch's signature
         _refused("an embedding with more than rows")
     del norm_type
     w, a, b, scale, _ = weight.parts
-    return torch.add(F.embedding(input, w, padding_idx), F.embedding(input, b) @ a, alpha=scale)
+    change = F.embedding(input, b) @ a
+    if padding_idx is not None:  # torch gives that row of a weight no gradient
+        change = torch.where((input == padding_idx)[..., None], change.detach(), change)
+    return torch.add(F.embedding(input, w, padding_idx), change, alpha=scale)
 
 
 _TRANSPOSES: tuple[Any, ...] = (Tensor.transpose, torch.transpose, Tensor.t)
@@ -244,6 +248,7 @@ _RULES: Mapping[Any, Callable[..., Any]] = {
 }
 _SAID = ("shape", "ndim", "dtype", "device", "requires_grad", "is_meta", "is_leaf", "is_cuda", "is_cpu", "layout")
 _PLAIN: frozenset[Any] = frozenset(getattr(Tensor, name).__get__ for name in _SAID) | {
+    Tensor.__len__,
     Tensor.size,
     Tensor.dim,
     Tensor.numel,

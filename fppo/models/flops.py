@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-import attrs
 import torch
 
 from fppo.models.heads import embedding_name
@@ -57,7 +56,7 @@ def train_flops(model: Model, lengths: Sequence[int], *, head_tokens: int | None
     if model.frozen is None:
         return every
     head = 0 if model.head == "value" else head_weights(model) * (tokens if head_tokens is None else head_tokens)
-    return every - 2.0 * (sum(layer_weights(attrs.evolve(model, shapes={}))) * tokens + head)
+    return every - 2.0 * (sum(layer_weights(model.plain)) * tokens + head)
 
 
 def peak_flops(device: str | torch.device) -> float | None:

@@ -22,15 +22,16 @@ from fppo.key import Key
 from fppo.models import probe as probes
 from fppo.models.adapted import FACTORS, Frozen, Lora, Parts, merged_weight
 from fppo.models.heads import VOCABULARY_HEADS, embedding_name
-from fppo.models.model import SCORE_BIAS, SCORE_WEIGHT, Model, Params
+from fppo.models.model import Model, Params, is_trained
+from fppo.models.place import own_params
 from fppo.models.routing import RouterSeam
 from fppo.runtime import digests, fsdp
+from fppo.runtime.layout import Layout
 from fppo.runtime.mesh import LOCAL, Mesh, device_of
 
 __all__ = ["Lora", "adapt", "base_of", "check_adapted", "linear_weights", "merged", "places_of", "same_base"]
 
 ALL_LINEAR = "all-linear"
-_HEAD = (SCORE_WEIGHT, SCORE_BIAS)
 _NAMED = 20  # weights that an error lists at most
 
 
@@ -90,51 +91,90 @@ def adapt(
 ) -> tuple[Model, Params]:
     """The model with `params` as its frozen base, not copied, and a fresh adapter: A drawn as PEFT draws it, B zero.
 
-    A value head is trained whole, beside the factors. On a mesh that cuts parameters both are this rank's parts, and
-    every rank must call. Raises ValueError for targets that match nothing, for a model that is placed on axes which cut
-    layers, and for one that is adapted already.
+    A value head is trained whole, beside the factors. On a mesh that cuts parameters both are this rank's parts, of the
+    model as `place` has it there, and every rank must call. Raises ValueError for targets that match nothing, or
+    nothing in some layers of a pipeline, and for a model that is adapted already.
     """
     shaped = without_base(model, lora)
-    frozen, head = frozen_of(shaped), {name: params[name] for name in _HEAD if name in params}
+    frozen, head = frozen_of(shaped), {name: params[name] for name in params if is_trained(name)}
     # the tensors themselves: should they be donated elsewhere, this base is empty, and not overwritten
     base = {name: x.detach() if x.requires_grad else x for name, x in params.items() if name not in head}
     factors: Params = {}
-    for name in frozen.places:
-        shape, generator = shaped.shapes[f"{name}.lora_A"], key.fold("lora", name).generator()
-        drawn = torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1
-        factors[f"{name}.lora_A"] = drawn.div(math.sqrt(shape[-1])).to(dtype)  # kaiming_uniform, a = sqrt(5)
-        factors[f"{name}.lora_B"] = torch.zeros(shaped.shapes[f"{name}.lora_B"], dtype=dtype)
-    frozen = attrs.evolve(frozen, params=base, digest=_digest(base, frozen.shapes, mesh))
-    device = device_of(base)
-    adapter = {name: x.to(device) for name, x in fsdp.shard(factors, mesh).items()} | head
-    return attrs.evolve(shaped, frozen=frozen), adapter
+    for name in frozen.places.keys() & frozen.shapes.keys():  # on a pipeline this rank's
+        a, b = (shaped.whole_shapes[name + factor] for factor in FACTORS)
+        generator = key.fold("lora", name).generator()
+        drawn = torch.rand(a, generator=generator, dtype=torch.float64) * 2 - 1
+        factors[f"{name}.lora_A"] = drawn.div(math.sqrt(a[-1])).to(dtype)  # kaiming_uniform, a = sqrt(5)
+        factors[f"{name}.lora_B"] = torch.zeros(b, dtype=dtype)
+    frozen = attrs.evolve(frozen, params=base, digest=_digest(shaped, base, mesh))
+    device, own = device_of(base), own_params(shaped, factors, mesh) | head
+    return attrs.evolve(shaped, frozen=frozen), {name: own[name].to(device) for name in shaped.shapes}
 
 
 def without_base(model: Model, lora: Lora) -> Model:
     """An adapted model whose base has shapes, and no tensors yet. Raises ValueError as `adapt` does."""
     if model.frozen is not None:
         raise ValueError("the model is adapted already: merge it first, and adapt the plain model")
-    if model.layout is not None or model.spans:
-        raise ValueError("adapters of a model on a tensor, expert or pipeline axis are not there yet: leave these out")
     if model.vision is not None:
         raise ValueError("adapters of a model that takes images are not there yet: leave the adapter out")
-    places = places_of(model, lora.targets)
+    whole = model.unplaced or model
+    places = places_of(whole, lora.targets)
     if not places:
         raise ValueError(f"model type {model.config.model_type!r} has no linear layer to adapt: name other targets")
-    head = {name: shape for name, shape in model.shapes.items() if name in _HEAD}
-    base = {name: shape for name, shape in model.shapes.items() if name not in head}
-    factors: dict[str, torch.Size] = {}
-    for name, flipped in places.items():
-        *stack, rows, columns = base[name]
-        wide, out = (rows, columns) if flipped else (columns, rows)
-        factors[f"{name}.lora_A"] = torch.Size((*stack, lora.rank, wide))
-        factors[f"{name}.lora_B"] = torch.Size((*stack, out, lora.rank))
+    if model.spans and (bare := set(range(len(model.layers))) - {model.layer_of(name) for name in places}):
+        raise ValueError(
+            f"adapters on a pipeline axis: targets {list(lora.targets)} name nothing in layers {sorted(bare)}, and "
+            "every stage needs something to train: name weights of all layers"
+        )
+    layout = with_factors(model.layout or Layout(model.shapes, {}, frozenset(), 0, 1), places, lora.rank)
+    shapes = layout.shapes
+    own = {name: shape for name, shape in shapes.items() if name.endswith(FACTORS)}
+    own |= {name: shape for name, shape in shapes.items() if name not in own and is_trained(name)}
+    base = {name: shape for name, shape in shapes.items() if name not in own}
     frozen = Frozen(params={}, shapes=base, digest="", lora=lora, places=places)
-    return attrs.evolve(model, shapes=factors | head, frozen=frozen)
+    spans = (
+        attrs.evolve(span, names=(*span.names, *(name + x for name in span.names if name in places for x in FACTORS)))
+        for span in model.spans
+    )
+    return attrs.evolve(
+        model,
+        shapes=own,
+        layout=model.layout and layout,
+        spans=tuple(spans),
+        unplaced=model.unplaced and without_base(model.unplaced, lora),
+        frozen=frozen,
+    )
 
 
-def _digest(base: Params, shapes: Mapping[str, torch.Size], mesh: Mesh) -> str:
-    paths = {f"[{name!r}]": shape for name, shape in shapes.items()}
+def _factors(
+    shapes: Mapping[str, torch.Size], name: str, places: Mapping[str, bool], rank: int
+) -> tuple[tuple[str, torch.Size], ...]:
+    """The names and shapes of A and B of a weight."""
+    *stack, rows, columns = shapes[name]
+    wide, out = (rows, columns) if places[name] else (columns, rows)
+    return (f"{name}.lora_A", torch.Size((*stack, rank, wide))), (f"{name}.lora_B", torch.Size((*stack, out, rank)))
+
+
+def with_factors(layout: Layout, places: Mapping[str, bool], rank: int) -> Layout:
+    """How weights lie on a rank with their factors: where W is cut along what goes in, A is, along what comes out, B,
+    and along its experts both are; what is not cut, ranks have shares of the gradient of, as of all parameters."""
+    whole, cuts, stages = dict(layout.whole), dict(layout.cuts), dict(layout.stages)
+    for name, flipped in places.items():
+        cut, (wide, out) = cuts.get(name), (-2, -1) if flipped else (-1, -2)
+        for (factor, shape), dim, own in zip(
+            _factors(layout.whole, name, places, rank), (wide, out), (-1, -2), strict=True
+        ):
+            whole[factor] = shape
+            if layout.stages:
+                stages[factor] = layout.stages[name]
+            if cut is not None and cut.dim in (len(shape) + dim, *range(len(shape) - 2)):
+                cuts[factor] = cut if cut.dim < len(shape) - 2 else attrs.evolve(cut, dim=len(shape) + own)
+    return attrs.evolve(layout, whole=whole, cuts=cuts, stages=stages)
+
+
+def _digest(model: Model, base: Params, mesh: Mesh) -> str:
+    extents = frozen_of(model).shapes if model.layout is None else model.plain.extents
+    paths = {f"[{name!r}]": extent for name, extent in extents.items()}
     return tree.combine(digests.digest(base, "sums", device=device_of(base), mesh=mesh, shapes=paths))
 
 
@@ -153,7 +193,8 @@ def frozen_of(model: Model) -> Frozen:
 
 def base_of(model: Model) -> Model:
     """The base as a model that has no parameters but frozen ones: what it computes for {} costs no memory."""
-    return attrs.evolve(model, shapes={}, frozen=attrs.evolve(frozen_of(model), places={}))
+    frozen, layout = attrs.evolve(frozen_of(model), places={}), model.plain.layout
+    return attrs.evolve(model, shapes={}, layout=layout, frozen=frozen)
 
 
 @torch.no_grad()
@@ -169,6 +210,8 @@ def merged(model: Model, adapter: Mapping[str, Tensor], *, mesh: Mesh = LOCAL) -
     whole = fsdp.gather(factors, model.shapes, mesh)
     params = {**frozen.params, **{name: x for name, x in adapter.items() if name not in factors}}
     for name, flipped in frozen.places.items():
+        if name not in params:  # another stage's
+            continue
         a, b = (whole[name + factor] for factor in FACTORS)
         a, b = (
             _rows(a, b, flipped, slice(*fsdp.bounds(frozen.shapes[name][0], mesh["shard"]))) if mesh.sharded else (a, b)
@@ -207,7 +250,7 @@ def check_adapted(model: Model, lora: Lora) -> None:
     Raises ValueError that names the model type, for other hidden states or where its code uses an adapted weight in a
     way that fppo does not know.
     """
-    kind, probe = model.config.model_type, probes.make_probe(model)
+    kind, probe = model.config.model_type, probes.make_probe(model.unplaced or model)
     small, wide = probe.model, {name: x.double() for name, x in probe.params.items()}
     targets = tuple(t for t in lora.targets if t == ALL_LINEAR or any(_names(t, n) for n in small.shapes))
     adapted, adapter = adapt(small, wide, Lora(2, 4.0, targets or (ALL_LINEAR,)), key=Key(0), dtype=torch.float64)

@@ -12,12 +12,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fppo.models.adapted import Frozen, Lora
+from fppo.models.adapted import Lora
 from fppo.models.heads import embedding_name, vocabulary_head
 from fppo.models.lora import frozen_of
 from fppo.models.model import Model, Params
+from fppo.models.place import own_params, whole_params
 from fppo.models.save import first_alone
-from fppo.runtime import fsdp
 from fppo.runtime.exports import draft_of, replacing
 from fppo.runtime.mesh import LOCAL, Mesh, device_of
 
@@ -96,11 +96,11 @@ def load(model: Model, directory: Path, *, like: Mapping[str, Tensor], mesh: Mes
         factors = back(*(stored[each] for each in names))
         whole |= {f"{name}.lora_A": factors[0], f"{name}.lora_B": factors[1]}
     problems += [f"unknown {unknown[:5]}"] if (unknown := sorted(stored.keys() - taken)) else []
-    problems += [f"{n} of shape {list(x.shape)}" for n, x in whole.items() if x.shape != model.shapes[n]]
+    problems += [f"{n} of shape {list(x.shape)}" for n, x in whole.items() if x.shape != model.whole_shapes[n]]
     if problems:
         raise ValueError(f"the adapter in {directory} does not fit the model: {'; '.join(problems)}")
-    own = fsdp.shard({name: x.to(like[name].dtype).contiguous() for name, x in whole.items()}, mesh)
-    return {name: own[name].to(x.device) if name in own else x for name, x in like.items()}
+    own = own_params(model, whole, mesh)
+    return {name: own[name].to(x).contiguous() if name in own else x for name, x in like.items()}
 
 
 def save(
@@ -118,7 +118,7 @@ def save(
     first one writes. Raises ValueError for adapters that have no form there: of a value model, of tied embeddings.
     """
     stored, frozen = _stored(model), frozen_of(model)
-    whole = fsdp.gather(adapter, model.shapes, mesh)
+    whole = whole_params(model, dict(adapter), mesh)
 
     def write() -> None:
         tensors: Params = {}
@@ -131,7 +131,7 @@ def save(
             metadata = {"format": "pt", "base_digest": frozen.digest}
             contiguous = {name: x.contiguous() for name, x in tensors.items()}
             safetensors.torch.save_file(contiguous, draft / WEIGHTS, metadata=metadata)
-            text = json.dumps(_config(frozen, base), indent=2, sort_keys=True) + "\n"
+            text = json.dumps(_config(model, base), indent=2, sort_keys=True) + "\n"
             (draft / CONFIG).write_text(text, encoding="utf-8")
             if tokenizer is not None:
                 tokenizer.save_pretrained(draft)
@@ -139,8 +139,9 @@ def save(
     first_alone(write, mesh, device_of(adapter))
 
 
-def _config(frozen: Frozen, base: str) -> dict[str, Any]:
-    stacks = {name for name in frozen.places if len(frozen.shapes[name]) == 3}
+def _config(model: Model, base: str) -> dict[str, Any]:
+    frozen = frozen_of(model)
+    stacks = {name for name in frozen.places if len(model.whole_shapes[name]) == 3}
     ends = sorted({".".join(name.split(".")[-3:]) for name in stacks}, key=lambda end: not end.endswith(_INNER))
     return {
         "peft_type": "LORA",
@@ -165,7 +166,7 @@ _Stored = tuple[tuple[str, str], Callable[[Tensor, Tensor], tuple[Tensor, Tensor
 def _stored(model: Model) -> dict[str, _Stored]:
     """By adapted weight. Raises ValueError for what has no form in PEFT's files."""
     frozen, table = frozen_of(model), embedding_name(model)
-    tied = model.head == "lm" and vocabulary_head(model)[0] == table
+    tied = model.head == "lm" and vocabulary_head(model.unplaced or model)[0] == table
     if model.head != "lm":
         raise ValueError("the adapter of a value model has a head of its own, which PEFT's files do not: merge it")
     if tied and table in frozen.places:
@@ -173,20 +174,21 @@ def _stored(model: Model) -> dict[str, _Stored]:
             f"{table} is the vocabulary head, too: PEFT adapts the one without the other until they are merged; merge "
             "the adapter"
         )
-    return {name: _names(name, frozen, embedding=name == table) for name in frozen.places}
+    return {name: _names(name, model, embedding=name == table) for name in frozen.places}
 
 
-def _names(name: str, frozen: Frozen, *, embedding: bool) -> _Stored:
+def _names(name: str, model: Model, *, embedding: bool) -> _Stored:
+    frozen, shape = frozen_of(model), model.whole_shapes[name]
     path = _START + name.removesuffix(".weight")
     if embedding:
         return (f"{path}.lora_embedding_A", f"{path}.lora_embedding_B"), lambda a, b: (b.T, a.T)
-    if len(frozen.shapes[name]) < 3:
+    if len(shape) < 3:
         return (f"{path}.lora_A.weight", f"{path}.lora_B.weight"), lambda a, b: (a, b)
     block, _, kind = path.rpartition(".")
     other = {_INNER: _OUTER, _OUTER: _INNER}.get(kind)
     if other is None or f"{name.removesuffix(kind)}{other}" not in frozen.places:
         raise ValueError(f"{name}: fppo knows PEFT's files of experts only where both of their stacks are adapted")
-    experts, rank = frozen.shapes[name][0], frozen.lora.rank
+    experts, rank = shape[0], frozen.lora.rank
     path = f"{block}.base_layer" if kind == _INNER else block
 
     def back(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:  # [E r, in], [out, r E] with experts innermost

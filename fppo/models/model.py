@@ -104,9 +104,16 @@ class Model:
 
     @property
     def extents(self) -> Mapping[str, torch.Size | Extent]:
-        """The whole shapes, with the cuts of a tensor axis."""
-        layout = self.layout
+        """The whole shapes of the parameters on all stages, with the cuts of a tensor or expert axis."""
+        layout = self.state_layout
         return self.shapes if layout is None else {name: layout.extent(name) for name in layout.whole}
+
+    @property
+    def state_layout(self) -> Layout | None:
+        """The layout of what is trained: of an adapted model without its base's."""
+        if self.layout is None or self.frozen is None:
+            return self.layout
+        return self.layout.only(is_trained)
 
     def constants_on(self, device: torch.device) -> Mapping[str, Tensor]:
         """The constants on a device, to which each thread sends its own once."""
@@ -133,7 +140,18 @@ class Model:
         if self.frozen is None:
             return self
         own = {name: shape for name, shape in self.shapes.items() if not name.endswith(FACTORS)}
-        return attrs.evolve(self, shapes={**self.frozen.shapes, **own}, frozen=None)
+        spans = (
+            attrs.evolve(span, names=tuple(name for name in span.names if not name.endswith(FACTORS)))
+            for span in self.spans
+        )
+        return attrs.evolve(
+            self,
+            shapes={**self.frozen.shapes, **own},
+            layout=self.layout and self.layout.only(lambda name: not name.endswith(FACTORS)),
+            spans=tuple(spans),
+            unplaced=self.unplaced and self.unplaced.plain,
+            frozen=None,
+        )
 
     @property
     def outputs(self) -> int:
@@ -173,6 +191,11 @@ class Model:
                 compile_layers(self.text_of(skeleton))
             kept[1][compiled] = skeleton
         return kept[1][compiled]
+
+
+def is_trained(name: str) -> bool:
+    """Whether a parameter of an adapted model is a factor, or a value head's, and none of its base's."""
+    return name.endswith(FACTORS) or name in (SCORE_WEIGHT, SCORE_BIAS)
 
 
 def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -126,12 +126,10 @@ class Prepared:
 
 def prepare(model: Model, mesh: Mesh) -> Prepared:
     """The model as ranks of a mesh of these sizes are to run it. Raises ValueError as `place` does."""
-    for axis in ("tensor", "pipeline", "expert"):
-        if model.frozen is not None and mesh[axis].size > 1:
-            raise ValueError(
-                f"adapters on a {axis} axis of {mesh[axis].size} ranks are not there yet: give the ranks to shard, "
-                "replicate, sequence or context"
-            )
+    if model.frozen is not None:
+        raise ValueError(
+            "an adapted model is placed before it is adapted: place the plain one, and adapt what it gives"
+        )
     tensor, expert = mesh["tensor"].size, mesh["expert"].size
     return Prepared(
         model,
@@ -149,6 +147,13 @@ def place(model: Model, mesh: Mesh) -> Model:
     cut or is adapted, and for fewer layers than stages.
     """
     return prepare(model, mesh).on(mesh)
+
+
+def place_beside(model: Model, other: Model, mesh: Mesh) -> Model:
+    """`place`, with the layers on the stages where those of a placed model are, of whose tensors this one is made."""
+    stages = mesh["pipeline"].size * mesh.virtual_stages
+    cuts = layer_spans((other.unplaced or other).plain, stages) if other.spans else None
+    return prepare(model, mesh).on(mesh, cuts)
 
 
 def own_params(model: Model, params: Params, mesh: Mesh) -> Params:

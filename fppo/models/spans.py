@@ -11,11 +11,12 @@ from itertools import accumulate
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from fppo.models import flops
 from fppo.models.heads import embedding_name, vocabulary_head
-from fppo.models.model import Model, Params, Span
+from fppo.models.model import Model, Params, Span, is_trained
 from fppo.models.seams import ApplyLayer
 from fppo.runtime.layout import Layout
 from fppo_kernels.collectives import Axis
@@ -153,8 +154,8 @@ def staged(model: Model, axis: Axis, *, virtual_stages: int = 1, cuts: Sequence[
 def stage_of(model: Model, number: int) -> Model:
     """The stage of a placed model that is this rank's `number`th: its layers and parameters alone."""
     span = model.spans[number]
-    shapes = {name: model.shapes[name] for name in span.names}
-    return _with_copies(attrs.evolve(model, shapes=shapes, spans=(span,)), model)
+    shapes = {name: shape for name, shape in model.all_shapes.items() if name in set(span.names)}
+    return _with_copies(attrs.evolve(with_shapes(model, shapes), spans=(span,)), model)
 
 
 def unstaged(model: Model) -> Model:
@@ -162,7 +163,18 @@ def unstaged(model: Model) -> Model:
     if model.layout is None or not model.spans:
         return model
     layout = attrs.evolve(model.layout, stages={}, stage_rank=0, stage_ranks=1)
-    return _with_copies(attrs.evolve(model, shapes=layout.shapes, layout=layout, spans=()), model)
+    return _with_copies(attrs.evolve(with_shapes(model, layout.shapes), layout=layout, spans=()), model)
+
+
+def with_shapes(model: Model, shapes: Mapping[str, torch.Size]) -> Model:
+    """The model with parameters of these shapes; of an adapted one they are its base's, too."""
+    if (frozen := model.frozen) is None:
+        return attrs.evolve(model, shapes=shapes)
+    base = {name: shape for name, shape in shapes.items() if not is_trained(name)}
+    params = {name: x for name, x in frozen.params.items() if name in base}
+    places = {name: flipped for name, flipped in frozen.places.items() if name in base}
+    own = {name: shape for name, shape in shapes.items() if name not in base}
+    return attrs.evolve(model, shapes=own, frozen=attrs.evolve(frozen, params=params, shapes=base, places=places))
 
 
 def _with_copies(model: Model, other: Model) -> Model:

@@ -39,6 +39,11 @@ def model_of(case: Case, name: str, layers: int | None = None) -> Model:
     config = config if layers is None else with_layers(config, layers)
     again = case.checkpoint_layers
     model = models.build(config, HEADS[name], compute_dtype=case.compute_dtype, checkpoint_layers=again)
+    return _adapted(model, case, name)
+
+
+def _adapted(model: Model, case: Case, name: str) -> Model:
+    """A model with the adapter that the case gives it, if any."""
     spec = {"actor": case.lora, "critic": case.critic_lora}.get(name)
     return model if spec is None else lora.without_base(model, spec)
 
@@ -55,20 +60,23 @@ class Built:
         return self._once(("model", name, layers), lambda: model_of(case, name, layers))
 
     def cuts(self, case: Case, name: str) -> list[range]:
-        """The layers of each stage of the case's pipeline, or all."""
+        """The layers of each stage of the case's pipeline, or all. A critic on the actor's base has the actor's."""
         stages = case.size("pipeline") * case.virtual_stages
-        return self._once(("cuts", name, stages), lambda: layer_spans(self.model(case, name), stages))
+        name = "actor" if name == "critic" and case.critic_lora is not None else name
+        return self._once(("cuts", name, stages), lambda: layer_spans(self.model(case, name).plain, stages))
 
     def layout(self, case: Case, name: str, mesh: Mesh) -> Layout | None:
-        """How the parameters of a model lie on a rank of the case's mesh."""
-        return self._prepared(case, name, None, mesh).layout(mesh, self.cuts(case, name))
+        """How the parameters of a model, and those of the base of an adapted one, lie on a rank of the case's mesh."""
+        layout = self._prepared(case, name, None, mesh).layout(mesh, self.cuts(case, name))
+        frozen = self.model(case, name).frozen
+        return layout and (lora.with_factors(layout, frozen.places, frozen.lora.rank) if frozen else layout)
 
     def placed(self, case: Case, name: str, mesh: Mesh, own: Sequence[int] | None = None) -> Model:
         """What a rank of the case's mesh runs of a model; or of one with these numbers of layers in the rank's own
         stages, and without others."""
         cuts = self.cuts(case, name) if own is None else _stages_of(case, own)
         prepared = self._prepared(case, name, None if own is None else sum(own), mesh)
-        placed = prepared.on(mesh, cuts)
+        placed = _adapted(prepared.on(mesh, cuts), case, name)
         return attrs.evolve(placed, compute_dtype=case.compute_dtype, checkpoint_layers=case.checkpoint_layers)
 
     def run(self, case: Case, name: str, make: Callable[[], list[Phase]]) -> list[Phase]:
@@ -81,7 +89,7 @@ class Built:
 
     def _prepared(self, case: Case, name: str, layers: int | None, mesh: Mesh) -> models.Prepared:
         key = ("prepared", name, layers, case.size("tensor"), case.size("expert"))
-        prepared = self._once(key, lambda: models.prepare(self.model(case, name, layers), mesh))
+        prepared = self._once(key, lambda: models.prepare(self.model(case, name, layers).plain, mesh))
         if prepared.dispatched is None:
             return prepared
         own = attrs.evolve(prepared.dispatched, sizes=standins.equal_loads(case.load))

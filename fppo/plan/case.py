@@ -174,9 +174,6 @@ def problems(case: Case) -> list[str]:
             f"--mesh.context {case.size('context')}: --mesh.sequence {sequence} cuts the same rows; give one of them"
         )
     wrong += _expert_problems(case)
-    if case.lora is not None:
-        axes = [axis for axis in ("tensor", "pipeline", "expert") if case.size(axis) > 1]
-        wrong += [f"--mesh.{axis} {case.size(axis)}: adapters (--lora) do not run there yet" for axis in axes]
     if case.length > case.tokens:
         wrong.append(f"--length {case.length}: a pass of --tokens {case.tokens} holds no such sequence")
     if case.length < 2:

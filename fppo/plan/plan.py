@@ -11,6 +11,7 @@ import torch
 
 from fppo import tree
 from fppo.models import flops
+from fppo.models.model import is_trained
 from fppo.plan import layers, passes
 from fppo.plan._track import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, LOGITS
 from fppo.plan.built import REWARD, STAGES, Built, models_of, own_layers
@@ -180,12 +181,16 @@ def optimizer_bytes(case: Case, name: str, built: Built) -> int:
 
 
 def _shard_shapes(case: Case, name: str, built: Built) -> dict[str, tuple[int, ...]]:
-    layout = built.layout(case, name, passes.mesh_of(case, lambda *_: None))
-    return _own_shapes(built.model(case, name).shapes if layout is None else layout.shapes, case)
+    """What that rank has of each trained parameter."""
+    every, model = _every_shape(case, name, built), built.model(case, name)
+    return every if model.frozen is None else {name: shape for name, shape in every.items() if is_trained(name)}
 
 
-def _own_shapes(shapes: Mapping[str, torch.Size], case: Case) -> dict[str, tuple[int, ...]]:
+def _every_shape(case: Case, name: str, built: Built) -> dict[str, tuple[int, ...]]:
+    """What it has of each parameter, and of the weights of a base."""
     mesh = passes.mesh_of(case, lambda *_: None)
+    layout = built.layout(case, name, mesh)
+    shapes = built.model(case, name).all_shapes if layout is None else layout.shapes
     return {name: passes.shard_shape(shape, mesh) for name, shape in shapes.items()}
 
 
@@ -229,8 +234,9 @@ def _at_rest(case: Case, built: Built) -> dict[str, float]:
         rest[f"{name}'s parameters"] = _kept(at, name, built)
         if name != REWARD:
             rest[f"{name}'s optimizer"] = optimizer_bytes(at, name, built) if at.offload == "none" else 0
-    if (frozen := built.model(case, "actor").frozen) is not None:  # the critic's and the reference's, too
-        rest["base's weights"] = passes.base_dtype(case).itemsize * _numbers(_own_shapes(frozen.shapes, case))
+    if case.lora is not None:  # the critic's and the reference's, too
+        base = {n: shape for n, shape in _every_shape(case, "actor", built).items() if not is_trained(n)}
+        rest["base's weights"] = passes.base_dtype(case).itemsize * _numbers(base)
     elif case.reference:
         rest["reference's parameters"] = _kept(case.at("reference"), "actor", built)
     row = passes.rows_of(case, 1)

@@ -151,6 +151,12 @@ class Layout:
             shape[cut.dim] = cut.size(cut.part(*self.place(cut)))
         return torch.Size(shape)
 
+    def only(self, wanted: Callable[[str], bool]) -> Layout:
+        """The layout of some of the parameters."""
+        named = {name: shape for name, shape in self.whole.items() if wanted(name)}
+        stages = {name: of for name, of in self.stages.items() if name in named}
+        return attrs.evolve(self, whole=named, stages=stages)
+
     def extent(self, name: str) -> torch.Size | Extent:
         """The whole shape of a parameter, with its cut and its stages if it has some."""
         cut, stages = self.cuts.get(name), self.stages.get(name, ())

@@ -80,10 +80,6 @@ def lora_problems(s: TrainSettings, *, critic: bool) -> Problems:
 
 def _places(s: TrainSettings) -> Problems:
     """Where adapters do not run yet."""
-    for axis in ("tensor", "pipeline", "expert"):
-        if (ranks := getattr(s.mesh, axis)) > 1:
-            text = "adapters do not run there yet; give the ranks to mesh.shard, replicate, sequence or context"
-            yield problem(f"mesh.{axis}", ranks, text)
     for role, pool in places_of(s.placement).items():
         text = "adapters share a base in one process, and do not run in pools yet; leave out placement or model.lora"
         yield problem(f"placement.roles.{role}", pool, text)

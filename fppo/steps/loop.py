@@ -136,7 +136,7 @@ def update(
         raise ValueError(f"mini_batch_size={loop.mini_batch_size}: the batch has {count} rows; give at most as many")
     history: list[Metrics] = []
     place, masks = key or Key(0), masks_of(batch)
-    mesh = attrs.evolve(forward.mesh, layout=forward.model.layout)
+    mesh = attrs.evolve(forward.mesh, layout=forward.model.state_layout)
     for epoch in range(loop.epochs):
         drawn = None if key is None else key.fold("epoch", epoch)
         for number, mini in enumerate(_mini_batches(batch, masks, loop, forward, drawn)):

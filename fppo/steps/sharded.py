@@ -100,7 +100,7 @@ def opened(params: Params | Whole | OnHost, model: Model, mesh: Mesh) -> Opened:
 
 def _own(params: Params, model: Model) -> Params:
     """Of a rank's parameters those of the stage that a model is, if it is one."""
-    return {name: params[name] for name in model.shapes} if model.spans else params
+    return {name: params[name] for name in model.all_shapes} if model.spans else params
 
 
 def _layers(model: Model) -> range:

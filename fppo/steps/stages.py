@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 import attrs
@@ -94,7 +94,7 @@ def _on_stages(fn: Pass, micro_batches: Sequence[Any], forward: Forward) -> Stag
 def _wires(params: Params | Whole | OnHost, forward: Forward, lengths: Sequence[int]) -> list[Wire]:
     """What passes between stages of micro-batches: hidden states [N, H] of so many tokens."""
     model = forward.model
-    tensors: Mapping[str, Tensor] = params if isinstance(params, dict) else params.params
+    tensors = model.joined(params if isinstance(params, dict) else params.params)
     x = next(x for name, x in tensors.items() if name.startswith(model.prefix))
     device = params.lane.device if isinstance(params, OnHost) else x.device
     return [Wire((length, model.config.hidden_size), model.compute_dtype or x.dtype, device) for length in lengths]

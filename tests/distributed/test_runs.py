@@ -151,11 +151,13 @@ def test_a_run_killed_on_an_axis_that_cuts_models_goes_on_bit_for_bit(tmp_path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_a_run_on_an_axis_that_cuts_models_has_the_numbers_of_one_process(tmp_path, axis):
-    """It is resumed once, by one process, from what both ranks have written; and exported from both."""
+    """It is resumed once, by one process, from what both ranks have written. The policy is trained by an adapter; the
+    critic on a tensor axis whole, on a pipeline by one on the same base."""
     task = tmp_path / "task"
     task.mkdir()
     tiny_run.write_task(task, layers=2)
-    shared = {"actor__optimizer__schedule": "constant", "mesh__shard": None, "steps": 3}
+    shared = {"actor__optimizer__schedule": "constant", "mesh__shard": None, "steps": 3, "model__lora__rank": 2}
+    shared |= {"model__lora__critic_rank": 0} if axis == "tensor" else {}
     expected, both = tmp_path / "one", tmp_path / "both"
     assert cli.main(["train", str(write(task, expected, **shared))]) == 0
     file = str(write(task, both, **shared, **{f"mesh__{axis}": 2}))

@@ -9,24 +9,26 @@ import attrs
 import pytest
 import torch
 
+from fppo import models
 from fppo.commands import cli
 from fppo.commands import plan as commands
-from fppo.models import flops
+from fppo.models import flops, lora
 from fppo.models.adapted import Lora
 from fppo.plan.built import Built, model_of, models_of
 from fppo.plan.case import ROLES, Role
 from fppo.plan.estimate import LINK_SHARE, ORDER, _collective, link, seconds_of
 from fppo.plan.hardware import hardware_of
-from fppo.plan.plan import _plan, pipeline_work, plan
+from fppo.plan.plan import _at_rest, _plan, pipeline_work, plan
 from fppo.plan.presets import PRESETS, config_of
 from fppo.plan.remedies import applied, families, remedies
 from fppo.plan.rough import facts_of, rough
 from fppo.plan.values import GIB, Cost, Phase, Work
-from fppo.runtime.mesh import Sharding
+from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.schedule import clocked, one_f_one_b
 from fppo.settings import files
 from fppo.settings import plan as settings_plan
 from fppo.steps.micro_batching import fit
+from fppo_kernels.collectives import Axis
 from tests import tiny_run
 from tests.plan.cases import case, config
 
@@ -279,7 +281,18 @@ def test_adapters_are_planned_over_one_base(tmp_path):
     assert planned.rest["critic's optimizer"] == 8 * (factors + heads)
     assert "reference's parameters" not in planned.rest
     assert planned.peak.total < plan(small).peak.total / 2
-    assert all(list(flags) != ["mesh.pipeline"] for family in families(with_adapters) for flags in family)
+    for axes, rank in (({"tensor": 2, "pipeline": 2}, 1), ({"tensor": 2, "shard": 2}, 0)):
+        at = attrs.evolve(with_adapters, config=config(num_hidden_layers=2), mesh=axes, pipeline_rank=rank)
+        rest = _at_rest(at, Built())
+        placed = models.place(
+            model_of(at, "actor").plain, Mesh({name: Axis(2, rank) for name in axes if name != "shard"})
+        )
+        own = lora.without_base(placed, asked.lora)
+        shards = axes.get("shard", 1)
+        assert rest["actor's parameters"] == 4 * sum(-(-x[0] // shards) * x[1:].numel() for x in own.shapes.values())
+        base = own.frozen.shapes.values()
+        assert rest["base's weights"] == 2 * sum(-(-x[0] // shards) * x[1:].numel() for x in base)
+    assert plan(attrs.evolve(at, mesh={"pipeline": 2, "tensor": 2})).fits
 
 
 def test_the_passes_of_a_mini_batch_are_as_equal_as_those_of_a_run():
@@ -322,10 +335,6 @@ def test_what_does_not_fit_is_said_with_its_remedies(tmp_path, capsys):
         (["--model", "quickstart", "--gpus", "9", "--mesh.replicate", "2"], "the mesh has 8 ranks"),
         (["--model", "quickstart", "--tokens", "64", "--length", "128"], "holds no such sequence"),
         (["--model", "quickstart", "--micro-batches", "0"], "--micro-batches 0: must be 1 or more"),
-        (
-            ["--model", "quickstart", "--lora", "4", "--mesh.tensor", "2"],
-            "--mesh.tensor 2: adapters (--lora) do not run",
-        ),
         (["--model", "quickstart", "--lora", "4", "--search", "2"], "--search 2: it does not know adapters"),
         (["--model", "quickstart", "--critic-lora", "4"], "--critic-lora: nothing reads it without --lora"),
         (["--model", "quickstart", "--mesh.expert", "2"], "quickstart is 'qwen2', which has no experts to cut"),

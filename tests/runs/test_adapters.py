@@ -127,9 +127,6 @@ def test_what_does_not_go_with_adapters_is_named_at_once(task):
         "model__offload": "all",
         "model__compile_layers": True,
         "model__ref_dtype": "bfloat16",
-        "mesh__tensor": 2,
-        "mesh__pipeline": 2,
-        "mesh__expert": 2,
         "actor__experts__bias_rate": 0.1,
     }
     with pytest.raises(files.SettingsError) as caught:
