@@ -15,7 +15,7 @@ from fppo.models import lora, lora_files
 from fppo.models.adapted import Lora
 from fppo.models.init import init_value_head
 from fppo.models.load import read_value_head
-from fppo.models.model import Model, Params
+from fppo.models.model import HeadKind, Model, Params
 from fppo.models.place import own_params, place_beside
 from fppo.pipeline.program import Base
 from fppo.runtime.mesh import Mesh
@@ -53,7 +53,8 @@ def adapted_actor(settings: TrainSettings, model: Model, params: Params, mesh: M
 def adapted_critic(
     settings: TrainSettings, policy: Model | None, mesh: Mesh, device: torch.device
 ) -> tuple[Model | None, Params]:
-    """The critic: on the base of `policy` where both are adapted and begin from the same weights, else loaded."""
+    """The critic: on the base of `policy`, if that is here, where both are adapted and begin from the same weights;
+    else loaded."""
     key = Key(settings.seed)
     if policy is not None and shares_base(settings) and uses_critic_model(settings):
         model, params = _on_base(settings, policy, key, mesh)
@@ -62,9 +63,7 @@ def adapted_critic(
     params = on_device(params, device)
     if model is None or not critic_uses_lora(settings):
         return model, params
-    spec, rank = lora_of(settings), settings.model.lora.critic_rank
-    spec = spec if rank is None else attrs.evolve(spec, rank=rank)
-    return lora.adapt(model, params, spec, key=key.fold("critic's adapter"), mesh=mesh)
+    return lora.adapt(model, params, _spec(settings, "value"), key=key.fold("critic's adapter"), mesh=mesh)
 
 
 def _on_base(settings: TrainSettings, policy: Model, key: Key, mesh: Mesh) -> tuple[Model, Params]:
@@ -81,6 +80,20 @@ def _on_base(settings: TrainSettings, policy: Model, key: Key, mesh: Mesh) -> tu
     return model, {name: base[name] for name in model.shapes if name in base} | own_params(model, head, mesh)
 
 
+def shape_of(settings: TrainSettings, head: HeadKind = "lm") -> Model:
+    """The policy's model, or the critic's, without tensors: with an adapter, if it is trained by one."""
+    model = bare_model(settings, head)
+    if not (uses_lora(settings) if head == "lm" else critic_uses_lora(settings)):
+        return model
+    return lora.without_base(model, _spec(settings, head))
+
+
+def _spec(settings: TrainSettings, head: HeadKind) -> Lora:
+    """The adapter of the policy, or of the critic."""
+    spec, rank = lora_of(settings), settings.model.lora.critic_rank
+    return spec if head == "lm" or rank is None else attrs.evolve(spec, rank=rank)
+
+
 def policy_model(settings: TrainSettings, mesh: Mesh, device: torch.device) -> Model:
     """The policy's model without parameters of its own; of an adapted one with its base, on the device."""
     if not uses_lora(settings):
@@ -89,15 +102,18 @@ def policy_model(settings: TrainSettings, mesh: Mesh, device: torch.device) -> M
     return adapted_actor(settings, model, on_device(params, device), mesh)[0]
 
 
-def bases_of(settings: TrainSettings, models: Mapping[str, Model | None]) -> dict[str, Base] | None:
-    """What a checkpoint says of the bases of adapted models, by role; None if there is none."""
-    paths = {"actor": settings.model.path, "critic": settings.model.critic_path or settings.model.path}
-    bases: dict[str, Base] = {}
-    for role, model in models.items():
-        if isinstance(model, Model) and (frozen := model.frozen) is not None:  # in a pool there is a handle
-            dtype = str(next(iter(frozen.params.values())).dtype).removeprefix("torch.")
-            bases[role] = Base(source=paths[role], digest=frozen.digest, dtype=dtype, adapter=words(frozen.lora))
-    return bases or None
+def base_of_role(settings: TrainSettings, role: str, model: Model | None) -> Base | None:
+    """What a checkpoint says of what the adapter of the actor or the critic stands on; None without one."""
+    if model is None or (frozen := model.frozen) is None:
+        return None
+    path = settings.model.path if role == "actor" else settings.model.critic_path or settings.model.path
+    dtype = str(next(iter(frozen.params.values())).dtype).removeprefix("torch.")
+    return Base(source=path, digest=frozen.digest, dtype=dtype, adapter=words(frozen.lora))
+
+
+def bases_of(bases: Mapping[str, Base | None]) -> dict[str, Base] | None:
+    """Those there are, by role; None if there is none."""
+    return {role: base for role, base in bases.items() if base is not None} or None
 
 
 def words(spec: Lora) -> str:

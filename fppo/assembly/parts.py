@@ -125,6 +125,7 @@ def load_critic(settings: TrainSettings, key: Key, mesh: Mesh) -> tuple[Model | 
         outputs=value_head_of(settings).outputs,
         compute_dtype=compute_dtype_of(role.compute_dtype or section.compute_dtype),
         checkpoint_layers=section.checkpoint_layers if recompute is None else recompute,
+        dtype=base_dtype(settings) if shares_base(settings) else torch.float32,
     )
     return _as_set(model, settings), params
 

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from fppo import models, tree
 from fppo.assembly.roles import Roles
 from fppo.fleet import HERE, Group, Here, at_once
+from fppo.models import lora_files
 from fppo.models.model import Model
 from fppo.pipeline.program import RunState
 from fppo.runtime import checkpoint, checkpoint_parts, digests
@@ -116,9 +117,9 @@ class Placed:
     def export(
         self, run: RunState, target: Path, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig
     ) -> None:
-        """Writes the policy as a Hugging Face directory."""
-        group, model = self.parts["actor"]
-        args = (model, run.actor.params, target.absolute(), tokenizer, generation)
+        """Writes the policy as a Hugging Face directory, or its adapter as PEFT has it."""
+        (group, model), base = self.parts["actor"], (run.bases or {}).get("actor")
+        args = (model, run.actor.params, target.absolute(), tokenizer, generation, base and base.source)
         group.call(_export, HERE, *args, label="export")
 
     def _there(self, run: RunState) -> Iterator[tuple[str, _Part]]:
@@ -172,5 +173,8 @@ def _export(
     target: Path,
     tokenizer: PreTrainedTokenizerBase,
     generation: GenerationConfig,
+    base: str | None,
 ) -> None:
+    if base is not None:
+        return lora_files.save(model, params, target, base=base, tokenizer=tokenizer, mesh=here.mesh)
     models.save(model, params, target, tokenizer=tokenizer, generation_config=generation, mesh=here.mesh)

@@ -9,7 +9,8 @@ from functools import partial
 import attrs
 import torch
 
-from fppo.assembly.parts import bare_model, sharding_of
+from fppo.assembly.adapters import shape_of
+from fppo.assembly.parts import sharding_of
 from fppo.assembly.roles import Roles, make_engine_of_pool
 from fppo.fleet import HERE, AnyGroup, Group, at_once, cluster
 from fppo.rollout.pool import EnginePool, Policy
@@ -70,7 +71,7 @@ def engine_pool(settings: TrainSettings, engines: Sequence[Group], roles: Roles,
         engines,
         partial(_make, settings=settings, pad=pad),
         Policy(group=roles.at["actor"], model=roles.actor.model, bucket_bytes=settings.rollout.vllm.bucket_mb << 20),
-        names=bare_model(settings).whole_shapes,
+        names=shape_of(settings).extents,
         pad_token_id=pad,
         rows=section.rows,
         restarts=section.restarts,

@@ -12,12 +12,11 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from fppo import tree
-from fppo.assembly.adapters import adapted_actor, adapted_critic
+from fppo.assembly.adapters import adapted_actor, adapted_critic, base_of_role, policy_model
 from fppo.assembly.optimizers import optimizer_for
 from fppo.assembly.parts import (
     Offload,
     Role,
-    bare_model,
     embedded_engine,
     forward_micro_batching_of,
     kernels_of,
@@ -45,11 +44,11 @@ from fppo.pipeline.passes import (
     policy_pass,
     value_pass,
 )
-from fppo.pipeline.program import Together, UpdateStage, in_turn
+from fppo.pipeline.program import Base, Together, UpdateStage, in_turn
 from fppo.rollout.placed import Generate
 from fppo.runtime.offload import Lane, OnHost, to_host
 from fppo.settings import checks
-from fppo.settings.lora import critic_uses_lora
+from fppo.settings.lora import critic_uses_lora, uses_lora
 from fppo.settings.train import TrainSettings
 from fppo.steps.confidence import confidence_values
 from fppo.steps.forward import Forward, Rows, TokenOutputs
@@ -129,6 +128,8 @@ def make_reference(
     Of an adapted policy it is the base, which costs nothing, unless the settings name another.
     """
     tools = tools or _tools(here, settings)
+    if model is None and uses_lora(settings) and settings.model.ref_path is None:
+        model, params = policy_model(settings, here.mesh, here.device), {}
     policy = None if model is None or params is None else (model, params)
     model, params = load_reference(settings, here.mesh, policy)
     params = on_device(params, here.device)
@@ -170,8 +171,9 @@ def make_engine(here: Here, settings: TrainSettings, tools: Tools | None, model:
 
 def make_engine_of_pool(here: Here, settings: TrainSettings, pad_token_id: int) -> Generate:
     """What generates on a rank that does nothing else, with parameters that it is given."""
-    tools, model = _tools(here, settings), bare_model(settings)
-    if settings.rollout.engine == "vllm":
+    tools, vllm = _tools(here, settings), settings.rollout.engine == "vllm"
+    model = policy_model(settings, here.mesh, torch.device("cpu") if vllm else here.device)  # where parameters come
+    if vllm:
         return vllm_engine(settings.rollout.vllm, model, pad_token_id, here.mesh).generate
     settings = attrs.evolve(settings, model=attrs.evolve(settings.model, offload="none"))  # they are where it runs
     return embedded_engine(settings, model, tools.kernels, pad_token_id, here.mesh, tools.lane).generate
@@ -222,6 +224,11 @@ class Roles:
         """The critic's update where it is."""
         return self.critic and self._on("critic", self.critic.update, "update_critic", stays=(0,))
 
+    def bases(self, settings: TrainSettings) -> dict[str, Base | None]:
+        """What the adapters of actor and critic stand on."""
+        models = {"actor": self.actor.model, "critic": self.critic and self.critic.model} if uses_lora(settings) else {}
+        return {role: self._on(role, base_of_role, "base")(settings, role, model) for role, model in models.items()}
+
     def hold(self) -> Callable[[Params], Params]:
         """Copies the policy where it is."""
         return self._on("actor", tree.copy, "hold", stays=True)
@@ -242,15 +249,16 @@ def make_roles(
         return at[role].call(fn, HERE, settings, own, *more, stays=True, label=f"make {role}")
 
     work = {"actor": partial(make, "actor", make_actor)}
-    if checks.uses_critic(settings) and not critic_uses_lora(settings):
+    beside = at["critic"] is at["actor"] and critic_uses_lora(settings)  # on the actor's base
+    if checks.uses_critic(settings) and not beside:
         work["critic"] = partial(make, "critic", make_critic)
     made = (at_once if groups else in_turn)(work)
     actor, reference = made["actor"], None
     if checks.uses_critic(settings) and "critic" not in made:
         made["critic"] = make("critic", make_critic, actor.model)
     if checks.uses_reference(settings):
-        beside = (actor.model, actor.state.params) if at["reference"] is at["actor"] else ()
-        reference = make("reference", make_reference, *beside)
+        own = (actor.model, actor.state.params) if at["reference"] is at["actor"] else ()
+        reference = make("reference", make_reference, *own)
     return Roles(actor=actor, reference=reference, critic=made.get("critic"), at=at)
 
 

@@ -13,12 +13,12 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data, rewards
-from fppo.assembly.adapters import bases_of, policy_model
+from fppo.assembly.adapters import base_of_role, bases_of, policy_model, shape_of
 from fppo.assembly.announce import input_lines, model_lines
 from fppo.assembly.answers import right_answers
 from fppo.assembly.inputs import EvalInputs, Inputs, read_eval_inputs, read_inputs
 from fppo.assembly.machine import resolved
-from fppo.assembly.parts import bare_model, engine_of, offload_of
+from fppo.assembly.parts import engine_of, offload_of
 from fppo.assembly.placed import Placed
 from fppo.assembly.pools import engine_pool
 from fppo.assembly.program import Resources, along_of, pretrain_of, program_of
@@ -163,7 +163,7 @@ def _fresh(settings: TrainSettings, roles: Roles, key: Key) -> RunState:
         kl=KLState(coef=settings.algorithm.kl.coef),
         key=key,
         pretraining=None if pretrain_of(settings) is None else Pretraining(),
-        bases=bases_of(settings, {"actor": roles.actor.model, "critic": roles.critic and roles.critic.model}),
+        bases=bases_of(roles.bases(settings)),
     )
 
 
@@ -171,8 +171,8 @@ def _models(settings: TrainSettings, roles: Roles) -> tuple[Model, Model | None]
     """The models of actor and critic: without parameters, for what is said of them, where those are elsewhere."""
     actor, critic = roles.actor.model, roles.critic and roles.critic.model
     return (
-        actor if isinstance(actor, Model) else bare_model(settings),
-        critic if critic is None or isinstance(critic, Model) else bare_model(settings, "value"),
+        actor if isinstance(actor, Model) else shape_of(settings),
+        critic if critic is None or isinstance(critic, Model) else shape_of(settings, "value"),
     )
 
 
@@ -219,7 +219,7 @@ def assemble_evaluation(
     with _answering(settings, engine, tokenizer, pad, mesh, device) as answering:
         place = torch.device("cpu") if offload_of(settings, "actor") == "all" else device
         evaluation = _evaluation(settings, inputs, answering)
-        bases = bases_of(settings, {"actor": model})
+        bases = bases_of({"actor": base_of_role(settings, "actor", model)})
         yield Evaluator(evaluate=evaluation, tokenizer=tokenizer, model=model, device=place, bases=bases)
 
 

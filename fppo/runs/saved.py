@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from fppo import models
-from fppo.assembly.adapters import adapted_actor, adapted_critic, bases_of
+from fppo.assembly.adapters import adapted_actor, adapted_critic, base_of_role, bases_of
 from fppo.assembly.parts import bare_model, device_of, load_actor, on_device
 from fppo.assembly.texts import load_tokenizer, policy_generation
 from fppo.key import Key
@@ -105,7 +105,7 @@ def _export_adapted(settings: TrainSettings, target: Path, path: Path, role: Rol
         critic, fresh = adapted_critic(settings, model, LOCAL, device)
         assert critic is not None
         model = critic
-    own = bases_of(settings, {role: model}) or {}
+    own = bases_of({role: base_of_role(settings, role, model)}) or {}
     bases.check(own, path)
     adapter, tokenizer = params(model, role, path, device=device), load_tokenizer(settings)
     if not merge and role == "critic":

@@ -375,12 +375,12 @@ def _record_start(settings: TrainSettings, assembly: Assembly, step: int, digest
 
 def export(assembly: Assembly, run: RunState, target: Path) -> None:
     """Writes the policy as a Hugging Face directory, or its adapter as PEFT has it."""
+    if assembly.placed is not None and "actor" in assembly.placed.parts:
+        return assembly.placed.export(run, target, assembly.tokenizer, assembly.generation)
     if assembly.model.frozen is not None and run.bases is not None:
         source, tokenizer = run.bases["actor"].source, assembly.tokenizer
         lora_files.save(assembly.model, run.actor.params, target, base=source, tokenizer=tokenizer, mesh=assembly.mesh)
         return
-    if assembly.placed is not None and "actor" in assembly.placed.parts:
-        return assembly.placed.export(run, target, assembly.tokenizer, assembly.generation)
     params, tokenizer = run.actor.params, assembly.processor or assembly.tokenizer
     models.save(
         assembly.model, params, target, tokenizer=tokenizer, generation_config=assembly.generation, mesh=assembly.mesh

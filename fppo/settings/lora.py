@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 
 from fppo.settings.fields import above, at_least, nonempty, setting
-from fppo.settings.placement import places_of
 from fppo.settings.problems import Problems, problem, unread
 
 if TYPE_CHECKING:
@@ -60,7 +59,6 @@ def lora_problems(s: TrainSettings, *, critic: bool) -> Problems:
                 yield problem(f"model.lora.{name}", value, f"the adapter in model.lora.path = {lora.path!r} says it")
     if not critic:
         yield from unread("model.lora.critic_rank", lora.critic_rank, None, "a critic that is a model")
-    yield from _places(s)
     if s.model.compile_layers:
         yield problem("model.compile_layers", True, "compiled layers take no adapters yet; leave it or model.lora out")
     if s.model.offload == "all":
@@ -76,10 +74,3 @@ def lora_problems(s: TrainSettings, *, critic: bool) -> Problems:
     if s.actor.experts.bias_rate > 0:
         text = "the biases of routers are in the frozen base of the adapter; leave it out"
         yield problem("actor.experts.bias_rate", s.actor.experts.bias_rate, text)
-
-
-def _places(s: TrainSettings) -> Problems:
-    """Where adapters do not run yet."""
-    for role, pool in places_of(s.placement).items():
-        text = "adapters share a base in one process, and do not run in pools yet; leave out placement or model.lora"
-        yield problem(f"placement.roles.{role}", pool, text)

@@ -9,13 +9,15 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from fppo import models
+from fppo import models, tree
 from fppo.assembly import pools
 from fppo.assembly.run import assemble
 from fppo.commands import actions, distributed
 from fppo.fleet import GroupDied
 from fppo.fleet.group import RankLost
+from fppo.models import lora_files
 from fppo.report import timeline
 from fppo.report.diff import diff
 from fppo.runs import jsonl, session
@@ -158,6 +160,23 @@ def test_engines_of_which_some_die_write_what_one_process_writes(task, whole, tm
     assert lines(apart) == lines(whole)
     assert (apart / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
     assert actions.replay(apart, 3) == 0
+
+
+@pytest.mark.slow
+def test_adapters_in_pools_write_what_one_process_writes(task, tmp_path):
+    """The policy's engine and the reference have a base of their own, and only factors go to an engine; in 16 bits a
+    sum of them with the base would be another policy."""
+    asked = {"model__lora__rank": 2, "model__compute_dtype": "bfloat16", "steps": 2}
+    one, apart = tmp_path / "one", tmp_path / "apart"
+    pools = {"placement__roles__reference": "c"} | engines(1, beside=APART["placement__pools"], rows=8)
+    for directory, more in ((one, {}), (apart, APART | pools)):
+        train(task, directory, **asked, **more)
+    assert lines(apart) == lines(one)
+    stored = [load_file(x / session.MODEL / lora_files.WEIGHTS) for x in (one, apart)]
+    assert tree.digest(stored[0]) == tree.digest(stored[1])
+    train(task, apart, **asked | {"steps": 3})
+    train(task, one, **asked | {"steps": 3}, **APART)
+    assert lines(apart) == lines(one)
 
 
 @pytest.mark.slow
