@@ -37,7 +37,7 @@ _NAMED = 20  # weights that an error lists at most
 
 def linear_weights(model: Model) -> dict[str, bool]:
     """The weights that "all-linear" means, and whether each is stored [in, out]: those of linear layers and stacks of
-    experts inside the model. Routers of experts are left as they are."""
+    experts inside the model. Routers of experts are left as they are, and so is a vision tower that is not trained."""
     modules = dict(model.skeleton.named_modules())
     routers = tuple(f"{path}." for path, module in modules.items() if isinstance(module, RouterSeam))
     flips: dict[str, bool] = {}
@@ -50,7 +50,7 @@ def linear_weights(model: Model) -> dict[str, bool]:
             stacks = [name for name, x in module._parameters.items() if x is not None and x.dim() == 3]
             flipped = bool(getattr(module, "is_transposed", False))
             flips |= {f"{model.prefix}{path}.{name}": flipped for name in stacks}
-    return {name: flip for name, flip in flips.items() if name in model.shapes}
+    return {name: flip for name, flip in flips.items() if name in model.shapes and name not in model.fixed}
 
 
 def places_of(model: Model, targets: tuple[str, ...]) -> dict[str, bool]:
@@ -115,8 +115,6 @@ def without_base(model: Model, lora: Lora) -> Model:
     """An adapted model whose base has shapes, and no tensors yet. Raises ValueError as `adapt` does."""
     if model.frozen is not None:
         raise ValueError("the model is adapted already: merge it first, and adapt the plain model")
-    if model.vision is not None:
-        raise ValueError("adapters of a model that takes images are not there yet: leave the adapter out")
     whole = model.unplaced or model
     places = places_of(whole, lora.targets)
     if not places:
@@ -250,16 +248,20 @@ def check_adapted(model: Model, lora: Lora) -> None:
     Raises ValueError that names the model type, for other hidden states or where its code uses an adapted weight in a
     way that fppo does not know.
     """
-    kind, probe = model.config.model_type, probes.make_probe(model.unplaced or model)
+    kind, probe = model.whole_config.model_type, probes.make_probe(model.unplaced or model)
     small, wide = probe.model, {name: x.double() for name, x in probe.params.items()}
+    if model.vision is not None and small.vision is not None:
+        small = attrs.evolve(small, vision=attrs.evolve(small.vision, trains=model.vision.trains))
+    rows = probes.probe_rows(probe)
+    inputs = [probe.inputs_of(row) for row in rows]
     targets = tuple(t for t in lora.targets if t == ALL_LINEAR or any(_names(t, n) for n in small.shapes))
     adapted, adapter = adapt(small, wide, Lora(2, 4.0, targets or (ALL_LINEAR,)), key=Key(0), dtype=torch.float64)
     adapter = {name: x + 0.1 * torch.cos(torch.arange(x.numel())).view(x.shape) for name, x in adapter.items()}
     try:
-        got = probes.packed_hidden(adapted, adapter, probes.probe_rows(probe))
+        got = probes.packed_hidden(adapted, adapter, rows, inputs=inputs)
     except Exception as error:  # what a class raises may be anything
         raise ValueError(f"fppo cannot adapt model type {kind!r}: {type(error).__name__}: {error}") from error
-    expected = probes.packed_hidden(small, merged(adapted, adapter), probes.probe_rows(probe))
+    expected = probes.packed_hidden(small, merged(adapted, adapter), rows, inputs=inputs)
     if (wrong := probes.difference(got, expected)) is not None:
         raise ValueError(
             f"fppo cannot adapt model type {kind!r}: with factors, a small random model of this kind gives hidden "

@@ -10,7 +10,7 @@ from typing import Any
 import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from fppo.models.adapted import Lora
 from fppo.models.heads import embedding_name, vocabulary_head
@@ -109,7 +109,7 @@ def save(
     directory: Path,
     *,
     base: str,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     mesh: Mesh = LOCAL,
 ) -> None:
     """Writes an adapter as a directory that PEFT and vLLM load onto `base`, the name or directory of its base.

@@ -378,7 +378,7 @@ def export(assembly: Assembly, run: RunState, target: Path) -> None:
     if assembly.placed is not None and "actor" in assembly.placed.parts:
         return assembly.placed.export(run, target, assembly.tokenizer, assembly.generation)
     if assembly.model.frozen is not None and run.bases is not None:
-        source, tokenizer = run.bases["actor"].source, assembly.tokenizer
+        source, tokenizer = run.bases["actor"].source, assembly.processor or assembly.tokenizer
         lora_files.save(assembly.model, run.actor.params, target, base=source, tokenizer=tokenizer, mesh=assembly.mesh)
         return
     params, tokenizer = run.actor.params, assembly.processor or assembly.tokenizer

@@ -64,8 +64,6 @@ def _image_problems(s: TrainSettings) -> Problems:
         "rollout.ahead": (s.rollout.ahead, 0),
         "rollout.turns.respond": (s.rollout.turns.respond, None),
         "critic.privileged": (s.critic.privileged, 0),
-        "model.lora.rank": (s.model.lora.rank, 0),
-        "model.lora.path": (s.model.lora.path, None),
         "reward.model.path": (s.reward.model.path, None),
         "reward.judge.path": (s.reward.judge.path, None),
         "placement.roles.actor": (roles.actor, HERE),

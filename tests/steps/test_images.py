@@ -10,6 +10,9 @@ from torch.nn import functional as F
 
 from fppo import batch as batches
 from fppo.batch import Column
+from fppo.key import Key
+from fppo.models import lora
+from fppo.models.adapted import Lora
 from fppo.models.precision import KeepDouble
 from fppo.models.vision_probe import composite_inputs
 from fppo.runtime import fsdp
@@ -19,6 +22,7 @@ from fppo.steps import Forward, Loop, MicroBatching, adamw, schedule, sgd
 from fppo.steps.forward import forward_micro_batch
 from fppo.steps.supervised import update_supervised
 from fppo.steps.train_state import init_state
+from tests.models.test_lora import noisy, projections
 from tests.models.vision import CONFIGS, make, rows
 
 FAMILIES = list(CONFIGS)
@@ -91,6 +95,25 @@ def test_log_probs_and_gradients_are_transformers(name):
     ]
     for run, groups in cases:
         check(run, params, record, groups, expected, gradients)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "qwen3_vl" else pytest.mark.slow) for n in FAMILIES])
+def test_an_adapter_is_merged_weights_and_learns_by_their_projections(name):
+    _, model, params = make(name)
+    record = rows(name)
+    for trains in (True, False):
+        whole = attrs.evolve(model, vision=attrs.evolve(model.vision, trains=trains))
+        lora.check_adapted(whole, Lora(2, 4.0))
+        adapted, fresh = lora.adapt(whole, params, Lora(2, 4.0), key=Key(0), dtype=torch.float64)
+        adapter = noisy(fresh)
+        assert any(path.rpartition(".")[0] in model.seeing for path in adapter) == trains
+        merged = {path: x.requires_grad_() for path, x in lora.merged(adapted, adapter).items()}
+        expected = ours(Forward(whole), merged, record, [[0, 1, 2, 3]])
+        grads = torch.autograd.grad(weighted(expected), list(merged.values()), allow_unused=True)
+        full = {
+            path: torch.zeros_like(x) if g is None else g for (path, x), g in zip(merged.items(), grads, strict=True)
+        }
+        check(Forward(adapted), adapter, record, [[3, 2], [1, 0]], expected, projections(adapted, adapter, full))
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "idefics3"])
