@@ -71,5 +71,15 @@ def table(rows: Sequence[tuple[str, Timing, Timing]]) -> str:
     return "\n".join(lines)
 
 
+def row(*cells: str) -> str:
+    """A line of a table in Markdown."""
+    return f"| {' | '.join(cells)} |"
+
+
+def header(*cells: str) -> str:
+    """The first lines of one, behind an empty line."""
+    return "\n".join(("", row(*cells), "|" + "---|" * len(cells)))
+
+
 def _seconds(x: float) -> str:
     return f"{x:.3f} s" if x >= 0.1 else f"{1e3 * x:.3f} ms"

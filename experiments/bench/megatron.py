@@ -1,15 +1,20 @@
 """The axes that cut models and rows, in real gloo processes: tensor and pipeline beside torch's own, what context and
 expert axes send and take, and the memory of each beside `fppo plan`.
 
-    python experiments/bench/megatron.py              # 2 processes; --ranks 4 for four
-    python experiments/bench/megatron.py --only pipeline --repeats 21
+    python experiments/bench/megatron.py                     # 2 processes; --ranks 4, 8 or 16 for as many
+    python experiments/bench/megatron.py --ranks 4 --cores 0 2 4 6 --only pipeline --repeats 21
+
+Each process is pinned to a core of its own, if there are as many: the first that this program may run on, or `--cores`,
+which on a processor with two threads a core should name one of each. The tables are Markdown.
 
 One Llama, float32, one thread a process: all sides run in the same processes, in turn, and the lines show medians: of
 the slowest rank's seconds, and of the ranks' mean seconds on the processor, which other programs on the machine disturb
-less. "tensor" is a model that `models.place` has cut, beside the same transformers model under DTensor's plan with
-sequence parallelism (norms and residuals on slices of the tokens); both give the gradient of the sum of squares of the
-last hidden states. "1F1B" and "interleaved" are `pipeline_value_and_grad` with our schedules, beside the same schedules
-of torch.distributed.pipelining on modules of transformers' layers. The gradients are compared before they are timed.
+less. What these are short of the slowest rank's seconds is the share in which a rank is "idle", beside that of the
+schedule, (p - 1) / (v m + p - 1); it is true only on an idle machine with a core for each rank. "tensor" is a model
+that `models.place` has cut, beside the same transformers model under DTensor's plan with sequence parallelism (norms
+and residuals on slices of the tokens); both give the gradient of the sum of squares of the last hidden states. "1F1B"
+and "interleaved" are `pipeline_value_and_grad` with our schedules, beside the same schedules of
+torch.distributed.pipelining on modules of transformers' layers. The gradients are compared before they are timed.
 "context" is the gradient of a row that is dealt to the ranks, by the work that they get; "expert" that of a mixture
 whose routers choose all experts equally often, beside the same where each rank has all of them. "memory" is counted
 from the tensors that live in an update of the actor.
@@ -29,6 +34,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import transformers
+from bench_tools import header, row
 from megatron_memory import show_memory  # beside this file
 from megatron_rows import show_context, show_experts
 from torch import Tensor, nn
@@ -50,12 +57,12 @@ from fppo.models.model import Params
 from fppo.models.spans import layer_spans
 from fppo.runtime.mesh import Mesh, gradient_sum
 from fppo.runtime.pipeline import Wire, pipeline_value_and_grad
-from fppo.runtime.schedule import one_f_one_b
+from fppo.runtime.schedule import clocked, one_f_one_b
 from fppo_kernels.attention.sdpa import sdpa
 from fppo_kernels.collectives import Axis, all_gather
 from fppo_kernels.padding import make_lengths
 
-WIDTH, INNER, LAYERS, HEADS, VOCABULARY = 256, 704, 8, 8, 512
+WIDTH, INNER, LEAST, VOCABULARY = 256, 704, 8, 512  # LEAST: layers and heads, if no more ranks need them
 TOKENS = 512  # of the row that tensor ranks share
 MICRO = 256  # tokens of a micro-batch of a pipeline
 SHOWN = ("tensor", "pipeline", "context", "expert", "memory")
@@ -63,22 +70,24 @@ Step = Callable[[], dict[str, Tensor]]  # one gradient: what this rank has of it
 Whole = Callable[[dict[str, Tensor]], dict[str, Tensor]]  # whole gradients of what a rank has
 
 
-def llama() -> LlamaConfig:
+def llama(ranks: int) -> LlamaConfig:
+    """With a head for each rank, and layers for two stages on each."""
+    heads = max(LEAST, ranks)
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
         intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS // 2,
+        num_hidden_layers=max(LEAST, 2 * ranks),
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         max_position_embeddings=TOKENS,
         tie_word_embeddings=False,
     )
 
 
-def plain(params: Params) -> LlamaModel:
+def plain(params: Params, ranks: int) -> LlamaModel:
     """transformers' own model with these parameters."""
-    base = LlamaModel._from_config(llama(), attn_implementation="sdpa", dtype=torch.float32)
+    base = LlamaModel._from_config(llama(ranks), attn_implementation="sdpa", dtype=torch.float32)
     base.load_state_dict({name.removeprefix("model."): x for name, x in params.items() if name.startswith("model.")})
     return base
 
@@ -89,7 +98,7 @@ def tokens_of(seed: int, count: int) -> Tensor:
 
 def our_tensor(params: Params, axis: Axis) -> tuple[Step, Whole]:
     mesh = Mesh({"tensor": axis})
-    model = models.place(models.build(llama()), mesh)
+    model = models.place(models.build(llama(axis.size)), mesh)
     own = models.own_params(model, params, mesh)
     mesh = Mesh({"tensor": axis}, layout=model.layout)
     tokens, positions = tokens_of(0, TOKENS), torch.arange(TOKENS)
@@ -106,12 +115,12 @@ def our_tensor(params: Params, axis: Axis) -> tuple[Step, Whole]:
 
 
 def torch_tensor(params: Params, axis: Axis) -> Step:
-    base, mesh = plain(params), init_device_mesh("cpu", (axis.size,))
+    base, mesh = plain(params, axis.size), init_device_mesh("cpu", (axis.size,))
     plan: dict[str, Any] = {
         "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
     }
-    for number in range(LAYERS):
+    for number in range(len(base.layers)):
         at = f"layers.{number}"
         plan |= {
             f"{at}.input_layernorm": SequenceParallel(),
@@ -144,7 +153,7 @@ def torch_tensor(params: Params, axis: Axis) -> Step:
 
 def our_pipeline(params: Params, axis: Axis, micros: int, virtual: int) -> Step:
     mesh = Mesh({"pipeline": axis}, virtual_stages=virtual)
-    model = models.place(models.build(llama()), mesh)
+    model = models.place(models.build(llama(axis.size)), mesh)
     own = models.own_params(model, params, mesh)
     own = {name: x for name, x in own.items() if name.startswith("model.")}
     stages = [models.stage_of(model, number) for number in range(virtual)]
@@ -173,7 +182,7 @@ class Part(nn.Module):
         super().__init__()
         self.embed_tokens = base.embed_tokens if layers.start == 0 else None
         self.layers = nn.ModuleDict({str(number): base.layers[number] for number in layers})
-        self.norm = base.norm if layers.stop == LAYERS else None
+        self.norm = base.norm if layers.stop == len(base.layers) else None
         self.rotary_emb = base.rotary_emb
 
     def forward(self, x: Tensor) -> Tensor:
@@ -186,8 +195,8 @@ class Part(nn.Module):
 
 
 def torch_pipeline(params: Params, axis: Axis, micros: int, virtual: int) -> Step:
-    base, count = plain(params), axis.size * virtual
-    cuts = layer_spans(models.build(llama()), count)
+    base, count = plain(params, axis.size), axis.size * virtual
+    cuts = layer_spans(models.build(llama(axis.size)), count)
     parts = {number: Part(base, cuts[number]) for number in range(axis.rank, count, axis.size)}
     stages = [PipelineStage(part, number, count, torch.device("cpu")) for number, part in parts.items()]
     options: dict[str, Any] = {"loss_fn": lambda out, _: out.square().sum(), "scale_grads": False}
@@ -210,8 +219,11 @@ def torch_pipeline(params: Params, axis: Axis, micros: int, virtual: int) -> Ste
     return step
 
 
-def compare(name: str, ours: Step, peer: Step, axis: Axis, repeats: int, whole: Whole = dict) -> None:
-    """One line, on rank 0."""
+def compare(
+    name: str, ours: Step, peer: Step, axis: Axis, repeats: int, *, whole: Whole = dict, bubble: float | None = None
+) -> None:
+    """One line, on rank 0; of a pipeline whose ranks wait for `bubble` of their time by its schedule, with the share in
+    which they did."""
     own, other = ours(), peer()
     if lost := sorted(set(own) - set(other)):
         raise ValueError(f"the peer has no gradient of {lost[:3]}")
@@ -225,14 +237,18 @@ def compare(name: str, ours: Step, peer: Step, axis: Axis, repeats: int, whole: 
     for number in range(repeats + 1):
         for step, kept in zip((ours, peer), runs, strict=True):
             kept += [_seconds(step, axis)] if number else []  # the first one warms up
-    if axis.rank == 0:
-        (mine, own), (theirs, others) = (torch.stack(kept).median(0).values.tolist() for kept in runs)
-        ratios = (torch.stack(runs[0]) / torch.stack(runs[1])).median(0).values.tolist()
-        print(
-            f"{name:28s}{1e3 * mine:10.0f} ms{1e3 * theirs:10.0f} ms{ratios[0]:8.2f}"
-            f"{1e3 * own:10.0f} ms{1e3 * others:10.0f} ms{ratios[1]:8.2f}{difference:12.1e}",
-            flush=True,
-        )
+    if axis.rank:
+        return
+    mine, theirs = (torch.stack(kept) for kept in runs)  # [repeats, 2]
+    cells: list[str] = []
+    for column in (0, 1):  # by the clock, on the processor
+        both = (1e3 * x[:, column].median().item() for x in (mine, theirs))
+        ratio = (mine[:, column] / theirs[:, column]).median().item()
+        cells += [*(f"{x:.0f} ms" for x in both), f"{ratio:.2f}"]
+    if bubble is not None:
+        idle = ((1 - x[:, 1] / x[:, 0]).median().item() for x in (mine, theirs))
+        cells += [f"{x:.1%}" for x in (*idle, bubble)]
+    print(row(name, *cells, f"{difference:.0e}"), flush=True)
 
 
 def _seconds(step: Step, axis: Axis) -> Tensor:
@@ -247,21 +263,25 @@ def _seconds(step: Step, axis: Axis) -> Tensor:
 
 def show_torch(axis: Axis, repeats: int, which: str) -> None:
     """The lines of one axis beside torch's own, on rank 0."""
-    params = models.init_params(models.build(llama()), Key(0), torch.float32)
+    params = models.init_params(models.build(llama(axis.size)), Key(0), torch.float32)
     if axis.rank == 0:
-        print(f"\n{'':28s}{'by the clock':>34}{'on the processor':>34}")
-        print(f"{which:28s}" + f"{'ours':>13}{'torch':>13}{'ratio':>8}" * 2 + f"{'gradients':>12}")
+        timed = [f"{side}, {clock}" for clock in ("clock", "processor") for side in ("ours", "torch", "ratio")]
+        idle = ["ours, idle", "torch, idle", "schedule, idle"] if which == "pipeline" else []
+        print(header(which, *timed, *idle, "gradients differ by"))
     if which == "tensor":
         tensor, whole = our_tensor(params, axis)
-        compare("gradient", tensor, torch_tensor(params, axis), axis, repeats, whole)
+        compare("gradient", tensor, torch_tensor(params, axis), axis, repeats, whole=whole)
         return
     for micros, virtual in ((2 * axis.size, 1), (4 * axis.size, 1), (2 * axis.size, 2)):
         name = f"{'1F1B' if virtual == 1 else 'interleaved'}, {micros} micro-batches"
         ours, peer = (make(params, axis, micros, virtual) for make in (our_pipeline, torch_pipeline))
-        compare(name, ours, peer, axis, repeats)
+        bubble = clocked(one_f_one_b(axis.size, micros, virtual)).bubble
+        compare(name, ours, peer, axis, repeats, bubble=bubble)
 
 
-def on_rank(rank: int, ranks: int, repeats: int, only: Sequence[str], place: str) -> None:
+def on_rank(rank: int, cores: Sequence[int], repeats: int, only: Sequence[str], place: str, ranks: int) -> None:
+    if cores:
+        os.sched_setaffinity(0, {cores[rank]})
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=ranks)
     axis = Axis(ranks, rank, dist.group.WORLD)
@@ -280,13 +300,21 @@ def on_rank(rank: int, ranks: int, repeats: int, only: Sequence[str], place: str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4, 8, 16))
+    parser.add_argument("--cores", type=int, nargs="+", help="one for each rank; the first there are, if left out")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", nargs="+", default=SHOWN, choices=SHOWN)
     options = parser.parse_args()
+    ranks, there = options.ranks, sorted(os.sched_getaffinity(0))
+    cores = options.cores or (there[:ranks] if len(there) >= ranks else [])
+    if options.cores and (len(set(cores)) != ranks or not set(cores) <= set(there)):
+        parser.error(f"--cores: give {ranks} different ones of {there}, one for each of --ranks {ranks}")
     os.environ["OMP_NUM_THREADS"] = "1"
-    run = partial(on_rank, ranks=options.ranks, repeats=options.repeats, only=options.only, place=str(Path(mkdtemp())))
-    mp.start_processes(run, nprocs=options.ranks, start_method="spawn")  # type: ignore[attr-defined]
+    pinned = f"on cores {', '.join(map(str, cores))}" if cores else f"on {len(there)} cores between them"
+    print(f"{ranks} ranks {pinned}, torch {torch.__version__}, transformers {transformers.__version__}", flush=True)
+    place = str(Path(mkdtemp()))
+    run = partial(on_rank, cores=cores, repeats=options.repeats, only=options.only, place=place, ranks=ranks)
+    mp.start_processes(run, nprocs=ranks, start_method="spawn")  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

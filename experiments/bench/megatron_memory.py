@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from bench_tools import header, row  # beside this file
 from transformers import PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from fppo.plan import passes
@@ -17,33 +18,34 @@ from fppo.plan.values import Phase, peak_of
 from fppo.runtime.mesh import Mesh
 from fppo_kernels.collectives import Axis, all_gather
 
-WIDTH, LAYERS, VOCABULARY = 192, 4, 8192
+WIDTH, LEAST, VOCABULARY = 192, 4, 8192  # LEAST: layers, heads and experts, if no more ranks need them
 KINDS = ("state", "gradients")  # parameters and both moments; all else is what a pass holds
 UPDATE = "update actor"
 
 
-def config(axis: str) -> PreTrainedConfig:
+def config(axis: str, ranks: int) -> PreTrainedConfig:
     """A Qwen2 of 4 M parameters; for the expert axis a mixture."""
+    count = max(LEAST, ranks)
     shape: dict[str, Any] = dict(
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
         intermediate_size=4 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
+        num_hidden_layers=count,
+        num_attention_heads=count,
         num_key_value_heads=2,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
     )
     if axis != "expert":
         return Qwen2Config(**shape)
-    return Qwen3MoeConfig(**shape, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=WIDTH)
+    return Qwen3MoeConfig(**shape, num_experts=count, num_experts_per_tok=2, moe_intermediate_size=WIDTH)
 
 
 def case_of(name: str, ranks: int, planned: int) -> Case:
     """An update on an axis of that name, as its rank `planned` of a pipeline runs it: others are planned as one."""
     return Case(
         name=name,
-        config=config(name),
+        config=config(name, ranks),
         hardware=hardware_of("cpu"),
         mesh={name: ranks},
         pipeline_rank=planned if name == "pipeline" else 0,
@@ -62,9 +64,8 @@ def parts(phases: Sequence[Phase]) -> list[float]:
 
 def show_memory(axis: Axis) -> None:
     """A line for each rank of each axis, on rank 0: MiB of the tensors that live where most do, planned and counted."""
-    heads = "".join(f"{head:>13}" for head in ("planned", "counted", "", "state", "gradients", "others"))
     if axis.rank == 0:
-        print(f"\n{'memory of an update, MiB':28s}{heads}")
+        print(header("memory, MiB", "rank", "planned", "counted", "difference", "state", "gradients", "others"))
     for name, rank in itertools.product(("tensor", "pipeline", "context", "expert"), range(axis.size)):
         case = case_of(name, axis.size, rank)  # all ranks run the same passes, as many as tell of the planned one
         counted = parts(measured(case, UPDATE, Mesh({name: axis})))
@@ -72,8 +73,6 @@ def show_memory(axis: Axis) -> None:
         every = all_gather(torch.tensor([counted], dtype=torch.float64), axis).tolist()
         if axis.rank == 0:
             total, state, gradients = every[rank]
-            beside = (
-                f"{plan:13.1f}{total:13.1f}{plan / total - 1:>+13.1%}" if plan else f"{'-':>13}{total:13.1f}{'':13}"
-            )
-            rest = total - state - gradients
-            print(f"{f'{name}, rank {rank}':28s}{beside}{state:13.1f}{gradients:13.1f}{rest:13.1f}", flush=True)
+            beside = (f"{plan:.1f}", f"{total:.1f}", f"{plan / total - 1:+.1%}") if plan else ("-", f"{total:.1f}", "-")
+            rest = (f"{x:.1f}" for x in (state, gradients, total - state - gradients))
+            print(row(name, str(rank), *beside, *rest), flush=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import attrs
 import torch
 import torch.distributed as dist
+from bench_tools import header, row  # beside this file
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3MoeConfig
 
@@ -23,7 +24,7 @@ from fppo_kernels.context import BLOCKS, deal, gathered_attention
 from fppo_kernels.padding import make_lengths
 
 LENGTHS = (3500, 300, 296)  # 4,096 tokens, most of them of one sequence
-TOKENS, HIDDEN, EXPERTS, CHOSEN, LAYERS = 512, 256, 8, 2, 4  # of each rank of an expert axis
+TOKENS, HIDDEN, EXPERTS, CHOSEN, LAYERS = 512, 256, 8, 2, 4  # on an expert axis: tokens of a rank, experts at least
 
 
 def seconds_of(step: Callable[[], object]) -> float:
@@ -77,16 +78,17 @@ def show_context(axis: Axis, repeats: int) -> None:
     found = medians([context_step(axis, blocks, sum(LENGTHS)) for blocks in BLOCKS], repeats, axis)
     if axis.rank:
         return
-    print(f"\n{'context':28s}{'work':>13}{'seconds':>13}{'fullest':>13}\n{'':28s}{'max/mean':>13}{'max/mean':>13}")
+    print(header("context", "work, max/mean", "seconds, max/mean", "fullest rank"))
     for blocks, taken in zip(BLOCKS, found, strict=True):
         work = deal(LENGTHS, axis.size, blocks=blocks).uneven
-        uneven = max(taken) / statistics.mean(taken)
-        print(f"{f'blocks of a rank: {blocks}':28s}{work:13.2f}{uneven:13.2f}{1e3 * max(taken):10.0f} ms", flush=True)
+        uneven, most = max(taken) / statistics.mean(taken), 1e3 * max(taken)
+        print(row(f"blocks of a rank: {blocks}", f"{work:.2f}", f"{uneven:.2f}", f"{most:.0f} ms"), flush=True)
 
 
 def experts_pass(mesh: Mesh) -> tuple[Callable[[], dict[str, Tensor]], Mesh]:
     """This rank's share of the gradient of a Qwen3-MoE, on a row of its own whose routers choose all experts equally
     often; and the mesh on which shares add up."""
+    experts = max(EXPERTS, dist.get_world_size())
     config = Qwen3MoeConfig(
         vocab_size=512,
         hidden_size=HIDDEN,
@@ -95,7 +97,7 @@ def experts_pass(mesh: Mesh) -> tuple[Callable[[], dict[str, Tensor]], Mesh]:
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
-        num_experts=EXPERTS,
+        num_experts=experts,
         num_experts_per_tok=CHOSEN,
         max_position_embeddings=TOKENS,
     )
@@ -104,7 +106,7 @@ def experts_pass(mesh: Mesh) -> tuple[Callable[[], dict[str, Tensor]], Mesh]:
     params = models.own_params(model, models.init_params(whole, Key(0), torch.float32), mesh)
     leaves = {n: x.requires_grad_() for n, x in params.items() if n.startswith(model.prefix)}
     attend = models.packed_attention(sdpa, make_lengths([TOKENS]))
-    positions, chosen = torch.arange(TOKENS), torch.arange(TOKENS * CHOSEN) % EXPERTS
+    positions, chosen = torch.arange(TOKENS), torch.arange(TOKENS * CHOSEN) % experts
     tokens = torch.randint(2, 512, (TOKENS,), generator=torch.Generator().manual_seed(dist.get_rank()))
     again = chosen.view(TOKENS, 1, CHOSEN).repeat(1, LAYERS, 1)
 
@@ -131,8 +133,12 @@ def show_experts(axis: Axis, repeats: int) -> None:
     if axis.rank:
         return
     part = (axis.size - 1) / axis.size
-    rows, counts = 2 * (2 * CHOSEN * TOKENS * HIDDEN * part * 4), 8 * EXPERTS * part  # forward and backward; once
-    print(f"\n{'expert':28s}{'of a layer':>13}{'2 (2kNH(e-1)/e)':>19}")
-    print(f"{'bytes without the counts':28s}{sent - counts:13,.0f}{rows:19,.0f}")
-    print(f"{'':28s}{'cut':>13}{'all on each':>13}{'ratio':>8}")
-    print(f"{'seconds, fullest rank':28s}{1e3 * cut:10.0f} ms{1e3 * every:10.0f} ms{cut / every:8.2f}", flush=True)
+    rows, counts = (
+        2 * (2 * CHOSEN * TOKENS * HIDDEN * part * 4),
+        8 * max(EXPERTS, axis.size) * part,
+    )  # forward and backward; once
+    print(
+        header("expert", "bytes of a layer, without counts", "2 (2 k N H (e - 1) / e)", "cut", "all on each", "ratio")
+    )
+    seconds = (f"{1e3 * cut:.0f} ms", f"{1e3 * every:.0f} ms", f"{cut / every:.2f}")
+    print(row("gradient, fullest rank", f"{sent - counts:,.0f}", f"{rows:,.0f}", *seconds), flush=True)
