@@ -308,7 +308,8 @@ def check_layout(
     """Put `update_actor` with a policy loss through the laws of layouts: `laws.check_layout(my_loss)`.
 
     `loss_fn(log_probs, old_log_probs, advantages, mask)` returns the loss per token [B, T] and metrics, its scalars
-    bound; or it is a `SelectiveLoss`. `terms` None are of each kind. See `check_layout_fn`. Takes some tens of seconds.
+    bound; or it is a `SelectiveLoss`. `terms` None are of each kind, those of routers with choices replayed or not.
+    See `check_layout_fn`. Takes some tens of seconds.
     """
     update, name = _actor_update(loss_fn, terms)
     check_layout_fn(update, modes=modes, max_ranks=max_ranks, each=each, name=name)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # a model needs transformers; the other laws do without it
     from fppo.batch import Experience
     from fppo.models.model import HeadKind
     from fppo.steps.actor import PolicyTerms, SelectiveLoss
+    from fppo.steps.forward import Forward
+    from fppo.steps.loop import Loop
+    from fppo.steps.optimizers import Optimizer
 
 SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 3), (5, 4))
 PROMPT = 3  # columns
@@ -273,9 +276,26 @@ def check_update(
 def _actor_update(
     loss_fn: Callable[..., tuple[Tensor, Metrics]] | SelectiveLoss, terms: PolicyTerms | None
 ) -> tuple[Callable[..., Any], str]:
-    """`update_actor` with the loss, and what messages call it."""
+    """`update_actor` with the loss, and what messages call it. `terms` None have the losses of routers where a model
+    has any, and choices that are replayed if there is an even number of rows."""
+    from fppo import tree
     from fppo.steps.actor import PolicyTerms, SelectiveLoss, update_actor
 
-    terms = terms or PolicyTerms(temperature=0.9, entropy_coef=0.01, kl_coef=0.1, nll_coef=0.2)
     name = fn_name(loss_fn.loss_fn if isinstance(loss_fn, SelectiveLoss) else loss_fn)
-    return partial(update_actor, loss_fn=loss_fn, terms=terms), f"update_actor with {name}"
+    if terms is not None:
+        return partial(update_actor, loss_fn=loss_fn, terms=terms), f"update_actor with {name}"
+    every = PolicyTerms(temperature=0.9, entropy_coef=0.01, kl_coef=0.1, nll_coef=0.2)
+
+    def update(state: Any, batch: Experience, *, forward: Forward, loop: Loop, optimizer: Optimizer) -> Any:
+        own, routers = every, forward.model.routers
+        if routers:
+            again = len(batch.tokens) % 2 == 0
+            own = attrs.evolve(every, router_z_coef=0.05, balance_coef=0.2 * again)
+            chosen = (
+                batch.tokens[..., None, None] + torch.arange(len(routers))[:, None] + torch.arange(routers[0].chosen)
+            )
+            batch = tree.replace(batch, routed=(chosen % routers[0].experts).to(torch.uint8)) if again else batch
+            forward = attrs.evolve(forward, replay=again)
+        return update_actor(state, batch, forward=forward, loss_fn=loss_fn, loop=loop, optimizer=optimizer, terms=own)
+
+    return update, f"update_actor with {name}"

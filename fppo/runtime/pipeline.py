@@ -19,7 +19,7 @@ from fppo.runtime.schedule import Action, Schedule
 from fppo_kernels import collectives
 from fppo_kernels.collectives import Axis, Transfer
 
-# (params, stage, what the stage before gave or None, micro-batch) -> what the next one gets
+# (params, stage, what the stage before gave or None, micro-batch) -> what the next one gets, or (that, own loss)
 StageFn = Callable[[Any, int, Tensor | None, int], Any]
 
 
@@ -123,17 +123,18 @@ def pipeline_value_and_grad(
 ) -> tuple[list[tuple[Tensor, Any]], Any]:
     """`value_and_grad` of the sum over micro-batches of what the last stage gives, on this rank of the axis.
 
-    `fn(params, stage, received, micro)` returns what the next stage receives, as `wires(micro)` says; on the
-    last stage (0-d loss, aux). `params` is the tree that this rank's stages read. Returns (loss, aux) of each
-    micro-batch where the last stage is, elsewhere nothing; and the gradients, a tree like `params`, added up in
-    `dtypes` (of its leaves; None: their own). All ranks of the axis call it with one schedule.
+    `fn(params, stage, received, micro)` returns what the next stage receives, as `wires(micro)` says, or (that, a
+    0-d loss of the stage's own), which the sum has too; on the last stage (0-d loss, aux). `params` is the tree
+    that this rank's stages read. Returns (loss, aux) of each micro-batch where the last stage is, elsewhere
+    nothing; and the gradients, a tree like `params`, added up in `dtypes` (of its leaves; None: their own). All
+    ranks of the axis call it with one schedule.
     """
     leaves, spec = pytree.tree_flatten(params)
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     tree = pytree.tree_unflatten(leaves, spec)
     mail, last = _Mail(schedule, axis, wires), schedule.stages - 1
     total = _Sum([leaf.dtype for leaf in leaves] if dtypes is None else dtypes)
-    kept: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
+    kept: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None, GradientEdge | None]] = {}
     reports: dict[int, tuple[Tensor, Any]] = {}
     for action in schedule.actions[axis.rank]:
         kind, stage, micro = action
@@ -141,18 +142,20 @@ def pipeline_value_and_grad(
             received = mail.take(schedule.needs(action)[0]).requires_grad_() if stage else None
             with torch.enable_grad():
                 out = fn(tree, stage, received, micro)
+            own = None
             if stage == last:
                 out, aux = out
                 reports[micro] = pytree.tree_map_only(Tensor, Tensor.detach, (out, aux))
             else:
+                out, own = out if isinstance(out, tuple) else (out, None)
                 mail.give(action, out)
-            # the node and not the tensor, whose memory is free once it is sent
-            kept[stage, micro] = received, get_gradient_edge(out) if out.requires_grad else None
-            del out
+            # the nodes and not the tensors, whose memory is free once it is sent
+            kept[stage, micro] = received, _edge(out), _edge(own)
+            del out, own
         else:
-            received, edge = kept.pop((stage, micro))
+            received, edge, own = kept.pop((stage, micro))
             grad = None if stage == last else mail.take(schedule.needs(action)[1])
-            *grads, back = _gradients(edge, leaves, received, grad)
+            *grads, back = _gradients([(edge, grad), (own, None)], leaves, received)
             total.add(grads)
             if received is not None:
                 mail.give(action, torch.zeros_like(received) if back is None else back)
@@ -160,16 +163,22 @@ def pipeline_value_and_grad(
     return [reports[micro] for micro in sorted(reports)], pytree.tree_unflatten(total.totals(leaves), spec)
 
 
+def _edge(x: Tensor | None) -> GradientEdge | None:
+    return get_gradient_edge(x) if x is not None and x.requires_grad else None
+
+
 def _gradients(
-    edge: GradientEdge | None, leaves: Sequence[Tensor], received: Tensor | None, grad: Tensor | None
+    results: Sequence[tuple[GradientEdge | None, Tensor | None]], leaves: Sequence[Tensor], received: Tensor | None
 ) -> Sequence[Tensor | None]:
-    """The products of `grad` (of a loss None) with the Jacobians of a stage's result by the leaves and, last, by what
-    it received."""
-    if edge is None:  # every token was masked, or no leaf was used
+    """The sum of the products of each result's gradient (of a loss None) with its Jacobians by the leaves and, last, by
+    what the stage received."""
+    there = [(edge, grad) for edge, grad in results if edge is not None]
+    if not there:  # every token was masked, or no leaf was used
         return [None] * (len(leaves) + 1)
-    if received is None:
-        return [*torch.autograd.grad(edge, leaves, grad, allow_unused=True), None]
-    return torch.autograd.grad(edge, [*leaves, received], grad, allow_unused=True)
+    edges, given = zip(*there, strict=True)
+    inputs = leaves if received is None else [*leaves, received]
+    grads = torch.autograd.grad(edges, inputs, given, allow_unused=True)
+    return [*grads, None] if received is None else grads
 
 
 @torch.no_grad()

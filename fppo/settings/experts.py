@@ -12,8 +12,6 @@ from fppo.settings.problems import Problems, problem
 if TYPE_CHECKING:
     from fppo.settings.train import TrainSettings
 
-_LOSSES = ("balance_coef", "z_coef")
-
 
 @attrs.frozen(kw_only=True)
 class ExpertSettings:
@@ -39,6 +37,3 @@ def expert_problems(s: TrainSettings) -> Problems:
         yield from (problem(f"actor.experts.{name}", x, text) for name, x in rates.items() if x > 0)
         if replay != "none":
             yield problem("algorithm.router_replay", replay, text)
-    if s.mesh.pipeline > 1:
-        text = "routers' losses of other stages of a pipeline have no gradient; leave it or mesh.pipeline out"
-        yield from (problem(f"actor.experts.{name}", rates[name], text) for name in _LOSSES if rates[name] > 0)

@@ -18,9 +18,9 @@ from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.runtime.mesh import DATA_AXES, place_on
 from fppo.shapes import Mask, Tokens
-from fppo.steps.experts import LOAD, RouterTotals, check_router_losses, router_losses, router_totals, tells_loads
+from fppo.steps.experts import RouterLosses, check_routers, outputs_of, told
 from fppo.steps.forward import Forward, forward_micro_batch, run_passes
-from fppo.steps.loop import Loop, Mark, MiniBatch, Objective, OfMiniBatch, update, weighted_sum
+from fppo.steps.loop import Loop, Mark, MiniBatch, Objective, WithRouters, update, weighted_sum
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.packed import blank_masks, indexed
 from fppo.steps.ranks import blank, collect
@@ -49,7 +49,7 @@ class PolicyTerms:
     """The scalars of the actor's objective: the temperature that log-probs are under, the factor of the entropy bonus,
     the factor and kind (`losses.kl_estimate`) of the KL term to the reference, the factor of the negative
     log-likelihood of responses with a positive score (`losses.positive_weights`), and the factors of the losses that
-    balance the loads of experts and keep their routers' logits small (`experts.router_losses`)."""
+    balance the loads of experts and keep their routers' logits small (`experts.RouterLosses`)."""
 
     temperature: float = 1.0
     entropy_coef: float = 0.0
@@ -106,15 +106,16 @@ def update_actor(
         marks.append(partial(_select, select_fn=loss_fn.select_fn, temperature=terms.temperature))
         loss_fn = loss_fn.loss_fn
 
-    def make(mini: MiniBatch) -> Objective:
-        totals = router_totals(mini.rows, forward.model) if terms.balance_coef or terms.router_z_coef else None
-        return partial(policy_objective, loss_fn=loss_fn, terms=terms, old_log_probs=old_log_probs, totals=totals)
-
+    objective: Objective | WithRouters = partial(
+        policy_objective, loss_fn=loss_fn, terms=terms, old_log_probs=old_log_probs
+    )
+    if terms.balance_coef or terms.router_z_coef:
+        objective = WithRouters(objective, terms.balance_coef, terms.router_z_coef)
     return update(
         state,
         batch,
         forward=forward,
-        objective=OfMiniBatch(make),
+        objective=objective,
         loop=loop,
         optimizer=optimizer,
         prefix="actor",
@@ -126,7 +127,7 @@ def update_actor(
 
 def _check_router_terms(terms: PolicyTerms, forward: Forward) -> None:
     if terms.balance_coef or terms.router_z_coef:
-        check_router_losses(forward.model, "leave out balance_coef and router_z_coef")
+        check_routers(forward.model, "leave out balance_coef and router_z_coef")
     if terms.balance_coef and not forward.replay:
         raise ValueError(
             f"balance_coef={terms.balance_coef} needs the experts of a whole mini-batch before its first pass: give a "
@@ -144,18 +145,16 @@ def policy_objective(
     terms: PolicyTerms = PLAIN,
     old_log_probs: OldLogProbs = "pass",
     marks: Mapping[str, Tensor] = MappingProxyType({}),
-    totals: RouterTotals | None = None,
+    routers: RouterLosses | None = None,
 ) -> tuple[Tensor, Metrics]:
     """`update_actor`'s objective on some rows of a mini-batch, with their weights [B, T], and its metrics.
 
-    Of `marks` [B, T] a selective loss takes the tokens "selected"; "positive" weighs the negative log-likelihood. With
-    `totals` of the mini-batch there are the losses of routers.
+    Of `marks` [B, T] a selective loss takes the tokens "selected"; "positive" weighs the negative log-likelihood. The
+    losses of `routers` are added.
 
     Raises ValueError for a KL term without reference log-probs in the rows, and for a policy loss of another shape.
     """
-    model = forward.model
-    tells = ["loads"] if tells_loads(model) else []
-    tells += [] if totals is None else ["router_sums"]
+    tells = outputs_of(forward.model, routers)
     out = forward_micro_batch(
         params, rows, forward=forward, outputs=("log_probs", "entropy", *tells), temperature=terms.temperature
     )
@@ -184,15 +183,12 @@ def policy_objective(
     if terms.nll_coef:
         nll, known = weighted_sum({"actor/nll_loss": -terms.nll_coef * out.log_probs}, marks["positive"])
         loss, sums = loss + nll, sums | known
-    if out.loads is not None:
-        report = report | {f"actor/{LOAD}": metrics.Sum(out.loads)}
-    if totals is not None and out.router_sums is not None:
-        of_routers = router_losses(out.router_sums, totals, balance_coef=terms.balance_coef, z_coef=terms.router_z_coef)
-        loss = torch.stack([loss, *(x.to(loss) for x in of_routers.values())]).sum()
-        sums = sums | {f"actor/{name}": metrics.term(x) for name, x in of_routers.items()}
+    added, of_routers = told(out.loads, out.router_sums, routers, "actor")
+    if added:
+        loss = torch.stack([loss, *(x.to(loss) for x in added)]).sum()
     if not loss.requires_grad:  # a loss without a token: the backward pass is still there, for its collectives
         loss = loss + 0.0 * out.log_probs.sum()
-    return loss, report | sums
+    return loss, report | of_routers | sums
 
 
 def _mark(params: Params, mini: MiniBatch, key: Key, *, forward: Forward, marks: Sequence[Mark]) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from fppo_kernels.collectives import Axis, same
 from fppo_kernels.shapes import Float, Int
 from fppo_kernels.ulysses import gather_sequence
 
-LOAD = "expert_load"  # the name of the metric, after a prefix
+LOAD, BALANCE, Z = "expert_load", "balance_loss", "router_z_loss"  # the names of metrics, after a prefix
 
 
 class _Rows(Protocol):
@@ -47,6 +47,39 @@ class RouterTotals(NamedTuple):
 
     tokens: Float[Tensor, ""]
     fractions: Float[Tensor, "l e"] | None
+
+
+@attrs.frozen(eq=False)
+class RouterLosses:
+    """The losses of routers in the passes of a mini-batch with these totals, each with its factor.
+
+    Load balance: of each router E sum_i f_i P_i, with f_i the part of the choices that fell to expert i and P_i its
+    mean probability (Switch Transformers, arXiv:2101.03961, eq. 4); 1 where all are equal. z: the mean squared
+    logsumexp of the logits of each router (ST-MoE, arXiv:2202.08906, eq. 5). The losses of all routers add up, and so
+    do those of the passes of a mini-batch and of the stages of a pipeline. Raises ValueError for a factor of the first
+    without the totals of choices.
+    """
+
+    totals: RouterTotals
+    balance_coef: float = 0.0
+    z_coef: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        if self.balance_coef and self.totals.fractions is None:
+            raise ValueError(
+                f"balance_coef={self.balance_coef} needs the experts of the whole mini-batch beforehand: give rows "
+                "with `routed`, and a forward with replay=True"
+            )
+
+    def of(self, sums: RouterSums) -> dict[str, Float[Tensor, ""]]:
+        """A pass's part of each."""
+        tokens, fractions, terms = self.totals.tokens.clamp(min=1.0).to(sums.probs), self.totals.fractions, {}
+        if self.balance_coef and fractions is not None:
+            probs = (fractions.to(sums.probs) * sums.probs).sum()
+            terms[BALANCE] = self.balance_coef * fractions.shape[1] * probs / tokens
+        if self.z_coef:
+            terms[Z] = self.z_coef * sums.squares / tokens
+        return terms
 
 
 @attrs.frozen(eq=False)
@@ -75,16 +108,14 @@ def check_routers(model: Model, what: str) -> tuple[Router, ...]:
     return model.routers
 
 
-def check_router_losses(model: Model, what: str) -> None:
-    """Raises ValueError that says what is to be left out for a model whose routers' losses have no gradient here."""
-    check_routers(model, what)
-    if model.spans:
-        raise ValueError(f"the losses of routers of other stages of a pipeline have no gradient here: {what}")
-
-
 def tells_loads(model: Model) -> bool:
     """Whether passes of a model tell the loads of its experts, as updates of it report them."""
     return bool(model.routers) and not model.compile_layers
+
+
+def outputs_of(model: Model, losses: RouterLosses | None) -> tuple[str, ...]:
+    """The outputs of an update's passes that routers tell."""
+    return (("loads",) if tells_loads(model) else ()) + (() if losses is None else ("router_sums",))
 
 
 def own_routers(model: Model) -> list[int]:
@@ -171,14 +202,17 @@ def own_loads(routed: RoutedPass, model: Model, axis: Axis) -> Float[Tensor, "l 
 
 
 def router_sums(routed: RoutedPass, model: Model, mesh: Mesh) -> RouterSums:
-    """What the routers' losses are made of."""
-    probs, squares = [], []
-    for number in range(len(model.routers)):
+    """What the routers' losses are made of; zeros for routers of other stages of a pipeline."""
+    probs, squares = dict[int, Tensor](), []
+    for number in own_routers(model):
         logits = routed.routes.routed[number].logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        probs.append(logits.softmax(-1).where(routed.counted[:, None], 0.0).sum(0))
+        probs[number] = logits.softmax(-1).where(routed.counted[:, None], 0.0).sum(0)
         squares.append(logits.logsumexp(-1).square().where(routed.counted, 0.0).sum())
-    own = [same(x, mesh["tensor"]) for x in (torch.stack(probs), torch.stack(squares).sum())]
+    zero = torch.zeros(model.routers[0].experts, device=routed.counted.device)
+    zero = next(iter(probs.values()), zero).detach() * 0.0
+    every = torch.stack([probs.get(number, zero) for number in range(len(model.routers))])
+    own = [same(x, mesh["tensor"]) for x in (every, torch.stack(squares or [zero[0]]).sum())]
     return RouterSums(*(all_reduce(x.detach(), cutting(mesh)) + (x - x.detach()) for x in own))
 
 
@@ -192,40 +226,24 @@ def router_totals(rows: Annotated, model: Model) -> RouterTotals:
     return RouterTotals(tokens, counts / counts.sum(1, keepdim=True).clamp(min=1.0))
 
 
-def router_losses(
-    sums: RouterSums, totals: RouterTotals, *, balance_coef: float, z_coef: float
-) -> dict[str, Float[Tensor, ""]]:
-    """A pass's parts of the routers' losses, each with its factor, which add up over the passes of a mini-batch.
-
-    Load balance: of each router E sum_i f_i P_i, with f_i the part of the choices that fell to expert i and P_i its
-    mean probability (Switch Transformers, arXiv:2101.03961, eq. 4); 1 where all are equal. z: the mean squared
-    logsumexp of the logits of each router (ST-MoE, arXiv:2202.08906, eq. 5). The losses of all routers add up.
-    """
-    tokens, terms = totals.tokens.clamp(min=1.0), {}
-    if balance_coef:
-        if totals.fractions is None:
-            raise ValueError(
-                f"balance_coef={balance_coef} needs the experts of the whole mini-batch beforehand: give rows with "
-                "`routed`, and a forward with replay=True"
-            )
-        fractions = totals.fractions.to(sums.probs)
-        terms["balance_loss"] = (
-            balance_coef * fractions.shape[1] * (fractions * sums.probs).sum() / tokens.to(sums.probs)
-        )
-    if z_coef:
-        terms["router_z_loss"] = z_coef * sums.squares / tokens.to(sums.squares)
-    return terms
+def told(
+    loads: Tensor | None, sums: RouterSums | None, losses: RouterLosses | None, prefix: str
+) -> tuple[list[Tensor], Metrics]:
+    """What the routers of a pass add to its loss, 0-d tensors; and their metrics."""
+    report: Metrics = {} if loads is None else {f"{prefix}/{LOAD}": Sum(loads)}
+    terms = {} if losses is None or sums is None else losses.of(sums)
+    return [*terms.values()], report | {f"{prefix}/{name}": metrics.term(x) for name, x in terms.items()}
 
 
-def with_loads(report: Metrics, prefix: str, told: Sequence[Tensor], axis: Axis) -> Metrics:
-    """The metrics of the last stage of a pipeline, on all ranks, its loads with those that this rank's other stages
-    told; every rank must call."""
-    name = f"{prefix}/{LOAD}"
-    last = report.get(name)
-    if not isinstance(last, Sum):
-        return report
-    own = torch.stack(list(told)).sum(0) if told else torch.zeros_like(last.value)
-    return report | {name: Sum(last.value + all_reduce(own.to(last.value), axis))}
+def with_told(report: Metrics, prefix: str, others: Sequence[Metrics], axis: Axis) -> Metrics:
+    """The metrics of the last stage of a pipeline, on all ranks, those of routers with what this rank's `others` told;
+    every rank must call."""
+    own, added = metrics.merge(*others), Metrics()
+    for name in (f"{prefix}/{x}" for x in (LOAD, BALANCE, Z)):
+        if (last := report.get(name)) is not None:
+            mine = own.get(name, [torch.zeros_like(x) for x in last])
+            added[name] = type(last)(*(all_reduce(x.to(like), axis) for x, like in zip(mine, last, strict=True)))
+    return metrics.merge(report, added)
 
 
 def split_loads(report: Metrics, prefix: str, routers: Sequence[Router]) -> tuple[Metrics, Tensor | None]:

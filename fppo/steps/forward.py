@@ -212,8 +212,7 @@ def check_outputs(model: Model, outputs: Sequence[str]) -> None:
     if unknown := [name for name in outputs if name not in OUTPUTS]:
         raise ValueError(f"unknown outputs {unknown}; there are {list(OUTPUTS)}")
     if of_routers := [name for name in outputs if name in OF_ROUTERS]:
-        check = experts.check_router_losses if "router_sums" in of_routers else experts.check_routers
-        check(model, f"leave out {of_routers}")
+        experts.check_routers(model, f"leave out {of_routers}")
     needed = {"value" if name in OF_VALUE_HEADS else "lm" for name in outputs if name not in OF_ROUTERS}
     if needed - {model.head}:
         has, lacks = ("value", "vocabulary") if model.head == "value" else ("vocabulary", "value")

@@ -20,7 +20,16 @@ from fppo.runtime import fsdp
 from fppo.runtime.mesh import DATA_AXES, data_metrics, gradient_sum, place_on, ranks_on
 from fppo.runtime.schedule import MakeSchedule, one_f_one_b
 from fppo.shapes import Tokens
-from fppo.steps.experts import balanced, check_biases, split_loads, tells_loads, with_loads
+from fppo.steps.experts import (
+    RouterLosses,
+    balanced,
+    check_biases,
+    outputs_of,
+    router_totals,
+    split_loads,
+    told,
+    with_told,
+)
 from fppo.steps.forward import Forward, Rows, goes_on, slice_length, stage_states
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.optimizers import Optimizer
@@ -80,12 +89,25 @@ class Pass(NamedTuple):
     weights: Tensor  # [b, T]
     indices: Indices  # of the rows
     scale: Tensor | None  # 0-d, what the loss is multiplied by; None: nothing
+    routers: RouterLosses | None  # of the mini-batch, which the objective has too
 
     def loss(self, params: Params | Whole, *, forward: Forward) -> tuple[Tensor, Metrics]:
         """What is made smaller, and the metrics of the objective."""
         ready = attrs.evolve(forward, indices=self.indices)
         loss, report = self.objective(params, self.rows, self.weights, forward=ready)
         return (loss if self.scale is None else loss * self.scale), report
+
+    def stage(self, params: Params | Whole, prefix: str, *, forward: Forward) -> tuple[Any, Metrics]:
+        """What a stage of a pipeline before the last hands on, with the loss of its routers if it has one, and their
+        metrics."""
+        ready = attrs.evolve(forward, indices=self.indices)
+        outputs = outputs_of(forward.model, self.routers)
+        states, out = stage_states(params, self.rows, forward=ready, outputs=outputs)
+        added, report = told(out.loads, out.router_sums, self.routers, prefix)
+        loss = torch.stack(added).sum() if added else None
+        if loss is None or not loss.requires_grad:  # a stage without routers
+            return states, report
+        return (states, loss if self.scale is None else loss * self.scale), report
 
 
 # What an update makes smaller: objective(params, rows, weights, *, forward) -> (0-d loss, metrics), the part of it that
@@ -97,10 +119,13 @@ Mark = Callable[..., dict[str, Tensor]]
 
 
 @attrs.frozen
-class OfMiniBatch:
-    """An objective that depends on a whole mini-batch: `make(mini_batch)` gives the one of its passes."""
+class WithRouters:
+    """An objective that takes `routers=`, the losses of the model's routers in the passes of a mini-batch, with these
+    factors, and adds those of its pass; the stages of a pipeline before the last add their own."""
 
-    make: Callable[[MiniBatch], Objective]
+    objective: Objective
+    balance_coef: float = 0.0
+    z_coef: float = 0.0
 
 
 def weighted_sum(terms: dict[str, Tokens], weights: Tokens) -> tuple[Float[Tensor, ""], Metrics]:
@@ -114,7 +139,7 @@ def update(
     batch: TrainRows,
     *,
     forward: Forward,
-    objective: Objective | OfMiniBatch,
+    objective: Objective | WithRouters,
     loop: Loop,
     optimizer: Optimizer,
     prefix: str = "update",
@@ -145,9 +170,13 @@ def update(
             marks = None
             if mark is not None:
                 marks = mark(state.params, mini, place.fold("select", epoch, number), forward=forward)
-            own = objective.make(mini) if isinstance(objective, OfMiniBatch) else objective
+            own, routers = objective, None
+            if isinstance(objective, WithRouters):
+                every = router_totals(mini.rows, forward.model)
+                routers = RouterLosses(every, objective.balance_coef, objective.z_coef)
+                own = partial(objective.objective, routers=routers)
             scale = None if optimizer.loss_scale is None else optimizer.loss_scale(state.opt)
-            passes = _passes(mini, weights, own, marks, forward, scale)
+            passes = _passes(mini, weights, own, marks, forward, scale, routers)
             if forward.model.spans:
                 grads, report = _stage_gradients(state.params, list(passes), forward, loop.stage_schedule, prefix)
             else:
@@ -188,6 +217,7 @@ def _passes(
     marks: dict[str, Tensor] | None,
     forward: Forward,
     scale: Tensor | None,
+    routers: RouterLosses | None,
 ) -> Iterator[Pass]:
     """This rank's micro-batches, then ones that add nothing."""
 
@@ -196,12 +226,12 @@ def _passes(
 
     for numbers in mini.micro_batches:
         rows, masks, own, marked = batches.rows((mini.own, mini.masks, weights, marks or {}), numbers)
-        yield Pass(on(marked), rows, own, indexed(rows, masks, forward).indices, scale)
+        yield Pass(on(marked), rows, own, indexed(rows, masks, forward).indices, scale, routers)
     row, indices = indexed(blank(mini.own), blank_masks(mini.masks), forward)
     nothing = row.response_mask
     for _ in range(mini.passes - len(mini.micro_batches)):
         marked = {name: x.new_zeros(nothing.shape) for name, x in (marks or {}).items()}
-        yield Pass(on(marked), row, weights.new_zeros(nothing.shape), indices, scale)
+        yield Pass(on(marked), row, weights.new_zeros(nothing.shape), indices, scale, routers)
 
 
 def _gradients(params: Params, passes: Iterable[Pass], forward: Forward) -> tuple[Params, Metrics]:
@@ -245,17 +275,16 @@ def _stage_gradients(
 ) -> tuple[Params, Metrics]:
     """What `_gradients` gives, where a pipeline axis has the layers."""
     mesh, inputs = forward.mesh, _inputs(params, forward)
-    outputs, told = ("loads",) if tells_loads(forward.model) else (), list[Tensor]()
+    others: list[Metrics] = []
     once, kinds = isinstance(inputs, Whole), [x.dtype for x in params.values()]
     if once and mesh.sharding is not None:
         kinds = [fsdp.reduce_dtype(kind, mesh.sharding) for kind in kinds]
 
     def run(params: Params | Whole, one: Pass, *, forward: Forward) -> Any:
         if goes_on(forward.model):
-            on_rows = attrs.evolve(forward, indices=one.indices)
-            states, out = stage_states(params, one.rows, forward=on_rows, outputs=outputs)
-            told.extend([] if out.loads is None else [out.loads])
-            return states
+            out, report = one.stage(params, prefix, forward=forward)
+            others.append(report)
+            return out
         return one.loss(params, forward=forward)
 
     grads, report = stage_gradients(
@@ -267,5 +296,5 @@ def _stage_gradients(
         make_schedule=make_schedule,
         dtypes=kinds,
     )
-    report = with_loads(report, prefix, told, mesh["pipeline"])
+    report = with_told(report, prefix, others, mesh["pipeline"])
     return scattered(grads, params, mesh) if once else grads, report

@@ -152,7 +152,7 @@ MISTAKES = {
     "tensor": ("tensor", loop, "gradient_sum", without_layout),
     "expert": ("expert", loop, "gradient_sum", without_layout),
     "copies": ("pipeline", meshes, "_sum_copies", copies_apart),
-    "loads of stages": ("pipeline", loop, "with_loads", lambda report, prefix, told, axis: report),
+    "loads of stages": ("pipeline", loop, "with_told", lambda report, prefix, others, axis: report),
     "metrics of stages": ("pipeline", staging, "_metrics_of_last", lambda report, axis, device: report),
     "shard": ("shard", loop, "gradient_sum", sharded_twice),
     "totals": ("replicate", losses, "loss_weights", own_totals),
