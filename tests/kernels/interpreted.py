@@ -11,10 +11,19 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from fppo import laws
 from fppo.laws import LawViolation, layers
 from fppo.laws._search import check
-from fppo.laws.kernels import _LOG_PROBS_CASES, _LOG_PROBS_LAWS, SIZES, _log_probs_example
+from fppo.laws.kernels import (
+    _LARGE_LAWS,
+    _LOG_PROBS_CASES,
+    _LOG_PROBS_LAWS,
+    _SUM_LAWS,
+    LARGE,
+    SIZES,
+    _large_example,
+    _log_probs_example,
+    _sums_example,
+)
 from fppo.runtime.simulate import simulate
 from fppo_kernels import table
 from fppo_kernels.glu import eager as plain_glus
@@ -30,22 +39,32 @@ SMALL = Tiling(16, 16, 16, warps=4, stages=1, group=2, tiles=3, instances=1)
 
 
 def laws_in_float32():
-    laws.check_log_probs(Kernels.named(log_probs="triton").log_probs, dtypes=(torch.float32,))
+    """As `laws.check_log_probs`, in the sizes that `laws_in_bfloat16` leaves out, and over fewer tokens."""
+    kernel = Kernels.named(log_probs="triton").log_probs
+    examples = partial(_log_probs_example, (torch.float32,), "cpu", 2)
+    check(kernel, _LOG_PROBS_LAWS, examples, sizes=SIZES[1::2], seeds=len(_LOG_PROBS_CASES))
+    check(kernel, _SUM_LAWS, partial(_sums_example, (torch.float32,), "cpu"), sizes=((4096, 4),), seeds=2)
+    large = partial(_large_example, (torch.float32,), "cpu", 2)
+    check(kernel, _LARGE_LAWS, large, sizes=((300, LARGE[1]),), seeds=1)
+
+
+def check_layer(name, dtype, numbers, small):
+    """As `laws.check_rms_norm`, with many rows in the last kind of example alone."""
+    kernel, op = getattr(Kernels.named(**{name: "triton"}), name), layers.OPERATIONS[name]
+    for sizes, kinds in ((small, numbers), (layers.SIZES[-1:], numbers[-1:])):
+        examples = partial(layers._example, op, kinds, (dtype,), "cpu")
+        check(kernel, layers.laws_of(op), examples, sizes=sizes, seeds=len(kinds))
 
 
 def layers_in_float32():
-    laws.check_rms_norm(Kernels.named(rms_norm="triton").rms_norm, dtypes=(torch.float32,))
-    laws.check_glu(Kernels.named(glu="triton").glu, dtypes=(torch.float32,))
-    laws.check_add_rms_norm(Kernels.named(add_rms_norm="triton").add_rms_norm, dtypes=(torch.float32,))
-    laws.check_rotary(Kernels.named(rotary="triton").rotary, dtypes=(torch.float32,))
+    for name in ("rms_norm", "glu", "add_rms_norm", "rotary"):
+        check_layer(name, torch.float32, range(3 if name == "glu" else 4), layers.SIZES[:-1])
 
 
 def layers_in_bfloat16():
     InterpreterBuilder.create_fp_trunc = _cast  # type: ignore[method-assign]
     for name in ("glu", "add_rms_norm", "rotary"):
-        op = layers.OPERATIONS[name]
-        examples = partial(layers._example, op, range(3), (torch.bfloat16,), "cpu")
-        check(table.get(name, "triton"), layers.laws_of(op), examples, sizes=layers.SIZES[2::2], seeds=3)
+        check_layer(name, torch.bfloat16, range(3), layers.SIZES[2:-1:2])
 
 
 def layers_of_other_layouts():
