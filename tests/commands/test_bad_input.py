@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -15,6 +16,7 @@ from fppo.runs import session
 from fppo.runtime import checkpoint
 from fppo.settings import files, places
 from tests import tiny_run
+from tests.distributed.processes import server
 
 
 @pytest.fixture
@@ -192,20 +194,25 @@ def test_a_part_of_the_reward_that_there_is_not(task, capsys):
     assert "rollout.filter.by: the reward has no part 'nowhere' to compare groups by; there are ['score', " in said
 
 
+def _alone_in(directory, there):
+    with session.alone_in(directory):
+        there.set()
+        time.sleep(600)
+
+
 @pytest.mark.parametrize(("command", "place"), [("train", "run"), ("rollout", "run/rollouts")])
 def test_a_directory_that_another_process_writes_to(task, capsys, command, place):
     (task / place).mkdir(parents=True)
-    code = (
-        "import sys; from pathlib import Path; from fppo.runs.session import alone_in\n"
-        "with alone_in(Path(sys.argv[1])): print('there', flush=True); sys.stdin.read()"
-    )
-    asked = [sys.executable, "-c", code, str(task / place)]
-    with subprocess.Popen(asked, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "there\n"
-        assert cli.main([command, str(task / "run.toml")]) == 2
-        assert f"another process is writing to {task / place}" in capsys.readouterr().err
-        assert not list((task / place).iterdir())
-        other.kill()
+    context = server()
+    there = context.Event()
+    other = context.Process(target=_alone_in, args=(task / place, there))
+    other.start()
+    assert there.wait(200)
+    assert cli.main([command, str(task / "run.toml")]) == 2
+    assert f"another process is writing to {task / place}" in capsys.readouterr().err
+    assert not list((task / place).iterdir())
+    other.kill()
+    other.join()
     assert cli.main([command, str(task / "run.toml"), "--steps", "1"]) == 0
 
 

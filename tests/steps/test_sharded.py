@@ -68,6 +68,8 @@ def test_bfloat16_passes_have_the_bits_of_whole_parameters(stage, again):
 def watch(monkeypatch):
     """Weak references to all whole tensors of layers gathered so far, the order of events, and at each use the number
     of whole tensors alive before it."""
+    gc.collect()
+    gc.freeze()  # what other tests have left takes half a second to look through, at each use
     alive, events, before = [], [], []
     begin, scatter = fsdp.begin_gather, fsdp.begin_reduce_scatter
 
