@@ -31,6 +31,7 @@ from fppo.settings.checks_data import has_held_out
 from fppo.settings.critic import CriticSettings
 from fppo.settings.lora import shares_base, uses_lora
 from fppo.settings.modules import INNER, KERNELS
+from fppo.settings.placement import ranks_without_gpus
 from fppo.settings.train import ActorSettings, TrainSettings
 from fppo.settings.vllm import VllmSettings
 from fppo.steps.confidence import init_confidence
@@ -51,7 +52,7 @@ def device_of(settings: TrainSettings) -> torch.device:
     """The device that the settings name. Raises ValueError if it is not there."""
     name = settings.device
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() and not ranks_without_gpus(settings.placement) else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device = {name!r}: torch sees no GPU here; give cpu")
     device = torch.device(name)

@@ -45,7 +45,7 @@ class Placed:
 
     @staticmethod
     def of(roles: Roles, device: torch.device) -> Placed | None:
-        """None if all is here."""
+        """None if all is here. `device` is what ranks work on."""
         parts: dict[str, _Part] = {}
         for field, name in (("actor", "actor"), ("critic", "critic"), ("ref", "reference")):
             role: Any = getattr(roles, name)

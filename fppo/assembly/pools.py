@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import attrs
 import torch
 
 from fppo.assembly.adapters import shape_of
-from fppo.assembly.parts import sharding_of
+from fppo.assembly.parts import device_of, sharding_of
 from fppo.assembly.roles import Roles, make_engine_of_pool
 from fppo.fleet import HERE, AnyGroup, Group, at_once, cluster
 from fppo.rollout.pool import EnginePool, Policy
+from fppo.settings import checks
 from fppo.settings.placement import Pool, places_of, pools_of, threads_of
 from fppo.settings.train import TrainSettings
 
@@ -26,11 +27,20 @@ class Places:
     engines: Sequence[Group] = ()
 
 
+def home_of(settings: TrainSettings, places: Collection[str], device: torch.device) -> torch.device:
+    """Where this process has batches, with roles elsewhere in `places`: on the device that models work on, or, if all
+    are elsewhere, on the host."""
+    roles = {"actor": True, "critic": checks.uses_critic_model(settings), "reward": settings.reward.model.path}
+    here = settings.reward.judge.path or any(used and role not in places for role, used in roles.items())
+    return device if here else torch.device("cpu")
+
+
 @contextlib.contextmanager
 def groups_of(settings: TrainSettings) -> Iterator[Places]:
     """All groups, started, for as long as the context lasts.
 
-    Raises ValueError if there is no such cluster, GroupDied if it has no room for a pool within `placement.patience`.
+    Raises ValueError if there is no such cluster, or too few GPUs on this machine, GroupDied if it has no room for a
+    pool within `placement.patience`.
     """
     placement = settings.placement
     places, pools = places_of(placement), pools_of(placement)
@@ -38,6 +48,7 @@ def groups_of(settings: TrainSettings) -> Iterator[Places]:
         yield Places()
         return
     sharding, patience = sharding_of(settings), placement.patience
+    home = home_of(settings, places, device_of(settings))
     threads = threads_of(placement, torch.get_num_threads())
     with contextlib.ExitStack() as opened:
         there = opened.enter_context(cluster(placement.cluster))
@@ -51,7 +62,7 @@ def groups_of(settings: TrainSettings) -> Iterator[Places]:
                 threads=threads[place],
                 patience=patience,
             )
-            opened.callback((made := Group(name, ranks, patience=patience)).close)
+            opened.callback((made := Group(name, ranks, patience=patience, device=home)).close)
             return made
 
         engines = places.pop("rollout", None)

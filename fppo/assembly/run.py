@@ -20,7 +20,7 @@ from fppo.assembly.inputs import EvalInputs, Inputs, read_eval_inputs, read_inpu
 from fppo.assembly.machine import resolved
 from fppo.assembly.parts import engine_of, offload_of
 from fppo.assembly.placed import Placed
-from fppo.assembly.pools import engine_pool
+from fppo.assembly.pools import engine_pool, home_of
 from fppo.assembly.program import Resources, along_of, pretrain_of, program_of
 from fppo.assembly.rewards import reward_runner
 from fppo.assembly.roles import Roles, Tools, make_engine, make_roles
@@ -64,7 +64,8 @@ class Assembly:
     model: Model
     critic_model: Model | None
     mesh: Mesh
-    device: torch.device  # which works, and has the batches; the state may be on the host
+    device: torch.device  # which has the batches; the state may be on the host
+    works: torch.device  # what models work on, which in pools may be another
     shapes: dict[str, torch.Size | Extent]  # whole shapes of the leaves of `run` that a mesh may cut
     placed: Placed | None = None  # what of `run` is not in this process
     calls: Callable[[], list[Call]] = list  # to groups, since it was asked the last time
@@ -93,7 +94,8 @@ def assemble(
     settings, chosen = resolved(settings, device)
     key, sampling_mesh = Key(settings.seed), sampling_mesh or mesh
     inputs = read_inputs(settings, mesh=mesh, kernels=kernels, device=device)
-    tokenizer, kernels, device, pad = inputs.tokenizer, inputs.kernels, inputs.device, inputs.prompts.pad_token_id
+    tokenizer, kernels, pad = inputs.tokenizer, inputs.kernels, inputs.prompts.pad_token_id
+    device = home_of(settings, groups, inputs.device)
     announce(input_lines(settings, inputs, chosen))
     tools = Tools(kernels, Lane(device))
     roles = make_roles(settings, tools, LocalGroup(Here(mesh, device)), groups)
@@ -103,7 +105,7 @@ def assemble(
     engine = _engine(settings, roles, tools, pad, sampling_mesh, engines)
     hold = engine.holding(roles.hold()) if isinstance(engine, EnginePool) else roles.hold()
     with _answering(settings, engine, tokenizer, pad, sampling_mesh, device, groups) as answering:
-        resources = _resources(roles, inputs, answering, model, mesh, hold)
+        resources = _resources(roles, inputs, answering, model, mesh, hold, device)
         yield Assembly(
             run=run,
             program=program_of(settings, resources),
@@ -116,8 +118,9 @@ def assemble(
             critic_model=critic_model,
             mesh=mesh,
             device=device,
+            works=inputs.device,
             shapes=_shapes(run, roles),
-            placed=Placed.of(roles, device),
+            placed=Placed.of(roles, inputs.device),
             calls=partial(_calls, [*groups.values(), *engines]),
         )
 
@@ -129,6 +132,7 @@ def _resources(
     model: Model,
     mesh: Mesh,
     hold: Callable[[Params], Params],
+    device: torch.device,
 ) -> Resources:
     """What the stages of the run work with."""
     return Resources(
@@ -141,7 +145,7 @@ def _resources(
         sampling=inputs.sampling,
         pad_token_id=inputs.prompts.pad_token_id,
         vocabulary=model.config.vocab_size,
-        device=inputs.device,
+        device=device,
         writes=is_first(mesh),
         runner=answering.runner,
         score=answering.score,

@@ -7,6 +7,9 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol
 
+import torch
+
+from fppo.fleet.gpus import Gpus
 from fppo.fleet.group import PATIENCE, Ranks
 from fppo.fleet.on_ray import RayCluster
 from fppo.fleet.processes import Processes
@@ -26,13 +29,17 @@ class Cluster(Protocol):
         threads: int | None = None,
         patience: float = PATIENCE,
     ) -> Ranks:
-        """So many ranks of a mesh, with so many GPUs each. `sizes` are those of the mesh's axes; without them all ranks
-        stand on the shard axis. Each has as many `threads` as this process, unless it is said."""
+        """So many ranks of a mesh, with so many GPUs each, or each a share of one. `sizes` are those of the mesh's
+        axes; without them all ranks stand on the shard axis. Each has as many `threads` as this process, unless it is
+        said. Raises ValueError for ranks of one mesh that would share a GPU."""
         ...
 
 
 class Machine:
-    """This machine, whose processes have no GPUs of their own."""
+    """This machine. Its GPUs, as far as this process sees them, are dealt out from the first on."""
+
+    def __init__(self) -> None:
+        self._gpus: Gpus | None = None  # until they are asked for
 
     def __enter__(self) -> Machine:
         return self
@@ -52,10 +59,12 @@ class Machine:
         threads: int | None = None,
         patience: float = PATIENCE,
     ) -> Processes:
-        """As `Cluster` has it. Raises ValueError for GPUs."""
+        """As `Cluster` has it. Raises ValueError too if there are not as many GPUs left."""
+        own: list[tuple[int, ...]] = []
         if gpus:
-            raise ValueError(f"gpus = {gpus:g}: plain processes share all GPUs; ranks with their own are had from Ray")
-        return Processes(count, sizes=sizes, sharding=sharding, threads=threads, patience=patience)
+            self._gpus = self._gpus or Gpus(torch.cuda.device_count())
+            own = self._gpus.deal(count, gpus)
+        return Processes(count, gpus=own, sizes=sizes, sharding=sharding, threads=threads, patience=patience)
 
 
 def cluster(name: str) -> AbstractContextManager[Cluster]:

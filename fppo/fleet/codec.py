@@ -1,10 +1,11 @@
-"""Trees on their way between processes: small tensors as one array of bytes, large ones each by itself."""
+"""Trees on their way between processes, through the memory of their hosts: small tensors as one array of bytes, large
+ones each by itself."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 BIG = 1 << 16  # bytes from which a tensor travels by itself
+CPU = torch.device("cpu")
 _ALIGNED = 64  # bytes: what torch's own memory is aligned to; kernels may round otherwise on other
 
 
@@ -53,18 +55,25 @@ def pack(tree: Any, leaf: Callable[[Any], Any] = lambda x: x) -> tuple[Packed, l
         return _Slot(len(small) - 1, end - x.nbytes, tuple(x.shape), x.dtype)
 
     slots = pytree.tree_map(slot, tree)
-    return Packed(slots, torch.cat(small).numpy() if small else np.empty(0, np.uint8)), large
+    return Packed(slots, torch.cat(_on_host(small)).numpy() if small else np.empty(0, np.uint8)), large
 
 
-def unpack(packed: Packed, large: list[np.ndarray], leaf: Callable[[Any], Any] = lambda x: x) -> Any:
-    """The tree. Its small tensors have memory of their own; large ones are their arrays, which others may read too."""
-    every = bytes_of(packed.small)
+def unpack(
+    packed: Packed,
+    large: list[np.ndarray],
+    leaf: Callable[[Any], Any] = lambda x: x,
+    *,
+    device: torch.device = CPU,
+) -> Any:
+    """The tree, on `device`. Its small tensors have memory of their own; large ones are on the host their arrays, which
+    others may read too."""
+    every = bytes_of(packed.small).to(device)
 
     def tensor(x: Any) -> Any:
         if not isinstance(x, _Slot):
             return leaf(x)
         if x.start < 0:
-            return bytes_of(large[x.place]).view(x.dtype).view(x.shape)
+            return bytes_of(large[x.place]).to(device).view(x.dtype).view(x.shape)
         size = math.prod(x.shape) * x.dtype.itemsize
         return every[x.start : x.start + size].clone().view(x.dtype).view(x.shape)
 
@@ -73,11 +82,21 @@ def unpack(packed: Packed, large: list[np.ndarray], leaf: Callable[[Any], Any] =
 
 def array_of(x: Tensor) -> np.ndarray:
     """The bytes of a tensor, in its own memory if that is contiguous and on the host."""
-    return _bytes(x).numpy()
+    return _bytes(x).cpu().numpy()
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of bytes, those of each device in one copy, for which that is waited once."""
+    found = dict(enumerate(tensors))
+    for device in {x.device for x in tensors} - {CPU}:
+        there = [place for place, x in enumerate(tensors) if x.device == device]
+        whole = torch.cat([tensors[place] for place in there]).cpu()
+        found |= zip(there, whole.split([len(tensors[place]) for place in there]), strict=True)
+    return list(found.values())
 
 
 def bytes_of(array: np.ndarray) -> Tensor:

@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fppo.fleet.codec import pack, unpack
+from fppo.fleet.codec import CPU, pack, unpack
 from fppo.fleet.held import HERE, Held, Here, Lease
 from fppo.fleet.rank import At, Reply, Request, Stays
 
@@ -81,22 +81,31 @@ class LocalGroup:
 
     here: Here = attrs.field(factory=Here)
 
-    def call(self, fn: Callable[..., Any], *args: Any, stays: Stays = (), label: str = "", **kwargs: Any) -> Any:
+    def call(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        stays: Stays = (),
+        label: str = "",
+        on_host: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """What `fn` gives."""
-        del stays, label
+        del stays, label, on_host
         named = {name: self.here if x is HERE else x for name, x in kwargs.items()}
         return fn(*(self.here if x is HERE else x for x in args), **named)
 
 
 class Group:
-    """The ranks of one mesh, in processes of their own. `life` counts their starts.
+    """The ranks of one mesh, in processes of their own. `life` counts their starts. What comes of calls is put on
+    `device` here.
 
     A call that takes over `patience` seconds ends the group, as does the loss of a rank; a call that one rank fails
     ends those that do not come to an end within `GRACE` seconds after, since they wait for it.
     """
 
-    def __init__(self, name: str, ranks: Ranks, *, patience: float = PATIENCE) -> None:
-        self.name, self.life, self.places = name, 0, list[str]()
+    def __init__(self, name: str, ranks: Ranks, *, patience: float = PATIENCE, device: torch.device = CPU) -> None:
+        self.name, self.device, self.life, self.places = name, device, 0, list[str]()
         self._ranks, self._patience = ranks, patience
         self._calls, self._forget, self._lock = 0, list[tuple[int, int]](), threading.Lock()
         self._lost: str | None = "it has not been started"
@@ -130,13 +139,16 @@ class Group:
             raise GroupDied(self.name, f"group {self.name!r} did not start: {error}", again=error.again) from error
         self._lost = None
 
-    def call(self, fn: Any, *args: Any, stays: Stays = (), label: str = "", **kwargs: Any) -> Any:
+    def call(
+        self, fn: Any, *args: Any, stays: Stays = (), label: str = "", on_host: bool = False, **kwargs: Any
+    ) -> Any:
         """What `fn(*args, **kwargs)` gives on the ranks, each of which runs it.
 
         Results whose numbers `stays` has, or all with True, stay there: the caller gets their trees with a `Held` for
         each leaf, but for plain values. The rest comes from the first rank. A `Held` of this group among the
-        arguments, or as `fn`, is each rank's own value again, and `HERE` is the rank's `Here`. `fn` must be one that
-        pickles, and leave the tensors that it is sent as they are; its first call sees to that.
+        arguments, or as `fn`, is each rank's own value again, and `HERE` is the rank's `Here`. Tensors among them
+        are on the rank's device, or `on_host`. `fn` must be one that pickles, and leave the tensors that it is sent as
+        they are; its first call sees to that.
 
         Raises its error, with a note that names the rank; ValueError for a handle of another group; GroupDied if a
         rank is lost, if the call takes too long, and for a handle that an earlier start has left.
@@ -149,11 +161,15 @@ class Group:
             self._calls += 1
             number, forget = self._calls, tuple(self._forget)
             del self._forget[: len(forget)]
-            sent = self._ranks.send(Request(number, packed, stays, label, forget), large)
+            sent = self._ranks.send(Request(number, packed, stays, label, forget, on_host), large)
         reply, ran = self._first(sent, label)
         assert reply.packed is not None
         leases: dict[tuple[int, int], Lease] = {}
-        value = unpack(reply.packed, reply.large, lambda x: self._handle(x, leases) if isinstance(x, At) else x)
+
+        def leaf(x: Any) -> Any:
+            return self._handle(x, leases) if isinstance(x, At) else x
+
+        value = unpack(reply.packed, reply.large, leaf, device=self.device)
         there = packed.small.nbytes + sum(x.nbytes for x in large)
         back = reply.packed.small.nbytes + sum(x.nbytes for x in reply.large)
         self._made.append(Call(self.name, label, start, time.perf_counter() - start, ran, there, back))
@@ -176,7 +192,7 @@ class Group:
         if key not in leases:
             leases[key] = lease = Lease()
             weakref.finalize(lease, _forget, self._forget, self.life, self, key)
-        return Held(self.name, self.life, at.call, at.part, at.leaf, leases[key])
+        return Held(self.name, self.life, at.call, at.part, at.leaf, self.device, leases[key])
 
     def _check_alive(self, label: str) -> None:
         if self._lost is not None:

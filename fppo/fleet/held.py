@@ -51,12 +51,8 @@ class Held(Away):
     call: int
     part: int  # which of the results of the call
     leaf: int  # which leaf of it
+    device: torch.device = CPU  # where the controller has what comes of calls, and makes what goes with the value
     lease: Lease | None = attrs.field(default=None, eq=False, repr=False)
-
-    @property
-    def device(self) -> torch.device:
-        """That of what the controller has: what it makes to go with the value is sent there."""
-        return CPU
 
     def __str__(self) -> str:
         return f"a value on the ranks of group {self.group!r}"

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fppo.fleet.codec import array_of
+from fppo.fleet.gpus import check
 from fppo.fleet.group import PATIENCE, RankLost
 from fppo.fleet.rank import Membership, Rank, Reply, Request
 from fppo.runtime.mesh import Sharding
@@ -72,8 +73,10 @@ class RayCluster:
     ) -> RayRanks:
         """So many ranks of a mesh, with a CPU and so many GPUs each, near each other.
 
-        `sizes` are those of the mesh's axes; without them all ranks stand on the shard axis.
+        `sizes` are those of the mesh's axes; without them all ranks stand on the shard axis. Raises ValueError for
+        ranks of one mesh that would share a GPU.
         """
+        check(count, gpus)
         member = Membership(
             rank=0,
             ranks=count,

@@ -22,39 +22,45 @@ from torch._C._distributed_c10d import TCPStore
 from fppo.fleet.codec import array_of
 from fppo.fleet.group import PATIENCE, RankLost
 from fppo.fleet.rank import Membership, Rank, Reply, Request
+from fppo.runtime.launch import visible
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.parent import end_with
 
 _METHOD = "forkserver"  # one process imports torch, and each rank is a copy of it
+_ON_GPUS = "spawn"  # what was imported before a copy is made may have asked CUDA what there is
 
 
 class Processes:
     """The ranks of a mesh as processes of this machine, for tests and laptops: `Group("actor", Processes(2))`.
 
-    `sizes` are those of the mesh's axes; without them all ranks stand on the shard axis. Functions that are sent to
-    them must be importable, as multiprocessing has it.
+    `sizes` are those of the mesh's axes; without them all ranks stand on the shard axis. With `gpus` each rank works on
+    the first of its own, by their numbers here, and sees no others. Functions that are sent to them must be importable,
+    as multiprocessing has it.
     """
 
     def __init__(
         self,
         count: int = 1,
         *,
+        gpus: Sequence[Sequence[int]] = (),
         sizes: Mapping[str, int] | None = None,
         sharding: Sharding | None = None,
         threads: int | None = None,
         patience: float = PATIENCE,
     ) -> None:
-        self.count = count
+        self.count, self._gpus, self._device = count, list(gpus), "cuda" if gpus else "cpu"
         self._sizes, self._sharding = dict(sizes or {"shard": count}), sharding
         self._threads, self._patience = threads or torch.get_num_threads(), patience
         self._children: list[_Child] = []
 
     def start(self) -> Sequence[str]:
         """Starts the processes. Raises RankLost if one does not come up."""
-        context = multiprocessing.get_context(_METHOD)
+        context: Any = multiprocessing.get_context(_ON_GPUS if self._gpus else _METHOD)
         context.set_forkserver_preload(sorted(name for name in sys.modules if name.partition(".")[0] == "fppo"))
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._children = [_Child(context, self._member(rank), store.port) for rank in range(self.count)]
+        now = os.environ.get("CUDA_VISIBLE_DEVICES")
+        seen = [visible(own, now) for own in self._gpus] or [None] * self.count
+        self._children = [_Child(context, self._member(i), store.port, own) for i, own in enumerate(seen)]
         self._store = store  # as long as they live
         for child in self._children:
             try:
@@ -83,7 +89,7 @@ class Processes:
             ranks=self.count,
             sizes=self._sizes,
             sharding=self._sharding,
-            device="cpu",
+            device=self._device,
             threads=self._threads,
             patience=self._patience,
         )
@@ -92,9 +98,9 @@ class Processes:
 class _Child:
     """A process, with a thread that passes its answers on, in the order of what was asked."""
 
-    def __init__(self, context: Any, member: Membership, port: int) -> None:
+    def __init__(self, context: Any, member: Membership, port: int, gpus: str | None) -> None:
         self._line, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(other, member, port), daemon=True)
+        self.process = context.Process(target=_serve, args=(other, member, port, gpus), daemon=True)
         self.process.start()
         other.close()  # so that the line ends with the process
         self._asked: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
@@ -126,8 +132,10 @@ class _Child:
             future.set_exception(lost)
 
 
-def _serve(line: Connection, member: Membership, port: int) -> None:
-    """The life of a rank."""
+def _serve(line: Connection, member: Membership, port: int, gpus: str | None) -> None:
+    """The life of a rank, which sees these GPUs alone."""
+    if gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # CUDA reads it when it is first asked for anything
     end_with(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ctrl-C is the controller's to act on
     rank = Rank()

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.utils import _pytree as pytree
 
 from fppo import tree
-from fppo.fleet.codec import Packed, array_of, pack, unpack
+from fppo.fleet.codec import CPU, Packed, array_of, pack, unpack
 from fppo.fleet.held import HERE, Here
 from fppo.runtime import launch
 from fppo.runtime.launch import Place
@@ -46,6 +46,7 @@ class Request:
     stays: Stays
     label: str
     forget: tuple[tuple[int, int], ...]  # (call, part) of results that nobody has a handle of any more
+    on_host: bool = False  # where tensors among the arguments are to be, instead of on the rank's device
 
 
 @attrs.frozen
@@ -118,6 +119,8 @@ class Rank:
         start = time.perf_counter()
         try:
             value = self._result(request, large)
+            if self._here.device.type == "cuda":
+                torch.cuda.synchronize(self._here.device)  # or the seconds would be those of asking for the work
             seconds = time.perf_counter() - start
             value = self._kept(request, value)
             if self._here.rank:
@@ -133,12 +136,13 @@ class Rank:
                 return self._held[x.call, x.part][x.leaf]
             return self._here if x is HERE else x
 
-        came = unpack(request.packed, large)
+        came = unpack(request.packed, large, device=CPU if request.on_host else self._here.device)
         fn, args, kwargs = pytree.tree_map(leaf, came)
         call = (request.label, came[0] if isinstance(came[0], At) else None)
         if call in self._looked:
             return fn(*args, **kwargs)
-        sent = [(path, x) for path, x in tree.leaves_with_paths(came[1:]) if isinstance(x, Tensor)]
+        # what is on a device of the rank's is a copy of its own
+        sent = [(path, x) for path, x in tree.leaves_with_paths(came[1:]) if isinstance(x, Tensor) and x.device == CPU]
         before = [tree.digest(x) for _, x in sent]
         value = fn(*args, **kwargs)
         for (path, x), digest in zip(sent, before, strict=True):

@@ -88,7 +88,7 @@ def memory_metrics() -> dict[str, float]:
     """Peak memory so far in GiB: of this process, and of its accelerator where there is one."""
     unit = 1 if sys.platform == "darwin" else 1024
     report = {"perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         report["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GIB
         report["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / GIB
     return report

@@ -55,10 +55,9 @@ def _whole(here: Here, model: Model, params: Mapping[str, Tensor], bucket_bytes:
     return sync.reshard(params, model.shapes, here.mesh, bucket_bytes=bucket_bytes, layout=model.layout)
 
 
-def _taken(here: Here, tensors: dict[str, Tensor], how: How, on_host: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors where they are to be, and the digests of what is there."""
-    there = tensors if on_host else {name: x.to(here.device) for name, x in tensors.items()}
-    return there, {name: sync.digest(x, how) for name, x in there.items()}
+def _taken(tensors: dict[str, Tensor], how: How) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors, and the digests of what is there."""
+    return tensors, {name: sync.digest(x, how) for name, x in tensors.items()}
 
 
 @attrs.define(eq=False)
@@ -291,9 +290,9 @@ class EnginePool:
 
     def _take(self, replica: _Replica, bucket: Bucket) -> dict[str, Any] | None:
         """Handles of the tensors on the engine, which has confirmed them; None if it has died."""
-        sent = (bucket.tensors, bucket.how, self._on_host)
+        sent = (_taken, bucket.tensors, bucket.how)
         try:
-            weights, digests = replica.group.call(_taken, HERE, *sent, stays=(0,), label="take weights")
+            weights, digests = replica.group.call(*sent, stays=(0,), label="take weights", on_host=self._on_host)
         except GroupDied as error:
             self._lose(replica, error)
             return None

@@ -190,7 +190,7 @@ def run_training(settings: TrainSettings, assembly: Assembly, watch: Watch | Non
     On a mesh every rank does its part; the first one logs. `watch` counts what goes over it. A run that has taken all
     its steps is returned as it is, and nothing is written.
     """
-    settings, _ = resolved(settings, assembly.device)
+    settings, _ = resolved(settings, assembly.works)
     directory, mesh = Path(settings.output_dir), assembly.mesh
     first = is_first(mesh)
     directory.mkdir(parents=True, exist_ok=True)

@@ -120,6 +120,12 @@ def _axes(
     return with_lanes(axes, ranks, rank, limit)
 
 
+def visible(gpus: Sequence[int], now: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES for a process that is to see these GPUs of one whose variable is `now`."""
+    names = None if now is None or not now.strip() else now.split(",")
+    return ",".join(str(gpu) if names is None else names[gpu].strip() for gpu in gpus)
+
+
 def start(arguments: Sequence[str], ranks: int, *, max_restarts: int = 0) -> int:
     """Runs `python -m fppo ARGUMENTS` as `ranks` processes of this machine, and waits; the exit status.
 

@@ -118,17 +118,18 @@ def _pools(s: TrainSettings, places: Mapping[str, str], pools: Mapping[str, Pool
         if pool.problem is not None:
             yield f"{path}: {pool.problem}; give other axes, or other ranks"
             continue
-        if pool.gpus and s.placement.cluster == "processes":
-            yield problem(f"{path}.gpus", pool.gpus, 'GPUs are dealt out by Ray; give placement.cluster = "local"')
         if name not in {pool for role, pool in places.items() if role != "rollout"}:
             continue
         if pool.gpus > 1:
             yield problem(f"{path}.gpus", pool.gpus, "a rank works on one GPU; give 1")
         if 0 < pool.gpus < 1 and pool.ranks > 1:
             yield problem(f"{path}.gpus", pool.gpus, "two ranks of one mesh cannot share a GPU; give 1, or one rank")
-        if not pool.gpus and s.device.startswith("cuda"):
+        mixed = s.device == "auto" and any(x.gpus for own, x in pools.items() if own != places.get("rollout"))
+        if not pool.gpus and (s.device.startswith("cuda") or mixed):
             advice = f"device = {s.device!r}, and a rank without a GPU works on its CPU; give gpus = 1, or device cpu"
             yield problem(f"{path}.gpus", pool.gpus, advice)
+        if pool.gpus and s.device == "cpu":
+            yield problem(f"{path}.gpus", pool.gpus, "device = 'cpu', and its ranks work on GPUs; give device cuda")
         if pool.ranks > 1:
             others = ["reward.", *(x for role, own in _OWN.items() if places.get(role) != name for x in own)]
             found = on_mesh(attrs.evolve(s, mesh=attrs.evolve(s.mesh, **pool.sizes)), pool.ranks)

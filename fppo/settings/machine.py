@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from fppo.settings.placement import places_of
+from fppo.settings.placement import MACHINE, gpus_in, places_of
 from fppo.settings.problems import problem
 from fppo.settings.train import TrainSettings
 
@@ -32,6 +32,10 @@ def machine_problems(settings: TrainSettings, ranks: int, *, visible: str | None
         elif match[1] is None and ranks > most:
             text = f"{ranks} processes need as many GPUs, and this machine has {most}; give fewer, or cpu"
             lines.append(problem("device", name, text))
+    wanted = gpus_in(settings.placement) if settings.placement.cluster in MACHINE else 0
+    if most is not None and wanted > most:
+        text = f"they want {wanted:g} GPUs together, and this machine has {most}; give fewer, or shares of one"
+        lines.append(problem("placement.pools", settings.placement.pools, text))
     for logger, package in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
         if logger in settings.log.loggers and not _installed(package):
             text = f"{logger} is not installed; pip install 'fppo[{logger}]'"

@@ -110,6 +110,17 @@ def engines_in(placement: PlacementSettings) -> str | None:
     return None if roles.rollout in (None, roles.actor) else roles.rollout
 
 
+def ranks_without_gpus(placement: PlacementSettings) -> bool:
+    """Whether models are in pools without GPUs."""
+    return any(not pool.gpus for name, pool in pools_of(placement).items() if name != engines_in(placement))
+
+
+def gpus_in(placement: PlacementSettings) -> float:
+    """The GPUs that all pools want together, as far as they say what pools may say."""
+    tables = [table for table in placement.pools.values() if isinstance(table, Mapping) and not fields_of(table)]
+    return sum(table["ranks"] * table.get("gpus", 0) for table in tables)
+
+
 def threads_of(placement: PlacementSettings, cores: int) -> dict[str, int]:
     """The threads of each rank of every pool, where this process has as many threads as there are `cores`: those of one
     machine share what pools that say theirs leave; those of a cluster at an address have as many as this process."""

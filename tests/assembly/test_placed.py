@@ -6,9 +6,12 @@ import signal
 
 import attrs
 import pytest
+import torch
 
 from fppo import metrics, models, tree
 from fppo.assembly import roles
+from fppo.assembly.parts import device_of
+from fppo.assembly.pools import home_of
 from fppo.assembly.run import assemble
 from fppo.fleet import HERE, Group, Processes, at_once
 from fppo.key import Key
@@ -18,6 +21,7 @@ from fppo.quickstart import small_model
 from fppo.rollout import EnginePool
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
+from fppo.settings import files
 from tests import tiny_run
 from tests.fleet.test_processes import pid
 from tests.fleet.threads import Threads
@@ -71,6 +75,20 @@ def task(tmp_path):
 def judged(task, **changes):
     """Settings with a reward model too."""
     return tiny_run.settings(task, reward__model__path=str(task / "judge"), **changes)
+
+
+def test_batches_are_on_the_host_if_all_models_are_elsewhere(task, monkeypatch):
+    """By a stand-in for a GPU, which nothing uses."""
+    pools = {"placement__pools": {"a": {"ranks": 1, "gpus": 0.5}, "c": {"ranks": 1, "gpus": 0.5}}}
+    roles = {"placement__roles__actor": "a", "placement__roles__critic": "c", "device": "auto"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    settings, gpu, cpu = judged(task, **pools, **roles), torch.device("cuda"), torch.device("cpu")
+    assert device_of(settings) == gpu
+    assert device_of(files.replace(settings, {f"placement.pools.{x}.gpus": 0 for x in "ac"})) == cpu
+    for places, home in (("actor critic reward", cpu), ("actor critic", gpu), ("actor reward", gpu), ("critic", gpu)):
+        assert home_of(settings, places.split(), gpu) == home
+    confident = files.replace(settings, {"critic.reads": "confidence", "placement.roles.critic": "a"})
+    assert home_of(confident, ["actor", "reward"], gpu) == cpu
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fppo import tree
-from fppo.fleet import HERE, LOCAL_GROUP, Group, GroupDied, Held, at_once, cluster, group, on
+from fppo.fleet import HERE, LOCAL_GROUP, Group, GroupDied, Held, Here, at_once, cluster, group, on
 from fppo.runtime.offload import copied
 from tests.fleet.threads import Threads
 
@@ -62,6 +62,22 @@ def test_what_stays_is_a_tree_of_handles_and_each_rank_has_its_own(two):
     assert [float(rank._held[2, 0][0][0]) for rank in two._ranks.ranks] == [3.0, 6.0]
     assert two.call(reduced, HERE, 1.0) == 2.0
     assert torch.equal(two.call(dict, state)["x"], torch.full((3,), 3.0))  # of the first rank
+
+
+def devices(here, x, *, y):
+    return [str(tensor.device) for tensor in (x["a"], x["b"], y)], here.device.type
+
+
+def test_what_is_sent_arrives_on_the_ranks_device_and_what_comes_is_on_the_controllers():
+    away, sent = torch.device("meta"), {"a": torch.ones(2), "b": torch.ones(1 << 15)}
+    with Group("one", Threads(), device=away) as one:
+        rank = one._ranks.ranks[0]
+        held = one.call(make, HERE, 1.0, stays=True)[0]["x"]  # while the rank is on the host
+        rank._here = Here(device=away)
+        assert one.call(devices, HERE, sent, y=held) == (["meta", "meta", "cpu"], "meta")
+        assert one.call(devices, HERE, sent, y=held, on_host=True) == (["cpu"] * 3, "meta")
+        assert held.device == one.call(dict, {"x": held})["x"].device == away
+    assert LOCAL_GROUP.call(devices, HERE, sent, y=sent["a"], on_host=True) == (["cpu"] * 3, "cpu")
 
 
 def test_a_function_that_stays_is_called_by_its_handle(one):
@@ -180,8 +196,6 @@ def test_at_once_is_in_turn_and_raises_the_first_error_after_all_have_ended():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed here")
-def test_without_ray_there_are_processes_alone():
+def test_without_ray_there_is_no_cluster_of_it():
     with pytest.raises(ValueError, match="Ray is not installed: pip install"):
         cluster("local")
-    with cluster("processes") as there, pytest.raises(ValueError, match="gpus = 1: plain processes share all GPUs"):
-        there.ranks(gpus=1)

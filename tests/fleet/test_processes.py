@@ -4,8 +4,10 @@ import os
 import signal
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from fppo.fleet import HERE, Group, GroupDied, Processes
+from fppo.fleet import HERE, Group, GroupDied, cluster, processes
 from tests.fleet.test_group import fails_on, make, reduced
 
 
@@ -13,9 +15,25 @@ def pid(here):
     return os.getpid()
 
 
+def gpus(here):
+    seen = torch.zeros(2, dtype=torch.int64)
+    seen[here.rank] = int(os.environ["CUDA_VISIBLE_DEVICES"])
+    dist.all_reduce(seen, group=here.mesh["shard"].group)
+    return seen.tolist()
+
+
 @pytest.mark.slow
-def test_ranks_are_processes_that_may_be_killed_and_start_anew():
-    with Group("two", Processes(2, threads=1), patience=120.0) as two:
+def test_ranks_are_processes_with_their_own_gpus_that_may_be_killed_and_start_anew(monkeypatch):
+    monkeypatch.setattr(processes, "_ON_GPUS", "forkserver")  # which is up in a moment
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3")
+    with cluster("processes") as there:
+        there.ranks(gpus=1)
+        ranks = there.ranks(2, gpus=1, threads=1, patience=120.0)
+    assert ranks._member(0).device == "cuda"
+    ranks._device = "cpu"
+    with Group("two", ranks, patience=120.0) as two:
+        assert two.call(gpus, HERE) == [5, 3]
         state, _ = two.call(make, HERE, 1.0, stays=(0,))
         assert two.call(reduced, HERE, 1.0) == 2.0
         assert float(two.call(dict, state)["x"][0]) == 1.0

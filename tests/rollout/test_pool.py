@@ -108,8 +108,8 @@ def test_who_dies_is_said_and_the_last_that_dies_ends_the_rollout(policy, monkey
             several.generate(policy[1], ask())
 
 
-def damaged(here, tensors, how, on_host):
-    there, _ = taken(here, tensors, how, on_host)
+def damaged(tensors, how):
+    there, _ = taken(tensors, how)
     return there, {name: sync.digest(x + 1e-6, how) for name, x in there.items()}
 
 

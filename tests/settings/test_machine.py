@@ -3,6 +3,7 @@
 import pytest
 
 from fppo.settings import machine
+from fppo.settings.placement import PlacementSettings, RoleSettings
 from fppo.settings.train import LogSettings, TrainSettings
 
 
@@ -27,6 +28,20 @@ def test_gpus_are_counted_by_their_files(tmp_path, monkeypatch, files, visible, 
     settings = TrainSettings(device=device)
     lines = machine.machine_problems(settings, ranks, visible=visible)
     assert [words in line and line.startswith(f"device = {device!r}: ") for line in lines] == [True] * bool(words)
+
+
+def test_pools_of_this_machine_take_no_more_gpus_than_it_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
+    (tmp_path / "nvidia0").touch()
+    pools = {"a": {"ranks": 1, "gpus": 0.5}, "e": {"ranks": 2, "gpus": 0.5}}
+
+    def lines(cluster):
+        section = PlacementSettings(cluster=cluster, pools=pools, roles=RoleSettings(actor="a", rollout="e"))
+        return machine.machine_problems(TrainSettings(device="cuda", placement=section), 1, visible=None)
+
+    (line,) = lines("processes")
+    assert line.endswith("they want 1.5 GPUs together, and this machine has 1; give fewer, or shares of one")
+    assert not any(" GPUs " in line for line in lines("10.0.0.1:6379"))
 
 
 def test_loggers_that_are_not_installed_are_named(monkeypatch):

@@ -23,7 +23,7 @@ def pool(**values):
 
 def test_roles_are_here_or_in_pools_with_meshes_of_their_own(tmp_path):
     assert places_of(tiny_run.settings(tmp_path).placement) == {}
-    pools = {"a": {"ranks": 4, "sequence": 2}, "c": {"ranks": 1, "gpus": 0.5}}
+    pools = {"a": {"ranks": 4, "sequence": 2, "gpus": 1}, "c": {"ranks": 1, "gpus": 0.5}}
     asked = ROLES | {"placement__pools": pools, "placement__cluster": "local"}
     placement = tiny_run.settings(tmp_path, **asked).placement
     assert places_of(placement) == {"actor": "a", "reference": "a", "critic": "c"}
@@ -102,7 +102,8 @@ def test_ranks_of_a_machine_share_its_cores(tmp_path):
             "pools.a.gpu = 1: there is no such set",
         ),
         (pool(ranks=3, shard=2), r"multiply to its 3 ranks"),
-        (pool(ranks=1, gpus=1), "GPUs are dealt out by Ray"),
+        (pool(ranks=1, gpus=1), "pools.c.gpus = 0: device = 'auto', and a rank without a GPU works on its CPU"),
+        (pool(ranks=1, gpus=1) | {"device": "cpu"}, "pools.a.gpus = 1: device = 'cpu', and its ranks work on GPUs;"),
         (pool(ranks=1, gpus=2) | {"placement__cluster": "local"}, "pools.a.gpus = 2: a rank works on one GPU; give 1"),
         (pool(ranks=1, gpus=-1), "pools.a.gpus = -1: must be a number, 0 or more"),
         (

@@ -84,12 +84,6 @@ def _named(options: VllmOptions, own: int | None, count: int, engine: int, engin
     return chosen
 
 
-def visible(gpus: Sequence[int], now: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES for a process that is to see these GPUs of one whose variable is `now`."""
-    names = None if now is None or not now.strip() else now.split(",")
-    return ",".join(str(gpu) if names is None else names[gpu].strip() for gpu in gpus)
-
-
 def memory_keywords(options: VllmOptions, memories: Sequence[Memory], *, alone: bool) -> dict[str, Any]:
     """vLLM's keywords for its memory on these GPUs; on none, those of a CPU.
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from fppo.rollout.shared_memory import Place as Bytes
 from fppo.rollout.shared_memory import SharedMemory, current_device
 from fppo.rollout.sync import How, SyncError
-from fppo.rollout.vllm.devices import Gpus, gpus_of, visible
+from fppo.rollout.vllm.devices import Gpus, gpus_of
 from fppo.rollout.vllm.host import (
     NOT_FOR_VLLM,
     Answer,
@@ -34,7 +34,7 @@ from fppo.rollout.vllm.host import (
 )
 from fppo.rollout.vllm.local import LocalHost
 from fppo.runtime.clock import Clock
-from fppo.runtime.launch import Place
+from fppo.runtime.launch import Place, visible
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "

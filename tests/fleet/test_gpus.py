@@ -1,0 +1,23 @@
+"""Who gets which GPUs of a machine."""
+
+import pytest
+
+from fppo.fleet.gpus import Gpus
+
+
+def test_gpus_are_dealt_from_the_first_on():
+    gpus = Gpus(4)
+    assert gpus.deal(2, 1) == [(0,), (1,)]
+    assert [gpus.deal(1, 1 / 3) for _ in range(3)] == [[(2,)]] * 3
+    with pytest.raises(ValueError, match=r"2 ranks want 1 GPUs each, and of the 4 here there is free: 1 of GPU 3"):
+        gpus.deal(2, 1)
+    assert gpus.deal(1, 0.75) == [(3,)]  # what was refused took none
+    with pytest.raises(ValueError, match=r"1 ranks want 0.5 GPUs each, .* there is free: 0.25 of GPU 3"):
+        gpus.deal(1, 0.5)
+    assert Gpus(4).deal(2, 2) == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(("ranks", "each", "words"), [(2, 0.5, "cannot share a GPU"), (1, 1.5, "must be whole, or")])
+def test_ranks_of_a_mesh_do_not_share_a_gpu(ranks, each, words):
+    with pytest.raises(ValueError, match=f"gpus = {each}: .*{words}"):
+        Gpus(4).deal(ranks, each)
