@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from fppo.assembly.parts import (
     device_of,
     kernels_of,
     lacks_something,
+    mesh_at,
 )
 from fppo.assembly.program import advantage_of, functions_of, policy_loss
 from fppo.assembly.rewards import check_scorers, reward_of
@@ -281,13 +282,16 @@ def _check_models(
     if tried(lambda: lacks_something(settings)):
         tried(lambda: check_kernels(settings, bare_model(settings)))
         if trained and checks.uses_critic(settings):
-            tried(lambda: check_kernels(settings, bare_model(settings, "value")))
+            tried(lambda: check_kernels(settings, bare_model(settings, "value"), "critic"))
         if "reference" in configs:
             reference = attrs.evolve(settings, model=attrs.evolve(section, path=section.ref_path))
-            tried(lambda: check_kernels(settings, bare_model(reference)))
+            tried(lambda: check_kernels(settings, bare_model(reference), "reference"))
     of_critic = "critic" if "critic" in configs else "actor" if trained and checks.uses_critic_model(settings) else None
+    of_policy = {"critic": trained and checks.uses_critic_model(settings), "reference": trained}
+    for role in (*configs, *(role for role, used in of_policy.items() if used and role not in configs)):
+        asked = configs.get(role, configs["actor"]), *(mesh_at(settings, role, mesh) if trained else ("", mesh))
+        tried(partial(check_mesh, *asked))
     for role, config in configs.items():
-        tried(lambda config=config: check_mesh(config, mesh))
         tried(lambda role=role, config=config: check_length(settings, config, critic=role == of_critic))
         tried(lambda config=config: check_vision(settings, config))
     for prompts in prompt_sets:

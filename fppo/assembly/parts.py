@@ -31,7 +31,7 @@ from fppo.settings.checks_data import has_held_out
 from fppo.settings.critic import CriticSettings
 from fppo.settings.lora import shares_base, uses_lora
 from fppo.settings.modules import INNER, KERNELS
-from fppo.settings.placement import ranks_without_gpus
+from fppo.settings.placement import places_of, pools_of, ranks_without_gpus
 from fppo.settings.train import ActorSettings, TrainSettings
 from fppo.settings.vllm import VllmSettings
 from fppo.steps.confidence import init_confidence
@@ -39,6 +39,7 @@ from fppo.steps.images import check_axes
 from fppo.steps.micro_batching import MicroBatching
 from fppo.workers.imports import imported
 from fppo_kernels import table as tables
+from fppo_kernels.collectives import Axis
 from fppo_kernels.record import Kernels
 
 if TYPE_CHECKING:
@@ -67,6 +68,15 @@ def mesh_sizes(settings: TrainSettings, world: int) -> dict[str, int]:
         raise files.SettingsError(wrong)
     mesh = settings.mesh
     return mesh.sizes(mesh.shard or world // mesh.others)
+
+
+def mesh_at(settings: TrainSettings, role: str, mesh: Mesh) -> tuple[str, Mesh]:
+    """The axes of a role's pool, a mesh without groups, with words that name it; without a pool none, and `mesh`."""
+    name = places_of(settings.placement).get(role)
+    if name is None:
+        return "", mesh
+    sizes = pools_of(settings.placement)[name].sizes
+    return f"placement.pools.{name}: ", Mesh({axis: Axis(size) for axis, size in sizes.items()})
 
 
 def sharding_of(settings: TrainSettings) -> Sharding:
@@ -202,9 +212,17 @@ def compute_dtype_of(name: str) -> torch.dtype | None:
     return None if name == "float32" else getattr(torch, name)
 
 
-def check_mesh(config: PreTrainedConfig, mesh: Mesh) -> None:
+def check_mesh(config: PreTrainedConfig, pool: str, mesh: Mesh) -> None:
     """Raises ValueError if there are fewer layers than stages, if the expert axis does not divide the experts, the
-    tensor axis not the model's sizes, or the sequence axis not the attention heads that it leaves."""
+    tensor axis not the model's sizes, or the sequence axis not the attention heads that it leaves; `pool` names a
+    pool's mesh."""
+    try:
+        _check_mesh(config, mesh)
+    except ValueError as error:
+        raise ValueError(f"{pool}{error}") from error
+
+
+def _check_mesh(config: PreTrainedConfig, mesh: Mesh) -> None:
     stages, virtual = mesh["pipeline"].size, mesh.virtual_stages
     layers = config.get_text_config().num_hidden_layers
     if takes_images(config):
@@ -262,12 +280,13 @@ def lacks_something(settings: TrainSettings) -> bool:
     return any(kernel is not None and kernel.lacks for kernel in named) or inside or section.compile_layers
 
 
-def check_kernels(settings: TrainSettings, model: Model) -> None:
-    """Raises ValueError if a kernel that the settings name has not what the model asks of it, not its dtype, or no
-    place in it."""
+def check_kernels(settings: TrainSettings, model: Model, role: str = "actor") -> None:
+    """Raises ValueError if a kernel that the settings name has not what the model asks of it where the role is, not its
+    dtype, or no place in it."""
     dtype = str(model.compute_dtype or torch.float32).removeprefix("torch.")
     table = kernel_table(settings)
-    gathers = settings.mesh.context > 1 and not settings.mesh.ring
+    placed = pools_of(settings.placement).get(places_of(settings.placement).get(role, ""))
+    gathers = (placed or settings.mesh).context > 1 and not settings.mesh.ring
     attention = models.attention_needs(model) | ({"key_lengths"} if gathers else set())
     needs = {"attention": attention, **dict.fromkeys(("log_probs", *INNER), ())}
     for op, features in needs.items():

@@ -20,6 +20,7 @@ from fppo.assembly.parts import (
     compute_dtype_of,
     forward_micro_batching_of,
     kernels_of,
+    mesh_at,
     offload_of,
     on_device,
     vllm_engine,
@@ -93,13 +94,13 @@ def check_scorers(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, m
         directory_of(model.path, "reward.model.path")
         directory, _ = find_reward_model(model.path, label=model.label, trust_remote_code=remote)
         config = read_config(directory, trust_remote_code=remote)
-        check_mesh(config, mesh)
+        check_mesh(config, *mesh_at(settings, "reward", mesh))
         _own_tokenizer(settings, tokenizer, config, chat=_reads_chat(settings))
     if judge.path is not None:
         directory = directory_of(judge.path, "reward.judge.path")
         config, own = read_config(directory, trust_remote_code=remote), _judge_tokenizer(settings, directory)
         if judge.engine == "embedded":
-            check_mesh(config, mesh)
+            check_mesh(config, "", mesh)
         data.check_vocabulary(own, {"judge": config})
 
 
@@ -135,7 +136,7 @@ def reward_model_of(
         trust_remote_code=settings.model.trust_remote_code,
         mesh=mesh,
     )
-    check_kernels(settings, model)
+    check_kernels(settings, model, "reward")
     chat = _reads_chat(settings)
     own = _own_tokenizer(settings, tokenizer, model.config, chat=chat)
     params = on_device(params, device)

@@ -1,7 +1,9 @@
 """Roles on groups of their own give the bits of one process, or of SPMD on the same mesh, in any order of work."""
 
 import contextlib
+import math
 import os
+import re
 import signal
 
 import attrs
@@ -10,6 +12,7 @@ import torch
 
 from fppo import metrics, models, tree
 from fppo.assembly import roles
+from fppo.assembly.inputs import read_inputs
 from fppo.assembly.parts import device_of
 from fppo.assembly.pools import home_of
 from fppo.assembly.run import assemble
@@ -19,7 +22,7 @@ from fppo.pipeline import in_turn
 from fppo.pipeline.train import iterate
 from fppo.quickstart import small_model
 from fppo.rollout import EnginePool
-from fppo.runtime.mesh import Sharding
+from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.simulate import simulate
 from fppo.settings import files
 from tests import tiny_run
@@ -75,6 +78,23 @@ def task(tmp_path):
 def judged(task, **changes):
     """Settings with a reward model too."""
     return tiny_run.settings(task, reward__model__path=str(task / "judge"), **changes)
+
+
+def test_axes_that_do_not_fit_the_model_of_a_pool_are_named_before_it_is_loaded(task):
+    def problems(**changes):
+        names = {"actor": "a", "critic": "c", "reward": "j"}
+        roles = {f"placement__roles__{role}": pool for role, pool in names.items()}
+        pools = {pool: {"ranks": math.prod(changes.get(pool, {}).values())} | changes.get(pool, {}) for pool in "acj"}
+        with pytest.raises(files.SettingsError) as caught:
+            read_inputs(judged(task, placement__pools=pools, **roles), mesh=LOCAL)
+        return list(caught.value.problems)
+
+    (sequence,) = problems(c={"sequence": 3})
+    assert re.match(r"placement.pools.c: mesh.sequence = 3 does not divide the model's \d attention heads", sequence)
+    reward, tensor, expert = problems(a={"tensor": 3}, c={"expert": 2}, j={"sequence": 3})
+    assert reward.startswith("placement.pools.j: mesh.sequence = 3 does not divide")
+    assert tensor.startswith("placement.pools.a: ")
+    assert expert.startswith("placement.pools.c: ")
 
 
 def test_batches_are_on_the_host_if_all_models_are_elsewhere(task, monkeypatch):
