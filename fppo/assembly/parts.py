@@ -75,8 +75,9 @@ def mesh_at(settings: TrainSettings, role: str, mesh: Mesh) -> tuple[str, Mesh]:
     name = places_of(settings.placement).get(role)
     if name is None:
         return "", mesh
-    sizes = pools_of(settings.placement)[name].sizes
-    return f"placement.pools.{name}: ", Mesh({axis: Axis(size) for axis, size in sizes.items()})
+    pool = pools_of(settings.placement)[name]
+    axes = {axis: Axis(size) for axis, size in pool.sizes.items()}
+    return f"placement.pools.{name}: ", Mesh(axes, virtual_stages=pool.virtual_stages)
 
 
 def sharding_of(settings: TrainSettings) -> Sharding:

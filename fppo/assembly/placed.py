@@ -107,7 +107,9 @@ class Placed:
         there = {f".{field}{path}": x for field, each in at_once(work).items() for path, x in each.items()}
         own = tree.replace(run, **{field: None for field, _ in self._there(run)})
         every = there | digests.digest(own, kind, device=device)
-        return {path: every[path] for path, _ in tree.leaves_with_paths(run)}
+        paths = [path for path, _ in tree.leaves_with_paths(run)]
+        ordered = (name for path in paths for name in ([path] if path in every else checkpoint.inside(path, every)))
+        return {name: every[name] for name in ordered}
 
     def like(self, run: RunState) -> list[Tensor]:
         """Tensors without values, like those of the state that are in groups."""

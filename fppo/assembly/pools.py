@@ -59,6 +59,8 @@ def groups_of(settings: TrainSettings) -> Iterator[Places]:
                 gpus=pool.gpus,
                 sizes=pool.sizes,
                 sharding=sharding,
+                virtual_stages=pool.virtual_stages,
+                ring=pool.ring,
                 threads=threads[place],
                 patience=patience,
             )

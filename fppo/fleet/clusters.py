@@ -26,6 +26,8 @@ class Cluster(Protocol):
         gpus: float = 0,
         sizes: Mapping[str, int] | None = None,
         sharding: Sharding | None = None,
+        virtual_stages: int = 1,
+        ring: bool = False,
         threads: int | None = None,
         patience: float = PATIENCE,
     ) -> Ranks:
@@ -56,6 +58,8 @@ class Machine:
         gpus: float = 0,
         sizes: Mapping[str, int] | None = None,
         sharding: Sharding | None = None,
+        virtual_stages: int = 1,
+        ring: bool = False,
         threads: int | None = None,
         patience: float = PATIENCE,
     ) -> Processes:
@@ -64,7 +68,16 @@ class Machine:
         if gpus:
             self._gpus = self._gpus or Gpus(torch.cuda.device_count())
             own = self._gpus.deal(count, gpus)
-        return Processes(count, gpus=own, sizes=sizes, sharding=sharding, threads=threads, patience=patience)
+        return Processes(
+            count,
+            gpus=own,
+            sizes=sizes,
+            sharding=sharding,
+            virtual_stages=virtual_stages,
+            ring=ring,
+            threads=threads,
+            patience=patience,
+        )
 
 
 def cluster(name: str) -> AbstractContextManager[Cluster]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch.utils import _pytree as pytree
 
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.tree import Away
@@ -59,3 +60,45 @@ class Held(Away):
 
     def __reduce__(self) -> str:
         raise TypeError(f"{self} stands where it is not seen: give handles as arguments, or as leaves of trees in them")
+
+
+class Apart(dict[str, Any]):
+    """What stands for a mapping of which each rank has entries of its own, as of a pipeline's stages: one handle of all
+    that a rank has, under no name."""
+
+
+class _Unnamed:
+    """A step in the path to a leaf of which the path does not tell."""
+
+    def __str__(self) -> str:
+        return ""
+
+    def __hash__(self) -> int:
+        return hash(_Unnamed)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Unnamed)
+
+    def get(self, parent: Any) -> Any:
+        """The leaf."""
+        return parent[""]
+
+
+def _apart(children: Any, context: Any) -> Any:
+    """On a rank its own mapping, elsewhere what stands for it."""
+    del context
+    (one,) = children
+    return one if isinstance(one, dict) else Apart({"": one})
+
+
+def _with_keys(apart: Apart) -> tuple[list[tuple[pytree.KeyEntry, Any]], None]:
+    return [(_Unnamed(), x) for x in apart.values()], None
+
+
+pytree.register_pytree_node(
+    Apart,
+    lambda apart: (list(apart.values()), None),
+    _apart,
+    flatten_with_keys_fn=_with_keys,
+    serialized_type_name="fppo.fleet.held.Apart",
+)

@@ -68,6 +68,8 @@ class RayCluster:
         gpus: float = 0,
         sizes: Mapping[str, int] | None = None,
         sharding: Sharding | None = None,
+        virtual_stages: int = 1,
+        ring: bool = False,
         threads: int | None = None,
         patience: float = PATIENCE,
     ) -> RayRanks:
@@ -82,6 +84,8 @@ class RayCluster:
             ranks=count,
             sizes=dict(sizes or {"shard": count}),
             sharding=sharding,
+            virtual_stages=virtual_stages,
+            ring=ring,
             device="cuda" if gpus else "cpu",
             threads=threads or torch.get_num_threads(),
             patience=patience,

@@ -45,11 +45,14 @@ class Processes:
         gpus: Sequence[Sequence[int]] = (),
         sizes: Mapping[str, int] | None = None,
         sharding: Sharding | None = None,
+        virtual_stages: int = 1,
+        ring: bool = False,
         threads: int | None = None,
         patience: float = PATIENCE,
     ) -> None:
         self.count, self._gpus, self._device = count, list(gpus), "cuda" if gpus else "cpu"
         self._sizes, self._sharding = dict(sizes or {"shard": count}), sharding
+        self._virtual_stages, self._ring = virtual_stages, ring
         self._threads, self._patience = threads or torch.get_num_threads(), patience
         self._children: list[_Child] = []
 
@@ -89,6 +92,8 @@ class Processes:
             ranks=self.count,
             sizes=self._sizes,
             sharding=self._sharding,
+            virtual_stages=self._virtual_stages,
+            ring=self._ring,
             device=self._device,
             threads=self._threads,
             patience=self._patience,

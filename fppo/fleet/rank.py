@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fppo import tree
 from fppo.fleet.codec import CPU, Packed, array_of, pack, unpack
-from fppo.fleet.held import HERE, Here
+from fppo.fleet.held import HERE, Apart, Here
 from fppo.runtime import launch
 from fppo.runtime.launch import Place
 from fppo.runtime.mesh import Sharding
@@ -68,6 +68,8 @@ class Membership:
     ranks: int
     sizes: Mapping[str, int]  # of the mesh's axes, from the slowest
     sharding: Sharding | None
+    virtual_stages: int
+    ring: bool
     device: str  # "cpu"; or "cuda", of which a rank sees those that are its own
     threads: int  # of torch's, in each rank: bits depend on them
     patience: float  # seconds that collectives wait
@@ -108,9 +110,16 @@ class Rank:
         place = Place(member.rank, 0, member.ranks, started=True)
         sharding = member.sharding or Sharding()
         mesh, _, _ = self._open.enter_context(
-            launch.joined(member.sizes, place, device, timeout=member.patience, sharding=sharding)
+            launch.joined(
+                member.sizes,
+                place,
+                device,
+                timeout=member.patience,
+                sharding=sharding,
+                virtual_stages=member.virtual_stages,
+            )
         )
-        self._here = Here(mesh, device, member.rank)
+        self._here = Here(attrs.evolve(mesh, ring=member.ring), device, member.rank)
 
     def run(self, request: Request, large: list[np.ndarray]) -> Reply:
         """Runs a call. Its errors are replies too."""
@@ -158,7 +167,8 @@ class Rank:
         """The result with what stays here named by its place; on ranks behind the first, nothing of the rest."""
         if not request.stays:
             return value
-        parts, spec = pytree.tree_flatten(value, is_leaf=lambda x: x is not value)
+        whole = self._apart(value)
+        parts, spec = pytree.tree_flatten(value, is_leaf=lambda x: whole or x is not value)
         wanted = range(len(parts)) if request.stays is True else request.stays
         if max(wanted, default=-1) >= len(parts):
             raise ValueError(f"{request.label} returned {len(parts)} results: none of number {max(wanted)} can stay")
@@ -173,9 +183,16 @@ class Rank:
             if isinstance(x, PLAIN):
                 return x
             held.append(x)
-            return At(call, part, len(held) - 1)
+            at = At(call, part, len(held) - 1)
+            return Apart({"": at}) if self._apart(x) else at
 
-        return pytree.tree_map(keep, value)
+        return pytree.tree_map(keep, value, is_leaf=self._apart)
+
+    def _apart(self, x: Any) -> bool:
+        """Whether it is what stages have entries of their own of: tensors by name, as parameters are held."""
+        if not isinstance(x, dict) or self._here.mesh["pipeline"].size == 1:
+            return False
+        return all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(x))
 
 
 def _pickled(error: Exception) -> bytes:

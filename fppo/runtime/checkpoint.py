@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -356,11 +356,13 @@ def _mismatches(
     manifest: Mapping[str, Any],
     part: str,
     others: tuple[str, ...],
-    away: Container[str],
+    away: Collection[str],
 ) -> list[str]:
-    """What is wrong with what is stored; leaves with the names of `others` are those of other stages."""
+    """What is wrong with what is stored; leaves with the names of `others` are those of other stages, and `away` are
+    leaves that are elsewhere, or trees of such."""
     saved = {name: leaf for kind in ("plain", "leaves") for name, leaf in manifest[kind].items()}
-    stored = {name: leaf for name, leaf in saved.items() if _is_in(part, name) and name not in away}
+    elsewhere = {*away, *(name for path in away if path not in saved for name in inside(path, saved))}
+    stored = {name: saved[name] for name in inside(part, saved) if name not in elsewhere}
     problems = [f"{name} is missing" for name in expected if name not in stored]
     problems += [f"{name} is unknown" for name in stored if name not in expected and not name.endswith(others)]
     for name in expected.keys() & stored.keys():
@@ -376,8 +378,9 @@ def _mismatches(
     return sorted(problems)
 
 
-def _is_in(part: str, name: str) -> bool:
-    return name.startswith(part) and name[len(part) : len(part) + 1] in ("", ".", "[")
+def inside(path: str, names: Iterable[str]) -> list[str]:
+    """Those of the names that are paths of leaves of what is at `path`."""
+    return [name for name in names if name.startswith(path) and name[len(path) : len(path) + 1] in ("", ".", "[")]
 
 
 def _restored(value: Any, like: Any) -> Any:

@@ -82,7 +82,7 @@ def _engines(s: TrainSettings, places: Mapping[str, str]) -> Problems:
         )
     table = section.pools.get(name)
     if isinstance(table, Mapping):
-        for axis in (axis for axis in AXES if axis in table):
+        for axis in (axis for axis in (*AXES, "virtual_stages", "ring") if axis in table):
             yield problem(
                 f"placement.pools.{name}.{axis}", table[axis], "each rank is an engine of its own; leave it out"
             )
@@ -130,7 +130,6 @@ def _pools(s: TrainSettings, places: Mapping[str, str], pools: Mapping[str, Pool
             yield problem(f"{path}.gpus", pool.gpus, advice)
         if pool.gpus and s.device == "cpu":
             yield problem(f"{path}.gpus", pool.gpus, "device = 'cpu', and its ranks work on GPUs; give device cuda")
-        if pool.ranks > 1:
-            others = ["reward.", *(x for role, own in _OWN.items() if places.get(role) != name for x in own)]
-            found = on_mesh(attrs.evolve(s, mesh=attrs.evolve(s.mesh, **pool.sizes)), pool.ranks)
-            yield from (f"{path}: {text}" for text in found if not text.startswith(tuple(others)))
+        others = ["reward.", *(x for role, own in _OWN.items() if places.get(role) != name for x in own)]
+        found = on_mesh(attrs.evolve(s, mesh=attrs.evolve(s.mesh, **pool.mesh)), pool.ranks)
+        yield from (f"{path}: {text}" for text in found if not text.startswith(tuple(others)))

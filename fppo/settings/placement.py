@@ -12,7 +12,7 @@ from fppo.settings.fields import Table, above, at_least, nonempty, setting
 from fppo.settings.mesh import MeshSettings
 
 HERE = "here"  # the process that reads the settings
-AXES = ("replicate", "shard", "expert", "sequence", "context", "tensor")
+AXES = ("pipeline", "replicate", "shard", "expert", "sequence", "context", "tensor")
 MACHINE = ("processes", "local")  # clusters of one machine
 
 
@@ -67,11 +67,14 @@ class Pool:
     ranks: int
     gpus: float = 0  # of each rank
     threads: int | None = None  # of each rank, on which bits depend; without, all of a machine share its cores
+    pipeline: int = 1
+    virtual_stages: int = 1
     replicate: int = 1
     shard: int | None = None  # all that the other axes leave
     expert: int = 1
     sequence: int = 1
     context: int = 1
+    ring: bool = False
     tensor: int = 1
 
     @property
@@ -79,6 +82,11 @@ class Pool:
         """Every axis and its size, from the slowest."""
         mesh = MeshSettings(**{name: getattr(self, name) for name in AXES})
         return mesh.sizes(self.shard or max(1, self.ranks // mesh.others))
+
+    @property
+    def mesh(self) -> dict[str, Any]:
+        """All that it says of its mesh, by the names of `MeshSettings`."""
+        return {**self.sizes, "virtual_stages": self.virtual_stages, "ring": self.ring}
 
     @property
     def problem(self) -> str | None:
@@ -150,4 +158,6 @@ def _value_problem(name: str, value: Any) -> str | None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if name == "gpus":
         return None if number and 0 <= value < math.inf else "must be a number, 0 or more"
+    if name == "ring":
+        return None if isinstance(value, bool) else "must be true or false"
     return None if number and isinstance(value, int) and value >= 1 else "must be a whole number, 1 or more"

@@ -166,7 +166,7 @@ def pools_of_run(run: TrainSettings) -> dict[str, tuple[PlanMeshSettings, list[s
     found: dict[str, tuple[PlanMeshSettings, list[str]]] = {}
     for role in (role for role, there in models.items() if there):
         name = places.get(role, placement.HERE)
-        mesh = planned.mesh if name not in pools else attrs.evolve(planned.mesh, **pools[name].sizes)
+        mesh = planned.mesh if name not in pools else attrs.evolve(planned.mesh, **pools[name].mesh)
         found.setdefault(name, (mesh, []))[1].append("reward model" if role == "reward" else role)
     return found
 

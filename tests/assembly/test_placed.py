@@ -132,11 +132,13 @@ def test_roles_on_ranks_of_their_own_are_one_process(task, changes, together, mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["shard", "context", "expert"])
+@pytest.mark.parametrize("axis", ["shard", "context", "expert", "pipeline"])
 def test_roles_on_meshes_of_their_own_are_those_meshes(task, axis):
     if axis == "expert":
         tiny_run.write_mixture(task)
-    settings = tiny_run.settings(task) if axis == "expert" else judged(task)
+    if axis == "pipeline":
+        tiny_run.write_task(task, layers=2)
+    settings = tiny_run.settings(task) if axis in ("expert", "pipeline") else judged(task)
 
     def on_rank(mesh):
         with assemble(settings, mesh=attrs.evolve(mesh, sharding=Sharding())) as assembly:

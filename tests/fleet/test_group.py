@@ -64,6 +64,29 @@ def test_what_stays_is_a_tree_of_handles_and_each_rank_has_its_own(two):
     assert torch.equal(two.call(dict, state)["x"], torch.full((3,), 3.0))  # of the first rank
 
 
+def of_stage(here):
+    own = {f"layer {here.rank}": torch.ones(2) * here.rank}
+    return {"params": own | ({"head": torch.ones(1)} if here.rank else {}), "none": {} if here.rank else own, "step": 3}
+
+
+def summed(here, params):
+    value = sum(params.values()).sum()
+    dist.all_reduce(value, group=here.mesh["pipeline"].group)
+    return float(value)
+
+
+def test_stages_have_tensors_of_their_own_under_one_handle():
+    with Group("stages", Threads(pipeline=2)) as stages:
+        state = stages.call(of_stage, HERE, stays=True)
+        assert (len(state["params"]), len(state["none"]), state["step"]) == (1, 1, 3)
+        assert [path for path, _ in tree.leaves_with_paths(state)] == ["['params']", "['none']", "['step']"]
+        assert stages.call(summed, HERE, state["params"]) == 4.0  # 0 + 0, and 1 + 1 + 1 + 1
+        copied = stages.call(tree.copy, state["params"], stays=True)
+        assert isinstance(next(iter(copied.values())), Held)
+        assert stages.call(summed, HERE, copied) == 4.0
+        assert list(stages.call(dict, copied)) == ["layer 0"]  # of the first rank
+
+
 def devices(here, x, *, y):
     return [str(tensor.device) for tensor in (x["a"], x["b"], y)], here.device.type
 

@@ -246,14 +246,20 @@ def test_one_process_and_pools_go_on_with_what_the_other_has_saved(task, whole, 
 
 
 @pytest.mark.slow
-def test_what_meshes_of_several_ranks_have_saved_is_whole_in_one_process(task, tmp_path):
-    two = {name: {"ranks": 2} for name in ("a", "c")}
-    directory = train(task, tmp_path / "run", steps=1, **(APART | {"placement__pools": two}))
+def test_what_stages_and_shards_have_saved_is_whole_in_one_process_and_theirs_again(tmp_path):
+    tiny_run.write_task(tmp_path, layers=2)
+    two = APART | {"placement__pools": {"a": {"ranks": 2, "pipeline": 2}, "c": {"ranks": 2}}}
+    directory = train(tmp_path, tmp_path / "run", steps=1, **two)
     recorded = next(line for line in lines(directory)[1] if line["step"] == 1)
     assert recorded["kind"] == "sums"
-    with assemble(tiny_run.settings(task, output_dir=str(directory))) as assembly:
+    with assemble(tiny_run.settings(tmp_path, output_dir=str(directory))) as assembly:
         run = session.load(assembly, directory / session.CHECKPOINTS, 1)
     assert digests.digest(run, "sums", device=torch.device("cpu")) == recorded["result"]
+    settings = tiny_run.settings(tmp_path, output_dir=str(directory), **two)
+    with pools.groups_of(settings) as places, assemble(settings, groups=places.roles) as assembly:
+        run = session.load(assembly, directory / session.CHECKPOINTS, 1)
+        assert session.of_state(assembly)(run, "sums") == recorded["result"]
+        assert len(run.actor.params) == 1 < len(run.critic.params)  # stages have parameters of their own
 
 
 @pytest.mark.slow

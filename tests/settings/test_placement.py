@@ -29,7 +29,7 @@ def test_roles_are_here_or_in_pools_with_meshes_of_their_own(tmp_path):
     assert places_of(placement) == {"actor": "a", "reference": "a", "critic": "c"}
     sizes = pools_of(placement)["a"].sizes
     assert {name: size for name, size in sizes.items() if size > 1} == {"shard": 2, "sequence": 2}
-    assert [name for name in sizes if name != "pipeline"] == list(AXES)
+    assert list(sizes) == list(AXES)
     settings = tiny_run.settings(tmp_path, **asked)
     files.save(settings, tmp_path / "written.toml")
     assert files.load(tmp_path / "written.toml") == settings
@@ -119,7 +119,14 @@ def test_ranks_of_a_machine_share_its_cores(tmp_path):
         ({"placement__restarts": -1}, "placement.restarts = -1.*must be 0 or more"),
         ({"placement__roles__reward": "c"}, "placement.roles.reward = 'c': the run has no reward model"),
         (pool(ranks=2, context=2, sequence=2), r"pools.a: its axes \(.*\) do not multiply to its 2 ranks"),
-        (pool(ranks=2, pipeline=2), "pools.a.pipeline = 2: there is no such setting of a pool; there are context, exp"),
+        (pool(ranks=2, stages=2), "pools.a.stages = 2: there is no such setting of a pool; there are context, exp"),
+        (
+            pool(ranks=2, pipeline=2) | {"model__compile_layers": True},
+            "pools.a: mesh.pipeline = 2: torch.compile has",
+        ),
+        (pool(ranks=1, ring=True), "pools.a: mesh.ring = True: nothing reads it here: it is for mesh.context > 1"),
+        (pool(ranks=2, ring=1), "pools.a.ring = 1: must be true or false"),
+        (pool(ranks=2, virtual_stages=2), "pools.a: mesh.virtual_stages = 2: its stages are those of a pipeline rank"),
         (pool(ranks=2, expert=2) | {"model__compile_layers": True}, "pools.a: mesh.expert = 2: its layers exchange"),
         (
             {"placement__pools": {"a": {"ranks": 1}, "c": {"ranks": 8}}},
