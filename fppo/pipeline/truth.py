@@ -89,7 +89,7 @@ def critic_truth(
     for number, asked in enumerate(prompts):
         ask = Ask(asked, sampling, run.key.fold("truth", number), version=run.actor.step)
         rollout = engine.generate(run.actor.params, ask)
-        answer, mask = known.answers(asked)
+        answer, mask = (x.to(rollout.tokens.device) for x in known.answers(asked))
         right = _answered(asked, answer, mask)
         said = rollout.tokens[:, -rollout.response_mask.shape[1] :]
         of_answer: Tensor | None = None
@@ -115,8 +115,8 @@ def critic_truth(
 
 def _answered(asked: Prompts, answer: Tensor, mask: Tensor) -> _Rows:
     return _Rows(
-        tokens=torch.cat([asked.tokens, answer], 1),
-        attention_mask=torch.cat([asked.attention_mask, mask], 1),
+        tokens=torch.cat([asked.tokens.to(answer.device), answer], 1),
+        attention_mask=torch.cat([asked.attention_mask.to(mask.device), mask], 1),
         response_mask=mask,
         ground_truth=asked.ground_truth,
     )

@@ -113,6 +113,7 @@ def as_graphs(device: torch.device) -> Record:
     A function's first call runs it as it is, which compiles its kernels; the second one records it.
     """
     pool, beside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    graphs: list[torch.cuda.CUDAGraph] = []  # with the last of them the pool would go
 
     def record(run: Run) -> Run:
         calls, graph, results = count(), torch.cuda.CUDAGraph(), list[Tensor]()
@@ -128,6 +129,7 @@ def as_graphs(device: torch.device) -> Record:
                 finally:
                     graph.capture_end()
             caller.wait_stream(beside)
+            graphs.append(graph)
 
         def replayed() -> Tensor:
             if (call := next(calls)) == 0:
