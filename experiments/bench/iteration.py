@@ -4,10 +4,12 @@
     python experiments/bench/iteration.py grpo --size 1M --ours pass,engine,auto
     python experiments/bench/iteration.py grpo --size 1M --epochs 2 --beta 0.04
     python experiments/bench/iteration.py ppo --size 13M
+    python experiments/bench/iteration.py grpo --size 0.5B --device cuda --tokens 256 --rounds 5
 
 64 responses of exactly 64 tokens to prompts of 6, mini-batches of 16 rows, AdamW with a rate of 1e-4, gradients clipped
 at 1, float32, temperature 1, 2 threads; GRPO with 8 responses to each of 8 prompts, PPO with a policy, a reference, a
-critic and a reward model of one shape. The first iteration of each is not counted. A ratio is our time over that of
+critic and a reward model of one shape. On a GPU both compute in bfloat16 on float32 weights, TRL by autocast, ours by
+the kernels that `fppo train` takes there. The first iteration of each is not counted. A ratio is our time over that of
 TRL's iteration right before; the lines show medians. `--ours` names where the old log-probs come from
 (`algorithm.old_log_probs`); `+compiled` behind a name compiles the layers, `+cpp` takes the kernels in C++ for all but
 the engine, `,` is between variants.
@@ -27,11 +29,13 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from fppo import losses, metrics, models, rewards, tree
 from fppo.data import prompt_set
 from fppo.key import Key
+from fppo.models.model import Model
 from fppo.pipeline import pieces, ppo_step
 from fppo.quickstart import character_tokenizer
 from fppo.rewards.models import model_reward
@@ -40,10 +44,11 @@ from fppo.runtime.mesh import LOCAL
 from fppo.steps import Loop, MicroBatching, PolicyTerms, adamw
 from fppo_kernels.record import Kernels
 
-SIZES = {"1M": (128, 512, 4, 4), "13M": (384, 1536, 6, 6)}  # width, inner width, layers, heads
+# width, inner width, layers, heads, tokens (0: the tokenizer's)
+SIZES = {"1M": (128, 512, 4, 4, 0), "13M": (384, 1536, 6, 6, 0), "0.5B": (896, 4864, 24, 14, 151936)}
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-ROWS, MINI, NEW, GROUP = 64, 16, 64, 8
-CPP = ("rms_norm", "add_rms_norm", "rotary", "glu")
+ROWS, MINI, GROUP = 64, 16, 8
+LAYERS = ("rms_norm", "add_rms_norm", "rotary", "glu")
 KL_COEF = 0.05  # TRL's default in PPO, in the rewards
 
 
@@ -66,14 +71,16 @@ class Task:
     answers: list[str]
     epochs: int
     beta: float
+    device: torch.device
+    tokens: int  # of a response
 
 
 def make(options: argparse.Namespace, directory: str) -> Task:
     """A random model in a directory, and sums as prompts."""
-    width, inner, layers, heads = SIZES[options.size]
+    width, inner, layers, heads, vocabulary = SIZES[options.size]
     tokenizer = character_tokenizer("0123456789+=-*/()., " + LETTERS)
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
+        vocab_size=vocabulary or len(tokenizer),
         hidden_size=width,
         intermediate_size=inner,
         num_hidden_layers=layers,
@@ -99,7 +106,28 @@ def make(options: argparse.Namespace, directory: str) -> Task:
         answers=[str(a + b) for a, b in sums],
         epochs=options.epochs,
         beta=options.beta,
+        device=torch.device(options.device),
+        tokens=options.tokens,
     )
+
+
+def loaded(task: Task) -> tuple[Model, dict[str, Tensor]]:
+    """The model, in bfloat16 on a GPU, and its float32 parameters there."""
+    model, params = models.load(task.directory)
+    on_gpu = task.device.type == "cuda"
+    return attrs.evolve(model, compute_dtype=torch.bfloat16 if on_gpu else None), tree.map(
+        lambda x: x.to(task.device), params
+    )
+
+
+def kernels_of(task: Task, choice: str) -> Kernels:
+    """The kernels of a choice; on a GPU those that `fppo train` takes there."""
+    if choice == "cpp":
+        return Kernels.named(**dict.fromkeys(LAYERS, "cpp"), log_probs="cpp")
+    if task.device.type != "cuda":
+        return Kernels.named()
+    inside = "eager" if choice == "compiled" else "triton"
+    return Kernels.named(**dict.fromkeys(LAYERS, inside), attention="varlen", log_probs="triton")
 
 
 def reward_of(text: str, answer: str) -> float:
@@ -116,9 +144,8 @@ def our_reward(samples: list[rewards.Sample]) -> list[float]:
 def our_iteration(task: Task, variant: str) -> Callable[[], Times]:
     """One iteration of ours after the other, each from the state that the one before left."""
     source, _, choice = variant.partition("+")
-    model, params = models.load(task.directory)
-    model = attrs.evolve(model, compile_layers=choice == "compiled")
-    kernels = Kernels.named(**dict.fromkeys(CPP, "cpp"), log_probs="cpp") if choice == "cpp" else Kernels.named()
+    model, params = loaded(task)
+    model, kernels = attrs.evolve(model, compile_layers=choice == "compiled"), kernels_of(task, choice)
     ppo = task.kind == "ppo"
     micro = MicroBatching(size=MINI)
     kept = pieces(
@@ -126,7 +153,7 @@ def our_iteration(task: Task, variant: str) -> Callable[[], Times]:
         task.tokenizer,
         prompt_set(task.prompts, task.tokenizer, ground_truths=task.answers),
         reward=_our_reward_model(task) if ppo else our_reward,
-        sampling=Sampling(n=1 if ppo else GROUP, max_tokens=NEW),
+        sampling=Sampling(n=1 if ppo else GROUP, max_tokens=task.tokens),
         batch_size=ROWS,
         loop=Loop(mini_batch_size=MINI, micro_batching=micro, epochs=task.epochs),
         optimizer=adamw(lambda step: 1e-4, weight_decay=0.0, max_grad_norm=1.0),
@@ -155,33 +182,40 @@ def our_iteration(task: Task, variant: str) -> Callable[[], Times]:
         nonlocal run
         start = time.perf_counter()
         run, rows, report = ppo_step(run, program=program, draw=kept.draw, donate=True)
+        wait(task.device)
         seconds = time.perf_counter() - start
-        if int(rows.response_mask.sum()) != ROWS * NEW:
-            raise ValueError(f"{int(rows.response_mask.sum())} tokens of responses, expected {ROWS * NEW}")
+        if int(rows.response_mask.sum()) != ROWS * task.tokens:
+            raise ValueError(f"{int(rows.response_mask.sum())} tokens of responses, expected {ROWS * task.tokens}")
         return Times(seconds, float(metrics.report(report)["timing_s/gen"]))
 
     return iteration
 
 
 def _our_reward_model(task: Task) -> rewards.RewardFn:
-    model, params = models.load(task.directory)
-    model, params = models.as_critic(model, params, Key(1))
+    model, params = models.as_critic(*loaded(task), Key(1))
     return model_reward(
-        params, model=model, kernels=Kernels.named(), mesh=LOCAL, micro_batching=MicroBatching(size=MINI)
+        params, model=model, kernels=kernels_of(task, ""), mesh=LOCAL, micro_batching=MicroBatching(size=MINI)
     )
+
+
+def wait(device: torch.device) -> None:
+    """Until a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Turns:
     """Times TRL's iterations, and runs one of each of ours after every one of them."""
 
-    def __init__(self, ours: dict[str, Callable[[], Times]]) -> None:
-        self.ours = ours
+    def __init__(self, ours: dict[str, Callable[[], Times]], device: torch.device) -> None:
+        self.ours, self.device = ours, device
         self.rounds: list[tuple[Times, dict[str, Times]]] = []
         self.generation = 0.0
         self.start = time.perf_counter()
 
     def turn(self) -> None:
         """TRL's iteration has ended."""
+        wait(self.device)
         theirs = Times(time.perf_counter() - self.start, self.generation)
         self.rounds.append((theirs, {name: iteration() for name, iteration in self.ours.items()}))
         self.begin()
@@ -195,6 +229,7 @@ class Turns:
         def generate_and_time(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             result = generate(*args, **kwargs)
+            wait(self.device)
             self.generation += time.perf_counter() - start
             return result
 
@@ -223,7 +258,7 @@ def grpo(task: Task, turns: Turns, rounds: int) -> None:
         steps_per_generation=ROWS // MINI,
         num_iterations=task.epochs,
         num_generations=GROUP,
-        max_completion_length=NEW,
+        max_completion_length=task.tokens,
         temperature=1.0,
         beta=task.beta,
         learning_rate=1e-4,
@@ -232,11 +267,11 @@ def grpo(task: Task, turns: Turns, rounds: int) -> None:
         logging_steps=1000,
         report_to="none",
         save_strategy="no",
-        use_cpu=True,
-        bf16=False,
+        use_cpu=task.device.type == "cpu",
+        bf16=task.device.type == "cuda",
         gradient_checkpointing=False,
         max_grad_norm=1.0,
-        generation_kwargs={"min_new_tokens": NEW},
+        generation_kwargs={"min_new_tokens": task.tokens},
         disable_tqdm=True,
     )
 
@@ -268,7 +303,7 @@ def ppo(task: Task, turns: Turns, rounds: int) -> None:
         num_mini_batches=ROWS // MINI,
         num_ppo_epochs=task.epochs,
         local_rollout_forward_batch_size=ROWS,
-        response_length=NEW,
+        response_length=task.tokens,
         temperature=1.0,
         total_episodes=ROWS * (rounds + 1),  # the last begins another, which is not counted
         learning_rate=1e-4,
@@ -277,8 +312,8 @@ def ppo(task: Task, turns: Turns, rounds: int) -> None:
         num_sample_generations=0,
         report_to="none",
         save_strategy="no",
-        use_cpu=True,
-        bf16=False,
+        use_cpu=task.device.type == "cpu",
+        bf16=task.device.type == "cuda",
         gradient_checkpointing=False,
         logging_steps=1000,
         disable_tqdm=True,
@@ -336,12 +371,14 @@ def main() -> None:
     parser.add_argument("--beta", type=float, default=0.0, help="factor of the KL term (GRPO)")
     parser.add_argument("--ours", default="pass")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of a response")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(2)
     with tempfile.TemporaryDirectory() as directory:
         task = make(options, directory)
-        turns = Turns({name: our_iteration(task, name) for name in options.ours.split(",")})
+        turns = Turns({name: our_iteration(task, name) for name in options.ours.split(",")}, task.device)
         {"grpo": grpo, "ppo": ppo}[options.kind](task, turns, options.rounds)
     print(f"{options.kind} {options.size}, epochs {options.epochs}, beta {options.beta}, torch {torch.__version__}")
     show(turns)
