@@ -140,8 +140,10 @@ class Annotated(Scored):
     old_log_probs: Tensor  # [B, T] float32
     ref_log_probs: Tensor | None = None  # [B, T] float32
     values: Tensor | None = None  # [B, T] float32
+    disagreement: Tensor | None = None  # [B, T] float32, of the members of an ensemble of critics
     sum_squared_probs: Tensor | None = None  # [B, T] float32
     entropy: Tensor | None = None  # [B, T] float32, of the policy's distribution of each token
+    hidden: Tensor | None = None  # [B, T, H] float32, what the policy's head reads before each token
     routed: Tensor | None = None  # [B, S, L, k] uint8 or int32: the experts that routers chose; zero at padding
 
 

@@ -44,8 +44,10 @@ FIRST = 6  # the step from which on they are compared
 class Kind:
     """A critic; but for `reads` and `width` the fields are those of the settings."""
 
-    reads: str = "tokens"  # or "confidence", or "" for none at all
+    reads: str = "tokens"  # or "confidence" or "hidden", or "" for none at all
     width: int = 0  # of a small model with one layer, from nothing, in place of one as the policy
+    ensemble: int = 1
+    leave_agreed: float = 0.0
     loss: str = "mse"
     value_clip: float = 0.5
     privileged: int = 0
@@ -65,6 +67,11 @@ KINDS = {
     "`mse`, a small model": Kind(width=32, epochs=4, lr=3e-3),
     "`confidence`": READING,
     "`confidence`, `hl_gauss`": attrs.evolve(READING, loss="hl_gauss"),
+    "`confidence`, 4 members": attrs.evolve(READING, ensemble=4),
+    "`hidden`": attrs.evolve(READING, reads="hidden"),
+    "`hidden`, `hl_gauss`": attrs.evolve(READING, reads="hidden", loss="hl_gauss"),
+    "`hidden`, 4 members": attrs.evolve(READING, reads="hidden", ensemble=4),
+    "`hidden`, 4 members, 0.2 left": attrs.evolve(READING, reads="hidden", ensemble=4, leave_agreed=0.2),
 }
 
 
@@ -134,6 +141,7 @@ class _Critic(NamedTuple):
     state: s.TrainState | None = None
     values: Any = None
     confidence: Any = None
+    hidden: Any = None
     update: Callable[..., Any] | None = None
 
 
@@ -143,10 +151,16 @@ def _critic(kind: Kind, start: Start, key: Key, loop: s.Loop, updates: int) -> _
     head = losses.value_head(kind.loss, low=-0.1, high=1.1, clip=kind.value_clip)
     adam, micro = _adam(kind.lr, updates), loop.micro_batching
     how = {"loop": loop, "optimizer": adam, "loss_fn": head.loss_fn}
+    shape = {"outputs": head.outputs, "members": kind.ensemble}
     if kind.reads == "confidence":
-        state = s.init_state(s.init_confidence(key.fold("critic"), outputs=head.outputs), adam)
+        state = s.init_state(s.init_confidence(key.fold("critic"), **shape), adam)
         read = partial(s.confidence_values, read=head.read)
         return _Critic(state, confidence=read, update=partial(s.update_confidence, **how))
+    if kind.reads == "hidden":
+        width = models.hidden_width(start.model)
+        state = s.init_state(s.init_hidden(key.fold("critic"), width, **shape), adam)
+        read = partial(s.hidden_values, read=head.read)
+        return _Critic(state, hidden=read, update=partial(s.update_hidden, **how))
     model, params = start.model, start.params
     if kind.width:
         model = quickstart.small_model(len(start.tokenizer), width=kind.width, layers=1)
@@ -177,15 +191,18 @@ def found(start: Start, kind: Kind, key: Key, *, quick: bool) -> Found:
     sampling = Sampling(n=1, max_tokens=TOKENS, stop_token_ids=(1,))
     engine = EmbeddedEngine(model=start.model, kernels=policy.kernels, pad_token_id=0)
     pass_ = partial(policy_pass, forward=policy, micro_batching=micro)
-    passes = Passes(policy=pass_, reference=pass_, values=critic.values, confidence=critic.confidence)
+    passes = Passes(
+        policy=pass_, reference=pass_, values=critic.values, confidence=critic.confidence, hidden=critic.hidden
+    )
     known = Known(answers=partial(right_answers, tokenizer=tokenizer, sampling=sampling))
     score, peaks = partial(_score, tokenizer=tokenizer), list[float]()
     advantage = estimator("gae" if kind.reads else "reinforce_plus_plus")
+    stage = partial(stages.estimate, advantage_fn=advantage, max_tokens=TOKENS, whiten=bool(kind.reads))
     program = Program(
         rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
         score=partial(stages.score_stage, score=score),
         annotate=partial(stages.annotate_by, passes=passes),
-        estimate=partial(stages.estimate, advantage_fn=advantage, max_tokens=TOKENS, whiten=bool(kind.reads)),
+        estimate=stages.leave_agreed(stage, share=kind.leave_agreed) if kind.leave_agreed else stage,
         update_critic=critic.update and partial(_measured, update=critic.update, peaks=peaks),
         update_actor=partial(s.update_actor, forward=policy, loss_fn=losses.ppo_clip, loop=loop, optimizer=adam),
         pretrain=Pretrain(limit=kind.pretrain) if kind.pretrain else None,

@@ -1,6 +1,7 @@
 """Advantages as pure functions of rewards, values, masks and groups; no gradient passes through them."""
 
 from fppo.advantages._common import Advantages
+from fppo.advantages.ensemble import decisive, disagreement
 from fppo.advantages.exact import exact_values
 from fppo.advantages.grouped import SCALES, gdpo, gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo
 from fppo.advantages.temporal import discounted_returns, gae, reinforce_plus_plus, remax, token_rewards
@@ -11,6 +12,8 @@ from fppo.advantages.whitening import whiten
 __all__ = [
     "SCALES",
     "Advantages",
+    "decisive",
+    "disagreement",
     "discounted_returns",
     "exact_values",
     "gae",

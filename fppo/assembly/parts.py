@@ -35,6 +35,7 @@ from fppo.settings.placement import places_of, pools_of, ranks_without_gpus
 from fppo.settings.train import ActorSettings, TrainSettings
 from fppo.settings.vllm import VllmSettings
 from fppo.steps.confidence import init_confidence
+from fppo.steps.hidden import init_hidden
 from fppo.steps.images import check_axes
 from fppo.steps.micro_batching import MicroBatching
 from fppo.workers.imports import imported
@@ -127,7 +128,11 @@ def base_dtype(settings: TrainSettings) -> torch.dtype:
 def load_critic(settings: TrainSettings, key: Key, mesh: Mesh) -> tuple[Model | None, Params]:
     """The critic: a model, where it is one, and its parameters."""
     if not checks.uses_critic_model(settings):
-        return None, init_confidence(key.fold("critic"), outputs=value_head_of(settings).outputs)
+        place, members, outputs = key.fold("critic"), settings.critic.ensemble, value_head_of(settings).outputs
+        if settings.critic.reads == "confidence":
+            return None, init_confidence(place, outputs=outputs, members=members)
+        size = models.hidden_width(bare_model(settings))
+        return None, init_hidden(place, size, outputs=outputs, members=members)
     section, role = settings.model, settings.critic
     setting, recompute = "critic_path" if section.critic_path else "path", role.checkpoint_layers
     model, params = _loader(settings, mesh)(

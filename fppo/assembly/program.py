@@ -47,6 +47,7 @@ from fppo.steps.actor import LossFn, PolicyTerms, SelectiveLoss, update_actor
 from fppo.steps.confidence import update_confidence
 from fppo.steps.critic import update_critic
 from fppo.steps.forward import Forward
+from fppo.steps.hidden import update_hidden
 from fppo.steps.loop import Loop
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.train_state import Params
@@ -216,7 +217,7 @@ def functions_of(
 def _estimate_stage(settings: TrainSettings, resources: Resources) -> EstimateStage:
     algorithm = settings.algorithm
     kl, correction = algorithm.kl, files.correction_keywords(algorithm.correction)
-    return partial(
+    stage = partial(
         stages.estimate,
         advantage_fn=resources.advantage({term.name: term.weight for term in resources.runner.terms}),
         max_tokens=resources.sampling.max_tokens,
@@ -227,6 +228,8 @@ def _estimate_stage(settings: TrainSettings, resources: Resources) -> EstimateSt
         drop=_dropped(settings.rollout.filter),
         whiten=algorithm.whiten if checks.uses_critic(settings) else algorithm.advantage in WHITENED,
     )
+    agreed = settings.critic.leave_agreed
+    return stages.leave_agreed(stage, share=agreed) if agreed else stage
 
 
 def _correction(keywords: Mapping[str, Any], loss: str) -> Callable[[Tensor, Tensor, Tensor], losses.Correction]:
@@ -331,10 +334,11 @@ def critic_update(
     settings: TrainSettings, forward: Forward | None, optimizer: Optimizer, lane: Lane, *, view: View
 ) -> UpdateStage:
     """The update of the critic's model, which sees the `view` of a batch, or without a model of what it makes of the
-    policy's confidence."""
+    policy's confidence or of its hidden states."""
     loop, loss_fn = loop_of(settings.critic, settings.rollout.batch_size), value_head_of(settings).loss_fn
     if forward is None:
-        return partial(update_confidence, loop=loop, optimizer=optimizer, loss_fn=loss_fn)
+        update = update_hidden if settings.critic.reads == "hidden" else update_confidence
+        return partial(update, loop=loop, optimizer=optimizer, loss_fn=loss_fn)
     update = partial(update_critic, forward=forward, loop=loop, optimizer=optimizer, loss_fn=loss_fn, view=view)
     return _measured("critic", update, settings, forward, loop, lane)
 

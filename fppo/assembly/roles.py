@@ -36,6 +36,7 @@ from fppo.models.model import Model, Params
 from fppo.pipeline.passes import (
     ConfidenceFn,
     Fetch,
+    HiddenFn,
     Passes,
     PolicyPass,
     ValuePass,
@@ -52,6 +53,7 @@ from fppo.settings.lora import critic_uses_lora, uses_lora
 from fppo.settings.train import TrainSettings
 from fppo.steps.confidence import confidence_values
 from fppo.steps.forward import Forward, Rows, TokenOutputs
+from fppo.steps.hidden import hidden_values
 from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.popart import update_popart
@@ -91,12 +93,13 @@ class Reference:
 
 @state
 class Critic:
-    """What is trained beside it: a model, or without one a reading of the policy's confidence."""
+    """What is trained beside it: a model, or without one a reading of the policy's confidence or hidden states."""
 
     state: TrainState
     update: UpdateStage
     values: ValuePass | None = None
     confidence: ConfidenceFn | None = None
+    hidden: HiddenFn | None = None
     model: Model | None = None
 
 
@@ -158,7 +161,8 @@ def make_critic(here: Here, settings: TrainSettings, tools: Tools | None = None,
         state=state,
         update=update,
         values=forward and partial(values, forward=forward, view=view),
-        confidence=None if forward else partial(confidence_values, read=read),
+        confidence=partial(confidence_values, read=read) if settings.critic.reads == "confidence" else None,
+        hidden=partial(hidden_values, read=read) if settings.critic.reads == "hidden" else None,
         model=model,
     )
 
@@ -213,6 +217,7 @@ class Roles:
             reference=self._on(beside, reference.policy, "ref"),
             values=critic and critic.values and self._on("critic", critic.values, "values"),
             confidence=critic and critic.confidence and self._on("critic", critic.confidence, "values"),
+            hidden=critic and critic.hidden and self._on("critic", critic.hidden, "values"),
             **({} if alone else {"balance": self._on("actor", actor.balance, "balance")}),
         )
 

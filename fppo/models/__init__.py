@@ -2,7 +2,7 @@
 
 from fppo.models.adapted import Lora
 from fppo.models.experts import Dispatched, dispatched
-from fppo.models.heads import Head, output_head
+from fppo.models.heads import Head, hidden_width, output_head
 from fppo.models.init import as_critic, init_params
 from fppo.models.inner import has_place
 from fppo.models.load import load
@@ -50,6 +50,7 @@ __all__ = [
     "forward",
     "has_place",
     "hidden_states",
+    "hidden_width",
     "init_params",
     "load",
     "longest_row",

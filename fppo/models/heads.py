@@ -54,6 +54,12 @@ def vocabulary_head(model: Model) -> tuple[str, str]:
     return name, name.replace("weight", "bias")
 
 
+def hidden_width(model: Model) -> int:
+    """How many numbers of each token the vocabulary head reads, before any axis cuts it."""
+    name = next((n for n in VOCABULARY_HEADS if n in model.whole_shapes), None)
+    return model.whole_shapes[name or embedding_name(model)][1]
+
+
 def embedding_name(model: Model) -> str:
     """The parameter name of the token embeddings."""
     embeddings = model.skeleton.get_input_embeddings()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fppo import batch as batches
 from fppo import metrics
+from fppo.advantages import disagreement
 from fppo.metrics import Metrics
 from fppo.runtime.mesh import DATA_AXES, Mesh, place_on
 from fppo.runtime.offload import OnHost
@@ -23,6 +24,7 @@ Role = Literal["actor", "ref", "critic"]
 View = Callable[[Any], Any]  # of rows: those that a critic sees in their place
 Fetch = Callable[[Params], Params | OnHost]  # how a pass gets at parameters
 ConfidenceFn = Callable[[Params, Tensor, Tensor, Tensor], Tensor]  # `steps.confidence_values`
+HiddenFn = Callable[[Params, Tensor, Tensor], Tensor]  # `steps.hidden_values`
 
 
 class PolicyPass(Protocol):
@@ -44,8 +46,31 @@ class Passes:
     policy: PolicyPass
     reference: PolicyPass
     values: ValuePass | None = None  # of a critic that is a model
-    confidence: ConfidenceFn | None = None  # of one that reads what the policy's own pass finds
+    confidence: ConfidenceFn | None = None  # of one that reads what the policy's own pass finds,
+    hidden: HiddenFn | None = None  # or the states in it
     balance: Callable[[Rows], Metrics] = lambda rows: {}  # how the ranks of the policy's pass share the work
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """What a critic without a model reads of the policy's pass, beside the log-probs."""
+        return ("entropy",) if self.confidence is not None else ("hidden",) if self.hidden is not None else ()
+
+
+class ReadValues(NamedTuple):
+    """Values [B, T], and of an ensemble, whose mean they are, how far apart its members are."""
+
+    values: Tensor
+    disagreement: Tensor | None = None
+
+
+def read_values(passes: Passes, params: Params, log_probs: Tensor, out: TokenOutputs, mask: Tensor) -> ReadValues:
+    """What a critic without a model makes of the log-probs [B, T] and what else it reads of the policy's pass."""
+    if passes.confidence is not None:
+        values = passes.confidence(params, log_probs, there(out.entropy), mask)
+    else:
+        assert passes.hidden is not None
+        values = passes.hidden(params, there(out.hidden), mask)
+    return ReadValues(values) if values.dim() == 2 else ReadValues(values.mean(0), disagreement(values))
 
 
 def policy_pass(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal
 
 import attrs
@@ -26,10 +26,11 @@ from fppo.pipeline.passes import (
     ValuePass,
     balance_of,
     policy_pass,
+    read_values,
     there,
     value_pass,
 )
-from fppo.pipeline.program import RunState, Together, in_turn
+from fppo.pipeline.program import EstimateStage, RunState, Together, in_turn
 from fppo.pipeline.timing import timed
 from fppo.rollout.engine import Ask, Engine, OnFinished, Sampling
 from fppo.runtime.offload import OnHost
@@ -37,6 +38,7 @@ from fppo.steps.actor import OldLogProbs, rollout_gap
 from fppo.steps.forward import Forward, TokenOutputs
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.train_state import Params
+from fppo.tree import replace
 
 ScoreFn = Callable[[Rollout], tuple[Scored, Metrics]]
 RouterReplay = Literal["none", "old_log_probs", "all"]
@@ -133,7 +135,7 @@ def annotate_by(
     training/old_log_probs/SOURCE is 1. With `replay` a pass tells what experts the policy chooses; with "all" the
     reference chooses them, too, and its pass comes after. The others run `together`, as none needs another's result.
     """
-    besides = {"sum_squared_probs": sum_squared, "entropy": passes.confidence is not None, "routed": replay != "none"}
+    besides = {"sum_squared_probs": sum_squared, **dict.fromkeys(passes.read, True), "routed": replay != "none"}
     asked = ["log_probs", *(name for name, wanted in besides.items() if wanted)]
     work: dict[str, Callable[[], tuple[Any, Metrics]]] = {
         "old_log_prob": partial(timed("old_log_prob", _old), scored, run, passes.policy, old_log_probs, asked)
@@ -148,12 +150,15 @@ def annotate_by(
     annotated = extend(Annotated, scored, old_log_probs=old, routed=found.routed)
     if run.ref is not None and replay == "all":
         done = {**done, "ref": ref(annotated, run.ref, passes.reference)}
-    values = done["values"][0] if "values" in done else None
+    values, apart = done["values"][0] if "values" in done else None, None
     report = metrics.merge({f"timing_s/{name}": metrics.spent() for name in _PASSES}, *(x for _, x in done.values()))
-    if run.critic is not None and passes.confidence is not None:
-        values = passes.confidence(run.critic.params, old, there(found.entropy), scored.response_mask)
+    if run.critic is not None and passes.read:
+        values, apart = read_values(passes, run.critic.params, old, found, scored.response_mask)
+    if apart is not None:
+        report["critic/ensemble/std"] = metrics.masked_mean(apart, scored.response_mask)
     report |= {f"training/old_log_probs/{source}": metrics.mean(1.0)} | passes.balance(scored)
-    columns = {"values": values, "sum_squared_probs": found.sum_squared_probs, "entropy": found.entropy}
+    columns = {"values": values, "disagreement": apart, "sum_squared_probs": found.sum_squared_probs}
+    columns |= {"entropy": found.entropy, "hidden": found.hidden}
     ref_log_probs = done["ref"][0] if "ref" in done else None
     return extend(Annotated, annotated, ref_log_probs=ref_log_probs, **columns), report
 
@@ -185,6 +190,26 @@ def _ref(scored: Scored, params: Params, reference: PolicyPass) -> tuple[Tensor,
 
 def _values(scored: Scored, params: Params, values: ValuePass) -> tuple[Tensor, Metrics]:
     return values(params, scored), {}
+
+
+def leave_agreed(estimate: EstimateStage, *, share: float) -> EstimateStage:
+    """The stage, with advantages of 0 at the `share` of its tokens in which an ensemble of critics agrees most
+    (`advantages.decisive`); critic/ensemble/left is the share of these. The critics learn from all tokens.
+
+    It raises ValueError for a batch without an ensemble's disagreement.
+    """
+
+    @wraps(estimate)
+    def stage(annotated: Annotated, kl: KLState) -> tuple[Experience, KLState, Metrics]:
+        experience, kl, report = estimate(annotated, kl)
+        if experience.disagreement is None:
+            raise ValueError("leave_agreed needs disagreement in the batch: give the run an ensemble of critics")
+        mask = experience.response_mask
+        kept = advantages.decisive(experience.disagreement, mask, share=share)
+        left = {"critic/ensemble/left": metrics.masked_mean(~kept, mask)}
+        return replace(experience, advantages=experience.advantages.where(kept, 0.0)), kl, report | left
+
+    return stage
 
 
 def estimate(

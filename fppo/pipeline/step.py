@@ -60,9 +60,10 @@ def ppo_step(
     critic_alone = run.step < program.critic_warmup or (progress is not None and not progress.over)
     skipped = {"critic": program.freeze_critic and not critic_alone, "actor": critic_alone}
     updates = {"critic": (run.critic, program.update_critic), "actor": (run.actor, program.update_actor)}
+    of_role = {"critic": experience, "actor": replace(experience, hidden=None)}  # which it does not read
     done = program.together(
         {
-            role: partial(timed(f"update_{role}", update), state, experience, key=key.fold(role), donate=donate)
+            role: partial(timed(f"update_{role}", update), state, of_role[role], key=key.fold(role), donate=donate)
             for role, (state, update) in updates.items()
             if state is not None and update is not None and not skipped[role]
         }

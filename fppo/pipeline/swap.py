@@ -20,7 +20,16 @@ from fppo.steps.train_state import TrainState
 from fppo_kernels.record import Kernels
 
 Leaves = list[tuple[str, Any]]
-ANNOTATIONS = ("old_log_probs", "ref_log_probs", "values", "sum_squared_probs", "entropy", "routed")
+ANNOTATIONS = (
+    "old_log_probs",
+    "ref_log_probs",
+    "values",
+    "disagreement",
+    "sum_squared_probs",
+    "entropy",
+    "hidden",
+    "routed",
+)
 ESTIMATES = ("token_rewards", "advantages", "returns", "correction_weights", "response_mask")
 
 

@@ -16,7 +16,7 @@ from fppo import batch as batches
 from fppo.advantages import Advantages, exact_values
 from fppo.batch import Column, Prompts, Rollout
 from fppo.metrics import Metrics
-from fppo.pipeline.passes import Passes, there
+from fppo.pipeline.passes import Passes, read_values, there
 from fppo.pipeline.program import RunState
 from fppo.rollout.engine import Ask, Engine, Sampling
 from fppo.steps.forward import TokenOutputs
@@ -82,7 +82,7 @@ def critic_truth(
     have the same sign. The first responses, with all this, go to `keep`.
     """
     assert run.critic is not None
-    of_policy = partial(passes.policy, run.actor.params, outputs=("log_probs", "entropy"))
+    of_policy = partial(passes.policy, run.actor.params, outputs=("log_probs", *passes.read))
     exact: list[Tensor] = []
     guessed: list[Tensor] = []
     besides: list[Beside] = []
@@ -99,10 +99,7 @@ def critic_truth(
             if passes.values is not None:
                 values = passes.values(run.critic.params, rows)
             else:
-                assert passes.confidence is not None
-                values = passes.confidence(
-                    run.critic.params, there(out.log_probs), there(out.entropy), rows.response_mask
-                )
+                values = read_values(passes, run.critic.params, there(out.log_probs), out, rows.response_mask).values
             own = rows.response_mask
             true = exact_values(of_answer, answer, mask, responses, own, gamma=known.gamma)
             exact.append(true[own].double())

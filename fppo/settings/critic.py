@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings.fields import above, at_least, at_most, setting
+from fppo.settings.fields import above, at_least, at_most, below, setting
 from fppo.settings.optimizer import OptimizerSettings, WeightMode
 
 
@@ -23,10 +23,14 @@ def _pair(value: tuple[float, ...]) -> str | None:
 class CriticSettings:
     """How the critic is updated; there is one if algorithm.advantage is gae, turn_gae, td or vtrace."""
 
-    reads: Literal["tokens", "confidence"] = setting("tokens")
-    """The tokens, as a model of its own; or how sure the policy is of them, with no model and no pass of its own."""
+    reads: Literal["tokens", "confidence", "hidden"] = setting("tokens")
+    """The tokens, as a model of its own; or, without one, how sure the policy is of them, or its hidden states."""
     privileged: int = setting(0, at_least(0))
     """The most tokens of the ground truth that it sees in front of the prompt, and the policy does not; 0: none."""
+    ensemble: int = setting(1, at_least(1))
+    """How many small ones, each of its own share of the prompts, whose mean is the value (confidence, hidden)."""
+    leave_agreed: float = setting(0.0, at_least(0), below(1))
+    """The share of tokens, those in which the ensemble agrees most, that the policy does not learn from (AsyPPO)."""
     loss: Literal["mse", "huber", "hl_gauss", "two_hot", "quantile"] = setting("mse")
     """What fits it to the returns; hl_gauss, two_hot and quantile have a head of several outputs."""
     value_clip: float = setting(0.5, above(0), unbounded=True)

@@ -31,8 +31,8 @@ def passes_besides(settings: TrainSettings) -> list[str]:
         reasons.append("algorithm.correction compares the two")
     if algorithm.advantage == "optimal_token_baseline":
         reasons.append("optimal_token_baseline needs a pass anyway")
-    if algorithm.advantage in CRITIC_ADVANTAGES and settings.critic.reads == "confidence":
-        reasons.append("critic.reads = confidence needs a pass anyway")
+    if algorithm.advantage in CRITIC_ADVANTAGES and settings.critic.reads != "tokens":
+        reasons.append(f"critic.reads = {settings.critic.reads} needs a pass anyway")
     return reasons
 
 

@@ -11,6 +11,7 @@ from fppo.steps.forward import (
     compute_values,
     forward_micro_batch,
 )
+from fppo.steps.hidden import hidden_values, init_hidden, update_hidden
 from fppo.steps.loop import Loop, update, weighted_sum
 from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.micro_batching import MicroBatching
@@ -42,8 +43,10 @@ __all__ = [
     "demonstrations",
     "forward_micro_batch",
     "from_function",
+    "hidden_values",
     "imitate",
     "init_confidence",
+    "init_hidden",
     "init_state",
     "loss_scaled",
     "muon",
@@ -54,6 +57,7 @@ __all__ = [
     "update_actor",
     "update_confidence",
     "update_critic",
+    "update_hidden",
     "update_popart",
     "update_supervised",
     "weighted_sum",

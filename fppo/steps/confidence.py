@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -10,20 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fppo import batch as batches
-from fppo import losses, metrics, tree
+from fppo import losses
 from fppo.batch import Experience
-from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.losses.value import first_output
 from fppo.metrics import Metrics
 from fppo.models.model import Params
-from fppo.shapes import Mask, Outputs, Tokens
+from fppo.shapes import Mask, Tokens
 from fppo.steps.critic import ValueLossFn
-from fppo.steps.loop import Loop, weighted_sum
+from fppo.steps.loop import Loop
 from fppo.steps.optimizers import Optimizer
-from fppo.steps.ranks import mini_batches
-from fppo.steps.train_state import TrainState, optimizer_step
+from fppo.steps.perceptron import init_perceptron, perceptron, update_perceptron
+from fppo.steps.train_state import TrainState
 from fppo_kernels.shapes import Float
 
 SIGNS = 8  # numbers that the critic reads before each token
@@ -31,16 +28,9 @@ SIGNS = 8  # numbers that the critic reads before each token
 UNCLIPPED = partial(losses.value_loss, clip=None)
 
 
-def init_confidence(key: Key, *, width: int = 64, outputs: int = 1) -> Params:
-    """A perceptron with one hidden layer, whose K outputs are 0: float32 `in_weight` [width, SIGNS], `in_bias` [width],
-    `out_weight` [K, width], `out_bias` [K]."""
-    draws = torch.randn(width, SIGNS, generator=key.fold("confidence").generator(), dtype=torch.float64)
-    return {
-        "in_weight": (draws / math.sqrt(SIGNS)).float(),
-        "in_bias": torch.zeros(width),
-        "out_weight": torch.zeros(outputs, width),
-        "out_bias": torch.zeros(outputs),
-    }
+def init_confidence(key: Key, *, width: int = 64, outputs: int = 1, members: int = 1) -> Params:
+    """A perceptron of SIGNS numbers with K outputs, or an ensemble of them, see `init_perceptron`."""
+    return init_perceptron(key.fold("confidence"), SIGNS, width=width, outputs=outputs, members=members)
 
 
 def signs(log_probs: Tokens, entropy: Tokens, mask: Mask) -> Float[Tensor, "b t f"]:
@@ -71,15 +61,10 @@ def confidence_values(
     mask: Mask,
     *,
     read: Callable[[Tensor], Tensor] = first_output,
-) -> Tokens:
+) -> Float[Tensor, "*n b t"]:
     """The values [B, T] before each response token, 0 outside the mask, from a policy's log-probs and entropies; `read`
-    makes them of the K outputs, [..., K]."""
-    return read(_outputs(params, signs(log_probs, entropy, mask))).where(mask, 0.0)
-
-
-def _outputs(params: Params, seen: Float[Tensor, "b t f"]) -> Outputs:
-    hidden = F.gelu(F.linear(seen.to(params["in_weight"].dtype), params["in_weight"], params["in_bias"]))
-    return F.linear(hidden, params["out_weight"], params["out_bias"])
+    makes them of the K outputs, [..., K]. Of an ensemble those of its N members, [N, B, T]."""
+    return read(perceptron(params, signs(log_probs, entropy, mask))).where(mask, 0.0)
 
 
 def update_confidence(
@@ -98,28 +83,7 @@ def update_confidence(
     """
     if batch.values is None or batch.entropy is None:
         raise ValueError("update_confidence needs values and entropies in the batch: annotate it first")
-    state = state if donate else tree.copy(state)
     seen = signs(batch.old_log_probs, batch.entropy, batch.response_mask)  # the same in all epochs
-    history: list[Metrics] = []
-    for epoch in range(loop.epochs):
-        drawn = None if key is None else key.fold("epoch", epoch)
-        for numbers in mini_batches(batch.row_ids, loop.mini_batch_size, key=drawn):
-            rows, own = batches.rows((batch, seen), numbers)
-            (_, report), grads = _gradient(state.params, rows=rows, seen=own, loop=loop, loss_fn=loss_fn)
-            state, stepped = optimizer_step(state, grads, optimizer=optimizer, donate=True)
-            history.append(metrics.settled(report) | {f"critic/{name}": m for name, m in stepped.items()})
-    return state, metrics.merge(*history)
-
-
-def _objective(
-    params: Params, *, rows: Experience, seen: Tensor, loop: Loop, loss_fn: ValueLossFn
-) -> tuple[Tensor, Metrics]:
-    assert rows.values is not None
-    mask, outputs = rows.response_mask, _outputs(params, seen)
-    loss, report = loss_fn(outputs[..., 0] if outputs.shape[-1] == 1 else outputs, rows.values, rows.returns, mask)
-    weights = losses.loss_weights(mask, loop.weight_mode, totals=losses.count_totals(mask), horizon=loop.horizon)
-    total, sums = weighted_sum({"critic/vf_loss": loss}, weights)
-    return total, report | sums
-
-
-_gradient = value_and_grad(_objective, has_aux=True)
+    return update_perceptron(
+        state, batch, seen, loop=loop, optimizer=optimizer, loss_fn=loss_fn, key=key, donate=donate
+    )

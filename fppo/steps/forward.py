@@ -46,7 +46,7 @@ from fppo_kernels.shapes import Float, Int
 
 OF_VALUE_HEADS = ("values", "outputs")
 OF_ROUTERS = ("routed", "loads", "router_sums")
-OUTPUTS = ("log_probs", "entropy", "sum_squared_probs", *OF_VALUE_HEADS, *OF_ROUTERS)
+OUTPUTS = ("log_probs", "entropy", "sum_squared_probs", "hidden", *OF_VALUE_HEADS, *OF_ROUTERS)
 
 
 @runtime_checkable
@@ -111,14 +111,15 @@ class Forward:
 
 class TokenOutputs(NamedTuple):
     """Per-token outputs [B, T], float32 (float64 from float64 parameters), zero outside the response mask; the K
-    numbers of a value head, [B, T, K]; and those of routers: the experts chosen, [B, S, L, k], and of this pass how
-    many tokens each got, and sums for losses."""
+    numbers of a value head, [B, T, K]; the states that a vocabulary head reads, [B, T, H]; and those of routers: the
+    experts chosen, [B, S, L, k], and of this pass how many tokens each got, and sums for losses."""
 
     log_probs: Tokens | None = None
     entropy: Tokens | None = None
     sum_squared_probs: Tokens | None = None
     values: Tokens | None = None
     outputs: Outputs | None = None
+    hidden: Outputs | None = None
     routed: Int[Tensor, "b s l k"] | None = None
     loads: Float[Tensor, "l e"] | None = None  # over the tokens of rows with a response
     router_sums: RouterSums | None = None  # likewise
@@ -135,9 +136,9 @@ def forward_micro_batch(
     """The outputs at every position t of the response, computed from the hidden state of the token before it.
 
     "log_probs" of the response tokens under logits / `temperature`, "entropy" and "sum_squared_probs" of that
-    distribution need a model with a vocabulary head; "outputs" of a value head, or the "values" that are read of them,
-    need one with a value head. Only positions in the response mask reach a head. "routed", "loads" and "router_sums"
-    need a model with routers of experts.
+    distribution, and the "hidden" states that they come from, need a model with a vocabulary head; "outputs" of a value
+    head, or the "values" that are read of them, need one with a value head. Only positions in the response mask reach a
+    head. "routed", "loads" and "router_sums" need a model with routers of experts.
 
     On a mesh with a sequence, context or tensor axis all its ranks hold the same rows; each runs its tokens of the
     packed row, and all get all outputs. If all compute the same loss from them, each rank's gradient is its share: the
@@ -171,11 +172,8 @@ def forward_micro_batch(
             entropy="entropy" in outputs,
             sum_squared="sum_squared_probs" in outputs,
         )
-        computed = {
-            "log_probs": result.log_probs,
-            "entropy": result.entropy,
-            "sum_squared_probs": result.sum_squared,
-        }
+        computed = {"log_probs": result.log_probs, "entropy": result.entropy, "sum_squared_probs": result.sum_squared}
+        computed["hidden"] = states.to(result.log_probs.dtype) if "hidden" in outputs else None
     names = [name for name, x in computed.items() if x is not None]
     own_columns = [same(x, tensor) for x in computed.values() if x is not None]
     columns = gathered(own_columns, own, indices.before, len(hidden), axis)
@@ -348,7 +346,9 @@ def compute_outputs(
     lm, numbers = forward.model.head == "lm", count()
     routed: dict[int, Tensor] = {}
     names = [x for x in TokenOutputs._fields if (x in outputs or (lm and x == "log_probs")) and x not in OF_ROUTERS]
-    sizes = [forward.model.outputs if name == "outputs" else 1 for name in names]
+    wide = {"outputs": forward.model.outputs}
+    wide |= {"hidden": models.hidden_width(forward.model)} if "hidden" in names else {}
+    sizes = [wide.get(name, 1) for name in names]
 
     def tell(number: int, told: TokenOutputs) -> None:  # of a stage, what other stages lack
         if told.routed is not None:
@@ -367,7 +367,7 @@ def compute_outputs(
     results = run_passes(run, ready, micro_batches, forward=forward, shape=shape, outputs=asked, tell=tell)
     results = torch.cat(results, 1)[:, order]
     joined = {
-        name: (x.movedim(0, -1) if name == "outputs" else x[0]).contiguous().clone()  # in memory of its own
+        name: (x.movedim(0, -1) if name in wide else x[0]).contiguous().clone()  # in memory of its own
         for name, x in zip(names, results.split(sizes), strict=True)
     }
     if routed:

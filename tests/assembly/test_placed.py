@@ -116,7 +116,11 @@ def test_batches_are_on_the_host_if_all_models_are_elsewhere(task, monkeypatch):
     [
         ({}, at_once),
         pytest.param({"eval__exact_values": True}, reversed_turn, marks=pytest.mark.slow),
-        pytest.param({"critic__reads": "confidence", "eval__exact_values": True}, in_turn, marks=pytest.mark.slow),
+        pytest.param(
+            {"critic__reads": "hidden", "critic__ensemble": 2, "eval__exact_values": True},
+            in_turn,
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"rollout__ahead": 1}, at_once, marks=pytest.mark.slow),
     ],
 )

@@ -66,7 +66,8 @@ def numbers(report):
         ({"tensor": 2}, {"model__checkpoint_layers": True}),
         ({"context": 2}, {"mesh__context": 2, "actor__kl_coef": 0.1, "algorithm__old_log_probs": "pass"}),
         ({"shard": 2, "tensor": 2}, {"mesh__stage": 2, "actor__entropy_coef": 0.01, "actor__kl_coef": 0.1}),
-        ({"pipeline": 2}, {"critic__reads": "confidence", "actor__micro_batch_size": 1}),
+        ({"sequence": 2}, {"critic__reads": "hidden"}),
+        ({"pipeline": 2}, {"critic__reads": "hidden", "actor__micro_batch_size": 1}),
         pytest.param(
             {"pipeline": 2, "shard": 2},
             {"actor__loss__name": "clip_cov", "actor__kl_coef": 0.1},

@@ -35,9 +35,10 @@ def _run(task, directory, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reads", ["tokens", "confidence"])
+@pytest.mark.parametrize("reads", ["tokens", "confidence", "hidden"])
 def test_a_run_stops_goes_on_and_is_exported(task, tmp_path, reads):
     given = {"critic__reads": reads, **BINS}
+    given |= {"critic__ensemble": 2, "critic__leave_agreed": 0.2} if reads == "hidden" else {}
     settings = _run(task, tmp_path / "whole", steps=3, **given)
     _run(task, tmp_path / "parts", steps=1, **given)
     _run(task, tmp_path / "parts", steps=3, **given)
@@ -45,7 +46,9 @@ def test_a_run_stops_goes_on_and_is_exported(task, tmp_path, reads):
     lines = jsonl.read(tmp_path / "whole" / "metrics.jsonl")
     assert all(-0.5 < line["critic/values/mean"] < 1.5 for line in lines)
     assert lines[-1]["critic/grad_norm"] > 0
-    if reads == "confidence":
+    if reads != "tokens":
+        with pytest.raises(ValueError, match=f"with critic.reads = '{reads}' it reads what the policy's pass finds"):
+            saved.export(settings, tmp_path / "critic", 3, "critic")
         return
     path = checkpoint.path_of(tmp_path / "whole" / session.CHECKPOINTS, 3)
     own = saved.params(bare_model(settings, "value"), "critic", path)

@@ -25,7 +25,7 @@ MODEL, PARAMS = tiny.model_and_params()
 VALUE_MODEL, VALUE_PARAMS = tiny.model_and_params("value", seed=1)
 POLICY, CRITIC = Forward(MODEL), Forward(VALUE_MODEL)
 CUTS = (MicroBatching(size=1), MicroBatching(size=2), MicroBatching(token_budget=9), MicroBatching(size=100))
-VOCABULARY = ("log_probs", "entropy", "sum_squared_probs")
+VOCABULARY = ("log_probs", "entropy", "sum_squared_probs", "hidden")
 
 
 def _plain(params):
@@ -50,15 +50,18 @@ def _rows(batch):
 @torch.no_grad()
 def _expected(batch, temperature):
     """The slow program: for each token, softmax of the logits at the token before it."""
-    out = {name: torch.zeros(batch.response_mask.shape, dtype=torch.float64) for name in VOCABULARY}
+    out = {name: torch.zeros(batch.response_mask.shape, dtype=torch.float64) for name in VOCABULARY[:3]}
+    out["hidden"] = torch.zeros(*batch.response_mask.shape, PLAIN.config.hidden_size, dtype=torch.float64)
     for i, (tokens, columns, places) in enumerate(_rows(batch)):
         with KeepDouble():
             logits = PLAIN(tokens[None]).logits[0] / temperature
+            states = PLAIN.model(tokens[None]).last_hidden_state[0]
         for column, place in zip(columns, places, strict=True):
             probs = torch.softmax(logits[place - 1], -1)
             out["log_probs"][i, column] = probs[tokens[place]].log()
             out["entropy"][i, column] = -(probs * probs.log()).sum()
             out["sum_squared_probs"][i, column] = (probs**2).sum()
+            out["hidden"][i, column] = states[place - 1]
     return out
 
 
@@ -101,7 +104,10 @@ def test_compute_functions_keep_the_order_of_rows_in_any_partition(rows, seed, c
     batch = tiny.experience(seed, rows)
     policy, critic = (attrs.evolve(forward, remove_padding=packed) for forward in (POLICY, CRITIC))
     log_probs = compute_log_probs(PARAMS, batch, forward=policy, micro_batching=cut, temperature=0.8)
-    torch.testing.assert_close(log_probs, _expected(batch, 0.8)["log_probs"], atol=1e-10, rtol=1e-10)
+    states = compute_outputs(PARAMS, batch, forward=policy, micro_batching=cut, outputs=("entropy", "hidden")).hidden
+    by_token = _expected(batch, 0.8)
+    torch.testing.assert_close(log_probs, by_token["log_probs"], atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(states, by_token["hidden"], atol=1e-10, rtol=1e-10)
     values = compute_values(VALUE_PARAMS, batch, forward=critic, micro_batching=cut)
     expected, scores = _expected_values(batch)
     torch.testing.assert_close(values, expected, atol=1e-10, rtol=1e-10)
@@ -118,7 +124,8 @@ def test_the_mask_decides_what_is_computed_not_what_is_read():
     out, wide = compute_outputs(PARAMS, batch, **run), compute_outputs(PARAMS, full, **run)
     assert not torch.equal(batch.response_mask, full.response_mask)
     for name in VOCABULARY:
-        kept = getattr(wide, name).where(batch.response_mask, 0.0)
+        kept = getattr(wide, name)
+        kept = kept.where(batch.response_mask if kept.dim() == 2 else batch.response_mask[..., None], 0.0)
         torch.testing.assert_close(getattr(out, name), kept, atol=1e-12, rtol=1e-12)
 
 
@@ -128,7 +135,7 @@ def test_low_precision_parameters_give_float32_outputs():
     out = forward_micro_batch(half, batch, forward=POLICY, outputs=VOCABULARY)
     values = {name: x.bfloat16() for name, x in VALUE_PARAMS.items()}
     valued = forward_micro_batch(values, batch, forward=CRITIC, outputs=("values",))
-    assert {x.dtype for x in (*out[:3], valued.values) if x is not None} == {torch.float32}
+    assert {x.dtype for x in (*out, valued.values) if x is not None} == {torch.float32}
     torch.testing.assert_close(out.log_probs.double(), _expected(batch, 1.0)["log_probs"], atol=0.15, rtol=0.1)
 
 

@@ -42,12 +42,12 @@ def objective(params, forward, outputs):
     """A sum of all outputs with weights, of rows whose tokens some models pad with."""
     rows = tree.replace(BATCH, tokens=BATCH.tokens % 8)
     out = forward_micro_batch(params, rows, forward=forward, outputs=outputs, temperature=0.8)
-    numbers = torch.stack([x for x in out if x is not None])
+    numbers = torch.cat([x.flatten() for x in out if x is not None])
     weights = torch.randn(numbers.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return (weights * numbers).sum(), numbers.detach()
 
 
-def outcome(mesh, model, params, outputs=("log_probs", "entropy", "sum_squared_probs")):
+def outcome(mesh, model, params, outputs=("log_probs", "entropy", "sum_squared_probs", "hidden")):
     """Outputs, whole gradients and their norm, as one rank has them."""
     model = models.place(model, mesh)
     own = models.own_params(model, params, mesh)

@@ -1,0 +1,63 @@
+"""A critic that reads the policy's own hidden states: a probe, without a second model and without a pass of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from fppo.batch import Experience
+from fppo.key import Key
+from fppo.losses.value import first_output
+from fppo.metrics import Metrics
+from fppo.models.model import Params
+from fppo.shapes import Mask, Outputs
+from fppo.steps.confidence import UNCLIPPED
+from fppo.steps.critic import ValueLossFn
+from fppo.steps.loop import Loop
+from fppo.steps.optimizers import Optimizer
+from fppo.steps.perceptron import init_perceptron, perceptron, update_perceptron
+from fppo.steps.train_state import TrainState
+from fppo_kernels.shapes import Float
+
+
+def init_hidden(key: Key, size: int, *, width: int = 64, outputs: int = 1, members: int = 1) -> Params:
+    """A perceptron of hidden states of `size` numbers (`models.hidden_width`) with K outputs, or an ensemble of them,
+    see `init_perceptron`."""
+    return init_perceptron(key.fold("hidden"), size, width=width, outputs=outputs, members=members)
+
+
+def hidden_values(
+    params: Params, hidden: Outputs, mask: Mask, *, read: Callable[[Tensor], Tensor] = first_output
+) -> Float[Tensor, "*n b t"]:
+    """The values [B, T] before each response token, 0 outside the mask, from the states [B, T, H] that a policy's head
+    reads there ("hidden" of `compute_outputs`); `read` makes them of the K outputs, [..., K]. Of an ensemble those of
+    its N members, [N, B, T].
+
+    The state of the token before t holds what the policy knows of the prompt and the response before t, and nothing of
+    the token at t.
+    """
+    return read(perceptron(params, hidden.detach())).where(mask, 0.0)
+
+
+def update_hidden(
+    state: TrainState,
+    batch: Experience,
+    *,
+    loop: Loop,
+    optimizer: Optimizer,
+    loss_fn: ValueLossFn = UNCLIPPED,
+    key: Key | None = None,
+    donate: bool = False,
+) -> tuple[TrainState, Metrics]:
+    """The critic after `loop.epochs` passes over the states in `batch`, with a value loss as in `update_critic`.
+
+    The states are those of the policy that sampled; no gradient goes to it. All ranks hold all rows and compute the
+    same. Raises ValueError for a batch without values or states.
+    """
+    if batch.values is None or batch.hidden is None:
+        raise ValueError("update_hidden needs values and hidden states in the batch: annotate it first")
+    seen = batch.hidden.where(batch.response_mask[..., None], 0.0)
+    return update_perceptron(
+        state, batch, seen, loop=loop, optimizer=optimizer, loss_fn=loss_fn, key=key, donate=donate
+    )

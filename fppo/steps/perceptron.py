@@ -1,0 +1,114 @@
+"""A critic with one hidden layer, of numbers that are there without a model of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fppo import batch as batches
+from fppo import losses, metrics, tree
+from fppo.batch import Experience
+from fppo.grad import value_and_grad
+from fppo.key import Key
+from fppo.metrics import Metrics
+from fppo.models.model import Params
+from fppo.steps.critic import ValueLossFn
+from fppo.steps.loop import Loop, weighted_sum
+from fppo.steps.optimizers import Optimizer
+from fppo.steps.ranks import mini_batches
+from fppo.steps.train_state import TrainState, optimizer_step
+from fppo_kernels.padding import sent
+from fppo_kernels.shapes import Float, Int
+
+
+def init_perceptron(key: Key, inputs: int, *, width: int, outputs: int, members: int = 1) -> Params:
+    """A perceptron with one hidden layer, whose K outputs are 0: float32 `in_weight` [width, inputs], `in_bias`
+    [width], `out_weight` [K, width], `out_bias` [K]; or an ensemble of several, with their number in front: [N, ...].
+    """
+    if members > 1:
+        each = [init_perceptron(key.fold("member", n), inputs, width=width, outputs=outputs) for n in range(members)]
+        return {name: torch.stack([params[name] for params in each]) for name in each[0]}
+    draws = torch.randn(width, inputs, generator=key.generator(), dtype=torch.float64)
+    return {
+        "in_weight": (draws / math.sqrt(inputs)).float(),
+        "in_bias": torch.zeros(width),
+        "out_weight": torch.zeros(outputs, width),
+        "out_bias": torch.zeros(outputs),
+    }
+
+
+def perceptron(params: Params, seen: Float[Tensor, "b t f"]) -> Float[Tensor, "*n b t k"]:
+    """Its outputs [B, T, K] of `seen` [B, T, F]; of an ensemble of N all members', [N, B, T, K]."""
+    seen = seen.to(params["in_weight"].dtype)
+    if params["in_weight"].dim() == 2:
+        hidden = F.gelu(F.linear(seen, params["in_weight"], params["in_bias"]))
+        return F.linear(hidden, params["out_weight"], params["out_bias"])
+    hidden = F.gelu(torch.einsum("btf,nwf->nbtw", seen, params["in_weight"]) + params["in_bias"][:, None, None])
+    return torch.einsum("nbtw,nkw->nbtk", hidden, params["out_weight"]) + params["out_bias"][:, None, None]
+
+
+def member_of(ids: Sequence[str], members: int) -> Int[Tensor, " b"]:
+    """The member of an ensemble that learns from the prompt of each row, by the name of its data row: always the same,
+    so that no two members learn from the same prompt."""
+    digests = (hashlib.sha256(str(name).encode()).digest() for name in ids)
+    return torch.tensor([int.from_bytes(digest[:8], "big") % members for digest in digests])
+
+
+def update_perceptron(
+    state: TrainState,
+    batch: Experience,
+    seen: Float[Tensor, "b t f"],
+    *,
+    loop: Loop,
+    optimizer: Optimizer,
+    loss_fn: ValueLossFn,
+    key: Key | None,
+    donate: bool,
+) -> tuple[TrainState, Metrics]:
+    """The critic after `loop.epochs` passes over `batch`, of which it reads `seen` [B, T, F], with a value loss as in
+    `update_critic`. Of an ensemble each member learns from its own rows (`member_of`). All ranks hold all rows and
+    compute the same. Raises ValueError for a batch without values.
+    """
+    if batch.values is None:
+        raise ValueError("the update of a critic needs values in the batch: annotate it first")
+    state = state if donate else tree.copy(state)
+    weight = state.params["in_weight"]
+    member = sent(member_of(list(batch.ids), len(weight) if weight.dim() == 3 else 1), batch.values.device)
+    columns = (batch.values, batch.returns, batch.response_mask, seen, member)
+    history: list[Metrics] = []
+    for epoch in range(loop.epochs):
+        drawn = None if key is None else key.fold("epoch", epoch)
+        for numbers in mini_batches(batch.row_ids, loop.mini_batch_size, key=drawn):
+            (_, report), grads = _gradient(
+                state.params, _Rows(*batches.rows(columns, numbers)), loop=loop, loss_fn=loss_fn
+            )
+            state, stepped = optimizer_step(state, grads, optimizer=optimizer, donate=True)
+            history.append(metrics.settled(report) | {f"critic/{name}": m for name, m in stepped.items()})
+    return state, metrics.merge(*history)
+
+
+class _Rows(NamedTuple):
+    values: Tensor  # [b, T]
+    returns: Tensor  # [b, T]
+    mask: Tensor  # [b, T]
+    seen: Tensor  # [b, T, F]
+    member: Tensor  # [b]
+
+
+def _objective(params: Params, rows: _Rows, *, loop: Loop, loss_fn: ValueLossFn) -> tuple[Tensor, Metrics]:
+    outputs, mask = perceptron(params, rows.seen), rows.mask
+    if outputs.dim() == 4:
+        outputs = outputs[rows.member, torch.arange(len(mask), device=mask.device)]
+    loss, report = loss_fn(outputs[..., 0] if outputs.shape[-1] == 1 else outputs, rows.values, rows.returns, mask)
+    weights = losses.loss_weights(mask, loop.weight_mode, totals=losses.count_totals(mask), horizon=loop.horizon)
+    total, sums = weighted_sum({"critic/vf_loss": loss}, weights)
+    return total, report | sums
+
+
+_gradient = value_and_grad(_objective, has_aux=True)
