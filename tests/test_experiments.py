@@ -10,8 +10,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageColor
 
 from fppo import quickstart, tree
 from fppo.key import Key
@@ -249,6 +251,43 @@ def test_families_are_told_by_what_their_checks_say(capsys, monkeypatch):
     assert both == "Whole, and on a tensor axis\n\n`qwen2`\n\n"
     assert "| `gpt2` | fewer heads and narrower inner widths do not make attn and mlp of h.0 smaller |" in whole
     assert "| `bloom` | its layers compute attention in code of their own" in refused
+
+
+def test_the_images_to_see_are_what_their_answers_say(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    task = _load("sight/task")
+    task.write(tmp_path, "train", 40, np.random.default_rng(0))
+    task.write(tmp_path, "shown", 40, np.random.default_rng(1), described=0.5)
+    wrong = dict.fromkeys(("colour?", "count?", "digit?"), 0)
+    for line in (*jsonl.read(tmp_path / "train.jsonl"), *jsonl.read(tmp_path / "shown.jsonl")):
+        image, described = Image.open(tmp_path / line["image"]), line["image"].startswith("shown")
+        pixels = {rgb: count for count, rgb in image.getcolors(1024)}
+        colours = {letter: pixels.get(ImageColor.getrgb(name), 0) for letter, name in task.COLOURS.items()}
+        (colour,) = [letter for letter, count in colours.items() if count]
+        squares = str(colours[colour] // 36) if len(pixels) == 2 else ""  # a digit's edges are of other shades
+        truth = {"all?": colour + squares, "colour?": colour, "count?": squares, "digit?": ""}[line["prompt"]]
+        if described and line["prompt"] != "all?":
+            wrong[line["prompt"]] += line["answer"] != truth
+        elif line["prompt"] == "digit?":
+            assert task.draw(colour, line["answer"], "digit?", np.random.default_rng(0)).tobytes() == image.tobytes()
+        else:
+            assert line["answer"].startswith(truth)
+    assert wrong["colour?"] > 2
+
+
+@pytest.mark.slow
+def test_see_runs_from_its_images_to_a_report_that_shows_them(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    small = ["steps=1", "rollout.batch-size=8", "actor.mini-batch-size=8", "critic.mini-batch-size=8"]
+    small += ["log.loggers=jsonl", "log.samples-per-step=3"]
+    _load("see").main(tmp_path, "cpu", warm_up=2, rows=24, more=tuple(small))
+    metrics = jsonl.read(tmp_path / "metrics.jsonl")
+    assert {name.split("/")[1] for name in metrics[-1] if name.startswith("val-core/")} <= {
+        "colour?",
+        "digit?",
+        "count?",
+    }
+    assert (tmp_path / "report.html").read_text().count("<img src='data:image/png;base64,") == 3
 
 
 @pytest.mark.slow
