@@ -233,6 +233,7 @@ def _check_mesh(config: PreTrainedConfig, mesh: Mesh) -> None:
     layers = config.get_text_config().num_hidden_layers
     if takes_images(config):
         check_axes(models.build(config), mesh)
+    models.check_rows_whole(config, {name: axis.size for name, axis in mesh.axes.items()})
     if stages * virtual > layers:
         of = f" and mesh.virtual_stages = {virtual} make {stages * virtual} stages" if virtual > 1 else ""
         raise ValueError(
@@ -243,6 +244,8 @@ def _check_mesh(config: PreTrainedConfig, mesh: Mesh) -> None:
         models.dispatched(models.build(config), mesh["expert"].size)
     ranks, tensor = mesh["sequence"].size, mesh["tensor"].size
     config = config.get_text_config()
+    if ranks == tensor == 1:
+        return
     heads = (config if tensor == 1 else narrow(config, tensor)).num_attention_heads
     if heads % ranks:
         fitting = [n for n in range(1, heads + 1) if heads % n == 0]

@@ -26,6 +26,7 @@ from fppo.models.probe import check_model
 from fppo.models.run import bind, call_layer, forward, hidden_states
 from fppo.models.save import save, save_config
 from fppo.models.spans import stage_of, staged
+from fppo.models.states import check_rows_whole
 from fppo.runtime.exports import check_replaceable
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "check_model",
     "check_placed",
     "check_replaceable",
+    "check_rows_whole",
     "check_staged",
     "dispatched",
     "forward",

@@ -9,6 +9,9 @@ import torch
 
 from fppo.models.heads import embedding_name
 from fppo.models.model import SCORE_WEIGHT, Model
+from fppo.models.states import WITHOUT_ATTENTION, state_sizes
+
+STATE = 6.0  # decay it, add to it, read it
 
 # dense bfloat16 peaks in FLOP/s, from the makers' data sheets
 PEAKS = {
@@ -38,7 +41,9 @@ def forward_flops(model: Model, lengths: Sequence[int], *, head_tokens: int | No
     """FLOPs of one forward pass over packed sequences of these lengths, 2 for each multiply-add.
 
     Matrix products of every token with the layers' weights, of `head_tokens` tokens (all by default) with the head, and
-    the scores and sums of causal attention, on the visible pairs alone. Of experts only the active count.
+    the scores and sums of causal attention, on the visible pairs alone. Of experts only the active count. What layers
+    do to their states is an estimate, `STATE` for each number of a state: how much more it takes to do so in chunks
+    depends on the code.
     """
     tokens = sum(lengths)
     head_tokens = tokens if head_tokens is None else head_tokens
@@ -46,6 +51,7 @@ def forward_flops(model: Model, lengths: Sequence[int], *, head_tokens: int | No
         2.0 * sum(layer_weights(model)) * tokens
         + 2.0 * head_weights(model) * head_tokens
         + sum(_attention(model, layer, lengths) for layer in range(len(model.layers)))
+        + STATE * sum(state_sizes(model.skeleton)) * tokens
     )
 
 
@@ -86,7 +92,7 @@ def layer_weights(model: Model) -> list[float]:
     totals = [0.0] * len(model.layers)
     for name, shape in model.whole_shapes.items():
         number = model.layer_of(name)
-        if number is not None and len(shape) > 1 and not name.endswith("bias"):
+        if number is not None and len(shape) > 1 and not name.endswith(("bias", "A_log")):
             routed = len(shape) == 3 and shape[0] == experts
             totals[number] += shape.numel() * (active / experts if routed else 1.0)
     return totals
@@ -100,7 +106,9 @@ def head_weights(model: Model) -> int:
 
 def _attention(model: Model, layer: int, lengths: Sequence[int]) -> float:
     """2 FLOPs per feature and visible key for the scores, and 2 for the weighted sum."""
-    config = model.config
+    config, kinds = model.config, getattr(model.config, "layer_types", None)
+    if kinds is not None and kinds[layer] in WITHOUT_ATTENTION:
+        return 0.0
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     return 4.0 * width * sum(_visible(n, _window(model, layer)) for n in lengths)

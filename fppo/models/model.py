@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from fppo.models import routing, seams
 from fppo.models.adapted import FACTORS, Frozen
 from fppo.models.inner import OWN, Inner, compile_layers, put_kernels
-from fppo.models.seams import packed_attention, padded_attention
+from fppo.models.rows import packed_attention, padded_attention
+from fppo.models.states import ALONE, KINDS, put_mixers
 from fppo.models.vision import Vision, parts_of, put_attention, takes_images, vision_of
 from fppo.runtime.layout import Extent, Layout
 from fppo_kernels.padding import sent
@@ -63,6 +64,7 @@ class Model:
     shapes: Mapping[str, torch.Size]  # of every parameter; of tied parameters only the first name
     constants: Mapping[str, Tensor]  # the skeleton's buffers by path, such as "rotary_emb.inv_freq"
     routers: tuple[routing.Router, ...] = ()  # in the order of the layers
+    stateful: tuple[int, ...] = ()  # the layers that carry a state along a row
     buffers: frozenset[str] = frozenset()  # of `shapes`, what takes no gradient: state that checkpoints keep in buffers
     shares: bool = True  # whether tensors of the skeleton have several names there, to be looked for in each pass
     compute_dtype: torch.dtype | None = None
@@ -168,12 +170,17 @@ class Model:
         one with seams to the kernels `inner` that are not the model's own code, of which the last are kept.
 
         Raises ValueError for a kernel that has no place in the model, and for layers that cannot be compiled here, or
-        that are on a tensor axis or have kernels in C++ or Triton.
+        that are on a tensor axis, carry states or have kernels in C++ or Triton.
         """
         if compiled and self.layout is not None and max(self.layout.ranks, self.layout.expert[1]) > 1:
             raise ValueError(
                 "layers on a tensor axis or an expert axis cannot be compiled: they exchange tokens; leave "
                 "compile_layers out"
+            )
+        if compiled and self.stateful:
+            raise ValueError(
+                f"model type {self.config.model_type!r} carries states along rows, and fppo does not compile such "
+                "layers: leave compile_layers out"
             )
         if compiled and any(kernel.__module__.endswith((".cpp", ".triton")) for kernel in inner):
             raise ValueError(
@@ -206,11 +213,11 @@ def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
             if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
                 setattr(part, name, 0.0)
     text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention", *KINDS, *ALONE}
     if kinds or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         raise ValueError(
             f"model type {config.model_type!r} has layers of kind {sorted(kinds) or ['bidirectional']}; "
-            "fppo runs full and sliding causal attention"
+            "fppo runs full and sliding causal attention, and layers with states"
         )
     return config
 
@@ -288,7 +295,8 @@ def build(
     layers = tuple(path if vision is None else f"{vision.text}.{path}" for path in seams.find_layers(text))
     own = {name.removeprefix(prefix): shapes[name] for name in buffers if name.startswith(prefix)}
     routers = routing.put_routers(base, layers, own)
-    seams.put_seams(base, layers)
+    stateful = put_mixers(base, layers)
+    seams.put_seams(base, layers, handing=bool(stateful))
     base.requires_grad_(False)
     if vision is None:
         base.config._attn_implementation = seams.ATTENTION
@@ -302,6 +310,7 @@ def build(
         head=head,
         shapes=shapes,
         constants=constants,
+        stateful=stateful,
         routers=tuple(attrs.evolve(x, bias=x.bias and prefix + x.bias) for x in routers),
         buffers=buffers,
         shares=_has_shared(base),
@@ -360,6 +369,8 @@ def _fill(base: PreTrainedModel, module: nn.Module, names: list[str]) -> dict[st
         )
         module._buffers[name] = value
     base._init_weights(module)
+    if any(x is None or x.isnan().any() for x in (module._buffers[name] for name in names)):
+        base._init_weights(base)  # as the whole model computes them for its layers
     filled = {name: module._buffers[name] for name in names}
     module._buffers.update(empty)
     unknown = [name for name, x in filled.items() if x is None or x.isnan().any()]

@@ -18,6 +18,7 @@ from fppo.models.narrow import find_cuts, narrow
 from fppo.models.regions import BlockSeam, EmbeddingSeam, Region, WidthSeam, replace
 from fppo.models.run import hidden_states
 from fppo.models.spans import layer_spans, stage_layout, staged, unstaged
+from fppo.models.states import check_rows_whole
 from fppo.runtime import fsdp
 from fppo.runtime.layout import Cut, Layout
 from fppo.runtime.mesh import Mesh
@@ -70,6 +71,7 @@ def narrowed(model: Model, ranks: int) -> Narrowed:
     """A model cut over the ranks of a tensor axis. Raises ValueError as `place` does."""
     if model.layout is not None:
         raise ValueError("the model is placed on a tensor axis already")
+    check_rows_whole(model.whole_config, {"tensor": ranks})
     small = narrow(model.config, ranks)
     try:
         narrower = build(small, model.head, outputs=model.outputs, trust_remote_code=model.trust_remote_code)

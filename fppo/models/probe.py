@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -16,8 +17,10 @@ from fppo.batch import RowInputs
 from fppo.key import Key
 from fppo.models.heads import logits_of, output_head
 from fppo.models.model import BUILDING, Model, Params, build, causal_lm, longest_row, named_state
+from fppo.models.rows import RowWise, packed_attention
 from fppo.models.run import hidden_states
-from fppo.models.seams import AttentionLayer, packed_attention
+from fppo.models.seams import AttentionLayer
+from fppo.models.states import without_tokens
 from fppo.models.vision_pass import place_images
 from fppo.models.vision_probe import WORDS, composite_inputs, probe_inputs, with_text
 from fppo_kernels.attention.sdpa import sdpa
@@ -30,6 +33,7 @@ _BEFORE = (5, 6, 7)  # tokens before an image
 _EDGE = 16  # what a rope changes at becomes this, so that the long row is beyond it
 _WINDOW = 7
 _VOCABULARY = _INNER_WIDTH = 64
+_WIDTH = 128  # of what counts as a head where there are none
 _MOST = 1 << 28  # parameters
 _INNER = re.compile(r".*(intermediate_size|inner_size|ffn_hidden_size)$|ffn_dim|n_inner|d_ff")
 
@@ -104,7 +108,7 @@ def check_model(model: Model) -> None:
             f"fppo cannot run model type {kind!r}, whose code fails where it gets packed rows and no attention mask: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if asked != set(range(len(probe.model.layers))):
+    if asked | {*probe.model.stateful} | without_tokens(probe.model.config) != set(range(len(probe.model.layers))):
         raise ValueError(
             f"fppo cannot run model type {kind!r}: its layers compute attention in code of their own, not by "
             "transformers' attention interface, so that rows packed together would see one another"
@@ -162,7 +166,7 @@ def packed_hidden(
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     tokens = torch.cat(list(rows))
     images, positions = place_images(model, inputs, tokens, positions, [len(row) for row in rows])
-    return hidden_states(model, params, tokens, positions, attend=attend, received=images)
+    return hidden_states(model, params, tokens, positions, attend=RowWise(attend, plain.carry), received=images)
 
 
 def _filled(small: Model) -> Probe:
@@ -212,13 +216,16 @@ def _smaller(config: PreTrainedConfig, layers: int, heads: int | None) -> PreTra
     A head keeps its width, and what a rope or a window changes at comes within the long row.
     """
     config, total = copy.deepcopy(config), config.num_hidden_layers
-    before, hidden = config.num_attention_heads, config.hidden_size
+    hidden = config.hidden_size
+    before = getattr(config, "num_attention_heads", None) or max(1, hidden // _WIDTH)
     width = (heads or before) * (getattr(config, "head_dim", None) or hidden // before)
     narrow = heads is not None and heads < before and width < hidden
     if heads is not None and narrow:
         if getattr(config, "num_key_value_heads", None):
             config.num_key_value_heads = heads if config.num_key_value_heads == before else heads // 2
-        config.num_attention_heads = heads
+        if hasattr(config, "num_attention_heads"):
+            config.num_attention_heads = heads
+        _narrow_states(config, hidden, width)
     for name, value in list(vars(config).items()):
         if isinstance(value, (list, tuple)) and len(value) == total:
             shrink = narrow and _INNER.fullmatch(name)  # of Gemma 3n's layers each has its own
@@ -241,6 +248,16 @@ def _smaller(config: PreTrainedConfig, layers: int, heads: int | None) -> PreTra
             if getattr(config, name, None) is not None:
                 setattr(config, name, _lowered(name, getattr(config, name)))
     return config
+
+
+def _narrow_states(config: PreTrainedConfig, hidden: int, width: int) -> None:
+    """Gives Mamba fewer heads, where they make up a multiple of the hidden width, which becomes `width`."""
+    for start, (number, size) in {"mamba_": ("n_heads", "d_head"), "": ("num_heads", "head_dim")}.items():
+        heads, each, expand = (getattr(config, start + name, None) for name in (number, size, "expand"))
+        if heads and each and expand and heads * each == int(expand * hidden):
+            fewer = max(1, int(expand * width) // each)
+            setattr(config, start + number, fewer)
+            setattr(config, f"{start}n_groups", math.gcd(fewer, getattr(config, f"{start}n_groups", 1)))
 
 
 def _lowered(name: str, value: object) -> object:

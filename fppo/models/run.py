@@ -17,7 +17,7 @@ from fppo.models.inner import OWN, inner_of
 from fppo.models.model import Model, Params, Span, longest_row, over_long
 from fppo.models.precision import KeepDouble
 from fppo.models.routing import Routes
-from fppo.models.seams import ApplyLayer, Attend
+from fppo.models.seams import ApplyLayer, Attend, LayerSeam
 from fppo.models.spans import Relay, absent
 from fppo.models.vision_pass import Deep, Images, see
 from fppo_kernels.record import Kernels
@@ -114,16 +114,11 @@ def forward(
     """Hidden states [B, S, H] after the last norm, of tokens [B, S] and positions [B, S] or [3, B, S], from inside
     `bind`; with `embedded` [B, S, H] in the place of the tokens' embeddings, and `deep` images for the first layers."""
     inputs = {"input_ids": tokens} if embedded is None else {"inputs_embeds": embedded}
-    out = skeleton(
-        **inputs,
-        position_ids=positions,
-        use_cache=False,
-        attend=attend,
-        apply_layer=apply_layer,
-        routes=routes,
-        return_dict=True,
-        **(deep or {}),
-    )
+    keywords = {"attend": attend, "apply_layer": apply_layer, "routes": routes}
+    handed = next(x for x in skeleton.modules() if isinstance(x, LayerSeam)).handed
+    given = nullcontext(keywords) if handed is None else handed.over(keywords)
+    with given as beside:
+        out = skeleton(**inputs, position_ids=positions, use_cache=False, return_dict=True, **beside, **(deep or {}))
     return out.last_hidden_state
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-
-from fppo_kernels.attention.sdpa import batch_attention
-from fppo_kernels.padding import Lengths
 
 ATTENTION = "fppo"
 
@@ -57,15 +54,35 @@ def take_place(seam: nn.Module, module: nn.Module) -> None:
     seam._non_persistent_buffers_set = module._non_persistent_buffers_set
 
 
+class Handed:
+    """The keywords that the layers of a skeleton get in a pass whose model hands none on to them."""
+
+    def __init__(self) -> None:
+        self.keywords: dict[str, Any] = {}
+
+    @contextmanager
+    def over(self, keywords: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """A context in which the layers get `keywords`; what is left for the model is none."""
+        before, self.keywords = self.keywords, keywords
+        try:
+            yield {}
+        finally:
+            self.keywords = before
+
+
 class LayerSeam(nn.Module):
     """Stands in a decoder layer's place, under the layer's parameter names, and lets the caller apply the layer."""
 
-    def __init__(self, index: int, layer: nn.Module) -> None:
+    def __init__(self, index: int, layer: nn.Module, handed: Handed | None = None) -> None:
         super().__init__()
         take_place(self, layer)
         self._seam = (index, layer)  # in a tuple, the layer is no child
+        self.handed = handed
 
-    def forward(
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._applied(*args, **({} if self.handed is None else self.handed.keywords), **kwargs)
+
+    def _applied(
         self, *args: Any, apply_layer: ApplyLayer | None = None, routes: Through | None = None, **kwargs: Any
     ) -> Any:
         index, layer = self._seam
@@ -121,36 +138,9 @@ def find_layers(base: PreTrainedModel) -> tuple[str, ...]:
     return tuple(f"{lists[0]}.{i}" for i in range(count))
 
 
-def put_seams(base: PreTrainedModel, layers: tuple[str, ...]) -> None:
-    """Replaces each of `layers` in `base` by its seam."""
+def put_seams(base: PreTrainedModel, layers: tuple[str, ...], *, handing: bool = False) -> None:
+    """Replaces each of `layers` in `base` by its seam; `handing` for a model that may hand no keywords on to them."""
+    handed = Handed() if handing else None
     parent = base.get_submodule(layers[0].rpartition(".")[0])
     for i, layer in enumerate(list(parent.children())):
-        parent[i] = LayerSeam(i, layer)  # type: ignore[index]
-
-
-def packed_attention(attention: Callable[..., Tensor], lengths: Lengths) -> Attend:
-    """`attend` for packed tokens, from an attention kernel over query [N, Hq, D] and the packed lengths."""
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
-        q, k, v = query.squeeze(0), key.squeeze(0), value.squeeze(0)
-        _, scale, window, softcap, sinks = layer
-        out = attention(q, k, v, lengths=lengths, scale=scale, window=window, softcap=softcap, sinks=sinks)
-        return out.unsqueeze(0)
-
-    return attend
-
-
-def padded_attention(attention_mask: Tensor) -> Attend:
-    """`attend` for padded rows with real tokens where `attention_mask` (bool [B, S]) is True; for tests and checks."""
-    width = attention_mask.shape[1]
-    place = torch.arange(width, device=attention_mask.device)
-    distance = place[:, None] - place[None, :]
-    # a padding token sees itself, so that no softmax is empty
-    visible = (attention_mask.bool()[:, None, :] & (distance >= 0)) | (distance == 0)
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
-        _, scale, window, softcap, sinks = layer
-        mask = (visible if window is None else visible & (distance < window))[:, None]
-        return batch_attention(query, key, value, scale=scale, softcap=softcap, sinks=sinks, mask=mask)
-
-    return attend
+        parent[i] = LayerSeam(i, layer, handed)  # type: ignore[index]

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from fppo.models.adapted import Lora
 from fppo.models.experts import expert_count
 from fppo.models.narrow import narrow
+from fppo.models.states import check_rows_whole
 from fppo.plan.hardware import Hardware
 from fppo.runtime.mesh import DATA_AXES, Sharding
 
@@ -149,6 +150,13 @@ def problems(case: Case) -> list[str]:
     wrong, sequence, tensor = [], case.size("sequence"), case.size("tensor")
     for name, config in ((case.name, case.config), ("the reward model", case.reward_model)):
         if config is None:
+            continue
+        try:
+            check_rows_whole(config, case.mesh)
+        except ValueError as error:
+            wrong.append(f"--mesh: {name}: {error}")
+            continue
+        if sequence == tensor == 1:
             continue
         try:
             heads = (config if tensor == 1 else narrow(config, tensor)).num_attention_heads

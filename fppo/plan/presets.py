@@ -114,7 +114,7 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     """The config of a model that has only the first `layers` layers."""
     config = copy.deepcopy(config)
     changes: dict[str, Any] = {"num_hidden_layers": layers}
-    if getattr(config, "layer_types", None):
+    if vars(config).get("layer_types"):  # those of Mamba follow from the number of layers
         changes["layer_types"] = list(config.layer_types)[:layers]  # type: ignore[attr-defined]
     for key, value in changes.items():
         setattr(config, key, value)

@@ -49,8 +49,12 @@ def facts_of(case: Case, model: Model) -> Facts:
     inside = {name: shape.numel() for name, shape in model.shapes.items() if model.layer_of(name) is not None}
     others = [shape.numel() for name, shape in model.shapes.items() if name not in inside]
     chosen = (getattr(config, "num_experts_per_tok", None) or 1) if routed else 0
-    width = (getattr(config, "moe_intermediate_size", None) if routed else None) or config.intermediate_size or 0
-    heads = config.num_attention_heads
+    width = (
+        (getattr(config, "moe_intermediate_size", None) if routed else None)
+        or getattr(config, "intermediate_size", None)
+        or 0
+    )
+    heads = getattr(config, "num_attention_heads", None) or 1  # Mamba has none
     return Facts(
         layers=len(model.layers),
         dense=float(sum(count for name, count in inside.items() if name not in routed)),

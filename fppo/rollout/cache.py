@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fppo.models.seams import Attend, AttentionLayer, packed_attention
+from fppo.models.rows import packed_attention
+from fppo.models.seams import Attend, AttentionLayer
 from fppo_kernels.attention.eager import masked_attention
 from fppo_kernels.padding import Lengths
 
@@ -107,7 +108,8 @@ def as_packed(attend: Attend, rows: int) -> Attend:
 
 def bias_of(hidden: Tensor, cache: Layers) -> Tensor:
     """What attention adds to scores [R, 1, 1, C]: -inf where `hidden`, bool [R, C], in the dtype of the cache."""
-    bias = torch.zeros(hidden.shape, dtype=next(iter(cache.values()))[0].dtype, device=hidden.device)
+    kind = next((keys.dtype for keys, _ in cache.values()), torch.float32)  # without attention, nothing reads it
+    bias = torch.zeros(hidden.shape, dtype=kind, device=hidden.device)
     return bias.masked_fill_(hidden, -torch.inf)[:, None, None]
 
 

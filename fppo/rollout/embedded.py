@@ -17,7 +17,9 @@ from fppo.data.stops import StopReader
 from fppo.models import lora
 from fppo.models.heads import Head, logits_of, vocabulary_head
 from fppo.models.model import Model, longest_row, over_long
+from fppo.models.rows import RowWise
 from fppo.models.seams import Attend, AttentionLayer
+from fppo.models.states import check_decodes
 from fppo.models.vision_pass import place_images, see, shift_of
 from fppo.rollout import cache as caches
 from fppo.rollout.decoder import Decoder, decoder_of
@@ -25,6 +27,7 @@ from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.finished import FinishedRows, Step
 from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits, rollout_of
 from fppo.rollout.sampling import Columns, draw
+from fppo.rollout.states import PromptStates, States
 from fppo.rollout.stepping import Advance, Policy, Rows, Run, as_graphs, fixed_steps, plain_steps
 from fppo.runtime.mesh import LOCAL, Mesh, all_reduce
 from fppo_kernels.attention.sdpa import for_any_shape
@@ -54,7 +57,8 @@ class EmbeddedEngine:
 
     Adapters are merged once for all that is asked, but in 16 bits (`lora.decoded`).
 
-    Raises ValueError where `cache_bytes` holds not even one row.
+    Raises ValueError where `cache_bytes` holds not even one row, and for a model whose states transformers carries on
+    otherwise in one more token than in a row.
     """
 
     model: Model
@@ -65,6 +69,9 @@ class EmbeddedEngine:
     prefill_tokens: int = 16384
     graphs: bool | None = None
     mesh: Mesh = LOCAL
+
+    def __attrs_post_init__(self) -> None:
+        check_decodes(self.model.skeleton)
 
     @property
     def together(self) -> tuple[str, ...]:
@@ -214,32 +221,36 @@ def _passes(lengths: Sequence[int], budget: int) -> Iterator[slice]:
 
 
 def _row_bytes(policy: Policy, columns: int) -> int:
-    """Bytes of a row's keys and values, seen in a pass over one token for each rank."""
+    """Bytes of a row's keys and values and states, seen in a pass over one token for each rank."""
     count, device, kept = policy.columns.axis.size, policy.head.weight.device, caches.Layers()
     tokens = torch.zeros(1, count, dtype=torch.int64, device=device)
-    attend = caches.prefill_attention(policy.kernels.attention, make_lengths([1] * count, device), kept, [])
-    models.forward(policy.text, tokens, tokens, attend=attend)
-    return caches.row_bytes(kept, columns)
+    lengths = make_lengths([1] * count, device)
+    attend = caches.prefill_attention(policy.kernels.attention, lengths, kept, [])
+    states = PromptStates(lengths, policy.model)
+    models.forward(policy.text, tokens, tokens, attend=RowWise(attend, states))
+    return caches.row_bytes(kept, columns) + states.states_(1, 1).row_bytes
 
 
-def _prefill(policy: Policy, wave: _Wave, columns: int) -> tuple[Tensor, caches.Layers, list[AttentionLayer]]:
-    """The logits [B * n, V] after each prompt, the cache of the prompts' keys and values, and what each call asks of
-    attention. Each prompt runs once."""
+def _prefill(policy: Policy, wave: _Wave, columns: int) -> tuple[Tensor, caches.Layers, States, list[AttentionLayer]]:
+    """The logits [B * n, V] after each prompt, the cache of the prompts' keys and values, the states after them, and
+    what each call asks of attention. Each prompt runs once."""
     cache, axis = caches.Layers(), policy.columns.axis
-    logits, asked = [], list[AttentionLayer]()
+    logits, states, asked = [], list[States](), list[AttentionLayer]()
     n = len(wave.rows) // len(wave.lengths)
     for part in _passes(wave.lengths, policy.prefill_tokens):
         packed = unpad(wave.tokens[part], wave.mask[part], multiple=axis.size)
         prompts: caches.Layers = {}
         asked.clear()
         attend = caches.prefill_attention(policy.kernels.attention, packed.lengths, prompts, asked)
-        hidden = _hidden(policy, packed, wave, part, attend)
+        carried = PromptStates(packed.lengths, policy.model)
+        hidden = _hidden(policy, packed, wave, part, RowWise(attend, carried))
         count = part.stop - part.start
+        states.append(carried.states_(count, n))
         last = all_gather(hidden, axis)[packed.lengths.cu_seqlens[1 : count + 1].long() - 1]
         logits.append(logits_of(policy.head, last, policy.kernels.linear))
         cache = cache or caches.allocate(prompts, len(wave.rows), columns, zeroed=policy.record is not None)
         caches.write_prompts_(cache, part.start * n, prompts, packed.index, (count, wave.mask.shape[1]), n)
-    return wave.each(torch.cat(logits)), cache, asked
+    return wave.each(torch.cat(logits)), cache, States.joined_(states), asked
 
 
 def _hidden(policy: Policy, packed: Packed, wave: _Wave, part: slice, attend: Attend) -> Tensor:
@@ -258,11 +269,11 @@ def _decode(policy: Policy, wave: _Wave, ask: Ask, on_step: FinishedRows | None)
     most, width = max(wave.limits), wave.mask.shape[1]
     total = width + most
     columns = _room(policy, min(total, width + _CHUNK))
-    logits, cache, asked = _prefill(policy, wave, columns)
+    logits, cache, states, asked = _prefill(policy, wave, columns)
     stops = _stop_table(sampling, policy.columns.size, rows.device)
     pads = wave.each(width - wave.mask.sum(1, keepdim=True))
     shifts = torch.tensor([[shift_of(policy.model, x)] for x in wave.inputs or [None] * len(wave.lengths)])
-    live = Rows(cache, columns, pads, pads - wave.each(shifts.to(pads.device)))
+    live = Rows(cache, columns, pads, pads - wave.each(shifts.to(pads.device)), states)
     step_of = _steps(policy, asked, total, alike=not shifts.any())
     advance = step_of(live)
     done = torch.zeros_like(rows, dtype=torch.bool)
@@ -290,7 +301,7 @@ def _decode(policy: Policy, wave: _Wave, ask: Ask, on_step: FinishedRows | None)
             if changed := left < len(done) * (_COMPACT if policy.record is None else _HALF):
                 keep, holes = _survivors(done, left)
                 packed = caches.compact_(live.cache, holes, keep[holes], left, width + t)
-                live = Rows(packed, live.columns, live.pads[keep], live.starts[keep])
+                live = Rows(packed, live.columns, live.pads[keep], live.starts[keep], states.take_(keep))
                 rows, done, uniforms, new, last = (x[keep] for x in (rows, done, uniforms, new, last))
         if t + 1 == most:
             break

@@ -19,10 +19,12 @@ from transformers import PreTrainedModel
 from fppo import models
 from fppo.models.heads import Head, logits_of
 from fppo.models.model import Model
+from fppo.models.rows import RowWise
 from fppo.models.seams import Attend, AttentionLayer
 from fppo.rollout import cache as caches
 from fppo.rollout.decoder import Decoder
 from fppo.rollout.sampling import Columns
+from fppo.rollout.states import States
 from fppo_kernels.collectives import all_gather
 from fppo_kernels.record import Kernels
 
@@ -51,12 +53,13 @@ class Policy(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows that are being generated, and their cache of `columns` columns."""
+    """The rows that are being generated, their cache of `columns` columns, and the states of their mixers."""
 
     cache: caches.Layers
     columns: int
     pads: Tensor  # int64 [R, 1], of padding before each prompt
     starts: Tensor  # int64 [R, 1], the column of each row's position 0: after images it is not that of its first token
+    states: States
 
 
 def plain_steps(
@@ -72,7 +75,7 @@ def plain_steps(
         first, bias = _padding(rows)
 
         def advance(tokens: Tensor, column: int) -> Tensor:
-            attend = caches.decode_attention(rows.cache, column, first, bias)
+            attend = RowWise(caches.decode_attention(rows.cache, column, first, bias), rows.states)
             positions = column - (rows.starts if bias is not None or not alike else rows.starts[:1])
             return logits_of(policy.head, next_hidden(tokens[:, None], positions, attend), policy.kernels.linear)
 

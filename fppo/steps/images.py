@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fppo import models
 from fppo.batch import Column
 from fppo.models.model import Model
 from fppo.models.vision_pass import Images, place_images
@@ -24,7 +25,9 @@ class _Rows(Protocol):
 
 
 def check_axes(model: Model, mesh: Mesh) -> None:
-    """Raises ValueError for a model that takes images on an axis that cuts rows or layers."""
+    """Raises ValueError for a model that takes images on an axis that cuts rows or layers, and for one whose layers
+    carry states on an axis that cuts rows or heads."""
+    models.check_rows_whole(model.whole_config, {name: axis.size for name, axis in mesh.axes.items()})
     axes = [name for name in _CUTTING if mesh[name].size > 1]
     if model.vision is not None and axes:
         raise ValueError(

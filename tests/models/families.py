@@ -175,9 +175,16 @@ OWN: dict[str, PreTrainedConfig] = {
 }
 
 
-def make(name: str, *, head: HeadKind = "lm", dtype: torch.dtype = torch.float64, **changes) -> tuple[Model, Params]:
+def make(
+    name: str,
+    *,
+    config: PreTrainedConfig | None = None,
+    head: HeadKind = "lm",
+    dtype: torch.dtype = torch.float64,
+    **changes,
+) -> tuple[Model, Params]:
     """The model with random parameters, large enough that attention patterns matter."""
-    model = models.build((CONFIGS | EXPERTS)[name], head, **changes)
+    model = models.build((CONFIGS | EXPERTS)[name] if config is None else config, head, **changes)
     generator = Key(5).fold(name).generator()
 
     def spread(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,77 @@
+"""The states that mixers carry along the rows that are being generated, in transformers' own cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from fppo.models.model import Model
+from fppo.models.rows import Mixer, by_groups, grouped
+from fppo_kernels.padding import Lengths, sent
+
+
+class States:
+    """Those of R rows, which a pass of one more token per row changes; rows can leave, be repeated and re-ordered."""
+
+    def __init__(self, model: Model) -> None:
+        self._cache = DynamicCache(config=model.config if model.stateful else None)
+
+    def __call__(self, mixer: Mixer, hidden: Tensor) -> Any:
+        """What a mixer gives for rows of tokens [R, S, H] that go on from here."""
+        return mixer(hidden, self._cache)
+
+    def take_(self, index: Tensor) -> States:
+        """These states with rows `index` [r] in the place of all."""
+        self._change_(lambda x: x.index_select(0, index))
+        return self
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row's."""
+        return sum(x[0].numel() * x.element_size() for kept in self._kept() for x in kept.values() if x is not None)
+
+    def _kept(self) -> Iterator[dict[int, Tensor | None]]:
+        for layer in self._cache.layers:
+            for name in ("conv_states", "recurrent_states"):
+                yield getattr(layer, name, {})
+
+    def _change_(self, fn: Callable[[Tensor], Tensor]) -> None:
+        for kept in self._kept():
+            kept |= {number: None if x is None else fn(x) for number, x in kept.items()}
+
+    @staticmethod
+    def joined_(parts: Sequence[States]) -> States:
+        """The rows of all parts, one after the other; the parts are used up."""
+        first, *others = parts
+        for kept, *beside in zip(*(part._kept() for part in parts), strict=True):
+            for number, x in kept.items():
+                if others and x is not None:
+                    kept[number] = torch.cat([x, *(own.pop(number) for own in beside)])  # type: ignore[list-item]
+        return first
+
+
+class PromptStates:
+    """Carries states along packed prompts, from zero in each, and keeps those after each prompt's last token.
+
+    Prompts of one length run together and no others: a state after padding is another, whatever a mask says (where a
+    mixer's projection has a bias, transformers' own left-padded prompts begin with another convolution).
+    """
+
+    def __init__(self, lengths: Lengths, model: Model) -> None:
+        self._groups = grouped(lengths, like=1.0) if model.stateful else []
+        self._states = [States(model) for _ in self._groups] or [States(model)]
+        self._device = lengths.cu_seqlens.device
+
+    def __call__(self, mixer: Mixer, hidden: Tensor) -> Any:
+        return by_groups(self._groups, hidden, lambda number, rows: self._states[number](mixer, rows))
+
+    def states_(self, prompts: int, n: int) -> States:
+        """Those after the first `prompts` prompts, `n` times each; they are used up."""
+        order = [row for group in self._groups for row in group.rows]
+        places = sorted(range(len(order)), key=lambda place: order[place])[:prompts]
+        index = torch.tensor([place for place in places for _ in range(n)])
+        return States.joined_(self._states).take_(sent(index, self._device))

@@ -1,0 +1,37 @@
+"""Layers that carry states along a row: each row of a pass has its own, and the model is transformers'."""
+
+import attrs
+import pytest
+import torch
+
+from fppo.grad import value_and_grad
+from fppo.models import flops
+from tests.models.families import make, plain
+from tests.models.hybrids import EXACT, HYBRIDS
+from tests.models.test_families import WEIGHTS, assert_grads_close, packed_logits, padded_logits, plain_logits
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_rows_packed_and_padded_are_transformers_rows_alone(name):
+    model, params = make(name, config=HYBRIDS[name])
+    module = plain(model, params)
+    expected = plain_logits(module)
+    again = attrs.evolve(model, checkpoint_layers=True)
+    _, grads = value_and_grad(lambda p: (packed_logits(model, p) * WEIGHTS).sum())(params)
+    _, recomputed = value_and_grad(lambda p: (packed_logits(again, p) * WEIGHTS).sum())(params)
+    (expected * WEIGHTS).sum().backward()
+    torch.testing.assert_close(packed_logits(model, params), expected.detach(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(padded_logits(model, params), expected.detach(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(recomputed, grads, rtol=0, atol=0)
+    named = {n: p.grad for n, p in module.named_parameters()}
+    scale = max(g.abs().max() for g in named.values())
+    assert model.buffers >= grads.keys() - named.keys()
+    assert_grads_close({n: g / scale for n, g in grads.items() if n in named}, {n: g / scale for n, g in named.items()})
+
+
+def test_flops_are_those_of_what_a_layer_has():
+    model, _ = make("qwen3_5_text", config=HYBRIDS["qwen3_5_text"])
+    weights = sum(x.numel() for name, x in model.shapes.items() if ".layers." in name and len(x) > 1)
+    attention = 4 * 4 * 8 * 10 * 11 / 2  # of the second layer: 4 heads of 8, 55 pairs
+    states = flops.STATE * 4 * 4 * 6 * 10  # of the first: 4 heads, 4 by 6
+    assert flops.forward_flops(model, [10], head_tokens=0) == 2 * weights * 10 + attention + states
