@@ -122,7 +122,7 @@ BETS = Task(
     batch=64,
     steps=64,
     window=5,
-    rates=dict.fromkeys(LONG, 3e-3),
+    rates=dict.fromkeys(LONG, 3e-3) | {"rloo": 1e-3},
     critic_rate=3e-3,
     critic_epochs=16,
     critic_cuts=1,
@@ -130,5 +130,10 @@ BETS = Task(
     lam=0.5,
     goal=0.57,
 )
-REPLAYED = attrs.evolve(BETS, engine=partial(bets.table, same=True), methods=("mse", "grpo", "rloo"))
+REPLAYED = attrs.evolve(
+    BETS,
+    engine=partial(bets.table, same=True),
+    methods=("mse", "grpo", "rloo"),
+    rates={"mse": 1e-2, "grpo": 3e-3, "rloo": 3e-3},
+)
 TASKS = {"chain": CHAIN, "walk": WALK, "bets": BETS, "bets, the same cards for a group": REPLAYED}
