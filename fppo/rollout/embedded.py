@@ -28,7 +28,7 @@ from fppo.rollout.finished import FinishedRows, Step
 from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits, rollout_of
 from fppo.rollout.sampling import Columns, draw
 from fppo.rollout.states import PromptStates, States
-from fppo.rollout.stepping import Advance, Policy, Rows, Run, as_graphs, fixed_steps, plain_steps
+from fppo.rollout.stepping import Advance, Policy, Rows, Run, as_graphs, fixed_steps, plain_steps, wide_product
 from fppo.runtime.mesh import LOCAL, Mesh, all_reduce
 from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.collectives import Axis, all_gather
@@ -99,12 +99,12 @@ class EmbeddedEngine:
         on_step = None if ask.on_finished is None else FinishedRows(ask.on_finished, limits, ask.sampling)
 
         def run(skeleton: PreTrainedModel) -> list[Step]:
-            head = _wide(models.output_head(model, params))
+            head, product = _wide(models.output_head(model, params), self.kernels.linear)
             decoder = decoder_of(model.text_of(skeleton), self.kernels.linear)
             columns = self._columns(model, head)
             recorded = self._records(device, decoder, columns.axis)
             record = as_graphs(device) if recorded and device.type == "cuda" else _as_it_is if recorded else None
-            policy = Policy(model, skeleton, decoder, head, columns, self.kernels, self.prefill_tokens, record)
+            policy = Policy(model, skeleton, decoder, head, product, columns, self.kernels, self.prefill_tokens, record)
             steps: list[Step] = []
             for part, draws in self._waves(policy, len(lengths), n, width + max(limits)):
                 numbers = torch.arange(part.start, part.stop, device=device)[:, None] * n
@@ -204,9 +204,13 @@ def _check_positions(model: Model, lengths: Sequence[int], limits: Sequence[int]
         )
 
 
-def _wide(head: Head) -> Head:
+def _wide(head: Head, linear: Callable[..., Tensor]) -> tuple[Head, Callable[..., Tensor]]:
+    """A head and its product that give logits in float32 or wider, as the training pass computes them."""
+    if head.weight.is_cuda and type(head.weight) is Tensor and head.weight.dtype.itemsize == 2:
+        return head, wide_product
     wide = torch.promote_types(head.weight.dtype, torch.float32)
-    return head._replace(weight=head.weight.to(wide), bias=None if head.bias is None else head.bias.to(wide))
+    bias = None if head.bias is None else head.bias.to(wide)
+    return head._replace(weight=head.weight.to(wide), bias=bias), linear
 
 
 def _passes(lengths: Sequence[int], budget: int) -> Iterator[slice]:
@@ -247,7 +251,7 @@ def _prefill(policy: Policy, wave: _Wave, columns: int) -> tuple[Tensor, caches.
         count = part.stop - part.start
         states.append(carried.states_(count, n))
         last = all_gather(hidden, axis)[packed.lengths.cu_seqlens[1 : count + 1].long() - 1]
-        logits.append(logits_of(policy.head, last, policy.kernels.linear))
+        logits.append(logits_of(policy.head, last, policy.product))
         cache = cache or caches.allocate(prompts, len(wave.rows), columns, zeroed=policy.record is not None)
         caches.write_prompts_(cache, part.start * n, prompts, packed.index, (count, wave.mask.shape[1]), n)
     return wave.each(torch.cat(logits)), cache, States.joined_(states), asked

@@ -40,7 +40,8 @@ class Policy(NamedTuple):
     model: Model
     skeleton: PreTrainedModel
     decoder: Decoder | None  # of its language model, if that is of a kind that has one
-    head: Head  # in float32 or wider, as the training pass computes its logits
+    head: Head
+    product: Callable[..., Tensor]  # of hidden states with it, in float32 or wider
     columns: Columns  # that it gives
     kernels: Kernels
     prefill_tokens: int
@@ -77,7 +78,7 @@ def plain_steps(
         def advance(tokens: Tensor, column: int) -> Tensor:
             attend = RowWise(caches.decode_attention(rows.cache, column, first, bias), rows.states)
             positions = column - (rows.starts if bias is not None or not alike else rows.starts[:1])
-            return logits_of(policy.head, next_hidden(tokens[:, None], positions, attend), policy.kernels.linear)
+            return logits_of(policy.head, next_hidden(tokens[:, None], positions, attend), policy.product)
 
         return advance
 
@@ -96,7 +97,7 @@ def fixed_steps(
         def step() -> Tensor:
             attend = caches.fixed_attention(rows.cache, column, rows.pads)
             hidden = next_hidden(tokens, column - rows.starts, attend)
-            return logits_of(policy.head, hidden, policy.kernels.linear)
+            return logits_of(policy.head, hidden, policy.product)
 
         run = record(step)
 
@@ -108,6 +109,12 @@ def fixed_steps(
         return advance
 
     return of
+
+
+def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [*, H] @ weight [V, H].T + bias in float32, of tensors in 16 bits on a GPU, which are not widened first."""
+    product = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, x.shape[:-1])
+    return product if bias is None else product + bias.float()
 
 
 def as_graphs(device: torch.device) -> Record:

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fppo.key import Key
 from fppo.rollout import cache as caches
-from fppo.rollout import embedded
+from fppo.rollout import embedded, stepping
 from fppo.rollout.engine import Ask, Sampling
 from fppo_kernels.collectives import Axis
 from tests.models.families import make
@@ -99,3 +99,13 @@ def test_cuda_graphs_give_the_same(dtype, monkeypatch):
     again = engine_of(model).generate(params, ask)
     assert torch.equal(again.tokens, fixed.tokens)
     assert torch.equal(again.rollout_log_probs, fixed.rollout_log_probs)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_of_16_bits_are_those_of_float32(dtype):
+    g = torch.Generator("cuda").manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=g, device="cuda").to(dtype) for shape in ((5, 64), (37, 64), (37,)))
+    product = stepping.wide_product(x, weight, bias)
+    assert product.dtype == torch.float32
+    torch.testing.assert_close(product.double(), x.double() @ weight.double().T + bias.double(), rtol=0, atol=1e-4)
