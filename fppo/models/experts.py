@@ -1,13 +1,13 @@
 """Models on an expert axis: ranks with other rows hold other experts, and send each other tokens (arXiv:2006.16668).
 
-All else of a model is whole on every rank, or cut over a tensor axis. transformers' configs name the experts' modules,
-which are called with hidden states [M, H], the numbers [M, k] of each token's experts, and their weights [M, k].
+All else of a model is whole on every rank, or cut over a tensor axis. transformers' configs name the parameters of the
+experts, whose modules are called with hidden states [M, H], the numbers [M, k] of each token's experts, and their
+weights [M, k].
 """
 
 from __future__ import annotations
 
 import copy
-import re
 
 import attrs
 from transformers import PreTrainedConfig
@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from fppo.models.inner import OWN
 from fppo.models.model import Model
 from fppo.models.regions import ExpertsSeam, Region, Sizes, exchanged_rows, replace
+from fppo.models.routing import planned
 from fppo.runtime.layout import Cut, Layout
 from fppo_kernels.collectives import Axis
 
@@ -75,7 +76,7 @@ def dispatched(model: Model, ranks: int) -> Dispatched:
 
 def expert_count(config: PreTrainedConfig) -> int:
     """How many experts the layers of a mixture have, of which an expert axis cuts them; 0 if it can cut none."""
-    if "ep_dispatch_experts" not in (getattr(config, "base_model_ep_plan", None) or {}).values():
+    if "grouped_gemm" not in (getattr(config, "base_model_ep_plan", None) or {}).values():
         return 0
     counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     return next(filter(None, counts), 0)
@@ -88,16 +89,6 @@ def expert_names(model: Model) -> tuple[str, ...]:
 
 def _experts(model: Model) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The paths of the experts' modules, and the names of their parameters, of which row i is expert i's."""
-    plan: dict[str, str] = getattr(model.config, "base_model_ep_plan", None) or {}
-    modules = [pattern for pattern, rule in plan.items() if rule == "ep_dispatch_experts"]
-    rows = [pattern for pattern, rule in plan.items() if rule == "grouped_gemm"]
-    paths = (path for path, _ in model.skeleton.named_modules())
-    names = (name for name in model.shapes if name.startswith(model.prefix))
-    return (
-        tuple(path for path in paths if _matches(modules, path)),
-        tuple(name for name in names if _matches(rows, name.removeprefix(model.prefix))),
-    )
-
-
-def _matches(patterns: list[str], name: str) -> bool:
-    return any(re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) for pattern in patterns)
+    names = {name.removeprefix(model.prefix): name for name in model.shapes if name.startswith(model.prefix)}
+    rows = planned(model.config, "grouped_gemm", names)
+    return tuple(dict.fromkeys(path.rpartition(".")[0] for path in rows)), tuple(names[path] for path in rows)

@@ -6,14 +6,15 @@ scores, normalisation and gradients stay (router replay, arXiv:2510.11370).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fppo.models.seams import take_place
 
@@ -114,14 +115,24 @@ class Choose(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def planned(config: PreTrainedConfig, rule: str, paths: Iterable[str]) -> list[str]:
+    """The paths, inside the base model, to which transformers' plan of expert parallelism applies a rule."""
+    plan: Mapping[str, str] = getattr(config, "base_model_ep_plan", None) or {}
+    patterns = [re.escape(pattern).replace(r"\*", r"\d+") for pattern, own in plan.items() if own == rule]
+    return [path for path in paths if any(re.fullmatch(pattern, path) for pattern in patterns)]
+
+
 def put_routers(base: PreTrainedModel, layers: Sequence[str], buffers: Mapping[str, torch.Size]) -> tuple[Router, ...]:
-    """Replaces the routers in `base`, whose classes transformers names, by seams; `buffers` are those that hold state.
+    """Replaces the routers in `base` by seams; `buffers` are those that hold state. transformers names their class
+    among what it records, or, in older versions, their paths in its plan of expert parallelism.
 
     Empty for a model whose routers fppo does not know: of several kinds, or without a matrix of a row per expert.
     """
     recorders = (getattr(base, "_can_record_outputs", None) or {}).get("router_logits")
     kind = recorders if isinstance(recorders, type) else getattr(recorders, "target_class", None)
-    paths = [path for path, module in base.named_modules() if kind is not None and isinstance(module, kind)]
+    modules = dict(base.named_modules())
+    paths = planned(base.config, "ep_router", modules)
+    paths = paths or [path for path, module in modules.items() if kind is not None and isinstance(module, kind)]
     routers = [_router(base, path, layers, buffers) for path in paths]
     known = [router for router in routers if router is not None]
     if len(known) < len(paths) or len({(router.experts, router.chosen) for router in known}) > 1:

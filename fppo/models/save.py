@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from fppo.models import lora
 from fppo.models._save_plan import Plan, plan
@@ -93,9 +94,10 @@ def save_config(
 def _save_others(
     draft: Path, tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None, generation_config: GenerationConfig | None
 ) -> None:
-    for other in (tokenizer, generation_config):
-        if other is not None:
-            other.save_pretrained(draft)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(draft)
+    if generation_config is not None:  # published ones contradict themselves, which save_pretrained may refuse
+        generation_config.to_json_file(draft / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
 
 
 def _check(model: Model, params: Params, mesh: Mesh) -> None:

@@ -9,7 +9,7 @@ from fppo.grad import value_and_grad
 from fppo.models.routing import RouterSeam, Routes
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.record import Kernels
-from tests.models.families import make
+from tests.models.families import make, skip_without_plan
 
 KERNELS = Kernels.named()
 TOKENS = torch.tensor([5, 7, 3, 9, 4, 8, 6])
@@ -31,6 +31,7 @@ def gradients(model, params, routes=None):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_recorded_and_replayed_is_the_plain_pass_to_the_bit(name):
+    skip_without_plan(name)
     model, params = make(name)
     model = attrs.evolve(model, checkpoint_layers=name in ("mixtral", "glm4_moe"))
     layers = [router.layer for router in model.routers]
