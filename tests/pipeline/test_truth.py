@@ -27,9 +27,9 @@ def task(tmp_path_factory):
 
 def after(model, params, tokens):
     """The output for the token after these, of which none is padding."""
-    mask = torch.ones(1, len(tokens), dtype=torch.bool)
-    places = torch.arange(len(tokens))[None]
-    hidden = models.hidden_states(model, params, torch.tensor([tokens]), places, attend=models.padded_attention(mask))
+    tokens = torch.tensor([tokens], device=next(iter(params.values())).device)
+    places, mask = torch.arange(tokens.shape[1], device=tokens.device)[None], torch.ones_like(tokens).bool()
+    hidden = models.hidden_states(model, params, tokens, places, attend=models.padded_attention(mask))
     return models.heads.logits_of(models.output_head(model, params), hidden[0, -1].float())
 
 
@@ -76,7 +76,7 @@ def test_it_is_the_difference_to_the_probability_of_the_answer(task):
     assert found["critic/true/sign"] == pytest.approx((real * gae > 0)[clear].double().mean().item())
     assert 0 < clear.sum() < len(clear)
     shown = [beside[0].exact_advantages, beside[0].advantages]
-    flat = torch.stack([x[beside[0].rollout.response_mask] for x in shown], 1).double()
+    flat = torch.stack([x[beside[0].rollout.response_mask] for x in shown], 1).double().cpu()
     torch.testing.assert_close(flat, torch.stack([real, gae], 1), atol=1e-4, rtol=1e-3)
 
 
