@@ -18,7 +18,7 @@ from fppo.ablate import ablate as run_all
 from fppo.ablate import operations
 from fppo.ablate.presets import sizes_of
 from fppo.ablate.result import plain
-from fppo.assembly.parts import kernel_table, kernels_of
+from fppo.assembly.parts import kernel_table, kernels_of, named_device
 from fppo.assembly.run import assemble
 from fppo.commands.actions import beginning, restored, settings_of
 from fppo.pipeline import replay, swap
@@ -72,9 +72,7 @@ def _write(path: str, text: str) -> None:
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name!r}: torch sees no GPU here; give cpu")
-    return torch.device(name)
+    return named_device(name, f"--device {name!r}")
 
 
 def _shapes(settings: AblateSettings, ops: list[str]) -> list[dict[str, int]]:

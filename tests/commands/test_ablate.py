@@ -126,7 +126,7 @@ def doubled(*args, **keywords):
         (["--with", "gae=math:sqrt"], "'gae' is not among the operations"),
         (["--op", "gae,pad", "--with", "math:sqrt"], "say which operation it is for, as gae=math:sqrt"),
         (["--with", "math:pi"], "is a float, not a function"),
-        (["--device", "cuda:9"], "torch sees no GPU here"),
+        (["--device", "cuda:99"], "--device 'cuda:99': t"),
         (["--repeats", "0", "--law-seconds", "-1"], "2 problems"),
         (["--step", "3"], "--replay RUN and --step N go together"),
         (["--replay", "no_such_run", "--step", "3"], "no such file; give the output_dir of a run"),

@@ -282,7 +282,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_over_its_record(ru
 def _unable_to_train(run: Path, task: Path) -> None:
     """Takes away what no command but training may need, and has the settings ask for what this machine lacks."""
     text = (run / "settings.toml").read_text()
-    text = text.replace('device = "auto"', 'device = "cuda"').replace(str(task), str(task / "gone"))
+    text = text.replace('device = "auto"', 'device = "cuda:99"').replace(str(task), str(task / "gone"))
     text = text.replace(str(task / "gone" / "test.jsonl"), str(task / "test.jsonl"))
     (run / "settings.toml").write_text(text)
     for file in run.glob("starts/*"):
@@ -300,11 +300,11 @@ def test_evaluation_and_export_need_only_what_they_use(task, run, capsys):
     stored = checkpoint.load(shapes, run / "checkpoints", 4, part=".critic.params")
     assert tree.digest(dict(critic)) == tree.digest(stored)
     assert AutoModelForTokenClassification.from_pretrained(run.parent / "critic").num_labels == 1
-    assert "torch sees no GPU here" in fppo(capsys, "eval", run, status=2)
+    assert "device = 'cuda:99': t" in fppo(capsys, "eval", run, status=2)
     files_of_its_own = re.compile(r"_eval_\d+")
     again = fppo(capsys, "eval", run, "--device", "cpu")
     assert files_of_its_own.sub("", again) == files_of_its_own.sub("", expected)
-    assert "torch sees no GPU here" in fppo(capsys, "export", run, run.parent / "x", "--device", "cuda", status=2)
+    assert "device = 'cuda:99': t" in fppo(capsys, "export", run, run.parent / "x", "--device", "cuda:99", status=2)
     shutil.rmtree(run / "checkpoints")
     assert "holds no checkpoint" in fppo(capsys, "export", run, run.parent / "x", status=2)
 
