@@ -80,8 +80,13 @@ def flex(
     keys = lengths if key_lengths is None else key_lengths
     mask = _mask(lengths.lengths, keys.lengths, window, query.device)
 
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    limit = (
+        None if softcap is None else torch.full((), softcap, dtype=dtype, device=query.device)
+    )  # 2.11 takes no float
+
     def cap(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)  # type: ignore[operator]
+        return limit * torch.tanh(score / limit)  # type: ignore[operator]
 
     attend: Callable[..., Any] = _compiled() if query.is_cuda else flex_attention
     try:
