@@ -24,6 +24,7 @@ from fppo.rollout.check import check_engine
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Engine
 from fppo.rollout.spread import FetchingEngine, SpreadEngine
+from fppo.runtime.devices import named_device
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.offload import Lane
 from fppo.settings import checks, files
@@ -56,16 +57,6 @@ def device_of(settings: TrainSettings) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() and not ranks_without_gpus(settings.placement) else "cpu"
     return named_device(name, f"device = {name!r}")
-
-
-def named_device(name: str, setting: str) -> torch.device:
-    """The device of that name. Raises ValueError that begins with `setting` if it is not there."""
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"{setting}: torch sees no GPU here; give cpu")
-    device = torch.device(name)
-    if device.index is not None and device.type == "cuda" and device.index >= torch.cuda.device_count():
-        raise ValueError(f"{setting}: there are {torch.cuda.device_count()} GPUs here, cuda:0 the first")
-    return device
 
 
 def mesh_sizes(settings: TrainSettings, world: int) -> dict[str, int]:

@@ -18,7 +18,7 @@ from fppo.ablate import ablate as run_all
 from fppo.ablate import operations
 from fppo.ablate.presets import sizes_of
 from fppo.ablate.result import plain
-from fppo.assembly.parts import kernel_table, kernels_of, named_device
+from fppo.assembly.parts import kernel_table, kernels_of
 from fppo.assembly.run import assemble
 from fppo.commands.actions import beginning, restored, settings_of
 from fppo.pipeline import replay, swap
@@ -26,6 +26,7 @@ from fppo.pipeline.program import RunState
 from fppo.pipeline.swap import Parting, Trace
 from fppo.pipeline.train import iterate
 from fppo.runs import session, starts
+from fppo.runtime.devices import named_device
 from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.train import TrainSettings

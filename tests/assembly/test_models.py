@@ -198,8 +198,8 @@ def test_a_reward_model_is_kept_in_its_dtype(tmp_path, monkeypatch):
     judge = small_model(len(character_tokenizer(CHARACTERS)), width=16, layers=1)
     judge = models.build(judge.config, "value")
     models.save(judge, models.init_params(judge, Key(1)), tmp_path / "judge")
-    kept = []
-    monkeypatch.setattr(loading_rewards, "on_device", lambda params, device: kept.append(params) or params)
+    kept, own = [], loading_rewards.on_device
+    monkeypatch.setattr(loading_rewards, "on_device", lambda params, device: kept.append(params) or own(params, device))
     scores = []
     for dtype in ("float32", "bfloat16"):
         changes = {"reward__model__path": str(tmp_path / "judge"), "reward__model__dtype": dtype}

@@ -127,7 +127,7 @@ def test_batches_are_on_the_host_if_all_models_are_elsewhere(task, monkeypatch):
 def test_roles_on_ranks_of_their_own_are_one_process(task, changes, together, monkeypatch):
     monkeypatch.setattr(roles, "at_once", together)
     make = tiny_run.settings if "eval__exact_values" in changes else judged
-    settings, ahead = make(task, actor__kl_coef=0.1, **changes), changes.get("rollout__ahead", 0)
+    settings, ahead = make(task, device="cpu", actor__kl_coef=0.1, **changes), changes.get("rollout__ahead", 0)
     with assemble(settings) as assembly:
         expected = steps(assembly, {}, ahead=ahead)
     every = ("actor", "critic", "reference", "reward")
@@ -142,7 +142,7 @@ def test_roles_on_meshes_of_their_own_are_those_meshes(task, axis):
         tiny_run.write_mixture(task)
     if axis == "pipeline":
         tiny_run.write_task(task, layers=2)
-    settings = tiny_run.settings(task) if axis in ("expert", "pipeline") else judged(task)
+    settings = (tiny_run.settings if axis in ("expert", "pipeline") else judged)(task, device="cpu")
 
     def on_rank(mesh):
         with assemble(settings, mesh=attrs.evolve(mesh, sharding=Sharding())) as assembly:
@@ -154,7 +154,7 @@ def test_roles_on_meshes_of_their_own_are_those_meshes(task, axis):
 
 @pytest.mark.slow
 def test_roles_and_engines_in_processes_of_their_own_are_one_process_though_an_engine_is_killed(task, monkeypatch):
-    settings = tiny_run.settings(task)  # whose batches are one request each
+    settings = tiny_run.settings(task, device="cpu")  # whose batches are one request each
     with assemble(settings) as assembly:
         expected = steps(assembly, {})
     answer, asked = EnginePool._answer, []

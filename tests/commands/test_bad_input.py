@@ -427,7 +427,7 @@ def test_a_disk_that_fills_up_says_how_to_go_on(task, capsys, monkeypatch):
 
 
 def test_what_is_loaded_is_said(task, capsys):
-    assert cli.main(["train", str(task / "run.toml"), "--steps", "1"]) == 0
+    assert cli.main(["train", str(task / "run.toml"), "--steps", "1", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80 + len(str(task))
     said = "\n".join(lines)

@@ -38,7 +38,7 @@ def test_a_run_shows_it_to_the_critic_alone(tmp_path):
             if not limit:
                 continue
             for row, truth in enumerate(batch.ground_truth):
-                ids = torch.tensor(run.tokenizer.encode(truth))
+                ids = torch.tensor(run.tokenizer.encode(truth), device=batch.tokens.device)
                 one = tree.replace(
                     tree.map(lambda x, row=row: x[row : row + 1], batch),
                     tokens=torch.cat([ids, batch.tokens[row]])[None],

@@ -27,7 +27,7 @@ def test_a_registered_kernel_is_found_and_its_refusal_told():
     extended = table.register("attention", "fast", fast)
     assert table.available("attention", table=extended)["fast"] == "no GPU here"
     assert "fast" not in table.available("attention")
-    with pytest.raises(ValueError, match=r"attention/fast cannot run here: no GPU here; there are \['eager', 'sdpa'"):
+    with pytest.raises(ValueError, match=r"attention/fast cannot run here: no GPU here; there are \['eager', .*'sdpa'"):
         Kernels.named(attention="fast", table=extended)
     with pytest.raises(ValueError, match="is in the table already"):
         table.register("attention", "fast", fast, table=extended)

@@ -19,7 +19,7 @@ def take_step(directory, *, wrong=True, **changes):
 
     def other(head, hidden, linear):
         logits = plain(head, hidden, linear)
-        return logits + noise[:, : logits.shape[1]]
+        return logits + noise[:, : logits.shape[1]].to(logits.device)
 
     with assemble(tiny_run.settings(directory, **changes)) as assembly, pytest.MonkeyPatch.context() as patch:
         if wrong:

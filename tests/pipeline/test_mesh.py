@@ -57,7 +57,15 @@ def numbers(report):
     ("axes", "changes"),
     [
         ({"shard": 2}, {"eval__exact_values": True}),
-        ({"replicate": 2, "shard": 2}, {"algorithm__advantage": "grpo", "rollout__n": 2, "actor__kl_coef": 0.1}),
+        (
+            {"replicate": 2, "shard": 2},
+            {
+                "algorithm__advantage": "grpo",
+                "rollout__n": 2,
+                "actor__kl_coef": 0.1,
+                "reward__functions": ["tests.rewards.functions:length"],
+            },
+        ),
         ({"shard": 2, "sequence": 2}, {"mesh__stage": 2}),
         ({"sequence": 2}, {"algorithm__advantage": "remax"}),
         ({"shard": 2}, {"algorithm__old_log_probs": "auto"}),
@@ -91,7 +99,7 @@ def test_steps_on_a_mesh_are_those_of_one_process(tmp_path, axes, changes, monke
     """Rollouts, rewards, log-probs and updates are spread; tokens, advantages, states and metrics are the same."""
     monkeypatch.setattr(gap, "WHOLE_STEPS", 1)
     tiny_run.write_task(tmp_path, layers=axes.get("pipeline", 1))
-    settings = tiny_run.settings(tmp_path, **changes)
+    settings = tiny_run.settings(tmp_path, device="cpu", **changes)
     (expected, held_out) = steps(settings, LOCAL, 2)
     stage = settings.mesh.stage
 
@@ -131,7 +139,7 @@ def digests_of_whole(run, assembly):
 def test_a_run_saved_on_two_ranks_goes_on_on_any_mesh(tmp_path, saving, axes):
     """The state that another mesh loads is bit-equal, and the next step that of the mesh that saved."""
     tiny_run.write_task(tmp_path, layers=2 if "pipeline" in saving | axes else 1)
-    settings = tiny_run.settings(tmp_path, actor__kl_coef=0.1, critic__popart=0.3)
+    settings = tiny_run.settings(tmp_path, device="cpu", actor__kl_coef=0.1, critic__popart=0.3)
 
     def go_on(mesh, saving):
         mesh = attrs.evolve(mesh, sharding=Sharding())

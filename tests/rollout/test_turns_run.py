@@ -46,7 +46,7 @@ def test_whole_steps_with_turns(tmp_path, changes):
 @pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 2, "sequence": 2}])
 def test_steps_on_a_mesh_are_those_of_one_process(tmp_path, axes):
     """Every rank asks for some of the rows, remax's greedy ones too, and all train on the same."""
-    settings = with_adder(tmp_path, algorithm__advantage="remax")
+    settings = with_adder(tmp_path, device="cpu", algorithm__advantage="remax")
     expected, held_out = steps(settings, LOCAL, 2)
 
     def on_rank(mesh):

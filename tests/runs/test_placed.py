@@ -63,7 +63,7 @@ def task(tmp_path_factory):
 
 
 def train(task, directory, **changes):
-    asked = {"steps": 3, "actor__optimizer__schedule": "constant"} | changes
+    asked = {"device": "cpu", "steps": 3, "actor__optimizer__schedule": "constant"} | changes
     assert actions.train(tiny_run.settings(task, output_dir=str(directory), **asked)) == 0
     return directory
 
@@ -252,10 +252,10 @@ def test_what_stages_and_shards_have_saved_is_whole_in_one_process_and_theirs_ag
     directory = train(tmp_path, tmp_path / "run", steps=1, **two)
     recorded = next(line for line in lines(directory)[1] if line["step"] == 1)
     assert recorded["kind"] == "sums"
-    with assemble(tiny_run.settings(tmp_path, output_dir=str(directory))) as assembly:
+    with assemble(tiny_run.settings(tmp_path, device="cpu", output_dir=str(directory))) as assembly:
         run = session.load(assembly, directory / session.CHECKPOINTS, 1)
     assert digests.digest(run, "sums", device=torch.device("cpu")) == recorded["result"]
-    settings = tiny_run.settings(tmp_path, output_dir=str(directory), **two)
+    settings = tiny_run.settings(tmp_path, device="cpu", output_dir=str(directory), **two)
     with pools.groups_of(settings) as places, assemble(settings, groups=places.roles) as assembly:
         run = session.load(assembly, directory / session.CHECKPOINTS, 1)
         assert session.of_state(assembly)(run, "sums") == recorded["result"]
