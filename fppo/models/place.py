@@ -262,6 +262,7 @@ def check_placed(model: Model, ranks: int) -> None:
 
     Raises ValueError that names the model type, for other logits or where its code fails on slices of the tokens.
     """
+    check_rows_whole(model.whole_config, {"tensor": ranks})
     kind, probe = model.config.model_type, probes.make_probe(model, heads=(4, 2, None))
     heads, key_heads = _heads(probe.model)
     replicated = _heads(model)[1] % ranks != 0

@@ -26,7 +26,7 @@ OPTIMIZER = adamw(lambda step: 0.01, eps=1.0, max_grad_norm=0.5)
 LAYOUTS = [
     ("qwen3_5_text", "lm", {"shard": 2}, 3, True),
     ("bamba", "value", {"shard": 2}, 3, False),
-    ("mamba", "lm", {"replicate": 2, "shard": 2}, 2, True),
+    ("mamba", "lm", {"shard": 2}, 2, True),
     ("qwen3_next", "lm", {"expert": 2}, None, False),
     ("qwen3_5_text", "lm", {"pipeline": 2}, None, True),
 ]
@@ -63,7 +63,12 @@ def test_axes_that_cut_rows_or_heads_are_refused(axis):
     with pytest.raises(ValueError, match=f"'bamba' on a {axis} axis of 2 ranks: its layers .0. carry states along"):
         Forward(model, mesh=mesh)
     with pytest.raises(ValueError, match="give the ranks to shard or replicate"):
-        check_mesh(HYBRIDS["bamba"], mesh)
+        check_mesh(HYBRIDS["bamba"], "", mesh)
+
+
+def test_a_model_without_attention_is_refused_on_a_tensor_axis():
+    with pytest.raises(ValueError, match="'mamba' on a tensor axis of 2 ranks: its layers"):
+        models.check_placed(models.build(HYBRIDS["mamba"]), 2)
 
 
 def test_layers_with_states_are_not_compiled():
