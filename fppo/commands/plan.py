@@ -18,22 +18,22 @@ from transformers.utils import logging as transformers_logging
 from fppo.models.adapted import Lora
 from fppo.plan.case import Case, Role, balanced
 from fppo.plan.hardware import hardware_of
-from fppo.plan.plan import plan
-from fppo.plan.pools import of_roles
+from fppo.plan.plan import Plan, plan
 from fppo.plan.presets import config_of
-from fppo.plan.remedies import remedies
+from fppo.plan.remedies import Remedy, remedies
 from fppo.plan.search import search
 from fppo.plan.text import report, summary
 from fppo.plan.text_search import found_report, found_summary
 from fppo.plan.values import GIB, plain
 from fppo.runtime.mesh import DATA_AXES, Sharding
-from fppo.settings import resolve
+from fppo.settings import placement, resolve
 from fppo.settings.mesh import PlanMeshSettings
 from fppo.settings.plan import PlanSettings
 
 ENGINES = (
     "Each rank is an engine with the whole policy, {size:,.1f} GiB of parameters as they are trained; its keys and "
-    "values, and vLLM's own copy, are not planned."
+    "values, and vLLM's own copy, are not planned. The controller sends them after each update: to {ranks:,} engines "
+    "{sent:,.1f} GiB."
 )
 Pools = Mapping[str, tuple[PlanMeshSettings, Sequence[str]]]  # the mesh of each, and the models in it
 
@@ -50,7 +50,7 @@ def run(settings: PlanSettings, pools: Pools = MappingProxyType({})) -> int:
         _put(settings, found_report(found, width=width), found_summary(found))
         return 0 if found.best else 1
     estimate = plan(case)
-    helping = remedies(estimate) if settings.tries and not estimate.fits else None
+    helping = _helping(settings, estimate)
     _put(settings, report(estimate, helping, width=width), summary(estimate, helping))
     return 0 if estimate.fits else 1
 
@@ -63,9 +63,10 @@ def _of_pools(settings: PlanSettings, pools: Pools) -> int:
     policy = 0  # its parameters
     for name, (mesh, models) in pools.items():
         if models == ["rollout"]:  # behind the pool of the policy
-            size = 4.0 * policy
-            texts += [f"pool {name}: rollout", "", *textwrap.wrap(ENGINES.format(size=size / GIB), width), ""]
-            numbers[name] = {"parameter_bytes": size}
+            size, ranks = 4.0 * policy, math.prod(mesh.sizes(mesh.shard or 1).values())
+            words = ENGINES.format(size=size / GIB, ranks=ranks, sent=ranks * size / GIB)
+            texts += [f"pool {name}: rollout", "", *textwrap.wrap(words, width), ""]
+            numbers[name] = {"parameter_bytes": size, "sent_bytes": ranks * size}
             continue
         own = attrs.evolve(
             settings,
@@ -75,13 +76,21 @@ def _of_pools(settings: PlanSettings, pools: Pools) -> int:
             reference="reference" in models,
             reward_model=settings.reward_model if "reward model" in models else None,
         )
-        estimate = of_roles(plan(case_of(own)), models)
+        estimate = plan(attrs.evolve(case_of(own), only=tuple(models)))
         policy = estimate.parameters.get("actor", policy)
-        texts += [f"pool {name}: {', '.join(models)}", "", report(estimate, None, width=width), ""]
-        numbers[name] = summary(estimate, None)
+        helping = _helping(settings, estimate, None if name == placement.HERE else name)
+        texts += [f"pool {name}: {', '.join(models)}", "", report(estimate, helping, width=width), ""]
+        numbers[name] = summary(estimate, helping)
         fits = fits and estimate.fits
     _put(settings, "\n".join(texts).rstrip(), numbers)
     return 0 if fits else 1
+
+
+def _helping(settings: PlanSettings, estimate: Plan, pool: str | None = None) -> list[Remedy] | None:
+    """What would make a plan fit, of a pool if it is one's; None if it does, or nothing is to be tried."""
+    if estimate.fits or not settings.tries:
+        return None
+    return [attrs.evolve(remedy, pool=pool) for remedy in remedies(estimate)]
 
 
 def _put(settings: PlanSettings, table: str, numbers: dict[str, Any]) -> None:

@@ -71,11 +71,16 @@ class Case:
     dtype: torch.dtype = torch.float32  # that parameters are kept in
     forward_tokens: int | None = None  # of a pass without a gradient, in place of `tokens`
     roles: Mapping[str, Role] = attrs.field(factory=dict)  # what differs for the critic, the reference, ...
+    only: tuple[str, ...] | None = None  # of a pool: the roles that are in it; the others' stages and state are not
     full: bool = False  # run every layer, where few tell of all
 
     def size(self, axis: str) -> int:
         """Ranks of an axis."""
         return self.mesh.get(axis, 1)
+
+    def has(self, role: str) -> bool:
+        """Whether a role of the step ("actor", "critic", "reference", "reward model") is one that is planned."""
+        return self.only is None or role in self.only
 
     def at(self, stage: str) -> Case:
         """The case as one of its stages (`ROLES`) has it: the passes, dtypes, recomputation and place of its model."""

@@ -81,7 +81,9 @@ def hardware_of(
             raise ValueError(f"--gpu custom needs all of its numbers; missing: {', '.join(f'--{n}' for n in missing)}")
         return attrs.evolve(KNOWN["h100"], name=name, flops_float32=(flops or 0.0) / 15, **changes)
     if name == "cpu":
-        return attrs.evolve(_CPU, memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), **changes)
+        return attrs.evolve(
+            _CPU, **{"memory": float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), **changes}
+        )
     if name not in KNOWN:
         raise ValueError(f"--gpu {name!r} is not known; {did_you_mean(name, [*KNOWN, 'cpu', 'custom'], cutoff=0.5)}")
     return attrs.evolve(KNOWN[name], **changes)

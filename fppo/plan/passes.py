@@ -18,7 +18,7 @@ from fppo.plan import standins
 from fppo.plan._group import Sent, counting_mesh
 from fppo.plan._track import BATCH, HOST, LOGITS, STATE, Tracker
 from fppo.plan.built import REWARD, STAGES, Built, models_of
-from fppo.plan.case import Case
+from fppo.plan.case import ROLES, Case
 from fppo.plan.values import Phase
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh
@@ -43,7 +43,8 @@ PASSES = 2  # the second has everything that any later one has: gradients that a
 def stages_of(case: Case) -> list[str]:
     """The stages of the case's step, in order."""
     has = models_of(case)
-    return [name for name, model in STAGES.items() if model in has and (case.reference or name != "reference")]
+    every = [name for name, model in STAGES.items() if model in has and (case.reference or name != "reference")]
+    return [name for name in every if case.has(ROLES[name])]
 
 
 def rows_of(case: Case, count: int) -> Experience:

@@ -105,7 +105,9 @@ def plan(case: Case, *, only_if_fits: bool = False, built: Built | None = None) 
 def _plan(case: Case, only_if_fits: bool, built: Built) -> Plan:
     """The plan of one rank of a pipeline."""
     rest = _at_rest(case, built)
-    parameters = {name: _numbers(built.model(case, name).whole_shapes) for name in models_of(case)}
+    parameters = {name: _numbers(built.model(case, name).whole_shapes) for name in models_of(case) if case.has(name)}
+    if case.only is not None and "reference" in case.only:
+        parameters["reference"] = _numbers(built.model(case, "actor").whole_shapes)
     stages: list[Stage] = []
     work = pipeline_work(case, "actor", built)
     imbalance = max(work) * len(work) / sum(work)
@@ -229,7 +231,7 @@ def _kept(case: Case, name: str, built: Built) -> float:
 def _at_rest(case: Case, built: Built) -> dict[str, float]:
     """Bytes on a rank between the stages."""
     rest: dict[str, float] = {}
-    for name in models_of(case):
+    for name in filter(case.has, models_of(case)):
         at = case.at(name if name == REWARD else f"update {name}")
         rest[f"{name}'s parameters"] = _kept(at, name, built)
         if name != REWARD:
@@ -237,7 +239,7 @@ def _at_rest(case: Case, built: Built) -> dict[str, float]:
     if case.lora is not None:  # the critic's and the reference's, too
         base = {n: shape for n, shape in _every_shape(case, "actor", built).items() if not is_trained(n)}
         rest["base's weights"] = passes.base_dtype(case).itemsize * _numbers(base)
-    elif case.reference:
+    elif case.reference and case.has("reference"):
         rest["reference's parameters"] = _kept(case.at("reference"), "actor", built)
     row = passes.rows_of(case, 1)
     size = sum(x.nbytes for x in tree.tensors(row))

@@ -24,11 +24,18 @@ class Remedy:
 
     flags: Flags
     plan: Plan
+    pool: str | None = None  # whose plan it is
 
     @property
     def words(self) -> str:
-        """As on the command line."""
-        return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in self.flags.items())
+        """As on the command line; axes and ranks of a pool as in a settings file."""
+        return " ".join(self._word(name, value) for name, value in self.flags.items())
+
+    def _word(self, name: str, value: Any) -> str:
+        if self.pool is not None and name in (*MESH, "gpus"):
+            field = "ranks" if name == "gpus" else name.rpartition(".")[2]
+            return f"placement.pools.{self.pool}.{field}={value}"
+        return f"--{name}" if value is True else f"--{name} {value}"
 
     @property
     def seconds_per_token(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import attrs
 import pytest
@@ -20,7 +21,7 @@ from fppo.plan.estimate import LINK_SHARE, ORDER, _collective, link, seconds_of
 from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import _at_rest, _plan, pipeline_work, plan
 from fppo.plan.presets import PRESETS, config_of
-from fppo.plan.remedies import applied, families, remedies
+from fppo.plan.remedies import Remedy, applied, families, remedies
 from fppo.plan.rough import facts_of, rough
 from fppo.plan.values import GIB, Cost, Phase, Work
 from fppo.runtime.mesh import Mesh, Sharding
@@ -89,6 +90,14 @@ def test_what_does_not_fit_fits_with_each_remedy():
         assert again.fits
         assert again.peak.total == remedy.plan.peak.total
         assert again.tokens == plan(tight).tokens or "mesh.sequence" in remedy.flags
+
+
+def test_the_remedies_of_a_pool_name_its_own_axes():
+    flags = {"mesh.shard": 4, "gpus": 8, "mesh.stage": 3, "checkpoint-layers": True}
+    own = "placement.pools.p.shard=4 placement.pools.p.ranks=8 --mesh.stage 3 --checkpoint-layers"
+    planned = plan(bare())
+    assert Remedy(flags, planned, pool="p").words == own
+    assert Remedy(flags, planned).words == "--mesh.shard 4 --gpus 8 --mesh.stage 3 --checkpoint-layers"
 
 
 @pytest.mark.slow
@@ -406,7 +415,7 @@ def test_the_plan_of_a_run_with_pools_is_one_of_each(tmp_path, capsys):
     pools = json.loads(capsys.readouterr().out)
     assert run(str(tmp_path / "alone.toml"), *flags) == 0
     alone = json.loads(capsys.readouterr().out)
-    assert pools.pop("e")["parameter_bytes"] == 4 * alone["parameters"]["actor"]
+    assert pools.pop("e") == {"parameter_bytes": (size := 4 * alone["parameters"]["actor"]), "sent_bytes": 3 * size}
     assert {name: list(pool["parameters"]) for name, pool in pools.items()} == {
         "p": ["actor", "reference"],
         "v": ["critic"],
@@ -419,8 +428,12 @@ def test_the_plan_of_a_run_with_pools_is_one_of_each(tmp_path, capsys):
     for stage in pools["v"]["stages"]:
         assert stage["total_bytes"] == pytest.approx(whole[stage["name"]]["total_bytes"] - elsewhere, rel=1e-3)
         assert stage["seconds"]["total"] == pytest.approx(whole[stage["name"]]["seconds"]["total"], rel=0.02)
-    assert run(str(tmp_path / "placed.toml"), "--gpu", "cpu") == 0
+    needed = {name: max(stage["total_bytes"] for stage in pool["stages"]) for name, pool in pools.items()}
+    memory = (needed["p"] + needed["v"]) / 2 / GIB
+    assert run(str(tmp_path / "placed.toml"), "--gpu", "cpu", "--memory", str(memory)) == 1
     shown = capsys.readouterr().out
-    assert "pool p: actor, reference" in shown
-    assert "pool v: critic" in shown
+    of_p, of_v = shown[shown.index("pool p: actor, reference") :].split("pool v: critic")
+    assert needed["p"] < needed["v"]
+    assert ("It fits" in of_p, "What would make it fit" in of_p) == (True, False)
+    assert re.search(r"It does not fit: update critic .*What would make it fit.* --tokens \d+\n", of_v, re.DOTALL)
     assert "pool e: rollout\n\nEach rank is an engine with the whole policy" in shown
