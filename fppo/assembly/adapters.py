@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from fppo.assembly.parts import bare_model, load_actor, load_critic, on_device
+from fppo.assembly.readers import reader_params
 from fppo.assembly.texts import directory_of
 from fppo.key import Key
 from fppo.models import lora, lora_files
@@ -54,14 +55,16 @@ def adapted_critic(
     settings: TrainSettings, policy: Model | None, mesh: Mesh, device: torch.device
 ) -> tuple[Model | None, Params]:
     """The critic: on the base of `policy`, if that is here, where both are adapted and begin from the same weights;
-    else loaded."""
+    else loaded. One that is no model has parameters alone."""
     key = Key(settings.seed)
-    if policy is not None and shares_base(settings) and uses_critic_model(settings):
+    if not uses_critic_model(settings):
+        return None, on_device(reader_params(settings, key.fold("critic")), device)
+    if policy is not None and shares_base(settings):
         model, params = _on_base(settings, policy, key, mesh)
     else:
         model, params = load_critic(settings, key, mesh)
     params = on_device(params, device)
-    if model is None or not critic_uses_lora(settings):
+    if not critic_uses_lora(settings):
         return model, params
     return lora.adapt(model, params, _spec(settings, "value"), key=key.fold("critic's adapter"), mesh=mesh)
 

@@ -35,8 +35,6 @@ from fppo.settings.modules import INNER, KERNELS
 from fppo.settings.placement import places_of, pools_of, ranks_without_gpus
 from fppo.settings.train import ActorSettings, TrainSettings
 from fppo.settings.vllm import VllmSettings
-from fppo.steps.confidence import init_confidence
-from fppo.steps.hidden import init_hidden
 from fppo.steps.images import check_axes
 from fppo.steps.micro_batching import MicroBatching
 from fppo.workers.imports import imported
@@ -121,14 +119,8 @@ def base_dtype(settings: TrainSettings) -> torch.dtype:
     return getattr(torch, names.pop()) if len(names) == 1 else torch.float32
 
 
-def load_critic(settings: TrainSettings, key: Key, mesh: Mesh) -> tuple[Model | None, Params]:
-    """The critic: a model, where it is one, and its parameters."""
-    if not checks.uses_critic_model(settings):
-        place, members, outputs = key.fold("critic"), settings.critic.ensemble, value_head_of(settings).outputs
-        if settings.critic.reads == "confidence":
-            return None, init_confidence(place, outputs=outputs, members=members)
-        size = models.hidden_width(bare_model(settings))
-        return None, init_hidden(place, size, outputs=outputs, members=members)
+def load_critic(settings: TrainSettings, key: Key, mesh: Mesh) -> tuple[Model, Params]:
+    """The critic that is a model, and its parameters."""
     section, role = settings.model, settings.critic
     setting, recompute = "critic_path" if section.critic_path else "path", role.checkpoint_layers
     model, params = _loader(settings, mesh)(
