@@ -207,9 +207,8 @@ def compute_dtype_of(name: str) -> torch.dtype | None:
 
 
 def check_mesh(config: PreTrainedConfig, pool: str, mesh: Mesh) -> None:
-    """Raises ValueError if there are fewer layers than stages, if the expert axis does not divide the experts, the
-    tensor axis not the model's sizes, or the sequence axis not the attention heads that it leaves; `pool` names a
-    pool's mesh."""
+    """Raises ValueError, of a pool that `pool` names, for fewer layers than stages, an expert axis that does not divide
+    the experts, a tensor axis not the model's sizes, or a sequence axis not the attention heads that this leaves."""
     try:
         _check_mesh(config, mesh)
     except ValueError as error:
