@@ -337,7 +337,7 @@ def engine_of(
     if settings.rollout.engine == "embedded" or idle:
         yield embedded_engine(settings, model, kernels, pad_token_id, mesh, lane)
         return
-    with vllm_engine(settings.rollout.vllm, model, pad_token_id, mesh) as engine:
+    with vllm_engine(settings.rollout.vllm, model, pad_token_id, mesh, settings.model.lora.send) as engine:
         yield SpreadEngine(engine=_fetching(settings, engine, lane), mesh=mesh, pad_token_id=pad_token_id)
 
 
@@ -359,8 +359,10 @@ def _fetching(settings: TrainSettings, engine: Engine, lane: Lane) -> Engine:
     return FetchingEngine(engine=engine, lane=lane) if offload_of(settings, "actor") == "all" else engine
 
 
-def vllm_engine(section: VllmSettings, model: Model, pad_token_id: int, mesh: Mesh) -> VllmEngine:
-    """A vLLM of its own, as the section says. Use it in a `with`, or close it."""
+def vllm_engine(
+    section: VllmSettings, model: Model, pad_token_id: int, mesh: Mesh, adapter: Literal["merged", "alone"] = "merged"
+) -> VllmEngine:
+    """A vLLM of its own, as the section says, to which an adapter goes so. Use it in a `with`, or close it."""
     from fppo.rollout.vllm.engine import VllmEngine, VllmOptions  # here: it starts processes of another package
 
     options = VllmOptions(
@@ -379,6 +381,7 @@ def vllm_engine(section: VllmSettings, model: Model, pad_token_id: int, mesh: Me
         restarts=section.restarts,
         patience=section.patience,
         start_patience=section.start_patience,
+        adapter=adapter,
         extra=section.extra,
     )
     return VllmEngine(

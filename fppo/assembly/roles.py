@@ -178,7 +178,7 @@ def make_engine_of_pool(here: Here, settings: TrainSettings, pad_token_id: int) 
     tools, vllm = _tools(here, settings), settings.rollout.engine == "vllm"
     model = policy_model(settings, here.mesh, torch.device("cpu") if vllm else here.device)  # where parameters come
     if vllm:
-        return vllm_engine(settings.rollout.vllm, model, pad_token_id, here.mesh).generate
+        return vllm_engine(settings.rollout.vllm, model, pad_token_id, here.mesh, settings.model.lora.send).generate
     settings = attrs.evolve(settings, model=attrs.evolve(settings.model, offload="none"))  # they are where it runs
     return embedded_engine(settings, model, tools.kernels, pad_token_id, here.mesh, tools.lane).generate
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from fppo.models.adapted import Lora
+from fppo.models.adapted import FACTORS, Lora
 from fppo.models.heads import embedding_name, vocabulary_head
 from fppo.models.lora import frozen_of
 from fppo.models.model import Model, Params
@@ -86,16 +86,16 @@ def load(model: Model, directory: Path, *, like: Mapping[str, Tensor], mesh: Mes
 
     Raises ValueError that names factors which are missing, unknown or of another shape.
     """
-    stored = safetensors.torch.load_file(directory / WEIGHTS)
+    found = safetensors.torch.load_file(directory / WEIGHTS)
     whole, taken, problems = {}, set[str](), list[str]()
     for name, (names, back) in _stored(model).items():
         taken |= set(names)
-        if absent := [each for each in names if each not in stored]:
+        if absent := [each for each in names if each not in found]:
             problems.append(f"missing {absent}")
             continue
-        factors = back(*(stored[each] for each in names))
+        factors = back(*(found[each] for each in names))
         whole |= {f"{name}.lora_A": factors[0], f"{name}.lora_B": factors[1]}
-    problems += [f"unknown {unknown[:5]}"] if (unknown := sorted(stored.keys() - taken)) else []
+    problems += [f"unknown {unknown[:5]}"] if (unknown := sorted(found.keys() - taken)) else []
     problems += [f"{n} of shape {list(x.shape)}" for n, x in whole.items() if x.shape != model.whole_shapes[n]]
     if problems:
         raise ValueError(f"the adapter in {directory} does not fit the model: {'; '.join(problems)}")
@@ -117,19 +117,14 @@ def save(
     It takes the place of what `check_replaceable` lets it. On a mesh that cuts parameters every rank must call, and the
     first one writes. Raises ValueError for adapters that have no form there: of a value model, of tied embeddings.
     """
-    stored, frozen = _stored(model), frozen_of(model)
-    whole = whole_params(model, dict(adapter), mesh)
+    frozen, tensors = frozen_of(model), stored(model, adapter, mesh)
 
     def write() -> None:
-        tensors: Params = {}
-        for name, (names, _) in stored.items():
-            a, b = (x.detach().cpu() for x in (whole[f"{name}.lora_A"], whole[f"{name}.lora_B"]))
-            tensors |= dict(zip(names, _forth(model, name, a, b), strict=True))
         with replacing(directory):
             draft = draft_of(directory)
             draft.mkdir()
             metadata = {"format": "pt", "base_digest": frozen.digest}
-            contiguous = {name: x.contiguous() for name, x in tensors.items()}
+            contiguous = {name: x.cpu().contiguous() for name, x in tensors.items()}
             safetensors.torch.save_file(contiguous, draft / WEIGHTS, metadata=metadata)
             text = json.dumps(_config(model, base), indent=2, sort_keys=True) + "\n"
             (draft / CONFIG).write_text(text, encoding="utf-8")
@@ -137,6 +132,17 @@ def save(
                 tokenizer.save_pretrained(draft)
 
     first_alone(write, mesh, device_of(adapter))
+
+
+def stored(model: Model, adapter: Mapping[str, Tensor], mesh: Mesh = LOCAL) -> Params:
+    """The whole factors as PEFT's files have them. On a mesh that cuts parameters every rank must call. Raises
+    ValueError for those that have no form there."""
+    forms, tensors = _stored(model), dict[str, Tensor]()
+    whole = whole_params(model, dict(adapter), mesh)
+    for name, (names, _) in forms.items():
+        a, b = (whole[name + factor].detach() for factor in FACTORS)
+        tensors |= dict(zip(names, _forth(model, name, a, b), strict=True))
+    return tensors
 
 
 def _config(model: Model, base: str) -> dict[str, Any]:

@@ -27,6 +27,8 @@ class LoraSettings:
     """The weights that have adapters: all-linear, ends of names, as q_proj, or patterns of whole names."""
     path: str | None = setting(None)
     """A directory with PEFT's files, whose adapter the policy starts from; rank, alpha, scaling and targets are its."""
+    send: Literal["merged", "alone"] = setting("merged")
+    """How the policy's adapter goes to vLLM: in merged weights, or alone, beside a base that is sent once."""
     critic_rank: int | None = setting(None, at_least(0))
     """The rank of the critic's adapter, else as the policy's; None: rank; 0: train all of the critic's weights."""
 
@@ -50,7 +52,7 @@ def lora_problems(s: TrainSettings, *, critic: bool) -> Problems:
     """What does not go together with adapters, in a run whose critic is a model or that has none."""
     lora, default = s.model.lora, LoraSettings()
     if not uses_lora(s):
-        for name in ("alpha", "scaling", "targets", "critic_rank"):
+        for name in ("alpha", "scaling", "targets", "send", "critic_rank"):
             yield from unread(f"model.lora.{name}", getattr(lora, name), getattr(default, name), "model.lora.rank > 0")
         return
     if lora.path is not None:
@@ -59,6 +61,11 @@ def lora_problems(s: TrainSettings, *, critic: bool) -> Problems:
                 yield problem(f"model.lora.{name}", value, f"the adapter in model.lora.path = {lora.path!r} says it")
     if not critic:
         yield from unread("model.lora.critic_rank", lora.critic_rank, None, "a critic that is a model")
+    if s.rollout.engine != "vllm":
+        yield from unread("model.lora.send", lora.send, default.send, 'rollout.engine = "vllm"')
+    elif lora.send == "alone":
+        reader = 'model.lora.send = "merged": of an adapter that goes alone all factors do'
+        yield from unread("rollout.vllm.send", s.rollout.vllm.send, "all", reader)
     if s.model.compile_layers:
         yield problem("model.compile_layers", True, "compiled layers take no adapters yet; leave it or model.lora out")
     if s.model.offload == "all":

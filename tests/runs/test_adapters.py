@@ -135,6 +135,17 @@ def test_what_does_not_go_with_adapters_is_named_at_once(task):
         assert f"{name.replace('__', '.')} = " in str(caught.value)
     for changes, words in (
         ({"model__lora__alpha": 4.0}, "model.lora.alpha = 4.0: nothing reads it here"),
+        ({"model__lora__send": "alone"}, "model.lora.send = 'alone': nothing reads it here"),
+        ({"model__lora__send": "alone", "model__lora__rank": 2}, "model.lora.send = 'alone': nothing reads it here"),
+        (
+            {
+                "model__lora__send": "alone",
+                "model__lora__rank": 2,
+                "rollout__engine": "vllm",
+                "rollout__vllm__send": "changed",
+            },
+            "rollout.vllm.send = 'changed': nothing reads it here",
+        ),
         ({"model__lora__path": "x", "model__lora__rank": 4}, "model.lora.rank = 4: the adapter in model.lora.path"),
     ):
         with pytest.raises(files.SettingsError, match=words):

@@ -72,6 +72,54 @@ def test_adapters_are_merged_for_each_version_and_only_what_they_change_is_sent_
         assert gap(engine, model, params) > 1e-3
 
 
+@pytest.mark.parametrize(("name", "host"), [("qwen2", "local"), ("qwen2-tied", "process")])
+def test_an_adapter_goes_alone_beside_a_base_that_is_sent_once(name, host, monkeypatch):
+    model, params = make(name)
+    adapted, adapter = models.adapt(model, params, Lora(2, 4.0, scaling="rslora"), key=Key(0))
+    options = VllmOptions(cache_gb=0.05, max_rows=16, adapter="alone", host=host)
+    with VllmEngine(adapted, pad_token_id=0, options=options) as engine:
+        for version in range(3):
+            adapter = {
+                name: x + 0.1 * version * torch.sin(torch.arange(x.numel())).view_as(x) for name, x in adapter.items()
+            }
+            done = engine.sync(adapter, version=version)
+            assert done.tensors == len(adapter) + (len(params) if version == 0 else 0)
+            assert gap(engine, model, models.merged(adapted, adapter)) < 1e-5
+            assert engine._probed == (version > 0)  # while B is 0, nothing tells an adapter from none
+        assert gap(engine, model, params) > 1e-3
+        engine.generate(adapter, Ask(make_prompts(), Sampling(max_tokens=4), Key(0), version=3))
+        held = engine._delivered
+        engine.generate(adapter, Ask(make_prompts(), Sampling(max_tokens=4), Key(1), version=3))
+        assert engine._delivered == held  # the same factors under the same version do not go again
+        call = engine._host.call
+
+        def lossy(method, *arguments):
+            if method == "fppo_take_adapter":
+                number, config, factors = arguments
+                first = next(iter(factors))
+                arguments = (number, config, {**factors, first: factors[first] + 1e-6})
+            return call(method, *arguments)
+
+        monkeypatch.setattr(engine._host, "call", lossy)
+        with pytest.raises(SyncError, match="lora_A"):
+            engine.sync(adapter, version=4)
+        assert engine.version is None
+        monkeypatch.undo()
+        assert engine.sync(adapter, version=4).tensors == len(adapter) + len(params)
+        assert gap(engine, model, models.merged(adapted, adapter)) < 1e-5
+
+
+def test_adapters_that_vllm_has_not_are_refused_by_name():
+    for name, targets, words in (
+        ("qwen2", ("embed_tokens",), "embed_tokens"),
+        ("qwen3_moe", ("all-linear",), "experts"),
+    ):
+        model, params = make(name)
+        adapted, _ = models.adapt(model, params, Lora(2, 4.0, targets), key=Key(0))
+        with pytest.raises(ValueError, match=rf"{words}.* cannot go to vLLM alone"):
+            VllmEngine(adapted, pad_token_id=0, options=VllmOptions(adapter="alone"))
+
+
 def test_a_dropped_or_renamed_tensor_is_named_whichever_it_is(qwen2):
     engine, model = qwen2
     _, params = make("qwen2", seed=9)

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
+import attrs
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -26,13 +27,16 @@ from fppo.rollout import sync
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.records import check_prompts, number_rows, response_limits, rollout_of
 from fppo.rollout.sync import Bucket, Origin, Rename, SyncError
+from fppo.rollout.vllm.adapter import changes_something, deliver, factors_of, weights_of, with_room
 from fppo.rollout.vllm.devices import buffer_bytes
 from fppo.rollout.vllm.host import (
     Answer,
+    DiedElsewhere,
     EngineDied,
     EngineFailure,
     Host,
     Request,
+    Synced,
     VllmOptions,
     check_installed,
     check_rows,
@@ -46,19 +50,6 @@ from fppo.runtime.parts import dtypes_of
 __all__ = ["EngineFailure", "SyncError", "Synced", "VllmEngine", "VllmOptions"]
 
 
-class Synced(NamedTuple):
-    """What a sync did: the version that the engine holds now, and what was sent for it."""
-
-    version: int
-    tensors: int
-    num_bytes: int
-    seconds: float
-
-
-class _DiedElsewhere(EngineDied):
-    """The engine of another rank died, not this one's."""
-
-
 class _Weights(NamedTuple):
     origin: Origin
     digests: dict[str, str]  # of this rank's shards, where only changes are sent
@@ -70,9 +61,10 @@ class VllmEngine:
     The engine holds the weights of one version. `generate` sends it others when the version differs, or the tensors are
     not those of before; every tensor's digest, and the set of names, is confirmed, and at the first sync (`probe`) the
     log-probs of some tokens are compared with the model's own. With `send="changed"` only parameters whose digests
-    differ go, those in `frozen` once. Adapters are merged for each sync. `rename` gives parameters the engine's names.
-    On a sharded `mesh` parameters are shards, and every rank's engine must be synced in the same order. `transfer`
-    gives the trainer's side of a transfer engine that vLLM has from a plugin, in place of `options.transport`.
+    differ go, those in `frozen` once. Adapters are merged for each sync, or go alone (`options.adapter`). `rename`
+    gives parameters the engine's names. On a sharded `mesh` parameters are shards, and every rank's engine must be
+    synced in the same order. `transfer` gives the trainer's side of a transfer engine that vLLM has from a plugin, in
+    place of `options.transport`.
 
     Raises ValueError without a vLLM that fppo can run on, EngineFailure if vLLM does not start or stops working, and
     SyncError if it does not hold what it was sent; an engine that failed or was interrupted takes all weights at its
@@ -95,7 +87,8 @@ class VllmEngine:
     ) -> None:
         self._source, self._model = model, model.plain
         self._pad, self._mesh = pad_token_id, mesh or Mesh.local()
-        self._options = options or VllmOptions()
+        self._options = with_room(model, options or VllmOptions())
+        self._alone, self._delivered = model.frozen is not None and self._options.adapter == "alone", 0  # adapters
         self._bucket_bytes, self._send, self._frozen, self._probe = bucket_bytes, send, frozen | lora.kept(model), probe
         self._rename = rename or sync.dtensor_weight_loader(model.config.model_type)
         own = model.compute_dtype or torch.float32
@@ -173,8 +166,7 @@ class VllmEngine:
         """What the engine gives tokens of rows of one length, from `start` on, after those before: float32 [B, T]."""
         whole = torch.tensor(rows)
         sampling = Sampling(max_tokens=whole.shape[1] - start, temperature=temperature)
-        prompts = [row[:start] for row in rows]
-        ids = torch.arange(len(rows))
+        prompts, ids = [row[:start] for row in rows], torch.arange(len(rows))
         answers: dict[int, Answer] = {}
         request = Request(prompts=prompts, sampling=sampling, key=Key(0), row_ids=ids, forced=whole[:, start:])
         self._generate(request, answers.__setitem__)
@@ -188,66 +180,73 @@ class VllmEngine:
         started = time.perf_counter()
         before, self._weights = self._weights, None  # unless all goes well, the engine holds nothing that may be used
         origin = Origin.of(params, version)
-        params = params if self._source.frozen is None else lora.merged(self._source, params, mesh=self._mesh)
+        dtype, adapter = getattr(torch, self._dtype), params
+        factors = factors_of(self._source, params, self._mesh, dtype) if self._alone else {}
+        params = weights_of(self._source, params, self._mesh, alone=self._alone)
         sync.compare_names(self._model.shapes, params)
         only, digests = self._wanted(params, before)
-        sent, count = dict[str, str](), 0
+        sent = {name: sync.digest(x, "bytes") for name, x in factors.items()}
+        count = sum(x.nbytes for x in factors.values())
 
         def recorded() -> Iterator[Bucket]:
             nonlocal count
-            model, size, kind = self._model, self._bucket_bytes, getattr(torch, self._dtype)
-            exact, layout = model.buffers, model.layout
+            model, size, exact, layout = self._model, self._bucket_bytes, self._model.buffers, self._model.layout
             shards = sync.reshard(
-                params, model.shapes, self._mesh, bucket_bytes=size, dtype=kind, only=only, exact=exact, layout=layout
+                params, model.shapes, self._mesh, bucket_bytes=size, dtype=dtype, only=only, exact=exact, layout=layout
             )
             for bucket in sync.renamed(shards, self._rename):
                 sent.update(bucket.digests)
                 count += sum(x.nbytes for x in bucket.tensors.values())
                 yield bucket
 
-        if only:
-            got, unfilled = self._load(only, recorded(), params)
+        if only or factors:
+            got, unfilled = self._load(only, recorded(), params, factors)
             sync.compare(sent, got)
             if unfilled and len(only) == len(self._targets):
                 raise SyncError(f"vLLM left parameters as they were: {unfilled[:8]}")
         if self._probe == "always" or (self._probe == "first" and self._any(not self._probed, params)):
-            self._compare_log_probs(params)
+            self._compare_log_probs(weights_of(self._source, adapter, self._mesh) if self._alone else params)
+            self._probed = not self._alone or changes_something(factors)
         self._weights = _Weights(origin, digests)
         return Synced(version, len(sent), count, time.perf_counter() - started)
 
     def _load(
-        self, only: list[str], buckets: Iterator[Bucket], params: Mapping[str, Tensor]
+        self, only: list[str], buckets: Iterator[Bucket], params: Mapping[str, Tensor], factors: Mapping[str, Tensor]
     ) -> tuple[dict[str, str], list[str]]:
-        """What `Host.end_load` returns for these buckets. A rank whose vLLM fails still gathers what others send."""
+        """What `Host.end_load` returns for these buckets, with an adapter's digests. A rank whose vLLM fails still
+        gathers what others send."""
         result: tuple[dict[str, str], list[str]] = ({}, [])
         wrong, died = self._readied(only), None
         if self._info is not None and self._any(wrong is not None, params):
-            raise wrong or _DiedElsewhere("the vLLM of another rank is not ready for weights")
+            raise wrong or DiedElsewhere("the vLLM of another rank is not ready for weights")
         try:
             if wrong is not None:
                 raise wrong
             host, how = self._running(), sync.how_of(params.values())
-            if self._info is None:
+            if only and self._info is None:
                 host.begin_load(how)
                 for bucket in buckets:
                     host.take_in(bucket.tensors)
                 result = host.end_load()
-            else:
+            elif only and self._info is not None:
                 dtypes = dtypes_of(params, self._mesh)
                 size = buffer_bytes(self._bucket_bytes, [x.nbytes for x in self._announced(dtypes, self._targets)])
                 self._transfer = self._transfer or Transfer(host, self._info(self._options, size))
                 result = self._transfer.send(self._announced(dtypes, only), buckets, how)
+            if factors:  # weights that come take all adapters away
+                self._delivered += 1
+                result = (result[0] | deliver(host, self._delivered, self._source, factors), result[1])
             self._wake("kv_cache")
             self._broken = False
         except (EngineFailure, SyncError) as error:
-            if self._mesh.cuts:
+            if only and self._mesh.cuts:
                 for _ in buckets:
                     pass
             if not isinstance(error, EngineDied):
                 raise
             died = error
         if self._any(died is not None, params):
-            raise died or _DiedElsewhere("the vLLM of another rank died during a sync")
+            raise died or DiedElsewhere("the vLLM of another rank died during a sync")
         return result
 
     def _readied(self, only: list[str]) -> EngineFailure | SyncError | None:
@@ -336,13 +335,13 @@ class VllmEngine:
             if not self._any(died is not None, params):
                 return [answers[row] for row in range(len(request.prompts))]
             if not left:
-                died = died or _DiedElsewhere("the vLLM of another rank died")
+                died = died or DiedElsewhere("the vLLM of another rank died")
                 died.add_note(
                     f"restarts = {self._options.restarts}: it is not replaced again in this rollout; "
                     "a run that is started again goes on from its last checkpoint"
                 )
                 raise died
-            if died is not None and not isinstance(died, _DiedElsewhere):
+            if died is not None and not isinstance(died, DiedElsewhere):
                 self._replace(died, f"{len(answers)} of {len(request.prompts)} rows are done")
         raise AssertionError
 
@@ -353,6 +352,7 @@ class VllmEngine:
         self._weights, self._broken = None, True  # the next sync starts another, and may see that die too
 
     def _generate(self, request: Request, on_answer: Callable[[int, Answer], None]) -> None:
+        request = attrs.evolve(request, adapter=self._delivered if self._alone else None)
         try:
             self._running().generate(request, on_answer)
         except BaseException:  # also an interruption: what vLLM is in the middle of, the next sync does not rely on
@@ -361,6 +361,8 @@ class VllmEngine:
 
     def _wanted(self, params: Mapping[str, Tensor], before: _Weights | None) -> tuple[list[str], dict[str, str]]:
         """The parameters to send, and the digests to compare with next time."""
+        if self._alone:
+            return ([] if before else list(self._targets)), {}
         if self._send == "all":
             return list(self._targets), {}
         last = {} if before is None else before.digests
@@ -390,7 +392,6 @@ class VllmEngine:
         tokens, start = probe_tokens(self._model, self.limit)
         ours = own_log_probs(self._model, params, self._mesh, tokens, start)
         compare_log_probs(ours, self.log_probs([tokens.tolist()], start)[0], self._dtype)
-        self._probed = True
 
     def _any(self, flag: bool, params: Mapping[str, Tensor]) -> bool:
         """Whether it is so here, or on any rank of a mesh whose ranks sync together: they gather parameters, or send

@@ -33,6 +33,10 @@ class EngineDied(EngineFailure):
     """The process that ran vLLM is gone; a new one may go on with what is left."""
 
 
+class DiedElsewhere(EngineDied):
+    """The engine of another rank died, not this one's."""
+
+
 def _count(least: int) -> Any:
     def check(_: object, attribute: attrs.Attribute, value: int | None) -> None:
         if value is not None and value < least:
@@ -91,6 +95,10 @@ class VllmOptions:
     """How weights go: as the host has it (directly, shared memory, Ray's store), or by vLLM's own NCCL or CUDA IPC."""
     restarts: int = attrs.field(default=3, validator=_count(0))
     """How often it is replaced in one rollout before the run ends."""
+    adapter: Literal["merged", "alone"] = attrs.field(
+        default="merged", validator=attrs.validators.in_(("merged", "alone"))
+    )
+    """How a model's adapter goes: in merged weights, or alone, beside weights that are sent once."""
     patience: float = attrs.field(default=120.0, validator=_positive)
     """Seconds without a sign of life after which it counts as hung."""
     start_patience: float = attrs.field(default=900.0, validator=_positive)
@@ -120,7 +128,8 @@ class VllmOptions:
 class Request:
     """One batch of rows to generate; with `forced` [B, T], rows whose tokens are known.
 
-    `limits` are the most tokens of each row; None: `sampling.max_tokens`.
+    `limits` are the most tokens of each row; None: `sampling.max_tokens`. `adapter` is the number of the adapter that
+    answers; None: the weights alone.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -129,6 +138,7 @@ class Request:
     row_ids: Tensor  # [B] int64
     forced: Tensor | None = None
     limits: Sequence[int] | None = None
+    adapter: int | None = None
 
     def part(self, rows: Sequence[int]) -> Request:
         """The same for some rows."""
@@ -139,6 +149,15 @@ class Request:
             forced=None if self.forced is None else self.forced[list(rows)],
             limits=None if self.limits is None else [self.limits[row] for row in rows],
         )
+
+
+class Synced(NamedTuple):
+    """What a sync did: the version that the engine holds now, and what was sent for it."""
+
+    version: int
+    tensors: int
+    num_bytes: int
+    seconds: float
 
 
 class Answer(NamedTuple):

@@ -86,6 +86,7 @@ class LocalHost:
     def answers(self, request: Request) -> Iterator[tuple[int, Answer | None]]:
         """Each row and its answer, when it ends; (-1, None) after a step in which none did."""
         from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
         from fppo.rollout.vllm import worker
@@ -96,6 +97,8 @@ class LocalHost:
         self.call("fppo_begin", job)
         if not self._llm.reset_prefix_cache():  # a rollout is to depend on nothing that was computed before it
             raise EngineFailure("vLLM does not let go of what it computed for an earlier rollout")
+        number = request.adapter  # under a name of its own, no cache mixes it with another
+        adapter = None if number is None else LoRARequest(f"fppo-{number}", number, f"memory:{number}")
         stops = list(sampling.stop_token_ids) if request.forced is None else []
         open_rows: set[str] = set()
         ends = _EndedRows(texts)
@@ -110,7 +113,7 @@ class LocalHost:
                     output_kind=RequestOutputKind.FINAL_ONLY if texts is None else RequestOutputKind.DELTA,
                     extra_args={worker.ROW: row},
                 )
-                engine.add_request(str(row), {"prompt_token_ids": list(prompt)}, params)
+                engine.add_request(str(row), {"prompt_token_ids": list(prompt)}, params, lora_request=adapter)
                 open_rows.add(str(row))
             while engine.has_unfinished_requests():
                 with self._death_noticed():

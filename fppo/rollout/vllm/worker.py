@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
+from vllm.lora.lora_model import LoRAModel  # pyright: ignore[reportMissingImports]
+from vllm.lora.peft_helper import PEFTHelper  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -207,11 +209,56 @@ class Extension:
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
             self.model_runner.reset_lora_state()
         _repack_shared(model, self._loading.filled)
-        return self._loading.got, sorted({name for name, _ in model.named_parameters()} - self._loading.filled)
+        every = {_plain(name) for name, _ in model.named_parameters()}
+        return self._loading.got, sorted(every - {_plain(name) for name in self._loading.filled})
+
+    def fppo_take_adapter(
+        self, number: int, config: Mapping[str, Any], factors: Mapping[str, Tensor]
+    ) -> dict[str, str]:
+        """Holds an adapter, and no other, under a number that none had before. The digest of each factor as it came.
+
+        Raises ValueError for factors of modules that cannot have any, which vLLM would drop, and for others than came.
+        """
+        manager: Any = self.model_runner.lora_manager._adapter_manager
+        rename = getattr(manager.model, "hf_to_vllm_mapper", None)
+        adapter = LoRAModel.from_lora_tensors(
+            number,
+            {name: x.clone() for name, x in factors.items()},  # which vLLM scales where they are
+            PEFTHelper.from_dict(dict(config)),
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=None if rename is None else rename.get_rename_mapper(),
+        )
+        places = {
+            part: (module, place)
+            for name, module in manager.modules.items()
+            for place, part in enumerate(manager.packed_modules.get(name, [name]))
+        }
+        if lost := sorted(adapter.loras.keys() - places.keys()):
+            raise ValueError(
+                f"vLLM has no adapters of {lost[:5]}: leave them out of the adapter, or send merged weights"
+            )
+        came = {name: (x.lora_a.clone(), x.lora_b * x.scaling) for name, x in adapter.loras.items()}
+        manager.remove_all_adapters()
+        manager.add_adapter(adapter)
+        manager.activate_adapter(number)
+        slot = manager.lora_index_to_id.index(number)
+        if self.vllm_config.parallel_config.tensor_parallel_size == 1:  # else a worker has parts
+            for name, (a, b) in came.items():
+                module, place = places[name]
+                for x, held in ((a, module.lora_a_stacked[place]), (b, module.lora_b_stacked[place])):
+                    if not torch.equal(held[slot, 0, : x.shape[0], : x.shape[1]].cpu(), x.to(held.dtype)):
+                        raise ValueError(f"vLLM holds other factors of {name} than came")
+        return {name: digest(x, "bytes") for name, x in factors.items()}
 
     def _draws(self) -> KeyedDraws:
         processors = self.model_runner.input_batch.logitsprocs.non_argmax_invariant
         return next(processor for processor in processors if isinstance(processor, KeyedDraws))
+
+
+def _plain(name: str) -> str:
+    """The name of a parameter without that of its place in a module that has room for an adapter."""
+    return name.replace(".base_layer.", ".")
 
 
 def _repack_shared(model: Any, filled: Set[str]) -> None:
@@ -221,7 +268,7 @@ def _repack_shared(model: Any, filled: Set[str]) -> None:
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and hasattr(getattr(module, "quant_method", None), "embedding"):
-            holders.setdefault(weight.data_ptr(), []).append((f"{name}.weight" in filled, module))
+            holders.setdefault(weight.data_ptr(), []).append((_plain(f"{name}.weight") in filled, module))
     for sharers in holders.values():
         for was_filled, module in sharers:
             if not was_filled and any(other for other, _ in sharers):
@@ -238,6 +285,7 @@ def checkpoint_names(model: Any) -> dict[str, list[str]]:
     for name, _ in model.named_parameters():
         if ".experts." in name:
             continue
+        name = _plain(name)
         path = name.split(".")
         place = next((i for i, part in enumerate(path) if part in packed), None)
         own = [name]

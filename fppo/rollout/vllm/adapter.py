@@ -1,0 +1,67 @@
+"""An adapter that vLLM holds beside the weights it adapts: these are sent once, and each version's factors alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo.models import lora_files
+from fppo.models.heads import VOCABULARY_HEADS, embedding_name
+from fppo.models.lora import frozen_of, merged
+from fppo.models.model import Model
+from fppo.rollout.sync import SyncError
+from fppo.rollout.vllm.host import EngineFailure, Host, VllmOptions
+from fppo.runtime.mesh import Mesh
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the largest that vLLM makes room for
+
+
+def with_room(model: Model, options: VllmOptions) -> VllmOptions:
+    """The options, of a vLLM with room for the model's adapter if that goes alone.
+
+    Raises ValueError for a rank beyond vLLM's, and for adapters of what vLLM's do not know: embeddings, vocabulary
+    heads, and stacks of experts.
+    """
+    if model.frozen is None or options.adapter == "merged":
+        return options
+    rank, others = frozen_of(model).lora.rank, {embedding_name(model), *VOCABULARY_HEADS}
+    wrong = [name for name in frozen_of(model).places if name in others or len(model.whole_shapes[name]) > 2]
+    if wrong or rank > RANKS[-1]:
+        what = f"adapters of {wrong[:5]}" if wrong else f"rank {rank}, beyond {RANKS[-1]},"
+        raise ValueError(f"{what} cannot go to vLLM alone: send merged weights, or leave them out of the adapter")
+    room = {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(x for x in RANKS if x >= rank)}
+    return attrs.evolve(options, extra={**room, **options.extra})
+
+
+def weights_of(model: Model, params: Mapping[str, Tensor], mesh: Mesh, *, alone: bool = False) -> Mapping[str, Tensor]:
+    """The weights that go for parameters: of an adapter the merged ones, or the base for one that goes `alone`."""
+    if model.frozen is None:
+        return params
+    return model.frozen.params if alone else merged(model, params, mesh=mesh)
+
+
+def changes_something(factors: Mapping[str, Tensor]) -> bool:
+    """Whether there is a B that is not 0: else nobody can see whether the adapter was lost."""
+    return any(bool(x.any()) for name, x in factors.items() if ".lora_B." in name)
+
+
+def deliver(host: Host, number: int, model: Model, factors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Gives vLLM an adapter under a number that none had before. The digest of each factor as it came to all workers,
+    equal to none if theirs differ. Raises SyncError for what vLLM does not take."""
+    spec = frozen_of(model).lora
+    config = {"r": spec.rank, "lora_alpha": spec.scale * spec.rank, "target_modules": []}
+    try:
+        every = host.call("fppo_take_adapter", number, config, factors)
+    except (EngineFailure, SyncError):
+        raise
+    except Exception as error:
+        raise SyncError(f"vLLM could not take the adapter: {type(error).__name__}: {error}") from error
+    return {name: "|".join(dict.fromkeys(got[name] for got in every)) for name in every[0]}
+
+
+def factors_of(model: Model, adapter: Mapping[str, Tensor], mesh: Mesh, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Whole factors by PEFT's names, in a dtype, on the host. Every rank of a mesh that cuts them must call."""
+    return {name: x.to("cpu", dtype) for name, x in lora_files.stored(model, adapter, mesh).items()}
