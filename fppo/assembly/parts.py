@@ -281,8 +281,8 @@ def check_kernels(settings: TrainSettings, model: Model, role: str = "actor") ->
     dtype, or no place in it."""
     dtype = str(model.compute_dtype or torch.float32).removeprefix("torch.")
     table = kernel_table(settings)
-    placed = pools_of(settings.placement).get(places_of(settings.placement).get(role, ""))
-    gathers = (placed or settings.mesh).context > 1 and not settings.mesh.ring
+    mesh = pools_of(settings.placement).get(places_of(settings.placement).get(role, "")) or settings.mesh
+    gathers = mesh.context > 1 and not mesh.ring
     attention = models.attention_needs(model) | ({"key_lengths"} if gathers else set())
     needs = {"attention": attention, **dict.fromkeys(("log_probs", *INNER), ())}
     for op, features in needs.items():

@@ -1,6 +1,7 @@
 """Settings reach the run: each has a reader, and the program is what they say."""
 
 import ast
+import contextlib
 import inspect
 from pathlib import Path
 
@@ -269,6 +270,12 @@ def test_a_kernel_that_a_context_axis_cannot_use_is_refused_by_name(tmp_path):
         check_kernels(tiny_run.settings(tmp_path, **own, **mesh), model)
     with pytest.raises(ValueError, match=r"test_assembly:without_key_lengths has no key_lengths, which is needed"):
         check_kernels(tiny_run.settings(tmp_path, **own, mesh__context=2), model)
+    for pool in ({}, {"ring": True}):
+        pools = {"placement__pools": {"a": {"ranks": 2, "context": 2, **pool}}, "placement__roles__actor": "a"}
+        placed = tiny_run.settings(tmp_path, **own, **pools)
+        check_kernels(placed, model, "critic")  # which is here
+        with contextlib.nullcontext() if pool else pytest.raises(ValueError, match="has no key_lengths"):
+            check_kernels(placed, model)
 
 
 def test_a_reward_model_is_asked_too(tmp_path, monkeypatch):
