@@ -39,8 +39,9 @@ CHECKED = (
 if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"):
     import jaxtyping
 
-    from tests.hook import checked
+    from tests.hook import checked, once
 
+    jaxtyping.jaxtyped = once(jaxtyping.jaxtyped)
     jaxtyping.install_import_hook(CHECKED, f"{checked.__module__}.{checked.__name__}")
 else:
     jaxtyping = None

@@ -1,8 +1,4 @@
-"""Our updates keep the layout law, and it catches the mistakes it is there for.
-
-Shapes are checked under the law of the actor's update, and of all updates in test_updates.py: elsewhere that would take
-a third of the time.
-"""
+"""Our updates keep the layout law, and it catches the mistakes it is there for."""
 
 import functools
 from functools import partial
@@ -33,7 +29,6 @@ def test_the_actor_keeps_the_law():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unhooked")
 def test_the_critic_keeps_the_law():
     laws.check_layout_fn(update_critic, head="value", each=1, max_ranks=4)
     bins = partial(update_critic, loss_fn=partial(losses.hl_gauss, low=-2.0, high=2.0))
@@ -42,7 +37,6 @@ def test_the_critic_keeps_the_law():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unhooked")
 @pytest.mark.parametrize("number", range(len(OTHERS)))
 def test_the_other_losses_keep_the_law(number):
     loss_fn = getattr(losses, OTHERS[number])
@@ -56,7 +50,6 @@ def above_the_mean_probability(log_probs, old_log_probs, advantages, mask, *, no
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unhooked")
 @pytest.mark.parametrize(("name", "max_ranks"), [("clip_cov", 4), ("kl_cov", 2)])
 def test_the_losses_that_select_tokens_keep_the_law(name, max_ranks):
     loss_fn = SelectiveLoss(getattr(losses, name), above_the_mean_probability)
@@ -64,7 +57,6 @@ def test_the_losses_that_select_tokens_keep_the_law(name, max_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unhooked")
 def test_the_large_meshes_keep_the_law():
     """Up to 64 ranks, some meshes once, most ranks with nothing to do."""
     run = layout._runner(partial(update_actor, loss_fn=losses.ppo_clip), "lm")
