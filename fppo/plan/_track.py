@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fppo.plan._ops import attention_workspace, dispatched, grouped_product, work_of
 from fppo.plan.values import Cost, Phase, Segment
+from fppo.runtime.schedule import Action
 
 STATE, BATCH, HOST = "state", "batch", "host"  # host: no memory of the accelerator
 GATHERED, LOGITS, ACTIVATIONS, GRADIENTS = "gathered", "logits", "activations", "gradients"
@@ -51,7 +52,7 @@ class Tracker(TorchDispatchMode):
         self._sources: dict[int, list[_Block]] = {}  # what was copied into a live storage
         self._starts: list[tuple[str, int, Cost]] = []  # a phase, and the event that it begins with
         self._marks: list[int] = []  # events between which there is one layer at most
-        self._task, self._passes, self._scope = -1, 0, ""
+        self._task, self._passes, self._scope, self._told = -1, 0, "", False
         self._nodes = (0, 0)  # of the functions of the autograd graph that a scope has made
         self._start("setup")
 
@@ -77,9 +78,19 @@ class Tracker(TorchDispatchMode):
         return wrapped
 
     def begin_pass(self) -> None:
-        """A forward pass begins."""
-        self._passes += 1
-        self._start(f"forward {self._passes}")
+        """A forward pass begins, of which no action has told."""
+        if not self._told:
+            self._begin("forward")
+
+    def began(self, action: Action) -> None:
+        """A rank of a pipeline, which runs one pass at a time, begins an action."""
+        self._told = True
+        self._begin(action.kind)
+
+    def _begin(self, kind: str) -> None:
+        self._notice()  # that the last one has ended
+        self._passes += kind == "forward"
+        self._start(f"{kind} {self._passes}")
 
     def sent(
         self, axis: str, op: str, size: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool
@@ -105,9 +116,7 @@ class Tracker(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._change(task)
+        self._notice()
         if dispatched(func).marks:
             self._marks.append(len(self._events))
         out = grouped_product(func, args) if isinstance(args[0] if args else None, FakeTensor) else None
@@ -168,14 +177,19 @@ class Tracker(TorchDispatchMode):
         if kind != HOST:
             self._events.append((1, block))
 
-    def _change(self, task: int) -> None:
-        """A backward pass begins or has ended: what it made and left behind are gradients."""
+    def _notice(self) -> None:
+        """Whether a backward pass begins or has ended: what it made and left behind are gradients."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
         if self._task >= 0:
             for block in self._live.values():
                 if block.task == self._task and block.kind in (ACTIVATIONS, LOGITS):
                     block.kind = GRADIENTS
         self._task = task
-        self._start(f"{'after' if task < 0 else 'backward'} {self._passes}")
+        name = f"{'after' if task < 0 else 'backward'} {self._passes}"
+        if name != self._starts[-1][0]:
+            self._start(name)
 
     def _start(self, name: str) -> None:
         self._starts.append((name, len(self._events), Cost()))
@@ -189,8 +203,9 @@ class Tracker(TorchDispatchMode):
         phases = []
         for (name, start, cost), end in zip(self._starts, ends, strict=True):
             cuts = [start, *(mark for mark in self._marks if start < mark < end), end]
+            held = dict(live)
             segments = tuple(self._segment(live, a, b) for a, b in itertools.pairwise(cuts))
-            phases.append(Phase(name, segments, cost))
+            phases.append(Phase(name, segments, cost, held))
         return phases
 
     def _segment(self, live: Counter[str], start: int, end: int) -> Segment:

@@ -53,7 +53,7 @@ class Built:
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, Any] = {}
-        self._runs: list[tuple[Case, str, list[Phase]]] = []
+        self._runs: list[tuple[Case, str, int, list[Phase]]] = []
 
     def model(self, case: Case, name: str, layers: int | None = None) -> Model:
         """See `model_of`; in the dtype, and with the recomputation, of the first case that asked."""
@@ -79,13 +79,13 @@ class Built:
         placed = _adapted(prepared.on(mesh, cuts), case, name)
         return attrs.evolve(placed, compute_dtype=case.compute_dtype, checkpoint_layers=case.checkpoint_layers)
 
-    def run(self, case: Case, name: str, make: Callable[[], list[Phase]]) -> list[Phase]:
-        """What a stage of a case does, of which the last few are kept."""
-        for known, stage, phases in self._runs:
-            if stage == name and known == case:
+    def run(self, case: Case, name: str, layers: int, make: Callable[[], list[Phase]]) -> list[Phase]:
+        """What a stage of a case does with so many layers, of which the last few are kept."""
+        for known, stage, count, phases in self._runs:
+            if (stage, count) == (name, layers) and known == case:
                 return phases
-        self._runs = [(case, name, make()), *self._runs[:KEPT]]
-        return self._runs[0][2]
+        self._runs = [(case, name, layers, make()), *self._runs[:KEPT]]
+        return self._runs[0][3]
 
     def _prepared(self, case: Case, name: str, layers: int | None, mesh: Mesh) -> models.Prepared:
         key = ("prepared", name, layers, case.size("tensor"), case.size("expert"))

@@ -52,6 +52,7 @@ class Case:
     mesh: Mapping[str, int] = attrs.field(factory=dict)  # ranks by axis, of `runtime.mesh.AXES`
     virtual_stages: int = 1  # of each rank of the pipeline
     pipeline_rank: int = 0  # the one that is planned
+    in_turn: bool = False  # it runs each pass backward right after its pass forward
     ring: bool = False  # keys and values travel around the context axis
     load: float = 1.0  # tokens of the rank of the expert axis that has most, over the mean
     sharding: Sharding = attrs.field(factory=Sharding)
@@ -113,6 +114,8 @@ class Case:
     def in_flight(self) -> int:
         """Of how many passes through one of its stages the planned rank of a pipeline keeps results for the backward
         pass, at most: those before its first one, and this (1F1B and interleaved, arXiv:2104.04473)."""
+        if self.in_turn:
+            return 1
         ranks, virtual = self.size("pipeline"), self.virtual_stages
         after = ranks - self.pipeline_rank - 1
         return 1 + min(after if virtual == 1 else 2 * after + (virtual - 1) * ranks, virtual * self.micro_batches - 1)

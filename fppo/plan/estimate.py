@@ -137,5 +137,5 @@ def _repeated(phases: Sequence[Phase], case: Case) -> list[tuple[Phase, float]]:
         again = ("forward 1", "backward 1", "after 1")
         return [(phase, passes - 1 if phase.name in again and passes > 2 else 1) for phase in phases]
     ran = sum(phase.name.startswith("forward") for phase in phases) / case.virtual_stages
-    once = (phases[0].name, phases[-1].name)
+    once = (phases[0].name, *(phase.name for phase in phases[-1:] if phase.name.startswith("after")))
     return [(phase, 1 if phase.name in once else max(1.0, passes / ran)) for phase in phases]

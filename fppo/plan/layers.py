@@ -39,7 +39,7 @@ def extrapolated(few: Sequence[Phase], more: Sequence[Phase], layers: int) -> li
         if rest:
             pairs += zip(a.segments[-rest:], b.segments[-rest:], strict=True)
         segments = tuple(Segment(_linear(x.peak, y.peak, layers)) for x, y in pairs)
-        phases.append(Phase(a.name, segments, _cost(a.cost, b.cost, layers)))
+        phases.append(Phase(a.name, segments, _cost(a.cost, b.cost, layers), _linear(a.start, b.start, layers)))
     return phases
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -23,6 +23,7 @@ from fppo.plan.values import Phase
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane, by_layer, offloaded, offloaded_adamw
+from fppo.runtime.schedule import Action, Schedule, one_f_one_b
 from fppo.steps.actor import update_actor
 from fppo.steps.critic import update_critic
 from fppo.steps.forward import Forward, compute_log_probs, compute_values
@@ -38,6 +39,7 @@ from fppo_kernels.record import Kernels
 SAME: Mapping[str, str] = {"reference": "log-probs"}  # the same pass on other parameters
 _LANE = Lane(torch.device("cpu"))
 PASSES = 2  # the second has everything that any later one has: gradients that are there, and new ones
+TURNS = 4  # of a rank that runs one pass after the other: two that tell of all, one after them, and one that is sent
 
 
 def stages_of(case: Case) -> list[str]:
@@ -99,9 +101,11 @@ def optimizer_of(case: Case) -> Optimizer:
     return adamw(lambda step: 1e-6, kernel=adamw_ if case.offload == "none" else offloaded_adamw(adamw_, _LANE))
 
 
-def stage_of(case: Case, name: str, batch: Experience, *, forward: Forward) -> Callable[[TrainState], Any]:
+def stage_of(
+    case: Case, name: str, batch: Experience, *, forward: Forward, began: Callable[[Action], None] = lambda action: None
+) -> Callable[[TrainState], Any]:
     """The stage as a function of its model's state. All of `batch`, which every data rank has, is one update; the other
-    stages are of this rank's rows."""
+    stages are of this rank's rows. `began` is told what a rank of a pipeline that runs one pass at a time begins."""
     micro_batching = MicroBatching(token_budget=case.tokens)
     on_host = case.offload == "all"
     if not name.startswith("update"):
@@ -110,9 +114,24 @@ def stage_of(case: Case, name: str, batch: Experience, *, forward: Forward) -> C
         return lambda state: compute(state.params, batch, forward=forward, micro_batching=micro_batching)
     update = update_critic if name == "update critic" else partial(update_actor, loss_fn=losses.ppo_clip)
     update = offloaded(update, _LANE) if on_host else update
-    loop = Loop(mini_batch_size=len(batch.tokens), micro_batching=micro_batching)
+    schedule = partial(turns, rank=case.pipeline_rank, began=began) if case.in_turn else one_f_one_b
+    loop = Loop(mini_batch_size=len(batch.tokens), micro_batching=micro_batching, stage_schedule=schedule)
     optimizer = optimizer_of(case)
     return lambda state: update(state, batch, forward=forward, loop=loop, optimizer=optimizer, donate=True)
+
+
+def turns(ranks: int, micros: int, virtual_stages: int, *, rank: int, began: Callable[[Action], None]) -> Schedule:
+    """A schedule in which each pass backward follows its pass forward. Of one stage on each rank; `rank` leaves the
+    last micro-batch out, so that there is always another one on its way to it."""
+    del virtual_stages
+    kinds: tuple[Literal["forward"], Literal["backward"]] = ("forward", "backward")
+    return Schedule(
+        tuple(
+            tuple(Action(kind, stage, micro) for micro in range(micros - (stage == rank)) for kind in kinds)
+            for stage in range(ranks)
+        ),
+        began,
+    )
 
 
 def rows_of_stage(case: Case, name: str) -> Experience:
@@ -127,6 +146,8 @@ def passes_of(case: Case, name: str) -> int:
     ranks = case.size("pipeline")
     if ranks == 1 or not name.startswith("update"):
         return PASSES
+    if case.in_turn:
+        return TURNS
     count = max(PASSES, -(-case.in_flight // case.virtual_stages) + 1)
     return count if case.virtual_stages == 1 else -(-count // ranks) * ranks
 
@@ -144,7 +165,8 @@ def run_stage(case: Case, name: str, *, own: Sequence[int] | None = None, built:
             tracker.hold(kept.values())
             model = attrs.evolve(model, frozen=attrs.evolve(frozen, params=kept))
         params = {n: torch.empty(shard_shape(shape, mesh), dtype=case.dtype) for n, shape in model.shapes.items()}
-    stage = stage_of(case, name, batch, forward=Forward(model, kernels=kernels_of(case, tracker), mesh=mesh))
+    forward = Forward(model, kernels=kernels_of(case, tracker), mesh=mesh)
+    stage = stage_of(case, name, batch, forward=forward, began=tracker.began)
     return tracked(case, tracker, stage, init_state(params, optimizer_of(case)), batch)
 
 

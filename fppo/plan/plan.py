@@ -144,12 +144,12 @@ def phases_of(case: Case, name: str, built: Built | None = None) -> list[Phase]:
     if case.full or not layers.alike(built.model(case, STAGES[name])):
         return passes.run_stage(case, name, built=built)
     own = own_layers(case, built.cuts(case, STAGES[name]))
-    if case.virtual_stages == 1 and case.size("pipeline") > SHORT and case.micro_batches >= SHORT:
+    if case.size("pipeline") * case.virtual_stages > SHORT and case.micro_batches >= passes.TURNS:
 
         def run(short: Case, count: int) -> list[Phase]:
-            return built.run(short, name, partial(_from_few, short, name, [count], built))
+            return built.run(short, name, count, partial(_from_few, short, name, [count], built))
 
-        return piped(case, own, run)
+        return piped(case, name, own, run)
     return _from_few(case, name, own, built)
 
 

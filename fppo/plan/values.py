@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import attrs
@@ -50,11 +51,13 @@ class Segment:
 
 
 class Phase(NamedTuple):
-    """A forward pass, a backward pass, or what lies between: its segments, one per layer and one more, and its cost."""
+    """A forward pass, a backward pass, or what lies between: its segments, one per layer and one more, and its cost;
+    and the bytes by kind that are held when it begins."""
 
     name: str
     segments: tuple[Segment, ...]
     cost: Cost
+    start: Mapping[str, float] = MappingProxyType({})
 
 
 def peak_of(phases: Sequence[Phase]) -> tuple[str, Segment]:

@@ -138,6 +138,7 @@ def pipeline_value_and_grad(
     reports: dict[int, tuple[Tensor, Any]] = {}
     for action in schedule.actions[axis.rank]:
         kind, stage, micro = action
+        schedule.began(action)
         if kind == "forward":
             received = mail.take(schedule.needs(action)[0]).requires_grad_() if stage else None
             with torch.enable_grad():
@@ -157,6 +158,7 @@ def pipeline_value_and_grad(
             grad = None if stage == last else mail.take(schedule.needs(action)[1])
             *grads, back = _gradients([(edge, grad), (own, None)], leaves, received)
             total.add(grads)
+            del grads  # or they would live through the next passes
             if received is not None:
                 mail.give(action, torch.zeros_like(received) if back is None else back)
     mail.settle()

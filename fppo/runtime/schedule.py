@@ -22,10 +22,12 @@ class Schedule:
     """The actions of each rank, in its order. Stage s is rank s % ranks'.
 
     A rank waits for what an action needs, and not for what it sends to arrive. What one rank sends another arrives in
-    the order of the sender's actions, whatever the order in which it is used.
+    the order of the sender's actions, whatever the order in which it is used. `began` is told each action that this
+    rank begins.
     """
 
     actions: tuple[tuple[Action, ...], ...]
+    began: Callable[[Action], None] = attrs.field(default=lambda action: None, eq=False)
 
     @property
     def ranks(self) -> int:
