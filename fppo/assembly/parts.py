@@ -227,13 +227,19 @@ def _check_mesh(config: PreTrainedConfig, mesh: Mesh) -> None:
             f"mesh.pipeline = {stages}{of}: the model has {layers} layers, and a stage has one at least; give at most "
             f"{layers} stages"
         )
-    if mesh["expert"].size > 1:
-        models.dispatched(models.build(config), mesh["expert"].size)
-    ranks, tensor = mesh["sequence"].size, mesh["tensor"].size
-    config = config.get_text_config()
+    ranks, tensor, expert = (mesh[name].size for name in ("sequence", "tensor", "expert"))
+    try:
+        if expert > 1:
+            models.dispatched(models.build(config), expert)
+    except ValueError as error:
+        raise ValueError(f"mesh.expert = {expert}: {error}") from error
     if ranks == tensor == 1:
         return
-    heads = (config if tensor == 1 else narrow(config, tensor)).num_attention_heads
+    config = config.get_text_config()
+    try:
+        heads = (config if tensor == 1 else narrow(config, tensor)).num_attention_heads
+    except ValueError as error:
+        raise ValueError(f"mesh.tensor = {tensor}: {error}") from error
     if heads % ranks:
         fitting = [n for n in range(1, heads + 1) if heads % n == 0]
         left = f" that mesh.tensor = {tensor} leaves each rank" if tensor > 1 else ""

@@ -7,6 +7,7 @@ model's, there it is cut.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Mapping
 
@@ -31,7 +32,7 @@ _INTERLEAVED = ("gpt_oss",)  # whose gate and up projections alternate
 
 def narrow(config: PreTrainedConfig, ranks: int) -> PreTrainedConfig:
     """The config of what one of `ranks` tensor ranks computes. Raises ValueError that names all sizes that do not
-    divide."""
+    divide, and the numbers of ranks that divide all."""
     config = copy.deepcopy(config)
     if getattr(config, "head_dim", None) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
@@ -43,7 +44,11 @@ def narrow(config: PreTrainedConfig, ranks: int) -> PreTrainedConfig:
     if key_heads % ranks and ranks % key_heads:
         wrong.append(f"num_key_value_heads = {key_heads} (which may also divide the ranks)")
     if wrong:
-        raise ValueError(f"a tensor axis of {ranks} ranks does not divide the model's {', '.join(wrong)}")
+        divided = math.gcd(*counts.values())
+        fitting = [n for n in range(1, heads + 1) if divided % n == 0 and 0 in (key_heads % n, n % key_heads)]
+        raise ValueError(
+            f"a tensor axis of {ranks} ranks does not divide the model's {', '.join(wrong)}; give one of {fitting}"
+        )
     for name, size in counts.items():
         setattr(config, name, size // ranks)
     if hasattr(config, "num_key_value_heads"):

@@ -28,11 +28,11 @@ def check_axes(model: Model, mesh: Mesh) -> None:
     """Raises ValueError for a model that takes images on an axis that cuts rows or layers, and for one whose layers
     carry states on an axis that cuts rows or heads."""
     models.check_rows_whole(model.whole_config, {name: axis.size for name, axis in mesh.axes.items()})
-    axes = [name for name in _CUTTING if mesh[name].size > 1]
+    axes = ", ".join(f"{name} {mesh[name].size}" for name in _CUTTING if mesh[name].size > 1)
     if model.vision is not None and axes:
         raise ValueError(
             f"model type {model.whole_config.model_type!r} takes images, and fppo cannot cut rows or layers of such a "
-            f"model yet (axes {axes}): use replicate and shard"
+            f"model yet (axes: {axes}): give the ranks to replicate and shard"
         )
 
 

@@ -101,7 +101,10 @@ def muon(
 def _check(mesh: Mesh) -> None:
     for name in WHOLE_MATRICES:
         if mesh[name].size > 1:
-            raise ValueError(f"muon needs whole matrices, and the {name} axis of {mesh[name].size} ranks cuts them")
+            raise ValueError(
+                f"muon needs whole matrices, and the {name} axis of {mesh[name].size} ranks cuts them: use adamw or "
+                "sgd, or give the ranks to other axes"
+            )
 
 
 def _whole_shapes(shards: list[Tensor], mesh: Mesh) -> list[torch.Size]:

@@ -93,8 +93,11 @@ def test_axes_that_do_not_fit_the_model_of_a_pool_are_named_before_it_is_loaded(
     assert re.match(r"placement.pools.c: mesh.sequence = 3 does not divide the model's \d attention heads", sequence)
     reward, tensor, expert = problems(a={"tensor": 3}, c={"expert": 2}, j={"sequence": 3})
     assert reward.startswith("placement.pools.j: mesh.sequence = 3 does not divide")
-    assert tensor.startswith("placement.pools.a: ")
-    assert expert.startswith("placement.pools.c: ")
+    assert tensor.startswith(
+        "placement.pools.a: mesh.tensor = 3: a tensor axis of 3 ranks does not divide the model's "
+    )
+    assert "; give one of [1" in tensor
+    assert expert.startswith("placement.pools.c: mesh.expert = 2: ")
 
 
 def test_batches_are_on_the_host_if_all_models_are_elsewhere(task, monkeypatch):

@@ -138,9 +138,17 @@ def test_values_and_scores_are_those_of_one_process(axes):
 @pytest.mark.parametrize(
     ("sizes", "ranks", "words"),
     [
-        ({"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 4}, 4, "num_attention_heads = 6"),
-        ({"intermediate_size": 23}, 2, "intermediate_size = 23"),
-        ({"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 4}, 6, "num_key_value_heads = 4"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 4},
+            4,
+            "heads = 6, .*give one of .1, 2, 3, 6",
+        ),
+        ({"intermediate_size": 23}, 2, r"intermediate_size = 23; give one of \[1]"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 4},
+            6,
+            "heads = 4 .*one of .1, 2, 4, 12",
+        ),
     ],
     ids=["heads", "inner", "key heads"],
 )
