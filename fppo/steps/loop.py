@@ -170,11 +170,9 @@ def update(
             marks = None
             if mark is not None:
                 marks = mark(state.params, mini, place.fold("select", epoch, number), forward=forward)
-            own, routers = objective, None
-            if isinstance(objective, WithRouters):
-                every = router_totals(mini.rows, forward.model)
-                routers = RouterLosses(every, objective.balance_coef, objective.z_coef)
-                own = partial(objective.objective, routers=routers)
+            own, routers = (
+                _of_routers(objective, mini, forward) if isinstance(objective, WithRouters) else (objective, None)
+            )
             scale = None if optimizer.loss_scale is None else optimizer.loss_scale(state.opt)
             passes = _passes(mini, weights, own, marks, forward, scale, routers)
             if forward.model.spans:
@@ -191,6 +189,13 @@ def update(
                 state = tree.replace(state, params=moved)
             history.append(metrics.merge(report, {f"{prefix}/{name}": m for name, m in stepped.items()}))
     return state, metrics.merge(*history)
+
+
+def _of_routers(objective: WithRouters, mini: MiniBatch, forward: Forward) -> tuple[Objective, RouterLosses]:
+    """The objective of a mini-batch's passes, and the losses of routers that it has."""
+    totals = router_totals(mini.rows, forward.model)
+    routers = RouterLosses(totals, objective.balance_coef, objective.z_coef)
+    return partial(objective.objective, routers=routers), routers
 
 
 def _mini_batches(batch: TrainRows, masks: Masks, loop: Loop, forward: Forward, key: Key | None) -> list[MiniBatch]:
