@@ -4,9 +4,11 @@ import importlib.util
 import json
 import math
 import operator
+import os
 import re
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -244,13 +246,38 @@ def test_a_dry_run_of_the_gpus_benchmark_exercises_all_of_it(tmp_path):
     assert all(verdict["passed"] for verdict in held + errors)
 
 
-def test_families_are_told_by_what_their_checks_say(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["families.py", "qwen2", "gpt2", "bloom"])
-    _load("families")
-    both, whole, refused = capsys.readouterr().out.split("## ")[1:]
-    assert both == "Whole, and on a tensor axis\n\n`qwen2`\n\n"
-    assert "| `gpt2` | fewer heads and narrower inner widths do not make attn and mlp of h.0 smaller |" in whole
-    assert "| `bloom` | its layers compute attention in code of their own" in refused
+def test_the_page_of_families_says_what_their_checks_say(monkeypatch):
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    verdicts, page = (importlib.import_module(f"kinds.{x}") for x in ("verdicts", "page"))
+    kinds = ("qwen2", "gpt2", "bloom", "llava")
+    printed = page.page({kind: verdicts.verdict_of(kind) for kind in kinds}).splitlines()
+    assert printed[0] == "3 of 4 types run, 1 of them with images."
+    kept = (EXPERIMENTS.parent / "docs" / "families.md").read_text().splitlines()
+    ours = [_cells(line) for line in printed if line.startswith("| `")]
+    assert len(ours) > len(kinds)
+    for types, *rest in ours:
+        theirs = [_cells(line)[0] for line in kept if _cells(line)[1:] == rest]
+        assert types <= set().union(*theirs)
+    rows = [_cells(line) for line in kept if line.startswith("| `")]
+    runs, refused = ([row for row in rows if len(row) == size] for size in (5, 2))
+    sees = [row for row in runs if row[-1] == "yes"]
+    assert f"{len(runs)} of {len(runs + refused)} types run, {len(sees)} of them with images." in kept
+    readme = " ".join((EXPERIMENTS.parent / "README.md").read_text().split())
+    assert f"{len(runs)} of the {len(runs + refused)} types" in readme
+
+
+def _cells(line):
+    """The cells of a row, the first as the set of the types in it."""
+    first, *rest = line.strip("| ").split(" | ")
+    return [{*first.replace("`", "").split(", ")}, *rest]
+
+
+def test_a_family_that_fails_or_hangs_is_one_line_of_the_page(monkeypatch):
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    in_process = importlib.import_module("kinds.process").in_process
+    assert in_process(hex, 255, limit=600) == "0xff"
+    assert in_process(os._exit, 3, limit=600) == "its checks end the process (exit code 3)"
+    assert in_process(time.sleep, 600, limit=0.01) == "its checks take more than 0.01 s"
 
 
 def test_the_images_to_see_are_what_their_answers_say(tmp_path, monkeypatch):

@@ -1,0 +1,82 @@
+"""What fppo does with a type of model that transformers maps, as the checks say that it is asked when it is loaded."""
+
+import contextlib
+import re
+import warnings
+from collections.abc import Callable
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import logging
+
+from fppo import models
+from fppo.models import Model, lora
+from fppo.runtime.mesh import Axis, Mesh
+from fppo.steps.images import check_axes
+
+Verdict = dict[str, str | None]  # by column, why not; None if it does
+WHOLE, CUT, ADAPTED, IMAGES = "whole, packed", "cut", "adapted", "with images"
+TEXT = "takes none"
+LAYERS, RANKS = 4, 2
+_SECTION = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+_FITTING = {  # of published models, where transformers' defaults do not fit one another
+    "qwen2_vl": {"vision_config": {"hidden_size": 8192}},
+    "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},
+    "qwen3_vl": {"vision_config": {"out_hidden_size": 4096}, "text_config": {"rope_parameters": _SECTION}},
+    "qwen3_vl_moe": {"vision_config": {"out_hidden_size": 2048}, "text_config": {"rope_parameters": _SECTION}},
+    "qwen3_5": {"vision_config": {"out_hidden_size": 4096}},
+    "qwen3_5_moe": {"vision_config": {"out_hidden_size": 2048}},
+}
+_NONE = re.compile(r"^fppo cannot check whether it runs model type .* or have other parameters\. ")
+_NAMED = re.compile(r"^(fppo cannot (run|adapt) )?model type '[\w-]+'( on a tensor axis of \d ranks)?(: |, whose | )")
+
+
+def verdict_of(kind: str) -> Verdict:
+    """What the type does: runs whole, and in packed rows; is cut over a tensor axis; has adapters; takes images."""
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    kept = list[Model]()
+    whole = _refusal(lambda: kept.append(_checked(kind)))
+    if whole is not None:
+        return {WHOLE: whole}
+    (model,) = kept
+    sees = model.vision is not None
+    return {
+        WHOLE: None,
+        CUT: _refusal(lambda: _check_cut(model)),
+        ADAPTED: _refusal(lambda: lora.check_adapted(model, models.Lora(2, 4.0))),
+        IMAGES: None if sees else TEXT,
+    }
+
+
+def shortened(kind: str) -> PreTrainedConfig:
+    """The default config of a type, with fewer layers if it has each kind of them among the first."""
+    config = AutoConfig.for_model(kind, **_FITTING.get(kind, {}))
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or []
+    if getattr(text, "num_hidden_layers", 0) > LAYERS and set(kinds[:LAYERS]) == set(kinds):
+        with contextlib.suppress(AttributeError):  # one that follows from another
+            text.num_hidden_layers = LAYERS
+            if kinds:
+                text.layer_types = kinds[:LAYERS]
+    return config
+
+
+def _checked(kind: str) -> Model:
+    model = models.build(shortened(kind))
+    models.check_model(model)
+    return model
+
+
+def _check_cut(model: Model) -> None:
+    check_axes(model, Mesh({"tensor": Axis(RANKS)}))
+    models.check_placed(model, RANKS)
+
+
+def _refusal(check: Callable[[], None]) -> str | None:
+    """Why a check fails, but for the type's name; None if it does not."""
+    try:
+        check()
+    except Exception as error:
+        why = _NONE.sub("no small instance runs: ", " ".join(str(error).split()).replace("|", "/"))
+        return _NAMED.sub("", why)[:200] or type(error).__name__
+    return None
