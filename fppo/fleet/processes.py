@@ -106,10 +106,10 @@ class _Child:
     def __init__(self, context: Any, member: Membership, port: int, gpus: str | None) -> None:
         self._line, other = context.Pipe()
         self.process = context.Process(target=_serve, args=(other, member, port, gpus), daemon=True)
-        self.process.start()
-        other.close()  # so that the line ends with the process
         self._asked: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, daemon=True).start()
+        begun: Future[None] = Future()
+        threading.Thread(target=self._live, args=(other, begun), daemon=True).start()
+        begun.result()
 
     def ask(self, data: bytes) -> Future[Any]:
         """Sends a request; what comes of it."""
@@ -123,7 +123,15 @@ class _Child:
         self._asked.put(future)
         return future
 
-    def _listen(self) -> None:
+    def _live(self, other: Connection, begun: Future[None]) -> None:
+        """Starts the process and listens to it: Linux ends a process with the thread that started it (`end_with`)."""
+        try:
+            self.process.start()
+        except BaseException as error:
+            begun.set_exception(error)
+            return
+        other.close()  # so that the line ends with the process
+        begun.set_result(None)
         lost = None
         while True:
             future = self._asked.get()

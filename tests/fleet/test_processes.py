@@ -1,7 +1,10 @@
 """Ranks in processes of this machine: collectives over gloo, and what is said of one that is killed."""
 
+import multiprocessing
 import os
 import signal
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +23,36 @@ def gpus(here):
     seen[here.rank] = int(os.environ["CUDA_VISIBLE_DEVICES"])
     dist.all_reduce(seen, group=here.mesh["shard"].group)
     return seen.tolist()
+
+
+def test_a_rank_outlives_the_thread_that_asked_for_it():
+    """Linux ends a process that ends with its parent when the thread ends that started it."""
+    started = []
+
+    class Process:
+        def __init__(self, **how):
+            pass
+
+        def start(self):
+            started.append(threading.current_thread())
+
+    context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Process)
+    asked = threading.Thread(target=processes._Child, args=(context, None, 0, None))
+    asked.start()
+    asked.join()
+    assert started[0].is_alive()
+
+
+def test_a_rank_that_does_not_start_says_so():
+    class Process:
+        def __init__(self, **how):
+            pass
+
+        def start(self):
+            raise OSError("no memory for a process")
+
+    with pytest.raises(OSError, match="no memory for a process"):
+        processes._Child(SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Process), None, 0, None)
 
 
 @pytest.mark.slow
