@@ -228,18 +228,16 @@ def _check_mesh(config: PreTrainedConfig, mesh: Mesh) -> None:
             f"{layers} stages"
         )
     ranks, tensor, expert = (mesh[name].size for name in ("sequence", "tensor", "expert"))
+    text, axis = config.get_text_config(), f"mesh.expert = {expert}"
     try:
         if expert > 1:
             models.dispatched(models.build(config), expert)
+        if ranks == tensor == 1:
+            return
+        axis = f"mesh.tensor = {tensor}"
+        heads = (text if tensor == 1 else narrow(text, tensor)).num_attention_heads
     except ValueError as error:
-        raise ValueError(f"mesh.expert = {expert}: {error}") from error
-    if ranks == tensor == 1:
-        return
-    config = config.get_text_config()
-    try:
-        heads = (config if tensor == 1 else narrow(config, tensor)).num_attention_heads
-    except ValueError as error:
-        raise ValueError(f"mesh.tensor = {tensor}: {error}") from error
+        raise ValueError(f"{axis}: {error}") from error
     if heads % ranks:
         fitting = [n for n in range(1, heads + 1) if heads % n == 0]
         left = f" that mesh.tensor = {tensor} leaves each rank" if tensor > 1 else ""

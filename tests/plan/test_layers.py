@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import attrs
 import pytest
@@ -12,7 +13,7 @@ from fppo.plan._track import ACTIVATIONS, GATHERED, GRADIENTS
 from fppo.plan.built import Built, model_of
 from fppo.plan.estimate import seconds_of, wires
 from fppo.plan.plan import phases_of
-from fppo.plan.values import peak_of
+from fppo.plan.values import Cost, Phase, peak_of
 from tests.plan.cases import case, config
 
 CASES = [
@@ -39,13 +40,10 @@ def test_many_layers_follow_from_few_exactly(mesh, stage, again, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "virtual", "stage", "passes"), [(0, 1, 3, 5), (0, 2, 1, 8), (3, 2, 3, 4)])
 def test_a_long_pipeline_follows_from_a_short_one(rank, virtual, stage, passes):
-    """Of which every pass is run; whatever else has been planned of the same model."""
+    """Of which every pass is run."""
     mesh = {"pipeline": 4, "shard": 2}
     what = case(layers=8, mesh=mesh, stage=stage, virtual_stages=virtual, pipeline_rank=rank, micro_batches=passes)
-    built, short = Built(), attrs.evolve(what, full=False)
-    if rank:
-        phases_of(attrs.evolve(short, virtual_stages=1), "update actor", built)
-    full, quick = phases_of(what, "update actor"), phases_of(short, "update actor", built)
+    full, quick = phases_of(what, "update actor"), phases_of(attrs.evolve(what, full=False), "update actor")
     assert sum(phase.name.startswith("forward") for phase in full) == passes * virtual
     (where, held), (place, found) = peak_of(full), peak_of(quick)
     assert where.startswith(place)
@@ -56,6 +54,12 @@ def test_a_long_pipeline_follows_from_a_short_one(rank, virtual, stage, passes):
         {axis: wire.sent for axis, wire in wires(full, what).items()}, rel=0.01
     )
     assert seconds_of(quick, what).compute == pytest.approx(seconds_of(full, what).compute, rel=0.02)
+
+
+def test_stages_of_other_numbers_of_layers_are_other_runs():
+    built, what = Built(), case()
+    runs = [built.run(what, "update actor", n, partial(list, [Phase(str(n), (), Cost())])) for n in (1, 2, 1)]
+    assert [phases[0].name for phases in runs] == ["1", "2", "1"]
 
 
 def test_layers_that_differ_are_all_run():
