@@ -64,7 +64,7 @@ def small_model(layers: int = 2) -> tuple[Model, LlavaProcessor]:
         text_config=LlamaConfig(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, bos_token_id=None, **sizes),
         vision_config=CLIPVisionConfig(image_size=SIDE, patch_size=PATCH, **sizes),
         vision_feature_layer=-1,
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_token_index=tokenizer.get_vocab()["<image>"],
     )
     config.architectures = ["LlavaForConditionalGeneration"]
     square = {"height": SIDE, "width": SIDE}

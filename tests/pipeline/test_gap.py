@@ -9,7 +9,7 @@ from fppo import metrics, tree
 from fppo.assembly.run import assemble
 from fppo.pipeline.gap import watch_annotate
 from fppo.pipeline.step import ppo_step
-from fppo.rollout import embedded
+from fppo.rollout import embedded, stepping
 from tests import tiny_run
 
 
@@ -24,6 +24,7 @@ def take_step(directory, *, wrong=True, **changes):
     with assemble(tiny_run.settings(directory, **changes)) as assembly, pytest.MonkeyPatch.context() as patch:
         if wrong:
             patch.setattr(embedded, "logits_of", other)
+            patch.setattr(stepping, "logits_of", other)
         return ppo_step(assembly.run, program=assembly.program, draw=assembly.draw)
 
 

@@ -71,8 +71,8 @@ def test_ranks_of_a_tensor_axis_draw_together_what_one_process_draws(name, axes,
     expected = engine_of(model).generate(params, ask)
     allocate, join, cached, joined, made = caches.allocate, Cut.join, [], [], []
 
-    def watched(like, rows, columns):
-        cache = allocate(like, rows, columns)
+    def watched(*like, **how):
+        cache = allocate(*like, **how)
         cached.extend(x.shape[:2] for pair in cache.values() for x in pair)
         return cache
 

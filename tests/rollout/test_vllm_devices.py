@@ -13,9 +13,9 @@ from fppo.rollout.vllm.devices import (
     buffer_bytes,
     gpus_of,
     memory_keywords,
-    visible,
 )
 from fppo.rollout.vllm.host import VllmOptions
+from fppo.runtime.launch import visible
 
 MEMORIES = st.integers(1, 200 * GIB).flatmap(lambda total: st.tuples(st.integers(100, max(total, 100)), st.just(total)))
 MEMORIES = MEMORIES.filter(lambda pair: pair[0] <= pair[1]).map(lambda pair: Memory(*pair))

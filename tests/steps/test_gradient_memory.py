@@ -36,7 +36,9 @@ def test_two_trees_of_gradients_are_in_memory_and_never_three(passes):
 
     with Watch():
         grads, _ = _gradients(
-            params, [Pass(objective, None, factor, None, None)] * passes, Forward(small_model(8, width=8, layers=1))
+            params,
+            [Pass(objective, None, factor, None, None, None)] * passes,
+            Forward(small_model(8, width=8, layers=1)),
         )
     assert all(torch.equal(x, passes * factor) for x in grads.values())
     assert LEAVES <= most <= (1 if passes == 1 else 2) * LEAVES + 2
