@@ -228,7 +228,8 @@ def test_a_dry_run_of_the_gpus_benchmark_reaches_its_verdicts(tmp_path):
     results = _dry_run(tmp_path / "gpu.json", QUICK)
     verdicts = {verdict["name"]: verdict for verdict in results["verdicts"]}
     assert {verdict["section"] for verdict in verdicts.values()} == {*QUICK} - {"attention"}
-    exact = ["decode: k3 to the trainer's log-probs", "checkpoint: MiB that it pins"]
+    exact = [f"decode, layers {how}: k3 to the trainer's log-probs" for how in ("eager", "eager, graphs")]
+    exact += ["checkpoint: MiB that it pins"]
     exact += [f"offload = {how}: what differs, of what changed" for how in ("moments", "all")]
     for name in exact:
         assert verdicts[name]["passed"]
