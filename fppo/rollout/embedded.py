@@ -28,7 +28,7 @@ from fppo.rollout.finished import FinishedRows, Step
 from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits, rollout_of
 from fppo.rollout.sampling import Columns, draw
 from fppo.rollout.states import PromptStates, States
-from fppo.rollout.stepping import Advance, Policy, Rows, Run, as_graphs, fixed_steps, plain_steps, wide_product
+from fppo.rollout.stepping import Advance, Policy, Record, Rows, Run, as_graphs, fixed_steps, plain_steps, wide_product
 from fppo.runtime.mesh import LOCAL, Mesh, all_reduce
 from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.collectives import Axis, all_gather
@@ -102,8 +102,7 @@ class EmbeddedEngine:
             head, product = _wide(models.output_head(model, params), self.kernels.linear)
             decoder = decoder_of(model.text_of(skeleton), self.kernels.linear)
             columns = self._columns(model, head)
-            recorded = self._records(device, decoder, columns.axis)
-            record = as_graphs(device) if recorded and device.type == "cuda" else _as_it_is if recorded else None
+            record = self._record(device, decoder, columns.axis)
             policy = Policy(model, skeleton, decoder, head, product, columns, self.kernels, self.prefill_tokens, record)
             steps: list[Step] = []
             for part, draws in self._waves(policy, len(lengths), n, width + max(limits)):
@@ -119,13 +118,16 @@ class EmbeddedEngine:
         with torch.no_grad():  # not in inference mode: the rollout is for autograd to use
             return _assemble(steps, ask, row_ids, limits=limits, pad_token_id=self.pad_token_id)
 
-    def _records(self, device: torch.device, decoder: Decoder | None, axis: Axis) -> bool:
-        """Whether steps are recorded: those of other code may wait for the device, and a collective is not replayed."""
+    def _record(self, device: torch.device, decoder: Decoder | None, axis: Axis) -> Record | None:
+        """What records steps, if anything: those of other code may wait for the device, and a collective is not
+        replayed."""
         able = decoder is not None and axis.size == 1
         if self.graphs and not able:
             kind = self.model.config.model_type
             raise ValueError(f"graphs = True: model type {kind!r} has steps that cannot be recorded; leave it out")
-        return able and (device.type == "cuda" if self.graphs is None else self.graphs)
+        if not able or not (device.type == "cuda" if self.graphs is None else self.graphs):
+            return None
+        return as_graphs(device) if device.type == "cuda" else _as_it_is
 
     def _columns(self, model: Model, head: Head) -> Columns:
         """Those of the logits that the head gives on this rank."""

@@ -73,15 +73,16 @@ def test_a_recorded_step_is_the_step(name, monkeypatch):
     assert len(set(log)) > 1  # rows left
 
 
-def test_a_gpu_records_what_can_be_recorded():
+def test_a_gpu_records_what_can_be_recorded(monkeypatch):
+    monkeypatch.setattr(embedded, "as_graphs", lambda device: by_operations([]))
     qwen, gpt, cuda = make("qwen2")[0], make("gpt2")[0], torch.device("cuda")
     decoder = object()
-    assert engine_of(qwen)._records(cuda, decoder, Axis()) is True
-    assert engine_of(qwen)._records(torch.device("cpu"), decoder, Axis()) is False
-    assert engine_of(qwen, graphs=False)._records(cuda, decoder, Axis()) is False
-    assert engine_of(gpt)._records(cuda, None, Axis()) is False
+    assert engine_of(qwen)._record(cuda, decoder, Axis()) is not None
+    assert engine_of(qwen)._record(torch.device("cpu"), decoder, Axis()) is None
+    assert engine_of(qwen, graphs=False)._record(cuda, decoder, Axis()) is None
+    assert engine_of(gpt)._record(cuda, None, Axis()) is None
     with pytest.raises(ValueError, match=r"graphs = True: model type 'gpt2' has steps that cannot be recorded"):
-        engine_of(gpt, graphs=True)._records(cuda, None, Axis())
+        engine_of(gpt, graphs=True)._record(cuda, None, Axis())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
