@@ -7,6 +7,7 @@ it. So each row runs by itself, and rows of like length together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import attrs
@@ -43,7 +44,7 @@ class RowWise:
 
 
 class Group(NamedTuple):
-    """RowWise of a packed row that run together, padded on the right to the longest: [B, S] = `shape`."""
+    """Rows of a packed row that run together, padded on the right to the longest: [B, S] = `shape`."""
 
     tokens: Tensor  # [M]: in the packed row
     places: Tensor  # [M]: in [B * S]
@@ -54,7 +55,7 @@ class Group(NamedTuple):
 def grouped(lengths: Lengths, *, like: float) -> list[Group]:
     """The rows of a packed row in groups, each no shorter than `like` times the longest of its group."""
     sizes = lengths.lengths
-    starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+    starts = [0, *accumulate(sizes)]
     groups: list[list[int]] = []
     for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
         if not groups or sizes[row] < like * sizes[groups[-1][0]]:
