@@ -59,7 +59,10 @@ def covered(ran: Iterable[Span]) -> float:
 
 
 def now() -> float:
-    """Seconds on a clock that only rises, once the accelerator has done what it was asked to."""
+    """Seconds on a clock that only rises, once the accelerator has done what this thread's stream was asked to.
+
+    It does not wait for the whole device: other threads may sample, or record what they do as a CUDA graph, meanwhile.
+    """
     if torch.cuda.is_initialized():  # a controller of ranks elsewhere never uses it
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
     return time.perf_counter()

@@ -24,7 +24,7 @@ def test_an_ensemble_leaves_out_what_its_members_agree_in(tmp_path):
     mask, apart = experience.response_mask, experience.disagreement
     gone = mask & (experience.advantages == 0)
     assert 0 < report["critic/ensemble/left"] <= 0.4
-    assert gone.sum() / mask.sum() == pytest.approx(report["critic/ensemble/left"])
+    assert (gone.sum() / mask.sum()).item() == pytest.approx(report["critic/ensemble/left"])
     assert apart[gone].max() <= apart[mask & ~gone].min()
     each = hidden_values(first[0].critic.params, experience.hidden, mask)
     torch.testing.assert_close(experience.values, each.mean(0))

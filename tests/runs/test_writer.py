@@ -23,7 +23,7 @@ def task(tmp_path_factory):
 
 
 def _run(task, directory, **changes):
-    given = {"steps": 3, "checkpoint__every": 2, "checkpoint__keep": 9, "eval__before": False}
+    given = {"device": "cpu", "steps": 3, "checkpoint__every": 2, "checkpoint__keep": 9, "eval__before": False}
     assert actions.train(tiny_run.settings(task, output_dir=str(directory), **given, **changes)) == 0
     return {line["step"]: line for line in jsonl.read(directory / "digests.jsonl")}
 
