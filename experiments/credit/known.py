@@ -27,7 +27,7 @@ from fppo.models.model import Model, Params
 from fppo.pipeline import Passes, Program, RunState, StepRecord, estimator, policy_pass, stages, train, value_pass
 from fppo.pipeline.pretrain import Pretrain, Pretraining
 from fppo.pipeline.train import Evaluation
-from fppo.pipeline.truth import Known, critic_truth
+from fppo.pipeline.truth import Known, critic_truth, one_answer
 from fppo.rollout import EmbeddedEngine, Sampling
 from fppo.steps.popart import update_popart
 from fppo.steps.train_state import Scale
@@ -194,7 +194,8 @@ def found(start: Start, kind: Kind, key: Key, *, quick: bool) -> Found:
     passes = Passes(
         policy=pass_, reference=pass_, values=critic.values, confidence=critic.confidence, hidden=critic.hidden
     )
-    known = Known(answers=partial(right_answers, tokenizer=tokenizer, sampling=sampling))
+    answers = partial(right_answers, tokenizer=tokenizer, sampling=sampling)
+    known = Known(exact=partial(one_answer, answers=answers))
     score, peaks = partial(_score, tokenizer=tokenizer), list[float]()
     advantage = estimator("gae" if kind.reads else "reinforce_plus_plus")
     stage = partial(stages.estimate, advantage_fn=advantage, max_tokens=TOKENS, whiten=bool(kind.reads))

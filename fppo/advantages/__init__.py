@@ -2,7 +2,7 @@
 
 from fppo.advantages._common import Advantages
 from fppo.advantages.ensemble import decisive, disagreement
-from fppo.advantages.exact import exact_values
+from fppo.advantages.exact import GameTree, GameValues, exact_values, game_values
 from fppo.advantages.grouped import SCALES, gdpo, gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo
 from fppo.advantages.temporal import discounted_returns, gae, reinforce_plus_plus, remax, token_rewards
 from fppo.advantages.token_baseline import optimal_token_baseline
@@ -12,11 +12,14 @@ from fppo.advantages.whitening import whiten
 __all__ = [
     "SCALES",
     "Advantages",
+    "GameTree",
+    "GameValues",
     "decisive",
     "disagreement",
     "discounted_returns",
     "exact_values",
     "gae",
+    "game_values",
     "gdpo",
     "gpg",
     "grpo",

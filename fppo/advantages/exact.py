@@ -1,7 +1,10 @@
-"""Values that are known: those of tasks in which one response is right."""
+"""Values that are known: those of tasks in which one response is right, and of games that are small."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -39,6 +42,46 @@ def exact_values(
     same = (pad(answers, wider)[:, :width] == responses) & (left > 0)
     follows = pad(same.long().cumprod(1), (1, 0), value=1)[:, :width].bool() & (left > 0) & mask
     return (completed * gamma ** (left - 1).clamp(min=0)).where(follows, 0.0).to(log_probs.dtype)
+
+
+class GameTree(NamedTuple):
+    """A game as what its player can do: P places at which a token is due, E tokens that go on, L ways they lead on.
+
+    Token e is said at place `at[e]`. Then the game is over with some probability, and `ends[e]` is that times the score
+    expected then; or with probability `chance[l]`, for the l whose `by[l]` is e, the place `to[l]` is next. No place is
+    more than `height` tokens from where nothing follows. All other tokens end the game with 0.
+    """
+
+    at: Int[Tensor, " e"]
+    ends: Float[Tensor, " e"]
+    by: Int[Tensor, " l"]
+    to: Int[Tensor, " l"]
+    chance: Float[Tensor, " l"]
+    places: int
+    height: int
+
+
+class GameValues(NamedTuple):
+    """The expected score at each place [P], and once each token has been said [E]; float64."""
+
+    values: Float[Tensor, " p"]
+    said: Float[Tensor, " e"]
+
+
+def game_values(probs: Float[Tensor, " e"], tree: GameTree, *, gamma: float = 1.0) -> GameValues:
+    """The values of a game whose player says each of the tree's tokens with the probability `probs` [E].
+
+    They are those of dynamic programming: said = ends + gamma * (the expected value of the next place), and value =
+    sum over a place's tokens of probability times said. Raises ValueError for other shapes.
+    """
+    if probs.shape != tree.at.shape:
+        raise ValueError(f"probs must be [{len(tree.at)}], one for each of the tree's tokens, got {list(probs.shape)}")
+    p, ends, chance = (x.detach().double() for x in (probs, tree.ends, tree.chance))
+    values, said = ends.new_zeros(tree.places), ends
+    for _ in range(tree.height):
+        said = ends + gamma * torch.zeros_like(ends).index_add(0, tree.by, chance * values[tree.to])
+        values = torch.zeros_like(values).index_add(0, tree.at, p * said)
+    return GameValues(values, said)
 
 
 def _to_go(x: Tensor) -> Tensor:

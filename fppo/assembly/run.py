@@ -24,7 +24,7 @@ from fppo.assembly.pools import engine_pool, home_of
 from fppo.assembly.program import Resources, along_of, pretrain_of, program_of
 from fppo.assembly.rewards import reward_runner
 from fppo.assembly.roles import Roles, Tools, make_engine, make_roles
-from fppo.assembly.turns import in_turns
+from fppo.assembly.turns import game_of, in_turns
 from fppo.fleet import HERE, LOCAL_GROUP, AnyGroup, Call, Group, Here, LocalGroup
 from fppo.key import Key
 from fppo.losses import KLState
@@ -33,14 +33,16 @@ from fppo.models.model import Model, Params
 from fppo.pipeline import stages
 from fppo.pipeline.estimators import of_values
 from fppo.pipeline.evaluate import EvaluateRun, OnScored, evaluate
+from fppo.pipeline.games import Played
 from fppo.pipeline.pretrain import Pretraining
 from fppo.pipeline.program import Base, Draw, Program, RunState
-from fppo.pipeline.truth import Known, OnBeside, critic_truth
+from fppo.pipeline.truth import Known, OnBeside, critic_truth, one_answer
 from fppo.rewards.distributed import SpreadRewardRunner
 from fppo.rewards.early import EarlyRewardRunner
 from fppo.rollout.engine import Engine
 from fppo.rollout.placed import PlacedEngine
 from fppo.rollout.pool import EnginePool
+from fppo.rollout.turns.engine import TurnsEngine
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import LOCAL, Mesh, is_first
 from fppo.runtime.offload import Lane
@@ -293,13 +295,15 @@ def _evaluation(
 
 def _truth(settings: TrainSettings, inputs: EvalInputs, resources: Resources) -> Callable[..., Metrics]:
     sampling, algorithm = attrs.evolve(resources.sampling, n=1), settings.algorithm
+    gamma = 1.0 if algorithm.advantage == "turn_gae" else algorithm.gamma  # of one turn
+    if isinstance(resources.engine, TurnsEngine):
+        exact = Played(game=game_of(settings), engine=resources.engine, sampling=sampling, gamma=gamma)
+    else:
+        answers = partial(right_answers, tokenizer=inputs.tokenizer, sampling=sampling)
+        exact = partial(one_answer, answers=answers, gamma=gamma)
     return partial(
         critic_truth,
-        known=Known(
-            answers=partial(right_answers, tokenizer=inputs.tokenizer, sampling=sampling),
-            gamma=1.0 if algorithm.advantage == "turn_gae" else algorithm.gamma,  # of one turn
-            estimate=of_values(algorithm.advantage, along_of(algorithm)),
-        ),
+        known=Known(exact=exact, estimate=of_values(algorithm.advantage, along_of(algorithm))),
         engine=resources.engine,
         sampling=sampling,
         passes=resources.passes,

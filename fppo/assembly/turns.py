@@ -11,6 +11,7 @@ from fppo.assembly.texts import chat_options
 from fppo.rollout.engine import Engine
 from fppo.rollout.turns import tools
 from fppo.rollout.turns.engine import TurnsEngine
+from fppo.rollout.turns.games import Game
 from fppo.rollout.turns.observations import PlainText, chat_template
 from fppo.rollout.turns.runner import ToolRunner
 from fppo.runtime.mesh import Mesh
@@ -47,6 +48,17 @@ def in_turns(
             tokenizer=tokenizer,
             max_turns=section.max_turns,
             turn_tokens=section.turn_tokens,
+            draws=respond.draws if isinstance(respond, Game) else None,
             pad_token_id=pad_token_id,
             mesh=mesh,
         )
+
+
+def game_of(settings: TrainSettings) -> Game:
+    """The game that answers the policy's turns. Raises ValueError if something else does."""
+    name = str(settings.rollout.turns.respond)
+    game = tools.resolve(name)
+    if not isinstance(game, Game):
+        text = f"rollout.turns.respond = {name!r} is no rollout.Game, whose ways to be played are known"
+        raise ValueError(f"eval.exact_values = True: {text}")
+    return game

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from fppo.metrics import Metrics
 from fppo.pipeline.passes import Passes, read_values, there
 from fppo.pipeline.program import RunState
 from fppo.rollout.engine import Ask, Engine, Sampling
-from fppo.steps.forward import TokenOutputs
+from fppo.steps.forward import Rows, TokenOutputs
 from fppo.tree import state
 
 Answers = Callable[[Prompts], tuple[Tensor, Tensor]]  # the right responses: int64 [B, A], and their mask
@@ -28,7 +28,7 @@ LEAST = 1e-3  # of an exact advantage that has a direction
 
 
 @state
-class _Rows:
+class Continued:
     """What a pass reads of prompts with responses."""
 
     tokens: Tensor  # [B, S] int64
@@ -50,13 +50,26 @@ class Beside(NamedTuple):
 OnBeside = Callable[[Beside], None]
 
 
+class Truth(NamedTuple):
+    """Responses and what the policy says of them, where it has been asked; and all [B, T] the exact value before each
+    token, and of the policy's own responses their rewards and the exact advantages."""
+
+    rows: Rows
+    out: TokenOutputs | None
+    values: Tensor
+    rewards: Tensor | None = None
+    advantages: Tensor | None = None
+
+
+PolicyOf = Callable[[Rows], TokenOutputs]
+
+
 @attrs.frozen(kw_only=True)
 class Known:
-    """What is known of a task: the right responses, the discount, and the estimator of the run's advantages, of token
-    rewards, values and mask."""
+    """What is known of a task: the truth about prompts with their rollout and what the policy says of rows, such as
+    `one_answer`'s; and the estimator of the run's advantages, of token rewards, values and mask."""
 
-    answers: Answers
-    gamma: float = 1.0
+    exact: Callable[[Prompts, Rollout, PolicyOf], Iterable[Truth]]
     estimate: Callable[[Tensor, Tensor, Tensor], Advantages] = advantages.gae
 
 
@@ -70,60 +83,66 @@ def critic_truth(
     passes: Passes,
     keep: OnBeside = lambda beside: None,
 ) -> Metrics:
-    """How far the critic's values are from the exact ones (`advantages.exact_values`) of the policy as it samples.
+    """How far the critic's values are from the exact ones of the policy as it samples.
 
-    The values compared are those before every token of the policy's responses to the prompts, one to each, and of
-    their right answers. critic/true/mse is the mean square of the difference, critic/true/variance that of the exact
+    The values compared are those before every token of the policy's responses to the prompts, one to each, and of what
+    else `known.exact` has. critic/true/mse is the mean square of the difference, critic/true/variance that of the exact
     values, and critic/true/r2 is 1 - mse / variance: 1 for a critic that knows, 0 for one that knows their mean.
 
     Of the policy's own responses the advantages that `known.estimate` makes of the critic's values are held against the
-    exact ones, r + gamma V_s - V of the exact values: critic/true/cosine is that of the angle between them over all
-    tokens, and critic/true/sign the share of the tokens whose exact advantage is 0.001 or more in size in which both
-    have the same sign. The first responses, with all this, go to `keep`.
+    exact ones: critic/true/cosine is that of the angle between them over all tokens, and critic/true/sign the share of
+    the tokens whose exact advantage is 0.001 or more in size in which both have the same sign. The first responses,
+    with all this, go to `keep`.
     """
     assert run.critic is not None
-    of_policy = partial(passes.policy, run.actor.params, outputs=("log_probs", *passes.read))
+    of_policy, of_critic = partial(passes.policy, run.actor.params, outputs=("log_probs", *passes.read)), passes.values
     exact: list[Tensor] = []
     guessed: list[Tensor] = []
     besides: list[Beside] = []
     for number, asked in enumerate(prompts):
         ask = Ask(asked, sampling, run.key.fold("truth", number), version=run.actor.step)
         rollout = engine.generate(run.actor.params, ask)
-        answer, mask = (x.to(rollout.tokens.device) for x in known.answers(asked))
-        right = _answered(asked, answer, mask)
-        said = rollout.tokens[:, -rollout.response_mask.shape[1] :]
-        of_answer: Tensor | None = None
-        for rows, responses in ((right, answer), (rollout, said)):
-            out = of_policy(rows) if of_answer is None or passes.values is None else TokenOutputs()
-            of_answer = there(out.log_probs) if of_answer is None else of_answer
-            if passes.values is not None:
-                values = passes.values(run.critic.params, rows)
-            else:
-                values = read_values(passes, run.critic.params, there(out.log_probs), out, rows.response_mask).values
+        for rows, out, true, rewards, real in known.exact(asked, rollout, of_policy):
             own = rows.response_mask
-            true = exact_values(of_answer, answer, mask, responses, own, gamma=known.gamma)
+            if of_critic is not None:
+                values = of_critic(run.critic.params, rows)
+            else:
+                out = of_policy(rows) if out is None else out
+                values = read_values(passes, run.critic.params, there(out.log_probs), out, own).values
             exact.append(true[own].double())
             guessed.append(values[own].double())
-            if rows is rollout:
-                besides.append(_beside(rollout, values.to(true), true, _rewards(answer, mask, said, own), known))
+            if rewards is not None and real is not None:
+                found = known.estimate(rewards, values.to(true), own).advantages
+                besides.append(Beside(rollout, values.to(true), true, found, real))
     keep(batches.rows(besides[0], range(min(KEPT, len(besides[0].values)))))
     return _compared(torch.cat(exact), torch.cat(guessed)) | _pointing(besides)
 
 
-def _answered(asked: Prompts, answer: Tensor, mask: Tensor) -> _Rows:
-    return _Rows(
+def one_answer(
+    asked: Prompts, rollout: Rollout, of_policy: PolicyOf, *, answers: Answers, gamma: float = 1.0
+) -> Iterator[Truth]:
+    """The truth about the right answers and about the rollout's responses, one to each prompt, where the right one is
+    worth 1 and all others 0 (`advantages.exact_values`); exact advantages are r + gamma V_s - V."""
+    answer, answered = (x.to(rollout.tokens.device) for x in answers(asked))
+    right = _answered(asked, answer, answered)
+    out = of_policy(right)
+    value = partial(exact_values, there(out.log_probs), answer, answered, gamma=gamma)
+    yield Truth(right, out, value(answer, answered))
+    mask = rollout.response_mask
+    said = rollout.tokens[:, -mask.shape[1] :]
+    true = value(said, mask)
+    rewards = _rewards(answer, answered, said, mask).to(true)
+    real = advantages.td(rewards, true, mask, gamma=gamma).advantages
+    yield Truth(rollout, None, true, rewards, real)
+
+
+def _answered(asked: Prompts, answer: Tensor, mask: Tensor) -> Continued:
+    return Continued(
         tokens=torch.cat([asked.tokens.to(answer.device), answer], 1),
         attention_mask=torch.cat([asked.attention_mask.to(mask.device), mask], 1),
         response_mask=mask,
         ground_truth=asked.ground_truth,
     )
-
-
-def _beside(rollout: Rollout, values: Tensor, exact: Tensor, rewards: Tensor, known: Known) -> Beside:
-    mask, rewards = rollout.response_mask, rewards.to(exact)
-    found = known.estimate(rewards, values, mask).advantages
-    real = advantages.td(rewards, exact, mask, gamma=known.gamma).advantages
-    return Beside(rollout, values, exact, found, real)
 
 
 def _rewards(answers: Tensor, answer_mask: Tensor, responses: Tensor, mask: Tensor) -> Tensor:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from fppo.rollout.sync import reshard as reshard
     from fppo.rollout.turns.engine import TurnsEngine as TurnsEngine
     from fppo.rollout.turns.engine import turn_metrics as turn_metrics
+    from fppo.rollout.turns.games import Chance as Chance
+    from fppo.rollout.turns.games import End as End
+    from fppo.rollout.turns.games import Game as Game
+    from fppo.rollout.turns.games import Turn as Turn
     from fppo.rollout.turns.observations import PlainText as PlainText
     from fppo.rollout.turns.observations import chat_template as chat_template
     from fppo.rollout.turns.runner import ToolRunner as ToolRunner
@@ -30,11 +34,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Ask",
+    "Chance",
     "EmbeddedEngine",
+    "End",
     "Engine",
     "EngineFailure",
     "EnginePool",
     "FetchingEngine",
+    "Game",
     "OnFinished",
     "PlacedEngine",
     "PlainText",
@@ -43,6 +50,7 @@ __all__ = [
     "SpreadEngine",
     "SyncError",
     "ToolRunner",
+    "Turn",
     "TurnsEngine",
     "VllmEngine",
     "VllmOptions",
@@ -58,6 +66,7 @@ _HOMES = {
     "spread": ("FetchingEngine", "SpreadEngine"),
     "sync": ("SyncError", "reshard"),
     "turns.engine": ("TurnsEngine", "turn_metrics"),
+    "turns.games": ("Chance", "End", "Game", "Turn"),
     "turns.observations": ("PlainText", "chat_template"),
     "turns.runner": ("ToolRunner",),
     "vllm.engine": ("VllmEngine",),

@@ -28,17 +28,21 @@ def eval_problems(s: TrainSettings, *, critic: bool) -> Problems:
 
 
 def _exact_values(s: TrainSettings, critic: bool) -> Problems:
-    """What keeps the value of a prompt from being the probability of its one right answer."""
-    used = ("functions", "weights", "overlong_buffer", "model", "judge")
-    bare = RewardSettings(functions=("exact_match",))
+    """What keeps the value of a prompt from being the probability of its one right answer, or that of a game."""
+    used, respond = ("functions", "weights", "overlong_buffer", "model", "judge"), s.rollout.turns.respond
+    score = "exact_match" if respond is None else f"{respond}.score"
+    bare = RewardSettings(functions=(score,))
     rewards, bare = ([getattr(section, name) for name in used] for section in (s.reward, bare))
+    of_game = "" if respond is None else ", the score of the game that responds"
     needed = {
         "held-out prompts; give data.eval_path": has_held_out(s),
         "a critic; give algorithm.advantage = 'gae'": critic,
-        "the reward of exact_match alone; leave the rest of [reward] as it is": rewards == bare,
+        f"the reward of {score} alone{of_game}; leave the rest of [reward] as it is": rewards == bare,
         "all tokens; give rollout.top_k = None and rollout.top_p = 1.0": not s.rollout.top_k and s.rollout.top_p == 1.0,
-        "responses that no text ends; leave rollout.stop empty": not s.rollout.stop,
-        "responses of one turn; leave rollout.turns.respond unset": s.rollout.turns.respond is None,
+        "responses that no text ends; leave rollout.stop empty": respond is not None or not s.rollout.stop,
+        "a discount for tokens; with turns and algorithm.advantage = 'turn_gae' give algorithm.gamma = 1.0": (
+            respond is None or s.algorithm.advantage != "turn_gae" or s.algorithm.gamma == 1.0
+        ),
     }
     for text, there in needed.items():
         if not there:

@@ -206,7 +206,7 @@ class EvalSettings:
     max_prompts: int | None = setting(None, at_least(1))
     """The first so many prompts only; None: all."""
     exact_values: bool = setting(False)
-    """Compare the critic with the exact values of held-out prompts; needs exact_match as the only reward."""
+    """Compare the critic with exact values on held-out prompts; the only reward is exact_match, or a game's score."""
 
 
 @attrs.frozen(kw_only=True)

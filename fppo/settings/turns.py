@@ -12,7 +12,7 @@ class TurnsSettings:
     """What answers the policy's turns. A turn ends where a response does: at the model's ends, or rollout.stop."""
 
     respond: str | None = setting(None)
-    """calculator, or module:function of the conversation so far; None: a response is one turn."""
+    """calculator, or module:function of the conversation so far, or module:game; None: a response is one turn."""
     max_turns: int = setting(8, at_least(1))
     """Turns of a response at most."""
     turn_tokens: int | None = setting(None, at_least(1))

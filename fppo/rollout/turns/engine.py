@@ -17,6 +17,7 @@ from fppo.data.examples import MESSAGES
 from fppo.metrics import Metrics
 from fppo.rollout.engine import Ask, Engine, Sampling
 from fppo.rollout.records import response_limits
+from fppo.rollout.turns.games import DRAWS, EPISODE
 from fppo.rollout.turns.observations import Encode
 from fppo.rollout.turns.runner import Responder, ToolResult
 from fppo.rollout.turns.tools import Message
@@ -41,6 +42,7 @@ class _Conversation:
     """A row's messages up to the policy's present turn, which began at column `since`."""
 
     messages: list[Message]
+    opening: int  # how many of them are the prompt's
     since: int = 0
     failures: int = 0
 
@@ -64,6 +66,10 @@ class TurnsEngine:
     Draws depend on key, row, turn and position in the turn; those of the first turn are the engine's own. On a mesh all
     ranks hold all rows, as the engine gives them; each asks tools about some, and all get all results. Where the tool
     failed, `extras` count it as "tool_failures".
+
+    With `draws` a response is an episode: the prompt's last message has as many uniform numbers of the response's own
+    for tools, as "draws", and `extras` hold the text of that message, these numbers and the texts of the policy's turns
+    as the "opening", "draws" and "turns" of an "episode". Rewards need all of them, so that no row is reported early.
     """
 
     engine: Engine
@@ -73,17 +79,20 @@ class TurnsEngine:
     max_turns: int
     pad_token_id: int
     turn_tokens: int | None = None
+    draws: int | None = None
     mesh: Mesh = LOCAL
 
     def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
         """The rollout; with one turn, or tools that end every response, the engine's own. See `Engine`."""
         sampling = ask.sampling
+        ask = ask if self.draws is None else attrs.evolve(ask, on_finished=None)
         most = [limit for limit in response_limits(ask) for _ in range(sampling.n)]
         per_turn = min(self.turn_tokens or sampling.max_tokens, sampling.max_tokens)
         first = attrs.evolve(ask, sampling=attrs.evolve(sampling, max_tokens=per_turn), on_finished=None)
         start = self.engine.generate(params, first)
         section, finish, live = _section_of(start), list(start.finish), list(range(len(start.tokens)))
-        conversations = [_Conversation(self._opening(start, row)) for row in live]
+        openings = self._openings(start, ask)
+        conversations = [_Conversation(messages, len(messages)) for messages in openings]
         for turn in range(2, self.max_turns + 1):
             stopped = [row for row in live if finish[row] == "stop"]
             observations = self._observe(stopped, section, conversations, sampling)
@@ -108,7 +117,7 @@ class TurnsEngine:
             for row, reason in zip(live, rollout.finish, strict=True):
                 finish[row] = reason
         self._report(ask, live, section, finish)
-        return self._record(start, section, finish, conversations)
+        return self._record(start, section, finish, conversations, sampling)
 
     def _report(self, ask: Ask, rows: Sequence[int], section: _Section, finish: Sequence[str]) -> None:
         """Calls `ask.on_finished` for rows that are done, each on one rank, that of its prompt."""
@@ -118,6 +127,15 @@ class TurnsEngine:
         for row in rows:
             if row // ask.sampling.n % ranks == place:
                 ask.on_finished(row, section.tokens[row][section.seen[row]].tolist(), finish[row])
+
+    def _openings(self, start: Rollout, ask: Ask) -> list[list[Message]]:
+        """The prompts as messages, with what tools may draw."""
+        openings = [self._opening(start, row) for row in range(len(start.tokens))]
+        if self.draws is None:
+            return openings
+        drawn = ask.key.fold("draws").uniform(start.row_ids.cpu(), self.draws).tolist()
+        pairs = zip(openings, drawn, strict=True)
+        return [[*messages[:-1], {**messages[-1], DRAWS: draws}] for messages, draws in pairs]
 
     def _opening(self, start: Rollout, row: int) -> list[Message]:
         """The prompt as messages: a chat's own, or its text."""
@@ -168,14 +186,31 @@ class TurnsEngine:
         every = gather_objects([list(result) for result in own], self.mesh, AXES, device)
         return [ToolResult(*every[number % ranks][number // ranks]) for number in range(len(conversations))]
 
+    def _episode(self, conversation: _Conversation, ids: list[int], sampling: Sampling) -> dict[str, Any]:
+        """What extras hold of a conversation whose last turn has these tokens."""
+        opening, later = conversation.messages[conversation.opening - 1], conversation.messages[conversation.opening :]
+        last = [self._turn(ids, sampling)] if ids else []  # none where there was no room for what came after a turn
+        turns = [message["content"] for message in [*later, *last] if message["role"] == "assistant"]
+        return {EPISODE: {"opening": opening["content"], "draws": opening[DRAWS], "turns": turns}}
+
     def _record(
-        self, start: Rollout, section: _Section, finish: list[str], conversations: Sequence[_Conversation]
+        self,
+        start: Rollout,
+        section: _Section,
+        finish: list[str],
+        conversations: Sequence[_Conversation],
+        sampling: Sampling,
     ) -> Rollout:
         width = start.tokens.shape[1] - start.response_mask.shape[1]
-        extras = (
+        extras: list[Any] = [
             {**extra, FAILURES: conversation.failures} if conversation.failures else extra
             for extra, conversation in zip(start.extras, conversations, strict=True)
-        )
+        ]
+        if self.draws is not None:
+            said, used = section.tokens.cpu(), section.seen.sum(1).tolist()
+            for row, each in enumerate(conversations):
+                ids = said[row, each.since : used[row]].tolist()
+                extras[row] = {**extras[row], **self._episode(each, ids, sampling)}
         tokens = section.tokens.where(section.seen, self.pad_token_id)
         return replace(
             start,

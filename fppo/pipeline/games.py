@@ -1,0 +1,225 @@
+"""The exact values of games that a policy plays in turns: every way to play one, as tokens."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from fppo.advantages import GameTree, game_values, token_rewards
+from fppo.batch import Column, Prompts, Rollout
+from fppo.data.stops import token_pieces
+from fppo.pipeline.passes import there
+from fppo.pipeline.truth import Continued, PolicyOf, Truth
+from fppo.rollout.engine import Sampling
+from fppo.rollout.turns.engine import TurnsEngine
+from fppo.rollout.turns.games import EPISODE, End, Game, State, Turn
+
+MOST = 100_000  # places of all ways to play from one batch's prompts
+
+Ids = tuple[int, ...]
+Spell = Callable[[str], Sequence[Ids]]  # all ways to say a text as a whole turn
+States = list[tuple[float, State]]  # each with its weight, of what is hidden
+
+
+@attrs.frozen(kw_only=True)
+class Played:
+    """A game, and the engine that the policy plays it with: the `exact` of `Known`."""
+
+    game: Game
+    engine: TurnsEngine
+    sampling: Sampling
+    gamma: float = 1.0
+
+    def __call__(self, asked: Prompts, rollout: Rollout, of_policy: PolicyOf) -> Iterator[Truth]:
+        """The truth about the rollout's responses, one to each prompt: V of a token is what the policy may expect
+        before it, by dynamic programming over all that it can say and all that can be dealt, and its advantage is what
+        it may expect once it has said it, less V.
+
+        Raises ValueError for a game that does not fit the limits of responses, or has too many ways to be played.
+        """
+        prompts = [tuple(x[seen].tolist()) for x, seen in zip(asked.tokens.cpu(), asked.attention_mask.cpu())]
+        ways = Ways(self)
+        for prompt, extra in zip(prompts, rollout.extras, strict=True):
+            ways.add(prompt, extra[EPISODE]["opening"])
+        log_probs = there(of_policy(ways.rows(rollout.tokens.device)).log_probs).detach()
+        exact = game_values(log_probs.cpu()[ways.row, ways.column].double().exp(), ways.tree(), gamma=self.gamma)
+        mask = rollout.response_mask
+        values, said = torch.zeros(2, *mask.shape, dtype=torch.float64)
+        for row, prompt in enumerate(prompts):
+            for column, place, token in ways.followed(prompt, rollout, row):
+                values[row, column] = exact.values[place]
+                said[row, column] = 0.0 if token is None else exact.said[token]
+        ends = [self.game.end(extra[EPISODE], finish) for extra, finish in zip(rollout.extras, rollout.finish)]
+        rewards = token_rewards(torch.tensor(ends, dtype=torch.float64, device=mask.device), mask)
+        values, advantages = (x.to(mask.device) for x in (values, said - values))
+        yield Truth(rollout, None, values, rewards, advantages)
+
+
+def spellings(tokenizer: Any, sampling: Sampling) -> Spell:
+    """All tokens, each of which adds some text, that say a text and end the turn: with the text itself, where that is
+    one of `sampling.stop_texts`, else with one of the stop tokens that are special."""
+    stops = sampling.stop_texts
+    special = set(tokenizer.all_special_ids)
+    by_first: dict[bytes, list[tuple[int, bytes]]] = defaultdict(list)
+    for token, piece in enumerate(token_pieces(tokenizer) if stops is None else stops.pieces):
+        by_first[piece[:1]].append((token, piece))
+
+    def ways(text: bytes) -> Iterator[Ids]:
+        if not text:
+            yield ()
+            return
+        for token, piece in by_first[text[:1]]:
+            if text.startswith(piece):
+                yield from ((token, *rest) for rest in ways(text[len(piece) :]))
+
+    @cache
+    def spelled(text: str) -> Sequence[Ids]:
+        whole = [ids for ids in ways(text.encode()) if not any(sampling.stopped(ids[:i]) for i in range(1, len(ids)))]
+        ends = [(token,) for token in sampling.stop_token_ids if token in special]
+        return [way for ids in whole for way in ([ids] if ids and sampling.stopped(ids) else [ids + x for x in ends])]
+
+    return spelled
+
+
+class _Path(NamedTuple):
+    """What a response has come to: its prompt, its tokens, and which of them the policy chose."""
+
+    prompt: Ids
+    said: Ids = ()
+    chosen: tuple[bool, ...] = ()
+
+    def on(self, ids: Ids, chosen: bool) -> _Path:
+        """The path with further tokens."""
+        return _Path(self.prompt, self.said + ids, self.chosen + (chosen,) * len(ids))
+
+
+class Ways:
+    """All ways to play from some prompts: as rows of tokens, of which each place and token has one, and as a tree."""
+
+    def __init__(self, played: Played) -> None:
+        self._game, self._engine, self._most = played.game, played.engine, played.sampling.max_tokens
+        self._turn_tokens = min(self._engine.turn_tokens or self._most, self._most)
+        self._spell = spellings(self._engine.tokenizer, played.sampling)
+        self._paths: list[_Path] = []  # that are over
+        self._places: dict[_Path, int] = {}
+        self._tokens: dict[tuple[int, int], int] = {}  # by place and token
+        self._ends: list[float] = []
+        self._links: list[tuple[int, int, float]] = []
+        self.row: list[int] = []  # of each token of the tree
+        self.column: list[int] = []
+
+    def add(self, prompt: Ids, opening: str) -> None:
+        """All ways to play from a prompt."""
+        if _Path(prompt) in self._places:
+            return
+        nodes = self._game.outlook([(1.0, opening)])
+        turns = [(w, node) for w, node in nodes if isinstance(node, Turn)]
+        if len(turns) < len(nodes) or any(turn.shown for _, turn in turns):
+            raise ValueError(f"the game from {opening!r} must begin with a turn that shows '', for the prompt is there")
+        self._turn(_Path(prompt), turns, 1)
+
+    def tree(self) -> GameTree:
+        """The tree of all of them."""
+        by, to, chance = zip(*self._links, strict=True) if self._links else ((), (), ())
+        return GameTree(
+            at=torch.tensor([place for place, _ in self._tokens]),
+            ends=torch.tensor(self._ends, dtype=torch.float64),
+            by=torch.tensor(by, dtype=torch.int64),
+            to=torch.tensor(to, dtype=torch.int64),
+            chance=torch.tensor(chance, dtype=torch.float64),
+            places=len(self._places),
+            height=max(sum(path.chosen) for path in self._paths),
+        )
+
+    def rows(self, device: torch.device) -> Continued:
+        """The rows, for the policy to say how probable their tokens are."""
+        pad = self._engine.pad_token_id
+
+        def padded(rows: Sequence[Sequence[int] | Sequence[bool]], value: int | bool, side: str) -> Tensor:
+            return pad_sequence(list(map(torch.tensor, rows)), True, value, side)
+
+        asked, said = ([getattr(path, name) for path in self._paths] for name in ("prompt", "said"))
+        tokens = torch.cat([padded(asked, pad, "left"), padded(said, pad, "right")], 1)
+        there = [[[True] * len(ids) for ids in rows] for rows in (asked, said)]
+        attended = torch.cat([padded(there[0], False, "left"), padded(there[1], False, "right")], 1)
+        chosen = padded([path.chosen for path in self._paths], False, "right")
+        return Continued(
+            tokens=tokens.to(device),
+            attention_mask=attended.to(device),
+            response_mask=chosen.to(device),
+            ground_truth=Column([None] * len(tokens)),
+        )
+
+    def followed(self, prompt: Ids, rollout: Rollout, row: int) -> Iterator[tuple[int, int, int | None]]:
+        """The columns of a response at which its policy chose within the game: each with its place, and the number of
+        its token, or None for one that ends the game."""
+        mask = rollout.response_mask
+        columns = rollout.attention_mask[row, -mask.shape[1] :].nonzero().flatten().tolist()
+        tokens, chosen = rollout.tokens[row, -mask.shape[1] :].tolist(), mask[row].tolist()
+        for number, column in enumerate(columns):
+            before = columns[:number]
+            path = _Path(prompt, tuple(tokens[i] for i in before), tuple(chosen[i] for i in before))
+            place = self._places.get(path)
+            if chosen[column] and place is not None:
+                yield column, place, self._tokens.get((place, tokens[column]))
+
+    def _turn(self, path: _Path, turns: list[tuple[float, Turn]], number: int) -> int:
+        """The place where a turn begins, of weighted turns that look the same, with all that follows."""
+        first = turns[0][1]
+        if any(turn.actions.keys() != first.actions.keys() for _, turn in turns):
+            allowed = [list(turn.actions) for _, turn in turns]
+            raise ValueError(f"turns that show the same, {first.shown!r}, must allow the same texts; they do {allowed}")
+        if not first.actions or number > self._engine.max_turns:
+            text = f"rollout.turns.max_turns = {self._engine.max_turns}" if first.actions else "it allows nothing"
+            raise ValueError(f"the game has a turn {number}, which shows {first.shown!r}: {text}")
+        options: list[tuple[Ids, States]] = []
+        room = min(self._turn_tokens, self._most - len(path.said))
+        for text in first.actions:
+            ways = [ids for ids in self._spell(text) if len(ids) <= room]
+            if not ways:
+                raise ValueError(
+                    f"in turn {number} of the game {text!r} cannot be said in {room} tokens, of rollout.max_tokens = "
+                    f"{self._most} and rollout.turns.turn_tokens = {self._turn_tokens}, the end of the turn among them"
+                )
+            options += [(ids, [(w, turn.actions[text]) for w, turn in turns]) for ids in ways]
+        return self._place(path, options, number)
+
+    def _place(self, path: _Path, options: list[tuple[Ids, States]], number: int) -> int:
+        """The place behind this path, at which these tokens may follow, each to states with weights."""
+        place = self._places.setdefault(path, len(self._places))
+        if place >= MOST:
+            raise ValueError(f"the game can be played in too many ways, with over {MOST:,} tokens: give it fewer turns")
+        for token in dict.fromkeys(ids[0] for ids, _ in options):
+            edge = self._tokens.setdefault((place, token), len(self._tokens))
+            self.row.append(len(self._paths))
+            self.column.append(len(path.said))
+            self._ends.append(0.0)
+            after, more = path.on((token,), True), [(ids[1:], to) for ids, to in options if ids[0] == token]
+            before = len(self._links)
+            if more[0][0]:
+                self._links.append((edge, self._place(after, more, number), 1.0))
+            else:
+                self._finished(after, edge, more[0][1], number)
+            if len(self._links) == before:
+                self._paths.append(after)
+        return place
+
+    def _finished(self, path: _Path, edge: int, states: States, number: int) -> None:
+        """What a turn leads to that ends here."""
+        nodes, whole = self._game.outlook(states), sum(w for w, _ in states)
+        self._ends[edge] = sum(w * node.score for w, node in nodes if isinstance(node, End)) / whole
+        shown: dict[Ids, list[tuple[float, Turn]]] = defaultdict(list)
+        for weight, node in nodes:
+            if isinstance(node, Turn):
+                message = {"role": "tool", "content": node.shown}
+                shown[tuple(self._engine.encode([message], path.said[-1]))].append((weight, node))
+        for ids, turns in shown.items():
+            place = self._turn(path.on(ids, False), turns, number + 1)
+            self._links.append((edge, place, sum(w for w, _ in turns) / whole))

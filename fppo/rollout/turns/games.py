@@ -1,0 +1,114 @@
+"""Games in text: what is dealt, what the policy may say, and what it comes to. Worker processes import this module, so
+it imports no torch."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import attrs
+
+from fppo.rollout.turns.tools import Message
+from fppo.workers.sample import Sample
+
+State = Any
+EPISODE = "episode"  # the key under which extras hold a response's opening, draws and turns
+DRAWS = "draws"  # the key under which a conversation's opening holds uniform numbers for what is dealt
+
+
+class Chance(NamedTuple):
+    """Something is dealt, or somebody else acts: the states that may follow, each with its probability."""
+
+    outcomes: Sequence[tuple[float, State]]
+
+
+class Turn(NamedTuple):
+    """The policy's turn: what it is shown, and the state behind each text that it may answer."""
+
+    shown: str
+    actions: Mapping[str, State]
+
+
+class End(NamedTuple):
+    """The game is over; this is the response's score."""
+
+    score: float
+
+
+Node = Chance | Turn | End
+
+
+@attrs.frozen
+class Game:
+    """A game that the policy plays in the turns of a response: the tool that deals, and with `score` the reward.
+
+    `node(state)` says what a state is. The first one is the text of the prompt, or of its last message, and the first
+    turn shows "", for the policy has read the prompt. What a state holds and no turn shows is hidden: states that look
+    the same to the policy must allow the same texts. A turn that says none of them, or a response that is cut, scores
+    0. At most `draws` times something is dealt.
+    """
+
+    node: Callable[[State], Node]
+    draws: int = 0
+
+    def __call__(self, conversation: Sequence[Mapping[str, Any]]) -> list[Message] | None:
+        """What the policy is shown next; None where the game is over, or the turn said nothing that is allowed."""
+        start = next(i for i, message in enumerate(conversation) if DRAWS in message)
+        opening, later = conversation[start], conversation[start + 1 :]
+        said = [str(message["content"]) for message in later if message["role"] == "assistant"]
+        node = self.after(opening["content"], said, opening[DRAWS])
+        return [{"role": "tool", "content": node.shown}] if isinstance(node, Turn) else None
+
+    def score(self, sample: Sample) -> float:
+        """The reward: the score of the end that the response came to, and 0 if it came to none."""
+        return self.end(sample.extras[EPISODE], sample.finish)
+
+    def end(self, episode: Mapping[str, Any], finish: str) -> float:
+        """The score of an episode, as extras hold it."""
+        node = self.after(**episode) if finish == "stop" else None
+        return node.score if isinstance(node, End) else 0.0
+
+    def after(self, opening: str, turns: Iterable[str], draws: Iterable[float]) -> Turn | End | None:
+        """Where these turns lead with these draws, in [0, 1); None if one of them is not allowed.
+
+        Raises ValueError if there are too few draws, or probabilities that are none.
+        """
+        left = iter(draws)
+        node = self._dealt(opening, left)
+        for text in turns:
+            if not isinstance(node, Turn) or text not in node.actions:
+                return None
+            node = self._dealt(node.actions[text], left)
+        return node
+
+    def _dealt(self, state: State, draws: Iterator[float]) -> Turn | End:
+        node = self.node(state)
+        while isinstance(node, Chance):
+            outcomes, u = checked(node), next(draws, None)
+            if u is None:
+                raise ValueError(f"the game deals more than draws={self.draws} times: give Game(node, draws=...) more")
+            at = bisect_right(list(accumulate(p for p, _ in outcomes)), u)
+            state = outcomes[min(at, len(outcomes) - 1)][1]
+            node = self.node(state)
+        return node
+
+    def outlook(self, states: Iterable[tuple[float, State]]) -> list[tuple[float, Turn | End]]:
+        """The turns and ends to which weighted states lead, whatever is dealt, each with its weight."""
+        found: list[tuple[float, Turn | End]] = []
+        for weight, state in states:
+            node = self.node(state)
+            if isinstance(node, Chance):
+                found += self.outlook((weight * p, after) for p, after in checked(node))
+            else:
+                found.append((weight, node))
+        return found
+
+
+def checked(node: Chance) -> list[tuple[float, State]]:
+    """The outcomes that can be. Raises ValueError unless their probabilities add up to 1."""
+    if min((p for p, _ in node.outcomes), default=-1.0) < 0 or abs(math.fsum(p for p, _ in node.outcomes) - 1) > 1e-9:
+        raise ValueError(f"a Chance whose probabilities are not 0 or more, with a sum of 1: {node!r}"[:400])
+    return [(p, state) for p, state in node.outcomes if p > 0]
