@@ -155,6 +155,7 @@ class Experience(Annotated):
     advantages: Tensor  # [B, T] float32
     returns: Tensor  # [B, T] float32
     correction_weights: Tensor | None = None  # [B, T] float32
+    entropy_mask: Tensor | None = None  # [B, T] bool: the tokens whose entropy has a bonus; None: all
 
 
 def num_rows(record: Any) -> int:

@@ -1,7 +1,7 @@
 """Advantages as pure functions of rewards, values, masks and groups; no gradient passes through them."""
 
 from fppo.advantages._common import Advantages
-from fppo.advantages.ensemble import decisive, disagreement
+from fppo.advantages.ensemble import decisive, disagreement, undisputed
 from fppo.advantages.exact import GameTree, GameValues, exact_values, game_values
 from fppo.advantages.grouped import SCALES, gdpo, gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo
 from fppo.advantages.temporal import discounted_returns, gae, reinforce_plus_plus, remax, token_rewards
@@ -35,6 +35,7 @@ __all__ = [
     "token_rewards",
     "turn_gae",
     "turn_returns",
+    "undisputed",
     "vtrace",
     "whiten",
 ]

@@ -31,3 +31,13 @@ def decisive(disagreement: Tokens, mask: Mask, *, share: float) -> Bool[Tensor, 
     ordered = disagreement.detach().where(mask, torch.inf).flatten().sort().values
     gone = (mask.sum().double() * share).floor().long()
     return mask & (disagreement >= ordered.gather(0, gone[None]))
+
+
+def undisputed(disagreement: Tokens, mask: Mask, *, share: float) -> Bool[Tensor, "b t"]:
+    """The tokens [B, T] of the mask that are left once the `share` of them is gone in which critics disagree most.
+
+    Where critics disagree most a token is of states that they hardly know, and entropy there is no exploration worth a
+    bonus: AsyPPO (arXiv:2510.01656) leaves these tokens out of its entropy term. Otherwise as `decisive`: of n tokens
+    those go whose disagreement is above the (1 + floor(share * n))-th greatest.
+    """
+    return decisive(-disagreement, mask, share=share)

@@ -228,8 +228,9 @@ def _estimate_stage(settings: TrainSettings, resources: Resources) -> EstimateSt
         drop=_dropped(settings.rollout.filter),
         whiten=algorithm.whiten if checks.uses_critic(settings) else algorithm.advantage in WHITENED,
     )
-    agreed = settings.critic.leave_agreed
-    return stages.leave_agreed(stage, share=agreed) if agreed else stage
+    agreed, disputed = settings.critic.leave_agreed, settings.critic.leave_disputed
+    stage = stages.leave_agreed(stage, share=agreed) if agreed else stage
+    return stages.leave_disputed(stage, share=disputed) if disputed else stage
 
 
 def _correction(keywords: Mapping[str, Any], loss: str) -> Callable[[Tensor, Tensor, Tensor], losses.Correction]:

@@ -202,14 +202,35 @@ def leave_agreed(estimate: EstimateStage, *, share: float) -> EstimateStage:
     @wraps(estimate)
     def stage(annotated: Annotated, kl: KLState) -> tuple[Experience, KLState, Metrics]:
         experience, kl, report = estimate(annotated, kl)
-        if experience.disagreement is None:
-            raise ValueError("leave_agreed needs disagreement in the batch: give the run an ensemble of critics")
         mask = experience.response_mask
-        kept = advantages.decisive(experience.disagreement, mask, share=share)
+        kept = advantages.decisive(_apart(experience, "leave_agreed"), mask, share=share)
         left = {"critic/ensemble/left": metrics.masked_mean(~kept, mask)}
         return replace(experience, advantages=experience.advantages.where(kept, 0.0)), kl, report | left
 
     return stage
+
+
+def leave_disputed(estimate: EstimateStage, *, share: float) -> EstimateStage:
+    """The stage, without an entropy bonus for the `share` of its tokens in which an ensemble of critics disagrees most
+    (`advantages.undisputed`); critic/ensemble/disputed is the share of these. All else is as it was.
+
+    It raises ValueError for a batch without an ensemble's disagreement.
+    """
+
+    @wraps(estimate)
+    def stage(annotated: Annotated, kl: KLState) -> tuple[Experience, KLState, Metrics]:
+        experience, kl, report = estimate(annotated, kl)
+        kept = advantages.undisputed(_apart(experience, "leave_disputed"), experience.response_mask, share=share)
+        gone = {"critic/ensemble/disputed": metrics.masked_mean(~kept, experience.response_mask)}
+        return replace(experience, entropy_mask=kept), kl, report | gone
+
+    return stage
+
+
+def _apart(experience: Experience, reader: str) -> Tensor:
+    if experience.disagreement is None:
+        raise ValueError(f"{reader} needs disagreement in the batch: give the run an ensemble of critics")
+    return experience.disagreement
 
 
 def estimate(

@@ -30,7 +30,7 @@ ANNOTATIONS = (
     "hidden",
     "routed",
 )
-ESTIMATES = ("token_rewards", "advantages", "returns", "correction_weights", "response_mask")
+ESTIMATES = ("token_rewards", "advantages", "returns", "correction_weights", "entropy_mask", "response_mask")
 
 
 @attrs.frozen(kw_only=True)

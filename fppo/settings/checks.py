@@ -164,7 +164,10 @@ def _model(s: TrainSettings) -> Problems:
         text = 'its members read what the policy\'s pass finds: give critic.reads = "hidden" or "confidence"'
         yield _problem("critic.ensemble", s.critic.ensemble, text)
     if s.critic.ensemble == 1:
-        yield from _unread("critic.leave_agreed", s.critic.leave_agreed, 0, "critic.ensemble > 1")
+        for name in ("leave_agreed", "leave_disputed"):
+            yield from _unread(f"critic.{name}", getattr(s.critic, name), 0, "critic.ensemble > 1")
+    elif s.actor.entropy_coef == 0:
+        yield from _unread("critic.leave_disputed", s.critic.leave_disputed, 0, "actor.entropy_coef != 0")
     if not uses_reference(s):
         readers = "a KL term; actor.kl_coef and algorithm.kl.coef are both 0"
         yield from _unread("model.ref_path", s.model.ref_path, None, readers)

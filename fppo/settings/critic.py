@@ -31,6 +31,8 @@ class CriticSettings:
     """How many small ones, each of its own share of the prompts, whose mean is the value (confidence, hidden)."""
     leave_agreed: float = setting(0.0, at_least(0), below(1))
     """The share of tokens, those in which the ensemble agrees most, that the policy does not learn from (AsyPPO)."""
+    leave_disputed: float = setting(0.0, at_least(0), below(1))
+    """The share of tokens, those in which the ensemble disagrees most, that have no entropy bonus (AsyPPO)."""
     loss: Literal["mse", "huber", "hl_gauss", "two_hot", "quantile"] = setting("mse")
     """What fits it to the returns; hl_gauss, two_hot and quantile have a head of several outputs."""
     value_clip: float = setting(0.5, above(0), unbounded=True)

@@ -80,7 +80,8 @@ def update_actor(
 
     The objective of a mini-batch is sum(weights * (policy loss * correction - entropy_coef * entropy + kl_coef * KL
     to the reference)), with weights [B, T] from `losses.loss_weights` over the whole mini-batch, and nll_coef * the
-    mean of -log-prob over the tokens of responses with a positive score (VAPO, arXiv:2504.05118).
+    mean of -log-prob over the tokens of responses with a positive score (VAPO, arXiv:2504.05118). Tokens outside the
+    batch's `entropy_mask` have no entropy bonus, and those in it no greater one.
     `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss with its scalars bound.
 
     `old_log_probs` says where those come from. "pass": the batch's are those of a pass before the update. "engine": the
@@ -170,7 +171,8 @@ def policy_objective(
         policy = policy * rows.correction_weights.where(mask, 0.0)
     summed = {"actor/pg_loss": policy}
     if terms.entropy_coef:
-        summed["actor/entropy_loss"] = -terms.entropy_coef * out.entropy
+        explored = out.entropy if rows.entropy_mask is None else out.entropy.where(rows.entropy_mask, 0.0)
+        summed["actor/entropy_loss"] = -terms.entropy_coef * explored
     if terms.kl_coef:
         if rows.ref_log_probs is None:
             raise ValueError(f"kl_coef={terms.kl_coef} needs ref_log_probs in the batch: give a reference policy")

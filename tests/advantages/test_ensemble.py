@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fppo.advantages import decisive, disagreement
+from fppo.advantages import decisive, disagreement, undisputed
 
 
 def by_loop(values):
@@ -24,6 +24,19 @@ def left(apart, mask, share):
     return {(b, t) for b, t in places if apart[b][t] >= least}
 
 
+def calm_by_loop(apart, mask, share):
+    """The places of the mask that stay when one after the other those furthest apart go, equal ones together."""
+    places = {(b, t) for b, row in enumerate(mask) for t, there in enumerate(row) if there}
+    left, most = set(places), math.floor(share * len(places))
+    while left:
+        worst = max(apart[b][t] for b, t in left)
+        gone = {(b, t) for b, t in left if apart[b][t] == worst}
+        if len(places) - len(left) + len(gone) > most:
+            return left
+        left -= gone
+    return left
+
+
 @given(
     st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.sampled_from([0.0, 0.2, 0.5, 0.99]), st.integers(0, 99)
 )
@@ -37,6 +50,9 @@ def test_tokens_in_which_critics_agree_most_go(members, rows, width, share, seed
     kept = decisive(apart.where(mask, torch.nan), mask, share=share)
     assert {(b, t) for b, t in kept.nonzero().tolist()} == left(apart.tolist(), mask.tolist(), share)
     assert (mask & ~kept).sum() <= share * mask.sum()
+    calm = undisputed(apart.where(mask, torch.nan), mask, share=share)
+    assert {(b, t) for b, t in calm.nonzero().tolist()} == calm_by_loop(apart.tolist(), mask.tolist(), share)
+    assert (mask & ~calm).sum() <= share * mask.sum()
     order = torch.randperm(rows, generator=generator)
     assert torch.equal(decisive(apart[order], mask[order], share=share), kept[order])
 

@@ -14,6 +14,7 @@ from tests import tiny_run
 def test_an_ensemble_leaves_out_what_its_members_agree_in(tmp_path):
     tiny_run.write_task(tmp_path)
     changes = {"critic__reads": "hidden", "critic__ensemble": 3, "critic__leave_agreed": 0.4}
+    changes |= {"critic__leave_disputed": 0.3, "actor__entropy_coef": 0.01}
     changes |= {"reward__functions": ["tests.rewards.functions:length"]}
     with assemble(tiny_run.settings(tmp_path, **changes)) as assembly:
         following = iterate(assembly.run, program=assembly.program, draw=assembly.draw)
@@ -26,6 +27,10 @@ def test_an_ensemble_leaves_out_what_its_members_agree_in(tmp_path):
     assert 0 < report["critic/ensemble/left"] <= 0.4
     assert (gone.sum() / mask.sum()).item() == pytest.approx(report["critic/ensemble/left"])
     assert apart[gone].max() <= apart[mask & ~gone].min()
+    disputed = mask & ~experience.entropy_mask
+    assert disputed.sum() / mask.sum() == pytest.approx(report["critic/ensemble/disputed"])
+    assert 0 < report["critic/ensemble/disputed"] <= 0.3
+    assert apart[disputed].min() >= apart[mask & ~disputed].max()
     each = hidden_values(first[0].critic.params, experience.hidden, mask)
     torch.testing.assert_close(experience.values, each.mean(0))
     torch.testing.assert_close(apart, each.std(0, correction=0))
@@ -37,6 +42,10 @@ def test_an_ensemble_leaves_out_what_its_members_agree_in(tmp_path):
     ("changes", "text"),
     [
         ({"critic__ensemble": 2}, "critic.ensemble = 2: its members read what the policy's pass finds"),
+        (
+            {"critic__reads": "hidden", "critic__ensemble": 2, "critic__leave_disputed": 0.2},
+            "critic.leave_disputed = 0.2: nothing reads it here: it is for actor.entropy_coef",
+        ),
         ({"critic__leave_agreed": 0.2}, "critic.leave_agreed = 0.2: nothing reads it here: it is for critic.ensemble"),
     ],
 )

@@ -86,7 +86,8 @@ def _policy_gradient(batch, mode, terms, *, on_policy=False):
             policy = policy * batch.correction_weights[row, column]
         weight = _weight(batch.response_mask, row, mode)
         parts["pg"] += weight * policy
-        parts["entropy"] -= weight * terms.entropy_coef * -(every.exp() * every).sum()
+        if batch.entropy_mask is None or batch.entropy_mask[row, column]:
+            parts["entropy"] -= weight * terms.entropy_coef * -(every.exp() * every).sum()
         parts["kl"] += weight * terms.kl_coef * KL[terms.kl_kind](new - batch.ref_log_probs[row, column])
         if terms.nll_coef and positive[row]:
             parts["nll"] = parts["nll"] - terms.nll_coef * new / sum(positive)
@@ -123,8 +124,10 @@ def _batch(seed, *, corrected=False):
     batch = tiny.experience(seed, ROWS)
     if not corrected:
         return batch
-    weights = torch.rand(batch.advantages.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return batches.extend(type(batch), batch, correction_weights=weights)
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(batch.advantages.shape, generator=generator, dtype=torch.float64)
+    explored = torch.rand(weights.shape, generator=generator) < 0.6
+    return batches.extend(type(batch), batch, correction_weights=weights, entropy_mask=explored)
 
 
 def _updated(batch, mode, terms, source="pass"):
