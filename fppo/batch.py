@@ -122,6 +122,7 @@ class Rollout(Prompts):
     groups: Tensor  # [B] int64
     versions: Tensor  # [B] int64, the policy version that generated the row
     finish: Column  # "stop" or "length"
+    routed: Tensor | None = None  # [B, S, L, k] uint8 or int32: the experts that routers chose; zero at padding
 
 
 @state
@@ -144,7 +145,6 @@ class Annotated(Scored):
     sum_squared_probs: Tensor | None = None  # [B, T] float32
     entropy: Tensor | None = None  # [B, T] float32, of the policy's distribution of each token
     hidden: Tensor | None = None  # [B, T, H] float32, what the policy's head reads before each token
-    routed: Tensor | None = None  # [B, S, L, k] uint8 or int32: the experts that routers chose; zero at padding
 
 
 @state

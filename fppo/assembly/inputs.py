@@ -242,7 +242,8 @@ def _functions(
     tried(lambda: _check_rewards(settings))
     if settings.rollout.from_ is not None:
         start, rows = Path(settings.rollout.from_), settings.rollout.batch_size
-        tried(lambda: saved.check(start, until=settings.steps, rows=rows))
+        routed = settings.algorithm.router_replay == "rollout"
+        tried(lambda: saved.check(start, until=settings.steps, rows=rows, routed=routed))
     if len(tried.problems) > before or device is None:
         return None
     return tried(lambda: functions_of(settings, some, device, check=check))

@@ -351,9 +351,9 @@ def embedded_engine(
     """The one that generates with the trainer's own parameters, on every rank. Raises ValueError for a model that it
     cannot run."""
     check_engine(model)
-    size = settings.rollout.cache_gb
-    bound = None if size is None else round(size * 2**30)
+    bound = None if (size := settings.rollout.cache_gb) is None else round(size * 2**30)
     embedded = EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad_token_id, cache_bytes=bound, mesh=mesh)
+    embedded = attrs.evolve(embedded, routed=settings.algorithm.router_replay == "rollout")
     engine, together = _fetching(settings, embedded, lane), embedded.together
     return SpreadEngine(engine=engine, mesh=mesh, pad_token_id=pad_token_id, together=together)
 

@@ -258,7 +258,8 @@ def sample_of(settings: TrainSettings, resources: Resources) -> SampleStage:
     """How the settings want a step's batch made."""
     section = settings.rollout
     if section.from_ is not None:
-        saved.check(Path(section.from_), until=settings.steps, rows=section.batch_size)
+        routed = settings.algorithm.router_replay == "rollout"
+        saved.check(Path(section.from_), until=settings.steps, rows=section.batch_size, routed=routed)
         place = Path(section.from_)
         return partial(sample_saved, directory=place, vocabulary=resources.vocabulary, device=resources.device)
     sample: SampleStage = sample_batch

@@ -109,11 +109,12 @@ def make_actor(here: Here, settings: TrainSettings, tools: Tools | None = None) 
     model, params = load_actor(settings, here.mesh)
     model, params = adapted_actor(settings, model, on_device(params, here.device), here.mesh)
     optimizer = _scaled(optimizer_for(settings, "actor", tools.kernels, tools.lane), model)
-    forward = _forward(here, settings, model, tools)
+    forward, replay = _forward(here, settings, model, tools), settings.algorithm.router_replay == "rollout"
+    policy = _policy_pass(settings, attrs.evolve(forward, replay=replay))
     return Actor(
         state=_state(params, optimizer, offload_of(settings, "actor")),
         update=actor_update(settings, forward, optimizer, tools.lane),
-        policy=partial(_policy_pass(settings, forward), fetch=_fetch(settings, "actor", tools.lane)),
+        policy=partial(policy, fetch=_fetch(settings, "actor", tools.lane)),
         balance=partial(balance_of, forward=forward),
         model=model,
     )

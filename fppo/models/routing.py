@@ -34,13 +34,15 @@ class Routed(NamedTuple):
 
     logits: Tensor  # [N, E]
     chosen: Tensor  # [N, k] int64
+    own: Tensor  # [N, k] int64: what it would have chosen by itself, if that was asked; else `chosen`
 
 
 class Routes:
-    """What the routers of one pass chose, by their numbers; `again` [N, L, k] is what they are to choose."""
+    """What the routers of one pass chose, by their numbers; `again` [N, L, k] is what they are to choose, and `own`
+    asks what they would have chosen by themselves."""
 
-    def __init__(self, again: Tensor | None = None) -> None:
-        self.again = again
+    def __init__(self, again: Tensor | None = None, *, own: bool = False) -> None:
+        self.again, self.own = again, own
         self.routed: dict[int, Routed] = {}
 
     def through(self, layer: nn.Module) -> nn.Module:
@@ -82,24 +84,27 @@ class RouterSeam(nn.Module):
         (router,), routes = self._inner, self._routes
         if routes is None:
             return router(*args, **kwargs)
+        choose = None
         if routes.again is None:
             out = router(*args, **kwargs)
         else:
-            with Choose(routes.again[:, self._number].long(), self._experts) as choose:
+            with Choose(routes.again[:, self._number].long(), self._experts, own=routes.own) as choose:
                 out = router(*args, **kwargs)
             if not choose.asked:
                 raise ValueError(f"{type(router).__name__} chooses experts without torch.topk: fppo cannot replay it")
         logits, _, chosen = out
-        routes.routed.setdefault(self._number, Routed(logits, chosen))  # what is computed again is the same
+        own = chosen if choose is None or choose.own is None else choose.own
+        routes.routed.setdefault(self._number, Routed(logits, chosen, own))  # what is computed again is the same
         return out
 
 
 class Choose(TorchFunctionMode):
-    """Inside it the top `chosen` [N, k] of scores [N, `experts`] are those."""
+    """Inside it the top `chosen` [N, k] of scores [N, `experts`] are those; with `own` it keeps what they would be."""
 
-    def __init__(self, chosen: Tensor, experts: int) -> None:
+    def __init__(self, chosen: Tensor, experts: int, *, own: bool = False) -> None:
         super().__init__()
-        self._chosen, self._experts, self.asked = chosen, experts, False
+        self._chosen, self._experts, self._asks_own, self.asked = chosen, experts, own, False
+        self.own: Tensor | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -111,8 +116,18 @@ class Choose(TorchFunctionMode):
                     f"a router gets {len(args[0])} tokens, and the experts of {len(self._chosen)} to choose"
                 )
             self.asked = True
+            if self._asks_own:
+                self.own = args[0].detach().topk(self._chosen.shape[1]).indices
             return torch.return_types.topk((args[0].gather(1, self._chosen), self._chosen))
         return func(*args, **kwargs)
+
+
+def experts_of(routed: Mapping[int, Routed], routers: Sequence[Router], like: Tensor) -> Tensor:
+    """What routers choose by themselves for N tokens, as many as `like` [N] has: uint8 or int32 [N, L, k], zeros for
+    those that did not run."""
+    nothing = like.new_zeros(len(like), routers[0].chosen, dtype=torch.int64)
+    own = [routed[number].own if number in routed else nothing for number in range(len(routers))]
+    return torch.stack(own, 1).to(torch.uint8 if routers[0].experts <= 1 << 8 else torch.int32)
 
 
 def planned(config: PreTrainedConfig, rule: str, paths: Iterable[str]) -> list[str]:

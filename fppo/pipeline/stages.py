@@ -35,13 +35,14 @@ from fppo.pipeline.timing import timed
 from fppo.rollout.engine import Ask, Engine, OnFinished, Sampling
 from fppo.runtime.offload import OnHost
 from fppo.steps.actor import OldLogProbs, rollout_gap
+from fppo.steps.experts import rerouted
 from fppo.steps.forward import Forward, TokenOutputs
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.train_state import Params
 from fppo.tree import replace
 
 ScoreFn = Callable[[Rollout], tuple[Scored, Metrics]]
-RouterReplay = Literal["none", "old_log_probs", "all"]
+RouterReplay = Literal["none", "rollout", "old_log_probs", "all"]
 _PASSES = ("old_log_prob", "ref", "values")
 
 
@@ -103,12 +104,12 @@ def annotate(
 ) -> tuple[Annotated, Metrics]:
     """`annotate_by` the passes of these models, where this process is: `forward` of the policy and its reference,
     `critic` a model or one of the policy's confidence. `fetch` is how the passes get at a role's parameters."""
-    choosing = attrs.evolve(forward, replay=replay == "all")
+    sampling, choosing = (attrs.evolve(forward, replay=replay == name) for name in ("rollout", "all"))
     model = isinstance(critic, Forward)
     policy = partial(policy_pass, micro_batching=micro_batching, temperature=temperature)
     of_critic = partial(fetch, "critic")
     passes = Passes(
-        policy=partial(policy, forward=forward, fetch=partial(fetch, "actor")),
+        policy=partial(policy, forward=sampling, fetch=partial(fetch, "actor")),
         reference=partial(policy, forward=choosing, fetch=partial(fetch, "ref")),
         values=partial(value_pass, forward=critic, micro_batching=micro_batching, fetch=of_critic) if model else None,
         confidence=None if model else critic,
@@ -133,9 +134,13 @@ def annotate_by(
     takes them from its own pass, and what stands in their field until then is the engine's; or "auto": the engine's
     where a pass over few rows finds them to be the policy's own, else those of a pass (`gap.of_engine`). The metric
     training/old_log_probs/SOURCE is 1. With `replay` a pass tells what experts the policy chooses; with "all" the
-    reference chooses them, too, and its pass comes after. The others run `together`, as none needs another's result.
+    reference chooses them, too, and its pass comes after. With "rollout" the rows have those that the engine chose, and
+    the policy's passes choose them again; one over all rows tells which it would have chosen (`experts.rerouted`). The
+    others run `together`, as none needs another's result.
     """
-    besides = {"sum_squared_probs": sum_squared, **dict.fromkeys(passes.read, True), "routed": replay != "none"}
+    besides = {"sum_squared_probs": sum_squared, **dict.fromkeys(passes.read, True)}
+    whole = old_log_probs == "pass" or any(besides.values())  # there is a pass over all rows anyway
+    besides["routed"] = whole if replay == "rollout" else replay != "none"
     asked = ["log_probs", *(name for name, wanted in besides.items() if wanted)]
     work: dict[str, Callable[[], tuple[Any, Metrics]]] = {
         "old_log_prob": partial(timed("old_log_prob", _old), scored, run, passes.policy, old_log_probs, asked)
@@ -147,7 +152,8 @@ def annotate_by(
         work["values"] = partial(timed("values", _values), scored, run.critic.params, passes.values)
     done = together(work)
     (source, old, found), _ = done["old_log_prob"]
-    annotated = extend(Annotated, scored, old_log_probs=old, routed=found.routed)
+    routed = scored.routed if replay == "rollout" else found.routed
+    annotated = extend(Annotated, scored, old_log_probs=old, routed=routed)
     if run.ref is not None and replay == "all":
         done = {**done, "ref": ref(annotated, run.ref, passes.reference)}
     values, apart = done["values"][0] if "values" in done else None, None
@@ -157,6 +163,8 @@ def annotate_by(
     if apart is not None:
         report["critic/ensemble/std"] = metrics.masked_mean(apart, scored.response_mask)
     report |= {f"training/old_log_probs/{source}": metrics.mean(1.0)} | passes.balance(scored)
+    if replay == "rollout" and routed is not None and found.routed is not None:
+        report |= rerouted(routed, found.routed, scored.attention_mask)
     columns = {"values": values, "disagreement": apart, "sum_squared_probs": found.sum_squared_probs}
     columns |= {"entropy": found.entropy, "hidden": found.hidden}
     ref_log_probs = done["ref"][0] if "ref" in done else None

@@ -17,6 +17,7 @@ from fppo.data.stops import StopReader
 from fppo.models import lora
 from fppo.models.heads import Head, logits_of, vocabulary_head
 from fppo.models.model import Model, longest_row, over_long
+from fppo.models.routing import Routes, experts_of
 from fppo.models.rows import RowWise
 from fppo.models.seams import Attend, AttentionLayer
 from fppo.models.states import check_decodes
@@ -24,12 +25,14 @@ from fppo.models.vision_pass import place_images, see, shift_of
 from fppo.rollout import cache as caches
 from fppo.rollout.decoder import Decoder, decoder_of
 from fppo.rollout.engine import Ask, Sampling
-from fppo.rollout.finished import FinishedRows, Step
-from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits, rollout_of
+from fppo.rollout.finished import FinishedRows, Step, assemble
+from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits
+from fppo.rollout.routed import Fed, of_prompts
 from fppo.rollout.sampling import Columns, draw
 from fppo.rollout.states import PromptStates, States
 from fppo.rollout.stepping import Advance, Policy, Record, Rows, Run, as_graphs, fixed_steps, plain_steps, wide_product
 from fppo.runtime.mesh import LOCAL, Mesh, all_reduce
+from fppo.steps.experts import check_routers
 from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.collectives import Axis, all_gather
 from fppo_kernels.padding import Packed, make_lengths, unpad
@@ -57,8 +60,10 @@ class EmbeddedEngine:
 
     Adapters are merged once for all that is asked, but in 16 bits (`lora.decoded`).
 
-    Raises ValueError where `cache_bytes` holds not even one row, and for a model whose states transformers carries on
-    otherwise in one more token than in a row.
+    With `routed` rollouts have the experts that the model's routers chose for every token, prompts' included.
+
+    Raises ValueError where `cache_bytes` holds not even one row, for a model whose states transformers carries on
+    otherwise in one more token than in a row, and with `routed` for one without routers.
     """
 
     model: Model
@@ -69,9 +74,12 @@ class EmbeddedEngine:
     prefill_tokens: int = 16384
     graphs: bool | None = None
     mesh: Mesh = LOCAL
+    routed: bool = False
 
     def __attrs_post_init__(self) -> None:
         check_decodes(self.model.skeleton)
+        if self.routed:
+            check_routers(self.model, "leave out routed")
 
     @property
     def together(self) -> tuple[str, ...]:
@@ -97,26 +105,28 @@ class EmbeddedEngine:
         tokens, real = ask.prompts.tokens.to(device)[:, -width:], mask[:, -width:]
         inputs = ask.prompts.inputs
         on_step = None if ask.on_finished is None else FinishedRows(ask.on_finished, limits, ask.sampling)
+        fed: list[Fed] = []
 
         def run(skeleton: PreTrainedModel) -> list[Step]:
             head, product = _wide(models.output_head(model, params), self.kernels.linear)
             decoder = decoder_of(model.text_of(skeleton), self.kernels.linear)
             columns = self._columns(model, head)
             record = self._record(device, decoder, columns.axis)
-            policy = Policy(model, skeleton, decoder, head, product, columns, self.kernels, self.prefill_tokens, record)
+            routers, budget = model.routers if self.routed else (), self.prefill_tokens
+            policy = Policy(model, skeleton, decoder, head, product, columns, self.kernels, budget, record, routers)
             steps: list[Step] = []
             for part, draws in self._waves(policy, len(lengths), n, width + max(limits)):
                 numbers = torch.arange(part.start, part.stop, device=device)[:, None] * n
                 rows = (numbers + torch.arange(draws.start, draws.stop, device=device)).flatten()
                 own = None if inputs is None else inputs[part]
                 wave = _Wave(tokens[part], real[part], lengths[part], limits[part], rows, row_ids, own)
-                steps += _decode(policy, wave, ask, on_step)
+                steps += _decode(policy, wave, ask, on_step, fed)
             return steps
 
         with torch.inference_mode(), for_any_shape(device):
             steps = models.bind(model, params, run, kernels=self.kernels)
         with torch.no_grad():  # not in inference mode: the rollout is for autograd to use
-            return _assemble(steps, ask, row_ids, limits=limits, pad_token_id=self.pad_token_id)
+            return assemble(steps, fed, ask, row_ids, limits=limits, pad_token_id=self.pad_token_id)
 
     def _record(self, device: torch.device, decoder: Decoder | None, axis: Axis) -> Record | None:
         """What records steps, if anything: those of other code may wait for the device, and a collective is not
@@ -237,9 +247,11 @@ def _row_bytes(policy: Policy, columns: int) -> int:
     return caches.row_bytes(kept, columns) + states.states_(1, 1).row_bytes
 
 
-def _prefill(policy: Policy, wave: _Wave, columns: int) -> tuple[Tensor, caches.Layers, States, list[AttentionLayer]]:
+def _prefill(
+    policy: Policy, wave: _Wave, columns: int, fed: list[Fed]
+) -> tuple[Tensor, caches.Layers, States, list[AttentionLayer]]:
     """The logits [B * n, V] after each prompt, the cache of the prompts' keys and values, the states after them, and
-    what each call asks of attention. Each prompt runs once."""
+    what each call asks of attention. Each prompt runs once; what its routers tell goes to `fed`."""
     cache, axis = caches.Layers(), policy.columns.axis
     logits, states, asked = [], list[States](), list[AttentionLayer]()
     n = len(wave.rows) // len(wave.lengths)
@@ -249,8 +261,12 @@ def _prefill(policy: Policy, wave: _Wave, columns: int) -> tuple[Tensor, caches.
         asked.clear()
         attend = caches.prefill_attention(policy.kernels.attention, packed.lengths, prompts, asked)
         carried = PromptStates(packed.lengths, policy.model)
-        hidden = _hidden(policy, packed, wave, part, RowWise(attend, carried))
+        routes = policy.routes()
+        hidden = _hidden(policy, packed, wave, part, RowWise(attend, carried), routes)
         count = part.stop - part.start
+        if routes is not None:
+            experts = experts_of(routes.routed, policy.routers, packed.tokens)
+            fed.append(of_prompts(experts, packed.index, wave.rows.view(-1, n)[part], wave.mask.shape[1]))
         states.append(carried.states_(count, n))
         last = all_gather(hidden, axis)[packed.lengths.cu_seqlens[1 : count + 1].long() - 1]
         logits.append(logits_of(policy.head, last, policy.product))
@@ -259,23 +275,23 @@ def _prefill(policy: Policy, wave: _Wave, columns: int) -> tuple[Tensor, caches.
     return wave.each(torch.cat(logits)), cache, States.joined_(states), asked
 
 
-def _hidden(policy: Policy, packed: Packed, wave: _Wave, part: slice, attend: Attend) -> Tensor:
+def _hidden(policy: Policy, packed: Packed, wave: _Wave, part: slice, attend: Attend, routes: Routes | None) -> Tensor:
     """Hidden states [N, H] of prompts, packed, with what images they have."""
     tokens = packed.tokens[None]
     inputs, lengths = None if wave.inputs is None else wave.inputs[part], wave.lengths[part]
     images, positions = place_images(policy.model, inputs, packed.tokens, packed.positions, lengths)
     embedded, deep = (None, None) if images is None else see(policy.model, policy.skeleton, tokens, images)
     positions = positions.unsqueeze(-2)
-    return models.forward(policy.text, tokens, positions, attend=attend, embedded=embedded, deep=deep)[0]
+    return models.forward(policy.text, tokens, positions, attend=attend, routes=routes, embedded=embedded, deep=deep)[0]
 
 
-def _decode(policy: Policy, wave: _Wave, ask: Ask, on_step: FinishedRows | None) -> list[Step]:
-    """Responses to the wave's prompts."""
+def _decode(policy: Policy, wave: _Wave, ask: Ask, on_step: FinishedRows | None, fed: list[Fed]) -> list[Step]:
+    """Responses to the wave's prompts; what routers tell goes to `fed`."""
     rows, sampling = wave.rows, ask.sampling
     most, width = max(wave.limits), wave.mask.shape[1]
     total = width + most
     columns = _room(policy, min(total, width + _CHUNK))
-    logits, cache, states, asked = _prefill(policy, wave, columns)
+    logits, cache, states, asked = _prefill(policy, wave, columns, fed)
     stops = _stop_table(sampling, policy.columns.size, rows.device)
     pads = wave.each(width - wave.mask.sum(1, keepdim=True))
     shifts = torch.tensor([[shift_of(policy.model, x)] for x in wave.inputs or [None] * len(wave.lengths)])
@@ -317,7 +333,9 @@ def _decode(policy: Policy, wave: _Wave, ask: Ask, on_step: FinishedRows | None)
             caches.grow_(live.cache, column, columns, zeroed=policy.record is not None)
             live = live._replace(columns=columns)
         advance = step_of(live) if changed else advance
-        logits = advance(new, column)
+        logits, experts = advance(new, column)
+        if experts is not None:
+            fed.append(Fed(rows, torch.full_like(rows, t), experts))
     return steps
 
 
@@ -352,27 +370,3 @@ def _survivors(done: Tensor, left: int) -> tuple[Tensor, Tensor]:
     holes = done[:left].nonzero()[:, 0]
     keep[holes] = left + (~done[left:]).nonzero()[:, 0]
     return keep, holes
-
-
-def _assemble(
-    steps: Sequence[Step],
-    ask: Ask,
-    row_ids: Tensor,
-    *,
-    limits: Sequence[int],
-    pad_token_id: int,
-) -> Rollout:
-    """The rollout of all steps of all waves."""
-    batch, length = len(row_ids), 1 + max(step.position for step in steps)
-    place = torch.cat([step.rows * length + step.position for step in steps])
-
-    def lay_out(columns: Sequence[Tensor], fill: float) -> Tensor:
-        x = torch.cat(list(columns))
-        return x.new_full((batch * length,), fill).index_copy(0, place, x).view(batch, length)
-
-    tokens = lay_out([step.tokens for step in steps], pad_token_id)
-    log_probs = lay_out([step.log_probs for step in steps], 0.0)
-    sampling_log_probs = lay_out([step.sampling_log_probs for step in steps], 0.0)
-    most = torch.tensor(limits, device=place.device).repeat_interleave(ask.sampling.n)
-    drawn = lay_out([step.position < most[step.rows] for step in steps], False)
-    return rollout_of(ask, tokens, drawn, log_probs, sampling_log_probs, row_ids=row_ids, pad_token_id=pad_token_id)

@@ -1,13 +1,17 @@
-"""Rows that the embedded engine finishes, said while others go on."""
+"""What the embedded engine's steps come to: rows that finish, said while others go on, and the rollout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from fppo.rollout.engine import OnFinished, Sampling
+from fppo.batch import Rollout
+from fppo.rollout.engine import Ask, OnFinished, Sampling
+from fppo.rollout.records import rollout_of
+from fppo.rollout.routed import Fed, column
 
 
 class Step(NamedTuple):
@@ -39,3 +43,38 @@ class FinishedRows:
             if stopped or len(response) == self._limits[row]:
                 del self._open[row]
                 self._on_finished(row, response, "stop" if stopped else "length")
+
+
+def assemble(
+    steps: Sequence[Step],
+    fed: Sequence[Fed],
+    ask: Ask,
+    row_ids: Tensor,
+    *,
+    limits: Sequence[int],
+    pad_token_id: int,
+) -> Rollout:
+    """The rollout of all steps of all waves, and the experts of the tokens that went through the model."""
+    batch, length = len(row_ids), 1 + max(step.position for step in steps)
+    place = torch.cat([step.rows * length + step.position for step in steps])
+
+    def lay_out(columns: Sequence[Tensor], fill: float) -> Tensor:
+        x = torch.cat(list(columns))
+        return x.new_full((batch * length,), fill).index_copy(0, place, x).view(batch, length)
+
+    tokens = lay_out([step.tokens for step in steps], pad_token_id)
+    log_probs = lay_out([step.log_probs for step in steps], 0.0)
+    sampling_log_probs = lay_out([step.sampling_log_probs for step in steps], 0.0)
+    most = torch.tensor(limits, device=place.device).repeat_interleave(ask.sampling.n)
+    drawn = lay_out([step.position < most[step.rows] for step in steps], False)
+    routed = column(fed, batch, ask.prompts.tokens.shape[1], length) if fed else None
+    return rollout_of(
+        ask,
+        tokens,
+        drawn,
+        log_probs,
+        sampling_log_probs,
+        row_ids=row_ids,
+        pad_token_id=pad_token_id,
+        routed=routed,
+    )

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from fppo.batch import Column, Rollout, extend, repeat
 from fppo.data.stops import StopTexts
 from fppo.rollout.engine import Ask, Sampling
+from fppo.rollout.routed import completed
 from fppo.tree import replace
 
 R = TypeVar("R", bound=Rollout)
@@ -60,19 +61,22 @@ def rollout_of(
     *,
     row_ids: Tensor,
     pad_token_id: int,
+    routed: Tensor | None = None,
 ) -> Rollout:
-    """The rollout whose responses are `tokens` [B, T] where `drawn`, up to and with the token that stops them."""
+    """The rollout whose responses are `tokens` [B, T] where `drawn`, up to and with the token that stops them; `routed`
+    [B, S, L, k] are the experts of all tokens that the engine ran."""
     stops = drawn & torch.isin(tokens, tokens.new_tensor(ask.sampling.stop_token_ids))
     if ask.sampling.stop_texts is not None:
         stops |= _text_stops(tokens, drawn, ask.sampling.stop_texts)
     mask = drawn & (stops.cumsum(1) - stops.long() == 0)
     rows = repeat(ask.prompts, ask.sampling.n)
     device = tokens.device
+    whole = torch.cat([rows.attention_mask.to(device).bool(), mask], 1)
     return extend(
         Rollout,
         rows,
         tokens=torch.cat([rows.tokens.to(device), tokens.where(mask, pad_token_id)], 1),
-        attention_mask=torch.cat([rows.attention_mask.to(device).bool(), mask], 1),
+        attention_mask=whole,
         response_mask=mask,
         rollout_log_probs=log_probs.where(mask, 0.0),
         sampling_log_probs=sampling_log_probs.where(mask, 0.0),
@@ -80,6 +84,7 @@ def rollout_of(
         groups=rows.row_ids.to(device),
         versions=torch.full_like(row_ids, ask.version),
         finish=Column("stop" if ended else "length" for ended in (stops & mask).any(1).tolist()),
+        routed=None if routed is None else completed(routed, whole),
     )
 
 
@@ -92,6 +97,7 @@ def widened(record: R, prompt: int, response: int, pad_token_id: int) -> R:
         record,
         tokens=F.pad(record.tokens, (left, right), value=pad_token_id),
         attention_mask=F.pad(record.attention_mask, (left, right)),
+        routed=None if record.routed is None else F.pad(record.routed, (0, 0, 0, 0, left, right)),
         **{name: F.pad(getattr(record, name), (0, right)) for name in per_token},
     )
 

@@ -55,8 +55,9 @@ def steps(directory: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def check(directory: Path, *, until: int, rows: int) -> None:
-    """Raises ValueError unless the directory holds rollouts of `rows` rows for the steps 1 to `until`."""
+def check(directory: Path, *, until: int, rows: int, routed: bool = False) -> None:
+    """Raises ValueError unless the directory holds rollouts of `rows` rows for the steps 1 to `until`; with `routed`
+    those that tell the experts that an engine chose."""
     if not directory.is_dir():
         raise ValueError(f"rollout.from = {str(directory)!r}: there is no such directory")
     there = steps(directory)
@@ -75,11 +76,16 @@ def check(directory: Path, *, until: int, rows: int) -> None:
         path = path_of(directory, step)
         try:
             with safe_open(path, "pt") as file:
-                count = file.get_slice("row_ids").get_shape()[0]
+                count, told = file.get_slice("row_ids").get_shape()[0], "routed" in file.keys()  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path}: not a whole file of a rollout: {error}") from error
         if count != rows:
             raise ValueError(f"{path} holds {count} rows; give rollout.batch_size = {count}")
+        if routed and not told:
+            raise ValueError(
+                f'algorithm.router_replay = "rollout": {path} does not tell which experts the engine chose; give '
+                '"old_log_probs", or rollouts that were sampled with "rollout"'
+            )
 
 
 def _spans(numbers: list[int]) -> str:

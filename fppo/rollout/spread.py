@@ -75,6 +75,8 @@ class SpreadEngine:
         prompts = repeat(ask.prompts, n)
         finish = [reason for _, reasons in ranks for reason in reasons]
         places = [row for share in rows for row in share]
+        missing = (0, 0, 0, 0, 0, width - own.response_mask.shape[1])
+        routed = None if own.routed is None else F.pad(own.routed, missing)
         return extend(
             Rollout,
             prompts,
@@ -89,6 +91,7 @@ class SpreadEngine:
             groups=prompts.row_ids.to(device),
             versions=collect(own.versions, rows, self.mesh, ALL),
             finish=Column(reason for _, reason in sorted(zip(places, finish, strict=True))),
+            routed=None if routed is None else collect(routed, rows, self.mesh, ALL),
         )
 
 

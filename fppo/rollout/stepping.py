@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from fppo import models
 from fppo.models.heads import Head, logits_of
 from fppo.models.model import Model
+from fppo.models.routing import Router, Routes, experts_of
 from fppo.models.rows import RowWise
 from fppo.models.seams import Attend, AttentionLayer
 from fppo.rollout import cache as caches
@@ -28,8 +29,16 @@ from fppo.rollout.states import States
 from fppo_kernels.collectives import all_gather
 from fppo_kernels.record import Kernels
 
-# the logits [R, V] after one more token per row [R], whose keys and values go to a column of the cache
-Advance = Callable[[Tensor, int], Tensor]
+
+class Next(NamedTuple):
+    """The logits after one more token per row, and the experts that its routers chose, where they tell."""
+
+    logits: Tensor  # [R, V]
+    experts: Tensor | None = None  # [R, L, k]
+
+
+# what comes of one more token per row [R], whose keys and values go to a column of the cache
+Advance = Callable[[Tensor, int], Next]
 Run = Callable[[], Tensor]  # on the same tensors every time
 Record = Callable[[Run], Run]
 
@@ -46,11 +55,16 @@ class Policy(NamedTuple):
     kernels: Kernels
     prefill_tokens: int
     record: Record | None  # of steps, or none
+    routers: tuple[Router, ...] = ()  # those that tell what they choose
 
     @property
     def text(self) -> PreTrainedModel:
         """The language model."""
         return self.model.text_of(self.skeleton)
+
+    def routes(self) -> Routes | None:
+        """What routers tell in one pass."""
+        return Routes() if self.routers else None
 
 
 class Rows(NamedTuple):
@@ -75,10 +89,13 @@ def plain_steps(
     def of(rows: Rows) -> Advance:
         first, bias = _padding(rows)
 
-        def advance(tokens: Tensor, column: int) -> Tensor:
+        def advance(tokens: Tensor, column: int) -> Next:
+            routes = policy.routes()
             attend = RowWise(caches.decode_attention(rows.cache, column, first, bias), rows.states)
             positions = column - (rows.starts if bias is not None or not alike else rows.starts[:1])
-            return logits_of(policy.head, next_hidden(tokens[:, None], positions, attend), policy.product)
+            hidden = next_hidden(tokens[:, None], positions, attend, routes)
+            experts = None if routes is None else experts_of(routes.routed, policy.routers, tokens)[: len(tokens)]
+            return Next(logits_of(policy.head, hidden, policy.product), experts)
 
         return advance
 
@@ -96,15 +113,15 @@ def fixed_steps(
 
         def step() -> Tensor:
             attend = caches.fixed_attention(rows.cache, column, rows.pads)
-            hidden = next_hidden(tokens, column - rows.starts, attend)
+            hidden = next_hidden(tokens, column - rows.starts, attend, None)
             return logits_of(policy.head, hidden, policy.product)
 
         run = record(step)
 
-        def advance(new: Tensor, at: int) -> Tensor:
+        def advance(new: Tensor, at: int) -> Next:
             tokens.copy_(new[:, None])
             column.fill_(at)
-            return run()
+            return Next(run())
 
         return advance
 
@@ -156,26 +173,27 @@ def as_graphs(device: torch.device) -> Record:
 
 def _hidden_of(
     policy: Policy, asked: Sequence[AttentionLayer], length: int
-) -> Callable[[Tensor, Tensor, Attend], Tensor]:
+) -> Callable[[Tensor, Tensor, Attend, Routes | None], Tensor]:
     """The hidden states [R, H] after one more token per row [R, 1], at positions [R, 1], or [1, 1] if all have one.
 
-    Rows become at most `length` tokens long.
+    Rows become at most `length` tokens long. A decoder of layers without experts has no routers that could tell.
     """
     decoder, axis = policy.decoder, policy.columns.axis
 
-    def by_modules(tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def by_modules(tokens: Tensor, positions: Tensor, attend: Attend, routes: Routes | None) -> Tensor:
         positions = positions.expand_as(tokens)
         if axis.size == 1:
-            return models.forward(policy.text, tokens, positions, attend=attend)[:, 0]
+            return models.forward(policy.text, tokens, positions, attend=attend, routes=routes)[:, 0]
         fill = 0, -len(tokens) % axis.size  # to a packed row, of which each rank has a slice between the blocks
         row = [F.pad(x[:, 0], fill)[None] for x in (tokens, positions)]
-        hidden = models.forward(policy.text, *row, attend=caches.as_packed(attend, len(tokens)))[0]
+        packed = caches.as_packed(attend, len(tokens))
+        hidden = models.forward(policy.text, *row, attend=packed, routes=routes)[0]
         return all_gather(hidden, axis)[: len(tokens)]
 
     if decoder is None:
         return by_modules
     rotation = decoder.rotation(length)
-    return lambda tokens, positions, attend: decoder.hidden(
+    return lambda tokens, positions, attend, _: decoder.hidden(
         tokens[:, 0], rotation.at(positions[:, 0]), attend=attend, asked=asked
     )
 

@@ -77,5 +77,5 @@ class AlgorithmSettings:
     """From a pass before the update, the engine, or the update; auto: the cheapest sound one; None: update or pass."""
     correction: CorrectionSettings = setting(CorrectionSettings)
     """What is done about the difference between the engine's log-probs and the trainer's."""
-    router_replay: Literal["none", "old_log_probs", "all"] = setting("none")
-    """Have the update (all: the reference, too) choose the experts that the pass for old log-probs chose."""
+    router_replay: Literal["none", "rollout", "old_log_probs", "all"] = setting("none")
+    """Have the update choose the experts of the rollout, or of the pass for old log-probs (all: the reference, too)."""

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple, Protocol
 import attrs
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fppo import metrics
 from fppo.batch import Annotated
 from fppo.metrics import Mean, Metrics, Sum
 from fppo.models.model import Model
-from fppo.models.routing import Router, Routes
+from fppo.models.routing import Router, Routes, experts_of
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, all_reduce
 from fppo.shapes import Mask
@@ -132,7 +133,7 @@ def check_biases(model: Model, what: str) -> None:
         raise ValueError(f"model type {model.config.model_type!r} has no router with a bias to balance by: {what}")
 
 
-def columns(rows: _Rows, *, tells: bool, replay: bool) -> dict[str, Tensor]:
+def columns(rows: _Rows, *, tells: Sequence[str], replay: bool) -> dict[str, Tensor]:
     """What the routers' part of a pass reads of the rows, [B, S, ...]; nothing if they neither tell nor replay."""
     if not (tells or replay):
         return {}
@@ -140,19 +141,28 @@ def columns(rows: _Rows, *, tells: bool, replay: bool) -> dict[str, Tensor]:
     if replay:
         routed = getattr(rows, "routed", None)
         if routed is None:
-            raise ValueError("replay=True, and the rows have no `routed`: annotate them with a pass that tells it")
+            raise ValueError(
+                "replay=True, and the rows have no `routed`: annotate them with a pass that tells it, or sample them "
+                "with an engine that does"
+            )
         found["routed"] = routed
     return found
 
 
 def routed_pass(
-    columns: Mapping[str, Tensor], rows: _Rows, *, index: Tensor | None = None, places: Tensor | None = None
+    columns: Mapping[str, Tensor],
+    rows: _Rows,
+    tells: Sequence[str],
+    *,
+    index: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> RoutedPass | None:
-    """The routers' part of a pass over tokens with these columns [N, ...]; None without any."""
+    """The routers' part of a pass over tokens with these columns [N, ...], which tells these outputs; None without
+    columns."""
     if not columns:
         return None
-    shape = tuple(rows.attention_mask.shape)
-    return RoutedPass(Routes(columns.get("routed")), columns["counted"], shape, index, places)
+    routes = Routes(columns.get("routed"), own="routed" in tells)
+    return RoutedPass(routes, columns["counted"], tuple(rows.attention_mask.shape), index, places)
 
 
 def of_routers(
@@ -170,13 +180,9 @@ def of_routers(
 
 
 def chosen(routed: RoutedPass, model: Model, axis: Axis, pad: Callable[..., Tensor]) -> Int[Tensor, "b s l k"]:
-    """The experts that routers chose, uint8 or int32 [B, S, L, k], zeros at padding, and for routers of other stages
-    of a pipeline; all of what the ranks of the axis that cuts rows have."""
-    nothing = routed.counted.new_zeros(len(routed.counted), model.routers[0].chosen, dtype=torch.int64)
-    known = {number: x.chosen for number, x in routed.routes.routed.items()}
-    experts = [known.get(number, nothing) for number in range(len(model.routers))]
-    dtype = torch.uint8 if model.routers[0].experts <= 1 << 8 else torch.int32
-    whole = gather_sequence(torch.stack(experts, 1).to(dtype), axis)
+    """The experts that routers choose by themselves, uint8 or int32 [B, S, L, k], zeros at padding, and for routers of
+    other stages of a pipeline; all of what the ranks of the axis that cuts rows have."""
+    whole = gather_sequence(experts_of(routed.routes.routed, model.routers, routed.counted), axis)
     if routed.index is None or routed.places is None:
         return whole.view(*routed.shape, *whole.shape[1:])
     return pad(whole[routed.places], routed.index, routed.shape)
@@ -214,6 +220,18 @@ def router_sums(routed: RoutedPass, model: Model, mesh: Mesh) -> RouterSums:
     every = torch.stack([probs.get(number, zero) for number in range(len(model.routers))])
     own = [same(x, mesh["tensor"]) for x in (every, torch.stack(squares or [zero[0]]).sum())]
     return RouterSums(*(all_reduce(x.detach(), cutting(mesh)) + (x - x.detach()) for x in own))
+
+
+def rerouted(engine: Int[Tensor, "b s l k"], own: Int[Tensor, "b s l k"], attention_mask: Mask) -> Metrics:
+    """How often a pass by itself would choose other experts than the engine did: the share of tokens for which some
+    router would, and the share of all choices; in whatever order, and without each row's last token, which the engine
+    did not run."""
+    ran = attention_mask & F.pad(attention_mask, (0, 1))[:, 1:]
+    differs = (engine.sort(-1).values != own.sort(-1).values).any(-1)  # [B, S, L]
+    return {
+        "training/rerouted/tokens": metrics.masked_mean(differs.any(-1), ran),
+        "training/rerouted/choices": metrics.masked_mean(differs, ran[..., None].expand_as(differs)),
+    }
 
 
 def router_totals(rows: Annotated, model: Model) -> RouterTotals:

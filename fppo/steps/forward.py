@@ -112,7 +112,8 @@ class Forward:
 class TokenOutputs(NamedTuple):
     """Per-token outputs [B, T], float32 (float64 from float64 parameters), zero outside the response mask; the K
     numbers of a value head, [B, T, K]; the states that a vocabulary head reads, [B, T, H]; and those of routers: the
-    experts chosen, [B, S, L, k], and of this pass how many tokens each got, and sums for losses."""
+    experts that they choose, by themselves where others are replayed, [B, S, L, k], and of this pass how many tokens
+    each got, and sums for losses."""
 
     log_probs: Tokens | None = None
     entropy: Tokens | None = None
@@ -150,7 +151,7 @@ def forward_micro_batch(
     mask, axis, tensor = rows.response_mask, cutting(forward.mesh), forward.mesh["tensor"]
     indices = indices_of(rows, forward)
     ready = opened(params, forward.model, forward.mesh)
-    tells = not set(OF_ROUTERS).isdisjoint(outputs)
+    tells = [name for name in outputs if name in OF_ROUTERS]
     hidden, routed = _hidden(ready, rows, indices, forward, tells=tells)
     own, head = indices.own, models.output_head(forward.model, ready.root)
     states = hidden[own.places]
@@ -190,7 +191,7 @@ def stage_states(
     """What a stage of a pipeline hands on: the hidden states [N, H] of this rank's slice after its last layer; and
     those of the outputs that its routers tell."""
     ready, model = opened(params, forward.model, forward.mesh), forward.model
-    tells = not set(OF_ROUTERS).isdisjoint(outputs)
+    tells = [name for name in outputs if name in OF_ROUTERS]
     hidden, routed = _hidden(ready, rows, indices_of(rows, forward), forward, tells=tells)
     return hidden, TokenOutputs(**experts.of_routers(routed, outputs, model, forward.mesh, forward.kernels.pad))
 
@@ -218,7 +219,7 @@ def check_outputs(model: Model, outputs: Sequence[str]) -> None:
 
 
 def _hidden(
-    params: Opened, rows: Rows, indices: Indices, forward: Forward, *, tells: bool = False
+    params: Opened, rows: Rows, indices: Indices, forward: Forward, *, tells: Sequence[str] = ()
 ) -> tuple[Tensor, RoutedPass | None]:
     """Hidden states of this rank's tokens [N, H], and what routers tell if they are to."""
     if forward.remove_padding:
@@ -228,7 +229,7 @@ def _hidden(
     attend = models.padded_attention(rows.attention_mask)
     received = None if forward.received is None else forward.received.unflatten(0, rows.tokens.shape)
     columns = experts.columns(rows, tells=tells, replay=forward.replay)
-    routed = experts.routed_pass({name: x.flatten(0, 1) for name, x in columns.items()}, rows)
+    routed = experts.routed_pass({name: x.flatten(0, 1) for name, x in columns.items()}, rows, tells)
     images, positions = padded_images(rows, forward.model, positions, indices.real)
     hidden = models.hidden_states(
         forward.model,
@@ -246,7 +247,7 @@ def _hidden(
 
 
 def packed_hidden(
-    params: Opened, rows: Rows, indices: Indices, forward: Forward, *, tells: bool = False
+    params: Opened, rows: Rows, indices: Indices, forward: Forward, *, tells: Sequence[str] = ()
 ) -> tuple[Tensor, Tensor, RoutedPass | None]:
     """Hidden states of this rank's tokens of the packed row [N, H], and where each token of the row is among all ranks'
     tokens, one rank after the other; and what routers tell if they are to."""
@@ -255,7 +256,7 @@ def packed_hidden(
     packed = kernels.unpad(rows.tokens, rows.attention_mask, columns=columns, multiple=multiple(mesh), places=real)
     part = slice_of(packed, kernels, mesh, indices.dealt)
     columns = {name: part.own(x) for name, x in packed.columns.items()}
-    routed = experts.routed_pass(columns, rows, index=packed.index, places=part.places)
+    routed = experts.routed_pass(columns, rows, tells, index=packed.index, places=part.places)
     images, positions = packed_images(rows, forward.model, packed.tokens, packed.positions, real.sizes)
     hidden = models.hidden_states(
         forward.model,

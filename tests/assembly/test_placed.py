@@ -145,7 +145,8 @@ def test_roles_on_meshes_of_their_own_are_those_meshes(task, axis):
         tiny_run.write_mixture(task)
     if axis == "pipeline":
         tiny_run.write_task(task, layers=2)
-    settings = (tiny_run.settings if axis in ("expert", "pipeline") else judged)(task, device="cpu")
+    replay = {"algorithm__router_replay": "rollout"} if axis == "expert" else {}
+    settings = (tiny_run.settings if axis in ("expert", "pipeline") else judged)(task, device="cpu", **replay)
 
     def on_rank(mesh):
         with assemble(settings, mesh=attrs.evolve(mesh, sharding=Sharding())) as assembly:

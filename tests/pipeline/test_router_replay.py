@@ -5,19 +5,25 @@ from functools import partial
 import pytest
 import torch
 
+from fppo import batch as batches
 from fppo import losses
 from fppo.batch import Experience, Scored, extend, narrow
+from fppo.commands import actions
 from fppo.key import Key
 from fppo.pipeline import stages
 from fppo.pipeline.program import RunState
+from fppo.rollout import saved
+from fppo.runs import jsonl
+from fppo.runtime.mesh import LOCAL
 from fppo.runtime.simulate import simulate
 from fppo.settings import checks, files
 from fppo.steps.actor import update_actor
-from fppo.steps.forward import Forward, compute_log_probs
+from fppo.steps.forward import Forward, compute_log_probs, compute_outputs
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import sgd
 from fppo.steps.train_state import init_state
+from fppo.tree import replace
 from tests import tiny, tiny_run
 from tests.models.families import make
 
@@ -26,12 +32,12 @@ CUT = MicroBatching(size=2)
 BATCH = tiny.experience(3, 6)
 
 
-def annotated(mesh, replay, source="pass"):
+def annotated(mesh, replay, source="pass", batch=BATCH):
     model, params = make("qwen3_moe")
     ref = {name: x + (0.7 if name.endswith("gate.weight") else 0.0) * x.flip(0) for name, x in params.items()}
     run = RunState(actor=init_state(params, SGD), ref=ref, key=Key(0))
-    rows, _ = stages.annotate(
-        narrow(Scored, BATCH),
+    rows, report = stages.annotate(
+        narrow(Scored, batch),
         run,
         forward=Forward(model, mesh=mesh),
         critic=None,
@@ -39,12 +45,12 @@ def annotated(mesh, replay, source="pass"):
         old_log_probs=source,
         replay=replay,
     )
-    return model, run, rows
+    return model, run, rows, report
 
 
 @pytest.mark.parametrize("source", ["pass", "engine", "auto"])
 def test_the_reference_and_the_update_choose_what_the_policy_chose(source):
-    (model, run, rows), (*_, others) = simulate({"shard": 2}, partial(annotated, replay="all", source=source))
+    (model, run, rows, _), (*_, others, _) = simulate({"shard": 2}, partial(annotated, replay="all", source=source))
     assert torch.equal(rows.routed, others.routed)
     plain = annotated(Forward(model).mesh, "none")[2]
     assert plain.routed is None
@@ -76,9 +82,53 @@ def test_the_reference_and_the_update_choose_what_the_policy_chose(source):
     torch.testing.assert_close(seen[0], rows.ref_log_probs)
 
 
+def test_the_policys_passes_choose_what_the_rollout_tells():
+    model, run, *_ = annotated(LOCAL, "none")
+    passed = partial(compute_outputs, micro_batching=CUT, outputs=("log_probs", "routed"))
+    free = passed(run.actor.params, BATCH, forward=Forward(model))
+    batch = replace(BATCH, routed=passed(run.ref, BATCH, forward=Forward(model)).routed)
+    expected = passed(run.actor.params, batch, forward=Forward(model, replay=True)).log_probs
+    assert (expected - free.log_probs).abs().max() > 1e-3
+    for source, old in (("pass", expected), ("engine", batch.rollout_log_probs)):
+        _, _, rows, report = annotated(LOCAL, "rollout", source, batch)
+        torch.testing.assert_close(rows.old_log_probs, old, rtol=0, atol=0)
+        assert torch.equal(rows.routed, batch.routed)
+        assert ("training/rerouted/tokens" in report) == (source == "pass")
+
+
+@pytest.mark.slow
+def test_a_run_replays_what_its_rollout_tells_and_another_run_what_was_saved(tmp_path):
+    tiny_run.write_task(tmp_path)
+    tiny_run.write_mixture(tmp_path)
+
+    def train(name, steps=2, **changes):
+        shared = {"steps": steps, "algorithm__router_replay": "rollout", "actor__experts__balance_coef": 0.1}
+        given = tiny_run.settings(tmp_path, output_dir=str(tmp_path / name), **shared, **changes)
+        assert actions.train(given) == 0
+        return tmp_path / name
+
+    first = train("first", rollout__save=True)
+    for line in jsonl.read(first / "metrics.jsonl")[1:]:
+        assert 0 <= line["training/rerouted/choices"] <= line["training/rerouted/tokens"] < 0.1
+    second = train("second", rollout__from=str(first / "rollouts"))
+    batch, same = (jsonl.read(x / "digests.jsonl")[1]["batch"] for x in (first, second))
+    assert batch == same
+    assert ".routed" in batch
+    untold = replace(saved.read(first / "rollouts", 1, torch.device("cpu"), vocabulary=99), routed=None)
+    path = saved.path_of(tmp_path / "untold", 1)
+    path.parent.mkdir()
+    batches.save(untold, path)
+    with pytest.raises(ValueError, match=r'router_replay = "rollout": .* does not tell which experts the engine chose'):
+        train("third", steps=1, rollout__from=str(path.parent))
+
+
 def test_what_does_not_go_together_is_named(tmp_path):
     tiny_run.write_task(tmp_path)
     alone = tiny_run.settings(tmp_path)
+    changes = {"rollout.engine": "vllm", "rollout.turns.respond": "a:b", "algorithm.router_replay": "rollout"}
+    for line, words in zip(checks.problems(files.replace(alone, changes)), ("runner V2", "several turns"), strict=True):
+        assert line.startswith("algorithm.router_replay = 'rollout': ")
+        assert words in line
     problems = checks.problems(
         files.replace(
             alone,

@@ -116,7 +116,13 @@ def test_losses_loads_and_biases_do_not_depend_on_the_split(name, splits):
 
 
 @pytest.mark.parametrize(
-    ("axes", "virtual"), [({"pipeline": 2}, 1), ({"pipeline": 2}, 2), ({"pipeline": 2, "expert": 2, "tensor": 2}, 1)]
+    ("axes", "virtual"),
+    [
+        ({"pipeline": 2}, 1),
+        ({"pipeline": 2}, 2),
+        ({"pipeline": 2, "expert": 2, "tensor": 2}, 1),
+        pytest.param({"context": 2, "expert": 2}, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_stages_replay_what_the_experts_of_all_of_them_were(axes, virtual, monkeypatch):
     monkeypatch.setitem(EXPERTS, "mixture", Qwen3MoeConfig(**CONFIGS["qwen3_moe"].to_dict() | {"num_hidden_layers": 4}))
@@ -131,18 +137,24 @@ def test_stages_replay_what_the_experts_of_all_of_them_were(axes, virtual, monke
         own = [models.own_params(placed, x, mesh) for x in (params, moved)]
         again = [
             compute_outputs(
-                own[1], rows, forward=Forward(placed, mesh=mesh, replay=replay), micro_batching=CUT
-            ).log_probs
+                own[1],
+                rows,
+                forward=Forward(placed, mesh=mesh, replay=replay),
+                micro_batching=CUT,
+                outputs=("log_probs", "routed"),
+            )
             for replay in (True, False)
         ]
         return replayed(placed, own[0], mesh).routed, *again
 
-    _, as_told, free = run(LOCAL)
-    assert (as_told - free).abs().max() > 1e-3
+    _, *alone = run(LOCAL)
+    assert (alone[0].log_probs - alone[1].log_probs).abs().max() > 1e-3
+    assert not torch.equal(alone[0].routed, expected)
     for routed, *again in simulate(axes, run):
         assert torch.equal(routed, expected)
-        for got, one in zip(again, (as_told, free), strict=True):
-            torch.testing.assert_close(got, one, rtol=1e-10, atol=1e-10)
+        for got, one in zip(again, alone, strict=True):
+            torch.testing.assert_close(got.log_probs, one.log_probs, rtol=1e-10, atol=1e-10)
+            assert torch.equal(got.routed, one.routed)
 
 
 def test_the_losses_are_their_definitions():
@@ -154,7 +166,7 @@ def test_the_losses_are_their_definitions():
     got = experts.RouterLosses(totals, balance_coef=0.5, z_coef=0.25).of(sums.router_sums)
     counts = experts.counted(BATCH.attention_mask, BATCH.response_mask)[BATCH.attention_mask]
     balance = z = 0.0
-    for number, (logits, chosen) in enumerate(routed(model, params)):
+    for number, (logits, chosen, _) in enumerate(routed(model, params)):
         rows = [i for i, counted in enumerate(counts.tolist()) if counted]
         loads = [0] * 4
         for i in rows:
