@@ -47,6 +47,7 @@ def same(a, b, at=1e-5):
 
 
 UNLIKE = ("timing_s/", "perf/")
+SCORED = {"reward__functions": ["tests.rewards.functions:length"]}  # where nothing is right, advantages are rounding
 
 
 def numbers(report):
@@ -63,19 +64,19 @@ def numbers(report):
                 "algorithm__advantage": "grpo",
                 "rollout__n": 2,
                 "actor__kl_coef": 0.1,
-                "reward__functions": ["tests.rewards.functions:length"],
+                **SCORED,
             },
         ),
         ({"shard": 2, "sequence": 2}, {"mesh__stage": 2}),
         ({"sequence": 2}, {"algorithm__advantage": "remax"}),
         ({"shard": 2}, {"algorithm__old_log_probs": "auto"}),
-        ({"shard": 2}, {"critic__reads": "confidence", "eval__exact_values": True}),
+        ({"shard": 2}, {"critic__reads": "confidence", "eval__exact_values": True, **SCORED}),
         ({"shard": 4}, {"mesh__stage": 1, "actor__loss__name": "clip_cov"}),
         ({"tensor": 2}, {"model__checkpoint_layers": True}),
         ({"context": 2}, {"mesh__context": 2, "actor__kl_coef": 0.1, "algorithm__old_log_probs": "pass"}),
         ({"shard": 2, "tensor": 2}, {"mesh__stage": 2, "actor__entropy_coef": 0.01, "actor__kl_coef": 0.1}),
-        ({"sequence": 2}, {"critic__reads": "hidden"}),
-        ({"pipeline": 2}, {"critic__reads": "hidden", "actor__micro_batch_size": 1}),
+        ({"sequence": 2}, {"critic__reads": "hidden", **SCORED}),
+        ({"pipeline": 2}, {"critic__reads": "hidden", "actor__micro_batch_size": 1, **SCORED}),
         pytest.param(
             {"pipeline": 2, "shard": 2},
             {"actor__loss__name": "clip_cov", "actor__kl_coef": 0.1},
@@ -90,7 +91,7 @@ def numbers(report):
                 "rollout__filter__max_draws": 2,
                 "rollout__filter__truncated": True,
                 "algorithm__correction__mode": "token",
-                "reward__functions": ["tests.rewards.functions:length"],
+                **SCORED,
             },
         ),
     ],
@@ -109,7 +110,7 @@ def test_steps_on_a_mesh_are_those_of_one_process(tmp_path, axes, changes, monke
         return steps(settings, attrs.evolve(mesh, sharding=Sharding(stage=stage)), 2)
 
     for found, evaluated in simulate(axes, on_rank):
-        assert evaluated == pytest.approx(held_out, abs=1e-5, nan_ok=True)
+        assert evaluated == pytest.approx(held_out, rel=1e-4, abs=1e-5, nan_ok=True)
         for (params, experience, report, kl), (params_1, experience_1, report_1, kl_1) in zip(
             expected, found, strict=True
         ):
