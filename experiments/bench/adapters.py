@@ -2,10 +2,12 @@
 
     python experiments/bench/adapters.py --size 16M                     # or tiny, 110M; --rank 1 8 32
     python experiments/bench/adapters.py --size 1.5B --device cuda      # in bfloat16, weights and moments in float32
+    python experiments/bench/adapters.py --rank 8 --base float nf4 int8 # on quantised bases, too (fppo[quantised])
 
 Each side alone in turn, in one process, on equal weights and rows; medians, as a Markdown table. The peer's passes are
 padded, in micro-batches of as many rows, with torch.optim.AdamW(fused=True) and clip_grad_norm_; on a GPU in bfloat16
-by autocast, on a base in bfloat16. The state is weights, factors and moments; the peak is that and what an update takes
+by autocast, on a base in bfloat16; its quantised layers are bitsandbytes' own (Linear4bit; Linear8bitLt, which
+quantises what goes in as well). The state is weights, factors and moments; the peak is that and what an update takes
 beyond it.
 """
 
@@ -31,6 +33,7 @@ from fppo import losses, models, tree
 from fppo.batch import Experience
 from fppo.key import Key
 from fppo.models import Lora
+from fppo.models.quantised import tensors_of
 from fppo.steps import Forward, Loop, MicroBatching, adamw, init_state, schedule, update_actor
 from fppo_kernels import table as kernels
 from fppo_kernels.record import Kernels
@@ -67,12 +70,14 @@ def fastest(plan: Plan) -> Kernels:
     return attrs.evolve(Kernels.named(), **chosen)
 
 
-def ours(plan: Plan, batch: Experience, micro: int, rank: int | None) -> Side:
+def ours(plan: Plan, batch: Experience, micro: int, rank: int | None, kind: str = "float") -> Side:
     """An update of all weights, or of an adapter."""
     model = build(plan.model, plan)
     params, optimizer = parameters(model, plan.device), adamw(schedule("constant", RATE))
     if rank is not None:
         base = {name: x.to(plan.dtype) for name, x in params.items()}
+        if kind == "int8" or kind == "nf4":
+            base = models.quantise(model, base, kind)
         model, params = models.adapt(model, base, Lora(rank, 2.0 * rank), key=Key(1))
     frozen = {} if model.frozen is None else model.frozen.params
     held, forward = [init_state(params, optimizer)], Forward(model, kernels=fastest(plan))
@@ -86,12 +91,12 @@ def ours(plan: Plan, batch: Experience, micro: int, rank: int | None) -> Side:
 
     def state() -> int:
         leaves = [x for _, x in tree.leaves_with_paths(held[0])]
-        return size_of(x for x in [*leaves, *frozen.values()] if isinstance(x, Tensor))
+        return size_of(x for each in [*leaves, *frozen.values()] if isinstance(each, Tensor) for x in tensors_of(each))
 
     return Side(update, state)
 
 
-def peer(plan: Plan, batch: Experience, micro: int, rank: int | None) -> Side:
+def peer(plan: Plan, batch: Experience, micro: int, rank: int | None, kind: str = "float") -> Side:
     """The same by torch, with PEFT's adapter or without one."""
     model = build(plan.model, plan)
     with plan.device:
@@ -101,7 +106,10 @@ def peer(plan: Plan, batch: Experience, micro: int, rank: int | None) -> Side:
     module.load_state_dict(parameters(model, plan.device), strict=False)
     if rank is not None:
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-        module = get_peft_model(module.to(plan.dtype), config)  # type: ignore[arg-type]
+        module = module.to(plan.dtype)
+        if kind != "float":
+            quantise_layers(module, kind, plan)
+        module = get_peft_model(module, config)  # type: ignore[arg-type]
     trained = [x for x in module.parameters() if x.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, fused=True)
     attention = batch.attention_mask.long()
@@ -131,6 +139,29 @@ def peer(plan: Plan, batch: Experience, micro: int, rank: int | None) -> Side:
         return size_of([*module.parameters(), *moments])
 
     return Side(update, state)
+
+
+def quantise_layers(module: nn.Module, kind: str, plan: Plan) -> None:
+    """Puts bitsandbytes' layers in the places of all linear ones but the vocabulary head, as transformers does."""
+    import bitsandbytes as bnb  # pyright: ignore[reportMissingImports]
+
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if type(child) is not nn.Linear or name == "lm_head":
+                continue
+            sizes, bias = (child.in_features, child.out_features), child.bias is not None
+            if kind == "nf4":
+                layer: Any = bnb.nn.Linear4bit(
+                    *sizes, bias=bias, compute_dtype=plan.dtype, compress_statistics=False, quant_type="nf4"
+                )
+                layer.weight = bnb.nn.Params4bit(
+                    child.weight.data, requires_grad=False, compress_statistics=False, quant_type="nf4"
+                )
+            else:
+                layer = bnb.nn.Linear8bitLt(*sizes, bias=bias, has_fp16_weights=False)
+                layer.weight = bnb.nn.Int8Params(child.weight.data, requires_grad=False, has_fp16_weights=False)
+            layer.bias = child.bias
+            setattr(parent, name, layer.to(plan.device))
 
 
 def size_of(tensors: Any) -> int:
@@ -171,6 +202,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="16M")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--rank", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--base", choices=("float", "int8", "nf4"), nargs="+", default=["float"], help="of adapters")
     parser.add_argument("--micro", type=int, help="rows of a micro-batch; 16, on a GPU 4")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each; the median counts")
     parser.add_argument("--threads", type=int, default=2, help="threads that torch uses on a CPU")
@@ -179,12 +211,18 @@ def main() -> None:
     device = torch.device(options.device)
     plan = plan_of(SIZES[options.size], device)
     batch, micro = experience(plan, 0, plan.model.vocabulary), options.micro or (16 if device.type == "cpu" else 4)
-    sides: list[tuple[str, Callable[..., Side], int | None]] = [("all weights", ours, None)]
-    sides += [(f"rank {rank}", ours, rank) for rank in options.rank]
-    sides += [("all weights, torch", peer, None), *((f"rank {r}, PEFT and torch", peer, r) for r in options.rank)]
+    adapters = [
+        (f"rank {rank}{'' if kind == 'float' else f' on {kind}'}", rank, kind)
+        for kind in options.base
+        for rank in options.rank
+    ]
+    sides: list[tuple[str, Callable[..., Side], int | None, str]] = [("all weights", ours, None, "float")]
+    sides += [(name, ours, rank, kind) for name, rank, kind in adapters]
+    sides += [("all weights, torch", peer, None, "float")]
+    sides += [(f"{name}, PEFT and torch", peer, rank, kind) for name, rank, kind in adapters]
     records: list[Record] = []
-    for name, make, rank in sides:
-        timed = partial(time_side, partial(make, plan, batch, micro, rank), device, options.repeats)
+    for name, make, rank, kind in sides:
+        timed = partial(time_side, partial(make, plan, batch, micro, rank, kind), device, options.repeats)
         records.append({"name": name, **attempt(timed)})
     numbers = sum(shape.numel() for shape in build(plan.model, plan).shapes.values())
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{options.threads} threads of a CPU"

@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 import torch
 
-from fppo.assembly.parts import bare_model, load_actor, load_critic, on_device
+from fppo.assembly.parts import as_base, bare_model, load_actor, load_critic, on_device
 from fppo.assembly.readers import reader_params
 from fppo.assembly.texts import directory_of
 from fppo.key import Key
@@ -63,6 +63,7 @@ def adapted_critic(
         model, params = _on_base(settings, policy, key, mesh)
     else:
         model, params = load_critic(settings, key, mesh)
+        params = as_base(settings, model, params) if critic_uses_lora(settings) else params
     params = on_device(params, device)
     if not critic_uses_lora(settings):
         return model, params
@@ -110,7 +111,8 @@ def base_of_role(settings: TrainSettings, role: str, model: Model | None) -> Bas
     if model is None or (frozen := model.frozen) is None:
         return None
     path = settings.model.path if role == "actor" else settings.model.critic_path or settings.model.path
-    dtype = str(next(iter(frozen.params.values())).dtype).removeprefix("torch.")
+    dtype, kind = str(next(iter(frozen.params.values())).dtype).removeprefix("torch."), lora.base_kind(model)
+    dtype = dtype if kind is None else f"{kind} and {dtype}"
     return Base(source=path, digest=frozen.digest, dtype=dtype, adapter=words(frozen.lora))
 
 

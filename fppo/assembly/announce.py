@@ -12,7 +12,9 @@ import torch
 from fppo.assembly.inputs import Inputs
 from fppo.assembly.machine import resolved
 from fppo.data import PromptSet
+from fppo.models import lora
 from fppo.models.model import Model
+from fppo.models.quantised import Quantised, tensors_of
 from fppo.settings import files, old_log_probs
 from fppo.settings.placement import places_of, pools_of, threads_of
 from fppo.settings.train import TrainSettings
@@ -84,6 +86,10 @@ def model_lines(model: Model, path: str, *, others: Sequence[str]) -> list[str]:
         trained = sum(math.prod(model.whole_shapes[name]) for name in model.extents)
         text = f"rank {frozen.lora.rank} on {len(frozen.places)} weights: {_count(trained)} parameters are trained"
         lines.append(_line("adapter", text))
+        if (kind := lora.base_kind(model)) is not None:
+            count = sum(isinstance(x, Quantised) for x in frozen.params.values())
+            size = sum(x.nbytes for weight in frozen.params.values() for x in tensors_of(weight))
+            lines.append(_line("base", f"{count} weights in {kind}; {size / 2**20:,.1f} MiB with the others"))
     return lines
 
 

@@ -170,7 +170,7 @@ def export(
     merge: bool = False,
 ) -> int:
     """Writes the policy, or the critic, of a run's checkpoint as a Hugging Face directory; an adapter as PEFT has it,
-    or to `merge` with its base as a whole model."""
+    or to `merge` with its base as a whole model. Says on stderr what a quantised base means for them."""
     settings = attrs.evolve(settings_of(directory), device=device)
     at = saved.newest(directory, step)
     if at is None or (step is not None and at != step):
@@ -179,6 +179,16 @@ def export(
     session.check_target(settings, target)
     transformers_logging.disable_progress_bar()
     saved.export(settings, target, at, role, merge=merge)
+    if (base := settings.model.lora.base) != "float":
+        begun = settings.model.path if role == "actor" else settings.model.critic_path or settings.model.path
+        means = (
+            f"the weights are those of {begun} as {base} rounds them, which the adapter was trained on, with the "
+            "adapter added in float32; quantised again they are rounded again"
+            if merge
+            else f"the adapter was trained on {begun} in {base}: load it onto that, quantised by bitsandbytes, or give "
+            "--merge; onto the weights themselves it is another policy"
+        )
+        print(f"model.lora.base = {base!r}: {means}", file=sys.stderr)
     print(target)
     return 0
 

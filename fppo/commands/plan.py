@@ -146,6 +146,7 @@ def case_of(settings: PlanSettings) -> Case:
         reward_model=None if settings.reward_model is None else config_of(settings.reward_model, "reward-model")[1],
         lora=_lora(settings, settings.lora),
         critic_lora=_lora(settings, settings.lora and (settings.lora if own is None else own)),
+        lora_base=None if settings.lora_base == "float" else settings.lora_base,
         compute_dtype=None if dtype == "float32" else getattr(torch, dtype),
         checkpoint_layers=settings.checkpoint_layers,
         log_probs=log_probs,

@@ -6,7 +6,7 @@ from fppo.models.heads import Head, hidden_width, output_head
 from fppo.models.init import as_critic, init_params
 from fppo.models.inner import has_place
 from fppo.models.load import load
-from fppo.models.lora import adapt, merged
+from fppo.models.lora import adapt, merged, quantise
 from fppo.models.model import Model, attention_needs, build, longest_row, packed_attention, padded_attention
 from fppo.models.place import (
     Narrowed,
@@ -64,6 +64,7 @@ __all__ = [
     "padded_attention",
     "place",
     "prepare",
+    "quantise",
     "save",
     "save_config",
     "stage_of",

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fppo.models.quantised import taking_quantised
+
 Scaling = Literal["standard", "rslora"]
 FACTORS = (".lora_A", ".lora_B")  # after the name of the weight that they adapt
 _ALIGNED = 16  # bytes, of the rows that grouped products on GPUs take
@@ -131,10 +133,11 @@ def product(x: Tensor, parts: Parts, bias: Tensor | None, linear: Callable[..., 
 
 
 def taking_adapted(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A kernel for linear layers that takes adapted weights, too."""
+    """A kernel for linear layers that takes adapted weights, too, and quantised ones."""
+    inner = linear if linear is F.linear else taking_quantised(linear)
 
     def call(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return product(x, weight.parts, bias, linear) if isinstance(weight, Adapted) else linear(x, weight, bias)
+        return product(x, weight.parts, bias, inner) if isinstance(weight, Adapted) else inner(x, weight, bias)
 
     return call
 

@@ -24,12 +24,26 @@ from fppo.models.adapted import FACTORS, Frozen, Lora, Parts, merged_weight
 from fppo.models.heads import VOCABULARY_HEADS, embedding_name
 from fppo.models.model import Model, Params, is_trained
 from fppo.models.place import own_params
+from fppo.models.quantised import Kind, Quantised, library_needed, plain, quantised_weight
 from fppo.models.routing import RouterSeam
 from fppo.runtime import digests, fsdp
 from fppo.runtime.layout import Layout
 from fppo.runtime.mesh import LOCAL, Mesh, device_of
 
-__all__ = ["Lora", "adapt", "base_of", "check_adapted", "linear_weights", "merged", "places_of", "same_base"]
+__all__ = [
+    "Lora",
+    "adapt",
+    "base_kind",
+    "base_of",
+    "check_adapted",
+    "check_uncut",
+    "linear_weights",
+    "merged",
+    "places_of",
+    "quantise",
+    "quantised_weights",
+    "same_base",
+]
 
 ALL_LINEAR = "all-linear"
 _NAMED = 20  # weights that an error lists at most
@@ -80,6 +94,52 @@ def _names(target: str, name: str) -> bool:
     return path == target or path.endswith(f".{target}") or fnmatch.fnmatchcase(path, target)
 
 
+def quantised_weights(model: Model) -> dict[str, bool]:
+    """The weights of a plain model that a quantised base has in codes, and whether each is stored [in, out]: those of
+    linear layers, as "all-linear" means them. Raises ValueError for stacks of experts, which have no codes here, and
+    for a model without linear layers."""
+    linear = linear_weights(model)
+    if stacks := [name for name in linear if len(model.whole_shapes[name]) > 2]:
+        raise ValueError(
+            f"model.lora.base: model type {model.config.model_type!r} keeps experts in stacks, as {stacks[0]}, which "
+            "fppo does not quantise; leave it out"
+        )
+    if not linear:
+        raise ValueError(f"model.lora.base: model type {model.config.model_type!r} has no linear layer to quantise")
+    return linear
+
+
+def quantise(model: Model, params: Mapping[str, Tensor], kind: Kind) -> Params:
+    """The parameters of a plain model with the weights of its linear layers in codes of 8 or 4 bits ("int8", "nf4"),
+    for `adapt` to take as a base; embeddings, heads, norms and biases as they are.
+
+    Raises ValueError without bitsandbytes, for stacks of experts, and for numbers that have no codes.
+    """
+    library_needed(kind)
+    flips, made = quantised_weights(model), dict(params)
+    for name in [name for name in params if name in flips]:
+        try:
+            made[name] = quantised_weight(params[name], kind, turned=flips[name])
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return made
+
+
+def check_uncut(kind: Kind, mesh: Mesh) -> None:
+    """Raises ValueError for a mesh that would cut quantised weights."""
+    if axes := [name for name in ("pipeline", "shard", "expert", "tensor") if mesh[name].size > 1]:
+        raise ValueError(
+            f"model.lora.base = {kind!r}: fppo cuts no quantised weights, as mesh axes {axes} would; give replicate, "
+            'sequence or context ranks, or "float"'
+        )
+
+
+def base_kind(model: Model) -> Kind | None:
+    """How the base of an adapted model keeps the weights of its linear layers, if in codes."""
+    params = () if model.frozen is None else model.frozen.params.values()
+    return next((x.stored.kind for x in params if isinstance(x, Quantised)), None)
+
+
 def adapt(
     model: Model,
     params: Mapping[str, Tensor],
@@ -89,12 +149,16 @@ def adapt(
     dtype: torch.dtype = torch.float32,
     mesh: Mesh = LOCAL,
 ) -> tuple[Model, Params]:
-    """The model with `params` as its frozen base, not copied, and a fresh adapter: A drawn as PEFT draws it, B zero.
+    """The model with `params`, plain or by `quantise`, as its frozen base, not copied, and a fresh adapter: A drawn as
+    PEFT draws it, B zero.
 
     A value head is trained whole, beside the factors. On a mesh that cuts parameters both are this rank's parts, of the
     model as `place` has it there, and every rank must call. Raises ValueError for targets that match nothing, or
-    nothing in some layers of a pipeline, and for a model that is adapted already.
+    nothing in some layers of a pipeline, for a model that is adapted already, and for a quantised base on such a mesh.
     """
+    kinds: set[Kind] = {x.stored.kind for x in params.values() if isinstance(x, Quantised)}
+    for kind in kinds:
+        check_uncut(kind, mesh)
     shaped = without_base(model, lora)
     frozen, head = frozen_of(shaped), {name: params[name] for name in params if is_trained(name)}
     # the tensors themselves: should they be donated elsewhere, this base is empty, and not overwritten
@@ -173,7 +237,8 @@ def with_factors(layout: Layout, places: Mapping[str, bool], rank: int) -> Layou
 def _digest(model: Model, base: Params, mesh: Mesh) -> str:
     extents = frozen_of(model).shapes if model.layout is None else model.plain.extents
     paths = {f"[{name!r}]": extent for name, extent in extents.items()}
-    return tree.combine(digests.digest(base, "sums", device=device_of(base), mesh=mesh, shapes=paths))
+    stored = {name: x.stored[1:3] if isinstance(x, Quantised) else x for name, x in base.items()}
+    return tree.combine(digests.digest(stored, "sums", device=device_of(base), mesh=mesh, shapes=paths))
 
 
 def same_base(model: Model, other: Model) -> bool:
@@ -198,7 +263,7 @@ def base_of(model: Model) -> Model:
 @torch.no_grad()
 def merged(model: Model, adapter: Mapping[str, Tensor], *, mesh: Mesh = LOCAL) -> Params:
     """The parameters of the plain model that computes the same, in the dtypes of the base: W + scale * B @ A, added up
-    in float32 or wider. What has no factors is not copied.
+    in float32 or wider, with W dequantised if it was quantised. What has no factors, nor codes, is not copied.
 
     On a mesh that cuts parameters they are this rank's parts, as the adapter's are, and every rank must call. Raises
     ValueError for a model without an adapter.
@@ -215,16 +280,17 @@ def merged(model: Model, adapter: Mapping[str, Tensor], *, mesh: Mesh = LOCAL) -
             _rows(a, b, flipped, slice(*fsdp.bounds(frozen.shapes[name][0], mesh["shard"]))) if mesh.sharded else (a, b)
         )
         params[name] = merged_weight(Parts(params[name], a, b, frozen.lora.scale, flipped))
-    return params
+    return {name: plain(x) for name, x in params.items()}
 
 
 def decoded(model: Model, params: Mapping[str, Tensor], *, mesh: Mesh = LOCAL) -> tuple[Model, Params]:
     """What decodes an adapted model: merged, if passes are in float32 or wider. In 16 bits the sum would round away
-    what is less than some 1/256 of a weight, and so it has its factors there, beside the base. A plain model as it is.
+    what is less than some 1/256 of a weight, and so it has its factors there, beside the base; and so it has beside a
+    quantised one, of which there is to be no whole copy. A plain model as it is.
     """
     if model.frozen is None:
         return model, dict(params)
-    if model.compute_dtype in (None, torch.float32, torch.float64):
+    if base_kind(model) is None and model.compute_dtype in (None, torch.float32, torch.float64):
         return model.plain, merged(model, params, mesh=mesh)
     return model, model.joined(params)
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from fppo.models.adapted import Lora
 from fppo.models.experts import expert_count
 from fppo.models.narrow import narrow
+from fppo.models.quantised import Kind
 from fppo.models.states import check_rows_whole
 from fppo.plan.hardware import Hardware
 from fppo.runtime.mesh import DATA_AXES, Sharding
@@ -65,6 +66,7 @@ class Case:
     reward_model: PreTrainedConfig | None = None  # it reads the same tokens
     lora: Lora | None = None  # the actor's adapter, on a base that stays
     critic_lora: Lora | None = None  # the critic's, on the same one
+    lora_base: Kind | None = None  # how that keeps the weights of linear layers, if quantised
     compute_dtype: torch.dtype | None = torch.bfloat16
     checkpoint_layers: bool = False
     log_probs: str = "chunked"

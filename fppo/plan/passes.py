@@ -14,6 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fppo import losses, tree
 from fppo.batch import Column, Experience
+from fppo.models.lora import quantised_weights
+from fppo.models.model import Model
+from fppo.models.quantised import blank, tensors_of
 from fppo.plan import standins
 from fppo.plan._group import Sent, counting_mesh
 from fppo.plan._track import BATCH, HOST, LOGITS, STATE, Tracker
@@ -161,8 +164,8 @@ def run_stage(case: Case, name: str, *, own: Sequence[int] | None = None, built:
     model = (built or Built()).placed(case, STAGES[name], mesh, own)
     with FakeTensorMode(allow_non_fake_inputs=True):
         if (frozen := model.frozen) is not None:
-            kept = {n: torch.empty(shard_shape(x, mesh), dtype=base_dtype(case)) for n, x in frozen.shapes.items()}
-            tracker.hold(kept.values())
+            kept = base_of(case, model, {n: shard_shape(x, mesh) for n, x in frozen.shapes.items()})
+            tracker.hold(x for weight in kept.values() for x in tensors_of(weight))
             model = attrs.evolve(model, frozen=attrs.evolve(frozen, params=kept))
         params = {n: torch.empty(shard_shape(shape, mesh), dtype=case.dtype) for n, shape in model.shapes.items()}
     forward = Forward(model, kernels=kernels_of(case, tracker), mesh=mesh)
@@ -173,6 +176,18 @@ def run_stage(case: Case, name: str, *, own: Sequence[int] | None = None, built:
 def base_dtype(case: Case) -> torch.dtype:
     """What the base of adapters is kept in: what it is computed with."""
     return case.compute_dtype or torch.float32
+
+
+def base_of(case: Case, model: Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The base of an adapted model without numbers, of which a rank has these shapes, as the case keeps it."""
+    kind, dtype = case.lora_base, base_dtype(case)
+    flips = {} if kind is None else quantised_weights(model.plain)
+    return {
+        name: blank(torch.Size(shape), kind, dtype=dtype, turned=flips[name])
+        if kind is not None and name in flips
+        else torch.empty(shape, dtype=dtype)
+        for name, shape in shapes.items()
+    }
 
 
 def tracked(

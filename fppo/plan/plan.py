@@ -12,6 +12,7 @@ import torch
 from fppo import tree
 from fppo.models import flops
 from fppo.models.model import is_trained
+from fppo.models.quantised import tensors_of
 from fppo.plan import layers, passes
 from fppo.plan._track import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, LOGITS
 from fppo.plan.built import REWARD, STAGES, Built, models_of, own_layers
@@ -238,7 +239,10 @@ def _at_rest(case: Case, built: Built) -> dict[str, float]:
             rest[f"{name}'s optimizer"] = optimizer_bytes(at, name, built) if at.offload == "none" else 0
     if case.lora is not None:  # the critic's and the reference's, too
         base = {n: shape for n, shape in _every_shape(case, "actor", built).items() if not is_trained(n)}
-        rest["base's weights"] = passes.base_dtype(case).itemsize * _numbers(base)
+        model = built.model(case, "actor")
+        with torch.device("meta"):
+            weights = passes.base_of(case, model, base)
+        rest["base's weights"] = sum(x.nbytes for weight in weights.values() for x in tensors_of(weight))
     elif case.reference and case.has("reference"):
         rest["reference's parameters"] = _kept(case.at("reference"), "actor", built)
     row = passes.rows_of(case, 1)

@@ -49,11 +49,12 @@ def _head(plan: Plan, width: int) -> list[str]:
     sharded += f", {case.virtual_stages} stages on each rank" if case.virtual_stages > 1 else ""
     again = ", layers recomputed" if case.checkpoint_layers else ""
     again += {"none": "", "moments": ", moments on the host", "all": ", state on the host"}[case.offload]
+    base = passes if case.lora_base is None else f"{case.lora_base} and {passes}"
     nodes = f", {hardware.per_node} to a node" if case.world > 1 and hardware.on_gpu else ""
     return [
         *textwrap.wrap(f"{case.name}: {models} parameters; {passes} passes on float32 state{again}", width),
         *_own(case),
-        *([f"adapters of rank {case.lora.rank} on a frozen base in {passes}"] if case.lora is not None else []),
+        *([f"adapters of rank {case.lora.rank} on a frozen base in {base}"] if case.lora is not None else []),
         *textwrap.wrap(
             f"{case.world:,} x {hardware.name}, {hardware.memory / GIB:,.1f} GiB each{nodes}: {axes}{sharded}", width
         ),
@@ -174,6 +175,8 @@ def _notes(plan: Plan, width: int) -> list[str]:
     whole = plan.parameters["actor"] * (plan.case.compute_dtype or torch.float32).itemsize / GIB
     ranks = plan.case.size("tensor") if plan.case.size("expert") == 1 else 1  # beside experts it gathers all
     part = "the whole model" if ranks == 1 else f"1/{ranks} of the model"
+    if plan.case.lora_base is not None:
+        part, whole = "the base as it is kept", plan.rest["base's weights"] / GIB
     return textwrap.wrap(f"{MEMORY} {heap}{ROLLOUT.format(part=part, size=whole / ranks)}", width)
 
 

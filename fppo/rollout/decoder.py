@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from fppo.models.adapted import Adapted, taking_adapted
 from fppo.models.inner import GluSeam, LinearSeam, NormSeam
 from fppo.models.known import KINDS, KnownLayer
+from fppo.models.quantised import Quantised
 from fppo.models.regions import BlockSeam, EmbeddingSeam
 from fppo.models.seams import Attend, AttentionLayer, LayerSeam
 from fppo_kernels.collectives import Axis, all_reduce
@@ -179,7 +180,7 @@ def _product(module: nn.Linear) -> _Product:
 def _products(modules: Sequence[nn.Linear], joined: bool) -> list[_Product]:
     """Of modules with one input, side by side."""
     weights: list[Tensor] = [module.weight for module in modules]
-    if not joined or any(isinstance(weight, Adapted) for weight in weights):
+    if not joined or any(isinstance(weight, Adapted | Quantised) for weight in weights):
         return [_product(module) for module in modules]
     biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]
     assert len(biases) in (0, len(modules))

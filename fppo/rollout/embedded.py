@@ -58,7 +58,7 @@ class EmbeddedEngine:
     has its part of the weights, of the keys and values and of the vocabulary, and none has the whole of any. What other
     axes cut is gathered first; beside an expert axis all is, and the model that runs is the one it was placed from.
 
-    Adapters are merged once for all that is asked, but in 16 bits (`lora.decoded`).
+    Adapters are merged once for all that is asked, but in 16 bits and on quantised bases (`lora.decoded`).
 
     With `routed` rollouts have the experts that the model's routers chose for every token, prompts' included.
 

@@ -22,8 +22,8 @@ def check(own: Mapping[str, Base] | None, path: Path) -> None:
             )
         if before.dtype != base.dtype:
             raise ValueError(
-                f"model.compute_dtype: the {role}'s adapter in {path} stands on weights in {before.dtype}, and here "
-                f"they are in {base.dtype}: give the same, or another output_dir to start anew"
+                f"model.compute_dtype or model.lora.base: the {role}'s adapter in {path} stands on weights in "
+                f"{before.dtype}, and here they are in {base.dtype}: give the same, or another output_dir to start anew"
             )
         if before.digest != base.digest:
             raise ValueError(

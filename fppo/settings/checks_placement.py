@@ -131,5 +131,6 @@ def _pools(s: TrainSettings, places: Mapping[str, str], pools: Mapping[str, Pool
         if pool.gpus and s.device == "cpu":
             yield problem(f"{path}.gpus", pool.gpus, "device = 'cpu', and its ranks work on GPUs; give device cuda")
         others = ["reward.", *(x for role, own in _OWN.items() if places.get(role) != name for x in own)]
+        others += [] if {role for role, pool in places.items() if pool == name} - {"reward"} else ["model.lora."]
         found = on_mesh(attrs.evolve(s, mesh=attrs.evolve(s.mesh, **pool.mesh)), pool.ranks)
         yield from (f"{path}: {text}" for text in found if not text.startswith(tuple(others)))

@@ -9,6 +9,8 @@ import attrs
 from fppo.settings.fields import above, at_least, nonempty, setting
 from fppo.settings.problems import Problems, problem, unread
 
+CUTTING = ("pipeline", "shard", "expert", "tensor")  # the axes of a mesh that cut parameters
+
 if TYPE_CHECKING:
     from fppo.settings.train import TrainSettings
 
@@ -29,6 +31,8 @@ class LoraSettings:
     """A directory with PEFT's files, whose adapter the policy starts from; rank, alpha, scaling and targets are its."""
     send: Literal["merged", "alone"] = setting("merged")
     """How the policy's adapter goes to vLLM: in merged weights, or alone, beside a base that is sent once."""
+    base: Literal["float", "int8", "nf4"] = setting("float")
+    """How the frozen base keeps the weights of its linear layers: as they are, or quantised by bitsandbytes."""
     critic_rank: int | None = setting(None, at_least(0))
     """The rank of the critic's adapter, else as the policy's; None: rank; 0: train all of the critic's weights."""
 
@@ -52,7 +56,7 @@ def lora_problems(s: TrainSettings, *, critic: bool) -> Problems:
     """What does not go together with adapters, in a run whose critic is a model or that has none."""
     lora, default = s.model.lora, LoraSettings()
     if not uses_lora(s):
-        for name in ("alpha", "scaling", "targets", "send", "critic_rank"):
+        for name in ("alpha", "scaling", "targets", "send", "base", "critic_rank"):
             yield from unread(f"model.lora.{name}", getattr(lora, name), getattr(default, name), "model.lora.rank > 0")
         return
     if lora.path is not None:
@@ -81,3 +85,12 @@ def lora_problems(s: TrainSettings, *, critic: bool) -> Problems:
     if s.actor.experts.bias_rate > 0:
         text = "the biases of routers are in the frozen base of the adapter; leave it out"
         yield problem("actor.experts.bias_rate", s.actor.experts.bias_rate, text)
+
+
+def base_problems(s: TrainSettings, world: int) -> Problems:
+    """Axes of a mesh of `world` ranks that would cut a quantised base."""
+    if (base := s.model.lora.base) != "float":
+        sizes = s.mesh.sizes(s.mesh.shard or world // s.mesh.others)
+        if axes := {axis: sizes[axis] for axis in CUTTING if sizes[axis] > 1}:
+            text = f"axes of the mesh, {axes}, would cut it, and it has no parts; give replicate ranks, or float"
+            yield problem("model.lora.base", base, text)

@@ -43,6 +43,9 @@ def machine_problems(settings: TrainSettings, ranks: int, *, visible: str | None
     cluster = settings.placement.cluster
     if cluster != "processes" and places_of(settings.placement) and not _installed("ray"):
         lines.append(problem("placement.cluster", cluster, "Ray is not installed; pip install 'fppo[ray]'"))
+    if (base := settings.model.lora.base) != "float" and not _installed("bitsandbytes"):
+        text = "bitsandbytes is not installed; pip install 'fppo[quantised]'"
+        lines.append(problem("model.lora.base", base, text))
     return lines
 
 

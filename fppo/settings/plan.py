@@ -12,6 +12,7 @@ import attrs
 from fppo.settings import checks, files, placement
 from fppo.settings.critic import CriticSettings
 from fppo.settings.fields import above, at_least, at_most, nonempty, setting, wrong_values
+from fppo.settings.lora import CUTTING
 from fppo.settings.mesh import PlanMeshSettings
 from fppo.settings.train import ActorSettings, TrainSettings
 
@@ -52,6 +53,8 @@ class PlanSettings:
     """The weights that have adapters."""
     critic_lora: int | None = setting(None, at_least(0))
     """The rank of the critic's adapter; None: as --lora; 0: the critic is trained whole."""
+    lora_base: Literal["float", "int8", "nf4"] = setting("float")
+    """How the base keeps the weights of its linear layers: as they are, or quantised (a run's model.lora.base)."""
     reward_model: str | None = setting(None)
     """Plan a reward model beside them: a directory or a name, as for --model; it reads the same tokens."""
     critic_tokens: int | None = setting(None, at_least(2))
@@ -132,6 +135,7 @@ def of_run(run: TrainSettings) -> PlanSettings:
         lora=_rank(run),
         lora_targets=run.model.lora.targets,
         critic_lora=run.model.lora.critic_rank,
+        lora_base=run.model.lora.base,
         reward_model=reward.path,
         critic_tokens=None if critic == tokens else critic,
         critic_compute_dtype=run.critic.compute_dtype,
@@ -202,8 +206,17 @@ def _of_adapters(settings: PlanSettings) -> list[str]:
     """What does not go with adapters, and what does nothing without them."""
     if not settings.lora:
         given = {"--lora-targets": settings.lora_targets != ("all-linear",), "--critic-lora": settings.critic_lora}
+        given["--lora-base"] = settings.lora_base != "float"
         return [f"{name}: nothing reads it without --lora" for name, value in given.items() if value]
     lines = [] if settings.search is None else [f"--search {settings.search}: it does not know adapters; give a mesh"]
     offloads = {"--offload": settings.offload, "--critic-offload": settings.critic_offload}
     whole = [name for name, value in offloads.items() if value == "all"]
+    if settings.lora_base != "float":
+        cuts = {axis: settings.sizes[axis] for axis in CUTTING}
+        lines += [
+            f"--lora-base {settings.lora_base}: a mesh with {axis} {size} would cut it, and it has no parts; replicate "
+            "does not"
+            for axis, size in cuts.items()
+            if size > 1
+        ]
     return lines + [f"{name} all: the base of adapters stays on the device; give moments" for name in whole]

@@ -23,6 +23,7 @@ from fppo.plan.plan import _at_rest, _plan, pipeline_work, plan
 from fppo.plan.presets import PRESETS, config_of
 from fppo.plan.remedies import Remedy, applied, families, remedies
 from fppo.plan.rough import facts_of, rough
+from fppo.plan.text import report
 from fppo.plan.values import GIB, Cost, Phase, Work
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.schedule import clocked, one_f_one_b
@@ -290,6 +291,15 @@ def test_adapters_are_planned_over_one_base(tmp_path):
     assert planned.rest["critic's optimizer"] == 8 * (factors + heads)
     assert "reference's parameters" not in planned.rest
     assert planned.peak.total < plan(small).peak.total / 2
+    linear = [x for name, x in base.items() if ".layers." in name and len(x) == 2]
+    others = 2 * (sum(x.numel() for x in base.values()) - sum(x.numel() for x in linear))
+    coded = {"int8": sum(x.numel() + 4 * x[0] for x in linear), "nf4": sum(36 * -(-x.numel() // 64) for x in linear)}
+    for kind, size in coded.items():
+        quantised = attrs.evolve(with_adapters, lora_base=kind)
+        assert _at_rest(quantised, Built())["base's weights"] == size + others
+    with_codes = plan(quantised)
+    assert with_codes.peak.memory["base's weights"] == size + others < planned.peak.memory["base's weights"]
+    assert f"in {kind} and bfloat16" in report(with_codes, None)
     for axes, rank in (({"tensor": 2, "pipeline": 2}, 1), ({"tensor": 2, "shard": 2}, 0)):
         at = attrs.evolve(with_adapters, config=config(num_hidden_layers=2), mesh=axes, pipeline_rank=rank)
         rest = _at_rest(at, Built())
@@ -345,6 +355,11 @@ def test_what_does_not_fit_is_said_with_its_remedies(tmp_path, capsys):
         (["--model", "quickstart", "--tokens", "64", "--length", "128"], "holds no such sequence"),
         (["--model", "quickstart", "--micro-batches", "0"], "--micro-batches 0: must be 1 or more"),
         (["--model", "quickstart", "--lora", "4", "--search", "2"], "--search 2: it does not know adapters"),
+        (["--model", "quickstart", "--lora-base", "nf4"], "--lora-base: nothing reads it without --lora"),
+        (
+            ["--model", "quickstart", "--lora", "4", "--lora-base", "nf4", "--mesh.shard", "2"],
+            "--lora-base nf4: a mesh with shard 2 would cut it",
+        ),
         (["--model", "quickstart", "--critic-lora", "4"], "--critic-lora: nothing reads it without --lora"),
         (["--model", "quickstart", "--mesh.expert", "2"], "quickstart is 'qwen2', which has no experts to cut"),
         (

@@ -1,7 +1,9 @@
 """Runs that train adapters: resumed bit for bit on their base alone, exported for PEFT or merged."""
 
 import json
+import re
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from fppo import tree
 from fppo.assembly.run import assemble
 from fppo.commands import actions
-from fppo.models import lora
+from fppo.models import lora, lora_files
 from fppo.runs import jsonl, session
 from fppo.runtime.checkpoint import CheckpointError
-from fppo.settings import files
+from fppo.settings import checks, files
 from tests import tiny_run
 
 LORA = {"model__lora__rank": 2, "model__lora__alpha": 4.0, "actor__optimizer__schedule": "constant"}
@@ -122,6 +124,39 @@ def test_an_adapter_is_exported_for_peft_or_merged_and_starts_another_run(task, 
         actions.export(whole, tmp_path / "critic 2", None, "critic")
 
 
+@pytest.mark.slow
+def test_a_run_on_a_quantised_base_goes_on_bit_for_bit_and_is_exported_as_it_was_trained(task, tmp_path, capsys):
+    pytest.importorskip("bitsandbytes", reason="pip install 'fppo[quantised]'")
+    settings = partial(tiny_run.settings, task, model__lora__base="nf4", steps=2, **LORA)
+    run, parts = tmp_path / "run", tmp_path / "parts"
+    with assemble(settings(output_dir=str(run))) as assembly:
+        assert lora.base_kind(assembly.model) == "nf4"
+        assert lora.same_base(assembly.model, assembly.critic_model)
+        assert assembly.run.ref == {}
+        model = assembly.model
+    for where, steps in ((run, 2), (parts, 1), (parts, 2)):
+        assert actions.train(settings(output_dir=str(where), steps=steps)) == 0
+    assert _digests(parts) == _digests(run)
+    shown = capsys.readouterr()
+    assert "7 weights in nf4" in shown.out + shown.err
+    with pytest.raises(
+        ValueError, match=r"model\.lora\.base: .* stands on weights in nf4 and float32, and here .* in float32:"
+    ):
+        actions.train(settings(output_dir=str(run), model__lora__base="float", steps=3))
+    assert actions.export(run, tmp_path / "adapter", None) == 0
+    assert "it is another policy" in capsys.readouterr().err
+    assert actions.export(run, tmp_path / "merged", None, merge=True) == 0
+    assert "start as nf4 rounds them" in capsys.readouterr().err
+    adapter = lora_files.load(model, tmp_path / "adapter", like=_zeros(model))
+    got = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).named_parameters())
+    for name, x in lora.merged(model, adapter).items():
+        torch.testing.assert_close(got[name], x, rtol=0, atol=0)
+
+
+def _zeros(model):
+    return {name: torch.zeros(shape) for name, shape in model.shapes.items()}
+
+
 def test_what_does_not_go_with_adapters_is_named_at_once(task):
     wrong = {
         "model__offload": "all",
@@ -135,6 +170,7 @@ def test_what_does_not_go_with_adapters_is_named_at_once(task):
         assert f"{name.replace('__', '.')} = " in str(caught.value)
     for changes, words in (
         ({"model__lora__alpha": 4.0}, "model.lora.alpha = 4.0: nothing reads it here"),
+        ({"model__lora__base": "nf4"}, "model.lora.base = 'nf4': nothing reads it here"),
         ({"model__lora__send": "alone"}, "model.lora.send = 'alone': nothing reads it here"),
         ({"model__lora__send": "alone", "model__lora__rank": 2}, "model.lora.send = 'alone': nothing reads it here"),
         (
@@ -150,3 +186,18 @@ def test_what_does_not_go_with_adapters_is_named_at_once(task):
     ):
         with pytest.raises(files.SettingsError, match=words):
             tiny_run.settings(task, **changes)
+
+
+def test_meshes_that_would_cut_a_quantised_base_are_refused_before_any_work(task):
+    settings = partial(tiny_run.settings, task, model__lora__base="int8", **LORA)
+    words = r"model\.lora\.base = 'int8': axes of the mesh, {'shard': 2}, would cut it"
+    assert [re.match(words, line) is not None for line in checks.mesh_problems(settings(), 2)] == [True]
+    assert checks.mesh_problems(settings(mesh__replicate=2), 2) == []
+    for role, refused in (("actor", True), ("reward", False)):
+        section = {"placement__pools": {"a": {"ranks": 2}}, f"placement__roles__{role}": "a"}
+        if refused:
+            with pytest.raises(files.SettingsError, match="pools.a: " + words):
+                settings(**section)
+        else:
+            model = {"reward__functions": (), "reward__model__path": str(task / "start")}
+            assert settings(**section, **model).model.lora.base == "int8"

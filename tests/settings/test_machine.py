@@ -3,8 +3,9 @@
 import pytest
 
 from fppo.settings import machine
+from fppo.settings.lora import LoraSettings
 from fppo.settings.placement import PlacementSettings, RoleSettings
-from fppo.settings.train import LogSettings, TrainSettings
+from fppo.settings.train import LogSettings, ModelSettings, TrainSettings
 
 
 @pytest.mark.parametrize(
@@ -49,3 +50,6 @@ def test_loggers_that_are_not_installed_are_named(monkeypatch):
     settings = TrainSettings(device="cpu", log=LogSettings(loggers=("tensorboard", "wandb")))
     (line,) = machine.machine_problems(settings, 1, visible=None)
     assert line == "log.loggers = ['tensorboard', 'wandb']: wandb is not installed; pip install 'fppo[wandb]'"
+    settings = TrainSettings(device="cpu", model=ModelSettings(lora=LoraSettings(rank=1, base="nf4")))
+    (line,) = machine.machine_problems(settings, 1, visible=None)
+    assert line == "model.lora.base = 'nf4': bitsandbytes is not installed; pip install 'fppo[quantised]'"

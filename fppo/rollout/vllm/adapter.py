@@ -12,6 +12,7 @@ from fppo.models import lora_files
 from fppo.models.heads import VOCABULARY_HEADS, embedding_name
 from fppo.models.lora import frozen_of, merged
 from fppo.models.model import Model
+from fppo.models.quantised import plain
 from fppo.rollout.sync import SyncError
 from fppo.rollout.vllm.host import EngineFailure, Host, VllmOptions
 from fppo.runtime.mesh import Mesh
@@ -37,10 +38,11 @@ def with_room(model: Model, options: VllmOptions) -> VllmOptions:
 
 
 def weights_of(model: Model, params: Mapping[str, Tensor], mesh: Mesh, *, alone: bool = False) -> Mapping[str, Tensor]:
-    """The weights that go for parameters: of an adapter the merged ones, or the base for one that goes `alone`."""
+    """The weights that go for parameters: of an adapter the merged ones, or for one that goes `alone` the base, which
+    is dequantised if it was quantised."""
     if model.frozen is None:
         return params
-    return model.frozen.params if alone else merged(model, params, mesh=mesh)
+    return {name: plain(x) for name, x in model.frozen.params.items()} if alone else merged(model, params, mesh=mesh)
 
 
 def changes_something(factors: Mapping[str, Tensor]) -> bool:

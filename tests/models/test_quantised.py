@@ -1,0 +1,227 @@
+"""Quantised bases: the function and the gradients of the base dequantised by hand, its bits while B is 0, few bytes."""
+
+import sys
+from functools import partial
+
+import attrs
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fppo import models
+from fppo.grad import value_and_grad
+from fppo.key import Key
+from fppo.models import lora
+from fppo.models.adapted import Lora
+from fppo.models.quantised import Quantised, blank, plain, quantised_weight, tensors_of
+from fppo.rollout.embedded import EmbeddedEngine
+from fppo.rollout.engine import Ask, Sampling
+from fppo.runtime.mesh import Mesh
+from fppo.steps.forward import Forward, compute_log_probs
+from fppo.steps.micro_batching import MicroBatching
+from fppo_kernels.collectives import Axis
+from fppo_kernels.linear.onednn import onednn
+from fppo_kernels.record import Kernels
+from tests import tiny
+from tests.models import families
+from tests.models.test_lora import logits, noisy, projections, weighed
+from tests.rollout.test_embedded import make_prompts
+
+pytest.importorskip("bitsandbytes", reason="pip install 'fppo[quantised]'")
+
+KINDS = ("int8", "nf4")
+SPEC = Lora(rank=3, alpha=6.0)
+NF4 = [  # arXiv:2305.14314, appendix E
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+]
+
+
+def by_hand(x):
+    """The weight that codes stand for, by the papers' formulas."""
+    if not isinstance(x, Quantised):
+        return x
+    kind, codes, scales, shape, dtype, turned = x.stored
+    if kind == "int8":
+        rows = codes.double() * scales.double()[:, None] / 127
+    else:
+        numbers = torch.tensor(NF4, dtype=torch.float64)[torch.stack([codes >> 4, codes & 15], -1).flatten().long()]
+        rows = (numbers.view(-1, 64) * scales.double()[:, None]).flatten()[: shape.numel()].view(shape)
+    return (rows.mT if turned else rows).to(dtype)
+
+
+def on_codes(name, kind, *, spec=SPEC, dtype=torch.float64, **changes):
+    """A model on a quantised base, a fresh adapter, and the model on that base dequantised by hand."""
+    model, params = families.make(name, dtype=dtype, **changes)
+    base = models.quantise(model, params, kind)
+    adapted, fresh = lora.adapt(model, base, spec, key=Key(3), dtype=dtype)
+    other, _ = lora.adapt(model, {n: by_hand(x) for n, x in base.items()}, spec, key=Key(3), dtype=dtype)
+    return adapted, fresh, other
+
+
+def near(got, expected, tolerance=1e-5):
+    return (got - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3"])
+def test_a_quantised_base_is_the_base_dequantised_by_hand(name, kind):
+    adapted, fresh, other = on_codes(name, kind)
+    assert lora.base_kind(adapted) == kind
+    assert torch.equal(logits(fresh, model=adapted), logits({}, model=lora.base_of(adapted)))
+    adapter = noisy(fresh)
+    assert near(logits(adapter, model=adapted), logits(adapter, model=other))
+    merged = lora.merged(adapted, adapter)
+    assert not any(isinstance(x, Quantised) for x in merged.values())
+    assert near(logits(merged, model=adapted.plain), logits(adapter, model=other))
+    _, got = value_and_grad(partial(weighed, model=adapted))(adapter)
+    _, expected = value_and_grad(partial(weighed, model=other))(adapter)
+    _, full = value_and_grad(partial(weighed, model=adapted.plain))(merged)
+    for n, x in projections(adapted, adapter, full).items():
+        assert near(got[n], expected[n]), n
+        assert near(got[n], x), n
+        assert x.abs().max() > 1e-6, n
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_without_factors_are_in_codes_too_and_recomputed_layers_give_the_same(kind):
+    spec = attrs.evolve(SPEC, targets=("q_proj",))
+    adapted, fresh, other = on_codes("qwen2", kind, spec=spec, dtype=torch.float32, checkpoint_layers=True)
+    in_codes = {name for name, x in lora.frozen_of(adapted).params.items() if isinstance(x, Quantised)}
+    assert in_codes == lora.linear_weights(adapted.plain).keys() > lora.frozen_of(adapted).places.keys()
+    adapter = noisy(fresh)
+    _, got = value_and_grad(partial(weighed, model=adapted))(adapter)
+    again = attrs.evolve(adapted, checkpoint_layers=False)
+    _, kept = value_and_grad(partial(weighed, model=again))(adapter)
+    _, expected = value_and_grad(partial(weighed, model=other))(adapter)
+    assert all(torch.equal(got[n], x) for n, x in kept.items())
+    assert all(near(got[n], x, 1e-4) for n, x in expected.items())
+
+
+def test_a_kernel_for_linear_layers_computes_with_the_dequantised_weights():
+    adapted, fresh, other = on_codes("llama", "nf4", dtype=torch.float32)
+    seen = []
+
+    def kernel(x, weight, bias=None):
+        seen.append(type(weight))
+        return onednn(x, weight, bias)
+
+    kernels = attrs.evolve(Kernels.named(), linear=kernel)
+    adapter = noisy(fresh)
+    _, got = value_and_grad(lambda p: logits(p, model=adapted, kernels=kernels).square().sum())(adapter)
+    _, expected = value_and_grad(lambda p: logits(p, model=other).square().sum())(adapter)
+    assert set(seen) == {torch.Tensor}
+    assert all(near(got[n], x, 1e-4) for n, x in expected.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(32, 48), (5, 6), (7, 13), (2, 128), (1, 1)], ids=str)
+def test_codes_of_any_shape_stand_for_numbers_near_the_weight_and_products_are_theirs(shape, dtype, kind):
+    g = torch.Generator().manual_seed(sum(shape))
+    weight = torch.randn(shape, generator=g).to(dtype)
+    for w, turned in ((weight, False), (weight.mT, True)):
+        q = quantised_weight(w, kind, turned=turned)
+        assert (q.shape, q.dtype, q.T.shape, len(q)) == (w.shape, dtype, w.T.shape, len(w))
+        assert near(plain(q).float(), by_hand(in_float32(q)), 1e-6 if dtype == torch.float32 else 0.005)
+        assert torch.equal(plain(q.T), plain(q).T)
+        assert torch.equal(q + 0.0, plain(q) + 0.0)  # any other use sees the numbers
+        assert torch.equal(plain(q.to(torch.float64).to(dtype)), plain(q))
+        assert q.to(dtype) is q
+        assert near(plain(q).float(), w.float(), 0.16 if kind == "nf4" else 0.01)
+        x = torch.randn(4, w.shape[1], generator=g).to(dtype).requires_grad_()
+        out = F.linear(x, q)
+        assert torch.equal(out, F.linear(x, plain(q)))
+        (grad,) = torch.autograd.grad(out.sum(), [x])
+        assert near(grad.float(), plain(q).float().sum(0).expand(4, -1), 0.02)
+        stored = blank(w.shape, kind, dtype=dtype, turned=turned)
+        assert [(t.shape, t.dtype) for t in tensors_of(stored)] == [(t.shape, t.dtype) for t in tensors_of(q)]
+
+
+def in_float32(q):
+    """The value in float32, which both dtypes round."""
+    return Quantised.of(q.stored._replace(dtype=torch.float32))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen2", "nf4"), ("gpt2", "int8")])
+def test_the_embedded_engine_samples_by_the_codes_and_the_factors(name, kind):
+    adapted, fresh, other = on_codes(name, kind, dtype=torch.float32)
+    decoded, joined = lora.decoded(adapted, fresh)
+    assert decoded is adapted
+    assert sum(isinstance(x, Quantised) for x in joined.values()) == len(lora.linear_weights(adapted.plain))
+    adapter, ask = noisy(fresh), Ask(make_prompts((3, 1, 4)), Sampling(max_tokens=6, n=2), Key(5))
+    rollout = EmbeddedEngine(model=adapted, kernels=Kernels.named(), pad_token_id=0).generate(adapter, ask)
+    by_other = EmbeddedEngine(model=other, kernels=Kernels.named(), pad_token_id=0).generate(adapter, ask)
+    assert torch.equal(rollout.tokens, by_other.tokens)
+    log_probs = compute_log_probs(adapter, rollout, forward=Forward(adapted), micro_batching=MicroBatching(size=2))
+    assert (log_probs - rollout.rollout_log_probs).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backward_pass_is_kept_nothing_as_wide_as_the_weight(kind):
+    w, x, saved = torch.randn(64, 256), torch.randn(3, 256, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        F.linear(x, quantised_weight(w, kind), torch.zeros(64))
+    assert saved
+    assert max(t.nbytes for t in saved) <= w.numel() * (1 if kind == "int8" else 0.5)
+
+
+def test_codes_are_those_of_bitsandbytes_own_layers():
+    bnb, w = pytest.importorskip("bitsandbytes"), torch.randn(32, 48, generator=torch.Generator().manual_seed(1))
+    nf4, _ = bnb.functional.quantize_4bit(w, blocksize=64, quant_type="nf4", compress_statistics=False)
+    int8, scales, _ = bnb.functional.int8_vectorwise_quant(w)
+    assert torch.equal(quantised_weight(w, "nf4").stored.codes, nf4.flatten())
+    own = quantised_weight(w, "int8").stored
+    assert torch.equal(own.codes, int8)
+    assert torch.equal(own.scales, scales)
+
+
+def test_nothing_writes_to_codes():
+    q = quantised_weight(torch.ones(4, 4), "int8")
+    writes = [
+        lambda: q.mul_(2),
+        lambda: q.copy_(torch.zeros(4, 4)),
+        lambda: q.__setitem__(0, 1.0),
+        lambda: setattr(q, "data", torch.ones(1)),
+    ]
+    for write in writes:
+        with pytest.raises(RuntimeError, match="nothing changes the base of an adapter"):
+            write()
+    assert torch.equal(plain(q), torch.ones(4, 4))
+
+
+def test_a_digest_is_of_the_codes():
+    model, params = tiny.model_and_params()
+    one, other = ({**params, "model.norm.weight": params["model.norm.weight"] * k} for k in (1.0, 2.0))
+    bases = [params, *(models.quantise(model, p, kind) for p in (one, other) for kind in KINDS)]
+    digests = [lora.frozen_of(lora.adapt(model, base, SPEC, key=Key(0))[0]).digest for base in bases]
+    assert len(set(digests)) == len(digests)
+    again = lora.adapt(model, models.quantise(model, params, "int8"), SPEC, key=Key(1))[0]
+    assert lora.frozen_of(again).digest == digests[1]
+    nearby = params | {"model.layers.0.mlp.up_proj.weight": params["model.layers.0.mlp.up_proj.weight"] * (1 + 1e-3)}
+    moved = lora.adapt(model, models.quantise(model, nearby, "int8"), SPEC, key=Key(1))[0]
+    assert lora.frozen_of(moved).digest != digests[1]
+
+
+def test_what_cannot_be_quantised_is_refused_by_name(monkeypatch):
+    model, params = families.make("qwen3_moe")
+    with pytest.raises(ValueError, match=r"'qwen3_moe' keeps experts in stacks, as model\.layers\.0\.mlp\.experts"):
+        models.quantise(model, params, "nf4")
+    model, params = tiny.model_and_params()
+    base = models.quantise(model, params, "nf4")
+    with pytest.raises(ValueError, match=r"base = 'nf4': fppo cuts no quantised weights, as mesh axes \['shard'\]"):
+        lora.adapt(model, base, SPEC, key=Key(0), mesh=Mesh({"shard": Axis(2)}))
+    name = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(ValueError, match=rf"{name}: .* not finite"):
+        models.quantise(model, params | {name: params[name] / 0}, "int8")
+    with pytest.raises(ValueError, match=r"unknown kind 'int4'; there are \['int8', 'nf4'\]"):
+        models.quantise(model, params, "int4")
+    monkeypatch.setattr(torch.ops.bitsandbytes, "int8_vectorwise_quant", lambda x, _: (x.to(torch.int8), x[:, 0], None))
+    with pytest.raises(ValueError, match="not near it on this machine"):
+        models.quantise(model, params, "int8")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(
+        ValueError, match=r"model\.lora\.base = 'int8' needs bitsandbytes .*pip install 'fppo\[quantised\]'"
+    ):
+        models.quantise(model, params, "int8")
