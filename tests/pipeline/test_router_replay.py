@@ -114,12 +114,16 @@ def test_a_run_replays_what_its_rollout_tells_and_another_run_what_was_saved(tmp
     batch, same = (jsonl.read(x / "digests.jsonl")[1]["batch"] for x in (first, second))
     assert batch == same
     assert ".routed" in batch
-    untold = replace(saved.read(first / "rollouts", 1, torch.device("cpu"), vocabulary=99), routed=None)
-    path = saved.path_of(tmp_path / "untold", 1)
+    told = saved.read(first / "rollouts", 1, torch.device("cpu"), vocabulary=99)
+    path = saved.path_of(tmp_path / "others", 1)
     path.parent.mkdir()
-    batches.save(untold, path)
+    batches.save(replace(told, routed=(told.routed + 1) % 4), path)
+    line = jsonl.read(train("third", steps=1, rollout__from=str(path.parent)) / "metrics.jsonl")[1]
+    assert line["training/rerouted/tokens"] > 0.5
+    assert line["training/rollout_probs_diff_max"] > 1e-6
+    batches.save(replace(told, routed=None), path)
     with pytest.raises(ValueError, match=r'router_replay = "rollout": .* does not tell which experts the engine chose'):
-        train("third", steps=1, rollout__from=str(path.parent))
+        train("fourth", steps=1, rollout__from=str(path.parent))
 
 
 def test_what_does_not_go_together_is_named(tmp_path):
