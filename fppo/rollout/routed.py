@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 class Fed(NamedTuple):
@@ -35,9 +35,21 @@ def column(fed: Sequence[Fed], rows: int, prompt: int, response: int) -> Tensor:
     return whole
 
 
+def continued(routed: Tensor, mask: Tensor, rows: Tensor, kept: Tensor, later: Tensor, later_mask: Tensor) -> Tensor:
+    """The experts [B, S, L, k] of rows with this attention mask [B, S], of which `rows` [R] were gone on with: in each
+    the tokens behind the first `kept` [R] have those of the `later` rollout [R, S', L, k], which has the same tokens.
+    `routed` may have fewer positions than the mask."""
+    whole = F.pad(routed, (0, 0, 0, 0, 0, mask.shape[1] - routed.shape[1]))
+    row, source = later_mask.nonzero(as_tuple=True)
+    own, target = mask[rows].nonzero(as_tuple=True)
+    new = (later_mask.cumsum(1)[row, source] > kept[row]).nonzero()[:, 0]
+    whole[rows[own[new]], target[new]] = later[row[new], source[new]]
+    return whole
+
+
 def completed(routed: Tensor, mask: Tensor) -> Tensor:
     """A rollout's experts [B, S, L, k] with zeros outside the attention mask [B, S]. The last token of a row, which no
     engine runs, has those of the token before it: no log-prob depends on them, and loads stay as they are."""
-    last = mask & ~torch.nn.functional.pad(mask, (0, 1))[:, 1:]
+    last = mask & ~F.pad(mask, (0, 1))[:, 1:]
     whole = routed.where(~last[..., None, None], routed.roll(1, 1))
     return whole.where(mask[..., None, None], 0)

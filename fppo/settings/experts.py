@@ -37,11 +37,7 @@ def expert_problems(s: TrainSettings) -> Problems:
         yield from (problem(f"actor.experts.{name}", x, text) for name, x in rates.items() if x > 0)
         if replay != "none":
             yield problem("algorithm.router_replay", replay, text)
-    if replay == "rollout" and s.rollout.from_ is None:
-        instead = 'give "old_log_probs", or'
-        if s.rollout.engine == "vllm":
-            text = "vLLM tells experts from its model runner V2 alone, for which fppo does not draw; "
-            yield problem("algorithm.router_replay", replay, f'{text}{instead} rollout.engine = "embedded"')
-        if s.rollout.turns.respond is not None:
-            text = "of responses of several turns the engine does not tell the experts; "
-            yield problem("algorithm.router_replay", replay, f"{text}{instead} leave out rollout.turns.respond")
+    if replay == "rollout" and s.rollout.engine == "vllm" and s.rollout.from_ is None:
+        text = "vLLM tells experts from its model runner V2 alone, for which fppo does not draw; "
+        text += 'give "old_log_probs", or rollout.engine = "embedded"'
+        yield problem("algorithm.router_replay", replay, text)

@@ -1,6 +1,7 @@
 """The embedded engine tells the experts that its routers chose; passes that choose them again give its log-probs."""
 
 from functools import partial
+from itertools import pairwise
 
 import attrs
 import pytest
@@ -20,6 +21,7 @@ from fppo.steps.forward import Forward, compute_outputs
 from fppo.steps.micro_batching import MicroBatching
 from tests import tiny
 from tests.models.families import make
+from tests.rollout import test_turns
 from tests.rollout.test_embedded import PAD, STOPS, engine_of, make_prompts
 
 LIMITS = torch.tensor([7, 2, 6, 3, 7, 3])  # of which two ranks have those of unlike lengths
@@ -113,6 +115,41 @@ def test_ranks_tell_what_one_process_tells(axes):
     for got in simulate(axes, on_rank):
         assert torch.equal(got.tokens, expected.tokens)
         assert torch.equal(got.routed, expected.routed)
+
+
+class Numbered:
+    """An engine whose experts are the number of the call that told them."""
+
+    def __init__(self, inner):
+        self.inner, self.calls = inner, 0
+
+    def generate(self, params, ask):
+        rollout, self.calls = self.inner.generate(params, ask), self.calls + 1
+        number = torch.full_like(rollout.routed, self.calls)
+        return tree.replace(rollout, routed=completed(number, rollout.attention_mask))
+
+
+def test_a_token_of_several_turns_has_the_experts_of_the_turn_that_first_ran_it():
+    model, params = make("qwen3_moe")
+    answer = [{"role": "tool", "content": "h5"}]
+    ask = attrs.evolve(ASK, sampling=test_turns.SAMPLING, limits=None)
+    inner = engine_of(model, routed=True)
+    rows, numbered = (
+        test_turns.engine_of(engine, lambda talk: answer, max_turns=4).generate(params, ask)
+        for engine in (inner, Numbered(inner))
+    )
+    free = passed(params, rows, forward=Forward(model))
+    assert torch.equal(rows.routed[ran(rows)], free.routed[ran(rows)])
+    width, turns = rows.tokens.shape[1] - rows.response_mask.shape[1], set()
+    for row in range(len(rows.tokens)):
+        seen = rows.attention_mask[row]
+        chosen = torch.cat([torch.ones(width, dtype=torch.bool), rows.response_mask[row]])[seen].tolist()
+        # the last token of a turn runs with what follows it, as the first of the next turn's context
+        expected = [1 + sum(a and not b for a, b in pairwise(chosen[: place + 2])) for place in range(len(chosen))]
+        assert numbered.routed[row, seen, 0, 0].tolist() == expected
+        turns.add(expected[-1])
+    assert len(turns) > 2
+    assert not numbered.routed[~rows.attention_mask].any()
 
 
 def test_what_cannot_be_told_is_named():

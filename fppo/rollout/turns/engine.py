@@ -17,6 +17,7 @@ from fppo.data.examples import MESSAGES
 from fppo.metrics import Metrics
 from fppo.rollout.engine import Ask, Engine, Sampling
 from fppo.rollout.records import response_limits
+from fppo.rollout.routed import continued
 from fppo.rollout.turns.games import DRAWS, EPISODE
 from fppo.rollout.turns.observations import Encode
 from fppo.rollout.turns.runner import Responder, ToolResult
@@ -54,7 +55,7 @@ class TurnsEngine:
     `engine` samples a turn. Each row that ended with a stop token goes to `tools`: their messages are encoded and put
     behind the row's tokens as an observation, and the engine goes on from there, at most `max_turns` times; token ids
     that were sampled stay as they are. Observations are in the attention mask and not in the response mask, with
-    log-probs of 0.
+    log-probs of 0. Where the engine tells experts, each token has those of the turn that first ran it.
 
     `sampling.max_tokens` (and `limits`) bound a whole response, observations included; `turn_tokens` bounds each turn.
     A row at one of these bounds is done, its finish is "length"; so is that of a row whose observation would leave no
@@ -91,7 +92,7 @@ class TurnsEngine:
         first = attrs.evolve(ask, sampling=attrs.evolve(sampling, max_tokens=per_turn), on_finished=None)
         start = self.engine.generate(params, first)
         section, finish, live = _section_of(start), list(start.finish), list(range(len(start.tokens)))
-        openings = self._openings(start, ask)
+        openings, routed = self._openings(start, ask), start.routed
         conversations = [_Conversation(messages, len(messages)) for messages in openings]
         for turn in range(2, self.max_turns + 1):
             stopped = [row for row in live if finish[row] == "stop"]
@@ -103,6 +104,7 @@ class TurnsEngine:
             self._report(ask, sorted(set(before) - set(live)), section, finish)
             if not live:
                 break
+            ran = _seen(start, section)[live].sum(1) - 1  # by the engine: all but the last of each row
             section = _appended(section, live, _observed([observations[row] for row in live], section))
             room = torch.tensor([min(left[row], per_turn) for row in live])
             next_turn = attrs.evolve(
@@ -114,10 +116,13 @@ class TurnsEngine:
             )
             rollout = self.engine.generate(params, next_turn)
             section = _appended(section, live, _section_of(rollout))
+            if routed is not None and rollout.routed is not None:
+                index, seen = torch.tensor(live, device=routed.device), _seen(start, section)
+                routed = continued(routed, seen, index, ran, rollout.routed, rollout.attention_mask)
             for row, reason in zip(live, rollout.finish, strict=True):
                 finish[row] = reason
         self._report(ask, live, section, finish)
-        return self._record(start, section, finish, conversations, sampling)
+        return self._record(replace(start, routed=routed), section, finish, conversations, sampling)
 
     def _report(self, ask: Ask, rows: Sequence[int], section: _Section, finish: Sequence[str]) -> None:
         """Calls `ask.on_finished` for rows that are done, each on one rank, that of its prompt."""
@@ -215,7 +220,7 @@ class TurnsEngine:
         return replace(
             start,
             tokens=torch.cat([start.tokens[:, :width], tokens], 1),
-            attention_mask=torch.cat([start.attention_mask[:, :width], section.seen], 1),
+            attention_mask=_seen(start, section),
             response_mask=section.chosen,
             rollout_log_probs=section.log_probs,
             sampling_log_probs=section.sampling_log_probs,
@@ -247,6 +252,12 @@ def _section_of(rollout: Rollout) -> _Section:
         rollout.rollout_log_probs,
         rollout.sampling_log_probs,
     )
+
+
+def _seen(start: Rollout, section: _Section) -> Tensor:
+    """bool [B, P + T]: the tokens of prompts and of responses so far."""
+    width = start.tokens.shape[1] - start.response_mask.shape[1]
+    return torch.cat([start.attention_mask[:, :width], section.seen], 1)
 
 
 def _observed(observations: Sequence[Sequence[int]], like: _Section) -> _Section:
