@@ -106,7 +106,6 @@ def update_actor(
     if isinstance(loss_fn, SelectiveLoss):
         marks.append(partial(_select, select_fn=loss_fn.select_fn, temperature=terms.temperature))
         loss_fn = loss_fn.loss_fn
-
     objective: Objective | WithRouters = partial(
         policy_objective, loss_fn=loss_fn, terms=terms, old_log_probs=old_log_probs
     )
