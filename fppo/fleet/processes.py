@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
@@ -65,12 +66,14 @@ class Processes:
         seen = [visible(own, now) for own in self._gpus] or [None] * self.count
         self._children = [_Child(context, self._member(i), store.port, own) for i, own in enumerate(seen)]
         self._store = store  # as long as they live
-        for child in self._children:
-            try:
-                child.answer().result(self._patience)
-            except TimeoutError as error:
-                text = f"process {child.process.pid} was not up after {self._patience:g} s"
-                raise RankLost(text, again=False) from error
+        answers = {child.answer(): child.process.pid for child in self._children}
+        # the first to be lost says so, whichever it is: the others wait for it to join
+        done, waiting = futures.wait(answers, self._patience, futures.FIRST_EXCEPTION)
+        for answer in done:
+            answer.result()
+        if waiting:
+            pids = sorted(str(answers[answer]) for answer in waiting)
+            raise RankLost(f"process {', '.join(pids)} was not up after {self._patience:g} s", again=False)
         return [f"process {child.process.pid}" for child in self._children]
 
     def send(self, request: Request, large: Sequence[Tensor]) -> list[Future[Reply]]:

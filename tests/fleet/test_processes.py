@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fppo.fleet import HERE, Group, GroupDied, cluster, processes
+from fppo.fleet.group import RankLost
 from tests.fleet.test_group import fails_on, make, reduced
 
 
@@ -53,6 +55,28 @@ def test_a_rank_that_does_not_start_says_so():
 
     with pytest.raises(OSError, match="no memory for a process"):
         processes._Child(SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Process), None, 0, None)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_who_is_lost_at_the_start_says_so_before_those_who_wait_for_it_to_join(monkeypatch, lost):
+    children = []
+
+    class Child:
+        def __init__(self, *args):
+            self.process = SimpleNamespace(pid=len(children))
+            children.append(self)
+
+        def answer(self):
+            answer = Future()
+            if lost and self.process.pid == 1:
+                answer.set_exception(RankLost("process 1 ended with status -9"))
+            return answer
+
+    monkeypatch.setattr(processes, "_Child", Child)
+    with pytest.raises(RankLost) as raised:
+        processes.Processes(3, patience=0.2).start()
+    words = "process 1 ended with status -9" if lost else "process 0, 1, 2 was not up after 0.2 s"
+    assert (str(raised.value), raised.value.again) == (words, lost)
 
 
 @pytest.mark.slow
