@@ -123,6 +123,7 @@ class Rollout(Prompts):
     versions: Tensor  # [B] int64, the policy version that generated the row
     finish: Column  # "stop" or "length"
     routed: Tensor | None = None  # [B, S, L, k] uint8 or int32: the experts that routers chose; zero at padding
+    token_versions: Tensor | None = None  # [B, T] int32, of each token, where `versions` are those of rows' first ones
 
 
 @state

@@ -68,6 +68,7 @@ class Resources:
     update_critic: UpdateStage | None
     together: Together
     hold: Callable[[Params], Params]
+    bring: Callable[[Params], None]
     engine: Engine
     sampling: Sampling
     pad_token_id: int
@@ -155,6 +156,8 @@ def program_of(settings: TrainSettings, resources: Resources) -> Program:
         freeze_critic=settings.critic.freeze,
         together=resources.together,
         hold=resources.hold,
+        bring=resources.bring,
+        interrupts=settings.rollout.interrupt > 0,
         check=False,  # `functions_of` has done it
     )
 

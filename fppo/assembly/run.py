@@ -40,6 +40,7 @@ from fppo.pipeline.truth import Known, OnBeside, critic_truth, one_answer
 from fppo.rewards.distributed import SpreadRewardRunner
 from fppo.rewards.early import EarlyRewardRunner
 from fppo.rollout.engine import Engine
+from fppo.rollout.interrupt import InterruptibleEngine
 from fppo.rollout.placed import PlacedEngine
 from fppo.rollout.pool import EnginePool
 from fppo.rollout.turns.engine import TurnsEngine
@@ -105,9 +106,8 @@ def assemble(
     announce(model_lines(model, settings.model.path, others=roles.others))
     run = _fresh(settings, roles, key)
     engine = _engine(settings, roles, tools, pad, sampling_mesh, engines)
-    hold = engine.holding(roles.hold()) if isinstance(engine, EnginePool) else roles.hold()
     with _answering(settings, engine, tokenizer, pad, sampling_mesh, device, groups) as answering:
-        resources = _resources(roles, inputs, answering, model, mesh, hold, device)
+        resources = _resources(roles, inputs, answering, model, mesh, device)
         yield Assembly(
             run=run,
             program=program_of(settings, resources),
@@ -133,7 +133,6 @@ def _resources(
     answering: _Answering,
     model: Model,
     mesh: Mesh,
-    hold: Callable[[Params], Params],
     device: torch.device,
 ) -> Resources:
     """What the stages of the run work with."""
@@ -142,7 +141,8 @@ def _resources(
         update_actor=roles.update_actor(),
         update_critic=roles.update_critic(),
         together=roles.together,
-        hold=hold,
+        hold=roles.hold(),
+        bring=answering.bring,
         engine=answering.engine,
         sampling=inputs.sampling,
         pad_token_id=inputs.prompts.pad_token_id,
@@ -234,6 +234,7 @@ class _Answering:
     """What answers prompts and scores the responses."""
 
     engine: Engine
+    bring: Callable[[Params], None]  # weights that it will be asked with
     runner: EarlyRewardRunner
     score: stages.ScoreFn
 
@@ -255,7 +256,14 @@ def _answering(
     ):
         reward = SpreadRewardRunner(runner, mesh, device)
         score = partial(rewards.score, reward=reward, tokenizer=tokenizer)
-        yield _Answering(engine=with_turns, runner=runner, score=score)
+        bring = alone.bring if isinstance(alone, EnginePool) else _nothing
+        every = settings.rollout.interrupt
+        engines = InterruptibleEngine(engine=with_turns, every=every, pad_token_id=pad) if every else with_turns
+        yield _Answering(engine=engines, bring=bring, runner=runner, score=score)
+
+
+def _nothing(params: Params) -> None:
+    del params
 
 
 def _shapes(run: RunState, roles: Roles) -> dict[str, torch.Size | Extent]:

@@ -143,13 +143,20 @@ def settings_of(directory: Path, step: int | None = None) -> TrainSettings:
 def beginning(directory: Path, step: int) -> int:
     """The step from which `step` of a run is computed again: that of the newest checkpoint before it, or 0.
 
-    Raises ValueError if the run began from another's checkpoint and has dropped it.
+    Raises ValueError if the run began from another's checkpoint and has dropped it, and for steps whose batches no
+    computation makes again.
     """
     at = saved.newest(directory, step - 1)
     if at is None and (first := starts.first(directory)):
         raise ValueError(
             f"{directory} began from the checkpoint of step {first}, and keeps none before step {step} any more "
             f"(checkpoint.keep); there are those of {checkpoint.steps(directory / session.CHECKPOINTS)}"
+        )
+    if any(settings.rollout.interrupt for settings, _ in starts.spans(directory, (at or 0) + 1, step)):
+        raise ValueError(
+            f"{directory}: rollout.interrupt let the clock decide which weights its batches are of; to train on the "
+            f"same again, give --rollout.from {directory / ROLLOUTS} --rollout.ahead 0 --rollout.interrupt 0 "
+            "--rollout.save false to fppo train (a run with rollout.save has them)"
         )
     return at or 0
 

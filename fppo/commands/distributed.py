@@ -10,7 +10,7 @@ import torch
 
 from fppo.assembly.parts import device_of, mesh_sizes, sharding_of
 from fppo.commands.actions import ALONE, Here
-from fppo.pipeline.ahead import check_devices
+from fppo.pipeline.ahead import check_devices, check_interrupts
 from fppo.runtime import launch
 from fppo.runtime.launch import Place
 from fppo.settings.placement import places_of
@@ -50,6 +50,8 @@ def run(
     device = device_of(settings)
     ahead = settings.rollout.ahead if trains else 0
     check_devices(ahead, world, device)
+    if trains and settings.rollout.interrupt:
+        check_interrupts(ahead, world)
     if device.type == "cuda" and device.index is not None:
         raise ValueError(f"device = {settings.device!r}: {world} processes train on a GPU each; give cuda")
     if not place.started:

@@ -3,6 +3,10 @@
 A run that is `ahead` by k trains at step t on what the policy of step t - k sampled, never on older, and its state
 holds the k batches that wait. So a batch depends on the state alone, however long anything took, and a run that
 resumes goes on bit for bit. Off-policy by k steps: `losses.rollout_correction` weighs it.
+
+With `Program.interrupts` batches that are not yet needed are not waited for, and what is generated goes on with the
+weights of every update, as soon as there are some. Then the clock decides which policies a batch is of, and its
+`token_versions` say it; the state holds the batches that are whole, and a run that resumes makes the others anew.
 """
 
 from __future__ import annotations
@@ -10,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable
+from collections import deque
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import attrs
@@ -20,11 +25,14 @@ import torch
 from fppo import metrics, tree
 from fppo.batch import Column, Scored
 from fppo.data.cursor import DataCursor
-from fppo.metrics import Metrics
+from fppo.metrics import Metric, Metrics
 from fppo.pipeline.program import Draw, Program, RunState, Waiting
 from fppo.pipeline.step import sample
-from fppo.pipeline.timing import now
+from fppo.pipeline.timing import TIMING, now
+from fppo.steps.train_state import Params
 from fppo.tree import replace
+
+WAIT = f"{TIMING}wait"
 
 
 @attrs.frozen
@@ -71,41 +79,180 @@ def check_devices(ahead: int, ranks: int, device: torch.device) -> None:
         )
 
 
+def check_interrupts(ahead: int, ranks: int) -> None:
+    """Raises ValueError for batches that newer weights get into where none are made ahead, or on several ranks of one
+    program, whose clocks would have to agree."""
+    if ranks > 1:
+        raise ValueError(
+            f"rollout.interrupt on {ranks} ranks: each would take newer weights at a time of its own; give 0, or place "
+            "the roles (placement), whose controller is one process"
+        )
+    if not ahead:
+        raise ValueError("Program.interrupts: nothing is generated while weights change; give ahead = 1 or more")
+
+
+class _Ended(Exception):
+    """Nobody wants what is being generated any more."""
+
+
+class Newest:
+    """The weights that were kept last, for what is generated while later ones are trained."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Params, int] | None = None
+        self._ended = False
+
+    def __call__(self) -> tuple[Params, int] | None:
+        """These weights, and how many updates they have had."""
+        if self._ended:
+            raise _Ended
+        return self._kept
+
+    def give(self, params: Params, version: int) -> None:
+        """Puts these in their place."""
+        self._kept = params, version
+
+    def end(self) -> None:
+        """Ends what is generated, where it asks next."""
+        self._ended = True
+
+
+@attrs.frozen(eq=False)
+class UnderWay:
+    """Batches that a thread is making, in order."""
+
+    results: deque[Future[Sampled]]  # one batch each
+    beside: torch.cuda.Stream | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether all are there that have not been taken."""
+        return all(result.done() for result in self.results)
+
+    def __call__(self, least: int | None = None) -> Sampled:
+        """The next `least` batches, or all, which it waits for, and those behind them that are there."""
+        start = now()
+        parts = [self.results.popleft().result() for _ in range(len(self.results) if least is None else least)]
+        while self.results and self.results[0].done():
+            parts.append(self.results.popleft().result())
+        batches = tuple(batch for part in parts for batch in part.batches)
+        timings = metrics.merge(*(part.timings for part in parts), {WAIT: metrics.spent((start, now() - start))})
+        if self.beside is not None and parts:
+            _hand_over([batches, timings], self.beside, torch.cuda.current_stream())
+        return Sampled(batches, parts[-1].cursor if parts else DataCursor(), timings)
+
+
 def start_sampling(
-    run: RunState, count: int, *, program: Program, draw: Draw, beside: torch.cuda.Stream | None = None
-) -> Callable[[], Sampled]:
-    """Starts `sample_ahead` in a thread; the function waits for its result.
+    run: RunState,
+    count: int,
+    *,
+    program: Program,
+    draw: Draw,
+    beside: torch.cuda.Stream | None = None,
+    newest: Newest | None = None,
+) -> UnderWay:
+    """Starts `sample_ahead` in a thread.
 
     The weights are kept first (`Program.hold`), so the run may be updated, and its memory given up, at the same time.
     On a GPU the thread works in the stream `beside`, the same each time, which begins after what the caller's stream
     has been given so far; and that goes on, where it waits, after the thread's work.
     """
-    if count <= 0:
-        return lambda: Sampled((), run.cursor, {})
-    run = replace(run, actor=replace(run.actor, params=program.hold(run.actor.params)))
-    result: Future[Sampled] = Future()
-    if beside is not None:
-        _hand_over(run.actor.params, torch.cuda.current_stream(), beside)
+    kept = keep(run, program=program, beside=beside, newest=newest)
+    run = replace(run, actor=replace(run.actor, params=kept))
+    results = [Future[Sampled]() for _ in range(count)]
 
-    def work() -> None:
+    def work(run: RunState) -> None:
         try:
             with contextlib.nullcontext() if beside is None else torch.cuda.stream(beside):
-                result.set_result(sample_ahead(run, count, program=program, draw=draw))
+                for result in results:
+                    sampled = sample_ahead(run, 1, program=program, draw=draw)
+                    run = sampled.joined(run)
+                    result.set_result(sampled)
         except BaseException as error:
-            result.set_exception(error)
+            for result in results:
+                if not result.done():
+                    result.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True)  # a daemon: a process that fails elsewhere ends at once
-    thread.start()
+    # a daemon: a process that fails elsewhere ends at once
+    threading.Thread(target=work, args=(run,), daemon=True).start()
+    return UnderWay(deque(results), beside)
 
-    def wait() -> Sampled:
-        start = now()
-        sampled = result.result()
-        thread.join()
-        if beside is not None:
-            _hand_over([sampled.batches, sampled.timings], beside, torch.cuda.current_stream())
-        return attrs.evolve(sampled, timings=sampled.timings | {"timing_s/wait": metrics.spent((start, now() - start))})
 
-    return wait
+def keep(
+    run: RunState, *, program: Program, beside: torch.cuda.Stream | None = None, newest: Newest | None = None
+) -> Params:
+    """The policy's parameters, kept to be sampled from; if `newest` has them, those, else they are the newest now."""
+    last = None if newest is None else newest()
+    if last is not None and last[1] == run.actor.step:
+        return last[0]
+    kept = program.hold(run.actor.params)
+    if beside is not None:
+        _hand_over(kept, torch.cuda.current_stream(), beside)
+    if newest is not None:
+        newest.give(kept, run.actor.step)  # before they are sent: else who generates would send the old ones once more
+    program.bring(kept)
+    return kept
+
+
+class Beside:
+    """What samples beside the steps of a run that is `ahead` by so many."""
+
+    def __init__(self, ahead: int, *, program: Program, draw: Draw, stream: torch.cuda.Stream | None = None) -> None:
+        self._ahead, self._program, self._draw, self._stream = ahead, program, draw, stream
+        self._under_way: UnderWay | None = None
+        self._newest: Newest | None = None
+        if program.interrupts:
+            self._newest = Newest()
+            rollout: Any = program.rollout
+            self._program = attrs.evolve(program, rollout=partial(rollout, newer=self._newest), check=False)
+
+    def before(self, run: RunState) -> tuple[RunState, Metrics, Metrics]:
+        """The run with a batch for its next step, and more under way; what took time here, and what did beside."""
+        own: Metrics = {}
+        made: Metrics = {}
+        if not self._ahead:
+            return run, own, made
+        if not run.ahead and self._under_way is not None:
+            run, own, made = self._joined(run, self._under_way, 1)
+        if not run.ahead:  # this step's own batch, so that those behind it can be made beside the step
+            sampled = sample_ahead(run, 1, program=self._program, draw=self._draw)
+            run, own = sampled.joined(run), metrics.merge(own, sampled.timings)
+        count = self._ahead + 1 - len(run.ahead)
+        if self._under_way is None and count > 0:
+            self._under_way = start_sampling(
+                run, count, program=self._program, draw=self._draw, beside=self._stream, newest=self._newest
+            )
+        return run, own, made
+
+    def after(self, run: RunState) -> tuple[RunState, Metrics, Metrics]:
+        """The run after a step, with what is done by now: all that was under way, unless that may go on with the
+        weights of this step's update. What took time here, and what did beside."""
+        if self._under_way is None:
+            return run, {}, {}
+        if self._newest is None:
+            return self._joined(run, self._under_way)
+        start, own = now(), dict[str, Metric]()
+        if not self._under_way.done:
+            keep(run, program=self._program, beside=self._stream, newest=self._newest)
+            own = {f"{TIMING}renew": metrics.spent((start, now() - start))}
+        run, waited, made = self._joined(run, self._under_way, 0)
+        return run, own | waited, made
+
+    def _joined(
+        self, run: RunState, under_way: UnderWay, least: int | None = None
+    ) -> tuple[RunState, Metrics, Metrics]:
+        sampled = under_way(least)
+        self._under_way = under_way if under_way.results else None
+        made = {name: x for name, x in sampled.timings.items() if name != WAIT}
+        return sampled.joined(run), {WAIT: sampled.timings[WAIT]}, made
+
+    def end(self) -> None:
+        """Waits until nothing is generated any more: an engine is not closed under those who use it."""
+        if self._newest is not None:
+            self._newest.end()
+        if self._under_way is not None:
+            with contextlib.suppress(Exception):
+                self._under_way()
 
 
 def _hand_over(values: Any, of: torch.cuda.Stream, to: torch.cuda.Stream) -> None:

@@ -65,7 +65,8 @@ def in_turn(work: Work) -> dict[str, Any]:
 
 
 class RolloutStage(Protocol):
-    """Responses to prompts by the policy `params`, whose number is `version`."""
+    """Responses to prompts by the policy `params`, whose number is `version`. Where `Program.interrupts` it takes
+    `newer` too, as an `Ask` has it."""
 
     def __call__(self, prompts: Prompts, params: Params, *, key: Key, version: int) -> tuple[Rollout, Metrics]: ...
 
@@ -126,6 +127,10 @@ def sample_batch(
     return scored, cursor, report
 
 
+def _nothing(params: Params) -> None:
+    del params
+
+
 @attrs.frozen(kw_only=True)
 class Program:
     """The stages of a step, bound to models, kernels, mesh and scalars. A script may swap any.
@@ -146,6 +151,8 @@ class Program:
     freeze_critic: bool = False  # once the policy is updated
     together: Together = in_turn  # how the updates of actor and critic run
     hold: Callable[[Params], Params] = copy  # keeps a policy to sample from, while its own memory is given up
+    bring: Callable[[Params], None] = _nothing  # takes what is kept to where it is sampled from
+    interrupts: bool = False  # whether `rollout` takes `newer` weights on the way: see pipeline.ahead
     check: bool = True
 
     def __attrs_post_init__(self) -> None:

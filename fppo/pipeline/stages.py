@@ -32,7 +32,7 @@ from fppo.pipeline.passes import (
 )
 from fppo.pipeline.program import EstimateStage, RunState, Together, in_turn
 from fppo.pipeline.timing import timed
-from fppo.rollout.engine import Ask, Engine, OnFinished, Sampling
+from fppo.rollout.engine import Ask, Engine, Newer, OnFinished, Sampling
 from fppo.runtime.offload import OnHost
 from fppo.steps.actor import OldLogProbs, rollout_gap
 from fppo.steps.experts import rerouted
@@ -56,11 +56,14 @@ def rollout_stage(
     sampling: Sampling,
     measure: Sequence[Callable[[Rollout], Metrics]] = (),
     make_on_finished: Callable[[Prompts, int], OnFinished | None] = lambda prompts, n: None,
+    newer: Newer | None = None,
 ) -> tuple[Rollout, Metrics]:
     """Responses to the prompts from the engine, how far its two kinds of log-probs lie apart, and what `measure` says
-    of them. `make_on_finished(prompts, n)` gives the function that the engine calls for each row as it finishes."""
+    of them. `make_on_finished(prompts, n)` gives the function that the engine calls for each row as it finishes;
+    `newer` is an `Ask`'s."""
     on_finished = make_on_finished(prompts, sampling.n)
-    rollout = engine.generate(params, Ask(prompts, sampling, key, version=version, on_finished=on_finished))
+    ask = Ask(prompts, sampling, key, version=version, on_finished=on_finished, newer=newer)
+    rollout = engine.generate(params, ask)
     kept = (rollout.rollout_log_probs - rollout.sampling_log_probs).exp()
     reports = [fn(rollout) for fn in measure]
     return rollout, metrics.merge({"rollout/kept_mass": metrics.masked_mean(kept, rollout.response_mask)}, *reports)

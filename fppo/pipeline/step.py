@@ -48,9 +48,7 @@ def ppo_step(
     else:
         scored, cursor, sampled = sample(run, program=program, draw=draw)
     key = run.key.fold("step", run.step)
-    lag = run.actor.step - scored.versions
-    everywhere = torch.ones_like(lag, dtype=torch.bool)
-    aged = {"rollout/lag": metrics.masked_mean(lag, everywhere), "rollout/lag/max": metrics.masked_max(lag, everywhere)}
+    aged = _ages(scored, run.actor.step)
     with record_function("annotate"):
         annotated, noted = program.annotate(scored, run)
     experience, kl, estimated = timed("adv", program.estimate)(annotated, run.kl)
@@ -76,6 +74,21 @@ def ppo_step(
             _check_updates(role, state.step, after, done[role][1])
     updated = [report for _, report in done.values()]
     return after, experience, metrics.merge(sampled, aged, noted, estimated, pretrained, *updated)
+
+
+def _ages(scored: Scored, version: int) -> Metrics:
+    """How many updates the policy of this version has had since it sampled rows, or tokens that have versions; and of
+    these how many are how old, and the oldest version."""
+    versions, mask = scored.token_versions, scored.response_mask
+    if versions is None:
+        versions, mask = scored.versions, torch.ones_like(scored.versions, dtype=torch.bool)
+    lag = version - versions
+    ages = {"rollout/lag": metrics.masked_mean(lag, mask), "rollout/lag/max": metrics.masked_max(lag, mask)}
+    if scored.token_versions is None:
+        return ages
+    counts = torch.bincount(lag[mask]).tolist()
+    tokens = {f"rollout/lag/tokens/{age}": metrics.total(count) for age, count in enumerate(counts)}
+    return ages | tokens | {"rollout/oldest_version": metrics.masked_min(versions, mask)}
 
 
 def _check_updates(role: str, before: int, after: RunState, report: Metrics) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from fppo import metrics
 from fppo.batch import Experience
 from fppo.metrics import Metrics
-from fppo.pipeline.ahead import check_devices, sample_ahead, start_sampling
+from fppo.pipeline.ahead import Beside, check_devices, check_interrupts
 from fppo.pipeline.measure import memory_metrics
 from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.step import ppo_step
@@ -50,41 +50,36 @@ class Evaluation:
 
 def iterate(
     run: RunState, *, program: Program, draw: Draw, ahead: int = 0, mesh: Mesh = LOCAL, donate: bool = False
-) -> Iterator[tuple[RunState, Experience, Metrics]]:
+) -> Generator[tuple[RunState, Experience, Metrics], None, None]:
     """Steps without end. With `donate` each state is given up to the next step: use it before asking for that.
 
     With `ahead` above 0 the batches of the next so many steps are made while this one trains, by a thread, and wait in
-    the state: see `pipeline.ahead`, which refuses several GPUs. perf/throughput is in tokens per second and rank,
+    the state: see `pipeline.ahead`, which refuses several GPUs; with `program.interrupts` some may be under way when a
+    step ends, and are until the iterator is closed. perf/throughput is in tokens per second and rank,
     timing_s/outside what of timing_s/step is in no other time.
     """
     check_devices(ahead, ranks_on(mesh, AXES), device_of(run.actor.params))
-    beside = torch.cuda.Stream() if ahead and torch.cuda.is_initialized() else None
-    while True:
-        start = now()
-        first: Metrics = {}
-        if ahead and not run.ahead:  # this step's own batch, so that those behind it can be made beside the step
-            sampled = sample_ahead(run, 1, program=program, draw=draw)
-            run, first = sampled.joined(run), sampled.timings
-        wait = start_sampling(
-            run, ahead + 1 - len(run.ahead) if ahead else 0, program=program, draw=draw, beside=beside
-        )
-        try:
+    if program.interrupts:
+        check_interrupts(ahead, ranks_on(mesh, AXES))
+    stream = torch.cuda.Stream() if ahead and torch.cuda.is_initialized() else None
+    beside = Beside(ahead, program=program, draw=draw, stream=stream)
+    try:
+        while True:
+            start = now()
+            run, first, early = beside.before(run)
             run, experience, report = ppo_step(run, program=program, draw=draw, donate=donate)
-        except Exception:
-            with contextlib.suppress(Exception):
-                wait()  # an engine is not closed under those who use it
-            raise
-        sampled = wait()
-        run = sampled.joined(run)
-        waited = {name: x for name, x in sampled.timings.items() if name == "timing_s/wait"}
-        own = metrics.merge(first, report, waited)  # the rest of `sampled` is of a thread beside this one
-        stages = covered(spans(own))
-        report = metrics.merge(first, report, sampled.timings)
-        tokens = report["perf/total_num_tokens"]
-        assert isinstance(tokens, metrics.Mean)
-        times = _times(now() - start, stages, float(tokens.total) / ranks_on(mesh, AXES))
-        report |= {name: metrics.mean(x) if "perf/" in name else metrics.total(x) for name, x in times.items()}
-        yield run, experience, report
+            run, last, late = beside.after(run)
+            report = metrics.merge(first, report, last)
+            stages = covered(spans(report))  # without those of a thread beside this one
+            report = metrics.merge(report, early, late)
+            tokens = report["perf/total_num_tokens"]
+            assert isinstance(tokens, metrics.Mean)
+            times = _times(now() - start, stages, float(tokens.total) / ranks_on(mesh, AXES))
+            report |= {name: metrics.mean(x) if "perf/" in name else metrics.total(x) for name, x in times.items()}
+            yield run, experience, report
+    except (Exception, GeneratorExit):
+        beside.end()
+        raise
 
 
 def train(
@@ -122,14 +117,16 @@ def train(
         run = replace(run, actor=copied(run.actor), critic=copied(run.critic))
     since, ranks = now(), ranks_on(mesh, AXES)
     left = _NOTHING
-    for after, experience, report in iterate(run, program=program, draw=draw, ahead=ahead, mesh=mesh, donate=True):
-        run = after
-        last = run.step >= steps
-        if evaluation is not None and (last or (evaluation.every > 0 and run.step % evaluation.every == 0)):
-            report = report | _evaluated(evaluation, run)
-        since, left = _observe(observers, run, experience, report, since=since, left=left, ranks=ranks)
-        if last or stopped():
-            return run
+    steps_of = iterate(run, program=program, draw=draw, ahead=ahead, mesh=mesh, donate=True)
+    with contextlib.closing(steps_of) as each:
+        for after, experience, report in each:
+            run = after
+            last = run.step >= steps
+            if evaluation is not None and (last or (evaluation.every > 0 and run.step % evaluation.every == 0)):
+                report = report | _evaluated(evaluation, run)
+            since, left = _observe(observers, run, experience, report, since=since, left=left, ranks=ranks)
+            if last or stopped():
+                return run
     raise AssertionError("iterate has no end")
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fppo.rollout.engine import Engine as Engine
     from fppo.rollout.engine import OnFinished as OnFinished
     from fppo.rollout.engine import Sampling as Sampling
+    from fppo.rollout.interrupt import InterruptibleEngine as InterruptibleEngine
     from fppo.rollout.placed import PlacedEngine as PlacedEngine
     from fppo.rollout.pool import EnginePool as EnginePool
     from fppo.rollout.pool import Policy as Policy
@@ -42,6 +43,7 @@ __all__ = [
     "EnginePool",
     "FetchingEngine",
     "Game",
+    "InterruptibleEngine",
     "OnFinished",
     "PlacedEngine",
     "PlainText",
@@ -61,6 +63,7 @@ __all__ = [
 _HOMES = {
     "embedded": ("EmbeddedEngine",),
     "engine": ("Ask", "Engine", "OnFinished", "Sampling"),
+    "interrupt": ("InterruptibleEngine",),
     "placed": ("PlacedEngine",),
     "pool": ("EnginePool", "Policy"),
     "spread": ("FetchingEngine", "SpreadEngine"),

@@ -305,7 +305,7 @@ def _decode(policy: Policy, wave: _Wave, ask: Ask, on_step: FinishedRows | None,
     steps: list[Step] = []
     for t in range(most):
         if t % _CHUNK == 0:
-            places = torch.arange(t, min(t + _CHUNK, most), device=rows.device)
+            places = ask.offset + torch.arange(t, min(t + _CHUNK, most), device=rows.device)
             uniforms = ask.key.uniform(wave.row_ids[rows], places)
         drawn = draw(logits, uniforms[:, t % _CHUNK], sampling, policy.columns)
         steps.append(Step(rows, t, *drawn))

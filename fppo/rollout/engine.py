@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 from torch import Tensor
@@ -67,6 +67,9 @@ class Sampling:
 
 
 OnFinished = Callable[[int, list[int], str], None]  # a row's number, its response's tokens, and its finish
+Newer = Callable[
+    [], tuple[Mapping[str, Any], int] | None
+]  # the parameters of the last update so far, and their version
 
 
 @attrs.frozen(eq=False)
@@ -75,7 +78,8 @@ class Ask:
 
     `version` is the number of the policy that samples. `limits` [B] are the most tokens of each prompt's responses,
     where they are fewer than `sampling.max_tokens`. `on_finished` is called when a row of the rollout is done, once for
-    each, in any order; on several ranks, for the rows that this one samples.
+    each, in any order; on several ranks, for the rows that this one samples. The prompts hold `offset` tokens of their
+    responses already: the draws are those of the positions behind. `newer` is read by an `InterruptibleEngine` alone.
     """
 
     prompts: Prompts
@@ -84,6 +88,8 @@ class Ask:
     version: int = 0
     limits: Tensor | None = None
     on_finished: OnFinished | None = None
+    offset: int = 0
+    newer: Newer | None = None
 
 
 class Engine(Protocol):

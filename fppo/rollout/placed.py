@@ -26,7 +26,7 @@ class PlacedEngine:
 
     def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
         """Their rollout."""
-        asked = (ask.prompts, ask.sampling, ask.key, ask.version, ask.limits)
+        asked = (ask.prompts, ask.sampling, ask.key, ask.version, ask.limits, ask.offset)
         return self.group.call(_generate, self.engine, params, *asked, label="generate")
 
 
@@ -38,5 +38,6 @@ def _generate(
     key: Key,
     version: int,
     limits: Tensor | None,
+    offset: int,
 ) -> Rollout:
-    return generate(params, Ask(prompts, sampling, key, version=version, limits=limits))
+    return generate(params, Ask(prompts, sampling, key, version=version, limits=limits, offset=offset))

@@ -24,6 +24,7 @@ from fppo.fleet import HERE, AnyGroup, Group, GroupDied, Here, LocalGroup, at_on
 from fppo.models.model import Model
 from fppo.rollout import sync
 from fppo.rollout.engine import Ask
+from fppo.rollout.in_order import InOrder
 from fppo.rollout.placed import PlacedEngine
 from fppo.rollout.records import check_prompts, response_limits, widened
 from fppo.rollout.sync import Bucket, How, Origin
@@ -121,7 +122,7 @@ class EnginePool:
         self._on_host = on_host
         self._replicas: list[_Replica] = []
         self._threads: list[threading.Thread] = []
-        self._one = threading.Lock()  # rollout at a time
+        self._one = InOrder()  # rollout at a time
         self._changed = threading.Condition()  # of all below
         self._work: _Work | None = None
         self._sending = 0  # threads that read weights of the rollout under way
@@ -169,19 +170,13 @@ class EnginePool:
         device = next(iter(params.values())).device
         return tree.map(lambda x: x.to(device), _joined(work, self._pad))
 
-    def holding(self, hold: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`hold(params)`, for batches made ahead, with what it keeps sent to the engines at once: later the policy's
-        ranks train, and it would be read from them between two stages."""
+    def bring(self, params: Params) -> None:
+        """Sends what is kept for batches made ahead to the engines at once, where the policy is on ranks of its own:
+        later these train, and it would be read from them between two stages."""
         if isinstance(self._policy.group, LocalGroup):
-            return hold
-
-        def held(params: Params) -> Params:
-            kept = hold(params)
-            with self._one:
-                self._send([replica for replica in self._replicas if replica.up], kept, 0)
-            return kept
-
-        return held
+            return
+        with self._one:
+            self._send([replica for replica in self._replicas if replica.up], params, 0)
 
     def _tell(self, work: _Work) -> None:
         """Warns of engines that died since the last time. Raises what ended the work before it was done."""

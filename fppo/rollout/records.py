@@ -92,7 +92,8 @@ def widened(record: R, prompt: int, response: int, pad_token_id: int) -> R:
     """The rollout with so many prompt and response positions, in place of the fewer that it has."""
     width = record.response_mask.shape[1]
     left, right = prompt - (record.tokens.shape[1] - width), response - width
-    per_token = ("response_mask", "rollout_log_probs", "sampling_log_probs")
+    per_token = ["response_mask", "rollout_log_probs", "sampling_log_probs"]
+    per_token += [] if record.token_versions is None else ["token_versions"]
     return replace(
         record,
         tokens=F.pad(record.tokens, (left, right), value=pad_token_id),

@@ -20,6 +20,7 @@ from fppo.settings.checks_mesh import (
 )
 from fppo.settings.checks_placement import placement_problems
 from fppo.settings.checks_reward import FUNCTION, judge_on_ranks, reward_problems
+from fppo.settings.checks_sampling import sampling_problems
 from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
 from fppo.settings.critic import CriticSettings
 from fppo.settings.experts import expert_problems
@@ -81,7 +82,7 @@ def problems(settings: TrainSettings) -> list[str]:
 
     Conflicts between fields are sought also where a single value is wrong, so that one run of the command names all.
     """
-    rollout, algorithm = (_rollout, _turns, _sampling), (_algorithm, old_log_probs_problems, _correction)
+    rollout, algorithm = (_rollout, _turns, sampling_problems), (_algorithm, old_log_probs_problems, _correction)
     conflicts = (_run, _model, data_problems, *rollout, reward_problems, *algorithm, _loss, expert_problems)
     lines = [_problem(*wrong) for wrong in wrong_values(settings)]
     for conflict in conflicts:
@@ -215,27 +216,6 @@ def _turns(s: TrainSettings) -> Problems:
         yield _problem("rollout.turns.respond", name, text)
     if s.rollout.from_ is not None and not has_held_out(s):
         yield _problem("rollout.turns.respond", name, "rollout.from is given: nothing is sampled; leave it out")
-
-
-def _sampling(s: TrainSettings) -> Problems:
-    """What is sampled ahead, filtered, or read from files."""
-    kept, default = s.rollout.filter, type(s.rollout.filter)()
-    if not kept.groups:
-        for name in ("by", "max_draws"):
-            value = getattr(kept, name)
-            yield from _unread(f"rollout.filter.{name}", value, getattr(default, name), "rollout.filter.groups")
-    elif s.rollout.n == 1:
-        yield _problem(
-            "rollout.filter.groups", True, "rollout.n = 1: a single response has no other to equal; raise it"
-        )
-    if s.rollout.from_ is None:
-        return
-    for name, value in (("ahead", s.rollout.ahead), ("save", s.rollout.save)):
-        if value:
-            yield _problem(f"rollout.{name}", value, "rollout.from is given: nothing is sampled; leave one of them out")
-    if s.algorithm.advantage == "remax":
-        text = "remax samples a baseline for each prompt; take another estimator, or leave it out"
-        yield _problem("rollout.from", s.rollout.from_, text)
 
 
 def _choices(numbers: list[int]) -> str:

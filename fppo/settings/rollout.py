@@ -62,6 +62,8 @@ class RolloutSettings:
     """What answers the policy's turns, for responses of several of them."""
     ahead: int = setting(0, at_least(0))
     """Steps by which responses are sampled ahead, with the weights of that earlier step, while others train."""
+    interrupt: int = setting(0, at_least(0))
+    """Tokens after which a response that is sampled ahead goes on with newer weights, if there are any; 0: never."""
     filter: FilterSettings = setting(FilterSettings)
     """Which responses are not trained on."""
     save: bool = setting(False)

@@ -46,4 +46,6 @@ def test_sampling_ahead_on_several_gpus_is_refused_by_name_and_number(run):
         run(3, device="cuda", rollout__ahead=2)
     assert run(3, device="cpu", rollout__ahead=2) == [3]
     assert run(1, device="cuda", rollout__ahead=2) == run(1, device="cpu") == ["run"]
+    with pytest.raises(ValueError, match=r"rollout.interrupt on 3 ranks: .* or place the roles"):
+        run(3, device="cpu", rollout__ahead=2, rollout__interrupt=8)
     assert run(3, trains=False, device="cuda", rollout__ahead=2) == [3]  # an evaluation of such a run

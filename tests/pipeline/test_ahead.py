@@ -3,20 +3,23 @@
 import contextlib
 import threading
 import time
+from functools import partial
 
 import attrs
 import pytest
 import torch
 
-from fppo import tree
+from fppo import metrics, tree
 from fppo.assembly.run import assemble
 from fppo.batch import Column
 from fppo.pipeline import ahead
 from fppo.pipeline.ahead import as_saved, sample_ahead
 from fppo.pipeline.step import ppo_step, sample
 from fppo.pipeline.train import iterate
+from fppo.rollout import InterruptibleEngine
 from fppo.runs import session
 from fppo.runtime import checkpoint
+from fppo.steps.forward import Forward, forward_micro_batch
 from tests import tiny, tiny_run
 
 
@@ -283,3 +286,57 @@ def test_batches_that_wait_on_disk_come_back_to_the_device_that_works(assembly, 
     loaded = session.load(attrs.evolve(assembly, device=meta), tmp_path, 1)
     assert {x.device for x in tree.tensors(loaded.ahead)} == {meta}
     assert {x.device for x in tree.tensors(loaded.actor)} == {x.device for x in tree.tensors(run.actor)}
+
+
+def _interrupted(assembly, lag, count):
+    """`_steps` of a run whose batches under way wait, after the first token, for the next update."""
+    engine = InterruptibleEngine(engine=assembly.program.rollout.keywords["engine"], every=1, pad_token_id=0)
+    rollout, begun = partial(assembly.program.rollout, engine=engine), []
+
+    def held_up(*args, newer, version, **others):
+        seen = []
+
+        def newest():
+            while len(seen) == 1 and len(begun) > 1 and (newer() or (0, version))[1] <= seen[0]:
+                time.sleep(0.001)
+            seen.append(max(version, (newer() or (0, 0))[1]))
+            return newer()
+
+        begun.append(version)  # the first batch is made before its step
+        return rollout(*args, newer=newest, version=version, **others)
+
+    program = attrs.evolve(assembly.program, rollout=held_up, interrupts=True)
+    with contextlib.closing(
+        iterate(assembly.run, program=program, draw=assembly.draw, donate=False, ahead=lag)
+    ) as steps:
+        return [next(steps) for _ in range(count)]
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_an_update_gets_into_what_is_generated_meanwhile(assembly, lag):
+    done = _interrupted(assembly, lag, 4)
+    states = [assembly.run, *(run for run, _, _ in done)]
+    params = {state.actor.step: state.actor.params for state in states}
+    for step, (_, experience, report) in enumerate(done):
+        named, mask = experience.token_versions, experience.response_mask
+        begun = max(step - 1, 0)  # a batch waits for the update behind that which the one before has waited for
+        versions = [states[begun].actor.step, states[begun + (step > 0)].actor.step]
+        assert experience.versions.unique().tolist() == versions[:1]
+        assert (named[:, 0] == versions[0]).all()
+        assert (named[:, 1:][mask[:, 1:]] == versions[1]).all()
+        numbers, now = metrics.report(report), states[step].actor.step
+        assert numbers["rollout/oldest_version"] == versions[0]
+        assert numbers["rollout/lag/max"] == now - versions[0]
+        assert numbers[f"rollout/lag/tokens/{now - versions[0]}"] == (mask & (named == versions[0])).sum()
+        assert numbers["rollout/lag"] == pytest.approx(float((now - named)[mask].double().mean()))
+        for version in set(versions):
+            out = forward_micro_batch(params[version], experience, forward=Forward(assembly.model))
+            own = mask & (named == version)
+            torch.testing.assert_close(experience.rollout_log_probs[own], out.log_probs[own], rtol=0, atol=1e-5)
+    assert not any(run.ahead for run, _, _ in done)  # it is under way, and no step has waited for it
+
+
+def test_what_is_interrupted_needs_batches_ahead(assembly):
+    program = attrs.evolve(assembly.program, interrupts=True)
+    with pytest.raises(ValueError, match=r"Program.interrupts: nothing is generated while weights change; give ahead"):
+        next(iterate(assembly.run, program=program, draw=assembly.draw))

@@ -371,6 +371,22 @@ def test_what_is_wrong_with_saved_rollouts_is_said_before_any_work(tmp_path):
         ({"rollout__filter__max_draws": 3}, "rollout.filter.max_draws = 3: nothing reads it"),
         ({"rollout__from": "x", "rollout__ahead": 1}, "rollout.ahead = 1: rollout.from is given"),
         ({"rollout__from": "x", "rollout__save": True}, "rollout.save = True: rollout.from is given"),
+        (
+            {"rollout__interrupt": 8},
+            "rollout.interrupt = 8: rollout.ahead = 0: nothing is sampled while weights change",
+        ),
+        (
+            {"rollout__interrupt": 8, "rollout__ahead": 1, "algorithm__advantage": "remax", "rollout__n": 2},
+            "rollout.interrupt = 8: remax compares with a greedy response",
+        ),
+        (
+            {"rollout__interrupt": 8, "rollout__ahead": 1, "algorithm__router_replay": "rollout"},
+            'rollout.interrupt = 8: algorithm.router_replay = "rollout": each piece',
+        ),
+        (
+            {"rollout__interrupt": 8, "rollout__ahead": 1, "rollout__turns__respond": "calculator"},
+            "rollout.interrupt = 8: rollout.turns.respond: turns are not interrupted yet",
+        ),
         ({"rollout__ahead": -1}, "rollout.ahead = -1: must be 0 or more"),
         ({"rollout__engine": "vllm", "rollout__cache_gb": 1.5}, "rollout.cache_gb = 1.5: nothing reads it"),
         (

@@ -173,7 +173,8 @@ def test_the_policy_may_be_on_ranks_that_each_hold_a_part(policy, alone, monkeyp
         with engines(policy, 2, group=actor, model=there["model"]) as several:
             assert tree.digest(several.generate(there["params"], ask())) == tree.digest(alone)
             sent = dying(monkeypatch, lambda number, label: False)
-            kept = several.holding(lambda params: actor.call(tree.copy, params, stays=True))(there["params"])
+            kept = actor.call(tree.copy, there["params"], stays=True)
+            several.bring(kept)
             assert set(sent) == {"take weights"}
             sent.clear()
             assert tree.digest(several.generate(kept, ask())) == tree.digest(alone)

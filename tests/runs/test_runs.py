@@ -88,10 +88,10 @@ def test_a_run_that_samples_ahead_stops_goes_on_and_replays_bit_for_bit(task, tm
         ({}, {}),
         (
             {"rollout__n": 2, "rollout__filter__groups": True, "rollout__filter__max_draws": 2},
-            {"rollout__ahead": 1},
+            {"rollout__ahead": 2, "rollout__interrupt": 1},
         ),
     ],
-    ids=["plain", "groups ahead"],
+    ids=["plain", "groups ahead, interrupted"],
 )
 def test_a_run_trains_on_the_rollouts_that_another_saved(task, tmp_path, shared, sampling):
     """Groups that filled a batch up are left out of the loss again."""
@@ -107,6 +107,12 @@ def test_a_run_trains_on_the_rollouts_that_another_saved(task, tmp_path, shared,
         differing = {name for name in one["result"] if one["result"][name] != other["result"].get(name)}
         assert all(name.startswith(other_data) for name in differing)
     if sampling:
+        with pytest.raises(
+            ValueError, match=r"rollout.interrupt let the clock decide .*--rollout.from .*first/rollouts "
+        ):
+            actions.replay(first, 3)
+        ages = [line["rollout/lag/max"] for line in jsonl.read(first / "metrics.jsonl") if "rollout/lag/max" in line]
+        assert max(ages) <= 8  # updates: of two steps, two epochs, two mini-batches
         dropped = [line.get("rollout/dropped", 0.0) for line in jsonl.read(tmp_path / "second" / "metrics.jsonl")]
         assert 0 < max(dropped) < 1
 

@@ -139,6 +139,7 @@ class VllmEngine:
             key=ask.key,
             row_ids=row_ids,
             limits=[limit for limit in limits for _ in range(n)],
+            offset=ask.offset,
         )
         answers = self._answers(request, params, ask)
         if self._options.sleep:
@@ -147,7 +148,6 @@ class VllmEngine:
             except EngineDied as died:
                 self._replace(died, "all rows are done")
         lasting = torch.tensor([len(answer.tokens) for answer in answers])
-        width = int(lasting.max())
         tokens, log_probs, sampling_log_probs = (
             pad_sequence([torch.from_numpy(x) for x in column], batch_first=True).to(device)
             for column in zip(*answers, strict=True)
@@ -155,7 +155,7 @@ class VllmEngine:
         return rollout_of(
             ask,
             tokens,
-            (torch.arange(width) < lasting[:, None]).to(device),
+            (torch.arange(int(lasting.max())) < lasting[:, None]).to(device),
             log_probs,
             sampling_log_probs,
             row_ids=row_ids.to(device),

@@ -128,7 +128,8 @@ class VllmOptions:
 class Request:
     """One batch of rows to generate; with `forced` [B, T], rows whose tokens are known.
 
-    `limits` are the most tokens of each row; None: `sampling.max_tokens`. `adapter` is the number of the adapter that
+    `limits` are the most tokens of each row; None: `sampling.max_tokens`. The draws are those of the positions behind
+    the first `offset`. `adapter` is the number of the adapter that
     answers; None: the weights alone.
     """
 
@@ -139,6 +140,7 @@ class Request:
     forced: Tensor | None = None
     limits: Sequence[int] | None = None
     adapter: int | None = None
+    offset: int = 0
 
     def part(self, rows: Sequence[int]) -> Request:
         """The same for some rows."""

@@ -93,7 +93,8 @@ class LocalHost:
 
         engine, sampling = self._llm.llm_engine, request.sampling
         texts = sampling.stop_texts if request.forced is None else None
-        job = worker.Job(attrs.evolve(sampling, stop_texts=None), request.key, request.row_ids, request.forced)
+        drawn = attrs.evolve(sampling, stop_texts=None)
+        job = worker.Job(drawn, request.key, request.row_ids, request.forced, request.offset)
         self.call("fppo_begin", job)
         if not self._llm.reset_prefix_cache():  # a rollout is to depend on nothing that was computed before it
             raise EngineFailure("vLLM does not let go of what it computed for an earlier rollout")

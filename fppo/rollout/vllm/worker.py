@@ -37,6 +37,7 @@ class Job(NamedTuple):
     key: Key
     row_ids: Tensor  # [B]
     forced: Tensor | None = None  # [B, T]
+    offset: int = 0  # of the draws' positions
 
 
 class _Step(NamedTuple):
@@ -91,14 +92,14 @@ class KeyedDraws(LogitsProcessor):
         if not self._live:
             return logits
         assert self._job is not None
-        sampling, key, row_ids, forced = self._job
+        sampling, key, row_ids, forced, offset = self._job
         places = sorted(self._live)
         rows = [self._live[place][0] for place in places]
         positions = [len(self._live[place][1]) for place in places]
         index = torch.tensor([rows, positions, places], device=logits.device)
         own = logits if len(places) == len(logits) else logits[index[2]]
         if forced is None:
-            drawn = draw(own, key.uniform(row_ids[index[0]], index[1][:, None])[:, 0], sampling)
+            drawn = draw(own, key.uniform(row_ids[index[0]], offset + index[1][:, None])[:, 0], sampling)
         else:
             drawn = _forced(own, forced[index[0], index[1]], sampling)
         flat = np.array(rows) * sampling.max_tokens + np.array(positions)

@@ -1,0 +1,25 @@
+"""A lock for threads of which one comes again at once."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+
+class InOrder:
+    """Lets one thread in at a time, those who wait in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._there: deque[object] = deque()  # the first is in
+
+    def __enter__(self) -> None:
+        own = object()
+        with self._changed:
+            self._there.append(own)
+            self._changed.wait_for(lambda: self._there[0] is own)
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._there.popleft()
+            self._changed.notify_all()

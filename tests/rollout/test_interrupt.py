@@ -1,0 +1,158 @@
+"""Responses that go on with newer weights: each token is of the policy that is named for it, and of no other."""
+
+import itertools
+import threading
+import time
+import warnings
+
+import attrs
+import pytest
+import torch
+
+from fppo import tree
+from fppo.data.stops import StopTexts
+from fppo.key import Key
+from fppo.rollout import Ask, InterruptibleEngine, Sampling
+from fppo.rollout.in_order import InOrder
+from fppo.steps.forward import Forward, forward_micro_batch
+from tests import tiny
+from tests.models.families import make
+from tests.rollout.test_embedded import PAD, engine_of, make_prompts
+from tests.rollout.test_pool import dying, engines
+
+TEXTS = StopTexts((b"bdb", b"ee"), tuple(b"abcdefgh"[i % 8 : i % 8 + 1] for i in range(tiny.VOCAB)))
+SAMPLING = Sampling(temperature=0.8, top_k=9, n=2, max_tokens=9, stop_token_ids=(3,), stop_texts=TEXTS)
+LIMITS = torch.tensor([9, 2, 9, 5, 9, 9])
+
+
+def ask(newer=lambda: None, **changes):
+    prompts = make_prompts(extra=1)
+    prompts = tree.replace(prompts, tokens=prompts.tokens % tiny.VOCAB)
+    return attrs.evolve(Ask(prompts, SAMPLING, Key(3), version=4, limits=LIMITS, newer=newer), **changes)
+
+
+def interruptible(engine, every):
+    return InterruptibleEngine(engine=engine, every=every, pad_token_id=PAD)
+
+
+def policies(count, **changes):
+    """A model, and the parameters of so many versions of it."""
+    model, first = tiny.model_and_params(**changes)
+    return model, [{name: x * (1 + 0.3 * i) for name, x in first.items()} for i in range(count)]
+
+
+def coming(versions, first=4):
+    """`Ask.newer` that gives the parameters of the next version every second time it is asked."""
+    calls = itertools.count()
+
+    def newer():
+        number = min(next(calls) // 2, len(versions) - 1)
+        return (versions[number], first + number)
+
+    return newer
+
+
+def same_but_for(*names):
+    return lambda rollout: tree.digest(tree.replace(rollout, **dict.fromkeys(names, torch.zeros(len(rollout.tokens)))))
+
+
+@pytest.mark.parametrize("every", [1, 2, 4, 9, 50])
+def test_without_newer_weights_it_is_the_engines_own_rollout(every):
+    model, (params,) = policies(1)
+    engine, reports = engine_of(model), [{}, {}]
+    ends = [lambda row, *rest, own=own: own.setdefault(row, []).append(rest) for own in reports]
+    whole = engine.generate(params, ask(newer=None, on_finished=ends[0]))
+    parts = interruptible(engine, every).generate(params, ask(on_finished=ends[1]))
+    assert parts.token_versions.dtype == torch.int32
+    assert (parts.token_versions == torch.where(parts.response_mask, 4, 0)).all()
+    for name in ("rollout_log_probs", "sampling_log_probs"):
+        torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=0, atol=1e-10)
+    rest = same_but_for("rollout_log_probs", "sampling_log_probs", "token_versions")
+    assert rest(parts) == rest(whole)
+    assert set(parts.finish) == {"stop", "length"}
+    assert reports[0] == reports[1]
+    assert len(reports[1]) == 12
+    plain = interruptible(engine, every).generate(params, ask(newer=None))
+    assert tree.digest(plain) == tree.digest(whole)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_token_has_the_log_prob_of_the_version_that_is_named_for_it(every):
+    model, versions = policies(4)
+    sampling = attrs.evolve(SAMPLING, stop_texts=None, top_k=None)
+    asked = ask(coming(versions), sampling=sampling)
+    rollout = interruptible(engine_of(model), every).generate(versions[0], asked)
+    named, mask = rollout.token_versions, rollout.response_mask
+    assert set(named[mask].tolist()) >= {4, 5, 6}
+    assert rollout.versions.tolist() == [4] * 12
+    forward, seen = Forward(model), torch.zeros_like(mask)
+    for version, params in enumerate(versions, 4):
+        own = mask & (named == version)
+        out = forward_micro_batch(params, rollout, forward=forward, temperature=sampling.temperature)
+        torch.testing.assert_close(rollout.rollout_log_probs[own], out.log_probs[own], rtol=0, atol=1e-10)
+        seen |= own
+    assert (seen == mask).all()
+    # the draws of a position are those of a rollout by one policy, so its first tokens are
+    one = engine_of(model).generate(versions[0], attrs.evolve(asked, newer=None))
+    first, start = named == 4, rollout.tokens.shape[1] - mask.shape[1]
+    assert (rollout.tokens[:, start:][first] == one.tokens[:, start : start + mask.shape[1]][first]).all()
+
+
+def test_an_update_that_changes_nothing_changes_no_bit():
+    model, (params,) = policies(1, dtype=torch.float32)
+    engine = interruptible(engine_of(model), 2)
+    still = engine.generate(params, ask())
+    again = engine.generate(params, ask(coming([dict(params) for _ in range(4)])))
+    rest = same_but_for("token_versions")
+    assert rest(still) == rest(again)
+    assert len(again.token_versions.unique()) > 2
+
+
+def test_weights_that_are_no_newer_are_not_taken():
+    model, versions = policies(2)
+    engine = interruptible(engine_of(model), 2)
+    still = engine.generate(versions[0], ask())
+    for version in (3, 4):
+        assert tree.digest(engine.generate(versions[0], ask(lambda v=version: (versions[1], v)))) == tree.digest(still)
+
+
+def test_engines_that_die_on_the_way_change_no_bit(monkeypatch):
+    model, versions = policies(3, dtype=torch.float32)
+    with engines((model, versions[0]), 1) as one:
+        expected = interruptible(one, 2).generate(versions[0], ask(coming(versions)))
+    assert expected.token_versions.unique().tolist() == [0, 4, 5]
+    sent = dying(monkeypatch, lambda number, label: number in (5, 11, 17))
+    with engines((model, versions[0]), 2, restarts=3) as several, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        rollout = interruptible(several, 2).generate(versions[0], ask(coming(versions)))
+    assert tree.digest(rollout) == tree.digest(expected)
+    assert len(sent) > 17
+
+
+def test_what_has_no_sense_is_refused():
+    model, (params,) = policies(1)
+    with pytest.raises(ValueError, match="every = 0: give 1 or more tokens"):
+        interruptible(engine_of(model), 0)
+    with pytest.raises(ValueError, match=r"Ask.newer: greedy responses are one policy's"):
+        interruptible(engine_of(model), 2).generate(params, ask(sampling=Sampling(greedy=True)))
+    model, params = make("qwen3_moe")
+    with pytest.raises(ValueError, match="routed: the engine tells experts of pieces anew"):
+        interruptible(engine_of(model, routed=True), 2).generate(params, ask())
+
+
+def test_whoever_comes_again_at_once_stands_behind_those_who_wait():
+    lock, order = InOrder(), []
+
+    def other():
+        with lock:
+            order.append("other")
+
+    thread = threading.Thread(target=other)
+    with lock:
+        thread.start()
+        while len(lock._there) < 2:
+            time.sleep(0.001)
+    with lock:
+        order.append("again")
+    thread.join()
+    assert order == ["other", "again"]
