@@ -70,7 +70,7 @@ def numbers(report):
         ({"shard": 2, "sequence": 2}, {"mesh__stage": 2}),
         ({"sequence": 2}, {"algorithm__advantage": "remax"}),
         ({"shard": 2}, {"algorithm__old_log_probs": "auto"}),
-        ({"shard": 2}, {"critic__reads": "confidence", "eval__exact_values": True, **SCORED}),
+        ({"shard": 2}, {"critic__reads": "confidence", "eval__exact_values": True, "algorithm__whiten": False}),
         ({"shard": 4}, {"mesh__stage": 1, "actor__loss__name": "clip_cov"}),
         ({"tensor": 2}, {"model__checkpoint_layers": True}),
         ({"context": 2}, {"mesh__context": 2, "actor__kl_coef": 0.1, "algorithm__old_log_probs": "pass"}),
