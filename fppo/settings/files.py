@@ -28,6 +28,7 @@ from fppo.settings.values import converter
 DEFAULT_TOKEN_BUDGET = 16384
 SETTINGS, STARTS = "settings.toml", "starts"  # in a run's directory: its settings, and those of each of its starts
 RESUMES = ("auto", "never", "must")  # what `resume` may be beside a checkpoint
+TRUTHS = {"true": True, "yes": True, "false": False, "no": False}  # what may stand behind a flag of a bool
 PATHS = (
     *("model.path", "model.critic_path", "model.ref_path", "data.path", "data.eval_path", "module_dirs"),
     *("model.lora.path", "rollout.from", "reward.model.path", "reward.model.tokenizer", "reward.judge.path"),
@@ -111,7 +112,26 @@ def override(settings: TrainSettings, arguments: Sequence[str], *, prog: str) ->
         return settings
     import tyro  # here: its help and parser are for the command line alone
 
-    return tyro.cli(TrainSettings, default=settings, args=list(arguments), prog=prog)
+    return tyro.cli(TrainSettings, default=settings, args=_switches(arguments), prog=prog)
+
+
+def _switches(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `--data.shuffle false` and `--data.shuffle=false` as the parser knows it, `--data.no-shuffle`;
+    of a setting that may be unset too, with the word as Python writes it."""
+    kinds, words = paths(), list(arguments)
+    read: list[str] = []
+    while words:
+        flag, equals, value = words.pop(0).partition("=")
+        kind = kinds.get(flag.removeprefix("--").replace("-", "_")) if flag.startswith("--") else None
+        behind = value if equals else words[0] if words else ""
+        if (truth := TRUTHS.get(behind.lower())) is None or kind not in (bool, bool | None):
+            read.append(f"{flag}{equals}{value}")
+            continue
+        section, dot, name = flag.removeprefix("--").rpartition(".")
+        off = f"--{section}{dot}no-{name}"
+        read += [flag, str(truth)] if kind is not bool else [flag if truth else off]
+        words = words if equals else words[1:]
+    return read
 
 
 def replace(settings: TrainSettings, changes: Mapping[str, Any]) -> TrainSettings:

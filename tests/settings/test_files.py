@@ -116,6 +116,19 @@ def test_a_missing_file_and_a_directory_are_named(tmp_path):
         files.load(tmp_path)
 
 
+@pytest.mark.parametrize("behind", [["false"], ["=False"], ["no"], [], ["=true"], ["Yes"]])
+def test_a_flag_takes_the_value_that_a_file_gives(behind):
+    off = bool(behind) and behind[0].strip("=").lower() in ("false", "no")
+    joined = bool(behind) and behind[0].startswith("=")
+    for path in ("data.shuffle", "data.chat", "critic.checkpoint-layers"):
+        if not behind and path.startswith("critic"):
+            continue  # may be unset, so that it needs its value
+        words = [f"--{path}{behind[0]}"] if joined else [f"--{path}", *behind]
+        settings = files.override(TrainSettings(), [*words, "--steps", "7"], prog="fppo train")
+        assert files.flat(files.to_dict(settings))[path.replace("-", "_")] is not off
+        assert settings.steps == 7
+
+
 def test_an_unknown_override_ends_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit):
         files.load(write(tmp_path, MINIMAL), ["--actor.optimizer.rl", "3"])
