@@ -123,10 +123,9 @@ def _check(name: str, outcomes: Sequence[Outcome], samples: Sequence[Sample]) ->
     if bad:
         first = samples[bad[0]]
         raise ValueError(
-            f"the reward {name!r} returned {outcomes[bad[0]].text} for sample {bad[0]} "
-            f"({len(bad)} of {len(samples)} samples are so): it must return a finite number, "
-            'or a dict of them with "score" and maybe the text "answer". '
-            f"The sample's response: {first.response[:100]!r}, its ground truth: {str(first.ground_truth)[:100]!r}"
+            f"the reward {name!r} returned {outcomes[bad[0]].text} ({len(bad)} of {len(samples)} samples are so; "
+            f"of sample {bad[0]} the response is {first.response[:100]!r}, the ground truth "
+            f"{str(first.ground_truth)[:100]!r})"
         )
 
 

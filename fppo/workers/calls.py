@@ -132,7 +132,8 @@ def _outcomes(results: Any, count: int) -> list[Outcome]:
         listed = []
     if len(listed) != count:
         text = f"{len(listed)} results" if isinstance(results, (list, tuple)) else f"a {type(results).__name__}"
-        return [Outcome("bad", text=f"{text} for {count} samples")] * count
+        one_each = "a function of a batch must return a list of one result for each sample, in their order"
+        return [Outcome("bad", text=f"{text} for {count} samples; {one_each}")] * count
     return [outcome_of(result) for result in listed]
 
 

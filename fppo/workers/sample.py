@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 UserFn = Callable[..., Any]
 Kind = Literal["sample", "batch", "tensor"]
 ANSWER = "answer"
+_SCORES = 'it must return a finite number, or a dict of them with "score" and maybe the text "answer"'
 
 
 class Sample(NamedTuple):
@@ -55,14 +56,18 @@ def outcome_of(result: Any) -> Outcome:
     """A function's result, checked: a finite number, or a dict of them with "score" and maybe the text "answer"."""
     if not isinstance(result, Mapping):
         score = _number(result)
-        return Outcome("bad", text=_text(result)) if score is None else Outcome("value", score)
+        return _bad(result) if score is None else Outcome("value", score)
     answer = result.get(ANSWER)
     numbers = {name: _number(value) for name, value in result.items() if name != ANSWER}
     names_are_text = all(isinstance(name, str) for name in numbers)
     if "score" not in numbers or None in numbers.values() or not names_are_text or not isinstance(answer, str | None):
-        return Outcome("bad", text=_text(result))
+        return _bad(result)
     score = numbers.pop("score")
     return Outcome("value", score, numbers, answer)  # type: ignore[arg-type]
+
+
+def _bad(result: Any) -> Outcome:
+    return Outcome("bad", text=f"{_text(result)}; {_SCORES}")
 
 
 def _number(value: Any) -> float | None:

@@ -271,16 +271,16 @@ def test_sums_keep_their_parts_apart():
 def test_results_that_are_no_scores_are_errors(result, text):
     functions.bad_result.reward_inline = True
     try:
-        with pytest.raises(ValueError, match=rf"'bad_result' returned .*{text}.* for sample 1 \(1 of 2 samples"):
+        with pytest.raises(ValueError, match=rf"'bad_result' returned .*{text}.*; it must .*\(1 of 2 .*of sample 1 "):
             run(functions.bad_result, [sample("x", 1.0), sample("x", result)])
     finally:
         del functions.bad_result.reward_inline
 
 
 def test_bad_results_of_workers_and_batches():
-    with pytest.raises(ValueError, match="'bad_result' returned None for sample 0"):
+    with pytest.raises(ValueError, match="'bad_result' returned None; it must return a finite number"):
         run(functions.bad_result, [sample("", None)])
-    with pytest.raises(ValueError, match="'too_few' returned 1 results for 2 samples"):
+    with pytest.raises(ValueError, match="'too_few' returned 1 results for 2 samples; a function of a batch must"):
         run(functions.too_few, samples("", ""))
     with pytest.raises(ValueError, match=r"the names \['a'\] for sample 0, but \['b'\] for sample 1"):
         run(functions.uneven_names, samples("a", "b"))
