@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch.utils import _pytree
 
 Payload = Any
 
@@ -179,6 +180,17 @@ def _of(op: str, *tensors: Tensor) -> str:
     return f"{op} of {', '.join(f'{x.dtype} {list(x.shape)}' for x in tensors)}"
 
 
+def _refuse_devices(op: str, payload: Payload) -> None:
+    """Raises ValueError for tensors that are not a CPU's: in torch's one thread for backward passes on another device
+    the ranks would wait for each other forever."""
+    for x in _pytree.tree_leaves(payload):
+        if isinstance(x, Tensor) and x.device.type != "cpu":
+            raise ValueError(
+                f"{op} on {x.device}: a simulated mesh runs on CPUs; make its models and tensors there, or start a "
+                "process for each rank, as torchrun does"
+            )
+
+
 def _pieces(x: Tensor, sizes: Sequence[int], count: int) -> list[Tensor]:
     """`x` in `count` parts along its first dimension, equal ones if there are no sizes."""
     return list(x.split(list(sizes) if len(sizes) else [x.shape[0] // count] * count))
@@ -206,6 +218,7 @@ class ThreadGroup(dist.ProcessGroup):
         return self._number
 
     def _join(self, op: str, payload: Payload, work: Callable[[list[Payload]], None]) -> Any:
+        _refuse_devices(op, payload)
         self._meeting.join(self._number, op, payload, work)
         return _done()
 
@@ -282,10 +295,12 @@ class ThreadGroup(dist.ProcessGroup):
         return self._join("barrier", None, lambda _: None)
 
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> Any:
+        _refuse_devices("send", tensors)
         self._meeting.send(self._number, target, tensors[0].detach())
         return _done()
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
+        _refuse_devices("receive", tensors)
         return self._meeting.receive(source, self._number, tensors[0].detach())
 
     # the names before torch 2.13

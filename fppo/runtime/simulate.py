@@ -29,8 +29,8 @@ def simulate(axes: Mapping[str, int], fn: Callable[..., T], *per_rank: Sequence[
     and the functions of torch.distributed work. Sums go in the order of the ranks, so equal inputs give equal bits.
 
     What the process has once is shared by the ranks: torch's global generators, for one; draw from an `fppo.key.Key`.
-    So is the thread in which torch runs backward passes on a GPU: their collectives would wait there forever. Simulate
-    on CPUs.
+    So is the thread in which torch runs backward passes on a GPU, where their collectives would wait forever: those of
+    tensors that are not on a CPU raise ValueError.
 
     The first error of any rank stops all of them and is raised here, with a note that names the rank; so does a
     collective that can never complete, because ranks ended, or wait in another one. No process group is left behind.

@@ -49,6 +49,22 @@ def test_the_number_of_arguments_must_be_that_of_the_ranks():
         simulate({"rows": 2}, lambda mesh: None)
 
 
+REFUSED = {
+    "all_reduce": lambda x, axis: collectives.all_reduce(x, axis),
+    "all_gather": lambda x, axis: collectives.all_gather(x, axis),
+    "reduce_scatter": lambda x, axis: collectives.reduce_scatter(x, axis),
+    "all_to_all": lambda x, axis: collectives.all_to_all(x, axis, split_dim=0, concat_dim=1),
+    "send": lambda x, axis: collectives.send(x, axis, target=1 - axis.rank),
+    "receive": lambda x, axis: collectives.receive(x, axis, source=1 - axis.rank),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_tensors_that_are_not_on_a_cpu_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name}.* on meta: a simulated mesh runs on CPUs"):
+        simulate({"shard": 2}, lambda mesh: REFUSED[name](torch.ones(2, 2, device="meta"), mesh["shard"]))
+
+
 def test_functions_of_torch_distributed_take_its_groups():
     def run(mesh):
         axis = mesh["shard"]
