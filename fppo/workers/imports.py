@@ -45,6 +45,7 @@ def imported(name: str, kind: str, *, also: type | tuple[type, ...] = ()) -> Any
     if isinstance(value, also):
         return value
     if inspect.isclass(value) or not callable(value):
-        what = "a class; name a function or an instance" if inspect.isclass(value) else f"a {type(value).__name__}"
-        raise ValueError(f"{kind} {name!r} is {what}, not a function")
+        what = "class" if inspect.isclass(value) else type(value).__name__
+        advice = "name a function, or an instance that is called as one"
+        raise ValueError(f"{kind} {name!r} is a {what}, not a function; {advice}")
     return value

@@ -99,7 +99,7 @@ def test_rewards_by_name(tmp_path, monkeypatch):
         ("no_such_module:f", None, "'no_such_module' does not import"),
         ("tests.rewards.functions:lenght", None, "no 'lenght'; did you mean 'length'"),
         ("tests.rewards.functions:constant", None, "is a int, not a function"),
-        ("tests.rewards.functions:Judge", None, "is a class; name a function or an instance"),
+        ("tests.rewards.functions:Judge", None, "is a class, not a function; name a function, or an instance"),
         ("tests.rewards.functions:", None, "not of the form"),
         ("tests.rewards.functions:length", {"a": 1}, "only built-in rewards take arguments"),
     ],
