@@ -29,8 +29,8 @@ def check_tokenizer(tokenizer: Any, *, pad_token: str | None = None) -> SpecialT
             raise ValueError(f"pad_token = {pad_token!r} is no token of the tokenizer {name}")
     if pad is None:
         raise ValueError(
-            f"the tokenizer {name} has no padding token; name a token to pad with (pad_token), "
-            f"as its end token {tokenizer.eos_token!r}: padding is masked, so any will do"
+            f"the tokenizer {name} has no padding token; name a token to pad with, as its end token: "
+            f"pad_token = {tokenizer.eos_token!r} (in settings data.pad_token). Padding is masked, so any will do"
         )
     return SpecialTokens(pad, eos)
 
