@@ -17,6 +17,7 @@ from fppo.runs.loggers import METRICS
 
 SHOWN = 5  # metrics, and leaves, that are named
 _UNLIKE = ("timing_s/", "perf/")  # metrics that no two runs share
+_EVALUATED = ("val-", "critic/true/")  # metrics of steps with an evaluation
 _WHERE = ("output_dir", "resume")  # settings that say where a run is
 _DRAWN = "the drawing of prompts"
 _STAGES = (_DRAWN, "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
@@ -64,7 +65,7 @@ def diff(first: Path, second: Path) -> Diff:
     if not common:
         held = " and ".join(f"{run.path} holds steps {_span(run.steps)}" for run in (a, b))
         raise ValueError(f"there is no step that both runs have taken: {held}")
-    lines = [*_settings(a, b), *_alone(a, b)]
+    lines = [*_settings(a, b), *_alone(a, b), *_evaluated_alone(common, a, b)]
     for step in common:
         found = [*_digests(step, a, b), *_metrics(step, a, b)]
         if found:
@@ -98,6 +99,19 @@ def _alone(a: _Run, b: _Run) -> Iterator[str]:
             yield f"{run.path} alone has steps {_span(left)}"
 
 
+def _evaluated_alone(common: Sequence[int], a: _Run, b: _Run) -> Iterator[str]:
+    for run, other in ((a, b), (b, a)):
+        both = [step for step in common if step in run.metrics and step in other.metrics]
+        if left := {
+            step for step in both if _is_evaluated(run.metrics[step]) and not _is_evaluated(other.metrics[step])
+        }:
+            yield f"{run.path} alone was evaluated in steps {_span(left)}"
+
+
+def _is_evaluated(line: Mapping[str, Any]) -> bool:
+    return any(name.startswith(_EVALUATED) for name in line)
+
+
 def _digests(step: int, a: _Run, b: _Run) -> Iterator[str]:
     """What differs in the batch of a step and in the state after it, the earliest stage first."""
     one, other = a.digests.get(step), b.digests.get(step)
@@ -124,11 +138,12 @@ def _maker(leaf: str) -> str:
 
 
 def _metrics(step: int, a: _Run, b: _Run) -> Iterator[str]:
-    """The metrics of a step that differ, the furthest apart first."""
+    """The metrics of a step that differ, the furthest apart first; those of an evaluation if both runs made it."""
     one, other = a.metrics.get(step), b.metrics.get(step)
     if one is None or other is None:
         return
-    names = [name for name in {**one, **other} if not name.startswith(_UNLIKE) and name != "step"]
+    left_out = _UNLIKE if _is_evaluated(one) == _is_evaluated(other) else (*_UNLIKE, *_EVALUATED)
+    names = [name for name in {**one, **other} if not name.startswith(left_out) and name != "step"]
     unlike = [name for name in names if one.get(name, "nothing") != other.get(name, "nothing")]
     unlike.sort(key=lambda name: -_apart(one.get(name), other.get(name)))
     if unlike:

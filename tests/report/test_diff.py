@@ -92,6 +92,20 @@ def test_metrics_that_differ_are_named_the_furthest_apart_first(first, tmp_path)
     assert "loss None and nothing" in diff(first, written(tmp_path / "less", {1: other[1]})).lines[-1]
 
 
+def test_an_evaluation_that_one_run_alone_made_is_no_difference(first, tmp_path):
+    other = steps(5)
+    other[2]["metrics"] |= {"val-core/x/reward/mean@1": 0.5, "critic/true/r2": 0.5}
+    found = diff(first, written(tmp_path / "other", other))
+    assert not found.differs
+    assert found.lines[0] == f"{tmp_path / 'other'} alone was evaluated in steps 2"
+    other[3]["metrics"]["loss"] = 1.0
+    later = written(tmp_path / "later", other)
+    assert "the first step to differ is 3 (equal in steps 0 to 2)" in diff(first, later).lines
+    other[2]["metrics"]["val-core/x/reward/mean@1"] = 0.25
+    found = diff(later, written(tmp_path / "both", other))
+    assert found.lines[-1] == "  1 of 4 metrics differ, as val-core/x/reward/mean@1 0.5 and 0.25"
+
+
 def test_what_is_no_run_is_refused(first, tmp_path):
     with pytest.raises(ValueError, match=r"holds no metrics\.jsonl and no digests\.jsonl"):
         diff(first, tmp_path)
