@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from fppo._errors import nearest
 from fppo.settings import files
 from fppo.settings.fields import at_least, nonempty, setting, wrong_values
 from fppo.settings.train import TrainSettings
@@ -85,7 +86,9 @@ def _read(word: str) -> Any:
 def changed(settings: TrainSettings, variant: Variant, seed: int, directory: str) -> TrainSettings:
     """The settings of one run of a variant. Raises SettingsError for paths and values that there are not."""
     known, own = files.paths(), ("seed", "output_dir")
-    wrong = [f"{path} = {x!r}: there is no such setting" for path, x in variant.changes.items() if path not in known]
+    unknown = {path: value for path, value in variant.changes.items() if path not in known}
+    hints = {path: f"; did you mean {near}?" for path in unknown if (near := nearest(path, known))}
+    wrong = [f"{path} = {value!r}: there is no such setting{hints.get(path, '')}" for path, value in unknown.items()]
     wrong += [f"{path}: fppo compare sets it; give --seeds and --out" for path in variant.changes if path in own]
     if wrong:
         raise files.SettingsError(wrong, where=f"--vary {variant.name}")

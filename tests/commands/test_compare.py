@@ -117,7 +117,7 @@ def test_all_that_is_wrong_with_any_variant_is_named_before_any_run(task, monkey
         (["--vary", "critic.loss"], "'critic.loss' is not of that form: write section.setting=VALUE,VALUE"),
         (["--seeds", "2"], "--vary (): is not set; write section.setting=VALUE,VALUE"),
         (["--vary", "seed=1,2"], "seed: fppo compare sets it; give --seeds and --out"),
-        (["--vary", "critic.los=mse"], "critic.los = 'mse': there is no such setting"),
+        (["--vary", "critic.los=mse"], "critic.los = 'mse': there is no such setting; did you mean critic.loss?"),
         (["--vary", "critic.loss=mse,mae"], "critic.loss = 'mae': must be one of"),
         (["--vary", "critic.loss=mse+critic.bins=3"], "critic.loss=mse+critic.bins=3: critic.bins = 3: nothing reads"),
     ):
