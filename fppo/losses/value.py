@@ -153,7 +153,6 @@ class ValueHead:
     loss_fn: Callable[..., tuple[Tensor, Metrics]] = value_loss
 
 
-PLAIN_HEAD = ValueHead()
 VALUE_LOSSES = ("mse", "huber", "hl_gauss", "two_hot", "quantile")
 
 
