@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fppo import losses
 from fppo.batch import Experience
 from fppo.key import Key
 from fppo.losses.value import first_output
@@ -19,13 +17,11 @@ from fppo.shapes import Mask, Tokens
 from fppo.steps.critic import ValueLossFn
 from fppo.steps.loop import Loop
 from fppo.steps.optimizers import Optimizer
-from fppo.steps.perceptron import init_perceptron, perceptron, update_perceptron
+from fppo.steps.perceptron import UNCLIPPED, init_perceptron, perceptron, update_perceptron
 from fppo.steps.train_state import TrainState
 from fppo_kernels.shapes import Float
 
 SIGNS = 8  # numbers that the critic reads before each token
-
-UNCLIPPED = partial(losses.value_loss, clip=None)
 
 
 def init_confidence(key: Key, *, width: int = 64, outputs: int = 1, members: int = 1) -> Params:
@@ -79,10 +75,10 @@ def update_confidence(
 ) -> tuple[TrainState, Metrics]:
     """The critic after `loop.epochs` passes over `batch`, with a value loss as in `update_critic`.
 
-    All ranks hold all rows and compute the same. Raises ValueError for a batch without values or entropies.
+    Raises ValueError for a batch without entropies; see `update_perceptron` for the rest.
     """
-    if batch.values is None or batch.entropy is None:
-        raise ValueError("update_confidence needs values and entropies in the batch: annotate it first")
+    if batch.entropy is None:
+        raise ValueError("update_confidence needs entropies in the batch: annotate it first")
     seen = signs(batch.old_log_probs, batch.entropy, batch.response_mask)  # the same in all epochs
     return update_perceptron(
         state, batch, seen, loop=loop, optimizer=optimizer, loss_fn=loss_fn, key=key, donate=donate

@@ -69,8 +69,18 @@ def value_objective(
     mask, wanted = rows.response_mask, ("values",) if forward.model.outputs == 1 else ("values", "outputs")
     out = forward_micro_batch(params, rows, forward=forward, outputs=wanted)
     assert out.values is not None
-    loss, report = loss_fn(out.values if out.outputs is None else out.outputs, rows.values, rows.returns, mask)
+    given = out.values if out.outputs is None else out.outputs
+    total, report = weighted_value_loss(given, rows.values, rows.returns, mask, weights, loss_fn=loss_fn)
+    return total, report | {"critic/vpred_mean": metrics.masked_mean(out.values, mask)}
+
+
+def weighted_value_loss(
+    outputs: Tensor, values: Tensor, returns: Tensor, mask: Tensor, weights: Tensor, *, loss_fn: ValueLossFn
+) -> tuple[Tensor, Metrics]:
+    """The sum of weight times loss, 0-d, of a critic's `outputs`, [B, T] or [B, T, K]; and its metrics. The rest is
+    [B, T]. Raises ValueError for a loss of another shape."""
+    loss, report = loss_fn(outputs, values, returns, mask)
     if loss.shape != mask.shape:
         raise ValueError(f"the value loss is {list(loss.shape)}, expected [B, T] = {list(mask.shape)}: sum nothing")
     total, sums = weighted_sum({"critic/vf_loss": loss}, weights)
-    return total, report | {"critic/vpred_mean": metrics.masked_mean(out.values, mask)} | sums
+    return total, report | sums

@@ -12,11 +12,10 @@ from fppo.losses.value import first_output
 from fppo.metrics import Metrics
 from fppo.models.model import Params
 from fppo.shapes import Mask, Outputs
-from fppo.steps.confidence import UNCLIPPED
 from fppo.steps.critic import ValueLossFn
 from fppo.steps.loop import Loop
 from fppo.steps.optimizers import Optimizer
-from fppo.steps.perceptron import init_perceptron, perceptron, update_perceptron
+from fppo.steps.perceptron import UNCLIPPED, init_perceptron, perceptron, update_perceptron
 from fppo.steps.train_state import TrainState
 from fppo_kernels.shapes import Float
 
@@ -52,11 +51,11 @@ def update_hidden(
 ) -> tuple[TrainState, Metrics]:
     """The critic after `loop.epochs` passes over the states in `batch`, with a value loss as in `update_critic`.
 
-    The states are those of the policy that sampled; no gradient goes to it. All ranks hold all rows and compute the
-    same. Raises ValueError for a batch without values or states.
+    The states are those of the policy that sampled; no gradient goes to it. Raises ValueError for a batch without
+    states; see `update_perceptron` for the rest.
     """
-    if batch.values is None or batch.hidden is None:
-        raise ValueError("update_hidden needs values and hidden states in the batch: annotate it first")
+    if batch.hidden is None:
+        raise ValueError("update_hidden needs hidden states in the batch: annotate it first")
     seen = batch.hidden.where(batch.response_mask[..., None], 0.0)
     return update_perceptron(
         state, batch, seen, loop=loop, optimizer=optimizer, loss_fn=loss_fn, key=key, donate=donate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,13 +19,15 @@ from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.models.model import Params
-from fppo.steps.critic import ValueLossFn
-from fppo.steps.loop import Loop, weighted_sum
+from fppo.steps.critic import ValueLossFn, weighted_value_loss
+from fppo.steps.loop import Loop
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.ranks import mini_batches
 from fppo.steps.train_state import TrainState, optimizer_step
 from fppo_kernels.padding import sent
 from fppo_kernels.shapes import Float, Int
+
+UNCLIPPED = partial(losses.value_loss, clip=None)
 
 
 def init_perceptron(key: Key, inputs: int, *, width: int, outputs: int, members: int = 1) -> Params:
@@ -73,7 +76,7 @@ def update_perceptron(
 ) -> tuple[TrainState, Metrics]:
     """The critic after `loop.epochs` passes over `batch`, of which it reads `seen` [B, T, F], with a value loss as in
     `update_critic`. Of an ensemble each member learns from its own rows (`member_of`). All ranks hold all rows and
-    compute the same. Raises ValueError for a batch without values.
+    compute the same. Raises ValueError for a batch without values, and for a loss of another shape than [B, T].
     """
     if batch.values is None:
         raise ValueError("the update of a critic needs values in the batch: annotate it first")
@@ -105,10 +108,9 @@ def _objective(params: Params, rows: _Rows, *, loop: Loop, loss_fn: ValueLossFn)
     outputs, mask = perceptron(params, rows.seen), rows.mask
     if outputs.dim() == 4:
         outputs = outputs[rows.member, torch.arange(len(mask), device=mask.device)]
-    loss, report = loss_fn(outputs[..., 0] if outputs.shape[-1] == 1 else outputs, rows.values, rows.returns, mask)
+    outputs = outputs[..., 0] if outputs.shape[-1] == 1 else outputs
     weights = losses.loss_weights(mask, loop.weight_mode, totals=losses.count_totals(mask), horizon=loop.horizon)
-    total, sums = weighted_sum({"critic/vf_loss": loss}, weights)
-    return total, report | sums
+    return weighted_value_loss(outputs, rows.values, rows.returns, mask, weights, loss_fn=loss_fn)
 
 
 _gradient = value_and_grad(_objective, has_aux=True)

@@ -109,7 +109,7 @@ def test_what_was_not_annotated_is_refused():
     params, batch = task()
     optimizer = adamw(schedule("constant", 0.01, total_steps=9))
     loop = Loop(mini_batch_size=6, micro_batching=MicroBatching(size=6))
-    with pytest.raises(ValueError, match="needs values and entropies"):
+    with pytest.raises(ValueError, match="needs entropies"):
         update_confidence(
             init_state(params, optimizer), attrs.evolve(batch, entropy=None), loop=loop, optimizer=optimizer
         )

@@ -1,5 +1,7 @@
 """A critic of the policy's hidden states reads what its head reads, and is a step down its loss."""
 
+from functools import partial
+
 import attrs
 import pytest
 import torch
@@ -64,8 +66,13 @@ def test_what_was_not_annotated_is_refused():
     params, batch = task()
     optimizer = adamw(schedule("constant", 0.01, total_steps=9))
     loop = Loop(mini_batch_size=6, micro_batching=MicroBatching(size=6))
-    with pytest.raises(ValueError, match="needs values and hidden states"):
-        update_hidden(init_state(params, optimizer), attrs.evolve(batch, hidden=None), loop=loop, optimizer=optimizer)
+    update = partial(update_hidden, init_state(params, optimizer), loop=loop, optimizer=optimizer)
+    with pytest.raises(ValueError, match="needs hidden states"):
+        update(attrs.evolve(batch, hidden=None))
+    with pytest.raises(ValueError, match="needs values in the batch"):
+        update(attrs.evolve(batch, values=None))
+    with pytest.raises(ValueError, match=r"the value loss is \[\], expected \[B, T\]"):
+        update(batch, loss_fn=lambda values, old, returns, mask: ((values - returns).square().mean(), {}))
 
 
 def test_members_of_an_ensemble_learn_from_their_own_prompts_alone():
