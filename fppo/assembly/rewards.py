@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from fppo import data, models, rewards
+from fppo.assembly.engines import vllm_engine
 from fppo.assembly.parts import (
     check_kernels,
     check_mesh,
@@ -23,7 +24,6 @@ from fppo.assembly.parts import (
     mesh_at,
     offload_of,
     on_device,
-    vllm_engine,
 )
 from fppo.assembly.texts import (
     config_of,

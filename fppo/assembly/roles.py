@@ -13,11 +13,11 @@ from transformers.utils import logging as transformers_logging
 
 from fppo import tree
 from fppo.assembly.adapters import adapted_actor, adapted_critic, base_of_role, policy_model
+from fppo.assembly.engines import embedded_engine, vllm_engine
 from fppo.assembly.optimizers import optimizer_for
 from fppo.assembly.parts import (
     Offload,
     Role,
-    embedded_engine,
     forward_micro_batching_of,
     kernels_of,
     load_actor,
@@ -25,7 +25,6 @@ from fppo.assembly.parts import (
     offload_of,
     on_device,
     value_head_of,
-    vllm_engine,
 )
 from fppo.assembly.program import actor_update, critic_update
 from fppo.assembly.texts import load_tokenizer

@@ -16,9 +16,10 @@ from fppo import data, rewards
 from fppo.assembly.adapters import base_of_role, bases_of, policy_model, shape_of
 from fppo.assembly.announce import input_lines, model_lines
 from fppo.assembly.answers import right_answers
+from fppo.assembly.engines import engine_of
 from fppo.assembly.inputs import EvalInputs, Inputs, read_eval_inputs, read_inputs
 from fppo.assembly.machine import resolved
-from fppo.assembly.parts import engine_of, offload_of
+from fppo.assembly.parts import offload_of
 from fppo.assembly.placed import Placed
 from fppo.assembly.pools import engine_pool, home_of
 from fppo.assembly.program import Resources, along_of, pretrain_of, program_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fppo import models, tree
-from fppo.assembly import optimizers, parts
+from fppo.assembly import engines, optimizers, parts
 from fppo.assembly import program as programs
 from fppo.assembly import rewards as loading_rewards
 from fppo.assembly.parts import bare_model, check_kernels
@@ -57,7 +57,7 @@ def test_what_takes_no_weights_to_know_is_named_at_once_before_they_are_read(tmp
 def test_the_embedded_engine_is_held_against_transformers_before_a_run(tmp_path, monkeypatch):
     tiny_run.write_task(tmp_path)
     checked = []
-    monkeypatch.setattr(parts, "check_engine", lambda model: checked.append(model.config.model_type))
+    monkeypatch.setattr(engines, "check_engine", lambda model: checked.append(model.config.model_type))
     with assemble(tiny_run.settings(tmp_path)):
         assert checked == ["qwen2"]
 
