@@ -102,15 +102,8 @@ def _save_others(
 
 def _check(model: Model, params: Params, mesh: Mesh) -> None:
     """Raises ValueError if the parameters are not this rank's of the model."""
-
-    def own_shape(shape: torch.Size) -> tuple[int, ...]:
-        if not mesh.sharded:
-            return tuple(shape)
-        start, stop = fsdp.bounds(shape[0], mesh["shard"])
-        return (stop - start, *shape[1:])
-
     misfits = sorted(set(params) ^ set(model.shapes))
-    misfits = misfits or [n for n, x in params.items() if tuple(x.shape) != own_shape(model.shapes[n])]
+    misfits = misfits or [n for n, x in params.items() if tuple(x.shape) != fsdp.shard_shape(model.shapes[n], mesh)]
     if misfits:
         raise ValueError(f"cannot save: parameters that are missing, unknown or of another shape: {misfits}")
 

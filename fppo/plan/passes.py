@@ -164,10 +164,10 @@ def run_stage(case: Case, name: str, *, own: Sequence[int] | None = None, built:
     model = (built or Built()).placed(case, STAGES[name], mesh, own)
     with FakeTensorMode(allow_non_fake_inputs=True):
         if (frozen := model.frozen) is not None:
-            kept = base_of(case, model, {n: shard_shape(x, mesh) for n, x in frozen.shapes.items()})
+            kept = base_of(case, model, {n: fsdp.shard_shape(x, mesh) for n, x in frozen.shapes.items()})
             tracker.hold(x for weight in kept.values() for x in tensors_of(weight))
             model = attrs.evolve(model, frozen=attrs.evolve(frozen, params=kept))
-        params = {n: torch.empty(shard_shape(shape, mesh), dtype=case.dtype) for n, shape in model.shapes.items()}
+        params = {n: torch.empty(fsdp.shard_shape(shape, mesh), dtype=case.dtype) for n, shape in model.shapes.items()}
     forward = Forward(model, kernels=kernels_of(case, tracker), mesh=mesh)
     stage = stage_of(case, name, batch, forward=forward, began=tracker.began)
     return tracked(case, tracker, stage, init_state(params, optimizer_of(case)), batch)
@@ -201,14 +201,6 @@ def tracked(
         result = stage(state)
     del result
     return tracker.phases()
-
-
-def shard_shape(shape: torch.Size, mesh: Mesh) -> tuple[int, ...]:
-    """What a rank keeps of a tensor of that shape."""
-    if not mesh.sharded:
-        return tuple(shape)
-    start, stop = fsdp.bounds(shape[0], mesh["shard"])
-    return (stop - start, *shape[1:])
 
 
 def mesh_of(case: Case, sent: Sent) -> Mesh:

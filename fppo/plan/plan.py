@@ -21,6 +21,7 @@ from fppo.plan.estimate import Seconds, Wire, seconds_of, wires
 from fppo.plan.hardware import overhead
 from fppo.plan.piped import SHORT, piped
 from fppo.plan.values import Phase, peak_of
+from fppo.runtime import fsdp
 
 TRANSIENT = (GRADIENTS, GATHERED, ACTIVATIONS, LOGITS)
 OUTSIDE = "outside of tensors"
@@ -194,7 +195,7 @@ def _every_shape(case: Case, name: str, built: Built) -> dict[str, tuple[int, ..
     mesh = passes.mesh_of(case, lambda *_: None)
     layout = built.layout(case, name, mesh)
     shapes = built.model(case, name).all_shapes if layout is None else layout.shapes
-    return {name: passes.shard_shape(shape, mesh) for name, shape in shapes.items()}
+    return {name: fsdp.shard_shape(shape, mesh) for name, shape in shapes.items()}
 
 
 def _peak_flops(case: Case) -> float:

@@ -29,6 +29,14 @@ def bounds(rows: int, axis: Axis) -> tuple[int, int]:
     return min(axis.rank * size, rows), min((axis.rank + 1) * size, rows)
 
 
+def shard_shape(shape: torch.Size, mesh: Mesh) -> tuple[int, ...]:
+    """That of this rank's shard of a tensor of this shape; the shape itself if not `mesh.sharded`."""
+    if not mesh.sharded:
+        return tuple(shape)
+    start, stop = bounds(shape[0], mesh["shard"])
+    return (stop - start, *shape[1:])
+
+
 def shard(params: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
     """This rank's shards of whole parameters, in memory of their own; the parameters themselves if not `mesh.sharded`.
 
