@@ -17,7 +17,12 @@ class InOrder:
         own = object()
         with self._changed:
             self._there.append(own)
-            self._changed.wait_for(lambda: self._there[0] is own)
+            try:
+                self._changed.wait_for(lambda: self._there[0] is own)
+            except BaseException:  # an interrupt from the keyboard: nobody is to wait for this thread
+                self._there.remove(own)
+                self._changed.notify_all()
+                raise
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
