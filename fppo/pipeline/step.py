@@ -88,7 +88,8 @@ def _ages(scored: Scored, version: int) -> Metrics:
         return ages
     counts = torch.bincount(lag[mask]).tolist()
     tokens = {f"rollout/lag/tokens/{age}": metrics.total(count) for age, count in enumerate(counts)}
-    return ages | tokens | {"rollout/oldest_version": metrics.masked_min(versions, mask)}
+    oldest = version - metrics.masked_max(lag, mask).value
+    return ages | tokens | {"rollout/oldest_version": metrics.Min(oldest)}
 
 
 def _check_updates(role: str, before: int, after: RunState, report: Metrics) -> None:

@@ -312,7 +312,7 @@ def _interrupted(assembly, lag, count):
         return [next(steps) for _ in range(count)]
 
 
-@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("lag", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_update_gets_into_what_is_generated_meanwhile(assembly, lag):
     done = _interrupted(assembly, lag, 4)
     states = [assembly.run, *(run for run, _, _ in done)]
@@ -334,6 +334,27 @@ def test_an_update_gets_into_what_is_generated_meanwhile(assembly, lag):
             own = mask & (named == version)
             torch.testing.assert_close(experience.rollout_log_probs[own], out.log_probs[own], rtol=0, atol=1e-5)
     assert not any(run.ahead for run, _, _ in done)  # it is under way, and no step has waited for it
+
+
+def test_what_nobody_wants_any_more_ends_where_it_looks_for_newer_weights(assembly):
+    ended, calls = [], []
+
+    def rollout(*args, newer, **others):
+        calls.append(1)
+        try:
+            for _ in range(10_000 if len(calls) > 1 else 0):
+                newer()
+                time.sleep(0.001)
+        except Exception:
+            ended.append(True)
+            raise
+        return assembly.program.rollout(*args, **others)
+
+    program = attrs.evolve(assembly.program, rollout=rollout, interrupts=True)
+    steps = iterate(assembly.run, program=program, draw=assembly.draw, ahead=1)
+    with contextlib.closing(steps):
+        next(steps)
+    assert ended
 
 
 def test_what_is_interrupted_needs_batches_ahead(assembly):

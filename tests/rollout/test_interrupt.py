@@ -9,6 +9,7 @@ import attrs
 import pytest
 import torch
 
+from fppo import batch as batches
 from fppo import tree
 from fppo.data.stops import StopTexts
 from fppo.key import Key
@@ -74,6 +75,30 @@ def test_without_newer_weights_it_is_the_engines_own_rollout(every):
     assert len(reports[1]) == 12
     plain = interruptible(engine, every).generate(params, ask(newer=None))
     assert tree.digest(plain) == tree.digest(whole)
+
+
+def test_a_text_that_begins_in_one_piece_and_ends_in_the_next_ends_a_response():
+    model, (params,) = policies(1)
+    first = attrs.evolve(ask(), prompts=batches.rows(ask().prompts, [2]), limits=None, newer=None)
+    engine, plain = engine_of(model), attrs.evolve(SAMPLING, n=1, stop_texts=None, stop_token_ids=())
+    whole = engine.generate(params, attrs.evolve(first, sampling=plain))
+    letters = bytes(TEXTS.piece(token)[0] for token in whole.tokens[0, -9:].tolist())
+    asked = attrs.evolve(first, sampling=attrs.evolve(plain, stop_texts=attrs.evolve(TEXTS, texts=(letters[2:5],))))
+    assert letters.find(letters[2:5]) == 2
+    reports, calls = [], []
+
+    class Counted:
+        def generate(self, params, ask):
+            calls.append(ask.offset)
+            return engine.generate(params, ask)
+
+    for newer, every in ((None, 4), (lambda: None, 4), (lambda: None, 2)):
+        said = attrs.evolve(asked, newer=newer, on_finished=lambda *what: reports.append(what))
+        rollout = interruptible(Counted(), every).generate(params, said)
+        assert (rollout.response_mask.shape, list(rollout.finish)) == ((1, 5), ["stop"])
+        assert rollout.tokens[0, -5:].tolist() == whole.tokens[0, -9:-4].tolist()
+    assert reports == reports[:1] * 3
+    assert calls == [0, 0, 4, 0, 2, 4]
 
 
 @pytest.mark.parametrize("every", [1, 2])

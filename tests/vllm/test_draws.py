@@ -59,9 +59,10 @@ def expected(logits, rows, position=0):
 )
 def test_draws_are_those_of_the_row_wherever_it_stands(change, rows):
     logits = torch.randn(len(rows), 61, generator=torch.Generator().manual_seed(1))
-    processor, _ = processor_of(0, 1, 2, 3)
-    update(processor, size=len(rows), **change)
-    assert chosen(processor, logits) == expected(logits, rows)
+    for offset in (0, 5):
+        processor, _ = processor_of(0, 1, 2, 3, offset=offset)
+        update(processor, size=len(rows), **change)
+        assert chosen(processor, logits) == expected(logits, rows, offset)
 
 
 def test_rows_that_are_not_of_the_rollout_are_left_alone():
