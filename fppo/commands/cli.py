@@ -45,15 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     show = TRACEBACK in words
     words = [word for word in words if word != TRACEBACK]
-    if not words or words[0] in ("-h", "--help"):
-        print(usage())
-        return 0 if words else 2
-    name, *rest = words
-    if name not in COMMANDS:
+    name, *rest = words or [""]
+    asked = not name or name in ("-h", "--help")
+    if not asked and name not in COMMANDS:
         print(f"fppo: there is no command {name!r}; {did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        status = COMMANDS[name](rest) or 0
+        status = _print_usage(bool(name)) if asked else COMMANDS[name](rest) or 0
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -95,6 +93,12 @@ def _is_for_the_user(error: Exception) -> bool:
     from fppo.runtime.failure import PeerError
 
     return isinstance(error, CheckpointError | PeerError | EngineFailure | GroupDied | SyncError)
+
+
+def _print_usage(wanted: bool) -> int:
+    """Prints what commands there are; 2 where no one `wanted` to know, but gave none."""
+    print(usage())
+    return 0 if wanted else 2
 
 
 def usage() -> str:

@@ -168,7 +168,7 @@ def test_a_report_is_written(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["train", "--help"], pytest.param(["plan", "--model", "quickstart"], marks=pytest.mark.slow)],
+    [["--help"], ["train", "--help"], pytest.param(["plan", "--model", "quickstart"], marks=pytest.mark.slow)],
     ids=" ".join,
 )
 def test_a_reader_that_has_gone_is_no_error(arguments):
