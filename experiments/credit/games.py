@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fppo.rollout.turns.games import Chance, End, Game, Node, Turn
 
+
+class Opponent(NamedTuple):
+    """How often Kuhn's second player bets after a check, and calls a bet, by its card."""
+
+    bets: Mapping[str, float]
+    calls: Mapping[str, float]
+
+
 CARDS = "JQK"
-# how often the second player of an equilibrium bets after a check, and calls a bet (Kuhn, 1950)
-BETS, CALLS = {"J": 1 / 3, "Q": 0.0, "K": 1.0}, {"J": 0.0, "Q": 1 / 3, "K": 1.0}
+EQUILIBRIUM = Opponent({"J": 1 / 3, "Q": 0.0, "K": 1.0}, {"J": 0.0, "Q": 1 / 3, "K": 1.0})  # Kuhn, 1950
+LOOSE = Opponent({"J": 0.0, "Q": 0.0, "K": 1.0}, {"J": 0.5, "Q": 1.0, "K": 1.0})  # calls too often, and never bluffs
 GAINS = {"bc": 1, "cbc": -1}  # of hands in which one folds
 SIZE, SLIDE = 3, 0.25  # fields in each direction, and how often a step goes one further
 
@@ -25,33 +34,45 @@ class Hand(NamedTuple):
     shown: str = ""
 
 
-def kuhn(state: str | Hand, *, hands: int = 1) -> Node:
-    """Kuhn's poker in some hands, the policy first, against an opponent that plays an equilibrium.
+def kuhn(state: str | Hand, *, hands: int = 1, opponent: Opponent = EQUILIBRIUM) -> Node:
+    """Kuhn's poker in some hands, the policy first.
 
-    The prompt is the policy's card. It says b to bet or call and c to check or fold, and sees the opponent's last move,
-    its card if both have shown theirs, and its own next one. The score is from 0, all lost, to 1.
+    The prompt is the policy's card, and ?. It says b to bet or call and c to check or fold, and sees the opponent's
+    last move, its card if both have shown theirs, its own next one, and ?. The score is from 0, all lost, to 1.
     """
-    hand = Hand(hands, 0, state) if isinstance(state, str) else state
+    hand = Hand(hands, 0, state[0]) if isinstance(state, str) else state
     if not hand.other:
         return Chance([(1 / 2, hand._replace(other=card)) for card in CARDS if card != hand.own])
     if hand.said in ("c", "b"):
-        p = (BETS if hand.said == "c" else CALLS)[hand.other]
+        p = (opponent.bets if hand.said == "c" else opponent.calls)[hand.other]
         return Chance([(p, hand._replace(said=hand.said + "b")), (1 - p, hand._replace(said=hand.said + "c"))])
     if hand.said in ("", "cb"):
         moves = {move: hand._replace(said=hand.said + move) for move in "bc"}
-        return Turn("b" if hand.said else hand.shown, moves)
+        return Turn("b?" if hand.said else hand.shown, moves)
     stake = 2 if hand.said.endswith("bb") else 1
     higher = CARDS.index(hand.own) > CARDS.index(hand.other)
     won = hand.won + GAINS.get(hand.said, stake if higher else -stake)
     if hand.left == 1:
         return End(won / (4 * hands) + 1 / 2)
     seen = (hand.said[1] if len(hand.said) == 2 else "") + (hand.other if hand.said not in GAINS else "")
-    return Chance([(1 / 3, Hand(hand.left - 1, won, card, shown=seen + card)) for card in CARDS])
+    return Chance([(1 / 3, Hand(hand.left - 1, won, card, shown=f"{seen}{card}?")) for card in CARDS])
 
 
-def poker(hands: int) -> Game:
+def poker(hands: int, opponent: Opponent = EQUILIBRIUM) -> Game:
     """A session of Kuhn's poker."""
-    return Game(partial(kuhn, hands=hands), draws=3 * hands - 1)
+    return Game(partial(kuhn, hands=hands, opponent=opponent), draws=3 * hands - 1)
+
+
+def at_random(opening: str, draws: Sequence[float], *, node: Callable[[Any], Node]) -> str:
+    """A response to the opening, with what is shown in it, in which every action is drawn."""
+    left, said, now = iter(draws), "", node(opening)
+    while not isinstance(now, End):
+        if isinstance(now, Chance):
+            now = node(now.at(next(left)))
+        else:
+            action = [*now.actions][int(len(now.actions) * next(left))]
+            said, now = said + now.shown + action, node(now.actions[action])
+    return said
 
 
 class Walker(NamedTuple):
@@ -84,5 +105,5 @@ def _moved(walker: Walker, fields: int) -> Walker:
     return walker._replace(x=x, y=y, left=walker.left - 1, step="")
 
 
-KUHN = poker(2)
+KUHN = poker(1)
 ICE = Game(partial(ice, steps=2), draws=2)

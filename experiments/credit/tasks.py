@@ -1,4 +1,4 @@
-"""Tasks whose reward comes at the end: ten sums, a walk on a grid, and a session of bets."""
+"""Tasks whose reward comes at the end: ten sums, a walk on a grid, and sessions of bets and of poker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 import attrs
-from credit import bets
+from credit import bets, games
+from credit.seat import seat
 
 from fppo.rollout.engine import Engine
 
@@ -23,7 +24,7 @@ class Task:
     make: Callable[[Sequence[float]], str]  # an example: what the score knows of it
     ask: Callable[[str], str] = str  # the prompt of an example
     demonstrate: Callable[[str, Sequence[float]], str]  # a flawed response, of as many draws
-    score: Callable[[str, str], float]  # of an example and a response, from 0 to 1
+    score: Callable[[Any, str], float]  # of an example, or what the engine made of it, and a response, from 0 to 1
     engine: Callable[[Engine, Any], Engine] = lambda engine, tokenizer: engine  # around the one that samples tokens
     warm_rate: float = 2e-3
     warm_up: int  # steps of imitation that it takes to be right now and then
@@ -136,4 +137,29 @@ REPLAYED = attrs.evolve(
     methods=("mse", "grpo", "rloo"),
     rates={"mse": 1e-2, "grpo": 3e-3, "rloo": 3e-3},
 )
-TASKS = {"chain": CHAIN, "walk": WALK, "bets": BETS, "bets, the same cards for a group": REPLAYED}
+HANDS = 4
+POKER = games.poker(HANDS, games.LOOSE)
+KUHN = Task(
+    characters=games.CARDS + "bc?",
+    tokens=7 * HANDS,
+    draws=5 * HANDS,
+    make=lambda draws: games.CARDS[int(3 * draws[0])] + "?",
+    demonstrate=partial(games.at_random, node=POKER.node),
+    score=lambda episode, said: POKER.end(episode, "stop"),
+    engine=partial(seat, game=POKER, actions="bc", turns=2 * HANDS),
+    warm_up=160,
+    warm_rate=1e-2,
+    width=32,
+    layers=1,
+    batch=64,
+    steps=48,
+    window=5,
+    rates=dict.fromkeys(LONG, 3e-4),
+    critic_rate=3e-3,
+    critic_epochs=8,
+    critic_cuts=1,
+    critic_first=2,
+    lam=0.5,
+    goal=0.53,
+)
+TASKS = {"chain": CHAIN, "walk": WALK, "bets": BETS, "bets, the same cards for a group": REPLAYED, "kuhn": KUHN}

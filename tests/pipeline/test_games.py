@@ -160,8 +160,8 @@ def every_response(game, opening, tokenizer, policy, sampling, turn_tokens, gamm
 
 CASES = {
     "hidden": (Game(say_or_stop, draws=2), "x", "abcx", None, {"turn_tokens": 3}),
-    "poker": (games.poker(1), "Q", "JQKbc", "bc", {"turn_tokens": 1}),
-    "two hands": (games.poker(2), "Q", "JQKbc", "bc", {"turn_tokens": 1}),
+    "poker": (games.poker(1), "Q?", "JQKbc?", "bc", {"turn_tokens": 1}),
+    "two hands": (games.poker(2), "Q?", "JQKbc?", "bc", {"turn_tokens": 1}),
     "ice": (games.ICE, "0021", "012LRUD", "LRUD", {"turn_tokens": 1}),
 }
 
@@ -223,7 +223,7 @@ class Equilibrium(Policy):
     """Kuhn's first player: bluffs with a third of the jacks, and always bets the king."""
 
     def __call__(self, prefix):
-        card, answer = TOKENIZER.decode(prefix)[0], len(prefix) > 1
+        card, answer = TOKENIZER.decode(prefix)[0], len(prefix) > 2
         bets = {"J": 0.0, "Q": 2 / 3, "K": 1.0}[card] if answer else {"J": 1 / 3, "Q": 0.0, "K": 1.0}[card]
         probs = {"b": bets, "c": 1 - bets}
         return torch.tensor(
@@ -231,14 +231,14 @@ class Equilibrium(Policy):
         ).log()
 
 
-TOKENIZER = character_tokenizer("JQKbc")
+TOKENIZER = character_tokenizer("JQKbc?")
 
 
 def test_the_value_of_kuhns_poker_is_known():
-    stops = Sampling(max_tokens=3, stop_token_ids=(END,), stop_texts=stop_texts(TOKENIZER, "bc"))
+    stops = Sampling(max_tokens=4, stop_token_ids=(END,), stop_texts=stop_texts(TOKENIZER, "bc"))
     ways = Ways(played(games.poker(1), TOKENIZER, stops))
     for card in games.CARDS:
-        ways.add(tuple(TOKENIZER.encode(card)), card)
+        ways.add(tuple(TOKENIZER.encode(f"{card}?")), f"{card}?")
     log_probs = Equilibrium(len(TOKENIZER)).outputs(ways.rows(torch.device("cpu"))).log_probs
     values, _ = advantages.game_values(log_probs[ways.row, ways.column].exp(), ways.tree())
     roots = [values[i] for path, i in ways._places.items() if not path.said]
@@ -279,13 +279,13 @@ def run_of(directory, **changes):
     model = small_model(len(TOKENIZER), width=16, layers=1)
     models.save(model, models.init_params(model, Key(0)), directory / "start", tokenizer=TOKENIZER)
     for name in ("train", "test"):
-        lines = [json.dumps({"prompt": card, "answer": ""}) for card in "JQK"]
+        lines = [json.dumps({"prompt": f"{card}?", "answer": ""}) for card in "JQK"]
         (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     given = {
         "rollout__turns__respond": "credit.games:KUHN",
         "rollout__turns__turn_tokens": 1,
         "rollout__stop": ["b", "c"],
-        "rollout__max_tokens": 9,
+        "rollout__max_tokens": 4,
         "reward__functions": ["credit.games:KUHN.score"],
         "eval__exact_values": True,
     }
@@ -297,7 +297,7 @@ def test_a_run_is_held_against_them_and_they_against_what_it_samples(tmp_path):
     with assemble(settings) as assembly:
         run, beside = assembly.run, []
         found = metrics.report(assembly.evaluate(run, keep_beside=beside.append))
-        assert found["critic/true/variance"] > 1e-4
+        assert found["critic/true/variance"] > 1e-5
         assert found["critic/true/r2"] == pytest.approx(1 - found["critic/true/mse"] / found["critic/true/variance"])
         engine, sampling = (assembly.program.rollout.keywords[name] for name in ("engine", "sampling"))
         (asked,) = data.batches(read_eval_inputs(settings, mesh=LOCAL).held_out, 3)
@@ -307,7 +307,7 @@ def test_a_run_is_held_against_them_and_they_against_what_it_samples(tmp_path):
         scores = torch.tensor(scores, dtype=torch.float64).view(3, 300)
         assert len({tuple(x[EPISODE]["draws"]) for x in rollout.extras}) == 900
         first = {line["prompt"]: line["exact_values"][0] for line in truth_lines(beside[0], TOKENIZER, 0)}
-        for truth, own in zip([first[card] for card in "JQK"], scores, strict=True):
+        for truth, own in zip([first[f"{card}?"] for card in "JQK"], scores, strict=True):
             assert abs(own.mean() - truth) < 4 * own.std() / 300**0.5
         assert scores.mean() > 0.01
         own = beside[0].rollout  # what the run says of rewards is what its reward function gives

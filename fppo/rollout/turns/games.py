@@ -24,6 +24,12 @@ class Chance(NamedTuple):
 
     outcomes: Sequence[tuple[float, State]]
 
+    def at(self, u: float) -> State:
+        """The state that a number in [0, 1) draws. Raises ValueError unless the probabilities add up to 1."""
+        outcomes = checked(self)
+        place = bisect_right(list(accumulate(p for p, _ in outcomes)), u)
+        return outcomes[min(place, len(outcomes) - 1)][1]
+
 
 class Turn(NamedTuple):
     """The policy's turn: what it is shown, and the state behind each text that it may answer."""
@@ -87,12 +93,10 @@ class Game:
     def _dealt(self, state: State, draws: Iterator[float]) -> Turn | End:
         node = self.node(state)
         while isinstance(node, Chance):
-            outcomes, u = checked(node), next(draws, None)
+            u = next(draws, None)
             if u is None:
                 raise ValueError(f"the game deals more than draws={self.draws} times: give Game(node, draws=...) more")
-            at = bisect_right(list(accumulate(p for p, _ in outcomes)), u)
-            state = outcomes[min(at, len(outcomes) - 1)][1]
-            node = self.node(state)
+            node = self.node(node.at(u))
         return node
 
     def outlook(self, states: Iterable[tuple[float, State]]) -> list[tuple[float, Turn | End]]:
