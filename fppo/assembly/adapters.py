@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 import torch
 
-from fppo.assembly.parts import as_base, bare_model, load_actor, load_critic, on_device
+from fppo.assembly.parts import bare_model, load_actor, load_critic, on_device
 from fppo.assembly.readers import reader_params
 from fppo.assembly.texts import directory_of
 from fppo.key import Key
@@ -36,19 +36,28 @@ def lora_of(settings: TrainSettings) -> Lora:
     return Lora(section.rank, section.alpha, section.targets, section.scaling)
 
 
-def adapted_actor(settings: TrainSettings, model: Model, params: Params, mesh: Mesh) -> tuple[Model, Params]:
-    """The policy that was loaded with its adapter, as the settings begin it; itself without one.
+def load_policy(settings: TrainSettings, mesh: Mesh, device: torch.device) -> tuple[Model, Params]:
+    """The policy, and on the device its parameters: with an adapter that one, as the settings begin it.
 
-    Raises ValueError for a model whose code uses weights in ways that adapters do not know.
+    Raises ValueError for a model whose code uses weights in ways that adapters do not know, and for what cannot be
+    quantised if that is asked for.
     """
+    model, params = load_actor(settings, mesh)
     if not uses_lora(settings):
-        return model, params
+        return model, on_device(params, device)
     spec = lora_of(settings)
     lora.check_adapted(model, spec)
-    model, adapter = lora.adapt(model, params, spec, key=Key(settings.seed).fold("adapter"), mesh=mesh)
+    base = on_device(_as_base(settings, model, params), device)
+    model, adapter = lora.adapt(model, base, spec, key=Key(settings.seed).fold("adapter"), mesh=mesh)
     if settings.model.lora.path is not None:
         adapter = lora_files.load(model, Path(settings.model.lora.path), mesh=mesh, like=adapter)
     return model, adapter
+
+
+def _as_base(settings: TrainSettings, model: Model, params: Params) -> Params:
+    """What adapters stand on, of a model that was loaded: quantised before it goes to a device, if that is asked."""
+    kind = settings.model.lora.base
+    return params if kind == "float" else lora.quantise(model, params, kind)
 
 
 def adapted_critic(
@@ -63,7 +72,7 @@ def adapted_critic(
         model, params = _on_base(settings, policy, key, mesh)
     else:
         model, params = load_critic(settings, key, mesh)
-        params = as_base(settings, model, params) if critic_uses_lora(settings) else params
+        params = _as_base(settings, model, params) if critic_uses_lora(settings) else params
     params = on_device(params, device)
     if not critic_uses_lora(settings):
         return model, params
@@ -102,8 +111,7 @@ def policy_model(settings: TrainSettings, mesh: Mesh, device: torch.device) -> M
     """The policy's model without parameters of its own; of an adapted one with its base, on the device."""
     if not uses_lora(settings):
         return bare_model(settings)
-    model, params = load_actor(settings, mesh)
-    return adapted_actor(settings, model, on_device(params, device), mesh)[0]
+    return load_policy(settings, mesh, device)[0]
 
 
 def base_of_role(settings: TrainSettings, role: str, model: Model | None) -> Base | None:

@@ -90,19 +90,10 @@ def bare_model(settings: TrainSettings, head: HeadKind = "lm") -> Model:
 
 def load_actor(settings: TrainSettings, mesh: Mesh) -> tuple[Model, Params]:
     """The policy: its parameters are this rank's part of them on a mesh that cuts them. What adapters stand on is in
-    the dtype that it is computed with, and quantised if that is asked for."""
+    the dtype that it is computed with."""
     kept = base_dtype(settings) if uses_lora(settings) else torch.float32
-    if uses_lora(settings) and settings.model.lora.base != "float":
-        lora.check_uncut(settings.model.lora.base, mesh)
     model, params = _loader(settings, mesh)(directory_of(settings.model.path, "model.path"), dtype=kept)
-    model = _as_set(model, settings)
-    return model, as_base(settings, model, params) if uses_lora(settings) else params
-
-
-def as_base(settings: TrainSettings, model: Model, params: Params) -> Params:
-    """What adapters stand on, of a model that was loaded: quantised if that is asked for."""
-    kind = settings.model.lora.base
-    return params if kind == "float" else models.quantise(model, params, kind)
+    return _as_set(model, settings), params
 
 
 def _as_set(model: Model, settings: TrainSettings) -> Model:

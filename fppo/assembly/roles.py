@@ -12,7 +12,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from fppo import tree
-from fppo.assembly.adapters import adapted_actor, adapted_critic, base_of_role, policy_model
+from fppo.assembly.adapters import adapted_critic, base_of_role, load_policy, policy_model
 from fppo.assembly.engines import embedded_engine, vllm_engine
 from fppo.assembly.optimizers import optimizer_for
 from fppo.assembly.parts import (
@@ -20,7 +20,6 @@ from fppo.assembly.parts import (
     Role,
     forward_micro_batching_of,
     kernels_of,
-    load_actor,
     load_reference,
     offload_of,
     on_device,
@@ -105,8 +104,7 @@ class Critic:
 def make_actor(here: Here, settings: TrainSettings, tools: Tools | None = None) -> Actor:
     """The policy on a rank, before its first update."""
     tools = tools or _tools(here, settings)
-    model, params = load_actor(settings, here.mesh)
-    model, params = adapted_actor(settings, model, on_device(params, here.device), here.mesh)
+    model, params = load_policy(settings, here.mesh, here.device)
     optimizer = _scaled(optimizer_for(settings, "actor", tools.kernels, tools.lane), model)
     forward, replay = _forward(here, settings, model, tools), settings.algorithm.router_replay == "rollout"
     policy = _policy_pass(settings, attrs.evolve(forward, replay=replay))

@@ -9,8 +9,8 @@ import attrs
 import torch
 
 from fppo import models
-from fppo.assembly.adapters import adapted_actor, adapted_critic, base_of_role, bases_of
-from fppo.assembly.parts import bare_model, device_of, load_actor, on_device
+from fppo.assembly.adapters import adapted_critic, base_of_role, bases_of, load_policy
+from fppo.assembly.parts import bare_model, device_of
 from fppo.assembly.texts import load_tokenizer, policy_generation
 from fppo.key import Key
 from fppo.models import lora, lora_files
@@ -100,10 +100,9 @@ def export(settings: TrainSettings, target: Path, step: int, role: Role, *, merg
 
 def _export_adapted(settings: TrainSettings, target: Path, path: Path, role: Role, *, merge: bool) -> None:
     device = device_of(settings)
-    model, fresh = load_actor(settings, LOCAL)
-    model, fresh = adapted_actor(settings, model, on_device(fresh, device), LOCAL)
+    model, _ = load_policy(settings, LOCAL, device)
     if role == "critic":
-        critic, fresh = adapted_critic(settings, model, LOCAL, device)
+        critic, _ = adapted_critic(settings, model, LOCAL, device)
         assert critic is not None
         model = critic
     own = bases_of({role: base_of_role(settings, role, model)}) or {}
