@@ -31,6 +31,7 @@ SECTIONS = {
     "adamw": "gpu_kernels:bench_adamw",
     "ragged": "gpu_step:bench_ragged",
     "update": "gpu_step:bench_update",
+    "recorded": "gpu_recorded:bench_recorded",
     "decode": "gpu_step:bench_decode",
     "offload": "gpu_step:bench_offload",
     "collectives": "gpu_ranks:bench_collectives",

@@ -29,6 +29,7 @@ from fppo.steps.forward import Forward, compute_log_probs, row_lengths
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
+from fppo.steps.recorded import graphs
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
 from fppo_kernels import table as kernels
@@ -103,9 +104,10 @@ def updates(
     """An update of AdamW, which gives up its state, and the first state."""
     variant = variant or plan.variants[0]
     optimizer = adamw(schedule("constant", 1e-5))
+    record = graphs(model, plan.device) if variant.recorded else None
     update = partial(
         update_actor,
-        forward=Forward(model, kernels=kernels_of(variant), mesh=mesh),
+        forward=Forward(model, kernels=kernels_of(variant), mesh=mesh, record=record),
         loss_fn=losses.ppo_clip,
         loop=Loop(mini_batch_size=plan.rows[0], micro_batching=MicroBatching(size=variant.rows)),
         optimizer=optimizer,

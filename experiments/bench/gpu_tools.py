@@ -33,11 +33,12 @@ class Variant(NamedTuple):
     layers: str  # the kernels inside the layers: "eager", "triton", or "compiled" whole
     again: bool  # whether layers are computed again in the backward pass
     rows: int  # of a micro-batch
+    recorded: bool = False  # whether passes of few tokens are CUDA graphs
 
     @property
     def name(self) -> str:
-        recomputed = ", layers again" if self.again else ""
-        return f"{self.attention}, {self.log_probs}, layers {self.layers}, {self.rows} rows{recomputed}"
+        more = ", layers again" if self.again else ", recorded" if self.recorded else ""
+        return f"{self.attention}, {self.log_probs}, layers {self.layers}, {self.rows} rows{more}"
 
 
 class Plan(NamedTuple):
@@ -74,6 +75,7 @@ FULL = Plan(
     variants=(
         Variant("varlen", "triton", "triton", False, 16),
         Variant("varlen", "triton", "triton", False, 4),
+        Variant("varlen", "triton", "triton", False, 4, recorded=True),
         Variant("varlen", "triton", "triton", True, 16),
         Variant("varlen", "triton", "compiled", False, 16),
         Variant("varlen", "triton", "eager", False, 8),

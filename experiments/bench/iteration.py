@@ -12,7 +12,7 @@ critic and a reward model of one shape. On a GPU both compute in bfloat16 on flo
 the kernels that `fppo train` takes there. The first iteration of each is not counted. A ratio is our time over that of
 TRL's iteration right before; the lines show medians. `--ours` names where the old log-probs come from
 (`algorithm.old_log_probs`); `+compiled` behind a name compiles the layers, `+cpp` takes the kernels in C++ for all but
-the engine, `,` is between variants.
+the engine, `+launched` records no passes on a GPU, `,` is between variants.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from fppo.rewards.models import model_reward
 from fppo.rollout import Sampling
 from fppo.runtime.mesh import LOCAL
 from fppo.steps import Loop, MicroBatching, PolicyTerms, adamw
+from fppo.steps.recorded import graphs
 from fppo_kernels.record import Kernels
 
 # width, inner width, layers, heads, tokens (0: the tokenizer's)
@@ -160,7 +161,10 @@ def our_iteration(task: Task, variant: str) -> Callable[[], Times]:
         advantage="gae" if ppo else "grpo",
     )
     program: Any = kept.program
-    policy, critic = (each and attrs.evolve(each, kernels=kernels) for each in (kept.policy, kept.critic))
+    record = graphs(model, task.device) if task.device.type == "cuda" and choice == "" else None
+    policy, critic = (
+        each and attrs.evolve(each, kernels=kernels, record=record) for each in (kept.policy, kept.critic)
+    )
     program = attrs.evolve(
         program,
         rollout=partial(program.rollout, sampling=attrs.evolve(kept.sampling, stop_token_ids=())),

@@ -55,6 +55,7 @@ from fppo.steps.hidden import hidden_values
 from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.popart import update_popart
+from fppo.steps.recorded import graphs, records
 from fppo.steps.train_state import Scale, TrainState, init_state
 from fppo.tree import state
 from fppo.workers.imports import search
@@ -279,7 +280,14 @@ def _fetch(settings: TrainSettings, role: Role, lane: Lane) -> Fetch:
 
 
 def _forward(here: Here, settings: TrainSettings, model: Model, tools: Tools) -> Forward:
-    return Forward(model, kernels=tools.kernels, mesh=here.mesh, remove_padding=settings.model.remove_padding)
+    recorded = settings.model.graphs is True and here.device.type == "cuda" and records(model, here.mesh)
+    return Forward(
+        model,
+        kernels=tools.kernels,
+        mesh=here.mesh,
+        remove_padding=settings.model.remove_padding,
+        record=graphs(model, here.device) if recorded else None,
+    )
 
 
 def _policy_pass(settings: TrainSettings, forward: Forward) -> partial[TokenOutputs]:

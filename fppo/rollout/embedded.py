@@ -30,7 +30,8 @@ from fppo.rollout.records import check_prompts, check_stops, number_rows, respon
 from fppo.rollout.routed import Fed, of_prompts
 from fppo.rollout.sampling import Columns, draw
 from fppo.rollout.states import PromptStates, States
-from fppo.rollout.stepping import Advance, Policy, Record, Rows, Run, as_graphs, fixed_steps, plain_steps, wide_product
+from fppo.rollout.stepping import Advance, Policy, Rows, fixed_steps, plain_steps, wide_product
+from fppo.runtime.graphs import Record, Run, as_graphs
 from fppo.runtime.mesh import LOCAL, Mesh, all_reduce
 from fppo.steps.experts import check_routers
 from fppo_kernels.attention.sdpa import for_any_shape

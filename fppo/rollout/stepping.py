@@ -8,7 +8,6 @@ cache and hides those that are not yet written.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from fppo.rollout import cache as caches
 from fppo.rollout.decoder import Decoder
 from fppo.rollout.sampling import Columns
 from fppo.rollout.states import States
+from fppo.runtime.graphs import Record
 from fppo_kernels.collectives import all_gather
 from fppo_kernels.record import Kernels
 
@@ -39,8 +39,6 @@ class Next(NamedTuple):
 
 # what comes of one more token per row [R], whose keys and values go to a column of the cache
 Advance = Callable[[Tensor, int], Next]
-Run = Callable[[], Tensor]  # on the same tensors every time
-Record = Callable[[Run], Run]
 
 
 class Policy(NamedTuple):
@@ -132,43 +130,6 @@ def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [*, H] @ weight [V, H].T + bias in float32, of tensors in 16 bits on a GPU, which are not widened first."""
     product = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, x.shape[:-1])
     return product if bias is None else product + bias.float()
-
-
-def as_graphs(device: torch.device) -> Record:
-    """Records what runs as CUDA graphs, of one pool of memory: only the last one recorded may still be replayed.
-
-    A function's first call runs it as it is, which compiles its kernels; the second one records it.
-    """
-    pool, beside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
-    graphs: list[torch.cuda.CUDAGraph] = []  # with the last of them the pool would go
-
-    def record(run: Run) -> Run:
-        calls, graph, results = count(), torch.cuda.CUDAGraph(), list[Tensor]()
-
-        def captured() -> None:
-            caller = torch.cuda.current_stream(device)
-            beside.wait_stream(caller)
-            with torch.cuda.stream(beside):
-                # other threads, as one that trains meanwhile, may allocate memory
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    results.append(run())
-                finally:
-                    graph.capture_end()
-            caller.wait_stream(beside)
-            graphs.append(graph)
-
-        def replayed() -> Tensor:
-            if (call := next(calls)) == 0:
-                return run()
-            if call == 1:
-                captured()
-            graph.replay()
-            return results[0]
-
-        return replayed
-
-    return record
 
 
 def _hidden_of(

@@ -25,6 +25,7 @@ from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
 from fppo.settings.critic import CriticSettings
 from fppo.settings.experts import expert_problems
 from fppo.settings.fields import wrong_values
+from fppo.settings.graphs import graphs_problems
 from fppo.settings.lora import base_problems, lora_problems
 from fppo.settings.old_log_probs import old_log_probs_problems
 from fppo.settings.problems import Problems, unread_section
@@ -154,6 +155,7 @@ def _run(s: TrainSettings) -> Problems:
 
 
 def _model(s: TrainSettings) -> Problems:
+    yield from graphs_problems(s)
     if not uses_critic(s):
         yield from _unread("model.critic_path", s.model.critic_path, None, 'algorithm.advantage = "gae"')
     elif not uses_critic_model(s):

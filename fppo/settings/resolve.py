@@ -1,9 +1,9 @@
 """What the settings that say "auto" come to on a machine: one place, and a pure function of what the machine is.
 
 On a CPU they are float32, `sdpa`, `chunked`, layers of the model's own code, and a vLLM that starts at once. On a GPU
-they are bfloat16 (parameters and moments stay float32), `varlen`, `triton` for log-probs and inside the layers, and a
-vLLM that captures graphs; what does not run there gives way to what runs everywhere, for attention and log-probs with a
-line that says why.
+they are bfloat16 (parameters and moments stay float32), `varlen`, `triton` for log-probs and inside the layers, graphs
+of passes of few tokens, and a vLLM that captures graphs; what does not run there gives way to what runs everywhere, for
+attention and log-probs with a line that says why.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from fppo.settings import checks
+from fppo.settings import checks, graphs
 from fppo.settings.train import TrainSettings
 from fppo.settings.vllm import VllmSettings
 
@@ -76,6 +76,9 @@ def resolved(settings: TrainSettings, machine: Machine) -> tuple[TrainSettings, 
             model, lines = attrs.evolve(model, **{op: name}), [*lines, *said]
     inside = {op: layer_kernel(op, machine, dtypes, compiled=model.compile_layers) for op in LAYERS}
     model = attrs.evolve(model, **{op: name for op, name in inside.items() if getattr(model, op) == AUTO})
+    if model.graphs == AUTO:
+        on = machine.device == "cuda" and graphs.records(attrs.evolve(settings, model=model))
+        model = attrs.evolve(model, graphs=on)
     rollout, judge = settings.rollout, settings.reward.judge
     if rollout.engine == "vllm":
         rollout = attrs.evolve(rollout, vllm=_vllm(rollout.vllm, machine))

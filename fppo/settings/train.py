@@ -49,6 +49,8 @@ class ModelSettings:
     """Recompute each layer in the backward pass: less memory, more time."""
     compile_layers: bool = setting(False)
     """Run layers as programs of torch.compile (not in engines), made when first needed, in seconds to minutes."""
+    graphs: Literal["auto"] | bool = setting("auto")
+    """Run passes of few tokens by one launch each, as CUDA graphs; auto: on a GPU, where memory is not kept short."""
     freeze_vision: bool = setting(False)
     """Leave the vision tower and projector of a model that takes images as they are, in actor and critic."""
     trust_remote_code: bool = setting(False)

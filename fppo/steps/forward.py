@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from itertools import chain, count, repeat
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -18,11 +18,12 @@ from fppo.losses.value import first_output
 from fppo.models.model import Model
 from fppo.runtime.mesh import LOCAL, Mesh, all_reduce
 from fppo.runtime.offload import OnHost
-from fppo.shapes import Outputs, Tokens
+from fppo.shapes import Tokens
 from fppo.steps import experts
-from fppo.steps.experts import RoutedPass, RouterSums
+from fppo.steps.experts import RoutedPass
 from fppo.steps.images import check_axes, packed_images, padded_images
 from fppo.steps.micro_batching import MicroBatching, partition
+from fppo.steps.outputs import OF_ROUTERS, OF_VALUE_HEADS, TokenOutputs, check_outputs
 from fppo.steps.packed import (
     Indexed,
     Indices,
@@ -36,17 +37,13 @@ from fppo.steps.packed import (
     slice_of,
 )
 from fppo.steps.ranks import blank, rounds
-from fppo.steps.sharded import Opened, Whole, cast, opened, whole
+from fppo.steps.recorded import Recorder, ready, run_one
+from fppo.steps.sharded import Opened, Whole, opened, whole
 from fppo.steps.stages import stage_outputs
 from fppo.steps.train_state import Params
 from fppo_kernels.collectives import all_gather, same
 from fppo_kernels.padding import sent
 from fppo_kernels.record import Kernels
-from fppo_kernels.shapes import Float, Int
-
-OF_VALUE_HEADS = ("values", "outputs")
-OF_ROUTERS = ("routed", "loads", "router_sums")
-OUTPUTS = ("log_probs", "entropy", "sum_squared_probs", "hidden", *OF_VALUE_HEADS, *OF_ROUTERS)
 
 
 @runtime_checkable
@@ -68,7 +65,7 @@ class Forward:
     `remove_padding` packs the rows of a pass; without it the padded rows run as they are. `read` makes values [...] of
     what a value head gives, [..., K]. `received` is what one stage of a pipeline has from the stage before it, in a
     pass of it. With `replay` the routers of experts choose what the rows' `routed` [B, S, L, k] says. With the
-    `indices` of a pass's rows it waits for no device.
+    `indices` of a pass's rows it waits for no device. `record` runs passes of few tokens on a GPU by one launch each.
     """
 
     model: Model
@@ -79,6 +76,7 @@ class Forward:
     received: Tensor | None = None
     replay: bool = False
     indices: Indices | None = None
+    record: Recorder | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.replay:
@@ -107,23 +105,6 @@ class Forward:
                 f"a sequence axis of {sequence} ranks and a context axis of {context} both cut the packed row: use one "
                 f"of them, of {sequence * context} ranks"
             )
-
-
-class TokenOutputs(NamedTuple):
-    """Per-token outputs [B, T], float32 (float64 from float64 parameters), zero outside the response mask; the K
-    numbers of a value head, [B, T, K]; the states that a vocabulary head reads, [B, T, H]; and those of routers: the
-    experts that they choose, by themselves where others are replayed, [B, S, L, k], and of this pass how many tokens
-    each got, and sums for losses."""
-
-    log_probs: Tokens | None = None
-    entropy: Tokens | None = None
-    sum_squared_probs: Tokens | None = None
-    values: Tokens | None = None
-    outputs: Outputs | None = None
-    hidden: Outputs | None = None
-    routed: Int[Tensor, "b s l k"] | None = None
-    loads: Float[Tensor, "l e"] | None = None  # over the tokens of rows with a response
-    router_sums: RouterSums | None = None  # likewise
 
 
 def forward_micro_batch(
@@ -206,18 +187,6 @@ def slice_length(rows: Rows, forward: Forward) -> int:
     return indices_of(rows, forward).length
 
 
-def check_outputs(model: Model, outputs: Sequence[str]) -> None:
-    """Raises ValueError for outputs that there are not, or that a model lacks something for."""
-    if unknown := [name for name in outputs if name not in OUTPUTS]:
-        raise ValueError(f"unknown outputs {unknown}; there are {list(OUTPUTS)}")
-    if of_routers := [name for name in outputs if name in OF_ROUTERS]:
-        experts.check_routers(model, f"leave out {of_routers}")
-    needed = {"value" if name in OF_VALUE_HEADS else "lm" for name in outputs if name not in OF_ROUTERS}
-    if needed - {model.head}:
-        has, lacks = ("value", "vocabulary") if model.head == "value" else ("vocabulary", "value")
-        raise ValueError(f"outputs {list(outputs)} need a {lacks} head; this model has a {has} head")
-
-
 def _hidden(
     params: Opened, rows: Rows, indices: Indices, forward: Forward, *, tells: Sequence[str] = ()
 ) -> tuple[Tensor, RoutedPass | None]:
@@ -289,7 +258,7 @@ def for_passes(params: Params | Whole | OnHost, forward: Forward) -> Params | Wh
     where nothing is cut."""
     mesh = forward.mesh
     if isinstance(params, dict) and not mesh.sharded:
-        return cast(params, forward.model)
+        return ready(params, forward)
     if mesh.sharded and mesh.sharding is not None and mesh.sharding.stage == 1:
         return whole(params, forward.model, mesh)
     return params
@@ -304,10 +273,14 @@ def run_passes(
     shape: Callable[[Rows], Sequence[int]],
     outputs: Sequence[str] = (),
     tell: Callable[[int, TokenOutputs], None] = lambda number, told: None,
+    what: Hashable | None = None,
 ) -> list[Tensor]:
     """`fn(params, rows, forward=forward)` of each micro-batch, of `shape(rows)`; on a pipeline axis on all ranks, where
     `tell` gets the number of a micro-batch and those of the outputs that the routers of a stage before the last tell.
+    With `what`, that `fn` depends on alone, passes may be recorded.
     """
+    if what is not None:
+        return [run_one(fn, what, params, one, forward=forward) for one in micro_batches]
     if not forward.model.spans:
         return [fn(params, one.rows, forward=one.on(forward)) for one in micro_batches]
     every = list(micro_batches)
@@ -362,10 +335,11 @@ def compute_outputs(
         return torch.cat([x.movedim(-1, 0) if x.dim() > 2 else x[None] for x in columns])
 
     order, micro_batches = ordered_passes(rows, micro_batching, forward)
-    ready = for_passes(params, forward)
+    passed = for_passes(params, forward)
     shape = lambda rows: (sum(sizes), *rows.response_mask.shape)  # noqa: E731
     asked = [name for name in outputs if name in OF_ROUTERS]
-    results = run_passes(run, ready, micro_batches, forward=forward, shape=shape, outputs=asked, tell=tell)
+    what = None if forward.model.spans else ("outputs", *outputs, temperature)
+    results = run_passes(run, passed, micro_batches, forward=forward, shape=shape, outputs=asked, tell=tell, what=what)
     results = torch.cat(results, 1)[:, order]
     joined = {
         name: (x.movedim(0, -1) if name in wide else x[0]).contiguous().clone()  # in memory of its own

@@ -52,7 +52,7 @@ def padded_images(rows: _Rows, model: Model, positions: Tensor, real: Places) ->
     [B, S], the result may be [3, B, S]."""
     if getattr(rows, "inputs", None) is None:
         return None, positions
-    index, sizes = real
+    index, sizes, _ = real
     images, own = packed_images(rows, model, rows.tokens.flatten()[index], positions.flatten()[index], sizes)
     if images is None:
         return None, positions

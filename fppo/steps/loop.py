@@ -35,7 +35,8 @@ from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.packed import Indices, Masks, blank_masks, indexed, masks_of
 from fppo.steps.ranks import blank, mini_batches, rounds, shares
-from fppo.steps.sharded import Whole, accumulable, cast, scattered, whole
+from fppo.steps.recorded import ready, told_apart
+from fppo.steps.sharded import Whole, accumulable, scattered, whole
 from fppo.steps.stages import stage_gradients
 from fppo.steps.train_state import Params, TrainState, optimizer_step
 from fppo_kernels.shapes import Float
@@ -90,11 +91,14 @@ class Pass(NamedTuple):
     indices: Indices  # of the rows
     scale: Tensor | None  # 0-d, what the loss is multiplied by; None: nothing
     routers: RouterLosses | None  # of the mini-batch, which the objective has too
+    marks: dict[str, Tensor] | None = None  # each [b, T]
+    masks: Masks | None = None  # of the rows; None: the pass is not recorded
 
     def loss(self, params: Params | Whole, *, forward: Forward) -> tuple[Tensor, Metrics]:
         """What is made smaller, and the metrics of the objective."""
         ready = attrs.evolve(forward, indices=self.indices)
-        loss, report = self.objective(params, self.rows, self.weights, forward=ready)
+        objective = self.objective if self.marks is None else partial(self.objective, marks=self.marks)
+        loss, report = objective(params, self.rows, self.weights, forward=ready)
         return (loss if self.scale is None else loss * self.scale), report
 
     def stage(self, params: Params | Whole, prefix: str, *, forward: Forward) -> tuple[Any, Metrics]:
@@ -225,18 +229,15 @@ def _passes(
     routers: RouterLosses | None,
 ) -> Iterator[Pass]:
     """This rank's micro-batches, then ones that add nothing."""
-
-    def on(own: dict[str, Tensor]) -> Objective:
-        return objective if marks is None else partial(objective, marks=own)
-
     for numbers in mini.micro_batches:
         rows, masks, own, marked = batches.rows((mini.own, mini.masks, weights, marks or {}), numbers)
-        yield Pass(on(marked), rows, own, indexed(rows, masks, forward).indices, scale, routers)
-    row, indices = indexed(blank(mini.own), blank_masks(mini.masks), forward)
+        marked = marked if marks is not None else None
+        yield Pass(objective, rows, own, indexed(rows, masks, forward).indices, scale, routers, marked, masks)
+    row, indices, masks = indexed(blank(mini.own), blank_masks(mini.masks), forward)
     nothing = row.response_mask
     for _ in range(mini.passes - len(mini.micro_batches)):
-        marked = {name: x.new_zeros(nothing.shape) for name, x in (marks or {}).items()}
-        yield Pass(on(marked), row, weights.new_zeros(nothing.shape), indices, scale, routers)
+        marked = None if marks is None else {name: x.new_zeros(nothing.shape) for name, x in marks.items()}
+        yield Pass(objective, row, weights.new_zeros(nothing.shape), indices, scale, routers, marked, masks)
 
 
 def _gradients(params: Params, passes: Iterable[Pass], forward: Forward) -> tuple[Params, Metrics]:
@@ -248,12 +249,12 @@ def _gradients(params: Params, passes: Iterable[Pass], forward: Forward) -> tupl
     structure: pytree.TreeSpec | None = None
     reports: list[Metrics] = []
     for number, one in enumerate(passes):
-        (_, report), new = value_and_grad(one.loss, has_aux=True)(inputs, forward=forward)
+        report, new = _gradient(one, inputs, forward)
         leaves, structure = pytree.tree_flatten(accumulable(new, params, mesh) if once else new)
         del new  # or it would live through the next pass
         if number == 0:
             for place, kind in enumerate(() if once else kinds):
-                leaves[place] = leaves[place].to(kind)
+                leaves[place] = leaves[place].to(kind, copy=forward.record is not None)
             total = leaves
         elif number == 1:  # one by one, so that two trees are in memory and never three
             for place in range(len(total)):
@@ -266,12 +267,35 @@ def _gradients(params: Params, passes: Iterable[Pass], forward: Forward) -> tupl
     return scattered(grads, params, mesh) if once else grads, metrics.merge(*reports)
 
 
+def _gradient(one: Pass, inputs: Params | Whole, forward: Forward) -> tuple[Metrics, Any]:
+    """The metrics and the gradient of a pass; of one that is recorded, until the next."""
+    recorder, what, objective = forward.record, told_apart(one.objective), one.objective
+    columns = one.rows, one.weights, one.marks, one.scale
+    if (
+        recorder is None
+        or what is None
+        or one.masks is None
+        or isinstance(inputs, Whole)
+        or not recorder.takes(inputs, columns, one.masks, forward)
+    ):
+        (_, report), grads = value_and_grad(one.loss, has_aux=True)(inputs, forward=forward)
+        return report, grads
+
+    def run(params: Params, columns: Any, indices: Indices) -> Any:
+        rows, weights, marks, scale = columns
+        again = Pass(objective, rows, weights, indices, scale, None, marks)
+        return value_and_grad(again.loss, has_aux=True)(params, forward=forward)
+
+    (_, report), grads = recorder(run, ("gradient", what), inputs, columns, one.masks, forward)
+    return tree.copy(report), grads
+
+
 def _inputs(params: Params, forward: Forward) -> Params | Whole:
     """The parameters as the passes of a mini-batch take them: whole where the sharding gathers them once for all of
     these, and cast once where nothing is cut."""
     mesh = forward.mesh
     if not mesh.sharded:
-        return cast(params, forward.model)
+        return ready(params, forward)
     return whole(params, forward.model, mesh) if mesh.sharding is not None and mesh.sharding.stage == 1 else params
 
 

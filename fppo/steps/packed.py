@@ -143,10 +143,11 @@ def find_indices(rows: Masked, masks: Masks, model: Model, mesh: Mesh, *, packed
 
 
 class Indexed(NamedTuple):
-    """The rows of a pass, and where their tokens are."""
+    """The rows of a pass, where their tokens are, and their masks."""
 
     rows: Any
     indices: Indices
+    masks: Masks
 
     def on(self, forward: Forward) -> Forward:
         """What runs the model on them."""
@@ -155,7 +156,8 @@ class Indexed(NamedTuple):
 
 def indexed(rows: Masked, masks: Masks, forward: Forward) -> Indexed:
     """Rows that have these masks, for passes of a forward."""
-    return Indexed(rows, find_indices(rows, masks, forward.model, forward.mesh, packed=forward.remove_padding))
+    indices = find_indices(rows, masks, forward.model, forward.mesh, packed=forward.remove_padding)
+    return Indexed(rows, indices, masks)
 
 
 def indices_of(rows: Masked, forward: Forward) -> Indices:

@@ -45,14 +45,14 @@ def whole(params: Params | Whole | OnHost, model: Model, mesh: Mesh) -> Whole:
     if isinstance(params, OnHost):
         params = to_device(dict(params.params), params.lane)
     every = model.joined(params)
-    every = fsdp.gather(every, model.all_shapes, mesh, dtypes=_wire_dtypes(model, every))
+    every = fsdp.gather(every, model.all_shapes, mesh, dtypes=wire_dtypes(model, every))
     own = {name: every.pop(name) for name in params}
     return Whole(params=own, frozen=model.frozen and attrs.evolve(model.frozen, params=every))
 
 
 def cast(params: Params, model: Model) -> Params:
     """Parameters that are not cut, in the dtypes they are computed with; the same tensors where they are in those."""
-    kinds = _wire_dtypes(model, params)
+    kinds = wire_dtypes(model, params)
     return {name: x.to(kinds.get(name, x.dtype)) for name, x in params.items()}
 
 
@@ -116,7 +116,7 @@ def _groups(model: Model, params: Params) -> list[Params]:
     return list(groups.values())
 
 
-def _wire_dtypes(model: Model, params: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+def wire_dtypes(model: Model, params: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
     """What parameters are cast to before they are used: outside the base model, only a vocabulary head's weight is."""
     return {
         name: model.compute_dtype
@@ -139,7 +139,7 @@ class _Stream:
         self._groups, self._mesh, self._lane = groups, mesh, lane
         shapes = model.all_shapes
         self._shapes = [[shapes[name] for name in group] for group in groups]
-        wire = [_wire_dtypes(model, group) for group in groups]
+        wire = [wire_dtypes(model, group) for group in groups]
         self._dtypes = [[w.get(n, x.dtype) for n, x in group.items()] for w, group in zip(wire, groups, strict=True)]
         self._begun: dict[int, fsdp.Finish] = {}
         self._sums = fsdp.Sums()

@@ -26,6 +26,7 @@ class Places(NamedTuple):
 
     index: Int[Tensor, " m"]  # pyright: ignore[reportIncompatibleMethodOverride]  # in [B * S], on the rows' device
     sizes: tuple[int, ...]  # of each row
+    lengths: Lengths | None = None  # of the rows, which fill the packed row, where they are known
 
 
 class Packed(NamedTuple):
@@ -87,12 +88,12 @@ def unpad(
     if multiple < 1:
         raise ValueError(f"multiple must be at least 1, got {multiple}")
     mask = attention_mask.bool()
-    index, sizes = find_places(mask) if places is None else places
+    index, sizes, known = find_places(mask) if places is None else places
     fill = -len(index) % multiple
-    lengths = make_lengths([*sizes, fill], tokens.device)
+    lengths = make_lengths([*sizes, fill], tokens.device) if known is None else known
     packed = _fill(tokens.flatten()[index], fill)
     labels = packed.roll(-1)
-    labels[lengths.cu_seqlens[1:].long() - 1] = IGNORE
+    labels.index_fill_(0, lengths.cu_seqlens[1:].long() - 1, IGNORE)
     labels[len(index) :] = IGNORE
     positions = (mask.long().cumsum(1) - 1).flatten()[index]
     return Packed(

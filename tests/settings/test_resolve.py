@@ -3,7 +3,7 @@
 import attrs
 import pytest
 
-from fppo.settings import files, resolve
+from fppo.settings import checks, files, resolve
 from fppo.settings.resolve import CPU, Machine
 from fppo.settings.train import TrainSettings
 
@@ -78,6 +78,30 @@ def test_a_vllm_that_runs_captures_graphs_on_a_gpu(machine, eager):
     assert settings.reward.judge.vllm.eager is eager
     other, _ = resolve.resolved(TrainSettings(), machine)
     assert other.rollout == TrainSettings().rollout  # nothing reads it: a value would be a problem
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes", "on", "problem"),
+    [
+        (H100, {}, True, None),
+        (CPU, {"device": "cpu"}, False, "device = 'cpu' has no graphs"),
+        (H100, {"model.compute_dtype": "float32"}, False, None),
+        (H100, {"model.attention": "flex"}, False, "model.attention = 'flex' plans on the host, by the lengths"),
+        (H100, {"model.attention": "mine:attend"}, False, None),
+        (H100, {"model.checkpoint_layers": True}, False, "model.checkpoint_layers = True computes layers again"),
+        (H100, {"model.offload": "moments"}, False, None),
+        (H100, {"rollout.engine": "vllm"}, False, None),
+        (H100, {"rollout.ahead": 1}, False, "rollout.ahead = 1 runs other work on the GPU meanwhile"),
+        (H100, {"model.graphs": False}, False, None),
+    ],
+)
+def test_passes_of_few_tokens_are_graphs_on_a_gpu(machine, changes, on, problem):
+    settings, lines = resolve.resolved(files.replace(TrainSettings(), changes), machine)
+    assert settings.model.graphs is on
+    assert not lines
+    asked = files.replace(TrainSettings(), {**changes, "model.graphs": True})
+    said = [line for line in checks.problems(asked) if line.startswith("model.graphs = True: ")]
+    assert [problem in line for line in said] == ([True] if problem else [])
 
 
 @pytest.mark.parametrize("machine", [CPU, H100, T4])

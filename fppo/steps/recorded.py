@@ -1,0 +1,330 @@
+"""Passes of few tokens that a GPU is told to run by one launch, recorded as CUDA graphs, not operation by operation.
+
+The host takes as long to launch the operations of a layer as a GPU takes to run them on some thousand tokens. What is
+recorded runs on tensors of the same place and size at every replay. So rows, masks and parameters are copied to places
+of their own; rows become wider, up to one of few widths, and rows that count nowhere fill the packed row up to one of
+few lengths. Neither changes a result (`laws.check_update`, `ranks.blank`), but for the order of sums.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import cast as typed
+
+import attrs
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fppo.batch import Column
+from fppo.models.model import Model, Params, longest_row
+from fppo.runtime.graphs import Record, Run, as_graphs
+from fppo.runtime.mesh import AXES, LOCAL, Mesh
+from fppo.steps.packed import Indexed, Indices, Masks, Own, find_indices
+from fppo.steps.sharded import cast, wire_dtypes
+from fppo_kernels.padding import Lengths, Places, sent
+
+if TYPE_CHECKING:
+    from fppo.steps.forward import Forward
+
+LAYER_TOKENS = 2.1e11  # tokens times parameters, for each layer, that an H100 runs while the host launches that layer
+KEPT = 32  # recorded passes at most
+_ROWS, _WIDTH, _STEP, _PARTS = 8, 64, 64, 4  # what rows are a multiple of; the least width; the least step of lengths
+
+
+class Sizes(NamedTuple):
+    """Those of the tensors that a recorded pass runs on."""
+
+    rows: int
+    prompt: int
+    response: int
+    tokens: int  # of the packed row
+    responses: int  # tokens that reach the head
+
+
+class _Untold:
+    """Stands for numbers that a recorded pass cannot know on the host, since its replays are for others."""
+
+    def _refuse(self) -> NoReturn:
+        raise ValueError(
+            "a pass that is recorded as a CUDA graph has the lengths of its rows on the device alone, and this kernel "
+            "reads them on the host: give attention/varlen or attention/flash, or record no passes"
+        )
+
+    def __iter__(self) -> NoReturn:
+        self._refuse()
+
+    def __len__(self) -> NoReturn:
+        self._refuse()
+
+
+class _Kept(NamedTuple):
+    """A pass that may be run again: what it is, and where it takes its numbers from."""
+
+    signature: tuple[Any, ...]
+    columns: list[Any]
+    rows: Any  # the record among these
+    numbers: Tensor  # where tokens are
+    run: Run
+
+
+@attrs.frozen(eq=False)
+class Recorder:
+    """Runs passes of at most `most_tokens` on tensors that stay where they are, as the functions of `make` record them.
+
+    It keeps memory and no values: what a pass gives depends on its arguments alone. Each time that `KEPT` passes of
+    other sizes were recorded it forgets all of them. What cannot be recorded is left as it is: models cut over ranks or
+    with states, routers, images or layers that are computed again or compiled, padded rows, and threads beside the
+    main one.
+    """
+
+    make: Callable[[], Record]
+    most_tokens: int
+    _records: list[Record] = attrs.field(factory=list, init=False)
+    _passes: list[_Kept] = attrs.field(factory=list, init=False)
+    _memory: dict[Any, Any] = attrs.field(factory=dict, init=False)
+
+    def placed(self, params: Params, kinds: Mapping[str, torch.dtype]) -> Params:
+        """Parameters in the dtypes of `kinds`, in places of their own, until the next of the same shapes."""
+        wanted = {name: kinds.get(name, x.dtype) for name, x in params.items()}
+        key = ("params", *((name, x.shape, x.device, wanted[name]) for name, x in params.items()))
+        if key not in self._memory:
+            self._memory[key] = {name: torch.empty_like(x, dtype=wanted[name]) for name, x in params.items()}
+        kept: Params = self._memory[key]
+        _copy(list(kept.values()), list(params.values()))
+        return kept
+
+    def takes(self, params: Any, columns: Any, masks: Masks, forward: Forward) -> bool:
+        """Whether a pass may be recorded: one on parameters that `placed` gave."""
+        (_, width), length = masks.attention.shape, masks.response.shape[1]
+        return (
+            forward.remove_padding
+            and 0 < length < width
+            and int(masks.attention.sum()) <= self.most_tokens
+            and any(params is x for x in self._memory.values())
+            and len({x.device for x in pytree.tree_leaves((params, columns)) if isinstance(x, Tensor)}) == 1
+        )
+
+    def __call__(
+        self, fn: Callable[..., Any], what: Any, params: Params, columns: Any, masks: Masks, forward: Forward
+    ) -> Any:
+        """`fn(params, columns, indices)`, a tree; its tensors are overwritten by the next call.
+
+        `columns` is a tree: first a record of rows with these masks, then more columns of these rows. What `fn` gets of
+        it has more rows, and wider ones. `what` says what else `fn` depends on, and is equal where that is.
+        """
+        sizes = sizes_of(masks)
+        leaves, spec = pytree.tree_flatten(columns)
+        kinds = [(x.dtype, _shape(x, masks, sizes)) if isinstance(x, Tensor) else x is None for x in leaves]
+        code = forward.model, forward.kernels, forward.read, torch.is_grad_enabled()
+        signature = (what, *code, id(params), spec, kinds, sizes)
+        kept = next((x for x in self._passes if x.signature == signature), None)
+        if kept is None:
+            kept = self._new(signature, partial(fn, params), columns, masks, forward.mesh)
+        _fill(kept, leaves, masks, sizes)
+        kept.numbers.copy_(sent(numbers_of(masks, sizes, forward.model), kept.numbers.device))
+        return kept.run()
+
+    def _new(self, signature: tuple[Any, ...], fn: Callable[..., Any], columns: Any, masks: Masks, mesh: Mesh) -> _Kept:
+        sizes = sizes_of(masks)
+
+        def place(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                return x.new_zeros(_shape(x, masks, sizes))
+            return Column() if isinstance(x, Column) else x  # a replay cannot know the objects of rows
+
+        places = pytree.tree_map(place, columns)
+        rows, length = places[0], sizes.tokens + 2 * sizes.responses + sizes.rows + 1
+        numbers = torch.zeros(length, dtype=torch.int64, device=rows.tokens.device)
+
+        def run() -> Any:
+            return self._results(fn(places, indices_at(numbers, rows, sizes, mesh)))
+
+        if len(self._passes) == KEPT or not self._records:
+            self._passes.clear()
+            self._records[:] = [self.make()]
+        kept = _Kept(signature, pytree.tree_leaves(places), rows, numbers, _recorded(run, self._records[0]))
+        self._passes.append(kept)
+        return kept
+
+    def _results(self, tree: Any) -> Any:
+        """The tree in memory that all passes with results of these shapes share."""
+        leaves, spec = pytree.tree_flatten(tree)
+        new = [x for x in leaves if isinstance(x, Tensor)]
+        key = ("results", *((x.shape, x.dtype, x.device) for x in new))
+        if key not in self._memory:
+            self._memory[key] = [torch.empty_like(x) for x in new]
+        _copy(self._memory[key], new)
+        kept = iter(self._memory[key])
+        return pytree.tree_unflatten([next(kept) if isinstance(x, Tensor) else x for x in leaves], spec)
+
+
+def graphs(model: Model, device: torch.device) -> Recorder:
+    """Records passes of a model on a GPU as CUDA graphs, where the host and not the GPU is what takes the time."""
+    size = sum(shape.numel() for shape in model.all_shapes.values())
+    return Recorder(partial(as_graphs, device, tidy=True), int(LAYER_TOKENS * len(model.layers) / size))
+
+
+def records(model: Model, mesh: Mesh) -> bool:
+    """Whether passes of a model can be recorded at all, where rows are packed."""
+    whole = model.layout is None and not model.spans and all(mesh[name].size == 1 for name in AXES)
+    plain = not (model.stateful or model.routers) and model.vision is None and longest_row(model.config) is None
+    return whole and plain and not model.checkpoint_layers and not model.compile_layers
+
+
+def told_apart(fn: Any) -> Any:
+    """A function by what it is made of, so that two partials of the same are equal; None if a tensor is in it."""
+    if isinstance(fn, Tensor):
+        return None
+    if not isinstance(fn, partial):
+        return (fn,)
+    keywords: dict[str, Any] = fn.keywords
+    parts = [told_apart(x) for x in (fn.func, *fn.args, *keywords.values())]
+    return None if None in parts else (*parts, *keywords)
+
+
+def sizes_of(masks: Masks) -> Sizes:
+    """Few sizes that rows with these masks fit in, with one row and one token more at least."""
+    (count, width), length = masks.attention.shape, masks.response.shape[1]
+    real, responses = int(masks.attention.sum()), int(masks.response.sum())
+    prompt, response = (max(_WIDTH, 1 << (x - 1).bit_length()) for x in (width - length, length))
+    step = max(_STEP, 1 << max(real.bit_length() - 4, 0))
+    tokens = (real // step + 1) * step
+    spare = -(-(tokens - real) // (prompt + response))
+    part = tokens // _PARTS
+    return Sizes(
+        rows=-(-(count + spare) // _ROWS) * _ROWS,
+        prompt=prompt,
+        response=response,
+        tokens=tokens,
+        responses=max(-(-responses // part), 1) * part,
+    )
+
+
+class _Wide(NamedTuple):
+    """Masks of more rows, and wider ones."""
+
+    attention_mask: Tensor
+    response_mask: Tensor
+
+
+def numbers_of(masks: Masks, sizes: Sizes, model: Model) -> Tensor:
+    """Where the tokens of rows with these masks are among wider rows and more of them, which fill the packed row: what
+    `indices_at` takes apart, on the host."""
+    (count, width), length, left = masks.attention.shape, masks.response.shape[1], _left(masks, sizes)
+    real = masks.attention.new_zeros(sizes.rows, sizes.prompt + sizes.response)
+    real[:count, left : left + width] = masks.attention
+    real[count:].view(-1)[: sizes.tokens - int(masks.attention.sum())] = True
+    counted = masks.response.new_zeros(sizes.rows, sizes.response)
+    counted[:count, :length] = masks.response
+    found = find_indices(_Wide(real, counted), Masks(real, counted), model, LOCAL, packed=True)
+    more = sizes.responses - len(found.responses)
+    # the head's fill: places in the last row, which count nowhere, computed from the last token, which is none of ours
+    fill = (sizes.rows - 1) * sizes.response + torch.arange(more) % sizes.response
+    before = torch.full((more,), sizes.tokens - 1)
+    ends = list(accumulate((size for size in found.real.sizes if size), initial=0))
+    ends += [sizes.tokens] * (sizes.rows + 1 - len(ends))
+    return torch.cat([found.real.index, found.responses, fill, found.before, before, torch.tensor(ends)])
+
+
+def indices_at(numbers: Tensor, rows: Any, sizes: Sizes, mesh: Mesh) -> Indices:
+    """What `numbers_of` gave, on the device of `rows`, for a pass over these."""
+    parts = [sizes.tokens, sizes.responses, sizes.responses, sizes.rows + 1]
+    index, responses, before, ends = numbers.split(parts)
+    untold = typed("tuple[int, ...]", _Untold())
+    lengths = Lengths(ends.int(), untold, sizes.prompt + sizes.response)
+    return Indices(
+        attention_mask=rows.attention_mask,
+        response_mask=rows.response_mask,
+        mesh=mesh,
+        packed=True,
+        real=Places(index, untold, lengths),
+        responses=responses,
+        before=before,
+        own=Own(slice(None), before),
+        length=sizes.tokens,
+        dealt=None,
+    )
+
+
+def _left(masks: Masks, sizes: Sizes) -> int:
+    """How many columns of padding rows get before them."""
+    return sizes.prompt - (masks.attention.shape[1] - masks.response.shape[1])
+
+
+def _shape(x: Tensor, masks: Masks, sizes: Sizes) -> tuple[int, ...]:
+    """The shape that a column of rows with these masks has among wider rows and more of them."""
+    if x.dim() == 0:
+        return ()
+    widths = {masks.attention.shape[1]: sizes.prompt + sizes.response, masks.response.shape[1]: sizes.response}
+    return (sizes.rows, *(widths.get(n, n) for n in x.shape[1:2]), *x.shape[2:])
+
+
+def _fill(kept: _Kept, leaves: list[Any], masks: Masks, sizes: Sizes) -> None:
+    """Copies columns to where a pass takes them from."""
+    count, width = masks.attention.shape
+    for place, x in zip(kept.columns, leaves, strict=True):
+        if not isinstance(x, Tensor):
+            continue
+        if x.dim() == 0:
+            place.copy_(x)
+            continue
+        place.zero_()
+        start = _left(masks, sizes) if x.dim() > 1 and x.shape[1] == width else 0
+        part = place[:count] if x.dim() == 1 else place[:count, start : start + x.shape[1]]
+        part.copy_(x)
+    kept.rows.attention_mask[count:, 0] = True  # so that what fills the packed row is at position 0
+
+
+def _copy(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copies each of `values`, together where dtypes are alike."""
+    together: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for place, x in zip(places, values, strict=True):
+        both = together.setdefault((place.dtype, x.dtype), ([], []))
+        both[0].append(place)
+        both[1].append(x)
+    for own, new in together.values():
+        torch._foreach_copy_(own, new)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _recorded(run: Run, record: Record) -> Run:
+    """`run` as `record` makes it, and as it is from when that fails."""
+    replay, failed = record(run), list[RuntimeError]()
+
+    def recorded() -> Any:
+        if not failed:
+            try:
+                return replay()
+            except RuntimeError as error:
+                failed.append(error)
+                warnings.warn(f"a pass is run operation by operation, as recording it failed: {error}", stacklevel=2)
+        return run()
+
+    return recorded
+
+
+def ready(params: Params, forward: Forward) -> Params:
+    """Parameters that are not cut, in the dtypes they are computed with, and where recorded passes take them from."""
+    alone = threading.current_thread() is threading.main_thread()  # who may write to these places
+    if forward.record is None or not alone or not records(forward.model, forward.mesh):
+        return cast(params, forward.model)
+    return forward.record.placed(params, wire_dtypes(forward.model, params))
+
+
+def run_one(fn: Callable[..., Tensor], what: Any, params: Any, one: Indexed, *, forward: Forward) -> Tensor:
+    """`fn(params, rows, forward=forward)` [K, B, T] of the rows of a pass, recorded where that is possible. `what` says
+    what it depends on beside."""
+    recorder = forward.record
+    if recorder is None or not recorder.takes(params, one.rows, one.masks, forward):
+        return fn(params, one.rows, forward=one.on(forward))
+
+    def run(params: Params, columns: Any, indices: Indices) -> Tensor:
+        return fn(params, columns[0], forward=attrs.evolve(forward, indices=indices))
+
+    (count, length) = one.masks.response.shape
+    return recorder(run, what, params, (one.rows,), one.masks, forward)[:, :count, :length].clone()
