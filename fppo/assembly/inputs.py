@@ -43,6 +43,7 @@ from fppo.pipeline.estimators import AdvantageFn
 from fppo.rollout import saved
 from fppo.rollout.engine import Sampling
 from fppo.rollout.turns import tools
+from fppo.rollout.vllm.families import check_family
 from fppo.runtime.mesh import Mesh
 from fppo.settings import checks, files
 from fppo.settings.checks_data import has_held_out
@@ -280,6 +281,9 @@ def _check_models(
     if configs is None:
         return
     tried(lambda: data.check_vocabulary(tokenizer, configs))
+    if settings.rollout.engine == "vllm":
+        over, alone = settings.rollout.vllm.tensor_parallel, section.lora.send == "alone"
+        tried(lambda: check_family(configs["actor"], tensor_parallel=over, alone=alone))
     if tried(lambda: lacks_something(settings)):
         tried(lambda: check_kernels(settings, bare_model(settings)))
         if trained and checks.uses_critic(settings):

@@ -36,11 +36,16 @@ def vision_of(config: PreTrainedConfig, base: PreTrainedModel) -> Vision:
         raise ValueError(f"{kind} text model of its own inside")
     if "token_type_ids" in inspect.signature(type(base).forward).parameters:
         raise ValueError(f"{kind} causal text layers: the tokens of an image see one another (token_type_ids)")
-    token = getattr(config, "image_token_id", None)
-    token = getattr(config, "image_token_index", None) if token is None else token
+    token = image_token(config)
     if token is None:
         raise ValueError(f"{kind} image_token_id in its config")
     return Vision(config=config, text=text, token=token, axes=3 if hasattr(base, "get_rope_index") else 1)
+
+
+def image_token(config: PreTrainedConfig) -> int | None:
+    """The id that stands in prompts for a feature of an image, if the config names it."""
+    token = getattr(config, "image_token_id", None)
+    return getattr(config, "image_token_index", None) if token is None else token
 
 
 def parts_of(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:

@@ -60,7 +60,6 @@ def _image_problems(s: TrainSettings) -> Problems:
     text = "prompts with images (data.images) do not go with it yet; leave one of them out"
     mesh, roles = s.mesh, s.placement.roles
     settings = {f"mesh.{name}": (getattr(mesh, name), 1) for name in _CUTTING} | {
-        "rollout.engine": (s.rollout.engine, "embedded"),
         "rollout.ahead": (s.rollout.ahead, 0),
         "rollout.turns.respond": (s.rollout.turns.respond, None),
         "critic.privileged": (s.critic.privileged, 0),

@@ -108,7 +108,6 @@ REFUSED = {
     "mesh.tensor": 2,
     "mesh.pipeline": 2,
     "mesh.context": 2,
-    "rollout.engine": "vllm",
     "rollout.ahead": 1,
     "critic.privileged": 4,
     "rollout.turns.respond": "mine:respond",
@@ -131,3 +130,9 @@ def test_what_images_do_not_go_with_is_refused_by_name(tmp_path):
     assert "data.images = 'images': a model of type 'qwen2' takes no images" in str(caught.value)
     with pytest.raises(files.SettingsError, match="freeze_vision = True: a model of type 'qwen2' takes no images"):
         read_inputs(tiny_run.settings(tmp_path, model__freeze_vision=True), mesh=LOCAL)
+    (tmp_path / "sees").mkdir()
+    write_task(tmp_path / "sees", "idefics3")
+    values = {"rollout__engine": "vllm", "rollout__vllm__host": "process", "rollout__vllm__tensor_parallel": 2}
+    settings = tiny_run.settings(tmp_path / "sees", data__images="images", data__chat=True, **values)
+    with pytest.raises(files.SettingsError, match=r"tensor_parallel = 2: not with .* images \('idefics3'\)"):
+        read_inputs(settings, mesh=LOCAL)

@@ -54,7 +54,7 @@ class Stub:
         self._meet("call")
         if method == "update_weights":
             return self.take_in(arguments[0].tensors)
-        return [{name: [name] for name in PARAMS}]
+        return [({name: [name] for name in PARAMS}, {})]
 
     def begin_load(self, how, transfer=False):
         self._meet("begin_load")
@@ -295,13 +295,13 @@ def test_a_sync_in_which_one_ranks_vllm_dies_is_none_on_any(start, method, axis)
 
 @pytest.mark.parametrize("axis", ["shard", "tensor", "pipeline"])
 def test_the_log_probs_that_vllms_are_held_against_are_the_models_on_any_mesh(axis):
-    tokens, start = vllm_probe.probe_tokens(MODEL, 15)
-    expected = vllm_probe.own_log_probs(MODEL, PARAMS, LOCAL, tokens, start)
+    (probe,) = vllm_probe.probes(MODEL, 15)
+    expected = vllm_probe.own_log_probs(MODEL, PARAMS, LOCAL, probe)
 
     def run(mesh):
         mesh = attrs.evolve(mesh, sharding=Sharding())
         model = models.place(MODEL, mesh)
-        return vllm_probe.own_log_probs(model, models.own_params(model, PARAMS, mesh), mesh, tokens, start)
+        return vllm_probe.own_log_probs(model, models.own_params(model, PARAMS, mesh), mesh, probe)
 
     for found in simulate({axis: 2}, run):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

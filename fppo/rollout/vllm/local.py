@@ -15,8 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
 
+from fppo.batch import RowInputs
 from fppo.data.stops import StopReader, StopTexts
+from fppo.models.vision import takes_images
 from fppo.rollout.shared_memory import SharedMemory
 from fppo.rollout.sync import How, SyncError
 from fppo.rollout.vllm.devices import Memory, memory_keywords
@@ -91,13 +94,15 @@ class LocalHost:
 
         from fppo.rollout.vllm import worker
 
-        engine, sampling = self._llm.llm_engine, request.sampling
+        engine, sampling, inputs = self._llm.llm_engine, request.sampling, request.inputs
         texts = sampling.stop_texts if request.forced is None else None
         drawn = attrs.evolve(sampling, stop_texts=None)
         job = worker.Job(drawn, request.key, request.row_ids, request.forced, request.offset)
         self.call("fppo_begin", job)
         if not self._llm.reset_prefix_cache():  # a rollout is to depend on nothing that was computed before it
             raise EngineFailure("vLLM does not let go of what it computed for an earlier rollout")
+        if inputs is not None:
+            engine.reset_encoder_cache()
         number = request.adapter  # under a name of its own, no cache mixes it with another
         adapter = None if number is None else LoRARequest(f"fppo-{number}", number, f"memory:{number}")
         stops = list(sampling.stop_token_ids) if request.forced is None else []
@@ -114,11 +119,14 @@ class LocalHost:
                     output_kind=RequestOutputKind.FINAL_ONLY if texts is None else RequestOutputKind.DELTA,
                     extra_args={worker.ROW: row},
                 )
-                engine.add_request(str(row), {"prompt_token_ids": list(prompt)}, params, lora_request=adapter)
+                own = None if inputs is None else inputs[row]
+                engine.add_request(str(row), self._asked(prompt, own), params, lora_request=adapter)
                 open_rows.add(str(row))
             while engine.has_unfinished_requests():
                 with self._death_noticed():
-                    ended, stopped = ends.of([x for x in engine.step() if x.request_id in open_rows])
+                    outputs = [x for x in engine.step() if x.request_id in open_rows]
+                    ended, stopped = ends.of(outputs)
+                    _check_prompts(outputs, ended, request.prompts)
                     if stopped:
                         engine.abort_request(stopped)
                 open_rows.difference_update(str(row) for row, _ in ended)
@@ -128,6 +136,15 @@ class LocalHost:
         finally:
             if open_rows and not self._failed():
                 engine.abort_request(list(open_rows))
+
+    def _asked(self, prompt: Sequence[int], inputs: RowInputs | None) -> Any:
+        """The prompt as vLLM takes it: its ids, and its images as they were processed."""
+        if inputs is None:
+            return {"prompt_token_ids": list(prompt)}
+        from fppo.rollout.vllm.images import with_images
+
+        config = self._llm.llm_engine.model_config
+        return with_images(config.hf_config, config.dtype, prompt, inputs)
 
     def _drawn(self, ended: Sequence[tuple[int, list[int]]]) -> Iterator[tuple[int, Answer]]:
         """The rows that ended, with these tokens. Raises EngineFailure if vLLM went on with others than were drawn."""
@@ -200,6 +217,18 @@ class _EndedRows:
         return ended, stopped
 
 
+def _check_prompts(outputs: Sequence[Any], ended: Sequence[tuple[int, Any]], prompts: Sequence[Sequence[int]]) -> None:
+    """Raises EngineFailure if vLLM answered other tokens than it was asked in rows that ended."""
+    answered = {int(output.request_id): list(output.prompt_token_ids) for output in outputs}
+    for row, _ in ended:
+        own, asked = answered[row], list(prompts[row])
+        if own != asked:
+            raise EngineFailure(
+                f"vLLM answered another prompt than it was asked in row {row}, of {len(own)} tokens for {len(asked)}: "
+                f"{own[:8]} for {asked[:8]}"
+            )
+
+
 def _clean_up() -> None:
     from vllm.distributed import cleanup_dist_env_and_memory  # pyright: ignore[reportMissingImports]
 
@@ -250,6 +279,8 @@ def _start(path: str, options: VllmOptions, memory: Mapping[str, Any], *, dtype:
 
     from fppo.rollout.vllm import worker
 
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    seeing = _sees(config) if takes_images(config) else {}
     chosen = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -266,6 +297,7 @@ def _start(path: str, options: VllmOptions, memory: Mapping[str, Any], *, dtype:
         "logits_processors": [worker.KeyedDraws],
         "worker_extension_cls": f"{worker.__name__}.{worker.Extension.__name__}",
         **memory,
+        **seeing,
         **({} if options.transport == "auto" else {"weight_transfer_config": {"backend": options.transport}}),
         **options.extra,
     }
@@ -281,6 +313,20 @@ def _start(path: str, options: VllmOptions, memory: Mapping[str, Any], *, dtype:
         raise EngineFailure(f"vLLM did not start: {_why(error, options)}") from error
     finally:
         torch.random.set_rng_state(state)
+
+
+def _sees(config: PreTrainedConfig) -> Mapping[str, Any]:
+    """Readies vLLM for a model that takes images; the keywords to start it with."""
+    try:
+        from fppo.rollout.vllm import images
+
+        images.take_processed(config)
+    except ImportError as error:
+        raise EngineFailure(
+            f"vLLM did not start: its {config.architectures} lacks a package ({error}); install that for the torch "
+            "that is here, or use the embedded engine"
+        ) from error
+    return images.KEYWORDS
 
 
 def _memories(count: int) -> list[Memory]:

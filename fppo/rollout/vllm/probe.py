@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fppo import models
+from fppo.batch import RowInputs
 from fppo.key import Key
 from fppo.models.model import Model
+from fppo.models.vision_pass import place_images
 from fppo.rollout.sync import SyncError
+from fppo.rollout.vllm.vision import probe_row
 from fppo.runtime.mesh import Mesh, device_of
 from fppo.runtime.parts import dtypes_of
 from fppo_kernels.record import Kernels
@@ -21,20 +24,32 @@ _TOKENS = 16
 _TABLE = Kernels.named(log_probs="reference")
 
 
-def probe_tokens(model: Model, limit: int) -> tuple[Tensor, int]:
-    """Some tokens [N], at most `limit`, and the first whose log-prob is compared."""
+class Probe(NamedTuple):
+    """A row, and the first of its tokens whose log-prob is compared."""
+
+    tokens: list[int]
+    start: int
+    inputs: RowInputs | None = None
+
+
+def probes(model: Model, limit: int) -> list[Probe]:
+    """Rows of at most `limit` tokens: one of text, and one with an image for a model that takes them."""
     count = min(_TOKENS, limit)
     uniforms = Key(0).fold("probe").uniform(torch.zeros(1, dtype=torch.int64), count)[0]
-    return (uniforms * model.config.vocab_size).long(), max(count // 2, 1)
+    tokens = (uniforms * model.config.vocab_size).long().tolist()
+    text = Probe(tokens, max(count // 2, 1))
+    seen = None if model.vision is None else probe_row(model, tokens, limit)
+    return [text] if seen is None else [text, Probe(seen[0], len(seen[0]) - count // 2, seen[1])]
 
 
 @torch.no_grad()
-def own_log_probs(model: Model, params: Mapping[str, Tensor], mesh: Mesh, tokens: Tensor, start: int) -> Tensor:
-    """The model's log-probs of tokens [N] from `start` on, float32 on the CPU. Every rank of a mesh that cuts
+def own_log_probs(model: Model, params: Mapping[str, Tensor], mesh: Mesh, probe: Probe) -> Tensor:
+    """The model's log-probs of the probe's tokens from its start on, float32 on the CPU. Every rank of a mesh that cuts
     parameters calls; each runs the whole model, of which it has one layer at a time."""
-    tokens = tokens.to(device_of(params))
+    start, tokens = probe.start, torch.tensor(probe.tokens, device=device_of(params))
     attend = models.padded_attention(torch.ones(1, len(tokens), dtype=torch.bool, device=tokens.device))
     places = torch.arange(len(tokens), device=tokens.device)
+    images, places = place_images(model.unplaced or model, [probe.inputs], tokens, places, [len(tokens)])
     dtypes, whole = dtypes_of(params, mesh), model.unplaced or model
     starts = [f"{whole.prefix}{path}." for path in whole.layers]
 
@@ -48,7 +63,7 @@ def own_log_probs(model: Model, params: Mapping[str, Tensor], mesh: Mesh, tokens
 
     outside = [name for name in whole.shapes if not name.startswith(tuple(starts))]
     root = models.whole_params(model, params, mesh, names=outside, dtypes=dtypes)
-    hidden = models.hidden_states(whole, root, tokens, places, attend=attend, apply_layer=apply_layer)
+    hidden = models.hidden_states(whole, root, tokens, places, attend=attend, apply_layer=apply_layer, received=images)
     head = models.output_head(whole, root)
     outputs = _TABLE.log_probs(
         hidden[start - 1 : len(tokens) - 1],

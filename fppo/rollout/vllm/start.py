@@ -5,20 +5,17 @@ from __future__ import annotations
 import torch
 
 from fppo.models.model import Model
+from fppo.rollout.vllm.families import check_family
 from fppo.rollout.vllm.host import Host, VllmOptions, config_directory
 from fppo.rollout.vllm.local import LocalHost
 
 
 def start_host(model: Model, options: VllmOptions, dtype: str) -> Host:
-    """vLLM for the model, whose weights are still to come. Raises ValueError for a model that takes images."""
-    if model.vision is not None:
-        raise ValueError(
-            f"fppo does not run vLLM on a model that takes images yet ({model.whole_config.model_type!r}): use the "
-            "embedded engine"
-        )
+    """vLLM for the model, whose weights are still to come. Raises ValueError for a model that it cannot run."""
+    check_family(model.whole_config, tensor_parallel=options.tensor_parallel, alone=options.adapter == "alone")
     give_memory_back()
     remote = model.trust_remote_code
-    with config_directory(model.config, trust_remote_code=remote) as path:
+    with config_directory(model.whole_config, trust_remote_code=remote) as path:
         match options.host:
             case "process":
                 from fppo.rollout.vllm.process import ProcessHost as Chosen

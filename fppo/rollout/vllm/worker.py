@@ -158,9 +158,12 @@ class Extension:
         draws = self._draws()
         return [draws.take(row, length) for row, length in ended] if self.rank == 0 else None
 
-    def fppo_names(self) -> dict[str, list[str]]:
-        """The checkpoint names that each of the model's modules is loaded from."""
-        return checkpoint_names(self.model_runner.get_model())
+    def fppo_names(self, sent: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
+        """The checkpoint names that each of the model's modules is loaded from, and which of them those `sent` are."""
+        model = self.model_runner.get_model()
+        mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+        rename = mapper and mapper.get_rename_mapper()
+        return checkpoint_names(model), {name: (rename and rename.map_name(name)) or name for name in sent}
 
     def fppo_begin_load(self, how: How, transfer: bool) -> None:
         """Weights are to come, digested so: what `fppo_take_in` takes, or vLLM's own transfer engine brings."""
@@ -281,7 +284,9 @@ def checkpoint_names(model: Any) -> dict[str, list[str]]:
 
     Those of experts are left out: vLLM documents nowhere how it stacks them.
     """
-    packed = getattr(model, "packed_modules_mapping", None) or {}
+    packed: dict[str, list[str]] = {}
+    for module in reversed([*model.modules()]):  # the model's own last; one that takes images may leave it to its parts
+        packed |= getattr(module, "packed_modules_mapping", None) or {}
     names: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
         if ".experts." in name:

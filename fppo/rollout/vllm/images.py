@@ -1,0 +1,96 @@
+"""Images for vLLM, as the trainer's own processor made them: vLLM gets token ids and pixels, and processes neither.
+
+Imports vllm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from transformers import PreTrainedConfig
+from vllm.inputs import mm_input  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.models.registry import ModelRegistry  # pyright: ignore[reportMissingImports]
+from vllm.multimodal import MULTIMODAL_REGISTRY  # pyright: ignore[reportMissingImports]
+from vllm.multimodal.inputs import (  # pyright: ignore[reportMissingImports]
+    MultiModalFieldConfig,
+    MultiModalKwargsItems,
+    PlaceholderRange,
+)
+from vllm.multimodal.processing import (  # pyright: ignore[reportMissingImports]
+    BaseDummyInputsBuilder,
+    BaseMultiModalProcessor,
+    BaseProcessingInfo,
+)
+
+from fppo.batch import RowInputs
+from fppo.rollout.vllm.vision import GRIDS, placed_images
+
+KEYWORDS: Mapping[str, Any] = {"skip_mm_profiling": True, "mm_processor_cache_gb": 0}
+
+
+def take_processed(config: PreTrainedConfig) -> None:
+    """From now on vLLM takes images for this kind of model that have been processed, and makes no processor of its own:
+    that may process otherwise than the trainer's, and needs files and packages beside the model's config."""
+    name = (config.architectures or [type(config).__name__])[0]
+    model_class = ModelRegistry.models[name].load_model_cls()
+    MULTIMODAL_REGISTRY.register_processor(_NoProcessor, info=_Info, dummy_inputs=_NoDummies)(model_class)
+
+
+def with_images(config: PreTrainedConfig, dtype: torch.dtype, prompt: Sequence[int], inputs: RowInputs) -> Any:
+    """What vLLM answers: the prompt, whose ids it takes as they are, and its images, each by the digest of the row's
+    pixels and its number."""
+    placed = placed_images(config, prompt, inputs)
+    tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.tensors.items()}
+    one_each = torch.ones(len(placed), dtype=torch.int64)
+    if config.model_type in GRIDS:
+        sizes = tensors["image_grid_thw"].prod(1)
+    else:
+        sizes = one_each
+        if config.model_type != "llava":
+            tensors["num_patches"] = one_each
+    fields = {name: _field(name, sizes, batched=config.model_type == "llava") for name in tensors}
+    return mm_input(
+        list(prompt),
+        MultiModalKwargsItems.from_hf_inputs(tensors, fields),
+        {"image": [f"{inputs.digest()}-{number}" for number in range(len(placed))]},
+        {"image": [PlaceholderRange(offset=start, length=length) for start, length in placed]},
+    )
+
+
+def _field(name: str, sizes: torch.Tensor, *, batched: bool) -> Any:
+    """How vLLM takes an image's part of a tensor, and those of several images together."""
+    if name in ("image_grid_thw", "num_patches"):
+        return MultiModalFieldConfig.batched("image", keep_on_cpu=True)
+    return MultiModalFieldConfig.batched("image") if batched else MultiModalFieldConfig.flat_from_sizes("image", sizes)
+
+
+class _Info(BaseProcessingInfo):
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": None}
+
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
+        return {"image": seq_len}  # a row may be an image
+
+
+class _NoDummies(BaseDummyInputsBuilder[_Info]):
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> NoReturn:
+        raise _unprocessed()
+
+    def get_dummy_mm_data(self, seq_len: int, mm_counts: Mapping[str, int], mm_options: Any) -> NoReturn:
+        raise _unprocessed()
+
+
+class _NoProcessor(BaseMultiModalProcessor[_Info]):
+    requires_tokenizer = False
+
+    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Any) -> NoReturn:
+        raise _unprocessed()
+
+    def _get_prompt_updates(self, mm_items: Any, hf_processor_mm_kwargs: Any, out_mm_kwargs: Any) -> NoReturn:
+        raise _unprocessed()
+
+
+def _unprocessed() -> NotImplementedError:
+    return NotImplementedError("fppo gives vLLM images that its own processor made; leave skip_mm_profiling as it is")

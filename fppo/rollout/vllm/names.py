@@ -1,0 +1,43 @@
+"""What vLLM's modules are loaded from, and which parameters must go for that."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import attrs
+
+from fppo.rollout import sync
+
+
+@attrs.frozen
+class Names:
+    """vLLM's names of parameters.
+
+    modules: the checkpoint names of what each module holds, which may be several fused.
+    places: of each name that is sent the name that it has in vLLM.
+    targets: the names under which each of the trainer's parameters is sent.
+    """
+
+    modules: Mapping[str, Sequence[str]]
+    places: Mapping[str, str]
+    targets: Mapping[str, Sequence[str]]
+
+    def with_fused(self, changed: Collection[str]) -> list[str]:
+        """The parameters to send for those that changed: what vLLM fuses it loads together."""
+        if not changed:
+            return []
+        together = {name: module for module, own in self.modules.items() for name in own}
+        # what it does not name (None), it may have fused
+        modules = {None, *(together.get(new) for name in changed for new in self._places_of(name))}
+        return [name for name in self.targets if any(together.get(new) in modules for new in self._places_of(name))]
+
+    def check(self, only: Collection[str]) -> None:
+        """Raises SyncError unless vLLM's modules are loaded from just these, each of them whole."""
+        sent = {new for name in only for new in self._places_of(name)}
+        modules = [set(own) for own in self.modules.values()]
+        if len(only) < len(self.targets):
+            modules = [own for own in modules if own & sent]
+        sync.compare_names(set().union(*modules), {name for name in sent if ".experts." not in name})
+
+    def _places_of(self, name: str) -> list[str]:
+        return [self.places.get(new, new) for new in self.targets[name]]
