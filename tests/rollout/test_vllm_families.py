@@ -11,6 +11,7 @@ from fppo.rollout.engine import Sampling
 from fppo.rollout.vllm.families import check_family
 from fppo.rollout.vllm.host import Request
 from fppo.rollout.vllm.vision import placed_images, probe_row, weight_names
+from tests.models.hybrids import HYBRIDS
 from tests.models.vision import CONFIGS, GEMMA, IMAGE, prompt
 
 
@@ -36,6 +37,28 @@ def test_what_vllm_does_not_run_with_images_is_refused_by_name(config, others, m
         check_family(known)
     with pytest.raises(ValueError, match=message):
         check_family(config, **others)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bamba", "'bamba' here: it has no code for them any more"),
+        ("granitemoehybrid", "'granitemoehybrid' here: it names their weights otherwise"),
+        ("jamba", "'jamba' on a CPU, where it has no selective scan"),
+        ("qwen3_next", "'qwen3_next' on a CPU, where it computes gated delta rules in bfloat16 alone"),
+        ("lfm2", "'lfm2' on a CPU, where it gives other log-probs than transformers"),
+    ],
+)
+def test_what_vllm_does_not_run_with_states_is_refused_by_name(name, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=message):
+        check_family(HYBRIDS[name])
+    check_family(HYBRIDS["falcon_h1"])
+    dense = copy.deepcopy(HYBRIDS["granitemoehybrid"])
+    dense.layer_types, dense.num_local_experts = ["full_attention"] * 2, 0
+    check_family(dense)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_family(HYBRIDS["jamba"])
 
 
 @pytest.mark.parametrize("name", CONFIGS)

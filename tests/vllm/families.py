@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import FalconH1Config, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from fppo import models
 from fppo.key import Key
@@ -23,7 +23,7 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-QWEN3_MOE: dict[str, Any] = COMMON | {"head_dim": 32}  # no parameter of its own
+WIDE: dict[str, Any] = COMMON | {"head_dim": 32}  # where it is no parameter of its own
 
 CONFIGS = {
     "llama": LlamaConfig(**COMMON, attention_bias=True, tie_word_embeddings=False),
@@ -31,11 +31,20 @@ CONFIGS = {
     "qwen2-tied": Qwen2Config(**COMMON, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=False),
     "qwen3_moe": Qwen3MoeConfig(
-        **QWEN3_MOE,
+        **WIDE,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         norm_topk_prob=True,
+    ),
+    "falcon_h1": FalconH1Config(
+        **WIDE,
+        mamba_d_ssm=128,
+        mamba_n_heads=4,
+        mamba_d_head=32,
+        mamba_d_state=16,
+        mamba_n_groups=1,
+        mamba_chunk_size=16,
     ),
     "gpt2": GPT2Config(vocab_size=61, n_embd=64, n_layer=2, n_head=2, n_positions=128, bos_token_id=1, eos_token_id=2),
 }

@@ -4,17 +4,47 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from fppo.models.vision import takes_images
 from fppo.rollout.vllm.vision import GRIDS, STACKS
 
+# layers that carry states, in vLLM 0.32
+_NOWHERE = {
+    "bamba": "it has no code for them any more",
+    "granitemoehybrid": "it names their weights otherwise (mamba.A, block_sparse_moe.gate)",
+}
+_NOT_ON_CPU = {
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), "has no selective scan"),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+        "computes gated delta rules in bfloat16 alone, and gives other log-probs than transformers",
+    ),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "gives other log-probs than transformers"),
+    "nemotron_h": "has no experts without gates",
+    "olmo_hybrid": "has no gated delta rule outside of Triton",
+}
+
 
 def check_family(config: PreTrainedConfig, *, tensor_parallel: int = 1, alone: bool = False) -> None:
     """Raises ValueError for a model that fppo does not run on vLLM, over so many workers; `alone`: with an adapter that
     goes alone."""
+    kind = config.model_type
     if takes_images(config):
         _check_seeing(config, tensor_parallel, alone)
+    if kind in _NOWHERE and not _attends(config):
+        raise ValueError(f"vLLM does not run models of type {kind!r} here: {_NOWHERE[kind]}; use the embedded engine")
+    if kind in _NOT_ON_CPU and not torch.cuda.is_available():
+        raise ValueError(
+            f"vLLM does not run models of type {kind!r} on a CPU, where it {_NOT_ON_CPU[kind]}: use the embedded engine"
+        )
+
+
+def _attends(config: Any) -> bool:
+    """Whether all its layers are attention and dense MLPs."""
+    kinds = set(getattr(config, "layer_types", None) or ["unknown"])
+    return kinds <= {"attention", "full_attention"} and not getattr(config, "num_local_experts", 0)
 
 
 def _check_seeing(config: Any, tensor_parallel: int, alone: bool) -> None:
