@@ -134,6 +134,11 @@ def short(value: float, digits: int = 3) -> str:
 
 def write_png(drawn: Sequence[Panel], path: Path, *, title: str) -> None:
     """All panels in one picture."""
+    picture(drawn, title=title).savefig(path, dpi=130, metadata={"Software": None})
+
+
+def picture(drawn: Sequence[Panel], *, title: str) -> Figure:
+    """All panels, each with room for its numbers."""
     columns = min(3, max(len(drawn), 1))
     rows = max(-(-len(drawn) // columns), 1)
     width, height = 4.4 * columns, 2.9 * rows + 0.4
@@ -143,11 +148,14 @@ def write_png(drawn: Sequence[Panel], path: Path, *, title: str) -> None:
     for number, panel in enumerate(drawn):
         row, column = divmod(number, columns)  # places in inches: a layout that matplotlib works out doubles the time
         left, bottom = 4.4 * column + 0.6, 2.9 * (rows - 1 - row) + 0.5
-        _draw(panel, figure.add_axes((left / width, bottom / height, 3.65 / width, 2.05 / height)))
-    figure.savefig(path, dpi=130, metadata={"Software": None})
+        ax = figure.add_axes((left / width, bottom / height, 3.65 / width, 2.05 / height))
+        more = max(_draw(panel, ax) * 0.07 - 0.5, 0.0)  # of labels at 8 points, beside the room that all have
+        ax.set_position(((left + more) / width, bottom / height, (3.65 - more) / width, 2.05 / height))
+    return figure
 
 
-def _draw(panel: Panel, ax: Axes) -> None:
+def _draw(panel: Panel, ax: Axes) -> int:
+    """Draws the panel; the length of the longest number beside it."""
     for color, (name, line) in zip(_colors(), panel.lines.items(), strict=False):
         steps, values = zip(*line, strict=True)
         marker = "o" if len(line) < 12 else None
@@ -161,11 +169,13 @@ def _draw(panel: Panel, ax: Axes) -> None:
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.spines["bottom"].set_color("#9ca3af")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.ticklabel_format(axis="y", useOffset=False)
+    places, labels = zip(*_labelled(ticks(*ax.get_ylim(), 6)), strict=True)
+    ax.set_yticks(places, labels)
     if len(panel.lines) > 1:
         ax.legend(
             fontsize=8, frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, -0.1), borderaxespad=0, borderpad=0
         )
+    return max(map(len, labels))
 
 
 def _colors() -> Iterator[str]:

@@ -283,6 +283,16 @@ def test_ticks_that_differ_read_differently(low, width, shrink):
     assert all(abs(a - b) <= slack for a, b in zip(read, marks, strict=True))
 
 
+def test_numbers_beside_a_panel_stand_inside_of_the_picture():
+    values = [(0.0, 1.0 + 5e-7), (1.0, 1.0 + 9e-7)], [(0.0, -3e-5), (1.0, 2e-5)], [(0.0, 0.0), (1.0, 0.0)]
+    panels = [charts.Panel("Ratio", "", {"ratio": each}) for each in values]
+    figure = charts.picture(panels, title="")
+    for number, ax in enumerate(figure.axes):
+        box = ax.yaxis.get_tightbbox().transformed(figure.dpi_scale_trans.inverted())  # in inches
+        assert 4.4 * number <= box.x0 < box.x1 <= 4.4 * number + 2
+        assert not ax.yaxis.get_offset_text().get_text()
+
+
 def test_ticks_close_together_have_the_digits_they_need():
     assert charts.tick_labels([0.9990, 0.9992, 0.9994]) == ["0.999", "0.9992", "0.9994"]
     assert charts.tick_labels([1000.0, 1000.5]) == ["1000.0", "1000.5"]
