@@ -269,6 +269,12 @@ def test_games_that_cannot_be_played_are_refused(node, changes, text):
         ways.add((2,), "x")
 
 
+def test_a_response_that_is_cut_scores_nothing():
+    episode = {"opening": "K?", "draws": [0.0, 0.0], "turns": ["b"]}  # the jack or the queen folds
+    assert [games.KUHN.end(episode, finish) for finish in ("stop", "length")] == [0.5 + 1 / 4, 0.0]
+    assert games.KUHN.end({**episode, "turns": ["b", "b"]}, "stop") == 0.0
+
+
 def test_a_game_that_deals_more_than_it_says_is_refused():
     with pytest.raises(ValueError, match=r"deals more than draws=1 times"):
         Game(partial(games.kuhn, hands=1), draws=1).after("J", ["b"], [0.5])
