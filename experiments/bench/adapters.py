@@ -145,21 +145,23 @@ def quantise_layers(module: nn.Module, kind: str, plan: Plan) -> None:
     """Puts bitsandbytes' layers in the places of all linear ones but the vocabulary head, as transformers does."""
     import bitsandbytes as bnb  # pyright: ignore[reportMissingImports]
 
+    layers: Any = bnb.nn  # its stubs leave out what it exports
+
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if type(child) is not nn.Linear or name == "lm_head":
                 continue
             sizes, bias = (child.in_features, child.out_features), child.bias is not None
             if kind == "nf4":
-                layer: Any = bnb.nn.Linear4bit(
+                layer: Any = layers.Linear4bit(
                     *sizes, bias=bias, compute_dtype=plan.dtype, compress_statistics=False, quant_type="nf4"
                 )
-                layer.weight = bnb.nn.Params4bit(
+                layer.weight = layers.Params4bit(
                     child.weight.data, requires_grad=False, compress_statistics=False, quant_type="nf4"
                 )
             else:
-                layer = bnb.nn.Linear8bitLt(*sizes, bias=bias, has_fp16_weights=False)
-                layer.weight = bnb.nn.Int8Params(child.weight.data, requires_grad=False, has_fp16_weights=False)
+                layer = layers.Linear8bitLt(*sizes, bias=bias, has_fp16_weights=False)
+                layer.weight = layers.Int8Params(child.weight.data, requires_grad=False, has_fp16_weights=False)
             layer.bias = child.bias
             setattr(parent, name, layer.to(plan.device))
 
