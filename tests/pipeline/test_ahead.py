@@ -243,6 +243,9 @@ def test_on_a_gpu_sampling_has_a_stream_and_each_side_waits_for_what_the_other_m
         def wait_stream(self, other):
             log.append(f"{self.name} waits for {other.name}")
 
+        def synchronize(self):
+            """For the clock, where there is a GPU."""
+
     @contextlib.contextmanager
     def entered(stream):
         inside.stream = stream
