@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +34,7 @@ IN_PLACE = ("fppo_kernels", "tree")  # may write into memory that their caller h
 FILE_LINES, FUNCTION_LINES, EXPERIMENT_LINES = 400, 60, 60
 
 
+@cache
 def sources(root: Path = ROOT) -> dict[str, ast.Module]:
     """The syntax trees of both packages by module."""
     files = [(root, path) for path in (root / "fppo").rglob("*.py")]

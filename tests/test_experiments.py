@@ -115,6 +115,7 @@ def test_custom_advantage(warm, capsys):
     assert result.advantages[:, 0].tolist() == [1, 0, 0, 0, 0, -1, 0]
 
 
+@pytest.mark.slow
 def test_kl_annealing(warm, capsys):
     _load("kl_annealing").main(steps=4, batch=64, start=0.4)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -150,6 +151,7 @@ def test_best_of_n_takes_the_first_of_the_best_rows():
     assert best.row_ids.tolist() == [1, 4]
 
 
+@pytest.mark.slow
 def test_two_actors(warm, capsys):
     module = _load("two_actors")
     assert module.main("ppo_clip", "ppo_clip", steps=2, batch=64) is None

@@ -130,10 +130,10 @@ def digests_of_whole(run, assembly):
     ("saving", "axes"),
     [
         ({"shard": 2}, {"shard": 1}),
-        ({"shard": 2}, {"shard": 4}),
+        pytest.param({"shard": 2}, {"shard": 4}, marks=pytest.mark.slow),
         ({"shard": 2}, {"replicate": 2, "shard": 2}),
         ({"shard": 2}, {"shard": 2, "sequence": 2}),
-        ({"shard": 2}, {"shard": 2, "tensor": 2}),
+        pytest.param({"shard": 2}, {"shard": 2, "tensor": 2}, marks=pytest.mark.slow),
         ({"tensor": 2}, {"shard": 3}),
         pytest.param({"pipeline": 2, "tensor": 2}, {"shard": 4}, marks=pytest.mark.slow),
         ({"shard": 2}, {"pipeline": 2}),

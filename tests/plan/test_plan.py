@@ -77,6 +77,7 @@ def bare(**changes):
     return case(**{"layers": 1, "micro_batches": 1, "critic": False, "reference": False, **changes})
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_fits_with_each_remedy():
     free = bare(mesh={"replicate": 2, "shard": 2}, stage=1, tokens=128)
     peak = plan(free).peak.total

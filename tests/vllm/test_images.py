@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+pytest.importorskip("vllm", reason="vLLM is not installed here")
+
 from fppo import tree
 from fppo.batch import Column, RowInputs
 from fppo.key import Key
