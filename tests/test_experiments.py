@@ -135,6 +135,7 @@ def test_placed_ppo():
     assert lines == ["step 1/2", "step 2/2"]
 
 
+@pytest.mark.slow
 def test_best_of_n(warm, capsys):
     _load("best_of_n").main(steps=2, batch=64)
     lines = capsys.readouterr().out.splitlines()
