@@ -80,7 +80,7 @@ class EmbeddedEngine:
     def __attrs_post_init__(self) -> None:
         check_decodes(self.model.skeleton)
         if self.routed:
-            check_routers(self.model, "leave out routed")
+            check_routers(self.model, "leave out routed (in settings algorithm.router_replay)")
 
     @property
     def together(self) -> tuple[str, ...]:

@@ -127,7 +127,7 @@ def update_actor(
 
 def _check_router_terms(terms: PolicyTerms, forward: Forward) -> None:
     if terms.balance_coef or terms.router_z_coef:
-        check_routers(forward.model, "leave out balance_coef and router_z_coef")
+        check_routers(forward.model, "leave out balance_coef and router_z_coef (in settings actor.experts)")
     if terms.balance_coef and not forward.replay:
         raise ValueError(
             f"balance_coef={terms.balance_coef} needs the experts of a whole mini-batch before its first pass: give a "

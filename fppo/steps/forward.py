@@ -80,7 +80,7 @@ class Forward:
 
     def __attrs_post_init__(self) -> None:
         if self.replay:
-            experts.check_routers(self.model, "leave out replay")
+            experts.check_routers(self.model, "leave out replay (in settings algorithm.router_replay)")
         check_axes(self.model, self.mesh)
         layout = self.model.layout
         for axis, placed in (
