@@ -87,15 +87,16 @@ class Recorder:
     most_tokens: int
     _records: list[Record] = attrs.field(factory=list, init=False)
     _passes: list[_Kept] = attrs.field(factory=list, init=False)
-    _memory: dict[Any, Any] = attrs.field(factory=dict, init=False)
+    _params_of: dict[Any, Params] = attrs.field(factory=dict, init=False)
+    _results_of: dict[Any, list[Tensor]] = attrs.field(factory=dict, init=False)
 
     def placed(self, params: Params, kinds: Mapping[str, torch.dtype]) -> Params:
         """Parameters in the dtypes of `kinds`, in places of their own, until the next of the same shapes."""
         wanted = {name: kinds.get(name, x.dtype) for name, x in params.items()}
-        key = ("params", *((name, x.shape, x.device, wanted[name]) for name, x in params.items()))
-        if key not in self._memory:
-            self._memory[key] = {name: torch.empty_like(x, dtype=wanted[name]) for name, x in params.items()}
-        kept: Params = self._memory[key]
+        key = tuple((name, x.shape, x.device, wanted[name]) for name, x in params.items())
+        if key not in self._params_of:
+            self._params_of[key] = {name: torch.empty_like(x, dtype=wanted[name]) for name, x in params.items()}
+        kept = self._params_of[key]
         _copy(list(kept.values()), list(params.values()))
         return kept
 
@@ -106,7 +107,7 @@ class Recorder:
             forward.remove_padding
             and 0 < length < width
             and int(masks.attention.sum()) <= self.most_tokens
-            and any(params is x for x in self._memory.values())
+            and any(params is x for x in self._params_of.values())
             and len({x.device for x in pytree.tree_leaves((params, columns)) if isinstance(x, Tensor)}) == 1
         )
 
@@ -120,7 +121,7 @@ class Recorder:
         """
         sizes = sizes_of(masks)
         leaves, spec = pytree.tree_flatten(columns)
-        kinds = [(x.dtype, _shape(x, masks, sizes)) if isinstance(x, Tensor) else x is None for x in leaves]
+        kinds = [(x.dtype, _shape(x, masks, sizes)) if isinstance(x, Tensor) else _value(x) for x in leaves]
         code = forward.model, forward.kernels, forward.read, torch.is_grad_enabled()
         signature = (what, *code, id(params), spec, kinds, sizes)
         kept = next((x for x in self._passes if x.signature == signature), None)
@@ -134,9 +135,7 @@ class Recorder:
         sizes = sizes_of(masks)
 
         def place(x: Any) -> Any:
-            if isinstance(x, Tensor):
-                return x.new_zeros(_shape(x, masks, sizes))
-            return Column() if isinstance(x, Column) else x  # a replay cannot know the objects of rows
+            return x.new_zeros(_shape(x, masks, sizes)) if isinstance(x, Tensor) else _value(x)
 
         places = pytree.tree_map(place, columns)
         rows, length = places[0], sizes.tokens + 2 * sizes.responses + sizes.rows + 1
@@ -147,6 +146,7 @@ class Recorder:
 
         if len(self._passes) == KEPT or not self._records:
             self._passes.clear()
+            self._results_of.clear()
             self._records[:] = [self.make()]
         kept = _Kept(signature, pytree.tree_leaves(places), rows, numbers, _recorded(run, self._records[0]))
         self._passes.append(kept)
@@ -156,11 +156,11 @@ class Recorder:
         """The tree in memory that all passes with results of these shapes share."""
         leaves, spec = pytree.tree_flatten(tree)
         new = [x for x in leaves if isinstance(x, Tensor)]
-        key = ("results", *((x.shape, x.dtype, x.device) for x in new))
-        if key not in self._memory:
-            self._memory[key] = [torch.empty_like(x) for x in new]
-        _copy(self._memory[key], new)
-        kept = iter(self._memory[key])
+        key = tuple((x.shape, x.dtype, x.device) for x in new)
+        if key not in self._results_of:
+            self._results_of[key] = [torch.empty_like(x) for x in new]
+        _copy(self._results_of[key], new)
+        kept = iter(self._results_of[key])
         return pytree.tree_unflatten([next(kept) if isinstance(x, Tensor) else x for x in leaves], spec)
 
 
@@ -279,6 +279,12 @@ def _fill(kept: _Kept, leaves: list[Any], masks: Masks, sizes: Sizes) -> None:
         part = place[:count] if x.dim() == 1 else place[:count, start : start + x.shape[1]]
         part.copy_(x)
     kept.rows.attention_mask[count:, 0] = True  # so that what fills the packed row is at position 0
+
+
+def _value(x: Any) -> Any:
+    """What a pass is recorded with, and recorded anew for another one: a value that is no tensor. A replay cannot know
+    the objects of rows, so it has none."""
+    return Column() if isinstance(x, Column) else x
 
 
 def _copy(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:

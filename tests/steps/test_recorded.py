@@ -146,17 +146,34 @@ def test_passes_without_gradients_are_recorded_apart():
     assert_same({"": values[1]}, {"": values[0]})
 
 
+def test_a_value_that_is_no_tensor_is_recorded_with_its_pass():
+    _, fixed, params, log = forwards()
+    batch = tiny.experience(0, 4)
+    placed = recorded.ready(params, fixed)
+
+    def scaled(params, columns, indices):
+        return columns[0].tokens * columns[1]
+
+    factors = [2, 2, 2, 3, 3, 3, 2]
+    for factor in factors:
+        tokens = fixed.record(scaled, "scaled", placed, (batch, factor), masks_of(batch), fixed)
+        assert int(tokens.max()) == factor * int(batch.tokens.max())
+    assert (log.recorded, log.again) == (2, 3)
+
+
 def test_what_is_kept_is_bounded(monkeypatch):
     """Of a model that would not know the positions of rows longer than any here."""
     monkeypatch.setattr(recorded, "KEPT", 2)
     plain, fixed, _, log = forwards()
     model, params = make("gpt2")
     plain, fixed = (attrs.evolve(x, model=model) for x in (plain, fixed))
-    rows, micro = tiny.experience(0, 5), MicroBatching(size=2)
-    for temperature in (1.0, 0.9, 0.8, 0.7, 1.0):
+    for number, temperature in enumerate((1.0, 0.9, 0.8, 0.7, 1.0)):
+        size = 2 if number < 2 else 12  # then results of another size
+        rows, micro = tiny.experience(0, 5 if number < 2 else size), MicroBatching(size=size)
         run = partial(compute_log_probs, params, rows, micro_batching=micro, temperature=temperature)
         assert_same({"": run(forward=fixed)}, {"": run(forward=plain)})
         assert len(fixed.record._passes) <= 2
+        assert len(fixed.record._results_of) == 1
     assert log.made == 3
 
 
@@ -202,7 +219,7 @@ def test_what_cannot_be_recorded_is_left_as_it_is(which):
         results.append(run(forward=fixed))
     assert torch.equal(results[0], run(forward=plain))
     assert log.made == 0
-    assert which != "a thread" or not fixed.record._memory
+    assert which != "a thread" or not fixed.record._params_of
 
 
 def test_a_kernel_that_plans_on_the_host_is_refused():
