@@ -26,6 +26,7 @@ from fppo_kernels.padding import sent
 
 R = TypeVar("R")
 _COLUMNS = "columns"  # metadata of a field that holds columns by name, in a dict
+_BESIDE = ("places", "shown", "video_places", "shown_of")  # what `RowInputs` has beside the tensors of a model
 
 
 class Column(Sequence[Any]):
@@ -52,18 +53,29 @@ class Column(Sequence[Any]):
         return f"Column({list(self._items)!r})"
 
 
+def _no_places() -> Tensor:
+    return torch.zeros(0, dtype=torch.int64)
+
+
 @attrs.frozen(eq=False, repr=False)
 class RowInputs:
     """What a model takes of one row beside its tokens, of sizes of its own. Rows of one prompt share it."""
 
     tensors: Mapping[str, Tensor]  # by the names that the model takes, as "pixel_values" and "image_grid_thw"
-    places: Tensor  # [M] int64: which of the row's real tokens stand for features of these, in order
-    shown: Tensor  # [K, h, w, 3] uint8: its K images, small, to be looked at
+    places: Tensor  # [M] int64: which of the row's real tokens stand for features of images, in order
+    shown: Tensor  # [K, h, w, 3] uint8: its images, and a few frames of its videos, small, to be looked at
+    video_places: Tensor = attrs.field(factory=_no_places)  # [N] int64: which stand for features of videos, in order
+    shown_of: Tensor = attrs.field()  # [K] int64: of which image or video each is shown, as numbered in the prompt
     _digests: dict[tuple[int, ...], str] = attrs.field(factory=dict, init=False)  # by how often tensors were written to
+
+    @shown_of.default
+    def _each_alone(self) -> Tensor:
+        return torch.arange(len(self.shown))
 
     def named(self) -> dict[str, Tensor]:
         """All tensors by name."""
-        return {"places": self.places, "shown": self.shown, **self.tensors}
+        beside = self.places, self.shown, self.video_places, self.shown_of
+        return {**dict(zip(_BESIDE, beside, strict=True)), **self.tensors}
 
     def digest(self) -> str:
         """One for all tensors. They are hashed once, and again if one of them has been written to since."""
@@ -86,13 +98,14 @@ class RowInputs:
         return f"RowInputs({shapes}, {self.digest()})"
 
     def __reduce__(self) -> tuple[type[RowInputs], tuple[Any, ...]]:
-        return RowInputs, (self.tensors, self.places, self.shown)  # a copy's tensors count anew
+        beside = self.places, self.shown, self.video_places, self.shown_of
+        return RowInputs, (self.tensors, *beside)  # a copy's tensors count anew
 
     @staticmethod
     def of(named: Mapping[str, Tensor]) -> RowInputs:
         """The inputs that `named` named."""
-        tensors = {name: x for name, x in named.items() if name not in ("places", "shown")}
-        return RowInputs(tensors, named["places"], named["shown"])
+        tensors = {name: x for name, x in named.items() if name not in _BESIDE}
+        return RowInputs(tensors, *(named[name] for name in _BESIDE))
 
 
 @state
@@ -106,7 +119,7 @@ class Prompts:
     ground_truth: Column
     source: Column  # name of the data set, for metrics by source
     extras: Column  # the data row's other fields, as dicts
-    inputs: Column | None = None  # RowInputs of rows that have images, else None
+    inputs: Column | None = None  # RowInputs of rows that have images or videos, else None
 
 
 @state

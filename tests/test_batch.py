@@ -17,12 +17,18 @@ from tests import tiny
 
 
 def inputs(number: int) -> RowInputs | None:
-    """Images of a size of their own; every third row has none."""
+    """Images of a size of their own, and in every other row a video, shown by two frames; every third row has none."""
     pixels = torch.arange(number * 6, dtype=torch.float32).view(number, 3, 2) / 7
     grid = torch.ones(number, 3, dtype=torch.int64)
     shown = torch.full((number, 2, 2, 3), number, dtype=torch.uint8)
     named = {"pixel_values": pixels, "image_grid_thw": grid}
-    return RowInputs(named, torch.arange(2 * number), shown) if number % 3 else None
+    if number % 3 == 0:
+        return None
+    if number % 2 == 0:
+        return RowInputs(named, torch.arange(2 * number), shown)
+    named |= {"pixel_values_videos": pixels + 1, "video_grid_thw": grid}
+    places = torch.arange(2 * number)
+    return RowInputs(named, places, torch.cat([shown] * 2), places + 50, torch.arange(2 * number) // 2)
 
 
 def prompts(count: int, width: int = 3) -> Prompts:
@@ -143,7 +149,7 @@ def test_rows_that_share_inputs_share_them_on_disk(tmp_path):
     batch.save(record, tmp_path / "four")
     batch.save(prompts(5), tmp_path / "one")
     files = [load_file(tmp_path / name) for name in ("one", "four")]
-    assert [sum("/" in name for name in file) for file in files] == [3 * 4, 3 * 4]
+    assert [sum("/" in name for name in file) for file in files] == [2 * 6 + 8, 2 * 6 + 8]
     loaded = batch.load(Prompts, tmp_path / "four")
     assert same(loaded, record)
     assert loaded.inputs is not None

@@ -45,11 +45,11 @@ class Probe:
     model: Model
     params: Params  # float32, on the CPU
     plain: PreTrainedModel
-    inputs: RowInputs | None = None  # an image, if the model takes any
+    inputs: RowInputs | None = None  # an image, and a video, if the model takes any
     head: tuple[int, ...] = ()  # the tokens of a row up to its end
 
     def inputs_of(self, row: Tensor) -> RowInputs | None:
-        """The image of a row of tokens [S] that begins with one."""
+        """The image of a row of tokens [S] that begins with it."""
         return self.inputs if self.head and row[: len(self.head)].tolist() == list(self.head) else None
 
     @torch.no_grad()

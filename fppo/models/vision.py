@@ -1,4 +1,5 @@
-"""What of a model sees images: a vision tower and a projector beside the text model, whose layers have the seams."""
+"""What of a model sees images and videos: a vision tower and a projector beside the text model, whose layers have the
+seams."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ from collections.abc import Iterator
 
 import attrs
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+
+VIDEOS = ("pixel_values_videos", "video_grid_thw")  # what a vision tower takes of videos
+TIMES = "second_per_grid_ts"  # what positions take of them beside their grids (Qwen2.5-VL)
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -17,6 +21,7 @@ class Vision:
     text: str  # the text model's path in the skeleton
     token: int  # the id that stands in prompts for a feature of an image
     axes: int  # of rotary positions: 3 (time, height, width) or 1
+    video: int | None = None  # the id that stands for a feature of a video; None: videos have no token of their own
     trains: bool = True
 
 
@@ -39,13 +44,24 @@ def vision_of(config: PreTrainedConfig, base: PreTrainedModel) -> Vision:
     token = image_token(config)
     if token is None:
         raise ValueError(f"{kind} image_token_id in its config")
-    return Vision(config=config, text=text, token=token, axes=3 if hasattr(base, "get_rope_index") else 1)
+    axes = 3 if hasattr(base, "get_rope_index") else 1
+    return Vision(config=config, text=text, token=token, axes=axes, video=_video_token(config, base))
 
 
 def image_token(config: PreTrainedConfig) -> int | None:
     """The id that stands in prompts for a feature of an image, if the config names it."""
     token = getattr(config, "image_token_id", None)
     return getattr(config, "image_token_index", None) if token is None else token
+
+
+def _video_token(config: PreTrainedConfig, base: PreTrainedModel) -> int | None:
+    """The id that stands for a feature of a video, of a model that takes videos as Qwen2-VL does: as patches, with a
+    grid of time, height and width for each."""
+    features, rule = (getattr(base, name, None) for name in ("get_video_features", "get_rope_index"))
+    if features is None or rule is None or "video_grid_thw" not in inspect.signature(rule).parameters:
+        return None
+    needed = {name for name, x in inspect.signature(features).parameters.items() if x.kind is not x.VAR_KEYWORD}
+    return getattr(config, "video_token_id", None) if needed == {*VIDEOS} else None
 
 
 def parts_of(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:

@@ -1,4 +1,4 @@
-"""Images in a pass: their features in the places of tokens, and positions of three axes."""
+"""Images and videos in a pass: their features in the places of tokens, and positions of three axes."""
 
 from __future__ import annotations
 
@@ -14,25 +14,32 @@ from transformers import PreTrainedModel
 
 from fppo.batch import RowInputs
 from fppo.models.model import Model
+from fppo.models.vision import TIMES, VIDEOS, Vision
 
 Deep = Mapping[str, Any]  # what a text model takes of the images for its first layers
+_IMAGE, _VIDEO = 1, 2  # kinds of tokens, as transformers numbers them
 
 
 class Images(NamedTuple):
-    """The images of a pass, those that rows share once, and where their features go."""
+    """The images and videos of a pass, those that rows share once, and where their features go.
 
-    tensors: Mapping[str, Tensor]  # what the vision tower takes, of all images one after the other
+    The features of all images are numbered from 0 on, and those of all videos after them.
+    """
+
+    tensors: Mapping[str, Tensor]  # what the vision tower takes, of all images and of all videos, one after the other
     numbers: Tensor  # [M]: the number of each token's feature
     places: Tensor  # [M]: the token's place among all tokens of the pass, in order
+    counts: tuple[int, int]  # how many features are of images, and of videos
 
 
 def place_images(
     model: Model, inputs: Sequence[RowInputs | None] | None, tokens: Tensor, positions: Tensor, lengths: Sequence[int]
 ) -> tuple[Images | None, Tensor]:
-    """The images of packed rows, and the positions of their tokens, [N] or [3, N]; tokens and `positions` are [N].
+    """The images and videos of packed rows, and the positions of their tokens, [N] or [3, N]; tokens and `positions`
+    are [N].
 
-    `lengths` are those of all rows [B], of which `inputs` has one each. Raises ValueError for a model that takes no
-    images, and for places that hold no image's token.
+    `lengths` are those of all rows [B], of which `inputs` has one each. Raises ValueError for a model that takes none,
+    and for places that do not hold the token of an image, or of a video.
     """
     seen = [
         (start, size, x) for start, size, x in zip(accumulate([0, *lengths]), lengths, inputs or ()) if x is not None
@@ -41,69 +48,124 @@ def place_images(
         return None, positions
     if model.vision is None:
         raise ValueError(f"the rows have images, and a model of type {model.config.model_type!r} takes none")
-    device, first, end = tokens.device, dict[int, int](), 0
-    distinct: list[RowInputs] = []
-    for _, _, x in seen:
-        if id(x) not in first:
-            first[id(x)], end = end, end + len(x.places)
-            distinct.append(x)
-    numbers = torch.cat([torch.arange(len(x.places)) + first[id(x)] for _, _, x in seen]).to(device)
-    places = torch.cat([x.places + start for start, _, x in seen]).to(device)
-    if (tokens[places] != model.vision.token).any():
-        raise ValueError(
-            f"a row's images have places that do not hold token {model.vision.token}, which stands for them: the rows "
-            "were cut, or encoded for another model"
-        )
+    distinct = list({id(x): x for _, _, x in seen}.values())
+    placed = _numbered(distinct)
+    numbers = torch.cat([placed.numbers[id(x)] for _, _, x in seen]).to(tokens.device)
+    places = torch.cat([_places_of(x, size) + start for start, size, x in seen]).to(tokens.device)
+    _check_tokens(model.vision, tokens[places], numbers, placed.counts)
     if model.vision.axes > 1:
         positions = positions.expand(model.vision.axes, -1).clone()
         known = {id(x): row_positions(model, x) for x in distinct}
         for start, size, x in seen:
-            own = known[id(x)].to(device)
+            own, after = known[id(x)]
             head = own.shape[1]
-            positions[:, start : start + head] = own
-            positions[:, start + head : start + size] += own.max() + 1 - head
-    return Images(joined([x.tensors for x in distinct]), numbers, places), positions
+            positions[:, start : start + head] = own.to(tokens.device)
+            positions[:, start + head : start + size] += after - head
+    return Images(joined([x.tensors for x in distinct]), numbers, places, placed.counts), positions
 
 
-def row_positions(model: Model, inputs: RowInputs) -> Tensor:
-    """The positions [3, n] of a row's tokens up to its last image's, by the model's own rule."""
-    assert model.vision is not None
-    kinds = torch.zeros(1, int(inputs.places[-1]) + 1, dtype=torch.int32)
-    kinds[0, inputs.places] = 1
-    grid, tower = inputs.tensors["image_grid_thw"], cast(Any, model.vision.config).vision_config
-    _check_count(len(inputs.places), int(grid.prod(1).sum()) // tower.spatial_merge_size**2)
-    runs = int((F.pad(kinds, (1, 0)).diff() == 1).sum())
-    if runs != len(grid):
+class _Numbered(NamedTuple):
+    numbers: dict[int, Tensor]  # by a row's inputs: of its features, in the order of their places
+    counts: tuple[int, int]
+
+
+def _numbered(distinct: Sequence[RowInputs]) -> _Numbered:
+    """The numbers of the features: of all rows' images first, then of all rows' videos."""
+    images, videos = sum(len(x.places) for x in distinct), sum(len(x.video_places) for x in distinct)
+    image, video, numbers = 0, images, dict[int, Tensor]()
+    for x in distinct:
+        own = torch.cat([torch.arange(len(x.places)) + image, torch.arange(len(x.video_places)) + video])
+        numbers[id(x)] = own[torch.cat([x.places, x.video_places]).argsort()]
+        image, video = image + len(x.places), video + len(x.video_places)
+    return _Numbered(numbers, (images, videos))
+
+
+def _places_of(inputs: RowInputs, size: int) -> Tensor:
+    """The places of a row's features in order; the row has `size` tokens."""
+    places = torch.cat([inputs.places, inputs.video_places]).sort().values
+    if len(places) and int(places[-1]) >= size:
+        raise ValueError(f"a row of {size} tokens has images or videos beyond its end: it was cut")
+    return places
+
+
+def _check_tokens(vision: Vision, tokens: Tensor, numbers: Tensor, counts: tuple[int, int]) -> None:
+    """Raises ValueError unless the tokens [M] at the places of features, of these `numbers`, stand for images or for
+    videos, as the features are."""
+    kind = vision.config.model_type
+    if vision.video is None and counts[1]:
+        raise ValueError(f"the rows have videos, and a model of type {kind!r} takes none, or none that fppo can run")
+    of_images = numbers < counts[0]
+    wrong = tokens != torch.where(of_images, vision.token, -1 if vision.video is None else vision.video)
+    if wrong.any():
+        what, token = ("images", vision.token) if (wrong & of_images).any() else ("videos", vision.video)
         raise ValueError(
-            f"a row's {len(grid)} images stand in {runs} pieces: model type {model.config.model_type!r} needs text or "
-            "a token of its own between two images"
+            f"a row's {what} have places that do not hold token {token}, which stands for them: the rows were cut, or "
+            "encoded for another model"
         )
+
+
+def row_positions(model: Model, inputs: RowInputs) -> tuple[Tensor, int]:
+    """The positions [3, n] of a row's tokens up to its last image's or video's, by the model's own rule, and that of
+    the token after it."""
+    assert model.vision is not None
+    last = int(torch.cat([inputs.places, inputs.video_places]).max())
+    kinds = torch.zeros(1, last + 2, dtype=torch.int32)
+    kinds[0, inputs.places], kinds[0, inputs.video_places] = _IMAGE, _VIDEO
+    tower: Any = cast(Any, model.vision.config).vision_config
+    _check_runs(model.vision.config.model_type, kinds[0], inputs.tensors, tower.spatial_merge_size**2)
+    ids = (kinds == _IMAGE) * model.vision.token + (kinds == _VIDEO) * (model.vision.video or 0)
     rule: Any = model.skeleton
-    ids = (kinds * model.vision.token).long()
-    return rule.get_rope_index(input_ids=ids, mm_token_type_ids=kinds, image_grid_thw=grid)[0][:, 0]
+    names = [name for name in ("image_grid_thw", "video_grid_thw", TIMES) if name in inputs.tensors]
+    given = {name: inputs.tensors[name] for name in names}
+    try:
+        own = rule.get_rope_index(input_ids=ids.long(), mm_token_type_ids=kinds, **given)[0][:, 0]
+    except (RuntimeError, StopIteration) as error:  # its own loop over pieces and grids
+        raise ValueError(
+            f"a row's images or videos stand in pieces that model type {model.vision.config.model_type!r} takes "
+            f"otherwise: rows encoded for another model ({type(error).__name__}: {error})"
+        ) from error
+    return own[:, :-1], int(own[0, -1])
 
 
-def _check_count(tokens: int, features: int) -> None:
+def _check_runs(kind: str, kinds: Tensor, tensors: Mapping[str, Tensor], merged: int) -> None:
+    """Raises ValueError unless each image, and each video or each frame of it, has a piece of the row for itself, with
+    as many tokens as it has features: one for `merged` patches. `kinds` [n] are those of tokens."""
+    runs, counts = torch.unique_consecutive(kinds, return_counts=True)
+    for of, number, name in (("images", _IMAGE, "image_grid_thw"), ("videos", _VIDEO, "video_grid_thw")):
+        grid = tensors.get(name, torch.zeros(0, 3, dtype=torch.int64))
+        pieces = counts[runs == number].tolist()
+        whole = (grid.prod(1) // merged).tolist()
+        _check_count(of, sum(pieces), sum(whole))
+        frames = (grid[:, 1:].prod(1) // merged).repeat_interleave(grid[:, 0]).tolist()
+        if pieces != whole and (number == _IMAGE or pieces != frames):
+            raise ValueError(
+                f"a row's {len(grid)} {of} stand in {len(pieces)} pieces of {pieces} tokens: model type {kind!r} needs "
+                f"text or a token of its own between two {of}, and each of them whole"
+            )
+
+
+def _check_count(of: str, tokens: int, features: int) -> None:
     if tokens != features:
         raise ValueError(
-            f"{tokens} tokens stand for images that have {features} features: rows encoded for another model, or an "
+            f"{tokens} tokens stand for {of} that have {features} features: rows encoded for another model, or an "
             "image that the model drops (an image all of zeros is padding to some)"
         )
 
 
 def shift_of(model: Model, inputs: RowInputs | None) -> int:
-    """How far the positions after a row's images are from the numbers of its tokens."""
+    """How far the positions after a row's images and videos are from the numbers of its tokens."""
     if inputs is None or model.vision is None or model.vision.axes == 1:
         return 0
-    own = row_positions(model, inputs)
-    return int(own.max()) + 1 - own.shape[1]
+    own, after = row_positions(model, inputs)
+    return after - own.shape[1]
 
 
 def joined(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of several rows, by name, one after the other; trailing sizes that differ are filled with zeros."""
+    """The tensors of several rows, by name, one after the other, of the rows that have one; trailing sizes that differ
+    are filled with zeros."""
     together: dict[str, Tensor] = {}
-    for name in rows[0]:
-        parts = [row[name] for row in rows]
+    for name in dict.fromkeys(name for row in rows for name in row):
+        parts = [row[name] for row in rows if name in row]
         sizes = [max(part.shape[d] for part in parts) for d in range(1, parts[0].dim())]
         fill = [[x for d in reversed(range(len(sizes))) for x in (0, sizes[d] - part.shape[d + 1])] for part in parts]
         together[name] = torch.cat([F.pad(part, gaps) for part, gaps in zip(parts, fill, strict=True)])
@@ -111,14 +173,14 @@ def joined(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def see(model: Model, skeleton: PreTrainedModel, tokens: Tensor, images: Images) -> tuple[Tensor, Deep]:
-    """The embeddings [B, S, H] of tokens [B, S] with the features of images in their places, from inside `bind`."""
+    """The embeddings [B, S, H] of tokens [B, S] with the features of images and videos in their places, from inside
+    `bind`."""
     assert model.vision is not None
     ids = tokens.flatten().index_fill(0, images.places, 0)  # the id may be beyond the embeddings
     flat = cast(Tensor, skeleton.get_input_embeddings()(ids))
     like = {name: x.to(flat if x.is_floating_point() else flat.device) for name, x in images.tensors.items()}
     with torch.set_grad_enabled(torch.is_grad_enabled() and model.vision.trains):
-        pooled, deep = image_features(skeleton, like)
-    _check_count(int(images.numbers.max()) + 1, len(pooled))
+        pooled, deep = _features(skeleton, like, images.counts)
     flat = flat.index_copy(0, images.places, pooled[images.numbers].to(flat.dtype))
     if not deep:
         return flat.view(*tokens.shape, -1), {}
@@ -127,12 +189,37 @@ def see(model: Model, skeleton: PreTrainedModel, tokens: Tensor, images: Images)
     return flat.view(*tokens.shape, -1), {"visual_pos_masks": mask, "deepstack_visual_embeds": layers}
 
 
+def _features(
+    skeleton: PreTrainedModel, tensors: Mapping[str, Tensor], counts: tuple[int, int]
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """The features of all images, then of all videos, as `image_features` has them. Raises ValueError if they are not
+    as many as `counts`."""
+    of_images = {name: x for name, x in tensors.items() if name not in (*VIDEOS, TIMES)}
+    of_videos = {name: tensors[name] for name in VIDEOS if name in tensors}
+    parts: list[tuple[Tensor, Sequence[Tensor]]] = []
+    kinds = (("images", of_images, image_features), ("videos", of_videos, video_features))
+    for (of, own, features), count in zip(kinds, counts, strict=True):
+        if own:
+            parts.append(features(skeleton, own))
+        _check_count(of, count, len(parts[-1][0]) if own else 0)
+    pooled, deep = zip(*parts, strict=True)
+    return torch.cat(pooled), [torch.cat(layers) for layers in zip(*deep, strict=True)]
+
+
 def image_features(skeleton: Any, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
     """The features [M, H] of all images, in order, and those for the first layers of the text model, if it takes any
     (DeepStack, arXiv:2406.04334)."""
     if "pixel_attention_mask" in inspect.signature(skeleton.get_image_features).parameters:
         tensors = {name: x[None] for name, x in tensors.items()}  # Idefics 3, SmolVLM: a row of images
-    out = skeleton.get_image_features(**tensors, return_dict=True)
+    return _together(skeleton.get_image_features(**tensors, return_dict=True))
+
+
+def video_features(skeleton: Any, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    """The features [N, H] of all videos, as `image_features` has those of images."""
+    return _together(skeleton.get_video_features(**tensors, return_dict=True))
+
+
+def _together(out: Any) -> tuple[Tensor, Sequence[Tensor]]:
     deep = getattr(out, "deepstack_features", None) or ()
     return (
         torch.cat([x.flatten(0, -2) for x in out.pooler_output]),

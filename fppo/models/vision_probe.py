@@ -1,4 +1,4 @@
-"""A small vision tower before a small language model, and an image for it: the probe of a model that takes images."""
+"""A small vision tower before a small language model, an image and a video for it: the probe of a model that sees."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fppo.batch import RowInputs
 from fppo.key import Key
-from fppo.models.vision import Vision
+from fppo.models.vision import TIMES, Vision
 from fppo.models.vision_pass import image_features
 
 WORDS, _IDS = 48, 64  # ids below the first are words; above, marks of images
 _SIDE = 4  # patches
+_FRAMES, _SECONDS = 2, 1.25  # of a video, as the vision tower sees them: each is of some frames of a file
 _HEADS, _INNER = 2, 64
 
 
@@ -75,7 +76,45 @@ def _narrow(tower: Any, before: int, hidden: int) -> None:
 
 
 def probe_inputs(vision: Vision, base: PreTrainedModel, before: Sequence[int]) -> tuple[RowInputs, list[int]]:
-    """A row with an image after the words `before`, and its tokens so far; `base` runs the vision tower."""
+    """A row with an image after the words `before`, and a video behind it if the model takes any; and its tokens so
+    far. `base` runs the vision tower."""
+    tensors, generator = _image(base), Key(0).fold("video").generator()
+    with torch.no_grad():
+        count = len(image_features(base, tensors)[0])
+    places = torch.arange(len(before), len(before) + count)
+    tokens, shown = [*before, *([vision.token] * count)], torch.zeros(1, 1, 1, 3, dtype=torch.uint8)
+    if vision.video is None:
+        return RowInputs(tensors, places, shown), tokens
+    tower: Any = base.config.vision_config
+    grid = torch.tensor([[_FRAMES, _SIDE, _SIDE]])
+    pixels = _noise(int(grid.prod()), tensors["pixel_values"].shape[1], generator=generator)
+    tensors |= {"pixel_values_videos": pixels, "video_grid_thw": grid}
+    rule: Any = base
+    if TIMES in inspect.signature(rule.get_rope_index).parameters:
+        tensors[TIMES] = torch.tensor([_SECONDS])
+    frame = [vision.video] * (_SIDE**2 // tower.spatial_merge_size**2)
+    pieces = [frame] * _FRAMES if _frames_apart(rule, grid, vision.video) else [frame * _FRAMES]
+    for piece in pieces:
+        tokens += [before[-1], *piece]
+    video_places = torch.tensor([place for place, token in enumerate(tokens) if token == vision.video])
+    return RowInputs(tensors, places, torch.cat([shown] * 2), video_places), tokens
+
+
+def _frames_apart(base: Any, grid: Tensor, token: int) -> bool:
+    """Whether the model's rule has words between the frames of a video (Qwen3-VL), and not its frames together."""
+    count = int(grid.prod()) // base.config.vision_config.spatial_merge_size**2
+    kinds = torch.full((1, count), 2, dtype=torch.int32)
+    try:
+        base.get_rope_index(
+            input_ids=torch.full_like(kinds, token).long(), mm_token_type_ids=kinds, video_grid_thw=grid
+        )
+    except (RuntimeError, StopIteration):
+        return True
+    return False
+
+
+def _image(base: PreTrainedModel) -> dict[str, Tensor]:
+    """What the vision tower takes of an image of noise."""
     tower: Any = base.config.vision_config
     takes = inspect.signature(base.get_image_features).parameters  # type: ignore[arg-type]
     generator, patch = Key(0).fold("image").generator(), tower.patch_size
@@ -83,20 +122,15 @@ def probe_inputs(vision: Vision, base: PreTrainedModel, before: Sequence[int]) -
     if "image_grid_thw" in takes:
         size = channels * getattr(tower, "temporal_patch_size", 1) * patch**2
         grid = torch.tensor([[1, _SIDE, 2 * _SIDE]])
-        tensors = {"pixel_values": _noise(2 * _SIDE**2, size, generator=generator), "image_grid_thw": grid}
-    else:
-        side = getattr(tower, "image_size", None) or _SIDE * patch
-        height, width = side if isinstance(side, (list, tuple)) else (side, side)
-        tensors = {"pixel_values": _noise(1, channels, height, width, generator=generator)}
-        if "pixel_attention_mask" in takes:
-            tensors["pixel_attention_mask"] = torch.ones(1, height, width, dtype=torch.bool)
-        if "image_sizes" in takes and tower.model_type == "pixtral":
-            tensors["image_sizes"] = torch.tensor([[height, width]])
-    with torch.no_grad():
-        count = len(image_features(base, tensors)[0])
-    places = torch.arange(len(before), len(before) + count)
-    shown = torch.zeros(1, 1, 1, 3, dtype=torch.uint8)
-    return RowInputs(tensors, places, shown), [*before, *([vision.token] * count)]
+        return {"pixel_values": _noise(2 * _SIDE**2, size, generator=generator), "image_grid_thw": grid}
+    side = getattr(tower, "image_size", None) or _SIDE * patch
+    height, width = side if isinstance(side, (list, tuple)) else (side, side)
+    tensors = {"pixel_values": _noise(1, channels, height, width, generator=generator)}
+    if "pixel_attention_mask" in takes:
+        tensors["pixel_attention_mask"] = torch.ones(1, height, width, dtype=torch.bool)
+    if "image_sizes" in takes and tower.model_type == "pixtral":
+        tensors["image_sizes"] = torch.tensor([[height, width]])
+    return tensors
 
 
 def _noise(*shape: int, generator: torch.Generator) -> Tensor:
@@ -108,6 +142,6 @@ def composite_inputs(plain: PreTrainedModel, row: Tensor, inputs: RowInputs) -> 
     takes = inspect.signature(type(plain).forward).parameters
     rows = "pixel_attention_mask" in takes
     kinds = torch.zeros(1, len(row), dtype=torch.int32)
-    kinds[0, inputs.places] = 1
+    kinds[0, inputs.places], kinds[0, inputs.video_places] = 1, 2
     beside = {name: x[None] if rows else x for name, x in inputs.tensors.items()}
     return beside | ({"mm_token_type_ids": kinds} if "mm_token_type_ids" in takes else {})

@@ -39,8 +39,9 @@ def check_engine(model: Model) -> None:
     engine = EmbeddedEngine(model=probe.model, kernels=Kernels.named(), pad_token_id=0)
     for number in range(_DRAWS):
         rollout = engine.generate(probe.params, Ask(prompts, Sampling(max_tokens=_TOKENS), Key(number)))
-        # transformers cannot run a response that holds what stands for an image
-        if vision is None or not (rollout.tokens[:, width:][rollout.response_mask] == vision.token).any():
+        # transformers cannot run a response that holds what stands for an image or a video
+        said = set(rollout.tokens[:, width:][rollout.response_mask].tolist())
+        if vision is None or said.isdisjoint({vision.token, vision.video}):
             break
     for tokens, real, log_probs in zip(rollout.tokens, rollout.attention_mask, rollout.rollout_log_probs, strict=True):
         row = tokens[real]

@@ -28,7 +28,7 @@ from fppo.batch import RowInputs
 from fppo.models.model import HeadKind, Model, Params
 from fppo.steps.supervised import Demonstrations, demonstrations
 
-SIZE, IMAGE, START, END = 64, 60, 58, 59
+SIZE, IMAGE, VIDEO, START, END = 64, 60, 61, 58, 59
 TEXT: dict[str, Any] = {
     "vocab_size": SIZE,
     "hidden_size": 32,
@@ -44,7 +44,7 @@ TEXT: dict[str, Any] = {
 }
 IDS = {
     "image_token_id": IMAGE,
-    "video_token_id": 61,
+    "video_token_id": VIDEO,
     "vision_start_token_id": START,
     "vision_end_token_id": END,
     "tie_word_embeddings": False,
@@ -135,28 +135,55 @@ def image(name: str, generator: torch.Generator) -> tuple[dict[str, Tensor], int
     return tensors, 16
 
 
-def prompt(name: str, count: int, generator: torch.Generator, words: int = 3) -> tuple[list[int], RowInputs | None]:
-    """A prompt with so many images; one without any has what stands for an image all the same."""
-    tokens = [1, *torch.randint(3, 57, (words,), generator=generator).tolist(), *([] if count else [IMAGE])]
-    places: list[int] = []
+def video(name: str, generator: torch.Generator) -> tuple[dict[str, Tensor], list[int]]:
+    """One video's inputs, and the tokens that stand for it: those of frames together, or each after its time."""
+    frames, height, width = [(1, 4, 8), (2, 4, 4), (3, 8, 4)][int(torch.randint(3, (), generator=generator))]
+    pixels = torch.randn(frames * height * width, 3 * 2 * 16, generator=generator, dtype=torch.float64)
+    tensors = {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([[frames, height, width]])}
+    if name == "qwen2_5_vl":
+        tensors["second_per_grid_ts"] = torch.tensor([(0.5, 1.0, 2.75)[int(torch.randint(3, (), generator=generator))]])
+    frame = [VIDEO] * (height * width // 4)
+    if name != "qwen3_vl":
+        return tensors, [START, *frame * frames, END]
+    times = torch.randint(3, 57, (frames,), generator=generator).tolist()
+    return tensors, [token for time in times for token in (time, START, *frame, END)]
+
+
+def prompt(
+    name: str, seen: int | str, generator: torch.Generator, words: int = 3
+) -> tuple[list[int], RowInputs | None]:
+    """A prompt with so many images, or with images and videos in an order as "ivi"; one without any has what stands for
+    an image all the same."""
+    kinds = "i" * seen if isinstance(seen, int) else seen
+    tokens = [1, *torch.randint(3, 57, (words,), generator=generator).tolist(), *([] if kinds else [IMAGE])]
+    places: dict[str, list[int]] = {"i": [], "v": []}
     every: list[dict[str, Tensor]] = []
-    for _ in range(count):
-        tensors, size = image(name, generator)
-        places += range(len(tokens) + 1, len(tokens) + 1 + size)
-        tokens += [START, *[IMAGE] * size, END, *torch.randint(3, 57, (2,), generator=generator).tolist()]
+    for kind in kinds:
+        if kind == "i":
+            tensors, size = image(name, generator)
+            own = [START, *[IMAGE] * size, END]
+        else:
+            tensors, own = video(name, generator)
+        places[kind] += [len(tokens) + i for i, token in enumerate(own) if token in (IMAGE, VIDEO)]
+        tokens += [*own, *torch.randint(3, 57, (2,), generator=generator).tolist()]
         every.append(tensors)
     if not every:
         return tokens, None
-    together = {key: torch.cat([x[key] for x in every]) for key in every[0]}
-    return tokens, RowInputs(together, torch.tensor(places), torch.zeros(count, 2, 2, 3, dtype=torch.uint8))
+    names = dict.fromkeys(key for x in every for key in x)
+    together = {key: torch.cat([x[key] for x in every if key in x]) for key in names}
+    of_images, of_videos = (torch.tensor(places[kind], dtype=torch.int64) for kind in "iv")
+    return tokens, RowInputs(together, of_images, torch.zeros(len(kinds), 2, 2, 3, dtype=torch.uint8), of_videos)
 
 
-def rows(name: str, counts: Sequence[int] = (0, 1, 2, 1), *, sampled: bool = False, seed: int = 1) -> Demonstrations:
-    """Rows with so many images, and responses, in which `sampled` puts what stands for an image."""
+def rows(
+    name: str, counts: Sequence[int | str] = (0, 1, 2, 1), *, sampled: bool = False, seed: int = 1
+) -> Demonstrations:
+    """Rows with so many images, or images and videos, and responses, in which `sampled` puts what stands for an image
+    and for a video."""
     generator = torch.Generator().manual_seed(seed)
     prompts = [prompt(name, count, generator, 3 + i) for i, count in enumerate(counts)]
     responses = [torch.randint(3, 57, (5 + i,), generator=generator).tolist() for i in range(len(counts))]
     if sampled:
-        responses = [[*response[:2], IMAGE, *response[3:]] for response in responses]
+        responses = [[*response[:2], IMAGE, VIDEO, *response[4:]] for response in responses]
     inputs = [x for _, x in prompts]
     return demonstrations([tokens for tokens, _ in prompts], responses, pad_token_id=0, inputs=inputs)
