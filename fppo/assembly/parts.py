@@ -18,6 +18,7 @@ from fppo.models import lora
 from fppo.models.inner import inner_of
 from fppo.models.model import HeadKind, Model, Params, over_long, state_dtype
 from fppo.models.narrow import narrow
+from fppo.models.spans import layer_spans
 from fppo.models.vision import takes_images
 from fppo.runtime.devices import named_device
 from fppo.runtime.mesh import Mesh, Sharding
@@ -28,7 +29,6 @@ from fppo.settings.lora import shares_base, uses_lora
 from fppo.settings.modules import INNER, KERNELS
 from fppo.settings.placement import places_of, pools_of, ranks_without_gpus
 from fppo.settings.train import ActorSettings, TrainSettings
-from fppo.steps.images import check_axes
 from fppo.steps.micro_batching import MicroBatching
 from fppo.workers.imports import imported
 from fppo_kernels import table as tables
@@ -208,8 +208,6 @@ def check_mesh(config: PreTrainedConfig, pool: str, mesh: Mesh) -> None:
 def _check_mesh(config: PreTrainedConfig, mesh: Mesh) -> None:
     stages, virtual = mesh["pipeline"].size, mesh.virtual_stages
     layers = config.get_text_config().num_hidden_layers
-    if takes_images(config):
-        check_axes(models.build(config), mesh)
     models.check_rows_whole(config, {name: axis.size for name, axis in mesh.axes.items()})
     if stages * virtual > layers:
         of = f" and mesh.virtual_stages = {virtual} make {stages * virtual} stages" if virtual > 1 else ""
@@ -217,6 +215,11 @@ def _check_mesh(config: PreTrainedConfig, mesh: Mesh) -> None:
             f"mesh.pipeline = {stages}{of}: the model has {layers} layers, and a stage has one at least; give at most "
             f"{layers} stages"
         )
+    if takes_images(config) and stages > 1:
+        try:
+            layer_spans(models.build(config), stages * virtual)
+        except ValueError as error:
+            raise ValueError(f"mesh.pipeline = {stages}: {error}") from error
     ranks, tensor, expert = (mesh[name].size for name in ("sequence", "tensor", "expert"))
     text, axis = config.get_text_config(), f"mesh.expert = {expert}"
     try:

@@ -89,6 +89,8 @@ def expert_names(model: Model) -> tuple[str, ...]:
 
 def _experts(model: Model) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The paths of the experts' modules, and the names of their parameters, of which row i is expert i's."""
-    names = {name.removeprefix(model.prefix): name for name in model.shapes if name.startswith(model.prefix)}
-    rows = planned(model.config, "grouped_gemm", names)
-    return tuple(dict.fromkeys(path.rpartition(".")[0] for path in rows)), tuple(names[path] for path in rows)
+    start = model.prefix if model.vision is None else f"{model.prefix}{model.vision.text}."
+    names = {name.removeprefix(start): name for name in model.shapes if name.startswith(start)}
+    rows = [names[path] for path in planned(model.config, "grouped_gemm", names)]
+    modules = dict.fromkeys(name.removeprefix(model.prefix).rpartition(".")[0] for name in rows)
+    return tuple(modules), tuple(rows)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 from transformers import PreTrainedConfig
 
+from fppo.models.vision import takes_images
 from fppo.runtime.layout import Cut
 
 _INNER = (
@@ -30,10 +31,11 @@ _GATE_UP = re.compile(r"\bgate_up_proj(\.weight|\.bias|_bias)?$")
 _INTERLEAVED = ("gpt_oss",)  # whose gate and up projections alternate
 
 
-def narrow(config: PreTrainedConfig, ranks: int) -> PreTrainedConfig:
-    """The config of what one of `ranks` tensor ranks computes. Raises ValueError that names all sizes that do not
-    divide, and the numbers of ranks that divide all."""
-    config = copy.deepcopy(config)
+def narrow(whole: PreTrainedConfig, ranks: int) -> PreTrainedConfig:
+    """The config of what one of `ranks` tensor ranks computes; of a model of images and text, its text model is
+    narrower. Raises ValueError that names all sizes that do not divide, and the numbers of ranks that divide all."""
+    whole = copy.deepcopy(whole)
+    config = whole.get_text_config(decoder=True) if takes_images(whole) else whole
     if getattr(config, "head_dim", None) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
     heads = config.num_attention_heads
@@ -53,7 +55,7 @@ def narrow(config: PreTrainedConfig, ranks: int) -> PreTrainedConfig:
         setattr(config, name, size // ranks)
     if hasattr(config, "num_key_value_heads"):
         config.num_key_value_heads = max(1, key_heads // ranks)
-    return config
+    return whole
 
 
 def find_cuts(

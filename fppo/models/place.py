@@ -19,6 +19,7 @@ from fppo.models.regions import BlockSeam, EmbeddingSeam, Region, WidthSeam, rep
 from fppo.models.run import hidden_states
 from fppo.models.spans import layer_spans, stage_layout, staged, unstaged
 from fppo.models.states import check_rows_whole
+from fppo.models.vision_pass import place_images
 from fppo.runtime import fsdp
 from fppo.runtime.layout import Cut, Layout
 from fppo.runtime.mesh import Mesh
@@ -72,7 +73,7 @@ def narrowed(model: Model, ranks: int) -> Narrowed:
     if model.layout is not None:
         raise ValueError("the model is placed on a tensor axis already")
     check_rows_whole(model.whole_config, {"tensor": ranks})
-    small = narrow(model.config, ranks)
+    small = narrow(model.whole_config, ranks)
     try:
         narrower = build(small, model.head, outputs=model.outputs, trust_remote_code=model.trust_remote_code)
         cuts = find_cuts(model.shapes, narrower.shapes, model.config)
@@ -273,7 +274,10 @@ def check_placed(model: Model, ranks: int) -> None:
     lengths = [len(row) for row in rows]
     lengths.append(-sum(lengths) % few or few)
     tokens = torch.cat([*rows, rows[0].new_zeros(lengths[-1])])
-    positions = torch.cat([torch.arange(n) for n in lengths])
+    inputs = [*(probe.inputs_of(row) for row in rows), None]
+    images, positions = place_images(
+        probe.model, inputs, tokens, torch.cat([torch.arange(n) for n in lengths]), lengths
+    )
     attend = packed_attention(sdpa, make_lengths(lengths))
 
     cut = narrowed(probe.model, few)
@@ -281,7 +285,7 @@ def check_placed(model: Model, ranks: int) -> None:
     def run(mesh: Mesh) -> Tensor:
         placed = probe.model if mesh["tensor"].size == 1 else cut.on(mesh["tensor"])
         params = own_params(placed, whole, mesh)
-        hidden = hidden_states(placed, params, tokens, positions, attend=attend)
+        hidden = hidden_states(placed, params, tokens, positions, attend=attend, received=images)
         return logits_of(output_head(placed, params), collectives.all_gather(hidden, mesh["tensor"]))
 
     (expected,) = simulate({"tensor": 1}, run)
@@ -350,18 +354,25 @@ def check_staged(model: Model) -> None:
     kind, probe = model.config.model_type, probes.make_probe(model)
     params = {name: x.double() for name, x in probe.params.items()}
     rows = probes.probe_rows(probe)
-    tokens, positions = torch.cat(rows), torch.cat([torch.arange(len(row)) for row in rows])
-    attend = packed_attention(sdpa, make_lengths([len(row) for row in rows]))
-    expected = logits_of(
-        output_head(probe.model, params), hidden_states(probe.model, params, tokens, positions, attend=attend)
+    tokens, lengths = torch.cat(rows), [len(row) for row in rows]
+    images, positions = place_images(
+        probe.model,
+        [probe.inputs_of(row) for row in rows],
+        tokens,
+        torch.cat([torch.arange(length) for length in lengths]),
+        lengths,
     )
+    attend = packed_attention(sdpa, make_lengths(lengths))
+    whole = hidden_states(probe.model, params, tokens, positions, attend=attend, received=images)
+    expected = logits_of(output_head(probe.model, params), whole)
     words = f"fppo cannot run model type {kind!r} on a pipeline axis"
     try:
         hidden = None
         for stage in range(2):
             placed = staged(probe.model, Axis(2, stage))
             own = {name: params[name] for name in placed.shapes}
-            hidden = hidden_states(placed, own, tokens, positions, attend=attend, received=hidden)
+            received = images if hidden is None else hidden
+            hidden = hidden_states(placed, own, tokens, positions, attend=attend, received=received)
         assert hidden is not None
         logits = logits_of(output_head(placed, own), hidden)
     except Exception as error:  # what a class raises may be anything

@@ -207,7 +207,8 @@ def _layers_of_each_kind(model: Model) -> int:
         start = f"{model.prefix}{path}."
         names = frozenset(name.removeprefix(start) for name in model.whole_shapes if name.startswith(start))
         kinds.setdefault((names, *(str(x[i]) for x in lists)), i)
-    return min(max(1, *kinds.values()) + 1, total)
+    deep = 0 if model.vision is None else model.vision.deep  # and of two stages each has one
+    return min(max(1 + deep, *kinds.values()) + 1, total)
 
 
 def _smaller(config: PreTrainedConfig, layers: int, heads: int | None) -> PreTrainedConfig:

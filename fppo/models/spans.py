@@ -26,12 +26,15 @@ def layer_spans(model: Model, stages: int) -> list[range]:
     """The layers of each of `stages` stages: such that the largest work of a stage on a token is least, the head's
     counted; of such cuts, one whose largest number of parameters is least, the embeddings' and the head's counted.
 
-    Raises ValueError for fewer layers than stages.
+    The first stage has the layers after which features of images are added, and one more, as stages hand on what their
+    last layer gives. Raises ValueError for fewer layers than stages need.
     """
-    if len(model.layers) < stages:
+    deep = 0 if model.vision is None else model.vision.deep
+    if len(model.layers) < stages + deep:
+        first = f", the first {deep + 1}, as images are added after {deep} layers" if deep else ""
         raise ValueError(
-            f"the model has {len(model.layers)} layers, and {stages} pipeline stages take at least one each: make "
-            "the pipeline axis or its virtual stages fewer"
+            f"the model has {len(model.layers)} layers, and {stages} pipeline stages take at least one each{first}: "
+            "make the pipeline axis or its virtual stages fewer"
         )
     work, head = flops.layer_weights(model), flops.head_weights(model)
     sizes, ends = [0.0] * len(work), [0.0, 0.0]  # outside the layers: on the first stage, and on the last
@@ -42,8 +45,8 @@ def layer_spans(model: Model, stages: int) -> list[range]:
         for end in holders:
             ends[end] += model.whole_shapes[name].numel()
     by_work = _Costs(work, 0.0, float(head))
-    least, _ = _balanced(len(work), stages, by_work.of, lambda *_: True)
-    _, cuts = _balanced(len(work), stages, _Costs(sizes, *ends).of, lambda *at: by_work.of(*at) <= least)
+    least, _ = _balanced(len(work), stages, by_work.of, whole := lambda start, stop: start > 0 or stop > deep)
+    _, cuts = _balanced(len(work), stages, _Costs(sizes, *ends).of, lambda *at: whole(*at) and by_work.of(*at) <= least)
     return cuts
 
 
@@ -86,7 +89,7 @@ def _ends(model: Model) -> dict[str, tuple[int, ...]]:
     children = [name for name, _ in model.skeleton.named_children()]
     place = children.index(model.layers[0].partition(".")[0])
     embeddings = embedding_name(model)
-    tied = model.head == "lm" and vocabulary_head(model)[0] == embeddings
+    tied, seeing = model.head == "lm" and vocabulary_head(model)[0] == embeddings, model.seeing
     ends: dict[str, tuple[int, ...]] = {}
     for name in model.whole_shapes:
         own = name.removeprefix(model.prefix).partition(".")[0]
@@ -94,6 +97,8 @@ def _ends(model: Model) -> dict[str, tuple[int, ...]]:
             ends[name] = ()
         elif name == embeddings:
             ends[name] = (0, -1) if tied else (0,)
+        elif name in seeing:
+            ends[name] = (0,)
         elif not name.startswith(model.prefix) or (own in children and children.index(own) > place):
             ends[name] = (-1,)
         else:  # modules are registered in the order in which they run, but for the last norm of some

@@ -22,6 +22,7 @@ class Vision:
     token: int  # the id that stands in prompts for a feature of an image
     axes: int  # of rotary positions: 3 (time, height, width) or 1
     video: int | None = None  # the id that stands for a feature of a video; None: videos have no token of their own
+    deep: int = 0  # after so many of the first layers features of images are added (DeepStack, arXiv:2406.04334)
     trains: bool = True
 
 
@@ -45,7 +46,8 @@ def vision_of(config: PreTrainedConfig, base: PreTrainedModel) -> Vision:
     if token is None:
         raise ValueError(f"{kind} image_token_id in its config")
     axes = 3 if hasattr(base, "get_rope_index") else 1
-    return Vision(config=config, text=text, token=token, axes=axes, video=_video_token(config, base))
+    deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+    return Vision(config=config, text=text, token=token, axes=axes, video=_video_token(config, base), deep=deep)
 
 
 def image_token(config: PreTrainedConfig) -> int | None:

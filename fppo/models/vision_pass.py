@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from fppo.batch import RowInputs
 from fppo.models.model import Model
+from fppo.models.regions import EmbeddingSeam
 from fppo.models.vision import TIMES, VIDEOS, Vision
 
 Deep = Mapping[str, Any]  # what a text model takes of the images for its first layers
@@ -28,8 +29,13 @@ class Images(NamedTuple):
 
     tensors: Mapping[str, Tensor]  # what the vision tower takes, of all images and of all videos, one after the other
     numbers: Tensor  # [M]: the number of each token's feature
-    places: Tensor  # [M]: the token's place among all tokens of the pass, in order
+    places: Tensor  # [M]: the token's place among the tokens that the model is called with, in order
     counts: tuple[int, int]  # how many features are of images, and of videos
+
+    def within(self, start: int, length: int) -> Images:
+        """Those of `length` tokens from `start` on, as places among them."""
+        own = ((self.places >= start) & (self.places < start + length)).nonzero().flatten()
+        return self._replace(numbers=self.numbers[own], places=self.places[own] - start)
 
 
 def place_images(
@@ -174,19 +180,32 @@ def joined(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 def see(model: Model, skeleton: PreTrainedModel, tokens: Tensor, images: Images) -> tuple[Tensor, Deep]:
     """The embeddings [B, S, H] of tokens [B, S] with the features of images and videos in their places, from inside
-    `bind`."""
+    `bind`; on a tensor axis those of this rank's slice of the tokens."""
     assert model.vision is not None
-    ids = tokens.flatten().index_fill(0, images.places, 0)  # the id may be beyond the embeddings
-    flat = cast(Tensor, skeleton.get_input_embeddings()(ids))
+    ids = tokens.flatten().index_fill(0, images.places, 0).view_as(tokens)  # the id may be beyond the embeddings
+    embeddings = skeleton.get_input_embeddings()
+    embedded = cast(Tensor, embeddings(ids))
+    if isinstance(embeddings, EmbeddingSeam):
+        length = embedded.shape[1]
+        images = images.within(embeddings.region.axis.rank * length, length)
+    flat = embedded.flatten(0, 1)
     like = {name: x.to(flat if x.is_floating_point() else flat.device) for name, x in images.tensors.items()}
     with torch.set_grad_enabled(torch.is_grad_enabled() and model.vision.trains):
         pooled, deep = _features(skeleton, like, images.counts)
     flat = flat.index_copy(0, images.places, pooled[images.numbers].to(flat.dtype))
     if not deep:
-        return flat.view(*tokens.shape, -1), {}
-    mask = torch.zeros_like(ids, dtype=torch.bool).index_fill(0, images.places, True).view_as(tokens)
+        return flat.view_as(embedded), {}
+    if model.spans and len(deep) >= len(model.spans[0].layers):
+        raise ValueError(
+            f"the first stage of the pipeline has {len(model.spans[0].layers)} layers, and images are added after "
+            f"{len(deep)}: it needs one more, as it hands on what its last layer gives"
+        )
+    mask = torch.zeros(len(flat), dtype=torch.bool, device=flat.device).index_fill(0, images.places, True)
     layers = [x[images.numbers] for x in deep]
-    return flat.view(*tokens.shape, -1), {"visual_pos_masks": mask, "deepstack_visual_embeds": layers}
+    return flat.view_as(embedded), {
+        "visual_pos_masks": mask.view(embedded.shape[:2]),
+        "deepstack_visual_embeds": layers,
+    }
 
 
 def _features(

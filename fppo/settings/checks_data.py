@@ -10,8 +10,6 @@ from fppo.settings.placement import HERE
 from fppo.settings.problems import Problems, problem, unread
 from fppo.settings.train import TrainSettings
 
-_CUTTING = ("expert", "sequence", "context", "tensor", "pipeline")
-
 
 def has_held_out(settings: TrainSettings) -> bool:
     """Whether there are prompts to evaluate on."""
@@ -58,8 +56,8 @@ def _image_problems(s: TrainSettings) -> Problems:
     if s.data.over_long == "truncate":
         yield problem("data.over_long", "truncate", "would cut images apart; give error or drop")
     text = "prompts with images (data.images) do not go with it yet; leave one of them out"
-    mesh, roles = s.mesh, s.placement.roles
-    settings = {f"mesh.{name}": (getattr(mesh, name), 1) for name in _CUTTING} | {
+    roles = s.placement.roles
+    settings = {
         "rollout.ahead": (s.rollout.ahead, 0),
         "rollout.turns.respond": (s.rollout.turns.respond, None),
         "critic.privileged": (s.critic.privileged, 0),

@@ -21,7 +21,7 @@ from fppo.runtime.offload import OnHost
 from fppo.shapes import Tokens
 from fppo.steps import experts
 from fppo.steps.experts import RoutedPass
-from fppo.steps.images import check_axes, packed_images, padded_images
+from fppo.steps.images import own_images, packed_images, padded_images
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.outputs import OF_ROUTERS, OF_VALUE_HEADS, TokenOutputs, check_outputs
 from fppo.steps.packed import (
@@ -81,7 +81,8 @@ class Forward:
     def __attrs_post_init__(self) -> None:
         if self.replay:
             experts.check_routers(self.model, "leave out replay (in settings algorithm.router_replay)")
-        check_axes(self.model, self.mesh)
+        sizes = {name: axis.size for name, axis in self.mesh.axes.items()}
+        models.check_rows_whole(self.model.whole_config, sizes)
         layout = self.model.layout
         for axis, placed in (
             ("tensor", 1 if layout is None else layout.ranks),
@@ -227,6 +228,8 @@ def packed_hidden(
     columns = {name: part.own(x) for name, x in packed.columns.items()}
     routed = experts.routed_pass(columns, rows, tells, index=packed.index, places=part.places)
     images, positions = packed_images(rows, forward.model, packed.tokens, packed.positions, real.sizes)
+    if images is not None:
+        images, positions = own_images(images, positions, part, cutting(mesh))
     hidden = models.hidden_states(
         forward.model,
         params.root,
@@ -235,7 +238,7 @@ def packed_hidden(
         attend=part.attend,
         kernels=kernels,
         apply_layer=params.apply_layer,
-        received=forward.received if images is None else images,
+        received=forward.received if images is None or forward.received is not None else images,
         routes=None if routed is None else routed.routes,
         longest=packed.lengths.max_length,
     )

@@ -7,14 +7,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fppo import models
 from fppo.batch import Column
 from fppo.models.model import Model
 from fppo.models.vision_pass import Images, place_images
-from fppo.runtime.mesh import Mesh
+from fppo.steps.packed import Slice, own_tokens
+from fppo_kernels.collectives import Axis
 from fppo_kernels.padding import Places
-
-_CUTTING = ("sequence", "context", "tensor", "expert", "pipeline")
 
 
 class _Rows(Protocol):
@@ -22,18 +20,6 @@ class _Rows(Protocol):
     def tokens(self) -> Tensor: ...
     @property
     def attention_mask(self) -> Tensor: ...
-
-
-def check_axes(model: Model, mesh: Mesh) -> None:
-    """Raises ValueError for a model that takes images on an axis that cuts rows or layers, and for one whose layers
-    carry states on an axis that cuts rows or heads."""
-    models.check_rows_whole(model.whole_config, {name: axis.size for name, axis in mesh.axes.items()})
-    axes = ", ".join(f"{name} {mesh[name].size}" for name in _CUTTING if mesh[name].size > 1)
-    if model.vision is not None and axes:
-        raise ValueError(
-            f"model type {model.whole_config.model_type!r} takes images, and fppo cannot cut rows or layers of such a "
-            f"model yet (axes: {axes}): give the ranks to replicate and shard"
-        )
 
 
 def packed_images(
@@ -45,6 +31,16 @@ def packed_images(
     if inputs is None:
         return None, positions
     return place_images(model, inputs, tokens, positions, lengths)
+
+
+def own_images(images: Images, positions: Tensor, part: Slice, axis: Axis) -> tuple[Images, Tensor]:
+    """The images in this rank's `part` of a packed row that the ranks of the axis share, and the positions of its
+    tokens, of `positions` [N] or [3, N]."""
+    own = own_tokens(part.places[images.places], len(part.places) // axis.size, axis)
+    order = own.places.argsort()
+    numbers = images.numbers[own.numbers][order]
+    columns = part.own(positions.movedim(-1, 0)).movedim(0, -1)
+    return images._replace(numbers=numbers, places=own.places[order]), columns
 
 
 def padded_images(rows: _Rows, model: Model, positions: Tensor, real: Places) -> tuple[Images | None, Tensor]:

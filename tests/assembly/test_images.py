@@ -105,9 +105,6 @@ def test_a_run_trains_on_images_from_the_console(name, tmp_path, capsys):
 REFUSED = {
     "data.chat": False,
     "data.over_long": "truncate",
-    "mesh.tensor": 2,
-    "mesh.pipeline": 2,
-    "mesh.context": 2,
     "rollout.ahead": 1,
     "critic.privileged": 4,
     "rollout.turns.respond": "mine:respond",

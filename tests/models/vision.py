@@ -19,6 +19,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     SiglipVisionConfig,
     SmolVLMConfig,
 )
@@ -92,6 +93,13 @@ def _configs() -> dict[str, PreTrainedConfig]:
 
 
 CONFIGS = _configs()
+MIXTURE = Qwen3VLMoeConfig(
+    text_config=CONFIGS["qwen3_vl"].get_text_config().to_dict()
+    | {"model_type": "qwen3_vl_moe_text", "num_hidden_layers": 5}
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    vision_config=CONFIGS["qwen3_vl"].vision_config.to_dict() | {"model_type": "qwen3_vl_moe_vision"},
+    **IDS,
+)
 GEMMA = Gemma3Config(
     text_config=TEXT | {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8},
     vision_config=SiglipVisionConfig(**TOWER, vision_use_head=False).to_dict(),
@@ -105,8 +113,9 @@ GEMMA = Gemma3Config(
 
 def make(name: str, head: HeadKind = "lm") -> tuple[PreTrainedModel, Model, Params]:
     """transformers' model in float64, with random numbers everywhere; fppo's; and the parameters."""
+    config = MIXTURE if name == "qwen3_vl_moe" else CONFIGS[name]
     torch.manual_seed(0)
-    module: PreTrainedModel = AutoModelForImageTextToText.from_config(CONFIGS[name]).double().eval()
+    module: PreTrainedModel = AutoModelForImageTextToText.from_config(config).double().eval()
     module.set_attn_implementation("eager")
     with torch.no_grad():
         for path, parameter in module.named_parameters():
@@ -115,7 +124,7 @@ def make(name: str, head: HeadKind = "lm") -> tuple[PreTrainedModel, Model, Para
         for path, buffer in part._buffers.items():
             if buffer is not None and buffer.dtype == torch.float64:
                 part._buffers[path] = buffer.float()
-    model = models.build(CONFIGS[name], head)
+    model = models.build(config, head)
     params = {path: x.detach().clone() for path, x in module.named_parameters() if path in model.shapes}
     generator = torch.Generator().manual_seed(1)
     fresh = {path: shape for path, shape in model.shapes.items() if path not in params}

@@ -9,6 +9,8 @@ from fppo.key import Key
 from fppo.rollout.check import check_engine
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
+from fppo.runtime.mesh import Mesh
+from fppo.runtime.simulate import simulate
 from fppo.steps import Forward, MicroBatching, compute_log_probs
 from fppo_kernels.record import Kernels
 from tests.models.vision import CONFIGS, make, prompt
@@ -45,6 +47,22 @@ def test_log_probs_are_those_of_the_pass(name):
     again = pieces.generate(params, Ask(prompts, sampling, Key(3)))
     assert torch.equal(again.tokens, rollout.tokens)
     assert (again.rollout_log_probs - rollout.rollout_log_probs).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize(("name", "axis"), [("qwen3_vl", "tensor"), ("idefics3", "tensor"), ("qwen3_vl", "shard")])
+def test_ranks_that_cut_the_model_answer_as_one(name, axis):
+    _, model, params = make(name)
+    ask = Ask(prompts_of(name, (1, 0, 2)), Sampling(max_tokens=4, n=2), Key(3))
+
+    def run(mesh):
+        placed = models.place(model, mesh)
+        engine = EmbeddedEngine(model=placed, kernels=Kernels.named(), pad_token_id=0, mesh=mesh)
+        return engine.generate(models.own_params(placed, params, mesh), ask)
+
+    expected = run(Mesh.local())
+    for rollout in simulate({axis: 2}, run):
+        assert torch.equal(rollout.tokens, expected.tokens)
+        assert (rollout.rollout_log_probs - expected.rollout_log_probs).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -9,19 +9,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fppo import batch as batches
+from fppo import models
 from fppo.batch import Column
 from fppo.key import Key
 from fppo.models import lora
 from fppo.models.adapted import Lora
 from fppo.models.precision import KeepDouble
+from fppo.models.spans import layer_spans, staged
+from fppo.models.vision_pass import place_images
 from fppo.models.vision_probe import composite_inputs
-from fppo.runtime import fsdp
 from fppo.runtime.mesh import Axis, Mesh, Sharding
 from fppo.runtime.simulate import simulate
 from fppo.steps import Forward, Loop, MicroBatching, adamw, schedule, sgd
 from fppo.steps.forward import forward_micro_batch
 from fppo.steps.supervised import update_supervised
 from fppo.steps.train_state import init_state
+from fppo_kernels.attention.sdpa import sdpa
+from fppo_kernels.padding import make_lengths
 from tests.models.test_lora import noisy, projections
 from tests.models.vision import CONFIGS, make, rows
 
@@ -172,29 +176,52 @@ def test_rows_that_do_not_fit_the_model_are_refused():
     for inputs, text in ((shifted, "places that do not hold token 60"), (fewer, "tokens stand for images that have")):
         with pytest.raises(ValueError, match=text):
             forward_micro_batch(params, attrs.evolve(record, inputs=Column(inputs)), forward=Forward(model))
-    axes = {"tensor": Axis(2, 0, None)}
-    with pytest.raises(ValueError, match="'qwen2_vl' takes images, and fppo cannot cut rows"):
-        Forward(model, mesh=Mesh(axes))
+
+
+AXES = [
+    *(("qwen3_vl", axis) for axis in ("shard", "replicate", "sequence", "context", "tensor")),
+    *(("idefics3", axis) for axis in ("sequence", "tensor", "pipeline")),
+    ("llava", "shard x tensor x sequence"),
+    *(("qwen3_vl_moe", axis) for axis in ("expert", "pipeline", "expert x tensor x pipeline")),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["shard", "replicate"])
-def test_ranks_that_share_the_rows_give_the_update_of_one(axis):
-    """One of the two ranks has rows without images."""
-    _, model, params = make("qwen3_vl")
-    record, loop = rows("qwen3_vl", (2, 0, 0)), Loop(mini_batch_size=3, micro_batching=MicroBatching(size=1))
+@pytest.mark.parametrize(("name", "axes"), AXES)
+def test_ranks_that_share_the_rows_give_the_update_of_one(axes, name):
+    """One of two ranks that divide the rows has some without images."""
+    _, model, params = make(name)
+    axes = axes.split(" x ")
+    record, loop = rows(name, (2, 0, 0)), Loop(mini_batch_size=3, micro_batching=MicroBatching(size=1))
     optimizer = sgd(schedule("constant", 1e-2))
 
     def run(mesh):
-        mesh = attrs.evolve(mesh, sharding=Sharding() if axis == "shard" else None)
-        own = fsdp.shard(params, mesh)
-        forward = Forward(model, mesh=mesh)
+        mesh = attrs.evolve(mesh, sharding=Sharding() if "shard" in axes else None)
+        placed = models.place(model, mesh)
+        own = models.own_params(placed, params, mesh)
+        forward = Forward(placed, mesh=mesh)
         state, _ = update_supervised(
             init_state(own, optimizer), record, forward=forward, loop=loop, optimizer=optimizer
         )
-        return fsdp.gather(state.params, model.shapes, mesh)
+        return models.whole_params(placed, state.params, mesh)
 
     expected = run(Mesh.local())
     assert any(not torch.equal(expected[path], params[path]) for path in model.seeing)
-    for found in simulate({axis: 2}, run):
+    for found in simulate(dict.fromkeys(axes, 2), run):
         assert all((found[path] - x).abs().max() < 1e-10 for path, x in expected.items())
+
+
+def test_a_first_stage_has_the_layers_after_which_images_are_added():
+    """And one more, as a stage hands on what its last layer gives."""
+    _, model, _ = make("qwen3_vl_moe")
+    assert [list(layers) for layers in layer_spans(model, 2)] == [[0, 1, 2], [3, 4]]
+    _, model, params = make("qwen3_vl")
+    with pytest.raises(ValueError, match="3 layers, and 2 pipeline stages take at least one each, the first 3"):
+        layer_spans(model, 2)
+    stage = staged(model, Axis(2, 0, None), cuts=[range(2), range(2, 3)])
+    record = rows("qwen3_vl", (1,))
+    positions = torch.arange(len(record.tokens[0]))
+    images, positions = place_images(stage, record.inputs, record.tokens[0], positions, [len(positions)])
+    attend = models.packed_attention(sdpa, make_lengths([len(record.tokens[0])]))
+    with pytest.raises(ValueError, match="first stage of the pipeline has 2 layers, and images are added after 2"):
+        models.hidden_states(stage, params, record.tokens[0], positions, attend=attend, received=images)
