@@ -16,9 +16,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from fppo.fleet.codec import CPU, pack, unpack
-from fppo.fleet.held import HERE, Held, Here, Lease
-from fppo.fleet.rank import At, Reply, Request, Stays
+from fppo.fleet.codec import CPU, pack, tensors_of, tree_of
+from fppo.fleet.held import HERE, Here, Lease, handles
+from fppo.fleet.outline import put_together
+from fppo.fleet.rank import Reply, Request, Stayed, Stays
 
 GRACE = 5.0  # seconds in which the other ranks may end a call that one of them failed
 PATIENCE = 600.0  # seconds that a call may take
@@ -155,7 +156,7 @@ class Group:
         """
         start = time.perf_counter()
         label = label or getattr(fn, "__name__", "") or getattr(getattr(fn, "func", None), "__name__", "a call")
-        packed, large = pack((fn, args, kwargs), lambda x: self._named(x, label) if isinstance(x, Held) else x)
+        packed, large = pack((fn, args, kwargs), lambda lease: self._check_held(lease, label))
         with self._lock:  # calls of several threads must reach all ranks in one order, or their collectives cross
             self._check_alive(label)
             self._calls += 1
@@ -164,14 +165,10 @@ class Group:
             sent = self._ranks.send(Request(number, packed, stays, label, forget, on_host), large)
         reply, ran = self._first(sent, label)
         assert reply.packed is not None
-        leases: dict[tuple[int, int], Lease] = {}
-
-        def leaf(x: Any) -> Any:
-            return self._handle(x, leases) if isinstance(x, At) else x
-
-        value = unpack(reply.packed, reply.large, leaf, device=self.device)
-        there = packed.small.nbytes + sum(x.nbytes for x in large)
-        back = reply.packed.small.nbytes + sum(x.nbytes for x in reply.large)
+        tensors = tensors_of(reply.packed, reply.large, device=self.device)
+        value = tree_of(reply.packed, tensors, plain=lambda x: self._handles(number, x) if isinstance(x, Stayed) else x)
+        there = packed.bytes.nbytes + sum(x.nbytes for x in large)
+        back = reply.packed.bytes.nbytes + sum(x.nbytes for x in reply.large)
         self._made.append(Call(self.name, label, start, time.perf_counter() - start, ran, there, back))
         return value
 
@@ -179,20 +176,20 @@ class Group:
         """What is known of the calls since this was asked the last time."""
         return [self._made.popleft() for _ in range(len(self._made))]
 
-    def _named(self, held: Held, label: str) -> At:
-        if held.group != self.name:
-            raise ValueError(f"{label} runs on group {self.name!r}, and is given {held}: only its own ranks have that")
-        if held.life != self.life:
-            lost = f"is of start {held.life} of group {self.name!r}, whose ranks run for the {self.life}. time"
+    def _check_held(self, lease: Lease, label: str) -> None:
+        if lease.group != self.name:
+            only = f"a value on the ranks of group {lease.group!r}: only its own ranks have that"
+            raise ValueError(f"{label} runs on group {self.name!r}, and is given {only}")
+        if lease.life != self.life:
+            lost = f"is of start {lease.life} of group {self.name!r}, whose ranks run for the {self.life}. time"
             raise GroupDied(self.name, f"{label}: what it is given {lost}: that value is gone")
-        return At(held.call, held.part, held.leaf)
 
-    def _handle(self, at: At, leases: dict[tuple[int, int], Lease]) -> Held:
-        key = (at.call, at.part)
-        if key not in leases:
-            leases[key] = lease = Lease()
-            weakref.finalize(lease, _forget, self._forget, self.life, self, key)
-        return Held(self.name, self.life, at.call, at.part, at.leaf, self.device, leases[key])
+    def _handles(self, call: int, stayed: Stayed) -> Any:
+        """The tree of what stayed on the ranks."""
+        lease = Lease(self.name, self.life, call, stayed.part, self.device)
+        weakref.finalize(lease, _forget, self._forget, self.life, self, (call, stayed.part))
+        leaves = iter(stayed.plain), iter(handles(lease, sum(stayed.here)))
+        return put_together(stayed.outline, [next(leaves[here]) for here in stayed.here])
 
     def _check_alive(self, label: str) -> None:
         if self._lost is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import Any
 
 import attrs
@@ -34,10 +35,15 @@ class _Placeholder:
 HERE: Any = _Placeholder()  # as an argument of a call: the `Here` of the rank that runs it
 
 
+@attrs.frozen(eq=False)
 class Lease:
-    """The values of a result stay on the ranks as long as one of their handles has it."""
+    """A result of a call, whose values stay on the ranks as long as one of their handles has it."""
 
-    __slots__ = ("__weakref__",)
+    group: str
+    life: int  # which start of the group's ranks made it
+    call: int
+    part: int  # which of the results of the call
+    device: torch.device  # where the controller has what comes of calls, and makes what goes with the values
 
 
 @attrs.frozen
@@ -47,19 +53,30 @@ class Held(Away):
     Handles are immutable, and are passed on as the values would be. The values go when the last handle does.
     """
 
-    group: str
-    life: int  # which start of the group's ranks made it
-    call: int
-    part: int  # which of the results of the call
-    leaf: int  # which leaf of it
-    device: torch.device = CPU  # where the controller has what comes of calls, and makes what goes with the value
-    lease: Lease | None = attrs.field(default=None, eq=False, repr=False)
+    lease: Lease
+    leaf: int  # which of the result's
+
+    @property
+    def device(self) -> torch.device:
+        """As tensors have it."""
+        return self.lease.device
 
     def __str__(self) -> str:
-        return f"a value on the ranks of group {self.group!r}"
+        return f"a value on the ranks of group {self.lease.group!r}"
 
     def __reduce__(self) -> str:
         raise TypeError(f"{self} stands where it is not seen: give handles as arguments, or as leaves of trees in them")
+
+
+def handles(lease: Lease, count: int) -> list[Held]:
+    """Those of the first so many leaves of a result: what `Held(lease, leaf)` makes, in half the time."""
+    made = list(map(object.__new__, repeat(Held, count)))
+    slots: Any = Held
+    for _ in map(slots.lease.__set__, made, repeat(lease)):
+        pass
+    for _ in map(slots.leaf.__set__, made, range(count)):
+        pass
+    return made
 
 
 class Apart(dict[str, Any]):

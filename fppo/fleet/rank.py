@@ -7,7 +7,8 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import compress
 from typing import Any
 
 import attrs
@@ -18,8 +19,9 @@ from torch._C._distributed_c10d import TCPStore
 from torch.utils import _pytree as pytree
 
 from fppo import tree
-from fppo.fleet.codec import CPU, Packed, array_of, pack, unpack
+from fppo.fleet.codec import CPU, Packed, Run, array_of, pack, tensors_of, tree_of
 from fppo.fleet.held import HERE, Apart, Here
+from fppo.fleet.outline import Outline, taken_apart
 from fppo.runtime import launch
 from fppo.runtime.launch import Place
 from fppo.runtime.mesh import Sharding
@@ -29,12 +31,20 @@ Stays = tuple[int, ...] | bool
 
 
 @attrs.frozen
-class At:
-    """A value that a rank holds, as messages name it."""
+class Stayed:
+    """What stands in a reply for a result that stays: its tree, whose leaves are `plain` or are to be handles."""
 
-    call: int
     part: int
-    leaf: int
+    outline: Outline
+    here: bytes  # of each leaf whether it is a handle
+    plain: list[Any]
+
+
+@attrs.frozen
+class _Own:
+    """A mapping of which each rank has entries of its own, as one leaf."""
+
+    entries: dict[str, Any]
 
 
 @attrs.frozen
@@ -81,7 +91,9 @@ class Rank:
     def __init__(self) -> None:
         self._held: dict[tuple[int, int], list[Any]] = {}
         self._here = Here()
-        self._looked: set[tuple[str, At | None]] = set()  # calls that were seen to leave their arguments as they are
+        self._looked: set[tuple[str, tuple[int, int, int] | None]] = (
+            set()
+        )  # calls that were seen to leave their arguments as they are
         self._open = contextlib.ExitStack()
         self._store: Any = None
 
@@ -140,18 +152,15 @@ class Rank:
             return Reply(None, [], time.perf_counter() - start, _pickled(error), traceback.format_exc())
 
     def _result(self, request: Request, large: list[np.ndarray]) -> Any:
-        def leaf(x: Any) -> Any:
-            if isinstance(x, At):
-                return self._held[x.call, x.part][x.leaf]
-            return self._here if x is HERE else x
-
-        came = unpack(request.packed, large, device=CPU if request.on_host else self._here.device)
-        fn, args, kwargs = pytree.tree_map(leaf, came)
-        call = (request.label, came[0] if isinstance(came[0], At) else None)
+        packed, device = request.packed, CPU if request.on_host else self._here.device
+        tensors = tensors_of(packed, large, device=device)
+        fn, args, kwargs = tree_of(packed, tensors, plain=lambda x: self._here if x is HERE else x, held=self._values)
+        call = (request.label, packed.first)
         if call in self._looked:
             return fn(*args, **kwargs)
         # what is on a device of the rank's is a copy of its own
-        sent = [(path, x) for path, x in tree.leaves_with_paths(came[1:]) if isinstance(x, Tensor) and x.device == CPU]
+        own = {id(x) for x in tensors if x.device == CPU}
+        sent = [(path, x) for path, x in tree.leaves_with_paths((args, kwargs)) if id(x) in own]
         before = [tree.digest(x) for _, x in sent]
         value = fn(*args, **kwargs)
         for (path, x), digest in zip(sent, before, strict=True):
@@ -163,8 +172,14 @@ class Rank:
         self._looked.add(call)
         return value
 
+    def _values(self, held: Iterable[Run]) -> Iterator[Any]:
+        """What handles stand for."""
+        for call, part, leaves in held:
+            own = self._held[call, part]
+            yield from (own[leaf] for leaf in leaves)
+
     def _kept(self, request: Request, value: Any) -> Any:
-        """The result with what stays here named by its place; on ranks behind the first, nothing of the rest."""
+        """The result with what stays here named by its place."""
         if not request.stays:
             return value
         whole = self._apart(value)
@@ -176,17 +191,16 @@ class Rank:
             [self._keep(request.number, i, x) if i in wanted else x for i, x in enumerate(parts)], spec
         )
 
-    def _keep(self, call: int, part: int, value: Any) -> Any:
-        held = self._held[call, part] = list[Any]()
-
-        def keep(x: Any) -> Any:
-            if isinstance(x, PLAIN):
-                return x
-            held.append(x)
-            at = At(call, part, len(held) - 1)
-            return Apart({"": at}) if self._apart(x) else at
-
-        return pytree.tree_map(keep, value, is_leaf=self._apart)
+    def _keep(self, call: int, part: int, value: Any) -> Stayed:
+        if self._here.mesh["pipeline"].size > 1:
+            value = pytree.tree_map(lambda x: Apart({"": _Own(x)}) if self._apart(x) else x, value, is_leaf=self._apart)
+        outline, leaves = taken_apart(value)
+        types = list(map(type, leaves))
+        stays = {kind: not issubclass(kind, PLAIN) for kind in set(types)}
+        here = bytes(map(stays.__getitem__, types))
+        held = list(compress(leaves, here))
+        self._held[call, part] = [x.entries if isinstance(x, _Own) else x for x in held]
+        return Stayed(part, outline, here, plain=[x for x, stay in zip(leaves, here, strict=True) if not stay])
 
     def _apart(self, x: Any) -> bool:
         """Whether it is what stages have entries of their own of: tensors by name, as parameters are held."""

@@ -3,18 +3,15 @@
 import pickle
 from typing import ClassVar
 
-import numpy as np
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_map_only
 
 from fppo import metrics, tree
-from fppo.fleet.codec import BIG, CPU, array_of, pack, unpack
+from fppo.fleet.codec import BIG, CPU, array_of, pack, tensors_of, tree_of
 from fppo.key import Key
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
-
+from tests.fleet.trees import DTYPES, TREES
 
 META = torch.device("meta")
 
@@ -45,29 +42,41 @@ def there_and_back(value, device=CPU):
     packed, large = pack(value)
     data = pickle.dumps((packed, [array_of(x) for x in large]), 5)
     packed, arrays = pickle.loads(data)
-    return unpack(packed, arrays, device=device), large
+    return tree_of(packed, tensors_of(packed, arrays, device=device)), large
 
 
-@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)), max_size=5), st.booleans())
-def test_trees_of_any_tensors_come_back(kinds, turned):
-    drawn = [(Key(i).uniform(torch.arange(1), 125)[0] * 9).to(dtype) for i, (dtype, _) in enumerate(kinds)]
-    tensors = [x[: int(np.prod(shape))].reshape(shape) for x, (_, shape) in zip(drawn, kinds, strict=True)]
-    tensors = [x.transpose(0, -1) if turned and x.ndim > 1 else x for x in tensors]
-    value = {"x": tensors, "n": (1, None, "a"), "m": metrics.mean(0.5), "key": Key(3)}
+@given(TREES)
+def test_trees_come_back(value):
+    found, _ = there_and_back(value)
+    assert pytree.tree_structure(found) == pytree.tree_structure(value)
+    assert tree.digest(found) == tree.digest(value)
+    tensors = tree.tensors(found)
+    assert all(x.data_ptr() % 64 == 0 and x.is_contiguous() for x in tensors if x.numel())
+    kept = [x.clone() for x in tensors]
+    for place, x in enumerate(tensors):  # which is written into, but no other
+        x.fill_(x.new_ones(()))
+        assert [y._version for y in tensors[place:]] == [1, *[0] * len(tensors[place + 1 :])]
+        assert all(torch.equal(y, z) for y, z in zip(tensors[place + 1 :], kept[place + 1 :], strict=True))
+
+
+def test_tensors_of_one_shape_come_back_where_they_stood():
+    value = [metrics.mean(float(i)) for i in range(9)] + [torch.full((3, 2), i) for i in range(9)]
+    value += [torch.full((BIG // 8 - 1,), float(i), dtype=torch.float64) for i in range(3)]
+    value += [torch.empty(2, 0), torch.empty(2, 0), Key(3), 1, None, "a"]
     found, _ = there_and_back(value)
     assert tree.digest(found) == tree.digest(value)
-    assert all(x.data_ptr() % 64 == 0 for x in tree.tensors(found) if x.numel())
+    assert pickle.loads(pickle.dumps(pack(value)[0])).bytes.nbytes == sum(x.nbytes for x in tree.tensors(value))
 
 
 def test_large_tensors_travel_by_themselves_and_are_not_copied_on_the_way():
     x = torch.arange(BIG, dtype=torch.int16)
     packed, large = pack({"x": x, "y": x[:3]})
     assert [y.data_ptr() for y in large] == [x.data_ptr()]
-    assert len(packed.small) == 6
+    assert len(packed.bytes) == 6
     arrays = [array_of(y) for y in large]
     assert arrays[0].ctypes.data == x.data_ptr()
     arrays[0].flags.writeable = False  # as what a store hands out
-    assert torch.equal(unpack(packed, arrays)["x"], x)
+    assert torch.equal(tree_of(packed, tensors_of(packed, arrays))["x"], x)
 
 
 def test_tensors_arrive_on_the_device_that_is_asked_for():

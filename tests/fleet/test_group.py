@@ -8,11 +8,16 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
 
 from fppo import tree
 from fppo.fleet import HERE, LOCAL_GROUP, Group, GroupDied, Held, Here, at_once, cluster, group, on
+from fppo.fleet.rank import PLAIN
 from fppo.runtime.offload import copied
 from tests.fleet.threads import Threads
+from tests.fleet.trees import TREES
 
 
 @pytest.fixture
@@ -118,11 +123,30 @@ def test_what_nobody_has_a_handle_of_is_let_go(one):
     first, _ = one.call(make, HERE, 1.0, stays=(0,))
     second, kept = one.call(make, HERE, 2.0, stays=True)
     assert set(one._ranks.ranks[0]._held) == {(1, 0), (2, 0), (2, 1)}
-    del first, second
+    del first, kept
     gc.collect()
     one.call(dict)
-    assert set(one._ranks.ranks[0]._held) == {(2, 1)}
-    assert kept == {"rank": 0}
+    assert set(one._ranks.ranks[0]._held) == {(2, 0)}
+    assert torch.equal(one.call(dict, second)["x"], torch.full((3,), 2.0))
+
+
+def itself(x):
+    return x
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(TREES, st.lists(st.booleans(), min_size=40, max_size=40))
+def test_any_tree_of_values_and_handles_is_each_ranks_tree_of_values(two, value, which):
+    held = two.call(itself, value, stays=True)
+    assert pytree.tree_structure(held) == pytree.tree_structure(value)
+    pairs = list(zip(pytree.tree_leaves(held), leaves := pytree.tree_leaves(value), strict=True))
+    assert all(isinstance(x, Held) or x == y for x, y in pairs)
+    assert all(isinstance(x, Held) == (not isinstance(y, PLAIN)) for x, y in pairs)
+    mixed = [x if here else y for (x, y), here in zip(pairs, which, strict=False)][::-1]
+    assert two.call(tree.digest, [mixed, {"x": held}]) == tree.digest([leaves[::-1], {"x": value}])
+    del held, pairs, mixed
+    two.call(dict)
+    assert [rank._held for rank in two._ranks.ranks] == [{}, {}]
 
 
 @pytest.mark.parametrize("read", [tree.copy, tree.digest, copied, pickle.dumps])
