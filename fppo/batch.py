@@ -65,12 +65,9 @@ class RowInputs:
     places: Tensor  # [M] int64: which of the row's real tokens stand for features of images, in order
     shown: Tensor  # [K, h, w, 3] uint8: its images, and a few frames of its videos, small, to be looked at
     video_places: Tensor = attrs.field(factory=_no_places)  # [N] int64: which stand for features of videos, in order
-    shown_of: Tensor = attrs.field()  # [K] int64: of which image or video each is shown, as numbered in the prompt
+    # [K] int64: of which image or video each is shown, as numbered in the prompt
+    shown_of: Tensor = attrs.field(default=attrs.Factory(lambda self: torch.arange(len(self.shown)), takes_self=True))
     _digests: dict[tuple[int, ...], str] = attrs.field(factory=dict, init=False)  # by how often tensors were written to
-
-    @shown_of.default
-    def _each_alone(self) -> Tensor:
-        return torch.arange(len(self.shown))
 
     def named(self) -> dict[str, Tensor]:
         """All tensors by name."""
@@ -106,6 +103,27 @@ class RowInputs:
         """The inputs that `named` named."""
         tensors = {name: x for name, x in named.items() if name not in _BESIDE}
         return RowInputs(tensors, *(named[name] for name in _BESIDE))
+
+
+@state
+class Shared:
+    """The `inputs` of rows as a tree of tensors: those that rows share once."""
+
+    numbers: Column  # for each row the number of its inputs, or None
+    inputs: tuple[dict[str, Tensor], ...]
+
+    @staticmethod
+    def of(column: Sequence[RowInputs | None]) -> Shared:
+        """Those of a column."""
+        distinct = {id(x): x for x in column if x is not None}
+        numbers = {key: number for number, key in enumerate(distinct)}
+        rows = Column(None if x is None else numbers[id(x)] for x in column)
+        return Shared(numbers=rows, inputs=tuple(x.named() for x in distinct.values()))
+
+    def column(self) -> Column:
+        """The column that they are of."""
+        every = [RowInputs.of(named) for named in self.inputs]
+        return Column(None if number is None else every[number] for number in self.numbers)
 
 
 @state
@@ -314,12 +332,10 @@ def save(record: Any, path: str | os.PathLike[str]) -> None:
     objects = {name: list(x) for name, x in columns(record).items() if isinstance(x, Column)}
     shared: dict[str, list[int | None]] = {}
     for name in [name for name, items in objects.items() if any(isinstance(x, RowInputs) for x in items)]:
-        items = objects.pop(name)
-        distinct = {id(x): x for x in items if x is not None}
-        numbers = {key: number for number, key in enumerate(distinct)}
-        shared[name] = [None if x is None else numbers[id(x)] for x in items]
-        for number, inputs in enumerate(distinct.values()):
-            tensors |= {f"{name}/{number}/{key}": _owned(x) for key, x in inputs.named().items()}
+        each = Shared.of(objects.pop(name))
+        shared[name] = list(each.numbers)
+        for number, named in enumerate(each.inputs):
+            tensors |= {f"{name}/{number}/{key}": _owned(x) for key, x in named.items()}
     try:
         text = json.dumps(objects, ensure_ascii=False)
     except TypeError as error:
@@ -344,10 +360,9 @@ def load(cls: type[R], path: str | os.PathLike[str]) -> R:
         raise ValueError(f"{path} holds a {metadata.get('record')}, not a {cls.__name__}")
     objects = {name: Column(items) for name, items in json.loads(metadata["objects"]).items()}
     for name, numbers in json.loads(metadata.get("inputs", "{}")).items():
-        named: dict[str, dict[str, Tensor]] = {}
+        named: dict[int, dict[str, Tensor]] = {}
         for key in [key for key in tensors if key.startswith(f"{name}/")]:
             _, number, part = key.split("/", 2)
-            named.setdefault(number, {})[part] = tensors.pop(key)
-        every = {number: RowInputs.of(parts) for number, parts in named.items()}
-        objects[name] = Column(None if number is None else every[str(number)] for number in numbers)
+            named.setdefault(int(number), {})[part] = tensors.pop(key)
+        objects[name] = Shared(numbers=Column(numbers), inputs=tuple(named[i] for i in sorted(named))).column()
     return record(cls, {**tensors, **objects})

@@ -3,10 +3,11 @@
 from fppo.pipeline.estimators import estimator
 from fppo.pipeline.evaluate import evaluate
 from fppo.pipeline.passes import Passes, policy_pass, value_pass
-from fppo.pipeline.program import Draw, Program, RunState, Waiting, in_turn, sample_batch
+from fppo.pipeline.program import Draw, Program, RunState, in_turn, sample_batch
 from fppo.pipeline.stages import annotate, annotate_by, estimate, rollout_stage, score_stage, score_with_greedy
 from fppo.pipeline.step import ppo_step
 from fppo.pipeline.train import Evaluation, StepRecord, iterate, train
+from fppo.pipeline.waiting import Waiting
 from fppo.pipeline.wiring import Pieces, pieces
 
 __all__ = [

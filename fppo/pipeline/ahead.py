@@ -12,7 +12,6 @@ weights of every update, as soon as there are some. Then the clock decides which
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from collections import deque
 from concurrent.futures import Future
@@ -23,12 +22,12 @@ import attrs
 import torch
 
 from fppo import metrics, tree
-from fppo.batch import Column, Scored
 from fppo.data.cursor import DataCursor
 from fppo.metrics import Metric, Metrics
-from fppo.pipeline.program import Draw, Program, RunState, Waiting
+from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.step import sample
 from fppo.pipeline.timing import TIMING, now
+from fppo.pipeline.waiting import Waiting
 from fppo.steps.train_state import Params
 from fppo.tree import replace
 
@@ -62,7 +61,7 @@ def sample_ahead(run: RunState, count: int, *, program: Program, draw: Draw) -> 
         seconds = {name for name in report if name.startswith("timing_s/")}  # of no state: not the same twice
         timings.append({name: report[name] for name in seconds})
         kept = {name: x for name, x in report.items() if name not in seconds}
-        batches.append(Waiting(scored=as_saved(scored), metrics=kept))
+        batches.append(Waiting.of(scored, kept))
     return Sampled(tuple(batches), run.cursor, metrics.merge(*timings))
 
 
@@ -261,19 +260,3 @@ def _hand_over(values: Any, of: torch.cuda.Stream, to: torch.cuda.Stream) -> Non
     for x in tree.tensors(values):
         if x.is_cuda:
             x.record_stream(to)
-
-
-def as_saved(scored: Scored) -> Scored:
-    """The batch as a checkpoint gives it back, with objects as JSON has them.
-
-    Raises ValueError for objects that do not fit JSON.
-    """
-    columns = {f.name: getattr(scored, f.name) for f in attrs.fields(Scored)}
-    return replace(scored, **{name: _as_json(name, x) for name, x in columns.items() if isinstance(x, Column)})
-
-
-def _as_json(name: str, column: Column) -> Column:
-    try:
-        return Column(json.loads(json.dumps(list(column))))
-    except TypeError as error:
-        raise ValueError(f"a batch cannot wait for its step: an object of {name} does not fit JSON: {error}") from error

@@ -16,16 +16,9 @@ from fppo.metrics import Metrics
 from fppo.pipeline.own import check_stages
 from fppo.pipeline.pretrain import Pretrain, Pretraining
 from fppo.pipeline.timing import timed
+from fppo.pipeline.waiting import Waiting
 from fppo.steps.train_state import Params, TrainState
 from fppo.tree import copy, state
-
-
-@state
-class Waiting:
-    """A batch that was made before its step, with the metrics of how it was sampled and scored."""
-
-    scored: Scored
-    metrics: Metrics
 
 
 @state

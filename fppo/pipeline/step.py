@@ -44,7 +44,7 @@ def ppo_step(
     if (run.pretraining is None) != (program.pretrain is None):
         raise ValueError("RunState.pretraining and Program.pretrain belong together: give Pretraining() and its rule")
     if run.ahead:
-        scored, cursor, sampled = run.ahead[0].scored, run.cursor, run.ahead[0].metrics
+        scored, cursor, sampled = run.ahead[0].batch(), run.cursor, run.ahead[0].metrics
     else:
         scored, cursor, sampled = sample(run, program=program, draw=draw)
     key = run.key.fold("step", run.step)

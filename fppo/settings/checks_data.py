@@ -6,7 +6,6 @@ import re
 import string
 
 from fppo.settings.checks_reward import FUNCTION
-from fppo.settings.placement import HERE
 from fppo.settings.problems import Problems, problem, unread
 from fppo.settings.train import TrainSettings
 
@@ -56,18 +55,11 @@ def _image_problems(s: TrainSettings) -> Problems:
     if s.data.over_long == "truncate":
         yield problem("data.over_long", "truncate", "would cut images apart; give error or drop")
     text = "prompts with images (data.images) do not go with it yet; leave one of them out"
-    roles = s.placement.roles
     settings = {
-        "rollout.ahead": (s.rollout.ahead, 0),
         "rollout.turns.respond": (s.rollout.turns.respond, None),
         "critic.privileged": (s.critic.privileged, 0),
         "reward.model.path": (s.reward.model.path, None),
         "reward.judge.path": (s.reward.judge.path, None),
-        "placement.roles.actor": (roles.actor, HERE),
-        "placement.roles.critic": (roles.critic, HERE),
-        "placement.roles.reference": (roles.reference, None),
-        "placement.roles.rollout": (roles.rollout, None),
-        "placement.roles.reward": (roles.reward, HERE),
     }
     for name, (value, default) in settings.items():
         if value != default:

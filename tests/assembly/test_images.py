@@ -105,12 +105,10 @@ def test_a_run_trains_on_images_from_the_console(name, tmp_path, capsys):
 REFUSED = {
     "data.chat": False,
     "data.over_long": "truncate",
-    "rollout.ahead": 1,
     "critic.privileged": 4,
     "rollout.turns.respond": "mine:respond",
     "reward.model.path": "rm",
     "reward.judge.path": "judge",
-    "placement.roles.critic": "value",
 }
 
 

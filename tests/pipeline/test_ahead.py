@@ -13,9 +13,10 @@ from fppo import metrics, tree
 from fppo.assembly.run import assemble
 from fppo.batch import Column
 from fppo.pipeline import ahead
-from fppo.pipeline.ahead import as_saved, sample_ahead
+from fppo.pipeline.ahead import sample_ahead
 from fppo.pipeline.step import ppo_step, sample
 from fppo.pipeline.train import iterate
+from fppo.pipeline.waiting import Waiting
 from fppo.rollout import InterruptibleEngine
 from fppo.runs import session
 from fppo.runtime import checkpoint
@@ -198,14 +199,14 @@ def test_a_step_that_fails_waits_for_what_samples(assembly):
 def test_what_waits_is_what_was_sampled(assembly):
     scored, _, report = sample(assembly.run, program=assembly.program, draw=assembly.draw)
     (waiting,) = sample_ahead(assembly.run, 1, program=assembly.program, draw=assembly.draw).batches
-    tiny.assert_same_columns(scored, waiting.scored)
+    tiny.assert_same_columns(scored, waiting.batch())
     assert waiting.metrics.keys() == {name for name in report if not name.startswith("timing_s/")}
     for name, metric in waiting.metrics.items():
         assert type(metric) is type(report[name])
         assert [float(x) for x in metric] == [float(x) for x in report[name]]
     bad = tree.replace(scored, ground_truth=Column([object()] * len(scored.tokens)))
     with pytest.raises(ValueError, match="ground_truth does not fit JSON"):
-        as_saved(bad)
+        Waiting.of(bad, {})
 
 
 def test_objects_wait_as_a_checkpoint_gives_them_back(assembly, tmp_path):
