@@ -57,6 +57,10 @@ def _no_places() -> Tensor:
     return torch.zeros(0, dtype=torch.int64)
 
 
+def _each_alone(inputs: RowInputs) -> Tensor:
+    return torch.arange(len(inputs.shown))
+
+
 @attrs.frozen(eq=False, repr=False)
 class RowInputs:
     """What a model takes of one row beside its tokens, of sizes of its own. Rows of one prompt share it."""
@@ -65,8 +69,8 @@ class RowInputs:
     places: Tensor  # [M] int64: which of the row's real tokens stand for features of images, in order
     shown: Tensor  # [K, h, w, 3] uint8: its images, and a few frames of its videos, small, to be looked at
     video_places: Tensor = attrs.field(factory=_no_places)  # [N] int64: which stand for features of videos, in order
-    # [K] int64: of which image or video each is shown, as numbered in the prompt
-    shown_of: Tensor = attrs.field(default=attrs.Factory(lambda self: torch.arange(len(self.shown)), takes_self=True))
+    # [K] int64: of which image or video each that is shown is, numbered in the order of the prompt
+    shown_of: Tensor = attrs.field(default=attrs.Factory(_each_alone, takes_self=True))
     _digests: dict[tuple[int, ...], str] = attrs.field(factory=dict, init=False)  # by how often tensors were written to
 
     def named(self) -> dict[str, Tensor]:

@@ -64,7 +64,7 @@ def encode_rows(
         "truncate" keeps their last tokens; both are counted in the result.
     pad_token: the token to pad with, for a tokenizer that has none of its own.
     chat: what the chat template gets beside the messages.
-    images: what reads the images of `fields.images`, with its own template.
+    images: what reads the images of `fields.images` and the videos of `fields.videos`, with its own template.
     problems: what was wrong with rows that are not among `rows`, to be named in the same error.
 
     The row's other fields become `extras`, with a chat's messages as "prompt_messages". Raises ValueError naming file,
@@ -98,15 +98,16 @@ def encode_rows(
 
 
 def _check_images(fields: Fields, images: ImageReader | None, over_long: OverLong) -> None:
-    """Raises ValueError for images that nothing reads, and for settings that they do not go with."""
-    if (fields.images is None) != (images is None):
+    """Raises ValueError for images and videos that nothing reads, and for settings that they do not go with."""
+    if bool(fields.seen) != (images is not None):
         raise ValueError(
-            "fields.images and images go together: the field, and the ImageReader of the model's processor"
+            "fields.images or fields.videos, and images go together: the field, and the ImageReader of the model's "
+            "processor"
         )
     if images is not None and not fields.chat:
-        raise ValueError("images need the chat template of the model's processor: give chat = true")
+        raise ValueError("images and videos need the chat template of the model's processor: give chat = true")
     if images is not None and over_long == "truncate":
-        raise ValueError("over_long = 'truncate' would cut images apart; give 'error' or 'drop'")
+        raise ValueError("over_long = 'truncate' would cut images and videos apart; give 'error' or 'drop'")
 
 
 def _tokens_with_images(
@@ -114,8 +115,11 @@ def _tokens_with_images(
 ) -> tuple[list[list[int]], list[ReadRow]]:
     """The token ids of every prompt, [] for one whose images or text are refused, with a problem; and what is read of
     it again, and not kept, where that is more than `_KEPT` bytes."""
-    if asked and not any(example.images for _, example in asked):
-        problems.add(f"no row has images in the field {fields.images!r}; the first has {sorted(asked[0][0].fields)}")
+    for kind, name in fields.seen.items():
+        there = any(name.split(".")[0] in row.fields for row, _ in asked) and len(fields.seen) > 1
+        if asked and not there and not any(getattr(example, f"{kind}s") for _, example in asked):
+            problems.add(f"no row has {kind}s in the field {name!r}; the first has {sorted(asked[0][0].fields)}")
+    names = " and ".join(map(repr, fields.seen.values()))
     result: list[list[int]] = []
     seen: list[ReadRow] = []
     size = 0
@@ -123,13 +127,12 @@ def _tokens_with_images(
         ids: list[int] = []
         assert not isinstance(example.prompt, str)
         try:
-            ids, inputs = reader.encode(example.prompt, example.images)
+            ids, inputs = reader.encode(example.prompt, example.images, example.videos)
             size += 0 if inputs is None else sum(x.nbytes for x in inputs.named().values())
-            seen.append(ReadRow(example.prompt, example.images, inputs if size <= _KEPT else None))
+            kept = inputs if size <= _KEPT else None
+            seen.append(ReadRow(example.prompt, example.images, example.videos, kept))
         except Exception as error:  # processors and chat templates raise what they like
-            problems.add(
-                f"{row.place}: field {fields.images!r}: {' '.join(str(error).split()) or type(error).__name__}"
-            )
+            problems.add(f"{row.place}: field {names}: {' '.join(str(error).split()) or type(error).__name__}")
         result.append(ids)
     return result, seen
 

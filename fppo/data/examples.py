@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import re
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import attrs
 from fppo.data.problems import Problems
 from fppo.data.read import Row
 
-MARK = "<image>"  # where a prompt's next image stands in its text
+MARKS = {"image": "<image>", "video": "<video>"}  # where a prompt's next image or video stands in its text
 MESSAGES = "prompt_messages"  # the key under which extras hold a prompt's chat messages
 
 
@@ -32,6 +33,7 @@ class Fields:
     chat: the prompt is the field's messages, or its text as one message of the user, for a chat template.
     images: the field with the prompt's image or images, none if it is null or missing. They stand where the messages
         have parts {"type": "image"}, or their texts "<image>"; without either, before the user's first words.
+    videos: likewise the field with its video or videos, parts {"type": "video"} and "<video>".
     """
 
     prompt: str = "prompt"
@@ -40,6 +42,13 @@ class Fields:
     source_name: str | None = None
     chat: bool = False
     images: str | None = None
+    videos: str | None = None
+
+    @property
+    def seen(self) -> dict[str, str]:
+        """The fields of what is seen, by its kind: "image", "video"."""
+        fields = {"image": self.images, "video": self.videos}
+        return {kind: name for kind, name in fields.items() if name is not None}
 
 
 FIELDS = Fields()
@@ -55,6 +64,7 @@ class Example:
     extras: dict[str, Any]
     left_out: tuple[str, ...]
     images: tuple[Any, ...] = ()
+    videos: tuple[Any, ...] = ()
 
 
 def example_of(row: Row, fields: Fields, problems: Problems) -> Example | None:
@@ -68,15 +78,14 @@ def example_of(row: Row, fields: Fields, problems: Problems) -> Example | None:
             problems.add(f"{row.place}: {error}")
     if len(values) < len(readers):
         return None
-    images: tuple[Any, ...] = ()
-    if fields.images is not None:
+    seen = {kind: _seen(row, name, kind) for kind, name in fields.seen.items()}
+    if seen:
         try:
-            images = _images(row, fields.images)
-            values["prompt"] = _interleaved(values["prompt"], len(images), fields.images)
+            values["prompt"] = _interleaved(values["prompt"], seen, fields.seen)
         except _Bad as error:
             problems.add(f"{row.place}: {error}")
             return None
-    used = {fields.prompt, fields.ground_truth, fields.source, fields.images}
+    used = {fields.prompt, fields.ground_truth, fields.source, *fields.seen.values()}
     extras, left_out = {}, []
     for name, value in row.fields.items():
         if name in used:
@@ -87,7 +96,8 @@ def example_of(row: Row, fields: Fields, problems: Problems) -> Example | None:
             left_out.append(name)
     if fields.chat:
         extras[MESSAGES] = values["prompt"]
-    return Example(extras=extras, left_out=tuple(left_out), images=images, **values)
+    images, videos = seen.get("image", ()), seen.get("video", ())
+    return Example(extras=extras, left_out=tuple(left_out), images=images, videos=videos, **values)
 
 
 def _prompt(row: Row, fields: Fields) -> str | list[dict[str, Any]]:
@@ -100,7 +110,7 @@ def _prompt(row: Row, fields: Fields) -> str | list[dict[str, Any]]:
             raise _Bad(f"field {fields.prompt!r}: empty")
         return [{"role": "user", "content": value}] if fields.chat else value
     if isinstance(value, (list, tuple)) and fields.chat:
-        return _messages(value, fields.prompt, parts=fields.images is not None)
+        return _messages(value, fields.prompt, kinds=tuple(fields.seen))
     hint = "; messages need the chat template (chat = true)" if isinstance(value, list) else ""
     raise _Bad(f"field {fields.prompt!r}: a {_kind(value)}, not text{hint}")
 
@@ -164,17 +174,18 @@ def fill(template: str, fields: Mapping[str, Any]) -> str:
     return "".join(texts)
 
 
-def _messages(value: Sequence[Any], name: str, *, parts: bool) -> list[dict[str, Any]]:
-    """The messages, whose contents may be lists of `parts`."""
+def _messages(value: Sequence[Any], name: str, *, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """The messages, whose contents may be lists of texts and of parts of these `kinds`, if there are any."""
     if not value:
         raise _Bad(f"field {name!r}: no messages")
     for number, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise _Bad(f"field {name!r}: message {number} has no text as 'role' and 'content'")
         content = message.get("content")
-        if parts and isinstance(content, (list, tuple)):
-            if not all(isinstance(part, Mapping) and _is_part(part) for part in content):
-                raise _Bad(f"field {name!r}: message {number} has a part that is neither an image nor a text")
+        if kinds and isinstance(content, (list, tuple)):
+            if not all(isinstance(part, Mapping) and _is_part(part, kinds) for part in content):
+                others = " nor ".join(kinds)
+                raise _Bad(f"field {name!r}: message {number} has a part that is neither {others} nor text")
         elif not isinstance(content, str):
             raise _Bad(f"field {name!r}: message {number} has no text as 'role' and 'content'")
     try:
@@ -183,48 +194,75 @@ def _messages(value: Sequence[Any], name: str, *, parts: bool) -> list[dict[str,
         raise _Bad(f"field {name!r}: {error}") from error
 
 
-def _is_part(part: Mapping[str, Any]) -> bool:
-    return part.get("type") == "image" or (part.get("type") == "text" and isinstance(part.get("text"), str))
+def _is_part(part: Mapping[str, Any], kinds: Sequence[str]) -> bool:
+    return part.get("type") in kinds or (part.get("type") == "text" and isinstance(part.get("text"), str))
 
 
-def _images(row: Row, name: str) -> tuple[Any, ...]:
-    """The row's images as they stand in it; paths that are not absolute start where the row's file lies."""
+def _one_image(value: Any) -> bool:
+    return not isinstance(value, (list, tuple))
+
+
+def _one_video(value: Any) -> bool:
+    """Whether it is a video, and not several: a list is one if images are in it, or arrays of single frames."""
+    if not isinstance(value, (list, tuple)):
+        return getattr(value, "ndim", 4) == 4
+    return bool(value) and all(getattr(x, "ndim", 0) == 3 or hasattr(x, "convert") for x in value)
+
+
+_ONE = {"image": _one_image, "video": _one_video}
+
+
+def _seen(row: Row, name: str, kind: str) -> tuple[Any, ...]:
+    """The row's images, or its videos, as they stand in it; paths that are not absolute start where the row's file
+    lies."""
     try:
         value = lookup(row.fields, name)
     except _Bad:
         return ()
-    many = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
+    many = () if value is None else (value,) if _ONE[kind](value) else value
     beside = Path(row.file).parent if Path(row.file).is_file() else Path()
-
-    def placed(image: Any) -> Any:
-        if isinstance(image, Mapping) and image.get("bytes") is None and isinstance(image.get("path"), str):
-            image = image["path"]
-        return str(beside / image) if isinstance(image, str) else image
-
-    return tuple(placed(image) for image in many)
+    return tuple(_placed(x, beside) for x in many)
 
 
-def _interleaved(messages: Any, count: int, name: str) -> list[dict[str, Any]]:
-    """The messages with contents as lists of texts and of parts {"type": "image"}, one for each image."""
-    parted = [{**message, "content": _parts(message["content"])} for message in messages]
-    places = sum(part["type"] == "image" for message in parted for part in message["content"])
+def _placed(value: Any, beside: Path) -> Any:
+    """The image or video, its paths with the directory that they start from."""
+    if isinstance(value, Mapping) and "frames" in value:
+        return {**value, "frames": _placed(value["frames"], beside)}
+    if isinstance(value, Mapping) and value.get("bytes") is None and isinstance(value.get("path"), str):
+        value = value["path"]
+    if isinstance(value, (list, tuple)):
+        return [_placed(x, beside) for x in value]
+    return str(beside / value) if isinstance(value, str) else value
+
+
+def _interleaved(messages: Any, seen: Mapping[str, Sequence[Any]], names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The messages with contents as lists of texts and of parts of what is `seen`, as {"type": "image"}: one for each,
+    by kinds, whose fields have `names`."""
+    parted = [{**message, "content": _parts(message["content"], tuple(seen))} for message in messages]
     user = next((message for message in parted if message["role"] == "user"), parted[0])
-    if places == 0:
-        user["content"] = [*({"type": "image"} for _ in range(count)), *user["content"]]
-    elif places != count:
-        raise _Bad(f"field {name!r}: {count} images, and the prompt has {places} places for them ({MARK})")
+    before: list[dict[str, Any]] = []
+    for kind, items in seen.items():
+        places = sum(part["type"] == kind for message in parted for part in message["content"])
+        if places == 0:
+            before += [{"type": kind} for _ in items]
+        elif places != len(items):
+            text = f"{len(items)} {kind}s, and the prompt has {places} places for them ({MARKS[kind]})"
+            raise _Bad(f"field {names[kind]!r}: {text}")
+    user["content"] = [*before, *user["content"]]
     return parted
 
 
-def _parts(content: Any) -> list[dict[str, Any]]:
-    """A message's content in parts, its text split where `MARK` stands."""
+def _parts(content: Any, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """A message's content in parts, its text split where the marks of these kinds stand."""
     if not isinstance(content, str):
         return [
-            x for part in content for x in ([{"type": "image"}] if part["type"] == "image" else _parts(part["text"]))
+            x
+            for part in content
+            for x in (_parts(part["text"], kinds) if part["type"] == "text" else [{"type": part["type"]}])
         ]
-    first, *others = content.split(MARK)
-    after = [part for text in others for part in ({"type": "image"}, {"type": "text", "text": text})]
-    return [part for part in ({"type": "text", "text": first}, *after) if part["type"] == "image" or part["text"]]
+    marks = {MARKS[kind]: kind for kind in kinds}
+    pieces = re.split(f"({'|'.join(map(re.escape, marks))})", content)
+    return [{"type": marks[x]} if x in marks else {"type": "text", "text": x} for x in pieces if x]
 
 
 def plain(value: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Prompts with images: opened from paths, bytes or `datasets` images, and encoded by the model's own processor."""
+"""Prompts with images and videos: opened from paths, bytes or `datasets` images, and encoded by the model's own
+processor."""
 
 from __future__ import annotations
 
@@ -15,38 +16,48 @@ from torch import Tensor
 
 from fppo.batch import RowInputs
 from fppo.data.chat import PLAIN, ChatOptions
+from fppo.data.videos import Clip, FramePicker, opened_video
 
 SHOWN = 96  # pixels, the longer side of an image as it is shown beside samples
+FRAMES = 4  # of a video that are shown
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")  # of what a processor gives
 
 
 @attrs.frozen
 class ImageReader:
-    """What turns messages with images into tokens and inputs.
+    """What turns messages with images and videos into tokens and inputs.
 
     processor: transformers' processor of the model, with a chat template.
     token: the id that stands in prompts for each feature of an image (`Vision.token`).
+    video: the id that stands for each feature of a video (`Vision.video`); None: the processor makes images of frames.
+    fps, frames: which frames of a video are picked, as `FramePicker` has them.
     """
 
     processor: Any
     token: int
     chat: ChatOptions = PLAIN
+    video: int | None = None
+    fps: float | None = None
+    frames: int | None = None
 
     def encode(
-        self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any]
+        self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any], videos: Sequence[Any] = ()
     ) -> tuple[list[int], RowInputs | None]:
-        """The tokens of the conversation up to where the assistant speaks, and its images.
+        """The tokens of the conversation up to where the assistant speaks, and its images and videos.
 
-        The messages' contents are lists of parts, with a part {"type": "image"} for each of the images. Raises
-        ValueError for what is no image, and for text that the processor takes for one; processors and chat templates
-        raise what they like.
+        The messages' contents are lists of parts, with a part {"type": "image"} for each of the images and
+        {"type": "video"} for each of the videos. Raises ValueError for what is no image or video, and for text that the
+        processor takes for one; processors and chat templates raise what they like.
         """
         pictures = [opened(image, number) for number, image in enumerate(images, start=1)]
+        clips = self._clips(videos)
         self._check_text(messages)
-        left = iter(pictures)
+        left: dict[str, Iterator[Any]] = {"image": iter(pictures), "video": iter(clips)}
+        items: list[Any] = []  # the pictures and clips in the order of the prompt
         conversation = [
-            {**message, "content": [_filled(part, left) for part in message["content"]]} for message in messages
+            {**message, "content": [_filled(part, left, items) for part in message["content"]]} for message in messages
         ]
+        beside = {"video_metadata": [[clip.metadata for clip in clips]], "do_sample_frames": False} if clips else {}
         out = self.processor.apply_chat_template(
             conversation,
             tools=[dict(tool) for tool in self.chat.tools] or None,
@@ -54,32 +65,56 @@ class ImageReader:
             return_dict=True,
             return_tensors="pt",
             add_generation_prompt=True,
+            processor_kwargs=beside,
             **self.chat.arguments,
         )
         tokens: Tensor = out["input_ids"][0]
-        places = (tokens == self.token).nonzero()[:, 0]
-        if bool(len(places)) != bool(pictures):
-            raise ValueError(f"{len(pictures)} images, for which {len(places)} tokens stand (token {self.token})")
-        if not pictures:
+        places, video_places = self._places(tokens, len(pictures), len(clips))
+        if not items:
             return tokens.tolist(), None
-        rows = "pixel_attention_mask" in out  # Idefics 3, SmolVLM: a row of images
+        if pictures and clips and "pixel_values_videos" not in out:
+            raise ValueError("the processor makes images of videos: a prompt has images, or videos, and not both")
+        rows = "pixel_attention_mask" in out  # Idefics 3, SmolVLM: rows of images
         tensors = {name: _by_image(name, x, rows) for name, x in out.items() if name not in _TEXT}
-        return tokens.tolist(), RowInputs(tensors, places, _shown(pictures))
+        shown, shown_of = _shown(items)
+        return tokens.tolist(), RowInputs(tensors, places, shown, video_places, shown_of)
+
+    def _clips(self, videos: Sequence[Any]) -> list[Clip]:
+        if not videos:
+            return []
+        reader = getattr(self.processor, "video_processor", None)
+        if reader is None:
+            raise ValueError(f"{type(self.processor).__name__} reads no videos")
+        picker = FramePicker(reader, self.fps, self.frames)
+        return [opened_video(video, number, picker, opened) for number, video in enumerate(videos, start=1)]
+
+    def _places(self, tokens: Tensor, pictures: int, clips: int) -> tuple[Tensor, Tensor]:
+        """The places of features of images, and of videos, among tokens [S]."""
+        apart = self.video is not None
+        expected = {self.token: pictures + (0 if apart else clips)} | ({self.video: clips} if apart else {})
+        kinds = dict(zip(expected, ("images", "videos")))
+        found = {token: (tokens == token).nonzero()[:, 0] for token in expected}
+        for token, count in expected.items():
+            if bool(len(found[token])) != bool(count):
+                raise ValueError(f"{count} {kinds[token]}, for which {len(found[token])} tokens stand (token {token})")
+        return found[self.token], found.get(self.video, torch.zeros(0, dtype=torch.int64))  # type: ignore[arg-type]
 
     def _check_text(self, messages: Sequence[Mapping[str, Any]]) -> None:
         names = ("image_token", "boi_token", "video_token", "image_token_text")
         marks = [mark for name in names if isinstance(mark := getattr(self.processor, name, None), str)]
-        marks.append(self.processor.tokenizer.convert_ids_to_tokens(self.token))
+        ids = [token for token in (self.token, self.video) if token is not None]
+        marks += self.processor.tokenizer.convert_ids_to_tokens(ids)
         texts = [part["text"] for message in messages for part in message["content"] if part["type"] == "text"]
         if wrong := sorted({mark for mark in marks for text in texts if mark and mark in text}):
-            raise ValueError(f"the text holds {wrong}, which would stand for images: leave it out of texts")
+            raise ValueError(f"the text holds {wrong}, which would stand for images or videos: leave it out of texts")
 
 
 class ReadRow(NamedTuple):
-    """A prompt's messages and images, and what was read of these if that is kept."""
+    """A prompt's messages, images and videos, and what was read of these if that is kept."""
 
     messages: Sequence[Mapping[str, Any]]
     images: Sequence[Any]
+    videos: Sequence[Any]
     inputs: RowInputs | None
 
 
@@ -97,7 +132,9 @@ class ReadInputs(Sequence["RowInputs | None"]):
         if isinstance(index, slice):
             return ReadInputs(self._reader, self._rows[index])
         row = self._rows[index]
-        return self._reader.encode(row.messages, row.images)[1] if row.images and row.inputs is None else row.inputs
+        if row.inputs is not None or not (row.images or row.videos):
+            return row.inputs
+        return self._reader.encode(row.messages, row.images, row.videos)[1]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -132,26 +169,44 @@ def opened(image: Any, number: int) -> Any:
     raise ValueError(f"{name}: a {type(image).__name__}, not a path, bytes or an image")
 
 
-def _filled(part: Mapping[str, Any], pictures: Iterator[Any]) -> dict[str, Any]:
-    return {"type": "image", "image": next(pictures)} if part["type"] == "image" else dict(part)
+def _filled(part: Mapping[str, Any], left: Mapping[str, Iterator[Any]], items: list[Any]) -> dict[str, Any]:
+    """The part as a processor takes it; its image or video is added to `items`."""
+    kind = part["type"]
+    if kind not in left:
+        return dict(part)
+    items.append(next(left[kind]))
+    return {"type": kind, kind: items[-1].frames if isinstance(items[-1], Clip) else items[-1]}
 
 
 def _by_image(name: str, x: Any, rows: bool) -> Tensor:
-    """A tensor of one row whose first dimension runs over images or patches, where that of a processor is of rows."""
+    """A tensor of one row whose first dimension runs over images or patches, where that of a processor is of rows (or
+    of videos, whose frames are the images)."""
     if not isinstance(x, Tensor):
         raise ValueError(f"the processor gives {name} as {type(x).__name__}, not as one tensor")
-    return x[0] if rows else x
+    return x.flatten(0, 1) if rows else x
 
 
-def _shown(pictures: Sequence[Any]) -> Tensor:
-    """The images [K, h, w, 3], small, each in a corner of a frame as large as the largest of them."""
-    small = []
-    for picture in pictures:
-        scale = min(1.0, SHOWN / max(picture.size))
-        small.append(picture.resize([max(1, math.floor(size * scale)) for size in picture.size]))
+def _shown(items: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """The images, and `FRAMES` frames of each video, [K, h, w, 3], small, each in a corner of a frame as large as the
+    largest of them; and the number of the item that each is of [K]."""
+    from PIL import Image
+
+    small, numbers = [], []
+    for number, item in enumerate(items):
+        few = [Image.fromarray(item.frames[i]) for i in _spread(len(item.frames))] if isinstance(item, Clip) else [item]
+        for picture in few:
+            scale = min(1.0, SHOWN / max(picture.size))
+            small.append(picture.resize([max(1, math.floor(size * scale)) for size in picture.size]))
+            numbers.append(number)
     width, height = (max(picture.size[d] for picture in small) for d in (0, 1))
     frames = torch.full((len(small), height, width, 3), 255, dtype=torch.uint8)
     for frame, picture in zip(frames, small, strict=True):
         pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
         frame[: picture.size[1], : picture.size[0]] = pixels.view(picture.size[1], picture.size[0], 3)
-    return frames
+    return frames, torch.tensor(numbers)
+
+
+def _spread(total: int) -> list[int]:
+    """`FRAMES` numbers below `total` or all of them, from the first to the last."""
+    count = min(FRAMES, total)
+    return [i * (total - 1) // max(1, count - 1) for i in range(count)]

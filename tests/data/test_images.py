@@ -139,7 +139,7 @@ def test_images_count_as_tokens():
 
 
 def test_what_images_do_not_go_with_is_refused():
-    with pytest.raises(ValueError, match="'truncate' would cut images apart"):
+    with pytest.raises(ValueError, match="'truncate' would cut images and videos apart"):
         encoded([{"prompt": "x"}], over_long="truncate")
     with pytest.raises(ValueError, match="no row has images in the field 'images'; the first has"):
         encoded([{"prompt": "x", "image": picture(0)}])

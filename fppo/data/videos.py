@@ -1,0 +1,229 @@
+"""Videos of prompts: opened from files, directories, frames or arrays; the model's processor picks the frames."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import attrs
+import numpy as np
+from torch import Tensor
+
+DECODERS = {"torchcodec": "torchcodec", "pyav": "av", "opencv": "cv2", "decord": "decord"}  # transformers' names
+_CHANNELS = (1, 3, 4)
+
+
+class Clip(NamedTuple):
+    """The frames of a video that a model sees, and where in it they stand."""
+
+    frames: np.ndarray  # [T, H, W, 3] uint8
+    indices: tuple[int, ...]  # of the T frames, among all
+    total: int  # frames of the video
+    fps: float  # frames of the video in a second
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """It as transformers' processors take it beside frames."""
+        height, width = self.frames.shape[1:3]
+        return {
+            "total_num_frames": self.total,
+            "fps": self.fps,
+            "duration": self.total / self.fps,
+            "frames_indices": list(self.indices),
+            "height": height,
+            "width": width,
+        }
+
+
+class _Source(NamedTuple):
+    """A video that has been opened. `fps` is None where nothing says when its frames are."""
+
+    total: int
+    fps: float | None
+    read: Callable[[Sequence[int]], np.ndarray]  # the frames of these numbers
+
+
+@attrs.frozen
+class FramePicker:
+    """Which frames of a video a model sees: its processor picks them.
+
+    processor: transformers' video processor of the model.
+    fps: so many for each second of the video; frames that have no times (lists, arrays, directories) are taken as so
+        many for each second already. None: as the processor's files say.
+    frames: so many of the whole video, or all if it has fewer; None: as many as come of `fps`.
+
+    Raises ValueError if both are given.
+    """
+
+    processor: Any
+    fps: float | None = None
+    frames: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.fps is not None and self.frames is not None:
+            raise ValueError(f"fps = {self.fps} and frames = {self.frames}: frames are picked by one of them")
+
+    def clip(self, source: _Source) -> Clip:
+        """The frames that are picked of a video."""
+        indices, fps = self.pick(source.total, source.fps)
+        return Clip(source.read(indices), indices, source.total, fps)
+
+    def pick(self, total: int, fps: float | None) -> tuple[tuple[int, ...], float]:
+        """The numbers of the frames that are picked of `total`, and how many a second has, which is `fps` if that is
+        known. Raises ValueError where nothing says how many a second has."""
+        every = fps or self.fps or getattr(self.processor, "fps", None)
+        if every is None:
+            raise ValueError("its frames have no times, and the processor no fps: say how many a second has (fps)")
+        by_time = fps is not None and (self.fps is not None or self.processor.do_sample_frames)
+        if total <= (self.frames or 1) or not (by_time or self.frames is not None):
+            return tuple(range(total)), float(every)
+        from transformers.video_utils import VideoMetadata
+
+        metadata = VideoMetadata(total_num_frames=total, fps=float(every), duration=total / every)
+        picked = self.processor.sample_frames(metadata=metadata, fps=self.fps, num_frames=self.frames)
+        return tuple(int(i) for i in picked), float(every)
+
+
+def opened_video(video: Any, number: int, picker: FramePicker, frame: Callable[[Any, int], Any]) -> Clip:
+    """The frames of a video: of the path or the bytes of a file, {"bytes": ..., "path": ...}, the path of a directory
+    of images, a list of images, an array [T, H, W, C] in uint8, {"frames": list or array, "fps": ...}, or a decoder of
+    the datasets library. `frame` opens an image in RGB, given with its number.
+
+    Raises ValueError that names the video by its `number` and path.
+    """
+    name = f"video {number}"
+    if isinstance(video, Mapping) and "frames" not in video:
+        video = video.get("path") if video.get("bytes") is None else video["bytes"]
+    try:
+        if isinstance(video, (str, os.PathLike)):
+            name = f"{name} ({os.fspath(video)})"
+        return picker.clip(_source(video, picker, frame))
+    except Exception as error:  # decoders and processors raise what they like
+        raise ValueError(f"{name}: {' '.join(str(error).split()) or type(error).__name__}") from error
+
+
+def _source(video: Any, picker: FramePicker, frame: Callable[[Any, int], Any]) -> _Source:
+    if isinstance(video, Mapping):
+        fps = video.get("fps")
+        if fps is not None and (isinstance(fps, bool) or not isinstance(fps, (int, float)) or not fps > 0):
+            raise ValueError(f"fps = {fps!r}: give a number above 0")
+        return _source(video["frames"], picker, frame)._replace(fps=None if fps is None else float(fps))
+    if isinstance(video, (str, os.PathLike)):
+        path = Path(video)
+        if path.is_dir():
+            return _images(sorted((x for x in path.iterdir() if not x.name.startswith(".")), key=_by_number), frame)
+        return _animation(path) or _decoded(path, picker)
+    if isinstance(video, (bytes, bytearray)):
+        return _animation(io.BytesIO(video)) or _decoded(bytes(video), picker)
+    if isinstance(video, (list, tuple)):
+        return _images(video, frame)
+    if hasattr(video, "get_frames_at"):  # torchcodec's, of datasets' Video
+        total, fps = video.metadata.num_frames, video.metadata.average_fps
+        return _Source(total, fps, lambda picked: _plain(video.get_frames_at(list(picked)).data))
+    if getattr(video, "ndim", None) == 4:
+        frames = _array(video)
+        return _Source(len(frames), None, lambda picked: frames[list(picked)])
+    raise ValueError(f"a {type(video).__name__}, not a path, bytes, images or an array of four dimensions")
+
+
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    """So that the second frame comes before the tenth."""
+    return [(int(x), "") if x.isdigit() else (0, x) for x in re.split(r"(\d+)", path.name)]
+
+
+def _array(video: Any) -> np.ndarray:
+    frames = np.asarray(video)
+    if frames.dtype != np.uint8 or frames.shape[3] not in _CHANNELS or not len(frames):
+        raise ValueError(
+            f"an array {list(frames.shape)} of {frames.dtype}, not [T, H, W, C] of uint8 with a C of {_CHANNELS}"
+        )
+    return np.repeat(frames, 3, 3) if frames.shape[3] == 1 else frames[..., :3]
+
+
+def _images(frames: Sequence[Any], frame: Callable[[Any, int], Any]) -> _Source:
+    """Images that are the frames, of the size of the first."""
+    if not frames:
+        raise ValueError("no frames")
+
+    def one(number: int) -> Any:
+        if getattr(frames[number], "ndim", None) == 3:
+            return _array(np.asarray(frames[number])[None])[0]
+        return np.asarray(frame(frames[number], number + 1))
+
+    def read(picked: Sequence[int]) -> np.ndarray:
+        opened = [one(number) for number in picked]
+        for number, image in zip(picked, opened, strict=True):
+            if image.shape != opened[0].shape:
+                sizes = " and ".join(f"{x.shape[1]} by {x.shape[0]}" for x in (opened[0], image))
+                raise ValueError(f"frames of several sizes: {sizes} (frame {number + 1})")
+        return np.stack(opened)
+
+    return _Source(len(frames), None, read)
+
+
+def _animation(file: Path | io.BytesIO) -> _Source | None:
+    """The frames of a GIF, PNG or WebP that moves; None for what PIL does not know. Raises ValueError for a still."""
+    from PIL import Image, ImageSequence, UnidentifiedImageError
+
+    try:
+        image = Image.open(file)
+    except UnidentifiedImageError:
+        return None
+    if image.format == "MPEG":  # PIL knows them, and reads none
+        return None
+    with image:
+        frames, times = [], []
+        for one in ImageSequence.Iterator(image):
+            frames.append(np.asarray(one.convert("RGB")))
+            times.append(one.info.get("duration") or 0)  # milliseconds
+    if len(frames) == 1:
+        raise ValueError("one image; give the frames of a video as a list in the list of videos, or their directory")
+    known = all(time > 0 for time in times)
+    fps = 1000 * len(frames) / sum(times) if known else None
+    return _Source(len(frames), fps, lambda picked: np.stack([frames[i] for i in picked]))
+
+
+def _decoded(video: Path | bytes, picker: FramePicker) -> _Source:
+    """What a library reads of a file: all of it at once, as it is sampled while it is read."""
+    if isinstance(video, Path) and not video.is_file():
+        raise FileNotFoundError(f"[Errno 2] No such file or directory: '{video}'")
+    backend = next((name for name, module in DECODERS.items() if find_spec(module) is not None), None)
+    if backend is None:
+        raise ValueError(
+            "no library is there that reads video files: pip install 'fppo[videos]' (PyAV), or torchcodec, "
+            "opencv-python-headless or decord"
+        )
+    from transformers.video_utils import VIDEO_DECODERS
+
+    kept: list[tuple[int, float | None]] = []
+
+    def sample(metadata: Any, **_: Any) -> np.ndarray:
+        kept.append((metadata.total_num_frames or 0, float(metadata.fps) if metadata.fps else None))
+        if not kept[0][0]:
+            raise ValueError("the file does not say how many frames it has")
+        return np.array(picker.pick(*kept[0])[0])
+
+    with tempfile.NamedTemporaryFile(suffix=".video") as file:
+        if isinstance(video, bytes):
+            file.write(video)
+            file.flush()
+        frames, _ = VIDEO_DECODERS[backend](str(video) if isinstance(video, Path) else file.name, sample)
+    (total, fps), plain = kept[0], _plain(frames)
+    return _Source(total, fps, lambda picked: _whole(plain, picked))
+
+
+def _whole(frames: np.ndarray, picked: Sequence[int]) -> np.ndarray:
+    if len(frames) != len(picked):
+        raise ValueError(f"{len(picked)} frames were asked for, and {len(frames)} came: the file ends before")
+    return frames
+
+
+def _plain(frames: Any) -> np.ndarray:
+    """Frames [T, H, W, 3] of what a decoder gives: an array, or a tensor [T, 3, H, W]."""
+    return frames.permute(0, 2, 3, 1).numpy() if isinstance(frames, Tensor) else np.asarray(frames)
