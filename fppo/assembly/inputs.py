@@ -98,7 +98,7 @@ def read_inputs(
     generation = tried(lambda: policy_generation(settings, tokenizer))
     ends = generation or GenerationConfig()
     images = tried(lambda: load_images(settings, tokenizer))
-    if settings.data.images is not None and images is None:
+    if settings.data.seen and images is None:
         raise tried.error()
     prompts = tried(lambda: load_prompts(settings, tokenizer, images, held_out=False))
     there = has_held_out(settings)
@@ -142,7 +142,7 @@ def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.devic
         raise tried.error()
     images = tried(lambda: load_images(settings, tokenizer))
     held_out = None
-    if settings.data.images is None or images is not None:
+    if not settings.data.seen or images is not None:
         held_out = tried(lambda: load_prompts(settings, tokenizer, images, held_out=True))
     sampling = tried(lambda: eval_sampling_of(settings, tokenizer, policy_generation(settings, tokenizer)))
     _check_models(settings, tokenizer, [] if held_out is None else [held_out], mesh, tried, trained=False)
@@ -199,6 +199,7 @@ def load_prompts(
             source=section.source,
             chat=section.chat,
             images=section.images,
+            videos=section.videos,
         ),
         max_prompt_tokens=section.max_prompt_tokens,
         over_long=section.over_long,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from fppo import data
 from fppo.data import ChatOptions
 from fppo.models.load import find_directory, read_config
 from fppo.models.model import build
-from fppo.models.vision import takes_images
+from fppo.models.vision import Vision, takes_images
 from fppo.rollout.engine import Sampling
 from fppo.settings.places import TOKENIZER_FILES
 from fppo.settings.train import TrainSettings
@@ -62,21 +63,21 @@ def load_tokenizer(settings: TrainSettings) -> PreTrainedTokenizerBase:
     data.check_tokenizer(tokenizer, pad_token=settings.data.pad_token)
     if settings.data.chat_template is not None:
         tokenizer.chat_template = Path(settings.data.chat_template).read_text(encoding="utf-8")
-    if settings.data.images is not None and tokenizer.chat_template is None:
+    if settings.data.seen and tokenizer.chat_template is None:
         tokenizer.chat_template = open_processor(settings)[0].chat_template
     if settings.data.chat:
         data.check_chat_template(tokenizer, options=chat_options(settings))
     return tokenizer
 
 
-def open_processor(settings: TrainSettings) -> tuple[Any, int]:
-    """What reads images for the policy, and the token that stands for them. Raises ValueError if there is no such
-    processor, and for a model that takes no images."""
-    section, name = settings.model, settings.data.images
+def open_processor(settings: TrainSettings) -> tuple[Any, Vision]:
+    """What reads images and videos for the policy, and what is known of how it sees. Raises ValueError if there is no
+    such processor, and for a model that takes no images, or no videos where there are any."""
+    section, name = settings.model, _named(settings.data.seen)
     directory = config_place(section.path, "model.path")
     config = config_of(settings, directory)
     if not takes_images(config):
-        raise ValueError(f"data.images = {name!r}: a model of type {config.model_type!r} takes no images")
+        raise ValueError(f"{name}: a model of type {config.model_type!r} takes no images")
     vision = build(config, trust_remote_code=section.trust_remote_code).vision
     assert vision is not None
     try:
@@ -84,20 +85,43 @@ def open_processor(settings: TrainSettings) -> tuple[Any, int]:
     except Exception as error:  # those of files, and of packages that some processors need
         why = " ".join(str(error).split())
         raise ValueError(
-            f"data.images = {name!r}: no processor of images came from {directory}: {type(error).__name__}: {why}"
+            f"{name}: no processor of images came from {directory}: {type(error).__name__}: {why}"
         ) from error
     if getattr(processor, "image_processor", None) is None:  # without the files of one it is a tokenizer
-        raise ValueError(f"data.images = {name!r}: {directory} has no processor of images (processor_config.json)")
-    return processor, vision.token
+        raise ValueError(f"{name}: {directory} has no processor of images (processor_config.json)")
+    if settings.data.videos is not None:
+        _check_videos(settings.data.videos, processor, vision)
+    return processor, vision
+
+
+def _named(seen: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} = {field!r}" for name, field in seen.items())
+
+
+def _check_videos(field: str, processor: Any, vision: Vision) -> None:
+    """Raises ValueError for a processor that reads no videos, and for a model that fppo does not run with them."""
+    reader = getattr(processor, "video_processor", None)
+    if reader is None:
+        raise ValueError(
+            f"data.videos = {field!r}: {type(processor).__name__} reads no videos, or the model's directory does not "
+            "say how (video_preprocessor_config.json)"
+        )
+    if vision.video is None and "pixel_values_videos" in reader.model_input_names:
+        raise ValueError(
+            f"data.videos = {field!r}: fppo does not run a model of type {vision.config.model_type!r} with videos"
+        )
 
 
 def load_images(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> data.ImageReader | None:
-    """What reads prompts with images, with the tokenizer's chat template; None without images."""
-    if settings.data.images is None:
+    """What reads prompts with images and videos, with the tokenizer's chat template; None without any."""
+    section = settings.data
+    if not section.seen:
         return None
-    processor, token = open_processor(settings)
+    processor, vision = open_processor(settings)
     processor.chat_template = tokenizer.chat_template
-    return data.ImageReader(processor, token, chat_options(settings))
+    return data.ImageReader(
+        processor, vision.token, chat_options(settings), vision.video, section.video_fps, section.video_frames
+    )
 
 
 def chat_options(settings: TrainSettings) -> ChatOptions:

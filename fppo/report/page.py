@@ -177,9 +177,18 @@ def _card(sample: Mapping[str, Any], scale: Scale) -> str:
 
 
 def _images(sample: Mapping[str, Any]) -> str:
-    urls = [url for url in sample.get("images") or () if str(url).startswith("data:image/png;base64,")]
-    shown = "".join(f"<img src='{escape(url, quote=True)}' alt='image {n}'>" for n, url in enumerate(urls, start=1))
-    return f"<div class=images>{shown}</div>" if urls else ""
+    """The images; frames of a video, which is a list, side by side in one piece."""
+    shown = [_frames(item, n) for n, item in enumerate(sample.get("images") or (), start=1)]
+    return f"<div class=images>{''.join(shown)}</div>" if any(shown) else ""
+
+
+def _frames(item: Any, number: int) -> str:
+    urls = item if isinstance(item, list) else [item]
+    safe = [escape(url, quote=True) for url in urls if str(url).startswith("data:image/png;base64,")]
+    if not isinstance(item, list):
+        return "".join(f"<img src='{url}' alt='image {number}'>" for url in safe)
+    frames = [f"<img src='{url}' alt='video {number}, frame {n}'>" for n, url in enumerate(safe, start=1)]
+    return f"<span class=film>{''.join(frames)}</span>"
 
 
 def _tokens(sample: Mapping[str, Any], scale: Scale) -> str:

@@ -22,7 +22,7 @@ def samples_of(experience: Experience, tokenizer: Any, step: int, count: int) ->
 
     `tokens` are the pieces of the response's text; `log_probs`, `advantages` and `values` have one entry for each, None
     where the token is not trained on or the number is not finite. `values` is None without a critic. `images` are data
-    URIs; a prompt without any has no such key.
+    URIs, a video's a list of those of its frames; a prompt without any has no such key.
     """
     total = len(experience.tokens)
     count = min(count, total)
@@ -102,21 +102,22 @@ def _sample(experience: Experience, tokenizer: Any, step: int, row: int) -> dict
 
 
 def _marked_once(prompt: list[int], inputs: RowInputs | None) -> list[int]:
-    """The prompt with one token for each run of those that stand for an image."""
-    places = set() if inputs is None else set(inputs.places.tolist())
-    return [token for place, token in enumerate(prompt) if place not in places or place - 1 not in places]
+    """The prompt with one token for each run of those that stand for an image, or for a video or a frame of it."""
+    places = set() if inputs is None else {*inputs.places.tolist(), *inputs.video_places.tolist()}
+    before = (None, *prompt)
+    return [token for place, token in enumerate(prompt) if place not in places or token != before[place]]
 
 
-def pictures(inputs: RowInputs) -> list[str]:
-    """The images as data URIs."""
+def pictures(inputs: RowInputs) -> list[str | list[str]]:
+    """The images as data URIs, in the order of the prompt; of a video a list of those of its frames."""
     from PIL import Image
 
-    urls: list[str] = []
-    for frame in inputs.shown:
+    urls: dict[int, list[str]] = {}
+    for number, frame in zip(inputs.shown_of.tolist(), inputs.shown, strict=True):
         file = io.BytesIO()
         Image.fromarray(frame.cpu().numpy()).save(file, "PNG", optimize=True)
-        urls.append(f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
-    return urls
+        urls.setdefault(number, []).append(f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
+    return [each[0] if len(each) == 1 else each for each in urls.values()]
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:

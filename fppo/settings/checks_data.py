@@ -33,8 +33,14 @@ def data_problems(s: TrainSettings) -> Problems:
     if not data.chat:
         for name, default in (("chat_template", None), ("chat_arguments", {}), ("tools", None)):
             yield from unread(f"data.{name}", getattr(data, name), default, "data.chat = true")
-    if data.images is not None:
+    if data.seen:
         yield from _image_problems(s)
+    if data.videos is None:
+        for name in ("video_fps", "video_frames"):
+            yield from unread(f"data.{name}", getattr(data, name), None, "data.videos")
+    if data.video_fps is not None and data.video_frames is not None:
+        text = f"data.video_fps = {data.video_fps} is given too; frames are picked by one of the two"
+        yield problem("data.video_frames", data.video_frames, text)
     try:
         if any(not re.match(r"\w", name) for name in _template_fields(s.data.prompt)):
             hint = "a {} without the name of a field; write {{ and }} for plain braces"
@@ -49,12 +55,14 @@ def data_problems(s: TrainSettings) -> Problems:
 
 
 def _image_problems(s: TrainSettings) -> Problems:
-    """What images do not go with, or not yet."""
+    """What images and videos do not go with, or not yet."""
+    names = " and ".join(name.removeprefix("data.") for name in s.data.seen)
     if not s.data.chat:
-        yield problem("data.images", s.data.images, "images stand in chat messages: give data.chat = true")
+        for name, field in s.data.seen.items():
+            yield problem(name, field, f"{names} stand in chat messages: give data.chat = true")
     if s.data.over_long == "truncate":
-        yield problem("data.over_long", "truncate", "would cut images apart; give error or drop")
-    text = "prompts with images (data.images) do not go with it yet; leave one of them out"
+        yield problem("data.over_long", "truncate", f"would cut {names} apart; give error or drop")
+    text = f"prompts with {names} ({', '.join(s.data.seen)}) do not go with it yet; leave one of them out"
     settings = {
         "rollout.turns.respond": (s.rollout.turns.respond, None),
         "critic.privileged": (s.critic.privileged, 0),

@@ -105,6 +105,12 @@ class DataSettings:
     """What the chat template gets beside messages, as {enable_thinking = false}."""
     images: str | None = setting(None)
     """The field with a prompt's image or images: paths, bytes, or images of the datasets library; needs chat."""
+    videos: str | None = setting(None)
+    """The field with a prompt's video or videos: files, directories or lists of frames, arrays; needs chat."""
+    video_fps: float | None = setting(None, above(0))
+    """How many frames of each second of a video the model sees; None: as many as its processor has by default."""
+    video_frames: int | None = setting(None, at_least(1))
+    """In place of video_fps, how many frames of a whole video the model sees; all of one that has fewer."""
     tools: str | None = setting(None)
     """A JSON file with a list of schemas of tools, which the chat template shows."""
     ground_truth: str = setting("answer", nonempty("give a field of the rows"))
@@ -121,6 +127,12 @@ class DataSettings:
     """Draw a new order of the prompts in every epoch."""
     sampler: str | None = setting(None)
     """An order of your own: module:function of the prompt set, the epoch's number and a key, for indices of prompts."""
+
+    @property
+    def seen(self) -> dict[str, str]:
+        """The fields with images and with videos, by the settings that name them."""
+        fields = {"data.images": self.images, "data.videos": self.videos}
+        return {name: field for name, field in fields.items() if field is not None}
 
 
 @attrs.frozen(kw_only=True)
