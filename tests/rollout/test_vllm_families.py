@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from fppo import models
+from fppo.batch import Column, Prompts, RowInputs
 from fppo.key import Key
-from fppo.rollout.engine import Sampling
+from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.vllm.families import check_family
 from fppo.rollout.vllm.host import Request
-from fppo.rollout.vllm.vision import placed_images, probe_row, weight_names
+from fppo.rollout.vllm.vision import inputs_of, placed_images, probe_row, weight_names
 from tests.models.hybrids import HYBRIDS
-from tests.models.vision import CONFIGS, GEMMA, IMAGE, prompt
+from tests.models.vision import CONFIGS, END, GEMMA, IMAGE, START, VIDEO, prompt
 
 
 def changed(name, **changes):
@@ -67,17 +68,61 @@ def test_images_stand_where_their_tokens_do(name):
     tokens, inputs = prompt(name, 3, generator)
     placed = placed_images(CONFIGS[name], tokens, inputs)
     assert len(placed) == 3
-    assert [start + i for start, count in placed for i in range(count)] == inputs.places.tolist()
-    assert all(tokens[start - 1] != IMAGE != tokens[start + count] for start, count in placed)
+    assert [one.start + i for one in placed for i in range(one.length)] == inputs.places.tolist()
+    assert all(tokens[one.start - 1] != IMAGE != tokens[one.start + one.length] for one in placed)
     rows = [x for x in range(4) for _ in range(2)]
     every = [inputs, None] * 4
     request = Request(prompts=[tokens] * 8, sampling=Sampling(), key=Key(0), row_ids=torch.tensor(rows), inputs=every)
     assert request.part([0, 3, 6]).inputs == [inputs, None, inputs]
     model = models.build(CONFIGS[name])
     row, own = probe_row(model, [5, 6, 7, 8], 40)
-    ((start, count),) = placed_images(CONFIGS[name], row, own)
-    assert (start, len(row)) == (2, count + 4)
-    assert probe_row(model, [5, 6, 7, 8], count + 3) is None
+    image, *videos = placed_images(CONFIGS[name], row, own)
+    assert image[:2] == ("image", 2)
+    assert row[-2:] == [7, 8]
+    assert probe_row(model, [5, 6, 7, 8], len(row) - 1) is None
+    assert [x.kind for x in videos] == (["video"] if name.startswith("qwen") else [])
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_videos_stand_where_their_tokens_do(name):
+    tokens, inputs = prompt(name, "viv", torch.Generator().manual_seed(4))
+    image, *videos = placed_images(CONFIGS[name], tokens, inputs)
+    assert [tokens[i] for i in range(image.start, image.start + image.length)] == [IMAGE] * image.length
+    within = [x.features or (True,) * x.length for x in videos]
+    found = [x.start + i for x, features in zip(videos, within) for i, one in enumerate(features) if one]
+    assert found == inputs.video_places.tolist()
+    assert all(tokens[x.start - (x.features is None)] == START for x in videos)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_text_that_vllm_gives_other_positions_is_refused(name):
+    """Of two frames of 2 by 2 tokens the last has a time within the longer side; of three it has not."""
+    config = copy.deepcopy(CONFIGS[name])
+    config.vision_config.tokens_per_second = 1
+    model = models.build(config)
+    pixels, shown, names = torch.zeros(96, 96), torch.zeros(1, 1, 1, 3, dtype=torch.uint8), Column([""])
+    for frames, seconds, fits in ((2, 1.0, True), (3, 1.0, False), (2, 2.0, name == "qwen2_vl")):
+        tensors = {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([[frames, 4, 4]])}
+        if name == "qwen2_5_vl":
+            tensors["second_per_grid_ts"] = torch.tensor([seconds])
+        tokens = [5, START, *[VIDEO] * 4 * frames, END, 7]
+        inputs = RowInputs(tensors, torch.arange(0), shown, torch.arange(2, 2 + 4 * frames))
+        prompts = Prompts(
+            tokens=torch.tensor([tokens]),
+            attention_mask=torch.ones(1, len(tokens), dtype=torch.bool),
+            row_ids=torch.arange(1),
+            ids=names,
+            ground_truth=names,
+            source=names,
+            extras=names,
+            inputs=Column([inputs]),
+        )
+        ask = Ask(prompts, Sampling(), Key(0))
+        if fits:
+            assert inputs_of(model, [tokens], ask) == [inputs]
+            continue
+        with pytest.raises(ValueError, match=f"longer in time than in height and width, .* type '{name}'"):
+            inputs_of(model, [tokens], ask)
 
 
 def test_what_vllm_lacks_of_llavas_tower_is_not_sent():

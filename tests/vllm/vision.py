@@ -36,6 +36,8 @@ def config_of(name: str) -> PreTrainedConfig:
         text.layer_types = ["full_attention"] * 2
         text.rope_parameters = {**text.rope_parameters, "mrope_section": [4, 6, 6]}
         tower.out_hidden_size = 64
+    if name == "qwen2_5_vl":
+        tower.tokens_per_second = 1
     if name == "qwen2_vl":
         tower.embed_dim, tower.hidden_size = 64, 64
     else:

@@ -1,4 +1,4 @@
-"""Images for vLLM, as the trainer's own processor made them: vLLM gets token ids and pixels, and processes neither.
+"""Images and videos for vLLM, as the trainer's processor made them: it gets token ids and pixels, and works on neither.
 
 Imports vllm.
 """
@@ -25,7 +25,8 @@ from vllm.multimodal.processing import (  # pyright: ignore[reportMissingImports
 )
 
 from fppo.batch import RowInputs
-from fppo.rollout.vllm.vision import GRIDS, placed_images
+from fppo.models.vision import TIMES, VIDEOS
+from fppo.rollout.vllm.vision import GRIDS, Placed, placed_images
 
 KEYWORDS: Mapping[str, Any] = {"skip_mm_profiling": True, "mm_processor_cache_gb": 0}
 
@@ -39,39 +40,49 @@ def take_processed(config: PreTrainedConfig) -> None:
 
 
 def with_images(config: PreTrainedConfig, dtype: torch.dtype, prompt: Sequence[int], inputs: RowInputs) -> Any:
-    """What vLLM answers: the prompt, whose ids it takes as they are, and its images, each by the digest of the row's
-    pixels and its number."""
+    """What vLLM answers: the prompt, whose ids it takes as they are, and its images and videos, each by the digest of
+    the row's pixels and its number."""
     placed = placed_images(config, prompt, inputs)
+    kinds = {kind: [one for one in placed if one.kind == kind] for kind in ("image", "video")}
+    kinds = {kind: own for kind, own in kinds.items() if own}
     tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.tensors.items()}
     one_each = torch.ones(len(placed), dtype=torch.int64)
     if config.model_type in GRIDS:
-        sizes = tensors["image_grid_thw"].prod(1)
+        sizes = {kind: tensors[f"{kind}_grid_thw"].prod(1) for kind in kinds}
     else:
-        sizes = one_each
+        sizes = {"image": one_each}
         if config.model_type != "llava":
             tensors["num_patches"] = one_each
     fields = {name: _field(name, sizes, batched=config.model_type == "llava") for name in tensors}
     return mm_input(
         list(prompt),
         MultiModalKwargsItems.from_hf_inputs(tensors, fields),
-        {"image": [f"{inputs.digest()}-{number}" for number in range(len(placed))]},
-        {"image": [PlaceholderRange(offset=start, length=length) for start, length in placed]},
+        {kind: [f"{inputs.digest()}-{kind}-{number}" for number in range(len(own))] for kind, own in kinds.items()},
+        {kind: [_range(one) for one in own] for kind, own in kinds.items()},
     )
 
 
-def _field(name: str, sizes: torch.Tensor, *, batched: bool) -> Any:
-    """How vLLM takes an image's part of a tensor, and those of several images together."""
-    if name in ("image_grid_thw", "num_patches"):
-        return MultiModalFieldConfig.batched("image", keep_on_cpu=True)
-    return MultiModalFieldConfig.batched("image") if batched else MultiModalFieldConfig.flat_from_sizes("image", sizes)
+def _range(one: Placed) -> PlaceholderRange:
+    features = None if one.features is None else torch.tensor(one.features)
+    return PlaceholderRange(offset=one.start, length=one.length, is_embed=features)
+
+
+def _field(name: str, sizes: Mapping[str, torch.Tensor], *, batched: bool) -> Any:
+    """How vLLM takes the part of a tensor that is of one image or video, and those of several together."""
+    kind = "video" if name in (*VIDEOS, TIMES) else "image"
+    if name in ("image_grid_thw", "video_grid_thw", TIMES, "num_patches"):
+        return MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
+    if batched:
+        return MultiModalFieldConfig.batched(kind)
+    return MultiModalFieldConfig.flat_from_sizes(kind, sizes[kind])
 
 
 class _Info(BaseProcessingInfo):
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": None}
+        return {"image": None, **({"video": None} if self.ctx.model_config.hf_config.model_type in GRIDS else {})}
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
-        return {"image": seq_len}  # a row may be an image
+        return dict.fromkeys(self.get_supported_mm_limits(), seq_len)  # a row may be an image
 
 
 class _NoDummies(BaseDummyInputsBuilder[_Info]):

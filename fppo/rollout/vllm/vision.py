@@ -1,4 +1,4 @@
-"""The images of a row as vLLM takes them, one by one, and the parameters of what sees them. No vllm here."""
+"""The images and videos of a row as vLLM takes them, one by one, and the parameters of what sees them. No vllm here."""
 
 from __future__ import annotations
 
@@ -12,25 +12,29 @@ from transformers import PreTrainedConfig
 from fppo.batch import RowInputs
 from fppo.key import Key
 from fppo.models.model import Model
-from fppo.models.vision import image_token
+from fppo.models.vision import TIMES, image_token
+from fppo.models.vision_pass import row_positions
 from fppo.rollout.engine import Ask
 from fppo.rollout.sync import Rename, dtensor_weight_loader
 from fppo.rollout.vllm.host import Inputs
 
 # by what tells images of a row apart: a row of `image_grid_thw` each, or one of `pixel_values`
 GRIDS, STACKS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("idefics3", "smolvlm", "llava")
+APART = ("qwen3_vl",)  # those that have words between the frames of a video
 
 
 class Placed(NamedTuple):
-    """An image of a row: the place of its first token, and how many stand for it, one after the other."""
+    """An image or a video of a row: where its tokens are, and which of them stand for features; None: all."""
 
+    kind: str  # "image" or "video"
     start: int
     length: int
+    features: tuple[bool, ...] | None = None
 
 
 def inputs_of(model: Model, prompts: Sequence[Sequence[int]], ask: Ask) -> Inputs:
-    """The images of each row of the rollout; None if no prompt has any. Raises ValueError for a model that takes none,
-    and as `placed_images`."""
+    """The images and videos of each row of the rollout; None if no prompt has any. Raises ValueError for a model that
+    takes none, for videos to which vLLM gives other positions, and as `placed_images`."""
     inputs = list(ask.prompts.inputs or ())
     if not any(inputs):
         return None
@@ -38,43 +42,88 @@ def inputs_of(model: Model, prompts: Sequence[Sequence[int]], ask: Ask) -> Input
         raise ValueError(f"the prompts have images, and a model of type {model.config.model_type!r} takes none")
     for prompt, own in zip(prompts, inputs, strict=True):
         if own is not None:
-            placed_images(model.vision.config, prompt, own)
+            placed = placed_images(model.vision.config, prompt, own)
+            _check_positions(model, own, placed)
     return [own for own in inputs for _ in range(ask.sampling.n)]
 
 
 def placed_images(config: PreTrainedConfig, tokens: Sequence[int], inputs: RowInputs) -> list[Placed]:
-    """Where a row's images stand. Raises ValueError for places that do not hold what stands for images, and for images
-    whose tokens are not as many as their features, or do not stand together."""
-    token = image_token(config)
-    places = inputs.places.tolist()
-    if any(place >= len(tokens) or tokens[place] != token for place in places):
-        raise ValueError(
-            f"a row's images have places that do not hold token {token}, which stands for them: the rows were cut, or "
-            "encoded for another model"
-        )
-    counts = _counts(config, inputs)
-    if sum(counts) != len(places):
-        raise ValueError(f"{len(places)} tokens stand for images that have {sum(counts)} features")
+    """Where a row's images stand, and then its videos. Raises ValueError for places that do not hold what stands for
+    them, and for images and videos whose tokens are not as many as their features, or do not stand together."""
+    video = getattr(config, "video_token_id", None)
     placed: list[Placed] = []
-    for count in counts:
-        own, places = places[:count], places[count:]
-        if own != list(range(own[0], own[0] + count)):
-            raise ValueError(f"the {count} tokens of an image do not stand together, as vLLM needs them")
-        placed.append(Placed(own[0], count))
+    for kind, token, places in (("image", image_token(config), inputs.places), ("video", video, inputs.video_places)):
+        left = places.tolist()
+        if any(place >= len(tokens) or tokens[place] != token for place in left):
+            raise ValueError(
+                f"a row's {kind}s have places that do not hold token {token}, which stands for them: the rows were "
+                "cut, or encoded for another model"
+            )
+        counts = _counts(config, inputs, kind)
+        if sum(counts) != len(left):
+            raise ValueError(f"{len(left)} tokens stand for {kind}s that have {sum(counts)} features")
+        for count in counts:
+            own, left = left[:count], left[count:]
+            placed.append(_placed(kind, own, apart=kind == "video" and config.model_type in APART))
     return placed
 
 
-def _counts(config: Any, inputs: RowInputs) -> list[int]:
-    """How many tokens stand for each image of a row."""
+def _placed(kind: str, own: Sequence[int], *, apart: bool) -> Placed:
+    """Where the features of one image or video are that stand at the places `own`; with the token before each frame of
+    a video whose frames stand `apart`, for which vLLM looks."""
+    if apart:
+        start = own[0] - 1
+        return Placed(kind, start, own[-1] + 1 - start, tuple(i in {*own} for i in range(start, own[-1] + 1)))
+    if list(own) != list(range(own[0], own[0] + len(own))):
+        raise ValueError(f"the {len(own)} tokens of one of the {kind}s do not stand together, as vLLM needs them")
+    return Placed(kind, own[0], len(own))
+
+
+def _counts(config: Any, inputs: RowInputs, kind: str = "image") -> list[int]:
+    """How many tokens stand for each image, or each video, of a row."""
     tower = config.vision_config
     if config.model_type in GRIDS:
-        return (inputs.tensors["image_grid_thw"].prod(1) // tower.spatial_merge_size**2).tolist()
+        grid = inputs.tensors.get(f"{kind}_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
+        return (grid.prod(1) // tower.spatial_merge_size**2).tolist()
+    if kind == "video":
+        return []
     count = (tower.image_size // tower.patch_size) ** 2
     if config.model_type == "llava":
         count += config.vision_feature_select_strategy == "full"
     else:
         count //= config.scale_factor**2
     return [count] * len(inputs.tensors["pixel_values"])
+
+
+def _check_positions(model: Model, inputs: RowInputs, placed: Sequence[Placed]) -> None:
+    """Raises ValueError for a row whose tokens would have other positions in vLLM: the text after a video goes on
+    behind its last time there, and in transformers behind its longer side."""
+    assert model.vision is not None
+    config: Any = model.vision.config
+    if config.model_type in APART or not len(inputs.video_places):
+        return
+    merged, at, theirs = config.vision_config.spatial_merge_size, 0, list[Tensor]()
+    for one in sorted(placed, key=lambda one: one.start):
+        number = [x.start for x in placed if x.kind == one.kind].index(one.start)
+        frames, height, width = inputs.tensors[f"{one.kind}_grid_thw"][number].tolist()
+        after = int(theirs[-1].max()) + 1 if theirs else 0
+        theirs.append(torch.arange(one.start - at).expand(3, -1) + after)
+        grid = torch.stack(
+            torch.meshgrid(*(torch.arange(n) for n in (frames, height // merged, width // merged)), indexing="ij")
+        )
+        if one.kind == "video":
+            seconds = float(inputs.tensors[TIMES][number]) if TIMES in inputs.tensors else 1.0
+            step = seconds * getattr(config.vision_config, "tokens_per_second", 1.0)
+            grid[0] = (grid[0].double() * step).long()
+        theirs.append(grid.flatten(1) + one.start - at + after)
+        at = one.start + one.length
+    own, after = row_positions(model, inputs)
+    if not torch.equal(torch.cat(theirs, 1), own) or int(theirs[-1].max()) + 1 != after:
+        raise ValueError(
+            f"a row has a video that is longer in time than in height and width, and vLLM gives the text after it "
+            f"other positions than transformers does with model type {config.model_type!r}: use the embedded engine, "
+            "or fewer frames"
+        )
 
 
 def weight_names(model: Model) -> Rename:
@@ -97,22 +146,32 @@ def weight_names(model: Model) -> Rename:
 
 
 def probe_row(model: Model, words: Sequence[int], limit: int) -> tuple[list[int], RowInputs] | None:
-    """Tokens with an image of noise between the words; None where they would be more than `limit`."""
+    """Tokens with an image of noise, and behind it a video where the model takes any, between the words; None where
+    they would be more than `limit`."""
     assert model.vision is not None
     config: Any = model.vision.config
     tower, generator = config.vision_config, Key(0).fold("image").generator()
+    half, shown = len(words) // 2, torch.zeros(1, 1, 1, 3, dtype=torch.uint8)
     if config.model_type in GRIDS:
         side, size = tower.spatial_merge_size, tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
         pixels = torch.randn(8 * side**2, size, generator=generator)
-        tensors = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 2 * side, 4 * side]])}
+        grid = torch.tensor([[1, 2 * side, 4 * side]])
+        tensors = {"pixel_values": pixels, "image_grid_thw": grid}
+        frames = 1 if config.model_type == "qwen2_5_vl" else 2  # there more may be as `_check_positions` refuses them
+        video = torch.tensor([[frames, 2 * side, 4 * side // frames]])
+        tensors |= {"pixel_values_videos": pixels.flip(0), "video_grid_thw": video}
+        start, end = config.vision_start_token_id, config.vision_end_token_id
+        pieces = frames if config.model_type in APART else 1
+        behind = [end, *[start, *[config.video_token_id] * (8 // pieces), end] * pieces]
     else:
         side = tower.image_size
-        tensors = {"pixel_values": torch.randn(1, tower.num_channels, side, side, generator=generator)}
+        tensors, behind = {"pixel_values": torch.randn(1, tower.num_channels, side, side, generator=generator)}, []
         if config.model_type != "llava":
             tensors["pixel_attention_mask"] = torch.ones(1, side, side, dtype=torch.bool)
-    half, shown = len(words) // 2, torch.zeros(1, 1, 1, 3, dtype=torch.uint8)
     (count,) = _counts(config, RowInputs(tensors, torch.arange(0), shown))
-    if count + len(words) > limit:
+    row = [*words[:half], *[model.vision.token] * count, *behind, *words[half:]]
+    if len(row) > limit:
         return None
-    row = [*words[:half], *[model.vision.token] * count, *words[half:]]
-    return row, RowInputs(tensors, torch.arange(half, half + count), shown)
+    places = torch.arange(half, half + count)
+    of_videos = [half + count + i for i, token in enumerate(behind) if token == model.vision.video]
+    return row, RowInputs(tensors, places, shown, torch.tensor(of_videos, dtype=torch.int64))
