@@ -226,3 +226,32 @@ def test_a_file_is_decoded_where_a_library_is(tmp_path, monkeypatch):
     (tmp_path / "torn.mp4").write_bytes((tmp_path / "x.mp4").read_bytes()[:200])
     with pytest.raises(ValueError, match=r"video 1 \(.*torn.mp4\): "):
         opened_video(str(tmp_path / "torn.mp4"), 1, ALL, opened)
+
+
+class Frames:
+    """A processor that makes images of frames, as SmolVLM's, of words that are numbers."""
+
+    tokenizer, video_processor = QWEN3.processor.tokenizer, QWEN3.processor.video_processor
+
+    def apply_chat_template(self, conversation, **others):
+        kinds = [part["type"] for message in conversation for part in message["content"]]
+        videos = [part["video"] for message in conversation for part in message["content"] if "video" in part]
+        pixels = torch.stack([torch.from_numpy(x).permute(0, 3, 1, 2) for x in videos])
+        assert others["processor_kwargs"]["do_sample_frames"] is False
+        ids = torch.tensor([[7, *[3] * pixels[:, :, 0, 0, 0].numel(), *[8] * len(kinds)]])
+        return {"input_ids": ids, "pixel_values": pixels, "pixel_attention_mask": torch.ones_like(pixels[:, :, 0])}
+
+
+def test_a_processor_may_make_images_of_frames():
+    reader = ImageReader(Frames(), 3, fps=4)
+    parts = [{"type": "video"}, {"type": "video"}]
+    tokens, inputs = reader.encode([{"role": "user", "content": parts}], [], [clip(0), clip(1)])
+    assert tokens == [7, *[3] * 8, 8, 8]
+    assert inputs.places.tolist() == [*range(1, 9)]
+    assert not len(inputs.video_places)
+    frames = np.concatenate([clip(0), clip(1)])
+    assert torch.equal(inputs.tensors["pixel_values"], torch.from_numpy(frames).permute(0, 3, 1, 2))
+    with pytest.raises(ValueError, match="a prompt has images, or videos, and not both"):
+        reader.encode(
+            [{"role": "user", "content": [*parts, {"type": "image"}]}], images(clip(0)[:1]), [clip(0), clip(1)]
+        )

@@ -11,7 +11,7 @@ from fppo.models.vision_pass import place_images, row_positions, shift_of
 from tests.models.vision import CONFIGS, END, IMAGE, START, VIDEO, make, prompt
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-SECONDS = 2.75
+SECONDS = 2.0
 
 
 def by_hand(name, row, sizes, seconds):
