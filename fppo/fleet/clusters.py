@@ -13,6 +13,8 @@ from fppo.fleet.gpus import Gpus
 from fppo.fleet.group import PATIENCE, Ranks
 from fppo.fleet.on_ray import RayCluster
 from fppo.fleet.processes import Processes
+from fppo.fleet.sent import Sent
+from fppo.fleet.shared import put
 from fppo.runtime.mesh import Sharding
 
 
@@ -42,6 +44,7 @@ class Machine:
 
     def __init__(self) -> None:
         self._gpus: Gpus | None = None  # until they are asked for
+        self._sent = Sent(put)
 
     def __enter__(self) -> Machine:
         return self
@@ -77,6 +80,7 @@ class Machine:
             ring=ring,
             threads=threads,
             patience=patience,
+            sent=self._sent,
         )
 
 

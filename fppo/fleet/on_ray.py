@@ -16,12 +16,11 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from fppo.fleet.codec import array_of
 from fppo.fleet.gpus import check
 from fppo.fleet.group import PATIENCE, RankLost
 from fppo.fleet.rank import Membership, Rank, Reply, Request
+from fppo.fleet.sent import Sent
 from fppo.runtime.mesh import Sharding
 
 _REACHED = 10.0  # seconds for somebody to answer at an address
@@ -41,7 +40,7 @@ class RayCluster:
         import ray
 
         self._ray: Any = ray
-        self._sent = _Sent(ray)
+        self._sent: Sent[Any] = Sent(lambda arrays: [ray.put(x) for x in arrays])
         self._fixed = address == "local"  # no node will come
         self._joins = not ray.is_initialized()
         if not self._joins:
@@ -94,26 +93,11 @@ class RayCluster:
         return RayRanks(self._ray, self._sent, member, wanted, fixed=self._fixed)
 
 
-class _Sent:
-    """What of large tensors is in the cluster's store: each goes there once, whoever needs it."""
-
-    def __init__(self, ray: Any) -> None:
-        self._ray = ray
-        self._refs: Any = WeakIdKeyDictionary()
-
-    def ref(self, x: Tensor) -> Any:
-        """Where the bytes of the tensor are."""
-        known = self._refs.get(x)
-        if known is None or known[0] != x._version:
-            known = self._refs[x] = (x._version, self._ray.put(array_of(x)))
-        return known[1]
-
-
 class RayRanks:
     """The ranks of a mesh as actors, which end with the process that started them."""
 
     def __init__(
-        self, ray: Any, sent: _Sent, member: Membership, resources: Mapping[str, float], *, fixed: bool
+        self, ray: Any, sent: Sent[Any], member: Membership, resources: Mapping[str, float], *, fixed: bool
     ) -> None:
         self.count, self._fixed = member.ranks, fixed
         self._ray, self._sent, self._member, self._resources = ray, sent, member, dict(resources)
@@ -184,7 +168,7 @@ class RayRanks:
     def send(self, request: Request, large: Sequence[Tensor]) -> list[Future[Reply]]:
         """As `Ranks` has it."""
         shared = self._ray.put(request) if self.count > 1 else request
-        columns = [self._sent.ref(x) for x in large]
+        columns = self._sent.refs(large) or []
         return [self._answer(x.run.options(name=request.label).remote(shared, *columns)) for x in self._actors]
 
     def _answer(self, ref: Any) -> Future[Reply]:

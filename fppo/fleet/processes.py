@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
@@ -23,6 +24,8 @@ from torch._C._distributed_c10d import TCPStore
 from fppo.fleet.codec import array_of
 from fppo.fleet.group import PATIENCE, RankLost
 from fppo.fleet.rank import Membership, Rank, Reply, Request
+from fppo.fleet.sent import Sent
+from fppo.fleet.shared import MOST, Lane, Parcel, Place, put
 from fppo.runtime.launch import visible
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.parent import end_with
@@ -36,7 +39,7 @@ class Processes:
 
     `sizes` are those of the mesh's axes; without them all ranks stand on the shard axis. With `gpus` each rank works on
     the first of its own, by their numbers here, and sees no others. Functions that are sent to them must be importable,
-    as multiprocessing has it.
+    as multiprocessing has it. Ranks of several pools that share `sent` find tensors there that one of them was sent.
     """
 
     def __init__(
@@ -50,12 +53,14 @@ class Processes:
         ring: bool = False,
         threads: int | None = None,
         patience: float = PATIENCE,
+        sent: Sent[Place] | None = None,
     ) -> None:
         self.count, self._gpus, self._device = count, list(gpus), "cuda" if gpus else "cpu"
         self._sizes, self._sharding = dict(sizes or {"shard": count}), sharding
         self._virtual_stages, self._ring = virtual_stages, ring
         self._threads, self._patience = threads or torch.get_num_threads(), patience
         self._children: list[_Child] = []
+        self._sent = sent or Sent(put)
 
     def start(self) -> Sequence[str]:
         """Starts the processes. Raises RankLost if one does not come up."""
@@ -78,8 +83,12 @@ class Processes:
 
     def send(self, request: Request, large: Sequence[Tensor]) -> list[Future[Reply]]:
         """As `Ranks` has it."""
-        data = pickle.dumps((request, [array_of(x) for x in large]), pickle.HIGHEST_PROTOCOL)
-        return [child.ask(data) for child in self._children]
+        places = self._sent.refs(large)
+        if places is None or len({place.memory for place in places}) > MOST:
+            arrays = [array_of(x) for x in large]
+            places = put(arrays) or arrays
+        parcel = Parcel(pickle.dumps(request, pickle.HIGHEST_PROTOCOL), places)
+        return [child.ask(parcel) for child in self._children]
 
     def stop(self) -> None:
         """As `Ranks` has it."""
@@ -107,17 +116,18 @@ class _Child:
     """A process, with a thread that passes its answers on, in the order of what was asked."""
 
     def __init__(self, context: Any, member: Membership, port: int, gpus: str | None) -> None:
-        self._line, other = context.Pipe()
+        line, other = context.Pipe()
+        self._lane = Lane(line)
         self.process = context.Process(target=_serve, args=(other, member, port, gpus), daemon=True)
         self._asked: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
         begun: Future[None] = Future()
         threading.Thread(target=self._live, args=(other, begun), daemon=True).start()
         begun.result()
 
-    def ask(self, data: bytes) -> Future[Any]:
+    def ask(self, parcel: Parcel) -> Future[Any]:
         """Sends a request; what comes of it."""
         with contextlib.suppress(OSError):  # the listener says so
-            self._line.send_bytes(data)
+            self._lane.send(parcel)
         return self.answer()
 
     def answer(self) -> Future[Any]:
@@ -137,15 +147,21 @@ class _Child:
         begun.set_result(None)
         lost = None
         while True:
-            future = self._asked.get()
-            try:
-                if lost is None:
-                    future.set_result(pickle.loads(self._line.recv_bytes()))
-                    continue
-            except (EOFError, OSError):
-                self.process.join()
-                lost = RankLost(f"process {self.process.pid} ended with status {self.process.exitcode}")
-            future.set_exception(lost)
+            lost = self._pass_on(lost)
+
+    def _pass_on(self, lost: RankLost | None) -> RankLost | None:
+        """Waits for the next answer, and keeps none while it does; how the process was lost, if it is."""
+        future = self._asked.get()
+        try:
+            if lost is None:
+                reply, large = self._lane.receive()
+                future.set_result(reply and attrs.evolve(reply, large=large))
+                return None
+        except (EOFError, OSError):
+            self.process.join()
+            lost = RankLost(f"process {self.process.pid} ended with status {self.process.exitcode}")
+        future.set_exception(lost)
+        return lost
 
 
 def _serve(line: Connection, member: Membership, port: int, gpus: str | None) -> None:
@@ -156,10 +172,15 @@ def _serve(line: Connection, member: Membership, port: int, gpus: str | None) ->
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ctrl-C is the controller's to act on
     rank = Rank()
     rank.join(member, ("127.0.0.1", port))
-    line.send_bytes(pickle.dumps(None))
+    lane = Lane(line)
+    lane.send(Parcel(pickle.dumps(None), []))
     while True:
         try:
-            request, large = pickle.loads(line.recv_bytes())
-        except EOFError:
+            request, large = lane.receive()
+        except (EOFError, ConnectionError):  # the controller is gone
             return
-        line.send_bytes(pickle.dumps(rank.run(request, large), pickle.HIGHEST_PROTOCOL))
+        reply = rank.run(request, large)
+        del request, large  # what this call was sent goes before the next one comes
+        data = pickle.dumps(attrs.evolve(reply, large=[]), pickle.HIGHEST_PROTOCOL)
+        lane.send(Parcel(data, put(reply.large) or reply.large))
+        del reply
