@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fppo.ablate.result import Cost
+from fppo_kernels.table import Implementation
 
 Shape = Mapping[str, int]
 
@@ -45,8 +46,8 @@ class Case:
     gradient of those that `of` names.
 
     `shape` are the names of its sizes with their defaults; `timed` the outputs asked for where time and memory are
-    measured, `outputs` those whose error is. `check(fn, dtype, device, lacks)` raises LawViolation where the contract
-    is broken, and returns whether there was one to check.
+    measured, `outputs` those whose error is. `check(fn, dtype, device, chosen)` of an implementation raises
+    LawViolation where the contract is broken, and returns whether there was one to check.
     """
 
     op: str
@@ -60,7 +61,7 @@ class Case:
     evaluate: Evaluate
     exact: Callable[[Drawn, Sequence[str]], Exact]
     cost: Callable[[Shape, int], Cost]
-    check: Callable[[Callable, torch.dtype, torch.device, frozenset[str]], bool]
+    check: Callable[[Callable, torch.dtype, torch.device, Implementation], bool]
     cpu_only: bool = False
     multiples: Mapping[str, str | int] = attrs.field(
         factory=dict

@@ -18,6 +18,7 @@ from fppo.laws.temporal import check_gae
 from fppo.runtime.simulate import simulate
 from fppo_kernels import padding
 from fppo_kernels.gae.loop import loop
+from fppo_kernels.table import Implementation
 
 GAMMA, LAM = 0.99, 0.95
 RANKS = 2  # threads of this process
@@ -50,7 +51,7 @@ def _cost_gae(shape: Shape, itemsize: int) -> Cost:
     return Cost(bytes_forward=size, bytes_total=None, words="bytes: rewards, values, mask read, two results written")
 
 
-def _check_gae(fn: Callable, dtype: torch.dtype, device: torch.device, lacks: frozenset[str]) -> bool:
+def _check_gae(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: Implementation) -> bool:
     if device.type != "cpu":
         return False
     check_gae(fn, dtypes=tuple({torch.float64, dtype}))
@@ -111,7 +112,7 @@ def _cost_unpad(shape: Shape, itemsize: int) -> Cost:
     return Cost(bytes_forward=forward, bytes_total=forward + (padded + real) * itemsize, words=words)
 
 
-def _check_unpad(fn: Callable, dtype: torch.dtype, device: torch.device, lacks: frozenset[str]) -> bool:
+def _check_unpad(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: Implementation) -> bool:
     check_padding(fn, padding.pad, device=device)
     return True
 
@@ -162,7 +163,7 @@ def _cost_pad(shape: Shape, itemsize: int) -> Cost:
     return Cost(bytes_forward=forward, bytes_total=forward + real * (2 * shape["D"] * itemsize + 8), words=words)
 
 
-def _check_pad(fn: Callable, dtype: torch.dtype, device: torch.device, lacks: frozenset[str]) -> bool:
+def _check_pad(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: Implementation) -> bool:
     check_padding(padding.unpad, fn, device=device)
     return True
 
@@ -222,7 +223,7 @@ def _cost_all_to_all(shape: Shape, itemsize: int) -> Cost:
     return Cost(bytes_forward=size, bytes_total=2 * size, words=words)
 
 
-def _check_all_to_all(fn: Callable, dtype: torch.dtype, device: torch.device, lacks: frozenset[str]) -> bool:
+def _check_all_to_all(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: Implementation) -> bool:
     collective_laws.check_all_to_all(fn, ranks=(1, RANKS))
     return True
 
@@ -288,7 +289,7 @@ def _cost_adamw(shape: Shape, itemsize: int) -> Cost:
     return Cost(bytes_forward=7 * shape["P"] * itemsize, bytes_total=None, words=words)
 
 
-def _check_adamw(fn: Callable, dtype: torch.dtype, device: torch.device, lacks: frozenset[str]) -> bool:
+def _check_adamw(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: Implementation) -> bool:
     check_adamw(fn, dtypes=(dtype,), device=device)
     return True
 

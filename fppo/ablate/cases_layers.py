@@ -17,6 +17,7 @@ from fppo_kernels.linear.plain import plain as plain_linear
 from fppo_kernels.rms_norm.eager import add_eager as plain_add_norm
 from fppo_kernels.rms_norm.eager import eager as plain_norm
 from fppo_kernels.rotary.eager import eager as plain_rotary
+from fppo_kernels.table import Implementation
 
 EPS = 1e-6
 
@@ -41,7 +42,7 @@ def _case(
     call: Callable[[Callable, dict[str, Any]], Tensor],
     reference: Callable[..., Any],
     cost: Callable[[Shape, int], Cost],
-    check: Callable[[Callable, torch.dtype, torch.device, frozenset[str]], bool],
+    check: Callable[[Callable, torch.dtype, torch.device, Implementation], bool],
 ) -> Case:
     def result(fn: Callable, inputs: dict[str, Any], outputs: Sequence[str]) -> dict[str, Tensor]:
         return {"result": call(fn, inputs)}
@@ -86,8 +87,8 @@ def _cost_linear(shape: Shape, itemsize: int) -> Cost:
     )
 
 
-def _check_linear(fn: Callable, dtype: torch.dtype, device: torch.device, lacks: frozenset[str]) -> bool:
-    check_linear(fn, dtypes=(dtype,), device=device)
+def _check_linear(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: Implementation) -> bool:
+    check_linear(fn, dtypes=(dtype,), device=device, reference=chosen.definition() or plain_linear)
     return True
 
 
@@ -109,7 +110,7 @@ def _cost_norm(shape: Shape, itemsize: int) -> Cost:
     )
 
 
-def _check_norm(fn: Callable, dtype: torch.dtype, device: torch.device, lacks: frozenset[str]) -> bool:
+def _check_norm(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: Implementation) -> bool:
     check_rms_norm(fn, dtypes=(dtype,), device=device)
     return True
 
@@ -133,7 +134,7 @@ def _cost_add_norm(shape: Shape, itemsize: int) -> Cost:
     )
 
 
-def _check_add_norm(fn: Callable, dtype: torch.dtype, device: torch.device, lacks: frozenset[str]) -> bool:
+def _check_add_norm(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: Implementation) -> bool:
     check_add_rms_norm(fn, dtypes=(dtype,), device=device)
     return True
 
@@ -159,7 +160,7 @@ def _cost_rotary(shape: Shape, itemsize: int) -> Cost:
     )
 
 
-def _check_rotary(fn: Callable, dtype: torch.dtype, device: torch.device, lacks: frozenset[str]) -> bool:
+def _check_rotary(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: Implementation) -> bool:
     check_rotary(fn, dtypes=(dtype,), device=device)
     return True
 
@@ -183,8 +184,8 @@ def _cost_glu(shape: Shape, itemsize: int) -> Cost:
     )
 
 
-def _check_glu(fn: Callable, dtype: torch.dtype, device: torch.device, lacks: frozenset[str]) -> bool:
-    check_glu(fn, activations=[name for name in KINDS if name not in lacks], dtypes=(dtype,), device=device)
+def _check_glu(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: Implementation) -> bool:
+    check_glu(fn, activations=[name for name in KINDS if name not in chosen.lacks], dtypes=(dtype,), device=device)
     return True
 
 

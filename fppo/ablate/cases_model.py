@@ -15,6 +15,7 @@ from fppo.laws.kernels import check_log_probs
 from fppo_kernels.attention.eager import eager
 from fppo_kernels.log_probs.reference import reference
 from fppo_kernels.padding import make_lengths
+from fppo_kernels.table import Implementation
 
 CHUNK = 256  # tokens for which the float64 reference holds logits
 OUTPUTS = ("log_probs", "entropy", "sum_squared")
@@ -71,8 +72,8 @@ def _cost_log_probs(shape: Shape, itemsize: int) -> Cost:
     )
 
 
-def _check_log_probs(fn: Callable, dtype: torch.dtype, device: torch.device, lacks: frozenset[str]) -> bool:
-    if lacks & READ_BY_THE_LAWS:
+def _check_log_probs(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: Implementation) -> bool:
+    if chosen.lacks & READ_BY_THE_LAWS:
         return False
     check_log_probs(fn, dtypes=(dtype,), device=device, **({} if device.type == "cpu" else {"hidden_size": 16}))
     return True
@@ -145,8 +146,8 @@ def _cost_attention(shape: Shape, itemsize: int) -> Cost:
     )
 
 
-def _check_attention(fn: Callable, dtype: torch.dtype, device: torch.device, lacks: frozenset[str]) -> bool:
-    features = [name for name in attention_laws.FEATURES if name not in lacks]
+def _check_attention(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: Implementation) -> bool:
+    features = [name for name in attention_laws.FEATURES if name not in chosen.lacks]
     wide = {} if device.type == "cpu" else {"head_dim": 16}
     attention_laws.check_attention(fn, features=features, dtypes=(dtype,), device=device, **wide)
     return True

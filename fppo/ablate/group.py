@@ -215,7 +215,7 @@ def check_contract(
 
     try:
         fn = implementation.load()
-        there = case.check(watched, dtype, device, implementation.lacks)
+        there = case.check(watched, dtype, device, implementation)
     except LawViolation as violation:
         lines = str(violation).splitlines()
         return "broken", f'breaks the law "{violation.law}": {lines[1].strip() if lines[1:] else ""}'

@@ -225,8 +225,10 @@ def _check(
     kernel: Callable[..., Any],
     dtypes: Sequence[torch.dtype],
     device: torch.device | str,
+    reference: Callable[..., Any] | None = None,
 ) -> None:
     op, dtypes = OPERATIONS[name], checked(dtypes)
+    op = op if reference is None else op._replace(reference=reference)
     examples = partial(_example, op, numbers, dtypes, device)
     check(kernel, laws_of(op), examples, sizes=SIZES, seeds=len(numbers) * len(dtypes))
 
@@ -236,6 +238,7 @@ def check_linear(
     *,
     dtypes: Sequence[torch.dtype] = tuple(TOLERANCES),
     device: torch.device | str = "cpu",
+    reference: Callable[..., Tensor] = plain_linear,
 ) -> None:
     """Put a linear layer through its laws: `laws.check_linear(my_kernel)`. LawViolation for the first that fails.
 
@@ -243,9 +246,11 @@ def check_linear(
     The result and the gradients by x, weight and bias are those of the float64 reference, to 1e-9 in float64, 1e-4 in
     float32 and 2e-2 in bfloat16, relative to the larger of 1 and the tensor's largest number; with the same number of
     rows, what other rows hold changes no bit of a row, and no gradient reaches them; equal arguments give equal bits.
-    Kernels that compute in float32 alone bind `dtypes=(torch.float32,)`. Raises ValueError for another dtype.
+    Kernels that compute in float32 alone bind `dtypes=(torch.float32,)`. One that rounds its operands gives the
+    `reference` that it is held against, a differentiable function of the same arguments in float64, as
+    `fppo_kernels.linear.float8_reference.reference`. Raises ValueError for another dtype.
     """
-    _check("linear", range(4), kernel, dtypes, device)
+    _check("linear", range(4), kernel, dtypes, device, reference)
 
 
 def check_rms_norm(

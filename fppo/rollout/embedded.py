@@ -36,6 +36,8 @@ from fppo.runtime.mesh import LOCAL, Mesh, all_reduce
 from fppo.steps.experts import check_routers
 from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.collectives import Axis, all_gather
+from fppo_kernels.linear.float8 import float8
+from fppo_kernels.linear.plain import plain
 from fppo_kernels.padding import Packed, make_lengths, unpad
 from fppo_kernels.record import Kernels
 
@@ -223,7 +225,8 @@ def _wide(head: Head, linear: Callable[..., Tensor]) -> tuple[Head, Callable[...
         return head, wide_product
     wide = torch.promote_types(head.weight.dtype, torch.float32)
     bias = None if head.bias is None else head.bias.to(wide)
-    return head._replace(weight=head.weight.to(wide), bias=bias), linear
+    # what trains has no head of 8 bits either
+    return head._replace(weight=head.weight.to(wide), bias=bias), plain if linear is float8 else linear
 
 
 def _passes(lengths: Sequence[int], budget: int) -> Iterator[slice]:

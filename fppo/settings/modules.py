@@ -18,7 +18,7 @@ from fppo.workers.imports import search
 KERNELS = {  # by the settings of model that name one
     "attention": (AUTO, "sdpa", "eager", "flash", "varlen", "flex"),
     "log_probs": (AUTO, "chunked", "cpp", "reference", "compiled", "liger", "triton"),
-    "linear": ("torch", "onednn"),
+    "linear": ("torch", "onednn", "float8"),
     "rms_norm": (AUTO, "eager", "torch", "cpp", "liger", "triton"),
     "add_rms_norm": (AUTO, "eager", "cpp", "liger", "triton"),
     "rotary": (AUTO, "eager", "cpp", "liger", "triton"),

@@ -35,6 +35,13 @@ def _needs_onednn() -> str | None:
     return None if torch.backends.mkldnn.is_available() else "this torch was built without oneDNN"
 
 
+def _needs_float8() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    able = torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
+    return None if able else "needs a GPU that multiplies 8-bit numbers: of NVIDIA, compute capability 8.9 or later"
+
+
 def _needs_flash() -> str | None:
     return _needs_cuda() if importlib.util.find_spec("flash_attn") else "flash-attn is not installed"
 
@@ -78,19 +85,29 @@ class Implementation:
 
     `fn` is the function, or "module:function", which is imported when the kernel is chosen. `refuse()` says why it
     cannot run on this machine, or None. `lacks` names the keywords of the operation that it cannot honour, and the
-    dtypes that it does not compute in.
+    dtypes that it does not compute in. `reference` is what it computes, in float64, where that is not the operation
+    itself: a function or "module:function".
     """
 
     fn: Callable[..., Any] | str
     refuse: Callable[[], str | None] = _never
     lacks: frozenset[str] = frozenset()
+    reference: Callable[..., Any] | str | None = None
 
     def load(self) -> Callable[..., Any]:
         """The function itself."""
-        if not isinstance(self.fn, str):
-            return self.fn
-        module, _, name = self.fn.partition(":")
-        return getattr(importlib.import_module(module), name)
+        return _found(self.fn)
+
+    def definition(self) -> Callable[..., Any] | None:
+        """The reference itself; None where it is that of the operation."""
+        return None if self.reference is None else _found(self.reference)
+
+
+def _found(fn: Callable[..., Any] | str) -> Callable[..., Any]:
+    if not isinstance(fn, str):
+        return fn
+    module, _, name = fn.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 Table = Mapping[str, Mapping[str, Implementation]]
@@ -131,6 +148,12 @@ BUILTIN: Table = MappingProxyType(
         "linear": {
             "torch": Implementation(plain.plain),
             "onednn": Implementation("fppo_kernels.linear.onednn:onednn", _needs_onednn),
+            "float8": Implementation(
+                "fppo_kernels.linear.float8:float8",
+                _needs_float8,
+                lacks=NO_DOUBLE,
+                reference="fppo_kernels.linear.float8_reference:reference",
+            ),
         },
         "rms_norm": {
             "eager": Implementation(rms_norm.eager),

@@ -1,0 +1,122 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+"""A linear layer by products of 8-bit floating-point numbers (e4m3), in which each row has a scale of its own.
+
+The recipe is torchao's `rowwise_with_gw_hp` (https://github.com/pytorch/ao, torchao/float8/config.py); its classes wrap
+modules and tensors, and its functions are not public, so that only the formula is from there. With Q(a), a rounded to
+e4m3 row by row, and q(a), with one scale for all rows:
+
+    y = Q(x) @ Q(W).T + bias      dx = Q(dy) @ q(W)      dW = dy.T @ x      dbias = sum of the rows of dy
+
+A token's numbers so depend on those of no other token, and neither do the gradients that it hands on: the gradient of
+the weights, which adds up tokens, is not rounded. A scale is the largest power of two by which no number of the row
+exceeds 448, e4m3's largest. It rounds nothing, and another one, as a rank has that holds a part of the row, changes
+only numbers under 2**-13 of the row's largest.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from fppo_kernels.shapes import Float
+
+CODES = torch.float8_e4m3fn
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_UNIT = 16  # what the sides of a product are a multiple of
+_BITS, _LARGEST = 23, 0x600000  # of a float32's fraction; that of 448 = 1.75 * 2**8
+_POWER = 262  # 448's exponent and that of 1 twice: 8 + 127 + 127
+_SMALLEST = 253  # the exponent of a scale whose inverse is a normal number
+
+
+class Coded(NamedTuple):
+    """Numbers [R, K] as codes in e4m3, and what a code of 1 stands for, [R, 1] or [1, 1] in float32."""
+
+    codes: Tensor
+    unit: Tensor
+
+
+def coded(x: Tensor, *, by_row: bool = True) -> Coded:
+    """A matrix [R, K] in e4m3. A row that has a number that is not finite has NaN as its unit."""
+    top = torch.linalg.vector_norm(x, float("inf"), dim=-1 if by_row else (0, 1), keepdim=True).float()
+    bits = top.view(torch.int32)
+    power = (_POWER - (bits >> _BITS) - (bits & ((1 << _BITS) - 1)).gt(_LARGEST).int()).clamp(max=_SMALLEST)
+    scale = (power << _BITS).view(torch.float32)
+    unit = (254 - power << _BITS).view(torch.float32).where(top.isfinite(), torch.nan)
+    # a power of two rounds nothing; float16 does not have all of them
+    scaled = x.float() * scale if x.dtype == torch.float16 else x * scale.to(x.dtype)
+    return Coded(scaled.to(CODES), unit)
+
+
+def float8(
+    x: Float[Tensor, "*rows h"], weight: Float[Tensor, "m h"], bias: Float[Tensor, " m"] | None = None
+) -> Float[Tensor, "*rows m"]:
+    """x @ weight.T + bias from operands of 8 bits, in the dtype of `x`; the gradient is that of the formula above. It
+    has first derivatives only.
+
+    On a GPU the sums of y are those of its fast accumulation. Raises ValueError for a dtype that is not float32,
+    bfloat16 or float16.
+    """
+    if x.dtype not in DTYPES:
+        raise ValueError(f"linear/float8 computes in {[str(d) for d in DTYPES]}, got {x.dtype}: take linear/torch")
+    if not x.numel() or not weight.numel():
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias)  # type: ignore[return-value]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        rows = x.reshape(-1, x.shape[-1])
+        y = _product(coded(rows), coded(weight), x.dtype, fast=True).reshape(*x.shape[:-1], len(weight))
+        return y if bias is None else y + bias
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        d_x = d_weight = None
+        if ctx.needs_input_grad[0]:
+            codes, unit = coded(weight, by_row=False)
+            d_x = _product(coded(rows), Coded(codes.t(), unit), x.dtype, fast=False).reshape(x.shape)
+        if ctx.needs_input_grad[1]:
+            d_weight = rows.t() @ x.reshape(-1, x.shape[-1])
+        return d_x, d_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _product(a: Coded, b: Coded, dtype: torch.dtype, *, fast: bool) -> Tensor:
+    """a @ b.T of [R, K] and [M, K], in `dtype`."""
+    own, other = a._replace(codes=_filled(a.codes)), b._replace(codes=_filled(b.codes, rows=True))
+    # GPUs have products whose rows have scales in bfloat16 alone, and slow ones without fast accumulation
+    scaled = fast and own.codes.is_cuda and dtype == torch.bfloat16
+    return (_scaled if scaled else _scaled_after)(own, other, dtype)[:, : len(b.codes)]
+
+
+def _scaled(a: Coded, b: Coded, dtype: torch.dtype) -> Tensor:
+    """The product in one kernel."""
+    unit = F.pad(b.unit, (0, 0, 0, len(b.codes) - len(b.unit)))
+    return torch.ops.aten._scaled_mm(a.codes, b.codes.t(), a.unit, unit.t(), out_dtype=dtype, use_fast_accum=True)
+
+
+def _scaled_after(a: Coded, b: Coded, dtype: torch.dtype) -> Tensor:
+    """The product of the codes, and then the units, which round nothing; `b` may have one for all rows."""
+    one = a.unit.new_ones(())
+    wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    out = torch.ops.aten._scaled_mm(a.codes, b.codes.t(), one, one, out_dtype=wide)
+    unit = F.pad(b.unit, (0, 0, 0, len(b.codes) - len(b.unit))) if len(b.unit) > 1 else b.unit
+    return out.mul_(a.unit.to(wide)).mul_(unit.t().to(wide)).to(dtype)
+
+
+def _filled(codes: Tensor, *, rows: bool = False) -> Tensor:
+    """The codes one row after the other in memory, filled up with zeros to sides that a product takes."""
+    more = -codes.shape[1] % _UNIT, -codes.shape[0] % _UNIT if rows else 0
+    if any(more):
+        codes = F.pad(codes.view(torch.uint8), (0, more[0], 0, more[1])).view(CODES)
+    return codes.contiguous()
