@@ -38,7 +38,8 @@ class Sharding:
     `stage` 3 gathers a layer where it is used, forward and again backward; 2 keeps it from one to the other; 1
     gathers all layers once for a mini-batch, whose gradients are reduced once. What a step takes and gives is the same.
     Gradients are added up in `reduce_dtype`, those of float64 parameters in float64. With `prefetch` a layer is
-    gathered while the one before it runs.
+    gathered while the one before it runs, and what is outside the layers (embeddings, last norm, head) once for all
+    passes of a mini-batch, but on a pipeline axis.
     """
 
     stage: int = attrs.field(default=3, validator=attrs.validators.in_((1, 2, 3)))

@@ -36,7 +36,7 @@ class PlanMeshSettings:
     reduce_dtype: Literal["float32", "bfloat16"] = setting("float32")
     """The dtype in which gradients are added up over ranks."""
     prefetch: bool = setting(True)
-    """Gather the next layer while one runs."""
+    """Gather the next layer while one runs, and embeddings and head once for all passes of a mini-batch."""
 
     @property
     def others(self) -> int:

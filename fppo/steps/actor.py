@@ -24,7 +24,7 @@ from fppo.steps.loop import Loop, Mark, MiniBatch, Objective, WithRouters, updat
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.packed import blank_masks, indexed
 from fppo.steps.ranks import blank, collect
-from fppo.steps.sharded import Whole
+from fppo.steps.sharded import Gathered
 from fppo.steps.train_state import Params, TrainState
 from fppo_kernels.padding import sent
 
@@ -136,7 +136,7 @@ def _check_router_terms(terms: PolicyTerms, forward: Forward) -> None:
 
 
 def policy_objective(
-    params: Params | Whole,
+    params: Params | Gathered,
     rows: Experience,
     weights: Tensor,
     *,

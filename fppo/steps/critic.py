@@ -15,7 +15,7 @@ from fppo.metrics import Metrics
 from fppo.steps.forward import Forward, forward_micro_batch
 from fppo.steps.loop import Loop, update, weighted_sum
 from fppo.steps.optimizers import Optimizer
-from fppo.steps.sharded import Whole
+from fppo.steps.sharded import Gathered
 from fppo.steps.train_state import Params, TrainState
 
 ValueLossFn = Callable[..., tuple[Tensor, Metrics]]
@@ -53,7 +53,7 @@ def update_critic(
 
 
 def value_objective(
-    params: Params | Whole,
+    params: Params | Gathered,
     rows: Experience,
     weights: Tensor,
     *,

@@ -38,7 +38,7 @@ from fppo.steps.packed import (
 )
 from fppo.steps.ranks import blank, rounds
 from fppo.steps.recorded import Recorder, ready, run_one
-from fppo.steps.sharded import Opened, Whole, opened, whole
+from fppo.steps.sharded import Gathered, Opened, Whole, opened, rooted, whole
 from fppo.steps.stages import stage_outputs
 from fppo.steps.train_state import Params
 from fppo_kernels.collectives import all_gather, same
@@ -109,7 +109,7 @@ class Forward:
 
 
 def forward_micro_batch(
-    params: Params | Whole | OnHost,
+    params: Params | Gathered | OnHost,
     rows: Rows,
     *,
     forward: Forward,
@@ -168,7 +168,7 @@ def forward_micro_batch(
 
 
 def stage_states(
-    params: Params | Whole | OnHost, rows: Rows, *, forward: Forward, outputs: Sequence[str] = ()
+    params: Params | Gathered | OnHost, rows: Rows, *, forward: Forward, outputs: Sequence[str] = ()
 ) -> tuple[Tensor, TokenOutputs]:
     """What a stage of a pipeline hands on: the hidden states [N, H] of this rank's slice after its last layer; and
     those of the outputs that its routers tell."""
@@ -256,20 +256,20 @@ def ordered_passes(rows: Rows, micro_batching: MicroBatching, forward: Forward) 
     return order, chain(own, repeat(indexed(blank(rows), blank_masks(masks), forward), passes - len(groups)))
 
 
-def for_passes(params: Params | Whole | OnHost, forward: Forward) -> Params | Whole | OnHost:
-    """The parameters as several passes use them: whole where the sharding keeps them so between passes, and cast once
-    where nothing is cut."""
+def for_passes(params: Params | Whole | OnHost, forward: Forward) -> Params | Gathered | OnHost:
+    """The parameters as several passes use them: whole where the sharding keeps them so between passes, else what is
+    outside the layers, and cast once where nothing is cut."""
     mesh = forward.mesh
     if isinstance(params, dict) and not mesh.sharded:
         return ready(params, forward)
     if mesh.sharded and mesh.sharding is not None and mesh.sharding.stage == 1:
         return whole(params, forward.model, mesh)
-    return params
+    return rooted(params, forward.model, mesh) if isinstance(params, dict) else params
 
 
 def run_passes(
     fn: Callable[..., Tensor],
-    params: Params | Whole | OnHost,
+    params: Params | Gathered | OnHost,
     micro_batches: Iterable[Indexed],
     *,
     forward: Forward,
@@ -288,7 +288,7 @@ def run_passes(
         return [fn(params, one.rows, forward=one.on(forward)) for one in micro_batches]
     every = list(micro_batches)
 
-    def run(params: Params | Whole | OnHost, numbered: tuple[int, Indexed], *, forward: Forward) -> Tensor:
+    def run(params: Params | Gathered | OnHost, numbered: tuple[int, Indexed], *, forward: Forward) -> Tensor:
         number, one = numbered
         if not goes_on(forward.model):
             return fn(params, one.rows, forward=one.on(forward))
@@ -331,7 +331,7 @@ def compute_outputs(
         if told.routed is not None:
             routed[number] = routed[number] + told.routed if number in routed else told.routed
 
-    def run(params: Params | Whole | OnHost, rows: Rows, *, forward: Forward) -> Tensor:
+    def run(params: Params | Gathered | OnHost, rows: Rows, *, forward: Forward) -> Tensor:
         out = forward_micro_batch(params, rows, forward=forward, outputs=outputs, temperature=temperature)
         tell(next(numbers), out)
         columns = [getattr(out, name) for name in names]

@@ -36,7 +36,7 @@ from fppo.steps.optimizers import Optimizer
 from fppo.steps.packed import Indices, Masks, blank_masks, indexed, masks_of
 from fppo.steps.ranks import blank, mini_batches, rounds, shares
 from fppo.steps.recorded import ready, told_apart
-from fppo.steps.sharded import Whole, accumulable, scattered, whole
+from fppo.steps.sharded import Gathered, Rooted, Whole, accumulable, rooted, scattered, whole
 from fppo.steps.stages import stage_gradients
 from fppo.steps.train_state import Params, TrainState, optimizer_step
 from fppo_kernels.shapes import Float
@@ -94,14 +94,14 @@ class Pass(NamedTuple):
     marks: dict[str, Tensor] | None = None  # each [b, T]
     masks: Masks | None = None  # of the rows; None: the pass is not recorded
 
-    def loss(self, params: Params | Whole, *, forward: Forward) -> tuple[Tensor, Metrics]:
+    def loss(self, params: Params | Gathered, *, forward: Forward) -> tuple[Tensor, Metrics]:
         """What is made smaller, and the metrics of the objective."""
         ready = attrs.evolve(forward, indices=self.indices)
         objective = self.objective if self.marks is None else partial(self.objective, marks=self.marks)
         loss, report = objective(params, self.rows, self.weights, forward=ready)
         return (loss if self.scale is None else loss * self.scale), report
 
-    def stage(self, params: Params | Whole, prefix: str, *, forward: Forward) -> tuple[Any, Metrics]:
+    def stage(self, params: Params | Gathered, prefix: str, *, forward: Forward) -> tuple[Any, Metrics]:
         """What a stage of a pipeline before the last hands on, with the loss of its routers if it has one, and their
         metrics."""
         ready = attrs.evolve(forward, indices=self.indices)
@@ -264,10 +264,12 @@ def _gradients(params: Params, passes: Iterable[Pass], forward: Forward) -> tupl
         del leaves
         reports.append(report)
     grads: Any = pytree.tree_unflatten(total, structure) if structure is not None else {}
+    if isinstance(grads, Rooted):
+        grads = grads.params
     return scattered(grads, params, mesh) if once else grads, metrics.merge(*reports)
 
 
-def _gradient(one: Pass, inputs: Params | Whole, forward: Forward) -> tuple[Metrics, Any]:
+def _gradient(one: Pass, inputs: Params | Gathered, forward: Forward) -> tuple[Metrics, Any]:
     """The metrics and the gradient of a pass; of one that is recorded, until the next."""
     recorder, what, objective = forward.record, told_apart(one.objective), one.objective
     columns = one.rows, one.weights, one.marks, one.scale
@@ -275,7 +277,7 @@ def _gradient(one: Pass, inputs: Params | Whole, forward: Forward) -> tuple[Metr
         recorder is None
         or what is None
         or one.masks is None
-        or isinstance(inputs, Whole)
+        or isinstance(inputs, Gathered)
         or not recorder.takes(inputs, columns, one.masks, forward)
     ):
         (_, report), grads = value_and_grad(one.loss, has_aux=True)(inputs, forward=forward)
@@ -290,13 +292,14 @@ def _gradient(one: Pass, inputs: Params | Whole, forward: Forward) -> tuple[Metr
     return tree.copy(report), grads
 
 
-def _inputs(params: Params, forward: Forward) -> Params | Whole:
+def _inputs(params: Params, forward: Forward) -> Params | Gathered:
     """The parameters as the passes of a mini-batch take them: whole where the sharding gathers them once for all of
-    these, and cast once where nothing is cut."""
+    these, else what is outside the layers, and cast once where nothing is cut."""
     mesh = forward.mesh
     if not mesh.sharded:
         return ready(params, forward)
-    return whole(params, forward.model, mesh) if mesh.sharding is not None and mesh.sharding.stage == 1 else params
+    once = mesh.sharding is not None and mesh.sharding.stage == 1
+    return whole(params, forward.model, mesh) if once else rooted(params, forward.model, mesh)
 
 
 def _stage_gradients(
@@ -309,7 +312,7 @@ def _stage_gradients(
     if once and mesh.sharding is not None:
         kinds = [fsdp.reduce_dtype(kind, mesh.sharding) for kind in kinds]
 
-    def run(params: Params | Whole, one: Pass, *, forward: Forward) -> Any:
+    def run(params: Params | Gathered, one: Pass, *, forward: Forward) -> Any:
         if goes_on(forward.model):
             out, report = one.stage(params, prefix, forward=forward)
             others.append(report)

@@ -12,7 +12,7 @@ from fppo.runtime.offload import OnHost
 from fppo.steps.forward import Forward, Rows, check_outputs, for_passes, ordered_passes, packed_hidden, run_passes
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.packed import cutting, gathered, indices_of, own_tokens
-from fppo.steps.sharded import Whole, opened
+from fppo.steps.sharded import Gathered, Whole, opened
 from fppo.steps.train_state import Params
 from fppo_kernels.shapes import Float
 
@@ -33,7 +33,7 @@ def compute_reward_scores(
     return torch.cat(scores)[order].float()
 
 
-def _scores(params: Params | Whole | OnHost, rows: Rows, *, forward: Forward) -> Tensor:
+def _scores(params: Params | Gathered | OnHost, rows: Rows, *, forward: Forward) -> Tensor:
     """The head at the last token of each of some rows [b]."""
     ready = opened(params, forward.model, forward.mesh)
     head = models.output_head(forward.model, ready.root)

@@ -31,6 +31,32 @@ class Whole:
     frozen: Frozen | None = static(default=None)
 
 
+class _Root:
+    """What is outside the layers, which is being gathered: waited for when it is first used, and kept."""
+
+    def __init__(self, finish: fsdp.Finish) -> None:
+        self._finish = finish
+        self._tensors: tuple[Tensor, ...] | None = None
+
+    def take(self) -> tuple[Tensor, ...]:
+        """The whole tensors, each as a new one on the same memory: autograd marks what a pass is given."""
+        if self._tensors is None:
+            self._tensors = self._finish()
+        return tuple(x.detach() for x in self._tensors)
+
+
+@state
+class Rooted:
+    """Sharded parameters of which those outside the layers are gathered for several passes. A step takes it in the
+    place of shards; gradients are those of shards."""
+
+    params: Params
+    root: _Root = static()
+
+
+Gathered = Whole | Rooted  # of which all, or some, are gathered for several passes
+
+
 class Opened(NamedTuple):
     """Parameters ready for one pass: whole ones, and how layers are applied if theirs are not among them."""
 
@@ -48,6 +74,19 @@ def whole(params: Params | Whole | OnHost, model: Model, mesh: Mesh) -> Whole:
     every = fsdp.gather(every, model.all_shapes, mesh, dtypes=wire_dtypes(model, every))
     own = {name: every.pop(name) for name in params}
     return Whole(params=own, frozen=model.frozen and attrs.evolve(model.frozen, params=every))
+
+
+def rooted(params: Params, model: Model, mesh: Mesh) -> Params | Rooted:
+    """Begins to gather what is outside the layers (embeddings, last norm, head) for several passes; the shards as they
+    are where gathers are not begun ahead, on a pipeline axis, and of a model with everything in its layers."""
+    if model.spans or not (mesh.sharding or Sharding()).prefetch:
+        return params
+    group = _groups(model, model.joined(params))[0]
+    if not group:
+        return params
+    wire = wire_dtypes(model, group)
+    shapes, dtypes = [model.all_shapes[name] for name in group], [wire.get(n, x.dtype) for n, x in group.items()]
+    return Rooted(params=params, root=_Root(fsdp.begin_gather(list(group.values()), shapes, dtypes, mesh["shard"])))
 
 
 def cast(params: Params, model: Model) -> Params:
@@ -70,13 +109,13 @@ def accumulable(grads: Whole, params: Params, mesh: Mesh) -> Whole:
     return Whole(params={name: x.to(kinds[name]) for name, x in grads.params.items()})
 
 
-def opened(params: Params | Whole | OnHost, model: Model, mesh: Mesh) -> Opened:
-    """Gathers what is outside the layers (embeddings, last norm, head), which stays for the whole pass; the layers
-    gather their own. What is on the host is fetched likewise.
+def opened(params: Params | Gathered | OnHost, model: Model, mesh: Mesh) -> Opened:
+    """Gathers what is outside the layers (embeddings, last norm, head), unless it is there, and it stays for the whole
+    pass; the layers gather their own. What is on the host is fetched likewise.
 
     Every rank of the shard axis must make the same passes, forward and backward.
     """
-    lane = None
+    lane = root = None
     if isinstance(params, Whole):
         base = {} if params.frozen is None else params.frozen.params
         return Opened(_own({**base, **params.params}, model), None)
@@ -86,16 +125,14 @@ def opened(params: Params | Whole | OnHost, model: Model, mesh: Mesh) -> Opened:
         if model.frozen is not None:
             raise ValueError("an adapter's parameters are small, and its base is no state: neither is kept on the host")
         params, lane = dict(params.params), params.lane
+    elif isinstance(params, Rooted):
+        params, root = params.params, params.root
     elif not mesh.sharded:
         return Opened(_own(model.joined(params), model), None)
-    params = model.joined(params)
-    missing = [name for name in model.all_shapes if name not in params]
-    if missing:
-        raise ValueError(f"the model needs parameters that are not there: {missing}")
-    groups = _groups(model, params)
-    stream = _Stream(groups, model, mesh, lane)
-    root = dict(zip(groups[0], stream.gathered(0, 1), strict=True))
-    return Opened(root, _apply_layer(model, groups, stream, mesh.sharding or Sharding()))
+    groups = _groups(model, model.joined(params))
+    stream = _Stream(groups, model, mesh, lane, root)
+    outside = dict(zip(groups[0], stream.gathered(0, 1), strict=True))
+    return Opened(outside, _apply_layer(model, groups, stream, mesh.sharding or Sharding()))
 
 
 def _own(params: Params, model: Model) -> Params:
@@ -109,7 +146,11 @@ def _layers(model: Model) -> range:
 
 
 def _groups(model: Model, params: Params) -> list[Params]:
-    """The parameters gathered together, by their names: those outside the layers, then each layer's."""
+    """The parameters gathered together, by their names: those outside the layers, then each layer's. Raises ValueError
+    for parameters that are not there."""
+    missing = [name for name in model.all_shapes if name not in params]
+    if missing:
+        raise ValueError(f"the model needs parameters that are not there: {missing}")
     groups: dict[int | None, Params] = {number: {} for number in (None, *_layers(model))}
     for name in model.all_shapes:
         groups[model.layer_of(name)][name] = params[name]
@@ -132,16 +173,19 @@ class _Stream:
     """The gathers of one pass and of its backward pass, each begun while the group before it is at work, and the
     reduce-scatters of its gradients, each waited for when the group after it has its own.
 
-    With a `lane` the groups are on the host and are fetched first; where nothing is sharded, that is all.
+    With a `lane` the groups are on the host and are fetched first; where nothing is sharded, that is all. A `root` is
+    the first of them, gathered for several passes.
     """
 
-    def __init__(self, groups: Sequence[Params], model: Model, mesh: Mesh, lane: Lane | None) -> None:
+    def __init__(
+        self, groups: Sequence[Params], model: Model, mesh: Mesh, lane: Lane | None, root: _Root | None
+    ) -> None:
         self._groups, self._mesh, self._lane = groups, mesh, lane
         shapes = model.all_shapes
         self._shapes = [[shapes[name] for name in group] for group in groups]
         wire = [wire_dtypes(model, group) for group in groups]
         self._dtypes = [[w.get(n, x.dtype) for n, x in group.items()] for w, group in zip(wire, groups, strict=True)]
-        self._begun: dict[int, fsdp.Finish] = {}
+        self._begun: dict[int, fsdp.Finish] = {} if root is None else {0: root.take}
         self._sums = fsdp.Sums()
         self._landing = [fsdp.landing(list(group.values()), self._sums) for group in groups]
 

@@ -17,7 +17,7 @@ from fppo.models.spans import stage_of
 from fppo.runtime.offload import OnHost
 from fppo.runtime.pipeline import StageFn, Wire, pipeline_forward, pipeline_value_and_grad
 from fppo.runtime.schedule import MakeSchedule, all_forward
-from fppo.steps.sharded import Whole
+from fppo.steps.sharded import Gathered
 from fppo.steps.train_state import Params
 from fppo_kernels.collectives import Axis, broadcast
 
@@ -30,7 +30,7 @@ Pass = Callable[..., Any]
 
 def stage_outputs(
     fn: Pass,
-    params: Params | Whole | OnHost,
+    params: Params | Gathered | OnHost,
     micro_batches: Sequence[Any],
     *,
     forward: Forward,
@@ -57,7 +57,7 @@ def stage_outputs(
 
 def stage_gradients(
     fn: Pass,
-    params: Params | Whole,
+    params: Params | Gathered,
     micro_batches: Sequence[Any],
     *,
     forward: Forward,
@@ -91,7 +91,7 @@ def _on_stages(fn: Pass, micro_batches: Sequence[Any], forward: Forward) -> Stag
     return run
 
 
-def _wires(params: Params | Whole | OnHost, forward: Forward, lengths: Sequence[int]) -> list[Wire]:
+def _wires(params: Params | Gathered | OnHost, forward: Forward, lengths: Sequence[int]) -> list[Wire]:
     """What passes between stages of micro-batches: hidden states [N, H] of so many tokens."""
     model = forward.model
     tensors = model.joined(params if isinstance(params, dict) else params.params)

@@ -14,7 +14,7 @@ from fppo.steps.forward import Forward, forward_micro_batch
 from fppo.steps.loop import Loop, update, weighted_sum
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import Optimizer
-from fppo.steps.sharded import Whole
+from fppo.steps.sharded import Gathered
 from fppo.steps.train_state import Params, TrainState, init_state
 from fppo.tree import state
 
@@ -81,7 +81,7 @@ def update_supervised(
 
 
 def likelihood_objective(
-    params: Params | Whole, rows: Demonstrations, weights: Tensor, *, forward: Forward
+    params: Params | Gathered, rows: Demonstrations, weights: Tensor, *, forward: Forward
 ) -> tuple[Tensor, Metrics]:
     """`update_supervised`'s objective on some rows of a mini-batch, with their weights [B, T], and its metrics."""
     out = forward_micro_batch(params, rows, forward=forward)

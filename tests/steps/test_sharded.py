@@ -15,6 +15,8 @@ from fppo.key import Key
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.simulate import simulate
+from fppo.steps import forward as forwards
+from fppo.steps import loop as loops
 from fppo.steps import ranks
 from fppo.steps.actor import update_actor
 from fppo.steps.forward import Forward, compute_log_probs, compute_values, forward_micro_batch
@@ -208,8 +210,79 @@ def test_stage_1_communicates_once_for_all_micro_batches(monkeypatch):
     simulate({"shard": 2}, partial(run, 1))
     assert (events.count("begin"), events.count("reduce")) == (1, 1)
     events.clear()
-    simulate({"shard": 2}, partial(run, 2))
-    assert (events.count("begin"), events.count("reduce")) == (3 * (1 + LAYERS), 3 * (1 + LAYERS))
+    simulate({"shard": 2}, partial(run, 2))  # what is outside the layers once, too
+    assert (events.count("begin"), events.count("reduce")) == (1 + 3 * LAYERS, 3 * (1 + LAYERS))
+
+
+def updated(model, params, batch, mesh, optimizer):
+    return update_actor(
+        init_state(fsdp.shard(params, mesh), optimizer),
+        batch,
+        forward=Forward(model, mesh=mesh),
+        loss_fn=losses.gpg,
+        loop=Loop(mini_batch_size=4, micro_batching=MicroBatching(size=1)),
+        optimizer=optimizer,
+    )[0]
+
+
+@pytest.mark.parametrize(("stage", "lm"), [(2, True), (3, True), (3, False)])
+def test_what_is_outside_the_layers_is_gathered_once_for_a_mini_batch_and_changes_no_bit(stage, lm, monkeypatch):
+    """Two mini-batches, each of two passes on each rank; then four passes without gradients."""
+    model, params = deep_model(compute_dtype=torch.bfloat16 if lm else None)
+    batch, cut = tiny.experience(1, 8, dtype=torch.float32), MicroBatching(size=2)
+    roots, begin, outside = [], fsdp.begin_gather, len(model.shapes) - 12 * LAYERS
+
+    def begin_gather(shards, shapes, dtypes, axis):
+        if axis.rank == 0:
+            roots.append("root" if len(shapes) == outside else "layer")
+        return begin(shards, shapes, dtypes, axis)
+
+    def run(mesh):
+        mesh = sharded(mesh, stage=stage)
+        after = updated(model, params, batch, mesh, adamw(lambda step: 0.1))
+        trained = len(roots)
+        mine = compute_log_probs(after.params, batch, forward=Forward(model, mesh=mesh), micro_batching=cut)
+        return after, mine, trained
+
+    monkeypatch.setattr(fsdp, "begin_gather", begin_gather)
+    found = simulate({"shard": 2}, run)
+    layers = LAYERS * (2 if stage == 3 else 1)
+    assert roots[:3] == ["root", "layer", "layer"]
+    assert (roots[: found[0][2]].count("root"), roots[: found[0][2]].count("layer")) == (2, 4 * layers)
+    assert (roots[found[0][2] :].count("root"), roots[found[0][2] :].count("layer")) == (1, 4 * LAYERS)
+    for module in (forwards, loops):
+        monkeypatch.setattr(module, "rooted", lambda params, model, mesh: params)
+    roots.clear()
+    for ours, theirs in zip(found, simulate({"shard": 2}, run), strict=True):
+        assert tree.digest(ours[:2]) == tree.digest(theirs[:2])
+    assert roots.count("root") == 4 + 4
+
+
+def test_what_was_gathered_for_a_mini_batch_is_gone_when_its_step_is_made(monkeypatch):
+    model, params = deep_model()
+    alive, counted, begin, outside = {0: [], 1: []}, [], fsdp.begin_gather, len(model.shapes) - 12 * LAYERS
+
+    def begin_gather(shards, shapes, dtypes, axis):
+        finish = begin(shards, shapes, dtypes, axis)
+
+        def finished():
+            found = finish()
+            alive[axis.rank].extend(weakref.ref(x.untyped_storage()) for x in found if len(shapes) == outside)
+            return found
+
+        return finished
+
+    def counting(*args, mesh, **keywords):
+        counted.append(sum(x() is not None for x in alive[mesh["shard"].rank]))
+        return plain.update(*args, mesh=mesh, **keywords)
+
+    plain = adamw(lambda step: 0.1)
+    monkeypatch.setattr(fsdp, "begin_gather", begin_gather)
+    mesh = partial(sharded, stage=3)
+    batch = tiny.experience(1, 8, dtype=torch.float32)
+    simulate({"shard": 2}, lambda local: updated(model, params, batch, mesh(local), plain._replace(update=counting)))
+    assert len(alive[0]) == 2 * outside
+    assert counted == [0] * 4
 
 
 @pytest.mark.parametrize("stage", [1, 3])
