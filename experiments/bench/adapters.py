@@ -33,7 +33,6 @@ from fppo import losses, models, tree
 from fppo.batch import Experience
 from fppo.key import Key
 from fppo.models import Lora
-from fppo.models.quantised import tensors_of
 from fppo.steps import Forward, Loop, MicroBatching, adamw, init_state, schedule, update_actor
 from fppo_kernels import table as kernels
 from fppo_kernels.record import Kernels
@@ -77,7 +76,7 @@ def ours(plan: Plan, batch: Experience, micro: int, rank: int | None, kind: str 
     if rank is not None:
         base = {name: x.to(plan.dtype) for name, x in params.items()}
         if kind == "int8" or kind == "nf4":
-            base = models.quantise(model, base, kind)
+            model, base = models.quantise(model, base, kind)
         model, params = models.adapt(model, base, Lora(rank, 2.0 * rank), key=Key(1))
     frozen = {} if model.frozen is None else model.frozen.params
     held, forward = [init_state(params, optimizer)], Forward(model, kernels=fastest(plan))
@@ -91,7 +90,7 @@ def ours(plan: Plan, batch: Experience, micro: int, rank: int | None, kind: str 
 
     def state() -> int:
         leaves = [x for _, x in tree.leaves_with_paths(held[0])]
-        return size_of(x for each in [*leaves, *frozen.values()] if isinstance(each, Tensor) for x in tensors_of(each))
+        return size_of(x for x in [*leaves, *frozen.values()] if isinstance(x, Tensor))
 
     return Side(update, state)
 

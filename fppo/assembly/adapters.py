@@ -12,7 +12,7 @@ from fppo.assembly.parts import bare_model, load_actor, load_critic, on_device
 from fppo.assembly.readers import reader_params
 from fppo.assembly.texts import directory_of
 from fppo.key import Key
-from fppo.models import lora, lora_files
+from fppo.models import bases, lora, lora_files
 from fppo.models.adapted import Lora
 from fppo.models.init import init_value_head
 from fppo.models.load import read_value_head
@@ -47,17 +47,19 @@ def load_policy(settings: TrainSettings, mesh: Mesh, device: torch.device) -> tu
         return model, on_device(params, device)
     spec = lora_of(settings)
     lora.check_adapted(model, spec)
-    base = on_device(_as_base(settings, model, params), device)
-    model, adapter = lora.adapt(model, base, spec, key=Key(settings.seed).fold("adapter"), mesh=mesh)
+    model, base = _as_base(settings, model, params, mesh, device)
+    model, adapter = lora.adapt(model, on_device(base, device), spec, key=Key(settings.seed).fold("adapter"), mesh=mesh)
     if settings.model.lora.path is not None:
         adapter = lora_files.load(model, Path(settings.model.lora.path), mesh=mesh, like=adapter)
     return model, adapter
 
 
-def _as_base(settings: TrainSettings, model: Model, params: Params) -> Params:
+def _as_base(
+    settings: TrainSettings, model: Model, params: Params, mesh: Mesh, device: torch.device
+) -> tuple[Model, Params]:
     """What adapters stand on, of a model that was loaded: quantised before it goes to a device, if that is asked."""
     kind = settings.model.lora.base
-    return params if kind == "float" else lora.quantise(model, params, kind)
+    return (model, params) if kind == "float" else bases.quantise(model, params, kind, mesh=mesh, device=device)
 
 
 def adapted_critic(
@@ -72,7 +74,8 @@ def adapted_critic(
         model, params = _on_base(settings, policy, key, mesh)
     else:
         model, params = load_critic(settings, key, mesh)
-        params = _as_base(settings, model, params) if critic_uses_lora(settings) else params
+        if critic_uses_lora(settings):
+            model, params = _as_base(settings, model, params, mesh, device)
     params = on_device(params, device)
     if not critic_uses_lora(settings):
         return model, params
@@ -84,6 +87,8 @@ def _on_base(settings: TrainSettings, policy: Model, key: Key, mesh: Mesh) -> tu
     again, model = settings.critic.checkpoint_layers, bare_model(settings, "value")
     model = model if again is None else attrs.evolve(model, checkpoint_layers=again)
     model = place_beside(model, policy, mesh)
+    if (kind := bases.base_kind(policy)) is not None:
+        model = bases.in_codes(model, kind, next(iter(policy.forms.values())).dtype)
     directory = directory_of(settings.model.path, "model.path")
     head = read_value_head(directory, torch.float32) or init_value_head(model, key.fold("value head"))
     wrong = [f"{name} has shape {list(x.shape)}" for name, x in head.items() if x.shape != model.whole_shapes[name]]
@@ -119,7 +124,8 @@ def base_of_role(settings: TrainSettings, role: str, model: Model | None) -> Bas
     if model is None or (frozen := model.frozen) is None:
         return None
     path = settings.model.path if role == "actor" else settings.model.critic_path or settings.model.path
-    dtype, kind = str(next(iter(frozen.params.values())).dtype).removeprefix("torch."), lora.base_kind(model)
+    kinds = [form.dtype for form in model.forms.values()] or [x.dtype for x in frozen.params.values()]
+    dtype, kind = str(kinds[0]).removeprefix("torch."), bases.base_kind(model)
     dtype = dtype if kind is None else f"{kind} and {dtype}"
     return Base(source=path, digest=frozen.digest, dtype=dtype, adapter=words(frozen.lora))
 

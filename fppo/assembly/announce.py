@@ -12,9 +12,8 @@ import torch
 from fppo.assembly.inputs import Inputs
 from fppo.assembly.machine import resolved
 from fppo.data import PromptSet
-from fppo.models import lora
+from fppo.models.bases import base_kind
 from fppo.models.model import Model
-from fppo.models.quantised import Quantised, tensors_of
 from fppo.settings import files, old_log_probs
 from fppo.settings.placement import places_of, pools_of, threads_of
 from fppo.settings.train import TrainSettings
@@ -86,10 +85,9 @@ def model_lines(model: Model, path: str, *, others: Sequence[str]) -> list[str]:
         trained = sum(math.prod(model.whole_shapes[name]) for name in model.extents)
         text = f"rank {frozen.lora.rank} on {len(frozen.places)} weights: {_count(trained)} parameters are trained"
         lines.append(_line("adapter", text))
-        if (kind := lora.base_kind(model)) is not None:
-            count = sum(isinstance(x, Quantised) for x in frozen.params.values())
-            size = sum(x.nbytes for weight in frozen.params.values() for x in tensors_of(weight))
-            lines.append(_line("base", f"{count} weights in {kind}; {size / 2**20:,.1f} MiB with the others"))
+        if (kind := base_kind(model)) is not None:
+            size = sum(x.nbytes for x in frozen.params.values()) / 2**20
+            lines.append(_line("base", f"{len(model.forms)} weights in {kind}; {size:,.1f} MiB a rank with the others"))
     return lines
 
 

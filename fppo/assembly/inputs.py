@@ -15,6 +15,7 @@ from fppo import data
 from fppo.assembly.optimizers import optimizers_of
 from fppo.assembly.parts import (
     bare_model,
+    check_base,
     check_kernels,
     check_length,
     check_mesh,
@@ -47,6 +48,7 @@ from fppo.rollout.vllm.families import check_family
 from fppo.runtime.mesh import Mesh
 from fppo.settings import checks, files
 from fppo.settings.checks_data import has_held_out
+from fppo.settings.lora import critic_uses_lora
 from fppo.settings.train import TrainSettings
 from fppo.workers.imports import imported, search
 from fppo_kernels.record import Kernels
@@ -297,6 +299,8 @@ def _check_models(
     for role in (*configs, *(role for role, used in of_policy.items() if used and role not in configs)):
         asked = configs.get(role, configs["actor"]), *(mesh_at(settings, role, mesh) if trained else ("", mesh))
         tried(partial(check_mesh, *asked))
+        if role == "actor" or (role == "critic" and critic_uses_lora(settings)):
+            tried(partial(check_base, settings, *asked))
     for role, config in configs.items():
         tried(lambda role=role, config=config: check_length(settings, config, critic=role == of_critic))
         tried(lambda config=config: check_vision(settings, config))

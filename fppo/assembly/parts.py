@@ -15,6 +15,7 @@ from fppo.assembly.texts import config_of, config_place, directory_of
 from fppo.key import Key
 from fppo.losses import ValueHead
 from fppo.models import lora
+from fppo.models.bases import check_cuts
 from fppo.models.inner import inner_of
 from fppo.models.model import HeadKind, Model, Params, over_long, state_dtype
 from fppo.models.narrow import narrow
@@ -237,6 +238,18 @@ def _check_mesh(config: PreTrainedConfig, mesh: Mesh) -> None:
         raise ValueError(
             f"mesh.sequence = {ranks} does not divide the model's {heads} attention heads{left}; give one of {fitting}"
         )
+
+
+def check_base(settings: TrainSettings, config: PreTrainedConfig, pool: str, mesh: Mesh) -> None:
+    """Raises ValueError, of a pool that `pool` names, if the mesh would cut a quantised base within what has one
+    scale."""
+    kind = settings.model.lora.base
+    if kind == "float" or mesh["tensor"].size == 1:
+        return
+    try:
+        check_cuts(models.build(config), kind, mesh)
+    except ValueError as error:
+        raise ValueError(f"{pool}model.lora.base = {kind!r}: {error}") from error
 
 
 def check_vision(settings: TrainSettings, config: PreTrainedConfig) -> None:

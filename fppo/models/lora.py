@@ -9,6 +9,7 @@ W.lora_A and W.lora_B. The adapter is the state's parameters wherever parameters
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 from collections.abc import Mapping
 
@@ -21,10 +22,19 @@ from fppo import tree
 from fppo.key import Key
 from fppo.models import probe as probes
 from fppo.models.adapted import FACTORS, Frozen, Lora, Parts, merged_weight
+from fppo.models.codes import (
+    is_coded,
+    layout_in_codes,
+    layout_of_weights,
+    names_of_weights,
+    shapes_of_weights,
+    values,
+    weight_of,
+)
 from fppo.models.heads import VOCABULARY_HEADS, embedding_name
 from fppo.models.model import Model, Params, is_trained
 from fppo.models.place import own_params
-from fppo.models.quantised import Kind, Quantised, library_needed, plain, quantised_weight
+from fppo.models.quantised import CODES, SCALES, plain
 from fppo.models.routing import RouterSeam
 from fppo.runtime import digests, fsdp
 from fppo.runtime.layout import Layout
@@ -33,15 +43,11 @@ from fppo.runtime.mesh import LOCAL, Mesh, device_of
 __all__ = [
     "Lora",
     "adapt",
-    "base_kind",
     "base_of",
     "check_adapted",
-    "check_uncut",
     "linear_weights",
     "merged",
     "places_of",
-    "quantise",
-    "quantised_weights",
     "same_base",
 ]
 
@@ -64,7 +70,8 @@ def linear_weights(model: Model) -> dict[str, bool]:
             stacks = [name for name, x in module._parameters.items() if x is not None and x.dim() == 3]
             flipped = bool(getattr(module, "is_transposed", False))
             flips |= {f"{model.prefix}{path}.{name}": flipped for name in stacks}
-    return {name: flip for name, flip in flips.items() if name in model.shapes and name not in model.fixed}
+    weights = set(names_of_weights(model.shapes))
+    return {name: flip for name, flip in flips.items() if name in weights and name not in model.fixed}
 
 
 def places_of(model: Model, targets: tuple[str, ...]) -> dict[str, bool]:
@@ -94,52 +101,6 @@ def _names(target: str, name: str) -> bool:
     return path == target or path.endswith(f".{target}") or fnmatch.fnmatchcase(path, target)
 
 
-def quantised_weights(model: Model) -> dict[str, bool]:
-    """The weights of a plain model that a quantised base has in codes, and whether each is stored [in, out]: those of
-    linear layers, as "all-linear" means them. Raises ValueError for stacks of experts, which have no codes here, and
-    for a model without linear layers."""
-    linear = linear_weights(model)
-    if stacks := [name for name in linear if len(model.whole_shapes[name]) > 2]:
-        raise ValueError(
-            f"model.lora.base: model type {model.config.model_type!r} keeps experts in stacks, as {stacks[0]}, which "
-            "fppo does not quantise; leave it out"
-        )
-    if not linear:
-        raise ValueError(f"model.lora.base: model type {model.config.model_type!r} has no linear layer to quantise")
-    return linear
-
-
-def quantise(model: Model, params: Mapping[str, Tensor], kind: Kind) -> Params:
-    """The parameters of a plain model with the weights of its linear layers in codes of 8 or 4 bits ("int8", "nf4"),
-    for `adapt` to take as a base; embeddings, heads, norms and biases as they are.
-
-    Raises ValueError without bitsandbytes, for stacks of experts, and for numbers that have no codes.
-    """
-    library_needed(kind)
-    flips, made = quantised_weights(model), dict(params)
-    for name in [name for name in params if name in flips]:
-        try:
-            made[name] = quantised_weight(params[name], kind, turned=flips[name])
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-    return made
-
-
-def check_uncut(kind: Kind, mesh: Mesh) -> None:
-    """Raises ValueError for a mesh that would cut quantised weights."""
-    if axes := [name for name in ("pipeline", "shard", "expert", "tensor") if mesh[name].size > 1]:
-        raise ValueError(
-            f"model.lora.base = {kind!r}: fppo cuts no quantised weights, as mesh axes {axes} would; give replicate, "
-            'sequence or context ranks, or "float"'
-        )
-
-
-def base_kind(model: Model) -> Kind | None:
-    """How the base of an adapted model keeps the weights of its linear layers, if in codes."""
-    params = () if model.frozen is None else model.frozen.params.values()
-    return next((x.stored.kind for x in params if isinstance(x, Quantised)), None)
-
-
 def adapt(
     model: Model,
     params: Mapping[str, Tensor],
@@ -149,22 +110,19 @@ def adapt(
     dtype: torch.dtype = torch.float32,
     mesh: Mesh = LOCAL,
 ) -> tuple[Model, Params]:
-    """The model with `params`, plain or by `quantise`, as its frozen base, not copied, and a fresh adapter: A drawn as
-    PEFT draws it, B zero.
+    """The model with `params` as its frozen base, not copied, and a fresh adapter: A drawn as PEFT draws it, B zero.
+    Model and parameters are plain, or as `quantise` gives them.
 
     A value head is trained whole, beside the factors. On a mesh that cuts parameters both are this rank's parts, of the
     model as `place` has it there, and every rank must call. Raises ValueError for targets that match nothing, or
-    nothing in some layers of a pipeline, for a model that is adapted already, and for a quantised base on such a mesh.
+    nothing in some layers of a pipeline, and for a model that is adapted already.
     """
-    kinds: set[Kind] = {x.stored.kind for x in params.values() if isinstance(x, Quantised)}
-    for kind in kinds:
-        check_uncut(kind, mesh)
     shaped = without_base(model, lora)
     frozen, head = frozen_of(shaped), {name: params[name] for name in params if is_trained(name)}
     # the tensors themselves: should they be donated elsewhere, this base is empty, and not overwritten
     base = {name: x.detach() if x.requires_grad else x for name, x in params.items() if name not in head}
     factors: Params = {}
-    for name in frozen.places.keys() & frozen.shapes.keys():  # on a pipeline this rank's
+    for name in frozen.places.keys() & set(names_of_weights(frozen.shapes)):  # on a pipeline this rank's
         a, b = (shaped.whole_shapes[name + factor] for factor in FACTORS)
         generator = key.fold("lora", name).generator()
         drawn = torch.rand(a, generator=generator, dtype=torch.float64) * 2 - 1
@@ -188,21 +146,19 @@ def without_base(model: Model, lora: Lora) -> Model:
             f"adapters on a pipeline axis: targets {list(lora.targets)} name nothing in layers {sorted(bare)}, and "
             "every stage needs something to train: name weights of all layers"
         )
-    layout = with_factors(model.layout or Layout(model.shapes, {}, frozenset(), 0, 1), places, lora.rank)
+    layout = layout_of_weights(model.layout or Layout(model.shapes, {}, frozenset(), 0, 1), model.forms)
+    layout = layout_in_codes(with_factors(layout, places, lora.rank), model.forms)
     shapes = layout.shapes
     own = {name: shape for name, shape in shapes.items() if name.endswith(FACTORS)}
     own |= {name: shape for name, shape in shapes.items() if name not in own and is_trained(name)}
     base = {name: shape for name, shape in shapes.items() if name not in own}
     frozen = Frozen(params={}, shapes=base, digest="", lora=lora, places=places)
-    spans = (
-        attrs.evolve(span, names=(*span.names, *(name + x for name in span.names if name in places for x in FACTORS)))
-        for span in model.spans
-    )
+    own_of = [[n + x for n in names_of_weights(span.names) if n in places for x in FACTORS] for span in model.spans]
     return attrs.evolve(
         model,
         shapes=own,
         layout=model.layout and layout,
-        spans=tuple(spans),
+        spans=tuple(attrs.evolve(x, names=(*x.names, *new)) for x, new in zip(model.spans, own_of, strict=True)),
         unplaced=model.unplaced and without_base(model.unplaced, lora),
         frozen=frozen,
     )
@@ -235,10 +191,10 @@ def with_factors(layout: Layout, places: Mapping[str, bool], rank: int) -> Layou
 
 
 def _digest(model: Model, base: Params, mesh: Mesh) -> str:
-    extents = frozen_of(model).shapes if model.layout is None else model.plain.extents
-    paths = {f"[{name!r}]": extent for name, extent in extents.items()}
-    stored = {name: x.stored[1:3] if isinstance(x, Quantised) else x for name, x in base.items()}
-    return tree.combine(digests.digest(stored, "sums", device=device_of(base), mesh=mesh, shapes=paths))
+    layout = model.layout
+    whole = frozen_of(model).shapes if layout is None else {n: layout.extent(n) for n in layout.whole}
+    paths = {f"[{name!r}]": extent for name, extent in whole.items()}
+    return tree.combine(digests.digest(base, "sums", device=device_of(base), mesh=mesh, shapes=paths))
 
 
 def same_base(model: Model, other: Model) -> bool:
@@ -256,7 +212,8 @@ def frozen_of(model: Model) -> Frozen:
 
 def base_of(model: Model) -> Model:
     """The base as a model that has no parameters but frozen ones: what it computes for {} costs no memory."""
-    frozen, layout = attrs.evolve(frozen_of(model), places={}), model.plain.layout
+    frozen, layout = attrs.evolve(frozen_of(model), places={}), model.layout
+    layout = layout and layout.only(lambda name: not name.endswith(FACTORS))
     return attrs.evolve(model, shapes={}, layout=layout, frozen=frozen)
 
 
@@ -271,16 +228,32 @@ def merged(model: Model, adapter: Mapping[str, Tensor], *, mesh: Mesh = LOCAL) -
     frozen = frozen_of(model)
     factors = {name: x for name, x in adapter.items() if name.endswith(FACTORS)}
     whole = fsdp.gather(factors, model.shapes, mesh)
-    params = {**frozen.params, **{name: x for name, x in adapter.items() if name not in factors}}
+    wide = functools.reduce(torch.promote_types, (x.dtype for x in factors.values()), torch.float32)
+    params = base_weights(model, mesh=mesh, dtype=wide) | {n: x for n, x in adapter.items() if n not in factors}
     for name, flipped in frozen.places.items():
         if name not in params:  # another stage's
             continue
         a, b = (whole[name + factor] for factor in FACTORS)
-        a, b = (
-            _rows(a, b, flipped, slice(*fsdp.bounds(frozen.shapes[name][0], mesh["shard"]))) if mesh.sharded else (a, b)
-        )
+        if mesh.sharded:
+            rows = shapes_of_weights(frozen.shapes, model.forms, model.layout)[name][0]
+            a, b = _rows(a, b, flipped, slice(*fsdp.bounds(rows, mesh["shard"])))
         params[name] = merged_weight(Parts(params[name], a, b, frozen.lora.scale, flipped))
-    return {name: plain(x) for name, x in params.items()}
+    return {name: x.to(model.forms[name].dtype) if name in model.forms else x for name, x in params.items()}
+
+
+@torch.no_grad()
+def base_weights(model: Model, *, mesh: Mesh = LOCAL, dtype: torch.dtype | None = None) -> Params:
+    """The base of an adapted model as a plain one has it: what is quantised dequantised, into its dtype or another. On
+    a mesh that cuts parameters they are this rank's parts, and every rank must call."""
+    frozen, made = frozen_of(model), dict[str, Tensor]()
+    for name, x in frozen.params.items():
+        if not is_coded(name):
+            made[name] = x
+        elif name.endswith(CODES):  # whose rows may be no rows of the weight
+            kept = {own: frozen.params[own] for own in (name, weight_of(name) + SCALES)}
+            whole = values(fsdp.gather(kept, frozen.shapes, mesh), model.forms, dtype)
+            made |= fsdp.shard({weight: plain(value) for weight, value in whole.items()}, mesh)
+    return made
 
 
 def decoded(model: Model, params: Mapping[str, Tensor], *, mesh: Mesh = LOCAL) -> tuple[Model, Params]:
@@ -290,14 +263,15 @@ def decoded(model: Model, params: Mapping[str, Tensor], *, mesh: Mesh = LOCAL) -
     """
     if model.frozen is None:
         return model, dict(params)
-    if base_kind(model) is None and model.compute_dtype in (None, torch.float32, torch.float64):
+    if not model.forms and model.compute_dtype in (None, torch.float32, torch.float64):
         return model.plain, merged(model, params, mesh=mesh)
     return model, model.joined(params)
 
 
 def kept(model: Model) -> frozenset[str]:
     """The weights that an adapter leaves as they are; none of a plain model."""
-    return frozenset() if model.frozen is None else frozenset(model.frozen.shapes.keys() - model.frozen.places.keys())
+    frozen = model.frozen
+    return frozenset() if frozen is None else frozenset(names_of_weights(frozen.shapes)) - frozen.places.keys()
 
 
 def _rows(a: Tensor, b: Tensor, flipped: bool, rows: slice) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-from fppo.models import routing, seams
+from fppo.models import codes, routing, seams
 from fppo.models.adapted import FACTORS, Frozen
 from fppo.models.inner import OWN, Inner, compile_layers, put_kernels
 from fppo.models.rows import packed_attention, padded_attention
@@ -75,12 +75,18 @@ class Model:
     spans: tuple[Span, ...] = ()  # this rank's of a pipeline axis
     unplaced: Model | None = None  # the model that it was placed from
     frozen: Frozen | None = None  # of an adapted model: what `shapes` are factors of (`lora.adapt`)
+    forms: codes.Forms = attrs.field(factory=dict)  # of weights in codes (`bases.quantise`)
     vision: Vision | None = None  # of a model that takes images
     _copies: threading.local = attrs.field(factory=threading.local, init=False, repr=False)
 
     @property
     def whole_shapes(self) -> Mapping[str, torch.Size]:
-        """The shapes of the parameters before any axis cuts them, with those of a frozen base."""
+        """The shapes of the parameters before any axis cuts them, of a base and of weights in codes, too."""
+        return codes.shapes_of_weights(self.kept_shapes, self.forms)
+
+    @property
+    def kept_shapes(self) -> Mapping[str, torch.Size]:
+        """The same with the shapes of codes and scales in the place of their weights'."""
         return self.all_shapes if self.layout is None else self.layout.whole
 
     @property
@@ -138,21 +144,23 @@ class Model:
 
     @property
     def plain(self) -> Model:
-        """The model that an adapted one was before: `lora.merged` makes parameters of it; a plain one as it is."""
-        if self.frozen is None:
+        """The model without adapter and codes: `lora.merged` makes parameters of it; a plain one as it is."""
+        if self.frozen is None and not self.forms:
             return self
-        own = {name: shape for name, shape in self.shapes.items() if not name.endswith(FACTORS)}
+        own = {name: shape for name, shape in self.all_shapes.items() if not name.endswith(FACTORS)}
+        layout = self.layout and codes.layout_of_weights(self.layout, self.forms)
         spans = (
-            attrs.evolve(span, names=tuple(name for name in span.names if not name.endswith(FACTORS)))
+            attrs.evolve(span, names=codes.names_of_weights(x for x in span.names if not x.endswith(FACTORS)))
             for span in self.spans
         )
         return attrs.evolve(
             self,
-            shapes={**self.frozen.shapes, **own},
-            layout=self.layout and self.layout.only(lambda name: not name.endswith(FACTORS)),
+            shapes=codes.shapes_of_weights(own, self.forms, self.layout),
+            layout=layout and layout.only(lambda name: not name.endswith(FACTORS)),
             spans=tuple(spans),
             unplaced=self.unplaced and self.unplaced.plain,
             frozen=None,
+            forms={},
         )
 
     @property

@@ -129,9 +129,9 @@ class Prepared:
 
 def prepare(model: Model, mesh: Mesh) -> Prepared:
     """The model as ranks of a mesh of these sizes are to run it. Raises ValueError as `place` does."""
-    if model.frozen is not None:
+    if model.frozen is not None or model.forms:
         raise ValueError(
-            "an adapted model is placed before it is adapted: place the plain one, and adapt what it gives"
+            "a model is placed before it is quantised or adapted: place the plain one, and adapt what it gives"
         )
     tensor, expert = mesh["tensor"].size, mesh["expert"].size
     return Prepared(
@@ -182,7 +182,7 @@ def whole_params(
     """
     kinds = dtypes_of(params, mesh) if dtypes is None else dtypes
     wanted = set(kinds if names is None else names)
-    order = [name for name in model.whole_shapes if name in wanted]
+    order = [name for name in model.kept_shapes if name in wanted]
     return whole_tensors(params, order, mesh, shapes=model.all_shapes, layout=model.layout, dtypes=kinds)
 
 

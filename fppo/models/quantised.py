@@ -6,9 +6,11 @@ is passed through them is not quantised: a product is that with the dequantised 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+import attrs
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -17,25 +19,74 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 Kind = Literal["int8", "nf4"]
-_BLOCK = 64  # weights that have a scale of their own in nf4
+CODES, SCALES = ".codes", ".scales"  # after the name of the weight that they stand for
+BLOCK = 64  # weights that have a scale of their own in nf4
 _GAPS: Mapping[Kind, float] = {"int8": 0.51 / 127, "nf4": 0.153}  # how far a weight may be from its code, in scales
 _DIRECT = (torch.float32, torch.bfloat16, torch.float16)  # into which the library dequantises
 
 
+@attrs.frozen
+class Form:
+    """How codes and scales stand for a weight of `shape` and `dtype`, [..., out, in] or, if `turned`, [..., in, out].
+
+    int8 codes are [..., out, in] with scales [..., out]; pairs of nf4 codes are [..., out, in / 2] with scales
+    [..., out, in / 64], or, where blocks run over the ends of rows, [..., blocks, 32] with scales [..., blocks], each
+    matrix filled up to whole blocks.
+    """
+
+    kind: Kind
+    shape: torch.Size  # before any axis cuts it
+    dtype: torch.dtype
+    turned: bool
+
+    @property
+    def rows(self) -> torch.Size:
+        """The shape [..., out, in]."""
+        *stack, out, wide = self.shape
+        return torch.Size((*stack, wide, out)) if self.turned else self.shape
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether every row has scales of its own."""
+        return self.kind == "int8" or self.rows[-1] % BLOCK == 0
+
+    @property
+    def shapes(self) -> tuple[torch.Size, torch.Size]:
+        """Those of the codes and the scales of the whole weight."""
+        *stack, out, wide = self.rows
+        if self.kind == "int8":
+            return self.rows, torch.Size((*stack, out))
+        blocks = (out, wide // BLOCK) if self.by_rows else (-(-out * wide // BLOCK),)
+        *many, last = blocks if self.by_rows else (*blocks, 1)
+        return torch.Size((*stack, *many, last * BLOCK // 2)), torch.Size((*stack, *blocks))
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Those of the codes and the scales."""
+        return torch.int8 if self.kind == "int8" else torch.uint8, torch.float32
+
+    def value(self, codes: Tensor, scales: Tensor, dtype: torch.dtype | None = None) -> Quantised:
+        """What stands in the place of the weight, or of the part of it that these are, in its dtype or another."""
+        if self.by_rows:
+            rows = torch.Size((*codes.shape[:-1], codes.shape[-1] * (1 if self.kind == "int8" else 2)))
+        else:
+            rows = torch.Size((*codes.shape[:-2], *self.rows[-2:]))
+        return Quantised.of(Stored(self.kind, codes, scales, rows, dtype or self.dtype, self.turned))
+
+
 class Stored(NamedTuple):
-    """What is kept of a weight [..., out, in]: int8 codes [out, in] with scales [out], or pairs of nf4 codes [n / 2]
-    with scales [n / 64], n filled up to whole blocks."""
+    """What is kept of a weight: see `Form`."""
 
     kind: Kind
     codes: Tensor
     scales: Tensor
-    shape: torch.Size  # [out, in]
+    shape: torch.Size  # [..., out, in]
     dtype: torch.dtype  # of the dequantised weight
-    turned: bool  # it is used as [in, out]
+    turned: bool  # it is used as [..., in, out]
 
 
 class Quantised(Tensor):
-    """A weight [out, in], or [in, out], that stands for what its codes say, in a dtype of its own.
+    """A weight [..., out, in], or [..., in, out], that stands for what its codes say, in a dtype of its own.
 
     Products with it save codes for their backward pass, and have a gradient for what goes in, none for the weight. Any
     other use sees the dequantised weight; one that would write to it raises RuntimeError.
@@ -46,8 +97,12 @@ class Quantised(Tensor):
     @staticmethod
     def of(stored: Stored) -> Quantised:
         """The value that stands in the weight's place."""
-        shape = stored.shape[::-1] if stored.turned else stored.shape
-        strides = (1, stored.shape[1]) if stored.turned else (stored.shape[1], 1)
+        shape, strides = (
+            list(stored.shape),
+            [math.prod(stored.shape[place + 1 :]) for place in range(len(stored.shape))],
+        )
+        if stored.turned:
+            shape[-2:], strides[-2:] = shape[:-3:-1], strides[:-3:-1]
         where = stored.codes.device
         value = Tensor._make_wrapper_subclass(Quantised, shape, strides, dtype=stored.dtype, device=where)
         value.stored = stored
@@ -80,37 +135,26 @@ class Quantised(Tensor):
 
 
 def quantised_weight(weight: Tensor, kind: Kind, *, turned: bool = False) -> Quantised:
-    """A weight [out, in] in codes, on its device; one [in, out] if `turned`. It is coded on the CPU, so that codes are
-    the same on every device.
+    """A weight [..., out, in] in codes, on its device; one [..., in, out] if `turned`. It is coded on the CPU, so that
+    codes are the same on every device.
 
     Raises ValueError without bitsandbytes, for another kind, for numbers that are not finite, and for a library whose
     codes are further from the weight than theirs may be.
     """
     library_needed(kind)
-    whole = weight.detach().to("cpu", torch.float32)
+    form, whole = Form(kind, weight.shape, weight.dtype, turned), weight.detach().to("cpu", torch.float32)
     rows = (whole.mT if turned else whole).contiguous()
     if not rows.isfinite().all():
         raise ValueError(f"a weight {list(weight.shape)} has numbers that are not finite: {kind} has no codes for them")
-    if kind == "int8":
-        codes, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(rows, 0.0)
+    if not rows.numel():
+        codes, scales = (torch.empty(0, dtype=dtype) for dtype in form.dtypes)
+    elif kind == "int8":
+        codes, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(rows.flatten(0, -2), 0.0)
     else:
-        blocks = F.pad(rows.flatten(), (0, -rows.numel() % _BLOCK)).view(-1, _BLOCK)
-        codes, scales = torch.ops.bitsandbytes.quantize_4bit(blocks, _BLOCK, kind, torch.uint8)
-        codes = codes.flatten()
-    stored = Stored(kind, codes, scales, rows.shape, torch.float32, False)
-    _check(rows, stored)
-    codes, scales = codes.to(weight.device), scales.to(weight.device)
-    return Quantised.of(stored._replace(codes=codes, scales=scales, dtype=weight.dtype, turned=turned))
-
-
-def blank(shape: torch.Size, kind: Kind, *, dtype: torch.dtype, turned: bool = False) -> Quantised:
-    """One without numbers, on the default device, of a weight of this shape."""
-    out, wide = shape[::-1] if turned else shape
-    rows = torch.Size((out, wide))
-    blocks = -(-rows.numel() // _BLOCK)
-    codes = torch.empty(rows if kind == "int8" else (blocks * _BLOCK // 2,), dtype=_code_dtype(kind))
-    scales = torch.empty(out if kind == "int8" else blocks, dtype=torch.float32)
-    return Quantised.of(Stored(kind, codes, scales, rows, dtype, turned))
+        codes, scales = torch.ops.bitsandbytes.quantize_4bit(_blocks(rows).flatten(0, -2), BLOCK, kind, torch.uint8)
+    codes, scales = (x.view(shape) for x, shape in zip((codes, scales), form.shapes, strict=True))
+    _check(rows, Stored(kind, codes, scales, rows.shape, torch.float32, False))
+    return form.value(codes.to(weight.device), scales.to(weight.device))
 
 
 def library_needed(kind: Kind) -> None:
@@ -134,70 +178,92 @@ def plain(weight: Tensor) -> Tensor:
     return rows.mT if weight.stored.turned else rows
 
 
-def tensors_of(weight: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that a weight takes memory for."""
-    return (weight.stored.codes, weight.stored.scales) if isinstance(weight, Quantised) else (weight,)
-
-
 def taking_quantised(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A kernel for linear layers that takes quantised weights, too, and computes with the dequantised ones."""
 
     def call(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not isinstance(weight, Quantised):
             return linear(x, weight, bias)
-        return _Product.apply(x, weight.stored.codes, weight.stored.scales, bias, weight.stored, linear)
+        return _product(x, weight, bias, forth=linear, back=lambda grad, weight: linear(grad, weight.t()))
 
     return call
 
 
+def _product(
+    x: Tensor,
+    weight: Quantised,
+    bias: Tensor | None,
+    *beside: Tensor,
+    forth: Callable[..., Tensor],
+    back: Callable[..., Tensor],
+) -> Tensor:
+    """`forth(x, W, bias, *beside)` of the weight in codes; `back(grad, W, *beside)` is its gradient for x."""
+    stored = weight.stored
+    return _Product.apply(x, stored.codes, stored.scales, bias, stored, forth, back, *beside)  # type: ignore[return-value]
+
+
 class _Product(torch.autograd.Function):
-    """linear(x, W, bias) of the weight in codes, which is dequantised again in the backward pass."""
+    """A product with a weight in codes, which is dequantised again in the backward pass."""
 
     @staticmethod
     def forward(  # torch's signature
-        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, stored: Stored, linear: Any
+        ctx: Any,
+        x: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        stored: Stored,
+        forth: Callable[..., Tensor],
+        back: Callable[..., Tensor],
+        *beside: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(codes, scales)
+        ctx.save_for_backward(codes, scales, *beside)
         # without tensors, which would outlive the hooks of recomputed layers
-        ctx.form, ctx.linear = (stored.kind, *stored[3:]), linear
-        return linear(x, plain(Quantised.of(stored)), bias)
+        ctx.form, ctx.back = (stored.kind, *stored[3:]), back
+        return forth(x, plain(Quantised.of(stored)), bias, *beside)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        kind, *form = ctx.form
-        weight = plain(Quantised.of(Stored(kind, *ctx.saved_tensors, *form)))
-        d_x = ctx.linear(grad.contiguous(), weight.t()) if ctx.needs_input_grad[0] else None
-        return d_x, None, None, grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None, None, None
+        (codes, scales, *beside), (kind, *form) = ctx.saved_tensors, ctx.form
+        weight = plain(Quantised.of(Stored(kind, codes, scales, *form)))
+        d_x = ctx.back(grad.contiguous(), weight, *beside) if ctx.needs_input_grad[0] else None
+        d_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
+        return d_x, None, None, d_bias, None, None, None, *(None for _ in beside)
 
 
 def _rows(stored: Stored) -> Tensor:
-    """The dequantised weight [out, in]."""
+    """The dequantised weight [..., out, in]."""
     kind, codes, scales, shape, dtype, _ = stored
     if codes.is_meta or isinstance(codes, FakeTensor):  # without the library, for plans
         return codes.new_ones(shape, dtype=dtype)
     if kind == "int8":
-        return (codes * (scales / 127)[:, None]).to(dtype)
+        return (codes * (scales / 127)[..., None]).to(dtype)
     # in rows of one block: the library's CPU code (0.50) is wrong where blocks run over the ends of rows
-    direct, blocks = dtype if dtype in _DIRECT else torch.float32, (len(scales), _BLOCK)
-    rows = torch.ops.bitsandbytes.dequantize_4bit(codes[:, None], scales, _BLOCK, kind, blocks, direct)
-    return rows.flatten()[: shape.numel()].view(shape).to(dtype)
+    direct, blocks = dtype if dtype in _DIRECT else torch.float32, (scales.numel(), BLOCK)
+    flat, scales = codes.reshape(-1, 1), scales.reshape(-1)
+    rows = torch.ops.bitsandbytes.dequantize_4bit(flat, scales, BLOCK, kind, blocks, direct)
+    *stack, out, wide = shape
+    return rows.view(*stack, -1)[..., : out * wide].unflatten(-1, (out, wide)).to(dtype)
+
+
+def _blocks(rows: Tensor) -> Tensor:
+    """Matrices [..., out, in] as blocks [..., n, 64], each filled up with zeros."""
+    flat = rows.flatten(-2)
+    return F.pad(flat, (0, -flat.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
 
 
 def _check(rows: Tensor, stored: Stored) -> None:
     """Raises ValueError if what is stored of a weight on the CPU is not near it."""
+    if not rows.numel():
+        return
     away = (_rows(stored) - rows).abs()
-    if stored.kind == "nf4":
-        away = F.pad(away.flatten(), (0, -away.numel() % _BLOCK)).view(-1, _BLOCK)
-    if bool((away.amax(1) > _GAPS[stored.kind] * stored.scales).any()):
+    away = _blocks(away) if stored.kind == "nf4" else away
+    if bool((away.amax(-1).flatten() > _GAPS[stored.kind] * stored.scales.flatten()).any()):
         raise ValueError(
             f"bitsandbytes dequantises a weight {list(stored.shape)} in {stored.kind} to numbers that are not near it "
             "on this machine: install another version, or leave model.lora.base out"
         )
-
-
-def _code_dtype(kind: Kind) -> torch.dtype:
-    return torch.int8 if kind == "int8" else torch.uint8
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # torch's names
@@ -213,13 +279,51 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha:
 
 
 def _matmul(x: Tensor, weight: Tensor) -> Tensor:
-    if isinstance(x, Quantised):
-        return plain(x) @ weight
+    if isinstance(weight, Quantised) and weight.dim() == 3 and x.dim() == 3:
+        return _bmm(x, weight)
+    if isinstance(x, Quantised) or weight.dim() != 2:
+        return plain(x) @ plain(weight)
     return _linear(x, weight.t())
 
 
+def _bmm(input: Tensor, mat2: Tensor) -> Tensor:
+    if isinstance(mat2, Quantised):
+        return _product(plain(input), mat2, None, forth=lambda x, w, _: x.bmm(w), back=lambda grad, w: grad.bmm(w.mT))
+    return _bmm(mat2.mT, input.mT).mT
+
+
+def _grouped(input: Tensor, mat2: Tensor, offs: Tensor, bias: None = None, out_dtype: Any = None) -> Tensor:
+    if not isinstance(mat2, Quantised) or mat2.dim() != 3 or bias is not None or out_dtype is not None:
+        return F.grouped_mm(plain(input), plain(mat2), offs=offs, bias=bias, out_dtype=out_dtype)
+    return _product(
+        input,
+        mat2,
+        None,
+        offs,
+        forth=lambda x, w, _, offs: F.grouped_mm(x, w, offs=offs),
+        back=lambda grad, w, offs: F.grouped_mm(grad, w.mT, offs=offs),
+    )
+
+
+def _item(weight: Quantised, index: Any) -> Tensor:
+    """One or some experts of a stack, in codes."""
+    stored = weight.stored
+    if weight.dim() != 3 or not (isinstance(index, int) or (isinstance(index, Tensor) and index.dtype != torch.bool)):
+        return plain(weight)[index]
+    codes, scales = stored.codes[index], stored.scales[index]
+    rows = torch.Size((*codes.shape[: codes.dim() - stored.codes.dim() + 1], *stored.shape[1:]))
+    return Quantised.of(stored._replace(codes=codes, scales=scales, shape=rows))
+
+
+def _unbound(weight: Quantised, dim: int = 0) -> tuple[Tensor, ...]:
+    if dim != 0 or weight.dim() != 3:
+        return plain(weight).unbind(dim)
+    return tuple(_item(weight, number) for number in range(len(weight)))
+
+
 def _turned(weight: Quantised, *dims: int) -> Tensor:
-    if dims and sorted(dim % 2 for dim in dims) != [0, 1]:
+    last = [weight.dim() - 2, weight.dim() - 1]
+    if dims and sorted(dim % weight.dim() for dim in dims) != last:
         return plain(weight).transpose(*dims)
     return Quantised.of(weight.stored._replace(turned=not weight.stored.turned))
 
@@ -244,6 +348,10 @@ _RULES: Mapping[Any, Callable[..., Any]] = {
     F.linear: _linear,
     torch.addmm: _addmm,
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
+    **dict.fromkeys((torch.bmm, Tensor.bmm), _bmm),
+    **dict.fromkeys((F.grouped_mm, torch._grouped_mm), _grouped),  # pyright: ignore[reportPrivateImportUsage]
+    Tensor.__getitem__: _item,
+    Tensor.unbind: _unbound,
     **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.t, *_getters("T", "mT")), _turned),
     Tensor.to: _to,
     Tensor.float: lambda weight: _to(weight, torch.float32),

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from fppo.models.adapted import FACTORS, Adapted, Parts
+from fppo.models.codes import is_coded, values
 from fppo.models.inner import OWN, inner_of
 from fppo.models.model import Model, Params, Span, longest_row, over_long
 from fppo.models.precision import KeepDouble
@@ -73,7 +74,7 @@ def _base_params(model: Model, params: Params) -> Params:
 
 def _bound(model: Model, name: str, x: Tensor) -> Tensor:
     """A parameter as a pass takes it. What ranks add to a sum of theirs once, the first of them brings."""
-    if name in model.buffers:
+    if name in model.buffers or is_coded(name):
         return x.detach()
     layout = model.layout
     x = x * 0.0 if layout is not None and layout.rank and name in layout.once else x
@@ -81,7 +82,9 @@ def _bound(model: Model, name: str, x: Tensor) -> Tensor:
 
 
 def _woven(model: Model, start: str, tensors: Params) -> Params:
-    """`tensors`, named without `start`, with each adapted weight in the place of a weight and its factors."""
+    """`tensors`, named without `start`, with each weight in the place of its codes and scales, and each adapted weight
+    in that of a weight and its factors."""
+    tensors = values(tensors, model.forms, model.compute_dtype, start=start) if model.forms else tensors
     if model.frozen is None:
         return tensors
     woven = {name: x for name, x in tensors.items() if not name.endswith(FACTORS)}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fppo.models import flops
+from fppo.models.codes import names_of_weights
 from fppo.models.heads import embedding_name, vocabulary_head
 from fppo.models.model import Model, Params, Span, is_trained
 from fppo.models.seams import ApplyLayer
@@ -177,7 +178,8 @@ def with_shapes(model: Model, shapes: Mapping[str, torch.Size]) -> Model:
         return attrs.evolve(model, shapes=shapes)
     base = {name: shape for name, shape in shapes.items() if not is_trained(name)}
     params = {name: x for name, x in frozen.params.items() if name in base}
-    places = {name: flipped for name, flipped in frozen.places.items() if name in base}
+    weights = set(names_of_weights(base))
+    places = {name: flipped for name, flipped in frozen.places.items() if name in weights}
     own = {name: shape for name, shape in shapes.items() if name not in base}
     return attrs.evolve(model, shapes=own, frozen=attrs.evolve(frozen, params=params, shapes=base, places=places))
 

@@ -6,9 +6,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
+import torch
 
 from fppo import models
 from fppo.models import lora
+from fppo.models.bases import in_codes
+from fppo.models.codes import layout_in_codes
 from fppo.models.model import HeadKind, Model
 from fppo.models.spans import layer_spans
 from fppo.plan import standins
@@ -45,7 +48,15 @@ def model_of(case: Case, name: str, layers: int | None = None) -> Model:
 def _adapted(model: Model, case: Case, name: str) -> Model:
     """A model with the adapter that the case gives it, if any."""
     spec = {"actor": case.lora, "critic": case.critic_lora}.get(name)
-    return model if spec is None else lora.without_base(model, spec)
+    if spec is None:
+        return model
+    base = model if case.lora_base is None else in_codes(model, case.lora_base, base_dtype(case))
+    return lora.without_base(base, spec)
+
+
+def base_dtype(case: Case) -> torch.dtype:
+    """What the base of adapters is kept in: what it is computed with."""
+    return case.compute_dtype or torch.float32
 
 
 class Built:
@@ -68,8 +79,10 @@ class Built:
     def layout(self, case: Case, name: str, mesh: Mesh) -> Layout | None:
         """How the parameters of a model, and those of the base of an adapted one, lie on a rank of the case's mesh."""
         layout = self._prepared(case, name, None, mesh).layout(mesh, self.cuts(case, name))
-        frozen = self.model(case, name).frozen
-        return layout and (lora.with_factors(layout, frozen.places, frozen.lora.rank) if frozen else layout)
+        model = self.model(case, name)
+        if layout is None or (frozen := model.frozen) is None:
+            return layout
+        return layout_in_codes(lora.with_factors(layout, frozen.places, frozen.lora.rank), model.forms)
 
     def placed(self, case: Case, name: str, mesh: Mesh, own: Sequence[int] | None = None) -> Model:
         """What a rank of the case's mesh runs of a model; or of one with these numbers of layers in the rank's own

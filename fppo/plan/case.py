@@ -11,12 +11,15 @@ import torch
 from transformers import PreTrainedConfig
 
 from fppo.models.adapted import Lora
+from fppo.models.bases import check_cuts
 from fppo.models.experts import expert_count
+from fppo.models.model import build
 from fppo.models.narrow import narrow
 from fppo.models.quantised import Kind
 from fppo.models.states import check_rows_whole
 from fppo.plan.hardware import Hardware
-from fppo.runtime.mesh import DATA_AXES, Sharding
+from fppo.runtime.mesh import DATA_AXES, Mesh, Sharding
+from fppo_kernels.collectives import Axis
 
 # whose model a stage runs, in the order of a step
 ROLES: Mapping[str, str] = MappingProxyType(
@@ -192,6 +195,11 @@ def problems(case: Case) -> list[str]:
             f"--mesh.context {case.size('context')}: --mesh.sequence {sequence} cuts the same rows; give one of them"
         )
     wrong += _expert_problems(case)
+    if case.lora_base is not None and tensor > 1 and not wrong:
+        try:
+            check_cuts(build(case.config), case.lora_base, Mesh({name: Axis(size) for name, size in case.mesh.items()}))
+        except ValueError as error:
+            wrong.append(f"--lora-base {case.lora_base}: {error}")
     if case.length > case.tokens:
         wrong.append(f"--length {case.length}: a pass of --tokens {case.tokens} holds no such sequence")
     if case.length < 2:

@@ -14,13 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fppo import losses, tree
 from fppo.batch import Column, Experience
-from fppo.models.lora import quantised_weights
 from fppo.models.model import Model
-from fppo.models.quantised import blank, tensors_of
+from fppo.models.quantised import CODES, SCALES
 from fppo.plan import standins
 from fppo.plan._group import Sent, counting_mesh
 from fppo.plan._track import BATCH, HOST, LOGITS, STATE, Tracker
-from fppo.plan.built import REWARD, STAGES, Built, models_of
+from fppo.plan.built import REWARD, STAGES, Built, base_dtype, models_of
 from fppo.plan.case import ROLES, Case
 from fppo.plan.values import Phase
 from fppo.runtime import fsdp
@@ -165,7 +164,7 @@ def run_stage(case: Case, name: str, *, own: Sequence[int] | None = None, built:
     with FakeTensorMode(allow_non_fake_inputs=True):
         if (frozen := model.frozen) is not None:
             kept = base_of(case, model, {n: fsdp.shard_shape(x, mesh) for n, x in frozen.shapes.items()})
-            tracker.hold(x for weight in kept.values() for x in tensors_of(weight))
+            tracker.hold(kept.values())
             model = attrs.evolve(model, frozen=attrs.evolve(frozen, params=kept))
         params = {n: torch.empty(fsdp.shard_shape(shape, mesh), dtype=case.dtype) for n, shape in model.shapes.items()}
     forward = Forward(model, kernels=kernels_of(case, tracker), mesh=mesh)
@@ -173,21 +172,11 @@ def run_stage(case: Case, name: str, *, own: Sequence[int] | None = None, built:
     return tracked(case, tracker, stage, init_state(params, optimizer_of(case)), batch)
 
 
-def base_dtype(case: Case) -> torch.dtype:
-    """What the base of adapters is kept in: what it is computed with."""
-    return case.compute_dtype or torch.float32
-
-
 def base_of(case: Case, model: Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """The base of an adapted model without numbers, of which a rank has these shapes, as the case keeps it."""
-    kind, dtype = case.lora_base, base_dtype(case)
-    flips = {} if kind is None else quantised_weights(model.plain)
-    return {
-        name: blank(torch.Size(shape), kind, dtype=dtype, turned=flips[name])
-        if kind is not None and name in flips
-        else torch.empty(shape, dtype=dtype)
-        for name, shape in shapes.items()
-    }
+    kinds = {n: kind for form in model.forms.values() for n, kind in zip((CODES, SCALES), form.dtypes, strict=True)}
+    dtypes = {name: next((kinds[end] for end in kinds if name.endswith(end)), base_dtype(case)) for name in shapes}
+    return {name: torch.empty(shape, dtype=dtypes[name]) for name, shape in shapes.items()}
 
 
 def tracked(

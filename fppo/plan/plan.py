@@ -12,7 +12,6 @@ import torch
 from fppo import tree
 from fppo.models import flops
 from fppo.models.model import is_trained
-from fppo.models.quantised import tensors_of
 from fppo.plan import layers, passes
 from fppo.plan._track import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, LOGITS
 from fppo.plan.built import REWARD, STAGES, Built, models_of, own_layers
@@ -243,7 +242,7 @@ def _at_rest(case: Case, built: Built) -> dict[str, float]:
         model = built.model(case, "actor")
         with torch.device("meta"):
             weights = passes.base_of(case, model, base)
-        rest["base's weights"] = sum(x.nbytes for weight in weights.values() for x in tensors_of(weight))
+        rest["base's weights"] = sum(x.nbytes for x in weights.values())
     elif case.reference and case.has("reference"):
         rest["reference's parameters"] = _kept(case.at("reference"), "actor", built)
     row = passes.rows_of(case, 1)

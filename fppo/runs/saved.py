@@ -13,7 +13,8 @@ from fppo.assembly.adapters import adapted_critic, base_of_role, bases_of, load_
 from fppo.assembly.parts import bare_model, device_of
 from fppo.assembly.texts import load_tokenizer, policy_generation
 from fppo.key import Key
-from fppo.models import lora, lora_files
+from fppo.models import lora_files
+from fppo.models.bases import widened
 from fppo.models.model import Model, Params
 from fppo.pipeline.program import RunState
 from fppo.runs import bases
@@ -114,7 +115,4 @@ def _export_adapted(settings: TrainSettings, target: Path, path: Path, role: Rol
         lora_files.save(model, adapter, target, base=own[role].source, tokenizer=tokenizer)
         return
     generation = policy_generation(settings, tokenizer) if role == "actor" else None
-    frozen = lora.frozen_of(model)
-    wide = {name: x.float() for name, x in frozen.params.items()}
-    model = attrs.evolve(model, frozen=attrs.evolve(frozen, params=wide))
-    models.save(model, adapter, target, tokenizer=tokenizer, generation_config=generation)
+    models.save(widened(model), adapter, target, tokenizer=tokenizer, generation_config=generation)

@@ -26,7 +26,7 @@ from fppo.settings.critic import CriticSettings
 from fppo.settings.experts import expert_problems
 from fppo.settings.fields import wrong_values
 from fppo.settings.graphs import graphs_problems
-from fppo.settings.lora import base_problems, lora_problems
+from fppo.settings.lora import lora_problems
 from fppo.settings.old_log_probs import old_log_probs_problems
 from fppo.settings.problems import Problems, unread_section
 from fppo.settings.problems import problem as _problem
@@ -116,7 +116,6 @@ def _mesh(s: TrainSettings, world: int) -> Problems:
         yield _problem("mesh.sequence", s.mesh.sequence, "a sequence axis cuts packed rows; set model.remove_padding")
     yield from pipeline_problems(s)
     yield from context_axis_problems(s)
-    yield from base_problems(s, world)
     if s.mesh.expert > 1:
         yield from expert_axis_problems(s, critic=uses_critic(s))
     if s.mesh.tensor > 1:

@@ -9,8 +9,6 @@ import attrs
 from fppo.settings.fields import above, at_least, nonempty, setting
 from fppo.settings.problems import Problems, problem, unread
 
-CUTTING = ("pipeline", "shard", "expert", "tensor")  # the axes of a mesh that cut parameters
-
 if TYPE_CHECKING:
     from fppo.settings.train import TrainSettings
 
@@ -85,12 +83,3 @@ def lora_problems(s: TrainSettings, *, critic: bool) -> Problems:
     if s.actor.experts.bias_rate > 0:
         text = "the biases of routers are in the frozen base of the adapter; leave it out"
         yield problem("actor.experts.bias_rate", s.actor.experts.bias_rate, text)
-
-
-def base_problems(s: TrainSettings, world: int) -> Problems:
-    """Axes of a mesh of `world` ranks that would cut a quantised base."""
-    if (base := s.model.lora.base) != "float":
-        sizes = s.mesh.sizes(s.mesh.shard or world // s.mesh.others)
-        if axes := {axis: sizes[axis] for axis in CUTTING if sizes[axis] > 1}:
-            text = f"axes of the mesh, {axes}, would cut it, and it has no parts; give replicate ranks, or float"
-            yield problem("model.lora.base", base, text)

@@ -12,7 +12,6 @@ import attrs
 from fppo.settings import checks, files, placement
 from fppo.settings.critic import CriticSettings
 from fppo.settings.fields import above, at_least, at_most, nonempty, setting, wrong_values
-from fppo.settings.lora import CUTTING
 from fppo.settings.mesh import PlanMeshSettings
 from fppo.settings.train import ActorSettings, TrainSettings
 
@@ -211,12 +210,4 @@ def _of_adapters(settings: PlanSettings) -> list[str]:
     lines = [] if settings.search is None else [f"--search {settings.search}: it does not know adapters; give a mesh"]
     offloads = {"--offload": settings.offload, "--critic-offload": settings.critic_offload}
     whole = [name for name, value in offloads.items() if value == "all"]
-    if settings.lora_base != "float":
-        cuts = {axis: settings.sizes[axis] for axis in CUTTING}
-        lines += [
-            f"--lora-base {settings.lora_base}: a mesh with {axis} {size} would cut it, and it has no parts; replicate "
-            "does not"
-            for axis, size in cuts.items()
-            if size > 1
-        ]
     return lines + [f"{name} all: the base of adapters stays on the device; give moments" for name in whole]

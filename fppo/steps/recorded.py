@@ -166,7 +166,7 @@ class Recorder:
 
 def graphs(model: Model, device: torch.device) -> Recorder:
     """Records passes of a model on a GPU as CUDA graphs, where the host and not the GPU is what takes the time."""
-    size = sum(shape.numel() for shape in model.all_shapes.values())
+    size = sum(shape.numel() for shape in model.whole_shapes.values())
     return Recorder(partial(as_graphs, device, tidy=True), int(LAYER_TOKENS * len(model.layers) / size))
 
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fppo import models
 from fppo.models.adapted import Frozen
+from fppo.models.codes import is_coded
 from fppo.models.model import Model
 from fppo.models.seams import ApplyLayer
 from fppo.runtime import fsdp
@@ -164,7 +165,7 @@ def wire_dtypes(model: Model, params: Mapping[str, Tensor]) -> dict[str, torch.d
         for name, x in params.items()
         if model.compute_dtype is not None
         and x.is_floating_point()
-        and name not in model.buffers
+        and not (name in model.buffers or is_coded(name))
         and (name.startswith(model.prefix) or (model.head == "lm" and not name.endswith("bias")))
     }
 

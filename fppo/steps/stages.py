@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fppo import metrics
 from fppo.metrics import Metric, Metrics
+from fppo.models.codes import is_coded
 from fppo.models.spans import stage_of
 from fppo.runtime.offload import OnHost
 from fppo.runtime.pipeline import StageFn, Wire, pipeline_forward, pipeline_value_and_grad
@@ -95,7 +96,7 @@ def _wires(params: Params | Gathered | OnHost, forward: Forward, lengths: Sequen
     """What passes between stages of micro-batches: hidden states [N, H] of so many tokens."""
     model = forward.model
     tensors = model.joined(params if isinstance(params, dict) else params.params)
-    x = next(x for name, x in tensors.items() if name.startswith(model.prefix))
+    x = next(x for name, x in tensors.items() if name.startswith(model.prefix) and not is_coded(name))
     device = params.lane.device if isinstance(params, OnHost) else x.device
     return [Wire((length, model.config.hidden_size), model.compute_dtype or x.dtype, device) for length in lengths]
 

@@ -11,9 +11,10 @@ from torch.nn import functional as F
 from fppo import models
 from fppo.grad import value_and_grad
 from fppo.key import Key
-from fppo.models import lora
+from fppo.models import bases, lora
 from fppo.models.adapted import Lora
-from fppo.models.quantised import Quantised, blank, plain, quantised_weight, tensors_of
+from fppo.models.codes import values
+from fppo.models.quantised import Form, Quantised, plain, quantised_weight
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo.runtime.mesh import Mesh
@@ -44,19 +45,21 @@ def by_hand(x):
         return x
     kind, codes, scales, shape, dtype, turned = x.stored
     if kind == "int8":
-        rows = codes.double() * scales.double()[:, None] / 127
+        rows = codes.double() * scales.double()[..., None] / 127
     else:
         numbers = torch.tensor(NF4, dtype=torch.float64)[torch.stack([codes >> 4, codes & 15], -1).flatten().long()]
-        rows = (numbers.view(-1, 64) * scales.double()[:, None]).flatten()[: shape.numel()].view(shape)
+        blocks = numbers.view(-1, 64) * scales.double().flatten()[:, None]
+        rows = blocks.view(*shape[:-2], -1)[..., : shape[-2:].numel()].reshape(shape)
     return (rows.mT if turned else rows).to(dtype)
 
 
 def on_codes(name, kind, *, spec=SPEC, dtype=torch.float64, **changes):
     """A model on a quantised base, a fresh adapter, and the model on that base dequantised by hand."""
     model, params = families.make(name, dtype=dtype, **changes)
-    base = models.quantise(model, params, kind)
-    adapted, fresh = lora.adapt(model, base, spec, key=Key(3), dtype=dtype)
-    other, _ = lora.adapt(model, {n: by_hand(x) for n, x in base.items()}, spec, key=Key(3), dtype=dtype)
+    coded, base = models.quantise(model, params, kind)
+    adapted, fresh = lora.adapt(coded, base, spec, key=Key(3), dtype=dtype)
+    dense = {n: by_hand(x) for n, x in values(base, coded.forms).items()}
+    other, _ = lora.adapt(model, dense, spec, key=Key(3), dtype=dtype)
     return adapted, fresh, other
 
 
@@ -65,10 +68,10 @@ def near(got, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "qwen3_moe", "gpt_oss"])
 def test_a_quantised_base_is_the_base_dequantised_by_hand(name, kind):
     adapted, fresh, other = on_codes(name, kind)
-    assert lora.base_kind(adapted) == kind
+    assert bases.base_kind(adapted) == kind
     assert torch.equal(logits(fresh, model=adapted), logits({}, model=lora.base_of(adapted)))
     adapter = noisy(fresh)
     assert near(logits(adapter, model=adapted), logits(adapter, model=other))
@@ -88,7 +91,7 @@ def test_a_quantised_base_is_the_base_dequantised_by_hand(name, kind):
 def test_weights_without_factors_are_in_codes_too_and_recomputed_layers_give_the_same(kind):
     spec = attrs.evolve(SPEC, targets=("q_proj",))
     adapted, fresh, other = on_codes("qwen2", kind, spec=spec, dtype=torch.float32, checkpoint_layers=True)
-    in_codes = {name for name, x in lora.frozen_of(adapted).params.items() if isinstance(x, Quantised)}
+    in_codes = {name.removesuffix(".codes") for name in lora.frozen_of(adapted).params if name.endswith(".codes")}
     assert in_codes == lora.linear_weights(adapted.plain).keys() > lora.frozen_of(adapted).places.keys()
     adapter = noisy(fresh)
     _, got = value_and_grad(partial(weighed, model=adapted))(adapter)
@@ -135,8 +138,8 @@ def test_codes_of_any_shape_stand_for_numbers_near_the_weight_and_products_are_t
         assert torch.equal(out, F.linear(x, plain(q)))
         (grad,) = torch.autograd.grad(out.sum(), [x])
         assert near(grad.float(), plain(q).float().sum(0).expand(4, -1), 0.02)
-        stored = blank(w.shape, kind, dtype=dtype, turned=turned)
-        assert [(t.shape, t.dtype) for t in tensors_of(stored)] == [(t.shape, t.dtype) for t in tensors_of(q)]
+        form, kept = Form(kind, w.shape, dtype, turned), q.stored[1:3]
+        assert list(zip(form.shapes, form.dtypes, strict=True)) == [(t.shape, t.dtype) for t in kept]
 
 
 def in_float32(q):
@@ -149,7 +152,7 @@ def test_the_embedded_engine_samples_by_the_codes_and_the_factors(name, kind):
     adapted, fresh, other = on_codes(name, kind, dtype=torch.float32)
     decoded, joined = lora.decoded(adapted, fresh)
     assert decoded is adapted
-    assert sum(isinstance(x, Quantised) for x in joined.values()) == len(lora.linear_weights(adapted.plain))
+    assert sum(isinstance(x, Quantised) for x in values(joined, adapted.forms).values()) == len(adapted.forms)
     adapter, ask = noisy(fresh), Ask(make_prompts((3, 1, 4)), Sampling(max_tokens=6, n=2), Key(5))
     rollout = EmbeddedEngine(model=adapted, kernels=Kernels.named(), pad_token_id=0).generate(adapter, ask)
     by_other = EmbeddedEngine(model=other, kernels=Kernels.named(), pad_token_id=0).generate(adapter, ask)
@@ -171,7 +174,7 @@ def test_codes_are_those_of_bitsandbytes_own_layers():
     bnb, w = pytest.importorskip("bitsandbytes"), torch.randn(32, 48, generator=torch.Generator().manual_seed(1))
     nf4, _ = bnb.functional.quantize_4bit(w, blocksize=64, quant_type="nf4", compress_statistics=False)
     int8, scales, _ = bnb.functional.int8_vectorwise_quant(w)
-    assert torch.equal(quantised_weight(w, "nf4").stored.codes, nf4.flatten())
+    assert torch.equal(quantised_weight(w, "nf4").stored.codes.flatten(), nf4.flatten())
     own = quantised_weight(w, "int8").stored
     assert torch.equal(own.codes, int8)
     assert torch.equal(own.scales, scales)
@@ -194,27 +197,24 @@ def test_nothing_writes_to_codes():
 def test_a_digest_is_of_the_codes():
     model, params = tiny.model_and_params()
     one, other = ({**params, "model.norm.weight": params["model.norm.weight"] * k} for k in (1.0, 2.0))
-    bases = [params, *(models.quantise(model, p, kind) for p in (one, other) for kind in KINDS)]
-    digests = [lora.frozen_of(lora.adapt(model, base, SPEC, key=Key(0))[0]).digest for base in bases]
+    found = [(model, params), *(models.quantise(model, p, kind) for p in (one, other) for kind in KINDS)]
+    digests = [lora.frozen_of(lora.adapt(*base, SPEC, key=Key(0))[0]).digest for base in found]
     assert len(set(digests)) == len(digests)
-    again = lora.adapt(model, models.quantise(model, params, "int8"), SPEC, key=Key(1))[0]
+    again = lora.adapt(*models.quantise(model, params, "int8"), SPEC, key=Key(1))[0]
     assert lora.frozen_of(again).digest == digests[1]
     name = "model.layers.0.mlp.up_proj.weight"
     nearby = params | {name: params[name].clone()}
     row = nearby[name][0]
     row[row.abs().argmin()] = row.abs().max() / 2  # another code, and the same scales
-    moved = lora.adapt(model, models.quantise(model, nearby, "int8"), SPEC, key=Key(1))[0]
+    moved = lora.adapt(*models.quantise(model, nearby, "int8"), SPEC, key=Key(1))[0]
     assert lora.frozen_of(moved).digest != digests[1]
 
 
 def test_what_cannot_be_quantised_is_refused_by_name(monkeypatch):
-    model, params = families.make("qwen3_moe")
-    with pytest.raises(ValueError, match=r"'qwen3_moe' keeps experts in stacks, as model\.layers\.0\.mlp\.experts"):
-        models.quantise(model, params, "nf4")
     model, params = tiny.model_and_params()
-    base = models.quantise(model, params, "nf4")
-    with pytest.raises(ValueError, match=r"base = 'nf4': fppo cuts no quantised weights, as mesh axes \['shard'\]"):
-        lora.adapt(model, base, SPEC, key=Key(0), mesh=Mesh({"shard": Axis(2)}))
+    coded, _ = models.quantise(model, params, "nf4")
+    with pytest.raises(ValueError, match="placed before it is quantised or adapted"):
+        models.place(coded, Mesh({"tensor": Axis(2)}))
     name = "model.layers.1.mlp.up_proj.weight"
     with pytest.raises(ValueError, match=rf"{name}: .* not finite"):
         models.quantise(model, params | {name: params[name] / 0}, "int8")

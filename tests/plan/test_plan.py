@@ -301,6 +301,8 @@ def test_adapters_are_planned_over_one_base(tmp_path):
     with_codes = plan(quantised)
     assert with_codes.peak.memory["base's weights"] == size + others < planned.peak.memory["base's weights"]
     assert f"in {kind} and bfloat16" in report(with_codes, None)
+    halves = _at_rest(attrs.evolve(quantised, mesh={"shard": 2}), Built())
+    assert halves["base's weights"] == pytest.approx((size + others) / 2, rel=0.01)
     for axes, rank in (({"tensor": 2, "pipeline": 2}, 1), ({"tensor": 2, "shard": 2}, 0)):
         at = attrs.evolve(with_adapters, config=config(num_hidden_layers=2), mesh=axes, pipeline_rank=rank)
         rest = _at_rest(at, Built())
@@ -358,8 +360,8 @@ def test_what_does_not_fit_is_said_with_its_remedies(tmp_path, capsys):
         (["--model", "quickstart", "--lora", "4", "--search", "2"], "--search 2: it does not know adapters"),
         (["--model", "quickstart", "--lora-base", "nf4"], "--lora-base: nothing reads it without --lora"),
         (
-            ["--model", "quickstart", "--lora", "4", "--lora-base", "nf4", "--mesh.shard", "2"],
-            "--lora-base nf4: a mesh with shard 2 would cut it",
+            ["--model", "quickstart", "--lora", "4", "--lora-base", "nf4", "--mesh.tensor", "4"],
+            "--lora-base nf4: a tensor axis of 4 ranks does not go with nf4: ",
         ),
         (["--model", "quickstart", "--critic-lora", "4"], "--critic-lora: nothing reads it without --lora"),
         (["--model", "quickstart", "--mesh.expert", "2"], "quickstart is 'qwen2', which has no experts to cut"),

@@ -11,12 +11,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fppo import tree
+from fppo.assembly.inputs import read_inputs
 from fppo.assembly.run import assemble
 from fppo.commands import actions
-from fppo.models import lora, lora_files
+from fppo.models import bases, lora, lora_files
 from fppo.runs import jsonl, session
 from fppo.runtime.checkpoint import CheckpointError
-from fppo.settings import checks, files
+from fppo.runtime.mesh import LOCAL, Mesh
+from fppo.settings import files
+from fppo_kernels.collectives import Axis
 from tests import tiny_run
 
 LORA = {"model__lora__rank": 2, "model__lora__alpha": 4.0, "actor__optimizer__schedule": "constant"}
@@ -130,7 +133,7 @@ def test_a_run_on_a_quantised_base_goes_on_bit_for_bit_and_is_exported_as_it_was
     settings = partial(tiny_run.settings, task, model__lora__base="nf4", steps=2, **LORA)
     run, parts = tmp_path / "run", tmp_path / "parts"
     with assemble(settings(output_dir=str(run))) as assembly:
-        assert lora.base_kind(assembly.model) == "nf4"
+        assert bases.base_kind(assembly.model) == "nf4"
         assert lora.same_base(assembly.model, assembly.critic_model)
         assert assembly.run.ref == {}
         model = assembly.model
@@ -188,16 +191,14 @@ def test_what_does_not_go_with_adapters_is_named_at_once(task):
             tiny_run.settings(task, **changes)
 
 
-def test_meshes_that_would_cut_a_quantised_base_are_refused_before_any_work(task):
-    settings = partial(tiny_run.settings, task, model__lora__base="int8", **LORA)
-    words = r"model\.lora\.base = 'int8': axes of the mesh, {'shard': 2}, would cut it"
-    assert [re.match(words, line) is not None for line in checks.mesh_problems(settings(), 2)] == [True]
-    assert checks.mesh_problems(settings(mesh__replicate=2), 2) == []
-    for role, refused in (("actor", True), ("reward", False)):
-        section = {"placement__pools": {"a": {"ranks": 2}}, f"placement__roles__{role}": "a"}
-        if refused:
-            with pytest.raises(files.SettingsError, match="pools.a: " + words):
-                settings(**section)
-        else:
-            model = {"reward__functions": (), "reward__model__path": str(task / "start")}
-            assert settings(**section, **model).model.lora.base == "int8"
+def test_a_tensor_axis_that_would_cut_what_has_one_scale_is_refused_before_any_work(task):
+    asked = partial(tiny_run.settings, task, **LORA)
+    mesh = Mesh({"tensor": Axis(2)})
+    words = "model.lora.base = 'nf4': a tensor axis of 2 ranks does not go with nf4: model.layers.0.self_attn.q_proj"
+    with pytest.raises(files.SettingsError) as caught:
+        read_inputs(asked(model__lora__base="nf4"), mesh=mesh)
+    assert [line.startswith(words) for line in caught.value.problems] == [True]
+    read_inputs(asked(model__lora__base="int8"), mesh=mesh)
+    pools = {"placement__pools": {"a": {"ranks": 2, "tensor": 2}}, "placement__roles__actor": "a"}
+    with pytest.raises(files.SettingsError, match="placement.pools.a: " + re.escape(words)):
+        read_inputs(asked(model__lora__base="nf4", **pools), mesh=LOCAL)

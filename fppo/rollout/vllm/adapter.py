@@ -10,9 +10,8 @@ from torch import Tensor
 
 from fppo.models import lora_files
 from fppo.models.heads import VOCABULARY_HEADS, embedding_name
-from fppo.models.lora import frozen_of, merged
+from fppo.models.lora import base_weights, frozen_of, merged
 from fppo.models.model import Model
-from fppo.models.quantised import plain
 from fppo.rollout.sync import SyncError
 from fppo.rollout.vllm.host import EngineFailure, Host, VllmOptions
 from fppo.runtime.mesh import Mesh
@@ -42,7 +41,7 @@ def weights_of(model: Model, params: Mapping[str, Tensor], mesh: Mesh, *, alone:
     is dequantised if it was quantised."""
     if model.frozen is None:
         return params
-    return {name: plain(x) for name, x in model.frozen.params.items()} if alone else merged(model, params, mesh=mesh)
+    return base_weights(model, mesh=mesh) if alone else merged(model, params, mesh=mesh)
 
 
 def changes_something(factors: Mapping[str, Tensor]) -> bool:

@@ -1,0 +1,132 @@
+"""Bases of adapters in codes of 8 or 4 bits: models whose linear layers stand in `codes`, on every mesh those of the
+whole weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo.models.codes import is_coded, layout_in_codes, names_in_codes
+from fppo.models.lora import linear_weights
+from fppo.models.model import Model, Params
+from fppo.models.place import prepare
+from fppo.models.quantised import CODES, SCALES, Form, Kind, library_needed, quantised_weight
+from fppo.runtime import fsdp
+from fppo.runtime.layout import Layout
+from fppo.runtime.mesh import LOCAL, Mesh
+
+
+def quantised_weights(model: Model) -> dict[str, bool]:
+    """The weights of a plain model that a quantised base has in codes, and whether each is stored [..., in, out]: those
+    of linear layers and stacks of experts, as "all-linear" means them. Raises ValueError for a model without such."""
+    linear = linear_weights(model.unplaced or model)
+    if not linear:
+        raise ValueError(f"model.lora.base: model type {model.config.model_type!r} has no linear layer to quantise")
+    return linear
+
+
+def in_codes(model: Model, kind: Kind, dtype: torch.dtype) -> Model:
+    """A plain model, as `place` has it, whose linear layers and stacks of experts stand in codes ("int8", "nf4") for
+    weights in `dtype`: the model that `quantise` gives, without parameters.
+
+    Raises ValueError for a model without linear layers, and, naming the weights and the numbers, for a tensor axis that
+    would cut what has one scale.
+    """
+    return _in_codes(model, _forms(model, kind, dtype), kind)
+
+
+def check_cuts(model: Model, kind: Kind, mesh: Mesh) -> None:
+    """Raises ValueError if a mesh of these sizes cuts the weights of a plain model so that they can have no codes."""
+    layout = prepare(model, mesh).layout(mesh)
+    if layout is not None:
+        layout_in_codes(layout, _forms(model, kind, torch.float32))
+
+
+def _forms(model: Model, kind: Kind, dtype: torch.dtype) -> dict[str, Form]:
+    whole = (model.unplaced or model).shapes
+    return {name: Form(kind, whole[name], dtype, turned) for name, turned in quantised_weights(model).items()}
+
+
+def _in_codes(model: Model, forms: Mapping[str, Form], kind: Kind) -> Model:
+    try:
+        layout = layout_in_codes(model.layout or Layout(model.shapes, {}, frozenset(), 0, 1), forms)
+    except ValueError as error:
+        raise ValueError(f"model.lora.base = {kind!r}: {error}") from error
+    return attrs.evolve(
+        model,
+        shapes=layout.shapes,
+        layout=model.layout and layout,
+        spans=tuple(attrs.evolve(span, names=names_in_codes(span.names, forms)) for span in model.spans),
+        unplaced=model.unplaced and _in_codes(model.unplaced, forms, kind),
+        forms=forms,
+    )
+
+
+def quantise(
+    model: Model,
+    params: Mapping[str, Tensor],
+    kind: Kind,
+    *,
+    mesh: Mesh = LOCAL,
+    device: torch.device | None = None,
+) -> tuple[Model, Params]:
+    """A plain model with the weights of its linear layers and stacks of experts in codes of 8 or 4 bits ("int8",
+    "nf4"), and its parameters, for `adapt` to take as a base; embeddings, heads, norms and biases are as they were.
+
+    On a mesh that cuts parameters both are this rank's, of the model as `place` has it there, with the codes of whole
+    weights: every rank must call, and sends what it must on `device`, or where the parameters are. Raises ValueError
+    without bitsandbytes, for numbers that have no codes, and as `in_codes` does.
+    """
+    library_needed(kind)
+    dtypes = {name: x.dtype for name, x in params.items()}
+    placed = in_codes(model, kind, next(iter(dtypes.values())))
+    forms = {name: attrs.evolve(form, dtype=dtypes.get(name, form.dtype)) for name, form in placed.forms.items()}
+    placed, made = attrs.evolve(placed, forms=forms), dict[str, Tensor]()
+    for name, x in params.items():
+        if name not in forms:
+            made[name] = x
+            continue
+        try:
+            made[name + CODES], made[name + SCALES] = _own_codes(placed, model, name, x, mesh, device)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return placed, {name: made[name] for name in placed.shapes}
+
+
+def _own_codes(
+    placed: Model, model: Model, name: str, weight: Tensor, mesh: Mesh, device: torch.device | None
+) -> tuple[Tensor, Tensor]:
+    """This rank's codes and scales of a weight of which it has a part, on the part's device. Where rows that have
+    scales of their own are on several ranks, or blocks are, it gathers them first."""
+    form, own, kept = placed.forms[name], weight.device, (name + CODES, name + SCALES)
+    cut = [each for each in kept if placed.layout is not None and each in placed.layout.cuts]
+    split = mesh.sharded and len(form.shape) == 2 and (form.turned or not form.by_rows)
+    apart = len(cut) == 1  # each has some columns of rows that have one scale
+    if split:
+        weight = fsdp.gather({name: weight.to(device or own)}, model.shapes, mesh)[name]
+    if apart and model.layout is not None:
+        weight = model.layout.gather(name, weight.to(device or own), mesh.__getitem__)
+    stored = quantised_weight(weight.to(own), form.kind, turned=form.turned).stored
+    parts = dict(zip(kept, (stored.codes, stored.scales), strict=True))
+    if apart and placed.layout is not None:
+        parts = {each: placed.layout.take(each, x) for each, x in parts.items()}
+    parts = fsdp.shard(parts, mesh) if split else parts
+    codes, scales = (parts[each].contiguous() for each in kept)
+    return codes, scales
+
+
+def base_kind(model: Model) -> Kind | None:
+    """How a model keeps the weights of its linear layers, if in codes."""
+    return next((form.kind for form in model.forms.values()), None)
+
+
+def widened(model: Model) -> Model:
+    """An adapted model on its base in float32, as exports are."""
+    if model.frozen is None:
+        return model
+    wide = {name: x if is_coded(name) else x.float() for name, x in model.frozen.params.items()}
+    forms = {name: attrs.evolve(form, dtype=torch.float32) for name, form in model.forms.items()}
+    return attrs.evolve(model, frozen=attrs.evolve(model.frozen, params=wide), forms=forms)
