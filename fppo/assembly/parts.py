@@ -17,7 +17,8 @@ from fppo.losses import ValueHead
 from fppo.models import lora
 from fppo.models.bases import check_cuts
 from fppo.models.inner import inner_of
-from fppo.models.model import HeadKind, Model, Params, over_long, state_dtype
+from fppo.models.lengths import over_long
+from fppo.models.model import HeadKind, Model, Params, state_dtype
 from fppo.models.narrow import narrow
 from fppo.models.spans import layer_spans
 from fppo.models.vision import takes_images

@@ -6,9 +6,10 @@ from fppo.models.experts import Dispatched, dispatched
 from fppo.models.heads import Head, hidden_width, output_head
 from fppo.models.init import as_critic, init_params
 from fppo.models.inner import has_place
+from fppo.models.lengths import longest_row
 from fppo.models.load import load
 from fppo.models.lora import adapt, merged
-from fppo.models.model import Model, attention_needs, build, longest_row, packed_attention, padded_attention
+from fppo.models.model import Model, attention_needs, build, packed_attention, padded_attention
 from fppo.models.place import (
     Narrowed,
     Prepared,

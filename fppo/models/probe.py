@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fppo.batch import RowInputs
 from fppo.key import Key
 from fppo.models.heads import logits_of, output_head
-from fppo.models.model import BUILDING, Model, Params, build, causal_lm, longest_row, named_state
+from fppo.models.lengths import longest_row
+from fppo.models.model import BUILDING, Model, Params, build, causal_lm, named_state
 from fppo.models.rows import RowWise, packed_attention
 from fppo.models.run import hidden_states
 from fppo.models.seams import AttentionLayer

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from fppo.models.adapted import FACTORS, Adapted, Parts
 from fppo.models.codes import is_coded, values
 from fppo.models.inner import OWN, inner_of
-from fppo.models.model import Model, Params, Span, longest_row, over_long
+from fppo.models.lengths import longest_row, over_long
+from fppo.models.model import Model, Params, Span
 from fppo.models.precision import KeepDouble
 from fppo.models.routing import Routes
 from fppo.models.seams import ApplyLayer, Attend, LayerSeam

@@ -16,7 +16,8 @@ from fppo.batch import Rollout, RowInputs
 from fppo.data.stops import StopReader
 from fppo.models import lora
 from fppo.models.heads import Head, logits_of, vocabulary_head
-from fppo.models.model import Model, longest_row, over_long
+from fppo.models.lengths import longest_row, over_long
+from fppo.models.model import Model
 from fppo.models.routing import Routes, experts_of
 from fppo.models.rows import RowWise
 from fppo.models.seams import Attend, AttentionLayer

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fppo.batch import Column
-from fppo.models.model import Model, Params, longest_row
+from fppo.models.lengths import longest_row
+from fppo.models.model import Model, Params
 from fppo.runtime.graphs import Record, Run, as_graphs
 from fppo.runtime.mesh import AXES, LOCAL, Mesh
 from fppo.steps.packed import Indexed, Indices, Masks, Own, find_indices

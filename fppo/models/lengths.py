@@ -1,0 +1,32 @@
+"""Rows beyond which a model is another function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from transformers import PreTrainedConfig
+
+
+def longest_row(config: PreTrainedConfig) -> int | None:
+    """The most tokens that a row may have, if the model is another function of the tokens of longer rows; or None.
+
+    Beyond it longrope (arXiv:2402.13753) and dynamic NTK turn all tokens of a call by other angles, so a token's
+    log-prob would depend on the rows beside it, and on what is sampled after it.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    sections = [rope, *(x for x in rope.values() if isinstance(x, Mapping))]  # gemma's kinds of layers have one each
+    limits: list[int | None] = []
+    for section in sections:
+        kind = str(section.get("rope_type"))
+        limits += [section.get("original_max_position_embeddings")] if kind == "longrope" else []
+        limits += [getattr(config, "max_position_embeddings", None)] if "dynamic" in kind else []
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def over_long(config: PreTrainedConfig, limit: int) -> str:
+    """What to say of rows longer than `longest_row`."""
+    return (
+        f"model type {config.model_type!r} turns all tokens of a row of more than {limit} by other angles (its rope is "
+        "longrope or dynamic), those already sampled too; keep rows within that, or change rope_parameters in the "
+        "model's config.json to one set of angles: the same short_factor as long_factor, or another rope_type"
+    )
