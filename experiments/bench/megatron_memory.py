@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import torch
 from bench_tools import header, row  # beside this file
 from transformers import PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
@@ -13,7 +14,7 @@ from transformers import PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 from fppo.plan import passes
 from fppo.plan.case import Case, problems
 from fppo.plan.hardware import hardware_of
-from fppo.plan.measured import measured
+from fppo.plan.measured import loads_of, measured
 from fppo.plan.values import Phase, peak_of
 from fppo.runtime.mesh import Mesh
 from fppo_kernels.collectives import Axis, all_gather
@@ -63,16 +64,20 @@ def parts(phases: Sequence[Phase]) -> list[float]:
 
 
 def show_memory(axis: Axis) -> None:
-    """A line for each rank of each axis, on rank 0: MiB of the tensors that live where most do, planned and counted."""
+    """A line for each rank of each axis, on rank 0: MiB of the tensors that live where most do, planned and counted;
+    planned for experts of the load that is counted beside, over the mean of the ranks."""
     if axis.rank == 0:
-        print(header("memory, MiB", "rank", "planned", "counted", "difference", "state", "gradients", "others"))
+        print(header("memory, MiB", "rank", "load", "planned", "counted", "difference", "state", "gradients", "others"))
     for name, rank in itertools.product(("tensor", "pipeline", "context", "expert"), range(axis.size)):
-        case = case_of(name, axis.size, rank)  # all ranks run the same passes, as many as tell of the planned one
-        counted = parts(measured(case, UPDATE, Mesh({name: axis})))
+        case, mesh = case_of(name, axis.size, rank), Mesh({name: axis})
+        if name == "expert":
+            case = attrs.evolve(case, load=loads_of(case, UPDATE, mesh)[rank])
+        counted = parts(measured(case, UPDATE, mesh))  # all ranks run the same passes, as many as tell of the planned
         plan = parts(passes.run_stage(case, UPDATE))[0] if not problems(case) and axis.rank == 0 else 0.0
         every = all_gather(torch.tensor([counted], dtype=torch.float64), axis).tolist()
         if axis.rank == 0:
             total, state, gradients = every[rank]
             beside = (f"{plan:.1f}", f"{total:.1f}", f"{plan / total - 1:+.1%}") if plan else ("-", f"{total:.1f}", "-")
             rest = (f"{x:.1f}" for x in (state, gradients, total - state - gradients))
-            print(row(name, str(rank), *beside, *rest), flush=True)
+            load = f"{case.load:.3f}" if name == "expert" else ""
+            print(row(name, str(rank), load, *beside, *rest), flush=True)

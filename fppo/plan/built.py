@@ -105,7 +105,7 @@ class Built:
         prepared = self._once(key, lambda: models.prepare(self.model(case, name, layers).plain, mesh))
         if prepared.dispatched is None:
             return prepared
-        own = attrs.evolve(prepared.dispatched, sizes=standins.equal_loads(case.load))
+        own = attrs.evolve(prepared.dispatched, sizes=standins.sizes_of_load(case.load, mesh["expert"].rank))
         return attrs.evolve(prepared, dispatched=own)
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:

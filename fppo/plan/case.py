@@ -58,7 +58,7 @@ class Case:
     pipeline_rank: int = 0  # the one that is planned
     in_turn: bool = False  # it runs each pass backward right after its pass forward
     ring: bool = False  # keys and values travel around the context axis
-    load: float = 1.0  # tokens of the rank of the expert axis that has most, over the mean
+    load: float = 1.0  # tokens of the planned rank's experts, over the mean of the ranks of the expert axis
     sharding: Sharding = attrs.field(factory=Sharding)
     tokens: int = 16384
     length: int = 4096
@@ -212,6 +212,11 @@ def _expert_problems(case: Case) -> list[str]:
     ranks, wrong = case.size("expert"), []
     if ranks == 1:
         return []
+    if case.load > ranks:
+        wrong.append(
+            f"--expert-load {case.load:g}: where one of the {ranks} ranks of --mesh.expert has all tokens, that is "
+            f"{ranks} times the mean"
+        )
     for name, config in ((case.name, case.config), ("the reward model", case.reward_model)):
         if config is None:
             continue

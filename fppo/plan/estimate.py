@@ -126,7 +126,20 @@ def link(case: Case, axis: str) -> tuple[bool, float, float]:
 def _collective(case: Case, axis: str, op: str, sent: float, calls: float) -> float:
     spans, ring, direct = link(case, axis)
     alone = ("all_to_all", "send", "receive", "broadcast")  # which one link carries
-    return calls * LATENCY[spans] + sent / ((direct if op in alone else ring) * LINK_SHARE)
+    busy = sent * _crowding(case) if (axis, op) == ("expert", "all_to_all") else sent
+    return calls * LATENCY[spans] + busy / ((direct if op in alone else ring) * LINK_SHARE)
+
+
+def _crowding(case: Case) -> float:
+    """How much more comes in the exchanges of a rank whose experts have `load` times the mean than it sends.
+
+    Of r ranks that choose alike each has a part load / r of its tokens' choices for this rank. So of what a rank's
+    tokens are in all, it sends 1 - load / r to other ranks' experts and gets load (r - 1) / r, and the other way round
+    on the way back; each exchange lasts as long as the more of both, which for loads from 1 on is what comes there.
+    """
+    ranks, load = case.size("expert"), case.load
+    comes, goes = load * (ranks - 1) / ranks, 1 - load / ranks
+    return 2 * max(comes, goes) / (comes + goes)
 
 
 def _repeated(phases: Sequence[Phase], case: Case) -> list[tuple[Phase, float]]:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fppo import models, tree
+from fppo.batch import Experience
 from fppo.key import Key
 from fppo.plan import passes
 from fppo.plan._group import Sent
@@ -22,8 +24,10 @@ from fppo.plan.case import Case
 from fppo.plan.values import Phase
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.watch import RelayGroup, wire_bytes, without_default
-from fppo.steps.forward import Forward
-from fppo.steps.train_state import TrainState, init_state
+from fppo.steps import experts
+from fppo.steps.forward import Forward, compute_outputs
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.train_state import Params, TrainState, init_state
 from fppo_kernels.collectives import Axis
 
 
@@ -41,12 +45,31 @@ def prepared(
     case: Case, name: str, mesh: Mesh, tracker: Tracker
 ) -> tuple[TrainState, Callable[[TrainState], Any], Any]:
     """A fresh state of the stage's model on this rank, the stage as a function of it, and the rows that it runs on."""
+    params, forward, batch = _parts(case, name, mesh, tracker)
+    return init_state(params, passes.optimizer_of(case)), passes.stage_of(case, name, batch, forward=forward), batch
+
+
+def loads_of(case: Case, name: str, mesh: Mesh) -> list[float]:
+    """What the routers of the stage's model give the experts of each rank of an expert axis, over the mean of the
+    ranks: of all rows of the stage. Every rank of `mesh` must call."""
+    params, forward, batch = _parts(case, name, mesh, Tracker())
+    passed = MicroBatching(token_budget=case.tokens)
+    routed = compute_outputs(params, batch, forward=forward, micro_batching=passed, outputs=("routed",)).routed
+    assert routed is not None
+    mask = experts.counted(batch.attention_mask, batch.response_mask).flatten()
+    loads = experts.loads(routed.flatten(0, 1), mask, forward.model.routers[0].experts)
+    return experts.rank_loads(loads, case.size("expert")).tolist()
+
+
+def _parts(case: Case, name: str, mesh: Mesh, tracker: Tracker) -> tuple[Params, Forward, Experience]:
+    """Parameters of the stage's model on this rank, what runs it, and rows of words of its vocabulary."""
     mesh = attrs.evolve(mesh, sharding=case.sharding if case.size("shard") > 1 else None, ring=case.ring)
     model = models.place(model_of(case, STAGES[name]), mesh)
     batch = passes.rows_of_stage(case, name)
+    words = torch.arange(batch.tokens.numel()).view_as(batch.tokens) % model.config.vocab_size
     forward = Forward(model, kernels=passes.kernels_of(case, tracker), mesh=mesh)
     shards = tree.map(lambda x: x.to(case.dtype), models.own_params(model, models.init_params(model, Key(0)), mesh))
-    return init_state(shards, passes.optimizer_of(case)), passes.stage_of(case, name, batch, forward=forward), batch
+    return shards, forward, tree.replace(batch, tokens=words)
 
 
 def telling(mesh: Mesh, sent: Sent) -> Mesh:

@@ -8,7 +8,7 @@ The only place where a plan does not run the code of a step:
 - attention is the CPU's flash attention through sdpa: the same results are kept; what a GPU's kernel takes inside its
   backward pass is `_ops.attention_workspace`. For queries that are the last tokens of their sequences the CPU's kernel
   has a mask, which `attention` leaves out.
-- which experts a token goes to is a number: `equal_loads` says how many rows each rank of an expert axis gets.
+- which experts a token goes to is a number: `sizes_of_load` says how many rows each rank of an expert axis gets.
 - CPU kernels' own scratch memory, which torch does not allocate as tensors, is not seen.
 """
 
@@ -54,14 +54,16 @@ def triton_buffers(hidden: Tensor, weight: Tensor, labels: Tensor, **options: An
     return LogProbs(out[0], out[1] if options.get("entropy") else None, None)
 
 
-def equal_loads(load: float) -> Sizes:
-    """All experts chosen as often, but for those of this rank, which is to have `load` times the mean of all ranks."""
+def sizes_of_load(load: float, rank: int) -> Sizes:
+    """The experts of this rank of an expert axis have `load` times the mean of the ranks, of each rank's tokens; those
+    of the others share the rest."""
 
     def sizes(counts: Tensor, others: Tensor, rows: int) -> tuple[list[int], list[int]]:
         del others
         ranks = len(counts)
-        sent = [(rows + place) // ranks for place in range(ranks)]
-        return sent, [round(load * rows / ranks)] * ranks
+        own = min(rows, round(load * rows / ranks))
+        sent = [(rows - own + place) // (ranks - 1) for place in range(ranks - 1)]
+        return [*sent[:rank], own, *sent[rank:]], [own] * ranks
 
     return sizes
 

@@ -33,7 +33,7 @@ class PlanSettings:
     length: int | None = setting(None, at_least(2))
     """Tokens of each sequence, prompt and response; None: 4096, or --tokens if that is less."""
     expert_load: float = setting(1.0, at_least(1))
-    """On an expert axis: tokens of the rank whose experts have most, over the mean of the ranks."""
+    """On an expert axis: the fullest rank's tokens over the mean (of 8 a run's actor/expert_load/of_8_ranks)."""
     response: float = setting(0.5, above(0), at_most(1))
     """The part of a sequence that is response: only these tokens reach the head."""
     micro_batches: int = setting(4, at_least(1))

@@ -265,7 +265,8 @@ def with_told(report: Metrics, prefix: str, others: Sequence[Metrics], axis: Axi
 
 
 def split_loads(report: Metrics, prefix: str, routers: Sequence[Router]) -> tuple[Metrics, Tensor | None]:
-    """A whole mini-batch's metrics, with each router's largest load over the mean in place of the loads, and these."""
+    """A whole mini-batch's metrics, with each router's largest load over the mean in place of the loads, and these; and
+    what the fullest rank of an expert axis has, or would have, for each size that it could have."""
     name = f"{prefix}/{LOAD}"
     sums = report.get(name)
     if not isinstance(sums, Sum):
@@ -273,7 +274,20 @@ def split_loads(report: Metrics, prefix: str, routers: Sequence[Router]) -> tupl
     highest = sums.value.amax(1) / sums.value.mean(1).clamp(min=1e-9)
     rest = {key: metric for key, metric in report.items() if key != name}
     by_layer = {f"{name}/{router.layer}": metrics.mean(x) for router, x in zip(routers, highest, strict=True)}
-    return rest | by_layer | {f"{name}/max": metrics.mean(highest.max())}, sums.value
+    count = sums.value.shape[1]
+    fullest = {
+        f"{name}/of_{ranks}_ranks": metrics.mean(rank_loads(sums.value, ranks).max())
+        for ranks in range(2, count + 1)
+        if count % ranks == 0
+    }
+    return rest | by_layer | fullest | {f"{name}/max": metrics.mean(highest.max())}, sums.value
+
+
+def rank_loads(loads: Float[Tensor, "l e"], ranks: int) -> Float[Tensor, " r"]:
+    """What the experts of each of so many ranks of an expert axis have of the loads, all layers together, over the mean
+    of the ranks: 1 where all have as much."""
+    own = loads.view(len(loads), ranks, -1).sum((0, 2))
+    return own / own.mean().clamp(min=1e-9)
 
 
 @torch.no_grad()

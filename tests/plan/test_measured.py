@@ -11,13 +11,14 @@ import attrs
 import pytest
 import torch
 
+from fppo import models
 from fppo.plan import passes
 from fppo.plan._track import Tracker
 from fppo.plan.built import model_of
 from fppo.plan.case import Role
 from fppo.plan.estimate import wires
 from fppo.plan.hardware import hardware_of
-from fppo.plan.measured import measured, prepared
+from fppo.plan.measured import loads_of, measured, prepared
 from fppo.plan.plan import plan, shard_numbers
 from fppo.plan.presets import config_of
 from fppo.plan.values import peak_of
@@ -44,6 +45,7 @@ CASES = [
     ({"context": 2}, 3, False, "chunked"),
     ({"context": 2, "tensor": 2}, 3, False, "chunked"),
 ]
+UPDATE = "update actor"
 
 
 def on_the_fullest_rank(what, name):
@@ -103,8 +105,33 @@ def test_tokens_that_go_to_their_experts_are_planned(mesh):
     holds(case(config=mixture(chosen=8), mesh=mesh), "update actor")
 
 
+def test_experts_that_routers_prefer_make_their_rank_hold_what_is_planned_for_their_load(monkeypatch):
+    """As counted: of routers that choose the first half of the experts far more often."""
+    plain = models.init_params
+
+    def preferring(*args, **kwargs):
+        params = plain(*args, **kwargs)
+        for name in params:
+            if name.endswith("mlp.gate.weight"):  # what the others' logits are small beside
+                params[name][4:] *= 0.3
+        return params
+
+    monkeypatch.setattr(models, "init_params", preferring)
+    what = case(config=mixture(chosen=2), mesh={"expert": 2}, tokens=512)
+    both = simulate(what.mesh, lambda mesh: (loads_of(what, UPDATE, mesh), measured(what, UPDATE, mesh)))
+    loads = both[0][0]
+    assert loads == both[1][0]
+    assert 1.4 < loads[0] < 1.9
+    for rank, (_, real) in enumerate(both):
+        planned = passes.run_stage(attrs.evolve(what, load=loads[rank]), UPDATE)
+        assert peak_of(planned)[1].total == pytest.approx(peak_of(real)[1].total, rel=0.02)
+        sent = [counted(phases, "sent")["expert", "all_to_all", True] for phases in (planned, real)]
+        assert sent[0] == pytest.approx(sent[1], rel=0.05)
+
+
 def test_the_ranks_of_an_expert_axis_send_a_token_to_each_of_its_experts_and_back():
-    """2 k N H (e - 1) / e numbers forward, and as many backward; a rank with more tokens sends more back."""
+    """2 k N H (e - 1) / e numbers forward, and as many backward; of a rank with more tokens, more of its own stay,
+    and more of others go back."""
     what = case(config=mixture(chosen=2), mesh={"expert": 4}, micro_batches=2)
     sent, held = [], []
     for load in (1.0, 1.5):
@@ -113,7 +140,8 @@ def test_the_ranks_of_an_expert_axis_send_a_token_to_each_of_its_experts_and_bac
         held.append(peak_of(phases)[1].peak["activations"])
     counts = 2 * 8 * 8 * 3 // 4  # of two layers, how many rows go to each of 8 experts
     one_way = 2 * 2 * 256 * 128 * 4 * 3 // 4
-    assert sent == [4 * one_way + counts, 5 * one_way + counts]
+    # of 2 * 256 choices of its tokens 1.5 / 4 stay; of 3 * 256 * 2 of others' it answers as many
+    assert sent == [4 * one_way + counts, 2 * (1 - 1.5 / 4 + 1.5 * 3 / 4) / (3 / 4) * one_way + counts]
     assert held[1] > 1.05 * held[0]
 
 

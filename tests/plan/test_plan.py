@@ -370,6 +370,10 @@ def test_what_does_not_fit_is_said_with_its_remedies(tmp_path, capsys):
             "has 128 experts, which it does not divide; these sizes do",
         ),
         (["--model", "quickstart", "--expert-load", "0.5"], "--expert-load 0.5: must be 1 or more"),
+        (
+            ["--model", "qwen3-30b-a3b", "--mesh.expert", "2", "--expert-load", "2.5"],
+            "--expert-load 2.5: where one of the 2 ranks of --mesh.expert has all tokens, that is 2 times the mean",
+        ),
         ([], "give a directory with a config.json, or a name"),
     ],
 )

@@ -215,6 +215,10 @@ def test_a_bias_moves_by_the_sign_of_what_its_expert_lacks():
     torch.testing.assert_close(moved, 0.125 * (loads.mean() - loads).sign(), rtol=0, atol=1e-12)
     assert moved.unique().numel() > 1
     assert numbers["actor/expert_load/1"] == pytest.approx((loads.max() / loads.mean()).item())
+    ranks = {name: x for name, x in numbers.items() if name.endswith("_ranks")}
+    halves = loads.view(2, 2).sum(1)
+    expected = {"of_2_ranks": halves.max() / halves.mean(), "of_4_ranks": loads.max() / loads.mean()}
+    assert ranks == pytest.approx({f"actor/expert_load/{name}": x.item() for name, x in expected.items()})
     assert bias()[0].abs().max() == 0
     dense, own = tiny.model_and_params()
     with pytest.raises(ValueError, match="'qwen2' has no routers of experts that fppo knows: leave out balance_rate=1"):
