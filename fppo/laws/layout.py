@@ -82,6 +82,11 @@ def _ranks(axes: Mapping[str, int]) -> int:
     return math.prod(axes.values())
 
 
+def _shards(axes: Mapping[str, int]) -> int:
+    """Ranks over which dense parameters can be sharded."""
+    return axes["shard"] * axes["expert"]
+
+
 def _models(head: HeadKind, outputs: int, layers: int) -> list[tuple[Any, dict[str, Tensor]]]:
     """A Qwen2 with tied embeddings, a Llama without, and a GLM-4-MoE, which has experts from the second layer on and
     biases of their routers, in float64, with sizes that the meshes do not all divide."""
@@ -189,7 +194,7 @@ def _draw(
     budget = draw(2) == 1
     return Layout(
         axes=axes,
-        stage=stage if axes["shard"] > 1 else None,
+        stage=stage if _shards(axes) > 1 else None,
         checkpoint_layers=checkpoint_layers,
         virtual_stages=virtual_stages,
         layers=LAYERS if axes["pipeline"] * virtual_stages > 2 else 2,
@@ -281,7 +286,7 @@ def check_layout_fn(
         (axes, stage, (number + place) % 2 == 1, virtual)
         for place, stage in enumerate(SHARDINGS)
         for number, axes in enumerate(meshes(max_ranks))
-        if axes["shard"] > 1 or stage is None
+        if _shards(axes) > 1 or stage is None
         for virtual in ((1, 2) if axes["pipeline"] == 2 else (1,))
     ]
     random.Random(0).shuffle(layouts)  # so that small and large examples meet all kinds

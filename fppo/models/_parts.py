@@ -60,8 +60,8 @@ def read_parts(
         else:
             whole = _converted(module, target, sources, converter)
             parts |= {name: _own(x, dtype) for name, x in own_params(model, whole, mesh).items()}
-    own = {name: torch.empty(shape, device="meta") for name, shape in model.shapes.items() if name in known}
-    fits = {name: x.shape for name, x in parts.items()} == {n: x.shape for n, x in fsdp.shard(own, mesh).items()}
+    own = {name: shape for name, shape in model.shapes.items() if name in known}
+    fits = {name: tuple(x.shape) for name, x in parts.items()} == fsdp.shard_shapes(own, mesh, model.cuts)
     return parts if fits and known == parts.keys() | others else None
 
 

@@ -106,14 +106,14 @@ def _own_codes(
     split = mesh.sharded and len(form.shape) == 2 and (form.turned or not form.by_rows)
     apart = len(cut) == 1  # each has some columns of rows that have one scale
     if split:
-        weight = fsdp.gather({name: weight.to(device or own)}, model.shapes, mesh)[name]
+        weight = fsdp.gather({name: weight.to(device or own)}, model.shapes, mesh, cuts=model.cuts)[name]
     if apart and model.layout is not None:
         weight = model.layout.gather(name, weight.to(device or own), mesh.__getitem__)
     stored = quantised_weight(weight.to(own), form.kind, turned=form.turned).stored
     parts = dict(zip(kept, (stored.codes, stored.scales), strict=True))
     if apart and placed.layout is not None:
         parts = {each: placed.layout.take(each, x) for each, x in parts.items()}
-    parts = fsdp.shard(parts, mesh) if split else parts
+    parts = fsdp.shard(parts, mesh, placed.cuts) if split else parts
     codes, scales = (parts[each].contiguous() for each in kept)
     return codes, scales
 

@@ -227,7 +227,7 @@ def merged(model: Model, adapter: Mapping[str, Tensor], *, mesh: Mesh = LOCAL) -
     """
     frozen = frozen_of(model)
     factors = {name: x for name, x in adapter.items() if name.endswith(FACTORS)}
-    whole = fsdp.gather(factors, model.shapes, mesh)
+    whole = fsdp.gather(factors, model.shapes, mesh, cuts=model.cuts)
     wide = functools.reduce(torch.promote_types, (x.dtype for x in factors.values()), torch.float32)
     params = base_weights(model, mesh=mesh, dtype=wide) | {n: x for n, x in adapter.items() if n not in factors}
     for name, flipped in frozen.places.items():
@@ -236,7 +236,7 @@ def merged(model: Model, adapter: Mapping[str, Tensor], *, mesh: Mesh = LOCAL) -
         a, b = (whole[name + factor] for factor in FACTORS)
         if mesh.sharded:
             rows = shapes_of_weights(frozen.shapes, model.forms, model.layout)[name][0]
-            a, b = _rows(a, b, flipped, slice(*fsdp.bounds(rows, mesh["shard"])))
+            a, b = _rows(a, b, flipped, slice(*fsdp.bounds(rows, mesh.shard_axis(model.cuts.get(name)))))
         params[name] = merged_weight(Parts(params[name], a, b, frozen.lora.scale, flipped))
     return {name: x.to(model.forms[name].dtype) if name in model.forms else x for name, x in params.items()}
 
@@ -251,8 +251,8 @@ def base_weights(model: Model, *, mesh: Mesh = LOCAL, dtype: torch.dtype | None 
             made[name] = x
         elif name.endswith(CODES):  # whose rows may be no rows of the weight
             kept = {own: frozen.params[own] for own in (name, weight_of(name) + SCALES)}
-            whole = values(fsdp.gather(kept, frozen.shapes, mesh), model.forms, dtype)
-            made |= fsdp.shard({weight: plain(value) for weight, value in whole.items()}, mesh)
+            whole = values(fsdp.gather(kept, frozen.shapes, mesh, cuts=model.cuts), model.forms, dtype)
+            made |= fsdp.shard({weight: plain(value) for weight, value in whole.items()}, mesh, model.cuts)
     return made
 
 

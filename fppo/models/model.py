@@ -19,7 +19,7 @@ from fppo.models.inner import OWN, Inner, compile_layers, put_kernels
 from fppo.models.rows import packed_attention, padded_attention
 from fppo.models.states import ALONE, KINDS, put_mixers
 from fppo.models.vision import Vision, parts_of, put_attention, takes_images, vision_of
-from fppo.runtime.layout import Extent, Layout
+from fppo.runtime.layout import Cut, Extent, Layout
 from fppo_kernels.padding import sent
 
 __all__ = ["HeadKind", "Model", "Params", "build", "packed_attention", "padded_attention"]
@@ -115,6 +115,11 @@ class Model:
         """The whole shapes of the parameters on all stages, with the cuts of a tensor or expert axis."""
         layout = self.state_layout
         return self.shapes if layout is None else {name: layout.extent(name) for name in layout.whole}
+
+    @property
+    def cuts(self) -> Mapping[str, Cut]:
+        """How a tensor or expert axis cuts parameters, with those of a frozen base."""
+        return {} if self.layout is None else self.layout.cuts
 
     @property
     def state_layout(self) -> Layout | None:

@@ -164,7 +164,7 @@ def own_params(model: Model, params: Params, mesh: Mesh) -> Params:
     layout = model.layout
     if layout is not None:
         params = {name: layout.take(name, x).detach().clone() for name, x in params.items() if layout.holds(name)}
-    return fsdp.shard(params, mesh)
+    return fsdp.shard(params, mesh, model.cuts)
 
 
 def whole_params(

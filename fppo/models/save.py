@@ -103,7 +103,8 @@ def _save_others(
 def _check(model: Model, params: Params, mesh: Mesh) -> None:
     """Raises ValueError if the parameters are not this rank's of the model."""
     misfits = sorted(set(params) ^ set(model.shapes))
-    misfits = misfits or [n for n, x in params.items() if tuple(x.shape) != fsdp.shard_shape(model.shapes[n], mesh)]
+    own = fsdp.shard_shapes(model.shapes, mesh, model.cuts)
+    misfits = misfits or [name for name, x in params.items() if tuple(x.shape) != own[name]]
     if misfits:
         raise ValueError(f"cannot save: parameters that are missing, unknown or of another shape: {misfits}")
 

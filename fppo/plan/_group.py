@@ -8,13 +8,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fppo.runtime.mesh import Mesh, Sharding
+from fppo.runtime.mesh import DENSE, SHARD_AXES, Mesh, Sharding, place_on, ranks_on
 from fppo.runtime.watch import wire_bytes
 from fppo_kernels.collectives import Axis
 
@@ -116,4 +117,8 @@ def counting_mesh(
         name: Axis(size, ranks.get(name, 0), CountingGroup(name, size, ranks.get(name, 0), sent) if size > 1 else None)
         for name, size in sizes.items()
     }
-    return Mesh(axes, sharding=sharding, virtual_stages=virtual_stages)
+    mesh = Mesh(axes, sharding=sharding, virtual_stages=virtual_stages)
+    if mesh["expert"].size == 1:
+        return mesh
+    size, rank = ranks_on(mesh, SHARD_AXES), place_on(mesh, SHARD_AXES)
+    return attrs.evolve(mesh, axes={**axes, DENSE: Axis(size, rank, CountingGroup(DENSE, size, rank, sent))})

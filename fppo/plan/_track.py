@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fppo.plan._ops import attention_workspace, dispatched, grouped_product, work_of
 from fppo.plan.values import Cost, Phase, Segment
+from fppo.runtime.mesh import DENSE, SHARD_AXES
 from fppo.runtime.schedule import Action
 
 STATE, BATCH, HOST = "state", "batch", "host"  # host: no memory of the accelerator
@@ -98,7 +99,7 @@ class Tracker(TorchDispatchMode):
         """A collective puts `size` bytes of this rank on the wire; without `wait` the caller goes on meanwhile."""
         self._starts[-1][2].sent[axis, op, wait] += size
         self._starts[-1][2].calls[axis, op, wait] += 1
-        if axis != "shard":
+        if axis not in (*SHARD_AXES, DENSE) or op == "all_to_all":  # which tokens go by
             return
         for x in (*inputs, *outputs):
             block = self._live.get(_storage(x))

@@ -18,7 +18,7 @@ from fppo.models.narrow import narrow
 from fppo.models.quantised import Kind
 from fppo.models.states import check_rows_whole
 from fppo.plan.hardware import Hardware
-from fppo.runtime.mesh import DATA_AXES, Mesh, Sharding
+from fppo.runtime.mesh import DATA_AXES, SHARD_AXES, Mesh, Sharding
 from fppo_kernels.collectives import Axis
 
 # whose model a stage runs, in the order of a step
@@ -83,6 +83,16 @@ class Case:
     def size(self, axis: str) -> int:
         """Ranks of an axis."""
         return self.mesh.get(axis, 1)
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which dense parameters are sharded."""
+        return math.prod(map(self.size, SHARD_AXES))
+
+    @property
+    def groups(self) -> int:
+        """Of a rank, with ranks of each axis that has several; and of the shard and expert axes together."""
+        return sum(size > 1 for size in self.mesh.values()) + (self.size("expert") > 1)
 
     def has(self, role: str) -> bool:
         """Whether a role of the step ("actor", "critic", "reference", "reward model") is one that is planned."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 from fppo.plan.case import Case
 from fppo.plan.hardware import Hardware
 from fppo.plan.values import Cost, Phase
-from fppo.runtime.mesh import AXES
+from fppo.runtime.mesh import AXES, DENSE, SHARD_AXES
 
 # Shares of the peak that large operations reach, and what small ones cost: rough, and not measured on the machine at
 # hand.
@@ -98,23 +99,21 @@ def wires(phases: Sequence[Phase], case: Case) -> dict[str, Wire]:
             counts["sent"] += times * sent  # type: ignore[assignment]
             counts["calls"] += times * calls  # type: ignore[assignment]
             counts["seconds"] += times * _collective(case, axis, op, sent, calls)  # type: ignore[assignment]
-    return {axis: Wire(**by_axis[axis]) for axis in ORDER if axis in by_axis}
+    return {axis: Wire(**by_axis[axis]) for axis in (*ORDER, DENSE) if axis in by_axis}
 
 
 def link(case: Case, axis: str) -> tuple[bool, float, float]:
-    """Whether an axis spans nodes, and the bytes per second of a rank in a ring over it and in an all-to-all.
+    """Whether an axis, one of `ORDER` or `DENSE`, spans nodes, and the bytes per second of a rank in a ring over it and
+    in an all-to-all.
 
     Ranks are counted with the last axis fastest, a node's ranks in a row. An axis inside a node has the node's links.
     One that spans nodes has g of its ranks in each; a ring that visits them one after the other leaves a node over g
     network links at once, so it has g times a rank's, and at most the node's. In an all-to-all each rank sends over
     its own link what is for other nodes.
     """
-    inner = 1
-    for name in reversed(ORDER):
-        if name == axis:
-            break
-        inner *= case.size(name)
-    hardware, size = case.hardware, case.size(axis)
+    own = SHARD_AXES if axis == DENSE else (axis,)
+    inner = math.prod(map(case.size, ORDER[ORDER.index(own[-1]) + 1 :]))
+    hardware, size = case.hardware, math.prod(map(case.size, own))
     together = min(size, max(1, hardware.per_node // inner))
     if together == size:
         return False, hardware.node_bandwidth, hardware.node_bandwidth

@@ -63,7 +63,7 @@ def loads_of(case: Case, name: str, mesh: Mesh) -> list[float]:
 
 def _parts(case: Case, name: str, mesh: Mesh, tracker: Tracker) -> tuple[Params, Forward, Experience]:
     """Parameters of the stage's model on this rank, what runs it, and rows of words of its vocabulary."""
-    mesh = attrs.evolve(mesh, sharding=case.sharding if case.size("shard") > 1 else None, ring=case.ring)
+    mesh = attrs.evolve(mesh, sharding=case.sharding if case.shards > 1 else None, ring=case.ring)
     model = models.place(model_of(case, STAGES[name]), mesh)
     batch = passes.rows_of_stage(case, name)
     words = torch.arange(batch.tokens.numel()).view_as(batch.tokens) % model.config.vocab_size

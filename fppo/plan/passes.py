@@ -163,10 +163,11 @@ def run_stage(case: Case, name: str, *, own: Sequence[int] | None = None, built:
     model = (built or Built()).placed(case, STAGES[name], mesh, own)
     with FakeTensorMode(allow_non_fake_inputs=True):
         if (frozen := model.frozen) is not None:
-            kept = base_of(case, model, {n: fsdp.shard_shape(x, mesh) for n, x in frozen.shapes.items()})
+            kept = base_of(case, model, fsdp.shard_shapes(frozen.shapes, mesh, model.cuts))
             tracker.hold(kept.values())
             model = attrs.evolve(model, frozen=attrs.evolve(frozen, params=kept))
-        params = {n: torch.empty(fsdp.shard_shape(shape, mesh), dtype=case.dtype) for n, shape in model.shapes.items()}
+        shapes = fsdp.shard_shapes(model.shapes, mesh, model.cuts)
+        params = {name: torch.empty(shape, dtype=case.dtype) for name, shape in shapes.items()}
     forward = Forward(model, kernels=kernels_of(case, tracker), mesh=mesh)
     stage = stage_of(case, name, batch, forward=forward, began=tracker.began)
     return tracked(case, tracker, stage, init_state(params, optimizer_of(case)), batch)
@@ -194,7 +195,7 @@ def tracked(
 
 def mesh_of(case: Case, sent: Sent) -> Mesh:
     """The case's mesh as the planned rank sees it."""
-    sharding = case.sharding if case.size("shard") > 1 else None
+    sharding = case.sharding if case.shards > 1 else None
     mesh = counting_mesh(case.mesh, fullest(case), sharding, sent, virtual_stages=case.virtual_stages)
     return attrs.evolve(mesh, ring=case.ring)
 

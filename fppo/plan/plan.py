@@ -194,7 +194,7 @@ def _every_shape(case: Case, name: str, built: Built) -> dict[str, tuple[int, ..
     mesh = passes.mesh_of(case, lambda *_: None)
     layout = built.layout(case, name, mesh)
     shapes = built.model(case, name).all_shapes if layout is None else layout.shapes
-    return {name: fsdp.shard_shape(shape, mesh) for name, shape in shapes.items()}
+    return fsdp.shard_shapes(shapes, mesh, {} if layout is None else layout.cuts)
 
 
 def _peak_flops(case: Case) -> float:
@@ -207,8 +207,7 @@ def _stage(case: Case, at: Case, name: str, rest: Mapping[str, float], phases: S
     """The stage of a case, which is `at` there."""
     where, peak = peak_of(phases)
     moving = {kind: float(peak.peak.get(kind, 0)) for kind in TRANSIENT}
-    wide = [axis for axis, size in case.mesh.items() if size > 1]
-    outside = overhead(case.hardware, len(wide), sum(moving.values()))
+    outside = overhead(case.hardware, case.groups, sum(moving.values()))
     lengths = [case.length] * case.rows
     work = flops.train_flops if name.startswith("update") else flops.forward_flops
     head_tokens = case.rows * (1 if name == REWARD else case.response_tokens)

@@ -74,7 +74,7 @@ def families(case: Case) -> list[list[Flags]]:
         choices.append([{"log-probs": "chunked"}])
     if case.compute_dtype is None and case.hardware.on_gpu:
         choices.append([{"compute-dtype": "bfloat16"}])
-    if case.size("shard") > 1 and case.sharding.stage < 3:
+    if case.shards > 1 and case.sharding.stage < 3:
         choices.append([{"mesh.stage": stage} for stage in range(case.sharding.stage + 1, 4)])
     if case.rows > 1:
         choices.append([{"tokens": tokens} for tokens in _budgets(case)])

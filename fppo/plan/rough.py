@@ -14,6 +14,7 @@ from fppo.plan.built import REWARD, STAGES
 from fppo.plan.case import Case
 from fppo.plan.estimate import LAUNCH, LINK_SHARE, MATMUL_SHARE, link
 from fppo.plan.hardware import overhead
+from fppo.runtime.mesh import DENSE
 
 _STATE = {"none": 12, "moments": 4, "all": 0}  # bytes of a number of the trained parameters and moments on the device
 _KEPT_LAYER = 10.0  # elements of a token's width that a layer keeps for its backward pass, what is inside the MLP aside
@@ -75,17 +76,15 @@ def rough(case: Case, facts: Mapping[str, Facts]) -> Rough:
     if case.reference:
         rest += _own(case, facts["actor"]) * case.at("reference").dtype.itemsize
     moving = max(_moving(case.at(name), name, facts[STAGES[name]]) for name in passes.stages_of(case))
-    wide = sum(size > 1 for size in case.mesh.values())
-    return Rough(seconds, rest + moving + overhead(case.hardware, wide, moving))
+    return Rough(seconds, rest + moving + overhead(case.hardware, case.groups, moving))
 
 
 def _own(case: Case, facts: Facts, *, shards: bool = True) -> float:
     """Numbers of the parameters on the rank that has most: on a pipeline, one that has its embeddings or head."""
-    tensor, expert = case.size("tensor"), case.size("expert")
-    both = 1 if case.size("pipeline") > 1 else 2
-    layers = facts.dense / tensor + facts.experts / (expert if expert > 1 else tensor)
-    whole = layers / case.size("pipeline") + both * facts.outside / tensor
-    return whole / case.size("shard") if shards else whole
+    tensor, expert, pipeline = (case.size(axis) for axis in ("tensor", "expert", "pipeline"))
+    dense = facts.dense / tensor / pipeline + (1 if pipeline > 1 else 2) * facts.outside / tensor
+    of_experts = facts.experts / (expert if expert > 1 else tensor) / pipeline
+    return dense / case.shards + of_experts / case.size("shard") if shards else dense + of_experts
 
 
 def _rest(case: Case, name: str, facts: Facts) -> float:
@@ -100,12 +99,12 @@ def _moving(case: Case, name: str, facts: Facts) -> float:
     layers = facts.layers / case.size("pipeline")
     whole = _own(case, facts, shards=False)
     gathered = 0.0
-    if case.size("shard") > 1 or case.compute_dtype is not None:
+    if case.shards > 1 or case.compute_dtype is not None:
         gathered = width * (whole if case.sharding.stage < 3 else whole * min(1.0, 3 / layers))
     if not name.startswith("update"):
         return gathered + 4 * width * _tokens(case) * facts.hidden
     grads = 4 * (_own(case, facts) if case.sharding.stage > 1 else whole)
-    grads += 8 * whole / layers if case.size("shard") > 1 else 0.0  # a layer's, whole, and packed to be added up
+    grads += 8 * whole / layers if case.shards > 1 else 0.0  # a layer's, whole, and packed to be added up
     inside = _KEPT_LAYER * facts.hidden + 4.0 * facts.inner + _KEPT_ROWS * facts.chosen * facts.hidden
     of_layer = 2.0 * facts.hidden + inside / case.size("tensor")
     kept = layers * (facts.hidden if case.checkpoint_layers else of_layer) * case.in_flight / case.virtual_stages
@@ -127,10 +126,11 @@ def _seconds(case: Case, name: str, facts: Facts) -> float:
     launches = times * _LAUNCHES * facts.layers / case.size("pipeline")
     compute = max(times * case.rows * facts.row / parts / peak, launches * LAUNCH)
     width = case.compute_dtype.itemsize if narrow and case.compute_dtype is not None else 4
-    state = _own(case, facts, shards=False)
+    dense = _own(case, attrs.evolve(facts, experts=0.0), shards=False)
     often = (1 / max(1, case.micro_batches)) if case.sharding.stage == 1 else 1.0
     rounds = {1: 1, 2: 1, 3: 2}[case.sharding.stage] if trains else 1
-    gathers = often * _over(case, "shard", state * (rounds * width + 4 * trains))
+    of_experts, times_sent = _own(case, facts, shards=False) - dense, often * (rounds * width + 4 * trains)
+    gathers = _over(case, DENSE, dense * times_sent) + _over(case, "shard", of_experts * times_sent)
     each = compute + max(0.0, gathers - compute) + _exchanges(case, facts, times if trains else 1, width)
     return each * case.micro_batches * (1 + case.bubble) + (_sums(case, facts) if trains else 0.0)
 
@@ -153,18 +153,13 @@ def _exchanges(case: Case, facts: Facts, times: int, width: int) -> float:
 
 
 def _sums(case: Case, facts: Facts) -> float:
-    """Seconds in which gradients are summed once for an update: over replicas, and over the expert axis those of all
-    but experts."""
-    shard = case.size("shard")
-    dense = _own(case, attrs.evolve(facts, experts=0.0), shards=False)
-    return 2 * (
-        _over(case, "replicate", 4 * _own(case, facts, shards=False) / shard) + _over(case, "expert", 4 * dense / shard)
-    )
+    """Seconds in which gradients are summed once for an update, over replicas."""
+    return 2 * _over(case, "replicate", 4 * _own(case, facts))
 
 
 def _over(case: Case, axis: str, size: float) -> float:
     """Seconds in which a ring over an axis gathers, or scatters, so many bytes of the whole."""
-    ranks = case.size(axis)
+    ranks = case.shards if axis == DENSE else case.size(axis)
     return 0.0 if ranks == 1 else size * (ranks - 1) / ranks / (link(case, axis)[1] * LINK_SHARE)
 
 

@@ -14,6 +14,7 @@ from fppo.plan.estimate import ORDER, link
 from fppo.plan.plan import Plan
 from fppo.plan.remedies import Remedy, seconds_per_token
 from fppo.plan.values import GIB
+from fppo.runtime.mesh import DENSE
 
 MEMORY = (
     "Memory is that of the real steps, run on tensors without data on the rank that holds most; gathered are "
@@ -45,7 +46,7 @@ def _head(plan: Plan, width: int) -> list[str]:
     models = ", ".join(f"{role} {count / 1e9:,.2f} B" for role, count in plan.parameters.items())
     axes = " x ".join(f"{name} {case.size(name)}" for name in ORDER)
     passes = _dtype_of_passes(case)
-    sharded = f", stage {case.sharding.stage}" if case.size("shard") > 1 else ""
+    sharded = f", stage {case.sharding.stage}" if case.shards > 1 else ""
     sharded += f", {case.virtual_stages} stages on each rank" if case.virtual_stages > 1 else ""
     again = ", layers recomputed" if case.checkpoint_layers else ""
     again += {"none": "", "moments": ", moments on the host", "all": ", state on the host"}[case.offload]
@@ -127,6 +128,7 @@ def _most(plan: Plan) -> str:
 
 def _wire(plan: Plan) -> list[str]:
     axes = [axis for axis in ORDER if plan.case.size(axis) > 1]
+    axes += [DENSE] if plan.case.size("expert") > 1 else []
     if not axes:
         return ["one rank sends nothing"]
     rows = []

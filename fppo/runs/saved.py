@@ -52,7 +52,7 @@ def params(model: Model, role: Role, path: Path, *, mesh: Mesh = LOCAL, device: 
     shaped = {name: torch.empty(shape, device="meta") for name, shape in model.shapes.items()}
     shapes = {f"[{name!r}]": extent for name, extent in model.extents.items()}
     return checkpoint.load(
-        fsdp.shard(shaped, mesh),
+        fsdp.shard(shaped, mesh, model.cuts),
         path.parent,
         checkpoint.step_of(path),
         mesh=mesh,

@@ -5,9 +5,10 @@
     state.json               the manifest: plain values; dtype, whole shape, cuts and stage of each leaf; digests of the
                              other JSONs
 
-The file of rank s of a shard axis of n ranks, t of a tensor axis of m, and p of the pipeline axis, has the number
-(p * m + t) * n + s. Where parts of a state are on meshes of their own, the files of each have their
-own numbers: a leaf says the first, and its grid.
+The file of rank s of a shard axis of n ranks, t of a tensor axis of m, e of an expert axis of k, and p of the pipeline
+axis, has the number ((p * k + e) * m + t) * n + s; of a leaf whose rows `experts` ranks of the expert axis share it has
+the rows of rank s * experts + e. Where parts of a state are on meshes of their own, the files of each have their own
+numbers: a leaf says the first, and its grid.
 
 torch.distributed.checkpoint's own files are not used: their metadata is a pickle, and nothing here is ever unpickled.
 """
@@ -34,7 +35,8 @@ from fppo.runtime.layout import Cut, Extent
 from fppo.runtime.mesh import AXES, CUTTING_AXES, Mesh, gather_objects
 from fppo.runtime.parts import Part, holds, overlaps, part_of
 
-FORMAT = 6
+FORMAT = 7
+READ = (6, FORMAT)  # a leaf of format 6 has no `experts`: the first rank of the expert axis had its rows
 MANIFEST = "state.json"
 # the axes whose ranks write what they hold, the last one's files neighbours
 WRITERS = ("pipeline", "expert", "tensor", "shard")
@@ -54,7 +56,7 @@ class Contents:
 
     plain: Mapping[str, Any]
     structure: str | None
-    leaves: Mapping[str, Mapping[str, Any]]  # the tensors: dtype, whole shape, cut, ranks of the shard axis, stage
+    leaves: Mapping[str, Mapping[str, Any]]  # the tensors: dtype, whole shape, cut, and what `Part` says of its ranks
     writers: tuple[int, ...]  # how many ranks of each of `WRITERS` hold something of their own
 
     def number(self, mesh: Mesh) -> int | None:
@@ -90,6 +92,7 @@ def contents(
             "shape": list(part.shape),
             "cut": None if part.cut is None else [part.cut.dim, part.cut.parts, list(part.cut.segments), part.cut.axis],
             "ranks": part.shard[1],
+            "experts": part.experts,
             "stage": part.stage,
         }
         for path, part in cuts.items()
@@ -103,7 +106,7 @@ def contents(
 
 def _grid(part: Part) -> tuple[int, ...]:
     """How many ranks of each of `WRITERS` hold something of their own of a leaf, those of stages before its own too."""
-    own = {"pipeline": part.stage + 1, "shard": part.shard[1]}
+    own = {"pipeline": part.stage + 1, "shard": part.shard[1] // part.experts, "expert": part.experts}
     own |= {} if part.cut is None else {part.cut.axis: part.cutting[1]}
     return tuple(own.get(axis, 1) for axis in WRITERS)
 
@@ -123,16 +126,16 @@ def cuts_of(tensors: Mapping[str, Tensor], mesh: Mesh, shapes: Mapping[str, torc
         if tuple(tensors[path].shape) != part.own_shape:
             raise ValueError(
                 f"{path} has the shape {tuple(tensors[path].shape)}, but rank {part.shard[0]} of {part.shard[1]} holds "
-                f"{part.own_shape} of {part.shape}: give whole shapes for the leaves that are cut over the shard axis, "
-                "and only those"
+                f"{part.own_shape} of {part.shape}: give whole shapes for the leaves that are sharded, and only those"
             )
     return {path: parts.get(path) or Part(tuple(x.shape)) for path, x in tensors.items()}
 
 
 def writes(part: Part, mesh: Mesh) -> bool:
     """Whether this rank is the one that writes what it holds of a leaf."""
-    again = [axis for axis in CUTTING_AXES if part.cut is None or part.cut.axis != axis]
-    again += ["shard"] if part.shard[1] == 1 else []
+    again = set(WRITERS[1:]) - ({part.cut.axis} if part.cut is not None else set())
+    again -= {"shard"} if part.shard[1] > 1 else set()
+    again -= {"expert"} if part.experts > 1 else set()
     return part.is_first and not any(mesh[axis].rank for axis in again) and part.stage == mesh["pipeline"].rank
 
 
@@ -202,8 +205,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         known = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{MANIFEST}: {error!r}") from error
-    if known != FORMAT:
-        raise CheckpointError(f"{directory} has format {known}; this version reads format {FORMAT}")
+    if known not in READ:
+        read = " and ".join(map(str, READ))
+        raise CheckpointError(f"{directory} has format {known}; this version reads {read}")
     if manifest.pop("digest", None) != _digest(_canonical(manifest)):
         raise DamagedError(f"{MANIFEST} does not have the digest it was saved with")
     return manifest
@@ -244,13 +248,16 @@ def _stored(manifest: Mapping[str, Any], path: str, number: int, wanted: Part) -
     for axis, count in zip(reversed(WRITERS), reversed(counts), strict=True):
         rest, places[axis] = divmod(rest, count)
     dim, parts, segments, over = leaf["cut"] or (0, 1, (), None)
-    if rest or places["pipeline"] != leaf["stage"] or places["shard"] >= leaf["ranks"]:
+    experts = leaf.get("experts", 1)
+    row = places["shard"] * experts + (places["expert"] if experts > 1 else 0)
+    if rest or places["pipeline"] != leaf["stage"] or row >= leaf["ranks"]:
         return None
-    if any(places[axis] for axis in CUTTING_AXES if axis != over):
+    with_own = {over, "expert" if experts > 1 else None}
+    if any(places[axis] for axis in CUTTING_AXES if axis not in with_own):
         return None
     cut = None if over is None else Cut(dim, parts, tuple(segments), over)
     cutting = (0, 1) if over is None else (places[over], counts[WRITERS.index(over)])
-    stored = Part(tuple(leaf["shape"]), cut, cutting, (places["shard"], leaf["ranks"]), leaf["stage"])
+    stored = Part(tuple(leaf["shape"]), cut, cutting, (row, leaf["ranks"]), leaf["stage"], experts)
     return stored if stored.is_first and next(overlaps(stored, wanted), None) else None
 
 

@@ -96,9 +96,9 @@ def begin_save(
     """Begins to write the tree `value` as the checkpoint of `step`, and afterwards drops all but the newest `keep`.
 
     Every rank of the mesh calls it. `shapes` are the whole shapes, by path as `tree.leaves_with_paths` has it, of the
-    leaves whose rows are cut over the shard axis; they play no role if the mesh is not `mesh.sharded`. An `Extent` is
-    one that is cut over the tensor axis, too, or that some ranks of the pipeline axis hold. All other leaves are equal
-    on all ranks. `free` names a field of `value` whose structure is saved too, for `load`: one that differs from step
+    leaves that are sharded; they play no role if the mesh is not `mesh.sharded`. An `Extent` is one that is cut over
+    the tensor or expert axis, too, or that some ranks of the pipeline axis hold. All other leaves are equal on all
+    ranks. `free` names a field of `value` whose structure is saved too, for `load`: one that differs from step
     to step. The tensors are copied before it returns, so their memory may be used again; a thread writes.
 
     The files are written and synced under another name and renamed at the end, so a crash of any rank at any instant

@@ -151,8 +151,9 @@ def _by_sums(value: Any, device: torch.device, mesh: Mesh, shapes: Shapes) -> di
         path: _sums_of_part(x, parts[path], device) if path in parts else block_sums(words_of(x), device=device)
         for path, x in tensors.items()
     }
-    if mesh.sharded:
-        sums |= _added(sums, list(parts), mesh["shard"])
+    shared = {path: mesh.shard_axis(part.cut) for path, part in parts.items()}
+    for axis in dict.fromkeys(shared.values()):
+        sums |= _added(sums, [path for path, own in shared.items() if own == axis], axis)
     for axis in CUTTING_AXES:
         over = [path for path, part in parts.items() if part.cut is not None and part.cut.axis == axis]
         sums |= _added(sums, over, mesh[axis])
@@ -235,8 +236,9 @@ def spacing(
     for path, x in tree.leaves_with_paths(state):
         if isinstance(x, Tensor):
             extent = (shapes or {}).get(path, x.shape)
-            ranks = mesh[extent.cut.axis].size if isinstance(extent, Extent) and extent.cut is not None else 1
-            ranks *= mesh["shard"].size if mesh.sharded and path in (shapes or {}) else 1
+            cut = extent.cut if isinstance(extent, Extent) else None
+            ranks = 1 if cut is None else mesh[cut.axis].size
+            ranks *= mesh.shard_axis(cut).size if path in (shapes or {}) else 1
             whole = extent.shape if isinstance(extent, Extent) else extent
             shape = whole if ranks > 1 else x.shape
             rate = _RATES.get((x.device.type, device.type), _RATES["cpu", "cpu"])

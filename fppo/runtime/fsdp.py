@@ -1,18 +1,20 @@
-"""Parameters cut over the shard axis, as functions (ZeRO, arXiv:1910.02054; FSDP, arXiv:2304.11277).
+"""Parameters sharded over the ranks of an axis, as functions (ZeRO, arXiv:1910.02054; FSDP, arXiv:2304.11277).
 
 A shard is a plain tensor: rows [r * c, (r + 1) * c) of dimension 0, c = ceil(rows / ranks), as DTensor's Shard(0) has
-them; the last ranks may hold fewer rows, or none. The whole shapes are in `model.shapes`.
+them; the last ranks may hold fewer rows, or none. The whole shapes are in `model.shapes`. Which axis it is depends on a
+parameter's cut, if it has one: `Mesh.shard_axis`. `cuts` are those of a layout, by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fppo.runtime.layout import Cut
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo_kernels.collectives import Axis
 
@@ -29,16 +31,27 @@ def bounds(rows: int, axis: Axis) -> tuple[int, int]:
     return min(axis.rank * size, rows), min((axis.rank + 1) * size, rows)
 
 
-def shard_shape(shape: torch.Size, mesh: Mesh) -> tuple[int, ...]:
-    """That of this rank's shard of a tensor of this shape; the shape itself if not `mesh.sharded`."""
+def axes_of(names: Iterable[str], mesh: Mesh, cuts: Mapping[str, Cut]) -> list[Axis]:
+    """Over which ranks each of these parameters is sharded."""
+    return [mesh.shard_axis(cuts.get(name)) for name in names]
+
+
+def shard_shapes(
+    shapes: Mapping[str, torch.Size], mesh: Mesh, cuts: Mapping[str, Cut] = {}
+) -> dict[str, tuple[int, ...]]:
+    """Those of this rank's shards of tensors of these shapes; the shapes themselves if not `mesh.sharded`."""
     if not mesh.sharded:
-        return tuple(shape)
-    start, stop = bounds(shape[0], mesh["shard"])
-    return (stop - start, *shape[1:])
+        return {name: tuple(shape) for name, shape in shapes.items()}
+    own = {}
+    for (name, shape), axis in zip(shapes.items(), axes_of(shapes, mesh, cuts), strict=True):
+        start, stop = bounds(shape[0], axis)
+        own[name] = (stop - start, *shape[1:])
+    return own
 
 
-def shard(params: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """This rank's shards of whole parameters, in memory of their own; the parameters themselves if not `mesh.sharded`.
+def shard(params: Mapping[str, Tensor], mesh: Mesh, cuts: Mapping[str, Cut] = {}) -> dict[str, Tensor]:
+    """This rank's shards of whole parameters, or of its parts by `cuts`, in memory of their own; the parameters
+    themselves if not `mesh.sharded`.
 
     Raises ValueError for a parameter without dimensions.
     """
@@ -47,8 +60,8 @@ def shard(params: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
     scalars = [name for name, x in params.items() if x.dim() == 0]
     if scalars:
         raise ValueError(f"parameters {scalars} have no dimension to cut: give them the shape [1]")
-    axis = mesh["shard"]
-    return {name: x[slice(*bounds(len(x), axis))].detach().clone() for name, x in params.items()}
+    axes = zip(params.items(), axes_of(params, mesh, cuts), strict=True)
+    return {name: x[slice(*bounds(len(x), axis))].detach().clone() for (name, x), axis in axes}
 
 
 def gather(
@@ -56,44 +69,59 @@ def gather(
     shapes: Mapping[str, torch.Size],
     mesh: Mesh,
     *,
+    cuts: Mapping[str, Cut] = {},
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, Tensor]:
-    """Whole parameters from all ranks' shards, by one collective for each dtype among them.
+    """Whole parameters from all ranks' shards, by one collective for each dtype and axis among them.
 
     `dtypes` are those to send and to give, where they are not the shards' own. The backward pass is one
-    reduce-scatter for each dtype gradients are added up in. Parameters that take no gradient cost it nothing.
+    reduce-scatter for each dtype gradients are added up in, and axis. Parameters that take no gradient cost it nothing.
     """
     names, tensors = list(shards), list(shards.values())
     kinds = [x.dtype if dtypes is None else dtypes.get(n, x.dtype) for n, x in shards.items()]
     if not mesh.sharded:
         return {name: x.to(kind) for name, x, kind in zip(names, tensors, kinds, strict=True)}
-    finish = begin_gather(tensors, [shapes[name] for name in names], kinds, mesh["shard"])
-    return dict(zip(names, gathered(finish, tensors, mesh), strict=True))
+    axes = axes_of(names, mesh, cuts)
+    finish = begin_gather(tensors, [shapes[name] for name in names], kinds, axes)
+    return dict(zip(names, gathered(finish, tensors, axes, mesh.sharding or Sharding()), strict=True))
 
 
 def begin_gather(
-    shards: Sequence[Tensor], shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], axis: Axis
+    shards: Sequence[Tensor], shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], axes: Sequence[Axis]
 ) -> Finish:
-    """Starts to gather; the function it returns waits for that, and gives the whole tensors. No gradients."""
+    """Starts to gather, each shard over its axis; the function it returns waits for that, and gives the whole tensors.
+    What its axis of one rank has whole is cast, if need be, and not copied. No gradients."""
+    tensors: dict[int, Tensor] = {}
     waiting = []
-    for dtype in dict.fromkeys(dtypes):
-        places = [i for i, kind in enumerate(dtypes) if kind == dtype]
+    for (dtype, axis), places in _groups(dtypes, axes):
+        if axis.size == 1:
+            tensors |= {i: shards[i].detach().to(dtype) for i in places}
+            continue
         sizes = [_width(shapes[i], axis) for i in places]
         part = _packed([shards[i].detach() for i in places], sizes, dtype)
         whole = part.new_empty(axis.size * len(part))  # gloo takes it in no other shape
         work = _gather_single(whole, part, group=axis.group, async_op=True)
-        waiting.append((places, sizes, part, whole, work))
+        waiting.append((places, sizes, part, whole.view(axis.size, -1), work))
 
     def finish() -> tuple[Tensor, ...]:
-        tensors: dict[int, Tensor] = {}
         while waiting:
             places, sizes, _, whole, work = waiting.pop(0)
             work.wait()
-            for i, x in zip(places, whole.view(axis.size, -1).split(sizes, 1), strict=True):
+            for i, x in zip(places, whole.split(sizes, 1), strict=True):
                 tensors[i] = x.contiguous().view(-1, *shapes[i][1:])[: shapes[i][0]]
-        return tuple(tensors[i] for i in range(len(shards)))
+        every = tuple(tensors[i] for i in range(len(shards)))
+        tensors.clear()
+        return every
 
     return finish
+
+
+def _groups(dtypes: Sequence[torch.dtype], axes: Sequence[Axis]) -> list[tuple[tuple[torch.dtype, Axis], list[int]]]:
+    """The places of what goes together: of one dtype and axis."""
+    groups: dict[tuple[torch.dtype, Axis], list[int]] = {}
+    for place, key in enumerate(zip(dtypes, axes, strict=True)):
+        groups.setdefault(key, []).append(place)
+    return list(groups.items())
 
 
 class Sums:
@@ -102,10 +130,12 @@ class Sums:
     def __init__(self) -> None:
         self._finish: Callable[[], None] | None = None
 
-    def begin(self, grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], mesh: Mesh) -> list[Tensor]:
+    def begin(
+        self, grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], axes: Sequence[Axis], sharding: Sharding
+    ) -> list[Tensor]:
         """This rank's shards of the sum, which hold it once `finish` was called."""
         self.finish()
-        shards, self._finish = begin_reduce_scatter(grads, dtypes, mesh)
+        shards, self._finish = begin_reduce_scatter(grads, dtypes, axes, sharding)
         if torch.is_anomaly_enabled():  # it reads gradients at once
             self.finish()
         return shards
@@ -129,35 +159,39 @@ def landing(shards: Sequence[Tensor], sums: Sums) -> list[Tensor]:
     return [landed.get(i, x) for i, x in enumerate(shards)]
 
 
-def gathered(finish: Finish, shards: Sequence[Tensor], mesh: Mesh, *, sums: Sums | None = None) -> tuple[Tensor, ...]:
+def gathered(
+    finish: Finish, shards: Sequence[Tensor], axes: Sequence[Axis], sharding: Sharding, *, sums: Sums | None = None
+) -> tuple[Tensor, ...]:
     """What `finish` gives, whole tensors, as a differentiable function of the shards it was gathered from.
 
     With `sums` the backward pass does not wait for its reduce-scatter: the shards are to come from `landing`.
     """
-    return _Gathered.apply(finish, mesh, sums, *shards)  # type: ignore[return-value]
+    return _Gathered.apply(finish, axes, sharding, sums, *shards)  # type: ignore[return-value]
 
 
-def reduce_scatter(grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], mesh: Mesh) -> list[Tensor]:
-    """This rank's shards of the sum over ranks of whole gradients, as `dtypes` (the parameters' own).
+def reduce_scatter(
+    grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], axes: Sequence[Axis], sharding: Sharding
+) -> list[Tensor]:
+    """This rank's shards of the sum over the ranks of their axes of whole gradients, as `dtypes` (the parameters' own).
 
     They are added up in the sharding's `reduce_dtype`, those of float64 parameters in float64: a collective for each.
     """
-    shards, finish = begin_reduce_scatter(grads, dtypes, mesh)
+    shards, finish = begin_reduce_scatter(grads, dtypes, axes, sharding)
     finish()
     return shards
 
 
 def begin_reduce_scatter(
-    grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], mesh: Mesh
+    grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], axes: Sequence[Axis], sharding: Sharding
 ) -> tuple[list[Tensor], Callable[[], None]]:
     """Starts a `reduce_scatter`: the shards, and the function that waits for their numbers."""
-    axis, sharding = mesh["shard"], mesh.sharding or Sharding()
-    kinds = [reduce_dtype(dtype, sharding) for dtype in dtypes]
     shards: dict[int, Tensor] = {}
     casts: list[tuple[Tensor, Tensor]] = []
     waiting = []
-    for kind in dict.fromkeys(kinds):
-        places = [i for i, k in enumerate(kinds) if k == kind]
+    for (kind, axis), places in _groups([reduce_dtype(dtype, sharding) for dtype in dtypes], axes):
+        if axis.size == 1:
+            shards |= {i: grads[i].to(dtypes[i]) for i in places}
+            continue
         sizes = [_width(grads[i].shape, axis) for i in places]
         whole = grads[0].new_empty(axis.size, sum(sizes), dtype=kind)
         for i, slot in zip(places, whole.split(sizes, 1), strict=True):
@@ -189,23 +223,25 @@ def reduce_dtype(dtype: torch.dtype, sharding: Sharding) -> torch.dtype:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, finish: Finish, mesh: Mesh, sums: Sums | None, *shards: Tensor) -> tuple[Tensor, ...]:
-        ctx.mesh, ctx.sums, ctx.dtypes = mesh, sums, [x.dtype for x in shards]
+    def forward(
+        ctx: Any, finish: Finish, axes: Sequence[Axis], sharding: Sharding, sums: Sums | None, *shards: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.axes, ctx.sharding, ctx.sums, ctx.dtypes = axes, sharding, sums, [x.dtype for x in shards]
         whole = finish()
         # or autograd, once one is trained, makes whole gradients of all the others, which nobody takes
-        ctx.mark_non_differentiable(*(x for x, own in zip(whole, ctx.needs_input_grad[3:], strict=True) if not own))
+        ctx.mark_non_differentiable(*(x for x, own in zip(whole, ctx.needs_input_grad[4:], strict=True) if not own))
         ctx.set_materialize_grads(False)
         ctx.like = [(x.shape, x.dtype, x.device) for x in whole]
         return whole
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
         begin = reduce_scatter if ctx.sums is None else ctx.sums.begin
         every = [_zeros(*ctx.like[i]) if grads[i] is None else grads[i] for i in wanted]
-        shards = begin(every, [ctx.dtypes[i] for i in wanted], ctx.mesh)
+        shards = begin(every, [ctx.dtypes[i] for i in wanted], [ctx.axes[i] for i in wanted], ctx.sharding)
         by_place = dict(zip(wanted, shards, strict=True))
-        return (None, None, None, *(by_place.get(i) for i in range(len(grads))))
+        return (None, None, None, None, *(by_place.get(i) for i in range(len(grads))))
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from fppo.runtime.failure import Limits, Monitor
-from fppo.runtime.mesh import Mesh, Sharding, with_lanes
+from fppo.runtime.mesh import SHARD_AXES, Mesh, Sharding, lines_of, with_dense, with_lanes
 from fppo.runtime.parent import LAUNCHER
 from fppo.runtime.watch import Watch, watched
 from fppo_kernels.collectives import Axis
@@ -88,7 +88,7 @@ def joined(
     wide = {name: size for name, size in sizes.items() if size > 1}
     plain = Mesh(
         _axes(wide, place.rank, limit, everyone=dist.group.WORLD),
-        sharding if "shard" in wide else None,
+        sharding if wide.keys() & set(SHARD_AXES) else None,
         virtual_stages=virtual_stages,
     )
     mesh, watch = watched(plain)
@@ -109,15 +109,15 @@ def _axes(
     """
     ranks = torch.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     axes: dict[str, Axis] = {}
-    for dim, (name, size) in enumerate(sizes.items()):
+    for name, size in sizes.items():
         if everyone is not None and size == ranks.numel():
             axes[name] = Axis(size, rank, everyone)
             continue
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        lines = lines_of(ranks, list(sizes), [name])
         groups = [(line, dist.new_group(line, timeout=limit)) for line in lines]  # every rank makes all of them
         line, group = next((line, group) for line, group in groups if rank in line)
         axes[name] = Axis(size, line.index(rank), group)
-    return with_lanes(axes, ranks, rank, limit)
+    return with_lanes(with_dense(axes, ranks, rank, limit), ranks, rank, limit)
 
 
 def visible(gpus: Sequence[int], now: str | None) -> str:

@@ -186,9 +186,12 @@ class Layout:
         pieces = all_gather(padded[None], axis_of(cut.axis))
         return self.join(name, [x[:size].movedim(0, cut.dim) for x, size in zip(pieces, sizes, strict=True)])
 
-    def owns(self, name: str) -> bool:
-        """Whether this rank counts what it holds of a parameter: of ranks that hold the same, the first does."""
-        cut, firsts = self.cuts.get(name), {"tensor": 0, "expert": 0}
+    def owns(self, name: str, *, sharded: bool = False) -> bool:
+        """Whether this rank counts what it holds of a parameter: of ranks that hold the same, the first does.
+
+        With `sharded` (`Mesh.sharded`) no two ranks of the expert axis hold the same.
+        """
+        cut, firsts = self.cuts.get(name), {"tensor": 0, "expert": self.expert[0] if sharded else 0}
         if cut is not None:
             rank, ranks = self.place(cut)
             firsts[cut.axis] = cut.first(cut.part(rank, ranks), ranks)

@@ -25,6 +25,8 @@ T = TypeVar("T")
 AXES = ("pipeline", "replicate", "shard", "expert", "sequence", "context", "tensor")
 DATA_AXES = ("replicate", "shard", "expert")  # the axes whose ranks hold different rows
 CUTTING_AXES = ("expert", "tensor")  # over which a layout cuts parameters, each of them over one
+SHARD_AXES = ("shard", "expert")  # over which rows of parameters are sharded, as over one axis, the last one fastest
+DENSE = "shard-expert"  # the name of that axis, where both are wider than one rank; it is none of `AXES`
 _OPS = {Sum: dist.ReduceOp.SUM, Max: dist.ReduceOp.MAX, Min: dist.ReduceOp.MIN}
 BUCKET_BYTES = 25 * 2**20  # of one all-reduce of many tensors
 # the axes over which gradients are shares; over the tensor axis, those of what it does not cut
@@ -33,7 +35,8 @@ GRADIENT_AXES = (*DATA_AXES, "sequence", "context", "tensor")
 
 @attrs.frozen
 class Sharding:
-    """How parameters, gradients and moments lie on the shard axis: each rank holds a part, and when it gathers them.
+    """How parameters, gradients and moments lie on the ranks of `Mesh.shard_axis`, each of which holds a part, and when
+    they are gathered.
 
     `stage` 3 gathers a layer where it is used, forward and again backward; 2 keeps it from one to the other; 1
     gathers all layers once for a mini-batch, whose gradients are reduced once. What a step takes and gives is the same.
@@ -65,7 +68,7 @@ class Mesh:
     ring: bool = False
 
     def __attrs_post_init__(self) -> None:
-        unknown = sorted(set(self.axes) - set(AXES))
+        unknown = sorted(set(self.axes) - {*AXES, DENSE})
         if unknown:
             raise ValueError(f"unknown mesh axes {unknown}; there are {list(AXES)}")
 
@@ -74,8 +77,22 @@ class Mesh:
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters are cut over several ranks of the shard axis."""
-        return self.sharding is not None and self["shard"].size > 1
+        """Whether parameters are sharded over several ranks."""
+        return self.shard_axis().size > 1
+
+    def shard_axis(self, cut: Cut | None = None) -> Axis:
+        """The ranks that share the rows of a parameter with this cut: those of the shard and expert axes as one axis,
+        of a part that the expert axis cuts those of the shard axis alone; without `sharding` one rank.
+
+        It has a group where the mesh has one for it (`DENSE`), or needs none of its own.
+        """
+        if self.sharding is None:
+            return Axis()
+        shard, expert = self["shard"], self["expert"]
+        if expert.size == 1 or (cut is not None and cut.axis == "expert"):
+            return shard
+        place = Axis(shard.size * expert.size, shard.rank * expert.size + expert.rank)
+        return self.axes.get(DENSE, expert if shard.size == 1 else place)
 
     @property
     def cuts(self) -> bool:
@@ -99,7 +116,32 @@ class Mesh:
         axes = {
             name: Axis(n, device_mesh.get_local_rank(name), device_mesh.get_group(name)) for name, n in sizes.items()
         }
+        axes = with_dense(axes, device_mesh.mesh, dist.get_rank())
         return Mesh(with_lanes(axes, device_mesh.mesh, dist.get_rank()))
+
+
+def with_dense(axes: Mapping[str, Axis], ranks: Tensor, rank: int, limit: timedelta | None = None) -> dict[str, Axis]:
+    """The axes of a mesh of `ranks`, in their order; if there is an expert axis, also `SHARD_AXES` as one, with a new
+    group, whose collectives wait no longer than `limit`. All processes must call.
+
+    Raises ValueError for an expert axis before the shard axis: torch's groups have their ranks in order.
+    """
+    if axes.get("expert", Axis()).size == 1:
+        return dict(axes)
+    lines = lines_of(ranks, list(axes), SHARD_AXES)
+    if any(line != sorted(line) for line in lines):
+        raise ValueError(f"the mesh has the axes {list(axes)}: name shard before expert")
+    groups = [(line, dist.new_group(line, timeout=limit)) for line in lines]  # every rank makes all of them
+    line, group = next((line, group) for line, group in groups if rank in line)
+    return {**axes, DENSE: Axis(len(line), line.index(rank), group)}
+
+
+def lines_of(ranks: Tensor, names: Sequence[str], axes: Sequence[str]) -> list[list[int]]:
+    """The ranks that have other places on these axes alone, the last one fastest, of `ranks` whose dimensions are those
+    of `names`."""
+    dims = [names.index(name) for name in axes if name in names]
+    size = math.prod(ranks.shape[dim] for dim in dims)
+    return ranks.movedim(dims, list(range(-len(dims), 0))).reshape(-1, size).tolist()
 
 
 def with_lanes(axes: Mapping[str, Axis], ranks: Tensor, rank: int, limit: timedelta | None = None) -> dict[str, Axis]:
@@ -110,7 +152,7 @@ def with_lanes(axes: Mapping[str, Axis], ranks: Tensor, rank: int, limit: timede
         return dict(axes)
     ring = [(place, (place + 1) % axis.size) for place in range(axis.size)]
     lanes = {}
-    for line in ranks.movedim(list(axes).index("pipeline"), -1).reshape(-1, axis.size).tolist():
+    for line in lines_of(ranks, list(axes), ["pipeline"]):
         for pair in dict.fromkeys([*ring, *((after, before) for before, after in ring)]):
             own = sorted(line[place] for place in pair)
             group = dist.new_group(own, timeout=limit)  # all processes make all groups
@@ -138,16 +180,18 @@ def data_sum(values: T, mesh: Mesh) -> T:
 def gradient_sum(grads: T, mesh: Mesh) -> T:
     """The gradient, from each rank's share: of its rows, and of its slices of the packed rows.
 
-    Gradients of sharded parameters are summed over the shard axis already, as they were scattered. Over the tensor
-    and expert axes those of parameters that they do not cut are summed, and those of a part over the ranks that hold
-    it; over the pipeline axis those of parameters that several of its ranks hold (tied embeddings).
+    Gradients of sharded parameters are summed over `Mesh.shard_axis` already, as they were scattered; those of experts
+    are sums over the expert axis, whose tokens came to them. Over the tensor axis, and over the expert axis if nothing
+    is sharded, those of parameters that they do not cut are summed, and those of a part over the ranks that hold it;
+    over the pipeline axis those of parameters that several of its ranks hold (tied embeddings).
     """
-    done = {"shard"} if mesh.sharded else set()
-    done |= {"tensor"} if mesh.layout is None else set(CUTTING_AXES)
+    done = set(SHARD_AXES) if mesh.sharded else set()
+    cutting = [] if mesh.layout is None else [axis for axis in CUTTING_AXES if axis not in done]
+    done |= {"tensor", *cutting}
     result: Any = _sum(grads, mesh, [name for name in GRADIENT_AXES if name not in done])
     if mesh.layout is None:
         return result
-    for axis in CUTTING_AXES:
+    for axis in cutting:
         slots = {name: _slots(g, mesh.layout.cuts.get(name), axis, mesh[axis]) for name, g in result.items()}
         whole = _sum({name: slot for name, (slot, _) in slots.items() if slot is not None}, mesh, [axis])
         result = {name: whole[name][slots[name][1]] if name in whole else g for name, g in result.items()}

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds: its rows on the shard axis, of its cut on the tensor or expert axis, of its
+"""Which part of a tensor a rank holds: its rows of what is sharded, of its cut on the tensor or expert axis, of its
 stage's; and the whole again from all of them."""
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from fppo_kernels.collectives import Axis
 
 @attrs.frozen
 class Part:
-    """What one rank of a shard axis and of the axis of a cut holds of a leaf that has `shape`. Each axis is (rank,
-    ranks), and (0, 1) where the leaf is not cut over it. `stage` is the first pipeline rank that holds it."""
+    """What one rank of the axis that shares its rows (`Mesh.shard_axis`) and of the axis of a cut holds of a leaf that
+    has `shape`. Each axis is (rank, ranks), and (0, 1) where the leaf is not cut over it. `stage` is the first pipeline
+    rank that holds it; `experts` are the ranks of the expert axis that share its rows with each of the shard axis."""
 
     shape: tuple[int, ...]
     cut: Cut | None = None
     cutting: tuple[int, int] = (0, 1)
     shard: tuple[int, int] = (0, 1)
     stage: int = 0
+    experts: int = 1
 
     @property
     def number(self) -> int:
@@ -35,7 +37,7 @@ class Part:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Its rows of what the ranks of the shard axis cut; a leaf without dimensions has one."""
+        """Its rows of what the ranks share; a leaf without dimensions has one."""
         count = self.shape[0] if self.shape else 1
         if self.cut is not None and self.cut.dim == 0:
             count = self.cut.size(self.number)
@@ -62,14 +64,13 @@ class Part:
 
 
 def part_of(extent: torch.Size | Extent, mesh: Mesh) -> Part:
-    """What this rank of the mesh holds of a tensor that is cut over its shard axis, if that cuts any, and as the extent
-    says over the axis of its cut."""
-    shard = (mesh["shard"].rank, mesh["shard"].size) if mesh.sharded else (0, 1)
-    if not isinstance(extent, Extent):
-        return Part(tuple(extent), shard=shard)
-    cut, stage = extent.cut, extent.stages[0] if extent.stages else 0
+    """What this rank of the mesh holds of a tensor that is sharded, if the mesh shards any, and cut as the extent says
+    over the axis of its cut."""
+    whole = extent if isinstance(extent, Extent) else Extent(extent)
+    cut, axis = whole.cut, mesh.shard_axis(whole.cut)
     cutting = (0, 1) if cut is None else (mesh[cut.axis].rank, mesh[cut.axis].size)
-    return Part(tuple(extent.shape), cut, cutting, shard, stage)
+    stage, experts = whole.stages[0] if whole.stages else 0, axis.size // mesh["shard"].size if mesh.sharded else 1
+    return Part(tuple(whole.shape), cut, cutting, (axis.rank, axis.size), stage, experts)
 
 
 def holds(extent: torch.Size | Extent, mesh: Mesh) -> bool:
@@ -109,7 +110,7 @@ def whole_tensors(
     if layout is None:
         return fsdp.gather({name: params[name] for name in names}, shapes, mesh, dtypes=dtypes)
     pieces = _on_all_stages(params, list(names), mesh, layout, dtypes)
-    pieces = fsdp.gather(pieces, {name: layout.shape(name) for name in pieces}, mesh)
+    pieces = fsdp.gather(pieces, {name: layout.shape(name) for name in pieces}, mesh, cuts=layout.cuts)
     return {name: layout.gather(name, pieces.pop(name), mesh.__getitem__) for name in list(pieces)}
 
 

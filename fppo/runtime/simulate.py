@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from fppo.runtime._thread_group import Meeting, Stopped, ThreadGroup, World
-from fppo.runtime.mesh import Mesh
+from fppo.runtime.mesh import DENSE, SHARD_AXES, Mesh, lines_of
 from fppo_kernels.collectives import Axis
 
 T = TypeVar("T")
@@ -82,9 +82,11 @@ def _meshes(axes: Mapping[str, int]) -> list[tuple[World, Mesh]]:
     ranks = torch.arange(math.prod(shape)).reshape(shape)
     world = World(ranks.numel())
     axes_of: list[dict[str, Axis]] = [{} for _ in range(ranks.numel())]
-    for place, (name, size) in enumerate(axes.items()):
-        for line in ranks.movedim(place, -1).reshape(-1, size).tolist():
+    together = {name: (name,) for name in axes} | ({DENSE: SHARD_AXES} if axes.get("expert", 1) > 1 else {})
+    for name, own in together.items():
+        for line in lines_of(ranks, list(axes), own):
             meeting = Meeting(world, name, line)
             for number, rank in enumerate(line):
-                axes_of[rank][name] = Axis(size, number, ThreadGroup(meeting, number) if size > 1 else None)
+                group = ThreadGroup(meeting, number) if len(line) > 1 else None
+                axes_of[rank][name] = Axis(len(line), number, group)
     return [(world, Mesh(axes=axes)) for axes in axes_of]

@@ -266,7 +266,7 @@ def _gradients(params: Params, passes: Iterable[Pass], forward: Forward) -> tupl
     grads: Any = pytree.tree_unflatten(total, structure) if structure is not None else {}
     if isinstance(grads, Rooted):
         grads = grads.params
-    return scattered(grads, params, mesh) if once else grads, metrics.merge(*reports)
+    return scattered(grads, params, forward.model, mesh) if once else grads, metrics.merge(*reports)
 
 
 def _gradient(one: Pass, inputs: Params | Gathered, forward: Forward) -> tuple[Metrics, Any]:
@@ -329,4 +329,4 @@ def _stage_gradients(
         dtypes=kinds,
     )
     report = with_told(report, prefix, others, mesh["pipeline"])
-    return scattered(grads, params, mesh) if once else grads, report
+    return scattered(grads, params, forward.model, mesh) if once else grads, report

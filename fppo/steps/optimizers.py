@@ -17,7 +17,7 @@ from torch.optim.sgd import sgd as fused_sgd
 from fppo import metrics, tree
 from fppo.metrics import Metrics
 from fppo.models.model import Params
-from fppo.runtime.mesh import CUTTING_AXES, Mesh, all_reduce
+from fppo.runtime.mesh import CUTTING_AXES, SHARD_AXES, Mesh, all_reduce
 from fppo.runtime.offload import Lane, copied, to_device, to_host
 from fppo.steps.schedules import Schedule
 from fppo.tree import state
@@ -94,7 +94,8 @@ def _update(
     take = tree.donate if donate else tree.copy
     params, grads, state = take(params), take(grads), take(state)
     layout = mesh.layout  # a rank may own nothing, but has the norm's dtype and device
-    owned = [g if layout is None or layout.owns(name) else g[:0] for name, g in grads.items()]
+    sharded = mesh.sharded
+    owned = [g if layout is None or layout.owns(name, sharded=sharded) else g[:0] for name, g in grads.items()]
     norm = _global_norm(owned, mesh)
     skipped = (~norm.isfinite()).float()
     scale = None
@@ -111,8 +112,9 @@ def _global_norm(grads: list[Tensor], mesh: Mesh) -> Tensor:
     """The 2-norm of all gradients, on all ranks: 0-d, of their dtype. Each is given by one rank alone of those that the
     mesh cuts parameters over."""
     norm = get_total_norm(grads)
-    axes = [mesh["shard"]] if mesh.sharded else []
-    axes += [] if mesh.layout is None else [mesh[name] for name in (*CUTTING_AXES, "pipeline")]
+    axes, done = ([mesh.shard_axis()], SHARD_AXES) if mesh.sharded else ([], ())
+    if mesh.layout is not None:
+        axes += [mesh[name] for name in (*CUTTING_AXES, "pipeline") if name not in done]
     if not axes:
         return norm
     total = norm.double().square()

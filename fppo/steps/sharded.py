@@ -72,7 +72,7 @@ def whole(params: Params | Whole | OnHost, model: Model, mesh: Mesh) -> Whole:
     if isinstance(params, OnHost):
         params = to_device(dict(params.params), params.lane)
     every = model.joined(params)
-    every = fsdp.gather(every, model.all_shapes, mesh, dtypes=wire_dtypes(model, every))
+    every = fsdp.gather(every, model.all_shapes, mesh, cuts=model.cuts, dtypes=wire_dtypes(model, every))
     own = {name: every.pop(name) for name in params}
     return Whole(params=own, frozen=model.frozen and attrs.evolve(model.frozen, params=every))
 
@@ -87,7 +87,8 @@ def rooted(params: Params, model: Model, mesh: Mesh) -> Params | Rooted:
         return params
     wire = wire_dtypes(model, group)
     shapes, dtypes = [model.all_shapes[name] for name in group], [wire.get(n, x.dtype) for n, x in group.items()]
-    return Rooted(params=params, root=_Root(fsdp.begin_gather(list(group.values()), shapes, dtypes, mesh["shard"])))
+    axes = fsdp.axes_of(group, mesh, model.cuts)
+    return Rooted(params=params, root=_Root(fsdp.begin_gather(list(group.values()), shapes, dtypes, axes)))
 
 
 def cast(params: Params, model: Model) -> Params:
@@ -96,10 +97,12 @@ def cast(params: Params, model: Model) -> Params:
     return {name: x.to(kinds.get(name, x.dtype)) for name, x in params.items()}
 
 
-def scattered(grads: Whole, params: Params, mesh: Mesh) -> Params:
-    """The shards of the sum over the shard axis of whole gradients, in the dtypes of the sharded parameters."""
-    names = list(params)
-    shards = fsdp.reduce_scatter([grads.params[name] for name in names], [x.dtype for x in params.values()], mesh)
+def scattered(grads: Whole, params: Params, model: Model, mesh: Mesh) -> Params:
+    """The shards of the sum, over the ranks that share a parameter, of whole gradients, in the dtypes of the sharded
+    parameters."""
+    names, kinds = list(params), [x.dtype for x in params.values()]
+    axes, sharding = fsdp.axes_of(names, mesh, model.cuts), mesh.sharding or Sharding()
+    shards = fsdp.reduce_scatter([grads.params[name] for name in names], kinds, axes, sharding)
     return dict(zip(names, shards, strict=True))
 
 
@@ -114,7 +117,7 @@ def opened(params: Params | Gathered | OnHost, model: Model, mesh: Mesh) -> Open
     """Gathers what is outside the layers (embeddings, last norm, head), unless it is there, and it stays for the whole
     pass; the layers gather their own. What is on the host is fetched likewise.
 
-    Every rank of the shard axis must make the same passes, forward and backward.
+    All ranks that share parameters must make the same passes, forward and backward.
     """
     lane = root = None
     if isinstance(params, Whole):
@@ -186,6 +189,7 @@ class _Stream:
         self._shapes = [[shapes[name] for name in group] for group in groups]
         wire = [wire_dtypes(model, group) for group in groups]
         self._dtypes = [[w.get(n, x.dtype) for n, x in group.items()] for w, group in zip(wire, groups, strict=True)]
+        self._axes = [fsdp.axes_of(group, mesh, model.cuts) for group in groups]
         self._begun: dict[int, fsdp.Finish] = {} if root is None else {0: root.take}
         self._sums = fsdp.Sums()
         self._landing = [fsdp.landing(list(group.values()), self._sums) for group in groups]
@@ -199,7 +203,7 @@ class _Stream:
             if not self._mesh.sharded:
                 return finish
             shards = finish()
-        return fsdp.begin_gather(shards, self._shapes[number], self._dtypes[number], self._mesh["shard"])
+        return fsdp.begin_gather(shards, self._shapes[number], self._dtypes[number], self._axes[number])
 
     def take(self, number: int, step: int) -> tuple[Tensor, ...]:
         """The whole tensors of a group; the one `step` further on is begun first."""
@@ -213,7 +217,8 @@ class _Stream:
         """The same as a function of the group's shards."""
         if not self._groups[number]:
             return self.take(number, step)
-        return fsdp.gathered(lambda: self.take(number, step), self._landing[number], self._mesh, sums=self._sums)
+        axes, sharding = self._axes[number], self._mesh.sharding or Sharding()
+        return fsdp.gathered(lambda: self.take(number, step), self._landing[number], axes, sharding, sums=self._sums)
 
 
 def _apply_layer(model: Model, groups: Sequence[Params], stream: _Stream, sharding: Sharding) -> ApplyLayer:

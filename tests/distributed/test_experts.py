@@ -1,12 +1,73 @@
-"""`fppo train` on real processes with an expert axis: a tiny Qwen3-MoE has the numbers of one process."""
+"""Updates and `fppo train` on real processes with an expert axis: a tiny Qwen3-MoE has the numbers of one process."""
 
+import math
+from functools import partial
+
+import attrs
 import pytest
+import torch
 
+from fppo import losses, metrics, models, tree
 from fppo.commands import cli
 from fppo.runs import jsonl
+from fppo.runtime import checkpoint
+from fppo.runtime.mesh import Mesh, Sharding
 from fppo.settings import files
-from tests import tiny_run
+from fppo.steps.actor import update_actor
+from fppo.steps.forward import Forward
+from fppo.steps.loop import Loop
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizers import adamw
+from fppo.steps.train_state import init_state, whole_shapes
+from tests import tiny, tiny_run
+from tests.distributed import processes
 from tests.distributed.ranks import Ranks
+from tests.models.families import make
+
+
+def update(mesh, stage, directory=None):
+    """The whole actor after two steps, its metrics, and how many numbers the rank held of state; saved, if there is a
+    directory."""
+    model, params = make("qwen3_moe")
+    mesh = attrs.evolve(mesh, sharding=Sharding(stage=stage))
+    model, optimizer = models.place(model, mesh), adamw(lambda step: 0.1, eps=1.0, max_grad_norm=0.5)
+    state, report = update_actor(
+        init_state(models.own_params(model, params, mesh), optimizer),
+        tiny.experience(7, 7),
+        forward=Forward(model, mesh=mesh),
+        loss_fn=losses.ppo_clip,
+        loop=Loop(mini_batch_size=4, micro_batching=MicroBatching(size=1)),
+        optimizer=optimizer,
+    )
+    if directory is not None:
+        checkpoint.save(state, directory, stage, mesh=mesh, shapes=whole_shapes(state, model.extents))
+    whole = {what: models.whole_params(model, x, mesh) for what, x in (("p", state.params), ("m", state.opt.mu))}
+    held = sum(x.numel() for x in tree.tensors(state))
+    return dict(tree.leaves_with_paths(whole)), metrics.report(report), held
+
+
+def updates(mesh, directory):
+    return [update(mesh, stage, directory) for stage in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"expert": 2}, pytest.param({"shard": 2, "expert": 2}, marks=pytest.mark.slow)],
+    ids=["2", "2x2"],
+)
+def test_processes_that_share_dense_parameters_do_the_update_of_one(axes, tmp_path):
+    expected, numbers, whole = update(Mesh.local(), 3)
+    _, params = make("qwen3_moe")
+    template = init_state(params, adamw(lambda step: 0.1))
+    for results in processes.run(axes, partial(updates, directory=tmp_path)):
+        for stage, (found, found_numbers, held) in enumerate(results, 1):
+            for path, leaf in expected.items():
+                torch.testing.assert_close(found[path], leaf, rtol=1e-10, atol=1e-10, msg=f"stage {stage}, {path}")
+            for name, number in numbers.items():
+                assert found_numbers[name] == pytest.approx(number, rel=1e-8, abs=1e-10, nan_ok=True), name
+            assert held <= 1.1 * whole / math.prod(axes.values())
+            saved = checkpoint.load(template, tmp_path, stage)
+            assert tree.digest(saved.params) == tree.digest({name: found[f"['p']['{name}']"] for name in params})
 
 
 def numbers(directory):

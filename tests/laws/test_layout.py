@@ -11,6 +11,7 @@ from fppo import laws, losses, tree
 from fppo.laws import layout
 from fppo.losses import loss_weights
 from fppo.runtime import mesh as meshes
+from fppo.runtime.layout import Layout
 from fppo.runtime.mesh import Mesh
 from fppo.steps import loop, optimizers, packed
 from fppo.steps import stages as staging
@@ -111,6 +112,17 @@ def sharded_twice(grads, mesh):
     )
 
 
+def dense_twice(grads, mesh):
+    cuts = mesh.layout.cuts
+    summed = meshes.gradient_sum(grads, mesh)
+    dense = {name: x for name, x in summed.items() if mesh.sharded and name not in cuts}
+    return summed | meshes.gradient_sum(dense, Mesh({"expert": mesh["expert"]}))
+
+
+def first_expert_rank_owns(self, name, *, sharded=False, owns=Layout.owns):
+    return owns(self, name)
+
+
 def every_rank_counts(x, axis):
     """The gradient of the sum of the ranks' losses, which are one loss."""
     return collectives.all_gather(x, axis)
@@ -151,6 +163,8 @@ MISTAKES = {
     "other rows": ("context", packed, "deal", rows_as_one),
     "tensor": ("tensor", loop, "gradient_sum", without_layout),
     "expert": ("expert", loop, "gradient_sum", without_layout),
+    "dense twice": ("expert", loop, "gradient_sum", dense_twice),
+    "dense once": ("expert", Layout, "owns", first_expert_rank_owns),
     "copies": ("pipeline", meshes, "_sum_copies", copies_apart),
     "loads of stages": ("pipeline", loop, "with_told", lambda report, prefix, others, axis: report),
     "metrics of stages": ("pipeline", staging, "_metrics_of_last", lambda report, axis, device: report),

@@ -22,8 +22,8 @@ FILE = 4000
 
 
 def save(mesh, model, params, directory, **settings):
-    mesh = attrs.evolve(mesh, sharding=Sharding())
-    models.save(model, fsdp.shard(params, mesh), directory, mesh=mesh, **settings)
+    mesh, model = attrs.evolve(mesh, sharding=Sharding()), models.place(model, mesh)
+    models.save(model, models.own_params(model, params, mesh), directory, mesh=mesh, **settings)
 
 
 def contents(directory):
@@ -51,6 +51,7 @@ def test_files_are_those_that_transformers_writes(name, tmp_path):
         ("llama", "lm", {"shard": 2}),
         ("qwen2", "lm", {"replicate": 2, "shard": 3}),
         ("qwen3_moe", "lm", {"shard": 4}),
+        ("qwen3_moe", "lm", {"shard": 3, "expert": 2}),
         ("gpt2", "value", {"shard": 2, "sequence": 2}),
         ("cohere", "value", {"shard": 2}),
     ],

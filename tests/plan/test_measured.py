@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fppo import models
+from fppo.models.experts import expert_names
 from fppo.plan import passes
 from fppo.plan._track import Tracker
 from fppo.plan.built import model_of
@@ -99,10 +100,27 @@ def test_an_update_holds_and_sends_what_was_planned(mesh, stage, again, log_prob
         holds(attrs.evolve(what, pipeline_rank=rank), "update actor")
 
 
-@pytest.mark.parametrize("mesh", [{"expert": 2}, {"shard": 2, "expert": 2}])
-def test_tokens_that_go_to_their_experts_are_planned(mesh):
+@pytest.mark.parametrize(
+    ("mesh", "stage"),
+    [
+        ({"expert": 2}, 3),
+        ({"shard": 2, "expert": 2}, 3),
+        pytest.param({"expert": 2}, 1, marks=pytest.mark.slow),
+        pytest.param({"shard": 2, "expert": 2}, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_that_go_to_their_experts_are_planned(mesh, stage):
     """With as many choices as experts, so that loads are equal."""
-    holds(case(config=mixture(chosen=8), mesh=mesh), "update actor")
+    holds(case(config=mixture(chosen=8), mesh=mesh, stage=stage), "update actor")
+
+
+@pytest.mark.parametrize(("mesh", "dense", "of_experts"), [({"expert": 8}, 8, 8), ({"shard": 2, "expert": 4}, 8, 8)])
+def test_both_axes_cut_what_is_dense_and_what_is_of_experts(mesh, dense, of_experts):
+    what = case(config=mixture(chosen=2), mesh=mesh)
+    model = model_of(what, "actor")
+    inside = sum(model.shapes[name].numel() for name in expert_names(model))
+    outside = sum(shape.numel() for shape in model.shapes.values()) - inside
+    assert shard_numbers(what, "actor") == inside / of_experts + outside / dense
 
 
 def test_experts_that_routers_prefer_make_their_rank_hold_what_is_planned_for_their_load(monkeypatch):

@@ -25,7 +25,7 @@ from fppo.plan.remedies import Remedy, applied, families, remedies
 from fppo.plan.rough import facts_of, rough
 from fppo.plan.text import report
 from fppo.plan.values import GIB, Cost, Phase, Work
-from fppo.runtime.mesh import Mesh, Sharding
+from fppo.runtime.mesh import DENSE, Mesh, Sharding
 from fppo.runtime.schedule import clocked, one_f_one_b
 from fppo.settings import files
 from fppo.settings import plan as settings_plan
@@ -133,6 +133,9 @@ def test_a_link_is_as_fast_as_the_ranks_that_share_it():
     assert of("replicate", replicate=2, shard=8) == (True, 5e10, 5e10)  # one rank of an axis in each node
     assert of("replicate", replicate=4, shard=2) == (False, 4.5e11, 4.5e11)
     assert of("shard", shard=8, sequence=2)[:2] == (True, 2e11)  # four of its ranks in each node
+    both = {"shard": 4, "expert": 4, "tensor": 2}
+    assert of(DENSE, **both)[:2] == of("shard", shard=16, tensor=2)[:2] == (True, 2e11)
+    assert of("expert", **both)[0] is False
 
 
 def test_only_what_is_sent_meanwhile_can_hide():

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from fppo import models
 from fppo.rollout import sync
 from fppo.rollout.sync import Bucket, SyncError, compare, digest, renamed, reshard
 from fppo.runtime import digests, fsdp
@@ -140,6 +141,24 @@ def test_all_stages_send_the_same_buckets_in_one_order(axes):
         return everything, some
 
     assert simulate(axes, run) == [(set(params), {"layers.3.weight"})] * math.prod(axes.values())
+
+
+@pytest.mark.parametrize("axes", [{"expert": 4}, {"shard": 2, "expert": 2}], ids=str)
+def test_experts_and_what_both_axes_share_are_sent_whole(axes):
+    model, params = make("qwen3_moe", dtype=torch.float32)
+    whole = {name: digest(x) for name, x in params.items()}
+    moved = params | {"model.norm.weight": params["model.norm.weight"].clone()}
+    moved["model.norm.weight"][-1] += 1  # on one rank alone
+
+    def run(mesh):
+        mesh = Mesh(mesh.axes, Sharding())
+        placed = models.place(model, mesh)
+        own, later = (models.own_params(placed, x, mesh) for x in (params, moved))
+        buckets = list(reshard(own, placed.shapes, mesh, bucket_bytes=3000, layout=placed.layout))
+        _, last = sync.changed(own, {}, mesh)
+        return {name: d for bucket in buckets for name, d in bucket.digests.items()}, sync.changed(later, last, mesh)[0]
+
+    assert all(found == (whole, {"model.norm.weight"}) for found in simulate(axes, run))
 
 
 def test_what_changed_is_agreed_by_all_ranks():

@@ -1,5 +1,6 @@
 """Checkpoints of meshes: written by all ranks or by none, and read on any other mesh."""
 
+import json
 import math
 import shutil
 import tempfile
@@ -119,7 +120,8 @@ def on_any_rank(mesh):
         if not held or pipeline.rank in held:
             params[name] = x
         extents[name] = Extent(torch.Size(shape), cut, held) if cut is not None or held else torch.Size(shape)
-    params = fsdp.shard(params, mesh)
+    cuts = {name: x.cut for name, x in extents.items() if isinstance(x, Extent) and x.cut is not None}
+    params = fsdp.shard(params, mesh, cuts)
     named = {f"['params']['{name}']": extent for name, extent in extents.items()}
     named |= {f"['mu']['{name}']": extents[name] for name in params}  # an optimizer's, of which ranks know their own
     return {"params": params, "mu": tree.map(torch.neg, params), "step": 3}, mesh, named
@@ -133,6 +135,7 @@ WRITERS = [
     {"pipeline": 3, "shard": 2},
     {"pipeline": 2, "replicate": 2, "tensor": 2},
     {"expert": 2},
+    {"replicate": 2, "shard": 2, "expert": 4},
     {"pipeline": 2, "shard": 2, "expert": 2, "tensor": 2},
 ]
 READERS = [
@@ -144,7 +147,7 @@ READERS = [
     {"pipeline": 2, "tensor": 2},
     {"pipeline": 3},
     {"expert": 4},
-    {"expert": 2, "tensor": 2},
+    {"shard": 3, "expert": 2, "tensor": 2},
 ]
 
 
@@ -167,6 +170,36 @@ def test_what_is_cut_over_any_axes_is_loaded_onto_any_mesh(tmp_path, writers):
         x.numel() for file in tmp_path.glob("*/*.safetensors") for x in safetensors.torch.load_file(file).values()
     ]
     assert sum(stored) == 2 * sum(math.prod(shape) for shape, *_ in CUTS.values())  # each number once
+
+
+def as_format_6(manifest):
+    """As it was written where dense leaves were on the first rank of the expert axis."""
+    old = {key: value for key, value in manifest.items() if key != "digest"} | {"format": 6}
+    for leaf in old["leaves"].values():
+        assert leaf.pop("experts") == 1
+    return old | {"digest": files._digest(files._canonical(old))}
+
+
+@pytest.mark.parametrize("readers", [{"shard": 3}, {"shard": 2, "expert": 2}, {"expert": 4, "tensor": 2}], ids=str)
+def test_a_checkpoint_of_format_6_is_loaded_onto_any_mesh(tmp_path, readers, monkeypatch):
+    def held(mesh):
+        held, mesh, extents = on_any_rank(mesh)
+        return held, {"mesh": mesh, "shapes": extents}
+
+    def save(mesh):
+        value, where = held(mesh)
+        checkpoint.save(value, tmp_path, 1, **where)
+
+    def load(mesh):
+        value, where = held(mesh)
+        return tree.digest(checkpoint.load(tree.map(torch.zeros_like, value), tmp_path, 1, **where)), tree.digest(value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mesh, "shard_axis", lambda mesh, cut=None: mesh["shard"])
+        simulate({"shard": 2, "expert": 2, "tensor": 2}, save)
+    file = checkpoint.path_of(tmp_path, 1) / files.MANIFEST
+    file.write_text(json.dumps(as_format_6(json.loads(file.read_text()))))
+    assert all(found == expected for found, expected in simulate(readers, load))
 
 
 def test_what_a_stage_holds_otherwise_is_named(tmp_path):

@@ -56,6 +56,7 @@ def test_every_layout_has_the_digest_of_the_whole(axes):
         {"pipeline": 2, "tensor": 2},
         {"pipeline": 3, "shard": 2, "tensor": 2},
         {"expert": 3, "tensor": 2},
+        {"shard": 2, "expert": 2, "tensor": 2},
     ],
 )
 def test_axes_that_cut_any_dimension_or_part_leaves_change_no_digest(axes, monkeypatch):
@@ -71,7 +72,7 @@ def test_axes_that_cut_any_dimension_or_part_leaves_change_no_digest(axes, monke
     }
 
     def on_rank(mesh):
-        mesh = attrs.evolve(mesh, sharding=Sharding() if "shard" in axes else None)
+        mesh = attrs.evolve(mesh, sharding=Sharding() if {"shard", "expert"} & axes.keys() else None)
         last = mesh["pipeline"].size - 1
         held = {"rows": (0,), "columns": (last,), "fewer": (0, last), "norm": (last,), "experts": (0,)}
         stages = held if last else {}
@@ -79,7 +80,8 @@ def test_axes_that_cut_any_dimension_or_part_leaves_change_no_digest(axes, monke
         placed = {n: x if cut is None else cut.take(x, cut.part(*own[cut.axis])) for n, (x, cut) in whole.items()}
         placed = {n: x for n, x in placed.items() if not last or mesh["pipeline"].rank in stages[n]}
         shapes = {f"[{n!r}]": Extent(x.shape, cut, stages.get(n, ())) for n, (x, cut) in whole.items()}
-        return digest(fsdp.shard(placed, mesh), "sums", device=CPU, mesh=mesh, shapes=shapes)
+        cuts = {name: cut for name, (_, cut) in whole.items() if cut is not None}
+        return digest(fsdp.shard(placed, mesh, cuts), "sums", device=CPU, mesh=mesh, shapes=shapes)
 
     expected = digest({name: x for name, (x, _) in whole.items()}, "sums", device=CPU)
     assert all(found == expected for found in simulate(axes, on_rank))

@@ -1,5 +1,6 @@
 """Shards and their collectives: what lies where, how much of it, and in which dtype it travels."""
 
+import math
 from functools import partial
 
 import attrs
@@ -11,6 +12,7 @@ from transformers import LlamaConfig
 
 from fppo import models, tree
 from fppo.runtime import fsdp
+from fppo.runtime.layout import Cut
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.simulate import simulate
 from fppo.steps.optimizers import adamw
@@ -58,6 +60,77 @@ def test_gather_undoes_shard_and_its_gradient_is_the_shard_of_the_sum(shapes, ra
             torch.testing.assert_close(grads[name], expected[name], rtol=1e-12, atol=1e-12)
     for name, x in params.items():
         assert sum(len(shards[name]) for _, shards, _, _ in found) == len(x)
+
+
+@settings(max_examples=25)
+@given(
+    leaves=st.lists(st.tuples(st.integers(1, 13), st.booleans()), min_size=1, max_size=4),
+    axes=st.permutations([("shard", 2), ("expert", 3)])
+    | st.sampled_from([[("shard", 3), ("expert", 2)], [("expert", 2)], [("shard", 1), ("expert", 4)]]),
+    seed=st.integers(0, 99),
+)
+def test_experts_are_shared_by_the_shard_axis_and_all_else_by_both_axes_as_one(leaves, axes, seed):
+    """By the definition: rank (s, e) has chunk s * experts + e of what is dense, and chunk s of part e of experts."""
+    sizes = {"shard": 1, **dict(axes)}
+    ranks, experts = sizes["shard"], sizes["expert"]
+    params = whole_params([(rows * (experts if cut else 1), 2) for rows, cut in leaves], seed)
+    cuts = {str(i): Cut(0, experts, (len(params[str(i)]),), "expert") for i, (_, cut) in enumerate(leaves) if cut}
+
+    def run(mesh):
+        mesh, place = sharded(mesh), (mesh["shard"].rank, mesh["expert"].rank)
+        placed = {name: cuts[name].take(x, place[1]) if name in cuts else x for name, x in params.items()}
+        shards = {name: x.requires_grad_() for name, x in fsdp.shard(placed, mesh, cuts).items()}
+        whole = fsdp.gather(shards, {name: x.shape for name, x in placed.items()}, mesh, cuts=cuts)
+        assert all(torch.equal(whole[name], x) for name, x in placed.items())
+        loss = torch.stack([x.sum() * 2.0 ** (place[0] * experts + place[1]) for x in whole.values()]).sum()
+        return place, shards, torch.autograd.grad(loss, list(shards.values()))
+
+    for (s, e), shards, grads in simulate(dict(axes), run):
+        for (name, x), grad in zip(params.items(), grads, strict=True):
+            own = cuts[name].take(x, e) if name in cuts else x
+            number, count = (s, ranks) if name in cuts else (s * experts + e, ranks * experts)
+            every = [*own.chunk(count), *[own[:0]] * count]
+            assert torch.equal(shards[name], every[number])
+            with_rows = [2.0 ** (i * experts + e) for i in range(ranks)] if name in cuts else [2.0 ** (count) - 1.0]
+            torch.testing.assert_close(grad, torch.full_like(grad, sum(with_rows)))
+
+
+def test_dense_parameters_go_in_one_collective_over_both_axes(monkeypatch):
+    sent = []
+
+    def told(name):
+        real = getattr(fsdp, name)
+
+        def call(output, given, *, group, **keywords):
+            sent.append((name, group.size(), output.numel(), given.numel()))
+            return real(output, given, group=group, **keywords)
+
+        monkeypatch.setattr(fsdp, name, call)
+
+    told("_gather_single")
+    told("_reduce_scatter_single")
+    params, cuts = whole_params([(12, 2), (4,), (6, 2)]), {"2": Cut(0, 2, (12,), "expert")}
+    sizes = {name: x.shape for name, x in params.items()}
+
+    def run(axes):
+        def on_rank(mesh):
+            mesh = sharded(mesh)
+            shards = {name: x.requires_grad_() for name, x in fsdp.shard(params, mesh, cuts).items()}
+            whole = fsdp.gather(shards, sizes, mesh, cuts=cuts)
+            torch.autograd.grad(torch.cat([x.flatten() for x in whole.values()]).sum(), list(shards.values()))
+            return math.prod(axes.values())
+
+        sent.clear()
+        ranks = simulate(axes, on_rank)[0]
+        assert all(sent.count(each) == ranks for each in sent)
+        return set(sent)
+
+    dense = {("_gather_single", 4, 28, 7), ("_reduce_scatter_single", 4, 7, 28)}
+    assert run({"expert": 4}) == dense  # each rank has its experts whole, and sends nothing of them
+    assert run({"shard": 2, "expert": 2}) == dense | {
+        ("_gather_single", 2, 12, 6),
+        ("_reduce_scatter_single", 2, 6, 12),
+    }
 
 
 def test_frozen_parameters_take_no_gradient_and_no_wire(monkeypatch):

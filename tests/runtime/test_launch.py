@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from fppo.runtime import launch
+from fppo.runtime import mesh as meshes
 from fppo.runtime.launch import Place, joined
-from fppo.runtime.mesh import Sharding
+from fppo.runtime.layout import Cut
+from fppo.runtime.mesh import Axis, Mesh, Sharding
 
 
 @pytest.fixture
@@ -30,6 +32,7 @@ def asked(monkeypatch):
         ProcessGroup=None,
     )
     monkeypatch.setattr(launch, "dist", distributed)
+    monkeypatch.setattr(meshes, "dist", distributed)
     monkeypatch.setattr(launch, "rendezvous", lambda *_, **__: iter([(None,)]))
     monkeypatch.setattr(launch, "PrefixStore", lambda name, store: name)
     monkeypatch.setattr(launch, "Monitor", lambda *_: contextlib.nullcontext())
@@ -58,3 +61,23 @@ def test_one_axis_is_the_group_of_all_but_for_a_twin(asked):
     ):
         assert (mesh["shard"].rank, mesh["shard"].group, mesh.sharded) == (1, "everyone", True)
         assert second["shard"].group == (0, 1)
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 2, "expert": 2, "tensor": 2}, {"expert": 4, "tensor": 2}], ids=str)
+def test_an_expert_axis_shares_what_is_dense_with_the_shard_axis(asked, sizes):
+    of_experts, limit = Cut(0, 2, (8,), "expert"), timedelta(seconds=2)
+    with joined(sizes, Place(rank=5, world=8), torch.device("cpu"), timeout=1.0, sharding=Sharding()) as (mesh, *_):
+        assert mesh.sharded
+        assert mesh.shard_axis() == Axis(4, 2, (1, 3, 5, 7))
+        assert mesh.shard_axis(of_experts) == mesh["shard"] == Axis(*((2, 1, (1, 5)) if "shard" in sizes else ()))
+        assert mesh.shard_axis(Cut(0, 2, (8,))) == mesh.shard_axis()
+    assert asked.groups.count(((1, 3, 5, 7), limit)) == (1 if "shard" in sizes else 2)
+
+
+def test_a_mesh_says_where_rows_are_without_a_group_of_its_own():
+    axes = {"shard": Axis(2, 1, "shard"), "expert": Axis(3, 2, "expert")}
+    assert Mesh(axes, Sharding()).shard_axis() == Axis(6, 5)
+    assert Mesh(axes).shard_axis() == Mesh(axes).shard_axis(Cut(0, 3, (3,), "expert")) == Axis()
+    assert Mesh({"expert": axes["expert"]}, Sharding()).shard_axis() == axes["expert"]
+    with pytest.raises(ValueError, match=r"the mesh has the axes \['expert', 'shard'\]: name shard before expert"):
+        meshes.with_dense(dict(reversed(axes.items())), torch.arange(6).view(3, 2), 0)

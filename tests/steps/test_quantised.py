@@ -162,9 +162,8 @@ def test_each_rank_merges_its_part_and_the_base_alone(name, axes, kind):
         mesh = attrs.evolve(mesh, sharding=Sharding() if mesh["shard"].size > 1 else None)
         own, shards = adapted(mesh=mesh, name=name, kind=kind)
         parts = lora.merged(own, shards, mesh=mesh)
-        assert {n: tuple(x.shape) for n, x in parts.items()} == {
-            n: fsdp.shard_shape(shape, mesh) for n, shape in own.plain.shapes.items()
-        }
+        shapes = fsdp.shard_shapes(own.plain.shapes, mesh, own.plain.cuts)
+        assert {n: tuple(x.shape) for n, x in parts.items()} == shapes
         return [models.whole_params(own.plain, x, mesh) for x in (parts, lora.base_weights(own, mesh=mesh))]
 
     for got in simulate(axes, on_ranks):
