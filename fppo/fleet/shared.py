@@ -13,6 +13,7 @@ import errno
 import os
 import pickle
 import socket
+import struct
 import weakref
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 
 _ALIGNED = 64
+_HEAD = struct.Struct("<BQQ")  # of a parcel: how many files come with it, and the bytes of its message and of the rest
 MOST = 250  # pieces of memory that go with a message: Linux hands over 253 files at once
 
 
@@ -73,52 +75,68 @@ def put(arrays: Sequence[np.ndarray]) -> list[Place] | None:
 
 
 class Lane:
-    """One end of a pipe (`multiprocessing.Pipe`) that carries parcels."""
+    """One end of a pipe (`multiprocessing.Pipe`), which this takes over, that carries parcels."""
 
     def __init__(self, line: Connection) -> None:
-        self._line = line
         self._socket = socket.socket(fileno=os.dup(line.fileno()))
+        line.close()
 
     def send(self, parcel: Parcel) -> None:
         """Sends it. Raises OSError if the other end is gone."""
         places = [x for x in parcel.arrays if isinstance(x, Place)]
         memories = list(dict.fromkeys(place.memory for place in places))
-        if not memories or not self._handed_over(memories):
-            self._socket.sendall(b"\0")
-            beside = [_read(x.memory.file, x.start, x.size) if isinstance(x, Place) else x for x in parcel.arrays]
-        else:
-            beside = [(memories.index(place.memory), place.start, place.size) for place in places]
-        self._line.send_bytes(parcel.data)
-        self._line.send_bytes(pickle.dumps(beside, pickle.HIGHEST_PROTOCOL))
+        where = [(memories.index(place.memory), place.start, place.size) for place in places]
+        if memories and self._sent(parcel.data, where, [memory.file for memory in memories]):
+            return
+        arrays = [_read(x.memory.file, x.start, x.size) if isinstance(x, Place) else x for x in parcel.arrays]
+        self._sent(parcel.data, arrays, [])
 
     def receive(self) -> tuple[Any, list[np.ndarray]]:
         """The next message and its arrays. Raises EOFError or OSError if the other end is gone."""
-        count, files, _, _ = socket.recv_fds(self._socket, 1, MOST, socket.MSG_CMSG_CLOEXEC)
-        if not count:
-            raise EOFError
+        head, files, _, _ = socket.recv_fds(self._socket, _HEAD.size, MOST, socket.MSG_CMSG_CLOEXEC)
         try:
-            message = pickle.loads(self._line.recv_bytes())
-            beside = pickle.loads(self._line.recv_bytes())
-            if len(files) < count[0]:
+            if not head:
+                raise EOFError
+            count, data, beside = _HEAD.unpack(head + self._bytes(_HEAD.size - len(head)))
+            message, beside = pickle.loads(self._bytes(data)), pickle.loads(self._bytes(beside)) if beside else []
+            if len(files) < count:
                 raise OSError(errno.EMFILE, "there was no file left for memory that was sent")
             if not files:
                 return message, beside
-            ends = [0] * len(files)
+            ends = [0] * count
             for number, start, size in beside:
                 ends[number] = max(ends[number], start + size)
-            bytes_of = [_mapped(file, end) for file, end in zip(files, ends, strict=True)]
-            return message, [bytes_of[number][start : start + size] for number, start, size in beside]
+            mapped = [_mapped(file, end) for file, end in zip(files, ends, strict=True)]
+            return message, [mapped[number][start : start + size] for number, start, size in beside]
         finally:
             for file in files:
                 os.close(file)
 
-    def _handed_over(self, memories: Sequence[Memory]) -> bool:
-        """Whether the other end gets these, before the bytes that are sent next."""
-        try:
-            socket.send_fds(self._socket, [bytes([len(memories)])], [memory.file for memory in memories])
-        except OSError:  # more are on their way than the system lets be, if the other end is not gone
-            return False
+    def _sent(self, data: bytes, beside: list[Any], files: list[int]) -> bool:
+        """Whether it could be sent; not where more files are on their way than the system lets be."""
+        pickled = pickle.dumps(beside, pickle.HIGHEST_PROTOCOL) if beside else b""
+        whole = memoryview(b"".join((_HEAD.pack(len(files), len(data), len(pickled)), data, pickled)))
+        begun = 0
+        if files:
+            try:
+                begun = socket.send_fds(self._socket, [whole], files)
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS:
+                    raise
+                return False
+        self._socket.sendall(whole[begun:])
         return True
+
+    def _bytes(self, size: int) -> bytearray:
+        """The next bytes."""
+        found = bytearray(size)
+        rest = memoryview(found)
+        while rest:
+            count = self._socket.recv_into(rest)
+            if not count:
+                raise EOFError
+            rest = rest[count:]
+        return found
 
 
 def _mapped(file: int, size: int) -> np.ndarray:
