@@ -65,7 +65,7 @@ class Processes:
     def start(self) -> Sequence[str]:
         """Starts the processes. Raises RankLost if one does not come up."""
         context: Any = multiprocessing.get_context(_ON_GPUS if self._gpus else _METHOD)
-        context.set_forkserver_preload(sorted(name for name in sys.modules if name.partition(".")[0] == "fppo"))
+        context.set_forkserver_preload(sorted(name for name in list(sys.modules) if name.partition(".")[0] == "fppo"))
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         now = os.environ.get("CUDA_VISIBLE_DEVICES")
         seen = [visible(own, now) for own in self._gpus] or [None] * self.count
