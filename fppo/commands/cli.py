@@ -257,7 +257,7 @@ def _plan(rest: Sequence[str]) -> int | None:
         raise files.SettingsError(wrong)
     from fppo.commands import plan
 
-    return plan.run(options, {} if of_file is None else settings_plan.pools_of_run(of_file))
+    return plan.run(options, of_file)
 
 
 class _Processes(NamedTuple):

@@ -6,44 +6,46 @@ import json
 import math
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import attrs
 import torch
 from transformers.utils import logging as transformers_logging
 
+from fppo.assembly.parts import bare_model
+from fppo.models import hidden_width
 from fppo.models.adapted import Lora
 from fppo.plan.case import Case, Role, balanced
+from fppo.plan.columns import Batch, ColumnCall, column_calls
 from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import Plan, plan
 from fppo.plan.presets import config_of
 from fppo.plan.remedies import Remedy, remedies
 from fppo.plan.search import search
 from fppo.plan.text import report, summary
+from fppo.plan.text_columns import columns_report, columns_summary
 from fppo.plan.text_search import found_report, found_summary
 from fppo.plan.values import GIB, plain
 from fppo.runtime.mesh import DATA_AXES, Sharding
-from fppo.settings import placement, resolve
-from fppo.settings.mesh import PlanMeshSettings
-from fppo.settings.plan import PlanSettings
+from fppo.settings import checks, old_log_probs, placement, resolve
+from fppo.settings.placement import places_of, pools_of
+from fppo.settings.plan import PlanSettings, pools_of_run
+from fppo.settings.train import TrainSettings
 
 ENGINES = (
     "Each rank is an engine with the whole policy, {size:,.1f} GiB of parameters as they are trained; its keys and "
     "values, and vLLM's own copy, are not planned. The controller sends them after each update: to {ranks:,} engines "
     "{sent:,.1f} GiB."
 )
-Pools = Mapping[str, tuple[PlanMeshSettings, Sequence[str]]]  # the mesh of each, and the models in it
 
 
-def run(settings: PlanSettings, pools: Pools = MappingProxyType({})) -> int:
-    """Prints the plan, of each of the pools if there are any, or what a search has found, and writes what was asked
-    for; 1 if nothing fits."""
+def run(settings: PlanSettings, of_run: TrainSettings | None = None) -> int:
+    """Prints the plan, of each of the pools if the run that it is of has any, or what a search has found, and writes
+    what was asked for; 1 if nothing fits."""
     transformers_logging.set_verbosity_error()
-    if pools:
-        return _of_pools(settings, pools)
+    if of_run is not None and places_of(of_run.placement):
+        return _of_pools(settings, of_run)
     case, width = case_of(settings), min(shutil.get_terminal_size((100, 24)).columns, 100)
     if settings.search is not None:
         found = search(case, settings.search)
@@ -55,10 +57,11 @@ def run(settings: PlanSettings, pools: Pools = MappingProxyType({})) -> int:
     return 0 if estimate.fits else 1
 
 
-def _of_pools(settings: PlanSettings, pools: Pools) -> int:
-    """Prints a plan of each pool; 1 if one does not fit."""
+def _of_pools(settings: PlanSettings, of_run: TrainSettings) -> int:
+    """Prints a plan of each pool of a run; 1 if one does not fit."""
     if settings.search is not None:
         raise ValueError(f"--search {settings.search}: it looks for one mesh, and the run has pools; leave it out")
+    pools, calls = pools_of_run(of_run), calls_of_run(of_run)
     width, texts, numbers, fits = min(shutil.get_terminal_size((100, 24)).columns, 100), [], {}, True
     policy = 0  # its parameters
     for name, (mesh, models) in pools.items():
@@ -66,7 +69,9 @@ def _of_pools(settings: PlanSettings, pools: Pools) -> int:
             size, ranks = 4.0 * policy, math.prod(mesh.sizes(mesh.shard or 1).values())
             words = ENGINES.format(size=size / GIB, ranks=ranks, sent=ranks * size / GIB)
             texts += [f"pool {name}: rollout", "", *textwrap.wrap(words, width), ""]
+            texts += [columns_report(calls[name], width=width), ""]
             numbers[name] = {"parameter_bytes": size, "sent_bytes": ranks * size}
+            numbers[name]["columns"] = columns_summary(calls[name])
             continue
         own = attrs.evolve(
             settings,
@@ -81,9 +86,49 @@ def _of_pools(settings: PlanSettings, pools: Pools) -> int:
         helping = _helping(settings, estimate, None if name == placement.HERE else name)
         texts += [f"pool {name}: {', '.join(models)}", "", report(estimate, helping, width=width), ""]
         numbers[name] = summary(estimate, helping)
+        if name in calls:
+            texts += [columns_report(calls[name], width=width), ""]
+            numbers[name]["columns"] = columns_summary(calls[name])
         fits = fits and estimate.fits
     _put(settings, "\n".join(texts).rstrip(), numbers)
     return 0 if fits else 1
+
+
+def calls_of_run(run: TrainSettings) -> dict[str, list[ColumnCall]]:
+    """What the calls of a step of a run send to each of its pools, and have back."""
+    places, pools = places_of(run.placement), pools_of(run.placement)
+    ranks = pools[places["actor"]].ranks if "actor" in places else 1
+    calls = column_calls(_batch(run), places, ranks)
+    return {name: [call for call in calls if places[call.role] == name] for name in sorted(set(places.values()))}
+
+
+def _batch(run: TrainSettings) -> Batch:
+    """The rows of a run's steps, as far as settings and configs tell of them."""
+    algorithm, critic = run.algorithm, run.critic
+    reader = None if not checks.uses_critic(run) else "model" if critic.reads == "tokens" else critic.reads
+    replay, routers = algorithm.router_replay, ()
+    if replay != "none":
+        routers = bare_model(run).routers
+    more = {"reward_model": run.reward.model.path, "judge": run.reward.judge.path}
+    return Batch(
+        prompts=run.rollout.batch_size // run.rollout.n,
+        n=run.rollout.n,
+        prompt=run.data.max_prompt_tokens,
+        response=run.rollout.max_tokens,
+        terms=[*run.reward.functions, *(name for name, path in more.items() if path is not None)],
+        sampled=run.rollout.from_ is None,
+        greedy=algorithm.advantage == "remax",
+        old_log_probs=old_log_probs.source(run),
+        sum_squared=algorithm.advantage == "optimal_token_baseline",
+        critic=reader,
+        members=critic.ensemble,
+        hidden=hidden_width(bare_model(run)) if reader == "hidden" else 0,
+        reference=checks.uses_reference(run),
+        replay=replay,
+        routed=sum(router.chosen * (1 if router.experts <= 1 << 8 else 4) for router in routers),
+        weighed=algorithm.correction.mode != "none",
+        undisputed=bool(critic.leave_disputed),
+    )
 
 
 def _helping(settings: PlanSettings, estimate: Plan, pool: str | None = None) -> list[Remedy] | None:

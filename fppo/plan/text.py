@@ -95,7 +95,7 @@ def _memory(plan: Plan, width: int) -> list[str]:
         rows.append((kind, ["" if rest is None else _gib(rest), *cells]))
     totals = [_gib(sum(plan.rest.values())), *(_gib(stage.total) for stage in plan.stages)]
     title = "memory of a rank, GiB, at the peak of each stage"
-    return [title, *_table(["at rest", *(s.name for s in plan.stages)], rows, ("together", totals))]
+    return [title, *table(["at rest", *(s.name for s in plan.stages)], rows, ("together", totals))]
 
 
 def _verdict(plan: Plan, helping: Sequence[Remedy] | None, width: int) -> list[str]:
@@ -137,7 +137,7 @@ def _wire(plan: Plan) -> list[str]:
         name = f"{axis} ({'between' if spans else 'inside'} nodes, {ring / 1e9:,.3g} GB/s)"
         rows.append((name, [_gib(s.wire[axis].sent) if axis in s.wire else "" for s in plan.stages]))
     totals = [_gib(sum(w.sent for w in s.wire.values())) for s in plan.stages]
-    return ["a rank sends, GiB", *_table([s.name for s in plan.stages], rows, ("together", totals))]
+    return ["a rank sends, GiB", *table([s.name for s in plan.stages], rows, ("together", totals))]
 
 
 def _time(plan: Plan, width: int) -> list[str]:
@@ -154,7 +154,7 @@ def _time(plan: Plan, width: int) -> list[str]:
     speed = plan.tokens / plan.seconds / plan.case.world
     mfu = f", MFU of the updates {plan.mfu(*updates):.0%}" if updates else ""
     title = f"estimated: {_seconds(plan.seconds)} s for a step, {speed:,.0f} tokens/s on each GPU{mfu}"
-    return [title, *_pipeline(plan, width), "seconds", *_table(names, rows, None)]
+    return [title, *_pipeline(plan, width), "seconds", *table(names, rows, None)]
 
 
 def _pipeline(plan: Plan, width: int) -> list[str]:
@@ -182,9 +182,7 @@ def _notes(plan: Plan, width: int) -> list[str]:
     return textwrap.wrap(f"{MEMORY} {heap}{ROLLOUT.format(part=part, size=whole / ranks)}", width)
 
 
-def _table(
-    heads: Sequence[str], rows: Sequence[tuple[str, list[str]]], last: tuple[str, list[str]] | None
-) -> list[str]:
+def table(heads: Sequence[str], rows: Sequence[tuple[str, list[str]]], last: tuple[str, list[str]] | None) -> list[str]:
     """Cells in columns, to the right; a last row under a line."""
     every = [*rows, *([last] if last else [])]
     label = max(len(name) for name, _ in every)

@@ -440,7 +440,18 @@ def test_the_plan_of_a_run_with_pools_is_one_of_each(tmp_path, capsys):
     pools = json.loads(capsys.readouterr().out)
     assert run(str(tmp_path / "alone.toml"), *flags) == 0
     alone = json.loads(capsys.readouterr().out)
-    assert pools.pop("e") == {"parameter_bytes": (size := 4 * alone["parameters"]["actor"]), "sent_bytes": 3 * size}
+    columns = {name: {call["call"]: call for call in pool["columns"]} for name, pool in pools.items()}
+    assert {name: list(calls) for name, calls in columns.items()} == {
+        "e": ["generate"],
+        "p": ["old_log_prob", "ref", "balance", "update_actor"],
+        "v": ["values", "update_critic"],
+    }
+    there, back = columns["v"]["update_critic"]["there"], columns["v"]["values"]["back"]
+    assert (there["tokens"], there["advantages"], back) == (8 * 515 * 8, 8 * 3 * 4, {"values": 8 * 3 * 4})
+    assert {"ref_log_probs", "old_log_probs", "returns"} <= set(there) - set(columns["v"]["values"]["there"])
+    engines = pools.pop("e")
+    assert engines["parameter_bytes"] == (size := 4 * alone["parameters"]["actor"])
+    assert engines["sent_bytes"] == 3 * size
     assert {name: list(pool["parameters"]) for name, pool in pools.items()} == {
         "p": ["actor", "reference"],
         "v": ["critic"],
@@ -462,3 +473,6 @@ def test_the_plan_of_a_run_with_pools_is_one_of_each(tmp_path, capsys):
     assert ("It fits" in of_p, "What would make it fit" in of_p) == (True, False)
     assert re.search(r"It does not fit: update critic .*What would make it fit.* --tokens \d+\n", of_v, re.DOTALL)
     assert "pool e: rollout\n\nEach rank is an engine with the whole policy" in shown
+    table = of_v[of_v.index("columns of a step's batch to this pool, MiB") :].splitlines()
+    assert table[1].split() == ["values", "update_critic"]
+    assert next(line for line in table if "tokens" in line).split() == ["tokens", *2 * ["0.0314"]]  # 8 x 515 x 8 bytes
