@@ -2,7 +2,7 @@
 
 import sys
 
-from fppo.commands.cli import main
+from fppo.commands.start import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,0 +1,65 @@
+"""Ctrl-C at whatever moment of a command's start ends it with one line and the status 130."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PRESSING = """
+import os, signal, sys
+
+class Presses:
+    def find_spec(self, name, path=None, target=None):
+        if name == where:
+            os.kill(os.getpid(), signal.SIGINT)
+
+where = sys.argv.pop()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+sys.meta_path.insert(0, Presses())
+"""
+START = "from fppo.commands.start import main\nsys.exit(main())\n"
+
+
+def pressed(program, *arguments):
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("module", ["fppo.commands.cli", "tyro", "torch"])
+def test_it_ends_with_one_line_while_it_is_loaded(module):
+    assert pressed(PRESSING + START, "plan", "--model", "quickstart", module) == (130, "fppo plan: interrupted\n")
+
+
+def test_what_would_catch_it_amid_an_import_does_not(tmp_path):
+    """Python makes a RuntimeError of what a class' attributes raise as it is made, and modules try others."""
+    (tmp_path / "careful.py").write_text(
+        "class Attribute:\n    def __set_name__(self, owner, name):\n        import wave\n"
+        "try:\n    class Holder:\n        held = Attribute()\nexcept RuntimeError:\n    pass\nprint('went on')\n"
+    )
+    program = PRESSING + f"sys.path.insert(0, {str(tmp_path)!r})\n"
+    program += "from fppo.commands import cli, start\n"
+    program += "cli.main = lambda: __import__('careful') and 0\nsys.exit(start.main())\n"
+    assert pressed(program, "train", "wave") == (130, "fppo train: interrupted\n")
+
+
+def test_it_is_an_exception_where_a_command_is_at_work():
+    """So that what it has begun is put in order."""
+    program = PRESSING + "from fppo.commands import cli, start\n"
+    program += "def work():\n    try: os.kill(os.getpid(), signal.SIGINT)\n    finally: print('in order', flush=True)\n"
+    program += "cli.main = work\nsys.exit(start.main())\n"
+    done = subprocess.run([sys.executable, "-c", program, "--help", ""], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "in order\n", "fppo: interrupted\n")
+
+
+def test_behind_the_work_it_changes_nothing():
+    program = PRESSING + "from fppo.commands import cli, start\ncli.main = lambda: 3\nstatus = start.main()\n"
+    assert pressed(program + "os.kill(os.getpid(), signal.SIGINT)\nimport time; time.sleep(9)\n", "") == (3, "")
+
+
+def test_where_it_is_ignored_it_stays_so():
+    """As in the background of a shell, and behind nohup."""
+    program = PRESSING + "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    program += "from fppo.commands import cli, start\ncli.main = lambda: __import__('wave') and 0\n"
+    assert pressed(program + "sys.exit(start.main())\n", "wave") == (0, "")
