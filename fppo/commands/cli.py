@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,7 +34,17 @@ from fppo.settings.train import TrainSettings
 TRACEBACK = "--traceback"
 LAUNCH = {"--nproc": 1, "--max-restarts": 0}  # how commands that train are started, each with its least value
 EVAL_READS = ("data.eval_path", "data.eval_rows", "data.eval_split", "reward.functions", "rollout.batch_size")
+TRAINING = ("quickstart", "train", "compare")  # what goes on where it was stopped
 PROCESSES = "[--nproc N [--max-restarts M]]"
+LEAST = """[model]
+path = "Qwen/Qwen2.5-0.5B-Instruct"   # a Hugging Face name or directory
+
+[data]
+path = ["train.jsonl"]                # rows as {"prompt": "1+2=", "answer": "3"}
+
+[reward]
+functions = ["exact_match"]           # or your own, as module:function
+"""  # of what a file of settings has to hold
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,10 +77,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         hint = "" if show or isinstance(error, files.SettingsError) else f"\n({TRACEBACK} shows where)"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            error.add_note("the disk is full; make room, and the same command goes on from the last checkpoint")
+            then = ", and the same command goes on from the last checkpoint" if name in TRAINING else ""
+            error.add_note(f"the disk is full; make room{then}")
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        print(f"fppo {name}: {error}{notes}{hint}", file=sys.stderr)
+        print(f"fppo {name}: {_words(error)}{notes}{hint}", file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
+
+
+def _words(error: Exception) -> str:
+    """What an error says; of the system's own, what it is of first."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
+    return str(error)
 
 
 def _is_abandoned() -> bool:
@@ -103,7 +122,9 @@ def _print_usage(wanted: bool) -> int:
 
 def usage() -> str:
     """The commands with one line on each."""
-    lines = "\n".join(f"  {name:<12}{(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items())
+    lines = "\n".join(
+        helps.listed((name, (command.__doc__ or "").splitlines()[0]) for name, command in COMMANDS.items())
+    )
     return f"usage: fppo COMMAND ...\n\n{lines}\n\nfppo COMMAND --help shows a command's arguments."
 
 
@@ -127,6 +148,8 @@ def _train(rest: Sequence[str]) -> int | None:
     if (sections := helps.asked_for(rest)) is not None:
         return _settings_help(usage, _train, sections)
     processes, own = _processes(rest)
+    if not own:
+        return _no_file("train")
     look = partial(_look, processes, exports=True)
     settings = files.load(*_file_and_overrides(own, "train"), prog=usage, look=look)
     from fppo.commands import actions, distributed
@@ -140,6 +163,8 @@ def _rollout(rest: Sequence[str]) -> int | None:
     if (sections := helps.asked_for(rest)) is not None:
         return _settings_help(usage, _rollout, sections)
     processes, own = _processes(rest)
+    if not own:
+        return _no_file("rollout")
     settings = files.load(*_file_and_overrides(own, "rollout"), prog=usage, look=partial(_look, processes))
     from fppo.commands import actions, distributed
 
@@ -295,6 +320,19 @@ def _file_and_overrides(rest: Sequence[str], command: str) -> tuple[str | None, 
     return None, list(rest)
 
 
+def _no_file(command: str) -> int:
+    """Says how to come by a file of settings; the exit status."""
+    least = textwrap.indent(LEAST.rstrip(), "  ")
+    lines = [
+        f"fppo {command}: give a file of settings: fppo {command} FILE.toml; one as short as this will do:",
+        *("", least, ""),
+        "fppo quickstart writes one that trains at once, runs/quickstart/settings.toml, and",
+        f"fppo {command} --help says what else may stand in it.",
+    ]
+    print("\n".join(lines), file=sys.stderr)
+    return 2
+
+
 def _look(processes: _Processes, settings: TrainSettings, known: Sequence[str], *, exports: bool = False) -> list[str]:
     """All that is wrong with what settings name outside of themselves and can be seen before torch is loaded; of a run
     that `exports` its policy, with the place for that too. Rows are read where there are problems anyway: else the
@@ -339,7 +377,3 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "compare": _compare,
     "plan": _plan,
 }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -18,6 +18,7 @@ from fppo._errors import did_you_mean
 from fppo.settings.fields import name_of
 from fppo.settings.train import TrainSettings
 
+_NAMES = 14  # columns for names in front of what is said of them
 _WORDS = {bool: "", int: "INT", float: "FLOAT", str: "TEXT", dict: "JSON"}
 
 
@@ -36,9 +37,18 @@ def asked_for(words: Sequence[str]) -> list[str] | None:
     return [word.strip("-").replace("-", "_") for word in words[place + 1 :] if not word.startswith("-")]
 
 
+def listed(names: Iterable[tuple[str, str]]) -> list[str]:
+    """Names with a line on each, or as many as the terminal's width makes of it."""
+    width = max(shutil.get_terminal_size((120, 24)).columns, 2 * _NAMES)
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent=" " * _NAMES, break_on_hyphens=False, break_long_words=False
+    )
+    return [wrapper.fill(f"  {name:<{_NAMES - 2}}{text}") for name, text in names]
+
+
 def overview(usage: str, first: str) -> str:
     """The settings on top, and the sections."""
-    sections = [f"  {name:<12}{text}" for name, text in _sections(TrainSettings)]
+    sections = listed(_sections(TrainSettings))
     hint = f"fppo {usage.split()[1]} --help SECTION shows a section's settings, as: --help rollout"
     return "\n".join([f"usage: {usage}", "", first, "", *_lines(TrainSettings), "", "sections:", *sections, "", hint])
 

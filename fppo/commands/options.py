@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import attrs
 import tyro
 
@@ -20,7 +22,7 @@ class Quickstart:
 class Replay:
     """Computes a step of a run again from the nearest checkpoint and names the first number that differs."""
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The output_dir of the run."""
     step: int
     """The step."""
@@ -32,9 +34,9 @@ class Replay:
 class Export:
     """Writes the policy of a run as a Hugging Face directory."""
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The output_dir of the run."""
-    target: tyro.conf.Positional[str]
+    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")]
     """The directory to write."""
     step: int | None = None
     """The step of the checkpoint; None: the last."""
@@ -50,7 +52,7 @@ class Export:
 class Report:
     """Draws the curves of a run and writes its report.html."""
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The output_dir of the run."""
 
 
@@ -58,7 +60,7 @@ class Report:
 class Trace:
     """Writes who worked when in the last steps of a run as a Chrome trace, for ui.perfetto.dev or chrome://tracing."""
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The output_dir of the run."""
     out: str | None = None
     """The file to write; None: trace/trace.json in the run's directory."""
@@ -68,5 +70,5 @@ class Trace:
 class Diff:
     """Says where two runs first differ: in which step, in what which stage has made. 0 if they are equal, else 1."""
 
-    runs: tyro.conf.Positional[tuple[str, str]]
+    runs: Annotated[tyro.conf.Positional[tuple[str, str]], tyro.conf.arg(metavar="RUN RUN")]
     """The output_dirs of the two runs."""

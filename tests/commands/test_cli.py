@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from fppo.commands import actions, cli
 from fppo.commands.actions import ALONE
 from fppo.runtime.checkpoint import CheckpointError
-from fppo.settings import files, places
+from fppo.settings import checks, files, places
 from fppo.settings.train import TrainSettings
 
 MINIMAL = 'model.path = "m"\ndata.path = "a.jsonl"\nreward.functions = "exact_match"\n'
@@ -123,6 +125,36 @@ def test_help_names_every_command(capsys):
     assert cli.main([]) == 2
 
 
+def test_without_a_file_it_says_how_to_come_by_one(capsys):
+    for command in ("train", "rollout"):
+        for more in ([], ["--nproc", "2"]):
+            assert cli.main([command, *more]) == 2
+            said = capsys.readouterr().err
+            assert said.startswith(f"fppo {command}: give a file of settings: fppo {command} FILE.toml; ")
+            assert "\n  [model]\n" in said
+            assert "Traceback" not in said
+    assert checks.problems(files.from_dict(tomllib.loads(cli.LEAST))) == []
+
+
+def test_arguments_that_are_missing_are_named(capsys):
+    for command, names in (("report", "RUN"), ("diff", "RUN RUN"), ("export", "RUN TARGET")):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([command])
+        assert ended.value.code == 2
+        said = capsys.readouterr().err
+        assert all(re.search(rf"\b{name}\b", said) for name in names.split()), said
+
+
+@pytest.mark.parametrize("columns", [10, 40, 80])
+def test_lines_are_as_narrow_as_the_terminal(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for arguments in (["--help"], ["train", "--help"]):
+        assert cli.main(arguments) == 0
+        lines = capsys.readouterr().out.splitlines()
+        wide = [line for line in lines if len(line) > max(columns, 28) and len(line.split()) > 3]
+        assert wide == [line for line in wide if line.startswith("fppo ") or "usage:" in line]
+
+
 def test_help_shows_sections_and_the_settings_of_one(capsys):
     for command in ("train", "rollout"):
         assert cli.main([command, "--help"]) == 0
@@ -188,4 +220,22 @@ def test_another_pipe_that_breaks_is_an_error(monkeypatch, capfd):
 
     monkeypatch.setattr(cli, "COMMANDS", {"plan": breaks})
     assert cli.main(["plan"]) == 2
-    assert 'Broken pipe: "an engine\'s"' in capfd.readouterr().err
+    assert "fppo plan: an engine's: broken pipe\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "goes_on"), [("train", True), ("plan", False)])
+def test_what_the_system_refuses_is_said_of_what(monkeypatch, capfd, command, goes_on):
+    def refused(arguments):
+        raise IsADirectoryError(21, "Is a directory", "plan.json")
+
+    def full(arguments):
+        raise OSError(28, "No space left on device", "plan.json")
+
+    monkeypatch.setattr(cli, "COMMANDS", {command: refused})
+    assert cli.main([command]) == 2
+    assert f"fppo {command}: plan.json: is a directory\n" in capfd.readouterr().err
+    monkeypatch.setattr(cli, "COMMANDS", {command: full})
+    assert cli.main([command]) == 2
+    said = capfd.readouterr().err
+    assert f"fppo {command}: plan.json: no space left on device (the disk is full; make room" in said
+    assert ("goes on from the last checkpoint" in said) == goes_on
