@@ -188,6 +188,9 @@ def _messages(value: Sequence[Any], name: str, *, kinds: Sequence[str]) -> list[
                 raise _Bad(f"field {name!r}: message {number} has a part that is neither {others} nor text")
         elif not isinstance(content, str):
             raise _Bad(f"field {name!r}: message {number} has no text as 'role' and 'content'")
+    if value[-1]["role"] == "assistant":
+        text = "ends with what the assistant says, and a prompt ends where the policy is to answer; leave that out"
+        raise _Bad(f"field {name!r}: {text} (as data.rows can, with a field for the true answer)")
     try:
         return [plain({k: v for k, v in message.items() if v is not None}) for message in value]
     except ValueError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +15,7 @@ import attrs
 from fppo.data.problems import Problems
 
 PathLike = str | os.PathLike[str]
-FORMATS = (".jsonl", ".json", ".parquet")
+FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 
 
 @attrs.frozen
@@ -41,9 +43,10 @@ def read_rows(
 ) -> list[Row]:
     """The rows of all `paths`, in order.
 
-    A path is a jsonl, json (an array of objects, or lines) or parquet file; a directory that the datasets library
-    saved or can read; or the name of a data set, as "openai/gsm8k:main" where it has several configurations. Of the
-    last two, `split` is read. Raises ValueError for what cannot be read, naming every malformed line, and for no rows
+    A path is a jsonl, json (an array of objects, or lines), csv (its first line names the fields, which are texts) or
+    parquet file; a directory that the datasets library saved or can read; or the name of a data set, as
+    "openai/gsm8k:main" where it has several configurations. Of the last two, `split` is read. Raises ValueError for
+    what cannot be read, naming every malformed line, and for no rows
     at all; with `problems`, malformed lines are noted there instead.
     """
     many = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
@@ -78,6 +81,8 @@ def _read(path: PathLike, split: str, problems: Problems) -> Iterator[Row]:
     if file.is_file():
         if suffix == ".parquet":
             return _parquet(file)
+        if suffix == ".csv":
+            return _csv(file, problems)
         if suffix in (".jsonl", ".json"):
             return _json(file, problems, lines=suffix == ".jsonl")
         raise ValueError(f"{text}: unknown kind of file {suffix!r}; there are {', '.join(FORMATS)}")
@@ -88,16 +93,37 @@ def _read(path: PathLike, split: str, problems: Problems) -> Iterator[Row]:
     return _named(text, split)
 
 
-def _json(file: Path, problems: Problems, *, lines: bool) -> Iterator[Row]:
+def _text(file: Path, problems: Problems) -> str:
+    """What is in the file, as its lines end; "" and a problem if that is no UTF-8."""
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         problems.add(f"{file}:{_line_of(file, error.start)}: not UTF-8: {error.reason}")
-        return
+        return ""
+
+
+def _csv(file: Path, problems: Problems) -> Iterator[Row]:
+    """Rows named by the line that they begin in."""
+    reader = csv.reader(io.StringIO(_text(file, problems), newline=""), strict=True)
+    names, line = None, 1
+    try:
+        for cells in reader:
+            names = cells if names is None else names
+            if cells and len(cells) != len(names):
+                problems.add(f"{file}:{line}: {len(cells)} fields, and the first line names {len(names)}")
+            elif cells and cells is not names:
+                yield Row(str(file), line, dict(zip(names, cells, strict=True)), file.stem)
+            line = reader.line_num + 1
+    except csv.Error as error:
+        problems.add(f"{file}:{line}: not CSV: {error}")
+
+
+def _json(file: Path, problems: Problems, *, lines: bool) -> Iterator[Row]:
+    text = _text(file, problems)
     if not lines and text.lstrip().startswith("["):
         yield from _array(file, text, problems)
         return
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), start=1):
         if line.strip():
             yield from _object(file, number, line, problems)
 

@@ -19,7 +19,9 @@ def data_problems(s: TrainSettings) -> Problems:
     """The conflicts of the section data."""
     data = s.data
     if not data.path and data.rows is None:
-        yield problem("data.path", [], "is not set; give jsonl or parquet files, the name of a data set, or data.rows")
+        yield problem(
+            "data.path", [], "is not set; give jsonl, csv or parquet files, the name of a data set, or data.rows"
+        )
     for path, rows in (("path", "rows"), ("eval_path", "eval_rows")):
         if getattr(data, path) and getattr(data, rows) is not None:
             text = f"data.{rows} = {getattr(data, rows)!r} is given too; give one of the two"

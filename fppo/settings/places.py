@@ -16,7 +16,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 MODEL = "model"  # where in its output_dir a run exports its policy
 _CONFIG, _INDEX, _WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-_ROWS = (".jsonl", ".json", ".parquet")
+_ROWS = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def place_problems(settings: TrainSettings) -> list[str]:

@@ -84,7 +84,7 @@ class DataSettings:
     """Where prompts come from, and how a row becomes one."""
 
     path: tuple[str, ...] = setting(())
-    """Prompts to train on: jsonl or parquet files, or one name of the datasets library."""
+    """Prompts to train on: jsonl, csv or parquet files, or one name of the datasets library."""
     split: str = setting("train", nonempty("give the name of a split"))
     """The split to train on, where path is the name of a data set."""
     eval_path: tuple[str, ...] = setting(())

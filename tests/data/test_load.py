@@ -55,6 +55,26 @@ def test_every_format_gives_the_same_prompts(tmp_path):
         load(tmp_path / "splits", split="dev")
 
 
+def test_a_csv_file_names_its_fields_and_rows_by_the_line_that_they_begin_in(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'\xef\xbb\xbfprompt,answer,note\r\n1 2 3,6,"a ""b"",\nc"\r\n\r\n"4, 5",9,\r\n')
+    prompts = load(path)
+    assert prompts.ids == ("a.csv:2", "a.csv:5")
+    assert prompts.ground_truths == ("6", "9")
+    assert prompts.extras == ({"note": 'a "b",\nc'}, {"note": ""})
+    for content, said in (
+        (b"prompt,answer\n1,2\n1,2,3\n1\n1,\xff\n", [r"a\.csv:5: not UTF-8"]),
+        (b"prompt,answer\n1,2\n1,2,3\n1\n", [r"a\.csv:3: 3 fields, and the first line names 2", r"a\.csv:4: 1 fields"]),
+        (b'prompt,answer\n1,2\n1,"2\n', [r"a\.csv:3: not CSV: "]),
+        (b"question,answer\n1,2\n", [r"a\.csv:2: field 'prompt': missing; the row has \['answer', 'question'\]"]),
+        (b"prompt,answer\n", ["the data set is empty"]),
+    ):
+        path.write_bytes(content)
+        for text in said:
+            with pytest.raises(ValueError, match=text):
+                load(path)
+
+
 def test_a_template_takes_fields(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"q": "1 x", "n": 7, "answer": "1"}])
     assert load(path, prompt="Q {q} {n} {{ A").tokens == ((6, 11, 9, 17, 2, 7),)
@@ -82,6 +102,16 @@ def test_chat_takes_text_and_messages(tmp_path):
         ValueError, match=r"a.jsonl:2: field 'prompt': a list, not text; messages need the chat template"
     ):
         load(path)
+
+
+def test_a_prompt_that_the_assistant_has_answered_is_refused(tmp_path):
+    """As in data sets of whole conversations: the policy would be asked behind the answer."""
+    messages = [{"role": "user", "content": "1 2"}, {"role": "assistant", "content": "3"}]
+    path = write(tmp_path / "a.jsonl", [{"messages": messages}, {"messages": [*messages, messages[0]]}])
+    options = {"prompt": "messages", "ground_truth": None, "chat": True, "tokenizer": tokenizer(chat=True)}
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: field 'messages': ends with what the assistant says") as caught:
+        load(path, **options)
+    assert ":2: field" not in str(caught.value)
 
 
 def test_all_faults_are_one_error(tmp_path):
