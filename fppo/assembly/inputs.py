@@ -197,7 +197,7 @@ def load_prompts(
         tokenizer,
         fields=data.Fields(
             prompt=section.prompt,
-            ground_truth=section.ground_truth,
+            ground_truth=section.ground_truth or None,
             source=section.source,
             chat=section.chat,
             images=section.images,

@@ -9,6 +9,8 @@ from fppo.settings.checks_reward import FUNCTION
 from fppo.settings.problems import Problems, problem, unread
 from fppo.settings.train import TrainSettings
 
+COMPARING = ("exact_match", "regular_expression", "math_verify")  # built-in rewards that read the ground truth
+
 
 def has_held_out(settings: TrainSettings) -> bool:
     """Whether there are prompts to evaluate on."""
@@ -43,6 +45,8 @@ def data_problems(s: TrainSettings) -> Problems:
     if data.video_fps is not None and data.video_frames is not None:
         text = f"data.video_fps = {data.video_fps} is given too; frames are picked by one of the two"
         yield problem("data.video_frames", data.video_frames, text)
+    if not data.ground_truth:
+        yield from _truth_problems(s)
     try:
         if any(not re.match(r"\w", name) for name in _template_fields(s.data.prompt)):
             hint = "a {} without the name of a field; write {{ and }} for plain braces"
@@ -54,6 +58,17 @@ def data_problems(s: TrainSettings) -> Problems:
     if same and (s.data.split == s.data.eval_split or any("." in path for path in same)):
         text = f"{same} are trained on too (data.path); held-out prompts must be others"
         yield problem("data.eval_path", list(s.data.eval_path), text)
+
+
+def _truth_problems(s: TrainSettings) -> Problems:
+    """What compares with a ground truth, where there is none."""
+    readers = [f"reward {name}" for name in s.reward.functions if name in COMPARING]
+    readers += ["critic.privileged"] if s.critic.privileged else []
+    readers += ["eval.exact_values"] if s.eval.exact_values else []
+    judge = s.reward.judge
+    readers += ["reward.judge.template"] if judge.path and "{ground_truth}" in judge.template else []
+    if readers:
+        yield problem("data.ground_truth", "", f"{', '.join(readers)} would read it; give a field of the rows")
 
 
 def _image_problems(s: TrainSettings) -> Problems:

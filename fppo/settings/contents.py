@@ -18,7 +18,8 @@ _MOST_BYTES = 32 << 20  # of rows that are looked at: reading takes time
 def row_problems(settings: TrainSettings) -> list[str]:
     """The faulty rows of the data sets that are files here, and not large: each set's as one text."""
     data, lines = settings.data, []
-    fields = Fields(prompt=data.prompt, ground_truth=data.ground_truth, source=data.source, chat=data.chat)
+    truth = data.ground_truth or None
+    fields = Fields(prompt=data.prompt, ground_truth=truth, source=data.source, chat=data.chat)
     for paths in (data.path, data.eval_path if has_held_out(settings) else ()):
         places = [Path(path) for path in paths]
         local = all(place.is_file() and place.suffix.lower() in FORMATS for place in places)

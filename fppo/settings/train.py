@@ -113,8 +113,8 @@ class DataSettings:
     """In place of video_fps, how many frames of a whole video the model sees; all of one that has fewer."""
     tools: str | None = setting(None)
     """A JSON file with a list of schemas of tools, which the chat template shows."""
-    ground_truth: str = setting("answer", nonempty("give a field of the rows"))
-    """The field that holds what a reward compares with."""
+    ground_truth: str = setting("answer")
+    """The field that holds what a reward compares with; empty: there is none."""
     source: str | None = setting(None)
     """The field that names a row's data set, for results by source; None: the file's name."""
     pad_token: str | None = setting(None)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 UserFn = Callable[..., Any]
 Kind = Literal["sample", "batch", "tensor"]
 ANSWER = "answer"
+_LARGEST = 3.4028234e38  # of float32
 _SCORES = 'it must return a finite number, or a dict of them with "score" and maybe the text "answer"'
 
 
@@ -71,14 +71,14 @@ def _bad(result: Any) -> Outcome:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, from Python, numpy or torch; None for anything else."""
+    """A finite number of float32, which scores are, from Python, numpy or torch; None for anything else."""
     if not hasattr(type(value), "__float__") or getattr(value, "ndim", 0):
         return None
     try:
         number = float(value)
     except Exception:
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= _LARGEST else None
 
 
 def _text(value: Any) -> str:

@@ -260,6 +260,7 @@ def test_sums_keep_their_parts_apart():
         (None, "None"),
         (float("nan"), "nan"),
         (float("inf"), "inf"),
+        (1e39, r"1e\+39"),  # more than float32 holds
         ("1.0", "'1.0'"),
         ([1.0], r"\[1.0\]"),
         ({"accuracy": 1.0}, "'accuracy'"),

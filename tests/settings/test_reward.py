@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fppo.settings import checks, files
+from fppo.settings import checks, contents, files
 from fppo.settings.train import TrainSettings
 
 BASE = {"model.path": "m", "data.path": ["a.jsonl"], "reward.functions": ["exact_match"]}
@@ -82,3 +82,20 @@ def test_nothing_that_scores_is_an_error_and_the_old_name_too():
     assert "reward.judge.path" in checks.problems(make({"reward.functions": []}))[0]
     with pytest.raises(files.SettingsError, match=r"model\.reward_path = 'r': there is no such setting"):
         make({"model.reward_path": "r"})
+
+
+def test_what_reads_a_ground_truth_is_named_where_there_is_none(tmp_path):
+    own = {"data.ground_truth": "", "reward.functions": ["mine:reward"]}
+    assert checks.problems(make(own)) == []
+    for changes, reader in (
+        ({"reward.functions": ["mine:reward", "exact_match"]}, "reward exact_match would"),
+        (JUDGE, "reward.judge.template would"),
+        ({"critic.privileged": 8}, "critic.privileged would"),
+    ):
+        (problem,) = [x for x in checks.problems(make(own | changes)) if x.startswith("data.ground_truth")]
+        assert problem == f"data.ground_truth = '': {reader} read it; give a field of the rows"
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1="}\n')
+    rows = own | {"data.path": [str(tmp_path / "a.jsonl")]}
+    assert contents.row_problems(make(rows)) == []
+    (problem,) = contents.row_problems(make(rows | {"data.ground_truth": "answer"}))
+    assert "a.jsonl:1: field 'answer': missing" in problem
