@@ -255,7 +255,7 @@ def test_the_page_of_families_says_what_their_checks_say(monkeypatch):
     verdicts, page = (importlib.import_module(f"kinds.{x}") for x in ("verdicts", "page"))
     kinds = ("qwen2", "gpt2", "bloom", "llava")
     printed = page.page({kind: verdicts.verdict_of(kind) for kind in kinds}).splitlines()
-    assert printed[0] == "3 of 4 types run, 1 of them with images."
+    assert printed[0] == "3 of 4 types run, 1 of them with images and 0 with videos."
     kept = (EXPERIMENTS.parent / "docs" / "families.md").read_text().splitlines()
     ours = [_cells(line) for line in printed if line.startswith("| `")]
     assert len(ours) > len(kinds)
@@ -263,9 +263,9 @@ def test_the_page_of_families_says_what_their_checks_say(monkeypatch):
         theirs = [_cells(line)[0] for line in kept if _cells(line)[1:] == rest]
         assert types <= set().union(*theirs)
     rows = [_cells(line) for line in kept if line.startswith("| `")]
-    runs, refused = ([row for row in rows if len(row) == size] for size in (5, 2))
-    sees = [row for row in runs if row[-1] == "yes"]
-    assert f"{len(runs)} of {len(runs + refused)} types run, {len(sees)} of them with images." in kept
+    runs, refused = ([row for row in rows if len(row) == size] for size in (6, 2))
+    sees, moves = (sum(row[column] == "yes" for row in runs) for column in (-2, -1))
+    assert f"{len(runs)} of {len(runs + refused)} types run, {sees} of them with images and {moves} with videos." in kept
     readme = " ".join((EXPERIMENTS.parent / "README.md").read_text().split())
     assert f"{len(runs)} of the {len(runs + refused)} types" in readme
 

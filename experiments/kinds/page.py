@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 
-from kinds.verdicts import ADAPTED, CUT, IMAGES, TEXT, WHOLE, Verdict
+from kinds.verdicts import ADAPTED, CUT, IMAGES, TEXT, VIDEOS, WHOLE, Verdict
 
-COLUMNS = (WHOLE, CUT, ADAPTED, IMAGES)
+COLUMNS = (WHOLE, CUT, ADAPTED, IMAGES, VIDEOS)
 _WORDS = {None: "yes", TEXT: "-"}
 
 
 def page(verdicts: Mapping[str, Verdict]) -> str:
     """How many types run; what runs and how; why not what of it does not, and why not the others."""
     runs = {kind: verdict for kind, verdict in verdicts.items() if verdict[WHOLE] is None}
-    sees = [kind for kind, verdict in runs.items() if verdict[IMAGES] is None]
+    sees, moves = (sum(verdict[name] is None for verdict in runs.values()) for name in (IMAGES, VIDEOS))
     does = [(f"`{kind}`", *(_WORDS.get(x[name], "no") for name in COLUMNS)) for kind, x in runs.items()]
     lacks: dict[tuple[str, str], list[str]] = {}
     for name in COLUMNS:
@@ -21,7 +21,7 @@ def page(verdicts: Mapping[str, Verdict]) -> str:
                 lacks.setdefault((name, why), []).append(f"`{kind}`")
     refused = [(f"`{kind}`", str(x[WHOLE])) for kind, x in verdicts.items() if x[WHOLE] is not None]
     parts = [
-        f"{len(runs)} of {len(verdicts)} types run, {len(sees)} of them with images.",
+        f"{len(runs)} of {len(verdicts)} types run, {sees} of them with images and {moves} with videos.",
         _table("What runs", ("type", *COLUMNS), does),
         _table("What of it does not", ("types", "what", "why"), [(", ".join(x), *of) for of, x in lacks.items()]),
         _table("Refused", ("type", "why"), refused),

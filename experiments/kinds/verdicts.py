@@ -14,7 +14,7 @@ from fppo.runtime.mesh import Axis, Mesh
 from fppo.steps.images import check_axes
 
 Verdict = dict[str, str | None]  # by column, why not; None if it does
-WHOLE, CUT, ADAPTED, IMAGES = "whole, packed", "cut", "adapted", "with images"
+WHOLE, CUT, ADAPTED, IMAGES, VIDEOS = "whole, packed", "cut", "adapted", "with images", "with videos"
 TEXT = "takes none"
 LAYERS, RANKS = 4, 2
 _SECTION = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
@@ -31,7 +31,7 @@ _NAMED = re.compile(r"^(fppo cannot (run|adapt) )?model type '[\w-]+'( on a tens
 
 
 def verdict_of(kind: str) -> Verdict:
-    """What the type does: runs whole, and in packed rows; is cut over a tensor axis; has adapters; takes images."""
+    """What the type does: runs whole, in packed rows; is cut over a tensor axis; has adapters; sees images, videos."""
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     kept = list[Model]()
@@ -39,12 +39,12 @@ def verdict_of(kind: str) -> Verdict:
     if whole is not None:
         return {WHOLE: whole}
     (model,) = kept
-    sees = model.vision is not None
     return {
         WHOLE: None,
         CUT: _refusal(lambda: _check_cut(model)),
         ADAPTED: _refusal(lambda: lora.check_adapted(model, models.Lora(2, 4.0))),
-        IMAGES: None if sees else TEXT,
+        IMAGES: None if model.vision is not None else TEXT,
+        VIDEOS: None if model.vision is not None and model.vision.video is not None else TEXT,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from typing import Any, cast
 
 import attrs
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
@@ -58,12 +59,13 @@ def image_token(config: PreTrainedConfig) -> int | None:
 
 def _video_token(config: PreTrainedConfig, base: PreTrainedModel) -> int | None:
     """The id that stands for a feature of a video, of a model that takes videos as Qwen2-VL does: as patches, with a
-    grid of time, height and width for each."""
+    grid of time, height and width for each, whose steps of time are not merged any more."""
     features, rule = (getattr(base, name, None) for name in ("get_video_features", "get_rope_index"))
     if features is None or rule is None or "video_grid_thw" not in inspect.signature(rule).parameters:
         return None
     needed = {name for name, x in inspect.signature(features).parameters.items() if x.kind is not x.VAR_KEYWORD}
-    return getattr(config, "video_token_id", None) if needed == {*VIDEOS} else None
+    merged = getattr(cast(Any, config).vision_config, "temporal_merge_size", 1) > 1  # ERNIE 4.5 VL
+    return getattr(config, "video_token_id", None) if needed == {*VIDEOS} and not merged else None
 
 
 def parts_of(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:

@@ -21,7 +21,11 @@ from fppo.models.model import Model, Params
 from tests.models.vision import CONFIGS, prompt
 
 _WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
-_IMPORTED = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "llava": "LlavaForConditionalGeneration"}
+_IMPORTED = {
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "llava": "LlavaForConditionalGeneration",
+}
 
 
 def config_of(name: str) -> PreTrainedConfig:
