@@ -265,7 +265,9 @@ def test_the_page_of_families_says_what_their_checks_say(monkeypatch):
     rows = [_cells(line) for line in kept if line.startswith("| `")]
     runs, refused = ([row for row in rows if len(row) == size] for size in (6, 2))
     sees, moves = (sum(row[column] == "yes" for row in runs) for column in (-2, -1))
-    assert f"{len(runs)} of {len(runs + refused)} types run, {sees} of them with images and {moves} with videos." in kept
+    assert (
+        f"{len(runs)} of {len(runs + refused)} types run, {sees} of them with images and {moves} with videos." in kept
+    )
     readme = " ".join((EXPERIMENTS.parent / "README.md").read_text().split())
     assert f"{len(runs)} of the {len(runs + refused)} types" in readme
 

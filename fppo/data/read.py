@@ -197,10 +197,20 @@ def _named(name: str, split: str) -> Iterator[Row]:
 
 def _split(loaded: Any, split: str, name: str) -> Any:
     if not isinstance(loaded, dict):  # a single data set has no splits
-        return loaded
+        return _undecoded(loaded)
     if split not in loaded:
         raise ValueError(f"{name}: there is no split {split!r}; there are {sorted(loaded)}")
-    return loaded[split]
+    return _undecoded(loaded[split])
+
+
+def _undecoded(table: Any) -> Any:
+    """The table whose videos are their files, which the library would decode by torchcodec alone, and all frames."""
+    import datasets
+
+    for name, kind in table.features.items():
+        if isinstance(kind, datasets.Video):
+            table = table.cast_column(name, datasets.Video(decode=False))
+    return table
 
 
 def _rows(dataset: Any, file: str, source: str) -> Iterator[Row]:

@@ -79,7 +79,7 @@ class FramePicker:
         known. Raises ValueError where nothing says how many a second has."""
         every = fps or self.fps or getattr(self.processor, "fps", None)
         if every is None:
-            raise ValueError("its frames have no times, and the processor no fps: say how many a second has (fps)")
+            raise ValueError("its frames have no times, and the processor no fps: give fps (data.video_fps)")
         by_time = fps is not None and (self.fps is not None or self.processor.do_sample_frames)
         if total <= (self.frames or 1) or not (by_time or self.frames is not None):
             return tuple(range(total)), float(every)

@@ -177,6 +177,16 @@ def test_bad_videos_are_named_with_row_and_field(tmp_path, monkeypatch):
     assert "mine:rows:1:" not in lines
 
 
+def test_videos_of_the_datasets_library_are_read(tmp_path):
+    import datasets
+
+    (tmp_path / "x.webp").write_bytes(moving(clip(0), "WEBP"))
+    table = datasets.Dataset.from_dict({"prompt": ["ab"], "answer": ["1"], "videos": [str(tmp_path / "x.webp")]})
+    table.cast_column("videos", datasets.Video()).save_to_disk(str(tmp_path / "saved"))
+    prompts = data.load_prompts(tmp_path / "saved", QWEN2.processor.tokenizer, fields=VIDEOS, images=QWEN2)
+    assert prompts.inputs[0] == encoded([{"prompt": "ab", "videos": clip(0)}], fields=VIDEOS).inputs[0]
+
+
 def test_text_that_stands_for_a_video_is_refused():
     with pytest.raises(
         ValueError, match=r"rows:1: .* the text holds \['<\|video_pad\|>'\], which would stand for images or v"
