@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 from torch import Tensor
 
-DECODERS = {"torchcodec": "torchcodec", "pyav": "av", "opencv": "cv2", "decord": "decord"}  # transformers' names
+DECODERS = {"pyav": "av", "torchcodec": "torchcodec", "opencv": "cv2", "decord": "decord"}  # as transformers names them
 _CHANNELS = (1, 3, 4)
 
 
@@ -206,7 +206,7 @@ def _decoded(video: Path | bytes, picker: FramePicker) -> _Source:
     def sample(metadata: Any, **_: Any) -> np.ndarray:
         kept.append((metadata.total_num_frames or 0, float(metadata.fps) if metadata.fps else None))
         if not kept[0][0]:
-            raise ValueError("the file does not say how many frames it has")
+            raise ValueError("the file does not say how many frames it has, as webm and mkv may not: make it mp4")
         return np.array(picker.pick(*kept[0])[0])
 
     with tempfile.NamedTemporaryFile(suffix=".video") as file:
