@@ -16,6 +16,7 @@ from fppo.batch import RowInputs
 from fppo.models.model import Model
 from fppo.models.regions import EmbeddingSeam
 from fppo.models.vision import TIMES, VIDEOS, Vision
+from fppo_kernels.padding import sent
 
 Deep = Mapping[str, Any]  # what a text model takes of the images for its first layers
 _IMAGE, _VIDEO = 1, 2  # kinds of tokens, as transformers numbers them
@@ -27,7 +28,7 @@ class Images(NamedTuple):
     The features of all images are numbered from 0 on, and those of all videos after them.
     """
 
-    tensors: Mapping[str, Tensor]  # what the vision tower takes, of all images and of all videos, one after the other
+    tensors: Mapping[str, Tensor]  # what the vision tower takes, of all images and all videos in turn, on the host
     numbers: Tensor  # [M]: the number of each token's feature
     places: Tensor  # [M]: the token's place among the tokens that the model is called with, in order
     counts: tuple[int, int]  # how many features are of images, and of videos
@@ -54,10 +55,10 @@ def place_images(
         return None, positions
     if model.vision is None:
         raise ValueError(f"the rows have images, and a model of type {model.config.model_type!r} takes none")
-    distinct = list({id(x): x for _, _, x in seen}.values())
+    device, distinct = tokens.device, list({id(x): x for _, _, x in seen}.values())
     placed = _numbered(distinct)
-    numbers = torch.cat([placed.numbers[id(x)] for _, _, x in seen]).to(tokens.device)
-    places = torch.cat([_places_of(x, size) + start for start, size, x in seen]).to(tokens.device)
+    numbers = sent(torch.cat([placed.numbers[id(x)] for _, _, x in seen]), device)
+    places = sent(torch.cat([_places_of(x, size) + start for start, size, x in seen]), device)
     _check_tokens(model.vision, tokens[places], numbers, placed.counts)
     if model.vision.axes > 1:
         positions = positions.expand(model.vision.axes, -1).clone()
@@ -65,9 +66,9 @@ def place_images(
         for start, size, x in seen:
             own, after = known[id(x)]
             head = own.shape[1]
-            positions[:, start : start + head] = own.to(tokens.device)
+            positions[:, start : start + head] = sent(own, device)
             positions[:, start + head : start + size] += after - head
-    return Images(joined([x.tensors for x in distinct]), numbers, places, placed.counts), positions
+    return Images(joined([x.tensors for x in distinct], for_device=device), numbers, places, placed.counts), positions
 
 
 class _Numbered(NamedTuple):
@@ -96,7 +97,7 @@ def _places_of(inputs: RowInputs, size: int) -> Tensor:
 
 def _check_tokens(vision: Vision, tokens: Tensor, numbers: Tensor, counts: tuple[int, int]) -> None:
     """Raises ValueError unless the tokens [M] at the places of features, of these `numbers`, stand for images or for
-    videos, as the features are."""
+    videos, as the features are. Waits for the device."""
     kind = vision.config.model_type
     if vision.video is None and counts[1]:
         raise ValueError(f"the rows have videos, and a model of type {kind!r} takes none, or none that fppo can run")
@@ -166,16 +167,25 @@ def shift_of(model: Model, inputs: RowInputs | None) -> int:
     return after - own.shape[1]
 
 
-def joined(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def joined(rows: Sequence[Mapping[str, Tensor]], *, for_device: torch.device) -> dict[str, Tensor]:
     """The tensors of several rows, by name, one after the other, of the rows that have one; trailing sizes that differ
-    are filled with zeros."""
+    are filled with zeros. They are in memory of the host from which a copy to the device need not be waited for."""
     together: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         parts = [row[name] for row in rows if name in row]
         sizes = [max(part.shape[d] for part in parts) for d in range(1, parts[0].dim())]
         fill = [[x for d in reversed(range(len(sizes))) for x in (0, sizes[d] - part.shape[d + 1])] for part in parts]
-        together[name] = torch.cat([F.pad(part, gaps) for part, gaps in zip(parts, fill, strict=True)])
+        filled = [F.pad(part, gaps) for part, gaps in zip(parts, fill, strict=True)]
+        shape = sum(map(len, filled)), *filled[0].shape[1:]
+        together[name] = torch.empty(shape, dtype=filled[0].dtype, pin_memory=for_device.type == "cuda")
+        torch.cat(filled, out=together[name])
     return together
+
+
+def _on_device(tensors: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
+    """The tensors where `like` is, which the host does not wait for; those of fractions in its dtype."""
+    there = {name: x.to(like.device, non_blocking=True) for name, x in tensors.items()}
+    return {name: x.to(like.dtype) if x.is_floating_point() else x for name, x in there.items()}
 
 
 def see(model: Model, skeleton: PreTrainedModel, tokens: Tensor, images: Images) -> tuple[Tensor, Deep]:
@@ -189,9 +199,8 @@ def see(model: Model, skeleton: PreTrainedModel, tokens: Tensor, images: Images)
         length = embedded.shape[1]
         images = images.within(embeddings.region.axis.rank * length, length)
     flat = embedded.flatten(0, 1)
-    like = {name: x.to(flat if x.is_floating_point() else flat.device) for name, x in images.tensors.items()}
     with torch.set_grad_enabled(torch.is_grad_enabled() and model.vision.trains):
-        pooled, deep = _features(skeleton, like, images.counts)
+        pooled, deep = _features(skeleton, _on_device(images.tensors, flat), images.counts)
     flat = flat.index_copy(0, images.places, pooled[images.numbers].to(flat.dtype))
     if not deep:
         return flat.view_as(embedded), {}

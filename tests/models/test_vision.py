@@ -10,6 +10,7 @@ from fppo.key import Key
 from fppo.models import vision_pass
 from fppo.models.vision_pass import place_images, row_positions
 from tests.models.vision import CONFIGS, GEMMA, IMAGE, make, prompt
+from tests.steps.test_work_of_a_mini_batch import Waits
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -91,3 +92,24 @@ def test_a_text_model_takes_no_images():
     tokens = torch.full((30,), IMAGE)
     with pytest.raises(ValueError, match="a model of type 'qwen2' takes none"):
         place_images(model, [inputs], tokens, torch.arange(30), [30])
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "llava"])
+def test_images_go_to_a_device_without_waiting_for_it(name, monkeypatch):
+    """But for one look at the tokens that they stand for."""
+    _, model, _ = make(name)
+    drawn = [prompt(name, count, torch.Generator().manual_seed(count)) for count in (2, 1)]
+    lengths = [len(tokens) for tokens, _ in drawn]
+    tokens = torch.cat([torch.as_tensor(tokens) for tokens, _ in drawn])
+    there = [x.to("meta") for x in (tokens, torch.cat([torch.arange(length) for length in lengths]))]
+    checked = []
+    monkeypatch.setattr(vision_pass, "_check_tokens", lambda *arguments: checked.append(arguments))
+    with Waits() as waits:
+        images, positions = place_images(model, [inputs for _, inputs in drawn], *there, lengths)
+        assert images is not None
+        sent = vision_pass._on_device(images.tensors, torch.empty(0, dtype=torch.bfloat16, device="meta"))
+    assert waits.found == []
+    assert len(checked) == 1
+    assert images.count == sum(len(inputs.places) for _, inputs in drawn)
+    assert all(x.is_meta for x in (*sent.values(), images.places, images.numbers, positions))
+    assert sent["pixel_values"].dtype == torch.bfloat16
