@@ -32,10 +32,13 @@ SECTIONS = {
     "ragged": "gpu_step:bench_ragged",
     "update": "gpu_step:bench_update",
     "recorded": "gpu_recorded:bench_recorded",
+    "float8": "gpu_float8:bench_float8",
     "decode": "gpu_step:bench_decode",
+    "interrupt": "gpu_interrupt:bench_interrupt",
     "offload": "gpu_step:bench_offload",
     "collectives": "gpu_ranks:bench_collectives",
     "vllm": "gpu_vllm:bench_vllm",
+    "pools": "gpu_pools:bench_pools",
     "laws": "gpu_kernels:check_laws",
 }
 

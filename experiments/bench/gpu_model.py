@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from gpu_tools import Plan, Shape
 from torch import Tensor
@@ -69,7 +71,7 @@ def experience(plan: Plan, seed: int, vocabulary: int) -> Experience:
     mask = torch.arange(most) < torch.randint(max(3 * most // 4, 1), most + 1, (rows, 1), generator=g)
     tokens = torch.randint(2, vocabulary, (rows, most), generator=g).where(mask, 0)
     noise = torch.randn(rows, most, generator=g).where(mask, 0.0)
-    columns = dict.fromkeys(("rollout_log_probs", "sampling_log_probs", "old_log_probs"), -11.0 * mask)
+    columns = dict.fromkeys(("rollout_log_probs", "sampling_log_probs", "old_log_probs"), -math.log(vocabulary) * mask)
     columns |= dict.fromkeys(("token_rewards", "advantages", "returns", "values"), noise)
     whole = batches.extend(
         Experience,

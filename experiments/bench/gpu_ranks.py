@@ -5,21 +5,23 @@ In a dry run they are of two processes, over gloo. It starts itself as a process
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from gpu_model import build, experience, parameters
 from gpu_step import differing, updates
-from gpu_tools import FULL, TINY, Plan, Record, Skipped, check, measure, once, table
+from gpu_tools import FULL, TINY, Plan, Record, Skipped, attempt, check, measure, once, table
 from torch import Tensor
 
-from fppo.runtime import fsdp
+from fppo import models
 from fppo.runtime.launch import Place, joined
 from fppo.runtime.mesh import LOCAL, Mesh, Sharding
 from fppo_kernels import collectives
@@ -40,11 +42,8 @@ def bench_collectives(plan: Plan) -> list[Record]:
     ranks = 2 if plan.device.type == "cpu" else torch.cuda.device_count()
     if ranks < 2:
         raise Skipped(f"{ranks} GPU: NCCL's collectives need two")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    command = [sys.executable, __file__, plan.device.type]
+    place = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks)}
+    command = [sys.executable, __file__, plan.device.type, *free_ports(len(meshes(ranks)))]
     processes = [
         subprocess.Popen(
             command,
@@ -54,19 +53,40 @@ def bench_collectives(plan: Plan) -> list[Record]:
         for r in range(ranks)
     ]
     try:
-        outputs = [process.communicate(timeout=300)[0] for process in processes]
+        outputs = [process.communicate(timeout=600)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
     if any(process.returncode for process in processes):
         raise RuntimeError(f"ranks ended with {[process.returncode for process in processes]}")
-    *records, update = json.loads(outputs[0].splitlines()[-1])
-    columns = {"sharded, ms": ".1f", "whole, ms": ".1f", "differs": ".2g"}
-    print(table(f"an update sharded over {ranks} ranks, and whole on each", columns, [update]))
+    records, cut = json.loads(outputs[0].splitlines()[-1])
+    columns = {"cut, ms": ".1f", "whole, ms": ".1f", "differs": ".2g"}
+    print(table(f"an update cut over {ranks} ranks, and whole on each", columns, cut))
     print(table(f"collectives of {ranks} ranks", {"ms": ".3f", "GB/s": ".1f", "error": ".1g"}, records))
     verdicts = [check(f"{r['name']}: error", r["error"], 1e-6) for r in records]
     verdicts += [check(f"{r['name']}: GB/s", r["GB/s"], BANDWIDTH, least=True) for r in records]
-    return [*records, update, *verdicts, check("FSDP: what differs, of what changed", update["differs"], 0.02)]
+    for r in cut:
+        name = f"an update on {r['name']}"
+        failed = {"name": name, "error": r.get("absent"), "passed": False}
+        verdicts.append(
+            failed if "absent" in r else check(f"{name}: what differs, of what changed", r["differs"], 0.02)
+        )
+    return [*records, *cut, *verdicts]
+
+
+def meshes(ranks: int) -> list[dict[str, int]]:
+    """The meshes to try: all ranks on the shard axis, then two on each of the others."""
+    others = ("replicate", "sequence", "context", "tensor", "pipeline") if ranks % 2 == 0 else ()
+    return [{"shard": ranks}, *({"shard": ranks // 2, name: 2} for name in others)]
+
+
+def free_ports(count: int) -> list[str]:
+    """So many ports that nobody listens at."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [str(probe.getsockname()[1]) for probe in probes]
 
 
 def expected(name: str, x: Callable[[int], Tensor], rank: int, ranks: int) -> Tensor:
@@ -100,7 +120,7 @@ def measured(name: str, plan: Plan, axis: Axis, dtype: torch.dtype) -> Record:
     return {"name": f"{name} {dtype}", "ms": 1e3 * taken, "GB/s": sent / taken / 1e9, "error": error}
 
 
-def sharded(plan: Plan, mesh: Mesh) -> Record:
+def updated(plan: Plan, mesh: Mesh) -> Record:
     """Updates of a state that is cut over the ranks, and of a whole one: where they end, and how long they take."""
     model, batch = build(plan.small, plan), experience(plan, 0, plan.small.vocabulary)
     start = parameters(model, plan.device)
@@ -113,25 +133,29 @@ def sharded(plan: Plan, mesh: Mesh) -> Record:
             held[0] = update(held[0], batch)
 
         taken.append(min([once(step, plan.device) for _ in range(3)][1:]))
-        ends.append(fsdp.gather(held[0].params, model.shapes, where))
-    names = {"sharded, ms": 1e3 * taken[0], "whole, ms": 1e3 * taken[1]}
-    return {"name": "FSDP", **names, "differs": differing(start, *ends)}
+        ends.append(models.whole_params(models.place(model, where), held[0].params, where))
+    return {"cut, ms": 1e3 * taken[0], "whole, ms": 1e3 * taken[1], "differs": differing(start, *ends)}
 
 
-def worker(plan: Plan) -> None:
+def worker(plan: Plan, ports: Sequence[str]) -> None:
     """One rank; the first prints what all of them measured together."""
-    place = Place.of_environment()
-    if plan.device.type == "cuda":
-        plan = plan._replace(device=torch.device("cuda", place.local_rank))
-        torch.cuda.set_device(plan.device)
-    records: list[Any] = []
-    with joined({"shard": place.world}, place, plan.device, timeout=120.0, sharding=Sharding()) as (mesh, _, _):
-        for dtype in (torch.float32, torch.bfloat16):
-            records += [measured(name, plan, mesh["shard"], dtype) for name in ALL]
-        records.append(sharded(plan, mesh))
+    records: list[Record] = []
+    cut: list[Record] = []
+    world = int(os.environ["WORLD_SIZE"])
+    for sizes, port in zip(meshes(world), ports, strict=True):
+        os.environ["MASTER_PORT"] = port
+        place = Place.of_environment()
+        if plan.device.type == "cuda":
+            plan = plan._replace(device=torch.device("cuda", place.local_rank))
+            torch.cuda.set_device(plan.device)
+        with joined(sizes, place, plan.device, timeout=120.0, sharding=Sharding()) as (mesh, _, _):
+            for dtype in (torch.float32, torch.bfloat16) if not records else ():
+                records += [measured(name, plan, mesh["shard"], dtype) for name in ALL]
+            name = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+            cut.append({"name": name, **attempt(partial(updated, plan, mesh))})
     if place.rank == 0:
-        print(json.dumps(records), flush=True)
+        print(json.dumps([records, cut]), flush=True)
 
 
 if __name__ == "__main__":
-    worker(TINY if sys.argv[1] == "cpu" else FULL)
+    worker(TINY if sys.argv[1] == "cpu" else FULL, sys.argv[2:])

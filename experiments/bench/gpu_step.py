@@ -15,13 +15,13 @@ from gpu_model import build, experience, parameters, prompts
 from gpu_tools import Plan, Record, Variant, attempt, check, count_syncs, once, table
 from torch import Tensor
 
-from fppo import losses, tree
+from fppo import losses, models, tree
 from fppo.key import Key
 from fppo.models import flops
 from fppo.models.model import Model
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
-from fppo.runtime import checkpoint, fsdp, offload
+from fppo.runtime import checkpoint, offload
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import Lane
 from fppo.steps.actor import update_actor
@@ -91,6 +91,7 @@ def kernels_of(variant: Variant) -> Kernels:
     return Kernels.named(
         attention=variant.attention,
         log_probs=variant.log_probs,
+        linear=variant.linear,
         rms_norm=layers,
         add_rms_norm=layers,
         rotary=layers,
@@ -101,19 +102,20 @@ def kernels_of(variant: Variant) -> Kernels:
 def updates(
     plan: Plan, model: Model, mesh: Mesh = LOCAL, variant: Variant | None = None
 ) -> tuple[Callable[[Any, Any], Any], Any]:
-    """An update of AdamW, which gives up its state, and the first state."""
-    variant = variant or plan.variants[0]
+    """An update of AdamW, which gives up its state, and the first state, of what this rank of the mesh has of the
+    model."""
+    variant, own = variant or plan.variants[0], models.place(model, mesh)
     optimizer = adamw(schedule("constant", 1e-5))
     record = graphs(model, plan.device) if variant.recorded else None
     update = partial(
         update_actor,
-        forward=Forward(model, kernels=kernels_of(variant), mesh=mesh, record=record),
+        forward=Forward(own, kernels=kernels_of(variant), mesh=mesh, record=record),
         loss_fn=losses.ppo_clip,
         loop=Loop(mini_batch_size=plan.rows[0], micro_batching=MicroBatching(size=variant.rows)),
         optimizer=optimizer,
         donate=True,
     )
-    params = fsdp.shard(parameters(model, plan.device), mesh)
+    params = models.own_params(own, parameters(model, plan.device), mesh)
     return lambda state, batch: update(state, batch)[0], init_state(params, optimizer)
 
 

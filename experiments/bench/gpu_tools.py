@@ -34,10 +34,12 @@ class Variant(NamedTuple):
     again: bool  # whether layers are computed again in the backward pass
     rows: int  # of a micro-batch
     recorded: bool = False  # whether passes of few tokens are CUDA graphs
+    linear: str = "torch"
 
     @property
     def name(self) -> str:
         more = ", layers again" if self.again else ", recorded" if self.recorded else ""
+        more += "" if self.linear == "torch" else f", {self.linear}"
         return f"{self.attention}, {self.log_probs}, layers {self.layers}, {self.rows} rows{more}"
 
 
@@ -78,6 +80,8 @@ FULL = Plan(
         Variant("varlen", "triton", "triton", False, 4, recorded=True),
         Variant("varlen", "triton", "triton", True, 16),
         Variant("varlen", "triton", "compiled", False, 16),
+        Variant("varlen", "triton", "triton", False, 16, linear="float8"),
+        Variant("varlen", "triton", "compiled", False, 16, linear="float8"),
         Variant("varlen", "triton", "eager", False, 8),
         Variant("sdpa", "chunked", "eager", True, 8),
     ),
@@ -97,7 +101,11 @@ TINY = Plan(
     model=Shape(64, 2, 2, 1, 64, 100),
     small=Shape(64, 2, 2, 1, 64, 100),
     rows=(4, 4, 8),
-    variants=(Variant("sdpa", "chunked", "eager", False, 2), Variant("sdpa", "chunked", "eager", True, 4)),
+    variants=(
+        Variant("sdpa", "chunked", "eager", False, 2),
+        Variant("sdpa", "chunked", "eager", True, 4),
+        Variant("sdpa", "chunked", "eager", False, 4, linear="float8"),
+    ),
     decode=(4, 6, 4),
     fresh=2,
     collective=1 << 10,

@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 
 import attrs
 import torch
-import tyro
 
 from fppo import metrics, models, quickstart
 from fppo.assembly import machine
@@ -157,4 +156,6 @@ def main(steps: int = 20, batch: int = 512, cluster: str = "processes", device: 
 
 
 if __name__ == "__main__":
+    import tyro  # what gpu.py calls does without
+
     tyro.cli(main)
