@@ -165,6 +165,7 @@ def case_of(settings: PlanSettings) -> Case:
         dtype, _ = resolve.compute_dtype(machine)
     if log_probs == resolve.AUTO:
         log_probs, _ = resolve.kernel("log_probs", machine, {dtype})
+    records = settings.offload == "none" and dtype != "float32" if settings.graphs == resolve.AUTO else settings.graphs
     mesh, own = settings.mesh, settings.critic_lora
     data_ranks = math.prod(size for axis, size in settings.sizes.items() if axis in DATA_AXES)
     length = settings.length or min(4096, settings.tokens)
@@ -195,6 +196,7 @@ def case_of(settings: PlanSettings) -> Case:
         compute_dtype=None if dtype == "float32" else getattr(torch, dtype),
         checkpoint_layers=settings.checkpoint_layers,
         log_probs=log_probs,
+        graphs=records is True,
         offload=settings.offload,
         forward_tokens=settings.forward_tokens,
         roles=_roles(settings),

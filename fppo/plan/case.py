@@ -73,6 +73,7 @@ class Case:
     compute_dtype: torch.dtype | None = torch.bfloat16
     checkpoint_layers: bool = False
     log_probs: str = "chunked"
+    graphs: bool = False  # passes of few tokens are recorded as CUDA graphs, where they can be
     offload: str = "none"  # or "moments", or "all": what of the state is on the host between uses
     dtype: torch.dtype = torch.float32  # that parameters are kept in
     forward_tokens: int | None = None  # of a pass without a gradient, in place of `tokens`

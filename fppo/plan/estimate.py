@@ -18,7 +18,10 @@ MATMUL_SHARE = 0.7  # of large bfloat16 products on Hopper; training runs report
 ATTENTION_SHARE = 0.35  # FlashAttention-2 on Hopper (arXiv:2407.08608, figure 5)
 COPY_SHARE = 0.8  # of memory bandwidth, element by element
 LINK_SHARE = 0.8  # of links, those to the host among them
-LAUNCH = 6e-6  # seconds that Python and torch need to begin an operation
+LAUNCH = 6e-6  # seconds that torch needs to begin an operation outside of passes
+# and inside of one, forward or backward, with the modules, seams and graph around it: 3.0e-5 to 5.5e-5 were measured on
+# three hosts of an H100 (docs/measurements.md, "On a GPU"), their milliseconds over the operations that a plan counts
+PASS_LAUNCH = 4e-5
 LATENCY = {False: 2e-5, True: 5e-5}  # seconds of a collective without data, inside a node and between nodes
 ORDER = AXES  # ranks of the last axis are neighbours
 
@@ -30,6 +33,7 @@ class Seconds(NamedTuple):
     communication: float  # all of it
     exposed: float  # that nothing is computed during
     idle: float = 0.0  # that the rank waits for other stages of a pipeline
+    launching: float = 0.0  # of `compute`: that the host needs longer to launch operations than they take
 
     @property
     def total(self) -> float:
@@ -44,24 +48,30 @@ class Wire(NamedTuple):
     seconds: float
 
 
-def seconds_of(phases: Sequence[Phase], case: Case, *, slowest: float = 1.0) -> Seconds:
-    """The time of a stage with all of its passes. On a pipeline the rank with most work has `slowest` times this one's.
+def seconds_of(phases: Sequence[Phase], case: Case, *, slowest: float = 1.0, recorded: bool = False) -> Seconds:
+    """The time of a stage with all of its passes, each launched at once if `recorded`. On a pipeline the rank with most
+    work has `slowest` times this one's.
 
     For each phase, forward or backward:
 
-        compute = max(launches * LAUNCH,
+        compute = max(launches * PASS_LAUNCH, or LAUNCH outside of passes, and nothing for those that are recorded,
                       matmul FLOPs / (peak * MATMUL_SHARE) + attention FLOPs / (peak * ATTENTION_SHARE)
                       + bytes read and written by other operations / (memory bandwidth * COPY_SHARE))
         exposed = collectives that the code waits for + what those it does not wait for take longer than `compute`
 
-    and the time is the sum of compute and exposed over all phases; on a pipeline, where the passes of all ranks take as
-    long as the slowest one's, and (p - 1) / (v m) of that longer, `idle` is the rest. A collective takes its latency
-    and its bytes over the link of its axis: see `link`. Copies to and from the host count as collectives that are
-    waited for, except in a forward pass, which fetches layer by layer. FLOPs are all that are computed, again or not.
+    and `launching` is how much more the first of these is than the second. The time is the sum of compute and exposed
+    over all phases; on a pipeline, where the passes of all ranks take as long as the slowest one's, and (p - 1) / (v m)
+    of that longer, `idle` is the rest. A collective takes its latency and its bytes over the link of its axis: see
+    `link`. Copies to and from the host count as collectives that are waited for, except in a forward pass, which
+    fetches layer by layer. FLOPs are all that are computed, again or not.
     """
-    compute = communication = exposed = in_passes = 0.0
+    compute = communication = exposed = in_passes = launching = 0.0
     for phase, times in _repeated(phases, case):
-        work = compute_seconds(phase.cost, case.hardware)
+        passes = phase.name.startswith(("forward", "backward"))
+        busy = busy_seconds(phase.cost, case.hardware)
+        begins = 0.0 if passes and recorded else phase.cost.other["launches"] * (PASS_LAUNCH if passes else LAUNCH)
+        work = max(busy, begins)
+        launching += times * (work - busy)
         waited, hidden = (
             sum(
                 _collective(case, axis, op, phase.cost.sent[axis, op, wait], calls)
@@ -75,18 +85,18 @@ def seconds_of(phases: Sequence[Phase], case: Case, *, slowest: float = 1.0) -> 
         compute += times * work
         communication += times * (waited + hidden)
         exposed += times * (waited + max(0.0, hidden - work))
-        if phase.name.startswith(("forward", "backward")):
+        if passes:
             in_passes += times * (work + waited + max(0.0, hidden - work))
-    return Seconds(compute, communication, exposed, in_passes * (slowest * (1 + case.bubble) - 1))
+    return Seconds(compute, communication, exposed, in_passes * (slowest * (1 + case.bubble) - 1), launching)
 
 
-def compute_seconds(cost: Cost, hardware: Hardware) -> float:
-    """The `compute` of `seconds_of`."""
+def busy_seconds(cost: Cost, hardware: Hardware) -> float:
+    """The `compute` of `seconds_of` without what launching takes."""
     busy = cost.other["traffic"] / (hardware.bandwidth * COPY_SHARE)
     for kind, flops in cost.flops.items():
         peak = hardware.flops if kind.endswith("float16") else hardware.flops_float32
         busy += flops / (peak * (ATTENTION_SHARE if kind.startswith("attention") else MATMUL_SHARE))
-    return max(busy, cost.other["launches"] * LAUNCH)
+    return busy
 
 
 def wires(phases: Sequence[Phase], case: Case) -> dict[str, Wire]:

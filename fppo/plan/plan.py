@@ -11,7 +11,7 @@ import torch
 
 from fppo import tree
 from fppo.models import flops
-from fppo.models.model import is_trained
+from fppo.models.model import Model, is_trained
 from fppo.plan import layers, passes
 from fppo.plan._track import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, LOGITS
 from fppo.plan.built import REWARD, STAGES, Built, models_of, own_layers
@@ -21,6 +21,8 @@ from fppo.plan.hardware import overhead
 from fppo.plan.piped import SHORT, piped
 from fppo.plan.values import Phase, peak_of
 from fppo.runtime import fsdp
+from fppo.runtime.mesh import LOCAL
+from fppo.steps import recorded
 
 TRANSIENT = (GRADIENTS, GATHERED, ACTIVATIONS, LOGITS)
 OUTSIDE = "outside of tensors"
@@ -36,6 +38,7 @@ class Stage:
     wire: Mapping[str, Wire]  # by axis
     seconds: Seconds
     model_flops: float  # of this rank's share, without what is computed again
+    recorded: bool = False  # its passes run as CUDA graphs
 
     @property
     def total(self) -> float:
@@ -212,15 +215,23 @@ def _stage(case: Case, at: Case, name: str, rest: Mapping[str, float], phases: S
     work = flops.train_flops if name.startswith("update") else flops.forward_flops
     head_tokens = case.rows * (1 if name == REWARD else case.response_tokens)
     needed = work(built.model(case, STAGES[name]), lengths, head_tokens=head_tokens)
-    stages = pipeline_work(at, STAGES[name], built)
+    stages, by_graph = pipeline_work(at, STAGES[name], built), _recorded(at, built.model(case, STAGES[name]))
     return Stage(
         name=name,
         where=where,
         memory={**rest, **moving, OUTSIDE: outside},
         wire=wires(phases, at),
-        seconds=seconds_of(phases, at, slowest=max(stages) / stages[case.pipeline_rank]),
+        seconds=seconds_of(phases, at, slowest=max(stages) / stages[case.pipeline_rank], recorded=by_graph),
         model_flops=needed * case.micro_batches * case.data_ranks / case.world,
+        recorded=by_graph,
     )
+
+
+def _recorded(case: Case, model: Model) -> bool:
+    """Whether the case's passes of a model run as CUDA graphs (`steps.recorded`)."""
+    model = attrs.evolve(model, checkpoint_layers=case.checkpoint_layers)
+    able = case.hardware.on_gpu and case.world == 1 and case.offload != "all" and recorded.records(model, LOCAL)
+    return case.graphs and able and case.tokens <= recorded.most_tokens(model)
 
 
 def _kept(case: Case, name: str, built: Built) -> float:

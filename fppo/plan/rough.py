@@ -12,14 +12,14 @@ from fppo.models.model import Model
 from fppo.plan import passes
 from fppo.plan.built import REWARD, STAGES
 from fppo.plan.case import Case
-from fppo.plan.estimate import LAUNCH, LINK_SHARE, MATMUL_SHARE, link
+from fppo.plan.estimate import LINK_SHARE, MATMUL_SHARE, PASS_LAUNCH, link
 from fppo.plan.hardware import overhead
 from fppo.runtime.mesh import DENSE
 
 _STATE = {"none": 12, "moments": 4, "all": 0}  # bytes of a number of the trained parameters and moments on the device
 _KEPT_LAYER = 10.0  # elements of a token's width that a layer keeps for its backward pass, what is inside the MLP aside
 _KEPT_ROWS = 4.0  # and of each of its chosen experts
-_LAUNCHES = 100  # operations of a layer's forward pass
+_LAUNCHES = 40  # operations of a layer's forward pass
 
 
 class Rough(NamedTuple):
@@ -124,7 +124,7 @@ def _seconds(case: Case, name: str, facts: Facts) -> float:
     narrow = case.compute_dtype is not None
     peak = (hardware.flops if narrow else hardware.flops_float32) * MATMUL_SHARE
     launches = times * _LAUNCHES * facts.layers / case.size("pipeline")
-    compute = max(times * case.rows * facts.row / parts / peak, launches * LAUNCH)
+    compute = max(times * case.rows * facts.row / parts / peak, launches * PASS_LAUNCH)
     width = case.compute_dtype.itemsize if narrow and case.compute_dtype is not None else 4
     dense = _own(case, attrs.evolve(facts, experts=0.0), shards=False)
     often = (1 / max(1, case.micro_batches)) if case.sharding.stage == 1 else 1.0

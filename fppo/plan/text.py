@@ -25,6 +25,14 @@ HEAP = (
     "A process on a CPU takes that with MALLOC_MMAP_THRESHOLD_=65536 in its environment; else glibc's heap keeps freed "
     "memory, up to 1.8 times as much where it was measured. "
 )
+LAUNCHES = (
+    "These passes have so few tokens that the host launches operations more slowly than the GPU runs them. Give passes "
+    "of more tokens, or, on one GPU and where layers are kept, model.graphs."
+)
+GRAPHS = (
+    "Recorded as CUDA graphs (model.graphs): the passes of {stages}. Their memory is planned as if they were not; what "
+    "was measured was less."
+)
 ROLLOUT = (
     "The rollout is not planned, nor a judge: the embedded engine has {part}, {size:,.1f} GiB, beside its cache of "
     "keys and values."
@@ -144,6 +152,7 @@ def _time(plan: Plan, width: int) -> list[str]:
     names, piped = [stage.name for stage in plan.stages], plan.case.size("pipeline") > 1
     rows = [
         ("computing", [_seconds(s.seconds.compute) for s in plan.stages]),
+        *([("of that for launches", [_seconds(s.seconds.launching) for s in plan.stages])] if _waits(plan) else []),
         ("waiting for ranks and host", [_seconds(s.seconds.exposed) for s in plan.stages]),
         *([("waiting for other stages", [_seconds(s.seconds.idle) for s in plan.stages])] if piped else []),
         ("sent while computing", [_seconds(s.seconds.communication - s.seconds.exposed) for s in plan.stages]),
@@ -154,7 +163,16 @@ def _time(plan: Plan, width: int) -> list[str]:
     speed = plan.tokens / plan.seconds / plan.case.world
     mfu = f", MFU of the updates {plan.mfu(*updates):.0%}" if updates else ""
     title = f"estimated: {_seconds(plan.seconds)} s for a step, {speed:,.0f} tokens/s on each GPU{mfu}"
-    return [title, *_pipeline(plan, width), "seconds", *table(names, rows, None)]
+    lines = [title, *_pipeline(plan, width), "seconds", *table(names, rows, None)]
+    lines += textwrap.wrap(LAUNCHES, width) if _waits(plan) else []
+    if names := [stage.name for stage in plan.stages if stage.recorded]:
+        lines += textwrap.wrap(GRAPHS.format(stages=", ".join(names)), width)
+    return lines
+
+
+def _waits(plan: Plan) -> bool:
+    """Whether passes wait for the host to launch their operations."""
+    return plan.case.hardware.on_gpu and sum(x.seconds.launching for x in plan.stages) > 0.01 * plan.seconds
 
 
 def _pipeline(plan: Plan, width: int) -> list[str]:
@@ -251,6 +269,7 @@ def summary(plan: Plan, helping: Sequence[Remedy] | None) -> dict[str, Any]:
                 "seconds": {**s.seconds._asdict(), "total": s.seconds.total},
                 "model_flops": s.model_flops,
                 "mfu": plan.mfu(s.name),
+                "recorded": s.recorded,
             }
             for s in plan.stages
         ],

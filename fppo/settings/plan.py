@@ -9,7 +9,7 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings import checks, files, placement
+from fppo.settings import checks, files, placement, resolve
 from fppo.settings.critic import CriticSettings
 from fppo.settings.fields import above, at_least, at_most, nonempty, setting, wrong_values
 from fppo.settings.mesh import PlanMeshSettings
@@ -82,6 +82,8 @@ class PlanSettings:
     """The kernel for log-probs and entropy from hidden states; auto: the one that fppo train takes there."""
     offload: Literal["none", "moments", "all"] = setting("none")
     """What of the state is on the host between uses: nothing, the moments, or all of it."""
+    graphs: Literal["auto"] | bool = setting("auto")
+    """Run passes of few tokens as CUDA graphs, on one GPU; auto: where fppo train does (a run's model.graphs)."""
     memory: float | None = setting(None, above(0))
     """In place of the GPU's own: its memory in GiB."""
     flops: float | None = setting(None, above(0))
@@ -149,6 +151,7 @@ def of_run(run: TrainSettings) -> PlanSettings:
         checkpoint_layers=run.model.checkpoint_layers,
         log_probs=run.model.log_probs if run.model.log_probs in ("auto", "reference", "triton") else "chunked",
         offload=run.model.offload,
+        graphs=resolve.resolved(run, resolve.Machine(device="cuda", capability=(8, 0)))[0].model.graphs,
     )
 
 

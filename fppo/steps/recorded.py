@@ -167,8 +167,13 @@ class Recorder:
 
 def graphs(model: Model, device: torch.device) -> Recorder:
     """Records passes of a model on a GPU as CUDA graphs, where the host and not the GPU is what takes the time."""
+    return Recorder(partial(as_graphs, device, tidy=True), most_tokens(model))
+
+
+def most_tokens(model: Model) -> int:
+    """Of the passes that `graphs` records."""
     size = sum(shape.numel() for shape in model.whole_shapes.values())
-    return Recorder(partial(as_graphs, device, tidy=True), int(LAYER_TOKENS * len(model.layers) / size))
+    return int(LAYER_TOKENS * len(model.layers) / size)
 
 
 def records(model: Model, mesh: Mesh) -> bool:

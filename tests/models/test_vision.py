@@ -110,6 +110,6 @@ def test_images_go_to_a_device_without_waiting_for_it(name, monkeypatch):
         sent = vision_pass._on_device(images.tensors, torch.empty(0, dtype=torch.bfloat16, device="meta"))
     assert waits.found == []
     assert len(checked) == 1
-    assert images.count == sum(len(inputs.places) for _, inputs in drawn)
+    assert images.counts == (sum(len(inputs.places) for _, inputs in drawn), 0)
     assert all(x.is_meta for x in (*sent.values(), images.places, images.numbers, positions))
     assert sent["pixel_values"].dtype == torch.bfloat16
