@@ -102,6 +102,34 @@ def test_weights_without_factors_are_in_codes_too_and_recomputed_layers_give_the
     assert all(near(got[n], x, 1e-4) for n, x in expected.items())
 
 
+@pytest.mark.parametrize("run_by", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize(("name", "kind"), [("qwen3_moe", "nf4"), ("gpt_oss", "int8")])
+def test_experts_in_codes_run_by_each_of_transformers_kernels_and_keep_no_stack_of_weights(name, kind, run_by):
+    adapted, fresh, other = on_codes(name, kind, dtype=torch.float32)
+    adapter, saved = noisy(fresh), []
+    _, expected = value_and_grad(partial(weighed, model=other))(adapter)
+    adapted.skeleton.config._experts_implementation = run_by
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+            _, got = value_and_grad(partial(weighed, model=adapted))(adapter)
+    finally:
+        adapted.skeleton.config._experts_implementation = "eager"
+    assert all(near(got[n], x, 1e-4) for n, x in expected.items())
+    stacks = [form.shape for form in adapted.forms.values() if len(form.shape) == 3]
+    assert stacks
+    matrices = {frozenset(shape[1:]) for shape in stacks}
+    assert not [t for t in saved if t.is_floating_point() and t.dim() == 3 and frozenset(t.shape[-2:]) in matrices]
+
+
+def test_a_pass_in_16_bits_rounds_no_scale():
+    model, params = families.make("llama", dtype=torch.float32, compute_dtype=torch.bfloat16)
+    coded, base = models.quantise(model, params, "int8")
+    adapted, fresh = lora.adapt(coded, base, SPEC, key=Key(3))
+    dense = {n: plain(x) for n, x in values(base, coded.forms, torch.bfloat16).items()}
+    other, _ = lora.adapt(model, dense, SPEC, key=Key(3))
+    assert torch.equal(logits(fresh, model=adapted), logits(fresh, model=other))
+
+
 def test_a_kernel_for_linear_layers_computes_with_the_dequantised_weights():
     adapted, fresh, other = on_codes("llama", "nf4", dtype=torch.float32)
     seen = []
