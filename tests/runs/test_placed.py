@@ -163,10 +163,13 @@ def test_engines_of_which_some_die_write_what_one_process_writes(task, whole, tm
 
 
 @pytest.mark.slow
-def test_adapters_in_pools_write_what_one_process_writes(task, tmp_path):
+@pytest.mark.parametrize("base", ["float", "nf4"])
+def test_adapters_in_pools_write_what_one_process_writes(task, tmp_path, base):
     """The policy's engine and the reference have a base of their own, and only factors go to an engine; in 16 bits a
     sum of them with the base would be another policy."""
-    asked = {"model__lora__rank": 2, "model__compute_dtype": "bfloat16", "steps": 2}
+    if base == "nf4":
+        pytest.importorskip("bitsandbytes", reason="pip install 'fppo[quantised]'")
+    asked = {"model__lora__rank": 2, "model__lora__base": base, "model__compute_dtype": "bfloat16", "steps": 2}
     one, apart = tmp_path / "one", tmp_path / "apart"
     pools = {"placement__roles__reference": "c"} | engines(1, beside=APART["placement__pools"], rows=8)
     for directory, more in ((one, {}), (apart, APART | pools)):
