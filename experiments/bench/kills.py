@@ -22,6 +22,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Protocol
@@ -152,30 +153,30 @@ def write_task(task: Path) -> None:
 def killed(place: Place, settings: TrainSettings, seed: int, step_seconds: float) -> Kill:
     """Trains, and strikes at some time within a step that takes so many seconds."""
     draw, done, said = random.Random(seed), threading.Event(), io.StringIO()
-    struck: list[tuple[float, str]] = []
     ranks, step = sum(pool["ranks"] for pool in settings.placement.pools.values()), draw.randrange(settings.steps)
 
     def there() -> bool:
         return place.up(ranks) and len(jsonl.read(Path(settings.output_dir) / "digests.jsonl")) >= step
 
-    def strike() -> None:
+    def strike() -> tuple[float, str] | None:
         while not there() and not done.is_set():
             time.sleep(0.02)
-        if not done.wait(draw.uniform(0, step_seconds)):
-            now = time.time()
-            struck.append((now, place.strike(draw)))
+        if done.wait(draw.uniform(0, step_seconds)):
+            return None
+        return time.time(), place.strike(draw)
 
-    thread = threading.Thread(target=strike)
-    thread.start()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        status = actions.train(settings)
-    done.set()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        struck = pool.submit(strike)
+        try:
+            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+                status = actions.train(settings)
+        finally:
+            done.set()
     found = LOST.search(said.getvalue())
     directory = Path(settings.output_dir)
-    if not struck:
+    if (blow := struck.result()) is None:
         return Kill("nothing: the run was over", status == 0, float("nan"))
-    at, kind = struck[0]
+    at, kind = blow
     began = [bar.start for bar in timeline.read(directory) if bar.name == "step" and bar.start > at]
     hit = "that nobody missed" if found is None else f"of {found[1]} in {found[2]}" if found[1] else "at the start"
     return Kill(f"{kind} {hit}", status == 0, began[0] - at if found and began else float("nan"))
@@ -207,11 +208,10 @@ def main(runs: int = 100, ranks: int = 1, steps: int = 6, seed: int = 0, nodes: 
         with contextlib.redirect_stdout(io.StringIO()):
             actions.train(settings)
         expected = list(jsonl.read(task / "undisturbed" / "digests.jsonl"))
-        bars = timeline.read(task / "undisturbed")
-        took = max(bar.start + bar.seconds for bar in bars) - min(bar.start for bar in bars)
+        took = statistics.median(bar.seconds for bar in timeline.read(task / "undisturbed") if bar.name == "step")
         for number in range(seed, seed + runs):
             settings = settings_of(task, task / f"run_{number}", place.cluster, ranks, steps)
-            kill = killed(place, settings, number, took / steps)
+            kill = killed(place, settings, number, took)
             equal = kill.equal and list(jsonl.read(task / f"run_{number}" / "digests.jsonl")) == expected
             print(f"seed {number}: {kill.hit}: {'equal' if equal else 'DIFFERS'}, {kill.seconds:.1f} s", flush=True)
             kinds[kill.hit].append(kill._replace(equal=equal))

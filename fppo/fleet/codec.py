@@ -124,7 +124,7 @@ def tree_of(
 ) -> Any:
     """The tree with these tensors. `held` has what handles stand for, and `plain` what leaves of other kinds do."""
     leaves = iter(map(plain, packed.plain)), iter(tensors), iter(held(packed.held))
-    return put_together(packed.outline, [next(leaves[kind]) for kind in packed.kinds])
+    return put_together(packed.outline, map(next, map(leaves.__getitem__, packed.kinds)))
 
 
 def array_of(x: Tensor) -> np.ndarray:

@@ -189,7 +189,7 @@ class Group:
         lease = Lease(self.name, self.life, call, stayed.part, self.device)
         weakref.finalize(lease, _forget, self._forget, self.life, self, (call, stayed.part))
         leaves = iter(stayed.plain), iter(handles(lease, sum(stayed.here)))
-        return put_together(stayed.outline, [next(leaves[here]) for here in stayed.here])
+        return put_together(stayed.outline, map(next, map(leaves.__getitem__, stayed.here)))
 
     def _check_alive(self, label: str) -> None:
         if self._lost is not None:
