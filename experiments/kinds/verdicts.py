@@ -10,8 +10,6 @@ from transformers.utils import logging
 
 from fppo import models
 from fppo.models import Model, lora
-from fppo.runtime.mesh import Axis, Mesh
-from fppo.steps.images import check_axes
 
 Verdict = dict[str, str | None]  # by column, why not; None if it does
 WHOLE, CUT, ADAPTED, IMAGES, VIDEOS = "whole, packed", "cut", "adapted", "with images", "with videos"
@@ -41,7 +39,7 @@ def verdict_of(kind: str) -> Verdict:
     (model,) = kept
     return {
         WHOLE: None,
-        CUT: _refusal(lambda: _check_cut(model)),
+        CUT: _refusal(lambda: models.check_placed(model, RANKS)),
         ADAPTED: _refusal(lambda: lora.check_adapted(model, models.Lora(2, 4.0))),
         IMAGES: None if model.vision is not None else TEXT,
         VIDEOS: None if model.vision is not None and model.vision.video is not None else TEXT,
@@ -65,11 +63,6 @@ def _checked(kind: str) -> Model:
     model = models.build(shortened(kind))
     models.check_model(model)
     return model
-
-
-def _check_cut(model: Model) -> None:
-    check_axes(model, Mesh({"tensor": Axis(RANKS)}))
-    models.check_placed(model, RANKS)
 
 
 def _refusal(check: Callable[[], None]) -> str | None:
