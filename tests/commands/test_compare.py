@@ -7,11 +7,12 @@ import pytest
 
 from fppo._errors import RunFailed
 from fppo.commands import actions, cli
+from fppo.commands.compare import plan
 from fppo.report.compare import Comparison, collect
 from fppo.report.spread import spread
 from fppo.runs.jsonl import JsonLines
 from fppo.settings import files
-from fppo.settings.compare import variants
+from fppo.settings.compare import CompareSettings, variants
 from tests import tiny_run
 
 
@@ -56,6 +57,25 @@ def task(tmp_path):
     )
     files.save(settings, tmp_path / "run.toml")
     return tmp_path
+
+
+TOOLBOX = {
+    "algorithm.advantage=gae,gae+algorithm.lam=0.9+algorithm.critic_lam=1.0,gae+algorithm.lam_alpha=0.05,"
+    "turn_gae+algorithm.gamma=0.9,td+algorithm.td_steps=2,vtrace+algorithm.correction.mode=token": 6,
+    "critic.loss=mse,mse+critic.popart=0.1,huber+critic.huber_delta=0.5,hl_gauss+critic.bins=21,two_hot,quantile": 6,
+    "critic.reads=tokens,confidence,hidden,hidden+critic.ensemble=4+critic.leave_agreed=0.2": 4,
+    "critic.privileged=0,8": 2,
+    "critic.pretrain=0,1,1+critic.freeze=true": 3,
+    "actor.positive_nll_coef=0.0,0.1": 2,
+    "actor.optimizer.warmup_steps=0,2+critic.optimizer.warmup_steps=1": 2,
+}
+
+
+def test_all_of_the_critics_toolbox_can_be_varied(tmp_path):
+    """Each estimator, loss and kind of critic beside the others; what a variant lacks is refused."""
+    settings = tiny_run.settings(tmp_path)
+    planned = {vary: len(plan(settings, CompareSettings(vary=(vary,), seeds=1))) for vary in TOOLBOX}
+    assert planned == TOOLBOX
 
 
 ARGUMENTS = ("--vary", "critic.loss=mse,quantile+critic.bins=3", "--seeds", "1", "--actor.optimizer.lr", "0.002")

@@ -69,8 +69,33 @@ def test_the_policy_waits_and_a_frozen_critic_stays(task, reads):
     assert [run.pretraining.over for run in runs] == [0, 0, 0, 1, 1]
 
 
-def test_a_run_that_stops_in_its_pretraining_goes_on_bit_for_bit(task, tmp_path):
-    settings = tiny_run.settings(task, critic__pretrain=2)
+TOOLBOXES = (
+    {"critic__popart": 0.3, "critic__loss": "huber", "critic__privileged": 2, "algorithm__lam_alpha": 0.4},
+    {
+        "critic__reads": "hidden",
+        "critic__ensemble": 2,
+        "critic__leave_agreed": 0.2,
+        "critic__loss": "two_hot",
+        "critic__bins": 5,
+        "algorithm__advantage": "vtrace",
+        "algorithm__correction__mode": "token",
+        "actor__optimizer__warmup_steps": 1,
+    },
+    {
+        "critic__reads": "confidence",
+        "critic__loss": "quantile",
+        "critic__bins": 5,
+        "algorithm__advantage": "td",
+        "algorithm__td_steps": 2,
+        "actor__positive_nll_coef": 0.1,
+        "critic__optimizer__warmup_steps": 1,
+    },
+)
+
+
+@pytest.mark.parametrize("changes", TOOLBOXES, ids=["tokens", "hidden", "confidence"])
+def test_a_run_that_stops_in_its_pretraining_goes_on_bit_for_bit(task, tmp_path, changes):
+    settings = tiny_run.settings(task, critic__pretrain=2, data__eval_path=(), **changes)
     runs = _states(settings, 3)
     checkpoint.save(runs[1], tmp_path, 1)
     with assemble(settings) as assembly:
