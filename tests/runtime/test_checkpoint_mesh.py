@@ -29,7 +29,7 @@ from fppo.runtime.simulate import simulate
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool)
 MESHES = [
     {"replicate": r, "shard": s, "sequence": q} for r in (1, 2) for s in (1, 2, 3, 4) for q in (1, 2) if r * s * q <= 4
-]
+] + [{"shard": 2, "expert": 2}, {"shard": 1, "expert": 3}]  # of which all ranks have rows of their own
 TEMPLATE_SEED = 99
 
 
@@ -91,7 +91,7 @@ def test_what_any_mesh_saves_any_other_loads_bit_for_bit(writers, readers, leave
         assert_holds(directory, value, 1, readers)
         assert_holds(directory, value, 1)
         assert left(directory) == ["step_00000001"]
-        assert len(list(paths[0].glob("*.safetensors"))) == writers["shard"]
+        assert len(list(paths[0].glob("*.safetensors"))) == writers["shard"] * writers.get("expert", 1)
 
 
 CUTS = {  # the whole shape, the cut, and on which of two stages it is

@@ -55,7 +55,7 @@ CONFIGS = {  # of widths that two ranks cut between blocks
 LAYOUTS = [
     ({"shard": 3}, 3, False, "lm", "llama", "nf4"),
     ({"tensor": 2}, None, False, "lm", "llama", "nf4"),
-    ({"expert": 2}, None, False, "lm", "narrow experts", "nf4"),
+    ({"expert": 2}, 3, False, "lm", "narrow experts", "nf4"),
     ({"shard": 2}, 2, False, "value", "narrow", "nf4"),
     ({"shard": 3}, 1, True, "value", "llama", "int8"),
     ({"shard": 3}, 3, False, "lm", "gpt2", "nf4"),  # layers stored [in, out]
