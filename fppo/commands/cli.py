@@ -313,7 +313,9 @@ def _file_and_overrides(rest: Sequence[str], command: str) -> tuple[str | None, 
     """The argument before the first flag, if there is one, and the rest. Raises ValueError for a file behind flags."""
     if rest and not rest[0].startswith("-"):
         return rest[0], list(rest[1:])
-    late = next((word for word in rest if word.endswith(".toml") or (Path(word) / "settings.toml").exists()), None)
+    # a run's directory right behind a flag is its value, as of --output-dir
+    runs = {word for before, word in zip(["", *rest], rest) if not before.startswith("--") or "=" in before}
+    late = next((x for x in rest if x.endswith(".toml") or (x in runs and (Path(x) / "settings.toml").exists())), None)
     if late is not None:
         others = " ".join(word for word in rest if word != late)
         raise ValueError(f"{late} stands behind flags; it comes first: fppo {command} {late} {others}")

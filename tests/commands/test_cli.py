@@ -95,6 +95,15 @@ def test_mistakes_are_one_message(arguments, message, capsys):
     assert "Traceback" not in error
 
 
+def test_a_run_behind_a_flag_is_its_value(tmp_path):
+    """The run that is there already, without a file of its own: all settings are flags."""
+    (tmp_path / "settings.toml").touch()
+    for rest in (["--output-dir", str(tmp_path)], [f"--output-dir={tmp_path}"]):
+        assert cli._file_and_overrides(rest, "train") == (None, rest)
+    with pytest.raises(ValueError, match="it comes first"):
+        cli._file_and_overrides(["--steps", "3", str(tmp_path)], "train")
+
+
 def test_a_traceback_is_shown_on_request(capsys):
     assert cli.main(["report", "no_such_run", "--traceback"]) == 2
     assert "Traceback" in capsys.readouterr().err
