@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fppo import batch as batches
-from fppo import models, tree
+from fppo import losses, models, tree
 from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.rollout.embedded import EmbeddedEngine
@@ -15,8 +15,12 @@ from fppo.rollout.engine import Ask, Sampling
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, Sharding, gradient_sum
 from fppo.runtime.simulate import simulate
+from fppo.steps.actor import update_actor
 from fppo.steps.forward import Forward, compute_log_probs, forward_micro_batch
+from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizers import adamw
+from fppo.steps.train_state import init_state
 from fppo_kernels.record import Kernels
 from tests import tiny
 from tests.rollout.test_embedded import make_prompts
@@ -80,3 +84,23 @@ def test_the_engine_tells_the_trainers_log_probs(dtype):
     apart = (rollout.rollout_log_probs - own).abs().max()
     assert apart < (1e-5 if dtype is None else 1e-2)
     assert (own - plain).abs().max() > 3 * apart
+
+
+def test_it_learns():
+    """A few rows by heart, as a model on plain products does."""
+    rows = tree.replace(ROWS, advantages=torch.ones_like(ROWS.advantages))
+    optimizer, cut = adamw(lambda step: 1e-2), MicroBatching(size=5)
+    after = {}
+    for name in ("torch", "float8"):
+        forward = Forward(MODEL, kernels=Kernels.named(linear=name))
+        state, _ = update_actor(
+            init_state(PARAMS, optimizer),
+            rows,
+            forward=forward,
+            loss_fn=losses.gpg,
+            loop=Loop(mini_batch_size=5, micro_batching=cut, epochs=25),
+            optimizer=optimizer,
+        )
+        log_probs = compute_log_probs(state.params, rows, forward=forward, micro_batching=cut)
+        after[name] = float(log_probs[rows.response_mask].mean())
+    assert after["float8"] > max(-0.5, 2 * after["torch"] - 0.1)

@@ -24,6 +24,7 @@ from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
 from fppo.steps.scores import compute_reward_scores
+from fppo.steps.sharded import rooted
 from fppo.steps.train_state import init_state, optimizer_step
 from tests import tiny
 
@@ -256,6 +257,25 @@ def test_what_is_outside_the_layers_is_gathered_once_for_a_mini_batch_and_change
     for ours, theirs in zip(found, simulate({"shard": 2}, run), strict=True):
         assert tree.digest(ours[:2]) == tree.digest(theirs[:2])
     assert roots.count("root") == 4 + 4
+
+
+def test_passes_in_one_loss_may_share_what_is_outside_the_layers():
+    model, params = deep_model()
+    batch = tiny.experience(1, 4, dtype=torch.float32)
+    halves = [batches.rows(batch, part) for part in ([0, 1], [2, 3])]
+
+    def loss(given, mesh):
+        outs = [forward_micro_batch(given, half, forward=Forward(model, mesh=mesh)) for half in halves]
+        return torch.stack([out.log_probs.square().sum() for out in outs]).sum()
+
+    def run(mesh):
+        mesh = sharded(mesh, stage=3)
+        shards = fsdp.shard(params, mesh)
+        grads = value_and_grad(loss)(rooted(shards, model, mesh), mesh)[1]
+        return grads.params, value_and_grad(loss)(shards, mesh)[1]
+
+    for shared, apart in simulate({"shard": 2}, run):
+        assert tree.digest(shared) == tree.digest(apart)
 
 
 def test_what_was_gathered_for_a_mini_batch_is_gone_when_its_step_is_made(monkeypatch):
