@@ -217,8 +217,8 @@ def test_muons_polynomial_acts_on_singular_values(shape):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_muons_updates_have_singular_values_near_1(dtype):
-    """The published band: 1 +- 0.3 (Jordan et al., 2024), here of matrices whose condition is 100, and with what bfloat16
-    rounds away, which is not the same on every processor."""
+    """The published band, 1 +- 0.3 (Jordan et al., 2024), and what bfloat16 rounds away, which differs by processor;
+    here of matrices whose condition is 100."""
     generator = torch.Generator().manual_seed(0)
     for rows, columns in ((48, 48), (64, 32), (40, 120)):
         u, _, v = torch.linalg.svd(torch.randn(rows, columns, generator=generator), full_matrices=False)
