@@ -45,6 +45,7 @@ from fppo.rollout import saved
 from fppo.rollout.engine import Sampling
 from fppo.rollout.turns import tools
 from fppo.rollout.vllm.families import check_family
+from fppo.rollout.vllm.vision import check_videos
 from fppo.runtime.mesh import Mesh
 from fppo.settings import checks, files
 from fppo.settings.checks_data import has_held_out
@@ -305,4 +306,6 @@ def _check_models(
         tried(lambda role=role, config=config: check_length(settings, config, critic=role == of_critic))
         tried(lambda config=config: check_vision(settings, config))
     for prompts in prompt_sets:
+        if settings.rollout.engine == "vllm" and settings.data.videos is not None:
+            tried(lambda prompts=prompts: check_videos(bare_model(settings), prompts))
         tried(lambda prompts=prompts: data.check_tokens(prompts, data.vocabulary_size(configs["actor"])))

@@ -2,16 +2,18 @@
 
 import copy
 
+import attrs
 import pytest
 import torch
 
 from fppo import models
 from fppo.batch import Column, Prompts, RowInputs
+from fppo.data import PromptSet
 from fppo.key import Key
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.vllm.families import check_family
 from fppo.rollout.vllm.host import Request
-from fppo.rollout.vllm.vision import inputs_of, placed_images, probe_row, weight_names
+from fppo.rollout.vllm.vision import check_videos, inputs_of, placed_images, probe_row, weight_names
 from tests.models.hybrids import HYBRIDS
 from tests.models.vision import CONFIGS, END, GEMMA, IMAGE, START, VIDEO, prompt
 
@@ -118,11 +120,18 @@ def test_text_that_vllm_gives_other_positions_is_refused(name):
             inputs=Column([inputs]),
         )
         ask = Ask(prompts, Sampling(), Key(0))
+        row = PromptSet(
+            tokens=(tuple(tokens),), ids=("v:1",), ground_truths=("",), sources=("",), extras=({},), pad_token_id=0
+        )
+        row = attrs.evolve(row, inputs=(inputs,))
         if fits:
+            check_videos(model, row)
             assert inputs_of(model, [tokens], ask) == [inputs]
             continue
         with pytest.raises(ValueError, match=f"longer in time than in height and width, .* type '{name}'"):
             inputs_of(model, [tokens], ask)
+        with pytest.raises(ValueError, match="v:1: a row has a video that is longer in time"):
+            check_videos(model, row)
 
 
 def test_what_vllm_lacks_of_llavas_tower_is_not_sent():

@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from fppo.batch import RowInputs
+from fppo.data.problems import Problems
+from fppo.data.prompts import PromptSet
 from fppo.key import Key
 from fppo.models.model import Model
 from fppo.models.vision import TIMES, image_token
@@ -42,9 +44,25 @@ def inputs_of(model: Model, prompts: Sequence[Sequence[int]], ask: Ask) -> Input
         raise ValueError(f"the prompts have images, and a model of type {model.config.model_type!r} takes none")
     for prompt, own in zip(prompts, inputs, strict=True):
         if own is not None:
-            placed = placed_images(model.vision.config, prompt, own)
-            _check_positions(model, own, placed)
+            _check_row(model, prompt, own)
     return [own for own in inputs for _ in range(ask.sampling.n)]
+
+
+def check_videos(model: Model, prompts: PromptSet) -> None:
+    """Raises ValueError that names the prompts that `inputs_of` would refuse when they are asked; reads all inputs."""
+    problems = Problems()
+    for name, tokens, own in zip(prompts.ids, prompts.tokens, prompts.inputs or ()):
+        try:
+            if own is not None:
+                _check_row(model, tokens, own)
+        except ValueError as error:
+            problems.add(f"{name}: {error}")
+    problems.check("prompts")
+
+
+def _check_row(model: Model, tokens: Sequence[int], inputs: RowInputs) -> None:
+    assert model.vision is not None
+    _check_positions(model, inputs, placed_images(model.vision.config, tokens, inputs))
 
 
 def placed_images(config: PreTrainedConfig, tokens: Sequence[int], inputs: RowInputs) -> list[Placed]:
