@@ -80,7 +80,9 @@ def test_settings_of_videos_that_do_not_fit_are_refused_by_name(tmp_path, monkey
         ({"videos": "v", "chat": True, "over_long": "truncate"}, "data.over_long = 'truncate': would cut videos apart"),
     ):
         assert any(line.startswith(text) for line in problems(**values)), text
-    both = files.replace(TrainSettings(), {"data.videos": "v", "data.images": "i", "data.chat": True, "mesh.tensor": 2})
+    both = files.replace(
+        TrainSettings(), {"data.videos": "v", "data.images": "i", "data.chat": True, "critic.privileged": 4}
+    )
     assert any("prompts with images and videos (data.images, data.videos) do not" in x for x in checks.problems(both))
     write_images(tmp_path, "idefics3")
     settings = tiny_run.settings(tmp_path, data__videos="videos", data__chat=True)

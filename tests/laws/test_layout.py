@@ -81,7 +81,7 @@ def test_every_mesh_and_stage_takes_its_turn():
         seen.append((sizes, mesh.sharding and mesh.sharding.stage, forward.model.checkpoint_layers))
         return state, {}
 
-    laws.check_layout_fn(update, modes=("token-mean",), each=6, max_ranks=4)
+    laws.check_layout_fn(update, modes=("token-mean",), each=8, max_ranks=4)
     interleaved = [axes for axes in layout.meshes(4) if axes["pipeline"] == 2]
     assert len({sizes for sizes, *_ in seen}) == len(layout.meshes(4)) + len(interleaved) + 1
     assert {(stage, again) for _, stage, again in seen} == {(s, a) for s in (1, 2, 3, None) for a in (True, False)}

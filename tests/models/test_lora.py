@@ -229,7 +229,7 @@ def test_what_cannot_be_adapted_is_refused_by_name():
         lora.adapt(adapted, adapter, SPEC, key=Key(0))
     with pytest.raises(ValueError, match="no adapter"):
         lora.merged(model, params)
-    with pytest.raises(ValueError, match="placed before it is adapted"):
+    with pytest.raises(ValueError, match="placed before it is quantised or adapted"):
         models.place(adapted, Mesh({"tensor": Axis(2, 0)}))
     placed = models.place(model, Mesh({"pipeline": Axis(2, 0)}))
     with pytest.raises(ValueError, match=r"targets \['layers.1.mlp.up_proj'\] name nothing in layers \[0\]"):

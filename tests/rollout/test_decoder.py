@@ -28,7 +28,7 @@ def test_a_decoder_computes_what_the_modules_do(name, dtype, joined, monkeypatch
     monkeypatch.setattr(embedded, "decoder_of", lambda *args: None)
     slow = engine_of(model).generate(params, ask)
     assert torch.equal(fast.tokens, slow.tokens)
-    rounding = {torch.float32: 2e-6, torch.float64: 1e-13, torch.bfloat16: 0.1}[dtype]
+    rounding = {torch.float32: 5e-6, torch.float64: 1e-13, torch.bfloat16: 0.1}[dtype]
     torch.testing.assert_close(fast.rollout_log_probs, slow.rollout_log_probs, rtol=0, atol=rounding)
 
 

@@ -76,8 +76,8 @@ def watch(monkeypatch):
     alive, events, before = [], [], []
     begin, scatter = fsdp.begin_gather, fsdp.begin_reduce_scatter
 
-    def begin_gather(shards, shapes, dtypes, axis):
-        finish = begin(shards, shapes, dtypes, axis)
+    def begin_gather(shards, shapes, dtypes, axes):
+        finish, axis = begin(shards, shapes, dtypes, axes), axes[0]
         if axis.rank == 0:
             events.append("begin")
 
@@ -233,10 +233,10 @@ def test_what_is_outside_the_layers_is_gathered_once_for_a_mini_batch_and_change
     batch, cut = tiny.experience(1, 8, dtype=torch.float32), MicroBatching(size=2)
     roots, begin, outside = [], fsdp.begin_gather, len(model.shapes) - 12 * LAYERS
 
-    def begin_gather(shards, shapes, dtypes, axis):
-        if axis.rank == 0:
+    def begin_gather(shards, shapes, dtypes, axes):
+        if axes[0].rank == 0:
             roots.append("root" if len(shapes) == outside else "layer")
-        return begin(shards, shapes, dtypes, axis)
+        return begin(shards, shapes, dtypes, axes)
 
     def run(mesh):
         mesh = sharded(mesh, stage=stage)
@@ -282,12 +282,12 @@ def test_what_was_gathered_for_a_mini_batch_is_gone_when_its_step_is_made(monkey
     model, params = deep_model()
     alive, counted, begin, outside = {0: [], 1: []}, [], fsdp.begin_gather, len(model.shapes) - 12 * LAYERS
 
-    def begin_gather(shards, shapes, dtypes, axis):
-        finish = begin(shards, shapes, dtypes, axis)
+    def begin_gather(shards, shapes, dtypes, axes):
+        finish = begin(shards, shapes, dtypes, axes)
 
         def finished():
             found = finish()
-            alive[axis.rank].extend(weakref.ref(x.untyped_storage()) for x in found if len(shapes) == outside)
+            alive[axes[0].rank].extend(weakref.ref(x.untyped_storage()) for x in found if len(shapes) == outside)
             return found
 
         return finished

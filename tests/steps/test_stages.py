@@ -211,7 +211,7 @@ def test_an_objective_of_ones_own_runs_with_metrics_of_any_kind(objective):
 @pytest.mark.parametrize("mistake", ["copies", "metrics", "received"])
 def test_a_mistake_is_seen(mistake, monkeypatch):
     if mistake == "copies":
-        monkeypatch.setattr(Layout, "owns", lambda self, name: True)
+        monkeypatch.setattr(Layout, "owns", lambda self, name, **_: True)
     elif mistake == "metrics":
         monkeypatch.setattr(staging, "_metrics_of_last", lambda report, axis, device: report)
     else:

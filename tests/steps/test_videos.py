@@ -74,9 +74,9 @@ def timeless(model, inputs, plain=vision_pass.row_positions):
     return own, after
 
 
-def forgetting(rows, plain=vision_pass.joined):
+def forgetting(rows, *, for_device, plain=vision_pass.joined):
     """Only what the first row has."""
-    return {name: x for name, x in plain(rows).items() if name in rows[0]}
+    return {name: x for name, x in plain(rows, for_device=for_device).items() if name in rows[0]}
 
 
 MISTAKES = (

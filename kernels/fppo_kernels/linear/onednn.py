@@ -13,8 +13,6 @@ from torch.nn import functional as F
 
 from fppo_kernels.shapes import Float
 
-DTYPES = (torch.float32, torch.bfloat16)
-
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a @ b.T + bias of [*, H] and [M, H]."""
@@ -67,16 +65,20 @@ def onednn(
 ) -> Float[Tensor, "*rows m"]:
     """x @ weight.T + bias by oneDNN, forward and backward. It has first derivatives only.
 
-    What oneDNN has no product for goes to torch: dtypes other than float32 and bfloat16, other devices, tensors without
-    numbers (empty, on meta, fake) and `x` without rows.
+    What oneDNN has no product for goes to torch: dtypes other than float32 and bfloat16, this one on CPUs that do not
+    have it (AVX-512), other devices, tensors without numbers (empty, on meta, fake) and `x` without rows.
     """
     operands = [x, weight] if bias is None else [x, weight, bias]
-    fits = x.dtype in DTYPES and x.dim() > 1 and x.numel() and weight.numel()
+    fits = _multiplies(x.dtype) and x.dim() > 1 and x.numel() and weight.numel()
     if not fits or not all(_is_plain(each) and each.dtype == x.dtype for each in operands):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
         return _Linear.apply(x, weight, bias)
     return _product(x, weight, bias)
+
+
+def _multiplies(dtype: torch.dtype) -> bool:
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _is_plain(x: Tensor) -> bool:
