@@ -92,10 +92,10 @@ def watch(monkeypatch):
 
         return finished
 
-    def begin_reduce_scatter(grads, dtypes, mesh, **keywords):
-        if mesh["shard"].rank == 0:
+    def begin_reduce_scatter(grads, dtypes, axes, sharding):
+        if axes[0].rank == 0:
             events.append("reduce")
-        return scatter(grads, dtypes, mesh, **keywords)
+        return scatter(grads, dtypes, axes, sharding)
 
     monkeypatch.setattr(fsdp, "begin_gather", begin_gather)
     monkeypatch.setattr(fsdp, "begin_reduce_scatter", begin_reduce_scatter)
