@@ -26,9 +26,8 @@ _PLAIN, _TENSOR, _HELD = range(3)  # kinds of leaves
 _IS = [bytes(code == kind for code in range(256)) for kind in range(3)]  # of a kind, by what every byte stands for it
 _KEY = attrgetter("device", "dtype", "shape")
 
-Run = tuple[
-    int, int, Sequence[int]
-]  # handles that follow each other: the call and the part they are of, and their leaves
+# handles that follow each other: the call and the part they are of, and their leaves
+Run = tuple[int, int, Sequence[int]]
 
 
 @attrs.frozen

@@ -35,7 +35,9 @@ def packed_images(
 
 def own_images(images: Images, positions: Tensor, part: Slice, axis: Axis) -> tuple[Images, Tensor]:
     """The images in this rank's `part` of a packed row that the ranks of the axis share, and the positions of its
-    tokens, of `positions` [N] or [3, N]."""
+    tokens, of `positions` [N] or [3, N]. Of several ranks, each waits for the device."""
+    if axis.size == 1:
+        return images, positions
     own = own_tokens(part.places[images.places], len(part.places) // axis.size, axis)
     order = own.places.argsort()
     numbers = images.numbers[own.numbers][order]
