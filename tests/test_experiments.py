@@ -241,7 +241,7 @@ def test_a_dry_run_of_the_gpus_benchmark_reaches_its_verdicts(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_dry_run_of_the_gpus_benchmark_exercises_the_rest_but_pools(tmp_path):
+def test_a_dry_run_of_the_gpus_benchmark_exercises_the_rest_but_runs(tmp_path):
     sections = ("log_probs", "float8", "interrupt", "recorded", "collectives", "laws", "vllm")
     results = _dry_run(tmp_path / "gpu.json", sections)
     values = {verdict["name"]: verdict["value"] for verdict in results["verdicts"]}

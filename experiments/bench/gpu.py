@@ -38,7 +38,7 @@ SECTIONS = {
     "offload": "gpu_step:bench_offload",
     "collectives": "gpu_ranks:bench_collectives",
     "vllm": "gpu_vllm:bench_vllm",
-    "pools": "gpu_pools:bench_pools",
+    "runs": "gpu_runs:bench_runs",
     "laws": "gpu_kernels:check_laws",
 }
 

@@ -1,32 +1,25 @@
-"""Responses that go on with newer weights, on a GPU: each token's log-prob is that of its version, what pieces cost,
-and a run whose updates interrupt what is sampled ahead."""
+"""Responses that go on with newer weights, on a GPU: each token's log-prob is that of its version, and what pieces
+cost."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from gpu_model import build, parameters, prompts
 from gpu_step import kernels_of
 from gpu_tools import Plan, Record, attempt, check, once, table
-from placed import settings_of
 from torch import Tensor
 
-from fppo import metrics
-from fppo.assembly.run import assemble
 from fppo.batch import Rollout
 from fppo.key import Key
-from fppo.pipeline.train import iterate
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Newer, Sampling
 from fppo.rollout.interrupt import InterruptibleEngine
-from fppo.settings import files
 from fppo.steps.forward import Forward, compute_log_probs
 from fppo.steps.micro_batching import MicroBatching
 
-PIECES, STEPS = 4, 4  # of a response; of the run
+PIECES = 4  # of a response
 DEARER = 3.0  # at most, in pieces over at once
 
 
@@ -72,36 +65,16 @@ def pieces(plan: Plan) -> Record:
     return {"at once, s": times[0], "pieces, s": times[1], "k3 of old": apart[0], "k3 of new": apart[1]}
 
 
-def run(plan: Plan) -> Record:
-    """Steps of the quickstart's run that samples a batch ahead, which every update interrupts."""
-    with TemporaryDirectory() as place:
-        changes = {"rollout.ahead": 1, "rollout.interrupt": 2, "algorithm.old_log_probs": "pass"}
-        settings = files.check(files.replace(settings_of(Path(place), 32, plan.device.type), changes))
-        with assemble(settings) as assembly:
-            numbers: dict[str, float] = {}
-            for state, _, report in iterate(
-                assembly.run, program=assembly.program, draw=assembly.draw, ahead=1, donate=True
-            ):
-                for name, x in metrics.report(report).items():
-                    numbers[name] = numbers.get(name, 0.0) + x
-                if state.step == STEPS:
-                    break
-    ages = {name: x for name, x in numbers.items() if name.startswith("rollout/lag/tokens/")}
-    return {"s per step": numbers["timing_s/step"] / STEPS, "aged": sum(x for n, x in ages.items() if n[-2:] != "/0")}
-
-
 def bench_interrupt(plan: Plan) -> list[Record]:
-    """The engine alone, and a run."""
-    records = [{"name": name, **attempt(partial(fn, plan))} for name, fn in (("pieces", pieces), ("a run", run))]
+    """The engine alone; `gpu_runs` has a run."""
+    record: Record = {"name": "interrupt", **attempt(partial(pieces, plan))}
     columns = {"at once, s": ".2f", "pieces, s": ".2f", "k3 of old": ".2g", "k3 of new": ".2g"}
-    print(table("responses that updates interrupt", columns | {"s per step": ".2f", "aged": ".0f"}, records))
-    failed = [
-        {"name": f"interrupt, {r['name']}", "error": r["absent"], "passed": False} for r in records if "absent" in r
+    print(table("responses that updates interrupt", columns, [record]))
+    if "absent" in record:
+        return [{"name": "interrupt", "error": record["absent"], "passed": False}]
+    return [
+        record,
+        check("interrupt: k3 of the first version's tokens", record["k3 of old"], 0.05),
+        check("interrupt: k3 of the newer version's tokens", record["k3 of new"], 0.05),
+        check("interrupt: pieces over at once", record["pieces, s"] / record["at once, s"], DEARER),
     ]
-    verdicts: list[Record] = []
-    for r in records:
-        if "k3 of old" in r:
-            verdicts.append(check("interrupt: k3 of the first version's tokens", r["k3 of old"], 0.05))
-            verdicts.append(check("interrupt: k3 of the newer version's tokens", r["k3 of new"], 0.05))
-            verdicts.append(check("interrupt: pieces over at once", r["pieces, s"] / r["at once, s"], DEARER))
-    return [*records, *failed, *verdicts]

@@ -53,7 +53,10 @@ def test_a_long_pipeline_follows_from_a_short_one(rank, virtual, stage, passes):
     assert {axis: wire.sent for axis, wire in wires(quick, what).items()} == pytest.approx(
         {axis: wire.sent for axis, wire in wires(full, what).items()}, rel=0.01
     )
-    assert seconds_of(quick, what).compute == pytest.approx(seconds_of(full, what).compute, rel=0.02)
+    # each pass that is run once adds its gradients by launches of its own
+    for recorded, rel in ((True, 0.02), (False, 0.05)):
+        short, long = (seconds_of(phases, what, recorded=recorded).compute for phases in (quick, full))
+        assert short == pytest.approx(long, rel=rel)
 
 
 def test_stages_of_other_numbers_of_layers_are_other_runs():
