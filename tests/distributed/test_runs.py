@@ -1,6 +1,7 @@
 """`fppo train` on real processes: the run of one, killed and resumed, and on another number of ranks."""
 
 import contextlib
+import math
 import os
 import random
 import shutil
@@ -127,23 +128,23 @@ def test_a_run_of_two_ranks_goes_on_on_one_and_on_four(task, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
-def test_a_run_killed_on_an_axis_that_cuts_models_goes_on_bit_for_bit(tmp_path, axis):
-    """In a step or while it writes, unless the machine let both end before; the other ends by itself, and both, started
-    again, end where undisturbed ones end."""
-    task, log = tmp_path / "task", tmp_path / "log"
+@pytest.mark.parametrize("mesh", [{"tensor": 2, "pipeline": 2}, {"context": 2}])
+def test_a_run_killed_on_axes_that_cut_models_and_rows_goes_on_bit_for_bit(tmp_path, mesh):
+    """In a step or while it writes, unless the machine let all end before; the others end by themselves, and all,
+    started again, end where undisturbed ones end."""
+    task, log, size = tmp_path / "task", tmp_path / "log", math.prod(mesh.values())
     task.mkdir()
     tiny_run.write_task(task, layers=2)
-    changes = STEPS | {"mesh__shard": None, f"mesh__{axis}": 2, "steps": 6}
+    changes = STEPS | {"mesh__shard": None, "steps": 6} | {f"mesh__{axis}": ranks for axis, ranks in mesh.items()}
     file = str(write(task, tmp_path / "killed", **changes))
-    ranks = Ranks(["train", file], 2, log)
+    ranks = Ranks(["train", file], size, log)
     while not saved(tmp_path / "killed") and ranks.processes[0].is_alive():
         time.sleep(0.001)
     ranks.processes[1].kill()
-    assert None not in ranks.end(200), "the other rank did not end"
+    assert None not in ranks.end(200), "the other ranks did not end"
     assert saved(tmp_path / "killed") > 0
-    assert Ranks(["train", file], 2, log).end(300) == [0, 0], log.read_text()[-2000:]
-    assert Ranks(["train", str(write(task, tmp_path / "whole", **changes))], 2, log).end(300) == [0, 0]
+    assert Ranks(["train", file], size, log).end(300) == [0] * size, log.read_text()[-2000:]
+    assert Ranks(["train", str(write(task, tmp_path / "whole", **changes))], size, log).end(300) == [0] * size
     assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
     assert sorted(digests(tmp_path / "whole")) == list(range(1, 7))
 
