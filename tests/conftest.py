@@ -8,8 +8,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-# no deadline (the first call imports and warms up), the same examples in every run
-settings.register_profile("fppo", deadline=None, derandomize=True, max_examples=20)
+# no deadline (the first call imports and warms up), the same examples in every run; `--hypothesis-profile thorough`
+# draws more of them, and others in each run
+settings.register_profile("fppo", deadline=None, derandomize=True, max_examples=12)
+settings.register_profile("thorough", deadline=None, max_examples=100)
 settings.load_profile("fppo")
 torch.set_num_threads(1)
 

@@ -87,10 +87,10 @@ def _assert_same(got, expected):
 
 
 def _variants(run, batch, seed):
-    """The same update, cut, ordered, padded and packed in other ways."""
+    """The same update, cut, ordered, padded and packed in other ways, each of them cut as the seed says."""
     order = torch.randperm(batches.num_rows(batch), generator=torch.Generator().manual_seed(seed))
     shuffled, wide = batches.rows(batch, order), tiny.widened(batch, 2, 3)
-    yield from (run(batch, micro_batching=cut) for cut in CUTS)
+    yield run(batch, micro_batching=CUTS[(seed + 2) % len(CUTS)])
     yield run(shuffled, micro_batching=CUTS[seed % len(CUTS)])
     yield run(wide, micro_batching=CUTS[(seed + 1) % len(CUTS)])
     yield run(wide, remove_padding=False)
