@@ -209,11 +209,11 @@ def test_a_report_is_written(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["train", "--help"], pytest.param(["plan", "--model", "quickstart"], marks=pytest.mark.slow)],
+    [["--help"], ["train", "--help"]],
     ids=" ".join,
 )
 def test_a_reader_that_has_gone_is_no_error(arguments):
-    """As in `fppo plan ... | head`: more than fits into a buffer, and less."""
+    """As in `fppo ... | head`: more than fits into a buffer, and less."""
     ours, theirs = os.pipe()
     os.close(ours)
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

@@ -170,9 +170,7 @@ def test_the_other_stages_hold_and_send_what_was_planned(mesh, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "offload"), [({"shard": 2}, "none"), ({}, "all"), ({"shard": 2}, "all"), ({"sequence": 2}, "none")]
-)
+@pytest.mark.parametrize(("mesh", "offload"), [({"shard": 2}, "all"), ({"sequence": 2}, "none")])
 def test_a_reward_model_of_its_own_size_holds_and_sends_what_was_planned(mesh, offload):
     what = case(mesh=mesh, offload=offload, reward_model=config(hidden_size=64, num_hidden_layers=2))
     holds(what, "reward model")
@@ -187,8 +185,7 @@ def test_a_reward_model_of_its_own_size_holds_and_sends_what_was_planned(mesh, o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["log-probs", "update actor"])
-@pytest.mark.parametrize("offload", ["moments", "all"])
+@pytest.mark.parametrize(("offload", "name"), [("all", "log-probs"), ("moments", "update actor")])
 def test_state_on_the_host_is_planned(offload, name):
     what = case(mesh={"shard": 2}, offload=offload)
     holds(what, name)
@@ -245,9 +242,8 @@ def test_a_watch_counts_the_bytes_that_were_planned():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-def test_later_passes_are_like_the_second(stage, monkeypatch):
-    what = case(mesh={"shard": 2, "sequence": 2}, stage=stage, micro_batches=4)
+def test_later_passes_are_like_the_second(monkeypatch):
+    what = case(mesh={"shard": 2, "sequence": 2}, stage=3, micro_batches=4)
     two = passes.run_stage(what, "update actor")
     monkeypatch.setattr(passes, "PASSES", 4)
     four = passes.run_stage(what, "update actor")
