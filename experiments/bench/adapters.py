@@ -1,6 +1,7 @@
 """The update of an adapter beside that of all weights, and both beside PEFT and plain torch: seconds and memory.
 
-    python experiments/bench/adapters.py --size 16M                     # or tiny, 110M; --rank 1 8 32
+    python experiments/bench/adapters.py --size 16M                     # or tiny; --rank 1 8 32
+    python experiments/bench/adapters.py --size 110M --rows 16 --micro 8
     python experiments/bench/adapters.py --size 1.5B --device cuda      # in bfloat16, weights and moments in float32
     python experiments/bench/adapters.py --rank 8 --base float nf4 int8 # on quantised bases, too (fppo[quantised])
 
@@ -204,6 +205,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--rank", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--base", choices=("float", "int8", "nf4"), nargs="+", default=["float"], help="of adapters")
+    parser.add_argument("--rows", type=int, help="of the batch; 64, on a GPU 32")
     parser.add_argument("--micro", type=int, help="rows of a micro-batch; 16, on a GPU 4")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each; the median counts")
     parser.add_argument("--threads", type=int, default=2, help="threads that torch uses on a CPU")
@@ -211,6 +213,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     plan = plan_of(SIZES[options.size], device)
+    plan = plan._replace(rows=(options.rows or plan.rows[0], *plan.rows[1:]))
     batch, micro = experience(plan, 0, plan.model.vocabulary), options.micro or (16 if device.type == "cpu" else 4)
     adapters = [
         (f"rank {rank}{'' if kind == 'float' else f' on {kind}'}", rank, kind)
