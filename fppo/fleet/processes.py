@@ -95,7 +95,7 @@ class Processes:
         for child in self._children:
             child.process.kill()
         for child in self._children:
-            child.process.join()
+            child.end()
         self._children = []
 
     def _member(self, rank: int) -> Membership:
@@ -119,7 +119,8 @@ class _Child:
         line, other = context.Pipe()
         self._lane = Lane(line)
         self.process = context.Process(target=_serve, args=(other, member, port, gpus), daemon=True)
-        self._asked: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[Future[Any] | None] = queue.SimpleQueue()
+        self._over: RankLost | None = None  # what is asked from then on
         begun: Future[None] = Future()
         threading.Thread(target=self._live, args=(other, begun), daemon=True).start()
         begun.result()
@@ -134,7 +135,14 @@ class _Child:
         """The next answer that nobody waits for yet."""
         future: Future[Any] = Future()
         self._asked.put(future)
+        if self._over is not None:
+            self._refuse(self._over)
         return future
+
+    def end(self) -> None:
+        """Waits for the process, which was killed, and lets go of what there was for it; it is asked nothing more."""
+        self.process.join()
+        self._asked.put(None)
 
     def _live(self, other: Connection, begun: Future[None]) -> None:
         """Starts the process and listens to it: Linux ends a process with the thread that started it (`end_with`)."""
@@ -147,21 +155,35 @@ class _Child:
         begun.set_result(None)
         lost = None
         while True:
-            lost = self._pass_on(lost)
+            over, lost = self._pass_on(lost)
+            if over:
+                break
+        self._over = lost or RankLost(f"process {self.process.pid} was stopped")
+        self._refuse(self._over)
+        self._lane.close()
+        self.process.close()
 
-    def _pass_on(self, lost: RankLost | None) -> RankLost | None:
-        """Waits for the next answer, and keeps none while it does; how the process was lost, if it is."""
-        future = self._asked.get()
+    def _refuse(self, over: RankLost) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (future := self._asked.get_nowait()) is not None:
+                    future.set_exception(over)
+
+    def _pass_on(self, lost: RankLost | None) -> tuple[bool, RankLost | None]:
+        """Waits for the next answer, and keeps none while it does; whether there will be none, and how the process was
+        lost, if it is."""
+        if (future := self._asked.get()) is None:
+            return True, lost
         try:
             if lost is None:
                 reply, large = self._lane.receive()
                 future.set_result(reply and attrs.evolve(reply, large=large))
-                return None
+                return False, None
         except (EOFError, OSError):
             self.process.join()
             lost = RankLost(f"process {self.process.pid} ended with status {self.process.exitcode}")
         future.set_exception(lost)
-        return lost
+        return False, lost
 
 
 def _serve(line: Connection, member: Membership, port: int, gpus: str | None) -> None:

@@ -81,6 +81,10 @@ class Lane:
         self._socket = socket.socket(fileno=os.dup(line.fileno()))
         line.close()
 
+    def close(self) -> None:
+        """Gives the end back."""
+        self._socket.close()
+
     def send(self, parcel: Parcel) -> None:
         """Sends it. Raises OSError if the other end is gone."""
         places = [x for x in parcel.arrays if isinstance(x, Place)]

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -106,3 +107,21 @@ def test_ranks_are_processes_with_their_own_gpus_that_may_be_killed_and_start_an
         assert two.call(reduced, HERE, 1.0) == 2.0
         with pytest.raises(KeyError):
             two.call(fails_on, HERE, 0)
+
+
+def test_a_group_that_starts_again_and_again_keeps_nothing_of_the_processes_before():
+    def kept():
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    with cluster("processes") as there, Group("one", there.ranks(threads=1, patience=120.0), patience=120.0) as one:
+        one.start()
+        before = kept()
+        for _ in range(3):
+            one.start()
+        deadline = time.monotonic() + 120
+        while kept() > before and time.monotonic() < deadline:  # a thread ends soon after what it listened to
+            time.sleep(0.01)
+        assert kept() <= before
+        child = one._ranks._children[0]
+    with pytest.raises(RankLost):
+        child.answer().result(timeout=120)

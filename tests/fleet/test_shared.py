@@ -69,9 +69,12 @@ def sent_through(lanes, message, arrays):
 
 def files():
     """The files in memory that this process has open, and what it has mapped of such."""
-    mine = (f"/proc/self/fd/{file}" for file in os.listdir("/proc/self/fd"))
-    with open("/proc/self/maps") as maps, contextlib.suppress(FileNotFoundError):
-        return [os.readlink(x) for x in mine if "fppo-fleet" in os.readlink(x)], [x for x in maps if "fppo-fleet" in x]
+    opened = []
+    for file in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the list itself, and what a thread closes meanwhile
+            opened.append(os.readlink(f"/proc/self/fd/{file}"))
+    with open("/proc/self/maps") as maps:
+        return [x for x in opened if "fppo-fleet" in x], [x for x in maps if "fppo-fleet" in x]
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
