@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -50,7 +50,7 @@ from fppo.settings import checks
 from fppo.settings.lora import critic_uses_lora, uses_lora
 from fppo.settings.train import TrainSettings
 from fppo.steps.confidence import confidence_values
-from fppo.steps.forward import Forward, Rows, TokenOutputs
+from fppo.steps.forward import Forward, TokenOutputs
 from fppo.steps.hidden import hidden_values
 from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.optimizers import Optimizer
@@ -77,7 +77,7 @@ class Actor:
     state: TrainState
     update: UpdateStage
     policy: PolicyPass
-    balance: Callable[[Rows], Metrics]
+    balance: Callable[[Sequence[int]], Metrics]
     model: Model
 
 

@@ -48,7 +48,7 @@ class Passes:
     values: ValuePass | None = None  # of a critic that is a model
     confidence: ConfidenceFn | None = None  # of one that reads what the policy's own pass finds,
     hidden: HiddenFn | None = None  # or the states in it
-    balance: Callable[[Rows], Metrics] = lambda rows: {}  # how the ranks of the policy's pass share the work
+    balance: Callable[[Sequence[int]], Metrics] = lambda lengths: {}  # how the ranks of the policy's pass share the work
 
     @property
     def read(self) -> tuple[str, ...]:
@@ -131,12 +131,12 @@ def share_of(rows: R, forward: Forward) -> Share[R]:
     return Share(own, places, mesh)
 
 
-def balance_of(rows: Rows, forward: Forward) -> Metrics:
-    """How unequal the ranks' work is where there are several."""
-    places = share_of(rows, forward).places
+def balance_of(lengths: Sequence[int], forward: Forward) -> Metrics:
+    """How unequal the ranks' work is on rows of so many tokens where there are several."""
+    places = shares(forward.model, lengths, forward.mesh)
     if len(places) == 1:
         return {}
-    return {"perf/imbalance": metrics.mean(imbalance(forward.model, row_lengths(rows), places))}
+    return {"perf/imbalance": metrics.mean(imbalance(forward.model, lengths, places))}
 
 
 def there(x: Tensor | None) -> Tensor:

@@ -113,7 +113,7 @@ def _passes(batch: Batch, ranks: int) -> Iterator[ColumnCall]:
         sent = scored if batch.critic == "model" else read
         yield ColumnCall("critic", "values", sent, {"values": batch.members * numbers})
     if ranks > 1:
-        yield ColumnCall("actor", "balance", scored, {})
+        yield ColumnCall("actor", "balance", {}, {})  # lengths alone
 
 
 def _updates(batch: Batch) -> Iterator[ColumnCall]:
