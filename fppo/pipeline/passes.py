@@ -48,7 +48,7 @@ class Passes:
     values: ValuePass | None = None  # of a critic that is a model
     confidence: ConfidenceFn | None = None  # of one that reads what the policy's own pass finds,
     hidden: HiddenFn | None = None  # or the states in it
-    balance: Callable[[Sequence[int]], Metrics] = lambda lengths: {}  # how the ranks of the policy's pass share the work
+    balance: Callable[[Sequence[int]], Metrics] = lambda lengths: {}  # how its ranks share the work
 
     @property
     def read(self) -> tuple[str, ...]:
