@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +15,26 @@ from transformers.utils import logging as transformers_logging
 from fppo.assembly.parts import bare_model
 from fppo.models import hidden_width
 from fppo.models.adapted import Lora
-from fppo.plan.case import Case, Role, balanced
+from fppo.plan.case import Case, Role, Sampling, balanced
 from fppo.plan.columns import Batch, ColumnCall, column_calls
 from fppo.plan.hardware import hardware_of
-from fppo.plan.plan import Plan, plan
+from fppo.plan.plan import Plan, plan, plan_engines
 from fppo.plan.presets import config_of
 from fppo.plan.remedies import Remedy, remedies
 from fppo.plan.search import search
 from fppo.plan.text import report, summary
 from fppo.plan.text_columns import columns_report, columns_summary
+from fppo.plan.text_rollout import engines_report, engines_summary
 from fppo.plan.text_search import found_report, found_summary
 from fppo.plan.values import GIB, plain
+from fppo.rollout.embedded import EmbeddedEngine
 from fppo.runtime.mesh import DATA_AXES, Sharding
 from fppo.settings import checks, old_log_probs, placement, resolve
+from fppo.settings.mesh import PlanMeshSettings
 from fppo.settings.placement import places_of, pools_of
 from fppo.settings.plan import PlanSettings, pools_of_run
+from fppo.settings.plan_rollout import PlanRolloutSettings
 from fppo.settings.train import TrainSettings
-
-ENGINES = (
-    "Each rank is an engine with the whole policy, {size:,.1f} GiB of parameters as they are trained; its keys and "
-    "values, and vLLM's own copy, are not planned. The controller sends them after each update: to {ranks:,} engines "
-    "{sent:,.1f} GiB."
-)
 
 
 def run(settings: PlanSettings, of_run: TrainSettings | None = None) -> int:
@@ -63,15 +60,14 @@ def _of_pools(settings: PlanSettings, of_run: TrainSettings) -> int:
         raise ValueError(f"--search {settings.search}: it looks for one mesh, and the run has pools; leave it out")
     pools, calls = pools_of_run(of_run), calls_of_run(of_run)
     width, texts, numbers, fits = min(shutil.get_terminal_size((100, 24)).columns, 100), [], {}, True
-    policy = 0  # its parameters
     for name, (mesh, models) in pools.items():
-        if models == ["rollout"]:  # behind the pool of the policy
-            size, ranks = 4.0 * policy, math.prod(mesh.sizes(mesh.shard or 1).values())
-            words = ENGINES.format(size=size / GIB, ranks=ranks, sent=ranks * size / GIB)
-            texts += [f"pool {name}: rollout", "", *textwrap.wrap(words, width), ""]
+        columns = max((sum(call.there.values()) for call in calls.get(name, ())), default=0)
+        if models == ["rollout"]:
+            planned = plan_engines(engines_of(settings, of_run, name, columns))
+            texts += [f"pool {name}: rollout", "", engines_report(planned, width=width), ""]
             texts += [columns_report(calls[name], width=width), ""]
-            numbers[name] = {"parameter_bytes": size, "sent_bytes": ranks * size}
-            numbers[name]["columns"] = columns_summary(calls[name])
+            numbers[name] = engines_summary(planned) | {"columns": columns_summary(calls[name])}
+            fits = fits and planned.fits
             continue
         own = attrs.evolve(
             settings,
@@ -81,8 +77,10 @@ def _of_pools(settings: PlanSettings, of_run: TrainSettings) -> int:
             reference="reference" in models,
             reward_model=settings.reward_model if "reward model" in models else None,
         )
-        estimate = plan(attrs.evolve(case_of(own), only=tuple(models)))
-        policy = estimate.parameters.get("actor", policy)
+        apart = any(kinds == ["rollout"] for _, kinds in pools.values())  # engines have a pool of their own
+        case = case_of(own)
+        sampling = None if apart else case.sampling
+        estimate = plan(attrs.evolve(case, only=tuple(models), sampling=sampling, columns=float(columns)))
         helping = _helping(settings, estimate, None if name == placement.HERE else name)
         texts += [f"pool {name}: {', '.join(models)}", "", report(estimate, helping, width=width), ""]
         numbers[name] = summary(estimate, helping)
@@ -92,6 +90,16 @@ def _of_pools(settings: PlanSettings, of_run: TrainSettings) -> int:
         fits = fits and estimate.fits
     _put(settings, "\n".join(texts).rstrip(), numbers)
     return 0 if fits else 1
+
+
+def engines_of(settings: PlanSettings, run: TrainSettings, pool: str, columns: float) -> Case:
+    """The case of a run's engines in a pool of their own, each of which answers requests as it is free."""
+    case = case_of(attrs.evolve(settings, mesh=PlanMeshSettings(shard=1), gpus=None))
+    assert case.sampling is not None
+    rows = run.placement.engines.rows if run.rollout.engine == "embedded" else case.sampling.max_rows
+    ranks = pools_of(run.placement)[pool].ranks
+    sampling = attrs.evolve(case.sampling, pool=ranks, max_rows=max(rows, case.sampling.n), shared=True)
+    return attrs.evolve(case, sampling=sampling, only=(), columns=float(columns))
 
 
 def calls_of_run(run: TrainSettings) -> dict[str, list[ColumnCall]]:
@@ -200,7 +208,26 @@ def case_of(settings: PlanSettings) -> Case:
         offload=settings.offload,
         forward_tokens=settings.forward_tokens,
         roles=_roles(settings),
+        sampling=_sampling(settings.rollout),
         full=settings.full,
+    )
+
+
+def _sampling(rollout: PlanRolloutSettings) -> Sampling:
+    share, vllm = rollout.memory_share, rollout.engine == "vllm"
+    return Sampling(
+        engine=rollout.engine,
+        sequences=rollout.batch_size,
+        n=rollout.n,
+        max_rows=rollout.max_rows if vllm else attrs.fields(EmbeddedEngine).max_rows.default,
+        cache=None if rollout.cache_gb is None or share is not None else rollout.cache_gb * GIB,
+        share=share,
+        dtype=None if rollout.dtype is None else getattr(torch, rollout.dtype),
+        tensor=rollout.tensor_parallel,
+        apart=rollout.apart,
+        sleeps=rollout.sleep,
+        bucket=rollout.bucket_mb << 20,
+        shared=vllm and (rollout.host == "process" or rollout.tensor_parallel > 1),
     )
 
 

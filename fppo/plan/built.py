@@ -68,13 +68,13 @@ class Built:
 
     def model(self, case: Case, name: str, layers: int | None = None) -> Model:
         """See `model_of`; in the dtype, and with the recomputation, of the first case that asked."""
-        return self._once(("model", name, layers), lambda: model_of(case, name, layers))
+        return self.once(("model", name, layers), lambda: model_of(case, name, layers))
 
     def cuts(self, case: Case, name: str) -> list[range]:
         """The layers of each stage of the case's pipeline, or all. A critic on the actor's base has the actor's."""
         stages = case.size("pipeline") * case.virtual_stages
         name = "actor" if name == "critic" and case.critic_lora is not None else name
-        return self._once(("cuts", name, stages), lambda: layer_spans(self.model(case, name).plain, stages))
+        return self.once(("cuts", name, stages), lambda: layer_spans(self.model(case, name).plain, stages))
 
     def layout(self, case: Case, name: str, mesh: Mesh) -> Layout | None:
         """How the parameters of a model, and those of the base of an adapted one, lie on a rank of the case's mesh."""
@@ -102,13 +102,14 @@ class Built:
 
     def _prepared(self, case: Case, name: str, layers: int | None, mesh: Mesh) -> models.Prepared:
         key = ("prepared", name, layers, case.size("tensor"), case.size("expert"))
-        prepared = self._once(key, lambda: models.prepare(self.model(case, name, layers).plain, mesh))
+        prepared = self.once(key, lambda: models.prepare(self.model(case, name, layers).plain, mesh))
         if prepared.dispatched is None:
             return prepared
         own = attrs.evolve(prepared.dispatched, sizes=standins.sizes_of_load(case.load, mesh["expert"].rank))
         return attrs.evolve(prepared, dispatched=own)
 
-    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made the first time that somebody asks for the key."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Literal
 
 import attrs
 import torch
@@ -46,6 +47,25 @@ class Role:
 
 
 @attrs.frozen(kw_only=True)
+class Sampling:
+    """How the responses of a case are sampled."""
+
+    engine: Literal["embedded", "vllm"] = "embedded"
+    sequences: int | None = None  # of a rollout, over all engines; None: those of an update
+    n: int = 1  # responses to each prompt
+    max_rows: int = 1024  # that decode together
+    cache: float | None = None  # bytes of keys and values that an engine may hold
+    share: float | None = None  # of a GPU's memory that vLLM may take in all
+    dtype: torch.dtype | None = None  # that vLLM holds and computes in; None: that of passes
+    tensor: int = 1  # GPUs that vLLM cuts the model over
+    apart: bool = False  # these are not a rank's own
+    sleeps: bool = False  # it gives its memory back between rollouts
+    bucket: int = 256 << 20  # bytes of parameters that are sent to it at once
+    shared: bool = False  # through memory that two processes have
+    pool: int | None = None  # engines in a pool of their own
+
+
+@attrs.frozen(kw_only=True)
 class Case:
     """A step to plan. Every data rank runs `micro_batches` passes of `tokens` tokens, in sequences of `length`; the
     passes of a stage may be others (`at`), over the same sequences."""
@@ -79,6 +99,8 @@ class Case:
     forward_tokens: int | None = None  # of a pass without a gradient, in place of `tokens`
     roles: Mapping[str, Role] = attrs.field(factory=dict)  # what differs for the critic, the reference, ...
     only: tuple[str, ...] | None = None  # of a pool: the roles that are in it; the others' stages and state are not
+    sampling: Sampling | None = None  # None: the rollout is not planned
+    columns: float = 0.0  # bytes of a batch in the host's memory, which the controller has too
     full: bool = False  # run every layer, where few tell of all
 
     def size(self, axis: str) -> int:
@@ -89,6 +111,11 @@ class Case:
     def shards(self) -> int:
         """Ranks over which dense parameters are sharded."""
         return math.prod(map(self.size, SHARD_AXES))
+
+    @property
+    def cuts(self) -> bool:
+        """Whether any rank lacks parts of dense parameters."""
+        return self.shards * self.size("tensor") * self.size("pipeline") > 1
 
     @property
     def groups(self) -> int:

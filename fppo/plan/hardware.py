@@ -50,6 +50,10 @@ CONTEXT = int(0.6 * GIB)  # CUDA context with the kernels of torch
 WORKSPACE = 96 << 20  # cuBLAS, which keeps one per stream: 32 MiB on Hopper and later
 COMMUNICATOR = 256 << 20  # NCCL's buffers of one axis: 4 MiB for each of 16 to 32 channels, and its protocols
 FRAGMENTS = 0.03  # of what comes and goes: blocks that torch's allocator holds and cannot use
+# What a process takes of the host's memory beside tensors. The first was measured (docs/measurements.md), the second is
+# a usual size.
+PROCESS = 450 << 20  # Python with torch, transformers and fppo
+CUDA_PROCESS = int(2.5 * GIB)  # the same with CUDA's libraries
 
 
 def hardware_of(

@@ -18,9 +18,11 @@ from fppo.plan.built import REWARD, STAGES, Built, models_of, own_layers
 from fppo.plan.case import Case, problems
 from fppo.plan.estimate import Seconds, Wire, seconds_of, wires
 from fppo.plan.hardware import overhead
+from fppo.plan.host import Host, host_of, moments
 from fppo.plan.piped import SHORT, piped
+from fppo.plan.rollout import Rollout, rollout_of
+from fppo.plan.shapes import every_shape, shard_shapes
 from fppo.plan.values import Phase, peak_of
-from fppo.runtime import fsdp
 from fppo.runtime.mesh import LOCAL
 from fppo.steps import recorded
 
@@ -48,13 +50,16 @@ class Stage:
 
 @attrs.frozen
 class Plan:
-    """A case, what is at rest on a rank, and the stages of the step in order. The rollout is not among them."""
+    """A case, what is at rest on a rank, and the stages of the step in order; the rollout, which is not among them, and
+    the host's memory."""
 
     case: Case
     parameters: Mapping[str, int]  # of each model, whole
     rest: Mapping[str, float]  # bytes at rest on a rank, by kind
     stages: tuple[Stage, ...]
     imbalance: float = 1.0  # of a pipeline: the work of the rank that has most, over the mean of all
+    rollout: Rollout | None = None
+    host: Host | None = None  # of a plan that went no further, None
 
     @property
     def peak(self) -> Stage:
@@ -64,7 +69,8 @@ class Plan:
     @property
     def needs(self) -> float:
         """Bytes where most is held; of a plan that went no further, at rest."""
-        return self.peak.total if self.stages else sum(self.rest.values())
+        most = self.peak.total if self.stages else sum(self.rest.values())
+        return most if self.rollout is None else max(most + self.rollout.stays, self.rollout.total)
 
     @property
     def fits(self) -> bool:
@@ -86,6 +92,28 @@ class Plan:
         chosen = [stage for stage in self.stages if not names or stage.name in names]
         most = sum(x.seconds.total * _peak_flops(self.case.at(x.name)) for x in chosen)
         return sum(x.model_flops for x in chosen) / most
+
+
+@attrs.frozen
+class Engines:
+    """A pool of engines: what each does and holds, which is all alike."""
+
+    case: Case
+    rollout: Rollout
+    host: Host
+
+    @property
+    def fits(self) -> bool:
+        """Whether the accelerator holds it."""
+        return self.rollout.total <= self.case.hardware.memory
+
+
+def plan_engines(case: Case) -> Engines:
+    """Plans the engines of a case whose sampling has a pool."""
+    built = Built()
+    rollout = rollout_of(case, {}, built)
+    assert rollout is not None
+    return Engines(case, rollout, host_of(case, built))
 
 
 def plan(case: Case, *, only_if_fits: bool = False, built: Built | None = None) -> Plan:
@@ -126,7 +154,8 @@ def _plan(case: Case, only_if_fits: bool, built: Built) -> Plan:
         stages.insert(0, _stage(case, at, name, rest, known[same], built))
         if only_if_fits and stages[0].total > case.hardware.memory:
             break
-    return Plan(case, parameters, rest, tuple(stages), imbalance)
+    rollout = rollout_of(case, rest, built) if case.has("actor") else None
+    return Plan(case, parameters, rest, tuple(stages), imbalance, rollout, host_of(case, built))
 
 
 def pipeline_work(case: Case, name: str, built: Built) -> list[float]:
@@ -173,7 +202,7 @@ def _from_few(case: Case, name: str, own: Sequence[int], built: Built) -> list[P
 
 def shard_numbers(case: Case, name: str, built: Built | None = None) -> int:
     """How many numbers of a model's parameters the rank with most of them has."""
-    return _numbers(_shard_shapes(case, name, built or Built()))
+    return _numbers(shard_shapes(case, name, built or Built()))
 
 
 def _numbers(shapes: Mapping[str, Sequence[int]]) -> int:
@@ -182,22 +211,7 @@ def _numbers(shapes: Mapping[str, Sequence[int]]) -> int:
 
 def optimizer_bytes(case: Case, name: str, built: Built) -> int:
     """How many bytes the tensors of the optimizer's state take on that rank, single numbers left out."""
-    params = {name: torch.empty(shape, device="meta") for name, shape in _shard_shapes(case, name, built).items()}
-    return sum(x.nbytes for x in tree.tensors(passes.optimizer_of(case).init(params)) if x.dim())
-
-
-def _shard_shapes(case: Case, name: str, built: Built) -> dict[str, tuple[int, ...]]:
-    """What that rank has of each trained parameter."""
-    every, model = _every_shape(case, name, built), built.model(case, name)
-    return every if model.frozen is None else {name: shape for name, shape in every.items() if is_trained(name)}
-
-
-def _every_shape(case: Case, name: str, built: Built) -> dict[str, tuple[int, ...]]:
-    """What it has of each parameter, and of the weights of a base."""
-    mesh = passes.mesh_of(case, lambda *_: None)
-    layout = built.layout(case, name, mesh)
-    shapes = built.model(case, name).all_shapes if layout is None else layout.shapes
-    return fsdp.shard_shapes(shapes, mesh, {} if layout is None else layout.cuts)
+    return sum(moments(case, name, built))
 
 
 def _peak_flops(case: Case) -> float:
@@ -248,7 +262,7 @@ def _at_rest(case: Case, built: Built) -> dict[str, float]:
         if name != REWARD:
             rest[f"{name}'s optimizer"] = optimizer_bytes(at, name, built) if at.offload == "none" else 0
     if case.lora is not None:  # the critic's and the reference's, too
-        base = {n: shape for n, shape in _every_shape(case, "actor", built).items() if not is_trained(n)}
+        base = {n: shape for n, shape in every_shape(case, "actor", built).items() if not is_trained(n)}
         model = built.model(case, "actor")
         with torch.device("meta"):
             weights = passes.base_of(case, model, base)

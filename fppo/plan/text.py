@@ -13,6 +13,8 @@ from fppo.plan.case import Case
 from fppo.plan.estimate import ORDER, link
 from fppo.plan.plan import Plan
 from fppo.plan.remedies import Remedy, seconds_per_token
+from fppo.plan.text_rollout import host_lines, host_summary, rollout_lines, rollout_summary
+from fppo.plan.text_values import gib, seconds, table
 from fppo.plan.values import GIB
 from fppo.runtime.mesh import DENSE
 
@@ -33,16 +35,16 @@ GRAPHS = (
     "Recorded as CUDA graphs (model.graphs): the passes of {stages}. Their memory is planned as if they were not; what "
     "was measured was less."
 )
-ROLLOUT = (
-    "The rollout is not planned, nor a judge: the embedded engine has {part}, {size:,.1f} GiB, beside its cache of "
-    "keys and values."
-)
+JUDGE = "A judge is not planned."
 
 
 def report(plan: Plan, helping: Sequence[Remedy] | None, *, width: int = 100) -> str:
     """Everything, for a terminal."""
     lines = [*_head(plan, width), "", *_memory(plan, width), "", *_verdict(plan, helping, width), ""]
-    return "\n".join([*lines, *_wire(plan), "", *_time(plan, width), "", *_notes(plan, width)])
+    lines += [*_wire(plan), "", *_time(plan, width), ""]
+    for part in (rollout_lines(plan, width=width), host_lines(plan.host, width=width)):
+        lines += [*part, ""] if part else []
+    return "\n".join([*lines, *_notes(plan, width)])
 
 
 def _dtype_of_passes(case: Case) -> str:
@@ -98,21 +100,22 @@ def _memory(plan: Plan, width: int) -> list[str]:
     kinds = list(plan.stages[0].memory)
     rows = []
     for kind in kinds:
-        cells = [_gib(stage.memory[kind]) for stage in plan.stages]
+        cells = [gib(stage.memory[kind]) for stage in plan.stages]
         rest = plan.rest.get(kind)
-        rows.append((kind, ["" if rest is None else _gib(rest), *cells]))
-    totals = [_gib(sum(plan.rest.values())), *(_gib(stage.total) for stage in plan.stages)]
+        rows.append((kind, ["" if rest is None else gib(rest), *cells]))
+    totals = [gib(sum(plan.rest.values())), *(gib(stage.total) for stage in plan.stages)]
     title = "memory of a rank, GiB, at the peak of each stage"
     return [title, *table(["at rest", *(s.name for s in plan.stages)], rows, ("together", totals))]
 
 
 def _verdict(plan: Plan, helping: Sequence[Remedy] | None, width: int) -> list[str]:
-    memory, peak = plan.case.hardware.memory, plan.peak
+    memory = plan.case.hardware.memory
+    where, beside = _where(plan)
     if plan.fits:
-        share = peak.total / memory
-        return [f"It fits: {peak.total / GIB:,.1f} of {memory / GIB:,.1f} GiB ({share:.0%}), in {peak.name}."]
+        share = plan.needs / memory
+        return [f"It fits: {plan.needs / GIB:,.1f} of {memory / GIB:,.1f} GiB ({share:.0%}), in {where}."]
     lines = textwrap.wrap(
-        f"It does not fit: {peak.name} needs {peak.total / GIB:,.1f} GiB, and there are {memory / GIB:,.1f}. "
+        f"It does not fit: {where} needs {plan.needs / GIB:,.1f} GiB{beside}, and there are {memory / GIB:,.1f}. "
         f"Most of it: {_most(plan)}.",
         width,
     )
@@ -129,8 +132,18 @@ def _verdict(plan: Plan, helping: Sequence[Remedy] | None, width: int) -> list[s
     return lines
 
 
+def _where(plan: Plan) -> tuple[str, str]:
+    """Where most is held, and what of it an engine holds beside an update, in words."""
+    rollout = plan.rollout
+    if rollout is not None and rollout.total == plan.needs:
+        return "the rollout", ""
+    stays = 0.0 if rollout is None else rollout.stays
+    return plan.peak.name, f", with the {stays / GIB:,.1f} GiB that vLLM keeps" if stays else ""
+
+
 def _most(plan: Plan) -> str:
-    kinds = sorted(plan.peak.memory.items(), key=lambda item: -item[1])[:2]
+    where = plan.rollout.memory if plan.rollout and _where(plan)[0] == "the rollout" else plan.peak.memory
+    kinds = sorted(where.items(), key=lambda item: -item[1])[:2]
     return " and ".join(f"{kind} {size / GIB:,.1f}" for kind, size in kinds)
 
 
@@ -143,26 +156,26 @@ def _wire(plan: Plan) -> list[str]:
     for axis in axes:
         spans, ring, _ = link(plan.case, axis)
         name = f"{axis} ({'between' if spans else 'inside'} nodes, {ring / 1e9:,.3g} GB/s)"
-        rows.append((name, [_gib(s.wire[axis].sent) if axis in s.wire else "" for s in plan.stages]))
-    totals = [_gib(sum(w.sent for w in s.wire.values())) for s in plan.stages]
+        rows.append((name, [gib(s.wire[axis].sent) if axis in s.wire else "" for s in plan.stages]))
+    totals = [gib(sum(w.sent for w in s.wire.values())) for s in plan.stages]
     return ["a rank sends, GiB", *table([s.name for s in plan.stages], rows, ("together", totals))]
 
 
 def _time(plan: Plan, width: int) -> list[str]:
     names, piped = [stage.name for stage in plan.stages], plan.case.size("pipeline") > 1
     rows = [
-        ("computing", [_seconds(s.seconds.compute) for s in plan.stages]),
-        *([("of that for launches", [_seconds(s.seconds.launching) for s in plan.stages])] if _waits(plan) else []),
-        ("waiting for ranks and host", [_seconds(s.seconds.exposed) for s in plan.stages]),
-        *([("waiting for other stages", [_seconds(s.seconds.idle) for s in plan.stages])] if piped else []),
-        ("sent while computing", [_seconds(s.seconds.communication - s.seconds.exposed) for s in plan.stages]),
+        ("computing", [seconds(s.seconds.compute) for s in plan.stages]),
+        *([("of that for launches", [seconds(s.seconds.launching) for s in plan.stages])] if _waits(plan) else []),
+        ("waiting for ranks and host", [seconds(s.seconds.exposed) for s in plan.stages]),
+        *([("waiting for other stages", [seconds(s.seconds.idle) for s in plan.stages])] if piped else []),
+        ("sent while computing", [seconds(s.seconds.communication - s.seconds.exposed) for s in plan.stages]),
         ("PFLOPs a rank needs", [f"{s.model_flops / 1e15:,.3g}" for s in plan.stages]),
         ("MFU", [f"{plan.mfu(s.name):.0%}" for s in plan.stages]),
     ]
     updates = [name for name in names if name.startswith("update")]
     speed = plan.tokens / plan.seconds / plan.case.world
     mfu = f", MFU of the updates {plan.mfu(*updates):.0%}" if updates else ""
-    title = f"estimated: {_seconds(plan.seconds)} s for a step, {speed:,.0f} tokens/s on each GPU{mfu}"
+    title = f"estimated: {seconds(plan.seconds)} s for a step, {speed:,.0f} tokens/s on each GPU{mfu}"
     lines = [title, *_pipeline(plan, width), "seconds", *table(names, rows, None)]
     lines += textwrap.wrap(LAUNCHES, width) if _waits(plan) else []
     if names := [stage.name for stage in plan.stages if stage.recorded]:
@@ -190,42 +203,7 @@ def _pipeline(plan: Plan, width: int) -> list[str]:
 
 def _notes(plan: Plan, width: int) -> list[str]:
     heap = "" if plan.case.hardware.on_gpu else HEAP
-    if "actor" not in plan.parameters:
-        return textwrap.wrap(f"{MEMORY} {heap}".strip(), width)
-    whole = plan.parameters["actor"] * (plan.case.compute_dtype or torch.float32).itemsize / GIB
-    ranks = plan.case.size("tensor") if plan.case.size("expert") == 1 else 1  # beside experts it gathers all
-    part = "the whole model" if ranks == 1 else f"1/{ranks} of the model"
-    if plan.case.lora_base is not None:
-        part, whole = "the base as it is kept", plan.rest["base's weights"] / GIB
-    return textwrap.wrap(f"{MEMORY} {heap}{ROLLOUT.format(part=part, size=whole / ranks)}", width)
-
-
-def table(heads: Sequence[str], rows: Sequence[tuple[str, list[str]]], last: tuple[str, list[str]] | None) -> list[str]:
-    """Cells in columns, to the right; a last row under a line."""
-    every = [*rows, *([last] if last else [])]
-    label = max(len(name) for name, _ in every)
-    widths = [max(len(head), *(len(cells[i]) for _, cells in every)) for i, head in enumerate(heads)]
-
-    def line(name: str, cells: Sequence[str]) -> str:
-        return f"  {name:<{label}}{''.join(f'  {c:>{w}}' for c, w in zip(cells, widths, strict=True))}".rstrip()
-
-    lines = [line("", heads), *(line(name, cells) for name, cells in rows)]
-    if last is not None:
-        lines += ["  " + "-" * (label + sum(widths) + 2 * len(widths)), line(*last)]
-    return lines
-
-
-def _gib(size: float) -> str:
-    value = size / GIB
-    if value >= 99.95:
-        return f"{value:,.0f}"
-    if value >= 0.01:
-        return f"{value:.2f}" if value < 10 else f"{value:.1f}"
-    return "0" if size < 1 else f"{value:.1g}" if value >= 0.001 else "<0.001"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.001 else f"{value:.1g}"
+    return textwrap.wrap(f"{MEMORY} {heap}{JUDGE}", width)
 
 
 def summary(plan: Plan, helping: Sequence[Remedy] | None) -> dict[str, Any]:
@@ -273,6 +251,8 @@ def summary(plan: Plan, helping: Sequence[Remedy] | None) -> dict[str, Any]:
             }
             for s in plan.stages
         ],
+        "rollout": rollout_summary(plan.rollout),
+        "host": host_summary(plan.host),
         "seconds": plan.seconds,
         "mfu": plan.mfu(),
         "remedies": None

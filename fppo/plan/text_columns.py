@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fppo.plan.columns import Bytes, ColumnCall
-from fppo.plan.text import table
+from fppo.plan.text_values import table
 
 MIB = 1 << 20
 COUNTED = (

@@ -109,7 +109,7 @@ def reshard(
     params = {name: x.detach() for name, x in params.items()}
     budget = bucket_bytes // 3 if mesh.cuts else bucket_bytes  # a gather holds its pieces, the buffer and the result
     sizes = {name: whole_shapes[name].numel() * kinds[name].itemsize for name in names}
-    for piece in _pieces(sizes, budget):
+    for piece in pieces(sizes, budget):
         whole = whole_tensors(params, piece, mesh, shapes=shapes, layout=layout, dtypes=kinds)
         yield Bucket(whole, {name: digest(x, how) for name, x in whole.items()}, how)
 
@@ -119,7 +119,7 @@ def sent_dtype(name: str, own: torch.dtype, dtype: torch.dtype | None, exact: Co
     return dtype if dtype is not None and own.is_floating_point and name not in exact else own
 
 
-def _pieces(sizes: Mapping[str, int], budget: int) -> Iterator[list[str]]:
+def pieces(sizes: Mapping[str, int], budget: int) -> Iterator[list[str]]:
     """Names in order, those of a piece together at most `budget` bytes; one that is larger stands alone."""
     piece: list[str] = []
     total = 0

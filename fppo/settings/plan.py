@@ -9,10 +9,11 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings import checks, files, placement, resolve
+from fppo.settings import checks, files, placement, plan_rollout, resolve
 from fppo.settings.critic import CriticSettings
 from fppo.settings.fields import above, at_least, at_most, nonempty, setting, wrong_values
 from fppo.settings.mesh import PlanMeshSettings
+from fppo.settings.plan_rollout import PlanRolloutSettings
 from fppo.settings.train import ActorSettings, TrainSettings
 
 
@@ -24,6 +25,8 @@ class PlanSettings:
     """The model: a directory with its config.json, or a name, as qwen2.5-7b, llama-3.1-70b, quickstart."""
     mesh: PlanMeshSettings = setting(PlanMeshSettings)
     """How the run is spread over GPUs."""
+    rollout: PlanRolloutSettings = setting(PlanRolloutSettings)
+    """How responses are sampled, as in a run."""
     gpus: int | None = setting(None, at_least(1))
     """GPUs in all; None: as many as the mesh has ranks."""
     gpu: str = setting("h200", nonempty("give a GPU, as h200"))
@@ -126,6 +129,7 @@ def of_run(run: TrainSettings) -> PlanSettings:
     return PlanSettings(
         model=run.model.path,
         mesh=PlanMeshSettings(**mesh),
+        rollout=plan_rollout.of_run(run.rollout),
         tokens=tokens,
         length=length,
         response=run.rollout.max_tokens / length,

@@ -452,6 +452,9 @@ def test_the_plan_of_a_run_with_pools_is_one_of_each(tmp_path, capsys):
     engines = pools.pop("e")
     assert engines["parameter_bytes"] == (size := 4 * alone["parameters"]["actor"])
     assert engines["sent_bytes"] == 3 * size
+    assert pools["p"]["rollout"] is pools["v"]["rollout"] is None
+    assert alone["rollout"]["engines"] == 1
+    assert pools["v"]["host"]["rest_bytes"]["columns of the batch"] == sum(there.values())
     assert {name: list(pool["parameters"]) for name, pool in pools.items()} == {
         "p": ["actor", "reference"],
         "v": ["critic"],
@@ -472,7 +475,7 @@ def test_the_plan_of_a_run_with_pools_is_one_of_each(tmp_path, capsys):
     assert needed["p"] < needed["v"]
     assert ("It fits" in of_p, "What would make it fit" in of_p) == (True, False)
     assert re.search(r"It does not fit: update critic .*What would make it fit.* --tokens \d+\n", of_v, re.DOTALL)
-    assert "pool e: rollout\n\nEach rank is an engine with the whole policy" in shown
+    assert "pool e: rollout\n\nrollout by the embedded engine: each of 3 engines has 3 rows" in shown
     table = of_v[of_v.index("columns of a step's batch to this pool, MiB") :].splitlines()
     assert table[1].split() == ["values", "update_critic"]
     assert next(line for line in table if "tokens" in line).split() == ["tokens", *2 * ["0.0314"]]  # 8 x 515 x 8 bytes

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from fppo.rollout.vllm.host import VllmOptions
 
 GIB = 1 << 30
-_KEPT_FREE = 0.05  # of what is free before vLLM starts: its workers make contexts, and NCCL buffers, before they look
-_BESIDE = 0.5  # of the rest, for a vLLM that stays beside a trainer
+KEPT_FREE = 0.05  # of what is free before vLLM starts: its workers make contexts, and NCCL buffers, before they look
+BESIDE = 0.5  # of the rest, for a vLLM that stays beside a trainer
 
 
 class Gpus(NamedTuple):
@@ -108,12 +108,12 @@ def memory_keywords(options: VllmOptions, memories: Sequence[Memory], *, alone: 
     free = min(map(share_of_free, memories))
     if cache is not None:
         return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": free}
-    return {"gpu_memory_utilization": free if alone or options.sleep else free * _BESIDE}
+    return {"gpu_memory_utilization": free if alone or options.sleep else free * BESIDE}
 
 
 def share_of_free(memory: Memory) -> float:
     """Of all memory the share that vLLM may take of what is free now."""
-    return (1 - _KEPT_FREE) * memory.free / memory.total
+    return (1 - KEPT_FREE) * memory.free / memory.total
 
 
 def buffer_bytes(bucket: int, tensors: Sequence[int]) -> int:

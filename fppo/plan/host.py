@@ -1,0 +1,139 @@
+"""What the host's memory holds of a rank's process, beside what is on its device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import attrs
+import torch
+
+from fppo import tree
+from fppo.plan import passes
+from fppo.plan.built import REWARD, Built, base_dtype, models_of
+from fppo.plan.case import Case
+from fppo.plan.hardware import CUDA_PROCESS, PROCESS
+from fppo.plan.shapes import every_shape, shard_shapes
+from fppo.rollout.pool import Policy
+from fppo.rollout.sync import pieces
+from fppo.runtime.checkpoint import STAGE_BYTES
+
+STATE, READ, COPIES, BUCKET, CAME, COLUMNS, ITSELF = (
+    "state between uses",
+    "weights that are read",
+    "copies for the checkpoint",
+    "weights on their way",
+    "weights that came",
+    "columns of the batch",
+    "the process itself",
+)
+POOL_BUCKET: int = attrs.fields(Policy).bucket_bytes.default
+
+
+@attrs.frozen
+class Host:
+    """Bytes of the host's memory by kind: as long as the process lives, and while it starts, sends weights or writes a
+    checkpoint, during which it goes on with all else."""
+
+    rest: Mapping[str, float]
+    starting: Mapping[str, float]
+    meanwhile: Mapping[str, float]
+
+    @property
+    def needs(self) -> float:
+        """Bytes where most is held."""
+        moving = max(sum(self.starting.values()), sum(self.meanwhile.values()))
+        return sum(self.rest.values()) + moving
+
+
+def host_of(case: Case, built: Built) -> Host:
+    """What the process of a rank holds."""
+    on_gpu = case.hardware.on_gpu
+    rest = {ITSELF: float(CUDA_PROCESS if on_gpu else PROCESS), STATE: state_bytes(case, built)}
+    rest |= {COLUMNS: case.columns, CAME: came_bytes(case, built)}
+    return Host(
+        rest=rest,
+        starting={READ: read_bytes(case, built)},
+        meanwhile={COPIES: checkpoint_bytes(case, built), BUCKET: bucket_bytes(case, built)},
+    )
+
+
+def state_bytes(case: Case, built: Built) -> float:
+    """Of parameters and moments that are on the host between uses (`--offload`)."""
+    every: list[int] = []
+    for name in filter(case.has, models_of(case)):
+        at = case.at(name if name == REWARD else f"update {name}")
+        if at.offload == "all":
+            every += _nbytes(shard_shapes(at, name, built).values(), at.dtype)
+        if at.offload != "none" and name != REWARD:
+            every += moments(at, name, built)
+    if case.reference and case.lora is None and case.has("reference"):
+        at = case.at("reference")
+        every += _nbytes(shard_shapes(at, "actor", built).values(), at.dtype) if at.offload == "all" else []
+    return float(sum(map(pinned, every)) if case.hardware.on_gpu else sum(every))
+
+
+def pinned(size: int) -> int:
+    """What torch takes for so many bytes of memory that a GPU copies from: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def read_bytes(case: Case, built: Built) -> float:
+    """Of a rank's part of the largest model, on its way to a GPU, and of the largest tensor; on a CPU of that alone, as
+    the part stays."""
+    sizes = [0.0]
+    for name in filter(case.has, models_of(case)):
+        largest = max(shape.numel() for shape in built.model(case, name).whole_shapes.values())
+        dtype = case.at(name if name == REWARD else f"update {name}").dtype
+        own = _nbytes(every_shape(case, name, built).values(), dtype if case.lora is None else base_dtype(case))
+        sizes.append(largest * dtype.itemsize + (sum(own) if case.hardware.on_gpu else 0))
+    return float(max(sizes))
+
+
+def checkpoint_bytes(case: Case, built: Built) -> float:
+    """Of the copies that a thread writes: all that is trained of actor and critic and their optimizers' states, on the
+    ranks that hold parts of their own; and of what copies go through from a GPU."""
+    size = 0
+    for name in (name for name in models_of(case) if name != REWARD and case.has(name)):
+        at = case.at(f"update {name}")
+        size += sum(_nbytes(shard_shapes(at, name, built).values(), at.dtype)) + sum(moments(at, name, built))
+    return float(size + (STAGE_BYTES if size and case.hardware.on_gpu else 0))
+
+
+def bucket_bytes(case: Case, built: Built) -> float:
+    """Of the memory in which weights go to vLLM's process, or to an engine of a pool: the fullest bucket."""
+    sampling = case.sampling
+    if sampling is None or not sampling.shared:
+        return 0.0
+    own = (sampling.dtype or case.compute_dtype or case.dtype).itemsize
+    size = 0
+    if sampling.pool is not None:
+        size += _fullest(case, built, case.dtype.itemsize, POOL_BUCKET)
+    if sampling.engine == "vllm":
+        size += _fullest(case, built, own, sampling.bucket // 3 if case.cuts else sampling.bucket)
+    return float(size)
+
+
+def came_bytes(case: Case, built: Built) -> float:
+    """Of the policy as vLLM's rank in a pool has it, which hands it on."""
+    sampling = case.sampling
+    if sampling is None or sampling.pool is None or sampling.engine != "vllm":
+        return 0.0
+    shapes = built.model(case, "actor").plain.whole_shapes.values()
+    return float(sum(shape.numel() for shape in shapes) * case.dtype.itemsize)
+
+
+def _fullest(case: Case, built: Built, width: int, budget: int) -> int:
+    shapes = built.model(case, "actor").plain.whole_shapes
+    sizes = {name: shape.numel() * width for name, shape in shapes.items()}
+    return max(sum(sizes[name] for name in piece) for piece in pieces(sizes, budget))
+
+
+def moments(case: Case, name: str, built: Built) -> list[int]:
+    """Bytes of each tensor of the optimizer's state of a model on a rank, single numbers left out."""
+    params = {name: torch.empty(shape, device="meta") for name, shape in shard_shapes(case, name, built).items()}
+    return [x.nbytes for x in tree.tensors(passes.optimizer_of(case).init(params)) if x.dim()]
+
+
+def _nbytes(shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> list[int]:
+    return [math.prod(shape) * dtype.itemsize for shape in shapes]

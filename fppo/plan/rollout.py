@@ -1,0 +1,288 @@
+"""What sampling a step's responses takes: memory of an engine, its time, and the weights that it is sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import attrs
+import torch
+
+from fppo.models import experts, flops
+from fppo.models.model import Model
+from fppo.plan.built import Built, base_dtype
+from fppo.plan.case import Case, Sampling
+from fppo.plan.estimate import ATTENTION_SHARE, COPY_SHARE, LATENCY, LINK_SHARE, MATMUL_SHARE, link
+from fppo.plan.hardware import overhead
+from fppo.plan.prefill import Prefill, prefill_of
+from fppo.rollout.decoder import JOINED, KINDS
+from fppo.rollout.vllm.devices import BESIDE, KEPT_FREE
+from fppo.runtime.mesh import DENSE
+from fppo.runtime.watch import wire_bytes
+
+WEIGHTS, KEYS, MOVING, OUTSIDE = "engine's weights", "keys and values", "prompts or logits", "outside of tensors"
+ALIGNED = 64  # columns of the cache of steps that are recorded; tokens of one of vLLM's blocks are fewer
+BLOCK = 16
+PREFILL_TOKENS = 16384  # of a pass of the embedded engine over prompts
+TOGETHER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # what the decoder puts side by side
+LOGITS = 3  # as they are, scaled, and their weights: float32
+
+
+@attrs.frozen
+class Rollout:
+    """The rollout of a step on the GPU of an engine."""
+
+    engines: int
+    gpus: int  # of each
+    rows: int  # that an engine answers
+    together: int  # of them at a time
+    memory: Mapping[str, float]  # bytes by kind while it samples, with what is at rest on the same GPU
+    stays: float  # bytes that it takes from updates
+    prefill: float  # seconds
+    decode: float
+    gathered: float  # bytes that a rank sends other ranks, for whole weights
+    sent: float  # bytes that an engine is sent after an update
+    sending: float  # seconds for both
+
+    @property
+    def total(self) -> float:
+        """Bytes while it samples."""
+        return sum(self.memory.values())
+
+    @property
+    def seconds(self) -> float:
+        """Of prompts, responses and weights, where all responses are as long as they may be."""
+        return self.prefill + self.decode + self.sending
+
+
+@attrs.frozen
+class _Engine:
+    """What an engine is on each of its GPUs."""
+
+    model: Model  # whole
+    dtype: torch.dtype  # that it computes in
+    cut: int  # GPUs that it is cut over
+    count: int
+    prompts: int  # that it answers, each `sampling.n` times
+    prompt: int  # tokens
+    response: int
+    prefill: Prefill
+
+    @property
+    def at_once(self) -> int:
+        """Prompts of one pass."""
+        return _at_once(self.prompts, self.prompt)
+
+    @property
+    def numbers(self) -> int:
+        """Of its parameters on one of its GPUs."""
+        return sum(shape.numel() for shape in self.model.whole_shapes.values()) // self.cut
+
+    @property
+    def column(self) -> float:
+        """Bytes of the keys and values of one token on one of its GPUs; ranks share a head that several need."""
+        heads = getattr(self.model.config, "num_key_value_heads", None) or self.model.config.num_attention_heads
+        return self.prefill.column / min(self.cut, heads)
+
+    def row(self, multiple: int) -> float:
+        """Bytes of the keys, values and states of a whole row, in blocks of so many columns."""
+        columns = -(-(self.prompt + self.response) // multiple) * multiple
+        return columns * self.column + self.prefill.states / self.cut
+
+
+def rollout_of(case: Case, rest: Mapping[str, float], built: Built) -> Rollout | None:
+    """The rollout of a case that has these bytes at rest on a rank; None where none is to be planned."""
+    sampling = case.sampling
+    if sampling is None:
+        return None
+    engine = _engine(case, sampling, built)
+    rows = engine.prompts * sampling.n
+    if sampling.engine == "vllm":
+        memory, together, stays = _vllm(case, sampling, engine, rest)
+        waves = math.ceil(rows / together)
+    else:
+        memory, together, waves = _embedded(case, sampling, engine, rest)
+        stays = 0.0
+    gathered, sent, sending = _weights(case, sampling, engine)
+    return Rollout(
+        engines=engine.count,
+        gpus=engine.cut,
+        rows=rows,
+        together=together,
+        memory=memory,
+        stays=stays,
+        prefill=prefill_seconds(case, engine),
+        decode=waves * decode_seconds(case, engine, -(-rows // waves)),
+        gathered=gathered,
+        sent=sent,
+        sending=sending,
+    )
+
+
+def _engine(case: Case, sampling: Sampling, built: Built) -> _Engine:
+    model = built.model(case, "actor").plain
+    alone = sampling.engine == "vllm" or sampling.pool is not None
+    cut = sampling.tensor if sampling.engine == "vllm" else _decodes_cut(case)
+    count = sampling.pool or (case.world if alone else case.world // cut)
+    prompts = -(-(sampling.sequences or case.mini_batch) // (sampling.n * count))
+    response = case.response_tokens
+    prompt = case.length - response
+    dtype = (sampling.dtype if sampling.engine == "vllm" else None) or case.compute_dtype or case.dtype
+    at_once = _at_once(prompts, prompt)
+    computing = attrs.evolve(case, compute_dtype=dtype)
+    prefill = prefill_of(computing, built, prompts=at_once, length=prompt)
+    return _Engine(model, dtype, cut, count, prompts, prompt, response, prefill)
+
+
+def _at_once(prompts: int, length: int) -> int:
+    """Prompts of one pass."""
+    return max(1, min(prompts, PREFILL_TOKENS // length))
+
+
+def _decodes_cut(case: Case) -> int:
+    """Over how many ranks the embedded engine's weights are cut: beside experts it gathers all."""
+    return case.size("tensor") if case.size("expert") == 1 and case.sampling and case.sampling.pool is None else 1
+
+
+def _embedded(
+    case: Case, sampling: Sampling, engine: _Engine, rest: Mapping[str, float]
+) -> tuple[dict[str, float], int, int]:
+    """Bytes by kind, the rows that decode together, and how many such waves there are, as the engine deals them."""
+    recorded = case.hardware.on_gpu and engine.cut == 1
+    row, n = engine.row(ALIGNED if recorded else 1), sampling.n
+    gathered, made = _gathered(case, sampling, engine), _made(case, engine)
+    memory = {**rest, WEIGHTS: gathered + made}
+    outside = overhead(case.hardware, case.groups, 0)
+    budget = sampling.cache
+    if budget is None and case.hardware.on_gpu:
+        budget = max(0.0, case.hardware.memory - sum(memory.values()) - outside) / 2
+    rows, draws = sampling.max_rows, n
+    if budget is not None:
+        fitting = max(1, int(budget // row))
+        rows, draws = min(rows, fitting), min(n, fitting)
+    prompts = min(engine.prompts, max(1, rows // n))
+    together = prompts * draws
+    at_once, size = engine.at_once, together * row
+    logits = LOGITS * 4 * together * flops.head_weights(engine.model) / engine.model.config.hidden_size / engine.cut
+    moving = engine.prefill.moving * min(prompts, at_once) / at_once / engine.cut
+    if prompts <= at_once:  # the cache is made once they have been through
+        moving = max(moving - size, logits + min(prompts, at_once) * engine.prompt * engine.column)
+    if gathered and case.shards > 1:  # all of it at once, from a buffer
+        moving = max(moving, gathered * (1 + 1 / case.shards) - made - size)
+    memory |= {KEYS: together * row, MOVING: moving}
+    memory[OUTSIDE] = overhead(case.hardware, case.groups, moving + together * row)
+    return memory, together, -(-engine.prompts // prompts) * -(-n // draws)
+
+
+def _gathered(case: Case, sampling: Sampling, engine: _Engine) -> float:
+    """Bytes of the embedded engine's weights as they are kept, where a rank has them beside its parts."""
+    away = sampling.pool is not None or case.offload == "all"
+    cut = case.shards > 1 or case.size("pipeline") > 1 or engine.cut < case.size("tensor")
+    dtype = case.dtype if case.lora is None else base_dtype(case)
+    return float(engine.numbers * dtype.itemsize) if cut or away else 0.0
+
+
+def _made(case: Case, engine: _Engine) -> float:
+    """Bytes of what the embedded engine makes of the weights: cast or merged, those of one input side by side where
+    they are few, and on a CPU a head in float32."""
+    model, width, kept = engine.model, engine.dtype.itemsize, case.dtype if case.lora is None else base_dtype(case)
+    merged = case.lora is not None and case.lora_base is None and engine.dtype == torch.float32
+    size = engine.numbers * width if merged or kept != engine.dtype else 0
+    inside = {name: x.numel() for name, x in model.whole_shapes.items() if model.layer_of(name) is not None}
+    known = type(model.text_of(model.skeleton)).__module__ in KINDS
+    if known and sum(inside.values()) * width / engine.cut <= JOINED:
+        size += width * sum(count for name, count in inside.items() if name.split(".")[-2] in TOGETHER) // engine.cut
+    if not case.hardware.on_gpu and width < 4:
+        size += 4 * flops.head_weights(model) // engine.cut
+    return float(size)
+
+
+def _vllm(
+    case: Case, sampling: Sampling, engine: _Engine, rest: Mapping[str, float]
+) -> tuple[dict[str, float], int, float]:
+    """Bytes by kind, the rows that decode together, and the bytes that updates have not."""
+    own = {} if sampling.apart or sampling.pool is not None else dict(rest)
+    hardware, weights = case.hardware, float(engine.numbers * engine.dtype.itemsize)
+    trainer = overhead(hardware, case.groups, 0) if own else 0.0
+    outside = overhead(hardware, int(engine.cut > 1), 0)
+    if sampling.cache is not None or not hardware.on_gpu:
+        keys = float(1 << 30) if sampling.cache is None else sampling.cache
+    elif sampling.share is not None:
+        keys = sampling.share * hardware.memory - weights - outside
+    else:
+        free = hardware.memory - sum(own.values()) - trainer
+        beside = 1.0 if not own or sampling.sleeps else BESIDE
+        keys = (1 - KEPT_FREE) * free * beside - weights - outside
+    keys = max(keys, engine.row(BLOCK))
+    together = max(1, min(engine.prompts * sampling.n, sampling.max_rows, int(keys // engine.row(BLOCK))))
+    memory = {**own, WEIGHTS: weights, KEYS: keys, OUTSIDE: trainer + outside}
+    return memory, together, 0.0 if not own or sampling.sleeps else weights + keys + outside
+
+
+def prefill_seconds(case: Case, engine: _Engine) -> float:
+    """Of an engine's prompts, each once: max(FLOPs / (peak * MATMUL_SHARE), bytes of the weights, once, / (bandwidth *
+    COPY_SHARE))."""
+    needed = flops.forward_flops(engine.model, [engine.prompt] * engine.prompts, head_tokens=engine.prompts)
+    reading = engine.numbers * engine.dtype.itemsize / (case.hardware.bandwidth * COPY_SHARE)
+    return max(needed / engine.cut / (_peak(case, engine) * MATMUL_SHARE), reading)
+
+
+def decode_seconds(case: Case, engine: _Engine, rows: int) -> float:
+    """Of so many rows that decode together, token by token. A step takes
+
+        max(bytes of the weights that some row meets / (bandwidth * COPY_SHARE), FLOPs / (peak * MATMUL_SHARE))
+        + max(bytes of keys and values so far / (bandwidth * COPY_SHARE), FLOPs / (peak * ATTENTION_SHARE))
+
+    and on several GPUs two collectives for each layer, where the host launches all of it at once.
+    """
+    model, hardware = engine.model, case.hardware
+    bandwidth, peak = hardware.bandwidth * COPY_SHARE, _peak(case, engine)
+    read = engine.dtype.itemsize * met_weights(model, rows) / engine.cut
+    each = 2.0 * (sum(flops.layer_weights(model)) + flops.head_weights(model)) * rows / engine.cut
+    tokens = engine.prompt * engine.response + engine.response * (engine.response + 1) / 2  # seen by one row's steps
+    whole = flops.forward_flops(model, [engine.prompt + engine.response]) - flops.forward_flops(model, [engine.prompt])
+    attention = whole * rows / engine.cut - each * engine.response
+    seen = rows * (engine.column * tokens + engine.prefill.states / engine.cut * engine.response)
+    waiting = 0.0
+    if engine.cut > 1:
+        spans = engine.cut > hardware.per_node
+        waiting = 2 * len(model.layers) * LATENCY[spans] * engine.response
+    with_weights = engine.response * max(read / bandwidth, each / (peak * MATMUL_SHARE))
+    return with_weights + max(seen / bandwidth, attention / (peak * ATTENTION_SHARE)) + waiting
+
+
+def met_weights(model: Model, rows: int) -> float:
+    """How many weights a step of so many tokens reads, of experts on average: each token has k of E of them, and
+    E (1 - (1 - k / E)^rows) are some token's."""
+    count = experts.expert_count(model.config)
+    each = sum(flops.layer_weights(model)) + flops.head_weights(model)
+    if not count:
+        return float(each)
+    chosen = (getattr(model.config, "num_experts_per_tok", None) or count) / count
+    routed = sum(model.whole_shapes[name].numel() for name in experts.expert_names(model))
+    return each + routed * (1 - (1 - chosen) ** rows - chosen)
+
+
+def _peak(case: Case, engine: _Engine) -> float:
+    return case.hardware.flops if engine.dtype.itemsize == 2 else case.hardware.flops_float32
+
+
+def _weights(case: Case, sampling: Sampling, engine: _Engine) -> tuple[float, float, float]:
+    """Bytes that a rank sends for whole weights, and bytes that an engine is sent; and the seconds of both."""
+    every = sum(shape.numel() for shape in engine.model.whole_shapes.values())
+    if sampling.pool is not None:
+        sent = float(every * case.dtype.itemsize)
+        return 0.0, sent, sent / (case.hardware.network_bandwidth * LINK_SHARE)
+    alone = sampling.engine == "vllm"
+    dtype = engine.dtype if alone else base_dtype(case) if case.lora is not None else case.dtype
+    size = every * dtype.itemsize // (1 if alone else engine.cut)
+    gathered = seconds = 0.0
+    for axis, ranks in ((DENSE, case.shards), ("tensor", case.size("tensor") if alone or engine.cut == 1 else 1)):
+        if ranks > 1:
+            part = wire_bytes("all_gather", size // (case.size("tensor") if axis == DENSE and alone else 1), ranks)
+            gathered += part
+            seconds += part / (link(case, axis)[1] * LINK_SHARE)
+    if not alone:
+        return gathered, 0.0, seconds
+    way = case.hardware.host_bandwidth if sampling.shared or sampling.apart else case.hardware.bandwidth / 2
+    return gathered, float(size), seconds + size / (way * LINK_SHARE)
