@@ -471,3 +471,7 @@ def test_the_tasks_of_credit_score_what_they_say(monkeypatch):
     assert bets.score(dealt, "-" * bets.HANDS) == 1.0
     assert bets.score("180" * bets.HANDS, "+" * bets.HANDS) == 0.0
     assert bets.at_random(dealt, [0.6] * bets.HANDS).startswith("+s9+u9+")
+    tokenizer = quickstart.character_tokenizer(bets.CHARACTERS)
+    table = bets.table(None, tokenizer)
+    assert table.encode([*"t9"]) == tokenizer.encode("t9")
+    assert table.decode(tokenizer.encode("t9+")) == ["t", "9", "+"]

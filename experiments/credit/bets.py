@@ -76,8 +76,8 @@ class Table:
     """
 
     engine: Engine
-    encode: Callable[[str], list[int]]
-    decode: Callable[[Sequence[int]], str]
+    encode: Callable[[Sequence[str]], list[int]]  # of characters, each a token
+    decode: Callable[[Sequence[int]], list[str]]
     same: bool
 
     def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
@@ -89,9 +89,9 @@ class Table:
             dealt = [own[:PER_HAND] + deck(row)[PER_HAND:] for own, row in zip(dealt, draws, strict=True)]
         actions = ["" for _ in dealt]
         for hand in range(1, HANDS):
-            last = [self.decode([one]) for one in tokens[:, -1].tolist()]
+            last = self.decode(tokens[:, -1].tolist())
             actions = [done + ("+" if one == "+" else "-") for done, one in zip(actions, last, strict=True)]
-            seen = [self.encode(shown(*row)) for row in zip(dealt, actions, strict=True)]
+            seen = [self.encode([*shown(*row)]) for row in zip(dealt, actions, strict=True)]
             tokens = torch.cat([tokens, torch.tensor(seen)], 1)
             there = torch.ones_like(tokens, dtype=torch.bool)
             prompts = replace(batches.narrow(Prompts, start), tokens=tokens, attention_mask=there)
@@ -117,4 +117,4 @@ def _columns(rollout: Rollout) -> list[Tensor]:
 
 def table(engine: Engine, tokenizer: Any, *, same: bool = False) -> Engine:
     """The engine at the table."""
-    return Table(engine, tokenizer.encode, tokenizer.decode, same)
+    return Table(engine, tokenizer.convert_tokens_to_ids, tokenizer.convert_ids_to_tokens, same)
