@@ -2,12 +2,14 @@
 
 import contextlib
 import gc
+import math
 import weakref
 from functools import partial
 
 import attrs
 import pytest
 import torch
+from transformers import Glm4MoeConfig
 
 from fppo import laws, losses, metrics, models, tree
 from fppo.grad import value_and_grad
@@ -26,6 +28,7 @@ from fppo.steps.muon import muon
 from fppo.steps.scores import compute_reward_scores
 from fppo.steps.train_state import init_state, optimizer_step
 from fppo_kernels import adamw
+from fppo_kernels.collectives import Axis
 from fppo_kernels.record import Kernels
 from tests import tiny
 
@@ -435,6 +438,74 @@ def test_saved_tensors_of_sharded_layers_go_to_the_host_too(checkpoint_layers):
         assert alive([ref for lane in lanes for ref in (*lane.fetched, *lane.stored)]) == 0
     (of_ranks,) = counts  # what is gathered is not stored
     assert min(of_ranks) > (LAYERS if checkpoint_layers else 8 * LAYERS)
+
+
+# the axes that cut a model or its rows
+
+AXES = [
+    ({"tensor": 2}, {}, True),
+    ({"context": 2}, {"ring": True}, False),
+    ({"sequence": 2}, {}, True),
+    ({"expert": 2}, {"sharding": Sharding(stage=3)}, False),
+    ({"pipeline": 2}, {}, True),
+    pytest.param({"expert": 2, "shard": 2}, {"sharding": Sharding(stage=3)}, True, marks=pytest.mark.slow),
+    pytest.param({"pipeline": 2, "tensor": 2}, {}, False, marks=pytest.mark.slow),
+]
+
+
+def mixture():
+    """A dense layer and one of experts, with tied embeddings and biases of routers, which are state."""
+    config = Glm4MoeConfig(
+        **tiny.config(head_dim=4).to_dict(),
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        first_k_dense_replace=1,
+    )
+    model = models.build(config)
+    return model, tree.map(lambda x: x.float() if x.is_floating_point() else x, models.init_params(model, Key(0)))
+
+
+@pytest.mark.parametrize(("axes", "settings", "checkpoint_layers"), AXES)
+def test_on_every_axis_what_is_on_the_host_changes_no_bit(axes, settings, checkpoint_layers):
+    whole, params = mixture()
+    batch = tiny.experience(3, 6, dtype=torch.float32)
+    prepared = models.prepare(whole, Mesh({name: Axis(size) for name, size in axes.items()}))
+    prepared = prepared.like(attrs.evolve(whole, checkpoint_layers=checkpoint_layers))
+    cut = MicroBatching(size=2)
+
+    def run(what, mesh, lane):
+        """Log-probs, and then the state and the metrics after an update."""
+        mesh = attrs.evolve(mesh, **settings)
+        model = prepared.on(mesh)
+        forward, own = Forward(model, mesh=mesh), models.own_params(model, params, mesh)
+        optimizer = OPTIMIZER if what == "nothing" else by_buckets(lane, 3000)
+        update = partial(
+            update_actor,
+            forward=forward,
+            loss_fn=losses.ppo_clip,
+            loop=Loop(mini_batch_size=6, micro_batching=cut, balance_rate=0.1),
+            optimizer=optimizer,
+        )
+        state = init_state(own, optimizer)
+        if what == "moments":
+            state = tree.replace(state, opt=offload.to_host(state.opt))
+        elif what == "all":
+            own = OnHost(own, lane)
+            state = offload.to_host(state)
+            update = offload.activations_on_host(update, lane, minimum_bytes=200, window_bytes=3000)
+            update = offload.offloaded(update, lane)
+        log_probs = compute_log_probs(own, batch, forward=forward, micro_batching=cut)
+        after, report = update(state, batch, donate=what == "all")
+        return tree.digest(log_probs), tree.digest(after), metrics.report(report)
+
+    ranks = math.prod(axes.values())
+    plain = simulate(axes, partial(run, "nothing"), [None] * ranks)
+    for what in ("moments", "all"):
+        lanes = [Watched(late=rank % 2 == 0) for rank in range(ranks)]
+        assert simulate(axes, partial(run, what), lanes) == plain, what
+        assert all(lane.events.count("fetch") > 1 for lane in lanes)
+        assert alive([ref for lane in lanes for ref in lane.fetched]) == 0
 
 
 def test_a_pass_that_never_goes_back_leaves_nothing_behind():
