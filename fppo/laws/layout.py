@@ -227,7 +227,7 @@ def _number(axes: Mapping[str, int], count: int) -> int:
     return 2 if axes["expert"] > 1 else count % 3
 
 
-def _laws(layouts: Sequence[Settings], each: int) -> tuple[Law, ...]:
+def _laws(layouts: Sequence[Settings], each: int, seed: int) -> tuple[Law, ...]:
     turn, again = _turns(layouts, each), _turns(layouts, 1)
 
     def same_as_one(run: Run, example: Example, generator: torch.Generator) -> str | None:
@@ -235,9 +235,14 @@ def _laws(layouts: Sequence[Settings], each: int) -> tuple[Law, ...]:
         expected = functools.cache(partial(_one_process, run, example))
         for settings in chosen:
             layout, number = _draw(*settings, example, generator), _number(settings[0], count)
-            for rank, outcome in enumerate(run(example, layout, number)):
-                if reason := _outcomes_differ(expected(number, layout.layers), outcome, TOLERANCE):
-                    return f"{layout}: rank {rank}: {reason}, as in one process"
+            wanted = expected(number, layout.layers)
+            try:
+                outcomes = run(example, layout, number)
+            except Exception as error:
+                return f"{layout} (seed {seed}): it raised {type(error).__name__}: {error}"
+            for rank, outcome in enumerate(outcomes):
+                if reason := _outcomes_differ(wanted, outcome, TOLERANCE):
+                    return f"{layout} (seed {seed}): rank {rank}: {reason}, as in one process"
         return None
 
     def same_bits(run: Run, example: Example, generator: torch.Generator) -> str | None:
@@ -253,7 +258,7 @@ def _laws(layouts: Sequence[Settings], each: int) -> tuple[Law, ...]:
             for rank, (own, other) in enumerate(zip(bits, others, strict=True)):
                 wrong = [path for path, digest in own.items() if other[path] != digest]
                 if wrong:
-                    return f"{layout}: rank {rank}: {wrong[0]} has other bits {what}"
+                    return f"{layout} (seed {seed}): rank {rank}: {wrong[0]} has other bits {what}"
         return None
 
     return (
@@ -269,7 +274,8 @@ def check_layout_fn(
     outputs: int = 1,
     modes: Sequence[str] = MODES,
     max_ranks: int = 8,
-    each: int = 4,
+    each: int | None = 4,
+    seed: int = 0,
     name: str | None = None,
 ) -> None:
     """Put a whole update through the laws of layouts: `laws.check_layout_fn(update_critic, head="value")`.
@@ -279,8 +285,8 @@ def check_layout_fn(
     recomputed or not, and the stages of a pipeline of 2 ranks interleaved or not. All ranks have all rows, ragged ones,
     which the update shares out, to some ranks none, and cuts into micro-batches anyhow. In every weight mode of `modes`
     the gradient tree, the new state and the metrics on every rank must be those of one process, in float64, to 1e-10,
-    of dense models and of one with experts. Each example tries the next `each` layouts. LawViolation for the first law
-    that fails.
+    of dense models and of one with experts. Each example tries the next `each` layouts in an order drawn from `seed`;
+    None: so many that all are tried. LawViolation for the first law that fails, with the layout and the seed.
     """
     layouts = [
         (axes, stage, (number + place) % 2 == 1, virtual)
@@ -289,15 +295,16 @@ def check_layout_fn(
         if _shards(axes) > 1 or stage is None
         for virtual in ((1, 2) if axes["pipeline"] == 2 else (1,))
     ]
-    random.Random(0).shuffle(layouts)  # so that small and large examples meet all kinds
+    random.Random(seed).shuffle(layouts)  # so that small and large examples meet all kinds
     run = _runner(update, head, outputs)
-    examples = partial(_example, tuple(modes))
+    examples, seeds = partial(_example, tuple(modes)), max(3, len(modes))
+    each = -(-len(layouts) // (len(SIZES) * seeds)) if each is None else each
     check(
         run,
-        _laws(layouts, each),
+        _laws(layouts, each, seed),
         examples,
         sizes=SIZES,
-        seeds=max(3, len(modes)),
+        seeds=seeds,
         name=name or fn_name(update),
     )
 
@@ -307,7 +314,8 @@ def check_layout(
     *,
     modes: Sequence[str] = MODES,
     max_ranks: int = 8,
-    each: int = 4,
+    each: int | None = 4,
+    seed: int = 0,
     terms: PolicyTerms | None = None,
 ) -> None:
     """Put `update_actor` with a policy loss through the laws of layouts: `laws.check_layout(my_loss)`.
@@ -317,4 +325,4 @@ def check_layout(
     See `check_layout_fn`. Takes some tens of seconds.
     """
     update, name = _actor_update(loss_fn, terms)
-    check_layout_fn(update, modes=modes, max_ranks=max_ranks, each=each, name=name)
+    check_layout_fn(update, modes=modes, max_ranks=max_ranks, each=each, seed=seed, name=name)
