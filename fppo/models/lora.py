@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import attrs
 import torch
@@ -256,14 +256,20 @@ def base_weights(model: Model, *, mesh: Mesh = LOCAL, dtype: torch.dtype | None 
     return made
 
 
-def decoded(model: Model, params: Mapping[str, Tensor], *, mesh: Mesh = LOCAL) -> tuple[Model, Params]:
-    """What decodes an adapted model: merged, if passes are in float32 or wider. In 16 bits the sum would round away
-    what is less than some 1/256 of a weight, and so it has its factors there, beside the base; and so it has beside a
-    quantised one, of which there is to be no whole copy. A plain model as it is.
-    """
+def decodes_merged(model: Model) -> bool:
+    """Whether an adapted model is merged to decode: if passes are in float32 or wider. In 16 bits the sum would round
+    away what is less than some 1/256 of a weight, and of a quantised base there is to be no whole copy."""
+    return not model.forms and model.compute_dtype in (None, torch.float32, torch.float64)
+
+
+def decoded(
+    model: Model, params: Mapping[str, Tensor], *, mesh: Mesh = LOCAL, merges: bool | None = None
+) -> tuple[Model, Params]:
+    """What decodes an adapted model: it `merges` the factors (None: as `decodes_merged` says), or has them beside the
+    base. A plain model as it is."""
     if model.frozen is None:
         return model, dict(params)
-    if not model.forms and model.compute_dtype in (None, torch.float32, torch.float64):
+    if decodes_merged(model) if merges is None else merges:
         return model.plain, merged(model, params, mesh=mesh)
     return model, model.joined(params)
 
@@ -281,6 +287,26 @@ def _rows(a: Tensor, b: Tensor, flipped: bool, rows: slice) -> tuple[Tensor, Ten
     return (a[:, rows], b) if flipped else (a, b[rows])
 
 
+def adapted_probe(
+    model: Model,
+    probe: probes.Probe,
+    lora: Lora,
+    *,
+    dtype: torch.dtype = torch.float32,
+    as_base: Callable[[Model, Params], tuple[Model, Params]] | None = None,
+) -> tuple[Model, Params]:
+    """The probe of `model` with an adapter of low rank, whose factors are not 0, of what `lora` names; on weights in
+    `dtype`, or a base that `as_base` makes of them."""
+    small, params = probe.model, {name: x.to(dtype, copy=True) for name, x in probe.params.items()}
+    if model.vision is not None and small.vision is not None:
+        small = attrs.evolve(small, vision=attrs.evolve(small.vision, trains=model.vision.trains))
+    targets = tuple(t for t in lora.targets if t == ALL_LINEAR or any(_names(t, n) for n in small.shapes))
+    spec = Lora(2, 4.0, targets or (ALL_LINEAR,))
+    small, params = (small, params) if as_base is None else as_base(small, params)
+    adapted, adapter = adapt(small, params, spec, key=Key(0), dtype=dtype)
+    return adapted, {n: x + 0.1 * torch.cos(torch.arange(x.numel())).view(x.shape) for n, x in adapter.items()}
+
+
 @torch.no_grad()
 def check_adapted(model: Model, lora: Lora) -> None:
     """Holds factored products against merged weights on a small random instance of a plain model's architecture.
@@ -289,19 +315,14 @@ def check_adapted(model: Model, lora: Lora) -> None:
     way that fppo does not know.
     """
     kind, probe = model.whole_config.model_type, probes.make_probe(model.unplaced or model)
-    small, wide = probe.model, {name: x.double() for name, x in probe.params.items()}
-    if model.vision is not None and small.vision is not None:
-        small = attrs.evolve(small, vision=attrs.evolve(small.vision, trains=model.vision.trains))
     rows = probes.probe_rows(probe)
     inputs = [probe.inputs_of(row) for row in rows]
-    targets = tuple(t for t in lora.targets if t == ALL_LINEAR or any(_names(t, n) for n in small.shapes))
-    adapted, adapter = adapt(small, wide, Lora(2, 4.0, targets or (ALL_LINEAR,)), key=Key(0), dtype=torch.float64)
-    adapter = {name: x + 0.1 * torch.cos(torch.arange(x.numel())).view(x.shape) for name, x in adapter.items()}
+    adapted, adapter = adapted_probe(model, probe, lora, dtype=torch.float64)
     try:
         got = probes.packed_hidden(adapted, adapter, rows, inputs=inputs)
     except Exception as error:  # what a class raises may be anything
         raise ValueError(f"fppo cannot adapt model type {kind!r}: {type(error).__name__}: {error}") from error
-    expected = probes.packed_hidden(small, merged(adapted, adapter), rows, inputs=inputs)
+    expected = probes.packed_hidden(adapted.plain, merged(adapted, adapter), rows, inputs=inputs)
     if (wrong := probes.difference(got, expected)) is not None:
         raise ValueError(
             f"fppo cannot adapt model type {kind!r}: with factors, a small random model of this kind gives hidden "

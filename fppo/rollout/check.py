@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+
+import attrs
 import torch
 
 from fppo.batch import Column, Prompts
 from fppo.key import Key
-from fppo.models.model import Model
-from fppo.models.probe import compare, make_probe, probe_rows
+from fppo.models import lora
+from fppo.models.bases import base_kind, quantise
+from fppo.models.model import Model, named_state
+from fppo.models.probe import Probe, compare, make_probe, probe_rows
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo_kernels.record import Kernels
@@ -17,11 +23,31 @@ _DRAWS = 20  # to have one without a certain token
 
 
 def check_engine(model: Model) -> None:
-    """Decodes a few tokens through the engine's cache, and holds their log-probs against the plain forward's.
+    """Decodes a few tokens through the engine's cache, and holds their log-probs against the plain forward's: also with
+    factors and codes, if the model is decoded with an adapter that is not merged, against merged weights.
 
     The prompts have different lengths. Raises ValueError that names the model type if they differ.
     """
-    probe = make_probe(model)
+    kind, probe = model.whole_config.model_type, make_probe(model)
+    _check_decoded(kind, probe, "the log-probs of the embedded engine's tokens")
+    if model.frozen is not None and not lora.decodes_merged(model):
+        _check_decoded(kind, _adapted(model, probe), "the log-probs of the embedded engine's tokens with an adapter")
+
+
+@torch.no_grad()
+def _adapted(model: Model, probe: Probe) -> Probe:
+    """The probe with an adapter, and a base in codes if the model's is, beside transformers with merged weights."""
+    coded = base_kind(model)
+    as_base = None if coded is None else partial(quantise, kind=coded)
+    adapted, adapter = lora.adapted_probe(model, probe, lora.frozen_of(model).lora, as_base=as_base)
+    plain = copy.deepcopy(probe.plain)
+    named = named_state(plain)
+    for name, x in lora.merged(adapted, adapter).items():
+        named[name].copy_(x)
+    return attrs.evolve(probe, model=adapted, params=adapter, plain=plain)
+
+
+def _check_decoded(kind: str, probe: Probe, what: str) -> None:
     rows = [row[: len(row) - _TOKENS] for row in probe_rows(probe)]
     width = max(len(row) for row in rows)
     mask = torch.arange(width) >= torch.tensor([[width - len(row)] for row in rows])
@@ -36,9 +62,12 @@ def check_engine(model: Model) -> None:
         extras=names,
         inputs=None if vision is None else Column(probe.inputs_of(row) for row in rows),
     )
-    engine = EmbeddedEngine(model=probe.model, kernels=Kernels.named(), pad_token_id=0)
+    engine = EmbeddedEngine(model=probe.model, kernels=Kernels.named(), pad_token_id=0, merges=False)
     for number in range(_DRAWS):
-        rollout = engine.generate(probe.params, Ask(prompts, Sampling(max_tokens=_TOKENS), Key(number)))
+        try:
+            rollout = engine.generate(probe.params, Ask(prompts, Sampling(max_tokens=_TOKENS), Key(number)))
+        except RuntimeError as error:  # as of a weight with factors that the model's code uses in an unknown way
+            raise ValueError(f"the embedded engine cannot run model type {kind!r}: {error}") from error
         # transformers cannot run a response that holds what stands for an image or a video
         said = set(rollout.tokens[:, width:][rollout.response_mask].tolist())
         if vision is None or said.isdisjoint({vision.token, vision.video}):
@@ -46,4 +75,4 @@ def check_engine(model: Model) -> None:
     for tokens, real, log_probs in zip(rollout.tokens, rollout.attention_mask, rollout.rollout_log_probs, strict=True):
         row = tokens[real]
         expected = probe.expected(row)[-_TOKENS - 1 : -1].log_softmax(-1).gather(1, row[-_TOKENS:, None])[:, 0]
-        compare(model.whole_config.model_type, log_probs, expected, "the log-probs of the embedded engine's tokens")
+        compare(kind, log_probs, expected, what)

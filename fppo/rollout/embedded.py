@@ -62,7 +62,7 @@ class EmbeddedEngine:
     has its part of the weights, of the keys and values and of the vocabulary, and none has the whole of any. What other
     axes cut is gathered first; beside an expert axis all is, and the model that runs is the one it was placed from.
 
-    Adapters are merged once for all that is asked, but in 16 bits and on quantised bases (`lora.decoded`).
+    It `merges` adapters once for all that is asked, or runs their factors; None: as `lora.decodes_merged` says.
 
     With `routed` rollouts have the experts that the model's routers chose for every token, prompts' included.
 
@@ -79,6 +79,7 @@ class EmbeddedEngine:
     graphs: bool | None = None
     mesh: Mesh = LOCAL
     routed: bool = False
+    merges: bool | None = None
 
     def __attrs_post_init__(self) -> None:
         check_decodes(self.model.skeleton)
@@ -98,7 +99,8 @@ class EmbeddedEngine:
         Raises ValueError for no prompts, for empty ones or ones not padded on the left, and for responses that may
         outgrow the model's learned positions or the length for which its rope is made.
         """
-        model, params = models.tensor_parts(*lora.decoded(self.model, params, mesh=self.mesh), self.mesh)
+        model, params = lora.decoded(self.model, params, mesh=self.mesh, merges=self.merges)
+        model, params = models.tensor_parts(model, params, self.mesh)
         device = next(iter(params.values())).device
         mask = ask.prompts.attention_mask.to(device).bool()
         lengths = check_prompts(mask)
