@@ -77,6 +77,13 @@ def test_a_stopped_run_goes_on_bit_for_bit_without_the_base_in_its_checkpoints(t
     assert lines[-1]["critic/grad_norm"] > 0
 
 
+@pytest.mark.slow
+def test_a_run_with_its_moments_on_the_host_is_the_run_without(task, whole, tmp_path):
+    changes = {"model__offload": "moments", "critic__offload": "moments", "model__offload_activations": True}
+    assert actions.train(tiny_run.settings(task, output_dir=str(tmp_path), steps=2, **LORA, **changes)) == 0
+    assert _digests(tmp_path) == {step: state for step, state in _digests(whole).items() if step <= 2}
+
+
 def test_another_base_and_another_adapter_are_refused_by_name(task, whole, tmp_path):
     other, run = tmp_path / "other", tmp_path / "run"
     shutil.copytree(task / "start", other)
@@ -172,6 +179,7 @@ def test_what_does_not_go_with_adapters_is_named_at_once(task):
     for name in wrong:
         assert f"{name.replace('__', '.')} = " in str(caught.value)
     for changes, words in (
+        ({"model__lora__rank": 2, "critic__offload": "all"}, "critic.offload = 'all': the base of adapters stays on"),
         ({"model__lora__alpha": 4.0}, "model.lora.alpha = 4.0: nothing reads it here"),
         ({"model__lora__base": "nf4"}, "model.lora.base = 'nf4': nothing reads it here"),
         ({"model__lora__send": "alone"}, "model.lora.send = 'alone': nothing reads it here"),
