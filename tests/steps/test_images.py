@@ -179,8 +179,9 @@ def test_rows_that_do_not_fit_the_model_are_refused():
 
 
 AXES = [
-    *(("qwen3_vl", axis) for axis in ("shard", "replicate", "sequence", "context", "tensor")),
-    *(("idefics3", axis) for axis in ("sequence", "tensor", "pipeline")),
+    *(("qwen3_vl", axis) for axis in ("replicate", "sequence", "context", "tensor")),
+    *(("qwen2_5_vl", axis) for axis in ("shard", "sequence")),
+    *(("idefics3", axis) for axis in ("tensor", "pipeline")),
     ("llava", "shard x tensor x sequence"),
     *(("qwen3_vl_moe", axis) for axis in ("expert", "pipeline", "expert x tensor x pipeline")),
 ]
