@@ -2,10 +2,13 @@
 
 import importlib.metadata
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fppo.rollout.vllm import host
+from fppo.rollout.vllm.adapter import lost_modules
 from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
 from fppo.settings import checks, files
 from tests.models.families import make
@@ -86,3 +89,61 @@ def test_settings_that_conflict_or_that_nothing_reads_are_named(changes, place):
     there = {"rollout.vllm.host": "process", "rollout.vllm.transport": "nccl", "rollout.vllm.tensor_parallel": 2}
     there |= {"rollout.vllm.max_model_len": 768, "rollout.vllm.devices": (1, 2)}
     assert not [p for p in checks.problems(files.replace(start, SECTION | there)) if "vllm" in p]
+
+
+class Worker:
+    """One of two workers' modules: gate and up in one, whose rows are cut, and down, whose columns are."""
+
+    def __init__(self, rank, rows=4, columns=6):
+        cuts = (slice(rank * rows // 2, (rank + 1) * rows // 2), slice(rank * columns // 2, (rank + 1) * columns // 2))
+        rows, columns, room = rows // 2, columns // 2, 3
+
+        def stack(*shape):
+            return torch.zeros(1, 1, *shape)
+
+        self.gate_up = SimpleNamespace(
+            tp_size=2,
+            lora_a_stacked=(stack(room, 6), stack(room, 6)),
+            lora_b_stacked=(stack(rows, room), stack(rows, room)),
+            slice_lora_a=lambda each: each,
+            slice_lora_b=lambda each: [None if x is None else x[cuts[0]] for x in each],
+        )
+        self.down = SimpleNamespace(
+            tp_size=2,
+            lora_a_stacked=(stack(room, columns),),
+            lora_b_stacked=(stack(4, room),),
+            slice_lora_a=lambda x: x[:, cuts[1]],
+            slice_lora_b=lambda x: x,
+        )
+
+    def take(self, came):
+        for place, part in enumerate(("gate", "up")):
+            if part in came:
+                a, b = came[part]
+                self.gate_up.lora_a_stacked[place][0, 0, :2] = a
+                self.gate_up.lora_b_stacked[place][0, 0, :, :2] = self.gate_up.slice_lora_b([b])[0]
+        a, b = came["down"]
+        self.down.lora_a_stacked[0][0, 0, :2] = self.down.slice_lora_a(a)
+        self.down.lora_b_stacked[0][0, 0, :, :2] = b
+
+    def lost(self, came):
+        modules = {"gate_up": self.gate_up, "down": self.down}
+        return lost_modules(modules, {"gate_up": ["gate", "up"]}, came, 0)
+
+
+@pytest.mark.parametrize("names", [("gate", "up", "down"), ("up", "down")])
+def test_each_worker_reads_back_its_parts_of_an_adapter(names):
+    came = {name: (torch.randn(2, 6), torch.randn(4, 2)) for name in names}
+    workers = [Worker(0), Worker(1)]
+    for worker in workers:
+        assert worker.lost(came) == ["down", "gate_up"]  # it never came
+        worker.take(came)
+        assert worker.lost(came) == []
+    workers[0].down.lora_b_stacked[0].mul_(2)  # twice
+    workers[1].gate_up.lora_b_stacked[1].zero_()  # one of two that are fused
+    assert [worker.lost(came) for worker in workers] == [["down"], ["gate_up"]]
+    other = Worker(1)
+    other.take(came)
+    other.gate_up.lora_b_stacked[0][0, 0, 0, 2] = 1.0  # left from another version of a higher rank, or where none came
+    assert other.lost(came) == ["gate_up"]
+    assert Worker(0).lost({}) == []

@@ -1,5 +1,6 @@
 """What vLLM holds is what the trainer has: after every sync, and after none that went wrong."""
 
+import attrs
 import pytest
 import torch
 
@@ -9,6 +10,7 @@ from fppo.models import Lora
 from fppo.rollout import sync
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.sync import SyncError
+from fppo.rollout.vllm import engine as engines
 from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
 from tests.rollout.test_embedded import make_prompts
 from tests.vllm.conftest import start
@@ -107,6 +109,42 @@ def test_an_adapter_goes_alone_beside_a_base_that_is_sent_once(name, host, monke
         monkeypatch.undo()
         assert engine.sync(adapter, version=4).tensors == len(adapter) + len(params)
         assert gap(engine, model, models.merged(adapted, adapter)) < 1e-5
+
+
+def test_an_adapter_that_is_lost_or_comes_twice_is_noticed_at_the_first_step(monkeypatch):
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+
+    model, params = make("qwen2")
+    adapted, adapter = models.adapt(model, params, Lora(2, 4.0), key=Key(0))
+    adapter = {name: x + 0.1 * torch.cos(torch.arange(x.numel())).view_as(x) for name, x in adapter.items()}
+    options = VllmOptions(cache_gb=0.05, max_rows=16, adapter="alone")
+    with VllmEngine(adapted, pad_token_id=0, options=options) as engine:
+        host, weights_of = engine._host, engines.weights_of
+        generate, call = host.generate, host.call
+
+        def noticed(message, owner, name, fault):
+            monkeypatch.setattr(owner, name, fault)
+            with pytest.raises(SyncError, match=message):
+                engine.sync(adapter, version=0)
+            assert engine.version is None
+            monkeypatch.undo()
+
+        def without(method, *arguments):  # a module whose factors are left behind
+            if method == "fppo_take_adapter":
+                number, config, factors = arguments
+                arguments = (number, config, {name: x for name, x in factors.items() if "0.mlp.up_proj" not in name})
+            return call(method, *arguments)
+
+        differ = r"log-probs of 8 tokens lie .* from the model's"
+        bare = lambda request, keep: generate(attrs.evolve(request, adapter=None), keep)  # noqa: E731
+        noticed(differ, host, "generate", bare)  # it came, and no row is asked with it
+        noticed(differ, engines, "weights_of", lambda *x, alone=False: weights_of(*x))  # it is in the base as well
+        noticed(r"missing: .*0\.mlp\.up_proj", host, "call", without)
+        noticed(r"missing: .*lora_A", engines, "deliver", lambda *_: {})  # it never left
+        assert engine.sync(adapter, version=0).tensors == len(adapter) + len(params)
+        assert gap(engine, model, models.merged(adapted, adapter)) < 1e-5
+        adapter = {name: x * 2 for name, x in adapter.items()}  # it comes, and vLLM goes on with the factors before
+        noticed(r"other factors of .*down_proj", BaseLinearLayerWithLoRA, "set_lora", lambda *_: None)
 
 
 def test_adapters_that_vllm_has_not_are_refused_by_name():

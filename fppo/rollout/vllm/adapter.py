@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -66,3 +67,39 @@ def deliver(host: Host, number: int, model: Model, factors: Mapping[str, Tensor]
 def factors_of(model: Model, adapter: Mapping[str, Tensor], mesh: Mesh, dtype: torch.dtype) -> dict[str, Tensor]:
     """Whole factors by PEFT's names, in a dtype, on the host. Every rank of a mesh that cuts them must call."""
     return {name: x.to("cpu", dtype) for name, x in lora_files.stored(model, adapter, mesh).items()}
+
+
+def lost_modules(
+    modules: Mapping[str, Any],
+    packed: Mapping[str, Sequence[str]],
+    came: Mapping[str, tuple[Tensor, Tensor]],
+    slot: int,
+) -> list[str]:
+    """The modules of a worker of vLLM that do not have the scaled factors that came, or have some where none came. Of
+    several workers each has the parts that the modules cut for it; `packed` names what a module fuses."""
+    lost: list[str] = []
+    for name, module in modules.items():
+        parts = packed.get(name, [name])
+        for factor in (0, 1):
+            stacks = (module.lora_a_stacked, module.lora_b_stacked)[factor]
+            if not isinstance(stacks, tuple):  # of an embedding or a head, to which no factors go
+                continue
+            sent = [came[part][factor] if part in came else None for part in parts]
+            whole = sent[0]
+            if len(stacks) > len(parts) == 1 and whole is not None:  # one weight whose rows are several layers'
+                rows = list(module.base_layer.output_sizes)
+                sent = [*whole.split(rows)] if factor else [whole] * len(stacks)
+            if module.tp_size > 1:
+                cut = (module.slice_lora_a, module.slice_lora_b)[factor]
+                sent = cut(sent) if len(stacks) > 1 else [None if whole is None else cut(whole)]
+            pairs = zip(stacks, sent if any(x is not None for x in sent) else [None] * len(stacks), strict=True)
+            lost += [name] * any(not _holds(stack[slot, 0], x) for stack, x in pairs)
+    return sorted({*lost})
+
+
+def _holds(room: Tensor, x: Tensor | None) -> bool:
+    """Whether the corner of a room is a factor, and the rest of it is empty."""
+    expected = torch.zeros_like(room)
+    if x is not None:
+        expected[: x.shape[0], : x.shape[1]] = x
+    return torch.equal(room, expected)

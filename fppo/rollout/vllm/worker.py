@@ -25,6 +25,7 @@ from fppo.rollout.engine import Sampling
 from fppo.rollout.sampling import Draws, draw
 from fppo.rollout.shared_memory import Place, SharedMemory
 from fppo.rollout.sync import How, digest
+from fppo.rollout.vllm.adapter import lost_modules
 from fppo.rollout.vllm.host import Answer
 
 ROW = "fppo_row"  # in a request's extra_args: the row of the rollout it answers
@@ -233,12 +234,8 @@ class Extension:
             dtype=manager.lora_config.lora_dtype,
             weights_mapper=None if rename is None else rename.get_rename_mapper(),
         )
-        places = {
-            part: (module, place)
-            for name, module in manager.modules.items()
-            for place, part in enumerate(manager.packed_modules.get(name, [name]))
-        }
-        if lost := sorted(adapter.loras.keys() - places.keys()):
+        places = {part for name in manager.modules for part in manager.packed_modules.get(name, [name])}
+        if lost := sorted(adapter.loras.keys() - places):
             raise ValueError(
                 f"vLLM has no adapters of {lost[:5]}: leave them out of the adapter, or send merged weights"
             )
@@ -247,12 +244,8 @@ class Extension:
         manager.add_adapter(adapter)
         manager.activate_adapter(number)
         slot = manager.lora_index_to_id.index(number)
-        if self.vllm_config.parallel_config.tensor_parallel_size == 1:  # else a worker has parts
-            for name, (a, b) in came.items():
-                module, place = places[name]
-                for x, held in ((a, module.lora_a_stacked[place]), (b, module.lora_b_stacked[place])):
-                    if not torch.equal(held[slot, 0, : x.shape[0], : x.shape[1]].cpu(), x.to(held.dtype)):
-                        raise ValueError(f"vLLM holds other factors of {name} than came")
+        if lost := lost_modules(manager.modules, manager.packed_modules, came, slot):
+            raise ValueError(f"vLLM holds other factors of {lost[:5]} than came")
         return {name: digest(x, "bytes") for name, x in factors.items()}
 
     def _draws(self) -> KeyedDraws:
