@@ -22,6 +22,7 @@ from tests.models.vision import CONFIGS, prompt
 
 _WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
 _IMPORTED = {
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
