@@ -1,6 +1,5 @@
 """Our updates keep the layout law, and it catches the mistakes it is there for."""
 
-import functools
 import hashlib
 from functools import partial
 from pathlib import Path
@@ -68,19 +67,29 @@ def test_the_losses_that_select_tokens_keep_the_law(name, max_ranks):
     laws.check_layout(loss_fn, modes=("token-mean",), each=1, max_ranks=max_ranks)
 
 
+# of each of the large meshes: whose update, the stage of the sharding, layers recomputed, stages on each rank
+LARGE = [
+    ("value", 2, True, 1),
+    ("lm", 3, True, 2),
+    ("value", 1, False, 2),
+    ("lm", 2, True, 1),
+    ("value", 3, False, 1),
+]
+
+
 @pytest.mark.slow
 def test_the_large_meshes_keep_the_law():
     """Up to 64 ranks, some meshes once, most ranks with nothing to do."""
-    run = layout._runner(partial(update_actor, loss_fn=losses.ppo_clip), "lm")
+    updates = {"lm": partial(update_actor, loss_fn=losses.ppo_clip), "value": update_critic}
+    runs = {head: layout._runner(update, head) for head, update in updates.items()}
     example = layout._example(("token-mean",), 2, 2, 1)
-    expected = functools.cache(partial(layout._one_process, run, example))
     large = [axes for axes in layout.meshes(64) if layout._ranks(axes) > 8][::100]
-    assert len(large) == 5
-    for axes in large:
-        drawn = layout._draw(axes, 3, False, 1, example, torch.Generator().manual_seed(0))
+    for axes, (head, *settings) in zip(large, LARGE, strict=True):
+        drawn = layout._draw(axes, *settings, example, torch.Generator().manual_seed(0))
         number = layout._number(axes, 0)
-        for outcome in run(example, drawn, number):
-            assert layout._outcomes_differ(expected(number, drawn.layers), outcome, 1e-10) is None
+        expected = layout._one_process(runs[head], example, number, drawn.layers)
+        for outcome in runs[head](example, drawn, number):
+            assert layout._outcomes_differ(expected, outcome, 1e-10) is None, f"{head} {drawn}"
 
 
 def test_every_mesh_and_stage_takes_its_turn():
