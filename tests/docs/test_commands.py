@@ -107,8 +107,12 @@ def check_ours(words: list[str], parsed: list[str], directory: Path) -> None:
 
 
 def check_python(words: list[str]) -> None:
-    """The script, or the module after -m, exists."""
-    if words[:1] == ["-m"]:
+    """The script, or the module after -m, exists; the program after -c imports what there is."""
+    if words[:1] == ["-c"]:
+        first, _, rest = words[1].partition(";")
+        compile(rest.strip(), "-c", "exec")
+        exec(first, {})
+    elif words[:1] == ["-m"]:
         in_project = (ROOT / words[1].replace(".", "/")).with_suffix(".py").exists()
         assert in_project or importlib.util.find_spec(words[1]), f"there is no module {words[1]}"
     else:
