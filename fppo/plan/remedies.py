@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 
+from fppo.plan import passes
 from fppo.plan._track import ACTIVATIONS, LOGITS
-from fppo.plan.built import Built
+from fppo.plan.built import Built, models_of
 from fppo.plan.case import Case, problems
+from fppo.plan.estimate import ORDER
 from fppo.plan.plan import Plan, plan
+from fppo.plan.rough import ROOM, facts_of, rough
 
 Flags = Mapping[str, Any]  # settings to change, by the names of the command line
-MESH = ("mesh.replicate", "mesh.shard", "mesh.sequence", "mesh.pipeline")
+MESH = tuple(f"mesh.{axis}" for axis in ORDER)
+ROWS = ("mesh.sequence", "mesh.context", "mesh.tensor")  # axes with fewer activations on each rank
+CUTS = ("mesh.context", "mesh.expert", "mesh.tensor")  # that a formula looks at first
 MORE = (2, 4, 8, 16, 32, 64)  # times as many GPUs
 
 
@@ -84,8 +90,7 @@ def families(case: Case) -> list[list[Flags]]:
         choices.append([{"mesh.replicate": replicate // n, "mesh.shard": shard * n} for n in divisors])
     if not case.checkpoint_layers:
         choices.append([{"checkpoint-layers": True}])
-    if sequence := list(_longer_axes(case, "sequence")):
-        choices.append(sequence)
+    choices += filter(None, (list(_longer_axes(case, axis)) for axis in ("sequence", "context", "expert", "tensor")))
     if case.hardware.on_gpu and case.offload != ("all" if case.lora is None else "moments"):
         places = ("moments", "all") if case.lora is None else ("moments",)  # the base of adapters stays
         choices.append([{"offload": what} for what in places if what != case.offload])
@@ -112,10 +117,10 @@ def applied(case: Case, flags: Flags) -> Case:
         changes |= {"tokens": flags["tokens"], "micro_batches": max(1, case.micro_batches * case.rows // rows)}
     sizes = {name.rpartition(".")[2]: flags[name] for name in MESH if name in flags}
     changed = attrs.evolve(case, mesh={**case.mesh, **sizes}, **changes)
-    if "mesh.pipeline" not in flags:
+    if set(flags).isdisjoint(("mesh.pipeline", "mesh.context", "mesh.tensor")):
         return changed
-    passes = changed.micro_batches * case.data_ranks // changed.data_ranks  # the same mini-batch
-    return attrs.evolve(changed, micro_batches=passes)
+    same = changed.micro_batches * case.data_ranks // changed.data_ranks  # the same mini-batch
+    return attrs.evolve(changed, micro_batches=same)
 
 
 def _budgets(case: Case) -> list[int]:
@@ -128,27 +133,53 @@ def _budgets(case: Case) -> list[int]:
 
 
 def _longer_axes(case: Case, axis: str) -> Iterator[Flags]:
-    """More ranks for the same rows, taken from those with other rows; for each sequence inside a node."""
+    """More ranks for the same rows or experts, taken from those with other rows; all but a pipeline's inside a node."""
     for n in (2, 4, 8):
         size = case.size(axis) * n
         for name in ("replicate", "shard"):
             flags = {f"mesh.{name}": case.size(name) // n, f"mesh.{axis}": size}
             divides = case.size(name) % n == 0 and case.size(name) > 1
-            inside = axis != "sequence" or size <= case.hardware.per_node
-            if divides and inside and not problems(applied(case, flags)):
+            if divides and _possible(applied(case, flags), axis):
                 yield flags
                 break
 
 
+def _possible(case: Case, axis: str) -> bool:
+    """Whether a case with more ranks on an axis can be: neighbours share a node, and the models can be cut."""
+    neighbours = math.prod(map(case.size, ORDER[ORDER.index(axis) :])) if axis != "pipeline" else 1
+    if neighbours > case.hardware.per_node or problems(case):
+        return False
+    if axis != "tensor":
+        return True
+    alone, built = attrs.evolve(case, mesh={"tensor": case.size("tensor")}, virtual_stages=1), Built()
+    try:
+        for name in models_of(case):
+            built.placed(alone, name, passes.mesh_of(alone, lambda *_: None), [1])
+    except ValueError:  # blocks that no axis cuts
+        return False
+    return True
+
+
 def _fitting(case: Case, flags: Flags, built: Built) -> Remedy | None:
-    tried = plan(applied(case, flags), only_if_fits=True, built=built)
+    changed = applied(case, flags)
+    if not set(flags).isdisjoint(CUTS) and _too_large(changed, built):
+        return None
+    tried = plan(changed, only_if_fits=True, built=built)
     return Remedy(flags, tried) if tried.fits else None
+
+
+def _too_large(case: Case, built: Built) -> bool:
+    """Whether a case need not be planned, by a formula, which knows no adapters and no pools."""
+    if case.lora is not None or case.only is not None:
+        return False
+    facts = {name: facts_of(case, built.model(case, name)) for name in models_of(case)}
+    return rough(case, facts).memory > ROOM * case.hardware.memory
 
 
 def _helps(family: Sequence[Flags], base: Plan) -> bool:
     """Whether a family can help at all: more shards do not where what they leave as it is is too large alone."""
     kept = sum(base.peak.memory[kind] for kind in (ACTIVATIONS, LOGITS))
-    only_shards = all("mesh.shard" in flags and "mesh.sequence" not in flags for flags in family)
+    only_shards = all("mesh.shard" in flags and set(flags).isdisjoint(ROWS) for flags in family)
     return not only_shards or kept <= base.case.hardware.memory
 
 

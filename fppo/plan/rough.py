@@ -16,6 +16,7 @@ from fppo.plan.estimate import LINK_SHARE, MATMUL_SHARE, PASS_LAUNCH, link
 from fppo.plan.hardware import overhead
 from fppo.runtime.mesh import DENSE
 
+ROOM = 1.15  # by this the formula's bytes may exceed the memory of a GPU before a case is taken for too large
 _STATE = {"none": 12, "moments": 4, "all": 0}  # bytes of a number of the trained parameters and moments on the device
 _KEPT_LAYER = 10.0  # elements of a token's width that a layer keeps for its backward pass, what is inside the MLP aside
 _KEPT_ROWS = 4.0  # and of each of its chosen experts
@@ -98,13 +99,14 @@ def _moving(case: Case, name: str, facts: Facts) -> float:
     width = 4 if case.compute_dtype is None else case.compute_dtype.itemsize
     layers = facts.layers / case.size("pipeline")
     whole = _own(case, facts, shards=False)
-    gathered = 0.0
-    if case.shards > 1 or case.compute_dtype is not None:
-        gathered = width * (whole if case.sharding.stage < 3 else whole * min(1.0, 3 / layers))
+    dense = _own(case, attrs.evolve(facts, experts=0.0), shards=False)
+    cut = (dense if case.shards > 1 else 0.0) + (whole - dense if case.size("shard") > 1 else 0.0)
+    copied = cut if case.compute_dtype is None else whole  # for passes: gathered, or cast
+    gathered = width * (copied if case.sharding.stage < 3 else copied * min(1.0, 3 / layers))
     if not name.startswith("update"):
         return gathered + 4 * width * _tokens(case) * facts.hidden
     grads = 4 * (_own(case, facts) if case.sharding.stage > 1 else whole)
-    grads += 8 * whole / layers if case.shards > 1 else 0.0  # a layer's, whole, and packed to be added up
+    grads += 8 * cut / layers  # a layer's, whole, and packed to be added up
     inside = _KEPT_LAYER * facts.hidden + 4.0 * facts.inner + _KEPT_ROWS * facts.chosen * facts.hidden
     of_layer = 2.0 * facts.hidden + inside / case.size("tensor")
     kept = layers * (facts.hidden if case.checkpoint_layers else of_layer) * case.in_flight / case.virtual_stages

@@ -13,11 +13,10 @@ from fppo.plan.built import Built, models_of
 from fppo.plan.case import Case, problems
 from fppo.plan.estimate import ORDER
 from fppo.plan.plan import Plan, plan
-from fppo.plan.rough import Facts, Rough, facts_of, rough, with_sequences
+from fppo.plan.rough import ROOM, Facts, Rough, facts_of, rough, with_sequences
 
 PLANNED = 5  # meshes that fit are planned
 TRIED = 12  # meshes at most
-ROOM = 1.15  # by this the formula's bytes may exceed the memory of a GPU before a mesh is taken for too large
 VIRTUAL = (1, 2, 4)
 DIVIDING = ("expert", "sequence", "tensor")  # axes that must divide something of a model
 

@@ -27,10 +27,10 @@ def config(**changes: Any) -> Qwen2Config:
     return Qwen2Config(**{**SIZES, **changes})
 
 
-def mixture(*, chosen: int) -> Qwen3MoeConfig:
+def mixture(*, chosen: int, **changes: Any) -> Qwen3MoeConfig:
     """Two layers of 8 experts."""
     sizes = dict(num_hidden_layers=2, moe_intermediate_size=64, num_experts=8, head_dim=32)
-    return Qwen3MoeConfig(**{**SIZES, **sizes, "num_experts_per_tok": chosen})
+    return Qwen3MoeConfig(**{**SIZES, **sizes, "num_experts_per_tok": chosen, **changes})
 
 
 def case(*, stage: int = 3, layers: int = 3, **changes: Any) -> Case:

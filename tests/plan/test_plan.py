@@ -21,7 +21,7 @@ from fppo.plan.estimate import LINK_SHARE, ORDER, _collective, link, seconds_of
 from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import _at_rest, _plan, pipeline_work, plan
 from fppo.plan.presets import PRESETS, config_of
-from fppo.plan.remedies import Remedy, applied, families, remedies
+from fppo.plan.remedies import Remedy, _fitting, applied, families, remedies
 from fppo.plan.rough import facts_of, rough
 from fppo.plan.text import report
 from fppo.plan.values import GIB, Cost, Phase, Work
@@ -32,7 +32,7 @@ from fppo.settings import plan as settings_plan
 from fppo.steps.micro_batching import fit
 from fppo_kernels.collectives import Axis
 from tests import tiny_run
-from tests.plan.cases import case, config
+from tests.plan.cases import case, config, mixture
 
 # as the models' cards have them
 PARAMETERS = {
@@ -70,6 +70,9 @@ def test_of_experts_only_those_that_a_token_meets_count_as_work():
 def test_owners_and_instruct_are_left_out_of_names():
     assert config_of("Qwen/Qwen2.5-7B-Instruct")[0] == "qwen2.5-7b"
     assert config_of("meta-llama/Meta-Llama-3.1-8B-Instruct")[0] == "llama-3.1-8b"
+
+
+ONE_HEAD = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 64}
 
 
 def bare(**changes):
@@ -110,6 +113,30 @@ def test_changes_are_put_together_where_none_is_enough():
     (found,) = remedies(plan(tight))
     assert len(found.flags) > 1
     assert found.plan.fits
+
+
+@pytest.mark.parametrize(
+    ("axis", "taken", "changes"),
+    [
+        ("tensor", "shard", {"config": config(num_hidden_layers=1, intermediate_size=8192)}),
+        ("expert", "shard", {"config": mixture(chosen=1, num_experts=64, **ONE_HEAD)}),
+        ("context", "replicate", {"config": config(**ONE_HEAD), "tokens": 512, "length": 512}),
+    ],
+)
+def test_an_axis_makes_fit_what_no_other_change_does(axis, taken, changes, monkeypatch):
+    """What the formula takes for too large is not planned."""
+    free = bare(**{"mesh": {taken: 2}, "checkpoint_layers": True, "tokens": 64, **changes})
+    flags = {f"mesh.{taken}": 1, f"mesh.{axis}": 2}
+    needs = plan(applied(free, flags)).peak.total
+    tight = attrs.evolve(free, hardware=attrs.evolve(free.hardware, memory=1.02 * needs))
+    (found,) = remedies(plan(tight))
+    assert found.flags == flags
+    assert found.plan.fits
+    assert found.plan.tokens == plan(free).tokens
+    monkeypatch.setattr("fppo.plan.remedies.plan", None)
+    assert (
+        _fitting(attrs.evolve(free, hardware=attrs.evolve(free.hardware, memory=0.3 * needs)), flags, Built()) is None
+    )
 
 
 def test_more_gpus_are_thought_of_last_and_nothing_is_said_if_nothing_helps():

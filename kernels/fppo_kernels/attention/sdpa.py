@@ -67,7 +67,8 @@ def batch_attention(
         assert mask is not None
         return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks).transpose(1, 2)
     if mask is None and length < keys:
-        mask = causal_lower_right(length, keys)  # a mask that GPUs' kernels have built in
+        # GPUs' kernels have it built in; no tensor can be made of that while operations are counted
+        mask = causal_lower_right(length, keys) if query.is_cuda else causal_mask(length, keys, None, query.device)
     with for_any_shape(query.device):
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
