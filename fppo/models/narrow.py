@@ -10,10 +10,14 @@ import copy
 import math
 import re
 from collections.abc import Mapping
+from typing import Any, cast
 
+import attrs
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
+from fppo.models.model import Model
 from fppo.models.vision import takes_images
 from fppo.runtime.layout import Cut
 
@@ -26,6 +30,7 @@ _INNER = (
     "moe_shared_expert_intermediate_size",
     "ffn_hidden_size",
 )
+_PROJECTIONS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}  # and the dimension that heads divide
 _QKV = re.compile(r"\bqkv_proj\.(weight|bias)$")
 _GATE_UP = re.compile(r"\bgate_up_proj(\.weight|\.bias|_bias)?$")
 _INTERLEAVED = ("gpt_oss",)  # whose gate and up projections alternate
@@ -56,6 +61,29 @@ def narrow(whole: PreTrainedConfig, ranks: int) -> PreTrainedConfig:
     if hasattr(config, "num_key_value_heads"):
         config.num_key_value_heads = max(1, key_heads // ranks)
     return whole
+
+
+def with_whole_heads(narrower: Model, model: Model) -> Model:
+    """A narrower model with heads as wide as the whole one's, also where the code of its attention divides the hidden
+    size by the number of heads, whatever the config says, as Qwen2-VL's does."""
+    shapes = dict(narrower.shapes)
+    for layer in model.layers:
+        for path, module in narrower.skeleton.get_submodule(layer).named_modules(prefix=layer):
+            block, whole = cast(Any, module), cast(Any, model.skeleton.get_submodule(path))
+            wrong, width = getattr(block, "head_dim", None), getattr(whole, "head_dim", None)
+            if wrong == width or not all(isinstance(getattr(block, name, None), nn.Linear) for name in _PROJECTIONS):
+                continue
+            block.head_dim, block.scaling = width, whole.scaling
+            for name, dim in _PROJECTIONS.items():
+                linear = getattr(block, name)
+                for of, x in list(linear.named_parameters()):
+                    shape = list(x.shape)
+                    if dim < len(shape):
+                        shape[dim] = shape[dim] // wrong * width
+                    setattr(linear, of, nn.Parameter(x.new_empty(shape), requires_grad=False))
+                    shapes[f"{narrower.prefix}{path}.{name}.{of}"] = torch.Size(shape)
+                linear.out_features, linear.in_features = linear.weight.shape
+    return attrs.evolve(narrower, shapes=shapes)
 
 
 def find_cuts(

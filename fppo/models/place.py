@@ -14,7 +14,7 @@ from fppo.models.experts import Dispatched, dispatched
 from fppo.models.heads import embedding_name, logits_of, output_head, vocabulary_head
 from fppo.models.inner import OWN
 from fppo.models.model import Model, Params, build, packed_attention
-from fppo.models.narrow import find_cuts, narrow
+from fppo.models.narrow import find_cuts, narrow, with_whole_heads
 from fppo.models.regions import BlockSeam, EmbeddingSeam, Region, WidthSeam, replace
 from fppo.models.run import hidden_states
 from fppo.models.spans import layer_spans, stage_layout, staged, unstaged
@@ -76,6 +76,7 @@ def narrowed(model: Model, ranks: int) -> Narrowed:
     small = narrow(model.whole_config, ranks)
     try:
         narrower = build(small, model.head, outputs=model.outputs, trust_remote_code=model.trust_remote_code)
+        narrower = with_whole_heads(narrower, model)
         cuts = find_cuts(model.shapes, narrower.shapes, model.config)
         _check_blocks(model, cuts)
     except Exception as error:  # what a class raises for sizes that do not fit may be anything

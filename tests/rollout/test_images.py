@@ -50,7 +50,7 @@ def test_log_probs_are_those_of_the_pass(name):
     assert (again.rollout_log_probs - rollout.rollout_log_probs).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize(("name", "axis"), [("qwen3_vl", "tensor"), ("idefics3", "tensor"), ("qwen3_vl", "shard")])
+@pytest.mark.parametrize(("name", "axis"), [("qwen2_5_vl", "tensor"), ("idefics3", "tensor"), ("qwen3_vl", "shard")])
 def test_ranks_that_cut_the_model_answer_as_one(name, axis):
     _, model, params = make(name)
     ask = Ask(prompts_of(name, (1, 0, 2)), Sampling(max_tokens=4, n=2), Key(3))

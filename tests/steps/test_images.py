@@ -180,7 +180,8 @@ def test_rows_that_do_not_fit_the_model_are_refused():
 
 AXES = [
     *(("qwen3_vl", axis) for axis in ("replicate", "sequence", "context", "tensor")),
-    *(("qwen2_5_vl", axis) for axis in ("shard", "sequence")),
+    *(("qwen2_5_vl", axis) for axis in ("shard", "sequence x tensor")),
+    ("qwen2_vl", "tensor"),
     *(("idefics3", axis) for axis in ("tensor", "pipeline")),
     ("llava", "shard x tensor x sequence"),
     *(("qwen3_vl_moe", axis) for axis in ("expert", "pipeline", "expert x tensor x pipeline")),
