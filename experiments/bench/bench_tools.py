@@ -16,6 +16,7 @@ class Timing(NamedTuple):
 
     seconds: float
     peak_mib: float  # memory beyond what was in use at the call
+    processor: float = 0.0  # seconds of all threads, which other programs change little
 
 
 def _status(field: str) -> float:
@@ -35,10 +36,10 @@ def once(fn: Callable[[], Any], *, per: bool) -> Timing:
     """One run: seconds (divided by what `fn` returns, with `per`) and peak memory in MiB."""
     empty_heap()
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-    before, start = _status("VmRSS"), time.perf_counter()
+    before, start, begun = _status("VmRSS"), time.perf_counter(), time.process_time()
     result = fn()
-    seconds = time.perf_counter() - start
-    return Timing(seconds / result if per else seconds, _status("VmHWM") - before)
+    seconds, processor = time.perf_counter() - start, time.process_time() - begun
+    return Timing(seconds / (result if per else 1), _status("VmHWM") - before, processor / (result if per else 1))
 
 
 def measure(
