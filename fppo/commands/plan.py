@@ -213,7 +213,9 @@ def case_of(settings: PlanSettings) -> Case:
     )
 
 
-def _sampling(rollout: PlanRolloutSettings) -> Sampling:
+def _sampling(rollout: PlanRolloutSettings) -> Sampling | None:
+    if rollout.engine is None:
+        return None
     share, vllm = rollout.memory_share, rollout.engine == "vllm"
     return Sampling(
         engine=rollout.engine,

@@ -186,7 +186,7 @@ def problems(settings: PlanSettings) -> list[str]:
     lines = [f"--{name.replace('_', '-')} {value!r}: {text}" for name, value, text in wrong_values(settings)]
     if lines:
         return lines
-    lines += _of_adapters(settings)
+    lines += _of_adapters(settings) + _of_rollout(settings)
     world = math.prod(settings.sizes.values())
     own = [name for name, size in settings.mesh.sizes(settings.mesh.shard or 1).items() if size > 1]
     own += ["virtual-stages"] if settings.mesh.virtual_stages > 1 else []
@@ -206,6 +206,15 @@ def _rank(run: TrainSettings) -> int:
     if (path := run.model.lora.path) is None:
         return run.model.lora.rank
     return json.loads((Path(path) / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+
+
+def _of_rollout(settings: PlanSettings) -> list[str]:
+    """What does nothing without an engine."""
+    if settings.rollout.engine is not None:
+        return []
+    given = attrs.asdict(settings.rollout, recurse=False)
+    names = [name for name, usual in attrs.asdict(PlanRolloutSettings()).items() if given[name] != usual]
+    return [f"--rollout.{x.replace('_', '-')}: nothing reads it without --rollout.engine" for x in names]
 
 
 def _of_adapters(settings: PlanSettings) -> list[str]:

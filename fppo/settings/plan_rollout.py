@@ -14,8 +14,8 @@ from fppo.settings.train import RolloutSettings
 class PlanRolloutSettings:
     """How responses are sampled."""
 
-    engine: Literal["embedded", "vllm"] = setting("embedded")
-    """What generates: the trainer's own model, or vLLM on a copy that is sent to it."""
+    engine: Literal["embedded", "vllm"] | None = setting(None)
+    """What generates: the trainer's own model, or vLLM on a copy that is sent to it; None: plan no rollout."""
     batch_size: int | None = setting(None, at_least(1))
     """Sequences of a rollout over all ranks; None: those of an optimizer update."""
     n: int = setting(1, at_least(1))
