@@ -150,10 +150,8 @@ def test_every_operation_is_ablated_within_its_tolerance(op):
 @pytest.mark.parametrize("op", list(operations.CASES))
 def test_every_operation_has_a_contract(op):
     implementation = tables.BUILTIN[op]["reference" if op == "log_probs" else next(iter(tables.BUILTIN[op]))]
-    assert check_contract(operations.CASES[op], implementation, torch.float32, torch.device("cpu"), limit=60) == (
-        "kept",
-        None,
-    )
+    found = check_contract(operations.CASES[op], implementation, torch.float32, torch.device("cpu"), limit=math.inf)
+    assert found == ("kept", None)
 
 
 def test_laws_that_take_too_long_are_cut_short():

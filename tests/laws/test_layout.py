@@ -140,8 +140,7 @@ def sharded_twice(grads, mesh):
 
 
 def dense_twice(grads, mesh):
-    cuts = mesh.layout.cuts
-    summed = meshes.gradient_sum(grads, mesh)
+    summed, cuts = meshes.gradient_sum(grads, mesh), {} if mesh.layout is None else mesh.layout.cuts
     dense = {name: x for name, x in summed.items() if mesh.sharded and name not in cuts}
     return summed | meshes.gradient_sum(dense, Mesh({"expert": mesh["expert"]}))
 
