@@ -36,6 +36,7 @@ GRAPHS = (
     "was measured was less."
 )
 JUDGE = "A judge is not planned."
+NO_ROLLOUT = "Neither the rollout is planned (name its engine by --rollout.engine) nor a judge."
 
 
 def report(plan: Plan, helping: Sequence[Remedy] | None, *, width: int = 100) -> str:
@@ -203,7 +204,8 @@ def _pipeline(plan: Plan, width: int) -> list[str]:
 
 def _notes(plan: Plan, width: int) -> list[str]:
     heap = "" if plan.case.hardware.on_gpu else HEAP
-    return textwrap.wrap(f"{MEMORY} {heap}{JUDGE}", width)
+    samples = plan.rollout is None and plan.case.only is None and plan.case.has("actor")
+    return textwrap.wrap(f"{MEMORY} {heap}{NO_ROLLOUT if samples else JUDGE}", width)
 
 
 def summary(plan: Plan, helping: Sequence[Remedy] | None) -> dict[str, Any]:

@@ -238,7 +238,15 @@ def test_a_table_and_a_file(tmp_path, capsys):
     assert run(*given, "--json", str(file)) == 0
     out = capsys.readouterr().out
     assert all(len(line) <= 100 for line in out.splitlines())
-    for words in ("actor's optimizer", "It fits", "activations", "shard (inside nodes", "MFU", "estimate"):
+    for words in (
+        "name its engine by --rollout.engine",
+        "actor's optimizer",
+        "It fits",
+        "activations",
+        "shard (inside nodes",
+        "MFU",
+        "estimate",
+    ):
         assert words in out
     read = json.loads(file.read_text())
     assert read["fits"]
