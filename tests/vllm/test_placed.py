@@ -44,7 +44,7 @@ def test_values_stay_and_come_back_and_large_columns_are_sent_once(there):
         for _ in range(2):
             found = one.call(twice, batch)
             assert all(torch.equal(x, 2 * batch[name]) for name, x in found.items())
-        assert len(there._sent._refs) == 1
+        assert len(there._sent._known) == 1
         with pytest.raises(ValueError, match="writes has written into its argument"):
             one.call(writes, {"b": torch.ones(3)}, 2.0)
 
