@@ -224,8 +224,7 @@ def run_training(settings: TrainSettings, assembly: Assembly, watch: Watch | Non
             saved.leave(alone=watch is not None and watch.error is not None)
             raise
         digested.end()
-        saved.save(run)
-        saved.wait()
+        saved.end(run)
     if first and run.step < settings.steps:
         print(f"stopped after step {run.step}; to go on: fppo train {directory / SETTINGS}", file=sys.stderr)
     return run

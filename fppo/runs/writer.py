@@ -80,6 +80,7 @@ class Checkpoints:
     begin: Callable[[RunState], Pending]
     ranks: int  # that have a part in them
     pending: list[Pending] = attrs.field(factory=list)
+    begun: list[int] = attrs.field(factory=list)  # the step of the last one
 
     def __call__(self, record: StepRecord) -> Mapping[str, float]:
         if record.experience is None:
@@ -97,6 +98,13 @@ class Checkpoints:
         """Begins to write the checkpoint of a state, once the one before is written."""
         self.wait()
         self.pending.append(self.begin(run))
+        self.begun[:] = [run.step]
+
+    def end(self, run: RunState) -> None:
+        """Returns when the state that the run ends with is written, which a step may have begun."""
+        if self.begun != [run.step]:
+            self.save(run)
+        self.wait()
 
     def wait(self) -> None:
         """Returns when what was begun is written. Raises CheckpointError if it could not be."""

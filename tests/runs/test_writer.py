@@ -1,7 +1,9 @@
-"""Which steps have digests: those asked for, those with checkpoints, and those whose update was not finite."""
+"""Which steps have digests and checkpoints: those asked for, the last, and those whose update was not finite."""
 
 import json
 import shutil
+from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,8 @@ from fppo.key import Key
 from fppo.pipeline.program import RunState
 from fppo.pipeline.train import StepRecord
 from fppo.runs import jsonl
-from fppo.runs.writer import Digests
+from fppo.runs.writer import Checkpoints, Digests
+from fppo.runtime.checkpoint import Pending
 from fppo.steps.train_state import TrainState
 from tests import tiny_run
 
@@ -67,3 +70,23 @@ def test_the_last_step_and_one_that_was_skipped_have_digests(tmp_path, monkeypat
         writer.end()
         assert json.loads((tmp_path / "digests.jsonl").read_text()) == {"step": step}
     lines.close()
+
+
+@pytest.mark.parametrize(("last", "begun"), [(4, [2, 4]), (5, [2, 4, 5])])
+def test_the_state_a_run_ends_with_is_written_once(last, begun):
+    """What a step began is not read back whole, to be compared with the state that it was written from."""
+    steps = []
+
+    def begin(run):
+        steps.append(run.step)
+        written = Future()
+        written.set_result(Path())
+        return Pending(written)
+
+    writer = Checkpoints(kept=lambda step: step % 2 == 0, begin=begin, ranks=1)
+    runs = [RunState(actor=TrainState(params={}, opt=None, step=0), key=Key(0), step=step) for step in range(last + 1)]
+    for run in runs[1:]:
+        writer(StepRecord(run=run, experience=object(), metrics={}))
+    writer.end(runs[-1])
+    assert steps == begun
+    assert not writer.pending
