@@ -31,6 +31,7 @@ class Plan:
     module: PreTrainedModel | None
     renamed: Mapping[str, str]  # our names of parameters to the module's, where they differ
     files: Mapping[str, list[str]]  # stored names by file
+    like: Params  # what is stored, on meta
     made_of: Mapping[str, Names]  # stored names to our names of the parameters that it takes to make them
     index: Mapping[str, Any] | None  # of several files
 
@@ -64,7 +65,7 @@ def plan(model: Model, dtypes: Mapping[str, torch.dtype], max_shard_bytes: int) 
             named = _filled(module, named)
             _keep_config(module, model.whole_config)
         first = next(iter(params.values())).dtype
-        plan = Plan(model, first, module, renamed, files={}, made_of={}, index=None)
+        plan = Plan(model, first, module, renamed, files={}, like={}, made_of={}, index=None)
         ours = {theirs: name for name, theirs in renamed.items()}
         order = [ours.get(name, name) for name in named]
         stored = plan.stored({name: params[name] for name in order})
@@ -76,6 +77,7 @@ def plan(model: Model, dtypes: Mapping[str, torch.dtype], max_shard_bytes: int) 
         return attrs.evolve(
             plan,
             files=split.filename_to_tensors,
+            like=stored,
             made_of=_made_of(plan.stored, {name: params[name] for name in order}, stored),
             index=index if split.is_sharded else None,
         )

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
@@ -23,6 +21,7 @@ from fppo.runtime import fsdp
 from fppo.runtime.exports import draft_of, replacing
 from fppo.runtime.mesh import AXES, CUTTING_AXES, LOCAL, Mesh, device_of, gather_objects, is_first
 from fppo.runtime.parts import dtypes_of
+from fppo.runtime.streamed import written
 
 DEFAULT_SHARD_BYTES = 2 << 30
 
@@ -42,11 +41,11 @@ def save(
     AutoModelForTokenClassification with a label for each output where the family has that class.
 
     It is written beside `directory` first and takes its place at the end: of nothing, of an empty directory, or of what
-    was saved there before, as `check_replaceable` has it. Every rank of the mesh calls it, and the
-    first one writes; on a mesh that cuts parameters `params` are its parts. They are gathered one by one, so beyond its
-    parts no rank holds more than one parameter, and the first one no more than a file of `max_shard_bytes` besides.
-    All ranks return when it is written, or fail with the first one. Raises ValueError if `params` do not fit, or if
-    there is something else at `directory`. Of an adapted model the merged weights are written.
+    was saved there before, as `check_replaceable` has it. Every rank of the mesh calls it, and the first one writes; on
+    a mesh that cuts parameters `params` are its parts. They are gathered and written one by one, so beyond its parts no
+    rank holds more than one parameter. All ranks return when it is written, or fail with the first one. Raises
+    ValueError if `params` do not fit, or if there is something else at `directory`. Of an adapted model the merged
+    weights are written.
     """
     if model.frozen is not None:
         model, params = model.plain, lora.merged(model, params, mesh=mesh)
@@ -70,7 +69,8 @@ def save(
 
         first_alone(prepare, mesh, device)
         for file, names in chosen.files.items():
-            _save_file(draft / file, _tensors(model, chosen, names, params, dtypes, mesh), mesh, device)
+            like = {name: chosen.like[name] for name in names}
+            _save_file(draft / file, like, _tensors(model, chosen, names, params, dtypes, mesh), mesh, device)
         first_alone(finish, mesh, device)
 
 
@@ -124,8 +124,31 @@ def first_alone(act: Callable[[], None], mesh: Mesh, device: torch.device) -> No
         raise RuntimeError(f"the model could not be saved on the first rank: {first_problem}")
 
 
-def _save_file(path: Path, tensors: Params, mesh: Mesh, device: torch.device) -> None:
-    first_alone(partial(safetensors.torch.save_file, tensors, path, metadata={"format": "pt"}), mesh, device)
+def _save_file(
+    path: Path, like: Params, tensors: Iterable[tuple[str, Tensor]], mesh: Mesh, device: torch.device
+) -> None:
+    """Writes tensors as they come on the first rank. All help until the last one, even if one could not be written."""
+    with contextlib.ExitStack() as opened:
+        writes: list[Callable[[str, Tensor], None]] = []
+        problems: list[OSError] = []
+
+        def begin() -> None:
+            writes.append(opened.enter_context(written(path, like, metadata={"format": "pt"})))
+
+        def finish() -> None:
+            for problem in problems:
+                raise problem
+            opened.close()
+
+        first_alone(begin, mesh, device)
+        for name, x in tensors:
+            try:
+                if not problems:
+                    writes[0](name, x)
+            except OSError as error:
+                problems.append(error)
+            del x  # before the next one is gathered
+        first_alone(finish, mesh, device)
 
 
 def _tensors(
@@ -135,22 +158,14 @@ def _tensors(
     params: Params,
     dtypes: Mapping[str, torch.dtype],
     mesh: Mesh,
-) -> Params:
-    """A file's tensors on the first rank's host; other ranks help to gather them, and get nothing."""
-    own: dict[str, Tensor] = {}
+) -> Iterator[tuple[str, Tensor]]:
+    """A file's tensors on the first rank; other ranks help to gather them, and get nothing."""
     if any(mesh[name].rank for name in AXES if name not in ("shard", *CUTTING_AXES, "pipeline")):
-        return own  # another rank has the same part and helps
-    wanted = dict.fromkeys(names)
-    for group in dict.fromkeys(chosen.made_of[name] for name in wanted):
+        return  # another rank has the same part and helps
+    wanted = set(names)
+    for group in dict.fromkeys(chosen.made_of[name] for name in names):
         whole = {}
         for name in group:
             whole |= whole_params(model, params, mesh, names=[name], dtypes=dtypes)
         if is_first(mesh):
-            own |= {name: _own(x, whole, mesh) for name, x in chosen.stored(whole).items() if name in wanted}
-    return {name: own[name] for name in wanted} if own else own
-
-
-def _own(x: Tensor, whole: Params, mesh: Mesh) -> Tensor:
-    """`x` on the host, contiguous; if it was cut out of gathered parameters, in memory of its own, to free those."""
-    piece = mesh.cuts and all(x is not each for each in whole.values())
-    return x.to("cpu", copy=piece, memory_format=torch.contiguous_format).contiguous()
+            yield from ((name, x) for name, x in chosen.stored(whole).items() if name in wanted)

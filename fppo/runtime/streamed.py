@@ -1,0 +1,54 @@
+"""Safetensors files that are written tensor by tensor, so that no two of them have to be there at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+
+@contextlib.contextmanager
+def written(
+    path: Path, like: Mapping[str, Tensor], *, metadata: Mapping[str, str]
+) -> Iterator[Callable[[str, Tensor], None]]:
+    """A function that writes one of the tensors to its place in the file, in any order.
+
+    `like` has the dtypes and shapes of all of them, and may be on meta. The file's bytes are those that
+    `safetensors.torch.save_file` writes. Raises ValueError for a tensor of another dtype or shape, and at the end for
+    one that never came.
+    """
+    header, places = _laid_out(like, metadata)
+    left = set(like)
+    with open(path, "wb") as file:
+        file.write(header)
+
+        def write(name: str, x: Tensor) -> None:
+            if (x.dtype, x.shape) != (like[name].dtype, like[name].shape):
+                raise ValueError(
+                    f"{name} is {x.dtype} {list(x.shape)}, not {like[name].dtype} {list(like[name].shape)}"
+                )
+            file.seek(places[name])
+            file.write(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            left.discard(name)
+
+        yield write
+        if left:
+            raise ValueError(f"{path.name} lacks {sorted(left)}")
+
+
+def _laid_out(like: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """What a file begins with, and where in it each tensor does."""
+    empty = safetensors.torch.save({name: torch.empty(0, dtype=x.dtype) for name, x in like.items()}, dict(metadata))
+    about = json.loads(empty[8 : 8 + int.from_bytes(empty[:8], "little")])  # in the library's order, with its dtypes
+    starts, end = dict[str, int](), 0
+    for name in (name for name in about if name in like):
+        starts[name], end = end, end + like[name].numel() * like[name].element_size()
+        about[name] |= {"shape": list(like[name].shape), "data_offsets": [starts[name], end]}
+    text = json.dumps(about, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in starts.items()}
