@@ -25,7 +25,7 @@ from fppo.models.place import (
     whole_params,
 )
 from fppo.models.probe import check_model
-from fppo.models.run import bind, call_layer, forward, hidden_states
+from fppo.models.run import bind, call_layer, forward, hidden_states, in_compute_dtype
 from fppo.models.save import save, save_config
 from fppo.models.spans import stage_of, staged
 from fppo.models.states import check_rows_whole
@@ -55,6 +55,7 @@ __all__ = [
     "has_place",
     "hidden_states",
     "hidden_width",
+    "in_compute_dtype",
     "init_params",
     "load",
     "longest_row",

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from fppo.models.adapted import FACTORS, Adapted, Parts
 from fppo.models.codes import is_coded, values
+from fppo.models.heads import vocabulary_head
 from fppo.models.inner import OWN, inner_of
 from fppo.models.lengths import longest_row, over_long
 from fppo.models.model import Model, Params, Span
@@ -65,6 +66,20 @@ def bind(
     tensors = {f"skeleton.{name}": x for name, x in {**woven, **model.constants_on(device)}.items()}
     with _precision(base_params):
         return functional_call(_Call(skeleton), tensors, (fn,), tie_weights=model.shares)
+
+
+def in_compute_dtype(model: Model, params: Mapping[str, Tensor]) -> Params:
+    """Parameters, whole or parts, of which a pass takes what it takes of `params`, bit for bit: in the compute dtype
+    where it casts them. A vocabulary head that is adapted stays as it is, since its factors are merged first."""
+    head, bias = vocabulary_head(model)
+    adapted = model.frozen is not None and head in model.frozen.places
+    kept = {bias} | ({head, *(head + factor for factor in FACTORS)} if adapted else set[str]())
+
+    def casts(name: str) -> bool:
+        read = name == head or name.startswith(model.prefix)
+        return read and name not in kept and name not in model.buffers and not is_coded(name)
+
+    return {name: _cast(x, model.compute_dtype) if casts(name) else x for name, x in params.items()}
 
 
 def _base_params(model: Model, params: Params) -> Params:

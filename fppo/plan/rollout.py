@@ -167,27 +167,43 @@ def _embedded(
     moving = engine.prefill.moving * min(prompts, at_once) / at_once / engine.cut
     if prompts <= at_once:  # the cache is made once they have been through
         moving = max(moving - size, logits + min(prompts, at_once) * engine.prompt * engine.column)
-    if gathered and case.shards > 1:  # all of it at once, from a buffer
-        moving = max(moving, gathered * (1 + 1 / case.shards) - made - size)
+    if gathered and case.shards > 1:  # all of it at once, from a buffer, of parts that are cast
+        parts = gathered / case.shards * (1 if _narrow(case, engine) == _kept(case) else 2)
+        moving = max(moving, gathered + parts - made - size)
     memory |= {KEYS: together * row, MOVING: moving}
     memory[OUTSIDE] = overhead(case.hardware, case.groups, moving + together * row)
     return memory, together, -(-engine.prompts // prompts) * -(-n // draws)
 
 
 def _gathered(case: Case, sampling: Sampling, engine: _Engine) -> float:
-    """Bytes of the embedded engine's weights as they are kept, where a rank has them beside its parts."""
+    """Bytes of the embedded engine's weights where a rank has them beside its parts: gathered from those, which are
+    cast before, or as they are kept, from elsewhere."""
     away = sampling.pool is not None or case.offload == "all"
-    cut = case.shards > 1 or case.size("pipeline") > 1 or engine.cut < case.size("tensor")
-    dtype = case.dtype if case.lora is None else base_dtype(case)
-    return float(engine.numbers * dtype.itemsize) if cut or away else 0.0
+    dtype = _narrow(case, engine) if _cut(case, engine) else _kept(case)
+    return float(engine.numbers * dtype.itemsize) if away or _cut(case, engine) else 0.0
+
+
+def _cut(case: Case, engine: _Engine) -> bool:
+    """Whether ranks have parts of the weights that the engine runs."""
+    return case.shards > 1 or case.size("pipeline") > 1 or engine.cut < case.size("tensor")
+
+
+def _kept(case: Case) -> torch.dtype:
+    return case.dtype if case.lora is None else base_dtype(case)
+
+
+def _narrow(case: Case, engine: _Engine) -> torch.dtype:
+    """What parts are cast to before they are gathered: codes are not."""
+    return engine.dtype if case.lora_base is None else base_dtype(case)
 
 
 def _made(case: Case, engine: _Engine) -> float:
     """Bytes of what the embedded engine makes of the weights: cast or merged, those of one input side by side where
     they are few, and on a CPU a head in float32."""
-    model, width, kept = engine.model, engine.dtype.itemsize, case.dtype if case.lora is None else base_dtype(case)
+    model, width = engine.model, engine.dtype.itemsize
     merged = case.lora is not None and case.lora_base is None and engine.dtype == torch.float32
-    size = engine.numbers * width if merged or kept != engine.dtype else 0
+    cast = _kept(case) != engine.dtype and not _cut(case, engine)
+    size = engine.numbers * width if merged or cast else 0
     inside = {name: x.numel() for name, x in model.whole_shapes.items() if model.layer_of(name) is not None}
     known = type(model.text_of(model.skeleton)).__module__ in KINDS
     if known and sum(inside.values()) * width / engine.cut <= JOINED:
@@ -274,7 +290,7 @@ def _weights(case: Case, sampling: Sampling, engine: _Engine) -> tuple[float, fl
         sent = float(every * case.dtype.itemsize)
         return 0.0, sent, sent / (case.hardware.network_bandwidth * LINK_SHARE)
     alone = sampling.engine == "vllm"
-    dtype = engine.dtype if alone else base_dtype(case) if case.lora is not None else case.dtype
+    dtype = engine.dtype if alone else _narrow(case, engine)
     size = every * dtype.itemsize // (1 if alone else engine.cut)
     gathered = seconds = 0.0
     for axis, ranks in ((DENSE, case.shards), ("tensor", case.size("tensor") if alone or engine.cut == 1 else 1)):

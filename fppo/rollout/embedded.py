@@ -100,6 +100,7 @@ class EmbeddedEngine:
         outgrow the model's learned positions or the length for which its rope is made.
         """
         model, params = lora.decoded(self.model, params, mesh=self.mesh, merges=self.merges)
+        params = models.in_compute_dtype(model, params)  # before they are gathered: fewer bytes, and no wide copies
         model, params = models.tensor_parts(model, params, self.mesh)
         device = next(iter(params.values())).device
         mask = ask.prompts.attention_mask.to(device).bool()

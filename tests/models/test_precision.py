@@ -1,10 +1,16 @@
 """float64 stays float64, whatever a model's code asks for."""
 
+import attrs
 import pytest
 import torch
 from torch.nn import functional as F
 
+from fppo import models
+from fppo.key import Key
+from fppo.models import lora
 from fppo.models.precision import KeepDouble
+from tests.models import families
+from tests.models.test_lora import SPEC, logits, noisy
 
 
 @pytest.mark.parametrize(
@@ -30,3 +36,19 @@ def test_a_product_of_experts_leaves_rows_of_none_zero():
         out = F.grouped_mm(x, weights, offs=torch.tensor([1, 4], dtype=torch.int32))
     expected = torch.cat([x[:1] @ weights[0], x[1:4] @ weights[1], torch.zeros(1, 4, dtype=torch.float64)])
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("targets", [(), ("q_proj",), ("embed_tokens", "lm_head")])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "opt", "deepseek_v3"])
+def test_parameters_in_the_compute_dtype_are_what_a_pass_makes_of_them(name, targets):
+    """With biases of norms, a tied head and one of its own, buffers that are state, and adapters, of the head too."""
+    model, params = families.make(name, dtype=torch.float32, compute_dtype=torch.bfloat16)
+    targets = tuple(t for t in targets if any(lora._names(t, n) for n in params))
+    if targets:
+        model, params = lora.adapt(model, params, attrs.evolve(SPEC, targets=targets), key=Key(3))
+        params = model.joined(noisy(params))
+    narrow = models.in_compute_dtype(model, params)
+    assert torch.equal(logits(narrow, model=model), logits(params, model=model))
+    wide = {n for n, x in narrow.items() if x.dtype == torch.float32}
+    head = {n for n in params if n.startswith(models.heads.vocabulary_head(model)[0])}
+    assert wide == set(model.buffers) | (head if set(targets) - {"q_proj"} else set())

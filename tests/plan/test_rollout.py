@@ -77,6 +77,7 @@ def _bound(what):
         ({}, {}, 0.02),
         ({}, {"cache": 100_000.0}, 0.03),
         ({"shard": 2}, {}, 0.02),
+        pytest.param({"shard": 2}, {"compute_dtype": torch.bfloat16}, 0.02, marks=pytest.mark.slow),
         pytest.param({}, {"compute_dtype": torch.bfloat16}, 0.02, marks=pytest.mark.slow),
         pytest.param({"tensor": 2}, {}, 0.15, marks=pytest.mark.slow),
     ],

@@ -23,15 +23,17 @@ CUT = Sampling(temperature=0.8, top_k=20, top_p=0.9, max_tokens=4)
 
 
 class Shapes(TorchDispatchMode):
-    """The shapes of all that is computed or gathered."""
+    """The shapes of all that is computed or gathered, and their dtypes."""
 
     def __init__(self):
         super().__init__()
-        self.seen = set()
+        self.seen, self.kinds = set(), set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.seen |= {tuple(x.shape) for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)}
+        tensors = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.seen |= {tuple(x.shape) for x in tensors}
+        self.kinds |= {(tuple(x.shape), x.dtype) for x in tensors if not x.is_meta}
         return out
 
 
@@ -109,3 +111,25 @@ def test_waves_and_ranks_without_prompts():
     for rollout, *_ in on_ranks(model, params, {"replicate": 2, "tensor": 2}, ask, cache_bytes=2 * 2 * 9 * 4 * 8):
         assert torch.equal(rollout.tokens, expected.tokens)
         torch.testing.assert_close(rollout.rollout_log_probs, expected.rollout_log_probs, rtol=0, atol=1e-10)
+
+
+def test_weights_are_gathered_in_the_compute_dtype():
+    """A rank has no wide copy of a whole weight beside the one that it computes with, and draws what one process
+    draws, bit for bit."""
+    model, params = make("llama", dtype=torch.float32, compute_dtype=torch.bfloat16)
+    ask = Ask(make_prompts(), PLAIN, Key(3))
+    expected = engine_of(model).generate(params, ask)
+
+    def on_rank(mesh):
+        mesh = attrs.evolve(mesh, sharding=Sharding())
+        placed = models.place(model, mesh)
+        own = models.own_params(placed, params, mesh)
+        with Shapes() as shapes:
+            return engine_of(placed, mesh=mesh).generate(own, ask), shapes.kinds
+
+    matrices = {tuple(x.shape) for name, x in params.items() if "mlp" in name}  # the head is wide
+    for rollout, kinds in simulate({"shard": 2}, on_rank):
+        assert torch.equal(rollout.tokens, expected.tokens)
+        assert torch.equal(rollout.rollout_log_probs, expected.rollout_log_probs)
+        assert not kinds & {(shape, torch.float32) for shape in matrices}
+        assert kinds >= {(shape, torch.bfloat16) for shape in matrices}
