@@ -1,9 +1,10 @@
-"""Safetensors files that are written tensor by tensor, so that no two of them have to be there at once."""
+"""Safetensors files that are written and read tensor by tensor, so that no two of them have to be there at once."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -39,6 +40,34 @@ def written(
         yield write
         if left:
             raise ValueError(f"{path.name} lacks {sorted(left)}")
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Callable[[str, torch.dtype], Tensor]]:
+    """A function that reads one of the file's tensors, of a dtype, into memory of its own.
+
+    The library's reader maps the file, all of which counts where the memory of a process is limited. Raises ValueError,
+    KeyError or TypeError for what is no such file, or cut short, or has no such tensor.
+    """
+    with open(path, "rb") as file:
+        whole, size = path.stat().st_size, 8 + int.from_bytes(file.read(8), "little")
+        if size > whole:
+            raise ValueError(f"{path.name} is cut short, or not a safetensors file")
+        about = json.loads(file.read(size - 8))
+
+        def read(name: str, dtype: torch.dtype) -> Tensor:
+            shape, (start, end) = about[name]["shape"], about[name]["data_offsets"]
+            if (
+                not 0 <= start <= start + math.prod(shape) * dtype.itemsize == end <= whole - size
+                or min(shape, default=0) < 0
+            ):
+                raise ValueError(f"{name} in {path.name} is cut short, or not {dtype}")
+            x = torch.empty(shape, dtype=dtype)
+            file.seek(size + start)
+            file.readinto(x.view(-1).view(torch.uint8).numpy().data)
+            return x
+
+        yield read
 
 
 def _laid_out(like: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:

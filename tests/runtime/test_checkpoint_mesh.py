@@ -249,8 +249,8 @@ def test_a_rank_reads_the_chunks_it_needs_and_no_others(tmp_path, monkeypatch):
     value = state(0, (8,), (torch.float32,))
     simulate({"shard": 4}, lambda mesh: save(mesh, value, tmp_path))
     opened = []
-    real = files.safe_open
-    monkeypatch.setattr(files, "safe_open", lambda path, kind: opened.append(path.name) or real(path, kind))
+    real = files.opened
+    monkeypatch.setattr(files, "opened", lambda path: opened.append(path.name) or real(path))
     held, mesh = cut(value, simulate({"shard": 2}, lambda mesh: mesh)[1])
     checkpoint.load(held, tmp_path, 1, mesh=mesh, shapes=whole_shapes(value))
     assert opened == ["shard_00000.safetensors", "shard_00002.safetensors", "shard_00003.safetensors"]  # 0: the count

@@ -1,12 +1,14 @@
 """Files that are written tensor by tensor: the library's bytes, whatever comes first."""
 
+import contextlib
+
 import pytest
 import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fppo.runtime.streamed import written
+from fppo.runtime.streamed import opened, written
 
 KINDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
 TENSORS = st.dictionaries(
@@ -27,6 +29,24 @@ def test_the_file_is_the_librarys_in_any_order(tmp_path_factory, kinds, random):
         for name in random.sample(sorted(tensors), len(tensors)):
             write(name, tensors[name])
     assert (place / "streamed").read_bytes() == (place / "whole").read_bytes()
+    with opened(place / "whole") as tensor:
+        for name, x in tensors.items():
+            assert torch.equal(tensor(name, x.dtype), x)
+
+
+@given(st.data())
+def test_a_file_that_is_cut_or_changed_gives_an_error_or_the_tensors_bytes(tmp_path_factory, data):
+    place = tmp_path_factory.mktemp("files") / "x"
+    safetensors.torch.save_file({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}, place)
+    content = bytearray(place.read_bytes())
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, len(content) - 1))]
+    else:
+        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    place.write_bytes(content)
+    for name, kind in (("a", torch.float32), ("b", torch.bfloat16)):
+        with contextlib.suppress(ValueError, KeyError, TypeError), opened(place) as tensor:
+            assert tensor(name, kind).nbytes <= len(content)
 
 
 def test_what_does_not_fit_or_never_comes_is_refused(tmp_path):
