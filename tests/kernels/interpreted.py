@@ -39,10 +39,13 @@ SMALL = Tiling(16, 16, 16, warps=4, stages=1, group=2, tiles=3, instances=1)
 
 
 def laws_in_float32():
-    """As `laws.check_log_probs`, in the sizes that `laws_in_bfloat16` leaves out, and over fewer tokens."""
-    kernel = Kernels.named(log_probs="triton").log_probs
+    """As `laws.check_log_probs`, in the sizes that `laws_in_bfloat16` leaves out, and over fewer tokens; the largest of
+    them with the last cases alone, which have all that the others have, and extreme logits."""
+    kernel, count = Kernels.named(log_probs="triton").log_probs, len(_LOG_PROBS_CASES)
     examples = partial(_log_probs_example, (torch.float32,), "cpu", 2)
-    check(kernel, _LOG_PROBS_LAWS, examples, sizes=SIZES[1::2], seeds=len(_LOG_PROBS_CASES))
+    check(kernel, _LOG_PROBS_LAWS, examples, sizes=SIZES[1:-1:2], seeds=count)
+    last = lambda rows, width, seed: examples(rows, width, count - 1 - seed)  # noqa: E731
+    check(kernel, _LOG_PROBS_LAWS, last, sizes=SIZES[-1:], seeds=4)
     check(kernel, _SUM_LAWS, partial(_sums_example, (torch.float32,), "cpu"), sizes=((4096, 4),), seeds=2)
     large = partial(_large_example, (torch.float32,), "cpu", 2)
     check(kernel, _LARGE_LAWS, large, sizes=((300, LARGE[1]),), seeds=1)
@@ -58,13 +61,13 @@ def check_layer(name, dtype, numbers, small):
 
 def layers_in_float32():
     for name in ("rms_norm", "glu", "add_rms_norm", "rotary"):
-        check_layer(name, torch.float32, range(3 if name == "glu" else 4), layers.SIZES[:-1])
+        check_layer(name, torch.float32, range(3 if name == "glu" else 4), layers.SIZES[:-1:2])
 
 
 def layers_in_bfloat16():
     InterpreterBuilder.create_fp_trunc = _cast  # type: ignore[method-assign]
     for name in ("glu", "add_rms_norm", "rotary"):
-        check_layer(name, torch.bfloat16, range(3), layers.SIZES[2:-1:2])
+        check_layer(name, torch.bfloat16, range(3), layers.SIZES[1:-1:2])
 
 
 def layers_of_other_layouts():

@@ -14,7 +14,7 @@ from fppo.runtime.simulate import simulate
 from tests import tiny
 from tests.models.families import make
 
-AXES = [{"tensor": 2}, {"replicate": 2, "tensor": 4}, {"shard": 3, "tensor": 2}, {"pipeline": 2, "shard": 2}]
+AXES = [{"replicate": 2, "tensor": 2}, {"tensor": 4}, {"shard": 3, "tensor": 2}, {"pipeline": 2, "shard": 2}]
 
 
 def sharded(mesh):
