@@ -1,6 +1,7 @@
 """Rollout engines side by side: tokens per second, what fppo adds to vLLM, and what a sync of weights costs.
 
     python experiments/bench/rollout.py engines 1M     # model.generate, the embedded engine, vLLM; 1M, 15M or 110M
+    python experiments/bench/rollout.py engines 1M 8   # the same with prompts of 8 to 64 tokens instead of 64 each
     python experiments/bench/rollout.py overhead 15M   # VllmEngine against vLLM called directly, same model and prompts
     python experiments/bench/rollout.py sync 110M      # against a copy of the bytes and vLLM's own load; peak memory
     python experiments/bench/rollout.py process 110M   # the same with vLLM in a process of its own
@@ -57,14 +58,21 @@ def make(size: str) -> tuple[Model, dict[str, Tensor]]:
     return model, models.init_params(model, Key(0))
 
 
-def prompts_of(size: str) -> Prompts:
-    """Random prompts."""
+def prompts_of(size: str, shortest: int = PROMPT) -> Prompts:
+    """Random prompts, their lengths evenly from `shortest` to PROMPT tokens."""
     tokens = torch.randint(3, SIZES[size][0], (ROWS, PROMPT), generator=torch.Generator().manual_seed(0))
     blank = Column([None] * ROWS)
-    mask = torch.ones_like(tokens, dtype=torch.bool)
+    lengths = torch.linspace(shortest, PROMPT, ROWS).round().long()
+    mask = torch.arange(PROMPT) >= PROMPT - lengths[:, None]
     rows = torch.arange(ROWS)
     return Prompts(
-        tokens=tokens, attention_mask=mask, row_ids=rows, ids=blank, ground_truth=blank, source=blank, extras=blank
+        tokens=tokens * mask,
+        attention_mask=mask,
+        row_ids=rows,
+        ids=blank,
+        ground_truth=blank,
+        source=blank,
+        extras=blank,
     )
 
 
@@ -80,10 +88,10 @@ def seconds(fns: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, lis
     return results
 
 
-def engines(size: str) -> None:
+def engines(size: str, shortest: int = PROMPT) -> None:
     """Tokens per second of each engine."""
     model, params = make(size)
-    prompts, sampling = prompts_of(size), Sampling(max_tokens=NEW)
+    prompts, sampling = prompts_of(size, shortest), Sampling(max_tokens=NEW)
     repeats = 2 if size == "110M" else 3
     module = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
     module.load_state_dict(params, strict=False)
@@ -97,7 +105,8 @@ def engines(size: str) -> None:
     with VllmEngine(model, pad_token_id=0) as engine:
         times |= seconds({"vllm": lambda: engine.generate(params, Ask(prompts, sampling, Key(1)))}, repeats)
     count = sum(x.numel() for x in params.values())
-    print(f"{count / 1e6:.1f} M parameters, {ROWS} rows, {PROMPT} prompt and {NEW} new tokens; tokens/s (median)")
+    asked_of = f"{ROWS} rows, {shortest} to {PROMPT} prompt and {NEW} new tokens"
+    print(f"{count / 1e6:.1f} M parameters, {asked_of}; tokens/s (median)")
     for name, values in times.items():
         print(f"{name:16s} {ROWS * NEW / statistics.median(values):8.0f}")
 
@@ -169,8 +178,10 @@ def sync(size: str, *, process: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    what, chosen = sys.argv[1:3]
+    what, chosen, *shortest = sys.argv[1:]
     if what == "process":
         sync(chosen, process=True)
+    elif what == "engines":
+        engines(chosen, *map(int, shortest))
     else:
-        {"engines": engines, "overhead": overhead, "sync": sync}[what](chosen)
+        {"overhead": overhead, "sync": sync}[what](chosen)
