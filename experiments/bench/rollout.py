@@ -2,6 +2,7 @@
 
     python experiments/bench/rollout.py engines 1M     # model.generate, the embedded engine, vLLM; 1M, 15M or 110M
     python experiments/bench/rollout.py engines 1M 8   # the same with prompts of 8 to 64 tokens instead of 64 each
+    taskset -c 0 python experiments/bench/rollout.py engines 1M 8 processor   # by the time of a core that others use
     python experiments/bench/rollout.py overhead 15M   # VllmEngine against vLLM called directly, same model and prompts
     python experiments/bench/rollout.py sync 110M      # against a copy of the bytes and vLLM's own load; peak memory
     python experiments/bench/rollout.py process 110M   # the same with vLLM in a process of its own
@@ -76,20 +77,22 @@ def prompts_of(size: str, shortest: int = PROMPT) -> Prompts:
     )
 
 
-def seconds(fns: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Times of each function, taken in turn after one untimed round."""
+def seconds(
+    fns: Mapping[str, Callable[[], Any]], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Times of each function by the clock, taken in turn after one untimed round."""
     results: dict[str, list[float]] = {name: [] for name in fns}
     for turn in range(repeats + 1):
         for name, fn in fns.items():
-            start = time.perf_counter()
+            start = clock()
             fn()
             if turn:
-                results[name].append(time.perf_counter() - start)
+                results[name].append(clock() - start)
     return results
 
 
-def engines(size: str, shortest: int = PROMPT) -> None:
-    """Tokens per second of each engine."""
+def engines(size: str, shortest: int = PROMPT, clock: Callable[[], float] = time.perf_counter) -> None:
+    """Tokens per second of each engine, by the clock."""
     model, params = make(size)
     prompts, sampling = prompts_of(size, shortest), Sampling(max_tokens=NEW)
     repeats = 2 if size == "110M" else 3
@@ -101,9 +104,9 @@ def engines(size: str, shortest: int = PROMPT) -> None:
         "model.generate": lambda: module.generate(prompts.tokens, attention_mask=prompts.attention_mask, **asked),
         "embedded": lambda: embedded.generate(params, Ask(prompts, sampling, Key(1))),
     }
-    times = seconds(fns, repeats)
+    times = seconds(fns, repeats, clock)
     with VllmEngine(model, pad_token_id=0) as engine:
-        times |= seconds({"vllm": lambda: engine.generate(params, Ask(prompts, sampling, Key(1)))}, repeats)
+        times |= seconds({"vllm": lambda: engine.generate(params, Ask(prompts, sampling, Key(1)))}, repeats, clock)
     count = sum(x.numel() for x in params.values())
     asked_of = f"{ROWS} rows, {shortest} to {PROMPT} prompt and {NEW} new tokens"
     print(f"{count / 1e6:.1f} M parameters, {asked_of}; tokens/s (median)")
@@ -178,10 +181,11 @@ def sync(size: str, *, process: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    what, chosen, *shortest = sys.argv[1:]
+    what, chosen, *asked = sys.argv[1:]
     if what == "process":
         sync(chosen, process=True)
     elif what == "engines":
-        engines(chosen, *map(int, shortest))
+        own_clock = time.process_time if "processor" in asked else time.perf_counter
+        engines(chosen, *(int(x) for x in asked if x.isdecimal()), clock=own_clock)
     else:
         {"overhead": overhead, "sync": sync}[what](chosen)
