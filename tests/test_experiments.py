@@ -81,6 +81,15 @@ def test_the_bench_of_micro_batching_prints_ratios(capsys):
     assert float(row[7]) <= 1.0001  # the heaviest of 64 parts over the mean
 
 
+def test_the_bench_of_engines_asks_prompts_of_many_lengths():
+    rollout = _load("bench/rollout")
+    for shortest in (8, rollout.PROMPT):
+        mask = rollout.prompts_of("1M", shortest).attention_mask
+        lengths = mask.sum(1)
+        assert (lengths.min(), lengths.max()) == (shortest, rollout.PROMPT)
+        assert (mask.int().diff(dim=1) >= 0).all()  # padding stands on the left
+
+
 @pytest.mark.parametrize("name", ["ppo_arithmetic", "grpo_arithmetic"])
 def test_arithmetic(name, capsys):
     _load(name).main(steps=2, warm_up=2, batch=16)

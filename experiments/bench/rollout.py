@@ -1,6 +1,8 @@
 """Rollout engines side by side: tokens per second, what fppo adds to vLLM, and what a sync of weights costs.
 
     python experiments/bench/rollout.py engines 1M     # model.generate, the embedded engine, vLLM; 1M, 15M or 110M
+    python experiments/bench/rollout.py engines 1M 8   # the same with prompts of 8 to 64 tokens instead of 64 each
+    taskset -c 0 python experiments/bench/rollout.py engines 1M 8 processor   # by the time of a core that others use
     python experiments/bench/rollout.py overhead 15M   # VllmEngine against vLLM called directly, same model and prompts
     python experiments/bench/rollout.py sync 110M      # against a copy of the bytes and vLLM's own load; peak memory
     python experiments/bench/rollout.py process 110M   # the same with vLLM in a process of its own
@@ -57,33 +59,42 @@ def make(size: str) -> tuple[Model, dict[str, Tensor]]:
     return model, models.init_params(model, Key(0))
 
 
-def prompts_of(size: str) -> Prompts:
-    """Random prompts."""
+def prompts_of(size: str, shortest: int = PROMPT) -> Prompts:
+    """Random prompts, their lengths evenly from `shortest` to PROMPT tokens."""
     tokens = torch.randint(3, SIZES[size][0], (ROWS, PROMPT), generator=torch.Generator().manual_seed(0))
     blank = Column([None] * ROWS)
-    mask = torch.ones_like(tokens, dtype=torch.bool)
+    lengths = torch.linspace(shortest, PROMPT, ROWS).round().long()
+    mask = torch.arange(PROMPT) >= PROMPT - lengths[:, None]
     rows = torch.arange(ROWS)
     return Prompts(
-        tokens=tokens, attention_mask=mask, row_ids=rows, ids=blank, ground_truth=blank, source=blank, extras=blank
+        tokens=tokens * mask,
+        attention_mask=mask,
+        row_ids=rows,
+        ids=blank,
+        ground_truth=blank,
+        source=blank,
+        extras=blank,
     )
 
 
-def seconds(fns: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Times of each function, taken in turn after one untimed round."""
+def seconds(
+    fns: Mapping[str, Callable[[], Any]], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Times of each function by the clock, taken in turn after one untimed round."""
     results: dict[str, list[float]] = {name: [] for name in fns}
     for turn in range(repeats + 1):
         for name, fn in fns.items():
-            start = time.perf_counter()
+            start = clock()
             fn()
             if turn:
-                results[name].append(time.perf_counter() - start)
+                results[name].append(clock() - start)
     return results
 
 
-def engines(size: str) -> None:
-    """Tokens per second of each engine."""
+def engines(size: str, shortest: int = PROMPT, clock: Callable[[], float] = time.perf_counter) -> None:
+    """Tokens per second of each engine, by the clock."""
     model, params = make(size)
-    prompts, sampling = prompts_of(size), Sampling(max_tokens=NEW)
+    prompts, sampling = prompts_of(size, shortest), Sampling(max_tokens=NEW)
     repeats = 2 if size == "110M" else 3
     module = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
     module.load_state_dict(params, strict=False)
@@ -93,11 +104,12 @@ def engines(size: str) -> None:
         "model.generate": lambda: module.generate(prompts.tokens, attention_mask=prompts.attention_mask, **asked),
         "embedded": lambda: embedded.generate(params, Ask(prompts, sampling, Key(1))),
     }
-    times = seconds(fns, repeats)
+    times = seconds(fns, repeats, clock)
     with VllmEngine(model, pad_token_id=0) as engine:
-        times |= seconds({"vllm": lambda: engine.generate(params, Ask(prompts, sampling, Key(1)))}, repeats)
+        times |= seconds({"vllm": lambda: engine.generate(params, Ask(prompts, sampling, Key(1)))}, repeats, clock)
     count = sum(x.numel() for x in params.values())
-    print(f"{count / 1e6:.1f} M parameters, {ROWS} rows, {PROMPT} prompt and {NEW} new tokens; tokens/s (median)")
+    asked_of = f"{ROWS} rows, {shortest} to {PROMPT} prompt and {NEW} new tokens"
+    print(f"{count / 1e6:.1f} M parameters, {asked_of}; tokens/s (median)")
     for name, values in times.items():
         print(f"{name:16s} {ROWS * NEW / statistics.median(values):8.0f}")
 
@@ -169,8 +181,11 @@ def sync(size: str, *, process: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    what, chosen = sys.argv[1:3]
+    what, chosen, *asked = sys.argv[1:]
     if what == "process":
         sync(chosen, process=True)
+    elif what == "engines":
+        own_clock = time.process_time if "processor" in asked else time.perf_counter
+        engines(chosen, *(int(x) for x in asked if x.isdecimal()), clock=own_clock)
     else:
-        {"engines": engines, "overhead": overhead, "sync": sync}[what](chosen)
+        {"overhead": overhead, "sync": sync}[what](chosen)

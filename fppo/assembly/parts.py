@@ -28,7 +28,7 @@ from fppo.settings import checks, files
 from fppo.settings.checks_data import has_held_out
 from fppo.settings.critic import CriticSettings
 from fppo.settings.lora import shares_base, uses_lora
-from fppo.settings.modules import INNER, KERNELS
+from fppo.settings.modules import INNER, kernels_named
 from fppo.settings.placement import places_of, pools_of, ranks_without_gpus
 from fppo.settings.train import ActorSettings, TrainSettings
 from fppo.steps.micro_batching import MicroBatching
@@ -304,10 +304,10 @@ def check_kernels(settings: TrainSettings, model: Model, role: str = "actor") ->
 def kernel_table(settings: TrainSettings) -> tables.Table:
     """The built-in kernels, and those that the settings name as module:function. Raises ValueError for what is none."""
     table = tables.BUILTIN
-    for op in KERNELS:
-        name: str = getattr(settings.model, op)
+    for setting, name in kernels_named(settings).items():
         if ":" in name:
-            kernel = tables.own(op, imported(name, f"model.{op}"))
+            op = setting.rpartition(".")[2]
+            kernel = tables.own(op, imported(name, setting))
             table = tables.register(op, name, kernel, table=table)
     return table
 
@@ -323,6 +323,7 @@ def kernels_of(settings: TrainSettings) -> Kernels:
         add_rms_norm=section.add_rms_norm,
         rotary=section.rotary,
         glu=section.glu,
+        gae=settings.algorithm.gae,
         table=kernel_table(settings),
     )
 

@@ -41,6 +41,7 @@ from fppo.runtime.offload import Lane, activations_on_host, offloaded
 from fppo.settings import checks, files, old_log_probs
 from fppo.settings.algorithm import AlgorithmSettings
 from fppo.settings.critic import CriticSettings
+from fppo.settings.modules import kernels_named
 from fppo.settings.rollout import FilterSettings
 from fppo.settings.train import ActorSettings, TrainSettings
 from fppo.steps.actor import LossFn, PolicyTerms, SelectiveLoss, update_actor
@@ -197,7 +198,7 @@ def functions_of(
     named = {
         "loss_fn": ("actor.loss.name", settings.actor.loss.name),
         "advantage_fn": ("algorithm.advantage", section.advantage),
-        **{op: (f"model.{op}", getattr(model, op)) for op in SCREENED},
+        **{setting.rpartition(".")[2]: (setting, name) for setting, name in kernels_named(settings).items()},
     }
     wrong = (
         {}
@@ -205,7 +206,7 @@ def functions_of(
         else screened(
             loss_fn=loss_fn,
             advantage_fn=advantage({}),
-            kernels={op: getattr(kernels, op) for op in SCREENED},
+            kernels={op: getattr(kernels, op) for op in (*SCREENED, "gae")},
             group=settings.rollout.n,
             dtype=getattr(torch, model.compute_dtype),
             device=device,

@@ -63,6 +63,8 @@ class AlgorithmSettings:
     """The decay behind what gae's critic learns, VC-PPO's decoupled one; None: lam, as for the policy."""
     lam_alpha: float | None = setting(None, above(0))
     """In place of lam, 1 - 1 / (this * a response's tokens) for each response of gae, VAPO's; None: lam."""
+    gae: str = setting("scan", nonempty("give the name of a kernel for gae, as scan"))
+    """The kernel for gae with one decay for all rows: scan, loop, cpp (for CPUs); or module:function."""
     td_steps: int | None = setting(None, at_least(1))
     """The tokens after which td takes the critic's word for the rest."""
     trace_cut: float = setting(1.0, above(0))

@@ -259,6 +259,9 @@ def _along(a: AlgorithmSettings, default: AlgorithmSettings) -> Problems:
         if a.advantage not in names:
             value = getattr(a, name)
             yield from _unread(f"algorithm.{name}", value, getattr(default, name), " and ".join(names))
+    if a.advantage != "gae" or (a.lam_alpha is not None and a.critic_lam is None):
+        readers = 'algorithm.advantage = "gae" with one decay for all rows'
+        yield from _unread("algorithm.gae", a.gae, default.gae, readers)
     if a.advantage == "gae" and a.lam_alpha is not None:
         yield from _unread("algorithm.lam", a.lam, default.lam, "algorithm.lam_alpha = None")
     if a.advantage == "td" and a.td_steps is None:

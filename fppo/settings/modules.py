@@ -15,19 +15,27 @@ from fppo.settings.resolve import AUTO
 from fppo.settings.train import TrainSettings
 from fppo.workers.imports import search
 
-KERNELS = {  # by the settings of model that name one
-    "attention": (AUTO, "sdpa", "eager", "flash", "varlen", "flex"),
-    "log_probs": (AUTO, "chunked", "cpp", "reference", "compiled", "liger", "triton"),
-    "linear": ("torch", "onednn", "float8"),
-    "rms_norm": (AUTO, "eager", "torch", "cpp", "liger", "triton"),
-    "add_rms_norm": (AUTO, "eager", "cpp", "liger", "triton"),
-    "rotary": (AUTO, "eager", "cpp", "liger", "triton"),
-    "glu": (AUTO, "eager", "cpp", "liger", "triton"),
+KERNELS = {  # by the settings that name one
+    "model.attention": (AUTO, "sdpa", "eager", "flash", "varlen", "flex"),
+    "model.log_probs": (AUTO, "chunked", "cpp", "reference", "compiled", "liger", "triton"),
+    "model.linear": ("torch", "onednn", "float8"),
+    "model.rms_norm": (AUTO, "eager", "torch", "cpp", "liger", "triton"),
+    "model.add_rms_norm": (AUTO, "eager", "cpp", "liger", "triton"),
+    "model.rotary": (AUTO, "eager", "cpp", "liger", "triton"),
+    "model.glu": (AUTO, "eager", "cpp", "liger", "triton"),
+    "algorithm.gae": ("scan", "loop", "cpp"),
 }
 # of what stands inside the layers: the names for the model's own code
 INNER = {"linear": "torch", "rms_norm": "eager", "add_rms_norm": "eager", "rotary": "eager", "glu": "eager"}
 # what may give a module names that its file does not spell
 _INDIRECT = {"globals", "locals", "vars", "setattr", "exec", "eval", "__dict__", "__getattr__"}
+
+
+def kernels_named(settings: TrainSettings) -> dict[str, str]:
+    """By the settings of `KERNELS`, the kernels that they name."""
+    sections = {"model": settings.model, "algorithm": settings.algorithm}
+    paths = [path.split(".") for path in KERNELS]
+    return {f"{section}.{op}": getattr(sections[section], op) for section, op in paths}
 
 
 def own_functions(settings: TrainSettings) -> list[tuple[str, str]]:
@@ -36,7 +44,7 @@ def own_functions(settings: TrainSettings) -> list[tuple[str, str]]:
     named = [
         ("actor.loss.name", settings.actor.loss.name),
         ("algorithm.advantage", settings.algorithm.advantage),
-        *((f"model.{op}", getattr(settings.model, op)) for op in KERNELS),
+        *kernels_named(settings).items(),
         ("actor.optimizer.name", settings.actor.optimizer.name),
         ("critic.optimizer.name", settings.critic.optimizer.name),
         *(("reward.functions", name) for name in settings.reward.functions),
@@ -50,11 +58,10 @@ def module_problems(settings: TrainSettings) -> list[str]:
     """Functions that are not there: of modules that are nowhere, are no Python, or do not have them; and names that
     are none of this library's kernels and rewards."""
     lines = []
-    for op, known in KERNELS.items():
-        name = getattr(settings.model, op)
-        if name and ":" not in name and name not in known:
+    for setting, name in kernels_named(settings).items():
+        if name and ":" not in name and name not in (known := KERNELS[setting]):
             text = f"there is no such kernel; {did_you_mean(name, known)} and module:function"
-            lines.append(problem(f"model.{op}", name, text))
+            lines.append(problem(setting, name, text))
     known = builtins()
     for name in settings.reward.functions:
         if ":" not in name and name not in known:

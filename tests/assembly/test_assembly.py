@@ -144,14 +144,15 @@ def own_advantage(rows, rewards):
     return Advantages(rewards + 2.0, rewards)
 
 
-@pytest.mark.parametrize("op", ["attention", "log_probs"])
-def test_own_kernels_are_those_of_the_run(tmp_path, op):
+@pytest.mark.parametrize("setting", ["model.attention", "model.log_probs", "algorithm.gae"])
+def test_own_kernels_are_those_of_the_run(tmp_path, setting):
     tiny_run.write_task(tmp_path)
-    settings = tiny_run.settings(tmp_path, **{f"model__{op}": f"{__name__}:own_kernel"}, check=False)
+    given = setting.replace(".", "__")
+    settings = tiny_run.settings(tmp_path, **{given: f"{__name__}:own_kernel"}, check=False)
     with assemble(settings) as assembly, pytest.raises(ValueError, match="the own kernel was called"):
         ppo_step(assembly.run, program=assembly.program, draw=assembly.draw)
-    settings = tiny_run.settings(tmp_path, **{f"model__{op}": f"{__name__}:own_kernal"})
-    with pytest.raises(ValueError, match=rf"model.{op} .*did you mean 'own_kernel'"), assemble(settings):
+    settings = tiny_run.settings(tmp_path, **{given: f"{__name__}:own_kernal"})
+    with pytest.raises(ValueError, match=rf"{setting} .*did you mean 'own_kernel'"), assemble(settings):
         pass
 
 
@@ -217,9 +218,10 @@ def test_losses_by_name_take_their_scalars():
 
 
 def test_every_kernel_of_a_setting_is_known_before_torch_is():
-    assert all(set(names) - {AUTO} == set(table.BUILTIN[op]) for op, names in modules.KERNELS.items())
-    named = {path.removeprefix("model.") for path in files.paths() if path.startswith("model.")}
-    assert set(modules.KERNELS) == named & set(table.BUILTIN)
+    ops = {setting: setting.partition(".")[2] for setting in modules.KERNELS}
+    assert all(set(names) - {AUTO} == set(table.BUILTIN[ops[setting]]) for setting, names in modules.KERNELS.items())
+    named = [path for path in files.paths() if path.partition(".")[2] in table.BUILTIN]
+    assert sorted(modules.KERNELS) == sorted(named)
 
 
 def test_every_estimator_is_a_setting():

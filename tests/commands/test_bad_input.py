@@ -227,7 +227,7 @@ def test_all_that_is_wrong_is_named_at_once_without_torch(task):
     overrides = (
         "--rollout.n 3 --model.critic-path ./none --data.path ./none.jsonl --nproc 3 --mesh.sequence 2 "
         "--device cuda:99 --model.attention falsh --reward.functions mine:reword exact_macth nowhere.reward:f "
-        "--actor.loss.name torn:loss --rollout.stop-token-ids 99 --resume must --log.loggers wandb"
+        "--algorithm.gae cp --actor.loss.name torn:loss --rollout.stop-token-ids 99 --resume must --log.loggers wandb"
     )
     code = (
         "import sys; from fppo.commands import cli\n"
@@ -246,6 +246,7 @@ def test_all_that_is_wrong_is_named_at_once_without_torch(task):
         "mesh: its axes",
         "device = 'cuda:99': there ",
         "model.attention = 'falsh': there is no such kernel; did you mean flash?",
+        "algorithm.gae = 'cp': there is no such kernel; did you mean cpp?",
         "reward.functions = 'exact_macth': there is no such reward; did you mean exact_match?",
         "reward.functions = 'mine:reword': 'mine' has no 'reword'; did you mean 'reward'?",
         "reward.functions = 'nowhere.reward:f': the module 'nowhere.reward' does not import: there is none",

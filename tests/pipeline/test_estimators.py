@@ -61,6 +61,7 @@ def test_an_estimator_of_the_settings_is_its_function(name, tmp_path):
         ({"advantage": "vtrace"}, "algorithm.correction.mode = 'none': vtrace traces the weights of single tokens"),
         ({"lam_alpha": 0.1, "lam": 0.9}, "algorithm.lam = 0.9: nothing reads it here: it is for algorithm.lam_alpha ="),
         ({"advantage": "rloo", "critic_lam": 1.0}, "algorithm.critic_lam = 1.0: nothing reads it here: it is for gae"),
+        ({"lam_alpha": 0.1, "gae": "loop"}, "algorithm.gae = 'loop': nothing reads it here: it is for algorithm.advan"),
         ({"trace_cut": 0.5}, "algorithm.trace_cut = 0.5: nothing reads it here: it is for vtrace"),
     ],
 )

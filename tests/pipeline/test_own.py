@@ -158,13 +158,18 @@ OWN = {
 }
 
 
-def test_a_run_by_settings_is_refused_before_any_work(tmp_path):
-    settings = tiny_run.settings(tmp_path, **OWN)  # there is neither a model nor a prompt
+def halved_gae(rewards, values, mask, *, gamma, lam):
+    return tuple(x / 2 for x in table.get("gae", "scan")(rewards, values, mask, gamma=gamma, lam=lam))
+
+
+@pytest.mark.parametrize("named", [OWN, {"algorithm__gae": f"{__name__}:halved_gae"}])
+def test_a_run_by_settings_is_refused_before_any_work(tmp_path, named):
+    settings = tiny_run.settings(tmp_path, **named)  # there is neither a model nor a prompt
     with pytest.raises(SettingsError) as caught, assemble(settings):
         pass
-    assert len(caught.value.problems) == 4
+    assert len(caught.value.problems) == len(named) + 1
     assert "is not a directory with a model" in str(caught.value)
-    for name, value in OWN.items():
+    for name, value in named.items():
         assert f"{name.replace('__', '.')} = {value!r}: " in str(caught.value)
     assert "check = false starts all the same" in str(caught.value)
 
