@@ -190,7 +190,8 @@ def place_of(nodes: int, ranks: int) -> Iterator[Place]:
         return
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    # nodes join from a thread, where Ray cannot set the handlers of signals that it sets for an end by itself
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0}, shutdown_at_exit=False)
     try:
         yield Nodes(cluster, nodes, -(-ranks // max(nodes - 1, 1)))
     finally:
