@@ -361,8 +361,11 @@ def _warmup(s: TrainSettings, name: str, section: ActorSettings | CriticSettings
         text = f"must be less than the run's {total} updates ({steps} steps of {updates})"
         yield _problem(f"{name}.optimizer.warmup_steps", section.optimizer.warmup_steps, text)
     if section.optimizer.schedule == "constant":
-        reader = "the linear, cosine and wsd schedules"
+        reader = "the linear, cosine, exponential and wsd schedules"
         yield from _unread(f"{name}.optimizer.min_lr_ratio", section.optimizer.min_lr_ratio, 0.0, reader)
+    elif section.optimizer.schedule == "exponential" and not section.optimizer.min_lr_ratio:
+        text = "the exponential schedule falls by a factor and never comes to 0; give a part of lr, as 0.01"
+        yield _problem(f"{name}.optimizer.min_lr_ratio", 0.0, text)
 
 
 def _optimizer(name: str, section: ActorSettings | CriticSettings) -> Problems:

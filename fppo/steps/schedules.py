@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 Schedule = Callable[[int], float]
-KINDS = ("constant", "linear", "cosine", "wsd")
+KINDS = ("constant", "linear", "cosine", "exponential", "wsd")
 
 
 def schedule(
@@ -20,14 +20,17 @@ def schedule(
 ) -> Schedule:
     """The rate for update `step` (0 is the first): (step + 1) / (warmup_steps + 1) of the peak while warming up, then
 
-    constant: the peak; linear: down to `min_ratio * peak` at `total_steps`; cosine: half a cosine to there; wsd: the
-    peak until the last `decay_ratio` of all steps, then linear (warm-up, stable, decay: Hu et al., 2024,
-    arXiv:2404.06395). Raises ValueError for an unknown kind, and where a decaying one has no `total_steps`.
+    constant: the peak; linear: down to `min_ratio * peak` at `total_steps`; cosine: half a cosine to there;
+    exponential: to there by the same factor each step; wsd: the peak until the last `decay_ratio` of all steps, then
+    linear (warm-up, stable, decay: Hu et al., 2024, arXiv:2404.06395). Raises ValueError for an unknown kind, where a
+    decaying one has no `total_steps`, and for an exponential one without a `min_ratio` above 0.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown schedule {kind!r}; there are {list(KINDS)}")
     if kind != "constant" and total_steps is None:
         raise ValueError(f"a {kind} schedule needs total_steps")
+    if kind == "exponential" and min_ratio <= 0:
+        raise ValueError(f"an exponential schedule needs a min_ratio above 0, got {min_ratio}")
     total = max(total_steps or 0, warmup_steps + 1)
 
     def rate(step: int) -> float:
@@ -39,6 +42,8 @@ def schedule(
                 ratio = 1.0 - progress
             case "cosine":
                 ratio = 0.5 * (1.0 + math.cos(math.pi * progress))
+            case "exponential":
+                return peak * min_ratio**progress
             case "wsd":
                 ratio = min((1.0 - progress) / decay_ratio, 1.0)
             case _:

@@ -172,6 +172,7 @@ CONFLICTS = [
     ({"steps": 5, "critic.warmup_steps": 5}, "critic.warmup_steps"),
     ({"steps": 5, "actor.optimizer.warmup_steps": 5}, "actor.optimizer.warmup_steps"),
     ({"critic.optimizer.min_lr_ratio": 0.1}, "critic.optimizer.min_lr_ratio"),
+    ({"critic.optimizer.schedule": "exponential"}, "critic.optimizer.min_lr_ratio"),
     ({"actor.optimizer.name": "adam"}, "actor.optimizer.name"),
     ({"actor.optimizer.momentum": 0.9}, "actor.optimizer.momentum"),
     ({"critic.optimizer.name": "sgd", "critic.optimizer.beta2": 0.99}, "critic.optimizer.beta2"),

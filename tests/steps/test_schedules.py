@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fppo.steps.schedules import KINDS, schedule
 
 
-@given(st.sampled_from(KINDS), st.integers(0, 10), st.integers(11, 50), st.floats(0, 1))
+@given(st.sampled_from(KINDS), st.integers(0, 10), st.integers(11, 50), st.floats(1e-6, 1))
 def test_every_schedule_starts_above_zero_rises_to_the_peak_and_stays_in_bounds(kind, warmup, total, ratio):
     rate = schedule(kind, 0.5, total_steps=total, warmup_steps=warmup, min_ratio=ratio)
     rates = [rate(step) for step in range(total + 1)]
@@ -26,8 +26,16 @@ def test_wsd_is_flat_until_the_decay():
     assert rate(90) == pytest.approx(0.5)
 
 
+def test_exponential_loses_the_same_part_with_every_update():
+    rate = schedule("exponential", 1.0, total_steps=60, warmup_steps=10, min_ratio=2**-5)
+    assert [rate(10 + 10 * n) for n in range(6)] == pytest.approx([2.0**-n for n in range(6)])
+    assert rate(1000) == pytest.approx(2**-5)
+
+
 def test_unknown_kind_and_missing_total_are_errors():
     with pytest.raises(ValueError, match="there are"):
         schedule("step", 1.0)
     with pytest.raises(ValueError, match="total_steps"):
         schedule("cosine", 1.0)
+    with pytest.raises(ValueError, match="min_ratio"):
+        schedule("exponential", 1.0, total_steps=9)
