@@ -61,7 +61,7 @@ def test_a_run_finds_them_in_ranks_and_workers_and_when_it_goes_on_from_elsewher
     _console(task / "first", "train", "../run.toml", *FLAGS, "--steps", 1, "--nproc", 2)
     saved = files.load(task / "run" / "settings.toml")
     assert saved.module_dirs == (str(task), str(task / "first"))
-    again = ("--steps", 2, "--mesh.shard", 1, "--actor.loss.check", "false")
+    again = ("--steps", 2, "--mesh.shard", 1, "--check", "false")
     _console(task / "second", "train", task / "run" / "settings.toml", *again)
     first, second = [line for line in jsonl.read(task / "run" / "metrics.jsonl") if line["step"]]
     assert first["reward/seen"] == second["reward/seen"] == 7.0
