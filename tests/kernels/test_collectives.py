@@ -151,6 +151,7 @@ def truncates(x, axis, *, dim=0):
     return x if axis.size == 1 else collectives.reduce_scatter(x.narrow(dim, 0, size), axis, dim=dim)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "name", "law"),
     [

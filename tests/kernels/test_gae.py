@@ -61,6 +61,7 @@ def test_the_program_in_cpp_is_the_loop(rows, width, density, seed, gamma, lam, 
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float64, 1e-9), (torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 2e-2)],

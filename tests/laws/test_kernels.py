@@ -189,6 +189,7 @@ LOG_PROBS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mistake", "law", "words"), LOG_PROBS, ids=lambda x: getattr(x, "__name__", ""))
 def test_each_mistake_in_log_probs_breaks_its_law(mistake, law, words):
     dtype = torch.bfloat16 if law == "long sums" else torch.float32
@@ -276,6 +277,7 @@ ATTENTION = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mistake", "law", "tokens", "words"), ATTENTION, ids=lambda x: getattr(x, "__name__", ""))
 def test_each_mistake_in_attention_breaks_its_law(mistake, law, tokens, words):
     with pytest.raises(laws.LawViolation, match=words) as caught:

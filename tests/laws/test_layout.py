@@ -205,6 +205,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_broken_update_is_caught(mistake, monkeypatch):
     axis, module, name, wrong = MISTAKES[mistake]
@@ -222,6 +223,7 @@ def local_mean(log_probs, old, advantages, mask):
     return loss / mask.sum().clamp(min=1), metrics
 
 
+@pytest.mark.slow
 def test_a_loss_with_a_local_mean_is_caught():
     with pytest.raises(laws.LawViolation, match=r"sharding stage \d|whole parameters") as caught:
         laws.check_layout(local_mean, modes=("token-mean",), max_ranks=4)

@@ -63,6 +63,7 @@ def infinite(log_probs, old, advantages, mask):
     return (log_probs.where(mask, 0.0) * torch.inf).where(mask, 0.0), {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_fn", "law", "words"),
     [

@@ -21,6 +21,7 @@ def sharded(mesh):
     return attrs.evolve(mesh, sharding=Sharding() if mesh["shard"].size > 1 else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", AXES, ids=str)
 @pytest.mark.parametrize("name", ["phi3", "olmo2", "qwen3_moe"])
 def test_what_ranks_read_is_their_part_and_what_they_write_the_whole(name, axes, tmp_path):

@@ -126,6 +126,7 @@ def digests_of_whole(run, assembly):
     return digest(run, "sums", device=assembly.device, mesh=assembly.mesh, shapes=assembly.shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saving", "axes"),
     [

@@ -115,6 +115,7 @@ def test_changes_are_put_together_where_none_is_enough():
     assert found.plan.fits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis", "taken", "changes"),
     [

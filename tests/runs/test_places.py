@@ -241,6 +241,7 @@ def test_fewer_steps_than_are_done_change_nothing(run, capsys):
     assert content(run) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["half a line amid", "half a line at the end", "gone"])
 @pytest.mark.parametrize("name", ["metrics.jsonl", "digests.jsonl"])
 def test_a_damaged_record_loses_nothing_else_and_what_is_gone_is_said(task, run, capsys, name, damage):

@@ -249,6 +249,7 @@ def test_an_exported_policy_is_the_runs_policy_in_transformers(task, tmp_path):
         actions.export(directory, tmp_path / "out", 99)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("advantage", "n"),
     [
@@ -278,6 +279,7 @@ def test_every_estimator_runs_as_a_setting(task, tmp_path, advantage, n):
     assert all("critic/vf_loss" not in line for line in jsonl.read(directory / "metrics.jsonl"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss", ["gspo", "sapo", "gpg", "cispo", "gmpo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro"]
 )

@@ -72,6 +72,7 @@ def loss_of(model, batch, params, mesh):
     return value, tree.map(torch.detach, found), grads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("head", ["lm", "value"])
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
