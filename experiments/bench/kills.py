@@ -84,7 +84,10 @@ class Nodes:
         return True  # what is struck while ranks start is a kill as well
 
     def strike(self, draw: random.Random) -> str:
-        node, ranks = draw.choice(self._nodes), self._ranks()
+        import ray
+
+        own = ray.get_runtime_context().get_node_id() if ray.is_initialized() else None  # the controller's stays
+        node, ranks = draw.choice([each for each in self._nodes if each.node_id != own]), self._ranks()
         if ranks and draw.random() < 0.5:
             os.kill(draw.choice(ranks), signal.SIGKILL)
             return "rank"
