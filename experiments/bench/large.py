@@ -1,7 +1,6 @@
 """A run whose checkpoint is larger than the memory that each of its processes may have.
 
     python experiments/bench/large.py
-    python experiments/bench/large.py --shard 2 --limit-mib 2800
 
 makes a random model, gives every process of a run that limit (RLIMIT_DATA: memory that a process may write to), and
 trains a policy beside a reference for two steps: load, sample, log-probs, update, checkpoint, export. A second start

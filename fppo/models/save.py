@@ -130,7 +130,7 @@ def _save_file(
     """Writes tensors as they come on the first rank. All help until the last one, even if one could not be written."""
     with contextlib.ExitStack() as opened:
         writes: list[Callable[[str, Tensor], None]] = []
-        problems: list[OSError] = []
+        problems: list[Exception] = []
 
         def begin() -> None:
             writes.append(opened.enter_context(written(path, like, metadata={"format": "pt"})))
@@ -145,7 +145,7 @@ def _save_file(
             try:
                 if not problems:
                     writes[0](name, x)
-            except OSError as error:
+            except Exception as error:
                 problems.append(error)
             del x  # before the next one is gathered
         first_alone(finish, mesh, device)

@@ -105,7 +105,7 @@ def test_no_rank_holds_more_than_one_parameter(tmp_path, monkeypatch):
     assert not any(alive.values())
 
 
-@pytest.mark.parametrize("stage", ["file", "tokenizer"])
+@pytest.mark.parametrize("stage", ["file", "tensor", "tokenizer"])
 def test_a_failure_of_the_first_rank_is_one_of_all_and_leaves_the_old_one(tmp_path, monkeypatch, stage):
     model, params = make("llama", dtype=torch.float32)
     models.save(model, params, tmp_path / "m")
@@ -118,7 +118,7 @@ def test_a_failure_of_the_first_rank_is_one_of_all_and_leaves_the_old_one(tmp_pa
             yield no_space if len(files) == 2 else write
 
     def no_space(name, x):
-        raise OSError(28, "No space left on device")
+        raise OSError(28, "No space left on device") if stage == "file" else ValueError("not the tensor")
 
     class Tokenizer:
         def save_pretrained(self, directory):
@@ -129,17 +129,20 @@ def test_a_failure_of_the_first_rank_is_one_of_all_and_leaves_the_old_one(tmp_pa
             changed = {name: x + 1 for name, x in params.items()}
             tokenizer = Tokenizer() if stage == "tokenizer" else None
             save(mesh, model, changed, tmp_path / "m", max_shard_bytes=FILE, tokenizer=tokenizer)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             return type(error), str(error)
 
     with monkeypatch.context() as patch:
-        if stage == "file":
+        if stage != "tokenizer":
             patch.setattr(importlib.import_module("fppo.models.save"), "written", full)
         first, *others = simulate({"shard": 2, "replicate": 2}, run)
-    assert first == (OSError, "[Errno 28] No space left on device")
-    for kind, text in others:
-        assert kind is RuntimeError
-        assert "could not be saved on the first rank: OSError: [Errno 28] No space left" in text
+    kind, text = (
+        (ValueError, "not the tensor") if stage == "tensor" else (OSError, "[Errno 28] No space left on device")
+    )
+    assert first == (kind, text)
+    for other, said in others:
+        assert other is RuntimeError
+        assert f"could not be saved on the first rank: {kind.__name__}: {text}" in said
     assert tree.digest(models.load(tmp_path / "m")[1]) == tree.digest(params)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
