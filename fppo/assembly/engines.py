@@ -72,6 +72,7 @@ def vllm_engine(
         prefix_cache=section.prefix_cache,
         sleep=section.sleep,
         host=section.host,
+        cluster=section.cluster,
         tensor_parallel=section.tensor_parallel,
         devices=section.devices,
         transport=section.transport,

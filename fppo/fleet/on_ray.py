@@ -27,6 +27,29 @@ _REACHED = 10.0  # seconds for somebody to answer at an address
 _PAUSE = 0.5  # seconds between two attempts to start on a cluster that is about to notice the loss of a node
 
 
+def joined(address: str, *, show_output: bool = True) -> tuple[Any, bool]:
+    """The module ray, in the cluster of that address, and whether this process joined it just now.
+
+    "local" is a new cluster on this machine; a process that has joined one already stays in that. `show_output`: what
+    its workers print is printed here, too. Raises ValueError without Ray, if there is no cluster at the address, and if
+    this process is in another one.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError("Ray is not installed: pip install 'fppo[ray]'")
+    import ray
+
+    if ray.is_initialized():
+        there = ray.get_runtime_context().gcs_address
+        if address not in ("local", there):
+            raise ValueError(f"this process is in the Ray cluster at {there} already, not in that at {address!r}")
+        return ray, False
+    own: Any = {"include_dashboard": False} if address == "local" else {}
+    if address != "local":
+        _check_reached(address)
+    ray.init(address=address, configure_logging=False, log_to_driver=show_output, **own)
+    return ray, True
+
+
 class RayCluster:
     """A Ray cluster, for as long as the context lasts: "local", a new one on this machine, or the one at an address.
     A process that has joined one already stays in that. Which it is is never guessed.
@@ -35,23 +58,9 @@ class RayCluster:
     """
 
     def __init__(self, address: str) -> None:
-        if importlib.util.find_spec("ray") is None:
-            raise ValueError("Ray is not installed: pip install 'fppo[ray]'")
-        import ray
-
-        self._ray: Any = ray
-        self._sent: Sent[Any] = Sent(lambda arrays: [ray.put(x) for x in arrays])
+        self._ray, self._joins = joined(address)
+        self._sent: Sent[Any] = Sent(lambda arrays: [self._ray.put(x) for x in arrays])
         self._fixed = address == "local"  # no node will come
-        self._joins = not ray.is_initialized()
-        if not self._joins:
-            own = ray.get_runtime_context().gcs_address
-            if address not in ("local", own):
-                raise ValueError(f"this process is in the Ray cluster at {own} already, not in that at {address!r}")
-            return
-        if not self._fixed:
-            _check_reached(address)
-        own: Any = {"include_dashboard": False} if self._fixed else {}
-        ray.init(address=address, configure_logging=False, **own)
 
     def __enter__(self) -> RayCluster:
         return self

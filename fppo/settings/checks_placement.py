@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 
 import attrs
@@ -10,10 +9,9 @@ import attrs
 from fppo._errors import did_you_mean
 from fppo.settings.checks_data import has_held_out
 from fppo.settings.placement import AXES, HERE, Pool, fields_of, places_of, pools_of
-from fppo.settings.problems import Problems, problem, unread
+from fppo.settings.problems import Problems, cluster_problems, problem, unread
 from fppo.settings.train import TrainSettings
 
-_ADDRESS = re.compile(r"(ray://)?[^\s:/]+:\d+")
 _OWN = {"actor": ("actor.", "rollout."), "critic": ("critic.",)}  # settings of a role alone
 OnMesh = Callable[[TrainSettings, int], Problems]  # what is wrong with settings on so many ranks of their mesh
 
@@ -33,9 +31,7 @@ def placement_problems(s: TrainSettings, *, critic: bool, reference: bool, on_me
         if not there and getattr(placement.roles, role) not in (HERE, None):
             advice = f"the run has no {name}; leave it out"
             yield problem(f"placement.roles.{role}", getattr(placement.roles, role), advice)
-    if placement.cluster not in ("processes", "local") and not _ADDRESS.fullmatch(placement.cluster):
-        advice = "it is processes, local, or the HOST:PORT of a Ray cluster that runs"
-        yield problem("placement.cluster", placement.cluster, advice)
+    yield from cluster_problems("placement.cluster", placement.cluster, ("processes", "local"))
     for role, name in places.items():
         own = role != "reference" or placement.roles.reference is not None
         if name not in placement.pools and own:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fppo.settings.problems import Problems, problem, unread
+from fppo.settings.problems import Problems, cluster_problems, problem, unread
 from fppo.settings.vllm import VllmSettings
 
 _DEFAULT = VllmSettings()
@@ -38,6 +38,9 @@ def vllm_problems(section: VllmSettings, path: str) -> Problems:
             )
     if section.host != "process":
         yield from unread(f"{path}.devices", section.devices, (), f'{path}.host = "process"')
+    yield from cluster_problems(f"{path}.cluster", section.cluster, ("local",))
+    if section.host != "ray":
+        yield from unread(f"{path}.cluster", section.cluster, _DEFAULT.cluster, f'{path}.host = "ray"')
     if section.host != "local":
         return
     for name in ("restarts", "patience", "start_patience", "transport"):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from fppo.settings.placement import MACHINE, gpus_in, places_of
-from fppo.settings.problems import problem
+from fppo.settings.problems import Problems, problem
 from fppo.settings.train import TrainSettings
 
 _DEVICES = Path("/dev")
@@ -36,17 +36,25 @@ def machine_problems(settings: TrainSettings, ranks: int, *, visible: str | None
     if most is not None and wanted > most:
         text = f"they want {wanted:g} GPUs together, and this machine has {most}; give fewer, or shares of one"
         lines.append(problem("placement.pools", settings.placement.pools, text))
-    for logger, package in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
-        if logger in settings.log.loggers and not _installed(package):
-            text = f"{logger} is not installed; pip install 'fppo[{logger}]'"
-            lines.append(problem("log.loggers", list(settings.log.loggers), text))
-    cluster = settings.placement.cluster
-    if cluster != "processes" and places_of(settings.placement) and not _installed("ray"):
-        lines.append(problem("placement.cluster", cluster, "Ray is not installed; pip install 'fppo[ray]'"))
-    if (base := settings.model.lora.base) != "float" and not _installed("bitsandbytes"):
+    return [*lines, *_missing_packages(settings)]
+
+
+def _missing_packages(s: TrainSettings) -> Problems:
+    """Packages that the settings ask for and that are not installed."""
+    for name in ("tensorboard", "wandb"):
+        if name in s.log.loggers and not _installed(name):
+            yield problem("log.loggers", list(s.log.loggers), f"{name} is not installed; pip install 'fppo[{name}]'")
+    judge, cluster = s.reward.judge, s.placement.cluster
+    for path, value, asked in (
+        ("placement.cluster", cluster, cluster != "processes" and bool(places_of(s.placement))),
+        ("rollout.vllm.host", s.rollout.vllm.host, s.rollout.engine == "vllm" and s.rollout.vllm.host == "ray"),
+        ("reward.judge.vllm.host", judge.vllm.host, judge.path is not None and judge.vllm.host == "ray"),
+    ):
+        if asked and not _installed("ray"):
+            yield problem(path, value, "Ray is not installed; pip install 'fppo[ray]'")
+    if (base := s.model.lora.base) != "float" and not _installed("bitsandbytes"):
         text = "bitsandbytes is not installed; pip install 'fppo[quantised]'"
-        lines.append(problem("model.lora.base", base, text))
-    return lines
+        yield problem("model.lora.base", base, text)
 
 
 def _installed(package: str) -> bool:

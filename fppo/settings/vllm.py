@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings.fields import Table, above, at_least, at_most, setting
+from fppo.settings.fields import Table, above, at_least, at_most, nonempty, setting
 
 
 def _gpus(value: tuple[int, ...]) -> str | None:
@@ -36,6 +36,8 @@ class VllmSettings:
     """Give weights and cache back to the GPU between rollouts."""
     host: Literal["local", "process", "ray"] = setting("local")
     """Where it runs: in this process, in one of its own, or in a Ray actor; what dies or hangs there is replaced."""
+    cluster: str = setting("local", nonempty("give local, or the HOST:PORT of a Ray cluster that runs"))
+    """The Ray cluster of host = "ray": local, a new one on this machine, or the HOST:PORT of one that runs."""
     tensor_parallel: int = setting(1, at_least(1))
     """Over how many devices it cuts the model; not with host = "local"."""
     devices: tuple[int, ...] = setting((), _gpus)

@@ -58,7 +58,7 @@ def test_a_dtype_that_vllm_has_not():
 def test_ray_is_asked_for_where_it_is_absent(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else object())
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.33.1")
-    with pytest.raises(ValueError, match=r"Ray is not installed, but host = 'ray': pip install 'fppo\[ray\]'"):
+    with pytest.raises(ValueError, match=r"Ray is not installed: pip install 'fppo\[ray\]'"):
         VllmEngine(make("qwen2")[0], pad_token_id=0, options=VllmOptions(host="ray"))
 
 
@@ -73,6 +73,8 @@ SECTION = {"rollout.engine": "vllm"}
         ({"rollout.vllm.devices": (1,)}, "rollout.vllm.devices"),
         ({"rollout.vllm.host": "ray", "rollout.vllm.devices": (1,)}, "rollout.vllm.devices"),
         ({"rollout.vllm.host": "process", "rollout.vllm.devices": (1, 1)}, "rollout.vllm.devices"),
+        ({"rollout.vllm.host": "process", "rollout.vllm.cluster": "10.0.0.1:1"}, "rollout.vllm.cluster"),
+        ({"rollout.vllm.host": "ray", "rollout.vllm.cluster": "auto"}, "rollout.vllm.cluster"),
         ({"rollout.vllm.restarts": 0}, "rollout.vllm.restarts"),
         ({"rollout.vllm.patience": 3.0}, "rollout.vllm.patience"),
         ({"rollout.vllm.start_patience": 3.0}, "rollout.vllm.start_patience"),

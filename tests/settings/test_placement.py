@@ -188,4 +188,7 @@ def test_a_cluster_of_ray_takes_ray(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_installed", lambda package: False)
     expected = ["placement.cluster = 'local': Ray is not installed; pip install 'fppo[ray]'"]
     assert machine.machine_problems(settings, 1, visible=None) == expected
+    engine = tiny_run.settings(tmp_path, rollout__engine="vllm", rollout__vllm__host="ray")
+    expected = ["rollout.vllm.host = 'ray': Ray is not installed; pip install 'fppo[ray]'"]
+    assert machine.machine_problems(engine, 1, visible=None) == expected
     assert machine.machine_problems(tiny_run.settings(tmp_path), 1, visible=None) == []

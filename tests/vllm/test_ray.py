@@ -26,7 +26,7 @@ OPTIONS = {"host": "ray", "max_rows": 2, "patience": 60.0, "restarts": 1}
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
 
@@ -88,6 +88,11 @@ def test_an_actor_that_hangs_is_ended(engine):
     os.kill(process, signal.SIGSTOP)
     with pytest.raises(EngineDied, match="no sign of life for 3 s"):
         engine._host.sleep()
+
+
+def test_which_cluster_is_never_guessed():
+    with pytest.raises(ValueError, match=r"is in the Ray cluster at .* already, not in that at .10.0.0.1:1"):
+        start(options=OPTIONS | {"cluster": "10.0.0.1:1"})
 
 
 def test_a_start_that_fails_says_why():

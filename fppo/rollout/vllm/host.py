@@ -87,6 +87,8 @@ class VllmOptions:
         default="local", validator=attrs.validators.in_(("local", "process", "ray"))
     )
     """In this process, in one of its own, or in a Ray actor; what dies or hangs there is replaced, and goes on."""
+    cluster: str = "local"
+    """With host = "ray": "local", a new cluster on this machine, or the HOST:PORT of one that runs."""
     tensor_parallel: int = attrs.field(default=1, validator=_count(1))
     """Over how many devices vLLM cuts the model, each in a process of its own; not with host = "local"."""
     devices: tuple[int, ...] = attrs.field(default=(), validator=_gpus)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import sys
 import time
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fppo.fleet.on_ray import joined
 from fppo.rollout.shared_memory import Place, places_of, view
 from fppo.rollout.sync import How, SyncError
 from fppo.rollout.vllm.host import (
@@ -34,15 +34,15 @@ _FROM_THERE = (EngineFailure, SyncError, ValueError)
 
 
 class RayHost:
-    """A `Host` whose vLLM is in an actor of the Ray cluster that this process belongs to, or starts.
+    """A `Host` whose vLLM is in an actor of the Ray cluster that `options.cluster` names.
 
     On a cluster with GPUs the actor takes as many as vLLM cuts the model over. Raises EngineDied, from any method, once
-    the actor is gone or hangs.
+    the actor is gone or hangs. Raises ValueError without Ray or such a cluster.
     """
 
     def __init__(self, path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bool) -> None:
         check_installed()
-        self._options, self._ray = options, _connected()
+        self._options, self._ray = options, joined(options.cluster, show_output=False)[0]
         gpus = options.tensor_parallel if self._ray.cluster_resources().get("GPU") else 0
         paths = os.pathsep.join(os.getcwd() if entry == "" else entry for entry in sys.path)
         there = {"num_cpus": 1, "num_gpus": gpus, "runtime_env": {"env_vars": {"PYTHONPATH": paths}}}
@@ -134,17 +134,6 @@ class RayHost:
             f"the Ray actor of vLLM gave no sign of life for {getattr(self._options, wait):g} s (setting: {wait}); "
             f"the cluster has {self._ray.available_resources()} left"
         )
-
-
-def _connected() -> Any:
-    """The module ray, in a cluster: the one that is there already, or a new one on this machine."""
-    if importlib.util.find_spec("ray") is None:
-        raise ValueError("Ray is not installed, but host = 'ray': pip install 'fppo[ray]', or give host = 'process'")
-    import ray  # pyright: ignore[reportMissingImports]
-
-    if not ray.is_initialized():
-        ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
-    return ray
 
 
 class _Server:
