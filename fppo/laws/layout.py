@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import torch
@@ -27,11 +27,13 @@ if TYPE_CHECKING:  # a model needs transformers; the other laws do without it
     from fppo.models.model import HeadKind
     from fppo.steps.actor import PolicyTerms, SelectiveLoss
 
+Recompute = Literal["selective"] | bool
 SIZES = ((1, 1), (2, 2), (3, 3), (6, 4))
 MINI = 4  # rows of a mini-batch, at most
 AXES = ("replicate", "shard", "expert", "sequence", "context", "tensor", "pipeline")
 HEADS = LAYERS = EXPERTS = 4
 SHARDINGS = (3, 2, 1, None)  # stages; None: whole parameters on every rank
+RECOMPUTES: tuple[Recompute, ...] = (False, True, False, "selective")
 TOLERANCE = 1e-10
 
 
@@ -41,7 +43,7 @@ class Layout:
 
     axes: Mapping[str, int]
     stage: int | None = None
-    checkpoint_layers: bool = False
+    checkpoint_layers: Recompute = False
     virtual_stages: int = 1
     layers: int = 2
     size: int | None = None
@@ -54,13 +56,16 @@ class Layout:
         sharded = "whole parameters" if self.stage is None else f"sharding stage {self.stage}"
         cut = f"of {self.size}" if self.token_budget is None else f"of at most {self.token_budget} tokens"
         words = f"on a mesh of {mesh}, {sharded}, micro-batches {cut}"
-        extras = (", packed" if self.remove_padding else ", padded") + (", layers recomputed" * self.checkpoint_layers)
+        extras = ", packed" if self.remove_padding else ", padded"
+        extras += {"selective": ", all but attention recomputed", True: ", layers recomputed", False: ""}[
+            self.checkpoint_layers
+        ]
         extras += ", keys around a ring" * self.ring
         return words + extras + f", {self.virtual_stages} stages on each rank" * (self.virtual_stages > 1)
 
 
-# of a layout: axes, stage of the sharding, whether layers are recomputed, stages of a pipeline on each rank
-Settings = tuple[Mapping[str, int], int | None, bool, int]
+# of a layout: axes, stage of the sharding, how layers are recomputed, stages of a pipeline on each rank
+Settings = tuple[Mapping[str, int], int | None, Recompute, int]
 # (example, layout, number of the model) -> what the update gave on every rank
 Run = Callable[[Example, Layout, int], list[_Outcome]]
 
@@ -180,7 +185,7 @@ def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run
 def _draw(
     axes: Mapping[str, int],
     stage: int | None,
-    checkpoint_layers: bool,
+    checkpoint_layers: Recompute,
     virtual_stages: int,
     example: Example,
     generator: torch.Generator,
@@ -282,14 +287,15 @@ def check_layout_fn(
 
     `update` is as in `check_update_fn`, on any mesh: replicate, shard, expert, sequence, context, tensor and pipeline
     axes of 1, 2 and 4 ranks, `max_ranks` at most, with whole parameters or sharded ones of every stage, the layers
-    recomputed or not, and the stages of a pipeline of 2 ranks interleaved or not. All ranks have all rows, ragged ones,
-    which the update shares out, to some ranks none, and cuts into micro-batches anyhow. In every weight mode of `modes`
-    the gradient tree, the new state and the metrics on every rank must be those of one process, in float64, to 1e-10,
-    of dense models and of one with experts. Each example tries the next `each` layouts in an order drawn from `seed`;
-    None: so many that all are tried. LawViolation for the first law that fails, with the layout and the seed.
+    recomputed, all but their attention, or not, and the stages of a pipeline of 2 ranks interleaved or not. All ranks
+    have all rows, ragged ones, which the update shares out, to some ranks none, and cuts into micro-batches anyhow. In
+    every weight mode of `modes` the gradient tree, the new state and the metrics on every rank must be those of one
+    process, in float64, to 1e-10, of dense models and of one with experts. Each example tries the next `each` layouts
+    in an order drawn from `seed`; None: so many that all are tried. LawViolation for the first law that fails, with the
+    layout and the seed.
     """
-    layouts = [
-        (axes, stage, (number + place) % 2 == 1, virtual)
+    layouts: list[Settings] = [
+        (axes, stage, RECOMPUTES[(number + place) % len(RECOMPUTES)], virtual)
         for place, stage in enumerate(SHARDINGS)
         for number, axes in enumerate(meshes(max_ranks))
         if _shards(axes) > 1 or stage is None

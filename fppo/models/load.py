@@ -32,6 +32,7 @@ from fppo.models.model import (
 )
 from fppo.models.place import check_dispatched, check_placed, check_staged, own_params, place
 from fppo.models.probe import check_model
+from fppo.models.recompute import Recompute
 from fppo.runtime.mesh import LOCAL, Mesh
 
 _PATIENCE = 4.0  # seconds for the hub to answer
@@ -47,7 +48,7 @@ def load(
     key: Key | None = None,
     outputs: int | range = 1,
     compute_dtype: torch.dtype | None = None,
-    checkpoint_layers: bool = False,
+    checkpoint_layers: Recompute = False,
     trust_remote_code: bool = False,
     config: Mapping[str, Any] | None = None,
     mesh: Mesh = LOCAL,

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from fppo.models import codes, routing, seams
 from fppo.models.adapted import FACTORS, Frozen
 from fppo.models.inner import OWN, Inner, compile_layers, put_kernels
+from fppo.models.recompute import Recompute
 from fppo.models.rows import packed_attention, padded_attention
-from fppo.models.states import ALONE, KINDS, put_mixers
+from fppo.models.states import ALONE, KINDS, has_attention, put_mixers
 from fppo.models.vision import Vision, parts_of, put_attention, takes_images, vision_of
 from fppo.runtime.layout import Cut, Extent, Layout
 from fppo_kernels.padding import sent
@@ -52,8 +53,9 @@ class Model:
     """A decoder-only language model without its parameters, or one with a vision tower before it.
 
     `compute_dtype` is the type parameters are cast to inside a pass, and `checkpoint_layers` whether a layer's inner
-    results are computed again in the backward pass, `compile_layers` whether layers run as programs of torch.compile in
-    `hidden_states`, which round otherwise; `attrs.evolve(model, checkpoint_layers=True)` changes them.
+    results are computed again in the backward pass, all of them or, if "selective", those outside its attention,
+    `compile_layers` whether layers run as programs of torch.compile in `hidden_states`, which round otherwise;
+    `attrs.evolve(model, checkpoint_layers=True)` changes them.
     """
 
     config: PreTrainedConfig  # of the language model
@@ -68,7 +70,7 @@ class Model:
     buffers: frozenset[str] = frozenset()  # of `shapes`, what takes no gradient: state that checkpoints keep in buffers
     shares: bool = True  # whether tensors of the skeleton have several names there, to be looked for in each pass
     compute_dtype: torch.dtype | None = None
-    checkpoint_layers: bool = False
+    checkpoint_layers: Recompute = False
     compile_layers: bool = False
     trust_remote_code: bool = False
     layout: Layout | None = None  # of a model placed on tensor and pipeline axes: what `shapes` are of the whole ones
@@ -78,6 +80,13 @@ class Model:
     forms: codes.Forms = attrs.field(factory=dict)  # of weights in codes (`bases.quantise`)
     vision: Vision | None = None  # of a model that takes images
     _copies: threading.local = attrs.field(factory=threading.local, init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        if self.checkpoint_layers == "selective" and not has_attention(self.config):
+            raise ValueError(
+                f"model type {self.config.model_type!r} has no attention whose results could be kept: give "
+                "checkpoint_layers = true in place of selective"
+            )
 
     @property
     def whole_shapes(self) -> Mapping[str, torch.Size]:
@@ -256,7 +265,7 @@ def build(
     *,
     outputs: int = 1,
     compute_dtype: torch.dtype | None = None,
-    checkpoint_layers: bool = False,
+    checkpoint_layers: Recompute = False,
     trust_remote_code: bool = False,
 ) -> Model:
     """The model of a Hugging Face config, with a vocabulary head ("lm") or `outputs` numbers per token ("value").

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from fppo.models.adapted import FACTORS, Adapted, Parts
@@ -19,6 +18,7 @@ from fppo.models.inner import OWN, inner_of
 from fppo.models.lengths import longest_row, over_long
 from fppo.models.model import Model, Params, Span
 from fppo.models.precision import KeepDouble
+from fppo.models.recompute import recomputed
 from fppo.models.routing import Routes
 from fppo.models.seams import ApplyLayer, Attend, LayerSeam
 from fppo.models.spans import Relay, absent
@@ -245,7 +245,8 @@ def call_layer(
 
 
 def checkpointed_layers(model: Model, layer_params: Mapping[str, Tensor]) -> ApplyLayer:
-    """`apply_layer` that keeps only each layer's input for the backward pass. Parameters by their skeleton names.
+    """`apply_layer` that keeps only each layer's input for the backward pass, and what its attention keeps if the model
+    says so. Parameters by their skeleton names.
 
     The cast to the compute dtype is inside: no low-precision copy of the weights outlives its layer.
     """
@@ -257,7 +258,6 @@ def checkpointed_layers(model: Model, layer_params: Mapping[str, Tensor]) -> App
         def run(tensors: Params, *args: Any, **kwargs: Any) -> Any:
             return call_layer(model, index, layer, tensors, args, kwargs)
 
-        # deterministic: dropout is off, so there is no random state to keep
-        return checkpoint(run, own, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return recomputed(run, model.checkpoint_layers, own, *args, **kwargs)
 
     return apply_layer

@@ -146,6 +146,12 @@ def check_rows_whole(config: PreTrainedConfig, sizes: Mapping[str, int]) -> None
         )
 
 
+def has_attention(config: PreTrainedConfig) -> bool:
+    """Whether any layer has attention, as the config says."""
+    kinds = getattr(config, "layer_types", None)
+    return kinds is None or not set(kinds) <= WITHOUT_ATTENTION
+
+
 def without_tokens(config: PreTrainedConfig) -> set[int]:
     """The numbers of the layers in which no token meets another."""
     kinds = getattr(config, "layer_types", None) or ()

@@ -17,6 +17,7 @@ from fppo.models.experts import expert_count
 from fppo.models.model import build
 from fppo.models.narrow import narrow
 from fppo.models.quantised import Kind
+from fppo.models.recompute import Recompute
 from fppo.models.states import check_rows_whole
 from fppo.plan.hardware import Hardware
 from fppo.runtime.mesh import DATA_AXES, SHARD_AXES, Mesh, Sharding
@@ -41,7 +42,7 @@ class Role:
 
     tokens: int | None = None  # of a pass: the critic's of its update, the reward model's of its only one
     compute_dtype: str | None = None
-    checkpoint_layers: bool | None = None
+    checkpoint_layers: Recompute | None = None
     offload: str | None = None
     dtype: torch.dtype = torch.float32  # that it is kept in
 
@@ -91,7 +92,7 @@ class Case:
     critic_lora: Lora | None = None  # the critic's, on the same one
     lora_base: Kind | None = None  # how that keeps the weights of linear layers, if quantised
     compute_dtype: torch.dtype | None = torch.bfloat16
-    checkpoint_layers: bool = False
+    checkpoint_layers: Recompute = False
     log_probs: str = "chunked"
     graphs: bool = False  # passes of few tokens are recorded as CUDA graphs, where they can be
     offload: str = "none"  # or "moments", or "all": what of the state is on the host between uses

@@ -41,7 +41,7 @@ class Remedy:
         if self.pool is not None and name in (*MESH, "gpus"):
             field = "ranks" if name == "gpus" else name.rpartition(".")[2]
             return f"placement.pools.{self.pool}.{field}={value}"
-        return f"--{name}" if value is True else f"--{name} {value}"
+        return f"--{name} {value}"
 
     @property
     def seconds_per_token(self) -> float:
@@ -88,8 +88,9 @@ def families(case: Case) -> list[list[Flags]]:
     if replicate > 1:
         divisors = [n for n in range(2, replicate + 1) if replicate % n == 0]
         choices.append([{"mesh.replicate": replicate // n, "mesh.shard": shard * n} for n in divisors])
-    if not case.checkpoint_layers:
-        choices.append([{"checkpoint-layers": True}])
+    if case.checkpoint_layers is not True:
+        kinds = (True,) if case.checkpoint_layers else ("selective", True)
+        choices.append([{"checkpoint-layers": how} for how in kinds])
     choices += filter(None, (list(_longer_axes(case, axis)) for axis in ("sequence", "context", "expert", "tensor")))
     if case.hardware.on_gpu and case.offload != ("all" if case.lora is None else "moments"):
         places = ("moments", "all") if case.lora is None else ("moments",)  # the base of adapters stays
@@ -109,7 +110,7 @@ def applied(case: Case, flags: Flags) -> Case:
     if "compute-dtype" in flags:
         changes["compute_dtype"] = torch.bfloat16
     if "checkpoint-layers" in flags:
-        changes["checkpoint_layers"] = True
+        changes["checkpoint_layers"] = flags["checkpoint-layers"]
     if "mesh.stage" in flags:
         changes["sharding"] = attrs.evolve(case.sharding, stage=flags["mesh.stage"])
     if "tokens" in flags:  # the same mini-batch, in more passes

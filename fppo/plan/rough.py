@@ -109,7 +109,8 @@ def _moving(case: Case, name: str, facts: Facts) -> float:
     grads += 8 * cut / layers  # a layer's, whole, and packed to be added up
     inside = _KEPT_LAYER * facts.hidden + 4.0 * facts.inner + _KEPT_ROWS * facts.chosen * facts.hidden
     of_layer = 2.0 * facts.hidden + inside / case.size("tensor")
-    kept = layers * (facts.hidden if case.checkpoint_layers else of_layer) * case.in_flight / case.virtual_stages
+    again = facts.hidden * (1.0 + (case.checkpoint_layers == "selective") / case.size("tensor"))  # attention's output
+    kept = layers * (again if case.checkpoint_layers else of_layer) * case.in_flight / case.virtual_stages
     return gathered + grads + width * _tokens(case) * (kept + (of_layer if case.checkpoint_layers else 0.0))
 
 

@@ -36,6 +36,7 @@ GRAPHS = (
     "was measured was less."
 )
 JUDGE = "A judge is not planned."
+RECOMPUTED = {False: "layers kept", True: "layers recomputed", "selective": "layers recomputed but for attention"}
 NO_ROLLOUT = "Neither the rollout is planned (name its engine by --rollout.engine) nor a judge."
 
 
@@ -59,7 +60,7 @@ def _head(plan: Plan, width: int) -> list[str]:
     passes = _dtype_of_passes(case)
     sharded = f", stage {case.sharding.stage}" if case.shards > 1 else ""
     sharded += f", {case.virtual_stages} stages on each rank" if case.virtual_stages > 1 else ""
-    again = ", layers recomputed" if case.checkpoint_layers else ""
+    again = f", {RECOMPUTED[case.checkpoint_layers]}" if case.checkpoint_layers else ""
     again += {"none": "", "moments": ", moments on the host", "all": ", state on the host"}[case.offload]
     base = passes if case.lora_base is None else f"{case.lora_base} and {passes}"
     nodes = f", {hardware.per_node} to a node" if case.world > 1 and hardware.on_gpu else ""
@@ -85,7 +86,7 @@ def _own(case: Case) -> list[str]:
     for name, role in case.roles.items():
         words = [f"passes of {role.tokens:,} tokens"] if role.tokens else []
         words += [f"{role.compute_dtype} passes"] if role.compute_dtype else []
-        words += {None: [], True: ["layers recomputed"], False: ["layers kept"]}[role.checkpoint_layers]
+        words += [] if role.checkpoint_layers is None else [RECOMPUTED[role.checkpoint_layers]]
         words += [places[role.offload]] if role.offload else []
         words += ["kept in bfloat16"] if role.dtype == torch.bfloat16 else []
         lines.append(f"{name}: {', '.join(words)}")

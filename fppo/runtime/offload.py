@@ -232,7 +232,7 @@ def activations_on_host(
     On the device stays what is smaller than `minimum_bytes`, what `fn` was given, and parameters, cast, gathered or
     not. Copies are begun when something is saved. Of what is on its way out, or fetched ahead of the backward pass,
     the device holds `window_bytes` at most, or one tensor, beside what the operation at work was given. Checkpointed
-    layers save their inputs alone.
+    layers save their inputs alone, and what attention keeps if that is not recomputed.
     """
 
     def run(*args: Any, **keywords: Any) -> T:

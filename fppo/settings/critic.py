@@ -59,7 +59,7 @@ class CriticSettings:
     """Leave it as it is once the policy is updated: as it was loaded, warmed up or pretrained."""
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = setting(None)
     """The dtype of its forward and backward passes; None: model.compute_dtype."""
-    checkpoint_layers: bool | None = setting(None)
+    checkpoint_layers: Literal["selective"] | bool | None = setting(None)
     """Recompute each of its layers in the backward pass; None: as model.checkpoint_layers."""
     offload: Literal["none", "moments", "all"] | None = setting(None)
     """What of it to keep in the host's memory between uses (GPUs); None: as model.offload."""

@@ -117,14 +117,14 @@ def override(settings: TrainSettings, arguments: Sequence[str], *, prog: str) ->
 
 def _switches(arguments: Sequence[str]) -> list[str]:
     """The arguments with `--data.shuffle false` and `--data.shuffle=false` as the parser knows it, `--data.no-shuffle`;
-    of a setting that may be unset too, with the word as Python writes it."""
+    of a setting that may be other than both, with the word as Python writes it."""
     kinds, words = paths(), list(arguments)
     read: list[str] = []
     while words:
         flag, equals, value = words.pop(0).partition("=")
         kind = kinds.get(flag.removeprefix("--").replace("-", "_")) if flag.startswith("--") else None
         behind = value if equals else words[0] if words else ""
-        if (truth := TRUTHS.get(behind.lower())) is None or kind not in (bool, bool | None):
+        if (truth := TRUTHS.get(behind.lower())) is None or bool not in (kind, *get_args(kind)):
             read.append(f"{flag}{equals}{value}")
             continue
         section, dot, name = flag.removeprefix("--").rpartition(".")

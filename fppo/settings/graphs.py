@@ -26,12 +26,12 @@ def records(s: TrainSettings) -> bool:
 
 def _hindrances(s: TrainSettings) -> list[tuple[str, Any, str]]:
     """Settings with which no pass can be recorded, and why."""
-    model = s.model
+    model, again = s.model, s.model.checkpoint_layers
     known = (
         ("device", s.device, s.device == "cpu", "has no graphs"),
         ("rollout.ahead", s.rollout.ahead, s.rollout.ahead > 0, "runs other work on the GPU meanwhile"),
         ("model.remove_padding", False, not model.remove_padding, "runs rows of any width"),
-        ("model.checkpoint_layers", True, model.checkpoint_layers, "computes layers again"),
+        ("model.checkpoint_layers", again, bool(again), "computes layers again"),
         ("model.compile_layers", True, model.compile_layers, "may compile a layer in any pass"),
         ("model.offload_activations", True, model.offload_activations, "moves memory in every pass"),
     )

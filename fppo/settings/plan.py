@@ -63,7 +63,7 @@ class PlanSettings:
     """Tokens of a pass of the critic's update; None: as --tokens."""
     critic_compute_dtype: Literal["float32", "bfloat16", "float16"] | None = setting(None)
     """The dtype of the critic's passes; None: as --compute-dtype."""
-    critic_checkpoint_layers: bool | None = setting(None)
+    critic_checkpoint_layers: Literal["selective"] | bool | None = setting(None)
     """Recompute the critic's layers; None: as --checkpoint-layers."""
     critic_offload: Literal["none", "moments", "all"] | None = setting(None)
     """What of the critic is on the host between uses; None: as --offload."""
@@ -79,8 +79,8 @@ class PlanSettings:
     """Keep the reward model on the host between uses; None: where --offload is all."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto")
     """The dtype of forward and backward passes; auto: bfloat16, and float32 on a cpu. State is always float32."""
-    checkpoint_layers: bool = setting(False)
-    """Recompute each layer in the backward pass."""
+    checkpoint_layers: Literal["selective"] | bool = setting(False)
+    """Recompute each layer in the backward pass; selective: all of it but its attention."""
     log_probs: Literal["auto", "chunked", "reference", "triton"] = setting("auto")
     """The kernel for log-probs and entropy from hidden states; auto: the one that fppo train takes there."""
     offload: Literal["none", "moments", "all"] = setting("none")

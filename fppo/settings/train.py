@@ -45,8 +45,8 @@ class ModelSettings:
     """The dtype of all passes, auto: bfloat16 on GPUs; float16 scales the loss. Master weights are always float32."""
     forward_token_budget: int | None = setting(None, at_least(1))
     """Tokens per pass without a gradient (old log-probs, reference, values, rewards); None: as the actor's."""
-    checkpoint_layers: bool = setting(False)
-    """Recompute each layer in the backward pass: less memory, more time."""
+    checkpoint_layers: Literal["selective"] | bool = setting(False)
+    """Recompute each layer in the backward pass: less memory, more time; selective: all of it but its attention."""
     compile_layers: bool = setting(False)
     """Run layers as programs of torch.compile (not in engines), made when first needed, in seconds to minutes."""
     graphs: Literal["auto"] | bool = setting("auto")

@@ -32,11 +32,17 @@ def converter() -> cattrs.Converter:
 
 
 def _is_choice_or(kind: Any) -> bool:
-    """Whether it is a choice of words beside another type, as in Literal["auto"] | int."""
-    kinds = list(get_args(kind)) if get_origin(kind) in (Union, types.UnionType) else []
-    return len(kinds) == 2 and get_origin(kinds[0]) is Literal and kinds[1] is not types.NoneType
+    """Whether it is a choice of words beside another type, as in Literal["auto"] | int, which may be None, too."""
+    kinds = _kinds(kind) if get_origin(kind) in (Union, types.UnionType) else []
+    return len(kinds) == 2 and get_origin(kinds[0]) is Literal
+
+
+def _kinds(kind: Any) -> list[Any]:
+    return [each for each in get_args(kind) if each is not types.NoneType]
 
 
 def _chosen_or(converter: cattrs.Converter, value: Any, kind: Any) -> Any:
-    words, other = get_args(kind)
+    words, other = _kinds(kind)
+    if value is None and types.NoneType in get_args(kind):
+        return None
     return converter.structure(value, words if value in get_args(words) else other)

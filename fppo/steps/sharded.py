@@ -9,12 +9,12 @@ import attrs
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from fppo import models
 from fppo.models.adapted import Frozen
 from fppo.models.codes import is_coded
 from fppo.models.model import Model
+from fppo.models.recompute import recomputed
 from fppo.models.seams import ApplyLayer
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, Sharding
@@ -240,14 +240,13 @@ def _apply_layer(model: Model, groups: Sequence[Params], stream: _Stream, shardi
         def gather_and_call(*args: Any, **kwargs: Any) -> Any:
             return call(gathered(), *args, **kwargs)
 
-        again = {"use_reentrant": False, "preserve_rng_state": False}
         if not torch.is_grad_enabled():
             return gather_and_call(*args, **kwargs)
         if sharding.stage == 3 and model.checkpoint_layers:
-            return checkpoint(gather_and_call, *args, **again, **kwargs)
+            return recomputed(gather_and_call, model.checkpoint_layers, *args, **kwargs)
         tensors = gathered()
         if model.checkpoint_layers:
-            return checkpoint(call, tensors, *args, **again, **kwargs)
+            return recomputed(call, model.checkpoint_layers, tensors, *args, **kwargs)
         if sharding.stage < 3:
             return call(tensors, *args, **kwargs)
         with _freed(list(tensors.values()), lambda: stream.take(number, -1)):

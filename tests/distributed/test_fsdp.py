@@ -18,7 +18,7 @@ from fppo.steps.train_state import init_state
 from tests import tiny
 from tests.distributed import processes
 
-SETTINGS = [(3, False), (3, True), (2, False), (1, False)]
+SETTINGS = [(3, False), (3, True), (3, "selective"), (2, False), (1, False)]
 
 
 def share(mesh):

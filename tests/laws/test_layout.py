@@ -111,7 +111,9 @@ def test_every_mesh_and_stage_takes_its_turn():
     interleaved = [axes for axes in layout.meshes(2) if axes["pipeline"] == 2]
     for seen in orders:
         assert len({sizes for sizes, *_ in seen}) == len(layout.meshes(2)) + len(interleaved) + 1
-        assert {(stage, again) for _, stage, again in seen} == {(s, a) for s in (1, 2, 3, None) for a in (True, False)}
+        kinds = {(s, a) for s in (1, 2, 3, None) for a in (True, False)}
+        assert {(stage, bool(again)) for _, stage, again in seen} == kinds
+        assert {again for *_, again in seen} == {False, True, "selective"}
 
 
 def averaged(grads, mesh):

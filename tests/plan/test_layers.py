@@ -17,7 +17,7 @@ from fppo.plan.values import Cost, Phase, peak_of
 from tests.plan.cases import case, config
 
 CASES = [
-    ({"shard": 8}, 1, True, "update actor"),
+    ({"shard": 8}, 1, "selective", "update actor"),
     ({"shard": 8}, 2, False, "update critic"),
     ({"shard": 8, "sequence": 2}, 3, False, "update actor"),
     ({"shard": 8}, 3, True, "log-probs"),

@@ -31,13 +31,13 @@ from tests.plan.cases import case, config, mixture
 
 CASES = [
     ({}, 3, False, "chunked"),
-    ({}, 3, True, "reference"),
+    ({}, 3, "selective", "reference"),
     ({"shard": 2}, 1, False, "chunked"),
     ({"shard": 2}, 2, True, "chunked"),
     ({"shard": 2}, 3, False, "chunked"),
     pytest.param({"shard": 4}, 3, True, "reference", marks=pytest.mark.slow),
     ({"sequence": 2}, 3, False, "chunked"),
-    ({"replicate": 2, "shard": 2}, 1, True, "chunked"),
+    ({"replicate": 2, "shard": 2}, 1, "selective", "chunked"),
     pytest.param({"shard": 2, "sequence": 2}, 3, False, "chunked", marks=pytest.mark.slow),
     ({"tensor": 2}, 3, False, "chunked"),
     pytest.param({"shard": 2, "tensor": 2}, 3, True, "chunked", marks=pytest.mark.slow),
@@ -98,6 +98,19 @@ def test_an_update_holds_and_sends_what_was_planned(mesh, stage, again, log_prob
     for rank in range(mesh.get("pipeline", 1)):
         what = case(mesh=mesh, stage=stage, checkpoint_layers=again, log_probs=log_probs)
         holds(attrs.evolve(what, pipeline_rank=rank), "update actor")
+
+
+def test_attention_that_is_kept_is_planned():
+    """Its output and a float32 number for each head, for no work beyond that of layers that are kept."""
+    gpu = hardware_of("h100")
+    what = case(hardware=gpu, tokens=256, length=256, micro_batches=1, compute_dtype=torch.bfloat16)
+    work, held = {}, {}
+    for how in (False, True, "selective"):
+        phases = passes.run_stage(attrs.evolve(what, checkpoint_layers=how), UPDATE)
+        work[how] = sum(phase.cost.flops["attention bfloat16"] for phase in phases)
+        held[how] = next(phase.start["activations"] for phase in phases if phase.name == "backward 1")
+    assert work["selective"] == work[False] == work[True] * 3.5 / 4.5
+    assert held["selective"] - held[True] == 3 * 256 * (2 * 128 + 4 * 4)  # of three layers
 
 
 @pytest.mark.parametrize(

@@ -99,10 +99,10 @@ def test_what_does_not_fit_fits_with_each_remedy():
 
 def test_the_remedies_of_a_pool_name_its_own_axes():
     flags = {"mesh.shard": 4, "gpus": 8, "mesh.stage": 3, "checkpoint-layers": True}
-    own = "placement.pools.p.shard=4 placement.pools.p.ranks=8 --mesh.stage 3 --checkpoint-layers"
+    own = "placement.pools.p.shard=4 placement.pools.p.ranks=8 --mesh.stage 3 --checkpoint-layers True"
     planned = plan(bare())
     assert Remedy(flags, planned, pool="p").words == own
-    assert Remedy(flags, planned).words == "--mesh.shard 4 --gpus 8 --mesh.stage 3 --checkpoint-layers"
+    assert Remedy(flags, planned).words == "--mesh.shard 4 --gpus 8 --mesh.stage 3 --checkpoint-layers True"
 
 
 @pytest.mark.slow
@@ -271,7 +271,7 @@ def test_a_runs_settings_are_planned_as_each_role_has_them(tmp_path, capsys):
         actor__mini_batch_size=32,
         actor__micro_batch_size=4,
         critic__token_budget=256,
-        critic__checkpoint_layers=True,
+        critic__checkpoint_layers="selective",
         critic__compute_dtype="bfloat16",
         critic__offload="all",
         model__ref_dtype="bfloat16",
@@ -305,7 +305,7 @@ def test_a_runs_settings_are_planned_as_each_role_has_them(tmp_path, capsys):
         "update actor": (4, 4),
     }
     critic, reference = case.at("update critic"), case.at("reference")
-    assert (critic.compute_dtype, critic.checkpoint_layers, critic.offload) == (torch.bfloat16, True, "all")
+    assert (critic.compute_dtype, critic.checkpoint_layers, critic.offload) == (torch.bfloat16, "selective", "all")
     assert (reference.compute_dtype, reference.dtype, reference.offload) == (None, torch.bfloat16, "none")
     assert case.at("log-probs").offload == "moments"
 

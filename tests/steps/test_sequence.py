@@ -91,11 +91,13 @@ def test_outputs_are_whole_on_every_rank_and_gradients_are_shares(family, head, 
         close(torch.stack([shares[name] for *_, shares in found]).sum(0), grad, f"gradient of {name}")
 
 
-def test_activation_checkpoints_go_through_the_collectives_again():
+@pytest.mark.parametrize("how", [True, "selective"])
+def test_activation_checkpoints_go_through_the_collectives_again(how):
+    """Or, if attention is kept, past them."""
     model, params = tiny.model_and_params("lm")
     batch = tiny.experience(3, 4)
     _, _, grads = loss_of(model, batch, params, Mesh.local())
-    again = models.build(tiny.config(), checkpoint_layers=True)
+    again = models.build(tiny.config(), checkpoint_layers=how)
     found = simulate({"sequence": 2}, partial(loss_of, again, batch, params))
     for name, grad in grads.items():
         close(sum(shares[name] for *_, shares in found), grad, f"gradient of {name}")

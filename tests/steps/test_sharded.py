@@ -29,7 +29,7 @@ from fppo.steps.train_state import init_state, optimizer_step
 from tests import tiny
 
 LAYERS = 4
-CASES = [(stage, again) for stage in (1, 2, 3) for again in (False, True)]
+CASES = [(1, False), (1, True), (2, False), (2, "selective"), (3, False), (3, True), (3, "selective")]
 
 
 def sharded(mesh, **changes):
@@ -103,7 +103,7 @@ def watch(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", [False, True, "selective"])
 def test_stage_3_keeps_no_layer_between_forward_and_backward(again, monkeypatch):
     model, params = deep_model(checkpoint_layers=again)
     batch = tiny.experience(1, 3, dtype=torch.float32)
@@ -136,7 +136,7 @@ def test_stage_3_keeps_no_layer_between_forward_and_backward(again, monkeypatch)
 @pytest.mark.slow
 def test_the_next_gather_begins_before_a_layer_runs_in_both_directions(monkeypatch):
     batch = tiny.experience(1, 3, dtype=torch.float32)
-    for again in (False, True):
+    for again in (False, True, "selective"):
         model, params = deep_model(checkpoint_layers=again)
         for prefetch, forward in ((True, ["begin", "begin", "use", "begin", "use"]), (False, ["begin", "use"] * 2)):
             with monkeypatch.context() as patch:
@@ -154,7 +154,7 @@ def test_the_next_gather_begins_before_a_layer_runs_in_both_directions(monkeypat
             assert backward[-2:] == ["reduce", "reduce"]
 
 
-@pytest.mark.parametrize(("stage", "again"), [(2, False), (3, False), (3, True)])
+@pytest.mark.parametrize(("stage", "again"), [(2, False), (3, False), (3, "selective")])
 def test_gradients_are_reduced_while_the_backward_pass_goes_on(stage, again, monkeypatch):
     """Also for two passes in one loss, whose gradients autograd adds up: not before they have arrived."""
     model, params = deep_model(checkpoint_layers=again)
