@@ -109,11 +109,11 @@ def test_a_reference_equal_to_the_policy_is_not_read_again(tmp_path, monkeypatch
 
 def test_the_critic_has_its_own_dtype_and_recomputation(tmp_path):
     tiny_run.write_task(tmp_path)
-    own = {"critic__compute_dtype": "bfloat16", "critic__checkpoint_layers": True}
+    own = {"critic__compute_dtype": "bfloat16", "critic__checkpoint_layers": "selective"}
     with assemble(tiny_run.settings(tmp_path, **own)) as assembly:
         model, critic = assembly.model, assembly.critic_model
     assert (model.compute_dtype, model.checkpoint_layers) == (None, False)
-    assert (critic.compute_dtype, critic.checkpoint_layers) == (torch.bfloat16, True)
+    assert (critic.compute_dtype, critic.checkpoint_layers) == (torch.bfloat16, "selective")
     shared = {"model__compute_dtype": "bfloat16", "model__checkpoint_layers": True}
     for changes, expected in (
         (shared, (torch.bfloat16, True)),

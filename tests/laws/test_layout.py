@@ -69,7 +69,7 @@ def test_the_losses_that_select_tokens_keep_the_law(name, max_ranks):
 
 # of each of the large meshes: whose update, the stage of the sharding, layers recomputed, stages on each rank
 LARGE = [
-    ("value", 2, True, 1),
+    ("value", 2, "selective", 1),
     ("lm", 3, True, 2),
     ("value", 1, False, 2),
     ("lm", 2, True, 1),

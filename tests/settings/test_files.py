@@ -99,6 +99,7 @@ def test_every_problem_of_file_and_result_is_named_at_once(tmp_path):
         ('reward.weights = ["a"]', "a list, each a number"),
         ('log.loggers = ["consol"]', "did you mean console"),
         ('data.shuffle = "false"', "true or false"),
+        ('critic.checkpoint_layers = "some"', "selective or true or false"),
         ("rollout.temperature = nan", "must be greater than 0"),
         ("rollout.temperature = inf", "must be finite"),
         ("rollout.top_p = 1.5", "1 or less"),
