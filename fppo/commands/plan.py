@@ -173,7 +173,9 @@ def case_of(settings: PlanSettings) -> Case:
         dtype, _ = resolve.compute_dtype(machine)
     if log_probs == resolve.AUTO:
         log_probs, _ = resolve.kernel("log_probs", machine, {dtype})
-    records = settings.offload == "none" and dtype != "float32" if settings.graphs == resolve.AUTO else settings.graphs
+    records = settings.graphs
+    if records == resolve.AUTO:
+        records = settings.offload == "none" and not settings.offload_activations and dtype != "float32"
     mesh, own = settings.mesh, settings.critic_lora
     data_ranks = math.prod(size for axis, size in settings.sizes.items() if axis in DATA_AXES)
     length = settings.length or min(4096, settings.tokens)
@@ -206,6 +208,7 @@ def case_of(settings: PlanSettings) -> Case:
         log_probs=log_probs,
         graphs=records is True,
         offload=settings.offload,
+        offload_activations=settings.offload_activations,
         forward_tokens=settings.forward_tokens,
         roles=_roles(settings),
         sampling=_sampling(settings.rollout),

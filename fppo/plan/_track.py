@@ -6,6 +6,7 @@ is for shows only later, sometimes at the end of a backward pass, so events are 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections import Counter
@@ -18,13 +19,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fppo.plan._ops import attention_workspace, dispatched, grouped_product, work_of
+from fppo.plan.hardware import pinned
 from fppo.plan.values import Cost, Phase, Segment
 from fppo.runtime.mesh import DENSE, SHARD_AXES
 from fppo.runtime.schedule import Action
 
-STATE, BATCH, HOST = "state", "batch", "host"  # host: no memory of the accelerator
+STATE, BATCH = "state", "batch"
+HOST, AWAY = "host", "away"  # no memory of the accelerator: state there between uses, and activations put away
 GATHERED, LOGITS, ACTIVATIONS, GRADIENTS = "gathered", "logits", "activations", "gradients"
 _COPIES = ("_to_copy", "clone", "contiguous")
+_ELSEWHERE = (HOST, AWAY)
 
 
 class _Block:
@@ -78,6 +82,15 @@ class Tracker(TorchDispatchMode):
 
         return wrapped
 
+    @contextlib.contextmanager
+    def making(self, kind: str) -> Iterator[None]:
+        """Storages that are made inside are of this kind."""
+        before, self._scope = self._scope, kind
+        try:
+            yield
+        finally:
+            self._scope = before
+
     def begin_pass(self) -> None:
         """A forward pass begins, of which no action has told."""
         if not self._told:
@@ -103,7 +116,7 @@ class Tracker(TorchDispatchMode):
             return
         for x in (*inputs, *outputs):
             block = self._live.get(_storage(x))
-            if block is None or block.kind in (STATE, BATCH, HOST, GRADIENTS):
+            if block is None or block.kind in (STATE, BATCH, HOST, AWAY, GRADIENTS):
                 continue
             scattered = op == "reduce_scatter" and any(x is y for y in outputs)
             block.kind = GRADIENTS if scattered else GATHERED
@@ -132,7 +145,7 @@ class Tracker(TorchDispatchMode):
         name = dispatched(func).name
         if name == "copy_" and known[0] is not None and len(known) > 1 and known[1] is not None:
             self._sources.setdefault(_storage(inputs[0]), []).append(known[1])
-            if (known[0].kind == HOST) != (known[1].kind == HOST):
+            if (known[0].kind in _ELSEWHERE) != (known[1].kind in _ELSEWHERE):
                 self._starts[-1][2].other["host"] += inputs[0].numel() * inputs[0].element_size()
         fresh = [x for x in outputs if _storage(x) not in self._live]
         if fresh:
@@ -170,12 +183,14 @@ class Tracker(TorchDispatchMode):
         def freed(_: Any) -> None:
             self._live.pop(key, None)
             self._sources.pop(key, None)
-            if kind != HOST:
+            if kind not in _ELSEWHERE:
                 self._events.append((-1, block))
 
         block.ref = weakref.ref(storage, freed)
         self._live[key] = block
-        if kind != HOST:
+        if kind == AWAY:
+            self._starts[-1][2].other["away"] += pinned(size) if self._on_gpu else size
+        if kind not in _ELSEWHERE:
             self._events.append((1, block))
 
     def _notice(self) -> None:

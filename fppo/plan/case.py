@@ -96,6 +96,7 @@ class Case:
     log_probs: str = "chunked"
     graphs: bool = False  # passes of few tokens are recorded as CUDA graphs, where they can be
     offload: str = "none"  # or "moments", or "all": what of the state is on the host between uses
+    offload_activations: bool = False  # what waits for the backward pass does so on the host
     dtype: torch.dtype = torch.float32  # that parameters are kept in
     forward_tokens: int | None = None  # of a pass without a gradient, in place of `tokens`
     roles: Mapping[str, Role] = attrs.field(factory=dict)  # what differs for the critic, the reference, ...

@@ -62,8 +62,8 @@ def seconds_of(phases: Sequence[Phase], case: Case, *, slowest: float = 1.0, rec
     and `launching` is how much more the first of these is than the second. The time is the sum of compute and exposed
     over all phases; on a pipeline, where the passes of all ranks take as long as the slowest one's, and (p - 1) / (v m)
     of that longer, `idle` is the rest. A collective takes its latency and its bytes over the link of its axis: see
-    `link`. Copies to and from the host count as collectives that are waited for, except in a forward pass, which
-    fetches layer by layer. FLOPs are all that are computed, again or not.
+    `link`. Copies to and from the host count as collectives that are waited for, except in passes, which fetch
+    layers and activations ahead. FLOPs are all that are computed, again or not.
     """
     compute = communication = exposed = in_passes = launching = 0.0
     for phase, times in _repeated(phases, case):
@@ -81,7 +81,7 @@ def seconds_of(phases: Sequence[Phase], case: Case, *, slowest: float = 1.0, rec
             for waits in (True, False)
         )
         host = phase.cost.other["host"] / (case.hardware.host_bandwidth * LINK_SHARE)
-        waited, hidden = (waited, hidden + host) if phase.name.startswith("forward") else (waited + host, hidden)
+        waited, hidden = (waited, hidden + host) if passes else (waited + host, hidden)
         compute += times * work
         communication += times * (waited + hidden)
         exposed += times * (waited + max(0.0, hidden - work))

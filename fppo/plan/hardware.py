@@ -98,3 +98,8 @@ def overhead(hardware: Hardware, axes: int, transient: float) -> float:
     if not hardware.on_gpu:
         return 0.0
     return CONTEXT + WORKSPACE + COMMUNICATOR * axes + FRAGMENTS * transient
+
+
+def pinned(size: int) -> int:
+    """What torch takes for so many bytes of memory that a GPU copies from: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0

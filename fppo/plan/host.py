@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import attrs
 import torch
@@ -12,14 +13,16 @@ from fppo import tree
 from fppo.plan import passes
 from fppo.plan.built import REWARD, Built, base_dtype, models_of
 from fppo.plan.case import Case
-from fppo.plan.hardware import CUDA_PROCESS, PROCESS
+from fppo.plan.hardware import CUDA_PROCESS, PROCESS, pinned
 from fppo.plan.shapes import every_shape, shard_shapes
+from fppo.plan.values import Phase
 from fppo.rollout.pool import Policy
 from fppo.rollout.sync import pieces
 from fppo.runtime.checkpoint import STAGE_BYTES
 
-STATE, READ, COPIES, BUCKET, CAME, COLUMNS, ITSELF = (
+STATE, AWAY, READ, COPIES, BUCKET, CAME, COLUMNS, ITSELF = (
     "state between uses",
+    "activations put away",
     "weights that are read",
     "copies for the checkpoint",
     "weights on their way",
@@ -46,11 +49,11 @@ class Host:
         return sum(self.rest.values()) + moving
 
 
-def host_of(case: Case, built: Built) -> Host:
-    """What the process of a rank holds."""
+def host_of(case: Case, built: Built, stages: Mapping[str, Sequence[Phase]] = MappingProxyType({})) -> Host:
+    """What the process of a rank holds, whose stages are those."""
     on_gpu = case.hardware.on_gpu
     rest = {ITSELF: float(CUDA_PROCESS if on_gpu else PROCESS), STATE: state_bytes(case, built)}
-    rest |= {COLUMNS: case.columns, CAME: came_bytes(case, built)}
+    rest |= {AWAY: away_bytes(case, stages), COLUMNS: case.columns, CAME: came_bytes(case, built)}
     return Host(
         rest=rest,
         starting={READ: read_bytes(case, built)},
@@ -73,9 +76,11 @@ def state_bytes(case: Case, built: Built) -> float:
     return float(sum(map(pinned, every)) if case.hardware.on_gpu else sum(every))
 
 
-def pinned(size: int) -> int:
-    """What torch takes for so many bytes of memory that a GPU copies from: the next power of two."""
-    return 1 << (size - 1).bit_length() if size else 0
+def away_bytes(case: Case, stages: Mapping[str, Sequence[Phase]]) -> float:
+    """Of the activations that the fullest pass puts away (`--offload-activations`), and all that are under way."""
+    passes_of_all = (phase for phases in stages.values() for phase in phases)
+    most = max((phase.cost.other["away"] for phase in passes_of_all), default=0)
+    return float(most * case.in_flight / case.virtual_stages)
 
 
 def read_bytes(case: Case, built: Built) -> float:

@@ -18,13 +18,13 @@ from fppo.models.model import Model
 from fppo.models.quantised import CODES, SCALES
 from fppo.plan import standins
 from fppo.plan._group import Sent, counting_mesh
-from fppo.plan._track import BATCH, HOST, LOGITS, STATE, Tracker
+from fppo.plan._track import AWAY, BATCH, HOST, LOGITS, STATE, Tracker
 from fppo.plan.built import REWARD, STAGES, Built, base_dtype, models_of
 from fppo.plan.case import ROLES, Case
 from fppo.plan.values import Phase
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh
-from fppo.runtime.offload import Lane, by_layer, offloaded, offloaded_adamw
+from fppo.runtime.offload import Lane, activations_on_host, by_layer, offloaded, offloaded_adamw
 from fppo.runtime.schedule import Action, Schedule, one_f_one_b
 from fppo.steps.actor import update_actor
 from fppo.steps.critic import update_critic
@@ -98,13 +98,31 @@ def kernels_of(case: Case, tracker: Tracker) -> Kernels:
     return attrs.evolve(kernels, unpad=unpad, log_probs=tracker.scoped(log_probs, LOGITS))
 
 
+class _Shelf(Lane):
+    """A lane to the host, whose memory for what is put away is told from the accelerator's."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__(torch.device("cpu"))
+        self._tracker = tracker
+
+    def host_like(self, x: Tensor) -> Tensor:
+        with self._tracker.making(AWAY):
+            return super().host_like(x)
+
+
 def optimizer_of(case: Case) -> Optimizer:
     """The optimizer of actor and critic."""
     return adamw(lambda step: 1e-6, kernel=adamw_ if case.offload == "none" else offloaded_adamw(adamw_, _LANE))
 
 
 def stage_of(
-    case: Case, name: str, batch: Experience, *, forward: Forward, began: Callable[[Action], None] = lambda action: None
+    case: Case,
+    name: str,
+    batch: Experience,
+    *,
+    forward: Forward,
+    tracker: Tracker,
+    began: Callable[[Action], None] = lambda action: None,
 ) -> Callable[[TrainState], Any]:
     """The stage as a function of its model's state. All of `batch`, which every data rank has, is one update; the other
     stages are of this rank's rows. `began` is told what a rank of a pipeline that runs one pass at a time begins."""
@@ -115,6 +133,7 @@ def stage_of(
         compute = by_layer(compute, _LANE) if on_host else compute
         return lambda state: compute(state.params, batch, forward=forward, micro_batching=micro_batching)
     update = update_critic if name == "update critic" else partial(update_actor, loss_fn=losses.ppo_clip)
+    update = activations_on_host(update, _Shelf(tracker)) if case.offload_activations else update
     update = offloaded(update, _LANE) if on_host else update
     schedule = partial(turns, rank=case.pipeline_rank, began=began) if case.in_turn else one_f_one_b
     loop = Loop(mini_batch_size=len(batch.tokens), micro_batching=micro_batching, stage_schedule=schedule)
@@ -169,7 +188,7 @@ def run_stage(case: Case, name: str, *, own: Sequence[int] | None = None, built:
         shapes = fsdp.shard_shapes(model.shapes, mesh, model.cuts)
         params = {name: torch.empty(shape, dtype=case.dtype) for name, shape in shapes.items()}
     forward = Forward(model, kernels=kernels_of(case, tracker), mesh=mesh)
-    stage = stage_of(case, name, batch, forward=forward, began=tracker.began)
+    stage = stage_of(case, name, batch, forward=forward, tracker=tracker, began=tracker.began)
     return tracked(case, tracker, stage, init_state(params, optimizer_of(case)), batch)
 
 

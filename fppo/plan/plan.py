@@ -155,7 +155,7 @@ def _plan(case: Case, only_if_fits: bool, built: Built) -> Plan:
         if only_if_fits and stages[0].total > case.hardware.memory:
             break
     rollout = rollout_of(case, rest, built) if case.has("actor") else None
-    return Plan(case, parameters, rest, tuple(stages), imbalance, rollout, host_of(case, built))
+    return Plan(case, parameters, rest, tuple(stages), imbalance, rollout, host_of(case, built, known))
 
 
 def pipeline_work(case: Case, name: str, built: Built) -> list[float]:
@@ -174,7 +174,8 @@ def phases_of(case: Case, name: str, built: Built | None = None) -> list[Phase]:
     """The stage of a case with all layers of the planned rank; from few layers, and of a long pipeline from a short
     one, where they are alike, unless `case.full`."""
     built = built or Built()
-    if case.full or not layers.alike(built.model(case, STAGES[name])):
+    away = case.offload_activations and name.startswith("update")  # of which the device has a window: not linear
+    if case.full or away or not layers.alike(built.model(case, STAGES[name])):
         return passes.run_stage(case, name, built=built)
     own = own_layers(case, built.cuts(case, STAGES[name]))
     if case.size("pipeline") * case.virtual_stages > SHORT and case.micro_batches >= passes.TURNS:
@@ -244,7 +245,8 @@ def _stage(case: Case, at: Case, name: str, rest: Mapping[str, float], phases: S
 def _recorded(case: Case, model: Model) -> bool:
     """Whether the case's passes of a model run as CUDA graphs (`steps.recorded`)."""
     model = attrs.evolve(model, checkpoint_layers=case.checkpoint_layers)
-    able = case.hardware.on_gpu and case.world == 1 and case.offload != "all" and recorded.records(model, LOCAL)
+    able = case.hardware.on_gpu and case.world == 1 and case.offload != "all" and not case.offload_activations
+    able = able and recorded.records(model, LOCAL)
     return case.graphs and able and case.tokens <= recorded.most_tokens(model)
 
 

@@ -15,6 +15,7 @@ from fppo.plan.case import Case
 from fppo.plan.estimate import LINK_SHARE, MATMUL_SHARE, PASS_LAUNCH, link
 from fppo.plan.hardware import overhead
 from fppo.runtime.mesh import DENSE
+from fppo.runtime.offload import WINDOW
 
 ROOM = 1.15  # by this the formula's bytes may exceed the memory of a GPU before a case is taken for too large
 _STATE = {"none": 12, "moments": 4, "all": 0}  # bytes of a number of the trained parameters and moments on the device
@@ -111,7 +112,10 @@ def _moving(case: Case, name: str, facts: Facts) -> float:
     of_layer = 2.0 * facts.hidden + inside / case.size("tensor")
     again = facts.hidden * (1.0 + (case.checkpoint_layers == "selective") / case.size("tensor"))  # attention's output
     kept = layers * (again if case.checkpoint_layers else of_layer) * case.in_flight / case.virtual_stages
-    return gathered + grads + width * _tokens(case) * (kept + (of_layer if case.checkpoint_layers else 0.0))
+    waiting = width * _tokens(case) * kept
+    if case.offload_activations:
+        waiting = min(waiting, WINDOW)
+    return gathered + grads + waiting + width * _tokens(case) * (of_layer if case.checkpoint_layers else 0.0)
 
 
 def _tokens(case: Case) -> float:

@@ -36,6 +36,11 @@ GRAPHS = (
     "was measured was less."
 )
 JUDGE = "A judge is not planned."
+# of a case, what the JSON has by the same name
+_AS_IT_IS = (
+    *("tokens", "length", "micro_batches", "checkpoint_layers", "log_probs"),
+    *("offload", "offload_activations", "forward_tokens"),
+)
 RECOMPUTED = {False: "layers kept", True: "layers recomputed", "selective": "layers recomputed but for attention"}
 NO_ROLLOUT = "Neither the rollout is planned (name its engine by --rollout.engine) nor a judge."
 
@@ -62,6 +67,7 @@ def _head(plan: Plan, width: int) -> list[str]:
     sharded += f", {case.virtual_stages} stages on each rank" if case.virtual_stages > 1 else ""
     again = f", {RECOMPUTED[case.checkpoint_layers]}" if case.checkpoint_layers else ""
     again += {"none": "", "moments": ", moments on the host", "all": ", state on the host"}[case.offload]
+    again += ", activations on the host" * case.offload_activations
     base = passes if case.lora_base is None else f"{case.lora_base} and {passes}"
     nodes = f", {hardware.per_node} to a node" if case.world > 1 and hardware.on_gpu else ""
     return [
@@ -223,15 +229,9 @@ def summary(plan: Plan, helping: Sequence[Remedy] | None) -> dict[str, Any]:
         "pipeline_imbalance": plan.imbalance,
         "stage": case.sharding.stage,
         "expert_load": case.load,
-        "tokens": case.tokens,
-        "length": case.length,
-        "micro_batches": case.micro_batches,
+        **{name: getattr(case, name) for name in _AS_IT_IS},
         "mini_batch_size": case.mini_batch,
-        "checkpoint_layers": case.checkpoint_layers,
         "compute_dtype": _dtype_of_passes(case),
-        "log_probs": case.log_probs,
-        "offload": case.offload,
-        "forward_tokens": case.forward_tokens,
         "roles": {
             name: {**attrs.asdict(role), "dtype": str(role.dtype).removeprefix("torch.")}
             for name, role in case.roles.items()

@@ -25,7 +25,8 @@ class Cost:
     """Counters of what is done between two moments."""
 
     flops: Counter[str] = attrs.field(factory=Counter)  # by the kind of Work
-    other: Counter[str] = attrs.field(factory=Counter)  # bytes of "traffic" and to or from the "host"; "launches"
+    # bytes of "traffic", to or from the "host", and of the memory there of activations put "away"; "launches"
+    other: Counter[str] = attrs.field(factory=Counter)
     sent: Counter[tuple[str, str, bool]] = attrs.field(
         factory=Counter
     )  # bytes by axis, collective and whether waited for

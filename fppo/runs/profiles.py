@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from fppo.pipeline.measure import GIB
 from fppo.pipeline.train import StepRecord
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, place_on, ranks_on
 
@@ -33,8 +37,11 @@ class Profiles:
         step, numbers = record.run.step, {}
         for profiler, compiled in self.stop():
             if record.experience is not None:
-                profiler.export_chrome_trace(str(self._path(step)))
+                path = self._path(step)
+                profiler.export_chrome_trace(str(path))
                 numbers = counts(Counter(event.name for event in profiler.events() or ()))
+                if numbers:
+                    numbers |= copied(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
                 numbers["perf/recompiles"] = float(_compiled() - compiled)
         self.begin(step + 1)
         return numbers
@@ -64,6 +71,17 @@ def counts(events: Mapping[str, int]) -> dict[str, float]:
     """Launches on the GPU, and waits of the host for it, among counted events; none where nothing was launched."""
     launches, syncs = (sum(events.get(name, 0) for name in names) for names in (_LAUNCHES, _SYNCS))
     return {"perf/launches": float(launches), "perf/host_syncs": float(syncs)} if launches else {}
+
+
+def copied(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """GiB that went between the host and the GPU, each way, by the events of a trace: profilers give none."""
+    ways = {"HtoD": "perf/to_device_gb", "DtoH": "perf/to_host_gb"}
+    sizes = dict.fromkeys(ways.values(), 0.0)
+    for event in events:
+        way = str(event.get("name")).removeprefix("Memcpy ")[:4]
+        if event.get("cat") == "gpu_memcpy" and way in ways:
+            sizes[ways[way]] += event["args"]["bytes"] / GIB
+    return sizes
 
 
 def _compiled() -> int:

@@ -22,6 +22,7 @@ Update = Callable[..., tuple[Any, Any]]
 Finish = Callable[[], tuple[Tensor, ...]]
 
 _SAME = frozenset(f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "Unsqueeze", "Slice", "ToCopy"))
+WINDOW = 1 << 28  # bytes of activations on their way to and from the host
 GRAIN = 1024  # a multiple of any kernel's vector width: where a parameter is cut changes no bit
 
 
@@ -225,7 +226,7 @@ def _host_like(x: Tensor) -> Tensor:
 
 
 def activations_on_host(
-    fn: Callable[..., T], lane: Lane, *, minimum_bytes: int = 1 << 20, window_bytes: int = 1 << 28
+    fn: Callable[..., T], lane: Lane, *, minimum_bytes: int = 1 << 20, window_bytes: int = WINDOW
 ) -> Callable[..., T]:
     """`fn`, in which what operations save for their backward pass lies on the host until then.
 
@@ -317,8 +318,7 @@ class _Shelf:
             (kept.here,) = kept.arriving()
             kept.arriving = None
         assert kept.here is not None
-        x = torch.empty(0, dtype=saved.dtype, device=kept.here.device)
-        x.set_(kept.here.untyped_storage(), saved.offset, saved.size, saved.stride)
+        x = kept.here.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
         if saved.place in kept.places:
             kept.places.remove(saved.place)
         self._done = None if kept.places else kept
@@ -333,12 +333,13 @@ class _Shelf:
 
     def _wanted(self, x: Tensor) -> bool:
         plain = x.device == self._lane.device and x.layout == torch.strided
-        if not plain or x.untyped_storage().nbytes() < self._minimum:
+        size = x.untyped_storage().nbytes()
+        if not plain or size < self._minimum or size % x.itemsize:
             return False
         return not _is_parameter(x) and x.untyped_storage() not in self._inputs
 
     def _put(self, x: Tensor) -> _Kept:
-        here = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+        here = x.detach().as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0).view(torch.uint8)
         host = self._lane.host_like(here)
         self._make_room(len(host))
         kept = _Kept(x._version, here, host, self._lane.store([here], [host]))

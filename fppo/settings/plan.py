@@ -85,6 +85,8 @@ class PlanSettings:
     """The kernel for log-probs and entropy from hidden states; auto: the one that fppo train takes there."""
     offload: Literal["none", "moments", "all"] = setting("none")
     """What of the state is on the host between uses: nothing, the moments, or all of it."""
+    offload_activations: bool = setting(False)
+    """What waits for the backward pass does so on the host (a run's model.offload_activations)."""
     graphs: Literal["auto"] | bool = setting("auto")
     """Run passes of few tokens as CUDA graphs, on one GPU; auto: where fppo train does (a run's model.graphs)."""
     memory: float | None = setting(None, above(0))
@@ -155,6 +157,7 @@ def of_run(run: TrainSettings) -> PlanSettings:
         checkpoint_layers=run.model.checkpoint_layers,
         log_probs=run.model.log_probs if run.model.log_probs in ("auto", "reference", "triton") else "chunked",
         offload=run.model.offload,
+        offload_activations=run.model.offload_activations,
         graphs=resolve.resolved(run, resolve.Machine(device="cuda", capability=(8, 0)))[0].model.graphs,
     )
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 
 import attrs
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from fppo import models
 from fppo.models.experts import expert_names
-from fppo.plan import passes
+from fppo.plan import host, passes
 from fppo.plan._track import Tracker
 from fppo.plan.built import model_of
 from fppo.plan.case import Role
@@ -207,6 +208,24 @@ def test_state_on_the_host_is_planned(offload, name):
     less = passes.run_stage(what, name)[-1].segments[0].peak
     assert plain.peak["state"] == pytest.approx(3 * state, rel=0.001)
     assert less.get("state", 0) == pytest.approx(state if offload == "moments" else 0, rel=0.001)
+
+
+@pytest.mark.parametrize("again", [False, "selective"])
+def test_activations_on_the_host_are_planned(monkeypatch, again):
+    """A window of them is on the device, and as much on the host as goes there."""
+    small = {"minimum_bytes": 1 << 12, "window_bytes": 1 << 18}
+    monkeypatch.setattr(passes, "activations_on_host", partial(passes.activations_on_host, **small))
+    what = case(offload_activations=True, checkpoint_layers=again)
+    holds(what, UPDATE)
+    phases, plain = (passes.run_stage(attrs.evolve(what, offload_activations=away), UPDATE) for away in (True, False))
+    before, after = ({p.name: p.start.get("activations", 0) for p in each}["backward 1"] for each in (plain, phases))
+    forward, backward = (
+        next(p.cost.other for p in phases if p.name == f"{name} 1") for name in ("forward", "backward")
+    )
+    assert forward["away"] == forward["host"] > before - after > 0.5 * before
+    assert backward["away"] == 0 < 0.5 * forward["away"] < backward["host"]
+    planned = plan(attrs.evolve(what, full=False))
+    assert planned.host.rest[host.AWAY] == forward["away"]
 
 
 @pytest.mark.parametrize("name", ["reference", "update critic"])

@@ -5,7 +5,7 @@ import json
 
 from fppo.assembly.run import assemble
 from fppo.pipeline import train
-from fppo.runs.profiles import Profiles, counts
+from fppo.runs.profiles import GIB, Profiles, copied, counts
 from tests import tiny_run
 
 
@@ -30,3 +30,21 @@ def test_launches_and_waits_are_counted_on_a_gpu():
     assert counts({"aten::mm": 3}) == {}
     events = {"cudaLaunchKernel": 5, "cuLaunchKernelEx": 2, "cudaStreamSynchronize": 3, "aten::mm": 3}
     assert counts(events) == {"perf/launches": 7, "perf/host_syncs": 3}
+
+
+def test_bytes_to_and_from_a_gpu_are_added_up():
+    """Of a trace's events as kineto writes them."""
+
+    def event(name, cat, **args):
+        return {"ph": "X", "cat": cat, "name": name, "args": args}
+
+    events = [
+        event("Memcpy HtoD (Pageable -> Device)", "gpu_memcpy", bytes=GIB),
+        event("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", bytes=GIB // 2),
+        event("Memcpy DtoH (Device -> Pinned)", "gpu_memcpy", bytes=GIB // 4),
+        event("Memcpy DtoD (Device -> Device)", "gpu_memcpy", bytes=GIB),
+        event("Memset (Device)", "gpu_memset", bytes=GIB),
+        event("aten::copy_", "cpu_op"),
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert copied(events) == {"perf/to_device_gb": 1.5, "perf/to_host_gb": 0.25}
