@@ -88,11 +88,12 @@ CHAIN = Task(
     make=chain_prompt,
     demonstrate=chain_demonstration,
     score=chain_score,
-    warm_up=300,
-    steps=30,
+    warm_up=200,
+    batch=128,
+    steps=24,
     methods=SHORT,
     rates=dict.fromkeys(SHORT, 3e-4),
-    goal=0.85,
+    goal=0.75,
 )
 WALK = Task(
     characters="01234LRUD",
@@ -102,10 +103,11 @@ WALK = Task(
     demonstrate=walk_demonstration,
     score=walk_score,
     warm_up=100,
-    steps=30,
+    batch=128,
+    steps=36,
     methods=SHORT,
-    rates=dict.fromkeys(SHORT, 1e-3),
-    goal=0.75,
+    rates=dict.fromkeys(SHORT, 3e-3),
+    goal=0.72,
 )
 BETS = Task(
     characters=bets.CHARACTERS,
@@ -121,7 +123,7 @@ BETS = Task(
     width=32,
     layers=1,
     batch=64,
-    steps=64,
+    steps=56,
     window=5,
     rates=dict.fromkeys(LONG, 3e-3) | {"rloo": 1e-3},
     critic_rate=3e-3,
@@ -134,6 +136,7 @@ BETS = Task(
 REPLAYED = attrs.evolve(
     BETS,
     engine=partial(bets.table, same=True),
+    steps=32,
     methods=("mse", "grpo", "rloo"),
     rates={"mse": 1e-2, "grpo": 3e-3, "rloo": 3e-3},
 )
@@ -152,7 +155,7 @@ KUHN = Task(
     width=32,
     layers=1,
     batch=64,
-    steps=48,
+    steps=24,
     window=5,
     rates=dict.fromkeys(LONG, 3e-4),
     critic_rate=3e-3,
