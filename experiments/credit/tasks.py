@@ -93,7 +93,7 @@ CHAIN = Task(
     steps=24,
     methods=SHORT,
     rates=dict.fromkeys(SHORT, 3e-4),
-    goal=0.75,
+    goal=0.7,
 )
 WALK = Task(
     characters="01234LRUD",
@@ -155,7 +155,7 @@ KUHN = Task(
     width=32,
     layers=1,
     batch=64,
-    steps=24,
+    steps=16,
     window=5,
     rates=dict.fromkeys(LONG, 3e-4),
     critic_rate=3e-3,
