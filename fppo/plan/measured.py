@@ -46,7 +46,7 @@ def prepared(
 ) -> tuple[TrainState, Callable[[TrainState], Any], Any]:
     """A fresh state of the stage's model on this rank, the stage as a function of it, and the rows that it runs on."""
     params, forward, batch = _parts(case, name, mesh, tracker)
-    stage = passes.stage_of(case, name, batch, forward=forward, tracker=tracker)
+    stage = passes.stage_of(case, name, batch, forward=forward, shelf=passes.Shelf(tracker))
     return init_state(params, passes.optimizer_of(case)), stage, batch
 
 

@@ -98,7 +98,7 @@ def kernels_of(case: Case, tracker: Tracker) -> Kernels:
     return attrs.evolve(kernels, unpad=unpad, log_probs=tracker.scoped(log_probs, LOGITS))
 
 
-class _Shelf(Lane):
+class Shelf(Lane):
     """A lane to the host, whose memory for what is put away is told from the accelerator's."""
 
     def __init__(self, tracker: Tracker) -> None:
@@ -121,11 +121,12 @@ def stage_of(
     batch: Experience,
     *,
     forward: Forward,
-    tracker: Tracker,
+    shelf: Lane = _LANE,
     began: Callable[[Action], None] = lambda action: None,
 ) -> Callable[[TrainState], Any]:
     """The stage as a function of its model's state. All of `batch`, which every data rank has, is one update; the other
-    stages are of this rank's rows. `began` is told what a rank of a pipeline that runs one pass at a time begins."""
+    stages are of this rank's rows. `shelf` is the way of activations to the host; `began` is told what a rank of a
+    pipeline that runs one pass at a time begins."""
     micro_batching = MicroBatching(token_budget=case.tokens)
     on_host = case.offload == "all"
     if not name.startswith("update"):
@@ -133,7 +134,7 @@ def stage_of(
         compute = by_layer(compute, _LANE) if on_host else compute
         return lambda state: compute(state.params, batch, forward=forward, micro_batching=micro_batching)
     update = update_critic if name == "update critic" else partial(update_actor, loss_fn=losses.ppo_clip)
-    update = activations_on_host(update, _Shelf(tracker)) if case.offload_activations else update
+    update = activations_on_host(update, shelf) if case.offload_activations else update
     update = offloaded(update, _LANE) if on_host else update
     schedule = partial(turns, rank=case.pipeline_rank, began=began) if case.in_turn else one_f_one_b
     loop = Loop(mini_batch_size=len(batch.tokens), micro_batching=micro_batching, stage_schedule=schedule)
@@ -188,7 +189,7 @@ def run_stage(case: Case, name: str, *, own: Sequence[int] | None = None, built:
         shapes = fsdp.shard_shapes(model.shapes, mesh, model.cuts)
         params = {name: torch.empty(shape, dtype=case.dtype) for name, shape in shapes.items()}
     forward = Forward(model, kernels=kernels_of(case, tracker), mesh=mesh)
-    stage = stage_of(case, name, batch, forward=forward, tracker=tracker, began=tracker.began)
+    stage = stage_of(case, name, batch, forward=forward, shelf=Shelf(tracker), began=tracker.began)
     return tracked(case, tracker, stage, init_state(params, optimizer_of(case)), batch)
 
 
