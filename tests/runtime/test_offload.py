@@ -374,7 +374,7 @@ def test_what_is_saved_twice_is_stored_once_unless_it_changed():
 
     def fn(x, changed):
         a = x * 2
-        out = (a.sin() + a.view(-1).cos().view_as(a) + a[:3].exp().sum()).sum()
+        out = (a.t()[5:].sin().sum() + a.sin() + a.view(-1).cos().view_as(a) + a[:3].exp().sum()).sum()
         factor = torch.full_like(x, 3).detach()
         out = out + (x * factor).sum()
         factor = changed(factor)
