@@ -15,12 +15,11 @@ from fppo_kernels.record import Kernels
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
+TILES = ("tile_boundaries", "tensor_descriptors", "split_vocabulary", "masked_words", "refusals", "mistakes")
 CHECKS = (
     ("laws_in_float32",),
-    ("laws_in_bfloat16",),
-    ("tile_boundaries", "tensor_descriptors", "split_vocabulary", "masked_words", "refusals", "mistakes"),
-    ("layers_in_float32",),
-    ("layers_in_bfloat16",),
+    ("laws_in_bfloat16", "layers_in_bfloat16"),
+    ("layers_in_float32", *TILES),
 )
 
 
