@@ -4,9 +4,10 @@
 # torch's stubs name the parameters of its C++ classes otherwise than torch calls them
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,18 +17,61 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.utils import _pytree
 
 Payload = Any
+PATIENCE = 0.25  # seconds that a turn may last, if another rank waits for its own
 
 
 class Stopped(RuntimeError):
     """This rank cannot go on, because of another one."""
 
 
+class Turns:
+    """One rank at a time runs, until it waits for others: threads that contend for Python's lock take twice the
+    processor time. From a rank that sleeps, or waits elsewhere than in a collective, its turn is taken."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Condition()
+        self._threads: set[int] = set()
+        self._count = 0
+        self._owner: int | None = None
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """Inside this, what the thread does is in its turns."""
+        self._threads.add(threading.get_ident())
+        self.take()
+        try:
+            yield
+        finally:
+            self.give()
+            self._threads.remove(threading.get_ident())
+
+    def take(self) -> None:
+        """Blocks until it is this thread's turn, if it has turns."""
+        if (thread := threading.get_ident()) not in self._threads:
+            return
+        with self._ended:
+            while self._owner is not None:
+                count = self._count
+                if not self._ended.wait(PATIENCE) and count == self._count:
+                    break
+            self._count, self._owner = self._count + 1, thread
+
+    def give(self) -> None:
+        """Ends this thread's turn, if it is its turn."""
+        with self._ended:
+            if self._owner == threading.get_ident():
+                self._owner = None
+                self._ended.notify()
+
+
 class World:
-    """What the ranks know of each other: who has ended, who waits where, and the first error."""
+    """What the ranks know of each other: who has ended, who waits where, whose turn it is, and the first error."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.turns = Turns()
+        self.meetings: list[Meeting] = []
         self.ended: set[int] = set()
         self.waiting: dict[int, str] = {}
         self.error: BaseException | None = None
@@ -35,16 +79,17 @@ class World:
 
     def end(self, rank: int) -> None:
         """The rank has returned."""
-        with self.changed:
+        with self.lock:
             self.ended.add(rank)
             self.find_deadlock()
 
     def fail(self, rank: int | None, error: BaseException) -> None:
         """The rank has raised; the others stop at their next collective. Only the first error is kept."""
-        with self.changed:
+        with self.lock:
             if self.error is None:
                 self.error, self.failed = error, rank
-            self.changed.notify_all()
+            for meeting in self.meetings:
+                meeting.changed.notify_all()
 
     def find_deadlock(self) -> None:
         """Fails if every rank waits or has ended, and some wait. The caller holds the lock."""
@@ -58,6 +103,8 @@ class Meeting:
 
     def __init__(self, world: World, axis: str, ranks: Sequence[int]) -> None:
         self.world, self.axis, self.ranks = world, axis, tuple(ranks)
+        self.changed = threading.Condition(world.lock)
+        world.meetings.append(self)
         self.seats: dict[int, tuple[str, Payload]] = {}
         self.turn = 0
         # by source and target: what is sent and not yet received, or the receipts of what is not yet sent
@@ -67,7 +114,7 @@ class Meeting:
     def join(self, number: int, op: str, payload: Payload, work: Callable[[list[Payload]], None]) -> None:
         """Blocks until every rank has come and `work(payloads)` is done. Raises Stopped if another rank failed."""
         world, turn = self.world, self.turn
-        with world.changed:
+        with world.lock:
             if world.error is None:
                 self.seats[number] = (op, payload)
                 if len(self.seats) == len(self.ranks):
@@ -75,9 +122,19 @@ class Meeting:
                 else:
                     world.waiting[self.ranks[number]] = f"waits in {op} over {self.axis!r}"
                     world.find_deadlock()
-                world.changed.wait_for(lambda: self.turn != turn or world.error is not None)
+                    self.wait_for(lambda: self.turn != turn)
             if self.turn == turn:
                 raise Stopped(f"{op} over {self.axis!r}: another rank failed") from world.error
+
+    def wait_for(self, done: Callable[[], bool]) -> None:
+        """Blocks until `done()`, or a rank has failed; others have their turns. The caller holds the lock."""
+        self.world.turns.give()
+        self.changed.wait_for(lambda: done() or self.world.error is not None)
+        self.world.lock.release()  # the rank whose turn it is may need it
+        try:
+            self.world.turns.take()
+        finally:
+            self.world.lock.acquire()
 
     def _work(self, work: Callable[[list[Payload]], None]) -> None:
         ops = [self.seats[r][0] for r in range(len(self.ranks))]
@@ -90,11 +147,11 @@ class Meeting:
         for rank in self.ranks:
             self.world.waiting.pop(rank, None)
         self.turn += 1
-        self.world.changed.notify_all()
+        self.changed.notify_all()
 
     def send(self, source: int, target: int, x: Tensor) -> None:
         """Leaves a copy for the target, and does not wait. What one rank sends another arrives in this order."""
-        with self.world.changed:
+        with self.world.lock:
             if self.posted[source, target]:
                 self.posted[source, target].popleft().fill(x)
             else:
@@ -102,7 +159,7 @@ class Meeting:
 
     def receive(self, source: int, target: int, place: Tensor) -> Receipt:
         """Asks for the next thing that the source sends the target, and does not wait."""
-        with self.world.changed:
+        with self.world.lock:
             receipt = Receipt(self, source, target, place)
             if self.sent[source, target]:
                 receipt.fill(self.sent[source, target].popleft())
@@ -127,16 +184,16 @@ class Receipt:
         self._filled, world = True, self._meeting.world
         if self._waits:
             world.waiting.pop(self._rank)
-            world.changed.notify_all()
+            self._meeting.changed.notify_all()
 
     def wait(self) -> None:
         """Blocks until it has come. Raises Stopped if another rank failed."""
         world = self._meeting.world
-        with world.changed:
+        with world.lock:
             if not self._filled and world.error is None:
                 self._waits, world.waiting[self._rank] = True, f"waits in a {self._about()}"
                 world.find_deadlock()
-                world.changed.wait_for(lambda: self._filled or world.error is not None)
+                self._meeting.wait_for(lambda: self._filled)
             if not self._filled:
                 raise Stopped(f"{self._about()}: another rank failed") from world.error
 

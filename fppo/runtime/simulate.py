@@ -44,7 +44,7 @@ def simulate(axes: Mapping[str, int], fn: Callable[..., T], *per_rank: Sequence[
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
-        with torch.set_grad_enabled(grad):
+        with torch.set_grad_enabled(grad), world.turns.shared():
             try:
                 results[rank] = fn(meshes[rank][1], *(x[rank] for x in per_rank))
                 world.end(rank)

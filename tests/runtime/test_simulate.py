@@ -124,6 +124,35 @@ def test_ranks_that_do_not_meet_fail_and_do_not_hang(run, message):
         simulate({"replicate": 2, "shard": 2}, lambda mesh: run(mesh["shard"], mesh["replicate"]))
 
 
+def test_one_rank_runs_at_a_time_between_collectives():
+    running, most = [], []
+
+    def run(mesh):
+        for _ in range(3):
+            running.append(mesh["shard"].rank)
+            time.sleep(0.002)
+            most.append(len(running))
+            running.remove(mesh["shard"].rank)
+            collectives.all_reduce(torch.ones(1), mesh["shard"])
+
+    simulate({"shard": 4}, run)
+    assert set(most) == {1}
+
+
+def test_ranks_may_wait_for_each_other_elsewhere():
+    events = [threading.Event(), threading.Event()]
+
+    def run(mesh):
+        rank = mesh["shard"].rank
+        for _ in range(2):
+            collectives.all_reduce(torch.ones(1), mesh["shard"])
+            events[rank].set()
+            assert events[1 - rank].wait(30)
+        return collectives.all_reduce(torch.ones(1), mesh["shard"]).item()
+
+    assert simulate({"shard": 2}, run) == [2, 2]
+
+
 def test_nothing_is_left_behind_and_meshes_nest():
     def outer(mesh):
         inner = simulate({"sequence": 2}, lambda m: collectives.all_reduce(torch.ones(1), m["sequence"]).item())
