@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.utils import _pytree
 
 Payload = Any
-PATIENCE = 0.25  # seconds that a turn may last, if another rank waits for its own
+PATIENCE = 0.02  # seconds that a turn may last, if another rank waits for its own
 
 
 class Stopped(RuntimeError):

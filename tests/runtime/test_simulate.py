@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fppo import losses, tree
+from fppo.runtime import _thread_group
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.simulate import simulate
 from fppo.steps.actor import update_actor
@@ -124,7 +125,8 @@ def test_ranks_that_do_not_meet_fail_and_do_not_hang(run, message):
         simulate({"replicate": 2, "shard": 2}, lambda mesh: run(mesh["shard"], mesh["replicate"]))
 
 
-def test_one_rank_runs_at_a_time_between_collectives():
+def test_one_rank_runs_at_a_time_between_collectives(monkeypatch):
+    monkeypatch.setattr(_thread_group, "PATIENCE", 30.0)
     running, most = [], []
 
     def run(mesh):
