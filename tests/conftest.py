@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -68,3 +69,14 @@ def unhooked() -> Iterator[None]:
             jaxtyping.config.update("jaxtyping_disable", disabled)
         if disabled:
             yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def first_curves(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of a run's curves the first are drawn, but in the tests of reports: all of them take as long as a tiny run."""
+    charts = sys.modules.get("fppo.report.charts")
+    with pytest.MonkeyPatch.context() as patch:
+        if charts is not None and request.path.parent.name != "report":
+            whole = charts.write_png
+            patch.setattr(charts, "write_png", lambda drawn, path, *, title: whole(drawn[:1], path, title=title))
+        yield
