@@ -181,6 +181,7 @@ class Annotated(Scored):
     sum_squared_probs: Tensor | None = None  # [B, T] float32
     entropy: Tensor | None = None  # [B, T] float32, of the policy's distribution of each token
     hidden: Tensor | None = None  # [B, T, H] float32, what the policy's head reads before each token
+    truth_signs: Tensor | None = None  # [B, T, 2] float32, how the response before each token agrees with the truth
 
 
 @state

@@ -215,7 +215,7 @@ def settings(directory: Path, seed: int) -> TrainSettings:
         reward=RewardSettings(functions=("exact_match",)),
         algorithm=AlgorithmSettings(kl=KlRewardSettings(coef=0.001)),
         actor=ActorSettings(mini_batch_size=128, epochs=2, optimizer=_adam(3e-4)),
-        critic=CriticSettings(reads="confidence", mini_batch_size=128, epochs=16, optimizer=_adam(3e-3)),
+        critic=CriticSettings(reads="confidence", privileged=4, mini_batch_size=128, epochs=16, optimizer=_adam(3e-3)),
         eval=EvalSettings(every=10, exact_values=True),
         checkpoint=CheckpointSettings(every=20),
         log=LogSettings(samples_per_step=4),

@@ -368,7 +368,7 @@ def test_the_table_of_critics_runs_every_way_to_read(tmp_path, monkeypatch, caps
         "none: `reinforce_plus_plus`",
         "`mse`, privileged",
         "`mse`, a small model",
-        "`confidence`",
+        "`confidence`, privileged",
         "`hidden`, 4 members, 0.2 left",
     )
     monkeypatch.setattr(module, "KINDS", {name: module.KINDS[name] for name in few})
@@ -376,7 +376,7 @@ def test_the_table_of_critics_runs_every_way_to_read(tmp_path, monkeypatch, caps
     assert [*results] == [*few]
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert [row[0].strip("| ") for row in rows[2:]] == [*few]
-    assert [row[4] for row in rows[2:]] == ["", "298,113", "9,889", "641", "33,284"]
+    assert [row[4] for row in rows[2:]] == ["", "298,113", "9,889", "769", "33,284"]
     assert all(found[0].curve and not math.isnan(found[0].curve[0][1]) for found in [*results.values()][1:])
 
 

@@ -50,6 +50,7 @@ def settings_of(directory: Path, batch: int, device: str) -> TrainSettings:
         "critic.mini_batch_size": batch // 4,
         "rollout.batch_size": batch,
         "critic.reads": "tokens",
+        "critic.privileged": 0,
         "critic.epochs": 2,
         "device": device,
     }

@@ -67,6 +67,7 @@ KINDS = {
     "`mse`, a small model": Kind(width=32, epochs=4, lr=3e-3),
     "`confidence`": READING,
     "`confidence`, `hl_gauss`": attrs.evolve(READING, loss="hl_gauss"),
+    "`confidence`, privileged": attrs.evolve(READING, privileged=4),
     "`confidence`, 4 members": attrs.evolve(READING, ensemble=4),
     "`hidden`": attrs.evolve(READING, reads="hidden"),
     "`hidden`, `hl_gauss`": attrs.evolve(READING, reads="hidden", loss="hl_gauss"),
@@ -142,6 +143,7 @@ class _Critic(NamedTuple):
     values: Any = None
     confidence: Any = None
     hidden: Any = None
+    truth_signs: Any = None
     update: Callable[..., Any] | None = None
 
 
@@ -151,24 +153,25 @@ def _critic(kind: Kind, start: Start, key: Key, loop: s.Loop, updates: int) -> _
     head = losses.value_head(kind.loss, low=-0.1, high=1.1, clip=kind.value_clip)
     adam, micro = _adam(kind.lr, updates), loop.micro_batching
     how = {"loop": loop, "optimizer": adam, "loss_fn": head.loss_fn}
-    shape = {"outputs": head.outputs, "members": kind.ensemble}
+    shape = {"outputs": head.outputs, "members": kind.ensemble, "privileged": kind.privileged > 0}
+    truth = {"encode": partial(start.tokenizer.encode, add_special_tokens=False), "limit": kind.privileged}
+    known = {"truth_signs": partial(data.truth_signs, **truth) if kind.privileged else None}
     if kind.reads == "confidence":
         state = s.init_state(s.init_confidence(key.fold("critic"), **shape), adam)
         read = partial(s.confidence_values, read=head.read)
-        return _Critic(state, confidence=read, update=partial(s.update_confidence, **how))
+        return _Critic(state, confidence=read, update=partial(s.update_confidence, **how), **known)
     if kind.reads == "hidden":
         width = models.hidden_width(start.model)
         state = s.init_state(s.init_hidden(key.fold("critic"), width, **shape), adam)
         read = partial(s.hidden_values, read=head.read)
-        return _Critic(state, hidden=read, update=partial(s.update_hidden, **how))
+        return _Critic(state, hidden=read, update=partial(s.update_hidden, **how), **known)
     model, params = start.model, start.params
     if kind.width:
         model = quickstart.small_model(len(start.tokenizer), width=kind.width, layers=1)
         params = models.init_params(model, key.fold("small"))
     model, params = models.as_critic(model, params, key.fold("value head"), outputs=head.outputs)
     forward, state = s.Forward(model, read=head.read), s.init_state(params, adam)
-    encode = partial(start.tokenizer.encode, add_special_tokens=False)
-    view = partial(data.with_truth, encode=encode, limit=kind.privileged) if kind.privileged else lambda rows: rows
+    view = partial(data.with_truth, **truth) if kind.privileged else lambda rows: rows
     update = partial(s.update_critic, forward=forward, view=view, **how)
     if kind.popart:
         state, update = replace(state, scale=Scale()), partial(update_popart, update=update, rate=kind.popart)
@@ -192,7 +195,12 @@ def found(start: Start, kind: Kind, key: Key, *, quick: bool) -> Found:
     engine = EmbeddedEngine(model=start.model, kernels=policy.kernels, pad_token_id=0)
     pass_ = partial(policy_pass, forward=policy, micro_batching=micro)
     passes = Passes(
-        policy=pass_, reference=pass_, values=critic.values, confidence=critic.confidence, hidden=critic.hidden
+        policy=pass_,
+        reference=pass_,
+        values=critic.values,
+        confidence=critic.confidence,
+        hidden=critic.hidden,
+        truth_signs=critic.truth_signs,
     )
     answers = partial(right_answers, tokenizer=tokenizer, sampling=sampling)
     known = Known(exact=partial(one_answer, answers=answers))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from fppo import models
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase
+
+from fppo import data, models
 from fppo.assembly.parts import bare_model, value_head_of
 from fppo.key import Key
 from fppo.models.model import Params
+from fppo.pipeline.passes import TruthSigns
 from fppo.settings.train import TrainSettings
 from fppo.steps.confidence import init_confidence
 from fppo.steps.hidden import init_hidden
@@ -13,7 +18,20 @@ from fppo.steps.hidden import init_hidden
 
 def reader_params(settings: TrainSettings, key: Key) -> Params:
     """The parameters of one before its first update."""
-    members, outputs = settings.critic.ensemble, value_head_of(settings).outputs
-    if settings.critic.reads == "confidence":
-        return init_confidence(key, outputs=outputs, members=members)
-    return init_hidden(key, models.hidden_width(bare_model(settings)), outputs=outputs, members=members)
+    critic = settings.critic
+    shape = {
+        "members": critic.ensemble,
+        "outputs": value_head_of(settings).outputs,
+        "privileged": critic.privileged > 0,
+    }
+    if critic.reads == "confidence":
+        return init_confidence(key, **shape)
+    return init_hidden(key, models.hidden_width(bare_model(settings)), **shape)
+
+
+def truth_signs_of(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> TruthSigns | None:
+    """What a privileged one knows of the ground truth; None if it knows nothing, or is a model."""
+    limit = settings.critic.privileged
+    if not limit or settings.critic.reads == "tokens":
+        return None
+    return partial(data.truth_signs, encode=partial(tokenizer.encode, add_special_tokens=False), limit=limit)

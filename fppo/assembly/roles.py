@@ -37,6 +37,7 @@ from fppo.pipeline.passes import (
     HiddenFn,
     Passes,
     PolicyPass,
+    TruthSigns,
     ValuePass,
     View,
     balance_of,
@@ -206,8 +207,8 @@ class Roles:
         """How stages of several roles run."""
         return at_once if self.placed else in_turn
 
-    def passes(self) -> Passes:
-        """The passes over a batch that they make."""
+    def passes(self, truth_signs: TruthSigns | None = None) -> Passes:
+        """The passes over a batch that they make; what a critic without a model knows of the truth is made here."""
         actor, critic = self.actor, self.critic
         reference, beside = (actor, "actor") if self.reference is None else (self.reference, "reference")
         alone = isinstance(group := self.at["actor"], Group) and group.ranks == 1
@@ -217,6 +218,7 @@ class Roles:
             values=critic and critic.values and self._on("critic", critic.values, "values"),
             confidence=critic and critic.confidence and self._on("critic", critic.confidence, "values"),
             hidden=critic and critic.hidden and self._on("critic", critic.hidden, "values"),
+            truth_signs=truth_signs,
             **({} if alone else {"balance": self._on("actor", actor.balance, "balance")}),
         )
 

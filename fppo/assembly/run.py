@@ -23,6 +23,7 @@ from fppo.assembly.parts import offload_of
 from fppo.assembly.placed import Placed
 from fppo.assembly.pools import engine_pool, home_of
 from fppo.assembly.program import Resources, along_of, pretrain_of, program_of
+from fppo.assembly.readers import truth_signs_of
 from fppo.assembly.rewards import reward_runner
 from fppo.assembly.roles import Roles, Tools, make_engine, make_roles
 from fppo.assembly.turns import game_of, in_turns
@@ -108,7 +109,7 @@ def assemble(
     run = _fresh(settings, roles, key)
     engine = _engine(settings, roles, tools, pad, sampling_mesh, engines)
     with _answering(settings, engine, tokenizer, pad, sampling_mesh, device, groups) as answering:
-        resources = _resources(roles, inputs, answering, model, mesh, device)
+        resources = _resources(settings, roles, inputs, answering, model, mesh, device)
         yield Assembly(
             run=run,
             program=program_of(settings, resources),
@@ -129,6 +130,7 @@ def assemble(
 
 
 def _resources(
+    settings: TrainSettings,
     roles: Roles,
     inputs: Inputs,
     answering: _Answering,
@@ -138,7 +140,7 @@ def _resources(
 ) -> Resources:
     """What the stages of the run work with."""
     return Resources(
-        passes=roles.passes(),
+        passes=roles.passes(truth_signs_of(settings, inputs.tokenizer)),
         update_actor=roles.update_actor(),
         update_critic=roles.update_critic(),
         together=roles.together,

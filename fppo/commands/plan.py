@@ -13,6 +13,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from fppo.assembly.parts import bare_model
+from fppo.data.privileged import TRUTH_SIGNS
 from fppo.models import hidden_width
 from fppo.models.adapted import Lora
 from fppo.plan.case import Case, Role, Sampling, balanced
@@ -131,6 +132,7 @@ def _batch(run: TrainSettings) -> Batch:
         critic=reader,
         members=critic.ensemble,
         hidden=hidden_width(bare_model(run)) if reader == "hidden" else 0,
+        truth_signs=TRUTH_SIGNS if critic.privileged and reader in ("confidence", "hidden") else 0,
         reference=checks.uses_reference(run),
         replay=replay,
         routed=sum(router.chosen * (1 if router.experts <= 1 << 8 else 4) for router in routers),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fppo.data.encode import load_prompts as load_prompts
     from fppo.data.examples import Fields as Fields
     from fppo.data.images import ImageReader as ImageReader
+    from fppo.data.privileged import truth_signs as truth_signs
     from fppo.data.privileged import with_truth as with_truth
     from fppo.data.problems import Problems as Problems
     from fppo.data.prompts import PromptSet as PromptSet
@@ -73,6 +74,7 @@ __all__ = [
     "select",
     "stop_texts",
     "stop_tokens",
+    "truth_signs",
     "vocabulary_size",
     "with_truth",
 ]
@@ -98,7 +100,7 @@ _HOMES = {
     ),
     "examples": ("Fields",),
     "images": ("ImageReader",),
-    "privileged": ("with_truth",),
+    "privileged": ("truth_signs", "with_truth"),
     "problems": ("Problems",),
     "prompts": (
         "PromptSet",

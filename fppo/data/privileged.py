@@ -1,4 +1,4 @@
-"""What a critic may know and the policy must not: the ground truth, in front of the prompt."""
+"""What a critic may know and the policy must not: the ground truth, in front of the prompt or beside the response."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fppo import tree
 from fppo.batch import Column
+from fppo_kernels.padding import sent
+from fppo_kernels.shapes import Bool, Float, Int
+
+Encode = Callable[[str], Sequence[int]]
+TRUTH_SIGNS = 2  # numbers that say how a response and the ground truth agree
 
 
 class Judged(Protocol):
@@ -24,10 +30,21 @@ class Judged(Protocol):
     def ground_truth(self) -> Column: ...
 
 
+class Answered(Protocol):
+    """The same of one with responses."""
+
+    @property
+    def tokens(self) -> Tensor: ...  # [B, P + T] int64
+    @property
+    def response_mask(self) -> Tensor: ...  # [B, T] bool
+    @property
+    def ground_truth(self) -> Column: ...
+
+
 R = TypeVar("R", bound=Judged)
 
 
-def with_truth(rows: R, *, encode: Callable[[str], Sequence[int]], limit: int) -> R:
+def with_truth(rows: R, *, encode: Encode, limit: int) -> R:
     """The rows with the tokens of their ground truth in front of the prompt, at most the first `limit` of them.
 
     `tokens` and `attention_mask` [B, S] become [B, G + S], padded on the left; all else stays, so that values of these
@@ -35,8 +52,7 @@ def with_truth(rows: R, *, encode: Callable[[str], Sequence[int]], limit: int) -
     an asymmetric pair (Pinto et al., arXiv:1710.06542): what it knows beyond the policy is no action of the policy's,
     so the policy gradient stays what it was.
     """
-    texts = [truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False) for truth in rows.ground_truth]
-    known = [list(encode(text))[:limit] for text in texts]
+    known = _truths(rows.ground_truth, encode, limit)
     width = max(map(len, known), default=0)
     tokens = rows.tokens.new_tensor([[0] * (width - len(ids)) + ids for ids in known]).view(len(known), width)
     gaps = torch.tensor([width - len(ids) for ids in known], dtype=torch.int64)
@@ -46,3 +62,50 @@ def with_truth(rows: R, *, encode: Callable[[str], Sequence[int]], limit: int) -
         tokens=torch.cat([tokens, rows.tokens], 1),
         attention_mask=torch.cat([seen, rows.attention_mask], 1),
     )
+
+
+def truth_signs(rows: Answered, *, encode: Encode, limit: int) -> Float[Tensor, "b t f"]:
+    """How the response before each of its tokens agrees with the ground truth, float32 [B, T, TRUTH_SIGNS].
+
+    Of both the tokens count, of the truth at most the first `limit`, and of the response those in the mask. The first
+    number is 1 where the response so far is how the truth begins, the second where it has the truth within it, its
+    tokens one after the other; else they are 0, as all are outside the mask. A ground truth that is no text is encoded
+    as JSON. As with `with_truth`, the token at t has no part in what is known before it, so a value made of this
+    leaves the policy gradient what it was.
+    """
+    mask = rows.response_mask
+    truths = _truths(rows.ground_truth, encode, limit)
+    width = max(1, *map(len, truths)) if truths else 1
+    truth = sent(torch.tensor([ids + [-1] * (width - len(ids)) for ids in truths]).view(-1, width), mask.device)
+    order = mask.long().argsort(dim=1, descending=True, stable=True)  # the policy's own tokens, then the others
+    said = rows.tokens[:, -mask.shape[1] :].gather(1, order).where(mask.gather(1, order), -2)
+    before = pad(mask, (1, 0))[:, :-1].cumsum(1)  # how many of its own
+    agrees = torch.stack([_begins(said, truth), _has_within(said, truth)], -1)
+    agrees = agrees.gather(1, before[..., None].expand(-1, -1, TRUTH_SIGNS))
+    return (agrees & mask[..., None]).float()
+
+
+def _begins(said: Int[Tensor, "b t"], truth: Int[Tensor, "b g"]) -> Bool[Tensor, "b n"]:
+    """Whether the first n tokens are the truth's, for n from 0 to T."""
+    width = said.shape[1]
+    same = said == pad(truth, (0, max(width - truth.shape[1], 0)), value=-1)[:, :width]
+    return pad(same.cumprod(1), (1, 0), value=1).bool()
+
+
+def _has_within(said: Int[Tensor, "b t"], truth: Int[Tensor, "b g"]) -> Bool[Tensor, "b n"]:
+    """Whether the first n tokens have the truth's within them, for n from 0 to T; an empty truth's never."""
+    width, sizes = said.shape[1], (truth >= 0).sum(1, keepdim=True)
+    wide = pad(said, (0, truth.shape[1]), value=-2)
+    here = (sizes > 0).expand_as(said)  # where it starts
+    for place in range(truth.shape[1]):
+        here = here & ((wide[:, place : place + width] == truth[:, place, None]) | (place >= sizes))
+    ends = torch.arange(width, device=said.device) + sizes
+    within = pad(torch.zeros_like(said), (0, 1 + truth.shape[1])).scatter_add(1, ends, here.long())
+    return within.cumsum(1)[:, : width + 1] > 0
+
+
+def _truths(truths: Column, encode: Encode, limit: int) -> list[list[int]]:
+    """The first tokens of each ground truth; every text is encoded once."""
+    texts = [truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False) for truth in truths]
+    known = {text: list(encode(text))[:limit] for text in dict.fromkeys(texts)}
+    return [known[text] for text in texts]

@@ -23,8 +23,9 @@ R = TypeVar("R", bound=Rows)
 Role = Literal["actor", "ref", "critic"]
 View = Callable[[Any], Any]  # of rows: those that a critic sees in their place
 Fetch = Callable[[Params], Params | OnHost]  # how a pass gets at parameters
-ConfidenceFn = Callable[[Params, Tensor, Tensor, Tensor], Tensor]  # `steps.confidence_values`
-HiddenFn = Callable[[Params, Tensor, Tensor], Tensor]  # `steps.hidden_values`
+ConfidenceFn = Callable[[Params, Tensor, Tensor, Tensor, Tensor | None], Tensor]  # `steps.confidence_values`
+HiddenFn = Callable[[Params, Tensor, Tensor, Tensor | None], Tensor]  # `steps.hidden_values`
+TruthSigns = Callable[[Any], Tensor]  # of rows: `data.truth_signs`
 
 
 class PolicyPass(Protocol):
@@ -47,7 +48,8 @@ class Passes:
     reference: PolicyPass
     values: ValuePass | None = None  # of a critic that is a model
     confidence: ConfidenceFn | None = None  # of one that reads what the policy's own pass finds,
-    hidden: HiddenFn | None = None  # or the states in it
+    hidden: HiddenFn | None = None  # or the states in it,
+    truth_signs: TruthSigns | None = None  # and how responses agree with the truth
     balance: Callable[[Sequence[int]], Metrics] = lambda lengths: {}  # how its ranks share the work
 
     @property
@@ -57,20 +59,24 @@ class Passes:
 
 
 class ReadValues(NamedTuple):
-    """Values [B, T], and of an ensemble, whose mean they are, how far apart its members are."""
+    """Values [B, T]; of an ensemble, whose mean they are, how far apart its members are; and what a privileged critic
+    knew of the truth [B, T, F]."""
 
     values: Tensor
     disagreement: Tensor | None = None
+    truth_signs: Tensor | None = None
 
 
-def read_values(passes: Passes, params: Params, log_probs: Tensor, out: TokenOutputs, mask: Tensor) -> ReadValues:
+def read_values(passes: Passes, params: Params, log_probs: Tensor, out: TokenOutputs, rows: Rows) -> ReadValues:
     """What a critic without a model makes of the log-probs [B, T] and what else it reads of the policy's pass."""
+    mask, signs = rows.response_mask, passes.truth_signs and passes.truth_signs(rows)
     if passes.confidence is not None:
-        values = passes.confidence(params, log_probs, there(out.entropy), mask)
+        values = passes.confidence(params, log_probs, there(out.entropy), mask, signs)
     else:
         assert passes.hidden is not None
-        values = passes.hidden(params, there(out.hidden), mask)
-    return ReadValues(values) if values.dim() == 2 else ReadValues(values.mean(0), disagreement(values))
+        values = passes.hidden(params, there(out.hidden), mask, signs)
+    each = (values, None) if values.dim() == 2 else (values.mean(0), disagreement(values))
+    return ReadValues(*each, signs)
 
 
 def policy_pass(

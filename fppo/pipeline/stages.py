@@ -159,17 +159,17 @@ def annotate_by(
     annotated = extend(Annotated, scored, old_log_probs=old, routed=routed)
     if run.ref is not None and replay == "all":
         done = {**done, "ref": ref(annotated, run.ref, passes.reference)}
-    values, apart = done["values"][0] if "values" in done else None, None
+    values, apart, signs = done["values"][0] if "values" in done else None, None, None
     report = metrics.merge({f"timing_s/{name}": metrics.spent() for name in _PASSES}, *(x for _, x in done.values()))
     if run.critic is not None and passes.read:
-        values, apart = read_values(passes, run.critic.params, old, found, scored.response_mask)
+        values, apart, signs = read_values(passes, run.critic.params, old, found, scored)
     if apart is not None:
         report["critic/ensemble/std"] = metrics.masked_mean(apart, scored.response_mask)
     report |= {f"training/old_log_probs/{source}": metrics.mean(1.0)} | passes.balance(row_lengths(scored))
     if replay == "rollout" and routed is not None and found.routed is not None:
         report |= rerouted(routed, found.routed, scored.attention_mask)
     columns = {"values": values, "disagreement": apart, "sum_squared_probs": found.sum_squared_probs}
-    columns |= {"entropy": found.entropy, "hidden": found.hidden}
+    columns |= {"entropy": found.entropy, "hidden": found.hidden, "truth_signs": signs}
     ref_log_probs = done["ref"][0] if "ref" in done else None
     return extend(Annotated, annotated, ref_log_probs=ref_log_probs, **columns), report
 

@@ -58,7 +58,7 @@ def ppo_step(
     critic_alone = run.step < program.critic_warmup or (progress is not None and not progress.over)
     skipped = {"critic": program.freeze_critic and not critic_alone, "actor": critic_alone}
     updates = {"critic": (run.critic, program.update_critic), "actor": (run.actor, program.update_actor)}
-    of_role = {"critic": experience, "actor": replace(experience, hidden=None)}  # which it does not read
+    of_role = {"critic": experience, "actor": replace(experience, hidden=None, truth_signs=None)}  # it reads neither
     done = program.together(
         {
             role: partial(timed(f"update_{role}", update), state, of_role[role], key=key.fold(role), donate=donate)

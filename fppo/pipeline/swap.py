@@ -28,6 +28,7 @@ ANNOTATIONS = (
     "sum_squared_probs",
     "entropy",
     "hidden",
+    "truth_signs",
     "routed",
 )
 ESTIMATES = ("token_rewards", "advantages", "returns", "correction_weights", "entropy_mask", "response_mask")

@@ -108,7 +108,7 @@ def critic_truth(
                 values = of_critic(run.critic.params, rows)
             else:
                 out = of_policy(rows) if out is None else out
-                values = read_values(passes, run.critic.params, there(out.log_probs), out, own).values
+                values = read_values(passes, run.critic.params, there(out.log_probs), out, rows).values
             exact.append(true[own].double())
             guessed.append(values[own].double())
             if rewards is not None and real is not None:

@@ -36,6 +36,7 @@ class Batch:
     critic: Critic | None = None
     members: int = 1  # of it
     hidden: int = 0  # numbers of a state that it reads
+    truth_signs: int = 0  # numbers that it knows of the truth at each token
     reference: bool = False
     replay: RouterReplay = "none"
     routed: int = 0  # bytes of the experts that a token has
@@ -110,6 +111,7 @@ def _passes(batch: Batch, ranks: int) -> Iterator[ColumnCall]:
         yield ColumnCall("reference", "ref", scored | again, {"log_probs": numbers})
     if batch.critic is not None:
         read = {name: found[name] for name in READS[batch.critic]} | {"response_mask": batch.rows * batch.response}
+        read |= {"truth_signs": numbers * batch.truth_signs} if batch.truth_signs else {}
         sent = scored if batch.critic == "model" else read
         yield ColumnCall("critic", "values", sent, {"values": batch.members * numbers})
     if ranks > 1:
@@ -120,7 +122,8 @@ def _updates(batch: Batch) -> Iterator[ColumnCall]:
     learned = _rows(batch, Experience, batch.rows)
     if batch.critic is not None:
         yield ColumnCall("critic", "update_critic", learned, {})
-    yield ColumnCall("actor", "update_actor", {name: x for name, x in learned.items() if name != "hidden"}, {})
+    own = {name: x for name, x in learned.items() if name not in ("hidden", "truth_signs")}
+    yield ColumnCall("actor", "update_actor", own, {})
 
 
 def _rows(batch: Batch, cls: type, count: int) -> Bytes:
@@ -167,6 +170,7 @@ def _row(batch: Batch) -> Experience:
         sum_squared_probs=numbers if batch.sum_squared else None,
         entropy=numbers if batch.critic == "confidence" else None,
         hidden=numbers.new_empty(*numbers.shape, batch.hidden) if batch.critic == "hidden" else None,
+        truth_signs=numbers.new_empty(*numbers.shape, batch.truth_signs) if batch.truth_signs else None,
         token_rewards=numbers,
         advantages=numbers,
         returns=numbers,

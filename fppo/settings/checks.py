@@ -161,8 +161,7 @@ def _model(s: TrainSettings) -> Problems:
         yield from _unread("model.critic_path", s.model.critic_path, None, 'critic.reads = "tokens"')
         for name in ("compute_dtype", "checkpoint_layers", "offload", "micro_batch_size", "token_budget"):
             yield from _unread(f"critic.{name}", getattr(s.critic, name), None, 'critic.reads = "tokens"')
-        for name in ("privileged", "popart"):
-            yield from _unread(f"critic.{name}", getattr(s.critic, name), 0, 'critic.reads = "tokens"')
+        yield from _unread("critic.popart", s.critic.popart, 0, 'critic.reads = "tokens"')
     elif s.critic.ensemble > 1:
         text = 'its members read what the policy\'s pass finds: give critic.reads = "hidden" or "confidence"'
         yield _problem("critic.ensemble", s.critic.ensemble, text)

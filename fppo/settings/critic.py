@@ -26,7 +26,7 @@ class CriticSettings:
     reads: Literal["tokens", "confidence", "hidden"] = setting("tokens")
     """The tokens, as a model of its own; or, without one, how sure the policy is of them, or its hidden states."""
     privileged: int = setting(0, at_least(0))
-    """The most tokens of the ground truth that it sees in front of the prompt, and the policy does not; 0: none."""
+    """The most tokens of the ground truth that it knows, and the policy does not: a model reads them; 0: none."""
     ensemble: int = setting(1, at_least(1))
     """How many small ones, each of its own share of the prompts, whose mean is the value (confidence, hidden)."""
     leave_agreed: float = setting(0.0, at_least(0), below(1))

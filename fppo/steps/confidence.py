@@ -17,16 +17,19 @@ from fppo.shapes import Mask, Tokens
 from fppo.steps.critic import ValueLossFn
 from fppo.steps.loop import Loop
 from fppo.steps.optimizers import Optimizer
-from fppo.steps.perceptron import UNCLIPPED, init_perceptron, perceptron, update_perceptron
+from fppo.steps.perceptron import UNCLIPPED, beside, init_perceptron, perceptron, update_perceptron
 from fppo.steps.train_state import TrainState
 from fppo_kernels.shapes import Float
 
 SIGNS = 8  # numbers that the critic reads before each token
 
 
-def init_confidence(key: Key, *, width: int = 64, outputs: int = 1, members: int = 1) -> Params:
+def init_confidence(
+    key: Key, *, width: int = 64, outputs: int = 1, members: int = 1, privileged: bool = False
+) -> Params:
     """A perceptron of SIGNS numbers with K outputs, or an ensemble of them, see `init_perceptron`."""
-    return init_perceptron(key.fold("confidence"), SIGNS, width=width, outputs=outputs, members=members)
+    shape = {"width": width, "outputs": outputs, "members": members, "privileged": privileged}
+    return init_perceptron(key.fold("confidence"), SIGNS, **shape)
 
 
 def signs(log_probs: Tokens, entropy: Tokens, mask: Mask) -> Float[Tensor, "b t f"]:
@@ -55,12 +58,14 @@ def confidence_values(
     log_probs: Tokens,
     entropy: Tokens,
     mask: Mask,
+    truth_signs: Float[Tensor, "b t f"] | None = None,
     *,
     read: Callable[[Tensor], Tensor] = first_output,
 ) -> Float[Tensor, "*n b t"]:
     """The values [B, T] before each response token, 0 outside the mask, from a policy's log-probs and entropies; `read`
-    makes them of the K outputs, [..., K]. Of an ensemble those of its N members, [N, B, T]."""
-    return read(perceptron(params, signs(log_probs, entropy, mask))).where(mask, 0.0)
+    makes them of the K outputs, [..., K]. A privileged critic reads `data.truth_signs`, too. Of an ensemble those of
+    its N members, [N, B, T]."""
+    return read(perceptron(params, beside(signs(log_probs, entropy, mask), truth_signs))).where(mask, 0.0)
 
 
 def update_confidence(

@@ -15,28 +15,36 @@ from fppo.shapes import Mask, Outputs
 from fppo.steps.critic import ValueLossFn
 from fppo.steps.loop import Loop
 from fppo.steps.optimizers import Optimizer
-from fppo.steps.perceptron import UNCLIPPED, init_perceptron, perceptron, update_perceptron
+from fppo.steps.perceptron import UNCLIPPED, beside, init_perceptron, perceptron, update_perceptron
 from fppo.steps.train_state import TrainState
 from fppo_kernels.shapes import Float
 
 
-def init_hidden(key: Key, size: int, *, width: int = 64, outputs: int = 1, members: int = 1) -> Params:
+def init_hidden(
+    key: Key, size: int, *, width: int = 64, outputs: int = 1, members: int = 1, privileged: bool = False
+) -> Params:
     """A perceptron of hidden states of `size` numbers (`models.hidden_width`) with K outputs, or an ensemble of them,
     see `init_perceptron`."""
-    return init_perceptron(key.fold("hidden"), size, width=width, outputs=outputs, members=members)
+    shape = {"width": width, "outputs": outputs, "members": members, "privileged": privileged}
+    return init_perceptron(key.fold("hidden"), size, **shape)
 
 
 def hidden_values(
-    params: Params, hidden: Outputs, mask: Mask, *, read: Callable[[Tensor], Tensor] = first_output
+    params: Params,
+    hidden: Outputs,
+    mask: Mask,
+    truth_signs: Float[Tensor, "b t f"] | None = None,
+    *,
+    read: Callable[[Tensor], Tensor] = first_output,
 ) -> Float[Tensor, "*n b t"]:
     """The values [B, T] before each response token, 0 outside the mask, from the states [B, T, H] that a policy's head
-    reads there ("hidden" of `compute_outputs`); `read` makes them of the K outputs, [..., K]. Of an ensemble those of
-    its N members, [N, B, T].
+    reads there ("hidden" of `compute_outputs`); `read` makes them of the K outputs, [..., K]. A privileged critic
+    reads `data.truth_signs`, too. Of an ensemble those of its N members, [N, B, T].
 
     The state of the token before t holds what the policy knows of the prompt and the response before t, and nothing of
     the token at t.
     """
-    return read(perceptron(params, hidden.detach())).where(mask, 0.0)
+    return read(perceptron(params, beside(hidden.detach(), truth_signs))).where(mask, 0.0)
 
 
 def update_hidden(

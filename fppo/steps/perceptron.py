@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from fppo import batch as batches
 from fppo import losses, metrics, tree
 from fppo.batch import Experience
+from fppo.data.privileged import TRUTH_SIGNS
 from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.metrics import Metrics
@@ -30,10 +31,14 @@ from fppo_kernels.shapes import Float, Int
 UNCLIPPED = partial(losses.value_loss, clip=None)
 
 
-def init_perceptron(key: Key, inputs: int, *, width: int, outputs: int, members: int = 1) -> Params:
+def init_perceptron(
+    key: Key, inputs: int, *, width: int, outputs: int, members: int = 1, privileged: bool = False
+) -> Params:
     """A perceptron with one hidden layer, whose K outputs are 0: float32 `in_weight` [width, inputs], `in_bias`
     [width], `out_weight` [K, width], `out_bias` [K]; or an ensemble of several, with their number in front: [N, ...].
+    A `privileged` one has `TRUTH_SIGNS` inputs more.
     """
+    inputs += TRUTH_SIGNS * privileged
     if members > 1:
         each = [init_perceptron(key.fold("member", n), inputs, width=width, outputs=outputs) for n in range(members)]
         return {name: torch.stack([params[name] for params in each]) for name in each[0]}
@@ -56,6 +61,11 @@ def perceptron(params: Params, seen: Float[Tensor, "b t f"]) -> Float[Tensor, "*
     return torch.einsum("nbtw,nkw->nbtk", hidden, params["out_weight"]) + params["out_bias"][:, None, None]
 
 
+def beside(seen: Float[Tensor, "b t f"], truth_signs: Float[Tensor, "b t g"] | None) -> Float[Tensor, "b t h"]:
+    """What a critic reads, with what a privileged one knows of the truth behind it."""
+    return seen if truth_signs is None else torch.cat([seen, truth_signs.to(seen)], -1)
+
+
 def member_of(ids: Sequence[str], members: int) -> Int[Tensor, " b"]:
     """The member of an ensemble that learns from the prompt of each row, by the name of its data row: always the same,
     so that no two members learn from the same prompt."""
@@ -74,16 +84,17 @@ def update_perceptron(
     key: Key | None,
     donate: bool,
 ) -> tuple[TrainState, Metrics]:
-    """The critic after `loop.epochs` passes over `batch`, of which it reads `seen` [B, T, F], with a value loss as in
-    `update_critic`. Of an ensemble each member learns from its own rows (`member_of`). All ranks hold all rows and
-    compute the same. Raises ValueError for a batch without values, and for a loss of another shape than [B, T].
+    """The critic after `loop.epochs` passes over `batch`, of which it reads `seen` [B, T, F], and `truth_signs` where
+    the batch has them, with a value loss as in `update_critic`. Of an ensemble each member learns from its own rows
+    (`member_of`). All ranks hold all rows and compute the same. Raises ValueError for a batch without values, and for a
+    loss of another shape than [B, T].
     """
     if batch.values is None:
         raise ValueError("the update of a critic needs values in the batch: annotate it first")
     state = state if donate else tree.copy(state)
     weight = state.params["in_weight"]
     member = sent(member_of(list(batch.ids), len(weight) if weight.dim() == 3 else 1), batch.values.device)
-    columns = (batch.values, batch.returns, batch.response_mask, seen, member)
+    columns = (batch.values, batch.returns, batch.response_mask, beside(seen, batch.truth_signs), member)
     history: list[Metrics] = []
     for epoch in range(loop.epochs):
         drawn = None if key is None else key.fold("epoch", epoch)

@@ -1,17 +1,35 @@
-"""A critic that sees the ground truth: its values and updates are those of prompts that begin with it."""
+"""A critic that knows the ground truth: a model sees it before prompts, another one how responses agree with it."""
 
 import inspect
+import json
+from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fppo import tree
 from fppo.assembly.run import assemble
 from fppo.batch import Column
-from fppo.data import with_truth
+from fppo.data import truth_signs, with_truth
+from fppo.key import Key
 from fppo.pipeline import ppo_step
-from fppo.settings.files import SettingsError
-from fppo.steps import Forward, MicroBatching, compute_values, update_critic
+from fppo.steps import (
+    Forward,
+    Loop,
+    MicroBatching,
+    adamw,
+    compute_values,
+    confidence_values,
+    hidden_values,
+    init_confidence,
+    init_state,
+    schedule,
+    update_confidence,
+    update_critic,
+)
 from tests import tiny, tiny_run
 
 
@@ -58,7 +76,73 @@ def test_a_run_shows_it_to_the_critic_alone(tmp_path):
     assert not told[0].values.equal(told[3].values)
 
 
-def test_a_critic_that_reads_no_tokens_is_not_shown_any(tmp_path):
+def agreement(said, truth, t, mask):
+    """The signs before token t, from lists."""
+    if not mask[t]:
+        return [0.0, 0.0]
+    own = [x for x, there in zip(said[:t], mask[:t], strict=True) if there]
+    places = range(len(own) - len(truth) + 1)
+    within = bool(truth) and any(own[at : at + len(truth)] == truth for at in places)
+    return [float(own == truth[: len(own)]), float(within)]
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 7), st.integers(1, 3))
+def test_signs_of_the_truth_are_those_of_a_walk_along_the_response(data, rows, width, limit):
+    tokens = st.integers(5, 6)  # of so few that they agree often
+    said = data.draw(st.lists(st.lists(tokens, min_size=width, max_size=width), min_size=rows, max_size=rows))
+    truths = data.draw(st.lists(st.lists(tokens, max_size=4), min_size=rows, max_size=rows))
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=rows * width, max_size=rows * width)))
+    mask = mask.view(rows, width)
+    prompt = torch.full((rows, 2), 5)
+    batch = SimpleNamespace(
+        tokens=torch.cat([prompt, torch.tensor(said)], 1),
+        response_mask=mask,
+        ground_truth=Column([json.dumps(truth) if number % 2 else truth for number, truth in enumerate(truths)]),
+    )
+    signs = truth_signs(batch, encode=json.loads, limit=limit)
+    assert signs.dtype == torch.float32
+    expected = [[agreement(said[b], truths[b][:limit], t, mask[b].tolist()) for t in range(width)] for b in range(rows)]
+    assert signs.tolist() == expected
+
+
+@pytest.mark.parametrize("reads", ["confidence", pytest.param("hidden", marks=pytest.mark.slow)])
+def test_a_critic_without_a_model_reads_how_responses_agree_with_it(tmp_path, reads):
     tiny_run.write_task(tmp_path)
-    with pytest.raises(SettingsError, match=r"critic\.privileged = 3"):
-        tiny_run.settings(tmp_path, critic__privileged=3, critic__reads="confidence")
+    settings = tiny_run.settings(
+        tmp_path, critic__privileged=3, critic__reads=reads, critic__ensemble=2, data__eval_path=()
+    )
+    with assemble(settings) as run:
+        start = run.run.critic
+        params = {name: x + 0.1 for name, x in start.params.items()}
+        assembled = tree.replace(run.run, critic=tree.replace(start, params=params))
+        _, batch, _ = ppo_step(assembled, program=run.program, draw=run.draw)
+        assert batch.truth_signs.equal(truth_signs(batch, encode=run.tokenizer.encode, limit=3).to(batch.values))
+        assert batch.truth_signs.any()
+        mask, signs = batch.response_mask, batch.truth_signs
+        if reads == "confidence":
+            values = confidence_values(params, batch.old_log_probs, batch.entropy, mask, signs)
+        else:
+            values = hidden_values(params, batch.hidden, mask, signs)
+        torch.testing.assert_close(values.mean(0), batch.values)
+        blind = {name: x.clone() for name, x in params.items()}
+        blind["in_weight"][..., -2:] = 0.0  # which then knows nothing of it
+        again = tree.replace(run.run, critic=tree.replace(start, params=blind))
+        _, other, _ = ppo_step(again, program=run.program, draw=run.draw)
+        assert not other.values.equal(batch.values)
+
+
+def test_its_update_learns_what_the_truth_alone_says():
+    batch = tiny.experience(0, 64)
+    mask = batch.response_mask
+    generator = torch.Generator().manual_seed(1)
+    signs = (torch.rand((*mask.shape, 2), generator=generator) < 0.5).float() * mask[..., None]
+    flat = torch.zeros_like(batch.old_log_probs)
+    params = init_confidence(Key(0), privileged=True)
+    batch = attrs.evolve(
+        batch, old_log_probs=flat, entropy=flat, values=flat, returns=signs[..., 1].to(flat), truth_signs=signs
+    )
+    optimizer = adamw(schedule("constant", 0.01, total_steps=9), weight_decay=0.0)
+    loop = Loop(mini_batch_size=16, micro_batching=MicroBatching(size=16), epochs=20)
+    after, _ = update_confidence(init_state(params, optimizer), batch, loop=loop, optimizer=optimizer)
+    values = confidence_values(after.params, flat, flat, mask, signs)
+    assert (values - batch.returns)[mask].square().mean() < 0.02

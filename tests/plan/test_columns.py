@@ -56,7 +56,7 @@ def traced(settings):
         ),
         pytest.param(
             {"actor": "a", "critic": "c"},
-            {"critic__reads": "hidden", "critic__ensemble": 2, "critic__leave_disputed": 0.2}
+            {"critic__reads": "hidden", "critic__ensemble": 2, "critic__leave_disputed": 0.2, "critic__privileged": 3}
             | {"actor__entropy_coef": 0.01},
             marks=pytest.mark.slow,
         ),
