@@ -1,9 +1,11 @@
 // Numbers as tensors hold them and as they are computed with; what every file in C++ of this package begins with.
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("tree-loop-vectorize")  // inductor turns it off, since its own programs do without
+#pragma GCC optimize("tree-loop-vectorize", "fp-contract=fast")  // inductor turns both off
 #ifdef __AVX512F__
 #pragma GCC target("prefer-vector-width=512")
 #endif
+#elif defined(__clang__)
+#pragma clang fp contract(fast)
 #endif
 #include <algorithm>
 #include <cmath>
@@ -48,7 +50,7 @@ inline float exponential(float x) {
   p = __builtin_fmaf(p, r, 5.0000001201e-1f);
   p = __builtin_fmaf(p, r * r, r) + 1.0f;
   const float scaled = p * reinterpret<float>((int32_t(n) + 127) << 23);
-  return x < -87.0f ? 0.0f : scaled;
+  return reinterpret<float>(reinterpret<int32_t>(scaled) & (x < -87.0f ? 0 : -1));  // a branch would not be vectorised
 }
 inline double exponential(double x) { return std::exp(x); }
 
