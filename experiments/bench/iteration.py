@@ -11,8 +11,8 @@ at 1, float32, temperature 1, 2 threads; GRPO with 8 responses to each of 8 prom
 critic and a reward model of one shape. On a GPU both compute in bfloat16 on float32 weights, TRL by autocast, ours by
 the kernels that `fppo train` takes there. The first iteration of each is not counted. A ratio is our time over that of
 TRL's iteration right before; the lines show medians. `--ours` names where the old log-probs come from
-(`algorithm.old_log_probs`); `+compiled` behind a name compiles the layers, `+cpp` takes the kernels in C++ for all but
-the engine, `+launched` records no passes on a GPU, `,` is between variants.
+(`algorithm.old_log_probs`); `+compiled` behind a name compiles the layers, `+cpp` takes the kernels in C++, in the
+engine for attention alone, `+launched` records no passes on a GPU, `,` is between variants.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def loaded(task: Task) -> tuple[Model, dict[str, Tensor]]:
 def kernels_of(task: Task, choice: str) -> Kernels:
     """The kernels of a choice; on a GPU those that `fppo train` takes there."""
     if choice == "cpp":
-        return Kernels.named(**dict.fromkeys(LAYERS, "cpp"), log_probs="cpp")
+        return Kernels.named(**dict.fromkeys(LAYERS, "cpp"), log_probs="cpp", decode_attention="cpp")
     if task.device.type != "cuda":
         return Kernels.named()
     inside = "eager" if choice == "compiled" else "triton"
@@ -165,9 +165,11 @@ def our_iteration(task: Task, variant: str) -> Callable[[], Times]:
     policy, critic = (
         each and attrs.evolve(each, kernels=kernels, record=record) for each in (kept.policy, kept.critic)
     )
+    attend = kernels.decode_attention  # the engine's other kernels stay
+    engine = attrs.evolve(kept.engine, kernels=attrs.evolve(kept.engine.kernels, decode_attention=attend))
     program = attrs.evolve(
         program,
-        rollout=partial(program.rollout, sampling=attrs.evolve(kept.sampling, stop_token_ids=())),
+        rollout=partial(program.rollout, engine=engine, sampling=attrs.evolve(kept.sampling, stop_token_ids=())),
         annotate=partial(program.annotate, old_log_probs=source, micro_batching=micro, forward=policy, critic=critic),
         update_actor=partial(
             program.update_actor,

@@ -1,8 +1,9 @@
-"""The operations inside a model: log-probs from hidden states, and attention over packed rows."""
+"""The operations inside a model: log-probs from hidden states, attention over packed rows and over a cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 from fppo.ablate.cases import FLOATS, Case, Drawn, Exact, Shape, differentiate, exact_by, normal, widened
 from fppo.ablate.result import Cost
 from fppo.laws import attention as attention_laws
+from fppo.laws.decoding import check_decode_attention
 from fppo.laws.kernels import check_log_probs
 from fppo_kernels.attention.eager import eager
+from fppo_kernels.decode_attention.eager import eager as decode_eager
 from fppo_kernels.log_probs.reference import reference
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.table import Implementation
@@ -168,5 +171,48 @@ ATTENTION = Case(
     exact=_exact_attention,
     cost=_cost_attention,
     check=_check_attention,
+    multiples={"heads": "kv_heads"},
+)
+
+
+def _draw_decode_attention(shape: Shape, dtype: torch.dtype, device: torch.device) -> Drawn:
+    rows, columns, width, generator = shape["R"], shape["C"], shape["head_dim"], torch.Generator().manual_seed(0)
+    sizes = {"query": (rows, shape["heads"], width)}
+    sizes |= dict.fromkeys(("keys", "values"), (rows, shape["kv_heads"], columns, width))
+    return Drawn({name: normal(generator, *size).to(device, dtype) for name, size in sizes.items()}, {})
+
+
+def _call_decode_attention(fn: Callable, inputs: dict[str, Any], outputs: Sequence[str]) -> dict[str, Tensor]:
+    query, keys, values = inputs.values()
+    return {"result": fn(query, keys, values, None, start=0, end=keys.shape[2], scale=query.shape[2] ** -0.5)}
+
+
+def _cost_decode_attention(shape: Shape, itemsize: int) -> Cost:
+    heads = shape["R"] * shape["head_dim"]
+    size = heads * itemsize * 2 * (shape["kv_heads"] * shape["C"] + shape["heads"])
+    words = "bytes: query, keys and values read, the result written"
+    return Cost(bytes_forward=size, bytes_total=None, words=words)
+
+
+def _check_decode_attention(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: Implementation) -> bool:
+    check_decode_attention(fn, dtypes=(dtype,), device=device)
+    return True
+
+
+_EVALUATE_DECODE_ATTENTION = differentiate(_call_decode_attention, ())
+
+DECODE_ATTENTION = Case(
+    op="decode_attention",
+    shape={"R": 64, "C": 128, "heads": 14, "kv_heads": 2, "head_dim": 64},
+    dtypes=FLOATS,
+    bound="copy",
+    outputs=("result",),
+    timed=("result",),
+    leaves=(),
+    draw=_draw_decode_attention,
+    evaluate=_EVALUATE_DECODE_ATTENTION,
+    exact=partial(exact_by, _EVALUATE_DECODE_ATTENTION, decode_eager),
+    cost=_cost_decode_attention,
+    check=_check_decode_attention,
     multiples={"heads": "kv_heads"},
 )

@@ -12,7 +12,7 @@ from fppo._errors import did_you_mean
 from fppo.ablate.cases import Case, Shape
 from fppo.ablate.cases_around import ADAMW, ALL_TO_ALL, GAE, PAD, UNPAD
 from fppo.ablate.cases_layers import ADD_RMS_NORM, GLU, LINEAR, RMS_NORM, ROTARY
-from fppo.ablate.cases_model import ATTENTION, LOG_PROBS
+from fppo.ablate.cases_model import ATTENTION, DECODE_ATTENTION, LOG_PROBS
 from fppo.laws._kernels import words
 from fppo_kernels import table as tables
 from fppo_kernels.record import Kernels
@@ -20,7 +20,7 @@ from fppo_kernels.table import Implementation, Table
 
 _INSIDE = LINEAR, RMS_NORM, ADD_RMS_NORM, ROTARY, GLU
 CASES: Mapping[str, Case] = MappingProxyType(
-    {case.op: case for case in (LOG_PROBS, ATTENTION, *_INSIDE, GAE, ADAMW, UNPAD, PAD, ALL_TO_ALL)}
+    {case.op: case for case in (LOG_PROBS, ATTENTION, DECODE_ATTENTION, *_INSIDE, GAE, ADAMW, UNPAD, PAD, ALL_TO_ALL)}
 )
 DTYPES = MappingProxyType({words(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float64)})
 

@@ -282,7 +282,7 @@ def lacks_something(settings: TrainSettings) -> bool:
     """Whether a kernel that the settings name may have not what some model asks of it, or no place in it."""
     section = settings.model
     table = kernel_table(settings)
-    named = [table[op].get(getattr(section, op)) for op in ("attention", "log_probs")]
+    named = [table[op].get(getattr(section, op)) for op in ("attention", "decode_attention", "log_probs")]
     inside = any(getattr(section, op) != own for op, own in INNER.items())
     return any(kernel is not None and kernel.lacks for kernel in named) or inside or section.compile_layers
 
@@ -295,7 +295,7 @@ def check_kernels(settings: TrainSettings, model: Model, role: str = "actor") ->
     mesh = pools_of(settings.placement).get(places_of(settings.placement).get(role, "")) or settings.mesh
     gathers = mesh.context > 1 and not mesh.ring
     attention = models.attention_needs(model) | ({"key_lengths"} if gathers else set())
-    needs = {"attention": attention, **dict.fromkeys(("log_probs", *INNER), ())}
+    needs = {"attention": attention, **dict.fromkeys(("decode_attention", "log_probs", *INNER), ())}
     for op, features in needs.items():
         tables.get(op, getattr(settings.model, op), needs={*features, dtype}, table=table)
     model.own_skeleton(inner_of(kernels_of(settings)), compiled=model.compile_layers)
@@ -317,6 +317,7 @@ def kernels_of(settings: TrainSettings) -> Kernels:
     section = settings.model
     return Kernels.named(
         attention=section.attention,
+        decode_attention=section.decode_attention,
         log_probs=section.log_probs,
         linear=section.linear,
         rms_norm=section.rms_norm,

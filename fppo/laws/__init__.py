@@ -5,6 +5,7 @@ from fppo.laws.adamw import check_adamw
 from fppo.laws.attention import check_attention
 from fppo.laws.collectives import check_all_to_all, check_collective, check_collectives
 from fppo.laws.context import check_context
+from fppo.laws.decoding import check_decode_attention
 from fppo.laws.estimators import check_advantages, check_whiten
 from fppo.laws.kernels import check_log_probs
 from fppo.laws.layers import check_add_rms_norm, check_glu, check_linear, check_rms_norm, check_rotary
@@ -28,6 +29,7 @@ __all__ = [
     "check_collective",
     "check_collectives",
     "check_context",
+    "check_decode_attention",
     "check_donation",
     "check_gae",
     "check_glu",

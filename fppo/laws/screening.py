@@ -17,6 +17,7 @@ from fppo.laws._kernels import apart, carry, exact, grads, place
 from fppo.laws._search import Example, Law, check, normal, short
 from fppo_kernels.attention.eager import eager
 from fppo_kernels.context import takes_key_lengths
+from fppo_kernels.decode_attention.eager import eager as decode_eager
 from fppo_kernels.gae.loop import loop
 from fppo_kernels.log_probs.reference import reference
 from fppo_kernels.padding import make_lengths
@@ -141,6 +142,12 @@ def _last_tokens(kernel: Callable, example: Example) -> dict[str, Tensor]:
     return {"the result for last tokens": torch.zeros_like(query).index_copy(0, own, out)}
 
 
+def _decoded(kernel: Callable, example: Example) -> dict[str, Tensor]:
+    *tensors, bias = example.inputs.values()
+    numbers = {"start": 1, "end": bias.shape[1] - 1, "scale": 0.125, "softcap": None, "sinks": None}
+    return {"the result": kernel(*tensors, bias, **numbers)}
+
+
 def _gae_near(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
     columns = exact(example).inputs.values()
     expected = loop(*columns, gamma=0.9, lam=0.7)
@@ -179,15 +186,17 @@ def _of_rows(op: layers.Operation, kernel: Callable, example: Example) -> dict[s
 
 _CALLS = MappingProxyType(
     {"log_probs": (_log_probs, reference), "attention": (_attention, eager), "key_lengths": (_last_tokens, eager)}
+    | {"decode_attention": (_decoded, decode_eager)}
     | {name: (partial(_of_rows, op), op.reference) for name, op in layers.OPERATIONS.items()}
 )
+_LEAVES = MappingProxyType({"log_probs": ("hidden", "weight"), "decode_attention": ()})
 
 
 def _near(op: str, kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
     call, plain = _CALLS[op]
     results: list[dict[str, Tensor]] = []
     for fn, at in ((plain, exact(example)), (kernel, example)):
-        at, leaves = carry(at, ["hidden", "weight"] if op == "log_probs" else list(at.inputs))
+        at, leaves = carry(at, _LEAVES.get(op, tuple(at.inputs)))
         out = call(fn, at)
         total = torch.stack([(at.weights * x).sum() for x in out.values()]).sum()
         by = dict(zip(leaves, grads(total, list(leaves.values())), strict=True))
@@ -208,6 +217,11 @@ def _kernel_example(
         labels = torch.randint(width * 19, (rows,), generator=generator)
         inputs = {"hidden": draw(rows, 64), "weight": draw(width * 19, 64) / 4, "labels": labels}
         return place(Example(inputs, {}, draw(rows)), dtype, device)
+    if op == "decode_attention":
+        inputs = {"query": draw(rows, 4, 64), "keys": draw(rows, 2, width, 64), "values": draw(rows, 2, width, 64)}
+        padding = torch.arange(width) < torch.arange(rows)[:, None].clamp(max=width - 2)
+        inputs["bias"] = torch.zeros(rows, width).masked_fill(padding, -torch.inf)
+        return place(Example(inputs, {}, draw(rows, 4, 64)), dtype, device)
     if op in layers.OPERATIONS:
         return place(layers.OPERATIONS[op].draw(generator, rows, 64, 0), dtype, device)
     lengths = torch.arange(1, rows + 1) * width
@@ -219,9 +233,10 @@ def _kernel_example(
 def screen_kernel(
     op: str, kernel: Callable[..., Any], *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> None:
-    """Whether a kernel for "log_probs", "attention", "gae", "adamw" or an operation of layers gives the values, and
-    where it has them the gradients, of the float64 reference, about within the tolerance of its laws, on one batch
-    on a device, called as a run calls it. Those for "gae" and "adamw" are called in float32, the others in `dtype`.
+    """Whether a kernel for "log_probs", "attention", "decode_attention", "gae", "adamw" or an operation of layers gives
+    the values, and where it has them the gradients, of the float64 reference, about within the tolerance of its laws,
+    on one batch on a device, called as a run calls it. Those for "gae" and "adamw" are called in float32, the others in
+    `dtype`.
 
     LawViolation if not; ValueError for another operation.
     """

@@ -21,8 +21,8 @@ from fppo.steps.forward import Forward
 from fppo_kernels.adamw import adamw_
 
 LIBRARY = ("fppo", "fppo_kernels")
-# the kernels of a forward pass that are looked at
-SCREENED = ("attention", "log_probs", "linear", "rms_norm", "add_rms_norm", "rotary", "glu")
+# the kernels of a forward pass and of decoding that are looked at
+SCREENED = ("attention", "decode_attention", "log_probs", "linear", "rms_norm", "add_rms_norm", "rotary", "glu")
 
 
 def is_own(fn: Any) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from torch.nn import functional as F
 
 from fppo.models.rows import packed_attention
 from fppo.models.seams import Attend, AttentionLayer
-from fppo_kernels.attention.eager import masked_attention
 from fppo_kernels.padding import Lengths
 
 # keys and values [R, Hkv, C, D] by the number of the call in a pass, as a layer may call twice; C columns, some not yet
@@ -107,17 +107,18 @@ def as_packed(attend: Attend, rows: int) -> Attend:
 
 
 def bias_of(hidden: Tensor, cache: Layers) -> Tensor:
-    """What attention adds to scores [R, 1, 1, C]: -inf where `hidden`, bool [R, C], in the dtype of the cache."""
+    """What attention adds to scores [R, C]: -inf where `hidden`, bool [R, C], in the dtype of the cache."""
     kind = next((keys.dtype for keys, _ in cache.values()), torch.float32)  # without attention, nothing reads it
-    bias = torch.zeros(hidden.shape, dtype=kind, device=hidden.device)
-    return bias.masked_fill_(hidden, -torch.inf)[:, None, None]
+    return torch.zeros(hidden.shape, dtype=kind, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
-def decode_attention(cache: Layers, column: int, first: int, bias: Tensor | None) -> Attend:
+def decode_attention(
+    attention: Callable[..., Tensor], cache: Layers, column: int, first: int, bias: Tensor | None
+) -> Attend:
     """`attend` for one token per row and one pass: it writes its key and value at `column` and reads from `first` on.
 
-    `bias` [R, 1, 1, C] is -inf at padding; None if no row has padding from `first` on. Since all rows stand at the same
-    column, a window is a slice.
+    `bias` [R, C] is -inf at padding; None if no row has padding from `first` on. Since all rows stand at the same
+    column, a window is a range of columns.
     """
     end, calls = column + 1, count()
 
@@ -126,17 +127,16 @@ def decode_attention(cache: Layers, column: int, first: int, bias: Tensor | None
         keys.select(2, column).copy_(key.squeeze(1))
         values.select(2, column).copy_(value.squeeze(1))
         start = first if layer.window is None else max(first, end - layer.window)
-        k, v = keys.narrow(2, start, end - start), values.narrow(2, start, end - start)
-        return _attended(query, k, v, layer, None if bias is None else bias[..., start:end])
+        return attention(query[:, 0], keys, values, bias, start=start, end=end, **_numbers(layer))[:, None]
 
     return attend
 
 
-def fixed_attention(cache: Layers, column: Tensor, pads: Tensor) -> Attend:
+def fixed_attention(attention: Callable[..., Tensor], cache: Layers, column: Tensor, pads: Tensor) -> Attend:
     """`decode_attention` whose operations are the same at every column: it reads all columns, and hides the padding of
     each row, `pads` int64 [R, 1], and what is beyond `column`, int64 [1]."""
-    calls = count()
-    places = torch.arange(next(iter(cache.values()))[0].shape[2], device=column.device)
+    calls, columns = count(), next(iter(cache.values()))[0].shape[2]
+    places = torch.arange(columns, device=column.device)
     hidden = (places < pads) | (places > column)
     biases: dict[int | None, Tensor] = {}
 
@@ -147,20 +147,11 @@ def fixed_attention(cache: Layers, column: Tensor, pads: Tensor) -> Attend:
         if layer.window not in biases:
             beyond = hidden if layer.window is None else hidden | (places <= column - layer.window)
             biases[layer.window] = bias_of(beyond, cache)
-        return _attended(query, keys, values, layer, biases[layer.window])
+        bias = biases[layer.window]
+        return attention(query[:, 0], keys, values, bias, start=0, end=columns, **_numbers(layer))[:, None]
 
     return attend
 
 
-def _attended(query: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer, bias: Tensor | None) -> Tensor:
-    """Attention of one token per row [R, 1, Hq, D] over keys and values [R, Hkv, C, D], with `bias` [R, 1, 1, C]."""
-    rows, _, heads, width = query.shape
-    if layer.softcap is not None or layer.sinks is not None:
-        seen = query.new_ones(1, dtype=torch.bool) if bias is None else bias == 0
-        settings = {"scale": layer.scale, "softcap": layer.softcap, "sinks": layer.sinks}
-        return masked_attention(query.transpose(1, 2), keys, values, seen, **settings).transpose(1, 2)
-    # the heads of a group as so many queries: keys and values are then read once, and not repeated
-    folded = query.reshape(rows, keys.shape[1], -1, width)
-    mask = None if bias is None else bias.expand(-1, -1, folded.shape[2], -1)
-    out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=layer.scale)
-    return out.reshape(rows, 1, heads, values.shape[3])
+def _numbers(layer: AttentionLayer) -> dict[str, Any]:
+    return {"scale": layer.scale, "softcap": layer.softcap, "sinks": layer.sinks}

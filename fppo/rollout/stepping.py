@@ -82,14 +82,14 @@ def plain_steps(
 
     `asked` is what each layer asks of attention; `alike` says that a row's positions begin where its padding ends.
     """
-    next_hidden = _hidden_of(policy, asked, length)
+    next_hidden, kernel = _hidden_of(policy, asked, length), policy.kernels.decode_attention
 
     def of(rows: Rows) -> Advance:
         first, bias = _padding(rows)
 
         def advance(tokens: Tensor, column: int) -> Next:
             routes = policy.routes()
-            attend = RowWise(caches.decode_attention(rows.cache, column, first, bias), rows.states)
+            attend = RowWise(caches.decode_attention(kernel, rows.cache, column, first, bias), rows.states)
             positions = column - (rows.starts if bias is not None or not alike else rows.starts[:1])
             hidden = next_hidden(tokens[:, None], positions, attend, routes)
             experts = None if routes is None else experts_of(routes.routed, policy.routers, tokens)[: len(tokens)]
@@ -104,13 +104,13 @@ def fixed_steps(
     policy: Policy, asked: Sequence[AttentionLayer], length: int, record: Record
 ) -> Callable[[Rows], Advance]:
     """`plain_steps` that `record` may record: a step is a function of tensors that stay where they are."""
-    next_hidden = _hidden_of(policy, asked, length)
+    next_hidden, kernel = _hidden_of(policy, asked, length), policy.kernels.decode_attention
 
     def of(rows: Rows) -> Advance:
         tokens, column = torch.zeros_like(rows.starts), rows.starts.new_zeros(1)
 
         def step() -> Tensor:
-            attend = caches.fixed_attention(rows.cache, column, rows.pads)
+            attend = caches.fixed_attention(kernel, rows.cache, column, rows.pads)
             hidden = next_hidden(tokens, column - rows.starts, attend, None)
             return logits_of(policy.head, hidden, policy.product)
 

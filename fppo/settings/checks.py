@@ -193,6 +193,8 @@ def _rollout(s: TrainSettings) -> Problems:
         yield from _unread(
             "rollout.cache_gb", s.rollout.cache_gb, None, "the embedded engine; give rollout.vllm.cache_gb"
         )
+        if s.reward.judge.path is None or s.reward.judge.engine == "vllm":
+            yield from _unread("model.decode_attention", s.model.decode_attention, "sdpa", "the embedded engine")
         longest = "eval" if (s.eval.max_tokens or 0) > s.rollout.max_tokens else "rollout"
         needed = s.data.max_prompt_tokens + max(s.rollout.max_tokens, s.eval.max_tokens or 0)
         names = f"data.max_prompt_tokens and {longest}.max_tokens"

@@ -22,12 +22,15 @@ def needs_cpp() -> str | None:
 _TYPES: Mapping[type, type] = MappingProxyType({Tensor: ctypes.c_void_p, int: ctypes.c_int64, float: ctypes.c_double})
 
 
+_HEADERS = ("_numbers.h", "_vectors.h")  # that every program begins with
+
+
 @functools.cache
 def _library(path: str) -> ctypes.CDLL:
     from torch._inductor.codecache import CppCodeCache  # here: it takes a second, and nothing else needs it
 
     folder = Path(__file__).parent
-    return CppCodeCache.load("\n".join((folder / name).read_text("utf-8") for name in ("_numbers.h", path)))
+    return CppCodeCache.load("\n".join((folder / name).read_text("utf-8") for name in (*_HEADERS, path)))
 
 
 @functools.cache

@@ -19,6 +19,7 @@ class Kernels:
     unpad: Callable[..., Packed]
     pad: Callable[..., Tensor]
     attention: Callable[..., Tensor]
+    decode_attention: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
@@ -34,6 +35,7 @@ class Kernels:
         cls,
         *,
         attention: str = "sdpa",
+        decode_attention: str = "sdpa",
         log_probs: str = "chunked",
         linear: str = "torch",
         rms_norm: str = "eager",
@@ -49,6 +51,7 @@ class Kernels:
             unpad=tables.get("unpad", "torch", table=table),
             pad=tables.get("pad", "torch", table=table),
             attention=tables.get("attention", attention, table=table),
+            decode_attention=tables.get("decode_attention", decode_attention, table=table),
             linear=tables.get("linear", linear, table=table),
             rms_norm=tables.get("rms_norm", rms_norm, table=table),
             add_rms_norm=tables.get("add_rms_norm", add_rms_norm, table=table),

@@ -15,6 +15,8 @@ from fppo_kernels import adamw, collectives, padding
 from fppo_kernels._cpp import needs_cpp
 from fppo_kernels.attention import eager, sdpa
 from fppo_kernels.context import takes_key_lengths
+from fppo_kernels.decode_attention import eager as decode_eager
+from fppo_kernels.decode_attention import sdpa as decode_sdpa
 from fppo_kernels.gae import loop, scan
 from fppo_kernels.glu import eager as glu
 from fppo_kernels.linear import plain
@@ -130,6 +132,11 @@ BUILTIN: Table = MappingProxyType(
                 lacks=frozenset({"softcap", "sinks", "float32", "float64"}),
             ),
             "flex": Implementation("fppo_kernels.attention.flex:flex", _needs_flex, lacks=frozenset({"float64"})),
+        },
+        "decode_attention": {
+            "sdpa": Implementation(decode_sdpa.sdpa),
+            "eager": Implementation(decode_eager.eager),
+            "cpp": Implementation("fppo_kernels.decode_attention.cpp:cpp", _needs_cpp, lacks=NO_HALF),
         },
         "log_probs": {
             "reference": Implementation(reference.reference),

@@ -13,6 +13,7 @@ from fppo_kernels.adamw import adamw_
 from fppo_kernels.attention.eager import eager
 from fppo_kernels.gae.loop import loop
 from fppo_kernels.log_probs.reference import reference
+from tests.kernels import test_decode_attention as decoding
 from tests.laws import test_layers as inner
 from tests.laws import test_losses as bad
 
@@ -121,11 +122,13 @@ def wrong_scale(query, key, value, *, scale, **keywords):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_are_screened_in_the_dtype_of_the_run(dtype):
     good = {"log_probs": ("reference", "chunked"), "attention": ("sdpa", "eager"), "linear": ("torch", "onednn")}
+    good["decode_attention"] = tuple(name for name, reason in table.available("decode_attention").items() if not reason)
     good |= {"rms_norm": ("eager", "torch"), "glu": ("eager",), "add_rms_norm": ("eager",), "rotary": ("eager",)}
     for op, names in good.items():
         for name in names:
             laws.screen_kernel(op, table.get(op, name), dtype=dtype)
     bad = [("log_probs", wrong_temperature), ("log_probs", detached_entropy), ("attention", wrong_scale)]
+    bad += [("decode_attention", decoding.sees_padding), ("decode_attention", decoding.reads_all_columns)]
     bad += [("linear", inner.centred), ("rms_norm", inner.no_eps), ("glu", inner.detached)]
     for op, mistake in bad:
         with pytest.raises(laws.LawViolation, match=f"{mistake.__name__} breaks"):

@@ -27,7 +27,9 @@ def test_what_decodes_as_transformers_computes_is_accepted(name):
 def test_a_cache_that_mixes_up_columns_is_refused(monkeypatch):
     plain = caches.decode_attention
     monkeypatch.setattr(
-        caches, "decode_attention", lambda layers, column, first, bias: plain(layers, column, first + 5, bias)
+        caches,
+        "decode_attention",
+        lambda kernel, layers, column, first, bias: plain(kernel, layers, column, first + 5, bias),
     )
     with pytest.raises(ValueError, match="model type 'llama': the log-probs of the embedded engine"):
         check_engine(models.build(CONFIGS["llama"]))

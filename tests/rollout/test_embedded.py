@@ -21,6 +21,7 @@ from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.sampling import process_logits
 from fppo.steps.forward import Forward, forward_micro_batch
+from fppo_kernels import table
 from fppo_kernels.record import Kernels
 from tests.models.families import make, plain
 
@@ -325,6 +326,22 @@ def test_it_decodes_with_the_kernels_inside_the_layers():
     assert tree.digest(engine.generate(params, ask)) == tree.digest(engine_of(model).generate(params, ask))
     assert calls[31, 16] == 3  # the head, once in each pass
     assert sum(calls.values()) == 3 + 7 * 2 + 2 * 4 * 2  # the prompts by modules, then a token by fewer operations
+
+
+@pytest.mark.parametrize(
+    ("name", "graphs"), [("llama", True), ("mistral", False), ("gemma2", False), ("gpt_oss", False)]
+)
+def test_every_kernel_of_decoding_gives_the_same(name, graphs):
+    model, params = make(name)
+    ask, rollouts = Ask(make_prompts(), Sampling(max_tokens=9), Key(5)), []
+    for kernel, reason in table.available("decode_attention").items():
+        if reason is None:
+            kernels = Kernels.named(decode_attention=kernel)
+            rollouts.append(attrs.evolve(engine_of(model, graphs=graphs), kernels=kernels).generate(params, ask))
+    first, *others = rollouts
+    for other in others:
+        assert torch.equal(first.tokens, other.tokens)
+        torch.testing.assert_close(other.rollout_log_probs, first.rollout_log_probs, rtol=0, atol=1e-10)
 
 
 def test_greedy_takes_the_likeliest_token_of_transformers():

@@ -79,6 +79,7 @@ SECTION = {"rollout.engine": "vllm"}
         ({"rollout.vllm.patience": 3.0}, "rollout.vllm.patience"),
         ({"rollout.vllm.start_patience": 3.0}, "rollout.vllm.start_patience"),
         ({"rollout.vllm.cache_gb": 2.0, "rollout.vllm.memory_share": 0.5}, "rollout.vllm.cache_gb"),
+        ({"model.decode_attention": "cpp"}, "model.decode_attention"),
         ({"rollout.vllm.cache_gb": 0.0}, "rollout.vllm.cache_gb"),
         ({"rollout.vllm.max_model_len": 767}, "rollout.vllm.max_model_len"),  # of 512 + 256
         ({"rollout.engine": "embedded", "rollout.vllm.host": "ray"}, "rollout.vllm.host"),
@@ -87,7 +88,8 @@ SECTION = {"rollout.engine": "vllm"}
 def test_settings_that_conflict_or_that_nothing_reads_are_named(changes, place):
     start = files.from_dict({"model": {"path": "m"}, "data": {"path": ["d"]}, "output_dir": "o"})
     actual = checks.problems(files.replace(start, SECTION | changes))
-    assert [p.split(" = ")[0] for p in actual if p.startswith("rollout.vllm")] == [place]
+    ours = "rollout.vllm", "model.decode"
+    assert [p.split(" = ")[0] for p in actual if p.startswith(ours)] == [place]
     there = {"rollout.vllm.host": "process", "rollout.vllm.transport": "nccl", "rollout.vllm.tensor_parallel": 2}
     there |= {"rollout.vllm.max_model_len": 768, "rollout.vllm.devices": (1, 2)}
     assert not [p for p in checks.problems(files.replace(start, SECTION | there)) if "vllm" in p]

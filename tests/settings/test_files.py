@@ -343,6 +343,7 @@ def test_micro_batching_is_by_size_or_by_budget():
     "name",
     [
         *("actor.loss.name", "algorithm.advantage", "model.attention", "model.log_probs", "rollout.turns.respond"),
+        "model.decode_attention",
         *("actor.optimizer.name", "critic.optimizer.name", "reward.functions"),
         *("model.linear", "model.rms_norm", "model.add_rms_norm", "model.rotary", "model.glu", "algorithm.gae"),
     ],

@@ -1,0 +1,33 @@
+"""The slow program: masked attention over the columns that are read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fppo_kernels.attention.eager import masked_attention
+from fppo_kernels.shapes import Float
+
+
+def eager(
+    query: Float[Tensor, "r q d"],
+    keys: Float[Tensor, "r k c d"],
+    values: Float[Tensor, "r k c e"],
+    bias: Float[Tensor, "r c"] | None = None,
+    *,
+    start: int,
+    end: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " q"] | None = None,
+) -> Float[Tensor, "r q e"]:
+    """Attention [R, Hq, Dv] of one query per row [R, Hq, D] over the columns start to end of the row's keys
+    [R, Hkv, C, D] and values [R, Hkv, C, Dv].
+
+    What other columns hold is not read. `bias` [R, C] in the dtype of the others is 0, or -inf at columns that the row
+    does not see; each row sees one at least. The other keywords are those of `masked_attention`.
+    """
+    part = keys[:, :, start:end]
+    seen = query.new_ones(1, dtype=torch.bool) if bias is None else bias[:, None, None, start:end] == 0
+    part_of_values, one = values[:, :, start:end], query[:, :, None]
+    return masked_attention(one, part, part_of_values, seen, scale=scale, softcap=softcap, sinks=sinks)[:, :, 0]
