@@ -50,6 +50,7 @@ SIZES = {"1M": (128, 512, 4, 4, 0), "13M": (384, 1536, 6, 6, 0), "0.5B": (896, 4
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 ROWS, MINI, GROUP = 64, 16, 8
 LAYERS = ("rms_norm", "add_rms_norm", "rotary", "glu")
+IN_CPP = (*LAYERS, "attention", "decode_attention", "log_probs")
 KL_COEF = 0.05  # TRL's default in PPO, in the rewards
 
 
@@ -124,7 +125,7 @@ def loaded(task: Task) -> tuple[Model, dict[str, Tensor]]:
 def kernels_of(task: Task, choice: str) -> Kernels:
     """The kernels of a choice; on a GPU those that `fppo train` takes there."""
     if choice == "cpp":
-        return Kernels.named(**dict.fromkeys(LAYERS, "cpp"), log_probs="cpp", decode_attention="cpp")
+        return Kernels.named(**dict.fromkeys(IN_CPP, "cpp"))
     if task.device.type != "cuda":
         return Kernels.named()
     inside = "eager" if choice == "compiled" else "triton"

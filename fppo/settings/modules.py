@@ -16,7 +16,7 @@ from fppo.settings.train import TrainSettings
 from fppo.workers.imports import search
 
 KERNELS = {  # by the settings that name one
-    "model.attention": (AUTO, "sdpa", "eager", "flash", "varlen", "flex"),
+    "model.attention": (AUTO, "sdpa", "eager", "cpp", "flash", "varlen", "flex"),
     "model.decode_attention": ("sdpa", "eager", "cpp"),
     "model.log_probs": (AUTO, "chunked", "cpp", "reference", "compiled", "liger", "triton"),
     "model.linear": ("torch", "onednn", "float8"),

@@ -64,7 +64,7 @@ class ModelSettings:
     remove_padding: bool = setting(True)
     """Run on packed sequences instead of padded rows."""
     attention: str = setting("auto", nonempty("give the name of an attention kernel, as sdpa, or auto"))
-    """The kernel for attention over packed sequences: auto, sdpa, eager, flash, varlen, flex; or module:function."""
+    """The kernel for attention over packed rows: auto, sdpa, eager, cpp, flash, varlen, flex; or module:function."""
     decode_attention: str = setting("sdpa", nonempty("give the name of a kernel for attention in decoding, as sdpa"))
     """The embedded engine's kernel for attention of one more token: sdpa, eager, cpp (CPUs); or module:function."""
     log_probs: str = setting("auto", nonempty("give the name of a log-prob kernel, as chunked, or auto"))

@@ -123,6 +123,7 @@ BUILTIN: Table = MappingProxyType(
         "attention": {
             "sdpa": Implementation(sdpa.sdpa),
             "eager": Implementation(eager.eager),
+            "cpp": Implementation("fppo_kernels.attention.cpp:cpp", _needs_cpp, lacks=NO_HALF),
             "flash": Implementation(
                 "fppo_kernels.attention.flash:flash", _needs_flash, lacks=frozenset({"sinks", "float32", "float64"})
             ),

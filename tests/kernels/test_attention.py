@@ -26,7 +26,7 @@ from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.padding import make_lengths
 
 KERNELS = table.BUILTIN["attention"]
-ON_CPUS = ["eager", "sdpa"]
+ON_CPUS = [name for name in ("eager", "sdpa", "cpp") if KERNELS[name].refuse() is None]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
