@@ -26,24 +26,25 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
     kind = torch.device("cpu")
     with contextlib.suppress(ValueError):
         kind = device or device_of(settings)
-    if kind.type != "cuda":
-        return resolve.resolved(settings, resolve.CPU)
-    capability = torch.cuda.get_device_capability(kind)
-    return resolve.resolved(settings, machine_of(settings, capability))
+    if kind.type == "cuda":
+        return resolve.resolved(settings, machine_of(settings, torch.cuda.get_device_capability(kind)))
+    return resolve.resolved(settings, machine_of(settings, None) if settings.model.cpp else resolve.CPU)
 
 
-def machine_of(settings: TrainSettings, capability: tuple[int, int]) -> Machine:
-    """A GPU of this compute capability with what is installed beside it, for the models of the settings."""
+def machine_of(settings: TrainSettings, capability: tuple[int, int] | None) -> Machine:
+    """A GPU of this compute capability, or a CPU, with what is installed beside it, for the models of the settings."""
     built, refusals = list(_models(settings)), {}
     needs = frozenset[str]().union(*map(models.attention_needs, built))
-    for op in ("attention", "log_probs", *resolve.LAYERS):
+    for op in ("attention", "decode_attention", "log_probs", *resolve.LAYERS):
         for name, implementation in tables.BUILTIN[op].items():
             missing = sorted(implementation.lacks & needs)
             reason = implementation.refuse() or (f"has no {' and no '.join(missing)}" if missing else None)
             refusals |= {} if reason is None else {f"{op}/{name}": reason}
     for op in resolve.LAYERS:
-        if f"{op}/triton" not in refusals and not all(models.has_place(x.text_of(x.skeleton), op) for x in built):
-            refusals[f"{op}/triton"] = "has no place in some model"
+        if not all(models.has_place(x.text_of(x.skeleton), op) for x in built):
+            refusals |= dict.fromkeys((f"{op}/triton", f"{op}/cpp"), "has no place in some model")
+    if capability is None:
+        return Machine(refusals=refusals)
     return Machine(device="cuda", capability=capability, refusals=refusals)
 
 

@@ -136,6 +136,12 @@ def uses_critic_model(settings: TrainSettings) -> bool:
     return uses_critic(settings) and settings.critic.reads == "tokens"
 
 
+def decodes(s: TrainSettings) -> bool:
+    """Whether an embedded engine answers anything: the policy's, or the judge's."""
+    judge = s.reward.judge
+    return s.rollout.engine != "vllm" or (judge.path is not None and judge.engine != "vllm")
+
+
 def uses_critic(settings: TrainSettings) -> bool:
     """Whether the run trains a critic."""
     return settings.algorithm.advantage in CRITIC_ADVANTAGES
@@ -193,8 +199,8 @@ def _rollout(s: TrainSettings) -> Problems:
         yield from _unread(
             "rollout.cache_gb", s.rollout.cache_gb, None, "the embedded engine; give rollout.vllm.cache_gb"
         )
-        if s.reward.judge.path is None or s.reward.judge.engine == "vllm":
-            yield from _unread("model.decode_attention", s.model.decode_attention, "sdpa", "the embedded engine")
+        if not decodes(s) and s.model.decode_attention != "sdpa":
+            yield from _unread("model.decode_attention", s.model.decode_attention, "auto", "the embedded engine")
         longest = "eval" if (s.eval.max_tokens or 0) > s.rollout.max_tokens else "rollout"
         needed = s.data.max_prompt_tokens + max(s.rollout.max_tokens, s.eval.max_tokens or 0)
         names = f"data.max_prompt_tokens and {longest}.max_tokens"

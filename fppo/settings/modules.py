@@ -17,7 +17,7 @@ from fppo.workers.imports import search
 
 KERNELS = {  # by the settings that name one
     "model.attention": (AUTO, "sdpa", "eager", "cpp", "flash", "varlen", "flex"),
-    "model.decode_attention": ("sdpa", "eager", "cpp"),
+    "model.decode_attention": (AUTO, "sdpa", "eager", "cpp"),
     "model.log_probs": (AUTO, "chunked", "cpp", "reference", "compiled", "liger", "triton"),
     "model.linear": ("torch", "onednn", "float8"),
     "model.rms_norm": (AUTO, "eager", "torch", "cpp", "liger", "triton"),

@@ -1,6 +1,7 @@
 """What the settings that say "auto" come to on a machine: one place, and a pure function of what the machine is.
 
-On a CPU they are float32, `sdpa`, `chunked`, layers of the model's own code, and a vLLM that starts at once. On a GPU
+On a CPU they are float32, `sdpa`, `chunked`, layers of the model's own code (with `model.cpp` kernels in C++ instead,
+where the model has places for them), and a vLLM that starts at once. On a GPU
 they are bfloat16 (parameters and moments stay float32), `varlen`, `triton` for log-probs and inside the layers, graphs
 of passes of few tokens, and a vLLM that captures graphs; what does not run there gives way to what runs everywhere, for
 attention and log-probs with a line that says why.
@@ -18,6 +19,8 @@ from fppo.settings.vllm import VllmSettings
 
 AUTO = "auto"
 LAYERS = ("rms_norm", "add_rms_norm", "rotary", "glu")  # operations inside the layers
+_PLAIN = {"attention": "sdpa", "decode_attention": "sdpa", "log_probs": "chunked"}  # run everywhere
+_FAST = {"attention": "varlen", "decode_attention": "sdpa", "log_probs": "triton"}  # on a GPU
 _BFLOAT16 = (8, 0)  # the compute capability from which on GPUs multiply in bfloat16
 
 
@@ -42,21 +45,26 @@ def compute_dtype(machine: Machine) -> tuple[str, list[str]]:
     return "float32", [f"model.compute_dtype float32: {said}"]
 
 
-def kernel(op: str, machine: Machine, dtypes: set[str]) -> tuple[str, list[str]]:
-    """The kernel for "attention" or "log_probs" of models that run in these dtypes, and what to say of it."""
-    general, fast = {"attention": ("sdpa", "varlen"), "log_probs": ("chunked", "triton")}[op]
-    if machine.device == "cpu" or "float32" in dtypes:  # in float32 products are what counts, and the general one's are
-        return general, []  # exact
-    if op == "log_probs" and "float16" in dtypes:
-        return general, [f"model.{op} {general}: {fast} does not compute in float16"]
+def kernel(op: str, machine: Machine, dtypes: set[str], *, cpp: bool = False) -> tuple[str, list[str]]:
+    """The kernel for "attention", "decode_attention" or "log_probs" of models that run in these dtypes, on a CPU one in
+    C++ where `cpp` asks for it, and what to say of it."""
+    plain, fast = _PLAIN[op], "cpp" if machine.device == "cpu" else _FAST[op]
+    if machine.device == "cpu" and not cpp:
+        return plain, []
+    if machine.device != "cpu" and "float32" in dtypes:  # products are what counts, and the plain one's are exact
+        return plain, []
+    if (op == "log_probs" or fast == "cpp") and "float16" in dtypes:
+        return plain, [f"model.{op} {plain}: {fast} does not compute in float16"]
     reason = machine.refusals.get(f"{op}/{fast}")
-    return (fast, []) if reason is None else (general, [f"model.{op} {general}: {fast} {reason}"])
+    return (fast, []) if reason is None else (plain, [f"model.{op} {plain}: {fast} {reason}"])
 
 
-def layer_kernel(op: str, machine: Machine, dtypes: set[str], *, compiled: bool) -> str:
+def layer_kernel(op: str, machine: Machine, dtypes: set[str], *, compiled: bool, cpp: bool = False) -> str:
     """The kernel for an operation inside the layers, which may be `compiled` whole."""
-    general = machine.device == "cpu" or "float32" in dtypes or compiled
-    return "eager" if general or f"{op}/triton" in machine.refusals else "triton"
+    on_cpu = machine.device == "cpu"
+    fast, unfit = ("cpp", "float16") if on_cpu else ("triton", "float32")
+    plain = compiled or unfit in dtypes or (on_cpu and not cpp)
+    return "eager" if plain or f"{op}/{fast}" in machine.refusals else fast
 
 
 def resolved(settings: TrainSettings, machine: Machine) -> tuple[TrainSettings, list[str]]:
@@ -70,11 +78,13 @@ def resolved(settings: TrainSettings, machine: Machine) -> tuple[TrainSettings, 
         model, lines = attrs.evolve(model, compute_dtype=name), [*lines, *said]
     critic = (settings.critic.compute_dtype or model.compute_dtype) if checks.uses_critic(settings) else None
     dtypes = {model.compute_dtype, *([critic] if critic else [])}
-    for op in ("attention", "log_probs"):
+    for op in _PLAIN:
         if getattr(model, op) == AUTO:
-            name, said = kernel(op, machine, dtypes)
+            read = op != "decode_attention" or checks.decodes(settings)
+            name, said = kernel(op, machine, dtypes, cpp=model.cpp and read)
             model, lines = attrs.evolve(model, **{op: name}), [*lines, *said]
-    inside = {op: layer_kernel(op, machine, dtypes, compiled=model.compile_layers) for op in LAYERS}
+    compiled, cpp = model.compile_layers, model.cpp
+    inside = {op: layer_kernel(op, machine, dtypes, compiled=compiled, cpp=cpp) for op in LAYERS}
     model = attrs.evolve(model, **{op: name for op, name in inside.items() if getattr(model, op) == AUTO})
     if model.graphs == AUTO:
         on = machine.device == "cuda" and graphs.records(attrs.evolve(settings, model=model))

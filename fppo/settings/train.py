@@ -63,10 +63,12 @@ class ModelSettings:
     """Keep what is saved for the backward pass in the host's memory until then (GPUs)."""
     remove_padding: bool = setting(True)
     """Run on packed sequences instead of padded rows."""
+    cpp: bool = setting(False)
+    """On a CPU, take kernels in C++ for what says auto; they are compiled when first needed, in seconds."""
     attention: str = setting("auto", nonempty("give the name of an attention kernel, as sdpa, or auto"))
     """The kernel for attention over packed rows: auto, sdpa, eager, cpp, flash, varlen, flex; or module:function."""
-    decode_attention: str = setting("sdpa", nonempty("give the name of a kernel for attention in decoding, as sdpa"))
-    """The embedded engine's kernel for attention of one more token: sdpa, eager, cpp (CPUs); or module:function."""
+    decode_attention: str = setting("auto", nonempty("give the name of a kernel for attention in decoding, or auto"))
+    """The embedded engine's kernel for attention of one token: auto, sdpa, eager, cpp (CPUs); or module:function."""
     log_probs: str = setting("auto", nonempty("give the name of a log-prob kernel, as chunked, or auto"))
     """The kernel for log-probs, entropy: auto, chunked, cpp, reference, compiled, liger, triton; or module:function."""
     linear: str = setting("torch", nonempty("give the name of a kernel for linear layers, as torch"))

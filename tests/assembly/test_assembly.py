@@ -31,9 +31,10 @@ from fppo.settings.train import ActorSettings, LossSettings
 from fppo.steps.optimizers import from_function
 from fppo.steps.train_state import init_state, optimizer_step
 from fppo_kernels import table
+from fppo_kernels._cpp import needs_cpp
 from fppo_kernels.record import Kernels
 from tests import tiny_run
-from tests.models.families import CONFIGS
+from tests.models.families import CONFIGS, make
 
 PACKAGE = Path(fppo.__file__).parent
 READERS = ("assembly", "runs", "commands", "settings/files.py", "settings/checks*.py", "settings/mesh.py")
@@ -290,6 +291,20 @@ def test_a_reward_model_is_asked_too(tmp_path, monkeypatch):
     settings = tiny_run.settings(tmp_path, model__attention="varlen", reward__model__path=str(tmp_path / "judge"))
     with pytest.raises(ValueError, match="attention/varlen has no float32 and no softcap"):
         loading_rewards.reward_model_of(settings, texts.load_tokenizer(settings), LOCAL, torch.device("cpu"))
+
+
+@pytest.mark.skipif(needs_cpp() is not None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(("name", "inside"), [("qwen2", "cpp"), ("gpt2", "eager")])
+def test_kernels_in_cpp_are_taken_where_a_model_has_places_for_them(tmp_path, name, inside):
+    tiny_run.write_task(tmp_path)
+    models.save(*make(name), tmp_path / name)
+    auto = dict.fromkeys(("attention", "decode_attention", "log_probs", "rms_norm", "add_rms_norm", "rotary"), "auto")
+    named = {f"model.{op}": kernel for op, kernel in auto.items()}
+    given = files.replace(tiny_run.settings(tmp_path), named | {"model.path": str(tmp_path / name), "model.cpp": True})
+    settings, said = machine.resolved(given, torch.device("cpu"))
+    actual = {op: getattr(settings.model, op) for op in auto}
+    assert actual == dict.fromkeys(auto, inside) | dict.fromkeys(("attention", "decode_attention", "log_probs"), "cpp")
+    assert not said
 
 
 def test_a_gpu_takes_the_kernels_that_its_models_can_use(tmp_path, monkeypatch):

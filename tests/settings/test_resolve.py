@@ -70,6 +70,34 @@ def test_operations_inside_the_layers(machine, changes, expected):
     assert not lines
 
 
+def test_a_cpu_takes_kernels_in_cpp_where_it_is_asked_to():
+    ops = ("attention", "decode_attention", "log_probs", *resolve.LAYERS)
+
+    def kernels(machine=CPU, **changes):
+        given = files.replace(TrainSettings(), {"model.cpp": True} | changes)
+        settings, lines = resolve.resolved(given, machine)
+        assert not [line for line in checks.problems(settings) if line.startswith("model.decode")]
+        return {op: getattr(settings.model, op) for op in ops}, lines
+
+    every = dict.fromkeys(ops, "cpp")
+    assert kernels() == (every, [])
+    assert kernels(**{"model.glu": "eager", "model.attention": "mine:fn"}) == (
+        every | {"glu": "eager", "attention": "mine:fn"},
+        [],
+    )
+    inside = dict.fromkeys(resolve.LAYERS, "eager")
+    assert kernels(**{"model.compile_layers": True}) == (every | inside, [])
+    assert kernels(**{"rollout.engine": "vllm"}) == (every | {"decode_attention": "sdpa"}, [])
+    plain = {"attention": "sdpa", "decode_attention": "sdpa", "log_probs": "chunked"} | inside
+    refusals = {f"{op}/cpp": "no C++ compiler is installed" for op in ops}
+    found, lines = kernels(Machine(refusals=refusals))
+    assert found == plain
+    assert lines[0] == "model.attention sdpa: cpp no C++ compiler is installed"
+    assert len(lines) == 3
+    on_gpu = {"attention": "varlen", "decode_attention": "sdpa", "log_probs": "triton"}
+    assert kernels(H100) == (on_gpu | dict.fromkeys(resolve.LAYERS, "triton"), [])
+
+
 @pytest.mark.parametrize(("machine", "eager"), [(CPU, True), (H100, False)])
 def test_a_vllm_that_runs_captures_graphs_on_a_gpu(machine, eager):
     changes = {"rollout.engine": "vllm", "reward.judge.engine": "vllm", "reward.judge.path": "m"}
