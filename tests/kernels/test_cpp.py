@@ -7,8 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 import fppo_kernels
+from fppo_kernels import table
+from fppo_kernels._cpp import needs_cpp
+from fppo_kernels.padding import make_lengths
 
 FOLDER = Path(fppo_kernels.__file__).parent
 LOOP = """
@@ -30,3 +34,23 @@ def test_exponentials_of_numbers_in_a_row_are_computed_together(processor, tmp_p
     body = listing.partition("each:")[2]
     assert re.search(r"\bvfmadd\d+ps\b", body)
     assert not re.search(r"\bvfmadd\d+ss\b", body)
+
+
+@pytest.fixture
+def threads():
+    yield torch.set_num_threads
+    torch.set_num_threads(1)
+
+
+@pytest.mark.skipif(needs_cpp() is not None, reason="needs a C++ compiler")
+def test_threads_share_the_work_of_attention_and_change_no_bit(threads):
+    generator = torch.Generator().manual_seed(0)
+    sizes, results = (70, 3, 41, 1), []
+    packed = [torch.randn(sum(sizes), heads, 40, generator=generator).requires_grad_() for heads in (4, 2, 2)]
+    cache = [torch.randn(5, *shape, 40, generator=generator) for shape in ((4,), (2, 9), (2, 9))]
+    for count in (1, 3):
+        threads(count)
+        out = table.get("attention", "cpp")(*packed, lengths=make_lengths(sizes), scale=0.2)
+        slopes = torch.autograd.grad(out.square().sum(), packed)
+        results.append((out, *slopes, table.get("decode_attention", "cpp")(*cache, start=2, end=8, scale=0.2)))
+    assert all(torch.equal(one, three) for one, three in zip(*results, strict=True))

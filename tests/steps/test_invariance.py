@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +19,8 @@ from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
+from fppo_kernels._cpp import needs_cpp
+from fppo_kernels.record import Kernels
 from tests import tiny
 
 POLICY_LOSSES = {
@@ -228,3 +231,14 @@ def test_a_losss_own_metric_keeps_its_count_whatever_its_name():
 
     _, report = _actor(tiny.experience(8, 6), "ppo_clip", "token-mean", loss_fn=with_metric)
     assert metrics.report(report)["actor/extra_loss"] == pytest.approx(3.0)
+
+
+@pytest.mark.skipif(needs_cpp() is not None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("again", [False, True, "selective"])
+def test_kernels_in_cpp_give_the_same_update(again):
+    named = dict.fromkeys(("attention", "log_probs", "rms_norm", "add_rms_norm", "rotary", "glu"), "cpp")
+    forward = Forward(attrs.evolve(ACTOR, checkpoint_layers=again), kernels=Kernels.named(**named))
+    batch = tiny.experience(3, rows=7)
+    for padded in (False, True):
+        changes = {"micro_batching": CUTS[1], "forward": attrs.evolve(forward, remove_padding=not padded)}
+        _assert_same(_actor(batch, "ppo_clip", "token-mean", **changes), _actor(batch, "ppo_clip", "token-mean"))
