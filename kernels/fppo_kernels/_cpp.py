@@ -19,9 +19,6 @@ def needs_cpp() -> str | None:
     return None if shutil.which("g++") or shutil.which("clang++") else "no C++ compiler (g++ or clang++) is installed"
 
 
-_TYPES: Mapping[type, type] = MappingProxyType({Tensor: ctypes.c_void_p, int: ctypes.c_int64, float: ctypes.c_double})
-
-
 _HEADERS = ("_numbers.h", "_vectors.h")  # that every program begins with
 
 
@@ -36,17 +33,23 @@ def _library(path: str) -> ctypes.CDLL:
 @functools.cache
 def _function(path: str, name: str, kinds: tuple[type, ...]) -> Callable[..., None]:
     fn = _library(path)[name]
-    fn.restype, fn.argtypes = None, [*(_TYPES[kind] for kind in kinds), ctypes.c_int64]
+    types = {int: ctypes.c_int64, float: ctypes.c_double}  # a tensor is a pointer
+    fn.restype, fn.argtypes = None, [*(types.get(kind, ctypes.c_void_p) for kind in kinds), ctypes.c_int64]
     return fn
 
 
 def call(path: str, name: str, *arguments: Tensor | int | float | None) -> None:
     """Calls a function of a file of this package: with tensors of a CPU, contiguous, as pointers, or null for None;
     whole numbers as int64_t, others as double, and the number of threads last."""
-    assert all(x.device.type == "cpu" and x.is_contiguous() for x in arguments if isinstance(x, Tensor))
-    values = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
-    kinds = tuple(Tensor if x is None or isinstance(x, Tensor) else type(x) for x in arguments)
-    _function(path, name, kinds)(*values, torch.get_num_threads())
+    values: list[int | float | None] = []
+    for x in arguments:
+        if isinstance(x, Tensor):
+            assert x.is_cpu
+            assert x.is_contiguous()
+            values.append(x.data_ptr())
+        else:
+            values.append(x)
+    _function(path, name, tuple(map(type, arguments)))(*values, torch.get_num_threads())
 
 
 KINDS: Mapping[torch.dtype, str] = MappingProxyType(
@@ -57,7 +60,7 @@ KINDS: Mapping[torch.dtype, str] = MappingProxyType(
 def kind_of(*tensors: Tensor) -> str:
     """The name of the dtype of tensors on a CPU, as functions in C++ end in it. Raises ValueError for others."""
     first = tensors[0].dtype
-    if first not in KINDS or any(x.dtype != first or x.device.type != "cpu" for x in tensors):
+    if first not in KINDS or not all(x.is_cpu and x.dtype == first for x in tensors):
         kinds = ", ".join(f"{str(x.dtype).removeprefix('torch.')} on {x.device}" for x in tensors)
         raise ValueError(f"kernels in C++ take float32, float64 or bfloat16, of one dtype and on the CPU, got {kinds}")
     return KINDS[first]
