@@ -6,6 +6,7 @@ import functools
 import inspect
 import random
 from collections.abc import Callable
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import beartype
@@ -46,22 +47,31 @@ def _kind(x: Any) -> object:
 
 def once(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
     """`jaxtyped` that checks a function once for arguments of the same types and shapes, and then calls it as it is:
-    the checks of every call took half of the time of the laws."""
+    the checks of every call took half of the time of the laws.
+
+    A function that another one makes at each of its calls counts as one function where what it holds is alike, and its
+    checks are made when they are due: to make them takes milliseconds.
+    """
+    met: dict[CodeType, set[object]] = {}  # by functions that others make
 
     def decorator(*, typechecker: Any) -> Callable[[Any], Any]:
         def decorate(fn: Any) -> Any:
-            checks = jaxtyped(typechecker=typechecker)(fn)
+            made = functools.partial(jaxtyped(typechecker=typechecker), fn)
             if not inspect.isfunction(fn):
-                return checks
-            known: set[object] = set()
+                return made()
+            inner = "<locals>" in fn.__qualname__
+            known = met.setdefault(fn.__code__, set()) if inner else set()
+            checks = None if inner else made()
 
             @functools.wraps(fn)
             def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal checks
                 if jaxtyping.config.jaxtyping_disable:
                     return fn(*args, **kwargs)
-                kind = _kind((args, kwargs))
+                kind = (_held(fn), _kind((args, kwargs))) if inner else _kind((args, kwargs))
                 if kind in known:
                     return fn(*args, **kwargs)
+                checks = checks or made()
                 result = checks(*args, **kwargs)
                 known.add(kind)
                 return result
@@ -71,3 +81,16 @@ def once(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
         return decorate
 
     return decorator
+
+
+def _held(fn: FunctionType) -> object:
+    """What annotations can tell of the variables of others that a function uses: its result may depend on them."""
+    cells = fn.__closure__ or ()
+    return tuple(x if isinstance(x, int | str | None) else _kind(x) for x in map(_content, cells))
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        return None

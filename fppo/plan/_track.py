@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import _DISPATCH_META_HANDLERS as _OF_SIZES
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,6 +29,7 @@ STATE, BATCH = "state", "batch"
 HOST, AWAY = "host", "away"  # no memory of the accelerator: state there between uses, and activations put away
 GATHERED, LOGITS, ACTIVATIONS, GRADIENTS = "gathered", "logits", "activations", "gradients"
 _COPIES = ("_to_copy", "clone", "contiguous")
+_DEVICE = torch.ops.prim.device.default
 _ELSEWHERE = (HOST, AWAY)
 
 
@@ -126,15 +128,19 @@ class Tracker(TorchDispatchMode):
 
     # what is seen
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing compiles inside, and keeping the compiler out takes longer than most operations
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
+        kwargs = kwargs or {}
         self._notice()
         if dispatched(func).marks:
             self._marks.append(len(self._events))
         out = grouped_product(func, args) if isinstance(args[0] if args else None, FakeTensor) else None
-        out = func(*args, **kwargs) if out is None else out
+        out = _run(func, types, args, kwargs) if out is None else out
         self._note(func, args, kwargs, out)
         return out
 
@@ -237,6 +243,14 @@ class Tracker(TorchDispatchMode):
                 live[block.kind] -= block.bytes
                 total -= block.bytes
         return Segment(peak)
+
+
+def _run(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func(*args, **kwargs)`; of tensors with no data by what computes them, without torch's two ways to it."""
+    fake = next((x for x in _tensors((*args, *kwargs.values())) if isinstance(x, FakeTensor)), None)
+    if fake is None or func in _OF_SIZES:
+        return func(*args, **kwargs)
+    return fake.fake_mode.dispatch(func, types, args, kwargs)
 
 
 def _storage(x: Tensor) -> int:
