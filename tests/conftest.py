@@ -9,6 +9,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+# what is imported stays, and to look through it again and again takes a sixth of the time of the imports
+gc.disable()
+
 # no deadline (the first call imports and warms up), the same examples in every run; `--hypothesis-profile thorough`
 # draws more of them, and others in each run
 settings.register_profile("fppo", deadline=None, derandomize=True, max_examples=12)
@@ -54,6 +57,7 @@ def pytest_collection_finish() -> None:
     """What the tests have imported is looked through by no later collection of garbage."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
@@ -73,10 +77,15 @@ def unhooked() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def first_curves(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Of a run's curves the first are drawn, but in the tests of reports: all of them take as long as a tiny run."""
+    """Of the curves of a module's runs those of the first chart are drawn, once, but in the tests of reports: all of
+    them take as long as a tiny run."""
     charts = sys.modules.get("fppo.report.charts")
     with pytest.MonkeyPatch.context() as patch:
         if charts is not None and request.path.parent.name != "report":
-            whole = charts.write_png
-            patch.setattr(charts, "write_png", lambda drawn, path, *, title: whole(drawn[:1], path, title=title))
+            whole, left = charts.write_png, [1]
+            patch.setattr(
+                charts,
+                "write_png",
+                lambda drawn, path, *, title: whole(drawn[: left.pop() if left else 0], path, title=title),
+            )
         yield
