@@ -9,7 +9,12 @@ import pytest
 
 from .pages import PAGES, REASONS, ROOT, blocks, code_of
 
-WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
+SLOW = ("loss.md", "kernel.md")  # what they run of the laws takes seconds
+WITH_PYTHON = [
+    pytest.param(page, marks=pytest.mark.slow) if page.name in SLOW else page
+    for page in PAGES
+    if any(block.language == "python" for block in blocks(page))
+]
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: str(page.relative_to(ROOT)))

@@ -49,7 +49,11 @@ def can(name):
     }
 
 
-@pytest.mark.parametrize("name", KERNELS)
+# of the plain one, which is slow, other tests here hold one query at a time
+SLOW = ("eager",)
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in KERNELS])
 def test_kernels_keep_the_laws(name):
     if reason := table.available("attention")[name]:
         pytest.skip(reason)

@@ -14,7 +14,7 @@ from fppo_kernels.padding import make_lengths
 KERNELS = {name: table.get("attention", name) for name in ("sdpa", "eager")}
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 def test_keeps_its_laws(name):
     check_ulysses(attention=KERNELS[name])
 

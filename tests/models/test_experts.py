@@ -29,7 +29,7 @@ CASES = [
     ("qwen3_moe", {"shard": 2, "expert": 2}),
     *((name, {"expert": 2, "tensor": 2}) for name in ("qwen2_moe", "olmoe", "gpt_oss", "glm4_moe")),
     ("qwen3_moe", {"expert": 2, "sequence": 2, "tensor": 2}),
-    ("mixtral", {"shard": 2, "expert": 2, "context": 2, "tensor": 2}),
+    pytest.param("mixtral", {"shard": 2, "expert": 2, "context": 2, "tensor": 2}, marks=pytest.mark.slow),
 ]
 
 

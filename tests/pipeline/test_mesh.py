@@ -58,23 +58,23 @@ def numbers(report):
     ("axes", "changes"),
     [
         ({"shard": 2}, {"eval__exact_values": True}),
-        (
+        pytest.param(
             {"replicate": 2, "shard": 2},
-            {
-                "algorithm__advantage": "grpo",
-                "rollout__n": 2,
-                "actor__kl_coef": 0.1,
-                **SCORED,
-            },
+            {"algorithm__advantage": "grpo", "rollout__n": 2, "actor__kl_coef": 0.1, **SCORED},
+            marks=pytest.mark.slow,
         ),
-        ({"shard": 2, "sequence": 2}, {"mesh__stage": 2}),
+        pytest.param({"shard": 2, "sequence": 2}, {"mesh__stage": 2}, marks=pytest.mark.slow),
         ({"sequence": 2}, {"algorithm__advantage": "remax"}),
         ({"shard": 2}, {"algorithm__old_log_probs": "auto"}),
         ({"shard": 2}, {"critic__reads": "confidence", "eval__exact_values": True, "algorithm__whiten": False}),
-        ({"shard": 4}, {"mesh__stage": 1, "actor__loss__name": "clip_cov"}),
+        pytest.param({"shard": 4}, {"mesh__stage": 1, "actor__loss__name": "clip_cov"}, marks=pytest.mark.slow),
         ({"tensor": 2}, {"model__checkpoint_layers": True}),
         ({"context": 2}, {"mesh__context": 2, "actor__kl_coef": 0.1, "algorithm__old_log_probs": "pass"}),
-        ({"shard": 2, "tensor": 2}, {"mesh__stage": 2, "actor__entropy_coef": 0.01, "actor__kl_coef": 0.1}),
+        pytest.param(
+            {"shard": 2, "tensor": 2},
+            {"mesh__stage": 2, "actor__entropy_coef": 0.01, "actor__kl_coef": 0.1},
+            marks=pytest.mark.slow,
+        ),
         ({"sequence": 2}, {"critic__reads": "hidden", **SCORED}),
         ({"pipeline": 2}, {"critic__reads": "hidden", "actor__micro_batch_size": 1, **SCORED}),
         pytest.param(

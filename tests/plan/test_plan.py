@@ -140,6 +140,7 @@ def test_an_axis_makes_fit_what_no_other_change_does(axis, taken, changes, monke
     )
 
 
+@pytest.mark.slow
 def test_more_gpus_are_thought_of_last_and_nothing_is_said_if_nothing_helps():
     small = bare(tokens=64, checkpoint_layers=True)
     peak = plan(small).peak.total
@@ -461,6 +462,7 @@ def test_the_formula_of_the_search_waits_as_a_pipeline_does(virtual):
     assert seconds(4) / seconds(2) == pytest.approx((4 * virtual + 1) / (2 * virtual + 1))  # v m + p - 1
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_run_with_pools_is_one_of_each(tmp_path, capsys):
     tiny_run.write_task(tmp_path)
     placed = {

@@ -43,7 +43,7 @@ def test_whole_steps_with_turns(tmp_path, changes):
         assert all(torch.tensor(list(metrics.report(assembly_of_run.evaluate(run)).values())).isfinite())
 
 
-@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 2, "sequence": 2}])
+@pytest.mark.parametrize("axes", [{"shard": 2}, pytest.param({"shard": 2, "sequence": 2}, marks=pytest.mark.slow)])
 def test_steps_on_a_mesh_are_those_of_one_process(tmp_path, axes):
     """Every rank asks for some of the rows, remax's greedy ones too, and all train on the same."""
     settings = with_adder(tmp_path, device="cpu", algorithm__advantage="remax")

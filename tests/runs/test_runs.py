@@ -60,7 +60,10 @@ def test_one_seed_twice_is_one_run_and_another_seed_is_another(task, tmp_path):
     assert _digests(first) != _digests(other)
 
 
-@pytest.mark.parametrize(("cut", "changes"), [(1, {}), (3, {"critic__popart": 0.3, "critic__privileged": 2})])
+@pytest.mark.parametrize(
+    ("cut", "changes"),
+    [(1, {}), pytest.param(3, {"critic__popart": 0.3, "critic__privileged": 2}, marks=pytest.mark.slow)],
+)
 def test_a_stopped_run_goes_on_bit_for_bit(task, tmp_path, cut, changes):
     _, whole = _run(task, tmp_path, "whole", actor__optimizer__schedule="constant", **changes)
     _, parts = _run(task, tmp_path, "parts", steps=cut, actor__optimizer__schedule="constant", **changes)
