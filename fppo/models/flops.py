@@ -50,9 +50,14 @@ def forward_flops(model: Model, lengths: Sequence[int], *, head_tokens: int | No
     return (
         2.0 * sum(layer_weights(model)) * tokens
         + 2.0 * head_weights(model) * head_tokens
-        + sum(_attention(model, layer, lengths) for layer in range(len(model.layers)))
+        + attention_flops(model, lengths)
         + STATE * sum(state_sizes(model.skeleton)) * tokens
     )
+
+
+def attention_flops(model: Model, lengths: Sequence[int]) -> float:
+    """The scores and sums of attention of one forward pass over packed sequences of these lengths."""
+    return sum(_attention(model, layer, lengths) for layer in range(len(model.layers)))
 
 
 def train_flops(model: Model, lengths: Sequence[int], *, head_tokens: int | None = None) -> float:

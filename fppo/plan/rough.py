@@ -12,7 +12,7 @@ from fppo.models.model import Model
 from fppo.plan import passes
 from fppo.plan.built import REWARD, STAGES
 from fppo.plan.case import Case
-from fppo.plan.estimate import LINK_SHARE, MATMUL_SHARE, PASS_LAUNCH, link
+from fppo.plan.estimate import ATTENTION_SHARE, LINK_SHARE, MATMUL_SHARE, PASS_LAUNCH, link
 from fppo.plan.hardware import overhead
 from fppo.runtime.mesh import DENSE
 from fppo.runtime.offload import WINDOW
@@ -21,6 +21,7 @@ ROOM = 1.15  # by this the formula's bytes may exceed the memory of a GPU before
 _STATE = {"none": 12, "moments": 4, "all": 0}  # bytes of a number of the trained parameters and moments on the device
 _KEPT_LAYER = 10.0  # elements of a token's width that a layer keeps for its backward pass, what is inside the MLP aside
 _KEPT_ROWS = 4.0  # and of each of its chosen experts
+ATTENTION_BACKWARD = 2.5  # the FLOPs of its backward pass, over those of its forward pass
 _LAUNCHES = 40  # operations of a layer's forward pass
 
 
@@ -39,7 +40,10 @@ class Facts:
     dense: float  # numbers of the parameters of its layers, but for those of experts
     experts: float  # of experts
     outside: float  # of its embeddings or head, the larger
-    row: float  # FLOPs of a forward pass over one sequence
+    products: float  # FLOPs of a forward pass over one sequence in its layers, but for attention
+    last: float  # of these, what no backward pass computes again: the product that ends a layer
+    attention: float  # and in attention
+    head: float  # and in its head, over a response
     hidden: int
     inner: float  # elements of a token inside the MLP, or inside its chosen experts
     chosen: int  # experts of a token; 0 without any
@@ -58,17 +62,34 @@ def facts_of(case: Case, model: Model) -> Facts:
         or 0
     )
     heads = getattr(config, "num_attention_heads", None) or 1  # Mamba has none
+    responses = case.response_tokens
+    row = flops.forward_flops(model, [case.length], head_tokens=responses)
+    attention, head = flops.attention_flops(model, [case.length]), 2.0 * flops.head_weights(model) * responses
     return Facts(
         layers=len(model.layers),
         dense=float(sum(count for name, count in inside.items() if name not in routed)),
         experts=float(sum(inside[name] for name in routed)),
         outside=float(max(others, default=0)),
-        row=flops.forward_flops(model, [case.length], head_tokens=case.response_tokens),
+        products=row - attention - head,
+        last=0.0 if routed else 2.0 * width * config.hidden_size * case.length * len(model.layers),
+        attention=attention,
+        head=head,
         hidden=config.hidden_size,
         inner=float(width * max(1, chosen)),
         chosen=chosen,
         keys=2 * (getattr(config, "num_key_value_heads", None) or heads) / heads,
     )
+
+
+def flops_of(case: Case, name: str, facts: Facts) -> tuple[float, float]:
+    """FLOPs of a stage's pass on all ranks that share its rows, what is computed again among them: those of attention,
+    and all others."""
+    if not name.startswith("update"):
+        return case.rows * facts.attention, case.rows * (facts.products + facts.head)
+    again = facts.products - facts.last if case.checkpoint_layers else 0.0
+    attention = facts.attention * (1.0 + ATTENTION_BACKWARD + (case.checkpoint_layers is True))
+    heads = 3 if case.log_probs == "reference" else 4  # others compute logits again
+    return case.rows * attention, case.rows * (3 * facts.products + again + heads * facts.head)
 
 
 def rough(case: Case, facts: Mapping[str, Facts]) -> Rough:
@@ -129,9 +150,11 @@ def _seconds(case: Case, name: str, facts: Facts) -> float:
     parts = case.world // case.data_ranks
     times = (4 if case.checkpoint_layers else 3) if trains else 1
     narrow = case.compute_dtype is not None
-    peak = (hardware.flops if narrow else hardware.flops_float32) * MATMUL_SHARE
+    peak = hardware.flops if narrow else hardware.flops_float32
+    attention, others = flops_of(case, name, facts)
+    busy = (attention / ATTENTION_SHARE + others / MATMUL_SHARE) / parts / peak
     launches = times * _LAUNCHES * facts.layers / case.size("pipeline")
-    compute = max(times * case.rows * facts.row / parts / peak, launches * PASS_LAUNCH)
+    compute = max(busy, launches * PASS_LAUNCH)
     width = case.compute_dtype.itemsize if narrow and case.compute_dtype is not None else 4
     dense = _own(case, attrs.evolve(facts, experts=0.0), shards=False)
     often = (1 / max(1, case.micro_batches)) if case.sharding.stage == 1 else 1.0

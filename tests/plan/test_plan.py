@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 
 import attrs
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 
 from fppo import models
 from fppo.commands import cli
 from fppo.commands import plan as commands
 from fppo.models import flops, lora
 from fppo.models.adapted import Lora
+from fppo.plan import passes
 from fppo.plan.built import Built, model_of, models_of
 from fppo.plan.case import ROLES, Role
 from fppo.plan.estimate import LINK_SHARE, ORDER, _collective, link, seconds_of
@@ -22,7 +27,7 @@ from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import _at_rest, _plan, pipeline_work, plan
 from fppo.plan.presets import PRESETS, config_of
 from fppo.plan.remedies import Remedy, _fitting, applied, families, remedies
-from fppo.plan.rough import facts_of, rough
+from fppo.plan.rough import facts_of, flops_of, rough
 from fppo.plan.text import report
 from fppo.plan.values import GIB, Cost, Phase, Work
 from fppo.runtime.mesh import DENSE, Mesh, Sharding
@@ -460,6 +465,25 @@ def test_the_formula_of_the_search_waits_as_a_pipeline_does(virtual):
         return rough(moved, {name: facts_of(moved, model_of(moved, name)) for name in models_of(moved)}).seconds
 
     assert seconds(4) / seconds(2) == pytest.approx((4 * virtual + 1) / (2 * virtual + 1))  # v m + p - 1
+
+
+@pytest.mark.slow
+@examples(max_examples=3)
+@given(
+    kind=st.sampled_from([config(num_hidden_layers=1), mixture(chosen=3, num_hidden_layers=1)]),
+    how=st.sampled_from([False, True, "selective"]),
+    log_probs=st.sampled_from(["reference", "chunked"]),
+    half=st.integers(3, 40),  # a prompt, and a response
+    rows=st.integers(1, 3),
+)
+@example(kind=config(num_hidden_layers=1), how="selective", log_probs="chunked", half=32, rows=2)
+def test_the_formula_of_the_search_has_the_flops_of_an_update(kind, how, log_probs, half, rows):
+    """Those of all that torch runs, again or not: it stops before the product that ends a dense layer."""
+    sizes = {"length": 2 * half, "tokens": 2 * half * rows, "micro_batches": 1, "critic": False, "reference": False}
+    one = case(config=kind, checkpoint_layers=how, log_probs=log_probs, **sizes)
+    cost = sum((phase.cost.flops for phase in passes.run_stage(one, "update actor")), Counter())
+    traced = [sum(x for kind, x in cost.items() if kind.startswith(word)) for word in ("attention", "matmul")]
+    assert flops_of(one, "update actor", facts_of(one, model_of(one, "actor"))) == pytest.approx(traced, rel=1e-9)
 
 
 @pytest.mark.slow
