@@ -1,14 +1,19 @@
-"""vLLM beside a trainer that holds half of the GPU: its start, each way of the weights, answers, sleep and wake."""
+"""vLLM beside a trainer that holds half of the GPU: its start, each way of the weights, answers, sleep and wake.
+
+In a dry run vLLM is what gpu_standin.py puts in its place; for weights in shared memory, where it is installed, itself.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from gpu_model import build, parameters, prompts
+from gpu_standin import GPUS, standing_in
 from gpu_tools import Plan, Record, Skipped, attempt, check, once, table
 from torch import Tensor
 
@@ -20,6 +25,7 @@ from fppo.steps.micro_batching import MicroBatching
 
 SYNC = 1.0  # GB/s at least
 CACHE_GB = 0.25
+SHARED = "shared memory"
 
 
 def used(plan: Plan) -> int:
@@ -66,32 +72,32 @@ def beside(plan: Plan, params: dict[str, Tensor], **settings: Any) -> Record:
 
 def ways(plan: Plan) -> dict[str, dict[str, Any]]:
     """The engines to try, by name."""
-    if plan.device.type == "cpu":
-        return {"shared memory": {}}
     tried: dict[str, dict[str, Any]] = {
-        "shared memory": {},
-        "shared memory, graphs": {"eager": False},
-        "shared memory, asleep between": {"sleep": True},
+        SHARED: {},
+        f"{SHARED}, graphs": {"eager": False},
+        f"{SHARED}, asleep between": {"sleep": True},
         "ipc": {"transport": "ipc"},
     }
-    if torch.cuda.device_count() > 1:
+    if (GPUS if plan.device.type == "cpu" else torch.cuda.device_count()) > 1:
         tried |= {"nccl": {"transport": "nccl"}, "on another GPU": {"devices": (1,)}}
         tried |= {"cut over two": {"tensor_parallel": 2}}
     return tried
 
 
 def bench_vllm(plan: Plan) -> list[Record]:
-    """All ways of the weights. Raises Skipped without vLLM."""
-    if importlib.util.find_spec("vllm") is None:
+    """All ways of the weights. Raises Skipped without vLLM, unless it is a dry run."""
+    installed, dry = importlib.util.find_spec("vllm") is not None, plan.device.type == "cpu"
+    if not (installed or dry):
         raise Skipped("vLLM is not installed")
     params = parameters(build(plan.small, plan), plan.device)
     held = None
     if plan.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(plan.device)
         held = torch.empty(int(plan.held * free), dtype=torch.uint8, device=plan.device)
-    records = [
-        {"name": name, **attempt(partial(beside, plan, params, **settings))} for name, settings in ways(plan).items()
-    ]
+    records: list[Record] = []
+    for name, settings in ways(plan).items():
+        with standing_in() if dry and not (installed and name == SHARED) else nullcontext():
+            records.append({"name": name, **attempt(partial(beside, plan, params, **settings))})
     del held
     columns = {"start, s": ".1f", "sync, GB/s": ".2f", "tokens/s": ".0f", "k3": ".2g", "same again": ".0f"}
     print(table(f"vLLM beside a trainer that holds {plan.held:.0%}", columns | {"slept, GiB": ".2f"}, records))
