@@ -54,7 +54,12 @@ from fppo.steps.train_state import init_state
 from fppo_kernels.log_probs.reference import reference
 from fppo_kernels.record import Kernels
 
-SIZES = {"16M": (384, 6, 8192), "50M": (512, 8, 32000), "110M": (768, 12, 32000)}  # width, layers, vocabulary
+SIZES = {
+    "tiny": (128, 1, 512),
+    "16M": (384, 6, 8192),
+    "50M": (512, 8, 32000),
+    "110M": (768, 12, 32000),
+}  # width, layers, vocabulary
 ROWS, LENGTH, MICRO = 4, 128, 2  # rows of a rank, tokens of a row, rows of a micro-batch
 LR, CLIP = 1e-4, 1.0
 # a word of the operator's name: the collective, and which argument is the whole
@@ -78,10 +83,10 @@ def llama(size: str) -> LlamaConfig:
     )
 
 
-def rows_of(ranks: int, vocabulary: int) -> Experience:
-    """The rows of all ranks, whole: a prompt of one token, and a response."""
+def rows_of(ranks: int, vocabulary: int, count: int = ROWS) -> Experience:
+    """The rows of all ranks, so many each, whole: a prompt of one token, and a response."""
     draws = [torch.Generator().manual_seed(rank) for rank in range(ranks)]
-    tokens = torch.cat([torch.randint(1, vocabulary, (ROWS, LENGTH), generator=draw) for draw in draws])
+    tokens = torch.cat([torch.randint(1, vocabulary, (count, LENGTH), generator=draw) for draw in draws])
     rows = len(tokens)
     blank, ones = Column([None] * rows), torch.ones(rows, LENGTH - 1)
     return Experience(

@@ -1,5 +1,8 @@
 """Updates with sharded parameters on real gloo processes: those of one process."""
 
+import importlib
+from pathlib import Path
+
 import attrs
 import pytest
 import torch
@@ -77,3 +80,20 @@ def test_processes_with_sharded_parameters_do_the_update_of_one(axes):
             for name, number in numbers.items():
                 assert found_numbers[name] == pytest.approx(number, rel=1e-8, abs=1e-10, nan_ok=True), name
             torch.testing.assert_close(found_log_probs, log_probs[rows], rtol=1e-10, atol=1e-10)
+
+
+def ways(mesh):
+    """What the benchmark of compiled graphs tells of its ways, small, and without a compiler of programs."""
+    compare = importlib.import_module("whole_graph").compare
+    mesh = attrs.evolve(mesh, sharding=Sharding())
+    return compare(mesh, size="tiny", count=1, backend="aot_eager", repeats=1)
+
+
+@pytest.mark.slow
+def test_a_pass_that_torch_sees_whole_has_the_gradient_of_one_by_layers(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "experiments" / "bench")
+    for results in processes.run({"shard": 2}, ways):
+        layers, graph = results.values()
+        assert graph["difference"] < 1e-5
+        assert (graph["captured"], graph["breaks"], len(graph["graphs"])) == (1, 0, 2)
+        assert graph["bytes"] == layers["bytes"] > 0
