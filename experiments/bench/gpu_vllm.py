@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from gpu_model import build, parameters, prompts
-from gpu_standin import GPUS, standing_in
 from gpu_tools import Plan, Record, Skipped, attempt, check, once, table
 from torch import Tensor
 
@@ -70,6 +69,13 @@ def beside(plan: Plan, params: dict[str, Tensor], **settings: Any) -> Record:
     }
 
 
+def standing_in() -> AbstractContextManager[None]:
+    """That of gpu_standin.py, which needs what fppo's engine of vLLM needs."""
+    import gpu_standin
+
+    return gpu_standin.standing_in()
+
+
 def ways(plan: Plan) -> dict[str, dict[str, Any]]:
     """The engines to try, by name."""
     tried: dict[str, dict[str, Any]] = {
@@ -78,7 +84,7 @@ def ways(plan: Plan) -> dict[str, dict[str, Any]]:
         f"{SHARED}, asleep between": {"sleep": True},
         "ipc": {"transport": "ipc"},
     }
-    if (GPUS if plan.device.type == "cpu" else torch.cuda.device_count()) > 1:
+    if plan.device.type == "cpu" or torch.cuda.device_count() > 1:
         tried |= {"nccl": {"transport": "nccl"}, "on another GPU": {"devices": (1,)}}
         tried |= {"cut over two": {"tensor_parallel": 2}}
     return tried
