@@ -3,7 +3,8 @@
     python experiments/bench/packed.py
 
 A Qwen2 of 5 M parameters, 16 rows of at most 512 tokens; forward and backward. The peer runs the same rows as they are:
-padded rows through torch's scaled_dot_product_attention with a mask, and fppo's own step without removing the padding.
+padded rows through torch's scaled_dot_product_attention with a mask, and fppo's own step without removing the padding,
+also beside a packed step by kernels in C++ (`model.cpp`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from fppo.batch import Column, Rollout
 from fppo.key import Key
 from fppo.steps.forward import Forward, forward_micro_batch
 from fppo_kernels import table
+from fppo_kernels._cpp import needs_cpp
 from fppo_kernels.padding import make_lengths
+from fppo_kernels.record import Kernels
 
+IN_CPP = ("attention", "log_probs", "rms_norm", "add_rms_norm", "rotary", "glu")
 ROWS, WIDTH, PROMPT, HEADS, KV_HEADS, HEAD_DIM = 16, 512, 64, 4, 2, 64
 
 
@@ -59,8 +63,8 @@ def attention(lengths: list[int], kernel: Callable, repeats: int) -> tuple[Timin
     return measure(ours, peer, repeats=repeats)
 
 
-def step(lengths: list[int], repeats: int) -> tuple[Timing, Timing]:
-    """Log-probs of the responses and their gradient through the model, packed and padded."""
+def step(lengths: list[int], kernels: Kernels, repeats: int) -> tuple[Timing, Timing]:
+    """Log-probs of the responses and their gradient through the model, packed by these kernels and padded by others."""
     model = models.build(
         Qwen2Config(
             vocab_size=4096,
@@ -94,7 +98,8 @@ def step(lengths: list[int], repeats: int) -> tuple[Timing, Timing]:
     )
 
     def run(remove_padding: bool) -> Tensor:
-        out = forward_micro_batch(params, rows, forward=Forward(model, remove_padding=remove_padding))
+        forward = Forward(model, kernels if remove_padding else Kernels.named(), remove_padding=remove_padding)
+        out = forward_micro_batch(params, rows, forward=forward)
         assert out.log_probs is not None
         torch.autograd.grad(out.log_probs.sum(), list(params.values()))
         return out.log_probs.detach()
@@ -111,6 +116,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     names = [name for name, reason in table.available("attention").items() if reason is None and name != "eager"]
+    steps = {"model step": Kernels.named()}
+    if needs_cpp() is None:
+        steps["model step, C++"] = Kernels.named(**dict.fromkeys(IN_CPP, "cpp"))
     print(
         f"{'padding':<9}{'what':<22}{'packed s':>10}{'padded s':>10}{'packed / padded':>17}{'MiB':>7}{'padded MiB':>12}"
     )
@@ -118,7 +126,8 @@ def main() -> None:
         lengths = draw_lengths(padding, torch.Generator().manual_seed(0))
         share = 1 - sum(lengths) / (ROWS * WIDTH)
         rows = {f"attention/{name}": partial(attention, lengths, table.get("attention", name)) for name in names}
-        for name, fn in {**rows, "model step": partial(step, lengths)}.items():
+        rows |= {name: partial(step, lengths, kernels) for name, kernels in steps.items()}
+        for name, fn in rows.items():
             ours, peer = fn(repeats=args.repeats)
             ratio = ours.seconds / peer.seconds
             print(
