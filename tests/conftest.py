@@ -32,6 +32,8 @@ CHECKED = (
     "fppo_kernels.attention.eager",
     "fppo_kernels.attention.sdpa",
     "fppo_kernels.context",
+    "fppo_kernels.decode_attention.eager",
+    "fppo_kernels.decode_attention.sdpa",
     "fppo_kernels.gae",
     "fppo_kernels.glu.eager",
     "fppo_kernels.linear.plain",
