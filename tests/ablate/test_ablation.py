@@ -18,7 +18,7 @@ from fppo_kernels.record import Kernels
 from fppo_kernels.table import Implementation
 
 SIZES = {"N": 10, "H": 8, "V": 33, "R": 3, "L": 7, "heads": 4, "kv_heads": 2, "head_dim": 4}
-SIZES |= {"M": 12, "B": 3, "T": 8, "S": 6, "D": 2, "P": 100}
+SIZES |= {"M": 12, "B": 3, "T": 8, "S": 6, "D": 2, "P": 100, "C": 9}
 PLAIN = ["reference", "chunked"]  # those that need no compiler
 
 
