@@ -91,4 +91,28 @@ inline doubles exponentials(doubles x) {
   return x;
 }
 
+// Scores from `low` to `high`, whole vectors of them, to exp(score) / (sum of all + exp(sink)); the log of that sum.
+template <typename T>
+T softmax(T* scores, int64_t low, int64_t high, const T* sink) {
+  typedef typename Vector<T>::type vector;
+  constexpr int64_t LANES = Vector<T>::lanes;
+  vector peaks = load<T>(scores + low), sums = {};
+  for (int64_t c = low + LANES; c < high; c += LANES) {
+    const vector here = load<T>(scores + c);
+    peaks = here > peaks ? here : peaks;
+  }
+  T largest = sink == nullptr ? peaks[0] : *sink;
+  for (int64_t i = 0; i < LANES; ++i) largest = peaks[i] > largest ? peaks[i] : largest;
+  for (int64_t c = low; c < high; c += LANES) {
+    const vector weight = exponentials(load<T>(scores + c) - largest);
+    sums += weight;
+    store(weight, scores + c);
+  }
+  T sum = sink == nullptr ? T(0) : exponential(*sink - largest);
+  for (int64_t i = 0; i < LANES; ++i) sum += sums[i];
+  const T share = 1 / sum;
+  for (int64_t c = low; c < high; c += LANES) store(load<T>(scores + c) * share, scores + c);
+  return largest + std::log(sum);
+}
+
 }  // namespace

@@ -113,30 +113,6 @@ void finish(T* scores, const Rule<T>& rule, const Span<T>& span, int64_t query, 
   for (int64_t c = span.place(query) + 1; c < high; ++c) scores[c] = nothing;
 }
 
-// Scores to exp(score - log_sum), where `log_sum` is the log of the sum of all exponentials.
-template <typename T>
-T normalise(T* scores, int64_t low, int64_t high, const T* sink) {
-  typedef typename Vector<T>::type vector;
-  constexpr int64_t LANES = Vector<T>::lanes;
-  vector peaks = load<T>(scores + low), sums = {};
-  for (int64_t c = low + LANES; c < high; c += LANES) {
-    const vector here = load<T>(scores + c);
-    peaks = here > peaks ? here : peaks;
-  }
-  T largest = sink == nullptr ? peaks[0] : *sink;
-  for (int64_t i = 0; i < LANES; ++i) largest = peaks[i] > largest ? peaks[i] : largest;
-  for (int64_t c = low; c < high; c += LANES) {
-    const vector weight = exponentials(load<T>(scores + c) - largest);
-    sums += weight;
-    store(weight, scores + c);
-  }
-  T sum = sink == nullptr ? T(0) : exponential(*sink - largest);
-  for (int64_t i = 0; i < LANES; ++i) sum += sums[i];
-  const T share = 1 / sum;
-  for (int64_t c = low; c < high; c += LANES) store(load<T>(scores + c) * share, scores + c);
-  return largest + std::log(sum);
-}
-
 // Scores to weights, and the slopes by the weights to those by the products.
 template <typename T>
 void differentiate(T* scores, T* slopes, int64_t low, int64_t high, T log_sum, T dot, const Rule<T>& rule) {
@@ -165,9 +141,12 @@ struct Side {
 
   template <typename Raw>
   void read(const Raw* from, int64_t count, int64_t room, int64_t heads) {
-    rows.resize(room * wide), blocks.resize(room * wide), sums.assign(room * wide, T(0));
+    rows.resize(room * wide);
     copy(from, count, heads * width, width, rows.data(), room, wide);
-    lay(rows.data(), room, wide, blocks.data());
+  }
+  void lay_out() {
+    blocks.resize(rows.size());
+    lay(rows.data(), int64_t(rows.size()) / wide, wide, blocks.data());
   }
 };
 
@@ -192,6 +171,7 @@ void forward(const Raw* query, const Raw* key, const Raw* value, const T* sinks,
       const int64_t at = key_ends[sequence] * s.kv_heads + kv;
       keys.read(key + at * s.width, span.keys, span.room, s.kv_heads);
       values.read(value + at * s.value_width, span.keys, span.room, s.kv_heads);
+      keys.lay_out();
       scores.resize(TILE * span.room);
       for (int64_t head = kv * s.groups(); head < (kv + 1) * s.groups(); ++head)
         for (int64_t begin = 0; begin < span.queries; begin += TILE) {
@@ -202,7 +182,7 @@ void forward(const Raw* query, const Raw* key, const Raw* value, const T* sinks,
           for (int64_t i = 0; i < tokens; ++i) {
             T* row = scores.data() + i * span.room;
             finish(row, rule, span, begin + i, low, high);
-            log_sums[first + i * s.heads] = normalise(row, low, high, sinks == nullptr ? nullptr : sinks + head);
+            log_sums[first + i * s.heads] = softmax(row, low, high, sinks == nullptr ? nullptr : sinks + head);
           }
           std::fill(sums.begin(), sums.end(), T(0));
           mix<ROWS>(scores.data(), span.room, 1, 0, TILE, values.rows.data(), low, high, values.wide, sums.data());
@@ -228,6 +208,8 @@ void backward(const Raw* query, const Raw* key, const Raw* value, const Raw* gra
       const int64_t at = key_ends[sequence] * s.kv_heads + kv;
       keys.read(key + at * s.width, span.keys, span.room, s.kv_heads);
       values.read(value + at * s.value_width, span.keys, span.room, s.kv_heads);
+      keys.lay_out(), values.lay_out();
+      keys.sums.assign(keys.rows.size(), T(0)), values.sums.assign(values.rows.size(), T(0));
       scores.resize(TILE * span.room), slopes.resize(TILE * span.room);
       for (int64_t head = kv * s.groups(); head < (kv + 1) * s.groups(); ++head)
         for (int64_t begin = 0; begin < span.queries; begin += TILE) {

@@ -37,31 +37,14 @@ void multiply(const Raw* query, int64_t groups, const Raw* keys, int64_t seen, i
 // scores [room] to exp(score) / (sum of all + exp(sink)), and 0 behind the `seen` ones.
 template <typename T, typename Raw>
 void normalise(T* scores, int64_t seen, int64_t room, const Raw* bias, const T* sink, T scale, T softcap) {
-  typedef typename Vector<T>::type vector;
-  constexpr int64_t LANES = Vector<T>::lanes;
-  for (int64_t c = 0; c < room; c += LANES) store(load<T>(scores + c) * scale, scores + c);
+  for (int64_t c = 0; c < room; c += Vector<T>::lanes) store(load<T>(scores + c) * scale, scores + c);
   if (softcap != T(0))
     for (int64_t c = 0; c < seen; ++c) scores[c] = softcap * std::tanh(scores[c] / softcap);
   if (bias != nullptr)
 #pragma omp simd
     for (int64_t c = 0; c < seen; ++c) scores[c] += widen(bias[c]);
   for (int64_t c = seen; c < room; ++c) scores[c] = -std::numeric_limits<T>::infinity();
-  vector peaks = load<T>(scores), sums = {};
-  for (int64_t c = LANES; c < room; c += LANES) {
-    const vector here = load<T>(scores + c);
-    peaks = here > peaks ? here : peaks;
-  }
-  T largest = sink == nullptr ? peaks[0] : *sink;
-  for (int64_t i = 0; i < LANES; ++i) largest = peaks[i] > largest ? peaks[i] : largest;
-  for (int64_t c = 0; c < room; c += LANES) {
-    const vector weight = exponentials(load<T>(scores + c) - largest);
-    sums += weight;
-    store(weight, scores + c);
-  }
-  T sum = sink == nullptr ? T(0) : exponential(*sink - largest);
-  for (int64_t i = 0; i < LANES; ++i) sum += sums[i];
-  const T share = 1 / sum;
-  for (int64_t c = 0; c < room; c += LANES) store(load<T>(scores + c) * share, scores + c);
+  softmax(scores, 0, room, sink);
 }
 
 // The sums of `seen` values of `width` numbers, weighed for each query of the group.
