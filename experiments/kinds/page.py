@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from kinds.verdicts import ADAPTED, CUT, IMAGES, TEXT, VIDEOS, WHOLE, Verdict
+from kinds.verdicts import ADAPTED, AS_PUBLISHED, CUT, IMAGES, TEXT, UNKNOWN, VIDEOS, WHOLE, Verdict
 
-COLUMNS = (WHOLE, CUT, ADAPTED, IMAGES, VIDEOS)
-_WORDS = {None: "yes", TEXT: "-"}
+COLUMNS = (WHOLE, AS_PUBLISHED, CUT, ADAPTED, IMAGES, VIDEOS)
+_WORDS = {None: "yes", TEXT: "-", UNKNOWN: "-"}
 
 
 def page(verdicts: Mapping[str, Verdict]) -> str:

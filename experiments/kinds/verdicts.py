@@ -3,8 +3,10 @@
 import contextlib
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from kinds.published import PUBLISHED
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
@@ -13,7 +15,8 @@ from fppo.models import Model, lora
 
 Verdict = dict[str, str | None]  # by column, why not; None if it does
 WHOLE, CUT, ADAPTED, IMAGES, VIDEOS = "whole, packed", "cut", "adapted", "with images", "with videos"
-TEXT = "takes none"
+AS_PUBLISHED = "as published"
+TEXT, UNKNOWN = "takes none", "no published config is known here"
 LAYERS, RANKS = 4, 2
 _SECTION = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
 _FITTING = {  # of published models, where transformers' defaults do not fit one another
@@ -36,9 +39,10 @@ def verdict_of(kind: str) -> Verdict:
     whole = _refusal(lambda: kept.append(_checked(kind)))
     if whole is not None:
         return {WHOLE: whole}
-    (model,) = kept
+    (model,), published = kept, PUBLISHED.get(kind)
     return {
         WHOLE: None,
+        AS_PUBLISHED: UNKNOWN if published is None else _refusal(lambda: _checked(kind, published.changes)),
         CUT: _refusal(lambda: models.check_placed(model, RANKS)),
         ADAPTED: _refusal(lambda: lora.check_adapted(model, models.Lora(2, 4.0))),
         IMAGES: None if model.vision is not None else TEXT,
@@ -46,9 +50,9 @@ def verdict_of(kind: str) -> Verdict:
     }
 
 
-def shortened(kind: str) -> PreTrainedConfig:
-    """The default config of a type, with fewer layers if it has each kind of them among the first."""
-    config = AutoConfig.for_model(kind, **_FITTING.get(kind, {}))
+def shortened(kind: str, changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """A type's default config with `changes`, and with fewer layers if it has each kind of them among the first."""
+    config = AutoConfig.for_model(kind, **_FITTING.get(kind, {}) | dict(changes or {}))
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or []
     if getattr(text, "num_hidden_layers", 0) > LAYERS and set(kinds[:LAYERS]) == set(kinds):
@@ -59,13 +63,13 @@ def shortened(kind: str) -> PreTrainedConfig:
     return config
 
 
-def _checked(kind: str) -> Model:
-    model = models.build(shortened(kind))
+def _checked(kind: str, changes: Mapping[str, Any] | None = None) -> Model:
+    model = models.build(shortened(kind, changes))
     models.check_model(model)
     return model
 
 
-def _refusal(check: Callable[[], None]) -> str | None:
+def _refusal(check: Callable[[], object]) -> str | None:
     """Why a check fails, but for the type's name; None if it does not."""
     try:
         check()

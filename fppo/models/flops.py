@@ -9,7 +9,7 @@ import torch
 
 from fppo.models.heads import embedding_name
 from fppo.models.model import SCORE_WEIGHT, Model
-from fppo.models.states import WITHOUT_ATTENTION, state_sizes
+from fppo.models.states import WITHOUT_ATTENTION, slides_along, state_sizes
 
 STATE = 6.0  # decay it, add to it, read it
 
@@ -122,7 +122,7 @@ def _attention(model: Model, layer: int, lengths: Sequence[int]) -> float:
 def _window(model: Model, layer: int) -> int | None:
     """How many tokens a token of the layer sees; None: all before it."""
     kinds = getattr(model.config, "layer_types", None)
-    slides = kinds is None or kinds[layer] == "sliding_attention"
+    slides = kinds is None or slides_along(kinds[layer])
     return getattr(model.config, "sliding_window", None) if slides else None
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from fppo.models.adapted import FACTORS, Parts, merged_weight
+from fppo.models.logits import LogitForm
 from fppo.models.model import SCORE_BIAS, SCORE_WEIGHT, Model, Params
 from fppo_kernels.linear.plain import plain
 
@@ -34,16 +34,13 @@ def output_head(model: Model, params: Params) -> Head:
     if model.head == "value":
         return Head(params[SCORE_WEIGHT], params[SCORE_BIAS])
     name, bias = vocabulary_head(model)
-    config = model.config
-    scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
-    scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
     weight, offset = params[name], params.get(bias)
     if model.frozen is not None and name in model.frozen.places:
         a, b = (params[name + factor] for factor in FACTORS)
         weight = merged_weight(Parts(weight, a, b, model.frozen.lora.scale, model.frozen.places[name]))
     if model.compute_dtype is not None:
         weight = weight.to(model.compute_dtype)
-    return Head(weight, offset, getattr(config, "final_logit_softcapping", None), scale)
+    return Head(weight, offset, *model.logit_form)
 
 
 def vocabulary_head(model: Model) -> tuple[str, str]:
@@ -69,6 +66,5 @@ def embedding_name(model: Model) -> str:
 
 def logits_of(head: Head, hidden: Tensor, linear: Callable[..., Tensor] = plain) -> Tensor:
     """The logits [..., V] of hidden states [..., H], in the head's dtype, by a kernel for linear layers."""
-    logits = linear(hidden.to(head.weight.dtype), head.weight, head.bias)
-    logits = logits if head.scale == 1.0 else logits * head.scale
-    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+    products = linear(hidden.to(head.weight.dtype), head.weight, head.bias)
+    return LogitForm(head.softcap, head.scale)(products)

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from fppo.models import codes, routing, seams
 from fppo.models.adapted import FACTORS, Frozen
 from fppo.models.inner import OWN, Inner, compile_layers, put_kernels
+from fppo.models.logits import LogitForm, measure_logits
 from fppo.models.recompute import Recompute
 from fppo.models.rows import packed_attention, padded_attention
-from fppo.models.states import ALONE, KINDS, has_attention, put_mixers
+from fppo.models.states import ALONE, has_attention, put_mixers, slides_along, stateful_layers
 from fppo.models.vision import Vision, parts_of, put_attention, takes_images, vision_of
 from fppo.runtime.layout import Cut, Extent, Layout
 from fppo_kernels.padding import sent
@@ -63,6 +64,7 @@ class Model:
     prefix: str  # of the base model's parameters, such as "model."
     layers: tuple[str, ...]  # paths of the decoder layers in the skeleton
     head: HeadKind
+    logit_form: LogitForm  # of its vocabulary head's products
     shapes: Mapping[str, torch.Size]  # of every parameter; of tied parameters only the first name
     constants: Mapping[str, Tensor]  # the skeleton's buffers by path, such as "rotary_emb.inv_freq"
     routers: tuple[routing.Router, ...] = ()  # in the order of the layers
@@ -235,7 +237,9 @@ def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
             if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
                 setattr(part, name, 0.0)
     text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention", *KINDS, *ALONE}
+    carried = set(stateful_layers(text))
+    kinds = {kind for i, kind in enumerate(getattr(text, "layer_types", None) or ()) if i not in carried}
+    kinds -= {"full_attention", "sliding_attention", *ALONE}
     if kinds or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         raise ValueError(
             f"model type {config.model_type!r} has layers of kind {sorted(kinds) or ['bidirectional']}; "
@@ -285,6 +289,7 @@ def build(
         width = cast(nn.Linear, module.get_output_embeddings()).weight.shape[1]
         shapes = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
         shapes |= {SCORE_WEIGHT: torch.Size((outputs, width)), SCORE_BIAS: torch.Size((outputs,))}
+    logit_form = measure_logits(module)
     constants = compute_constants(base)
     buffers = frozenset(name for name, x in named_state(module).items() if name in shapes and not x.requires_grad)
     vision = vision_of(copy.deepcopy(config), base) if takes_images(config) else None
@@ -305,6 +310,7 @@ def build(
         prefix=prefix,
         layers=layers,
         head=head,
+        logit_form=logit_form,
         shapes=shapes,
         constants=constants,
         stateful=stateful,
@@ -382,7 +388,7 @@ def attention_needs(model: Model) -> frozenset[str]:
     kinds = getattr(config, "layer_types", None)
     slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     asked = {
-        "window": slides and (kinds is None or "sliding_attention" in kinds),
+        "window": slides and (kinds is None or any(slides_along(kind) for kind in kinds)),
         "softcap": getattr(config, "attn_logit_softcapping", None),
         "sinks": any(name.endswith(".sinks") for name in model.all_shapes),
     }

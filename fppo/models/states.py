@@ -9,32 +9,38 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from fppo.models.rows import RowWise
 from fppo.models.seams import Attend, take_place
 
-KINDS = frozenset({"linear_attention", "conv", "hybrid"})  # layers that transformers' configs say to have a state
-WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mlp", "moe"})
+WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mlp", "moe"})  # in the configs' layer_types
 ALONE = frozenset({"mlp", "moe"})  # layers in which no token meets another
 _NO_STEP = 1e-9  # below which a limit changes nothing that float32 could tell
-# what the sizes of a state are called: of gated delta rules, and of Mamba
-_SIZES = (("num_v_heads", "head_k_dim", "head_v_dim"), ("intermediate_size", "ssm_state_size"))
+KEPT = ("conv_states", "recurrent_states")  # what transformers' cache of such a layer holds, by number
 _CUTTING = ("sequence", "context", "tensor")  # axes
-_CACHES = ("cache_params", "past_key_values")  # what mixers call the cache of their states
+_TOKENS = 2  # that a mixer gets to show whether it keeps states
+
+
+class Found(NamedTuple):
+    """What a module was seen to do with a cache: the argument that it fills, and the numbers in a recurrent state."""
+
+    cache: str
+    numbers: int
 
 
 class StateSeam(nn.Module):
     """Stands in a mixer's place; a `StatefulLayer` around it says who knows the rows."""
 
-    def __init__(self, mixer: nn.Module, cache: str) -> None:
+    def __init__(self, mixer: nn.Module, found: Found) -> None:
         super().__init__()
         take_place(self, mixer)
         self._inner = (mixer,)  # in a tuple, it is no child
-        self._cache = cache
+        self._found = found
         self._rows: Attend | None = None
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
@@ -44,7 +50,7 @@ class StateSeam(nn.Module):
                 f"{type(mixer).__name__} carries states along rows, and `attend` does not know them: give one of "
                 "models.packed_attention or models.padded_attention"
             )
-        return rows.carry(lambda hidden, states: mixer(hidden, **{self._cache: states}), hidden_states)
+        return rows.carry(lambda hidden, states: mixer(hidden, **{self._found.cache: states}), hidden_states)
 
 
 class StatefulLayer(nn.Module):
@@ -69,52 +75,71 @@ class StatefulLayer(nn.Module):
 def put_mixers(base: PreTrainedModel, layers: Sequence[str]) -> tuple[int, ...]:
     """Puts seams in the places of the mixers of `base`, and gives the numbers of the layers that have one.
 
-    Raises ValueError for layers whose config says that they carry a state, and in which there is no mixer that keeps
-    it in transformers' cache.
+    A mixer is found by what it does: it gets an empty cache, and fills it with states. Raises ValueError for layers
+    that carry states by their config, and in which no module does that.
     """
-    numbers, unknown = [], []
-    kinds: list[str] = list(getattr(base.config.get_text_config(), "layer_types", None) or [""] * len(layers))
-    for number, path in enumerate(layers):
+    config = base.config.get_text_config()
+    numbers = stateful_layers(config)
+    kinds, seen = list(getattr(config, "layer_types", None) or [""] * len(layers)), {}
+    unknown = []
+    for number in numbers:
+        path = layers[number]
         layer = base.get_submodule(path)
-        mixers = [_seam(layer, name, cache) for name, cache in _mixers(layer)]
+        mixers = _put_seams(layer, config, number, seen.setdefault(kinds[number], {}))
         if mixers:
             parent, _, child = path.rpartition(".")
             cast(nn.Module, base.get_submodule(parent))._modules[child] = StatefulLayer(layer, mixers)
-            numbers.append(number)
-        elif kinds[number] in KINDS:
+        else:
             unknown.append(number)
     if unknown:
         raise ValueError(
             f"model type {base.config.model_type!r}: its layers {unknown} are {sorted({kinds[i] for i in unknown})}, "
-            "and their code does not keep its states in transformers' cache: fppo cannot keep those of rows apart; "
+            "and none of their modules fills transformers' cache with states: fppo cannot keep those of rows apart; "
             "take a model of another family"
         )
     return tuple(numbers)
 
 
-def _mixers(layer: nn.Module) -> list[tuple[str, str]]:
-    """The paths of the mixers in a layer, and what each calls the cache: modules with a convolution over time."""
-    found = []
-    for name, module in layer.named_modules():
-        cache = next((x for x in _CACHES if x in inspect.signature(module.forward).parameters), None)
-        if name and cache is not None and any(isinstance(child, nn.Conv1d) for child in module.children()):
-            found.append((name, cache))
-    return found
+def _put_seams(
+    layer: nn.Module, config: PreTrainedConfig, number: int, seen: dict[type[nn.Module], Found | None]
+) -> list[StateSeam]:
+    """Seams in the places of a layer's mixers, the innermost modules that fill a cache; `seen` says of which classes
+    that is known."""
+    seams: list[StateSeam] = []
+    inside: list[str] = []
+    for name, module in reversed(list(layer.named_modules())):  # the innermost first
+        if not name or any(x.startswith(f"{name}.") for x in inside):
+            continue
+        if type(module) not in seen:
+            seen[type(module)] = _found(module, config, number)
+        if (found := seen[type(module)]) is not None:
+            parent, _, child = name.rpartition(".")
+            modules = layer.get_submodule(parent)._modules
+            seam = modules[child] = StateSeam(module, found)
+            seams.append(seam)
+            inside.append(name)
+    return seams
 
 
-def _seam(layer: nn.Module, name: str, cache: str) -> StateSeam:
-    parent, _, child = name.rpartition(".")
-    modules = layer.get_submodule(parent)._modules
-    seam = StateSeam(cast(nn.Module, modules[child]), cache)
-    modules[child] = seam
-    return seam
+@torch.no_grad()
+def _found(module: nn.Module, config: PreTrainedConfig, number: int) -> Found | None:
+    """What a module on meta does with the cache of a model, handed over as one argument after the other."""
+    for name in list(inspect.signature(module.forward).parameters)[1:]:  # its wrappers may know older names
+        cache = DynamicCache(config=config)
+        hidden = torch.zeros(1, _TOKENS, config.hidden_size, device="meta")
+        try:
+            module(hidden, **{name: cache})
+        except Exception:  # what a module raises for a cache in place of something else may be anything
+            continue
+        conv, recurrent = (list(getattr(cache.layers[number], kept).values()) for kept in KEPT)
+        if any(x is not None for x in (*conv, *recurrent)):
+            return Found(name, sum(x.numel() for x in recurrent if x is not None))
+    return None
 
 
 def state_sizes(skeleton: PreTrainedModel) -> list[int]:
-    """How many numbers the recurrent state of a mixer has, of those mixers whose form is known."""
-    mixers = [x for x in skeleton.modules() if isinstance(x, StateSeam)]
-    sizes = [[getattr(mixer, name, 0) for name in names] for mixer in mixers for names in _SIZES]
-    return [math.prod(size) for size in sizes]
+    """How many numbers the recurrent states of each mixer have, for one row."""
+    return [x._found.numbers for x in skeleton.modules() if isinstance(x, StateSeam)]
 
 
 def check_decodes(skeleton: PreTrainedModel) -> None:
@@ -131,9 +156,17 @@ def check_decodes(skeleton: PreTrainedModel) -> None:
 
 
 def stateful_layers(config: PreTrainedConfig) -> list[int]:
-    """The numbers of the layers that carry a state along a row, as the config says."""
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    return [number for number, kind in enumerate(kinds) if kind in KINDS]
+    """The numbers of the layers for which transformers' cache of a model keeps states along a row.
+
+    Raises ValueError for a model whose layers have a kind that the cache does not know.
+    """
+    try:
+        layers = DynamicCache(config=config).layers
+    except KeyError as error:
+        raise ValueError(
+            f"model type {config.model_type!r} has layers of kind {error}, which transformers' cache does not know"
+        ) from error
+    return [number for number, layer in enumerate(layers) if all(hasattr(layer, kept) for kept in KEPT)]
 
 
 def check_rows_whole(config: PreTrainedConfig, sizes: Mapping[str, int]) -> None:
@@ -150,6 +183,11 @@ def has_attention(config: PreTrainedConfig) -> bool:
     """Whether any layer has attention, as the config says."""
     kinds = getattr(config, "layer_types", None)
     return kinds is None or not set(kinds) <= WITHOUT_ATTENTION
+
+
+def slides_along(kind: str) -> bool:
+    """Whether the attention of a layer of this kind sees a window of the row."""
+    return kind in ("sliding_attention", "hybrid_sliding")
 
 
 def without_tokens(config: PreTrainedConfig) -> set[int]:

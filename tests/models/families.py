@@ -164,8 +164,6 @@ DYNAMIC = LlamaConfig(
 # families that compute attention in a way of their own
 OWN: dict[str, PreTrainedConfig] = {
     "bloom": BloomConfig(vocab_size=31, hidden_size=16, n_layer=2, n_head=4),
-    "gptj": GPTJConfig(vocab_size=31, n_embd=16, n_layer=2, n_head=4, rotary_dim=4, n_positions=64),
-    "codegen": CodeGenConfig(vocab_size=31, n_embd=32, n_layer=2, n_head=8, rotary_dim=4, n_positions=64),
     "xglm": XGLMConfig(vocab_size=31, d_model=16, num_layers=2, attention_heads=4, ffn_dim=24),
     "gpt_neo": GPTNeoConfig(
         vocab_size=31, hidden_size=16, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
@@ -173,6 +171,13 @@ OWN: dict[str, PreTrainedConfig] = {
     "openai-gpt": OpenAIGPTConfig(vocab_size=31, n_embd=16, n_layer=2, n_head=4, n_positions=64),
     "falcon": FalconConfig(vocab_size=31, hidden_size=16, num_hidden_layers=2, num_attention_heads=4),
     "mpt": MptConfig(vocab_size=31, d_model=16, n_layers=2, n_heads=4, max_seq_len=64),
+}
+
+
+# types that compute attention in code of their own up to transformers 5.23, and through its interface since
+CHANGED: dict[str, PreTrainedConfig] = {
+    "gptj": GPTJConfig(vocab_size=31, n_embd=16, n_layer=2, n_head=4, rotary_dim=4, n_positions=64),
+    "codegen": CodeGenConfig(vocab_size=31, n_embd=32, n_layer=2, n_head=8, rotary_dim=4, n_positions=64),
 }
 
 
@@ -205,6 +210,8 @@ def plain(model: Model, params: Params):
     dtype = next(iter(params.values())).dtype
     module = AutoModelForCausalLM.from_config(model.config, dtype=dtype, attn_implementation="eager").eval()
     module.config._experts_implementation = "eager"
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)  # of routers some are float32 whatever is asked for
     _, unexpected = module.load_state_dict(params, strict=False)
     assert not unexpected
     module.tie_weights()

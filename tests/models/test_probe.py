@@ -4,8 +4,11 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    FalconH1Config,
     Gemma3TextConfig,
+    HyperCLOVAXConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     OlmoeConfig,
     OPTConfig,
     Phi3Config,
@@ -17,7 +20,8 @@ from fppo.key import Key
 from fppo.models import probe as probes
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.record import Kernels
-from tests.models.families import CONFIGS, DYNAMIC, LONGROPE, OWN, make, plain
+from tests.models.families import CHANGED, COMMON, CONFIGS, DYNAMIC, LONGROPE, OWN, make, plain
+from tests.models.hybrids import MAMBA
 
 KERNELS = Kernels.named()
 
@@ -25,6 +29,40 @@ KERNELS = Kernels.named()
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_runs_as_in_transformers_is_accepted(name):
     models.check_model(models.build(CONFIGS[name]))
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_type_that_came_to_use_the_interface_is_accepted(name):
+    models.check_model(models.build(CHANGED[name]))
+
+
+@pytest.mark.parametrize(
+    ("config", "form"),
+    [
+        (CONFIGS["gemma3"], (4.0, 1.0)),
+        (CONFIGS["cohere"], (None, 0.25)),
+        (CONFIGS["granite"], (None, 1 / 3)),
+        (HyperCLOVAXConfig(**COMMON, logits_scaling=0.5), (None, 0.5)),  # a factor, where Granite's divides
+        (FalconH1Config(**COMMON | MAMBA, mamba_d_ssm=32, head_dim=4, lm_head_multiplier=0.0390625), (None, 0.0390625)),
+    ],
+)
+def test_what_becomes_of_the_heads_products_is_measured(config, form):
+    model = models.build(config)
+    assert model.logit_form == form
+    models.check_model(model)
+
+
+def test_logits_that_are_no_scaled_or_capped_products_are_refused(monkeypatch):
+    whole = LlamaForCausalLM.forward
+
+    def squared(self, *args, **kwargs):
+        out = whole(self, *args, **kwargs)
+        out.logits = out.logits**2
+        return out
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", squared)
+    with pytest.raises(ValueError, match=r"model type 'llama': LlamaForCausalLM makes .*no factor and no soft cap"):
+        models.build(CONFIGS["llama"])
 
 
 @pytest.mark.parametrize("name", OWN)

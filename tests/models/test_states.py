@@ -3,12 +3,18 @@
 import attrs
 import pytest
 import torch
+from transformers.models.lfm2 import modeling_lfm2
 
+from fppo import models
 from fppo.grad import value_and_grad
+from fppo.key import Key
 from fppo.models import flops
+from fppo.rollout import Ask, Sampling
+from fppo.steps import Forward, forward_micro_batch
 from tests.models.families import make, plain
 from tests.models.hybrids import EXACT, HYBRIDS
 from tests.models.test_families import WEIGHTS, assert_grads_close, packed_logits, padded_logits, plain_logits
+from tests.rollout.test_embedded import engine_of, make_prompts
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -28,6 +34,26 @@ def test_rows_packed_and_padded_are_transformers_rows_alone(name):
     scale = max(g.abs().max() for g in named.values())
     assert model.buffers >= grads.keys() - named.keys()
     assert_grads_close({n: g / scale for n, g in grads.items() if n in named}, {n: g / scale for n, g in named.items()})
+
+
+class Renamed(modeling_lfm2.Lfm2ShortConv):
+    """A short convolution as another release may have it: its cache is an argument of another name, behind another."""
+
+    def forward(self, hidden_states, attention_mask=None, *, memory=None, **_):
+        return super().forward(hidden_states, memory, attention_mask)
+
+
+def test_a_mixer_is_found_by_the_cache_that_it_fills_whatever_the_argument_is_called(tmp_path, monkeypatch):
+    monkeypatch.setattr(modeling_lfm2, "Lfm2ShortConv", Renamed)
+    model, params = make("lfm2", config=HYBRIDS["lfm2"])
+    module = plain(model, params)
+    module.save_pretrained(tmp_path)
+    model, params = models.load(tmp_path, dtype=torch.float64)
+    torch.testing.assert_close(packed_logits(model, params), plain_logits(module), rtol=1e-10, atol=1e-12)
+    prompts = make_prompts((3, 6))
+    rollout = engine_of(model).generate(params, Ask(prompts, Sampling(max_tokens=4), Key(0)))
+    out = forward_micro_batch(params, rollout, forward=Forward(model))
+    torch.testing.assert_close(out.log_probs, rollout.rollout_log_probs, rtol=0, atol=1e-10)
 
 
 def test_flops_are_those_of_what_a_layer_has():
