@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,8 @@ def measure_logits(module: PreTrainedModel) -> LogitForm:
     """
     points = torch.tensor(_POINTS, dtype=torch.float64)
     one = nn.utils.skip_init(nn.Linear, 1, 1, bias=False, dtype=torch.float64)  # draws no numbers
-    one.weight.fill_(1.0)
-    head, base = module.get_output_embeddings(), module.base_model
+    nn.init.ones_(one.weight)
+    head, base = cast(nn.Module, module.get_output_embeddings()), cast(nn.Module, module.base_model)
     exchanged = {head: one, base: _Given(base, _Outputs(points[None, :, None]))}
     try:
         with KeepDouble():
