@@ -35,8 +35,8 @@ def measure_logits(module: PreTrainedModel) -> LogitForm:
     that are no scaled or capped products.
     """
     points = torch.tensor(_POINTS, dtype=torch.float64)
-    one = nn.utils.skip_init(nn.Linear, 1, 1, bias=False, dtype=torch.float64)  # draws no numbers
-    nn.init.ones_(one.weight)
+    one = nn.Linear(1, 1, bias=False, device="meta")  # draws no numbers
+    one.weight = nn.Parameter(torch.ones(1, 1, dtype=torch.float64))
     head, base = cast(nn.Module, module.get_output_embeddings()), cast(nn.Module, module.base_model)
     exchanged = {head: one, base: _Given(base, _Outputs(points[None, :, None]))}
     try:
