@@ -115,7 +115,7 @@ PUBLISHED: dict[str, Published] = {
         "olmo": ("allenai/OLMo-7B-hf", {"clip_qkv": None}),
         "olmo2": ("allenai/OLMo-2-0425-1B-Instruct", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
         "olmoe": ("allenai/OLMoE-1B-7B-0924", {"clip_qkv": 8.0, "norm_topk_prob": False}),
-        "phi": ("microsoft/phi-2", _part(0.4) | {"qk_layernorm": False}),
+        "phi": ("microsoft/phi-2", _part(0.4) | {"hidden_size": 2560, "intermediate_size": 10240}),
         "phi3": ("microsoft/Phi-3-mini-4k-instruct", {"sliding_window": 2047}),
         "qwen2": ("Qwen/Qwen2.5-0.5B-Instruct", _ROPE_1M | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
         "qwen2_moe": ("Qwen/Qwen1.5-MoE-A2.7B", _ROPE_1M | {"num_experts": 60, "num_experts_per_tok": 4}),

@@ -24,6 +24,11 @@ _FITTING = {  # of published models, where transformers' defaults do not fit one
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},
     "qwen3_vl": {"vision_config": {"out_hidden_size": 4096}, "text_config": {"rope_parameters": _SECTION}},
     "qwen3_vl_moe": {"vision_config": {"out_hidden_size": 2048}, "text_config": {"rope_parameters": _SECTION}},
+    "hunyuan_v1_dense": {"head_dim": 128, "num_key_value_heads": 8},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_key_value_heads": 8},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "lfm2_moe": {"num_hidden_layers": LAYERS, "layer_types": ["conv", "conv", "full_attention", "conv"]},
     "qwen3_5": {"vision_config": {"out_hidden_size": 4096}},
     "qwen3_5_moe": {"vision_config": {"out_hidden_size": 2048}},
 }

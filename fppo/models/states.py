@@ -80,13 +80,17 @@ def put_mixers(base: PreTrainedModel, layers: Sequence[str]) -> tuple[int, ...]:
     """
     config = base.config.get_text_config()
     numbers = stateful_layers(config)
-    kinds, seen = list(getattr(config, "layer_types", None) or [""] * len(layers)), {}
+    kinds = list(getattr(config, "layer_types", None) or [""] * len(layers))
+    seen: dict[tuple[str, type[nn.Module]], Found | None] = {}  # by kind of layer and class
     unknown = []
     for number in numbers:
         path = layers[number]
         layer = base.get_submodule(path)
-        mixers = _put_seams(layer, config, number, seen.setdefault(kinds[number], {}))
-        if mixers:
+        for name, module in layer.named_modules():
+            if name and (kinds[number], type(module)) not in seen:
+                seen[kinds[number], type(module)] = _found(module, config, number)
+        found = {name: seen[kinds[number], type(module)] for name, module in layer.named_modules() if name}
+        if mixers := _put_seams(layer, {name: x for name, x in found.items() if x is not None}):
             parent, _, child = path.rpartition(".")
             cast(nn.Module, base.get_submodule(parent))._modules[child] = StatefulLayer(layer, mixers)
         else:
@@ -100,24 +104,15 @@ def put_mixers(base: PreTrainedModel, layers: Sequence[str]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _put_seams(
-    layer: nn.Module, config: PreTrainedConfig, number: int, seen: dict[type[nn.Module], Found | None]
-) -> list[StateSeam]:
-    """Seams in the places of a layer's mixers, the innermost modules that fill a cache; `seen` says of which classes
-    that is known."""
-    seams: list[StateSeam] = []
-    inside: list[str] = []
-    for name, module in reversed(list(layer.named_modules())):  # the innermost first
-        if not name or any(x.startswith(f"{name}.") for x in inside):
-            continue
-        if type(module) not in seen:
-            seen[type(module)] = _found(module, config, number)
-        if (found := seen[type(module)]) is not None:
+def _put_seams(layer: nn.Module, found: Mapping[str, Found]) -> list[StateSeam]:
+    """Seams in the places of a layer's mixers: of the modules that fill a cache those that have none inside."""
+    seams = []
+    for name, each in found.items():
+        if not any(other.startswith(f"{name}.") for other in found):
             parent, _, child = name.rpartition(".")
             modules = layer.get_submodule(parent)._modules
-            seam = modules[child] = StateSeam(module, found)
+            seam = modules[child] = StateSeam(cast(nn.Module, modules[child]), each)
             seams.append(seam)
-            inside.append(name)
     return seams
 
 
