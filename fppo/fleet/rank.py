@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.utils import _pytree as pytree
 
 from fppo import tree
+from fppo._errors import no_exit
 from fppo.fleet.codec import CPU, Packed, Run, array_of, pack, tensors_of, tree_of
 from fppo.fleet.held import HERE, Apart, Here
 from fppo.fleet.outline import Outline, taken_apart
@@ -139,7 +140,8 @@ class Rank:
             self._held.pop(key, None)
         start = time.perf_counter()
         try:
-            value = self._result(request, large)
+            with no_exit():
+                value = self._result(request, large)
             if self._here.device.type == "cuda":
                 torch.cuda.synchronize(self._here.device)  # or the seconds would be those of asking for the work
             seconds = time.perf_counter() - start

@@ -220,7 +220,7 @@ def run_training(settings: TrainSettings, assembly: Assembly, watch: Watch | Non
                 mesh=mesh,
                 donate=True,
             )
-        except Exception:
+        except (Exception, SystemExit):
             saved.leave(alone=watch is not None and watch.error is not None)
             raise
         digested.end()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from fppo._errors import of_exit, words_of
 from fppo.runtime.parent import end_with
 from fppo.workers.calls import Mode, call
 from fppo.workers.sample import Outcome, Sample
@@ -26,7 +26,7 @@ def main(descriptor: int, parent: int) -> None:
     try:
         functions = [_load(data) for data in pickle.loads(connection.recv_bytes())]
     except BaseException as error:
-        last = traceback.format_exception_only(error)[-1].strip()
+        last = of_exit(error) if isinstance(error, SystemExit) else words_of(error)
         connection.send_bytes(pickle.dumps(("failed", last)))
         return
     connection.send_bytes(pickle.dumps(("ready",)))
