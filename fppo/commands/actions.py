@@ -64,16 +64,17 @@ def train(settings: TrainSettings, here: Here = ALONE) -> int:
 
 
 def _trained(settings: TrainSettings, here: Here) -> int:
-    with _assemble(settings, here, announce=_say(here)) as assembly:
-        run = session.run_training(settings, assembly, here.watch)
-        directory = Path(settings.output_dir)
-        if run.step != settings.steps:
-            return 130 if run.step < settings.steps else 0
+    directory = Path(settings.output_dir)
+
+    def at_end(run: RunState) -> None:
         session.export(assembly, run, directory / session.MODEL)
-    if is_first(here.mesh) and "jsonl" in settings.log.loggers:
-        page = report.write_report(directory)
-        print(f"model: {directory / session.MODEL}\nreport: {page}")
-    return 0
+        if is_first(here.mesh) and "jsonl" in settings.log.loggers:
+            page = report.write_report(directory)
+            print(f"model: {directory / session.MODEL}\nreport: {page}")
+
+    with _assemble(settings, here, announce=_say(here)) as assembly:
+        run = session.run_training(settings, assembly, here.watch, at_end=at_end)
+    return 130 if run.step < settings.steps else 0
 
 
 def quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], int] = train) -> int:

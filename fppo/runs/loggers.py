@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from fppo._errors import words_of
+from fppo.runs.guarded import FAILED, Guarded
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.samples import samples_of
 
@@ -42,7 +44,8 @@ def open_loggers(
     """The loggers called `names` for a run of `steps` steps.
 
     `first_step` is the first step that will be logged: what an earlier process logged from there on is dropped.
-    `settings` go to W&B. Raises ValueError for an unknown name, or for a logger whose package is not installed.
+    `settings` go to W&B. Raises ValueError for an unknown name, or for a logger whose package is not installed, or that
+    does not start. Later on those of other packages, and the console, fail alone: see `Guarded`.
     """
     run_dir = Path(run_dir)
     makers: dict[str, Callable[[], Logger]] = {
@@ -57,7 +60,8 @@ def open_loggers(
     opened: list[Logger] = []
     try:
         for name in names:
-            opened.append(makers[name]())
+            logger = makers[name]()
+            opened.append(logger if isinstance(logger, JsonLines) else Guarded(name, logger))
     except Exception:
         close(opened)
         raise
@@ -73,14 +77,17 @@ def close(loggers: Sequence[Logger]) -> None:
 def observer(
     loggers: Sequence[Logger], *, samples: JsonLines | None = None, tokenizer: Any = None, count: int = 0
 ) -> Callable[[Any], None]:
-    """An observer for `pipeline.train`: a step's metrics to the loggers, `count` of its rows to `samples`."""
+    """An observer for `pipeline.train`: a step's metrics to the loggers, `count` of its rows to `samples`. Once loggers
+    have failed, the number of these calls is one of the metrics."""
 
     def observe(record: Any) -> None:
         step = record.run.step
         if samples is not None and record.experience is not None and count > 0:
             samples.write(*samples_of(record.experience, tokenizer, step, count))
+        failures = sum(logger.failures for logger in loggers if isinstance(logger, Guarded))
+        counted = {FAILED: float(failures)} if failures else {}
         for logger in loggers:
-            logger.log(step, record.metrics)
+            logger.log(step, record.metrics | counted)
 
     return observe
 
@@ -103,10 +110,11 @@ FAILURES: tuple[Line, ...] = (
     ("no score", ("reward/errors", "reward/timeouts"), lambda x: f"{x:.0f}"),
     ("actor skipped", ("actor/skipped",), lambda x: f"{x:.0%}"),
     ("critic skipped", ("critic/skipped",), lambda x: f"{x:.0%}"),
+    ("logs failed", (FAILED,), lambda x: f"{x:.0f}"),
 )
 WIDTH = 80  # columns of a line for pipes and files
 IMPORTANT = (  # the last leave a full line first
-    *("reward", "no score", "actor skipped", "critic skipped"),
+    *("reward", "no score", "actor skipped", "critic skipped", "logs failed"),
     *("kl", "length", "clip", "tok/s", "entropy", "vf loss"),
 )
 Shown = list[tuple[str, str]]
@@ -296,16 +304,20 @@ class WandB:
         run_dir.mkdir(parents=True, exist_ok=True)
         marker = run_dir / "wandb_id"
         previous = marker.read_text().strip() if marker.exists() else None
-        self._run = wandb.init(
-            project=project,
-            entity=entity,
-            group=group,
-            name=run_dir.resolve().name,
-            id=previous,
-            dir=str(run_dir),
-            config=dict(settings),
-            resume="allow" if previous else None,
-        )
+        try:
+            self._run = wandb.init(
+                project=project,
+                entity=entity,
+                group=group,
+                name=run_dir.resolve().name,
+                id=previous,
+                dir=str(run_dir),
+                config=dict(settings),
+                resume="allow" if previous else None,
+            )
+        except (Exception, SystemExit) as error:
+            text = "leave it out, or have it log in or write here (WANDB_MODE=offline)"
+            raise ValueError(f"log.loggers names wandb, which does not start: {words_of(error)}; {text}") from error
         marker.write_text(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
