@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from fppo._errors import words_of
+from fppo._errors import printable, words_of
 from fppo.runs.guarded import FAILED, Guarded
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.samples import samples_of
@@ -140,7 +140,7 @@ def held_out_summary(metrics: Mapping[str, float]) -> Shown:
         parts = name.split("/")
         by_name.setdefault(parts[-2] if len(parts) > 3 else parts[-1], []).append(metrics[name])
     first = sorted(by_name, key=lambda name: name != "reward")
-    shown = [(name, f"{sum(by_name[name]) / len(by_name[name]):.3f}") for name in first]
+    shown = [(printable(name, 40), f"{sum(by_name[name]) / len(by_name[name]):.3f}") for name in first]
     sources = max(map(len, by_name.values()), default=0)
     return [*shown, ("sources", str(sources))] if sources > 1 else shown
 
@@ -239,12 +239,14 @@ class LiveConsole:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the step's line above the bar, and one for its evaluation, and moves it."""
+        from rich.markup import escape
+
         left = self._left.at(step)
         head, console = f"{step:>{len(str(self._steps))}}", self._progress.console
         for about, shown in (("", summary(metrics)), ("held out  ", held_out_summary(metrics))):
             room = console.width - len(head) - len(about)
             pairs = fitting(shown, room, least=6)
-            numbers = "  ".join(f"[dim]{label}[/] [bold]{number:>6}[/]" for label, number in pairs)
+            numbers = "  ".join(f"[dim]{escape(label)}[/] [bold]{number:>6}[/]" for label, number in pairs)
             if pairs:
                 console.print(f"[cyan]{head}[/]  {about}{numbers}", highlight=False)
         remaining = "" if left is None else f"{duration(left)} left"
@@ -309,7 +311,7 @@ class WandB:
                 project=project,
                 entity=entity,
                 group=group,
-                name=run_dir.resolve().name,
+                name=Path(os.path.realpath(run_dir)).name,
                 id=previous,
                 dir=str(run_dir),
                 config=dict(settings),

@@ -94,7 +94,11 @@ def restore(settings: TrainSettings, assembly: Assembly) -> RunState:
             _check_beginning(directory)
         return _loaded(settings, assembly, asked, donate=True)
     newest = checkpoint.path_of(directory / CHECKPOINTS, own[-1])
-    if asked is not None and asked.resolve() != newest.resolve() and starts.source(directory) != os.path.abspath(asked):
+    if (
+        asked is not None
+        and os.path.realpath(asked) != os.path.realpath(newest)
+        and starts.source(directory) != os.path.abspath(asked)
+    ):
         raise ValueError(
             f"resume = {resume!r}, but {directory / CHECKPOINTS} holds the checkpoint of step {own[-1]} already: give "
             f"another output_dir to start from {asked.name}, or leave resume out to go on from step {own[-1]}"

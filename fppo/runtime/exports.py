@@ -14,7 +14,7 @@ CONTENTS = "fppo_files.json"  # names all files of an export, so that the next o
 
 def draft_of(directory: str | os.PathLike[str]) -> Path:
     """Where this process writes what is to take the directory's place."""
-    target = Path(directory).resolve()
+    target = Path(os.path.realpath(directory))
     return target.with_name(f".{target.name}.{os.getpid()}.partial")
 
 
@@ -22,7 +22,7 @@ def draft_of(directory: str | os.PathLike[str]) -> Path:
 def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
     """A directory to be made and filled (`draft_of`), which takes the place of `directory` at the end; after an error
     it is removed. Raises ValueError as `check_replaceable`, before and after it is filled, which takes a while."""
-    target, draft = Path(directory).resolve(), draft_of(directory)
+    target, draft = Path(os.path.realpath(directory)), draft_of(directory)
     check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(draft, ignore_errors=True)

@@ -13,6 +13,7 @@ import attrs
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
+from fppo._errors import printable
 from fppo.runtime._standing import Standing, broken, too_long
 from fppo.runtime.clock import Clock, Unchanged, sleep
 from fppo.runtime.watch import Waiting, Watch
@@ -154,12 +155,12 @@ class Monitor:
     def _fail(self, text: str) -> None:
         first = self._claim(text, alone=False)
         if first:
-            print(f"fppo: rank {self._rank}{self._place()}: {text}", file=sys.stderr, flush=True)
+            print(f"fppo: rank {self._rank}{self._place()}: {printable(text, lines=True)}", file=sys.stderr, flush=True)
             time.sleep(2 * self._limits.period)
         self._end(None)
 
     def _end(self, text: str | None) -> None:
         """Ends this process from a thread; the main one may be in a collective that never returns."""
         if text is not None:
-            print(f"fppo: {text}", file=sys.stderr, flush=True)
+            print(f"fppo: {printable(text, lines=True)}", file=sys.stderr, flush=True)
         os._exit(FAILED)

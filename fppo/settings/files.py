@@ -81,7 +81,9 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise SettingsError([f"there is no such file in {Path(path).resolve().parent}"], where=str(path)) from error
+        raise SettingsError(
+            [f"there is no such file in {Path(os.path.realpath(path)).parent}"], where=str(path)
+        ) from error
     except IsADirectoryError as error:
         own = Path(path) / "settings.toml"
         advice = f"the settings of the run in it are {own}" if own.exists() else "give a TOML file"
@@ -276,7 +278,7 @@ def _remember_modules(settings: TrainSettings, path: str | os.PathLike[str] | No
     """
     if settings.module_dirs or not own_functions(settings):
         return settings
-    places = [Path.cwd()] if path is None else [Path(path).resolve().parent, Path.cwd()]
+    places = [Path.cwd()] if path is None else [Path(os.path.realpath(path)).parent, Path.cwd()]
     return attrs.evolve(settings, module_dirs=tuple(dict.fromkeys(map(str, places))))
 
 

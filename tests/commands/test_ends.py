@@ -1,12 +1,16 @@
 """User code that ends the process, and somebody else's text: neither passes for a run that is done, or reaches a
 terminal as it is."""
 
+import json
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fppo import _errors, advantages, losses
 from fppo.commands import cli
+from fppo.report.charts import Panel, write_png
 from fppo.rewards import inline_reward
 from fppo.settings import files
 from tests import tiny_run
@@ -108,3 +112,121 @@ def test_the_parser_of_arguments_ends_commands_as_it_did(task, capsys):
 def test_the_text_of_an_exit_names_the_function_of_the_user(code, said):
     with pytest.raises(_errors.RunFailed, match=said), _errors.no_exit():
         code()
+
+
+def loud_reward(sample):
+    raise ValueError(f"{ESCAPE}\r{'x' * 5_000_000}\u202e")
+
+
+def named_reward(sample):
+    return {"score": 0.5, f"[red]{ESCAPE}": 1.0}
+
+
+def loud_loss(log_probs, old_log_probs, advantages, mask):
+    raise RuntimeError(ESCAPE + "x" * 5_000_000)
+
+
+def _harmless(said):
+    """Whether a terminal shows the text as it is, and somebody may read it."""
+    return len(said) < 60_000 and not any((ord(c) < 32 and c not in "\n\t") or 0x7F <= ord(c) < 0xA0 for c in said)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "status", "shown"),
+    [
+        ("--reward.functions {}:loud_reward", 1, "more characters) ..."),
+        ("--reward.functions {}:named_reward --log.loggers console --eval.before", 0, "\\x1b"),
+        ("--actor.loss.name {}:loud_loss", 1, "RuntimeError: \\x1b]0;gone\\x07\\x1b[2Jxxx"),
+        ("--data.source source --eval.before --log.loggers console jsonl", 0, "\\x1b]0;gone\\x07"),
+        ("--data.prompt missing", 2, "\\x1b"),
+    ],
+)
+def test_no_text_of_somebody_else_is_a_command_to_the_terminal(task, capfd, overrides, status, shown):
+    row = {"prompt": "1+1=", "answer": "2", "source": ESCAPE, ESCAPE: 1}
+    for name in ("train", "test"):
+        (task / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
+    (task / "test.jsonl").write_text(json.dumps(row | {"prompt": "1+2="}) + "\n")
+    assert _train(task, *overrides.format(__name__).split()) == status
+    out, err = capfd.readouterr()
+    assert _harmless(out + err.replace("\r", "")), (out, err)
+    assert shown in out + err
+    if status == 0:
+        assert cli.main(["eval", str(task / "run")]) == 0
+        out, err = capfd.readouterr()
+        assert _harmless(out + err.replace("\r", ""))
+
+
+@given(st.text(max_size=60), st.integers(0, 40))
+def test_printable_text_is_short_harmless_and_else_as_it_was(text, most):
+    shown = _errors.printable(text, most)
+    assert _harmless(shown)
+    assert "\n" not in shown
+    shown.encode()
+    assert len(shown) <= 10 * (most + 10) + 40
+    if text.isprintable() and len(text) <= most:
+        assert shown == text
+
+
+def test_errors_whose_text_raises_have_one():
+    class Broken(Exception):
+        def __str__(self):
+            raise KeyError("no")
+
+    assert _errors.words_of(Broken()) == "Broken: (its text raises KeyError)"
+
+
+def hundreds(sample):
+    return {"score": 1.0, **{f"n{i}": 1.0 for i in range(5000)}}
+
+
+def test_thousands_of_named_scores_are_refused_at_once(task, capsys):
+    assert _train(task, "--reward.functions", f"{__name__}:hundreds") == 2
+    assert "'hundreds' returned 5,001 named numbers; at most 100" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["file", "directory", "model", "link"])
+def test_a_directory_of_somebody_else_is_no_output_dir(task, capsys, what):
+    place = task / "there"
+    place.mkdir()
+    match what:
+        case "file":
+            (place / "thesis.tex").write_text("mine")
+        case "directory":
+            (place / "photos").mkdir()
+        case "model":
+            (place / "config.json").write_text("{}")
+        case "link":
+            (place / "link").symlink_to(place / "link")
+    before = sorted(place.iterdir())
+    for command in ("train", "rollout"):
+        assert cli.main([command, str(task / "run.toml"), "--output-dir", str(place)]) == 2
+        said = capsys.readouterr().err
+        assert f"output_dir = {str(place)!r}: it holds {before[0].name} and no run" in said
+    assert cli.main(["quickstart", "--output-dir", str(place)]) == 2
+    assert f"holds {before[0].name} and no run" in capsys.readouterr().err
+    assert sorted(place.iterdir()) == before
+
+
+def test_root_and_links_without_an_end_are_no_output_dir(task, capsys):
+    (task / "loop").symlink_to(task / "loop")
+    (task / "nowhere").symlink_to(task / "away")
+    for path, said in (("/", "and no run"), (task / "loop", "a link that"), (task / "nowhere", "a link that")):
+        assert cli.main(["train", str(task / "run.toml"), "--output-dir", str(path)]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_what_a_run_reads_and_what_stands_beside_it_may_be_in_its_output_dir(task):
+    """Settings, logs of a shell, hidden files, the model and the rows; and once it is a run's, anything."""
+    for name in ("train.log", ".gitignore", "slurm-1.out"):
+        (task / name).write_text("")
+    (task / "test.jsonl").unlink()
+    assert _train(task, "--steps", "1", "--output-dir", str(task), "--data.eval-path") == 0
+    (task / "notes.txt").write_text("")
+    assert _train(task, "--steps", "2", "--output-dir", str(task), "--data.eval-path") == 0
+
+
+def test_names_with_dollars_and_controls_are_drawn_letter_by_letter(tmp_path):
+    line = [(float(step), 0.5) for step in range(3)]
+    name = r"$\frac{ and $5 " + ESCAPE
+    write_png([Panel(name, "note", {name: line, "other": line})], tmp_path / "a.png", title=name)
+    assert (tmp_path / "a.png").stat().st_size > 1000
