@@ -104,11 +104,12 @@ def evaluate(settings: TrainSettings, here: Here = ALONE) -> int:
     """
     checkpoints = Path(settings.output_dir) / session.CHECKPOINTS
     path = Path(settings.resume)
+    session.say_misnamed(checkpoints, here.mesh)
     if settings.resume in files.RESUMES:
         step = saved.newest(checkpoints.parent)
         if step is None:
             raise ValueError(f"there is no checkpoint in {checkpoints}; give the output_dir of a run that has one")
-        path = checkpoint.path_of(checkpoints, step)
+        path = checkpoint.place_of(checkpoints, step)
     transformers_logging.disable_progress_bar()
     with assemble_evaluation(saved.bare(settings), mesh=here.mesh, device=here.device) as evaluator:
         bases.check(evaluator.bases, path)
@@ -184,6 +185,7 @@ def export(
     """Writes the policy, or the critic, of a run's checkpoint as a Hugging Face directory; an adapter as PEFT has it,
     or to `merge` with its base as a whole model. Says on stderr what a quantised base means for them."""
     settings = attrs.evolve(settings_of(directory), device=device)
+    session.say_misnamed(directory / session.CHECKPOINTS)
     at = saved.newest(directory, step)
     if at is None or (step is not None and at != step):
         steps = checkpoint.steps(directory / session.CHECKPOINTS)
@@ -213,6 +215,7 @@ def replay(directory: Path, step: int, here: Here = ALONE) -> int:
     recorded = session.recorded(directory)
     say = print if is_first(here.mesh) else _nothing
     run = None
+    session.say_misnamed(directory / session.CHECKPOINTS, here.mesh)
     begin = beginning(directory, step)
     say(f"from {f'the checkpoint of step {begin}' if begin else 'the start'}")
     for settings, until in starts.spans(directory, begin + 1, step):

@@ -30,7 +30,7 @@ from fppo.runs.trace import TRACE, Tracer
 from fppo.runs.traffic import gauged_by, traffic_since
 from fppo.runs.writer import Checkpoints, Digests
 from fppo.runtime import checkpoint, digests
-from fppo.runtime.mesh import AXES, is_first, place_on, ranks_on
+from fppo.runtime.mesh import AXES, LOCAL, Mesh, is_first, place_on, ranks_on
 from fppo.runtime.watch import Watch
 from fppo.settings import files, places
 from fppo.settings.train import TrainSettings
@@ -81,6 +81,12 @@ def check_alone(settings: TrainSettings) -> None:
             pass
 
 
+def say_misnamed(checkpoints: Path, mesh: Mesh = LOCAL) -> None:
+    """Tells, on the first rank, of checkpoints whose names are not those of their steps."""
+    for text in checkpoint.misnamed(checkpoints) if is_first(mesh) else []:
+        print(text, file=sys.stderr)
+
+
 def restore(settings: TrainSettings, assembly: Assembly) -> RunState:
     """The state that training goes on from: of the run's newest checkpoint, of the one that it is to begin from, or its
     beginning. It is in the memory of the assembly's state, which is given up: a device has no room for two.
@@ -88,12 +94,13 @@ def restore(settings: TrainSettings, assembly: Assembly) -> RunState:
     Raises ValueError where that would mix this run with another one, or delete the record of what it did.
     """
     directory, resume = Path(settings.output_dir), settings.resume
+    say_misnamed(directory / CHECKPOINTS, assembly.mesh)
     own, asked = checkpoint.steps(directory / CHECKPOINTS), _named(settings)
     if not own:
         if resume == "auto":
             _check_beginning(directory)
         return _loaded(settings, assembly, asked, donate=True)
-    newest = checkpoint.path_of(directory / CHECKPOINTS, own[-1])
+    newest = checkpoint.place_of(directory / CHECKPOINTS, own[-1])
     if (
         asked is not None
         and os.path.realpath(asked) != os.path.realpath(newest)
@@ -127,7 +134,7 @@ def _loaded(settings: TrainSettings, assembly: Assembly, path: Path | None, *, d
 def load(assembly: Assembly, directory: Path, step: int, *, donate: bool = False) -> RunState:
     """The state of a checkpoint, as it lies on the run's mesh; with `donate` in the memory of the assembly's."""
     run, mesh, shapes, device = assembly.run, assembly.mesh, assembly.shapes, assembly.device
-    bases.check(run.bases, checkpoint.path_of(directory, step))
+    bases.check(run.bases, checkpoint.place_of(directory, step))
     if assembly.placed is not None:
         return assembly.placed.load(run, directory, step, device=device)
     return checkpoint.load(run, directory, step, mesh=mesh, shapes=shapes, free=AHEAD, device=device, donate=donate)
@@ -145,7 +152,7 @@ def _named(settings: TrainSettings) -> Path | None:
     if resume == "must" and not own:
         raise ValueError(f"resume = 'must', but there is no checkpoint in {directory}")
     if resume in files.RESUMES:
-        return checkpoint.path_of(directory, own[-1]) if own else None
+        return checkpoint.place_of(directory, own[-1]) if own else None
     checkpoint.step_of(Path(resume))
     return Path(resume)
 
