@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
+T = TypeVar("T")
+DEEPEST = 100  # tables and lists inside of each other, of what is read
+_TOO_DEEP = f"its tables and lists are nested more than {DEEPEST} deep"
 MOST = 4000  # characters of somebody else's text that a message shows
 # control characters, what turns the direction of writing, and what no encoding has
 _HARMFUL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -38,6 +43,30 @@ def words_of(error: BaseException, most: int = MOST) -> str:
     except Exception as other:
         text = f"(its text raises {type(other).__name__})"
     return printable(f"{type(error).__name__}: {text}", most)
+
+
+def json_of(text: str | bytes) -> Any:
+    """The value of a text of JSON. Raises ValueError, also for one that is nested deeper than what reads it goes."""
+    try:
+        return check_depth(json.loads(text))
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def check_depth(value: T) -> T:
+    """The value, whose tables and lists are nested `DEEPEST` deep at most. Raises ValueError."""
+    inside: list[Any] = [value]
+    for _ in range(DEEPEST + 1):
+        inside = list({id(x): x for each in inside for x in _held(each)}.values())
+        if not inside:
+            return value
+    raise ValueError(_TOO_DEEP)
+
+
+def _held(value: Any) -> Iterable[Any]:
+    """The tables and lists that are inside of one."""
+    held = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return (x for x in held if isinstance(x, Mapping | list | tuple))
 
 
 @contextlib.contextmanager

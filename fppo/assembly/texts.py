@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import attrs
 from transformers import AutoProcessor, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from fppo import data
+from fppo._errors import json_of
 from fppo.data import ChatOptions
 from fppo.models.load import find_directory, read_config
 from fppo.models.model import build
@@ -127,7 +127,7 @@ def load_images(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> 
 def chat_options(settings: TrainSettings) -> ChatOptions:
     """What the settings give the chat template beside messages."""
     path = settings.data.tools
-    tools: Any = [] if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+    tools: Any = [] if path is None else json_of(Path(path).read_text(encoding="utf-8"))
     return ChatOptions(arguments=settings.data.chat_arguments, tools=tools)
 
 

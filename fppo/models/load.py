@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from fppo._errors import json_of
 from fppo.key import Key
 from fppo.models._parts import read_parts
 from fppo.models.init import init_value_head
@@ -148,7 +148,7 @@ def list_files(directory: Path) -> list[Path]:
     """The checkpoint's safetensors files."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        return sorted({directory / name for name in json.loads(index.read_text())["weight_map"].values()})
+        return sorted({directory / name for name in json_of(index.read_text())["weight_map"].values()})
     return [file for file in [directory / "model.safetensors"] if file.exists()]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from fppo._errors import printable, words_of
 from fppo.runs.guarded import FAILED, Guarded
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.samples import samples_of
+from fppo.runtime.exports import write_whole
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
@@ -305,7 +307,8 @@ class WandB:
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         marker = run_dir / "wandb_id"
-        previous = marker.read_text().strip() if marker.exists() else None
+        noted = marker.read_text(errors="replace").strip() if marker.exists() else ""
+        previous = noted if re.fullmatch(r"[\w.-]+", noted) else None  # one that is damaged names no run
         try:
             self._run = wandb.init(
                 project=project,
@@ -320,7 +323,7 @@ class WandB:
         except (Exception, SystemExit) as error:
             text = "leave it out, or have it log in or write here (WANDB_MODE=offline)"
             raise ValueError(f"log.loggers names wandb, which does not start: {words_of(error)}; {text}") from error
-        marker.write_text(self._run.id)
+        write_whole(marker, self._run.id.encode())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends the metrics."""

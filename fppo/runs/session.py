@@ -392,4 +392,4 @@ def export(assembly: Assembly, run: RunState, target: Path) -> None:
 def recorded(directory: Path) -> dict[int, dict]:
     """The digests of a run's steps, but for those whose lines are damaged."""
     lines = jsonl.read(directory / replay.DIGESTS, on_damage=lambda _: None)
-    return {line["step"]: line for line in lines}
+    return {line["step"]: line for line in lines if "step" in line}

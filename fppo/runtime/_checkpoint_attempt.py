@@ -23,6 +23,7 @@ import torch
 from fppo.runtime import _checkpoint_files as files
 from fppo.runtime._checkpoint_files import CheckpointError, DamagedError
 from fppo.runtime.clock import Clock, Unchanged
+from fppo.runtime.exports import sync
 from fppo.runtime.mesh import AXES, Mesh, gather_objects, place_on, ranks_on
 
 T = TypeVar("T")
@@ -228,9 +229,9 @@ def clear_leftovers(attempt: Attempt) -> None:
 
 def commit(attempt: Attempt) -> None:
     """Gives the draft its name; onto an existing checkpoint this fails, and so replaces none."""
-    files.sync(attempt.draft)
+    sync(attempt.draft)
     attempt.draft.rename(attempt.final)
-    files.sync(attempt.directory)
+    sync(attempt.directory)
 
 
 def drop(path: Path) -> None:

@@ -10,11 +10,13 @@ from typing import Annotated, Any
 import attrs
 from tyro.constructors import PrimitiveConstructorSpec
 
+from fppo._errors import json_of
+
 Check = Callable[[Any], str | None]  # what is wrong with a value and what to do, or None
 
 
 def _table(words: list[str]) -> dict[str, Any]:
-    table = json.loads(words[0])
+    table = json_of(words[0])
     if not isinstance(table, dict):
         raise ValueError("give an object of JSON")
     return table

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from fppo._errors import printable
+from fppo._errors import json_of, printable
 from fppo.runtime.exports import check_replaceable
 from fppo.settings import checks, files
 from fppo.settings.problems import Problems, problem
@@ -116,7 +115,7 @@ def weights_problem(file: Path) -> str | None:
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or length > size - 8:
                 return f"{file} is cut off: it has {size:,} bytes; copy or download it again"
-            header = json.loads(opened.read(length))
+            header = json_of(opened.read(length))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{file} is no safetensors file: its header cannot be read; copy or download it again"
@@ -167,7 +166,7 @@ def _weights(directory: Path) -> Iterator[str]:
     files = [file for file in [directory / _WEIGHTS] if file.exists()]
     if index.exists():
         try:
-            files = sorted({directory / file for file in json.loads(index.read_text())["weight_map"].values()})
+            files = sorted({directory / file for file in json_of(index.read_text())["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError):
             yield f"{_INDEX} is no index of weights; copy or download it again"
             return
@@ -214,14 +213,14 @@ def _tokenizer(name: str, path: str, *, template: bool = False) -> Problems:
 
 def _has_template(directory: Path) -> bool:
     config = directory / "tokenizer_config.json"
-    own = config.exists() and "chat_template" in json.loads(config.read_text(encoding="utf-8"))
+    own = config.exists() and "chat_template" in json_of(config.read_text(encoding="utf-8"))
     return own or any((directory / name).exists() for name in _TEMPLATES)
 
 
 def _not_json(file: Path) -> str | None:
     """Why a file does not hold an object of JSON; None if it does."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json_of(file.read_text(encoding="utf-8"))
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror}"
     except ValueError as error:
@@ -238,7 +237,7 @@ def _rows(name: str, path: str) -> Problems:
 def _text(name: str, path: str, *, schemas: bool) -> Problems:
     try:
         text = Path(path).read_text(encoding="utf-8")
-        if schemas and not (isinstance(tools := json.loads(text), list) and all(isinstance(x, dict) for x in tools)):
+        if schemas and not (isinstance(tools := json_of(text), list) and all(isinstance(x, dict) for x in tools)):
             yield problem(name, path, "must hold a list of objects, a schema each")
     except OSError:
         yield problem(name, path, _missing(Path(path)))
