@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from types import TracebackType
 
 import attrs
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
 from fppo._errors import printable
@@ -18,8 +20,19 @@ from fppo.runtime._standing import Standing, broken, too_long
 from fppo.runtime.clock import Clock, Unchanged, sleep
 from fppo.runtime.watch import Waiting, Watch
 
+MONITOR = "monitor"  # what the keys of monitors in a store begin with
 FAILED = 1  # the exit status of a rank that ends for another's error
 _GRACE = 2.0  # seconds in which a rank may end by itself once another has failed
+
+
+def not_done(store: Store, ranks: Iterable[int]) -> list[int]:
+    """Those of the ranks that have not come to the end of what a monitor of theirs watched; the store is theirs."""
+    kept = PrefixStore(MONITOR, store)
+    return [rank for rank in ranks if not kept.check([_done(rank)])]
+
+
+def _done(rank: int) -> str:
+    return f"done/{rank}"
 
 
 class PeerError(RuntimeError):
@@ -55,6 +68,7 @@ class Monitor:
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._worker = 0  # the thread that works
         self._told = False  # of another rank's error
+        self._mine: bytes | None = None  # the claim of this rank, if it has made one
 
     def __enter__(self) -> Monitor:
         self._worker = threading.get_ident()
@@ -68,6 +82,9 @@ class Monitor:
         waiting = self._watch.waiting
         if not isinstance(error, Exception):
             self._stop()
+            if error is None:
+                with contextlib.suppress(DistError):  # of a store that has gone with the last rank
+                    self._store.set(_done(self._rank), "")
             return
         text = str(error) if waiting is None else self._of_broken(waiting, self._watch.error or error)
         self._stop()
@@ -86,10 +103,34 @@ class Monitor:
         """Whether this is the first error of all ranks; where the store is gone, the answer is `alone`, or that this is
         the last rank."""
         mine = json.dumps([self._rank, text])
+        self._mine = mine.encode()
         try:
-            return bytes(self._store.compare_set("error", "", mine)).decode() == mine
+            first = bytes(self._store.compare_set("error", "", mine))
         except DistError:
             return alone or self._rank == self._world - 1
+        if first != self._mine:
+            self._say_foreign(first)
+        return first == self._mine
+
+    def _say_foreign(self, claim: bytes) -> bool:
+        """Whether a claim to the first error is this rank's to tell of, since no rank has made it: it bears this one's
+        number, or none, of which the first rank tells."""
+        try:
+            rank = json.loads(claim)[0]
+        except (ValueError, LookupError, TypeError):
+            rank = None
+        known = isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < self._world
+        if claim == self._mine or self._rank != (rank if known else 0):
+            return False
+        text = printable(claim.decode(errors="replace"), 400)
+        self._say(
+            f"rank {self._rank}: the store of the ranks holds an error that none of them has written, {text}: another "
+            "program writes to it, and the ranks end"
+        )
+        return True
+
+    def _say(self, text: str) -> None:
+        print(f"fppo: {printable(text, lines=True)}", file=sys.stderr, flush=True)
 
     def _of_broken(self, waiting: Waiting, error: object) -> str:
         """What became of the collective that failed in this rank. It fails for another rank's sake, which has a word
@@ -112,7 +153,10 @@ class Monitor:
 
     def _standing(self, rank: int) -> Standing | None:
         key = f"stand/{rank}"
-        return Standing.loaded(self._store.get(key)) if self._store.check([key]) else None
+        try:
+            return Standing.loaded(self._store.get(key)) if self._store.check([key]) else None
+        except (ValueError, KeyError, TypeError):  # nothing that a rank has written
+            return None
 
     def _publish(self, beat: int) -> None:
         self._store.set(f"stand/{self._rank}", Standing.of(self._watch, beat, self._worker).dumped())
@@ -146,21 +190,23 @@ class Monitor:
 
     def _give_way(self) -> None:
         """Ends the process some time after another rank's error, unless it ends by itself."""
-        if json.loads(self._store.get("error"))[0] == self._rank:
+        claim = bytes(self._store.get("error"))
+        if claim == self._mine:
             return
         self._told = True
+        self._say_foreign(claim)
         if not self._ended.wait(_GRACE):
             self._end(None)
 
     def _fail(self, text: str) -> None:
         first = self._claim(text, alone=False)
         if first:
-            print(f"fppo: rank {self._rank}{self._place()}: {printable(text, lines=True)}", file=sys.stderr, flush=True)
+            self._say(f"rank {self._rank}{self._place()}: {text}")
             time.sleep(2 * self._limits.period)
         self._end(None)
 
     def _end(self, text: str | None) -> None:
         """Ends this process from a thread; the main one may be in a collective that never returns."""
         if text is not None:
-            print(f"fppo: {printable(text, lines=True)}", file=sys.stderr, flush=True)
+            self._say(text)
         os._exit(FAILED)

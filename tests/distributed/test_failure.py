@@ -272,3 +272,16 @@ def test_ranks_that_are_started_again_know_nothing_of_the_error_before(tmp_path)
     text = (tmp_path / "log").read_text()
     assert text.count("Traceback") == 2
     assert text.count("ValueError: error 0\n") == text.count("ValueError: error 1\n") == 1
+
+
+@pytest.mark.parametrize("claim", ["", '[1, "gone"]', "[" * 9])
+def test_an_error_that_somebody_else_writes_to_the_store_is_told_once(tmp_path, claim):
+    """No rank has failed: it ends with a message that says so."""
+    processes, store = start(tmp_path, partial(busy, directory=tmp_path), {"shard": 2})
+    await_work(tmp_path, 2)
+    store.set("monitor/stand/0", "nothing of a rank's")
+    store.set("monitor/error", claim)
+    assert end(processes)[0] == [1, 1]
+    log = (tmp_path / "log").read_text()
+    assert log.count("the store of the ranks holds an error that none of them has written") == 1
+    assert "another program writes to it" in log
