@@ -28,7 +28,7 @@ from fppo.fleet.shared import MOST, Lane, Parcel, Place, put
 from fppo.runtime.launch import visible
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.parent import end_with
-from fppo.runtime.stores import LOOPBACK, listening, new_token
+from fppo.runtime.stores import LOOPBACK, listening, loopback_only, new_token
 
 _METHOD = "forkserver"  # one process imports torch, and each rank is a copy of it
 _ON_GPUS = "spawn"  # what was imported before a copy is made may have asked CUDA what there is
@@ -193,6 +193,7 @@ def _serve(line: Connection, member: Membership, port: int, gpus: str | None) ->
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # CUDA reads it when it is first asked for anything
     end_with(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ctrl-C is the controller's to act on
+    os.environ |= loopback_only()
     rank = Rank()
     rank.join(member, (LOOPBACK, port))
     lane = Lane(line)

@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from fppo.runtime.failure import FAILED, MONITOR, Limits, Monitor, not_done
 from fppo.runtime.mesh import SHARD_AXES, Mesh, Sharding, lines_of, with_dense, with_lanes
 from fppo.runtime.parent import LAUNCHER
-from fppo.runtime.stores import LOOPBACK, TOKEN, listening, new_token, own_keys
+from fppo.runtime.stores import LOOPBACK, TOKEN, listening, loopback_only, new_token, own_keys
 from fppo.runtime.watch import Watch, watched
 from fppo_kernels.collectives import Axis
 
@@ -174,6 +174,7 @@ def _environment(rank: int, ranks: int, port: int, attempt: int) -> dict[str, st
         RESTARTS: str(attempt),
         LAUNCHER: str(os.getpid()),
         "OMP_NUM_THREADS": threads,
+        **loopback_only(),
     }
 
 

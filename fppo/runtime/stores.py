@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 LOOPBACK = "127.0.0.1"
 TOKEN = "FPPO_STORE_TOKEN"  # the environment variable with the word that the keys of a start of ranks begin with
+GLOO = "GLOO_SOCKET_IFNAME"  # gloo's variable: the interface that it listens at, by default that of the machine's name
 _BACKLOG = 2048  # ranks that may come at a time
 
 
@@ -28,6 +29,13 @@ def listening(host: str = LOOPBACK) -> TCPStore:
         place.listen(_BACKLOG)
         port = place.getsockname()[1]
         return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=place.detach())
+
+
+def loopback_only() -> dict[str, str]:
+    """The environment with which ranks of this machine talk to each other over its loopback interface alone, where it
+    has one and no other interface is asked for."""
+    names = [name for _, name in socket.if_nameindex()]
+    return {} if "lo" not in names or os.environ.get(GLOO) else {GLOO: "lo"}
 
 
 def new_token() -> str:

@@ -33,7 +33,7 @@ def test_stores_listen_at_one_address():
     store, rank = listening(), Rank()
     assert _addresses(store.port) == loopback
     assert _addresses(rank.host("127.0.0.1")) == loopback
-    assert _addresses(rank.host("192.0.2.1")) == {"00000000"}  # an address of documents, and of no machine
+    assert _addresses(rank.host("198.51.100.1")) == {"00000000"}  # an address of documents, and of no machine
     store.set("a", "b")
     assert TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False).get("a") == b"b"
 
