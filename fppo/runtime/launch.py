@@ -68,7 +68,7 @@ def joined(
     """The mesh of these axes, over processes that all come here, with its groups watched.
 
     With `twin` there is a second one, with groups of its own, for a thread that works at the same time: collectives of
-    one group must come in the same order on all ranks. It is not watched.
+    one group must come in the same order on all ranks. It is watched too, and its traffic is not counted.
 
     `timeout` is the seconds that collectives wait. Axes are given from the slowest, whose ranks are farthest apart, to
     the fastest; their product is the number of processes. An error in any of them ends them all: see `failure.Monitor`.
@@ -92,8 +92,9 @@ def joined(
         virtual_stages=virtual_stages,
     )
     mesh, watch = watched(plain)
-    second = attrs.evolve(plain, axes=_axes(wide, place.rank, limit)) if twin else None
-    with Monitor(PrefixStore(MONITOR, store), place.rank, place.world, watch, Limits(timeout=timeout)):
+    second, beside = watched(attrs.evolve(plain, axes=_axes(wide, place.rank, limit))) if twin else (None, None)
+    limits = Limits(timeout=timeout)
+    with Monitor(PrefixStore(MONITOR, store), place.rank, place.world, watch, limits, beside):
         yield mesh, watch, second
         dist.barrier()  # whoever holds the store leaves last
     dist.destroy_process_group()

@@ -95,7 +95,7 @@ def test_nobody_tells_of_the_error_that_a_rank_has_written(capsys):
 def test_a_standing_that_no_rank_has_written_is_none(standing):
     store = listening()
     store.set("stand/1", standing)
-    assert _monitors(store)[0]._standings() == dict.fromkeys(range(WORLD))
+    assert _monitors(store)[0]._standings(Watch({})) == dict.fromkeys(range(WORLD))
 
 
 def test_ranks_that_end_before_their_work_is_done_have_failed(monkeypatch, capsys):
