@@ -80,7 +80,7 @@ def no_exit() -> Iterator[None]:
 
 def of_exit(error: SystemExit) -> str:
     """Which function has called `sys.exit`, with what, and what to do."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_of_python(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_of_python(frame.filename)]
     place = "a function"
     if frames:
         last = frames[-1]
@@ -90,7 +90,7 @@ def of_exit(error: SystemExit) -> str:
     return f"{place} called sys.exit({code}), which ends nothing here: raise an error where a run cannot go on"
 
 
-def _is_of_python(filename: str) -> bool:
+def is_of_python(filename: str) -> bool:
     """Whether a file is of the standard library, or none."""
     parts = Path(filename).parts
     if "site-packages" in parts or "dist-packages" in parts:

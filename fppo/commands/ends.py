@@ -10,7 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from fppo._errors import RunFailed, of_exit, printable
+from fppo._errors import RunFailed, is_of_python, of_exit, printable
 from fppo.settings import files
 
 _OWN = Path(__file__).parent.parent
@@ -46,10 +46,9 @@ def status_of(error: Exception, name: str, *, show: bool) -> int:
 def status_of_exit(error: SystemExit, name: str, *, show: bool) -> int:
     """The exit status of a command that was ended by `sys.exit`: that of the parser of arguments and of ranks stands;
     where user code has called it, that is told, and the run has failed."""
-    frames = traceback.extract_tb(error.__traceback__)
-    others = [frame.filename for frame in frames if not Path(frame.filename).is_relative_to(_OWN)]
-    inside = [name for name in others if Path(name).name != "start.py"]
-    if not inside or "tyro" in Path(inside[0]).parts:
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    others = [file for file in files if not file.is_relative_to(_OWN) and not is_of_python(str(file))]
+    if files[-1].is_relative_to(_OWN) or (others and "tyro" in others[0].parts):
         raise error
     return status_of(RunFailed(of_exit(error)), name, show=show)
 

@@ -1,6 +1,7 @@
 """User code that ends the process, and somebody else's text: neither passes for a run that is done, or reaches a
 terminal as it is."""
 
+import contextlib
 import json
 import sys
 
@@ -12,6 +13,9 @@ from fppo import _errors, advantages, losses
 from fppo.commands import cli
 from fppo.report.charts import Panel, write_png
 from fppo.rewards import inline_reward
+from fppo.runtime.failure import Limits, Monitor
+from fppo.runtime.stores import listening
+from fppo.runtime.watch import Watch
 from fppo.settings import files
 from tests import tiny_run
 
@@ -230,3 +234,18 @@ def test_names_with_dollars_and_controls_are_drawn_letter_by_letter(tmp_path):
     name = r"$\frac{ and $5 " + ESCAPE
     write_png([Panel(name, "note", {name: line, "other": line})], tmp_path / "a.png", title=name)
     assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_a_rank_that_gives_way_to_another_ranks_error_ends_quietly(monkeypatch, capsys):
+    store = listening()
+    store.set("error", '[1, "the data is bad"]')
+
+    def command(rest):
+        with contextlib.ExitStack() as opened:  # a frame of Python's own, as `joined` has
+            opened.enter_context(Monitor(store, 0, 2, Watch({}), Limits(period=0.01)))
+            raise RuntimeError("the connection is closed")
+
+    monkeypatch.setitem(cli.COMMANDS, "train", command)
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["train"])
+    assert capsys.readouterr().err == ""
