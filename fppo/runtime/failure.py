@@ -27,7 +27,7 @@ _GRACE = 2.0  # seconds in which a rank may end by itself once another has faile
 
 
 def not_done(store: Store, ranks: Iterable[int]) -> list[int]:
-    """Those of the ranks that have not come to the end of what a monitor of theirs watched; the store is theirs."""
+    """The ranks, of these, whose monitors have not come to the end of what they watch; the store is theirs."""
     kept = PrefixStore(MONITOR, store)
     return [rank for rank in ranks if not kept.check([_done(rank)])]
 

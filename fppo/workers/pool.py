@@ -271,7 +271,7 @@ def _portable(name: str, fn: UserFn, role: str) -> bytes:
 
 
 def _moved(workers: Sequence[_Worker], limit: float) -> list[_Worker]:
-    """Those that have sent something, or can be sent what is left for them, within `limit` seconds."""
+    """The workers that have sent something, or can be sent what is left for them, within `limit` seconds."""
     with selectors.PollSelector() as selector:
         for worker in workers:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.channel.unsent else 0)
