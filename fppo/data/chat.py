@@ -12,6 +12,8 @@ from typing import Any
 
 import attrs
 
+from fppo._errors import printable
+
 LONGEST = 20.0  # seconds that a template may compute for one conversation
 _MARK = "fppomark"
 
@@ -92,7 +94,10 @@ def check_chat_template(tokenizer: Any, *, options: ChatOptions = PLAIN) -> None
         raise ValueError(
             f"the tokenizer {name} has no chat template; use a chat model, or a plain prompt template (chat = false)"
         )
-    text = template if isinstance(template, str) else "\n".join(template.values())
+    named = template.values() if isinstance(template, Mapping) else [template]
+    if not all(isinstance(each, str) for each in named):
+        raise ValueError(f"the chat template of {name} is no text: {printable(repr(template), 200)}")
+    text = "\n".join(named)
     names = [*options.arguments, *(["tools"] if options.tools else [])]
     unread = [argument for argument in names if not re.search(rf"\b{re.escape(argument)}\b", text)]
     if unread:

@@ -612,3 +612,31 @@ def test_a_chat_template_that_loops(task, capsys, monkeypatch):
     said = _fails(task, capsys, "--data.chat", "--data.chat-template", str(task / "chat.jinja"))
     assert "the chat template has not come to an end in 0.3 seconds of computing: it loops" in said
     assert "data.chat_template" in said
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("tokenizer_config.json", {"chat_template": 5}, "is no text: 5"),
+        ("tokenizer_config.json", {"chat_template": {"a": 1}}, "is no text: {'a': 1}"),
+        ("tokenizer_config.json", {"eos_token": 7}, "model.path"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": 1}}, "model.path"),
+        ("generation_config.json", [1], "generation_config.json"),
+        ("generation_config.json", 5, "generation_config.json"),
+        ("generation_config.json", {"eos_token_id": [[1]]}, "eos_token_id holds [[1]], which are no ids"),
+        ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id holds ['x'], which are no ids"),
+        ("tokenizer.json", {"model": {"vocab": 5, "type": "BPE"}}, "model.path: no tokenizer came from"),
+        ("model.safetensors.index.json", {"weight_map": {"a": 5}}, "is no index of weights"),
+        ("adapter_config.json", {"r": [1], "lora_alpha": {}}, "model.lora.path"),
+        ("adapter_config.json", [], "model.lora.path"),
+    ],
+)
+def test_files_of_a_model_with_values_of_other_kinds(task, capsys, file, content, said):
+    path, words = task / "start" / file, []
+    if "chat_template" in str(content):
+        words = ["--data.chat"]
+    if file == "adapter_config.json":
+        words = ["--model.lora.rank", "2", "--model.lora.path", str(task / "start")]
+    old = json.loads(path.read_text()) if path.exists() and isinstance(content, dict) and "tok" in file else {}
+    path.write_text(json.dumps(old | content if isinstance(content, dict) else content))
+    assert said in _fails(task, capsys, *words)
