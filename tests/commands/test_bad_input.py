@@ -640,3 +640,10 @@ def test_files_of_a_model_with_values_of_other_kinds(task, capsys, file, content
     old = json.loads(path.read_text()) if path.exists() and isinstance(content, dict) and "tok" in file else {}
     path.write_text(json.dumps(old | content if isinstance(content, dict) else content))
     assert said in _fails(task, capsys, *words)
+
+
+def test_a_plan_of_a_config_with_values_of_other_kinds(task, capsys):
+    path = task / "start" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": "wide"}))
+    assert cli.main(["plan", "--model", str(task / "start")]) == 2
+    assert "of config.json cannot be read" in capsys.readouterr().err
