@@ -1,13 +1,101 @@
-"""What errors say of a name that there is not."""
+"""What errors say: of a name that there is not, of somebody else's text, of a run that user code ends."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+import json
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+DEEPEST = 100  # tables and lists inside of each other, of what is read
+_TOO_DEEP = f"its tables and lists are nested more than {DEEPEST} deep"
+MOST = 4000  # characters of somebody else's text that a message shows
+# control characters, what turns the direction of writing, and what no encoding has
+_HARMFUL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_LIBRARY = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 
 
 class RunFailed(ValueError):
     """What ends a run that had begun and can come to nothing: a command that raises it has the exit status 1."""
+
+
+def printable(text: str, most: int = MOST, *, lines: bool = False) -> str:
+    """A text of somebody else's, as a terminal may have it: control characters as escapes, newlines and tabs too unless
+    `lines` is set, and of more than `most` characters the first and the last."""
+    if len(text) > most:
+        half = most // 2
+        left = f" ... ({len(text) - 2 * half:,} more characters) ... "
+        text = f"{text[:half]}{left}{text[-half:]}" if half else left.strip()
+    text = _HARMFUL.sub(lambda match: ascii(match[0])[1:-1], text)
+    return text if lines else text.replace("\n", "\\n").replace("\t", "\\t")
+
+
+def words_of(error: BaseException, most: int = MOST) -> str:
+    """The type and the text of an error that somebody else's code raised, on one line; also where its text raises."""
+    try:
+        text = str(error)
+    except Exception as other:
+        text = f"(its text raises {type(other).__name__})"
+    return printable(f"{type(error).__name__}: {text}", most)
+
+
+def json_of(text: str | bytes) -> Any:
+    """The value of a text of JSON. Raises ValueError, also for one that is nested deeper than what reads it goes."""
+    try:
+        return check_depth(json.loads(text))
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def check_depth(value: T) -> T:
+    """The value, whose tables and lists are nested `DEEPEST` deep at most. Raises ValueError."""
+    inside: list[Any] = [value]
+    for _ in range(DEEPEST + 1):
+        inside = list({id(x): x for each in inside for x in _held(each)}.values())
+        if not inside:
+            return value
+    raise ValueError(_TOO_DEEP)
+
+
+def _held(value: Any) -> Iterable[Any]:
+    """The tables and lists that are inside of one."""
+    held = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return (x for x in held if isinstance(x, Mapping | list | tuple))
+
+
+@contextlib.contextmanager
+def no_exit() -> Iterator[None]:
+    """Raises RunFailed where the code inside calls `sys.exit`, which would pass for the end of a run that is done."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RunFailed(of_exit(error)) from error
+
+
+def of_exit(error: SystemExit) -> str:
+    """Which function has called `sys.exit`, with what, and what to do."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_of_python(frame.filename)]
+    place = "a function"
+    if frames:
+        last = frames[-1]
+        name = "the module's own code" if last.name == "<module>" else f"{last.name}()"
+        place = f"{name}, {last.filename}:{last.lineno},"
+    code = printable(repr(error.code), 200)
+    return f"{place} called sys.exit({code}), which ends nothing here: raise an error where a run cannot go on"
+
+
+def is_of_python(filename: str) -> bool:
+    """Whether a file is of the standard library, or none."""
+    parts = Path(filename).parts
+    if "site-packages" in parts or "dist-packages" in parts:
+        return False
+    return filename.startswith("<") or any(filename.startswith(f"{place}/") for place in _LIBRARY)
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from fppo._errors import did_you_mean
+from fppo._errors import did_you_mean, json_of
 
 NAMES = ("H", "V", "heads", "kv_heads", "head_dim")
 # hidden size, vocabulary, query heads, key heads, size of a head: from each model's published config.json
@@ -48,7 +48,7 @@ def _read(path: Path) -> tuple[int, int, int, int, int]:
     if not path.exists():
         raise ValueError(f"{path}: there is no such file; give the directory of a Hugging Face model")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json_of(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
     config = config.get("text_config") or config  # of models that see

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fppo._errors import printable
 from fppo.assembly.inputs import Inputs
 from fppo.assembly.machine import resolved
 from fppo.data import PromptSet
@@ -105,7 +106,9 @@ def differing(settings: TrainSettings, defaults: TrainSettings) -> dict[str, Any
 
 def _prompts(prompts: PromptSet) -> str:
     sources = sorted(set(prompts.sources))
-    shown = ", ".join(sources[:3]) + (f" and {len(sources) - 3} more" if len(sources) > 3 else "")
+    shown = ", ".join(printable(source, 40) for source in sources[:3]) + (
+        f" and {len(sources) - 3} more" if len(sources) > 3 else ""
+    )
     notes = [f"{prompts.num_dropped:,} too long, dropped"] if prompts.num_dropped else []
     notes += [f"{prompts.num_truncated:,} cut"] if prompts.num_truncated else []
     return f"{len(prompts):,} of {shown}" + (f" ({', '.join(notes)})" if notes else "")
@@ -126,4 +129,5 @@ def _short(value: Any) -> str:
 
 def _line(label: str, text: str) -> str:
     indent = " " * 10
+    text = printable(text, 20_000)
     return textwrap.fill(text, _WIDTH, initial_indent=f"{label:<10}", subsequent_indent=indent, break_long_words=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import attrs
 from transformers import AutoProcessor, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from fppo import data
+from fppo._errors import json_of, words_of
 from fppo.data import ChatOptions
 from fppo.models.load import find_directory, read_config
 from fppo.models.model import build
@@ -127,7 +127,7 @@ def load_images(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> 
 def chat_options(settings: TrainSettings) -> ChatOptions:
     """What the settings give the chat template beside messages."""
     path = settings.data.tools
-    tools: Any = [] if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+    tools: Any = [] if path is None else json_of(Path(path).read_text(encoding="utf-8"))
     return ChatOptions(arguments=settings.data.chat_arguments, tools=tools)
 
 
@@ -144,9 +144,10 @@ def generation_config(
     Raises ValueError for a file that transformers would not write again.
     """
     there = (directory / GENERATION).exists()
-    generation = GenerationConfig.from_pretrained(directory) if there else GenerationConfig.from_model_config(config)
-    own = generation.eos_token_id
-    ids = own if isinstance(own, list) else [] if own is None else [own]
+    generation = _read_generation(directory) if there else GenerationConfig.from_model_config(config)
+    ids = ends_of(generation)
+    if wrong := [x for x in ids if isinstance(x, bool) or not isinstance(x, int)]:
+        raise ValueError(f"{directory / GENERATION}: eos_token_id holds {wrong[:3]}, which are no ids of tokens")
     turn = None if chat is None else data.end_of_turn(tokenizer, options=chat)
     every = list(dict.fromkeys(x for x in (*ids, tokenizer.eos_token_id, turn) if x is not None))
     if every == ids:
@@ -162,6 +163,15 @@ def generation_config(
             why = " ".join(str(error).split())
             raise ValueError(f"{directory / GENERATION} does not fit itself; mend or remove it: {why}") from error
     return generation
+
+
+def _read_generation(directory: Path) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(directory)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # transformers raises what it likes of values of a wrong kind
+        raise ValueError(f"{directory / GENERATION} cannot be read: {words_of(error, 400)}") from error
 
 
 def policy_generation(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:

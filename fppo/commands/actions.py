@@ -13,6 +13,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from fppo import quickstart as task
+from fppo._errors import printable
 from fppo.assembly.pools import groups_of
 from fppo.assembly.program import ROLLOUTS
 from fppo.assembly.run import Assembly, assemble, assemble_evaluation
@@ -26,7 +27,7 @@ from fppo.runs import bases, evaluations, sampling, saved, session, starts
 from fppo.runtime import checkpoint
 from fppo.runtime.mesh import LOCAL, Mesh, is_first
 from fppo.runtime.watch import Watch
-from fppo.settings import files
+from fppo.settings import files, places
 from fppo.settings.train import TrainSettings
 
 
@@ -59,21 +60,22 @@ def train(settings: TrainSettings, here: Here = ALONE) -> int:
             steps = checkpoint.steps(Path(settings.output_dir) / session.CHECKPOINTS)
             since = f"the checkpoint of step {steps[-1]}" if steps else "the start"
             again = f"starting the pools again ({attempt} of {settings.placement.restarts} times), from {since}"
-            print(f"fppo: {error}; {again}", file=sys.stderr, flush=True)
+            print(f"fppo: {printable(str(error))}; {again}", file=sys.stderr, flush=True)
     return _trained(settings, here)
 
 
 def _trained(settings: TrainSettings, here: Here) -> int:
-    with _assemble(settings, here, announce=_say(here)) as assembly:
-        run = session.run_training(settings, assembly, here.watch)
-        directory = Path(settings.output_dir)
-        if run.step != settings.steps:
-            return 130 if run.step < settings.steps else 0
+    directory = Path(settings.output_dir)
+
+    def at_end(run: RunState) -> None:
         session.export(assembly, run, directory / session.MODEL)
-    if is_first(here.mesh) and "jsonl" in settings.log.loggers:
-        page = report.write_report(directory)
-        print(f"model: {directory / session.MODEL}\nreport: {page}")
-    return 0
+        if is_first(here.mesh) and "jsonl" in settings.log.loggers:
+            page = report.write_report(directory)
+            print(f"model: {directory / session.MODEL}\nreport: {page}")
+
+    with _assemble(settings, here, announce=_say(here)) as assembly:
+        run = session.run_training(settings, assembly, here.watch, at_end=at_end)
+    return 130 if run.step < settings.steps else 0
 
 
 def quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], int] = train) -> int:
@@ -82,6 +84,9 @@ def quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], int] =
     `run` trains as the settings say, in this process or in others.
     """
     if not (directory / task.MODEL).exists():
+        own = [directory / name for name in (task.MODEL, task.TRAIN, task.TEST)]
+        if others := places.foreign_files(directory, inputs=own):
+            raise ValueError(f"--output-dir {directory} holds {places.some(others)} and no run; give a new directory")
         print("warming up on demonstrations that forget the carry more often than not")
         task.prepare(directory, seed, on_step=lambda step, loss: print(f"  warm-up step {step}  loss {loss:.3f}"))
     status = run(task.settings(directory, seed))
@@ -99,11 +104,12 @@ def evaluate(settings: TrainSettings, here: Here = ALONE) -> int:
     """
     checkpoints = Path(settings.output_dir) / session.CHECKPOINTS
     path = Path(settings.resume)
+    session.say_misnamed(checkpoints, here.mesh)
     if settings.resume in files.RESUMES:
         step = saved.newest(checkpoints.parent)
         if step is None:
             raise ValueError(f"there is no checkpoint in {checkpoints}; give the output_dir of a run that has one")
-        path = checkpoint.path_of(checkpoints, step)
+        path = checkpoint.place_of(checkpoints, step)
     transformers_logging.disable_progress_bar()
     with assemble_evaluation(saved.bare(settings), mesh=here.mesh, device=here.device) as evaluator:
         bases.check(evaluator.bases, path)
@@ -179,6 +185,7 @@ def export(
     """Writes the policy, or the critic, of a run's checkpoint as a Hugging Face directory; an adapter as PEFT has it,
     or to `merge` with its base as a whole model. Says on stderr what a quantised base means for them."""
     settings = attrs.evolve(settings_of(directory), device=device)
+    session.say_misnamed(directory / session.CHECKPOINTS)
     at = saved.newest(directory, step)
     if at is None or (step is not None and at != step):
         steps = checkpoint.steps(directory / session.CHECKPOINTS)
@@ -208,6 +215,7 @@ def replay(directory: Path, step: int, here: Here = ALONE) -> int:
     recorded = session.recorded(directory)
     say = print if is_first(here.mesh) else _nothing
     run = None
+    session.say_misnamed(directory / session.CHECKPOINTS, here.mesh)
     begin = beginning(directory, step)
     say(f"from {f'the checkpoint of step {begin}' if begin else 'the start'}")
     for settings, until in starts.spans(directory, begin + 1, step):
@@ -235,7 +243,7 @@ def replay(directory: Path, step: int, here: Here = ALONE) -> int:
 def diff(first: Path, second: Path) -> int:
     """Says where two runs first differ; 0 if they do not."""
     found = compare_runs(first, second)
-    print("\n".join(found.lines))
+    print("\n".join(printable(line) for line in found.lines))
     return int(found.differs)
 
 
@@ -246,14 +254,14 @@ def _assemble(
     """`assemble`, without bars of transformers between a command's own lines."""
     transformers_logging.disable_progress_bar()
     with (
-        groups_of(settings) as places,
+        groups_of(settings) as pools,
         assemble(
             settings,
             mesh=here.mesh,
             sampling_mesh=here.sampling,
             device=here.device,
-            groups=places.roles,
-            engines=places.engines,
+            groups=pools.roles,
+            engines=pools.engines,
             announce=announce,
         ) as assembly,
     ):
@@ -262,7 +270,9 @@ def _assemble(
 
 def _say(here: Here) -> Callable[[Sequence[str]], None]:
     """Prints lines, on the first rank."""
-    return (lambda lines: print("\n".join(lines), flush=True)) if is_first(here.mesh) else _nothing
+    return (
+        (lambda lines: print(printable("\n".join(lines), lines=True), flush=True)) if is_first(here.mesh) else _nothing
+    )
 
 
 def _nothing(*_: object) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import select
-import signal
 import sys
 import textwrap
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,8 +13,9 @@ from typing import NamedTuple
 import attrs
 import tyro
 
-from fppo._errors import RunFailed, did_you_mean
+from fppo._errors import did_you_mean
 from fppo.commands import help as helps
+from fppo.commands.ends import TRACEBACK, status_of, status_of_exit
 from fppo.commands.options import Diff, Export, Quickstart, Replay, Report, Trace
 from fppo.runtime.parent import end_with_launcher
 from fppo.settings import ablate as settings_ablate
@@ -31,10 +28,8 @@ from fppo.settings.mesh import MeshSettings
 from fppo.settings.plan import PlanSettings
 from fppo.settings.train import TrainSettings
 
-TRACEBACK = "--traceback"
 LAUNCH = {"--nproc": 1, "--max-restarts": 0}  # how commands that train are started, each with its least value
 EVAL_READS = ("data.eval_path", "data.eval_rows", "data.eval_split", "reward.functions", "rollout.batch_size")
-TRAINING = ("quickstart", "train", "compare")  # what goes on where it was stopped
 PROCESSES = "[--nproc N [--max-restarts M]]"
 LEAST = """[model]
 path = "Qwen/Qwen2.5-0.5B-Instruct"   # a Hugging Face name or directory
@@ -68,50 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"fppo {name}: interrupted", file=sys.stderr)
         return 130
+    except SystemExit as error:
+        return status_of_exit(error, name, show=show)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _is_abandoned():
-            return 128 + signal.SIGPIPE
-        if not _is_for_the_user(error):
-            raise
-        if show:
-            traceback.print_exc()
-        hint = "" if show or isinstance(error, files.SettingsError) else f"\n({TRACEBACK} shows where)"
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            then = ", and the same command goes on from the last checkpoint" if name in TRAINING else ""
-            error.add_note(f"the disk is full; make room{then}")
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        print(f"fppo {name}: {_words(error)}{notes}{hint}", file=sys.stderr)
-        return 1 if isinstance(error, RunFailed) else 2
-
-
-def _words(error: Exception) -> str:
-    """What an error says; of the system's own, what it is of first."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
-    return str(error)
-
-
-def _is_abandoned() -> bool:
-    """Whether whoever read the output, as `head`, has gone; the rest of it then goes nowhere."""
-    output = select.poll()
-    output.register(sys.stdout.fileno(), 0)
-    if not output.poll(0):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
-
-
-def _is_for_the_user(error: Exception) -> bool:
-    """Whether the message alone says what to do."""
-    if isinstance(error, ValueError | OSError):
-        return True
-    from fppo.fleet import GroupDied
-    from fppo.rollout.sync import SyncError
-    from fppo.rollout.vllm.host import EngineFailure
-    from fppo.runtime.checkpoint import CheckpointError
-    from fppo.runtime.failure import PeerError
-
-    return isinstance(error, CheckpointError | PeerError | EngineFailure | GroupDied | SyncError)
+        return status_of(error, name, show=show)
 
 
 def _print_usage(wanted: bool) -> int:

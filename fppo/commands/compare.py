@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from fppo._errors import RunFailed
+from fppo._errors import RunFailed, printable
 from fppo.report import compare as comparing
 from fppo.runs import jsonl, saved
-from fppo.settings import files
+from fppo.settings import files, places
 from fppo.settings.compare import CompareSettings, changed, variants
 from fppo.settings.train import TrainSettings
 
@@ -44,6 +44,9 @@ def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[Tr
     Raises ValueError for a run's directory that holds one with other settings.
     """
     runs = plan(settings, asked)
+    out = Path(next(iter(next(iter(runs.values())).values())).output_dir).parent.parent
+    if not any(out.glob("*/seed_*")) and (others := places.foreign_files(out)):
+        raise ValueError(f"--out {out} holds {places.some(others)} and no comparison; give a new directory")
     every = [(name, seed, own) for name, seeds in runs.items() for seed, own in seeds.items()]
     every.sort(key=lambda run: run[1])  # all variants of a seed, then the next: what is there compares at any time
     left = [run for run in every if not _done(run[2])]
@@ -58,15 +61,14 @@ def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[Tr
         try:
             status = train(own, directory / ASKED)
         except RunFailed as error:
-            print(error)
+            print(printable(str(error), lines=True))
             status = 1
         if status > 1:
             print(f"stopped in {name}, seed {seed}; the same command goes on from there")
             return status
         failed += [f"{name}, seed {seed}"] if status else []
-    out = Path(every[0][2].output_dir).parent.parent
-    places = {name: {seed: Path(own.output_dir) for seed, own in seeds.items()} for name, seeds in runs.items()}
-    write(places, asked.metrics, out)
+    where = {name: {seed: Path(own.output_dir) for seed, own in seeds.items()} for name, seeds in runs.items()}
+    write(where, asked.metrics, out)
     if failed:
         print(f"failed, and tried again by the same command: {'; '.join(failed)}")
     return 1 if failed else 0
@@ -80,7 +82,7 @@ def write(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str], out: P
     (out / MARKDOWN).write_text(comparison.markdown() + "\n", encoding="utf-8")
     (out / NUMBERS).write_text(json.dumps(jsonl.plain(comparison.numbers()), indent=1) + "\n", encoding="utf-8")
     comparing.write_png(comparison, out / PICTURE)
-    print(f"\n{text}\n\npicture: {out / PICTURE}")
+    print(f"\n{printable(text, len(text), lines=True)}\n\npicture: {out / PICTURE}")
 
 
 def _done(settings: TrainSettings) -> bool:

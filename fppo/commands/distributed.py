@@ -8,6 +8,7 @@ from functools import partial
 import attrs
 import torch
 
+from fppo._errors import no_exit
 from fppo.assembly.parts import device_of, mesh_sizes, sharding_of
 from fppo.commands.actions import ALONE, Here
 from fppo.pipeline.ahead import check_devices, check_interrupts
@@ -46,7 +47,8 @@ def run(
     if world == 1:
         if settings.device.startswith("cuda:"):
             torch.cuda.set_device(device_of(settings))  # what names no GPU, as a kernel's launch, is to be on it too
-        return command(settings, ALONE)
+        with no_exit():
+            return command(settings, ALONE)
     device = device_of(settings)
     ahead = settings.rollout.ahead if trains else 0
     check_devices(ahead, world, device)
@@ -72,4 +74,5 @@ def run(
     ) as joined:
         own, watch, sampling = joined
         ring = partial(attrs.evolve, ring=mesh.ring)
-        return command(settings, Here(ring(own), device, watch, sampling and ring(sampling)))
+        with no_exit():  # inside of what watches the ranks: the others are told
+            return command(settings, Here(ring(own), device, watch, sampling and ring(sampling)))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import attrs
 
+from fppo._errors import printable
+
+LONGEST = 20.0  # seconds that a template may compute for one conversation
 _MARK = "fppomark"
 
 
@@ -22,31 +29,61 @@ class ChatOptions:
 PLAIN = ChatOptions()
 
 
+class EndlessTemplate(ValueError):
+    """A chat template that does not come to its end."""
+
+
+@contextlib.contextmanager
+def ending() -> Iterator[None]:
+    """Raises EndlessTemplate once the code inside has computed for `LONGEST` seconds of the process' own time. Only the
+    main thread can be interrupted so: in others nothing is raised."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        raise EndlessTemplate(
+            f"the chat template has not come to an end in {LONGEST:g} seconds of computing: it loops; give another one "
+            "(data.chat_template)"
+        )
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
 def render_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generation: bool, options: ChatOptions = PLAIN
 ) -> str:
     """The conversation as text; with `generation` up to where the assistant speaks. Templates raise what they like."""
-    return tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
-        tools=[dict(tool) for tool in options.tools] or None,
-        tokenize=False,
-        add_generation_prompt=generation,
-        **options.arguments,
-    )
+    with ending():
+        return tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in options.tools] or None,
+            tokenize=False,
+            add_generation_prompt=generation,
+            **options.arguments,
+        )
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, options: ChatOptions = PLAIN) -> list[int]:
     """The tokens of the conversation up to where the assistant speaks. Templates raise what they like."""
-    return list(
-        tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=[dict(tool) for tool in options.tools] or None,
-            tokenize=True,
-            return_dict=False,
-            add_generation_prompt=True,
-            **options.arguments,
+    with ending():
+        return list(
+            tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in options.tools] or None,
+                tokenize=True,
+                return_dict=False,
+                add_generation_prompt=True,
+                **options.arguments,
+            )
         )
-    )
 
 
 def check_chat_template(tokenizer: Any, *, options: ChatOptions = PLAIN) -> None:
@@ -57,7 +94,10 @@ def check_chat_template(tokenizer: Any, *, options: ChatOptions = PLAIN) -> None
         raise ValueError(
             f"the tokenizer {name} has no chat template; use a chat model, or a plain prompt template (chat = false)"
         )
-    text = template if isinstance(template, str) else "\n".join(template.values())
+    named = template.values() if isinstance(template, Mapping) else [template]
+    if not all(isinstance(each, str) for each in named):
+        raise ValueError(f"the chat template of {name} is no text: {printable(repr(template), 200)}")
+    text = "\n".join(named)
     names = [*options.arguments, *(["tools"] if options.tools else [])]
     unread = [argument for argument in names if not re.search(rf"\b{re.escape(argument)}\b", text)]
     if unread:
@@ -71,6 +111,8 @@ def end_of_turn(tokenizer: Any, *, options: ChatOptions = PLAIN) -> int | None:
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
     try:
         text = render_chat(tokenizer, messages, generation=False, options=options)
+    except EndlessTemplate:
+        raise
     except Exception:  # a template that takes no turns of an assistant ends none
         return None
     _, mark, tail = text.rpartition(_MARK)

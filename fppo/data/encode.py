@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
 
-from fppo.data.chat import PLAIN, ChatOptions, check_chat_template, encode_chat
+from fppo.data.chat import PLAIN, ChatOptions, EndlessTemplate, check_chat_template, encode_chat
 from fppo.data.examples import FIELDS, Example, Fields, example_of
 from fppo.data.images import ImageReader, ReadInputs, ReadRow
 from fppo.data.problems import Problems
@@ -16,6 +16,7 @@ from fppo.data.read import PathLike, Row, read_rows
 from fppo.data.tokenizers import check_tokenizer
 
 _KEPT = 1 << 30  # bytes of images that are kept as they were read
+_SHORT = 1 << 20  # characters of a prompt that is read whatever its limit
 OverLong = Literal["error", "drop", "truncate"]
 
 
@@ -80,8 +81,13 @@ def encode_rows(
     read = ((row, example_of(row, fields, problems)) for row in rows)
     asked = [(row, example) for row, example in read if example is not None]
     seen: list[ReadRow] = []
+    huge = set() if over_long == "truncate" else _too_long(asked, tokenizer, max_prompt_tokens)
+    if huge and over_long == "error":
+        _name_huge(asked, huge, max_prompt_tokens, problems)
     if images is None:
-        tokens = _tokens(asked, tokenizer, chat, problems)
+        read_now = [x for number, x in enumerate(asked) if number not in huge]
+        ids = iter(_tokens(read_now, tokenizer, chat, problems))
+        tokens = [[0] * (max_prompt_tokens + 1) if i in huge else next(ids) for i in range(len(asked))]
     else:
         tokens, seen = _tokens_with_images(asked, images, fields, problems)
     if over_long == "error":
@@ -95,6 +101,35 @@ def encode_rows(
         return prompts
     kept = [x for x, ids in zip(seen, tokens, strict=True) if len(ids) <= max_prompt_tokens]
     return attrs.evolve(prompts, inputs=ReadInputs(images, kept))
+
+
+def _too_long(asked: Sequence[tuple[Row, Example]], tokenizer: Any, limit: int) -> set[int]:
+    """The numbers of prompts that are longer than `limit` tokens whatever these are: tokenizers take minutes over those
+    of many megabytes."""
+    sizes = [_characters(example.prompt) for _, example in asked]
+    if max(sizes, default=0) <= _SHORT:
+        return set()
+    most = max(_SHORT, limit * max(map(len, tokenizer.get_vocab())))
+    return {number for number, size in enumerate(sizes) if size > most}
+
+
+def _name_huge(asked: Sequence[tuple[Row, Example]], huge: Iterable[int], limit: int, problems: Problems) -> None:
+    """Raises ValueError that names them, with all that was wrong before."""
+    for row, example in (asked[number] for number in sorted(huge)):
+        size = _characters(example.prompt)
+        text = f"the prompt has {size:,} characters, more than max_prompt_tokens = {limit} tokens can have"
+        problems.add(f"{row.place}: {text} (over_long can drop or truncate it)")
+    problems.check("data")
+
+
+def _characters(prompt: str | Sequence[Mapping[str, Any]]) -> int:
+    """The characters of a text, or of what messages say."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    contents = [message.get("content") for message in prompt]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    texts = [*contents, *(part.get("text") for part in parts if isinstance(part, Mapping))]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _check_images(fields: Fields, images: ImageReader | None, over_long: OverLong) -> None:
@@ -131,6 +166,8 @@ def _tokens_with_images(
             size += 0 if inputs is None else sum(x.nbytes for x in inputs.named().values())
             kept = inputs if size <= _KEPT else None
             seen.append(ReadRow(example.prompt, example.images, example.videos, kept))
+        except EndlessTemplate as error:
+            raise ValueError(f"{row.place}: {error}") from None
         except Exception as error:  # processors and chat templates raise what they like
             problems.add(f"{row.place}: field {names}: {' '.join(str(error).split()) or type(error).__name__}")
         result.append(ids)
@@ -158,6 +195,8 @@ def _tokens(
                 ids = list(next(at_once) if at_once is not None else tokenizer(example.prompt)["input_ids"])
             if not ids:
                 problems.add(f"{row.place}: the prompt has no tokens")
+        except EndlessTemplate as error:
+            raise ValueError(f"{row.place}: {error}") from None
         except Exception as error:  # tokenizers and chat templates raise what they like
             problems.add(f"{row.place}: the tokenizer refuses the prompt: {error}")
         result.append(ids)

@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 
+from fppo._errors import check_depth
 from fppo.data.problems import Problems
 from fppo.data.read import Row
 
@@ -270,16 +271,20 @@ def _parts(content: Any, kinds: Sequence[str]) -> list[dict[str, Any]]:
 
 def plain(value: Any) -> Any:
     """The value as JSON would bring it back: nan is None, a date is text, a tuple a list. Else ValueError."""
+    return _plain(check_depth(value))
+
+
+def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
+        return [_plain(v) for v in value]
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
     if hasattr(value, "tolist"):  # numpy's numbers and arrays
-        return plain(value.tolist())
+        return _plain(value.tolist())
     raise ValueError(f"a {type(value).__name__} does not fit JSON")

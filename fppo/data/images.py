@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fppo.batch import RowInputs
-from fppo.data.chat import PLAIN, ChatOptions
+from fppo.data.chat import PLAIN, ChatOptions, ending
 from fppo.data.videos import Clip, FramePicker, opened_video
 
 SHOWN = 96  # pixels, the longer side of an image as it is shown beside samples
@@ -58,16 +58,17 @@ class ImageReader:
             {**message, "content": [_filled(part, left, items) for part in message["content"]]} for message in messages
         ]
         beside = {"video_metadata": [[clip.metadata for clip in clips]], "do_sample_frames": False} if clips else {}
-        out = self.processor.apply_chat_template(
-            conversation,
-            tools=[dict(tool) for tool in self.chat.tools] or None,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            add_generation_prompt=True,
-            processor_kwargs=beside,
-            **self.chat.arguments,
-        )
+        with ending():
+            out = self.processor.apply_chat_template(
+                conversation,
+                tools=[dict(tool) for tool in self.chat.tools] or None,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                add_generation_prompt=True,
+                processor_kwargs=beside,
+                **self.chat.arguments,
+            )
         tokens: Tensor = out["input_ids"][0]
         places, video_places = self._places(tokens, len(pictures), len(clips))
         if not items:

@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 
+from fppo._errors import json_of
 from fppo.data.problems import Problems
 
 PathLike = str | os.PathLike[str]
@@ -134,7 +135,7 @@ def _line_of(file: Path, position: int) -> int:
 
 def _object(file: Path, number: int, line: str, problems: Problems) -> Iterator[Row]:
     try:
-        value = json.loads(line)
+        value = json_of(line)
     except ValueError as error:
         problems.add(f"{file}:{number}: not JSON: {error}")
         return
@@ -146,9 +147,12 @@ def _object(file: Path, number: int, line: str, problems: Problems) -> Iterator[
 
 def _array(file: Path, text: str, problems: Problems) -> Iterator[Row]:
     try:
-        values = json.loads(text)
+        values = json_of(text)
     except json.JSONDecodeError as error:
         problems.add(f"{file}:{error.lineno}: not JSON: {error.msg} (column {error.colno})")
+        return
+    except ValueError as error:
+        problems.add(f"{file}: not JSON: {error}")
         return
     for number, value in enumerate(values, start=1):
         if isinstance(value, dict):

@@ -22,6 +22,7 @@ from fppo.fleet.group import PATIENCE, RankLost
 from fppo.fleet.rank import Membership, Rank, Reply, Request
 from fppo.fleet.sent import Sent
 from fppo.runtime.mesh import Sharding
+from fppo.runtime.stores import new_token
 
 _REACHED = 10.0  # seconds for somebody to answer at an address
 _PAUSE = 0.5  # seconds between two attempts to start on a cluster that is about to notice the loss of a node
@@ -168,9 +169,8 @@ class RayRanks:
         order = sorted(range(self.count), key=lambda i: (*places[i][:3], i))
         self._actors = [actors[i] for i in order]
         address = self._ray.get(self._actors[0].host.remote(), timeout=limit)
-        joining = [
-            actor.join.remote(attrs.evolve(self._member, rank=i), address) for i, actor in enumerate(self._actors)
-        ]
+        member = attrs.evolve(self._member, token=new_token())
+        joining = [actor.join.remote(attrs.evolve(member, rank=i), address) for i, actor in enumerate(self._actors)]
         self._ray.get(joining, timeout=limit)
         return [f"process {places[i][3]} on node {places[i][0]} {places[i][1][:8]}" for i in order]
 
@@ -226,7 +226,8 @@ class _Actor:
         """The address of a store in which the ranks meet."""
         import ray
 
-        return ray.util.get_node_ip_address(), self._rank.host()
+        address = ray.util.get_node_ip_address()
+        return address, self._rank.host(address)
 
     def join(self, member: Membership, address: tuple[str, int]) -> None:
         """Becomes a rank."""

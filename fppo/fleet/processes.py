@@ -19,7 +19,6 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
 from fppo.fleet.codec import array_of
 from fppo.fleet.group import PATIENCE, RankLost
@@ -29,6 +28,7 @@ from fppo.fleet.shared import MOST, Lane, Parcel, Place, put
 from fppo.runtime.launch import visible
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.parent import end_with
+from fppo.runtime.stores import LOOPBACK, listening, loopback_only, new_token
 
 _METHOD = "forkserver"  # one process imports torch, and each rank is a copy of it
 _ON_GPUS = "spawn"  # what was imported before a copy is made may have asked CUDA what there is
@@ -66,10 +66,10 @@ class Processes:
         """Starts the processes. Raises RankLost if one does not come up."""
         context: Any = multiprocessing.get_context(_ON_GPUS if self._gpus else _METHOD)
         context.set_forkserver_preload(sorted(name for name in list(sys.modules) if name.partition(".")[0] == "fppo"))
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store, token = listening(), new_token()
         now = os.environ.get("CUDA_VISIBLE_DEVICES")
         seen = [visible(own, now) for own in self._gpus] or [None] * self.count
-        self._children = [_Child(context, self._member(i), store.port, own) for i, own in enumerate(seen)]
+        self._children = [_Child(context, self._member(i, token), store.port, own) for i, own in enumerate(seen)]
         self._store = store  # as long as they live
         answers = {child.answer(): child.process.pid for child in self._children}
         # the first to be lost says so, whichever it is: the others wait for it to join
@@ -98,9 +98,10 @@ class Processes:
             child.end()
         self._children = []
 
-    def _member(self, rank: int) -> Membership:
+    def _member(self, rank: int, token: str) -> Membership:
         return Membership(
             rank=rank,
+            token=token,
             ranks=self.count,
             sizes=self._sizes,
             sharding=self._sharding,
@@ -192,8 +193,9 @@ def _serve(line: Connection, member: Membership, port: int, gpus: str | None) ->
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # CUDA reads it when it is first asked for anything
     end_with(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ctrl-C is the controller's to act on
+    os.environ |= loopback_only()
     rank = Rank()
-    rank.join(member, ("127.0.0.1", port))
+    rank.join(member, (LOOPBACK, port))
     lane = Lane(line)
     lane.send(Parcel(pickle.dumps(None), []))
     while True:

@@ -15,16 +15,17 @@ import attrs
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 from torch.utils import _pytree as pytree
 
 from fppo import tree
+from fppo._errors import no_exit
 from fppo.fleet.codec import CPU, Packed, Run, array_of, pack, tensors_of, tree_of
 from fppo.fleet.held import HERE, Apart, Here
 from fppo.fleet.outline import Outline, taken_apart
 from fppo.runtime import launch
 from fppo.runtime.launch import Place
 from fppo.runtime.mesh import Sharding
+from fppo.runtime.stores import TOKEN, listening
 
 PLAIN = (bool, int, float, str, type(None))  # what is equal on all ranks comes back, though its tree stays
 Stays = tuple[int, ...] | bool
@@ -83,6 +84,7 @@ class Membership:
     device: str  # "cpu"; or "cuda", of which a rank sees those that are its own
     threads: int  # of torch's, in each rank: bits depend on them
     patience: float  # seconds that collectives wait
+    token: str = ""  # which their keys in the store begin with
 
 
 class Rank:
@@ -97,9 +99,13 @@ class Rank:
         self._open = contextlib.ExitStack()
         self._store: Any = None
 
-    def host(self) -> int:
-        """The port of a store in which the ranks meet, which is here."""
-        self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    def host(self, address: str) -> int:
+        """The port of a store in which the ranks meet, which is here and listens at this address of the machine; where
+        that is none of its own, as behind a translation of addresses, at all of them."""
+        try:
+            self._store = listening(address)
+        except OSError:
+            self._store = listening("0.0.0.0")
         return self._store.port
 
     def join(self, member: Membership, address: tuple[str, int]) -> None:
@@ -118,6 +124,7 @@ class Rank:
             "RANK": str(member.rank),
             "WORLD_SIZE": str(member.ranks),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            TOKEN: member.token,
         }
         place = Place(member.rank, 0, member.ranks, started=True)
         sharding = member.sharding or Sharding()
@@ -139,7 +146,8 @@ class Rank:
             self._held.pop(key, None)
         start = time.perf_counter()
         try:
-            value = self._result(request, large)
+            with no_exit():
+                value = self._result(request, large)
             if self._here.device.type == "cuda":
                 torch.cuda.synchronize(self._here.device)  # or the seconds would be those of asking for the work
             seconds = time.perf_counter() - start

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from fppo._errors import json_of, printable, words_of
 from fppo.key import Key
 from fppo.models._parts import read_parts
 from fppo.models.init import init_value_head
@@ -104,15 +104,26 @@ def load(
 def read_config(
     directory: Path, *, changes: Mapping[str, Any] | None = None, trust_remote_code: bool = False
 ) -> PreTrainedConfig:
-    """The config of a checkpoint, with `changes`. Raises ValueError for those that it has no place for."""
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    """The config of a checkpoint, with `changes`. Raises ValueError for those that it has no place for, and for values
+    of other kinds than its own."""
+    config = _config(directory, trust_remote_code)
     if unknown := [name for name in changes or {} if not hasattr(config, name)]:
         raise ValueError(
             f"the config of {directory} ({config.model_type}) has no {unknown}; it has {sorted(vars(config))}"
         )
     if changes:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, **changes)
+        return _config(directory, trust_remote_code, changes)
     return config
+
+
+def _config(directory: Path, trust_remote_code: bool, changes: Mapping[str, Any] = {}) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, **changes)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # transformers raises what it likes of values of a wrong kind
+        which = f"with {printable(str(dict(changes)), 400)}" if changes else "of config.json"
+        raise ValueError(f"the config of {directory} {which} cannot be read: {words_of(error, 600)}") from error
 
 
 def find_directory(path: str | os.PathLike[str]) -> Path:
@@ -148,7 +159,7 @@ def list_files(directory: Path) -> list[Path]:
     """The checkpoint's safetensors files."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        return sorted({directory / name for name in json.loads(index.read_text())["weight_map"].values()})
+        return sorted({directory / name for name in json_of(index.read_text())["weight_map"].values()})
     return [file for file in [directory / "model.safetensors"] if file.exists()]
 
 

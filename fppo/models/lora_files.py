@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from fppo._errors import json_of
 from fppo.models.adapted import FACTORS, Lora
 from fppo.models.heads import embedding_name, vocabulary_head
 from fppo.models.lora import frozen_of
@@ -40,7 +41,7 @@ def read_config(directory: Path) -> Lora:
     Raises ValueError that names what is missing there, or what of it fppo does not do.
     """
     try:
-        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        config = json_of((directory / CONFIG).read_text(encoding="utf-8"))
         with safetensors.safe_open(directory / WEIGHTS, "pt") as file:
             stored = list(file.keys())
     except (OSError, ValueError, SafetensorError) as error:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
+from fppo._errors import words_of
 from fppo.models import codes, routing, seams
 from fppo.models.adapted import FACTORS, Frozen
 from fppo.models.inner import OWN, Inner, compile_layers, put_kernels
@@ -275,11 +276,11 @@ def build(
     """The model of a Hugging Face config, with a vocabulary head ("lm") or `outputs` numbers per token ("value").
 
     Raises ValueError for a model that is neither a plain decoder-only causal language model nor one with a vision tower
-    before it.
+    before it, and for a config that transformers builds none of.
     """
     if head not in ("lm", "value"):
         raise ValueError(f"unknown head {head!r}; there are ['lm', 'value']")
-    module = causal_lm(config, "meta", trust_remote_code=trust_remote_code)
+    module = _module(config, trust_remote_code)
     base = cast(PreTrainedModel, module.base_model)
     prefix = f"{module.base_model_prefix}."
     shapes = {name: x.shape for name, x in named_state(module).items()}
@@ -322,6 +323,16 @@ def build(
         trust_remote_code=trust_remote_code,
         vision=vision,
     )
+
+
+def _module(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    try:
+        return causal_lm(config, "meta", trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError):
+        raise
+    except Exception as error:  # modules raise what they like of sizes and names that are none
+        text = f"transformers builds no model of its config: {words_of(error, 600)}; mend config.json, or model.config"
+        raise ValueError(f"model type {config.model_type!r}: {text}") from error
 
 
 def named_state(module: PreTrainedModel) -> Params:

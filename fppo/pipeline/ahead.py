@@ -12,8 +12,10 @@ weights of every update, as soon as there are some. Then the clock decides which
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import deque
+from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -22,6 +24,7 @@ import attrs
 import torch
 
 from fppo import metrics, tree
+from fppo._errors import words_of
 from fppo.data.cursor import DataCursor
 from fppo.metrics import Metric, Metrics
 from fppo.pipeline.program import Draw, Program, RunState
@@ -31,6 +34,8 @@ from fppo.pipeline.waiting import Waiting
 from fppo.steps.train_state import Params
 from fppo.tree import replace
 
+QUIET, PATIENCE = 5.0, 120.0  # seconds that what is generated has to end, before and after that is said
+_log = logging.getLogger("fppo.pipeline")
 WAIT = f"{TIMING}wait"
 
 
@@ -245,13 +250,18 @@ class Beside:
         made = {name: x for name, x in sampled.timings.items() if name != WAIT}
         return sampled.joined(run), {WAIT: sampled.timings[WAIT]}, made
 
-    def end(self) -> None:
-        """Waits until nothing is generated any more: an engine is not closed under those who use it."""
+    def end(self, error: BaseException) -> None:
+        """Waits until nothing is generated any more: an engine is not closed under those who use it. Where that takes
+        long the `error` is logged that has ended the steps, and after `PATIENCE` seconds they are left."""
         if self._newest is not None:
             self._newest.end()
-        if self._under_way is not None:
-            with contextlib.suppress(Exception):
-                self._under_way()
+        left = [] if self._under_way is None else list(self._under_way.results)
+        if not futures.wait(left, QUIET).not_done:
+            return
+        _log.warning("%s; waiting for batches that are being made ahead", words_of(error))
+        if late := futures.wait(left, PATIENCE).not_done:
+            text = "%d batches that are being made ahead do not end within %g s, and are left"
+            _log.warning(text, len(late), QUIET + PATIENCE)
 
 
 def _hand_over(values: Any, of: torch.cuda.Stream, to: torch.cuda.Stream) -> None:

@@ -77,8 +77,8 @@ def iterate(
             times = _times(now() - start, stages, float(tokens.total) / ranks_on(mesh, AXES))
             report |= {name: metrics.mean(x) if "perf/" in name else metrics.total(x) for name, x in times.items()}
             yield run, experience, report
-    except (Exception, GeneratorExit):
-        beside.end()
+    except (Exception, SystemExit, GeneratorExit) as error:
+        beside.end(error)
         raise
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from fppo._errors import did_you_mean
+from fppo.models.load import read_config
 from fppo.models.vision import takes_images
 
 
@@ -95,7 +96,7 @@ def config_of(model: str, setting: str = "model") -> tuple[str, PreTrainedConfig
     if directory.is_dir():
         if not (directory / "config.json").exists():
             raise ValueError(f"--{setting}: {directory} has no config.json; give the directory of a Hugging Face model")
-        config = AutoConfig.from_pretrained(str(directory), local_files_only=True)
+        config = read_config(directory)
         if takes_images(config):
             raise ValueError(
                 f"--{setting}: fppo plan does not count vision towers yet; {directory} ({config.model_type}) has one"

@@ -15,6 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from fppo._errors import printable
 from fppo.runs.loggers import held_out
 
 Points = list[tuple[float, float]]  # (step, value)
@@ -132,6 +133,12 @@ def short(value: float, digits: int = 3) -> str:
 # PNG
 
 
+def worded(text: str) -> str:
+    """A name of somebody else's, as matplotlib draws it letter by letter: without control characters, and not read as
+    mathematics."""
+    return printable(text, 120).replace("$", r"\$")
+
+
 def write_png(drawn: Sequence[Panel], path: Path, *, title: str) -> None:
     """All panels in one picture."""
     picture(drawn, title=title).savefig(path, dpi=130, metadata={"Software": None})
@@ -144,7 +151,7 @@ def picture(drawn: Sequence[Panel], *, title: str) -> Figure:
     width, height = 4.4 * columns, 2.9 * rows + 0.4
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
-    figure.text(0.1 / width, 1 - 0.1 / height, title, fontsize=12, fontweight="bold", va="top")
+    figure.text(0.1 / width, 1 - 0.1 / height, worded(title), fontsize=12, fontweight="bold", va="top")
     for number, panel in enumerate(drawn):
         row, column = divmod(number, columns)  # places in inches: a layout that matplotlib works out doubles the time
         left, bottom = 4.4 * column + 0.6, 2.9 * (rows - 1 - row) + 0.5
@@ -162,8 +169,8 @@ def _draw(panel: Panel, ax: Axes) -> int:
         if len(line) >= SMOOTH_FROM:
             ax.plot(steps, values, color=color, alpha=0.25, linewidth=1)
             values = [v for _, v in smooth(line)]
-        ax.plot(steps, values, color=color, linewidth=1.8, marker=marker, markersize=4, label=name or None)
-    ax.set_title(panel.title, fontsize=10, loc="left")
+        ax.plot(steps, values, color=color, linewidth=1.8, marker=marker, markersize=4, label=worded(name) or None)
+    ax.set_title(worded(panel.title), fontsize=10, loc="left")
     ax.grid(True, color="#e5e7eb", linewidth=0.8)
     ax.tick_params(labelsize=8, length=0)
     ax.spines[["top", "right", "left"]].set_visible(False)

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fppo.report.charts import Points, points, short
+from fppo.report.charts import Points, points, short, worded
 from fppo.report.spread import Spread, spread
 from fppo.runs import jsonl
 from fppo.runs.loggers import METRICS, held_out
@@ -117,7 +117,7 @@ def write_png(comparison: Comparison, path: Path, *, x: str = "step") -> None:
     ):
         for number, (name, curves) in enumerate(variants.items()):
             _draw(ax, name, curves, _COLORS[number % len(_COLORS)])
-        ax.set_title(metric, fontsize=10, loc="left")
+        ax.set_title(worded(metric), fontsize=10, loc="left")
         ax.set_xlabel(x, fontsize=8)
         ax.grid(True, color="#e5e7eb", linewidth=0.8)
         ax.tick_params(labelsize=8, length=0)
@@ -134,7 +134,7 @@ def _draw(ax: Axes, name: str, curves: Mapping[int, Points], color: str) -> None
     steps = sorted(step for step, values in by_step.items() if len(values) == len(curves))  # all seeds are there
     spreads = [spread(by_step[step]) for step in steps]
     last = f" {short(spreads[-1].mean)}" if spreads else ""
-    ax.plot(steps, [x.mean for x in spreads], color=color, linewidth=1.8, label=f"{name}{last}")
+    ax.plot(steps, [x.mean for x in spreads], color=color, linewidth=1.8, label=f"{worded(name)}{last}")
     if spreads and not math.isnan(spreads[0].half):
         low, high = ([x.mean + sign * x.half for x in spreads] for sign in (-1, 1))
         ax.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)

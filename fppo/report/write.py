@@ -46,7 +46,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     lost = jsonl.missing(path, there, starts.first(run_dir) + 1, records[-1]["step"])
     for text in (*lost, *(f"left out: {text}" for text in damaged)):
         print(text, file=sys.stderr)
-    title = run_dir.resolve().name
+    title = Path(os.path.realpath(run_dir)).name
     drawn = charts.panels(records)
     charts.write_png(drawn, run_dir / CURVES, title=title)
     chosen, rest = _settings(run_dir / SETTINGS)

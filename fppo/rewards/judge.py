@@ -13,6 +13,7 @@ from torch import Tensor
 from fppo import batch as batches
 from fppo import data, metrics, tree
 from fppo.batch import Prompts, Rollout
+from fppo.data.chat import ending
 from fppo.data.examples import MESSAGES
 from fppo.key import Key
 from fppo.metrics import Metrics
@@ -90,7 +91,8 @@ class LanguageJudge:
         if not self.chat:
             return list(self.tokenizer(text)["input_ids"]) or [self.tokenizer.eos_token_id]
         keywords = {"tokenize": True, "return_dict": False, "add_generation_prompt": True}
-        return list(self.tokenizer.apply_chat_template([{"role": "user", "content": text}], **keywords))
+        with ending():
+            return list(self.tokenizer.apply_chat_template([{"role": "user", "content": text}], **keywords))
 
     def _prompts(self, questions: list[list[int]], rollout: Rollout) -> Prompts:
         pad = self.tokenizer.eos_token_id  # masked, so any will do

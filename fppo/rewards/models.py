@@ -11,13 +11,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig
 
 from fppo import batch as batches
 from fppo import models
 from fppo.batch import Rollout
+from fppo.data.chat import ending
 from fppo.data.examples import MESSAGES
-from fppo.models.load import VALUE_HEADS, find_directory, list_files, read_value_head
+from fppo.models.load import VALUE_HEADS, find_directory, list_files, read_config, read_value_head
 from fppo.models.model import Model, Params
 from fppo.rewards.functions import RewardFn, tensor_reward
 from fppo.rewards.scoring import samples_of
@@ -83,7 +83,7 @@ def find_reward_model(
             f"reward.model.path: {path} is no reward model: it has none of the heads "
             f"{[f'{name}.weight' for name in VALUE_HEADS]}; what it has outside its layers: {_outside(directory)}"
         )
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    config = read_config(directory, trust_remote_code=trust_remote_code)
     return directory, _label_row(path, getattr(config, "id2label", None) or {}, label, len(head["score.weight"]))
 
 
@@ -124,7 +124,8 @@ def encode(rollout: Rollout, *, tokenizer: Any, own: Any, chat: bool, end_token_
     """
     if chat:
         keywords = {"tokenize": True, "return_dict": False, "add_generation_prompt": False}
-        rows = [list(own.apply_chat_template(conversation(s), **keywords)) for s in samples_of(rollout, tokenizer)]
+        with ending():
+            rows = [list(own.apply_chat_template(conversation(s), **keywords)) for s in samples_of(rollout, tokenizer)]
     else:
         rows = [_encode_text(sample, own, end_token_id) for sample in samples_of(rollout, tokenizer)]
     empty = [number for number, ids in enumerate(rows) if not ids]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from fppo._errors import RunFailed
+from fppo._errors import RunFailed, printable
 from fppo.rewards.functions import Reward, Term, as_sum
 from fppo.workers.runner import FunctionRunner
 from fppo.workers.sample import Outcome, Sample
@@ -136,10 +136,14 @@ def _columns(name: str, outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
     for number, outcome in valued:
         if set(outcome.named) != set(names):
             raise ValueError(
-                f"the reward {name!r} returned the names {sorted(names)} for sample {valued[0][0]}, but "
-                f"{sorted(outcome.named)} for sample {number}: give every sample the same"
+                f"the reward {name!r} returned the names {_some(names)} for sample {valued[0][0]}, but "
+                f"{_some(outcome.named)} for sample {number}: give every sample the same"
             )
     return {key: [outcome.named.get(key, 0.0) for outcome in outcomes] for key in names}
+
+
+def _some(names: Iterable[str]) -> str:
+    return printable(str(sorted(names)), 400)
 
 
 def log_failures(failures: Sequence[Failure], count: int) -> None:

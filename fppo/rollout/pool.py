@@ -223,7 +223,7 @@ class EnginePool:
         try:
             replica.group.start()
             replica.generate = self._make(replica.group)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._lose(replica, error)
             return
         with self._changed:
@@ -246,7 +246,7 @@ class EnginePool:
             with self._changed:
                 work.done[number] = answer
                 self._changed.notify_all()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             died = isinstance(error, EngineDied) or (isinstance(error, GroupDied) and error.group == replica.group.name)
             with self._changed:
                 if not died:

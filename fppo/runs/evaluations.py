@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fppo import metrics
+from fppo._errors import printable
 from fppo.assembly.run import Assembly
 from fppo.batch import Scored
 from fppo.metrics import Mean, Metrics
@@ -108,7 +109,7 @@ def table(report: Metrics) -> list[str]:
         prompts = f"{int(count.count):,}" if isinstance(count, Mean) else ""
         for number, place in enumerate([f"{source}/reward", *parts]):
             values = [f"{numbers[name]:.4f}" if (name := found.get((place, kind))) else "" for kind in kinds]
-            label = place.removeprefix(f"{source}/")
+            label = printable(place.removeprefix(f"{source}/"))
             rows.append([_clipped(source, 22) if not number else "", prompts if not number else "", label, *values])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     widths[2] = min(widths[2], 20)
@@ -127,4 +128,5 @@ def _source(place: str, sources: Sequence[str]) -> str:
 
 
 def _clipped(text: str, width: int) -> str:
+    text = printable(text)
     return text if len(text) <= width else f"{text[: width - 3]}..."

@@ -10,6 +10,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from fppo._errors import json_of
+from fppo.runtime.exports import write_whole
+
 
 def plain(value: Any) -> Any:
     """The value as strict JSON can hold it: nan and infinities become None, what is no JSON its text."""
@@ -49,11 +52,13 @@ def read(path: str | os.PathLike[str], *, on_damage: Callable[[str], None] | Non
 
 def _object(line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = json_of(line)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(record, dict):
         raise ValueError(f"holds a {type(record).__name__}, not an object")
+    if isinstance(step := record.get("step", 0), bool) or not isinstance(step, int):
+        raise ValueError("its step is no whole number")
     return record
 
 
@@ -98,9 +103,7 @@ class JsonLines:
                 shutil.copy(path, path.with_name(f"{path.name}.damaged"))
             text = "".join(_line(record) for record in kept).encode(errors="backslashreplace")
             if text != path.read_bytes():
-                temporary = path.with_name(f".{path.name}.new")
-                temporary.write_bytes(text)
-                os.replace(temporary, path)
+                write_whole(path, text)
         # a lone surrogate has no UTF-8; its backslash form is what JSON writes for it
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -10,8 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from fppo._errors import printable, words_of
+from fppo.runs.guarded import FAILED, Guarded
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.samples import samples_of
+from fppo.runtime.exports import write_whole
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
@@ -42,7 +46,8 @@ def open_loggers(
     """The loggers called `names` for a run of `steps` steps.
 
     `first_step` is the first step that will be logged: what an earlier process logged from there on is dropped.
-    `settings` go to W&B. Raises ValueError for an unknown name, or for a logger whose package is not installed.
+    `settings` go to W&B. Raises ValueError for an unknown name, or for a logger whose package is not installed, or that
+    does not start. Later on those of other packages, and the console, fail alone: see `Guarded`.
     """
     run_dir = Path(run_dir)
     makers: dict[str, Callable[[], Logger]] = {
@@ -57,7 +62,8 @@ def open_loggers(
     opened: list[Logger] = []
     try:
         for name in names:
-            opened.append(makers[name]())
+            logger = makers[name]()
+            opened.append(logger if isinstance(logger, JsonLines) else Guarded(name, logger))
     except Exception:
         close(opened)
         raise
@@ -73,14 +79,17 @@ def close(loggers: Sequence[Logger]) -> None:
 def observer(
     loggers: Sequence[Logger], *, samples: JsonLines | None = None, tokenizer: Any = None, count: int = 0
 ) -> Callable[[Any], None]:
-    """An observer for `pipeline.train`: a step's metrics to the loggers, `count` of its rows to `samples`."""
+    """An observer for `pipeline.train`: a step's metrics to the loggers, `count` of its rows to `samples`. Once loggers
+    have failed, the number of these calls is one of the metrics."""
 
     def observe(record: Any) -> None:
         step = record.run.step
         if samples is not None and record.experience is not None and count > 0:
             samples.write(*samples_of(record.experience, tokenizer, step, count))
+        failures = sum(logger.failures for logger in loggers if isinstance(logger, Guarded))
+        counted = {FAILED: float(failures)} if failures else {}
         for logger in loggers:
-            logger.log(step, record.metrics)
+            logger.log(step, record.metrics | counted)
 
     return observe
 
@@ -103,10 +112,11 @@ FAILURES: tuple[Line, ...] = (
     ("no score", ("reward/errors", "reward/timeouts"), lambda x: f"{x:.0f}"),
     ("actor skipped", ("actor/skipped",), lambda x: f"{x:.0%}"),
     ("critic skipped", ("critic/skipped",), lambda x: f"{x:.0%}"),
+    ("logs failed", (FAILED,), lambda x: f"{x:.0f}"),
 )
 WIDTH = 80  # columns of a line for pipes and files
 IMPORTANT = (  # the last leave a full line first
-    *("reward", "no score", "actor skipped", "critic skipped"),
+    *("reward", "no score", "actor skipped", "critic skipped", "logs failed"),
     *("kl", "length", "clip", "tok/s", "entropy", "vf loss"),
 )
 Shown = list[tuple[str, str]]
@@ -132,7 +142,7 @@ def held_out_summary(metrics: Mapping[str, float]) -> Shown:
         parts = name.split("/")
         by_name.setdefault(parts[-2] if len(parts) > 3 else parts[-1], []).append(metrics[name])
     first = sorted(by_name, key=lambda name: name != "reward")
-    shown = [(name, f"{sum(by_name[name]) / len(by_name[name]):.3f}") for name in first]
+    shown = [(printable(name, 40), f"{sum(by_name[name]) / len(by_name[name]):.3f}") for name in first]
     sources = max(map(len, by_name.values()), default=0)
     return [*shown, ("sources", str(sources))] if sources > 1 else shown
 
@@ -231,12 +241,14 @@ class LiveConsole:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the step's line above the bar, and one for its evaluation, and moves it."""
+        from rich.markup import escape
+
         left = self._left.at(step)
         head, console = f"{step:>{len(str(self._steps))}}", self._progress.console
         for about, shown in (("", summary(metrics)), ("held out  ", held_out_summary(metrics))):
             room = console.width - len(head) - len(about)
             pairs = fitting(shown, room, least=6)
-            numbers = "  ".join(f"[dim]{label}[/] [bold]{number:>6}[/]" for label, number in pairs)
+            numbers = "  ".join(f"[dim]{escape(label)}[/] [bold]{number:>6}[/]" for label, number in pairs)
             if pairs:
                 console.print(f"[cyan]{head}[/]  {about}{numbers}", highlight=False)
         remaining = "" if left is None else f"{duration(left)} left"
@@ -295,18 +307,23 @@ class WandB:
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         marker = run_dir / "wandb_id"
-        previous = marker.read_text().strip() if marker.exists() else None
-        self._run = wandb.init(
-            project=project,
-            entity=entity,
-            group=group,
-            name=run_dir.resolve().name,
-            id=previous,
-            dir=str(run_dir),
-            config=dict(settings),
-            resume="allow" if previous else None,
-        )
-        marker.write_text(self._run.id)
+        noted = marker.read_text(errors="replace").strip() if marker.exists() else ""
+        previous = noted if re.fullmatch(r"[\w.-]+", noted) else None  # one that is damaged names no run
+        try:
+            self._run = wandb.init(
+                project=project,
+                entity=entity,
+                group=group,
+                name=Path(os.path.realpath(run_dir)).name,
+                id=previous,
+                dir=str(run_dir),
+                config=dict(settings),
+                resume="allow" if previous else None,
+            )
+        except (Exception, SystemExit) as error:
+            text = "leave it out, or have it log in or write here (WANDB_MODE=offline)"
+            raise ValueError(f"log.loggers names wandb, which does not start: {words_of(error)}; {text}") from error
+        write_whole(marker, self._run.id.encode())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends the metrics."""

@@ -85,7 +85,7 @@ def export(settings: TrainSettings, target: Path, step: int, role: Role, *, merg
     if role == "critic" and not checks.uses_critic_model(settings):
         reads = f"with critic.reads = {settings.critic.reads!r} it reads what the policy's pass finds"
         raise ValueError(f"the run's critic is no model: {reads}")
-    path = checkpoint.path_of(Path(settings.output_dir) / CHECKPOINTS, step)
+    path = checkpoint.place_of(Path(settings.output_dir) / CHECKPOINTS, step)
     if uses_lora(settings) if role == "actor" else critic_uses_lora(settings):
         _export_adapted(settings, target, path, role, merge=merge)
         return

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-import torch
-
 from fppo import models
 from fppo.assembly.machine import resolved
 from fppo.assembly.placed import AHEAD
@@ -22,7 +20,6 @@ from fppo.assembly.program import ROLLOUTS
 from fppo.assembly.run import Assembly
 from fppo.models import lora_files
 from fppo.pipeline import replay
-from fppo.pipeline.measure import gauges
 from fppo.pipeline.program import RunState
 from fppo.pipeline.train import Observe, StepRecord, train
 from fppo.runs import bases, evaluations, jsonl, loggers, starts
@@ -30,10 +27,11 @@ from fppo.runs.jsonl import JsonLines
 from fppo.runs.profiles import Profiles
 from fppo.runs.starts import SETTINGS
 from fppo.runs.trace import TRACE, Tracer
+from fppo.runs.traffic import gauged_by, traffic_since
 from fppo.runs.writer import Checkpoints, Digests
 from fppo.runtime import checkpoint, digests
-from fppo.runtime.mesh import AXES, Mesh, is_first, place_on, ranks_on
-from fppo.runtime.watch import Traffic, Watch
+from fppo.runtime.mesh import AXES, LOCAL, Mesh, is_first, place_on, ranks_on
+from fppo.runtime.watch import Watch
 from fppo.settings import files, places
 from fppo.settings.train import TrainSettings
 
@@ -83,6 +81,12 @@ def check_alone(settings: TrainSettings) -> None:
             pass
 
 
+def say_misnamed(checkpoints: Path, mesh: Mesh = LOCAL) -> None:
+    """Tells, on the first rank, of checkpoints whose names are not those of their steps."""
+    for text in checkpoint.misnamed(checkpoints) if is_first(mesh) else []:
+        print(text, file=sys.stderr)
+
+
 def restore(settings: TrainSettings, assembly: Assembly) -> RunState:
     """The state that training goes on from: of the run's newest checkpoint, of the one that it is to begin from, or its
     beginning. It is in the memory of the assembly's state, which is given up: a device has no room for two.
@@ -90,13 +94,18 @@ def restore(settings: TrainSettings, assembly: Assembly) -> RunState:
     Raises ValueError where that would mix this run with another one, or delete the record of what it did.
     """
     directory, resume = Path(settings.output_dir), settings.resume
+    say_misnamed(directory / CHECKPOINTS, assembly.mesh)
     own, asked = checkpoint.steps(directory / CHECKPOINTS), _named(settings)
     if not own:
         if resume == "auto":
             _check_beginning(directory)
         return _loaded(settings, assembly, asked, donate=True)
-    newest = checkpoint.path_of(directory / CHECKPOINTS, own[-1])
-    if asked is not None and asked.resolve() != newest.resolve() and starts.source(directory) != os.path.abspath(asked):
+    newest = checkpoint.place_of(directory / CHECKPOINTS, own[-1])
+    if (
+        asked is not None
+        and os.path.realpath(asked) != os.path.realpath(newest)
+        and starts.source(directory) != os.path.abspath(asked)
+    ):
         raise ValueError(
             f"resume = {resume!r}, but {directory / CHECKPOINTS} holds the checkpoint of step {own[-1]} already: give "
             f"another output_dir to start from {asked.name}, or leave resume out to go on from step {own[-1]}"
@@ -125,7 +134,7 @@ def _loaded(settings: TrainSettings, assembly: Assembly, path: Path | None, *, d
 def load(assembly: Assembly, directory: Path, step: int, *, donate: bool = False) -> RunState:
     """The state of a checkpoint, as it lies on the run's mesh; with `donate` in the memory of the assembly's."""
     run, mesh, shapes, device = assembly.run, assembly.mesh, assembly.shapes, assembly.device
-    bases.check(run.bases, checkpoint.path_of(directory, step))
+    bases.check(run.bases, checkpoint.place_of(directory, step))
     if assembly.placed is not None:
         return assembly.placed.load(run, directory, step, device=device)
     return checkpoint.load(run, directory, step, mesh=mesh, shapes=shapes, free=AHEAD, device=device, donate=donate)
@@ -143,7 +152,7 @@ def _named(settings: TrainSettings) -> Path | None:
     if resume == "must" and not own:
         raise ValueError(f"resume = 'must', but there is no checkpoint in {directory}")
     if resume in files.RESUMES:
-        return checkpoint.path_of(directory, own[-1]) if own else None
+        return checkpoint.place_of(directory, own[-1]) if own else None
     checkpoint.step_of(Path(resume))
     return Path(resume)
 
@@ -184,15 +193,21 @@ def asked_to_stop(*, announce: str = "") -> Iterator[list[float]]:
             signal.signal(number, handler)
 
 
-def run_training(settings: TrainSettings, assembly: Assembly, watch: Watch | None = None) -> RunState:
+def run_training(
+    settings: TrainSettings,
+    assembly: Assembly,
+    watch: Watch | None = None,
+    *,
+    at_end: Callable[[RunState], None] = lambda run: None,
+) -> RunState:
     """Trains from where the run stands to its last step, or until asked to stop, writing as it goes.
 
-    On a mesh every rank does its part; the first one logs. `watch` counts what goes over it. A run that has taken all
-    its steps is returned as it is, and nothing is written.
+    On a mesh every rank does its part; the first one logs. `watch` counts what goes over it. `at_end` gets the state
+    after the last step, before loggers are closed, which may take long, or fail. A run that has taken all its steps is
+    returned as it is, and nothing else is written.
     """
     settings, _ = resolved(settings, assembly.works)
-    directory, mesh = Path(settings.output_dir), assembly.mesh
-    first = is_first(mesh)
+    directory, first = Path(settings.output_dir), is_first(assembly.mesh)
     directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as opened:
         if first:
@@ -201,12 +216,24 @@ def run_training(settings: TrainSettings, assembly: Assembly, watch: Watch | Non
         if settings.rollout.save and (directory / ROLLOUTS / SETTINGS).exists():
             text = f"{directory / ROLLOUTS} holds what fppo rollout made; give another output_dir, or remove it"
             raise ValueError(f"rollout.save = True: {text}")
-        if run.step >= settings.steps:
-            if first and run.step > settings.steps:
-                print(f"steps = {settings.steps}: step {run.step} is done, and nothing is changed", file=sys.stderr)
-            return run
-        observers, digested, saved = _writing(settings, assembly, run, opened, watch)
-        asked = opened.enter_context(asked_to_stop(announce=STOPPING if first else ""))
+        if run.step < settings.steps:
+            run = _trained(settings, assembly, run, opened, watch)
+        elif first and run.step > settings.steps:
+            print(f"steps = {settings.steps}: step {run.step} is done, and nothing is changed", file=sys.stderr)
+        if run.step == settings.steps:
+            at_end(run)
+    if first and run.step < settings.steps:
+        print(f"stopped after step {run.step}; to go on: fppo train {directory / SETTINGS}", file=sys.stderr)
+    return run
+
+
+def _trained(
+    settings: TrainSettings, assembly: Assembly, run: RunState, opened: contextlib.ExitStack, watch: Watch | None
+) -> RunState:
+    """The state after the last step, or the one before a stop, saved; what has observed the steps is closed with
+    `opened`."""
+    observers, digested, saved = _writing(settings, assembly, run, opened, watch)
+    with asked_to_stop(announce=STOPPING if is_first(assembly.mesh) else "") as asked:
         try:
             run = train(
                 run,
@@ -217,16 +244,14 @@ def run_training(settings: TrainSettings, assembly: Assembly, watch: Watch | Non
                 evaluation=evaluations.in_training(settings, assembly),
                 stop=lambda: bool(asked),
                 ahead=settings.rollout.ahead,
-                mesh=mesh,
+                mesh=assembly.mesh,
                 donate=True,
             )
-        except Exception:
+        except (Exception, SystemExit):
             saved.leave(alone=watch is not None and watch.error is not None)
             raise
         digested.end()
         saved.end(run)
-    if first and run.step < settings.steps:
-        print(f"stopped after step {run.step}; to go on: fppo train {directory / SETTINGS}", file=sys.stderr)
     return run
 
 
@@ -268,7 +293,7 @@ def _writing(
             log(record)
         return saved(record)
 
-    gauged = _gauges(mesh, device, _traffic(watch, run.step))
+    gauged = gauged_by(mesh, device, traffic_since(watch, run.step))
     return [digested, gauged, *logged[:-1], profiles, end], digested, saved
 
 
@@ -298,28 +323,6 @@ def of_state(assembly: Assembly) -> replay.OfState | None:
     """What digests a state that is not in this process; None if it is."""
     placed, device = assembly.placed, assembly.device
     return None if placed is None else lambda run, kind: placed.digest(run, kind, device=device)
-
-
-def _gauges(mesh: Mesh, device: torch.device, traffic: Callable[[], dict[str, Traffic]]) -> Observe:
-    """Adds the gauges of all ranks to a record; every rank must call."""
-    return lambda record: gauges(mesh=mesh, device=device, traffic=traffic)
-
-
-def _traffic(watch: Watch | None, step: int) -> Callable[[], dict[str, Traffic]]:
-    """What went over each axis since the last call, which ends a step; nothing without a watch."""
-    if watch is None:
-        return dict
-    watch.step = step
-    before = {axis: Traffic() for axis in watch.traffic()}
-
-    def since() -> dict[str, Traffic]:
-        now = watch.traffic()
-        changes = {axis: now[axis].since(before[axis]) for axis in now}
-        before.update(now)
-        watch.step += 1
-        return changes
-
-    return since
 
 
 @contextlib.contextmanager
@@ -389,4 +392,4 @@ def export(assembly: Assembly, run: RunState, target: Path) -> None:
 def recorded(directory: Path) -> dict[int, dict]:
     """The digests of a run's steps, but for those whose lines are damaged."""
     lines = jsonl.read(directory / replay.DIGESTS, on_damage=lambda _: None)
-    return {line["step"]: line for line in lines}
+    return {line["step"]: line for line in lines if "step" in line}

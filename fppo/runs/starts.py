@@ -6,20 +6,24 @@ file of its own.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from fppo.runtime.exports import write_whole
 from fppo.settings import files
 from fppo.settings.train import TrainSettings
 
 SETTINGS = files.SETTINGS
 KEPT = f"{SETTINGS}.kept"  # what stood under that name before the run's first start: somebody's own file
+_DIGEST = "# digest of what follows: "
 NAME = re.compile(r"step_(\d{8})\.toml")
 
 
@@ -30,6 +34,8 @@ def load(directory: Path, step: int | None = None) -> TrainSettings:
     """
     before = [file for start, file in _recorded(directory).items() if step is not None and start < step]
     path = before[-1] if before else directory / SETTINGS
+    if before and _values(path) is None:
+        raise ValueError(f"{path} is damaged: which settings made step {step} is not known")
     if not path.exists():
         raise ValueError(f"{path}: there is no such file; give the output_dir of a run")
     return files.load(path, run=directory)
@@ -47,42 +53,87 @@ def first(directory: Path) -> int:
 
 
 def last(directory: Path) -> dict[str, Any]:
-    """The settings of the run's last start by their paths, as they were written; none if there was none."""
+    """The settings of the run's last start by their paths, as they were written; none if there was none, or they are
+    damaged."""
     recorded = list(_recorded(directory).values())
-    return files.flat(files.read_toml(recorded[-1])) if recorded else {}
+    return files.flat(_values(recorded[-1]) or {}) if recorded else {}
 
 
 def source(directory: Path) -> str | None:
-    """The checkpoint that the run began from, if it was another's."""
-    first = next(iter(_recorded(directory).values()), None)
-    asked = None if first is None else files.read_toml(first).get("resume")
+    """The checkpoint that the run began from, if it was another's; of a damaged record what it is is not known: ""."""
+    first = next(iter(_recorded(directory).items()), None)
+    if first is None:
+        return None
+    values = _values(first[1])
+    if values is None:
+        return "" if first[0] else None
+    asked = values.get("resume")
     return asked if asked not in (None, *files.RESUMES) else None
 
 
 def record(settings: TrainSettings, step: int) -> dict[str, tuple[Any, Any]]:
     """Writes the settings of a start that goes on from `step`; old and new of those that differ from the last start's.
 
-    What a start from a later step left is dropped: its steps are made again.
+    What a start from a later step left is dropped: its steps are made again. A record that is damaged is told, and
+    stays.
     """
     directory = Path(settings.output_dir)
     recorded = _recorded(directory)
-    changes: Mapping[str, tuple[Any, Any]] = {}
     if not recorded and (directory / SETTINGS).exists():
         shutil.copy(directory / SETTINGS, directory / KEPT)
-    if recorded:
-        changes = files.changes(files.read_toml(list(recorded.values())[-1]), settings)
+    _say_damaged(recorded)
+    begun = [_values(file) for file in recorded.values()]
+    changes = files.changes(begun[-1], settings) if begun and begun[-1] is not None else {}
     for start, file in recorded.items():
         if start > step:
             file.unlink()
-    kept = [file for start, file in recorded.items() if start <= step]
-    if not kept or files.changes(files.read_toml(kept[-1]), settings):
+    kept = [values for start, values in zip(recorded, begun, strict=True) if start <= step]
+    if not kept or kept[-1] is None or files.changes(kept[-1], settings):
         asked = settings.resume if settings.resume in files.RESUMES else os.path.abspath(settings.resume)
         if step == first(directory):
             asked = source(directory) or asked
         (directory / files.STARTS).mkdir(exist_ok=True)
-        _write(attrs.evolve(settings, resume=asked), directory / files.STARTS / f"step_{step:08d}.toml")
+        place = directory / files.STARTS / f"step_{step:08d}.toml"
+        if place.exists() and _values(place) is None:
+            os.replace(place, place.with_name(f"{place.name}.damaged"))
+        _write(attrs.evolve(settings, resume=asked), place, digest=True)
     _write(attrs.evolve(settings, resume="auto"), directory / SETTINGS)
     return dict(changes)
+
+
+def _say_damaged(recorded: Mapping[int, Path]) -> None:
+    begun = list(recorded)
+    for start, file, end in zip(begun, recorded.values(), [*begun[1:], None]):
+        if _values(file) is None:
+            until = "" if end is None else f" to {end}"
+            text = f"what made the steps from {start + 1}{until} is not known any more, and fppo replay refuses them"
+            print(f"{file} is damaged: {text}", file=sys.stderr)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The tables of a file of settings; None if it is damaged, which an empty one is."""
+    try:
+        values = files.read_toml(path)
+        files.from_dict(values)
+    except (OSError, ValueError):
+        return None
+    return values or None
+
+
+def _values(path: Path) -> dict[str, Any] | None:
+    """The tables of a start's record, which begins with the digest of the rest; None if it is damaged."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+    line, _, rest = text.partition("\n")
+    if line.startswith(_DIGEST) and text.encode() != _digested(rest):
+        return None
+    return _read(path)
+
+
+def _digested(text: str) -> bytes:
+    return f"{_DIGEST}{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}\n{text}".encode()
 
 
 def _recorded(directory: Path) -> dict[int, Path]:
@@ -91,8 +142,7 @@ def _recorded(directory: Path) -> dict[int, Path]:
     return {int(match[1]): path for path in sorted(places) if (match := NAME.fullmatch(path.name))}
 
 
-def _write(settings: TrainSettings, path: Path) -> None:
+def _write(settings: TrainSettings, path: Path, *, digest: bool = False) -> None:
     """Replaces a file as a whole; what is inside output_dir is named as inside of it."""
-    draft = path.with_name(f".{path.name}.new")
-    files.save(files.relocated(settings, settings.output_dir), draft)
-    os.replace(draft, path)
+    text = files.to_toml(files.relocated(settings, settings.output_dir))
+    write_whole(path, _digested(text) if digest else text.encode())

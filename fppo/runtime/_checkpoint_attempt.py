@@ -23,6 +23,7 @@ import torch
 from fppo.runtime import _checkpoint_files as files
 from fppo.runtime._checkpoint_files import CheckpointError, DamagedError
 from fppo.runtime.clock import Clock, Unchanged
+from fppo.runtime.exports import sync
 from fppo.runtime.mesh import AXES, Mesh, gather_objects, place_on, ranks_on
 
 T = TypeVar("T")
@@ -38,9 +39,51 @@ def path_of(directory: Path, step: int) -> Path:
 
 def steps(directory: Path) -> list[int]:
     """The steps of the complete checkpoints, ascending. What a crash left behind does not bear their name."""
+    return sorted({step for _, step in _entries(directory)})
+
+
+def place_of(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step is: in the directory whose manifest says so, whatever it is called."""
+    own = path_of(directory, step)
+    return next((path for path, held in _entries(directory) if held == step), own)
+
+
+def step_in(path: Path) -> int:
+    """The step of the checkpoint in a directory with a checkpoint's name: as its manifest says; of a damaged one, which
+    cannot be loaded, as its name does."""
+    try:
+        return int(files.read_manifest(path)["step"])
+    except CheckpointError:
+        return int(path.name.removeprefix("step_"))
+
+
+def misnamed(directory: Path) -> list[str]:
+    """What to say of checkpoints that are called by another step than their manifests say."""
+    other = [(path, step) for path, step in _entries(directory) if path != path_of(directory, step)]
+    return [
+        f"{path} holds the checkpoint of step {step}, as its manifest says; its name is wrong" for path, step in other
+    ]
+
+
+def _entries(directory: Path) -> list[tuple[Path, int]]:
+    """The complete checkpoints with the steps that they hold; of several of one step first the one with its name."""
     if not directory.is_dir():
         return []
-    return sorted(int(m[1]) for entry in directory.iterdir() if (m := NAME.fullmatch(entry.name)))
+    there = sorted(path for path in directory.iterdir() if NAME.fullmatch(path.name))
+    return sorted(((path, step_in(path)) for path in there), key=lambda x: (x[1], x[0] != path_of(directory, x[1])))
+
+
+def make_way(path: Path) -> None:
+    """Calls the checkpoint at `path`, if that is one of another step, by its own, as the one there may have to be too;
+    one whose step has another checkpoint by something else, under which it is none of the run's. Raises OSError."""
+    if not path.is_dir() or path == path_of(path.parent, step := step_in(path)):
+        return
+    beside = path.with_name(f"{path.name}.of_step_{step}")
+    path.rename(beside)
+    own = path_of(path.parent, step)
+    make_way(own)
+    if not own.exists():
+        beside.rename(own)
 
 
 @attrs.frozen
@@ -153,6 +196,7 @@ def agree(directory: Path, step: int, mesh: Mesh, device: torch.device, timeout:
     if rank == 0:
         attempt = Attempt(directory, step, os.urandom(8).hex(), rank, ranks, timeout)
         try:
+            make_way(attempt.final)
             if attempt.final.is_dir():
                 answer = {"token": None}
             else:
@@ -185,9 +229,9 @@ def clear_leftovers(attempt: Attempt) -> None:
 
 def commit(attempt: Attempt) -> None:
     """Gives the draft its name; onto an existing checkpoint this fails, and so replaces none."""
-    files.sync(attempt.draft)
+    sync(attempt.draft)
     attempt.draft.rename(attempt.final)
-    files.sync(attempt.directory)
+    sync(attempt.directory)
 
 
 def drop(path: Path) -> None:
@@ -200,5 +244,7 @@ def drop(path: Path) -> None:
 
 def drop_old(directory: Path, keep: int | None) -> None:
     """Drops all but the newest `keep` checkpoints."""
-    for step in steps(directory)[: -keep if keep else 0]:
-        drop(path_of(directory, step))
+    old = steps(directory)[: -keep if keep else 0]
+    for path, step in _entries(directory) if old else []:
+        if step in old:
+            drop(path)

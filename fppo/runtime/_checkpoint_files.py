@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 
 from fppo import tree
+from fppo._errors import json_of
+from fppo.runtime.exports import sync
 from fppo.runtime.layout import Cut, Extent
 from fppo.runtime.mesh import AXES, CUTTING_AXES, Mesh, gather_objects
 from fppo.runtime.parts import Part, holds, overlaps, part_of
@@ -149,15 +151,6 @@ def about_file(directory: Path, rank: int) -> Path:
     return directory / f"shard_{rank:05d}.json"
 
 
-def sync(path: Path) -> None:
-    """Has the disk hold what was written."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def publish(path: Path, content: Any) -> None:
     """Writes a JSON file that appears whole or not at all."""
     draft = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
@@ -201,7 +194,7 @@ def _canonical(content: Any) -> bytes:
 def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest. Raises DamagedError, and CheckpointError for one of another format."""
     try:
-        manifest = json.loads((directory / MANIFEST).read_text())
+        manifest = json_of((directory / MANIFEST).read_text())
         known = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{MANIFEST}: {error!r}") from error
@@ -229,7 +222,7 @@ def read(
             text = about.read_bytes()
             if _digest(text) != digest:
                 raise DamagedError(f"{about.name} does not have the digest it was saved with")
-            chunks = json.loads(text)
+            chunks = json_of(text)
             with opened(data) as tensor:
                 for path, part in needed.items():
                     x = tensor(path, getattr(torch, manifest["leaves"][path]["dtype"].removeprefix("torch.")))

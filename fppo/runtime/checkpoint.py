@@ -21,7 +21,7 @@ from fppo.batch import Column
 from fppo.key import Key
 from fppo.runtime import _checkpoint_attempt as attempts
 from fppo.runtime import _checkpoint_files as files
-from fppo.runtime._checkpoint_attempt import Attempt, path_of, steps
+from fppo.runtime._checkpoint_attempt import Attempt, misnamed, path_of, place_of, steps
 from fppo.runtime._checkpoint_files import CheckpointError, Contents, DamagedError
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import AXES, Mesh, gather_objects
@@ -32,7 +32,9 @@ __all__ = [
     "Pending",
     "begin_save",
     "load",
+    "misnamed",
     "path_of",
+    "place_of",
     "save",
     "step_of",
     "steps",
@@ -44,11 +46,18 @@ STAGE_BYTES = 64 << 20  # what is copied from a device at a time
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint's path. Raises CheckpointError if it does not have a checkpoint's name."""
+    """The step of the checkpoint at a path, as its manifest says. Raises CheckpointError if it does not have a
+    checkpoint's name, and where its directory holds another one of its step."""
     match = attempts.NAME.fullmatch(path.name)
     if match is None or not path.is_dir():
         raise CheckpointError(f"{path} is no checkpoint; theirs are directories named like step_00000100")
-    return int(match[1])
+    step = attempts.step_in(path)
+    if (other := place_of(path.parent, step)) != path:
+        raise CheckpointError(
+            f"{path} holds the checkpoint of step {step}, as its manifest says, and so does {other}: "
+            "move one of them away"
+        )
+    return step
 
 
 @attrs.frozen
@@ -277,7 +286,7 @@ def load(
     called. Raises CheckpointError for a damaged checkpoint, and for one of another model, naming the leaves that
     differ.
     """
-    path = path_of(Path(directory), step)
+    path = place_of(Path(directory), step)
     with _damage_explained(path):
         manifest = files.read_manifest(path)
         if free is not None and manifest["structure"] is not None:
@@ -345,7 +354,7 @@ def _damage_explained(path: Path) -> Iterator[None]:
     try:
         yield
     except DamagedError as error:
-        others = [s for s in steps(path.parent) if path_of(path.parent, s) != path]
+        others = [s for s in steps(path.parent) if place_of(path.parent, s) != path]
         way_out = f"step {others[-1]}" if others else "the start"
         raise CheckpointError(f"{path} is damaged: {error}. Remove it to resume from {way_out}.") from error
 

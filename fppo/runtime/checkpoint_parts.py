@@ -31,6 +31,7 @@ def begin(directory: Path, step: int) -> Attempt:
     """A draft to write parts into. Raises CheckpointError if it cannot be made, or the step has a checkpoint."""
     attempt = Attempt(directory, step, os.urandom(8).hex(), 0, 1, TIMEOUT)
     try:
+        attempts.make_way(attempt.final)
         if attempt.final.is_dir():
             raise OSError("there is one already")
         attempt.draft.mkdir(parents=True)

@@ -7,14 +7,42 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
+from fppo._errors import json_of
+
 CONTENTS = "fppo_files.json"  # names all files of an export, so that the next one knows what it may replace
+
+_EXPORTED = (  # the files that models, their tokenizers and processors, and adapters are saved as
+    *(CONTENTS, "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
+    *("chat_template.*", "additional_chat_templates/*", "*processor_config.json", "adapter_config.json", "*.py"),
+)
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Has the disk hold what was written to a file, or the names in a directory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+    """Writes a file that has all of the data or, after a crash at any moment, what it had before."""
+    target = Path(path)
+    draft = target.with_name(f".{target.name}.new")
+    draft.write_bytes(data)
+    sync(draft)
+    os.replace(draft, target)
+    sync(target.parent)
 
 
 def draft_of(directory: str | os.PathLike[str]) -> Path:
     """Where this process writes what is to take the directory's place."""
-    target = Path(directory).resolve()
+    target = Path(os.path.realpath(directory))
     return target.with_name(f".{target.name}.{os.getpid()}.partial")
 
 
@@ -22,7 +50,7 @@ def draft_of(directory: str | os.PathLike[str]) -> Path:
 def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
     """A directory to be made and filled (`draft_of`), which takes the place of `directory` at the end; after an error
     it is removed. Raises ValueError as `check_replaceable`, before and after it is filled, which takes a while."""
-    target, draft = Path(directory).resolve(), draft_of(directory)
+    target, draft = Path(os.path.realpath(directory)), draft_of(directory)
     check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(draft, ignore_errors=True)
@@ -60,21 +88,30 @@ def _files(directory: Path) -> set[str]:
 
 
 def _saved(directory: Path) -> set[str]:
-    """What an export has written to the directory, by its own list."""
+    """What an export has written to the directory, by its own list; where that is damaged, what exports write."""
     try:
-        return {CONTENTS, *json.loads((directory / CONTENTS).read_text(encoding="utf-8"))["files"]}
-    except (OSError, ValueError, KeyError, TypeError):
+        text = (directory / CONTENTS).read_text(encoding="utf-8", errors="replace")
+    except OSError:
         return set()
+    try:
+        names = json_of(text)["files"]
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+            return {CONTENTS, *names}
+    except (ValueError, KeyError, TypeError):
+        pass
+    return {name for name in _files(directory) if any(fnmatch(name, kind) for kind in _EXPORTED)}
 
 
 def _complete(directory: Path) -> None:
-    """Lists what was written, and gives every file the mode that the umask asks for: safetensors gives 0600."""
+    """Lists what was written, and gives every file the mode that the umask asks for: safetensors gives 0600. The disk
+    has them then."""
     text = json.dumps({"files": sorted(_files(directory))}, indent=1) + "\n"
     (directory / CONTENTS).write_text(text, encoding="utf-8")
     mode = (directory / CONTENTS).stat().st_mode & 0o666
     for file in directory.rglob("*"):
         if file.is_file():
             file.chmod(mode)
+            sync(file)
 
 
 def _take_place(draft: Path, target: Path) -> None:
@@ -82,4 +119,5 @@ def _take_place(draft: Path, target: Path) -> None:
     if target.exists():
         target.rename(old)
     draft.rename(target)
+    sync(target.parent)
     shutil.rmtree(old, ignore_errors=True)

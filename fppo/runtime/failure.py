@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from types import TracebackType
 
 import attrs
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
+from fppo._errors import printable
 from fppo.runtime._standing import Standing, broken, too_long
 from fppo.runtime.clock import Clock, Unchanged, sleep
 from fppo.runtime.watch import Waiting, Watch
 
+MONITOR = "monitor"  # what the keys of monitors in a store begin with
 FAILED = 1  # the exit status of a rank that ends for another's error
+_STAND, _AHEAD = "stand", "ahead"  # of keys: where ranks stand, and where what makes batches ahead does
 _GRACE = 2.0  # seconds in which a rank may end by itself once another has failed
+
+
+def not_done(store: Store, ranks: Iterable[int]) -> list[int]:
+    """The ranks, of these, whose monitors have not come to the end of what they watch; the store is theirs."""
+    kept = PrefixStore(MONITOR, store)
+    return [rank for rank in ranks if not kept.check([_done(rank)])]
+
+
+def _done(rank: int) -> str:
+    return f"done/{rank}"
 
 
 class PeerError(RuntimeError):
@@ -42,11 +57,16 @@ class Monitor:
     who started the ranks. Use it in a `with` statement: an error that leaves it is claimed as the first, or, if there
     was one before, gives way to a quiet end of the process.
 
+    `beside` watches what another thread does meanwhile, over groups of its own.
+
     The store's keys must be of this start of the ranks alone. Where it is gone nobody can tell who was first; then the
     last rank speaks, which is not the one that holds it.
     """
 
-    def __init__(self, store: Store, rank: int, world: int, watch: Watch, limits: Limits) -> None:
+    def __init__(
+        self, store: Store, rank: int, world: int, watch: Watch, limits: Limits, beside: Watch | None = None
+    ) -> None:
+        self._beside = beside
         self._rank, self._world, self._watch, self._limits = rank, world, watch, limits
         # a connection of its own, so that two threads do not wait for each other
         self._store: Store = store.clone()  # type: ignore[attr-defined]
@@ -54,6 +74,7 @@ class Monitor:
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._worker = 0  # the thread that works
         self._told = False  # of another rank's error
+        self._mine: bytes | None = None  # the claim of this rank, if it has made one
 
     def __enter__(self) -> Monitor:
         self._worker = threading.get_ident()
@@ -64,11 +85,15 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        waiting = self._watch.waiting
+        failed = self._failed()
+        waiting = failed.waiting
         if not isinstance(error, Exception):
             self._stop()
+            if error is None:
+                with contextlib.suppress(DistError):  # of a store that has gone with the last rank
+                    self._store.set(_done(self._rank), "")
             return
-        text = str(error) if waiting is None else self._of_broken(waiting, self._watch.error or error)
+        text = str(error) if waiting is None else self._of_broken(failed, waiting, failed.error or error)
         self._stop()
         if self._told or not self._claim(text, alone=waiting is None):
             raise SystemExit(FAILED) from None
@@ -85,41 +110,83 @@ class Monitor:
         """Whether this is the first error of all ranks; where the store is gone, the answer is `alone`, or that this is
         the last rank."""
         mine = json.dumps([self._rank, text])
+        self._mine = mine.encode()
         try:
-            return bytes(self._store.compare_set("error", "", mine)).decode() == mine
+            first = bytes(self._store.compare_set("error", "", mine))
         except DistError:
             return alone or self._rank == self._world - 1
+        if first != self._mine:
+            self._say_foreign(first)
+        return first == self._mine
 
-    def _of_broken(self, waiting: Waiting, error: object) -> str:
+    def _say_foreign(self, claim: bytes) -> bool:
+        """Whether a claim to the first error is this rank's to tell of, since no rank has made it: it bears this one's
+        number, or none, of which the first rank tells."""
+        try:
+            rank = json.loads(claim)[0]
+        except (ValueError, LookupError, TypeError):
+            rank = None
+        known = isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < self._world
+        if claim == self._mine or self._rank != (rank if known else 0):
+            return False
+        text = printable(claim.decode(errors="replace"), 400)
+        self._say(
+            f"rank {self._rank}: the store of the ranks holds an error that none of them has written, {text}: another "
+            "program writes to it, and the ranks end"
+        )
+        return True
+
+    def _say(self, text: str) -> None:
+        print(f"fppo: {printable(text, lines=True)}", file=sys.stderr, flush=True)
+
+    def _failed(self) -> Watch:
+        """What has watched the collective that failed, if one has."""
+        other = self._beside
+        if self._watch.waiting is None and other is not None and other.error is not None:
+            return other
+        return self._watch
+
+    def _of_broken(self, watch: Watch, waiting: Waiting, error: object) -> str:
         """What became of the collective that failed in this rank. It fails for another rank's sake, which has a word
         first, or is gone: whoever is alive speaks meanwhile."""
         try:
-            before = self._standings()
+            before = self._standings(watch)
             sleep(_GRACE)
-            after = self._standings()
+            after = self._standings(watch)
         except DistError:
             before = after = {}
         gone = [rank for rank, standing in after.items() if standing == before[rank] and rank != self._rank]
-        return broken(waiting, self._watch.step, error, gone, after)
+        return self._about(watch) + broken(waiting, self._watch.step, error, gone, after)
+
+    def _about(self, watch: Watch) -> str:
+        return "" if watch is self._watch else "of the batches that are made ahead, "
 
     def _place(self) -> str:
         """Where this rank is on the axes, in words."""
         return f" ({self._watch.place})" if self._watch.place else ""
 
-    def _standings(self) -> dict[int, Standing | None]:
-        return {rank: self._standing(rank) for rank in range(self._world)}
+    def _standings(self, watch: Watch) -> dict[int, Standing | None]:
+        return {rank: self._standing(rank, watch) for rank in range(self._world)}
 
-    def _standing(self, rank: int) -> Standing | None:
-        key = f"stand/{rank}"
-        return Standing.loaded(self._store.get(key)) if self._store.check([key]) else None
+    def _standing(self, rank: int, watch: Watch | None = None) -> Standing | None:
+        key = f"{_STAND if watch in (None, self._watch) else _AHEAD}/{rank}"
+        try:
+            return Standing.loaded(self._store.get(key)) if self._store.check([key]) else None
+        except (ValueError, KeyError, TypeError):  # nothing that a rank has written
+            return None
 
     def _publish(self, beat: int) -> None:
-        self._store.set(f"stand/{self._rank}", Standing.of(self._watch, beat, self._worker).dumped())
+        self._store.set(f"{_STAND}/{self._rank}", Standing.of(self._watch, beat, self._worker).dumped())
+        if self._beside is not None:
+            self._beside.step = self._watch.step
+            standing = Standing.of(self._beside, beat, self._beside.thread or self._worker)
+            self._store.set(f"{_AHEAD}/{self._rank}", standing.dumped())
 
     def _run(self) -> None:
         limits, next_one = self._limits, (self._rank + 1) % self._world
         clock = Clock(4 * limits.period)
-        neighbour, awaited = Unchanged(), Unchanged()
+        watches = [watch for watch in (self._watch, self._beside) if watch is not None]
+        neighbour, awaited = Unchanged(), [Unchanged() for _ in watches]
         beat = 0
         while not self._ended.wait(limits.period):
             beat += 1
@@ -128,11 +195,8 @@ class Monitor:
                 if self._store.check(["error"]):
                     self._give_way()
                 now = clock.now()
-                waiting = self._watch.oldest() if self._watch.error is None else None
-                if awaited.seconds(waiting, now) > limits.timeout and waiting is not None:
-                    others = [rank for rank in self._watch.ranks[waiting.axis] if rank != self._rank]
-                    known = self._standings()
-                    self._fail(too_long(waiting, self._watch.step, limits.timeout, others, known))
+                for watch, unchanged in zip(watches, awaited, strict=True):
+                    self._look_at(watch, unchanged, now)
                 if neighbour.seconds(self._standing(next_one), now) > limits.silence:
                     self._fail(f"rank {next_one} has not been heard of for {limits.silence:g} s")
             except DistError as error:
@@ -143,23 +207,33 @@ class Monitor:
             except RuntimeError:
                 continue  # the GPU's: the thread that works meets it too, and says so
 
+    def _look_at(self, watch: Watch, unchanged: Unchanged, now: float) -> None:
+        """Ends the process if a collective has been waited for too long."""
+        limit, waiting = self._limits.timeout, watch.oldest() if watch.error is None else None
+        if unchanged.seconds(waiting, now) > limit and waiting is not None:
+            others = [rank for rank in watch.ranks[waiting.axis] if rank != self._rank]
+            said = too_long(waiting, self._watch.step, limit, others, self._standings(watch))
+            self._fail(self._about(watch) + said)
+
     def _give_way(self) -> None:
         """Ends the process some time after another rank's error, unless it ends by itself."""
-        if json.loads(self._store.get("error"))[0] == self._rank:
+        claim = bytes(self._store.get("error"))
+        if claim == self._mine:
             return
         self._told = True
+        self._say_foreign(claim)
         if not self._ended.wait(_GRACE):
             self._end(None)
 
     def _fail(self, text: str) -> None:
         first = self._claim(text, alone=False)
         if first:
-            print(f"fppo: rank {self._rank}{self._place()}: {text}", file=sys.stderr, flush=True)
+            self._say(f"rank {self._rank}{self._place()}: {text}")
             time.sleep(2 * self._limits.period)
         self._end(None)
 
     def _end(self, text: str | None) -> None:
         """Ends this process from a thread; the main one may be in a collective that never returns."""
         if text is not None:
-            print(f"fppo: {text}", file=sys.stderr, flush=True)
+            self._say(text)
         os._exit(FAILED)

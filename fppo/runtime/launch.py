@@ -16,12 +16,13 @@ from types import FrameType
 import attrs
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from fppo.runtime.failure import Limits, Monitor
+from fppo.runtime.failure import FAILED, MONITOR, Limits, Monitor, not_done
 from fppo.runtime.mesh import SHARD_AXES, Mesh, Sharding, lines_of, with_dense, with_lanes
 from fppo.runtime.parent import LAUNCHER
+from fppo.runtime.stores import LOOPBACK, TOKEN, listening, loopback_only, new_token, own_keys
 from fppo.runtime.watch import Watch, watched
 from fppo_kernels.collectives import Axis
 
@@ -67,14 +68,13 @@ def joined(
     """The mesh of these axes, over processes that all come here, with its groups watched.
 
     With `twin` there is a second one, with groups of its own, for a thread that works at the same time: collectives of
-    one group must come in the same order on all ranks. It is not watched.
+    one group must come in the same order on all ranks. It is watched too, and its traffic is not counted.
 
     `timeout` is the seconds that collectives wait. Axes are given from the slowest, whose ranks are farthest apart, to
     the fastest; their product is the number of processes. An error in any of them ends them all: see `failure.Monitor`.
     """
     shared = next(iter(rendezvous("env://", rank=place.rank, world_size=place.world)))[0]
-    # torchrun keeps its store when it starts the ranks again: what the ones before have written is not for these
-    store = PrefixStore(f"attempt_{os.environ.get(RESTARTS, '0')}", shared)
+    store = own_keys(shared, attempt=os.environ.get(RESTARTS, "0"))
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     limit = timedelta(seconds=2 * timeout)  # the monitor is first, and says more
     dist.init_process_group(
@@ -92,8 +92,9 @@ def joined(
         virtual_stages=virtual_stages,
     )
     mesh, watch = watched(plain)
-    second = attrs.evolve(plain, axes=_axes(wide, place.rank, limit)) if twin else None
-    with Monitor(PrefixStore("monitor", store), place.rank, place.world, watch, Limits(timeout=timeout)):
+    second, beside = watched(attrs.evolve(plain, axes=_axes(wide, place.rank, limit))) if twin else (None, None)
+    limits = Limits(timeout=timeout)
+    with Monitor(PrefixStore(MONITOR, store), place.rank, place.world, watch, limits, beside):
         yield mesh, watch, second
         dist.barrier()  # whoever holds the store leaves last
     dist.destroy_process_group()
@@ -142,16 +143,22 @@ def start(arguments: Sequence[str], ranks: int, *, max_restarts: int = 0) -> int
 
 def _attempt(arguments: Sequence[str], ranks: int, attempt: int) -> tuple[int, bool]:
     """The exit status of one start of all ranks, and whether they were asked to stop."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # here, so that it outlives any rank
+    store, token = listening(), new_token()  # here, so that it outlives any rank
     with _passed_on() as (children, asked):
         for rank in range(ranks):
-            environment = os.environ | _environment(rank, ranks, store.port, attempt)
+            environment = os.environ | _environment(rank, ranks, store.port, attempt) | {TOKEN: token}
             command = [sys.executable, "-m", "fppo", *arguments]
             children.append(
                 # in sessions of their own: a terminal's ctrl-C would come twice, by itself and passed on
                 subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
             )
         status = _supervised(children)
+    ended = [rank for rank, child in enumerate(children) if child.returncode == 0]
+    if status == 0 and (early := not_done(own_keys(store, token, attempt=str(attempt)), ended)):
+        who = ", ".join(map(str, early))
+        text = "before its work was done: what it runs has ended the process, as os._exit does"
+        print(f"fppo: rank {who} ended with the status 0 {text}", file=sys.stderr)
+        return FAILED, bool(asked)
     return status, bool(asked)
 
 
@@ -162,12 +169,13 @@ def _environment(rank: int, ranks: int, port: int, attempt: int) -> dict[str, st
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         RESTARTS: str(attempt),
         LAUNCHER: str(os.getpid()),
         "OMP_NUM_THREADS": threads,
+        **loopback_only(),
     }
 
 

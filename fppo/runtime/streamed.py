@@ -12,6 +12,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from fppo._errors import json_of
+
 
 @contextlib.contextmanager
 def written(
@@ -53,7 +55,7 @@ def opened(path: Path) -> Iterator[Callable[[str, torch.dtype], Tensor]]:
         whole, size = path.stat().st_size, 8 + int.from_bytes(file.read(8), "little")
         if size > whole:
             raise ValueError(f"{path.name} is cut short, or not a safetensors file")
-        about = json.loads(file.read(size - 8))
+        about = json_of(file.read(size - 8))
 
         def read(name: str, dtype: torch.dtype) -> Tensor:
             shape, (start, end) = about[name]["shape"], about[name]["data_offsets"]
@@ -73,7 +75,7 @@ def opened(path: Path) -> Iterator[Callable[[str, torch.dtype], Tensor]]:
 def _laid_out(like: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
     """What a file begins with, and where in it each tensor does."""
     empty = safetensors.torch.save({name: torch.empty(0, dtype=x.dtype) for name, x in like.items()}, dict(metadata))
-    about = json.loads(empty[8 : 8 + int.from_bytes(empty[:8], "little")])  # in the library's order, with its dtypes
+    about = json_of(empty[8 : 8 + int.from_bytes(empty[:8], "little")])  # in the library's order, with its dtypes
     starts, end = dict[str, int](), 0
     for name in (name for name in about if name in like):
         starts[name], end = end, end + like[name].numel() * like[name].element_size()

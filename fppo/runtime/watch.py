@@ -74,6 +74,7 @@ class Watch:
         self.waiting: Waiting | None = None
         self.error: RuntimeError | None = None  # of the collective that failed; `waiting` still says which
         self.step = 0  # the last step that is whole; whoever drives the steps sets it
+        self.thread = 0  # the one that waited last
         self._traffic = dict.fromkeys(ranks, Traffic())
         self._messages: dict[str, int] = {}  # by line
         self._stalls: deque[_Stall] = deque()
@@ -117,7 +118,7 @@ class Watch:
     def wait(self, about: tuple[str, str, int], device: torch.device | None, call: Callable[[], Any]) -> Any:
         """What `call` returns, which waits for a collective: its axis, its name, its number."""
         waiting = Waiting(*about, time.monotonic())
-        self.waiting, self.error = waiting, None
+        self.waiting, self.error, self.thread = waiting, None, threading.get_ident()
         start = _event(device)
         try:
             result = call()

@@ -15,6 +15,9 @@ def sampling_problems(s: TrainSettings) -> Problems:
             yield from unread(f"rollout.filter.{name}", value, getattr(default, name), "rollout.filter.groups")
     elif s.rollout.n == 1:
         yield problem("rollout.filter.groups", True, "rollout.n = 1: a single response has no other to equal; raise it")
+    if s.rollout.ahead > s.steps:
+        text = f"the run has {s.steps} steps, and batches of later ones would be made for nothing; give that or fewer"
+        yield problem("rollout.ahead", s.rollout.ahead, text)
     yield from _interrupts(s)
     if s.rollout.from_ is None:
         return

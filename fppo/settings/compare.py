@@ -79,7 +79,7 @@ def _read(word: str) -> Any:
     """A value as TOML has it; else a text."""
     try:
         return tomllib.loads(f"value = {word}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return word
 
 

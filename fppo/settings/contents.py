@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from fppo._errors import json_of
 from fppo.data.examples import Fields, example_of
 from fppo.data.problems import Problems
 from fppo.data.read import FORMATS, read_rows
@@ -42,7 +42,7 @@ def token_problems(settings: TrainSettings) -> list[str]:
     if not asked or not file.exists():
         return []
     try:
-        tokenizer = json.loads(file.read_text(encoding="utf-8"))
+        tokenizer = json_of(file.read_text(encoding="utf-8"))
         vocabulary = tokenizer["model"]["vocab"]
         ids = set(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))
         ids |= {token["id"] for token in tokenizer["added_tokens"]}

@@ -10,11 +10,20 @@ from typing import Annotated, Any
 import attrs
 from tyro.constructors import PrimitiveConstructorSpec
 
+from fppo._errors import json_of
+
+MOST_TOKENS = 2**24  # of a row: more than any model has positions for
+MOST_ROWS = 2**24  # of a batch, or responses to a prompt
+MOST_WORKERS = 1024  # processes or threads that one setting starts on a machine
+MOST_RANKS = 65536  # of a pool, or of an axis
+MOST_SECONDS = 1e7  # that anything waits: four months
+_FLOAT32 = (1.1754944e-38, 3.4028234e38)  # the least and the largest size of its normal numbers
+
 Check = Callable[[Any], str | None]  # what is wrong with a value and what to do, or None
 
 
 def _table(words: list[str]) -> dict[str, Any]:
-    table = json.loads(words[0])
+    table = json_of(words[0])
     if not isinstance(table, dict):
         raise ValueError("give an object of JSON")
     return table
@@ -81,6 +90,11 @@ def below(high: float) -> Check:
     return lambda x: None if x is None or x < high else f"must be less than {high}"
 
 
+def temperature(value: float | None) -> str | None:
+    """The number divides logits without an overflow."""
+    return None if not value or 1e-6 <= value <= 1e6 else "must be from 1e-06 to 1e+06"
+
+
 def nonempty(advice: str) -> Check:
     """The text or list is not empty."""
     return lambda x: None if x else f"is not set; {advice}"
@@ -91,8 +105,19 @@ def _numbers(value: Any) -> list[float]:
 
 
 def _finite(value: Any) -> str | None:
-    return None if all(map(math.isfinite, _numbers(value))) else "must be finite"
+    return _in_range(value) if all(map(math.isfinite, _numbers(value))) else "must be finite"
 
 
 def _number(value: Any) -> str | None:
-    return "must be a number or inf" if any(map(math.isnan, _numbers(value))) else None
+    return "must be a number or inf" if any(map(math.isnan, _numbers(value))) else _in_range(value)
+
+
+def _in_range(value: Any) -> str | None:
+    """What is wrong with numbers that float32 and int64 do not hold, which what computes with them does."""
+    values = value if isinstance(value, tuple) else (value,)
+    whole = [x for x in values if isinstance(x, int) and not isinstance(x, bool)]
+    if any(abs(x) >= 2**64 for x in whole):
+        return "is larger than 64 bits hold"
+    sizes = [abs(x) for x in _numbers(value) if x and math.isfinite(x)]
+    low, high = _FLOAT32
+    return None if all(low <= x <= high for x in sizes) else f"must be 0, or of a size from {low:g} to {high:g}"

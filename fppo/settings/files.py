@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
 
-from fppo._errors import nearest
+from fppo._errors import check_depth, nearest
 from fppo.settings import checks
 from fppo.settings.algorithm import CorrectionSettings
 from fppo.settings.critic import CriticSettings
@@ -79,14 +79,20 @@ def load(
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The tables of a TOML file. Raises SettingsError if there is no such file or it is not TOML."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return check_depth(tomllib.loads(Path(path).read_text(encoding="utf-8")))
     except FileNotFoundError as error:
-        raise SettingsError([f"there is no such file in {Path(path).resolve().parent}"], where=str(path)) from error
+        raise SettingsError(
+            [f"there is no such file in {Path(os.path.realpath(path)).parent}"], where=str(path)
+        ) from error
     except IsADirectoryError as error:
         own = Path(path) / "settings.toml"
         advice = f"the settings of the run in it are {own}" if own.exists() else "give a TOML file"
         raise SettingsError([f"it is a directory; {advice}"], where=str(path)) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise SettingsError([f"it cannot be read: {error.strerror}"], where=str(path)) from error
+    except RecursionError:
+        raise SettingsError(["it is not TOML of settings: it is nested too deep"], where=str(path)) from None
+    except ValueError as error:
         raise SettingsError([f"it is not TOML: {error}"], where=str(path)) from error
 
 
@@ -276,7 +282,7 @@ def _remember_modules(settings: TrainSettings, path: str | os.PathLike[str] | No
     """
     if settings.module_dirs or not own_functions(settings):
         return settings
-    places = [Path.cwd()] if path is None else [Path(path).resolve().parent, Path.cwd()]
+    places = [Path.cwd()] if path is None else [Path(os.path.realpath(path)).parent, Path.cwd()]
     return attrs.evolve(settings, module_dirs=tuple(dict.fromkeys(map(str, places))))
 
 

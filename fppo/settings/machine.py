@@ -7,7 +7,8 @@ import re
 import sys
 from pathlib import Path
 
-from fppo.settings.placement import MACHINE, gpus_in, places_of
+from fppo.settings.fields import MOST_WORKERS
+from fppo.settings.placement import MACHINE, gpus_in, places_of, pools_here
 from fppo.settings.problems import Problems, problem
 from fppo.settings.train import TrainSettings
 
@@ -35,6 +36,10 @@ def machine_problems(settings: TrainSettings, ranks: int, *, visible: str | None
     wanted = gpus_in(settings.placement) if settings.placement.cluster in MACHINE else 0
     if most is not None and wanted > most:
         text = f"they want {wanted:g} GPUs together, and this machine has {most}; give fewer, or shares of one"
+        lines.append(problem("placement.pools", settings.placement.pools, text))
+    ranks_here = sum(pool.ranks for pool in pools_here(settings.placement))
+    if ranks_here > MOST_WORKERS:
+        text = f"they have {ranks_here:,} ranks together, and one machine starts at most {MOST_WORKERS:,}; give fewer"
         lines.append(problem("placement.pools", settings.placement.pools, text))
     return [*lines, *_missing_packages(settings)]
 

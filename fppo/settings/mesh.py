@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings.fields import above, at_least, setting
+from fppo.settings.fields import MOST_SECONDS, above, at_least, at_most, setting
 
 
 @attrs.frozen(kw_only=True)
@@ -54,7 +54,7 @@ class MeshSettings(PlanMeshSettings):
     """How a run is spread over processes: `fppo train --nproc N` or torchrun starts pipeline * replicate * shard *
     expert * sequence * context * tensor."""
 
-    timeout: float = setting(600.0, above(0))
+    timeout: float = setting(600.0, above(0), at_most(MOST_SECONDS))
     """Seconds that a collective waits for the other ranks before the run ends with an error."""
 
     @property

@@ -8,7 +8,17 @@ from typing import Any
 
 import attrs
 
-from fppo.settings.fields import Table, above, at_least, nonempty, setting
+from fppo.settings.fields import (
+    MOST_RANKS,
+    MOST_SECONDS,
+    MOST_WORKERS,
+    Table,
+    above,
+    at_least,
+    at_most,
+    nonempty,
+    setting,
+)
 from fppo.settings.mesh import MeshSettings
 
 HERE = "here"  # the process that reads the settings
@@ -48,7 +58,7 @@ class PlacementSettings:
 
     cluster: str = setting("processes", nonempty("give processes, local, or the address of a Ray cluster"))
     """Where pools are: processes, of this machine; local, a Ray cluster made here; or the address of a Ray cluster."""
-    patience: float = setting(600.0, above(0))
+    patience: float = setting(600.0, above(0), at_most(MOST_SECONDS))
     """Seconds that a call to a pool may take, and that the cluster has to make room for it."""
     restarts: int = setting(3, at_least(0))
     """How often the pools are started again, from the last checkpoint, after one has lost a rank."""
@@ -129,6 +139,12 @@ def gpus_in(placement: PlacementSettings) -> float:
     return sum(table["ranks"] * table.get("gpus", 0) for table in tables)
 
 
+def pools_here(placement: PlacementSettings) -> list[Pool]:
+    """The pools whose ranks are on this machine, as far as they say what pools may say."""
+    tables = [table for table in placement.pools.values() if isinstance(table, Mapping) and not fields_of(table)]
+    return [Pool(**table) for table in tables if placement.cluster in MACHINE]
+
+
 def threads_of(placement: PlacementSettings, cores: int) -> dict[str, int]:
     """The threads of each rank of every pool, where this process has as many threads as there are `cores`: those of one
     machine share what pools that say theirs leave; those of a cluster at an address have as many as this process."""
@@ -160,4 +176,7 @@ def _value_problem(name: str, value: Any) -> str | None:
         return None if number and 0 <= value < math.inf else "must be a number, 0 or more"
     if name == "ring":
         return None if isinstance(value, bool) else "must be true or false"
-    return None if number and isinstance(value, int) and value >= 1 else "must be a whole number, 1 or more"
+    most = MOST_WORKERS if name == "threads" else MOST_RANKS
+    if number and isinstance(value, int) and 1 <= value <= most:
+        return None
+    return f"must be a whole number, {'1 or more' if not number or value < 1 else f'{most} or less'}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from fppo._errors import json_of, printable
 from fppo.runtime.exports import check_replaceable
 from fppo.settings import checks, files
 from fppo.settings.problems import Problems, problem
@@ -14,6 +14,15 @@ from fppo.settings.train import TrainSettings
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 MODEL = "model"  # where in its output_dir a run exports its policy
+OUTPUTS = (  # what commands write to an output_dir
+    *(MODEL, files.SETTINGS, files.STARTS, "checkpoints", "configs", "metrics.jsonl", "samples.jsonl", "digests.jsonl"),
+    *("evaluations", "truth", "rollouts", "dumps", "profiles", "trace", "tensorboard", "wandb", "wandb_id"),
+    *("report.html", "curves.png", "trace.json", f"{files.SETTINGS}.kept", "metrics.jsonl.damaged"),
+    *("samples.jsonl.damaged", "digests.jsonl.damaged"),
+)
+_MARKS = ("starts/step_*.toml", "checkpoints/step_*", "rollouts/step_*", "metrics.jsonl")  # of these a run has one
+_BESIDE = (".toml", ".log", ".out", ".err")  # what may stand there before: settings, and what a shell writes
+_NO_PLACE = "is no directory, or a link that leads to none"
 _CONFIG, _INDEX, _WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _ROWS = (".jsonl", ".json", ".csv", ".parquet")
@@ -42,11 +51,40 @@ def place_problems(settings: TrainSettings) -> list[str]:
 
 def output_problems(settings: TrainSettings) -> Problems:
     """What keeps a run from writing to its output_dir, which is not made yet."""
-    path = Path(settings.output_dir)
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    path, name = Path(settings.output_dir), settings.output_dir
+    there = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        wrong = "may not be written to" if there.is_dir() else "is a file"
-        yield problem("output_dir", settings.output_dir, f"{there} {wrong}; give another directory")
+        wrong = "is a file" if there.is_file() else "may not be written to" if there.is_dir() else _NO_PLACE
+        yield problem("output_dir", name, f"{there} {wrong}; give another directory")
+    elif others := foreign_files(path, inputs=_inputs(settings)):
+        yield problem("output_dir", name, f"it holds {some(others)} and no run; give a new or empty directory")
+
+
+def foreign_files(directory: Path, *, inputs: Iterable[Path] = ()) -> list[str]:
+    """The names in a directory that no run has written, and that are neither what a run reads, `inputs`, nor settings,
+    logs or hidden files; none of one that is a run's, whatever else is in it."""
+    try:
+        names = sorted(entry.name for entry in os.scandir(directory))
+    except OSError:  # it is not there
+        return []
+    if any(next(directory.glob(mark), None) is not None for mark in _MARKS):
+        return []
+    read = {path.absolute().relative_to(directory.absolute()).parts[0] for path in inputs}
+    known = {*OUTPUTS, *read, "lost+found"}
+    return [name for name in names if name not in known and name[0] != "." and Path(name).suffix not in _BESIDE]
+
+
+def _inputs(settings: TrainSettings) -> list[Path]:
+    """What settings name inside of their output_dir."""
+    values, root = files.flat(files.to_dict(settings)), Path(settings.output_dir).absolute()
+    named = [values[name] for name in files.PATHS]
+    paths = [Path(path).absolute() for each in named for path in ([each] if isinstance(each, str) else each or [])]
+    return [path for path in paths if root in path.parents]
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of many names, and how many more there are."""
+    return printable(", ".join(names[:3]), 200) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def target_problem(settings: TrainSettings, target: Path) -> str | None:
@@ -59,7 +97,7 @@ def target_problem(settings: TrainSettings, target: Path) -> str | None:
     values = files.flat(files.to_dict(settings))
     for name in files.PATHS:
         paths = [values[name]] if isinstance(values[name], str) else values[name] or []
-        if any(Path(path).resolve() == target.resolve() for path in paths):
+        if any(os.path.realpath(path) == os.path.realpath(target) for path in paths):
             return f"{target} is what {name} names, and an export would replace it; give another directory"
     return None
 
@@ -77,7 +115,7 @@ def weights_problem(file: Path) -> str | None:
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or length > size - 8:
                 return f"{file} is cut off: it has {size:,} bytes; copy or download it again"
-            header = json.loads(opened.read(length))
+            header = json_of(opened.read(length))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{file} is no safetensors file: its header cannot be read; copy or download it again"
@@ -128,7 +166,7 @@ def _weights(directory: Path) -> Iterator[str]:
     files = [file for file in [directory / _WEIGHTS] if file.exists()]
     if index.exists():
         try:
-            files = sorted({directory / file for file in json.loads(index.read_text())["weight_map"].values()})
+            files = sorted({directory / file for file in json_of(index.read_text())["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError):
             yield f"{_INDEX} is no index of weights; copy or download it again"
             return
@@ -175,14 +213,14 @@ def _tokenizer(name: str, path: str, *, template: bool = False) -> Problems:
 
 def _has_template(directory: Path) -> bool:
     config = directory / "tokenizer_config.json"
-    own = config.exists() and "chat_template" in json.loads(config.read_text(encoding="utf-8"))
+    own = config.exists() and "chat_template" in json_of(config.read_text(encoding="utf-8"))
     return own or any((directory / name).exists() for name in _TEMPLATES)
 
 
 def _not_json(file: Path) -> str | None:
     """Why a file does not hold an object of JSON; None if it does."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json_of(file.read_text(encoding="utf-8"))
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror}"
     except ValueError as error:
@@ -199,7 +237,7 @@ def _rows(name: str, path: str) -> Problems:
 def _text(name: str, path: str, *, schemas: bool) -> Problems:
     try:
         text = Path(path).read_text(encoding="utf-8")
-        if schemas and not (isinstance(tools := json.loads(text), list) and all(isinstance(x, dict) for x in tools)):
+        if schemas and not (isinstance(tools := json_of(text), list) and all(isinstance(x, dict) for x in tools)):
             yield problem(name, path, "must hold a list of objects, a schema each")
     except OSError:
         yield problem(name, path, _missing(Path(path)))

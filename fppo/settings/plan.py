@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Literal
 
 import attrs
 
+from fppo._errors import json_of
 from fppo.settings import checks, files, placement, plan_rollout, resolve
 from fppo.settings.critic import CriticSettings
 from fppo.settings.fields import above, at_least, at_most, nonempty, setting, wrong_values
@@ -208,7 +208,7 @@ def _rank(run: TrainSettings) -> int:
     """The rank of the policy's adapter; 0 without one."""
     if (path := run.model.lora.path) is None:
         return run.model.lora.rank
-    return json.loads((Path(path) / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+    return json_of((Path(path) / "adapter_config.json").read_text(encoding="utf-8"))["r"]
 
 
 def _of_rollout(settings: PlanSettings) -> list[str]:

@@ -6,7 +6,17 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings.fields import above, at_least, nonempty, setting
+from fppo.settings.fields import (
+    MOST_SECONDS,
+    MOST_TOKENS,
+    MOST_WORKERS,
+    above,
+    at_least,
+    at_most,
+    nonempty,
+    setting,
+    temperature,
+)
 from fppo.settings.vllm import VllmSettings
 
 TEMPLATE = """Rate the response to the prompt from 0 (wrong or useless) to 10 (right and complete).
@@ -61,11 +71,11 @@ class JudgeSettings:
     """Put the question through the judge's chat template."""
     pattern: str = setting(r"Score:\s*(-?\d+(?:\.\d+)?)", nonempty("give a regular expression with one group"))
     """The regular expression that finds the score: the last match's group. No number: 0, and counted."""
-    temperature: float = setting(0.0, at_least(0))
+    temperature: float = setting(0.0, at_least(0), temperature)
     """The sampling temperature; 0: the likeliest token always."""
-    max_tokens: int = setting(256, at_least(1))
+    max_tokens: int = setting(256, at_least(1), at_most(MOST_TOKENS))
     """The longest answer, in tokens."""
-    max_prompt_tokens: int = setting(4096, at_least(2))
+    max_prompt_tokens: int = setting(4096, at_least(2), at_most(MOST_TOKENS))
     """The longest question, in tokens; longer ones lose their middle, and are counted."""
     engine: Literal["embedded", "vllm"] = setting("embedded")
     """What generates its answers: transformers, or a vLLM of its own."""
@@ -85,11 +95,11 @@ class RewardSettings:
     """Reward functions, added up: built-in names, or module:function for your own."""
     weights: tuple[float, ...] = setting(())
     """A factor for each function; none: 1 for each."""
-    time_limit: float = setting(10.0, above(0))
+    time_limit: float = setting(10.0, above(0), at_most(MOST_SECONDS))
     """Seconds that scoring one response may take; then it scores 0 and is counted."""
-    batch_time_limit: float | None = setting(None, above(0))
+    batch_time_limit: float | None = setting(None, above(0), at_most(MOST_SECONDS))
     """Seconds a process may lose to late calls of a batch; then these get a tenth, then none; None: 60 or 6 limits."""
-    workers: int = setting(1, at_least(1))
+    workers: int = setting(1, at_least(1), at_most(MOST_WORKERS))
     """Processes that run the reward functions."""
     pattern: str | None = setting(None)
     """The regular expression of the built-in regular_expression."""

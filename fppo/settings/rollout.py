@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import attrs
 import tyro
 
-from fppo.settings.fields import above, at_least, at_most, nonempty, setting
+from fppo.settings.fields import MOST_ROWS, MOST_TOKENS, above, at_least, at_most, nonempty, setting, temperature
 from fppo.settings.turns import TurnsSettings
 from fppo.settings.vllm import VllmSettings
 
@@ -24,7 +24,7 @@ class FilterSettings:
     """Drop prompts whose responses all score the same, and sample others in their place (DAPO)."""
     by: str = setting("score", nonempty("give score, or the name of a reward function"))
     """What is compared: score, or one reward function's part of it."""
-    max_draws: int = setting(10, at_least(1))
+    max_draws: int = setting(10, at_least(1), at_most(10_000))
     """How often prompts are drawn for one step at most; what is missing then is filled up, and not trained on."""
     truncated: bool = setting(False)
     """Leave responses that reached rollout.max_tokens out of the loss."""
@@ -34,17 +34,17 @@ class FilterSettings:
 class RolloutSettings:
     """How responses are sampled. Batch sizes count sequences, here and everywhere."""
 
-    batch_size: int = setting(64, at_least(1))
+    batch_size: int = setting(64, at_least(1), at_most(MOST_ROWS))
     """Sequences per step: prompts times n."""
-    n: int = setting(1, at_least(1))
+    n: int = setting(1, at_least(1), at_most(MOST_ROWS))
     """Responses to each prompt; it must divide batch_size."""
-    temperature: float = setting(1.0, above(0))
+    temperature: float = setting(1.0, above(0), temperature)
     """The sampling temperature, which training uses too."""
     top_k: int | None = setting(None, at_least(1))
     """Sample among the k likeliest tokens only; None: among all."""
     top_p: float = setting(1.0, above(0), at_most(1))
     """Sample among the likeliest tokens that together have this probability."""
-    max_tokens: int = setting(256, at_least(1))
+    max_tokens: int = setting(256, at_least(1), at_most(MOST_TOKENS))
     """The longest response, in tokens."""
     stop: tuple[str, ...] = setting(())
     """Texts that end a response, with the token that completes one, beside the model's and the chat template's ends."""
@@ -60,7 +60,7 @@ class RolloutSettings:
     """What to do where the engine's probabilities differ from the policy's by more than the dtypes explain."""
     turns: TurnsSettings = setting(TurnsSettings)
     """What answers the policy's turns, for responses of several of them."""
-    ahead: int = setting(0, at_least(0))
+    ahead: int = setting(0, at_least(0), at_most(1000))
     """Steps by which responses are sampled ahead, with the weights of that earlier step, while others train."""
     interrupt: int = setting(0, at_least(0))
     """Tokens after which a response that is sampled ahead goes on with newer weights, if there are any; 0: never."""

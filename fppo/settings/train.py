@@ -14,7 +14,17 @@ import attrs
 from fppo.settings.algorithm import AlgorithmSettings, KlKind
 from fppo.settings.critic import CriticSettings
 from fppo.settings.experts import ExpertSettings
-from fppo.settings.fields import Table, above, at_least, at_most, nonempty, setting
+from fppo.settings.fields import (
+    MOST_ROWS,
+    MOST_TOKENS,
+    Table,
+    above,
+    at_least,
+    at_most,
+    nonempty,
+    setting,
+    temperature,
+)
 from fppo.settings.lora import LoraSettings
 from fppo.settings.mesh import MeshSettings
 from fppo.settings.optimizer import OptimizerSettings, WeightMode
@@ -123,7 +133,7 @@ class DataSettings:
     """The field that names a row's data set, for results by source; None: the file's name."""
     pad_token: str | None = setting(None)
     """The token to pad with, for a tokenizer that has none of its own; padding is masked, so any will do."""
-    max_prompt_tokens: int = setting(512, at_least(1))
+    max_prompt_tokens: int = setting(512, at_least(1), at_most(MOST_TOKENS))
     """The longest prompt, in tokens."""
     over_long: Literal["error", "drop", "truncate"] = setting("error")
     """What happens to longer prompts; truncate keeps the end of them. Both are counted."""
@@ -209,15 +219,15 @@ class EvalSettings:
     """Steps between evaluations; 0: only before and after the training."""
     before: bool = setting(True)
     """Evaluate before the first step."""
-    n: int = setting(1, at_least(1))
+    n: int = setting(1, at_least(1), at_most(MOST_ROWS))
     """Responses to each prompt."""
-    temperature: float = setting(0.0, at_least(0))
+    temperature: float = setting(0.0, at_least(0), temperature)
     """The sampling temperature; 0: the likeliest token always."""
     top_k: int | None = setting(None, at_least(0))
     """As rollout.top_k; 0: all tokens; None: as there."""
     top_p: float | None = setting(None, above(0), at_most(1))
     """As rollout.top_p; None: as there."""
-    max_tokens: int | None = setting(None, at_least(1))
+    max_tokens: int | None = setting(None, at_least(1), at_most(MOST_TOKENS))
     """The longest response, in tokens; None: rollout.max_tokens."""
     stop: tuple[str, ...] | None = setting(None)
     """Texts that end a response, in place of rollout.stop; None: those."""

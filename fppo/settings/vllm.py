@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings.fields import Table, above, at_least, at_most, nonempty, setting
+from fppo.settings.fields import MOST_SECONDS, Table, above, at_least, at_most, nonempty, setting
 
 
 def _gpus(value: tuple[int, ...]) -> str | None:
@@ -46,9 +46,9 @@ class VllmSettings:
     """How weights go: as the host has it (directly, shared memory, Ray's store), or by vLLM's own NCCL or CUDA IPC."""
     restarts: int = setting(3, at_least(0))
     """How often it is replaced in one rollout before the run ends."""
-    patience: float = setting(120.0, above(0))
+    patience: float = setting(120.0, above(0), at_most(MOST_SECONDS))
     """Seconds without a sign of life after which it counts as hung."""
-    start_patience: float = setting(900.0, above(0))
+    start_patience: float = setting(900.0, above(0), at_most(MOST_SECONDS))
     """The same, while it starts or takes weights in."""
     send: Literal["all", "changed"] = setting("all")
     """Send all parameters at every sync, or those that changed."""

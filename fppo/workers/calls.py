@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import attrs
 
+from fppo._errors import printable, words_of
 from fppo.runtime.clock import Clock
 from fppo.workers.sample import Kind, Outcome, Sample, UserFn, outcome_of
 
 OnOutcome = Callable[[int, Outcome], None]
 _LOOK = 0.5  # seconds between two looks at the clock, at most
+_TEXT = 1000  # characters of an error's text that are kept
 _SHORTEST = 1.0  # seconds that a call has, however long others took, unless its time limit is less
 
 
@@ -98,7 +100,7 @@ def _guarded(attempt: Callable[[], Outcome]) -> Outcome:
 def _error(error: BaseException) -> Outcome:
     frames = traceback.extract_tb(error.__traceback__)
     last = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return Outcome("error", text=f"{type(error).__name__}: {error}{last}")
+    return Outcome("error", text=f"{words_of(error, _TEXT)}{printable(last)}")
 
 
 def _batch(

@@ -11,27 +11,30 @@ import contextlib
 import json
 import os
 import pickle
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection, Pipe, wait
 
 import attrs
 
 from fppo.runtime.clock import Clock
 from fppo.workers.calls import Mode, Patience
+from fppo.workers.channel import SECRET, Channel, ForeignBytes
 from fppo.workers.sample import Outcome, Sample, UserFn
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from fppo.workers.process import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+    "from fppo.workers.process import main; main(int(sys.argv[1]), sys.argv[4], int(sys.argv[2]))"
 )
 _SLACK = 1.0  # seconds that overdue coroutines have to end by themselves
 _LOOK = 0.5  # seconds between two looks at the processes, at most
+_REAP = 10.0  # seconds that a process which was killed may take to end
 _CHUNK = 32  # samples in a task, at most
 _Task = tuple[int, ...]  # numbers of samples
 
@@ -39,7 +42,7 @@ _Task = tuple[int, ...]  # numbers of samples
 @attrs.define
 class _Worker:
     process: subprocess.Popen[bytes]
-    connection: Connection
+    channel: Channel
     deadline: float  # of the pool's clock; until then it has to send something
     limit: float = 0.0  # seconds that its call may take
     ready: bool = False
@@ -114,9 +117,10 @@ class WorkerPool:
         return [run.outcomes[number] for number in range(len(samples))]
 
     def _started(self) -> _Worker:
-        ours, theirs = Pipe()
+        ours, theirs = socket.socketpair()
+        channel = Channel(ours, os.urandom(SECRET))
         path = [os.getcwd() if entry == "" else entry for entry in sys.path]
-        arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(path)]
+        arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(path), channel.secret]
         # on a thread that stays: the system ends a worker with the thread that started it
         self._starter = self._starter or ThreadPoolExecutor(1, "reward processes")
         process = self._starter.submit(
@@ -129,8 +133,8 @@ class WorkerPool:
         ).result()
         theirs.close()
         with contextlib.suppress(OSError):  # if it died at once, the first wait says so
-            ours.send_bytes(self._functions)
-        return _Worker(process, ours, self._clock.now() + self._start_limit)
+            channel.send(self._functions)
+        return _Worker(process, channel, self._clock.now() + self._start_limit)
 
     def _assign(self, run: _Run) -> None:
         if run.patience.used_up:
@@ -145,7 +149,7 @@ class WorkerPool:
             task = run.pending[0]
             try:
                 chosen = [tuple(run.samples[number]) for number in task]
-                worker.connection.send_bytes(pickle.dumps((run.function, tuple(run.mode), chosen)))
+                worker.channel.send(pickle.dumps((run.function, tuple(run.mode), chosen)))
             except OSError:  # it died while idle, which is no sample's fault
                 self._replace(worker)
                 continue
@@ -172,20 +176,23 @@ class WorkerPool:
         if not waiting:
             return
         patience = max(0.0, min(w.deadline for w in waiting) - self._clock.now())
-        readable = wait([w.connection for w in waiting], min(patience, _LOOK))
+        moved = _moved(waiting, min(patience, _LOOK))
         now = self._clock.now()
         for worker in waiting:
-            if worker.connection in readable:
-                try:
-                    self._receive(worker, run)
-                except (EOFError, ConnectionError):
-                    self._died(worker, run)
-            elif now >= worker.deadline:
-                self._overdue(worker, run)
+            try:
+                if not (worker in moved and self._receive(worker, run)) and now >= worker.deadline:
+                    self._overdue(worker, run)
+            except (EOFError, ConnectionError):
+                self._died(worker, run)
+            except ForeignBytes as error:
+                self._broken(worker, run, str(error))
 
-    def _receive(self, worker: _Worker, run: _Run) -> None:
-        while True:
-            match pickle.loads(worker.connection.recv_bytes()):
+    def _receive(self, worker: _Worker, run: _Run) -> bool:
+        """Takes what a worker has said; whether it has said anything."""
+        worker.channel.flush()
+        messages = worker.channel.receive()
+        for message in messages:
+            match pickle.loads(message):
                 case ("ready",):
                     worker.ready = True
                 case ("failed", text):
@@ -193,11 +200,12 @@ class WorkerPool:
                 case ("done",):
                     worker.task = None
                 case (int(number), outcome) if worker.task is not None:
+                    if worker.task[number] not in worker.open:
+                        raise ForeignBytes("two outcomes of one sample")
                     run.outcomes[worker.task[number]] = Outcome(*outcome)
                     worker.open.remove(worker.task[number])
             self._await(worker, run)
-            if not worker.connection.poll(0):
-                return
+        return bool(messages)
 
     def _died(self, worker: _Worker, run: _Run) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -206,6 +214,13 @@ class WorkerPool:
         if not worker.ready:
             raise ValueError(f"the process of the {self._names} ended with code {code} before it was ready")
         self._give_up(worker, run, Outcome("error", text=f"its process ended with code {code}"))
+
+    def _broken(self, worker: _Worker, run: _Run, found: str) -> None:
+        """Gives a worker up in whose channel somebody else has written."""
+        text = f"it wrote to a descriptor that is not its own: the pool got {found}"
+        if not worker.ready:
+            raise ValueError(f"the {self._names}, as it was loaded: {text}")
+        self._give_up(worker, run, Outcome("error", text=text))
 
     def _overdue(self, worker: _Worker, run: _Run) -> None:
         if not worker.ready:
@@ -255,10 +270,19 @@ def _portable(name: str, fn: UserFn, role: str) -> bytes:
         ) from error
 
 
+def _moved(workers: Sequence[_Worker], limit: float) -> list[_Worker]:
+    """The workers that have sent something, or can be sent what is left for them, within `limit` seconds."""
+    with selectors.PollSelector() as selector:
+        for worker in workers:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.channel.unsent else 0)
+            selector.register(worker.channel, events, worker)
+        return [key.data for key, _ in selector.select(limit)]
+
+
 def _end(workers: list[_Worker]) -> None:
     while workers:
         worker = workers.pop()
-        worker.connection.close()  # an idle one ends by itself
+        worker.channel.close()  # an idle one ends by itself
         if worker.task is None and worker.ready:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(timeout=1.0)
@@ -266,8 +290,9 @@ def _end(workers: list[_Worker]) -> None:
 
 
 def _kill(worker: _Worker) -> None:
-    worker.connection.close()
+    worker.channel.close()
     with contextlib.suppress(OSError):  # nobody is left
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.kill()
-    worker.process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # the system has it, as amid a read from a disk that is away
+        worker.process.wait(timeout=_REAP)

@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
-import traceback
-from multiprocessing.connection import Connection
 from typing import Any
 
+from fppo._errors import of_exit, words_of
 from fppo.runtime.parent import end_with
 from fppo.workers.calls import Mode, call
+from fppo.workers.channel import WorkerChannel
 from fppo.workers.sample import Outcome, Sample
 
 
-def main(descriptor: int, parent: int) -> None:
-    """Answers the parent until it closes the connection.
+def main(descriptor: int, secret: str, parent: int) -> None:
+    """Answers the parent until it closes the channel.
 
     First come the functions, pickled; the answer is ("ready",) or ("failed", why). Then come tasks (number of the
     function, mode, samples); the answers are (number of the sample, outcome) and ("tick",), and ("done",) at the end.
     """
     end_with(parent)
-    os.set_inheritable(descriptor, False)
-    connection = Connection(descriptor)
+    channel = WorkerChannel(descriptor, bytes.fromhex(secret))
     try:
-        functions = [_load(data) for data in pickle.loads(connection.recv_bytes())]
+        functions = [_load(data) for data in pickle.loads(channel.receive())]
     except BaseException as error:
-        last = traceback.format_exception_only(error)[-1].strip()
-        connection.send_bytes(pickle.dumps(("failed", last)))
+        last = of_exit(error) if isinstance(error, SystemExit) else words_of(error)
+        channel.send(pickle.dumps(("failed", last)))
         return
-    connection.send_bytes(pickle.dumps(("ready",)))
+    channel.send(pickle.dumps(("ready",)))
     with asyncio.Runner() as loop:
         while True:
             try:
-                function, mode, samples = pickle.loads(connection.recv_bytes())
+                function, mode, samples = pickle.loads(channel.receive())
             except EOFError:
                 return
-            _answer(connection, functions[function], Mode(*mode), [Sample(*s) for s in samples], loop)
+            _answer(channel, functions[function], Mode(*mode), [Sample(*s) for s in samples], loop)
 
 
 def _load(data: bytes) -> Any:
@@ -47,9 +45,9 @@ def _load(data: bytes) -> Any:
     return fn
 
 
-def _answer(connection: Connection, fn: Any, mode: Mode, samples: list[Sample], loop: asyncio.Runner) -> None:
+def _answer(channel: WorkerChannel, fn: Any, mode: Mode, samples: list[Sample], loop: asyncio.Runner) -> None:
     def on_outcome(number: int, outcome: Outcome) -> None:
-        connection.send_bytes(pickle.dumps((number, tuple(outcome))))
+        channel.send(pickle.dumps((number, tuple(outcome))))
 
-    call(fn, samples, mode, loop, on_outcome, lambda: connection.send_bytes(pickle.dumps(("tick",))))
-    connection.send_bytes(pickle.dumps(("done",)))
+    call(fn, samples, mode, loop, on_outcome, lambda: channel.send(pickle.dumps(("tick",))))
+    channel.send(pickle.dumps(("done",)))

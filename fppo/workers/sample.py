@@ -7,9 +7,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+from fppo._errors import printable
+
 UserFn = Callable[..., Any]
 Kind = Literal["sample", "batch", "tensor"]
 ANSWER = "answer"
+NAMED, _LONGEST_NAME = 100, 200  # entries of a result, each of which becomes a metric; characters of their names
 _LARGEST = 3.4028234e38  # of float32
 _SCORES = 'it must return a finite number, or a dict of them with "score" and maybe the text "answer"'
 
@@ -57,6 +60,9 @@ def outcome_of(result: Any) -> Outcome:
     if not isinstance(result, Mapping):
         score = _number(result)
         return _bad(result) if score is None else Outcome("value", score)
+    if len(result) > NAMED or any(isinstance(name, str) and len(name) > _LONGEST_NAME for name in result):
+        most = f"at most {NAMED} of them, named in at most {_LONGEST_NAME} characters, may come with a score"
+        return Outcome("bad", text=f"{len(result):,} named numbers; {most}")
     answer = result.get(ANSWER)
     numbers = {name: _number(value) for name, value in result.items() if name != ANSWER}
     names_are_text = all(isinstance(name, str) for name in numbers)
@@ -86,4 +92,4 @@ def _text(value: Any) -> str:
         text = repr(value)
     except Exception as error:
         text = f"a {type(value).__name__} whose repr raises {type(error).__name__}"
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    return printable(text if len(text) <= 200 else f"{text[:200]}...")

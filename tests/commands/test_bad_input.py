@@ -10,6 +10,7 @@ import pytest
 
 from fppo import models
 from fppo.commands import cli
+from fppo.data import chat
 from fppo.key import Key
 from fppo.quickstart import character_tokenizer, small_model
 from fppo.runs import session
@@ -441,3 +442,208 @@ def test_what_is_loaded_is_said(task, capsys):
     ):
         assert part in said
     assert "2,624 parameters" in said
+
+
+DEEP = 30_000  # tables and lists inside of each other, more than any reader's stack
+
+
+@pytest.mark.parametrize("depth", [150, DEEP])
+@pytest.mark.parametrize(
+    ("file", "overrides", "said"),
+    [
+        ("train.jsonl", "", "train.jsonl:1: not JSON: its tables and lists are nested more than 100 deep"),
+        ("rows.json", "--data.path {task}/rows.json", "rows.json"),
+        ("tools.json", "--data.chat --data.tools {task}/tools.json", "data.tools"),
+        ("start/config.json", "", "model.path"),
+        ("start/tokenizer.json", "", "model.path"),
+        ("start/tokenizer_config.json", "", "model.path"),
+        ("start/model.safetensors.index.json", "", "model.path"),
+    ],
+)
+def test_json_that_is_nested_without_an_end(task, capsys, file, overrides, said, depth):
+    (task / file).write_text("[" * depth + "]" * depth if file.endswith("rows.json") else _nested(depth))
+    assert said in _fails(task, capsys, *overrides.format(task=task).split())
+
+
+def _nested(depth):
+    """An object of JSON, nested so deep."""
+    return '{"a": ' * depth + "1" + "}" * depth
+
+
+@pytest.mark.parametrize("depth", [150, DEEP])
+@pytest.mark.parametrize("text", ["a = {}", "[model]\nconfig = {{b = {}}}"])
+def test_toml_that_is_nested_without_an_end(task, capsys, text, depth):
+    (task / "run.toml").write_text(text.format("[" * depth + "]" * depth))
+    assert "nested" in _fails(task, capsys)
+
+
+def endless_rows():
+    row = {"prompt": "1+1=", "answer": "2"}
+    row["row"] = [row, row]
+    return [row]
+
+
+def test_a_row_that_holds_itself(task, capsys):
+    said = _fails(task, capsys, "--data.rows", f"{__name__}:endless_rows", "--data.path", "--data.ground-truth", "row")
+    assert "field 'row': its tables and lists are nested more than 100 deep" in said
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "--model.path {loop}",
+        "--model.critic-path {loop}",
+        "--model.ref-path {loop}",
+        "--model.tokenizer {loop}",
+        "--model.lora.rank 2 --model.lora.path {loop}",
+        "--data.path {loop}",
+        "--data.path {loop}/rows.jsonl",
+        "--data.eval-path {loop}",
+        "--data.chat --data.chat-template {loop}",
+        "--data.chat --data.tools {loop}",
+        "--rollout.from {loop}",
+        "--resume {loop}",
+        "--reward.model.path {loop}",
+        "--reward.judge.path {loop}",
+        "--output-dir {loop}",
+        "--output-dir {loop}/run",
+        "--module-dirs {loop} --reward.functions nowhere:f",
+    ],
+)
+def test_a_path_that_is_a_loop_of_links(task, capsys, overrides):
+    (task / "loop").symlink_to(task / "back")
+    (task / "back").symlink_to(task / "loop")
+    words = overrides.format(loop=task / "loop").split()
+    assert words[-2][2:].replace("-", "_").split(".")[-1] in _fails(task, capsys, *words).replace("-", "_")
+    assert cli.main(["train", str(task / "loop")]) == 2
+    assert cli.main(["eval", str(task / "loop")]) == 2
+    assert cli.main(["export", str(task / "loop"), str(task / "to")]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"hidden_size": "x"}',
+        '{"hidden_size": -4}',
+        '{"num_attention_heads": 0}',
+        '{"num_hidden_layers": 1.5}',
+        '{"rope_parameters": 5}',
+        '{"rope_parameters": {"rope_type": "nowhere", "rope_theta": 1.0}}',
+        '{"hidden_act": "nope"}',
+        '{"eos_token_id": [[1]]}',
+        '{"dtype": "float99"}',
+        '{"layer_types": ["a"]}',
+        '{"max_position_embeddings": {"a": []}}',
+    ],
+)
+def test_a_config_with_values_of_other_kinds(task, capsys, config):
+    said = _fails(task, capsys, "--model.config", config)
+    assert "Traceback" not in said
+    assert next(iter(json.loads(config))) in said or "transformers builds no model" in said or "layers of kind" in said
+    path = task / "start" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | json.loads(config)))
+    assert "model" in _fails(task, capsys)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("--rollout.temperature 1e300", "rollout.temperature = 1e+300: must be "),
+        ("--rollout.temperature 1e-300", "rollout.temperature = 1e-300: must be "),
+        ("--rollout.temperature 1e30", "rollout.temperature = 1e+30: must be from 1e-06 to 1e+06"),
+        ("--eval.temperature 1e300", "eval.temperature = 1e+300: must be "),
+        ("--reward.judge.path {task}/start --reward.judge.temperature 1e9", "reward.judge.temperature"),
+        ("--actor.optimizer.lr 1e300", "actor.optimizer.lr = 1e+300: must be 0, or of a size"),
+        ("--actor.optimizer.eps 1e-300", "actor.optimizer.eps = 1e-300: must be 0, or of a size"),
+        ("--algorithm.kl.coef 1e200", "algorithm.kl.coef = 1e+200: must be 0, or of a size"),
+        ("--reward.weights 1e300", "reward.weights"),
+        ("--rollout.max-tokens 1000000000", "rollout.max_tokens = 1000000000: must be 16777216 or less"),
+        ("--eval.max-tokens 1000000000", "eval.max_tokens = 1000000000: must be 16777216 or less"),
+        ("--data.max-prompt-tokens 1000000000", "data.max_prompt_tokens = 1000000000: must be 16777216 or less"),
+        ("--rollout.batch-size 1000000000000", "rollout.batch_size = 1000000000000: must be 16777216 or less"),
+        ("--rollout.n 1000000000", "rollout.n = 1000000000: must be 16777216 or less"),
+        ("--eval.n 1000000000", "eval.n = 1000000000: must be 16777216 or less"),
+        ("--rollout.ahead 5", "rollout.ahead = 5: the run has 4 steps"),
+        ("--rollout.ahead 1000000 --steps 1000000", "rollout.ahead = 1000000: must be 1000 or less"),
+        ("--reward.workers 1000000", "reward.workers = 1000000: must be 1024 or less"),
+        ("--rollout.turns.workers 1000000", "rollout.turns.workers = 1000000: must be 1024 or less"),
+        ("--reward.time-limit 1e300", "reward.time_limit = 1e+300: must be "),
+        ("--mesh.timeout 1e30", "mesh.timeout = 1e+30: must be 10000000.0 or less"),
+        ("--placement.patience 1e30", "placement.patience = 1e+30: must be 10000000.0 or less"),
+        ("--steps 99999999999999999999999", "steps = 99999999999999999999999: is larger than 64 bits hold"),
+        (
+            '--placement.roles.actor a --placement.pools {{"a":{{"ranks":1,"threads":1000000}}}}',
+            "placement.pools.a.threads = 1000000: must be a whole number, 1024 or less",
+        ),
+        (
+            '--placement.roles.actor a --placement.pools {{"a":{{"ranks":1000000}}}}',
+            "placement.pools.a.ranks = 1000000: must be a whole number, 65536 or less",
+        ),
+        (
+            '--placement.roles.actor a --placement.pools {{"a":{{"ranks":2000}}}} --rollout.batch-size 2000',
+            "they have 2,000 ranks together, and one machine starts at most 1,024",
+        ),
+    ],
+)
+def test_numbers_that_nothing_could_come_of(task, capsys, overrides, said):
+    """Refused by the setting's name, where a run would be silent for hours, or end in the middle."""
+    assert said in _fails(task, capsys, *overrides.format(task=task).split())
+
+
+@pytest.mark.parametrize("as_chat", [False, True])
+def test_a_prompt_of_many_megabytes(task, capsys, as_chat):
+    (task / "chat.jinja").write_text("{{ messages[0].content }}")
+    with (task / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "1+" * (5 << 20), "answer": "2"}) + "\n")
+    words = ["--data.chat", "--data.chat-template", str(task / "chat.jinja")] if as_chat else []
+    said = _fails(task, capsys, *words)
+    assert "train.jsonl:25: the prompt has 10,485,760 characters, more than max_prompt_tokens = 512 tokens" in said
+    assert len(said) < 2000
+    changed = ["--data.over-long", "drop", "--steps", "1", "--eval.no-before", "--data.eval-path"]
+    assert cli.main(["train", str(task / "run.toml"), *words, *changed]) == 0
+    assert "1 too long, dropped" in capsys.readouterr().out
+
+
+def test_a_chat_template_that_loops(task, capsys, monkeypatch):
+    monkeypatch.setattr(chat, "LONGEST", 0.3)
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
+    (task / "chat.jinja").write_text(loops)
+    said = _fails(task, capsys, "--data.chat", "--data.chat-template", str(task / "chat.jinja"))
+    assert "the chat template has not come to an end in 0.3 seconds of computing: it loops" in said
+    assert "data.chat_template" in said
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("tokenizer_config.json", {"chat_template": 5}, "is no text: 5"),
+        ("tokenizer_config.json", {"chat_template": {"a": 1}}, "is no text: {'a': 1}"),
+        ("tokenizer_config.json", {"eos_token": 7}, "model.path"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": 1}}, "model.path"),
+        ("generation_config.json", [1], "generation_config.json"),
+        ("generation_config.json", 5, "generation_config.json"),
+        ("generation_config.json", {"eos_token_id": [[1]]}, "eos_token_id holds [[1]], which are no ids"),
+        ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id holds ['x'], which are no ids"),
+        ("tokenizer.json", {"model": {"vocab": 5, "type": "BPE"}}, "model.path: no tokenizer came from"),
+        ("model.safetensors.index.json", {"weight_map": {"a": 5}}, "is no index of weights"),
+        ("adapter_config.json", {"r": [1], "lora_alpha": {}}, "model.lora.path"),
+        ("adapter_config.json", [], "model.lora.path"),
+    ],
+)
+def test_files_of_a_model_with_values_of_other_kinds(task, capsys, file, content, said):
+    path, words = task / "start" / file, []
+    if "chat_template" in str(content):
+        words = ["--data.chat"]
+    if file == "adapter_config.json":
+        words = ["--model.lora.rank", "2", "--model.lora.path", str(task / "start")]
+    old = json.loads(path.read_text()) if path.exists() and isinstance(content, dict) and "tok" in file else {}
+    path.write_text(json.dumps(old | content if isinstance(content, dict) else content))
+    assert said in _fails(task, capsys, *words)
+
+
+def test_a_plan_of_a_config_with_values_of_other_kinds(task, capsys):
+    path = task / "start" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": "wide"}))
+    assert cli.main(["plan", "--model", str(task / "start")]) == 2
+    assert "of config.json cannot be read" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import datetime
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -272,3 +273,58 @@ def test_ranks_that_are_started_again_know_nothing_of_the_error_before(tmp_path)
     text = (tmp_path / "log").read_text()
     assert text.count("Traceback") == 2
     assert text.count("ValueError: error 0\n") == text.count("ValueError: error 1\n") == 1
+
+
+@pytest.mark.parametrize("claim", ["", '[1, "gone"]', "[" * 9])
+def test_an_error_that_somebody_else_writes_to_the_store_is_told_once(tmp_path, claim):
+    """No rank has failed: it ends with a message that says so."""
+    processes, store = start(tmp_path, partial(busy, directory=tmp_path), {"shard": 2})
+    await_work(tmp_path, 2)
+    store.set("monitor/stand/0", "nothing of a rank's")
+    store.set("monitor/error", claim)
+    assert end(processes)[0] == [1, 1]
+    log = (tmp_path / "log").read_text()
+    assert log.count("the store of the ranks holds an error that none of them has written") == 1
+    assert "another program writes to it" in log
+
+
+def sampling(rank, port, fails, limits, output):
+    """Two ranks whose batches are made by a thread beside, over a mesh of its own; rank 1's does not come."""
+    torch.set_num_threads(1)
+    with open(output, "a") as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", store=PrefixStore("groups", store), rank=rank, world_size=2)
+    (mesh, watch), (twin, beside) = (
+        watched(Mesh.of(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))) for _ in range(2)
+    )
+    with Monitor(PrefixStore("monitor", store), rank, 2, watch, limits, beside):
+        all_reduce(torch.ones(1), mesh["shard"])
+
+        def sample():
+            all_reduce(torch.ones(1), twin["shard"])
+            if rank == 1:
+                os._exit(3) if fails else time.sleep(100)
+            all_reduce(torch.ones(1), twin["shard"])
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(sample).result()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_hang_of_batches_ahead_is_told_with_the_rank_that_does_not_come(tmp_path, fails):
+    """The thread that trains waits for no collective meanwhile, but for the batch."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    limits = LIMITS if fails else IMPATIENT
+    ranks = [started(sampling, rank, store.port, fails, limits, str(tmp_path / "log")) for rank in range(2)]
+    assert end(ranks)[0] == [1, 3 if fails else 1]
+    said = (tmp_path / "log").read_text()
+    if fails:
+        assert "of the batches that are made ahead, after step 0: all_reduce over the axis 'shard' failed" in said
+        assert "not heard of any more: rank 1" in said
+    else:
+        waits = "of the batches that are made ahead, after step 0: all_reduce over the axis 'shard' has waited for 4 s"
+        assert said.count(waits) == 1
+        assert "for rank 1, at " in said
+        assert "in sample" in said

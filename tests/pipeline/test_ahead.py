@@ -175,6 +175,66 @@ def test_an_error_in_either_half_ends_the_step(assembly, kind):
         _steps(attrs.evolve(assembly, program=attrs.evolve(program, estimate=estimate)), 1, ahead=1)
 
 
+def _within(seconds, call):
+    """What a call raises; a call that hangs fails the test."""
+    raised = []
+
+    def run():
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it hangs"
+    return raised[0] if raised else None
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 5])
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+def test_an_error_in_any_of_the_batches_ahead_comes_out(assembly, kind, number):
+    """Whichever of those under way fails, nobody waits for it, nor for those behind it."""
+    program, calls = assembly.program, []
+
+    def rollout(*args, **kwargs):
+        calls.append(kwargs["version"])
+        if len(calls) == number:
+            raise kind("the engine is gone")
+        return program.rollout(*args, **kwargs)
+
+    failing = attrs.evolve(assembly, program=attrs.evolve(program, rollout=rollout))
+    error = _within(120.0, lambda: _steps(failing, 3, ahead=3))
+    assert type(error) is kind
+    assert str(error) == "the engine is gone"
+    assert len(calls) == number
+
+
+def test_an_error_is_not_kept_back_by_batches_ahead_that_do_not_end(assembly, monkeypatch, caplog):
+    for name in ("QUIET", "PATIENCE"):
+        monkeypatch.setattr(ahead, name, 0.05)
+    program, calls, end = assembly.program, [], threading.Event()
+
+    def rollout(*args, **kwargs):
+        calls.append(kwargs["version"])
+        if len(calls) > 1:
+            end.wait()
+        return program.rollout(*args, **kwargs)
+
+    def estimate(*args):
+        raise ValueError("no estimate")
+
+    failing = attrs.evolve(assembly, program=attrs.evolve(program, rollout=rollout, estimate=estimate))
+    with caplog.at_level("WARNING", logger="fppo.pipeline"):
+        error = _within(120.0, lambda: _steps(failing, 1, ahead=2))
+    end.set()
+    assert str(error) == "no estimate"
+    waits, left = (record.getMessage() for record in caplog.records)
+    assert waits == "ValueError: no estimate; waiting for batches that are being made ahead"
+    assert left == "2 batches that are being made ahead do not end within 0.1 s, and are left"
+
+
 def test_a_step_that_fails_waits_for_what_samples(assembly):
     """Whoever used the engine has left it when the error comes out."""
     program, failed, calls, left = assembly.program, threading.Event(), [], []

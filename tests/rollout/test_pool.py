@@ -207,3 +207,24 @@ def test_what_an_engine_refuses_is_raised(policy):
         empty = tree.replace(prompts, attention_mask=prompts.attention_mask & False)
         with pytest.raises(ValueError, match="leave empty prompts out"):
             several.generate(policy[1], ask(prompts=empty))
+
+
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+def test_what_ends_a_thread_of_an_engine_ends_the_rollout(policy, kind):
+    """Nobody waits for an answer that does not come."""
+    raised = []
+
+    def leaves(row, response, finish):
+        raise kind("enough")
+
+    def generate():
+        try:
+            several.generate(policy[1], ask(on_finished=leaves))
+        except BaseException as error:
+            raised.append(error)
+
+    with engines(policy, 2) as several:
+        thread = threading.Thread(target=generate, daemon=True)
+        thread.start()
+        thread.join(120.0)
+        assert [type(error) for error in raised] == [kind]

@@ -5,7 +5,7 @@ import torch
 from fppo.key import Key
 from fppo.pipeline.program import RunState
 from fppo.pipeline.train import StepRecord
-from fppo.runs import session
+from fppo.runs.traffic import gauged_by
 from fppo.runtime.simulate import simulate
 from fppo.runtime.watch import Traffic
 from fppo.steps.train_state import TrainState
@@ -17,7 +17,7 @@ def test_records_have_the_gauges_of_all_ranks():
     def on_rank(mesh):
         rank = mesh["shard"].rank
         traffic = {"shard": Traffic(seconds=1.0 + rank, bytes=2**30)}
-        observe = session._gauges(mesh, torch.device("cpu"), lambda: traffic)
+        observe = gauged_by(mesh, torch.device("cpu"), lambda: traffic)
         return observe(StepRecord(run=run, experience=None, metrics={"critic/score/mean": 0.5}))
 
     for numbers in simulate({"shard": 2}, on_rank):

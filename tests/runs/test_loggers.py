@@ -17,9 +17,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fppo.batch import Column, Experience
+from fppo.commands import actions
 from fppo.runs import jsonl, loggers
+from fppo.runs.guarded import FAILED, Guarded
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.samples import pieces, samples_of
+from tests import tiny_run
 
 STEP = {
     "critic/score/mean": 0.5,
@@ -276,3 +279,75 @@ def test_an_observer_writes_metrics_and_samples(tmp_path, tokenizer):
     loggers.close([log, samples])
     assert jsonl.read(tmp_path / "metrics.jsonl") == [{"step": 0, "val/x/mean": 0.5}, {"step": 1, **STEP}]
     assert [s["step"] for s in jsonl.read(tmp_path / "samples.jsonl")] == [1]
+
+
+class Failing:
+    """A logger of another package that fails at some steps, and at its end."""
+
+    def __init__(self, error: BaseException, steps: Any = range(100)) -> None:
+        self.error, self.steps, self.logged = error, steps, []
+
+    def log(self, step: int, metrics: Any) -> None:
+        if step in self.steps:
+            raise self.error
+        self.logged.append((step, metrics.get(FAILED)))
+
+    def close(self) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [OSError("no network \x1b[2J"), RuntimeError("x" * 10**6), SystemExit(0)])
+def test_loggers_fail_alone_are_told_once_and_are_counted(capsys, error):
+    failing, other = Failing(error, steps=(1, 2)), Failing(error, steps=())
+    guarded = [Guarded("wandb", failing), Guarded("mine", other)]
+    observe, record = loggers.observer(guarded), types.SimpleNamespace
+    for step in range(4):
+        observe(record(run=record(step=step), experience=None, metrics={"a": 1.0}))
+    assert failing.logged == [(0, None), (3, 2.0)]
+    assert other.logged == [(0, None), (1, None), (2, 1.0), (3, 2.0)]
+    loggers.close(guarded)
+    said = capsys.readouterr().err
+    assert said.count("log.loggers: wandb failed at step 1, and the run goes on: ") == 1
+    assert "log.loggers: wandb has failed 3 times" in said
+    assert "log.loggers: mine failed at its end" in said
+    assert "\x1b" not in said
+    assert len(said) < 10_000
+
+
+def test_a_pipe_that_nobody_reads_ends_a_run_through_the_guard():
+    with pytest.raises(BrokenPipeError):
+        Guarded("console", Failing(BrokenPipeError())).log(1, {})
+
+
+def test_a_run_whose_logger_fails_ends_with_its_model_and_report(tmp_path, monkeypatch, capsys):
+    """They come before the logger is closed."""
+    there: list[bool] = []
+    run = tmp_path / "run"
+
+    def fails(*_: Any, **__: Any) -> None:
+        there.append((run / "model" / "model.safetensors").exists() and (run / "report.html").exists())
+        raise ConnectionError("the service is away")
+
+    init = lambda **_: types.SimpleNamespace(id="abc", log=fails, finish=fails)  # noqa: E731
+    module = types.ModuleType("wandb")
+    module.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    tiny_run.write_task(tmp_path)
+    changes = {"steps": 2, "eval__before": False, "log__loggers": ["jsonl", "wandb"]}
+    settings = tiny_run.settings(tmp_path, **changes)
+    assert actions.train(settings) == 0
+    assert there == [False, False, True]
+    said = capsys.readouterr().err
+    assert said.count("wandb failed at step 1") == 1
+    assert "wandb has failed 3 times" in said
+    assert [line.get(FAILED) for line in jsonl.read(run / "metrics.jsonl")] == [None, 1.0]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no key"), SystemExit(1)])
+def test_a_logger_that_does_not_start_is_named_before_the_run(tmp_path, monkeypatch, error):
+    def init(**_: Any) -> Any:
+        raise error
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    with pytest.raises(ValueError, match=r"log.loggers names wandb, which does not start: "):
+        loggers.open_loggers(["wandb"], tmp_path, steps=3)

@@ -34,6 +34,7 @@ def asked(monkeypatch):
     monkeypatch.setattr(launch, "dist", distributed)
     monkeypatch.setattr(meshes, "dist", distributed)
     monkeypatch.setattr(launch, "rendezvous", lambda *_, **__: iter([(None,)]))
+    monkeypatch.setattr(launch, "own_keys", lambda store, attempt: attempt)
     monkeypatch.setattr(launch, "PrefixStore", lambda name, store: name)
     monkeypatch.setattr(launch, "Monitor", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(launch, "watched", lambda mesh: (mesh, None))

@@ -1,0 +1,88 @@
+"""How commands end: what they say of an error, and their exit status."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from fppo._errors import RunFailed, is_of_python, of_exit, printable
+from fppo.settings import files
+
+_OWN = Path(__file__).parent.parent
+TRACEBACK = "--traceback"
+_MOST = 40_000  # characters of a message with all its lines
+TRAINING = ("quickstart", "train", "compare")  # what goes on where it was stopped
+
+
+def status_of(error: Exception, name: str, *, show: bool) -> int:
+    """The exit status of the command `name` after an error, which is told; the traceback too with `show`.
+
+    Raises the error where its message alone does not say what to do, unless its text would harm a terminal.
+    """
+    if isinstance(error, BrokenPipeError) and _is_abandoned():
+        return 128 + signal.SIGPIPE
+    trace = "".join(traceback.format_exception(error))
+    if not _is_for_the_user(error):
+        if _cut(trace) == trace:
+            raise error
+        print(_cut(trace), end="", file=sys.stderr)
+        return 1
+    if show:
+        print(_cut(trace), end="", file=sys.stderr)
+    hint = "" if show or isinstance(error, files.SettingsError) else f"\n({TRACEBACK} shows where)"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        then = ", and the same command goes on from the last checkpoint" if name in TRAINING else ""
+        error.add_note(f"the disk is full; make room{then}")
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    print(f"fppo {name}: {_words(error)}{_cut(notes)}{hint}", file=sys.stderr)
+    return 1 if isinstance(error, RunFailed) else 2
+
+
+def status_of_exit(error: SystemExit, name: str, *, show: bool) -> int:
+    """The exit status of a command that was ended by `sys.exit`: that of the parser of arguments and of ranks stands;
+    where user code has called it, that is told, and the run has failed."""
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    others = [file for file in files if not file.is_relative_to(_OWN) and not is_of_python(str(file))]
+    if files[-1].is_relative_to(_OWN) or (others and "tyro" in others[0].parts):
+        raise error
+    return status_of(RunFailed(of_exit(error)), name, show=show)
+
+
+def _words(error: Exception) -> str:
+    """What an error says; of the system's own, what it is of first."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return printable(f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}")
+    return _cut(str(error))
+
+
+def _cut(text: str) -> str:
+    """A text of several lines, with each of them, and all together, cut to what may be read."""
+    return printable("\n".join(printable(line) for line in text.split("\n")), _MOST, lines=True)
+
+
+def _is_abandoned() -> bool:
+    """Whether whoever read the output, as `head`, has gone; the rest of it then goes nowhere."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    if not output.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+def _is_for_the_user(error: Exception) -> bool:
+    """Whether the message alone says what to do."""
+    if isinstance(error, ValueError | OSError):
+        return True
+    from fppo.fleet import GroupDied
+    from fppo.rollout.sync import SyncError
+    from fppo.rollout.vllm.host import EngineFailure
+    from fppo.runtime.checkpoint import CheckpointError
+    from fppo.runtime.failure import PeerError
+
+    return isinstance(error, CheckpointError | PeerError | EngineFailure | GroupDied | SyncError)
