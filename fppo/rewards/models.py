@@ -17,12 +17,13 @@ from fppo import batch as batches
 from fppo import models
 from fppo.batch import Rollout
 from fppo.data.examples import MESSAGES
-from fppo.models.load import VALUE_HEADS, find_directory, list_files, read_value_head
+from fppo.models.load import VALUE_HEADS, find_directory, read_value_head
 from fppo.models.model import Model, Params
 from fppo.rewards.functions import RewardFn, tensor_reward
 from fppo.rewards.scoring import samples_of
 from fppo.runtime.mesh import DATA_AXES, LOCAL, Mesh, place_on
 from fppo.runtime.offload import OnHost
+from fppo.runtime.weights import weight_files
 from fppo.steps.forward import Forward, Rows, row_lengths
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.ranks import collect, shares
@@ -89,7 +90,7 @@ def find_reward_model(
 
 def _outside(directory: Path) -> list[str]:
     """Names of parameters that stand in no list of layers."""
-    names = [name for file in list_files(directory) for name in safe_open(file, "pt").keys()]  # noqa: SIM118
+    names = [name for file in weight_files(directory) for name in safe_open(file, "pt").keys()]  # noqa: SIM118
     return sorted(name for name in names if not any(part.isdigit() for part in name.split(".")))[:8]
 
 

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fppo.runtime.exports import check_replaceable
+from fppo.runtime.weights import weight_files
 from fppo.settings import checks, files
 from fppo.settings.problems import Problems, problem
 from fppo.settings.train import TrainSettings
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 MODEL = "model"  # where in its output_dir a run exports its policy
-_CONFIG, _INDEX, _WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _ROWS = (".jsonl", ".json", ".csv", ".parquet")
 
@@ -124,14 +125,11 @@ def _model(name: str, path: str) -> Problems:
 
 
 def _weights(directory: Path) -> Iterator[str]:
-    index = directory / _INDEX
-    files = [file for file in [directory / _WEIGHTS] if file.exists()]
-    if index.exists():
-        try:
-            files = sorted({directory / file for file in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError):
-            yield f"{_INDEX} is no index of weights; copy or download it again"
-            return
+    try:
+        files = weight_files(directory)
+    except ValueError as error:
+        yield str(error)
+        return
     if not files:
         pickled = sorted(file.name for file in directory.glob("*.bin"))
         advice = "; {} are pickles, which fppo does not open: save the model as safetensors first"
