@@ -17,6 +17,7 @@ from fppo import batch as batches
 from fppo import models
 from fppo.batch import Rollout
 from fppo.data.examples import MESSAGES
+from fppo.data.tokenizers import encode_text, within
 from fppo.models.load import VALUE_HEADS, find_directory, read_value_head
 from fppo.models.model import Model, Params
 from fppo.rewards.functions import RewardFn, tensor_reward
@@ -117,17 +118,19 @@ def conversation(sample: Sample) -> list[dict[str, Any]]:
     return [*prompt, {"role": "assistant", "content": sample.response}]
 
 
-def encode(rollout: Rollout, *, tokenizer: Any, own: Any, chat: bool, end_token_id: int | None = None) -> Conversations:
+def encode(rollout: Rollout, *, tokenizer: Any, own: Any, chat: bool, vocabulary: int | None = None) -> Conversations:
     """The rollout's conversations in the tokens of `own`; `tokenizer` is the rollout's own.
 
     With `chat` they go through the chat template of `own`; else prompt and response are one text, and the end token of
-    `own` follows where the response ended with `end_token_id`. Padded on the right.
+    `own` follows where the response ended ("stop"), by whichever of its stop tokens or texts. Tokens from `vocabulary`
+    on, which the model has no embedding for, are left out. Padded on the right.
     """
     if chat:
         keywords = {"tokenize": True, "return_dict": False, "add_generation_prompt": False}
         rows = [list(own.apply_chat_template(conversation(s), **keywords)) for s in samples_of(rollout, tokenizer)]
     else:
-        rows = [_encode_text(sample, own, end_token_id) for sample in samples_of(rollout, tokenizer)]
+        rows = [_encode_text(sample, own) for sample in samples_of(rollout, tokenizer)]
+    rows = rows if vocabulary is None else [within(ids, vocabulary) for ids in rows]
     empty = [number for number, ids in enumerate(rows) if not ids]
     if empty:
         raise ValueError(f"the reward model's tokenizer makes no tokens of sample {empty[0]} ({len(empty)} are so)")
@@ -139,11 +142,9 @@ def encode(rollout: Rollout, *, tokenizer: Any, own: Any, chat: bool, end_token_
     )
 
 
-def _encode_text(sample: Sample, own: Any, end_token_id: int | None) -> list[int]:
-    ids = list(own(sample.prompt + sample.response)["input_ids"])
-    end = own.eos_token_id
-    ended = end_token_id is not None and sample.response_tokens[-1:] == (end_token_id,)
-    return [*ids, end] if ended and end is not None and ids[-1:] != [end] else ids
+def _encode_text(sample: Sample, own: Any) -> list[int]:
+    ids, end = encode_text(own, sample.prompt + sample.response), own.eos_token_id
+    return [*ids, end] if sample.finish == "stop" and end is not None and ids[-1:] != [end] else ids
 
 
 def model_reward(
