@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from fppo.data.read import irregular
 from fppo.runtime.exports import check_replaceable
 from fppo.runtime.weights import weight_files
 from fppo.settings import checks, files
@@ -192,11 +193,16 @@ def _rows(name: str, path: str) -> Problems:
     file = Path(path)
     if (file.suffix.lower() in _ROWS or path.startswith((".", "/", "~"))) and not file.exists():
         yield problem(name, path, _missing(file))
+    elif (wrong := irregular(file)) is not None:
+        yield problem(name, path, wrong)
 
 
 def _text(name: str, path: str, *, schemas: bool) -> Problems:
+    if (wrong := irregular(Path(path))) is not None:
+        yield problem(name, path, wrong)
+        return
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
         if schemas and not (isinstance(tools := json.loads(text), list) and all(isinstance(x, dict) for x in tools)):
             yield problem(name, path, "must hold a list of objects, a schema each")
     except OSError:

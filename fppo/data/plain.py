@@ -1,0 +1,65 @@
+"""Values of rows as JSON would bring them back, and what is wrong with a field."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+class BadField(Exception):
+    """What is wrong with one field of one row."""
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON would bring it back: nan is None, a date is text, a tuple a list. Else ValueError."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat() if value == value else None  # pandas' missing date is not itself
+    if hasattr(value, "tolist"):  # numpy's numbers and arrays
+        return plain(value.tolist())
+    raise ValueError(f"a {type(value).__name__} does not fit JSON")
+
+
+def missing_in(value: Any, path: str = "") -> Iterator[str]:
+    """The paths within a value, "" for the value itself, of numbers that are none: nan, as pandas writes a value that
+    is missing, and infinities, which JSON has none of."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from missing_in(inner, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            yield from missing_in(inner, f"{path}[{number}]")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            yield path
+    elif isinstance(value, (datetime.date, datetime.time)):
+        if value != value:
+            yield path
+    elif hasattr(value, "tolist"):
+        yield from missing_in(value.tolist(), path)
+
+
+def half_pairs(value: Any) -> str | None:
+    """The first text within a value that holds half of a surrogate pair, which is no character; None if none does."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return value
+        return None
+    if isinstance(value, Mapping):
+        inside = (half_pairs(x) for pair in value.items() for x in pair)
+    elif isinstance(value, (list, tuple)):
+        inside = (half_pairs(x) for x in value)
+    else:
+        return None
+    return next((text for text in inside if text is not None), None)
