@@ -129,6 +129,8 @@ class DataSettings:
     """The longest prompt, in tokens."""
     over_long: Literal["error", "drop", "truncate"] = setting("error")
     """What happens to longer prompts; truncate keeps the end of them. Both are counted."""
+    may_change: bool = setting(False)
+    """Go on from a checkpoint with other prompts, or other rows, than those that it was made with."""
     shuffle: bool = setting(True)
     """Draw a new order of the prompts in every epoch."""
     sampler: str | None = setting(None)
