@@ -280,6 +280,8 @@ def _judge_tokenizer(settings: TrainSettings, directory: Path) -> PreTrainedToke
         raise ValueError(
             "reward.judge.chat: the judge's tokenizer has no chat template; use a chat model, or set it to false"
         )
+    else:
+        data.check_chat_template(tokenizer)
     return tokenizer
 
 

@@ -73,7 +73,7 @@ def check_chat_template(tokenizer: Any, *, options: ChatOptions = PLAIN) -> None
         raise ValueError(
             f"the chat template of {name} ignores add_generation_prompt: it writes {header!r} before what an assistant "
             "says, and not where one is to speak, so that responses would begin elsewhere than in its training; give "
-            "another template (data.chat_template)"
+            "another template (the policy's: data.chat_template)"
         )
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fppo.data.plain import BadField, plain
+from fppo.data.plain import BadField, TwiceError, missing_in, once, plain
 
 _LOOKS = re.compile(r"""\s*[\[{][\s\S]*?['"]role['"]\s*:""")  # as JSON or as Python writes messages
 _WHERE = "ends with what the assistant says, and a prompt ends where the policy is to answer; leave that out"
@@ -21,7 +21,9 @@ def from_text(text: str, name: str) -> list[Any] | None:
     if not _LOOKS.match(text):
         return None
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=once)
+    except TwiceError as error:
+        raise BadField(f"field {name!r}: {error}") from error
     except (ValueError, RecursionError):
         if not re.match(r"\s*\[\s*\{", text):
             return None
@@ -58,6 +60,8 @@ def _message(message: Any, number: int, name: str, kinds: Sequence[str], filled:
     where = f"field {name!r}: message {number}"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise BadField(f"{where} has no text as 'role' and 'content'")
+    if (path := next(missing_in(message), None)) is not None:
+        raise BadField(f"{where} has nan, or an infinite number, at {path}")
     try:
         own = plain({k: v for k, v in message.items() if v is not None})
     except ValueError as error:
@@ -99,13 +103,13 @@ def tools_of(value: Any, name: str, *, filled: bool = False) -> list[dict[str, A
     """The schemas of tools in field `name`, a list or JSON text of one; None for null or none. Raises BadField."""
     if isinstance(value, str):
         try:
-            value = json.loads(value) if value.strip() else None
+            value = json.loads(value, object_pairs_hook=once) if value.strip() else None
         except (ValueError, RecursionError) as error:
             raise BadField(f"field {name!r}: not JSON: {error}") from error
     if value is None or (isinstance(value, (list, tuple)) and not value):
         return None
     try:
-        tools = [plain(json.loads(tool) if isinstance(tool, str) else tool) for tool in value]
+        tools = [plain(json.loads(tool, object_pairs_hook=once) if isinstance(tool, str) else tool) for tool in value]
     except (TypeError, ValueError, RecursionError) as error:
         raise BadField(f"field {name!r}: no list of schemas of tools: {error}") from error
     if isinstance(value, Mapping) or not all(isinstance(tool, dict) for tool in tools):

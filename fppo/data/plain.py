@@ -1,10 +1,12 @@
-"""Values of rows as JSON would bring them back, and what is wrong with a field."""
+"""Values of rows as JSON would bring them back, and what is wrong with a field or a path."""
 
 from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -46,6 +48,37 @@ def missing_in(value: Any, path: str = "") -> Iterator[str]:
             yield path
     elif hasattr(value, "tolist"):
         yield from missing_in(value.tolist(), path)
+
+
+class TwiceError(ValueError):
+    """Keys that stand more than once in an object of JSON."""
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs, for `json.loads(..., object_pairs_hook=once)`. Raises TwiceError."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise TwiceError(f"{twice([name for name, _ in pairs])} more than once in an object; leave one of each")
+    return value
+
+
+def twice(names: Sequence[str]) -> list[str]:
+    """The names that stand more than once."""
+    return sorted({name for name in names if names.count(name) > 1})
+
+
+def irregular(path: Path) -> str | None:
+    """What stands at a path in the place of a file or a directory, as a pipe, which can be read once, or never ends;
+    None if nothing does."""
+    if "\0" in str(path):
+        return "it holds a NUL character, which no path has"
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return None
+    kinds = {"a FIFO": stat.S_ISFIFO, "a socket": stat.S_ISSOCK, "a device": stat.S_ISCHR, "a disk": stat.S_ISBLK}
+    kind = next((name for name, test in kinds.items() if test(mode)), None)
+    return kind and f"it is {kind}, not a file that can be read again; write it to a file first"
 
 
 def half_pairs(value: Any) -> str | None:

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import attrs
 
+from fppo.data.plain import TwiceError, irregular, once, twice
 from fppo.data.problems import Problems
 
 PathLike = str | os.PathLike[str]
@@ -78,28 +78,14 @@ def rows_of(values: Iterable[Any], name: str, *, problems: Problems | None = Non
     return rows
 
 
-def irregular(path: Path) -> str | None:
-    """What stands at a path in the place of a file or a directory, as a pipe, which can be read once, or never ends;
-    None if nothing does."""
-    try:
-        mode = path.stat().st_mode
-    except (OSError, ValueError):
-        return None
-    kinds = {"a FIFO": stat.S_ISFIFO, "a socket": stat.S_ISSOCK, "a device": stat.S_ISCHR, "a disk": stat.S_ISBLK}
-    kind = next((name for name, test in kinds.items() if test(mode)), None)
-    return kind and f"it is {kind}, not a file that can be read again; write it to a file first"
-
-
 def _read(path: PathLike, split: str, problems: Problems) -> Iterator[Row]:
     file, text = Path(path), os.fspath(path)
-    if "\0" in text:
-        raise ValueError(f"{text!r}: holds a NUL character, which no path has")
+    if (wrong := irregular(file)) is not None:
+        raise ValueError(f"{text if text.isprintable() else repr(text)}: {wrong}")
     if file.is_file():
         return _file(file, problems)
     if file.is_dir():
         return _directory(file, split, problems)
-    if (wrong := irregular(file)) is not None:
-        raise ValueError(f"{text}: {wrong}")
     if file.suffix.lower() in FORMATS or text.startswith((".", "/", "~")):
         raise ValueError(f"{text}: no such file")
     return _named(text, split)
@@ -131,8 +117,8 @@ def _csv(file: Path, problems: Problems) -> Iterator[Row]:
     for line, cells in _cells(file, problems):
         if names is None:
             names = cells
-            if twice := _twice(names):
-                problems.add(f"{file}:{line}: the first line names {twice} more than once; leave one of each")
+            if more := twice(names):
+                problems.add(f"{file}:{line}: the first line names {more} more than once; leave one of each")
                 return
         elif cells and len(cells) != len(names):
             problems.add(f"{file}:{line}: {len(cells)} fields, and the first line names {len(names)}")
@@ -157,22 +143,6 @@ def _cells(file: Path, problems: Problems) -> list[tuple[int, list[str]]]:
     return records
 
 
-def _twice(names: Sequence[str]) -> list[str]:
-    """The names that stand more than once."""
-    return sorted({name for name in names if names.count(name) > 1})
-
-
-class _TwiceError(ValueError):
-    """Keys that stand more than once in an object of JSON."""
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise _TwiceError(f"{_twice([name for name, _ in pairs])} more than once in an object; leave one of each")
-    return value
-
-
 def _json(file: Path, problems: Problems, *, lines: bool) -> Iterator[Row]:
     text = _text(file, problems)
     if not lines and text.lstrip().startswith("["):
@@ -189,8 +159,8 @@ def _line_of(file: Path, position: int) -> int:
 
 def _object(file: Path, number: int, line: str, problems: Problems) -> Iterator[Row]:
     try:
-        value = json.loads(line, object_pairs_hook=_once)
-    except _TwiceError as error:
+        value = json.loads(line, object_pairs_hook=once)
+    except TwiceError as error:
         problems.add(f"{file}:{number}: {error}")
         return
     except ValueError as error:
@@ -204,8 +174,8 @@ def _object(file: Path, number: int, line: str, problems: Problems) -> Iterator[
 
 def _array(file: Path, text: str, problems: Problems) -> Iterator[Row]:
     try:
-        values = json.loads(text, object_pairs_hook=_once)
-    except _TwiceError as error:
+        values = json.loads(text, object_pairs_hook=once)
+    except TwiceError as error:
         problems.add(f"{file}: {error}")
         return
     except json.JSONDecodeError as error:
@@ -222,12 +192,12 @@ def _parquet(file: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
     try:
-        twice = _twice(pyarrow.parquet.read_schema(file).names)
-        table = None if twice else pyarrow.parquet.read_table(file)
+        more = twice(pyarrow.parquet.read_schema(file).names)
+        table = None if more else pyarrow.parquet.read_table(file)
     except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
         raise ValueError(f"{file}: not a whole parquet file: {error}") from error
     if table is None:
-        raise ValueError(f"{file}: it has the columns {twice} more than once; leave one of each")
+        raise ValueError(f"{file}: it has the columns {more} more than once; leave one of each")
     for number, value in enumerate(table.to_pylist(), start=1):
         yield Row(str(file), number, value, file.stem, filled=True)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+_PREFIX = 4  # tokens that tokenizers put before a text, at most
+
 
 class SpecialTokens(NamedTuple):
     """The ids that padding and stopping use."""
@@ -103,13 +105,13 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def begun_once(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
-    """The tokens `ids` of a text, without those that the tokenizer put before it if the text begins with its first
-    token itself, as a prompt does that a chat template has rendered."""
-    start = getattr(tokenizer, "bos_token", None)
-    if not start or not text.lstrip().startswith(start):
+    """The tokens `ids` of a text, without those that the tokenizer put before it if the text begins with the same
+    itself, as a prompt does that a chat template has rendered."""
+    if not any(ids[:count] == ids[count : 2 * count] for count in range(1, min(_PREFIX, len(ids) // 2) + 1)):
         return ids
     bare = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return bare if ids[:1] == [tokenizer.bos_token_id] == bare[:1] else ids
+    before = ids[: len(ids) - len(bare)]
+    return bare if before and ids == [*before, *bare] and bare[: len(before)] == before else ids
 
 
 def within(ids: Iterable[int], vocabulary: int) -> list[int]:

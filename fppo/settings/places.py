@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from fppo.data.read import irregular
+from fppo.data.plain import half_pairs, irregular
 from fppo.runtime.exports import check_replaceable
 from fppo.runtime.weights import weight_files
 from fppo.settings import checks, files
@@ -205,6 +205,8 @@ def _text(name: str, path: str, *, schemas: bool) -> Problems:
         text = Path(path).read_text(encoding="utf-8-sig")
         if schemas and not (isinstance(tools := json.loads(text), list) and all(isinstance(x, dict) for x in tools)):
             yield problem(name, path, "must hold a list of objects, a schema each")
+        elif schemas and (half := half_pairs(tools)) is not None:
+            yield problem(name, path, f"{half[:40]!a} holds half of a surrogate pair, which is no character")
     except OSError:
         yield problem(name, path, _missing(Path(path)))
     except ValueError as error:

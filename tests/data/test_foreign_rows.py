@@ -11,7 +11,9 @@ import pytest
 from tokenizers import processors
 
 from fppo import data
+from fppo.data.images import opened
 from fppo.data.plain import plain
+from fppo.rollout import ToolRunner
 from tests.data.rows import CHAT, tokenizer, write
 from tests.data.test_load import load
 
@@ -161,8 +163,18 @@ def test_messages_as_text_are_messages(tmp_path):
         for chat in (True, False):
             with pytest.raises(ValueError, match=rf"b\.jsonl:1: field 'prompt': {what}"):
                 load(path, chat=chat, tokenizer=tokenizer(chat=True))
+    path = write(tmp_path / "b.jsonl", [{"prompt": '[{"role": "user", "role": "x", "content": "1"}]', "answer": "3"}])
+    with pytest.raises(ValueError, match=r"b\.jsonl:1: field 'prompt': \['role'\] more than once"):
+        load(path, chat=True, tokenizer=tokenizer(chat=True))
     for text in ('[{"roles": 1}]', '{"role": 1}', "[1, 2]", "[role: 1]"):
         load(write(tmp_path / "b.jsonl", [{"prompt": text, "answer": "3"}]), chat=True, tokenizer=tokenizer(chat=True))
+
+
+def test_a_number_that_is_none_does_not_enter_messages(tmp_path):
+    call = {"function": {"name": "add", "arguments": {"a": float("nan")}}}
+    path = write(tmp_path / "a.jsonl", [{"prompt": [{"role": "assistant", "tool_calls": [call]}, *ASK], "answer": "1"}])
+    with pytest.raises(ValueError, match=r"message 0 has nan, .* at \['tool_calls'\]\[0\]\['function'\]"):
+        load(path, chat=True, tokenizer=tooled())
 
 
 def test_messages_in_numpy_are_messages():
@@ -207,6 +219,11 @@ def test_a_prompt_that_is_rendered_already_begins_once(tmp_path):
     prompts = load(write(tmp_path / "a.jsonl", rows), tokenizer=with_bos())
     assert prompts.tokens == ((9, 11, 12), (9, 11, 12), (9, 11, 12), (9, 11, 9, 12))
     assert data.prompt_set(["1 2", "x 1 2"], with_bos()).tokens == ((9, 11, 12), (9, 11, 12))
+    assert data.prompt_set(["1 1 2", "1 1"], tokenizer()).tokens == ((11, 11, 12), (11, 11))
+    two = tokenizer()
+    special = [("x", 9), ("Q", 6)]
+    two.backend_tokenizer.post_processor = processors.TemplateProcessing(single="x Q $A", special_tokens=special)
+    assert data.prompt_set(["1 2", "x Q 1 2", "x 1"], two).tokens == ((9, 6, 11, 12), (9, 6, 11, 12), (9, 6, 9, 11))
 
 
 def test_a_rendered_prompt_is_no_message(tmp_path):
@@ -319,12 +336,27 @@ def test_what_is_no_regular_file_is_named(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(ValueError, match=r"a\.jsonl: it is a FIFO, not a file that can be read again"):
         load(tmp_path / "a.jsonl")
-    with socket.socket(socket.AF_UNIX) as opened:
+    with socket.socket(socket.AF_UNIX) as bound:
         monkeypatch.chdir(tmp_path)
-        opened.bind("s.jsonl")
+        bound.bind("s.jsonl")
     with pytest.raises(ValueError, match=r"s\.jsonl: it is a socket"):
         load(tmp_path / "s.jsonl")
     with pytest.raises(ValueError, match=r"/dev/null: it is a device"):
         load("/dev/null")
-    with pytest.raises(ValueError, match=r"holds a NUL character, which no path has"):
-        load("a\0.jsonl")
+    for path in ("a\0.jsonl", "/a\0.jsonl", "a\0"):
+        with pytest.raises(ValueError, match=r"it holds a NUL character, which no path has"):
+            load(path)
+    pytest.importorskip("PIL")
+    for path, said in ((tmp_path / "a.jsonl", "it is a FIFO"), ("a\0.png", "it holds a NUL character")):
+        with pytest.raises(ValueError, match=said):
+            opened(str(path), 1)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udc80"])
+def test_a_tool_that_says_half_of_a_surrogate_pair_is_named(text):
+    said = r"returned text with half of a surrogate pair, which is no character"
+    with (
+        ToolRunner(lambda conversation: [{"role": "tool", "content": text}], inline=True) as tools,
+        pytest.raises(ValueError, match=said),
+    ):
+        tools.respond([ASK])
