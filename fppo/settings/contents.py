@@ -24,8 +24,8 @@ def row_problems(settings: TrainSettings) -> list[str]:
         ground_truth=truth,
         source=data.source,
         chat=data.chat,
-        images=data.images,
-        videos=data.videos,
+        images=data.images if data.chat else None,
+        videos=data.videos if data.chat else None,
         tools=data.row_tools,
     )
     for paths in (data.path, data.eval_path if has_held_out(settings) else ()):

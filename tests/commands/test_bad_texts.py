@@ -118,6 +118,16 @@ def test_a_reward_whose_weight_is_zero(task, capsys, weights):
     assert files.load(task / "run.toml", two).reward.weights == (1.0, 0.0)
 
 
+def test_images_without_a_chat_are_told_from_faulty_rows(task, capsys):
+    said = fails(task, capsys, "--data.images", "prompt", "--rollout.n", "3")
+    assert "data.images = 'prompt': images stand in chat messages: give data.chat = true" in said
+    assert "Traceback" not in said
+    parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1"}]}]
+    (task / "train.jsonl").write_text(json.dumps({"prompt": parts, "answer": "1", "image": "a.png"}) + "\n")
+    said = fails(task, capsys, "--data.images", "image", "--data.chat", "--rollout.n", "3")
+    assert "train.jsonl" not in said
+
+
 def test_tools_of_rows_need_the_chat_template(task, capsys):
     said = fails(task, capsys, "--data.row-tools", "tools")
     assert "data.row_tools = 'tools': nothing reads it here: it is for data.chat = true" in said
