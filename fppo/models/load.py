@@ -192,10 +192,12 @@ def _read_quantised(
         raise ValueError(
             f"{directory} is quantised ({method}), and transformers cannot read it here: {why}; {advice}"
         ) from error
-    if codes := [name for name, x in named.items() if not _is_float(x.dtype)]:
+    if codes := [name for name, x in named.items() if type(x) is not Tensor or not _is_float(x.dtype)]:
+        kept = named[codes[0]]
+        kind = str(kept.dtype).removeprefix("torch.") if type(kept) is Tensor else type(kept).__name__
         raise ValueError(
             f"{directory} is quantised ({method}): transformers reads {len(codes)} of its weights as codes, "
-            f"{codes[0]} as {str(named[codes[0]].dtype).removeprefix('torch.')}; {advice}"
+            f"{codes[0]} as {kind}; {advice}"
         )
     return named, problems
 

@@ -142,6 +142,23 @@ def test_a_quantisation_that_nothing_here_reads_is_named(tmp_path):
         models.load(tmp_path)
 
 
+def test_codes_that_pass_for_floats_are_told_from_them(tmp_path, monkeypatch):
+    """As torchao's, which have the shape and the dtype of the weights that they stand for."""
+
+    class Codes(torch.Tensor):
+        pass
+
+    params = saved(tmp_path)
+    configure(tmp_path, quantization_config={"quant_method": "torchao"})
+    name = "model.layers.1.self_attn.q_proj.weight"
+    read = {**params, name: params[name].as_subclass(Codes)}
+    monkeypatch.setattr(loading, "_read_whole", lambda *_: (read, []))
+    with pytest.raises(
+        ValueError, match=rf"is quantised \(torchao\): transformers reads 1 of .*, {name} as Codes; deq"
+    ):
+        models.load(tmp_path)
+
+
 def in_fp8(stored, block=32):
     """The weights of layers as FP8 with a scale for each block, as DeepSeek publishes them."""
     codes = {}
