@@ -9,7 +9,7 @@ import os
 import pytest
 
 from fppo.commands import cli
-from fppo.settings import files
+from fppo.settings import files, modules
 from tests import tiny_run
 
 
@@ -55,6 +55,14 @@ def test_a_settings_file_may_begin_with_a_mark(task, capsys):
     for code in ("utf-16", "utf-16-be"):
         (task / "run.toml").write_bytes((b"" if code == "utf-16" else codecs.BOM_UTF16_BE) + text.encode(code))
         assert "it is UTF-16; save it as UTF-8" in fails(task, capsys)
+
+
+@pytest.mark.parametrize("mark", [codecs.BOM_UTF8, b"# coding: latin-1\n"])
+def test_a_module_is_read_as_python_reads_it(task, mark):
+    text = '"""é"""\n\ndef reward(sample):\n    return 1.0\n'
+    (task / "mine.py").write_bytes(mark + text.encode("latin-1" if mark.startswith(b"#") else "utf-8"))
+    settings = files.load(task / "run.toml", ["--reward.functions", "mine:reward"])
+    assert modules.module_problems(settings) == []
 
 
 def test_a_mark_before_a_template_or_tools_is_none_of_them(task):
