@@ -8,7 +8,7 @@ import json
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,10 +45,13 @@ def words_of(error: BaseException, most: int = MOST) -> str:
     return printable(f"{type(error).__name__}: {text}", most)
 
 
-def json_of(text: str | bytes) -> Any:
-    """The value of a text of JSON. Raises ValueError, also for one that is nested deeper than what reads it goes."""
+def json_of(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The value of a text of JSON, its objects made by `pairs` if that is given.
+
+    Raises ValueError, also for a value that is nested deeper than what reads it goes.
+    """
     try:
-        return check_depth(json.loads(text))
+        return check_depth(json.loads(text, object_pairs_hook=pairs))
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
 

@@ -31,7 +31,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # may touch the world
 EDGES = ("data", "runtime", "workers", "fleet", "rollout", "quickstart", "runs", "report", "commands")
 IN_PLACE = ("fppo_kernels", "tree")  # may write into memory that their caller has given up
-FILE_LINES, FUNCTION_LINES, EXPERIMENT_LINES = 400, 60, 60
+FILE_LINES, FUNCTION_LINES, EXPERIMENT_LINES = 600, 60, 60
 
 
 @cache

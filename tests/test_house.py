@@ -96,10 +96,10 @@ def test_a_write_into_memory_of_its_own_is_none(tmp_path, text):
 
 
 def test_what_is_too_long_is_noticed(tmp_path):
-    write(tmp_path, "fppo/losses/policy.py", "def f():\n" + "    x = 1\n" * 401)
+    write(tmp_path, "fppo/losses/policy.py", "def f():\n" + "    x = 1\n" * 601)
     write(tmp_path, "experiments/mine.py", "x = 1\n" * 61)
     assert [line.split(",")[0].rsplit(": ", 1)[1] for line in house.sizes(tmp_path)] == [
-        "402 lines",
-        "f has 402 lines",
+        "602 lines",
+        "f has 602 lines",
         "61 lines",
     ]

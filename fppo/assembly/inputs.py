@@ -203,6 +203,7 @@ def load_prompts(
             chat=section.chat,
             images=section.images,
             videos=section.videos,
+            tools=section.row_tools,
         ),
         max_prompt_tokens=section.max_prompt_tokens,
         over_long=section.over_long,
@@ -284,7 +285,8 @@ def _check_models(
     )
     if configs is None:
         return
-    tried(lambda: data.check_vocabulary(tokenizer, configs))
+    reads = settings.rollout.turns.respond is not None or settings.critic.privileged > 0
+    tried(lambda: data.check_vocabulary(tokenizer, configs, any_text=reads))
     if settings.rollout.engine == "vllm":
         over, alone = settings.rollout.vllm.tensor_parallel, section.lora.send == "alone"
         tried(lambda: check_family(configs["actor"], tensor_parallel=over, alone=alone))

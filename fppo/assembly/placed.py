@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import attrs
@@ -54,20 +55,23 @@ class Placed:
         alone = all(part.group.ranks == 1 for part in parts.values())
         return Placed(parts=parts, kind="blake2b" if alone and device.type == "cpu" else "sums") if parts else None
 
-    def save(self, run: RunState, directory: Path, *, keep: int | None) -> Pending:
-        """Writes the checkpoint of the run's step, whole when this returns, and drops all but the newest `keep`.
+    def save(
+        self, run: RunState, directory: Path, *, keep: int | None, notes: Mapping[str, str] = MappingProxyType({})
+    ) -> Pending:
+        """Writes the checkpoint of the run's step with `notes`, whole when this returns, and drops all but the newest
+        `keep`.
 
         A step that has the checkpoint of this very state is left as it is. Raises CheckpointError.
         """
         result: Future[Path] = Future()
         path = checkpoint.path_of(directory, run.step)
         if path.absolute() not in self.known:
-            self._save(run, directory, keep)
+            self._save(run, directory, keep, notes)
             self.known.add(path.absolute())
         result.set_result(path)
         return Pending(result)
 
-    def _save(self, run: RunState, directory: Path, keep: int | None) -> None:
+    def _save(self, run: RunState, directory: Path, keep: int | None, notes: Mapping[str, str]) -> None:
         attempt, first, work = checkpoint_parts.begin(directory, run.step), 0, {}
         for field, part in self._there(run):
             at = (field, attempt.draft.absolute(), first)
@@ -76,7 +80,7 @@ class Placed:
         try:
             written = at_once(work)
             own = tree.replace(run, **{field: None for field, _ in self._there(run)})
-            rest = checkpoint_parts.write(own, "", attempt.draft, first)
+            rest = attrs.evolve(checkpoint_parts.write(own, "", attempt.draft, first), notes=dict(notes))
             checkpoint_parts.commit(attempt, [*written.values(), rest], first + 1, structure=run.ahead, keep=keep)
         except BaseException:
             checkpoint_parts.abandon(attempt)

@@ -101,7 +101,7 @@ def check_scorers(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, m
         config, own = read_config(directory, trust_remote_code=remote), _judge_tokenizer(settings, directory)
         if judge.engine == "embedded":
             check_mesh(config, "", mesh)
-        data.check_vocabulary(own, {"judge": config})
+        data.check_vocabulary(own, {"judge": config}, any_text=True)
 
 
 def reward_of(settings: TrainSettings, extra: Weighted) -> rewards.Reward:
@@ -140,7 +140,11 @@ def reward_model_of(
     chat = _reads_chat(settings)
     own = _own_tokenizer(settings, tokenizer, model.config, chat=chat)
     params = on_device(params, device)
-    read = {} if own is None else {"read": _reader(tokenizer, own, chat)}
+    read = (
+        {}
+        if own is None
+        else {"read": partial(encode, tokenizer=tokenizer, own=own, chat=chat, vocabulary=model.config.vocab_size)}
+    )
     fn = model_reward(
         OnHost(to_host(params), Lane(device)) if offload_of(settings, "reward model") == "all" else params,
         model=model,
@@ -172,10 +176,6 @@ def _micro_batching(settings: TrainSettings) -> MicroBatching:
     return MicroBatching(size=section.micro_batch_size, token_budget=section.token_budget)
 
 
-def _reader(tokenizer: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, chat: bool) -> Any:
-    return partial(encode, tokenizer=tokenizer, own=own, chat=chat, end_token_id=data.stop_tokens(tokenizer)[0])
-
-
 def _own_tokenizer(
     settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, config: Any, *, chat: bool
 ) -> PreTrainedTokenizerBase | None:
@@ -192,7 +192,7 @@ def _own_tokenizer(
         path = section.path
         own = open_tokenizer(str(directory), "reward.model.path", remote)
     if own is not None and (section.tokenizer is not None or _differs(own, tokenizer, chat=chat)):
-        data.check_vocabulary(own, {"reward model": config})
+        data.check_vocabulary(own, {"reward model": config}, any_text=True)
         if chat and own.chat_template is None:
             raise ValueError(
                 f"the reward model's tokenizer {path} has no chat template; give another (reward.model.tokenizer), "
@@ -240,7 +240,7 @@ def judge_of(
         trust_remote_code=remote,
         mesh=mesh if section.engine == "embedded" else LOCAL,
     )
-    data.check_vocabulary(own, {"judge": model.config})
+    data.check_vocabulary(own, {"judge": model.config}, any_text=True)
     generation = generation_config(directory, model.config, own, chat=ChatOptions() if section.chat else None)
     sampling = Sampling(
         max_tokens=section.max_tokens,
@@ -266,6 +266,7 @@ def judge_of(
             chat=section.chat,
             mesh=mesh,
             together=together,
+            vocabulary=model.config.vocab_size,
         )
         yield {"judge": (judge, section.weight)}
 
@@ -279,6 +280,8 @@ def _judge_tokenizer(settings: TrainSettings, directory: Path) -> PreTrainedToke
         raise ValueError(
             "reward.judge.chat: the judge's tokenizer has no chat template; use a chat model, or set it to false"
         )
+    else:
+        data.check_chat_template(tokenizer)
     return tokenizer
 
 

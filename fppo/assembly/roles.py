@@ -26,8 +26,9 @@ from fppo.assembly.parts import (
     value_head_of,
 )
 from fppo.assembly.program import actor_update, critic_update
-from fppo.assembly.texts import load_tokenizer
+from fppo.assembly.texts import load_tokenizer, vocabulary_size_of
 from fppo.data import with_truth
+from fppo.data.tokenizers import within
 from fppo.fleet import HERE, AnyGroup, Group, Here, LocalGroup, Stays, at_once, on
 from fppo.metrics import Metrics
 from fppo.models.model import Model, Params
@@ -305,7 +306,11 @@ def _view(settings: TrainSettings) -> View:
     """What the critic sees of rows."""
     if not settings.critic.privileged:
         return lambda rows: rows
-    encode = partial(load_tokenizer(settings).encode, add_special_tokens=False)
+    tokenizer, vocabulary = load_tokenizer(settings), vocabulary_size_of(settings)
+
+    def encode(text: str) -> list[int]:
+        return within(tokenizer.encode(text, add_special_tokens=False), vocabulary)
+
     return partial(with_truth, encode=encode, limit=settings.critic.privileged)
 
 

@@ -55,6 +55,22 @@ from fppo.steps.train_state import whole_shapes
 from fppo_kernels.record import Kernels
 
 
+@attrs.frozen
+class Drawn:
+    """The prompts of a run by what they are for, of which its checkpoints note digests."""
+
+    sets: Mapping[str, data.PromptSet]
+    may_change: bool
+    _known: dict[str, str] = attrs.field(factory=dict, eq=False)
+
+    def notes(self) -> dict[str, str]:
+        """The digests of each set's tokens, and of what its rewards read; taken once."""
+        if not self._known:
+            for name, prompts in self.sets.items():
+                self._known.update({f"{name}, {part}": x for part, x in data.digests_of(prompts).items()})
+        return dict(self._known)
+
+
 @attrs.frozen(kw_only=True)
 class Assembly:
     """A run before its first step, its program, and what they were made from: all that a command needs of it."""
@@ -72,6 +88,7 @@ class Assembly:
     device: torch.device  # which has the batches; the state may be on the host
     works: torch.device  # what models work on, which in pools may be another
     shapes: dict[str, torch.Size | Extent]  # whole shapes of the leaves of `run` that a mesh may cut
+    drawn: Drawn
     placed: Placed | None = None  # what of `run` is not in this process
     calls: Callable[[], list[Call]] = list  # to groups, since it was asked the last time
 
@@ -124,6 +141,7 @@ def assemble(
             device=device,
             works=inputs.device,
             shapes=_shapes(run, roles),
+            drawn=_drawn(settings, inputs),
             placed=Placed.of(roles, inputs.device),
             calls=partial(_calls, [*groups.values(), *engines]),
         )
@@ -285,6 +303,14 @@ def _draw(settings: TrainSettings, inputs: Inputs, key: Key) -> Draw:
     return lambda cursor: data.next_batch(
         inputs.prompts, cursor, size=size, key=key, shuffle=shuffle, order=inputs.order
     )
+
+
+def _drawn(settings: TrainSettings, inputs: Inputs) -> Drawn:
+    """The prompts that the run draws from: none where its rollouts are saved ones."""
+    held_out = None if inputs.eval is None else inputs.eval.held_out
+    sets = {} if settings.rollout.from_ is not None else {"prompts": inputs.prompts}
+    sets |= {} if held_out is None else {"held-out prompts": held_out}
+    return Drawn(sets, may_change=settings.data.may_change)
 
 
 def _evaluation(

@@ -62,7 +62,7 @@ def load_tokenizer(settings: TrainSettings) -> PreTrainedTokenizerBase:
         tokenizer = open_tokenizer(section.tokenizer, "model.tokenizer", section.trust_remote_code)
     data.check_tokenizer(tokenizer, pad_token=settings.data.pad_token)
     if settings.data.chat_template is not None:
-        tokenizer.chat_template = Path(settings.data.chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = Path(settings.data.chat_template).read_text(encoding="utf-8-sig")
     if settings.data.seen and tokenizer.chat_template is None:
         tokenizer.chat_template = open_processor(settings)[0].chat_template
     if settings.data.chat:
@@ -127,8 +127,10 @@ def load_images(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> 
 def chat_options(settings: TrainSettings) -> ChatOptions:
     """What the settings give the chat template beside messages."""
     path = settings.data.tools
-    tools: Any = [] if path is None else json_of(Path(path).read_text(encoding="utf-8"))
-    return ChatOptions(arguments=settings.data.chat_arguments, tools=tools)
+    tools: Any = [] if path is None else json_of(Path(path).read_text(encoding="utf-8-sig"))
+    return ChatOptions(
+        arguments=settings.data.chat_arguments, tools=tools, row_tools=settings.data.row_tools is not None
+    )
 
 
 def generation_config(
@@ -189,6 +191,11 @@ def config_of(settings: TrainSettings, directory: Path) -> PreTrainedConfig:
         return read_config(directory, changes=section.config, trust_remote_code=section.trust_remote_code)
     except ValueError as error:
         raise ValueError(f"model.config: {error}" if section.config else str(error)) from error
+
+
+def vocabulary_size_of(settings: TrainSettings) -> int:
+    """Rows of the policy's embedding."""
+    return data.vocabulary_size(config_of(settings, config_place(settings.model.path, "model.path")))
 
 
 def ends_of(generation: GenerationConfig) -> list[int]:

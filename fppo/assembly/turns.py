@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from fppo.assembly.texts import chat_options
+from fppo.assembly.texts import chat_options, vocabulary_size_of
 from fppo.rollout.engine import Engine
 from fppo.rollout.turns import tools
 from fppo.rollout.turns.engine import TurnsEngine
 from fppo.rollout.turns.games import Game
-from fppo.rollout.turns.observations import PlainText, chat_template
+from fppo.rollout.turns.observations import PlainText, Within, chat_template
 from fppo.rollout.turns.runner import ToolRunner
 from fppo.runtime.mesh import Mesh
 from fppo.settings.train import TrainSettings
@@ -44,7 +44,7 @@ def in_turns(
         yield TurnsEngine(
             engine=engine,
             tools=ready,
-            encode=encode,
+            encode=Within(encode, vocabulary_size_of(settings)),
             tokenizer=tokenizer,
             max_turns=section.max_turns,
             turn_tokens=section.turn_tokens,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fppo.data.cursor import epoch_order as epoch_order
     from fppo.data.cursor import next_batch as next_batch
     from fppo.data.cursor import next_indices as next_indices
+    from fppo.data.digests import digests_of as digests_of
     from fppo.data.encode import encode_rows as encode_rows
     from fppo.data.encode import load_prompts as load_prompts
     from fppo.data.examples import Fields as Fields
@@ -60,6 +61,7 @@ __all__ = [
     "check_vocabulary",
     "checked_order",
     "collate",
+    "digests_of",
     "encode_chat",
     "encode_rows",
     "end_of_turn",
@@ -94,6 +96,7 @@ _HOMES = {
         "next_batch",
         "next_indices",
     ),
+    "digests": ("digests_of",),
     "encode": (
         "encode_rows",
         "load_prompts",

@@ -20,10 +20,14 @@ _MARK = "fppomark"
 
 @attrs.frozen(kw_only=True)
 class ChatOptions:
-    """What a chat template gets beside the messages: its own arguments, as enable_thinking, and schemas of tools."""
+    """What a chat template gets beside the messages: its own arguments, as enable_thinking, and schemas of tools.
+
+    row_tools: rows may have tools of their own, in place of `tools`.
+    """
 
     arguments: Mapping[str, Any] = attrs.field(factory=dict)
     tools: Sequence[Mapping[str, Any]] = ()
+    row_tools: bool = False
 
 
 PLAIN = ChatOptions()
@@ -87,7 +91,8 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, option
 
 
 def check_chat_template(tokenizer: Any, *, options: ChatOptions = PLAIN) -> None:
-    """Raises ValueError if the tokenizer has no chat template, or one that does not read what `options` give it."""
+    """Raises ValueError if the tokenizer has no chat template, or one that does not read what `options` give it, or
+    that ignores where the assistant is to speak."""
     template = getattr(tokenizer, "chat_template", None)
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     if template is None:
@@ -98,12 +103,45 @@ def check_chat_template(tokenizer: Any, *, options: ChatOptions = PLAIN) -> None
     if not all(isinstance(each, str) for each in named):
         raise ValueError(f"the chat template of {name} is no text: {printable(repr(template), 200)}")
     text = "\n".join(named)
-    names = [*options.arguments, *(["tools"] if options.tools else [])]
+    names = [*options.arguments, *(["tools"] if options.tools or options.row_tools else [])]
     unread = [argument for argument in names if not re.search(rf"\b{re.escape(argument)}\b", text)]
     if unread:
         raise ValueError(
             f"the chat template of {name} does not read {unread}; leave that out, or give another template"
         )
+    if header := _missing_header(tokenizer, options):
+        raise ValueError(
+            f"the chat template of {name} ignores add_generation_prompt: it writes {header!r} before what an assistant "
+            "says, and not where one is to speak, so that responses would begin elsewhere than in its training; give "
+            "another template (the policy's: data.chat_template)"
+        )
+
+
+def _missing_header(tokenizer: Any, options: ChatOptions) -> str:
+    """What a template writes before an assistant's words in a conversation, and never at the end of a prompt; "" if
+    the prompt has it, or the template has none, or takes no such conversation."""
+    user, assistant = {"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}
+    try:
+        whole = render_chat(tokenizer, [user, assistant], generation=False, options=options)
+        bare, asked = (render_chat(tokenizer, [user], generation=x, options=options) for x in (False, True))
+    except Exception:  # templates raise what they like, for conversations that they do not take
+        return ""
+    before, mark, _ = whole.rpartition(_MARK)
+    if bare != asked or not mark or not before.startswith(asked):
+        return ""
+    return before[len(asked) :].strip()
+
+
+def opening_of(tokenizer: Any, *, options: ChatOptions = PLAIN) -> str:
+    """The first special token that the template writes before a user's words; "" for none. A text that begins with it
+    has been through a template already."""
+    try:
+        text = render_chat(tokenizer, [{"role": "user", "content": _MARK}], generation=True, options=options)
+    except Exception:  # what it does not take is refused where rows are read
+        return ""
+    before = text.partition(_MARK)[0].lstrip()
+    names = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+    return max((name for name in names if name and before.startswith(name)), key=len, default="")
 
 
 def end_of_turn(tokenizer: Any, *, options: ChatOptions = PLAIN) -> int | None:

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import attrs
 
-from fppo.data.chat import PLAIN, ChatOptions, EndlessTemplate, check_chat_template, encode_chat
+from fppo.data.chat import PLAIN, ChatOptions, EndlessTemplate, check_chat_template, encode_chat, opening_of
 from fppo.data.examples import FIELDS, Example, Fields, example_of
 from fppo.data.images import ImageReader, ReadInputs, ReadRow
 from fppo.data.problems import Problems
 from fppo.data.prompts import PromptSet, check_prompt_set, share
 from fppo.data.read import PathLike, Row, read_rows
-from fppo.data.tokenizers import check_tokenizer
+from fppo.data.tokenizers import begun_once, check_tokenizer, encode_text
 
 _KEPT = 1 << 30  # bytes of images that are kept as they were read
 _SHORT = 1 << 20  # characters of a prompt that is read whatever its limit
@@ -81,6 +81,8 @@ def encode_rows(
     read = ((row, example_of(row, fields, problems)) for row in rows)
     asked = [(row, example) for row, example in read if example is not None]
     seen: list[ReadRow] = []
+    if fields.chat:
+        _check_unrendered(asked, opening_of(tokenizer, options=chat), problems)
     huge = set() if over_long == "truncate" else _too_long(asked, tokenizer, max_prompt_tokens)
     if huge and over_long == "error":
         _name_huge(asked, huge, max_prompt_tokens, problems)
@@ -141,6 +143,8 @@ def _check_images(fields: Fields, images: ImageReader | None, over_long: OverLon
         )
     if images is not None and not fields.chat:
         raise ValueError("images and videos need the chat template of the model's processor: give chat = true")
+    if images is not None and fields.tools is not None:
+        raise ValueError("fields.tools: rows with images or videos have no tools of their own yet; leave one out")
     if images is not None and over_long == "truncate":
         raise ValueError("over_long = 'truncate' would cut images and videos apart; give 'error' or 'drop'")
 
@@ -174,6 +178,17 @@ def _tokens_with_images(
     return result, seen
 
 
+def _check_unrendered(asked: Sequence[tuple[Row, Example]], opening: str, problems: Problems) -> None:
+    """Notes messages whose text begins with the token that the chat template begins with."""
+    for row, example in asked:
+        for message in example.prompt:
+            content = message["content"] if isinstance(message, dict) else ""
+            if opening and isinstance(content, str) and content.lstrip().startswith(opening):
+                text = f"begins with {opening!r}, as the chat template does: it is rendered already; give chat = false"
+                problems.add(f"{row.place}: the text of a message {text}, or messages without the template's tokens")
+                break
+
+
 def _tokens(
     asked: Sequence[tuple[Row, Example]], tokenizer: Any, chat: ChatOptions, problems: Problems
 ) -> list[list[int]]:
@@ -190,9 +205,12 @@ def _tokens(
         ids: list[int] = []
         try:
             if not isinstance(example.prompt, str):
-                ids = encode_chat(tokenizer, example.prompt, options=chat)
+                own = chat if example.tools is None else attrs.evolve(chat, tools=example.tools)
+                ids = encode_chat(tokenizer, example.prompt, options=own)
+            elif at_once is None:
+                ids = encode_text(tokenizer, example.prompt)
             else:
-                ids = list(next(at_once) if at_once is not None else tokenizer(example.prompt)["input_ids"])
+                ids = begun_once(tokenizer, example.prompt, list(next(at_once)))
             if not ids:
                 problems.add(f"{row.place}: the prompt has no tokens")
         except EndlessTemplate as error:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import math
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -13,15 +11,13 @@ from typing import Any
 import attrs
 
 from fppo._errors import check_depth
+from fppo.data.messages import from_text, messages_of, tools_of
+from fppo.data.plain import BadField, half_pairs, missing_in, plain
 from fppo.data.problems import Problems
 from fppo.data.read import Row
 
 MARKS = {"image": "<image>", "video": "<video>"}  # where a prompt's next image or video stands in its text
 MESSAGES = "prompt_messages"  # the key under which extras hold a prompt's chat messages
-
-
-class _Bad(Exception):
-    """What is wrong with one field of one row."""
 
 
 @attrs.frozen(kw_only=True)
@@ -31,10 +27,12 @@ class Fields:
     prompt: a field, or a template like "Question: {question}".
     ground_truth: the field that a reward compares with, any JSON value but null; None: there is none.
     source: the field that names the row's data set; else `source_name`, else the file's name.
-    chat: the prompt is the field's messages, or its text as one message of the user, for a chat template.
+    chat: the prompt is the field's messages, also as JSON text, or its other text as one message of the user, for a
+        chat template.
     images: the field with the prompt's image or images, none if it is null or missing. They stand where the messages
         have parts {"type": "image"}, or their texts "<image>"; without either, before the user's first words.
     videos: likewise the field with its video or videos, parts {"type": "video"} and "<video>".
+    tools: the field with schemas of the row's own tools for the chat template, a list or JSON text of one.
     """
 
     prompt: str = "prompt"
@@ -44,6 +42,7 @@ class Fields:
     chat: bool = False
     images: str | None = None
     videos: str | None = None
+    tools: str | None = None
 
     @property
     def seen(self) -> dict[str, str]:
@@ -66,16 +65,20 @@ class Example:
     left_out: tuple[str, ...]
     images: tuple[Any, ...] = ()
     videos: tuple[Any, ...] = ()
+    tools: tuple[dict[str, Any], ...] | None = None  # the row's own
 
 
 def example_of(row: Row, fields: Fields, problems: Problems) -> Example | None:
     """What a row holds; None, and its problems noted, if something is wrong with it."""
     values: dict[str, Any] = {}
-    readers = {"prompt": _prompt, "ground_truth": _ground_truth, "source": _source}
+    readers = {"prompt": _prompt, "ground_truth": _ground_truth, "source": _source, "tools": _tools}
+    if (wrong := _unreadable(row)) is not None:
+        problems.add(f"{row.place}: {wrong}")
+        return None
     for name, read in readers.items():
         try:
             values[name] = read(row, fields)
-        except _Bad as error:
+        except BadField as error:
             problems.add(f"{row.place}: {error}")
     if len(values) < len(readers):
         return None
@@ -83,10 +86,10 @@ def example_of(row: Row, fields: Fields, problems: Problems) -> Example | None:
     if seen:
         try:
             values["prompt"] = _interleaved(values["prompt"], seen, fields.seen)
-        except _Bad as error:
+        except BadField as error:
             problems.add(f"{row.place}: {error}")
             return None
-    used = {fields.prompt, fields.ground_truth, fields.source, *fields.seen.values()}
+    used = {fields.prompt, fields.ground_truth, fields.source, fields.tools, *fields.seen.values()}
     extras, left_out = {}, []
     for name, value in row.fields.items():
         if name in used:
@@ -101,19 +104,36 @@ def example_of(row: Row, fields: Fields, problems: Problems) -> Example | None:
     return Example(extras=extras, left_out=tuple(left_out), images=images, videos=videos, **values)
 
 
+def _unreadable(row: Row) -> str | None:
+    """What is wrong with a row before any of its fields is read; None if nothing is."""
+    for name, value in row.fields.items():
+        try:
+            check_depth(value)
+        except ValueError as error:
+            return f"field {name!r}: {error}"
+    if (text := half_pairs(row.fields)) is not None:
+        return f"{text[:40]!r} holds half of a surrogate pair, which is no character; mend the text"
+    return None
+
+
 def _prompt(row: Row, fields: Fields) -> str | list[dict[str, Any]]:
     if "{" in fields.prompt:
         text = fill(fields.prompt, row.fields)
         return [{"role": "user", "content": text}] if fields.chat else text
-    value = lookup(row.fields, fields.prompt)
+    value, filled = lookup(row.fields, fields.prompt), row.filled
     if isinstance(value, str):
         if not value:
-            raise _Bad(f"field {fields.prompt!r}: empty")
-        return [{"role": "user", "content": value}] if fields.chat else value
+            raise BadField(f"field {fields.prompt!r}: empty")
+        messages = from_text(value, fields.prompt)
+        if messages is None:
+            return [{"role": "user", "content": value}] if fields.chat else value
+        value, filled = messages, False
+    elif hasattr(value, "tolist"):  # numpy's, as pandas has them
+        value = value.tolist()
     if isinstance(value, (list, tuple)) and fields.chat:
-        return _messages(value, fields.prompt, kinds=tuple(fields.seen))
+        return messages_of(value, fields.prompt, kinds=tuple(fields.seen), filled=filled)
     hint = "; messages need the chat template (chat = true)" if isinstance(value, list) else ""
-    raise _Bad(f"field {fields.prompt!r}: a {_kind(value)}, not text{hint}")
+    raise BadField(f"field {fields.prompt!r}: a {_kind(value)}, not text{hint}")
 
 
 def _ground_truth(row: Row, fields: Fields) -> Any:
@@ -121,11 +141,21 @@ def _ground_truth(row: Row, fields: Fields) -> Any:
         return None
     value = lookup(row.fields, fields.ground_truth)
     if value is None:
-        raise _Bad(f"field {fields.ground_truth!r}: null")
+        raise BadField(f"field {fields.ground_truth!r}: null")
+    if (path := next(missing_in(value), None)) is not None:
+        text = f"nan or infinite{path and f' at {path}'}, as tables write what is missing: no answer equals it"
+        raise BadField(f"field {fields.ground_truth!r}: {text}")
     try:
         return plain(value)
     except ValueError as error:
-        raise _Bad(f"field {fields.ground_truth!r}: {error}") from error
+        raise BadField(f"field {fields.ground_truth!r}: {error}") from error
+
+
+def _tools(row: Row, fields: Fields) -> tuple[dict[str, Any], ...] | None:
+    if fields.tools is None or fields.tools not in row.fields:
+        return None
+    tools = tools_of(row.fields[fields.tools], fields.tools, filled=row.filled)
+    return None if tools is None else tuple(tools)
 
 
 def _source(row: Row, fields: Fields) -> str:
@@ -133,7 +163,7 @@ def _source(row: Row, fields: Fields) -> str:
         return row.source if fields.source_name is None else fields.source_name
     value = lookup(row.fields, fields.source)
     if not isinstance(value, str) or not value:
-        raise _Bad(f"field {fields.source!r}: a {_kind(value)}, not the name of a source")
+        raise BadField(f"field {fields.source!r}: a {_kind(value)}, not the name of a source")
     return value
 
 
@@ -150,7 +180,7 @@ def lookup(fields: Mapping[str, Any], name: str) -> Any:
     value: Any = fields
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            raise _Bad(f"field {name!r}: missing; the row has {sorted(map(str, fields))}")
+            raise BadField(f"field {name!r}: missing; the row has {sorted(map(str, fields))}")
         value = value[part]
     return value
 
@@ -170,36 +200,11 @@ def fill(template: str, fields: Mapping[str, Any]) -> str:
             raise ValueError(f"prompt = {template!r}: each {{}} holds the name of a field and nothing else")
         value = lookup(fields, name)
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise _Bad(f"field {name!r}: a {_kind(value)}, not text")
+            raise BadField(f"field {name!r}: a {_kind(value)}, not text")
+        if next(missing_in(value), None) is not None:
+            raise BadField(f"field {name!r}: {value}, as tables write what is missing")
         texts.append(str(value))
     return "".join(texts)
-
-
-def _messages(value: Sequence[Any], name: str, *, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """The messages, whose contents may be lists of texts and of parts of these `kinds`, if there are any."""
-    if not value:
-        raise _Bad(f"field {name!r}: no messages")
-    for number, message in enumerate(value):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise _Bad(f"field {name!r}: message {number} has no text as 'role' and 'content'")
-        content = message.get("content")
-        if kinds and isinstance(content, (list, tuple)):
-            if not all(isinstance(part, Mapping) and _is_part(part, kinds) for part in content):
-                others = " nor ".join(kinds)
-                raise _Bad(f"field {name!r}: message {number} has a part that is neither {others} nor text")
-        elif not isinstance(content, str):
-            raise _Bad(f"field {name!r}: message {number} has no text as 'role' and 'content'")
-    if value[-1]["role"] == "assistant":
-        text = "ends with what the assistant says, and a prompt ends where the policy is to answer; leave that out"
-        raise _Bad(f"field {name!r}: {text} (as data.rows can, with a field for the true answer)")
-    try:
-        return [plain({k: v for k, v in message.items() if v is not None}) for message in value]
-    except ValueError as error:
-        raise _Bad(f"field {name!r}: {error}") from error
-
-
-def _is_part(part: Mapping[str, Any], kinds: Sequence[str]) -> bool:
-    return part.get("type") in kinds or (part.get("type") == "text" and isinstance(part.get("text"), str))
 
 
 def _one_image(value: Any) -> bool:
@@ -221,7 +226,7 @@ def _seen(row: Row, name: str, kind: str) -> tuple[Any, ...]:
     lies."""
     try:
         value = lookup(row.fields, name)
-    except _Bad:
+    except BadField:
         return ()
     many = () if value is None else (value,) if _ONE[kind](value) else value
     beside = Path(row.file).parent if Path(row.file).is_file() else Path()
@@ -251,7 +256,7 @@ def _interleaved(messages: Any, seen: Mapping[str, Sequence[Any]], names: Mappin
             before += [{"type": kind} for _ in items]
         elif places != len(items):
             text = f"{len(items)} {kind}s, and the prompt has {places} places for them ({MARKS[kind]})"
-            raise _Bad(f"field {names[kind]!r}: {text}")
+            raise BadField(f"field {names[kind]!r}: {text}")
     user["content"] = [*before, *user["content"]]
     return parted
 
@@ -267,24 +272,3 @@ def _parts(content: Any, kinds: Sequence[str]) -> list[dict[str, Any]]:
     marks = {MARKS[kind]: kind for kind in kinds}
     pieces = re.split(f"({'|'.join(map(re.escape, marks))})", content)
     return [{"type": marks[x]} if x in marks else {"type": "text", "text": x} for x in pieces if x]
-
-
-def plain(value: Any) -> Any:
-    """The value as JSON would bring it back: nan is None, a date is text, a tuple a list. Else ValueError."""
-    return _plain(check_depth(value))
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if isinstance(value, (datetime.date, datetime.time)):
-        return value.isoformat()
-    if hasattr(value, "tolist"):  # numpy's numbers and arrays
-        return _plain(value.tolist())
-    raise ValueError(f"a {type(value).__name__} does not fit JSON")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fppo.batch import RowInputs
 from fppo.data.chat import PLAIN, ChatOptions, ending
+from fppo.data.plain import irregular
 from fppo.data.videos import Clip, FramePicker, opened_video
 
 SHOWN = 96  # pixels, the longer side of an image as it is shown beside samples
@@ -160,6 +161,8 @@ def opened(image: Any, number: int) -> Any:
     try:
         if isinstance(image, (str, os.PathLike)):
             name = f"{name} ({os.fspath(image)})"
+            if (wrong := irregular(Path(image))) is not None:
+                raise ValueError(wrong)
             return Image.open(Path(image)).convert("RGB")
         if isinstance(image, (bytes, bytearray)):
             return Image.open(io.BytesIO(image)).convert("RGB")

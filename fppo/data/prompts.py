@@ -11,6 +11,7 @@ import torch
 from fppo.batch import Column, Prompts, RowInputs
 from fppo.data.images import ReadInputs
 from fppo.data.problems import Problems, Strings, fail
+from fppo.data.tokenizers import begun_once
 
 
 @attrs.frozen(kw_only=True)
@@ -76,7 +77,7 @@ def prompt_set(
     if any(isinstance(p, str) for p in prompts) and tokenizer is None:
         raise ValueError("prompts as text need a tokenizer")
     shared: dict[int, int] = {}
-    encoded = [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+    encoded = [begun_once(tokenizer, p, tokenizer.encode(p)) if isinstance(p, str) else p for p in prompts]
     count = len(encoded)
     return check_prompt_set(
         PromptSet(
@@ -128,8 +129,12 @@ def collate(prompts: PromptSet, indices: Sequence[int], *, width: int | None = N
 
 
 def check_tokens(prompts: PromptSet, vocabulary_size: int) -> None:
-    """Raises ValueError for token ids that a model with `vocabulary_size` rows of embeddings does not have."""
+    """Raises ValueError for token ids, that of padding too, that a model with `vocabulary_size` rows of embeddings does
+    not have."""
     problems = Problems()
+    if not 0 <= (pad := prompts.pad_token_id) < vocabulary_size:
+        text = f"the padding token {pad} is outside the model's vocabulary of {vocabulary_size}"
+        problems.add(f"{text}; name another token (data.pad_token)")
     for name, tokens in zip(prompts.ids, prompts.tokens):
         wrong = [i for i in tokens if not 0 <= i < vocabulary_size]
         if wrong:

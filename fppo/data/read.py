@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import attrs
 
 from fppo._errors import json_of
+from fppo.data.plain import TwiceError, irregular, once, twice
 from fppo.data.problems import Problems
 
 PathLike = str | os.PathLike[str]
@@ -27,6 +29,7 @@ class Row:
     line: int
     fields: dict[str, Any]
     source: str  # the file's or data set's name
+    filled: bool = False  # nulls inside of its values may stand for what other rows have, as Arrow fills them in
 
     @property
     def place(self) -> str:
@@ -66,7 +69,7 @@ def rows_of(values: Iterable[Any], name: str, *, problems: Problems | None = Non
     rows: list[Row] = []
     for number, value in enumerate(values, start=1):
         if isinstance(value, Mapping):
-            rows.append(Row(name, number, dict(value), name))
+            rows.append(Row(name, number, dict(value), name, filled=True))
         else:
             noted.add(f"{name}:{number}: a {type(value).__name__}, not a dict with fields")
     if problems is None:
@@ -78,20 +81,26 @@ def rows_of(values: Iterable[Any], name: str, *, problems: Problems | None = Non
 
 def _read(path: PathLike, split: str, problems: Problems) -> Iterator[Row]:
     file, text = Path(path), os.fspath(path)
-    suffix = file.suffix.lower()
+    if (wrong := irregular(file)) is not None:
+        raise ValueError(f"{text if text.isprintable() else repr(text)}: {wrong}")
     if file.is_file():
-        if suffix == ".parquet":
-            return _parquet(file)
-        if suffix == ".csv":
-            return _csv(file, problems)
-        if suffix in (".jsonl", ".json"):
-            return _json(file, problems, lines=suffix == ".jsonl")
-        raise ValueError(f"{text}: unknown kind of file {suffix!r}; there are {', '.join(FORMATS)}")
+        return _file(file, problems)
     if file.is_dir():
-        return _directory(file, split)
-    if suffix in FORMATS or text.startswith((".", "/", "~")):
+        return _directory(file, split, problems)
+    if file.suffix.lower() in FORMATS or text.startswith((".", "/", "~")):
         raise ValueError(f"{text}: no such file")
     return _named(text, split)
+
+
+def _file(file: Path, problems: Problems) -> Iterator[Row]:
+    suffix = file.suffix.lower()
+    if suffix == ".parquet":
+        return _parquet(file)
+    if suffix == ".csv":
+        return _csv(file, problems)
+    if suffix in (".jsonl", ".json"):
+        return _json(file, problems, lines=suffix == ".jsonl")
+    raise ValueError(f"{file}: unknown kind of file {suffix!r}; there are {', '.join(FORMATS)}")
 
 
 def _text(file: Path, problems: Problems) -> str:
@@ -105,18 +114,34 @@ def _text(file: Path, problems: Problems) -> str:
 
 def _csv(file: Path, problems: Problems) -> Iterator[Row]:
     """Rows named by the line that they begin in."""
+    names: list[str] | None = None
+    for line, cells in _cells(file, problems):
+        if names is None:
+            names = cells
+            if more := twice(names):
+                problems.add(f"{file}:{line}: the first line names {more} more than once; leave one of each")
+                return
+        elif cells and len(cells) != len(names):
+            problems.add(f"{file}:{line}: {len(cells)} fields, and the first line names {len(names)}")
+        elif cells:
+            yield Row(str(file), line, dict(zip(names, cells, strict=True)), file.stem)
+
+
+def _cells(file: Path, problems: Problems) -> list[tuple[int, list[str]]]:
+    """The fields of each record, with the line that it begins in. Fields may have any length: the module's limit for
+    the whole process is lifted while the file is read."""
     reader = csv.reader(io.StringIO(_text(file, problems), newline=""), strict=True)
-    names, line = None, 1
+    records: list[tuple[int, list[str]]] = []
+    line, limit = 1, csv.field_size_limit(sys.maxsize)
     try:
         for cells in reader:
-            names = cells if names is None else names
-            if cells and len(cells) != len(names):
-                problems.add(f"{file}:{line}: {len(cells)} fields, and the first line names {len(names)}")
-            elif cells and cells is not names:
-                yield Row(str(file), line, dict(zip(names, cells, strict=True)), file.stem)
+            records.append((line, cells))
             line = reader.line_num + 1
     except csv.Error as error:
         problems.add(f"{file}:{line}: not CSV: {error}")
+    finally:
+        csv.field_size_limit(limit)
+    return records
 
 
 def _json(file: Path, problems: Problems, *, lines: bool) -> Iterator[Row]:
@@ -135,7 +160,10 @@ def _line_of(file: Path, position: int) -> int:
 
 def _object(file: Path, number: int, line: str, problems: Problems) -> Iterator[Row]:
     try:
-        value = json_of(line)
+        value = json_of(line, pairs=once)
+    except TwiceError as error:
+        problems.add(f"{file}:{number}: {error}")
+        return
     except ValueError as error:
         problems.add(f"{file}:{number}: not JSON: {error}")
         return
@@ -147,7 +175,10 @@ def _object(file: Path, number: int, line: str, problems: Problems) -> Iterator[
 
 def _array(file: Path, text: str, problems: Problems) -> Iterator[Row]:
     try:
-        values = json_of(text)
+        values = json_of(text, pairs=once)
+    except TwiceError as error:
+        problems.add(f"{file}: {error}")
+        return
     except json.JSONDecodeError as error:
         problems.add(f"{file}:{error.lineno}: not JSON: {error.msg} (column {error.colno})")
         return
@@ -165,25 +196,46 @@ def _parquet(file: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(file)
+        more = twice(pyarrow.parquet.read_schema(file).names)
+        table = None if more else pyarrow.parquet.read_table(file)
     except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
         raise ValueError(f"{file}: not a whole parquet file: {error}") from error
+    if table is None:
+        raise ValueError(f"{file}: it has the columns {more} more than once; leave one of each")
     for number, value in enumerate(table.to_pylist(), start=1):
-        yield Row(str(file), number, value, file.stem)
+        yield Row(str(file), number, value, file.stem, filled=True)
 
 
-def _directory(directory: Path, split: str) -> Iterator[Row]:
+def _directory(directory: Path, split: str, problems: Problems) -> Iterator[Row]:
     import datasets
 
-    saved = any((directory / name).is_file() for name in ("state.json", "dataset_dict.json"))
     try:
-        if saved:
+        if any((directory / name).is_file() for name in ("state.json", "dataset_dict.json")):
             loaded = datasets.load_from_disk(str(directory))
         else:
+            files = _data_files(directory)
+            if files is not None:  # read as files are: the library would make numbers and dates of texts
+                rows = (_file(file, problems) for file in _split(files, split, str(directory)))
+                return (attrs.evolve(row, source=directory.name) for each in rows for row in each)
             loaded = datasets.load_dataset(str(directory))
+    except _SplitError:
+        raise
     except Exception as error:
         raise ValueError(f"{directory}: the datasets library cannot read this directory: {error}") from error
-    return _rows(_split(loaded, split, str(directory)), f"{directory}[{split}]", directory.name)
+    return _rows(_undecoded(_split(loaded, split, str(directory))), f"{directory}[{split}]", directory.name)
+
+
+def _data_files(directory: Path) -> dict[str, list[Path]] | None:
+    """The files of each split as the datasets library finds them; None unless all are of kinds that are read here."""
+    import datasets
+
+    found = datasets.load_dataset_builder(str(directory)).config.data_files
+    if not isinstance(found, dict):
+        return None
+    files = {str(split): [Path(file) for file in each] for split, each in found.items()}
+    every = [file for each in files.values() for file in each]
+    known = all(file.suffix.lower() in FORMATS and file.is_file() for file in every)
+    return files if every and known else None
 
 
 def _named(name: str, split: str) -> Iterator[Row]:
@@ -196,15 +248,19 @@ def _named(name: str, split: str) -> Iterator[Row]:
         raise ValueError(
             f"{name}: neither a file nor a data set that could be loaded ({type(error).__name__}): {error}"
         ) from error
-    return _rows(_split(loaded, split, name), f"{repository}[{split}]", repository)
+    return _rows(_undecoded(_split(loaded, split, name)), f"{repository}[{split}]", repository)
+
+
+class _SplitError(ValueError):
+    """A split that there is not."""
 
 
 def _split(loaded: Any, split: str, name: str) -> Any:
     if not isinstance(loaded, dict):  # a single data set has no splits
-        return _undecoded(loaded)
+        return loaded
     if split not in loaded:
-        raise ValueError(f"{name}: there is no split {split!r}; there are {sorted(loaded)}")
-    return _undecoded(loaded[split])
+        raise _SplitError(f"{name}: there is no split {split!r}; there are {sorted(loaded)}")
+    return loaded[split]
 
 
 def _undecoded(table: Any) -> Any:
@@ -219,4 +275,4 @@ def _undecoded(table: Any) -> Any:
 
 def _rows(dataset: Any, file: str, source: str) -> Iterator[Row]:
     for number, value in enumerate(dataset, start=1):
-        yield Row(file, number, dict(value), source)
+        yield Row(file, number, dict(value), source, filled=True)

@@ -15,6 +15,8 @@ import attrs
 import numpy as np
 from torch import Tensor
 
+from fppo.data.plain import irregular
+
 DECODERS = {"pyav": "av", "torchcodec": "torchcodec", "opencv": "cv2", "decord": "decord"}  # as transformers names them
 _CHANNELS = (1, 3, 4)
 
@@ -116,6 +118,8 @@ def _source(video: Any, picker: FramePicker, frame: Callable[[Any, int], Any]) -
         return _source(video["frames"], picker, frame)._replace(fps=None if fps is None else float(fps))
     if isinstance(video, (str, os.PathLike)):
         path = Path(video)
+        if (wrong := irregular(path)) is not None:
+            raise ValueError(wrong)
         if path.is_dir():
             return _images(sorted((x for x in path.iterdir() if not x.name.startswith(".")), key=_by_number), frame)
         return _animation(path) or _decoded(path, picker)

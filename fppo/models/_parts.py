@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -21,6 +23,8 @@ from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.parts import holds, part_of
 
+_ROWS = 1 << 20  # numbers of rows that are compared at a time
+
 
 class _Stored(NamedTuple):
     """A stored tensor; `pattern` is which source of a converter it is, or "" if it goes through none."""
@@ -28,6 +32,7 @@ class _Stored(NamedTuple):
     name: str
     file: Path
     pattern: str
+    dtype: str  # as safetensors calls it
 
 
 def read_parts(
@@ -36,23 +41,27 @@ def read_parts(
     """This rank's part of the parameters in `dtype`, without a value head, in memory of its own.
 
     What transformers stores in another form, as experts one by one, is put together first. None if the files hold not
-    just these parameters, beside names that are `ignored`, or hold them in a form that transformers alone can read.
+    just these parameters, beside names that are `ignored` or that transformers ignores, or hold them in a form that
+    transformers alone can read. Raises ValueError for parameters that stand twice, and for codes in their places.
     """
     module = causal_lm(model.whole_config, "meta", trust_remote_code=model.trust_remote_code)
-    kept = [*(module._keep_in_fp32_modules or ()), *(module._keep_in_fp32_modules_strict or ())]
-    kept = [name for name in model.shapes if name not in model.buffers and any(part in name for part in kept)]
-    if (kept and dtype != torch.float32) or getattr(model.whole_config, "quantization_config", None) is not None:
-        return None
     known = {name for name in model.whole_shapes if name.startswith(model.prefix) or model.head == "lm"}
     converters, groups = _groups(module, files)
+    _check_sources({target: sources for target, sources in groups.items() if target in known})
+    kept = [*(module._keep_in_fp32_modules or ()), *(module._keep_in_fp32_modules_strict or ())]
+    kept = [name for name in model.shapes if name not in model.buffers and any(part in name for part in kept)]
+    if kept and dtype != torch.float32:
+        return None
+    beyond = [target for target in groups if target not in known and not ignored(target)]
+    unknown = {name for name in _unexpected(module, beyond) if not _is_tied_copy(module, name, groups)}
     parts: Params = {}
     others: set[str] = set()  # of other stages
     for target, sources in groups.items():
         converter = converters.get(sources[0].pattern)
-        if converter is None and target not in known:
-            if ignored(target):
-                continue
+        if target in unknown and converter is None:
             return None
+        if target not in known and target not in unknown:
+            continue
         if target in known and not holds(model.extents[target], mesh):
             others.add(target)
         elif converter is None:
@@ -63,6 +72,44 @@ def read_parts(
     own = {name: shape for name, shape in model.shapes.items() if name in known}
     fits = {name: tuple(x.shape) for name, x in parts.items()} == fsdp.shard_shapes(own, mesh, model.cuts)
     return parts if fits and known == parts.keys() | others else None
+
+
+def _unexpected(module: PreTrainedModel, names: Sequence[str]) -> set[str]:
+    """Those of the stored names that transformers would complain of: it ignores some of each family, as the layers
+    that predict several tokens."""
+    info = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(names))
+    module._adjust_missing_and_unexpected_keys(info)  # type: ignore[arg-type]
+    return info.unexpected_keys
+
+
+def _is_tied_copy(module: PreTrainedModel, name: str, groups: Mapping[str, Sequence[_Stored]]) -> bool:
+    """Whether a stored tensor is the same as the one that the config ties it to, as a vocabulary head and embeddings.
+    Both are read by rows, of which no more than a few are held."""
+    tied: Mapping[str, str] = getattr(module, "all_tied_weights_keys", {})
+    sources = [source for each in (name, tied.get(name, "")) for source in groups.get(each, ())]
+    if len(sources) != 2 or any(source.pattern for source in sources):
+        return False
+    with safe_open(sources[0].file, "pt") as one, safe_open(sources[1].file, "pt") as other:
+        copy, first = one.get_slice(sources[0].name), other.get_slice(sources[1].name)
+        rows, *rest = copy.get_shape() or [0]
+        if [rows, *rest] != first.get_shape() or copy.get_dtype() != first.get_dtype():
+            return False
+        step = max(1, _ROWS // max(1, math.prod(rest)))
+        return all(torch.equal(copy[i : i + step], first[i : i + step]) for i in range(0, rows, step))
+
+
+def _check_sources(groups: Mapping[str, Sequence[_Stored]]) -> None:
+    """Raises ValueError for parameters that are stored twice, and for those that are stored as whole numbers."""
+    for target, sources in groups.items():
+        names = [source.name for source in sources]
+        if len(set(names)) < len(names) or (len(names) > 1 and any(not source.pattern for source in sources)):
+            places = ", ".join(f"{source.name} in {source.file.name}" for source in sources)
+            raise ValueError(f"{sources[0].file.parent} holds {target} more than once: {places}; leave one of them")
+        if codes := [source for source in sources if not source.dtype.startswith(("F", "BF"))]:
+            raise ValueError(
+                f"{codes[0].file} holds {codes[0].name} as {codes[0].dtype}, and transformers does not know how "
+                "it was quantised; give the model in floating point"
+            )
 
 
 def _groups(
@@ -76,20 +123,20 @@ def _groups(
     stored = []
     for file in files:
         with safe_open(file, "pt") as tensors:
-            stored += [(name, file) for name in tensors.keys()]  # noqa: SIM118
+            stored += [(name, file, tensors.get_slice(name).get_dtype()) for name in tensors.keys()]  # noqa: SIM118
     groups: dict[str, list[_Stored]] = {}
-    for name, file in sorted(stored, key=lambda pair: dot_natural_key(pair[0])):
+    for name, file, dtype in sorted(stored, key=lambda each: dot_natural_key(each[0])):
         target, pattern = rename_source_key(name, renamings, list(converters.values()), prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
-        groups.setdefault(target, []).append(_Stored(name, file, pattern or ""))
+        groups.setdefault(target, []).append(_Stored(name, file, pattern or "", dtype))
     return converters, groups
 
 
 def _converted(module: PreTrainedModel, target: str, sources: Sequence[_Stored], converter: WeightConverter) -> Params:
     """The whole parameters that transformers' converter makes of stored tensors."""
     converter = copy.deepcopy(converter)
-    for name, file, pattern in sources:
+    for name, file, pattern, _ in sources:
         with safe_open(file, "pt") as tensors:
             converter.add_tensor(target, name, pattern, tensors.get_tensor(name))
     whole = converter.convert(target, model=module, config=module.config)

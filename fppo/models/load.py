@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,9 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
-from fppo._errors import json_of, printable, words_of
+from fppo._errors import printable, words_of
 from fppo.key import Key
 from fppo.models._parts import read_parts
 from fppo.models.init import init_value_head
@@ -33,7 +35,9 @@ from fppo.models.model import (
 from fppo.models.place import check_dispatched, check_placed, check_staged, own_params, place
 from fppo.models.probe import check_model
 from fppo.models.recompute import Recompute
+from fppo.models.vision import parts_of
 from fppo.runtime.mesh import LOCAL, Mesh
+from fppo.runtime.weights import weight_files
 
 _PATIENCE = 4.0  # seconds for the hub to answer
 # where a value head stands: token and sequence classification, GPT-2's token classification, TRL, and others' models
@@ -61,8 +65,9 @@ def load(
     (`v_head.summary`), in float32 or wider; `outputs` is how many numbers it gives, or a range says which of them
     are taken of a head that has more. A checkpoint without one gets a head drawn from `key`, or zeros without a key.
     `config` holds what differs from the model's own config. Only safetensors files are read. Raises ValueError that
-    lists every parameter that is missing, unknown or of another shape, and for a model that fppo computes otherwise
-    than transformers does (`check_model`).
+    lists every parameter that is missing, unknown or of another shape or dtype, for a quantised checkpoint that
+    transformers does not dequantise, and for a model that fppo computes otherwise than transformers does
+    (`check_model`).
     """
     directory = find_directory(path)
     own = read_config(directory, changes=config, trust_remote_code=trust_remote_code)
@@ -142,7 +147,7 @@ def find_directory(path: str | os.PathLike[str]) -> Path:
         except (OSError, ValueError) as error:
             why = " ".join(str(error).split())
             raise ValueError(f"{path} is no directory, and no model of that name came from the hub: {why}") from error
-    if not list_files(directory):
+    if not weight_files(directory):
         pickled = sorted(file.name for file in directory.glob("*.bin"))
         raise ValueError(
             f"{path} has no model.safetensors"
@@ -155,32 +160,83 @@ def find_directory(path: str | os.PathLike[str]) -> Path:
     return directory
 
 
-def list_files(directory: Path) -> list[Path]:
-    """The checkpoint's safetensors files."""
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        return sorted({directory / name for name in json_of(index.read_text())["weight_map"].values()})
-    return [file for file in [directory / "model.safetensors"] if file.exists()]
-
-
 def _read(
     model: Model, directory: Path, config: PreTrainedConfig, dtype: torch.dtype, mesh: Mesh
 ) -> tuple[Params, list[str]]:
     """This rank's part of the parameters without a value head, and what is wrong with the files."""
-    files = list_files(directory)
+    files = weight_files(directory)
     absent = [file.name for file in files if not file.exists()]
     if absent:
         raise ValueError(f"{directory} lacks files that its index names: {absent}")
-    parts = read_parts(model, files, dtype=dtype, mesh=mesh, ignored=lambda name: _expected(name, model))
-    if parts is not None:
-        return parts, []
-    named, problems = _read_whole(model, directory, config, dtype)
+    if _quantisation(config) is None:
+        parts = read_parts(model, files, dtype=dtype, mesh=mesh, ignored=lambda name: _expected(name, model))
+        if parts is not None:
+            return parts, []
+        named, problems = _read_whole(model, directory, plain_config(config), dtype)
+    else:
+        named, problems = _read_quantised(model, directory, config, dtype)
+    problems += _misfits(model, named, dtype)
     if problems:
         return named, problems
     parts = {}
     for name in list(named):  # one by one, in memory of their own as above
         parts |= own_params(model, {name: named.pop(name).clone()}, mesh)
     return parts, []
+
+
+def _read_quantised(
+    model: Model, directory: Path, config: PreTrainedConfig, dtype: torch.dtype
+) -> tuple[Params, list[str]]:
+    """The parameters of a quantised checkpoint as transformers dequantises them. Raises ValueError where it does not,
+    as it has no way to, or lacks a package or a device."""
+    settings = {**(_quantisation(config) or {})}
+    method = str(settings.get("quant_method") or "bitsandbytes")
+    known = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
+    if known is not None and "dequantize" in inspect.signature(known.__init__).parameters:
+        settings["dequantize"] = True  # a GPU that has such kernels would keep the codes
+    asked = plain_config(config)
+    asked.quantization_config = settings
+    advice = "dequantise it by transformers (model.dequantize()) and save that, or give the model that it was made from"
+    try:
+        named, problems = _read_whole(model, directory, asked, dtype)
+    except Exception as error:  # what packages that dequantise raise may be anything
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"{directory} is quantised ({method}), and transformers cannot read it here: {why}; {advice}"
+        ) from error
+    if codes := [name for name, x in named.items() if type(x) is not Tensor or not _is_float(x.dtype)]:
+        kept = named[codes[0]]
+        kind = str(kept.dtype).removeprefix("torch.") if type(kept) is Tensor else type(kept).__name__
+        raise ValueError(
+            f"{directory} is quantised ({method}): transformers reads {len(codes)} of its weights as codes, "
+            f"{codes[0]} as {kind}; {advice}"
+        )
+    return named, problems
+
+
+def _quantisation(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """How the weights of a checkpoint are quantised, as its config says it; None if they are not, or in a way that
+    transformers does not know, and so reads as if they were not."""
+    own = next((x for part in parts_of(config) if (x := getattr(part, "quantization_config", None))), None)
+    settings: Any = own if own is None or isinstance(own, dict) else own.to_dict()
+    return settings if settings and AutoHfQuantizer.supports_quant_method(settings) else None
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    """Whether numbers of this dtype are weights, and no codes for weights."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def _misfits(model: Model, named: Params, dtype: torch.dtype) -> list[str]:
+    """The shapes and dtypes of what was read that are not the model's. transformers keeps some parameters wider."""
+    wrong = []
+    for name, x in named.items():
+        wanted = state_dtype(model, name, dtype)
+        if x.shape != model.whole_shapes[name]:
+            wrong.append(f"{name} has shape {tuple(x.shape)}, expected {tuple(model.whole_shapes[name])}")
+        elif x.dtype not in (wanted, torch.promote_types(wanted, torch.float32)):
+            wrong.append(f"{name} is {x.dtype}, expected {wanted}")
+    return wrong
 
 
 def _read_whole(
@@ -190,7 +246,7 @@ def _read_whole(
     with BUILDING, torch.random.fork_rng(devices=[]), _QuietTransformers():  # what is missing gets drawn
         loaded = model_class(config).from_pretrained(
             directory,
-            config=plain_config(config),
+            config=config,
             dtype=dtype,
             use_safetensors=True,
             ignore_mismatched_sizes=True,
@@ -226,11 +282,14 @@ def _expected(name: str, model: Model) -> bool:
 def read_value_head(directory: Path, dtype: torch.dtype) -> Params:
     """The value head in a checkpoint as score.weight [K, H] and score.bias [K] (zero if it has none), or {}."""
     heads: dict[str, Tensor] = {}
-    for file in list_files(directory):
+    for file in weight_files(directory):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 if name.rpartition(".")[0] in VALUE_HEADS:
-                    heads[name] = tensors.get_tensor(name).to(dtype, copy=True)
+                    stored = tensors.get_tensor(name)
+                    if not _is_float(stored.dtype):
+                        raise ValueError(f"{file} holds {name} as {stored.dtype}, which is no value head")
+                    heads[name] = stored.to(dtype, copy=True)
     for head in VALUE_HEADS:
         if f"{head}.weight" in heads:
             weight = heads[f"{head}.weight"]

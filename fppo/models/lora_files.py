@@ -85,7 +85,7 @@ def load(model: Model, directory: Path, *, like: Mapping[str, Tensor], mesh: Mes
     """The adapter in a directory, for an adapted model (`adapt` with `read_config`'s), in the dtypes and on the device
     of `like`; on a mesh that cuts parameters this rank's parts.
 
-    Raises ValueError that names factors which are missing, unknown or of another shape.
+    Raises ValueError that names factors which are missing, unknown, of another shape or no floating-point numbers.
     """
     found = safetensors.torch.load_file(directory / WEIGHTS)
     whole, taken, problems = {}, set[str](), list[str]()
@@ -98,6 +98,7 @@ def load(model: Model, directory: Path, *, like: Mapping[str, Tensor], mesh: Mes
         whole |= {f"{name}.lora_A": factors[0], f"{name}.lora_B": factors[1]}
     problems += [f"unknown {unknown[:5]}"] if (unknown := sorted(found.keys() - taken)) else []
     problems += [f"{n} of shape {list(x.shape)}" for n, x in whole.items() if x.shape != model.whole_shapes[n]]
+    problems += [f"{n} in {x.dtype}" for n, x in whole.items() if not x.is_floating_point()]
     if problems:
         raise ValueError(f"the adapter in {directory} does not fit the model: {'; '.join(problems)}")
     own = own_params(model, whole, mesh)

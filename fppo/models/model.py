@@ -249,6 +249,14 @@ def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
+def without_quantisation(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of `config` that says nothing of how a checkpoint's weights were quantised: a model's are not."""
+    config = copy.deepcopy(config)
+    for part in parts_of(config):
+        vars(part).pop("quantization_config", None)
+    return config
+
+
 def model_class(config: PreTrainedConfig) -> Any:
     """transformers' class of models with a vocabulary head: of text, or of images and text."""
     return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
@@ -280,6 +288,7 @@ def build(
     """
     if head not in ("lm", "value"):
         raise ValueError(f"unknown head {head!r}; there are ['lm', 'value']")
+    config = without_quantisation(config)
     module = _module(config, trust_remote_code)
     base = cast(PreTrainedModel, module.base_model)
     prefix = f"{module.base_model_prefix}."

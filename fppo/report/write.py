@@ -16,7 +16,7 @@ from fppo.report.remains import remains
 from fppo.runs import jsonl, starts
 from fppo.runs.evaluations import TRUTH
 from fppo.runs.loggers import METRICS, SAMPLES, held_out
-from fppo.settings import files
+from fppo.settings import files, texts
 
 SETTINGS, CURVES, REPORT = "settings.toml", "curves.png", "report.html"
 SHOWN_STEPS, SHOWN_PER_STEP, EXTREMES, SHOWN_TRUTHS, SHOWN_WORK = 6, 4, 3, 4, 3
@@ -193,7 +193,7 @@ def _settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not path.exists():
         return {}, {}
     try:
-        values = files.flat(tomllib.loads(path.read_text(encoding="utf-8")))
+        values = files.flat(tomllib.loads(texts.read_text(path)))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not TOML: {error}") from error
     defaults = files.flat(files.to_dict(files.TrainSettings()))

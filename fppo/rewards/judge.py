@@ -15,6 +15,7 @@ from fppo import data, metrics, tree
 from fppo.batch import Prompts, Rollout
 from fppo.data.chat import ending
 from fppo.data.examples import MESSAGES
+from fppo.data.tokenizers import encode_text, within
 from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.rewards.question import pattern_problem, score_in, template_problem
@@ -44,7 +45,7 @@ class LanguageJudge:
     than `max_prompt_tokens` loses its middle. The score is the number in the group of the last match of `pattern` in
     the answer; an answer without one scores 0. Answers depend on the key, the row's id and the question alone. On a
     `mesh` all ranks hold all rows; each asks about some, ranks of the axes `together` about those of all of them, and
-    all get all scores.
+    all get all scores. Tokens of a question from `vocabulary` on, which the model has no embedding for, are left out.
     """
 
     engine: Engine
@@ -57,6 +58,7 @@ class LanguageJudge:
     key: Key
     max_prompt_tokens: int = 4096
     chat: bool = True
+    vocabulary: int | None = None
     mesh: Mesh = LOCAL
     together: tuple[str, ...] = ()
     reward_kind = "tensor"
@@ -87,9 +89,13 @@ class LanguageJudge:
         return torch.tensor(rows, dtype=torch.float64)
 
     def _encoded(self, sample: Sample) -> list[int]:
+        ids = self._tokens_of(sample)
+        return ids if self.vocabulary is None else within(ids, self.vocabulary)
+
+    def _tokens_of(self, sample: Sample) -> list[int]:
         text = question_of(self.template, sample)
         if not self.chat:
-            return list(self.tokenizer(text)["input_ids"]) or [self.tokenizer.eos_token_id]
+            return encode_text(self.tokenizer, text) or [self.tokenizer.eos_token_id]
         keywords = {"tokenize": True, "return_dict": False, "add_generation_prompt": True}
         with ending():
             return list(self.tokenizer.apply_chat_template([{"role": "user", "content": text}], **keywords))

@@ -17,12 +17,14 @@ from fppo import models
 from fppo.batch import Rollout
 from fppo.data.chat import ending
 from fppo.data.examples import MESSAGES
-from fppo.models.load import VALUE_HEADS, find_directory, list_files, read_config, read_value_head
+from fppo.data.tokenizers import encode_text, within
+from fppo.models.load import VALUE_HEADS, find_directory, read_config, read_value_head
 from fppo.models.model import Model, Params
 from fppo.rewards.functions import RewardFn, tensor_reward
 from fppo.rewards.scoring import samples_of
 from fppo.runtime.mesh import DATA_AXES, LOCAL, Mesh, place_on
 from fppo.runtime.offload import OnHost
+from fppo.runtime.weights import weight_files
 from fppo.steps.forward import Forward, Rows, row_lengths
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.ranks import collect, shares
@@ -89,7 +91,7 @@ def find_reward_model(
 
 def _outside(directory: Path) -> list[str]:
     """Names of parameters that stand in no list of layers."""
-    names = [name for file in list_files(directory) for name in safe_open(file, "pt").keys()]  # noqa: SIM118
+    names = [name for file in weight_files(directory) for name in safe_open(file, "pt").keys()]  # noqa: SIM118
     return sorted(name for name in names if not any(part.isdigit() for part in name.split(".")))[:8]
 
 
@@ -116,18 +118,20 @@ def conversation(sample: Sample) -> list[dict[str, Any]]:
     return [*prompt, {"role": "assistant", "content": sample.response}]
 
 
-def encode(rollout: Rollout, *, tokenizer: Any, own: Any, chat: bool, end_token_id: int | None = None) -> Conversations:
+def encode(rollout: Rollout, *, tokenizer: Any, own: Any, chat: bool, vocabulary: int | None = None) -> Conversations:
     """The rollout's conversations in the tokens of `own`; `tokenizer` is the rollout's own.
 
     With `chat` they go through the chat template of `own`; else prompt and response are one text, and the end token of
-    `own` follows where the response ended with `end_token_id`. Padded on the right.
+    `own` follows where the response ended ("stop"), by whichever of its stop tokens or texts. Tokens from `vocabulary`
+    on, which the model has no embedding for, are left out. Padded on the right.
     """
     if chat:
         keywords = {"tokenize": True, "return_dict": False, "add_generation_prompt": False}
         with ending():
             rows = [list(own.apply_chat_template(conversation(s), **keywords)) for s in samples_of(rollout, tokenizer)]
     else:
-        rows = [_encode_text(sample, own, end_token_id) for sample in samples_of(rollout, tokenizer)]
+        rows = [_encode_text(sample, own) for sample in samples_of(rollout, tokenizer)]
+    rows = rows if vocabulary is None else [within(ids, vocabulary) for ids in rows]
     empty = [number for number, ids in enumerate(rows) if not ids]
     if empty:
         raise ValueError(f"the reward model's tokenizer makes no tokens of sample {empty[0]} ({len(empty)} are so)")
@@ -139,11 +143,9 @@ def encode(rollout: Rollout, *, tokenizer: Any, own: Any, chat: bool, end_token_
     )
 
 
-def _encode_text(sample: Sample, own: Any, end_token_id: int | None) -> list[int]:
-    ids = list(own(sample.prompt + sample.response)["input_ids"])
-    end = own.eos_token_id
-    ended = end_token_id is not None and sample.response_tokens[-1:] == (end_token_id,)
-    return [*ids, end] if ended and end is not None and ids[-1:] != [end] else ids
+def _encode_text(sample: Sample, own: Any) -> list[int]:
+    ids, end = encode_text(own, sample.prompt + sample.response), own.eos_token_id
+    return [*ids, end] if sample.finish == "stop" and end is not None and ids[-1:] != [end] else ids
 
 
 def model_reward(

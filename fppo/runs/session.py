@@ -22,7 +22,7 @@ from fppo.models import lora_files
 from fppo.pipeline import replay
 from fppo.pipeline.program import RunState
 from fppo.pipeline.train import Observe, StepRecord, train
-from fppo.runs import bases, evaluations, jsonl, loggers, starts
+from fppo.runs import bases, drawn, evaluations, jsonl, loggers, starts
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.profiles import Profiles
 from fppo.runs.starts import SETTINGS
@@ -135,6 +135,7 @@ def load(assembly: Assembly, directory: Path, step: int, *, donate: bool = False
     """The state of a checkpoint, as it lies on the run's mesh; with `donate` in the memory of the assembly's."""
     run, mesh, shapes, device = assembly.run, assembly.mesh, assembly.shapes, assembly.device
     bases.check(run.bases, checkpoint.place_of(directory, step))
+    drawn.check(assembly.drawn, checkpoint.place_of(directory, step), speaks=is_first(mesh))
     if assembly.placed is not None:
         return assembly.placed.load(run, directory, step, device=device)
     return checkpoint.load(run, directory, step, mesh=mesh, shapes=shapes, free=AHEAD, device=device, donate=donate)
@@ -314,9 +315,9 @@ def digest_spacing(settings: TrainSettings, assembly: Assembly, run: RunState) -
 
 def _begin_save(assembly: Assembly, directory: Path, keep: int, run: RunState) -> checkpoint.Pending:
     if assembly.placed is not None:
-        return assembly.placed.save(run, directory, keep=keep)
-    mesh, shapes = assembly.mesh, assembly.shapes
-    return checkpoint.begin_save(run, directory, run.step, mesh=mesh, shapes=shapes, free=AHEAD, keep=keep)
+        return assembly.placed.save(run, directory, keep=keep, notes=assembly.drawn.notes())
+    mesh, shapes, notes = assembly.mesh, assembly.shapes, assembly.drawn.notes()
+    return checkpoint.begin_save(run, directory, run.step, mesh=mesh, shapes=shapes, free=AHEAD, keep=keep, notes=notes)
 
 
 def of_state(assembly: Assembly) -> replay.OfState | None:

@@ -60,6 +60,9 @@ class Contents:
     structure: str | None
     leaves: Mapping[str, Mapping[str, Any]]  # the tensors: dtype, whole shape, cut, and what `Part` says of its ranks
     writers: tuple[int, ...]  # how many ranks of each of `WRITERS` hold something of their own
+    notes: Mapping[str, str] = attrs.field(
+        factory=dict
+    )  # what the state goes with, as its data, which it does not hold
 
     def number(self, mesh: Mesh) -> int | None:
         """This rank's number among those that write; None if it writes nothing."""

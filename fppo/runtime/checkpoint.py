@@ -23,16 +23,19 @@ from fppo.runtime import _checkpoint_attempt as attempts
 from fppo.runtime import _checkpoint_files as files
 from fppo.runtime._checkpoint_attempt import Attempt, misnamed, path_of, place_of, steps
 from fppo.runtime._checkpoint_files import CheckpointError, Contents, DamagedError
+from fppo.runtime._checkpoint_host import STAGE_BYTES, on_host
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import AXES, Mesh, gather_objects
 from fppo.runtime.parts import Part, holds, overlaps
 
 __all__ = [
+    "STAGE_BYTES",
     "CheckpointError",
     "Pending",
     "begin_save",
     "load",
     "misnamed",
+    "notes_of",
     "path_of",
     "place_of",
     "save",
@@ -42,7 +45,6 @@ __all__ = [
 
 T = TypeVar("T")
 TIMEOUT = 600.0
-STAGE_BYTES = 64 << 20  # what is copied from a device at a time
 
 
 def step_of(path: Path) -> int:
@@ -58,6 +60,12 @@ def step_of(path: Path) -> int:
             "move one of them away"
         )
     return step
+
+
+def notes_of(path: Path) -> dict[str, str]:
+    """The notes that a checkpoint was saved with; {} for one of a time without any. Raises CheckpointError."""
+    with _damage_explained(path):
+        return files.read_manifest(path).get("notes") or {}
 
 
 @attrs.frozen
@@ -85,10 +93,11 @@ def save(
     shapes: Mapping[str, torch.Size | Extent] = {},
     free: str | None = None,
     keep: int | None = None,
+    notes: Mapping[str, str] = {},
     timeout: float = TIMEOUT,
 ) -> Path:
     """`begin_save`, and the wait for it."""
-    return _begin(value, directory, step, mesh, shapes, free, keep, timeout, copy=False).wait()
+    return _begin(value, directory, step, mesh, shapes, free, keep, notes, timeout, copy=False).wait()
 
 
 def begin_save(
@@ -100,6 +109,7 @@ def begin_save(
     shapes: Mapping[str, torch.Size | Extent] = {},
     free: str | None = None,
     keep: int | None = None,
+    notes: Mapping[str, str] = {},
     timeout: float = TIMEOUT,
 ) -> Pending:
     """Begins to write the tree `value` as the checkpoint of `step`, and afterwards drops all but the newest `keep`.
@@ -108,14 +118,15 @@ def begin_save(
     leaves that are sharded; they play no role if the mesh is not `mesh.sharded`. An `Extent` is one that is cut over
     the tensor or expert axis, too, or that some ranks of the pipeline axis hold. All other leaves are equal on all
     ranks. `free` names a field of `value` whose structure is saved too, for `load`: one that differs from step
-    to step. The tensors are copied before it returns, so their memory may be used again; a thread writes.
+    to step. `notes` are kept beside it (`notes_of`). The tensors are copied before it returns, so their memory may be
+    used again; a thread writes.
 
     The files are written and synced under another name and renamed at the end, so a crash of any rank at any instant
     leaves the last complete checkpoint as it was. The same state saved again is left as it is; another one for the
     same step is an error, on every rank. Ranks wait for each other as long as there is something new to see within
     `timeout` seconds.
     """
-    return _begin(value, directory, step, mesh, shapes, free, keep, timeout, copy=True)
+    return _begin(value, directory, step, mesh, shapes, free, keep, notes, timeout, copy=True)
 
 
 def _begin(
@@ -126,6 +137,7 @@ def _begin(
     shapes: Mapping[str, torch.Size | Extent],
     free: str | None,
     keep: int | None,
+    notes: Mapping[str, str],
     timeout: float,
     *,
     copy: bool,
@@ -136,7 +148,7 @@ def _begin(
     cuts = files.cuts_of(tensors, mesh, shapes)
     device = next((x.device for x in tensors.values() if x.is_cuda), torch.device("cpu"))
     structure = None if free is None else pytree.treespec_dumps(pytree.tree_structure(getattr(value, free)))
-    contents = files.contents(tensors, cuts, plain, structure, mesh, device)
+    contents = attrs.evolve(files.contents(tensors, cuts, plain, structure, mesh, device), notes=dict(notes))
     shard = contents.number(mesh)
     result: Future[Path] = Future()
     attempt = attempts.agree(Path(directory), step, mesh, device, timeout)
@@ -159,36 +171,6 @@ def plain_of(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, (bool, int, float, str)):
         return leaf
     raise CheckpointError(f"a leaf of type {type(leaf).__name__} does not fit a checkpoint: {leaf!r}")
-
-
-def on_host(tensors: Mapping[str, Tensor], copy: bool) -> dict[str, Tensor]:
-    """The tensors on the host, contiguous, each with memory of its own: of others' too with `copy`."""
-    own: dict[str, Tensor] = {}
-    stage: Tensor | None = None
-    taken: set[int] = set()
-    for path, x in tensors.items():
-        if x.is_cuda:
-            stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True) if stage is None else stage
-            own[path] = _staged(x, stage)
-        else:
-            pointer = x.untyped_storage().data_ptr()
-            own[path] = x.to("cpu", copy=copy or pointer in taken, memory_format=torch.contiguous_format).contiguous()
-            taken.add(pointer)
-    return own
-
-
-def _staged(x: Tensor, stage: Tensor) -> Tensor:
-    """A copy of `x` on the host by way of a piece of pinned memory [N] uint8.
-
-    All of it pinned would take up to twice the bytes of a state, for good: torch rounds such memory up to powers of
-    two, and keeps it.
-    """
-    copy = torch.empty(x.shape, dtype=x.dtype)
-    source, target, room = x.reshape(-1), copy.view(-1), stage.view(x.dtype)
-    for start in range(0, len(source), len(room)):
-        piece = source[start : start + len(room)]
-        target[start : start + len(room)].copy_(room[: len(piece)].copy_(piece))
-    return copy
 
 
 def _compare(

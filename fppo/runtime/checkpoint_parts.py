@@ -22,7 +22,8 @@ from fppo.runtime import _checkpoint_attempt as attempts
 from fppo.runtime import _checkpoint_files as files
 from fppo.runtime._checkpoint_attempt import Attempt
 from fppo.runtime._checkpoint_files import Contents
-from fppo.runtime.checkpoint import TIMEOUT, on_host, plain_of
+from fppo.runtime._checkpoint_host import on_host
+from fppo.runtime.checkpoint import TIMEOUT, plain_of
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import LOCAL, Mesh
 
@@ -80,6 +81,7 @@ def commit(attempt: Attempt, parts: Sequence[Contents], count: int, *, structure
             structure=None if structure is None else pytree.treespec_dumps(pytree.tree_structure(structure)),
             leaves={name: leaf for part in parts for name, leaf in part.leaves.items()},
             writers=(1,) * len(files.WRITERS),
+            notes={name: x for part in parts for name, x in part.notes.items()},
         )
         files.write_manifest(
             attempt.draft, step=attempt.step, attempt=str(attempt.token), contents=contents, count=count

@@ -31,6 +31,7 @@ from fppo.settings.old_log_probs import old_log_probs_problems
 from fppo.settings.problems import Problems, unread_section
 from fppo.settings.problems import problem as _problem
 from fppo.settings.problems import unread as _unread
+from fppo.settings.texts import text_problems
 from fppo.settings.train import ActorSettings, LossSettings, TrainSettings
 
 # for each policy loss: the setting and the keyword that the loss calls it by
@@ -85,7 +86,7 @@ def problems(settings: TrainSettings) -> list[str]:
     """
     rollout, algorithm = (_rollout, _turns, sampling_problems), (_algorithm, old_log_probs_problems, _correction)
     conflicts = (_run, _model, data_problems, *rollout, reward_problems, *algorithm, _loss, expert_problems)
-    lines = [_problem(*wrong) for wrong in wrong_values(settings)]
+    lines = [*text_problems(settings), *(_problem(*wrong) for wrong in wrong_values(settings))]
     for conflict in conflicts:
         lines += conflict(settings)
     lines += _updates(settings, "actor", settings.actor)

@@ -35,7 +35,7 @@ def data_problems(s: TrainSettings) -> Problems:
     if data.sampler is not None and not data.shuffle:
         yield problem("data.shuffle", False, "data.sampler gives the order; leave one of them out")
     if not data.chat:
-        for name, default in (("chat_template", None), ("chat_arguments", {}), ("tools", None)):
+        for name, default in (("chat_template", None), ("chat_arguments", {}), ("tools", None), ("row_tools", None)):
             yield from unread(f"data.{name}", getattr(data, name), default, "data.chat = true")
     if data.seen:
         yield from _image_problems(s)
@@ -81,6 +81,7 @@ def _image_problems(s: TrainSettings) -> Problems:
         yield problem("data.over_long", "truncate", f"would cut {names} apart; give error or drop")
     text = f"prompts with {names} ({', '.join(s.data.seen)}) do not go with it yet; leave one of them out"
     settings = {
+        "data.row_tools": (s.data.row_tools, None),
         "rollout.turns.respond": (s.rollout.turns.respond, None),
         "critic.privileged": (s.critic.privileged, 0),
         "reward.model.path": (s.reward.model.path, None),

@@ -40,6 +40,7 @@ def _functions(s: TrainSettings) -> Problems:
     if weights and len(weights) != len(names):
         text = f"needs one weight for each of the {len(names)} reward.functions, or none"
         yield problem("reward.weights", list(weights), text)
+    yield from _all_zero(s)
     if "regular_expression" in names and s.reward.pattern is None:
         yield problem("reward.pattern", None, "regular_expression in reward.functions needs a pattern")
     if "regular_expression" not in names:
@@ -54,6 +55,18 @@ def _functions(s: TrainSettings) -> Problems:
     if s.reward.overlong_buffer >= s.rollout.max_tokens:
         text = f"must be less than rollout.max_tokens = {s.rollout.max_tokens}"
         yield problem("reward.overlong_buffer", s.reward.overlong_buffer, text)
+
+
+def _all_zero(s: TrainSettings) -> Problems:
+    """Weights under which every response scores the same."""
+    named = {"reward.weights": s.reward.weights or ((1.0,) if s.reward.functions else ())}
+    named |= {"reward.model.weight": (s.reward.model.weight,)} if s.reward.model.path is not None else {}
+    named |= {"reward.judge.weight": (s.reward.judge.weight,)} if s.reward.judge.path is not None else {}
+    if any(named.values()) and not any(weight for each in named.values() for weight in each):
+        name = next(name for name, each in named.items() if each)
+        value = list(named[name]) if name == "reward.weights" else 0.0
+        text = "every response would score 0, and nothing would be learned; give one of the rewards another weight"
+        yield problem(name, value, text)
 
 
 def _model(model: RewardModelSettings) -> Problems:

@@ -19,7 +19,15 @@ def row_problems(settings: TrainSettings) -> list[str]:
     """The faulty rows of the data sets that are files here, and not large: each set's as one text."""
     data, lines = settings.data, []
     truth = data.ground_truth or None
-    fields = Fields(prompt=data.prompt, ground_truth=truth, source=data.source, chat=data.chat)
+    fields = Fields(
+        prompt=data.prompt,
+        ground_truth=truth,
+        source=data.source,
+        chat=data.chat,
+        images=data.images if data.chat else None,
+        videos=data.videos if data.chat else None,
+        tools=data.row_tools,
+    )
     for paths in (data.path, data.eval_path if has_held_out(settings) else ()):
         places = [Path(path) for path in paths]
         local = all(place.is_file() and place.suffix.lower() in FORMATS for place in places)

@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import attrs
 
 from fppo._errors import check_depth, nearest
-from fppo.settings import checks
+from fppo.settings import checks, texts
 from fppo.settings.algorithm import CorrectionSettings
 from fppo.settings.critic import CriticSettings
 from fppo.settings.fields import name_of
@@ -69,7 +69,8 @@ def load(
     settings = _remember_modules(override(settings, overrides, prog=prog), path)
     known = {problem.split(" = ")[0] for problem in problems}  # a malformed value was replaced by its default
     problems += [p for p in checks.problems(settings) if p.split(" = ")[0] not in known]
-    problems += [p for p in look(settings, problems) if p.split(" = ")[0] not in known]
+    if not any(texts.text_problems(settings)):  # else nothing can be asked about such a path
+        problems += [p for p in look(settings, problems) if p.split(" = ")[0] not in known]
     problems = list(dict.fromkeys(problems))
     if problems:
         raise SettingsError(problems, where="the settings" if path is None else str(path))
@@ -79,7 +80,7 @@ def load(
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The tables of a TOML file. Raises SettingsError if there is no such file or it is not TOML."""
     try:
-        return check_depth(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+        return check_depth(tomllib.loads(texts.read_text(path)))
     except FileNotFoundError as error:
         raise SettingsError(
             [f"there is no such file in {Path(os.path.realpath(path)).parent}"], where=str(path)
@@ -118,7 +119,12 @@ def override(settings: TrainSettings, arguments: Sequence[str], *, prog: str) ->
         return settings
     import tyro  # here: its help and parser are for the command line alone
 
-    return tyro.cli(TrainSettings, default=settings, args=_switches(arguments), prog=prog)
+    given = tyro.cli(TrainSettings, default=settings, args=_switches(arguments), prog=prog)
+    try:
+        changes = texts.unescaped(flat(to_dict(settings)), flat(to_dict(given)))
+    except ValueError as error:
+        raise SettingsError([str(error)]) from error
+    return replace(given, changes) if changes else given
 
 
 def _switches(arguments: Sequence[str]) -> list[str]:

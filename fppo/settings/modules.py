@@ -84,7 +84,7 @@ def _wrong(module: str, path: str) -> str | None:
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     try:
-        source = Path(spec.origin).read_text(encoding="utf-8")
+        source = importlib.util.decode_source(Path(spec.origin).read_bytes())  # by its mark, or what it declares
         code = compile(source, spec.origin, "exec", dont_inherit=True)
     except (SyntaxError, ValueError, OSError) as error:
         return f"the module {module!r} does not import: {type(error).__name__}: {error}"

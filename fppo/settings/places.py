@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from fppo._errors import json_of, printable
+from fppo.data.plain import half_pairs, irregular
 from fppo.runtime.exports import check_replaceable
+from fppo.runtime.weights import weight_files
 from fppo.settings import checks, files
 from fppo.settings.problems import Problems, problem
 from fppo.settings.train import TrainSettings
@@ -23,7 +25,7 @@ OUTPUTS = (  # what commands write to an output_dir
 _MARKS = ("starts/step_*.toml", "checkpoints/step_*", "rollouts/step_*", "metrics.jsonl")  # of these a run has one
 _BESIDE = (".toml", ".log", ".out", ".err")  # what may stand there before: settings, and what a shell writes
 _NO_PLACE = "is no directory, or a link that leads to none"
-_CONFIG, _INDEX, _WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _ROWS = (".jsonl", ".json", ".csv", ".parquet")
 
@@ -162,14 +164,11 @@ def _model(name: str, path: str) -> Problems:
 
 
 def _weights(directory: Path) -> Iterator[str]:
-    index = directory / _INDEX
-    files = [file for file in [directory / _WEIGHTS] if file.exists()]
-    if index.exists():
-        try:
-            files = sorted({directory / file for file in json_of(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError):
-            yield f"{_INDEX} is no index of weights; copy or download it again"
-            return
+    try:
+        files = weight_files(directory)
+    except ValueError as error:
+        yield str(error)
+        return
     if not files:
         pickled = sorted(file.name for file in directory.glob("*.bin"))
         advice = "; {} are pickles, which fppo does not open: save the model as safetensors first"
@@ -232,13 +231,20 @@ def _rows(name: str, path: str) -> Problems:
     file = Path(path)
     if (file.suffix.lower() in _ROWS or path.startswith((".", "/", "~"))) and not file.exists():
         yield problem(name, path, _missing(file))
+    elif (wrong := irregular(file)) is not None:
+        yield problem(name, path, wrong)
 
 
 def _text(name: str, path: str, *, schemas: bool) -> Problems:
+    if (wrong := irregular(Path(path))) is not None:
+        yield problem(name, path, wrong)
+        return
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
         if schemas and not (isinstance(tools := json_of(text), list) and all(isinstance(x, dict) for x in tools)):
             yield problem(name, path, "must hold a list of objects, a schema each")
+        elif schemas and (half := half_pairs(tools)) is not None:
+            yield problem(name, path, f"{half[:40]!a} holds half of a surrogate pair, which is no character")
     except OSError:
         yield problem(name, path, _missing(Path(path)))
     except ValueError as error:

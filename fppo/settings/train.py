@@ -110,9 +110,9 @@ class DataSettings:
     eval_split: str = setting("test", nonempty("give the name of a split"))
     """The split to evaluate on, where eval_path is the name of a data set."""
     prompt: str = setting("prompt", nonempty("give a field of the rows, or a template with {field} in it"))
-    """The field that holds the prompt, or a template like 'Question: {question}\\nAnswer:'."""
+    """The field that holds the prompt, or a template like "Question: {question}\\nAnswer:"; \\n is a new line."""
     chat: bool = setting(False)
-    """Put the prompt through the tokenizer's chat template."""
+    """Put the prompt, a text or a list of messages, through the tokenizer's chat template."""
     chat_template: str | None = setting(None)
     """A file with a chat template in place of the tokenizer's own; it is exported with the model."""
     chat_arguments: Table = setting(dict)
@@ -127,6 +127,8 @@ class DataSettings:
     """In place of video_fps, how many frames of a whole video the model sees; all of one that has fewer."""
     tools: str | None = setting(None)
     """A JSON file with a list of schemas of tools, which the chat template shows."""
+    row_tools: str | None = setting(None)
+    """The field with schemas of a row's own tools, a list or JSON text of one; rows without any have those of tools."""
     ground_truth: str = setting("answer")
     """The field that holds what a reward compares with; empty: there is none."""
     source: str | None = setting(None)
@@ -137,6 +139,8 @@ class DataSettings:
     """The longest prompt, in tokens."""
     over_long: Literal["error", "drop", "truncate"] = setting("error")
     """What happens to longer prompts; truncate keeps the end of them. Both are counted."""
+    may_change: bool = setting(False)
+    """Go on from a checkpoint with other prompts, or other rows, than those that it was made with."""
     shuffle: bool = setting(True)
     """Draw a new order of the prompts in every epoch."""
     sampler: str | None = setting(None)

@@ -21,7 +21,7 @@ class Sample(NamedTuple):
     """One response to one prompt. Texts are decoded without special tokens; token ids hold them."""
 
     prompt: str
-    response: str
+    response: str  # with what tools said between the policy's turns
     ground_truth: Any
     source: str
     extras: Mapping[str, Any]  # the data row's other fields

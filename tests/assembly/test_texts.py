@@ -9,12 +9,13 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
 from fppo import models
-from fppo.assembly import texts
+from fppo.assembly import inputs, texts
 from fppo.assembly.run import assemble
 from fppo.data import stops
 from fppo.key import Key
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runs import session
+from fppo.runtime.mesh import LOCAL
 from tests import tiny_run
 
 CHAT = (
@@ -149,3 +150,18 @@ def test_rows_and_an_order_of_ones_own(task):
     refused = pytest.raises(ValueError, match=r"beyond' gave \[5\], which are no indices of 5 prompts")
     with refused, assemble(tiny_run.settings(task, **wrong)):
         pass
+
+
+def test_a_token_that_the_model_lacks_and_no_prompt_uses(tmp_path):
+    """As Gemma 3's token for images, in its models of text."""
+    tiny_run.write_task(tmp_path)
+    settings = tiny_run.settings(tmp_path)
+    tokenizer = texts.load_tokenizer(settings)
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "start")
+    assert max(tokenizer.get_vocab().values()) == texts.vocabulary_size_of(settings)
+    assert len(inputs.read_inputs(settings, mesh=LOCAL).prompts) == 24
+    with (tmp_path / "test.jsonl").open("a") as file:
+        file.write('{"prompt": "1+<image>", "answer": "1"}\n')
+    with pytest.raises(ValueError, match=r"test\.jsonl:25: token id 15 is outside the model's vocabulary of 15"):
+        inputs.read_inputs(settings, mesh=LOCAL)

@@ -7,6 +7,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig
 
 from fppo import data
+from fppo.rollout.turns.observations import PlainText, Within
 from tests.data.rows import tokenizer
 
 
@@ -37,8 +38,9 @@ def test_vocabularies():
     words = tokenizer()
     data.check_vocabulary(words, {"actor": config(20), "critic": config(20)})
     data.check_vocabulary(words, {"actor": config(20), "critic": config(32)}, tokenizers={"critic": tokenizer()})
-    with pytest.raises(ValueError, match=r"the actor has 19 tokens, but the tokenizer's ids go up to 19"):
-        data.check_vocabulary(words, {"actor": config(19)})
+    data.check_vocabulary(words, {"actor": config(19)})  # whether the last one is used, prompts say
+    with pytest.raises(ValueError, match=r"the actor has 1 tokens, and the tokenizer's '<eos>' has the id 1"):
+        data.check_vocabulary(words, {"actor": config(1)})
     with pytest.raises(ValueError, match=r"reference has 32 tokens, but the actor has 20; the critic has 24"):
         data.check_vocabulary(words, {"actor": config(20), "reference": config(32), "critic": config(24)})
     other = tokenizer()
@@ -52,6 +54,24 @@ def test_token_ids_outside_the_model():
     data.check_tokens(prompts, 31)
     with pytest.raises(ValueError, match="1: token id 30 is outside the model's vocabulary of 30"):
         data.check_tokens(prompts, 30)
+    with pytest.raises(ValueError, match=r"the padding token 31 is outside .* name another token \(data\.pad_token\)"):
+        data.check_tokens(data.prompt_set([[1, 2]], pad_token_id=31), 31)
+
+
+def test_a_tokenizer_may_have_tokens_that_no_prompt_uses():
+    """As Gemma 3's, of 270 M and 1 B parameters, has one for images."""
+    words = tokenizer()
+    with pytest.raises(ValueError, match=r"the actor has 19 tokens, and the tokenizer's '9' has the id 19"):
+        data.check_vocabulary(words, {"actor": config(19)}, any_text=True)
+    words.add_tokens(["<image>"], special_tokens=True)
+    data.check_vocabulary(words, {"actor": config(20)}, any_text=True)
+    data.check_vocabulary(words, {"actor": config(20), "critic": config(20)})
+    rows = [data.Row("a", 1, {"prompt": prompt, "answer": "1"}, "a") for prompt in ("1 9", "1 <image>")]
+    data.check_tokens(data.encode_rows(rows[:1], words), 20)
+    with pytest.raises(ValueError, match="a:1: token id 20 is outside the model's vocabulary of 20"):
+        data.check_tokens(data.encode_rows(rows, words), 20)
+    assert PlainText(words)([{"role": "tool", "content": "1 <image> 2"}], 1) == [11, 20, 12]
+    assert Within(PlainText(words), 20)([{"role": "tool", "content": "1 <image> 2"}], 1) == [11, 12]
 
 
 def test_stop_tokens():

@@ -75,6 +75,13 @@ def test_what_has_no_such_files_or_does_what_is_not_known_is_refused(tmp_path):
         (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config | changes))
         with pytest.raises(ValueError, match=f"does not run adapters with {next(iter(changes))} = "):
             lora_files.read_config(tmp_path / "a")
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config))
+    weights = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    first = next(iter(weights))
+    save_file(weights | {first: weights[first].to(torch.int8)}, tmp_path / "a" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"does not fit the model: .*lora_[AB] in torch\.int8"):
+        read(model, params, tmp_path / "a")
+    save_file(weights, tmp_path / "a" / "adapter_model.safetensors")
     (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config | {"r": 2}))
     with pytest.raises(ValueError, match=r"does not fit the model: .*lora_A of shape \[3, 16\]"):
         read(model, params, tmp_path / "a")

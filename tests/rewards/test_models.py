@@ -200,7 +200,8 @@ def words(rows: list[tuple[str, str]], tokenizer, *, ended: bool = True, **colum
     ).bool()
     base = random_rollout(0, len(rows), prompt=p, response=t)
     mask = attended[:, p:]
-    base = attrs.evolve(base, tokens=tokens, attention_mask=attended, response_mask=mask)
+    finish = Column(["stop" if ended else "length"] * len(rows))
+    base = attrs.evolve(base, tokens=tokens, attention_mask=attended, response_mask=mask, finish=finish)
     return attrs.evolve(base, **{name: Column(items) for name, items in columns.items()})
 
 
@@ -208,17 +209,33 @@ def test_conversations_are_encoded_anew():
     policy, own = character_tokenizer(CHARACTERS), character_tokenizer("=+9876543210")
     rollout = words([("1+2=", "3"), ("12+1=", "13")], policy)
     texts = [[*own(text)["input_ids"], own.eos_token_id] for text in ("1+2=3", "12+1=13")]
-    encoded = encode(rollout, tokenizer=policy, own=own, chat=False, end_token_id=policy.eos_token_id)
+    encoded = encode(rollout, tokenizer=policy, own=own, chat=False)
     assert [t[m].tolist() for t, m in zip(encoded.tokens, encoded.attention_mask)] == texts
     cut = words([("1+2=", "3"), ("12+1=", "13")], policy, ended=False)
-    encoded = encode(cut, tokenizer=policy, own=own, chat=False, end_token_id=policy.eos_token_id)
+    encoded = encode(cut, tokenizer=policy, own=own, chat=False)
     assert [t[m].tolist() for t, m in zip(encoded.tokens, encoded.attention_mask)] == [ids[:-1] for ids in texts]
+    few = encode(cut, tokenizer=policy, own=own, chat=False, vocabulary=max(texts[0]))  # without the highest of these
+    assert [t[m].tolist() for t, m in zip(few.tokens, few.attention_mask)] == [
+        [token for token in ids[:-1] if token < max(texts[0])] for ids in texts
+    ]
     own.chat_template = TEMPLATE
     asked = [{"role": "user", "content": "7"}, {"role": "assistant", "content": "8"}, {"role": "user", "content": "9"}]
     chats = words([("1+2=", "3"), ("12+1=", "13")], policy, extras=[{}, {MESSAGES: asked}])
     encoded = encode(chats, tokenizer=policy, own=own, chat=True)
     texts = [own(text)["input_ids"] for text in ("=1+2=+3", "=7+8=9+13")]
     assert [t[m].tolist() for t, m in zip(encoded.tokens, encoded.attention_mask)] == texts
+
+
+@pytest.mark.parametrize("stop", ["eos", "=", "text"])
+def test_a_response_ends_for_the_model_by_whatever_ended_it(stop):
+    """By a second stop token, as chat models have, or by a text that is no token of its own."""
+    policy, own = character_tokenizer(CHARACTERS), character_tokenizer("=+9876543210")
+    rollout = words([("1+2=", "3=")], policy, ended=stop == "eos")
+    text = own("1+2=3=")["input_ids"]
+    cut = encode(attrs.evolve(rollout, finish=Column(["length"])), tokenizer=policy, own=own, chat=False)
+    assert cut.tokens[0].tolist() == text
+    ended = encode(attrs.evolve(rollout, finish=Column(["stop"])), tokenizer=policy, own=own, chat=False)
+    assert ended.tokens[0].tolist() == [*text, own.eos_token_id]
 
 
 @pytest.fixture
@@ -283,8 +300,12 @@ def test_what_does_not_fit_is_said_before_any_work(task):
     loaded_reward(task)  # the same vocabulary, with embeddings for more
     big = character_tokenizer(CHARACTERS + "abcdefghij")
     big.save_pretrained(task / "judge")
-    with pytest.raises(ValueError, match="the reward model has 20 tokens, but the tokenizer's ids go up to 24"):
+    with pytest.raises(ValueError, match="the reward model has 20 tokens, and the tokenizer's 'j' has the id 24"):
         loaded_reward(task)
+    more = character_tokenizer(CHARACTERS + "ab")
+    more.add_tokens([f"<image {i}>" for i in range(9)], special_tokens=True)
+    more.save_pretrained(task / "judge")
+    loaded_reward(task)  # with tokens for what it does not see
 
 
 def test_scores_join_the_other_rewards(task):

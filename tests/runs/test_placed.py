@@ -246,6 +246,9 @@ def test_one_process_and_pools_go_on_with_what_the_other_has_saved(task, whole, 
     fork = train(task, tmp_path / "fork", resume=other, **APART)
     assert lines(fork)[1] == lines(whole)[1][-1:]
     assert checkpoint.steps(fork / session.CHECKPOINTS) == [2, 3]
+    saved = [checkpoint.path_of(run / session.CHECKPOINTS, 3) for run in (fork, whole)]
+    assert checkpoint.notes_of(saved[0]) == checkpoint.notes_of(saved[1])
+    assert {"prompts, as tokens", "prompts, as rewards read them"} <= checkpoint.notes_of(saved[0]).keys()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import attrs
 
 from fppo.data.chat import PLAIN, ChatOptions, render_chat
+from fppo.data.tokenizers import within
 
 _MARK = "fppomark"
 _DUMMY = ({"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK})
@@ -17,6 +18,18 @@ class Encode(Protocol):
     """The tokens of messages that follow a turn of the policy, whose last token is `end`."""
 
     def __call__(self, messages: Sequence[Mapping[str, Any]], end: int) -> list[int]: ...
+
+
+@attrs.frozen
+class Within:
+    """Messages as `encode` has them, without tokens from `vocabulary` on, which the model has no embedding for."""
+
+    encode: Encode
+    vocabulary: int
+
+    def __call__(self, messages: Sequence[Mapping[str, Any]], end: int) -> list[int]:
+        """The tokens that the model has."""
+        return within(self.encode(messages, end), self.vocabulary)
 
 
 @attrs.frozen

@@ -18,6 +18,7 @@ from typing import Any
 
 import attrs
 
+from fppo.data.plain import half_pairs
 from fppo.workers.imports import imported
 from fppo.workers.sample import Sample
 
@@ -131,4 +132,6 @@ def _problem(result: Any) -> str | None:
         json.dumps(result)
     except (TypeError, ValueError) as error:
         return f"messages that do not fit JSON: {error}"
+    if (text := half_pairs(result)) is not None:
+        return f"text with half of a surrogate pair, which is no character: {text!a}"[:200]
     return None

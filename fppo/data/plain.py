@@ -1,0 +1,104 @@
+"""Values of rows as JSON would bring them back, and what is wrong with a field or a path."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fppo._errors import check_depth
+
+
+class BadField(Exception):
+    """What is wrong with one field of one row."""
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON would bring it back: nan is None, a date is text, a tuple a list. Else ValueError."""
+    return _plain(check_depth(value))
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat() if value == value else None  # pandas' missing date is not itself
+    if hasattr(value, "tolist"):  # numpy's numbers and arrays
+        return _plain(value.tolist())
+    raise ValueError(f"a {type(value).__name__} does not fit JSON")
+
+
+def missing_in(value: Any, path: str = "") -> Iterator[str]:
+    """The paths within a value, "" for the value itself, of numbers that are none: nan, as pandas writes a value that
+    is missing, and infinities, which JSON has none of."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from missing_in(inner, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            yield from missing_in(inner, f"{path}[{number}]")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            yield path
+    elif isinstance(value, (datetime.date, datetime.time)):
+        if value != value:
+            yield path
+    elif hasattr(value, "tolist"):
+        yield from missing_in(value.tolist(), path)
+
+
+class TwiceError(ValueError):
+    """Keys that stand more than once in an object of JSON."""
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs, for `json_of(..., pairs=once)`. Raises TwiceError."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise TwiceError(f"{twice([name for name, _ in pairs])} more than once in an object; leave one of each")
+    return value
+
+
+def twice(names: Sequence[str]) -> list[str]:
+    """The names that stand more than once."""
+    return sorted({name for name in names if names.count(name) > 1})
+
+
+def irregular(path: Path) -> str | None:
+    """What stands at a path in the place of a file or a directory, as a pipe, which can be read once, or never ends;
+    None if nothing does."""
+    if "\0" in str(path):
+        return "it holds a NUL character, which no path has"
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return None
+    kinds = {"a FIFO": stat.S_ISFIFO, "a socket": stat.S_ISSOCK, "a device": stat.S_ISCHR, "a disk": stat.S_ISBLK}
+    kind = next((name for name, test in kinds.items() if test(mode)), None)
+    return kind and f"it is {kind}, not a file that can be read again; write it to a file first"
+
+
+def half_pairs(value: Any) -> str | None:
+    """The first text within a value that holds half of a surrogate pair, which is no character; None if none does."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return value
+        return None
+    if isinstance(value, Mapping):
+        inside = (half_pairs(x) for pair in value.items() for x in pair)
+    elif isinstance(value, (list, tuple)):
+        inside = (half_pairs(x) for x in value)
+    else:
+        return None
+    return next((text for text in inside if text is not None), None)
