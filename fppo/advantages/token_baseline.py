@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fppo.advantages._common import Advantages, check_rows, group_rows
+from fppo.advantages._common import Advantages, check_rows, group_rows, rounding
 from fppo.advantages.temporal import discounted_returns
 from fppo.losses._common import check_tokens
 from fppo.shapes import Mask, RowIds, Tokens
@@ -43,9 +43,11 @@ def optimal_token_baseline(
     members = group_rows(groups)
     count = members.reduce(alive.double(), "sum")
     weight = torch.where(members.reduce(weight, "sum") > 0, weight, alive.double())
-    # Counted from the lowest return, so that equal returns give exactly 0.
+    # Counted from the lowest return, so that equal returns give exactly 0, also where they differ by a rounding.
     lowest = members.reduce(value.where(alive, torch.inf), "min").where(count > 0, 0.0)
-    above = (value - lowest).where(alive, 0.0)
+    highest = members.reduce(value.where(alive, -torch.inf), "max").where(count > 0, 0.0)
+    largest = torch.maximum(lowest.abs(), highest.abs())
+    above = (value - lowest).where(alive & (highest - lowest > rounding(largest, rewards.dtype)), 0.0)
     total = members.reduce(weight, "sum")
     deviation = above - members.reduce(above * weight, "sum") / total.where(total > 0, 1.0)
     packed = torch.where(count > 1, deviation, value)
