@@ -99,6 +99,15 @@ def span(scores: Rows, present: Bool[Tensor, " b"], groups: Groups) -> Span:
     return Span(lowest, highest, rounding(torch.maximum(lowest.abs(), highest.abs()), scores.dtype))
 
 
+def equal_scores(scores: Rows, present: Bool[Tensor, " b"], groups: RowIds) -> Bool[Tensor, " b"]:
+    """Where the scores [B] of all `present` rows of a row's group are equal, up to rounding; also where there are none.
+
+    `groups` int64 [B], any ids in any order. Numbers are equal that differ by no more than 8 rounding errors of the
+    group's largest.
+    """
+    return span(scores, present, group_rows(groups)).equal
+
+
 class Centred(NamedTuple):
     """Scores against their group, each float64 [B]: deviation from the mean, unbiased std, rows in the group."""
 

@@ -80,7 +80,7 @@ def score_with_greedy(
 ) -> tuple[Scored, Metrics]:
     """`score_stage`, with the score of each prompt's greedy response as the baseline (ReMax, arXiv:2310.10505).
 
-    Raises ValueError without prompts.
+    Rows lie as engines make them, all responses to a prompt together. Raises ValueError without prompts.
     """
     if prompts is None:
         raise ValueError("remax samples a greedy response to each prompt: a rollout from a file has no prompts")
@@ -88,7 +88,7 @@ def score_with_greedy(
     greedy = engine.generate(params, Ask(prompts, sampling, Key(0), version=int(rollout.versions[0])))
     baselines, _ = score(greedy)
     per_row = baselines.scores.repeat_interleave(len(rollout.tokens) // len(prompts.tokens))
-    report["critic/baseline/mean"] = metrics.masked_mean(per_row, torch.ones_like(per_row, dtype=torch.bool))
+    report["critic/baseline/mean"] = metrics.masked_mean(per_row, ~per_row.isnan())
     return extend(Scored, scored, baselines=per_row), report
 
 
@@ -261,9 +261,12 @@ def estimate(
 
     `advantage_fn` is one that `estimator` makes, `fn(rows, token_rewards)`, or one of groups, as
     `laws.check_advantages` takes it: `fn(scores, mask, groups)`.
-    Advantages are estimated on all response tokens; then the rows that a function of `drop` names (bool [B]) and what
-    the correction rejects leave the mask, the whitening and all denominators, so a rejected last token does not take
-    its row's reward with it. Raises ValueError for an estimator whose results are not [B, T], and for a KL in the
+    Rows without a score (or, with baselines, without one of these) leave the mask first, and with it their group.
+    Advantages are estimated on all response tokens of the others; then the rows that a function of `drop` names
+    (bool [B]) and what the correction rejects leave the mask, the whitening and all denominators, so a rejected last
+    token does not take its row's reward with it. The divergence that the controller sees is that of all rows.
+
+    Raises ValueError for an estimator whose results are not [B, T], and for a KL in the
     rewards without reference log-probs.
     """
     if kl_in_reward and kl.coef > 0 and annotated.ref_log_probs is None:
@@ -279,15 +282,16 @@ def estimate(
             coef = kl.coef
         if update_kl is not None:
             kl = update_kl(kl, current.total / current.count.clamp(min=1), current.count)
+    mask = mask & annotated.has_score[:, None]
     rewards = advantages.token_rewards(annotated.scores, mask, kl=penalty, kl_coef=coef)
-    result = of_rows(advantage_fn)(annotated, rewards)
+    result = of_rows(advantage_fn)(replace(annotated, response_mask=mask), rewards)
     for name, x in (("advantages", result.advantages), ("returns", result.returns)):
         if x.shape != mask.shape:
             raise ValueError(f"the estimator gave {name} {list(x.shape)}, expected [B, T] = {list(mask.shape)}")
-    for fn in drop:
-        mask = mask & ~fn(annotated)[:, None]
     if drop:
-        report["rollout/dropped"] = metrics.masked_mean(~mask, annotated.response_mask)
+        dropped = torch.stack([fn(annotated) for fn in drop]).any(0)[:, None].expand(mask.shape)
+        report["rollout/dropped"] = metrics.masked_mean(dropped, mask)
+        mask = mask & ~dropped
     weights = None
     if correct is not None:
         correction = correct(annotated.old_log_probs, annotated.rollout_log_probs, mask)

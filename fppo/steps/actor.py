@@ -48,7 +48,7 @@ class SelectiveLoss:
 class PolicyTerms:
     """The scalars of the actor's objective: the temperature that log-probs are under, the factor of the entropy bonus,
     the factor and kind (`losses.kl_estimate`) of the KL term to the reference, the factor of the negative
-    log-likelihood of responses with a positive score (`losses.positive_weights`), and the factors of the losses that
+    log-likelihood of responses with a positive outcome (`losses.positive_weights`), and the factors of the losses that
     balance the loads of experts and keep their routers' logits small (`experts.RouterLosses`)."""
 
     temperature: float = 1.0
@@ -80,7 +80,7 @@ def update_actor(
 
     The objective of a mini-batch is sum(weights * (policy loss * correction - entropy_coef * entropy + kl_coef * KL
     to the reference)), with weights [B, T] from `losses.loss_weights` over the whole mini-batch, and nll_coef * the
-    mean of -log-prob over the tokens of responses with a positive score (VAPO, arXiv:2504.05118). Tokens outside the
+    mean of -log-prob over the tokens of responses with a positive outcome (VAPO, arXiv:2504.05118). Tokens outside the
     batch's `entropy_mask` have no entropy bonus, and those in it no greater one.
     `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss with its scalars bound.
 
@@ -201,7 +201,7 @@ def _mark_positive(params: Params, mini: MiniBatch, key: Key, *, forward: Forwar
     """The weights of the negative log-likelihood of this rank's rows."""
     del params, key
     rows = mini.rows
-    return {"positive": _own(losses.positive_weights(rows.scores, rows.response_mask), mini, forward)}
+    return {"positive": _own(losses.positive_weights(rows.outcome, rows.response_mask), mini, forward)}
 
 
 def _own(x: Tensor, mini: MiniBatch, forward: Forward) -> Tensor:

@@ -10,7 +10,7 @@ from fppo import rewards
 from fppo.rewards import RewardRunner
 from fppo.rewards import builtin as builtin_module
 from tests.rewards import functions
-from tests.rewards.samples import sample
+from tests.rewards.samples import NONE, sample
 
 
 def test_exact_match():
@@ -34,7 +34,7 @@ def test_regular_expression_without_and_with_a_group():
 def test_a_pattern_that_takes_for_ever_is_bounded():
     with RewardRunner(rewards.regular_expression("(a+)+b"), time_limit=3.0) as runner:
         results = runner.run([sample("a" * 60), sample("ab", "a")])
-    assert results.scores == {"regular_expression": [0.0, 1.0]}
+    assert results.scores == {"regular_expression": [NONE, 1.0]}
     assert results.failures[0].kind == "timeout"
 
 
@@ -61,7 +61,7 @@ def test_math_verify():
     ]
     with RewardRunner(rewards.math_verify, time_limit=120) as runner:
         results = runner.run(mathematics)
-    assert results.scores["math_verify"] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    assert results.scores["math_verify"] == [1.0, 1.0, 1.0, 0.0, 0.0, NONE]
     assert [(f.number, "cannot" in f.text or "not mathematics" in f.text) for f in results.failures] == [(5, True)]
     assert results.answers[3:5] == ["7", None]
 
