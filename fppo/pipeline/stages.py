@@ -266,12 +266,16 @@ def estimate(
     (bool [B]) and what the correction rejects leave the mask, the whitening and all denominators, so a rejected last
     token does not take its row's reward with it. The divergence that the controller sees is that of all rows.
 
-    Raises ValueError for an estimator whose results are not [B, T], and for a KL in the
-    rewards without reference log-probs.
+    Raises ValueError for an estimator whose results are not [B, T], and for a KL in the rewards without reference
+    log-probs or of another kind than "k1": the gradient of E[R - coef * KL] is that of rewards less coef *
+    log(policy / reference), as the expected gradient of that logarithm itself is 0, and of no other kind's.
     """
     if kl_in_reward and kl.coef > 0 and annotated.ref_log_probs is None:
         text = "needs ref_log_probs in the batch: give the run a reference policy (RunState.ref)"
         raise ValueError(f"kl_in_reward=True with the coefficient {float(kl.coef):g} {text}")
+    if kl_in_reward and kl_kind not in losses.REWARD_KINDS:
+        text = "is a loss and no reward: penalties of its value do not add up to the divergence's gradient; give 'k1'"
+        raise ValueError(f"kl_in_reward=True with kl_kind={kl_kind!r}: it {text}")
     mask, report = annotated.response_mask, {}
     penalty, coef = None, 0.0
     if annotated.ref_log_probs is not None:

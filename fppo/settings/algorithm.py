@@ -20,7 +20,7 @@ class KlRewardSettings:
     coef: float = setting(0.0, at_least(0))
     """The factor of the KL estimate taken off the token rewards; 0: none, and no reference model for it."""
     kind: KlKind = setting("k1")
-    """The estimator of the KL divergence."""
+    """The estimator of the KL divergence; k1, or k1+, which is the same in a reward: the others are for losses."""
     controller: Literal["fixed", "adaptive"] = setting("fixed")
     """Keep coef, or steer it to the target."""
     target: float = setting(0.1, above(0))

@@ -245,6 +245,15 @@ def _algorithm(s: TrainSettings) -> Problems:
     if a.kl.controller == "fixed":
         yield from _unread("algorithm.kl.target", a.kl.target, default.kl.target, "the adaptive controller")
         yield from _unread("algorithm.kl.horizon", a.kl.horizon, default.kl.horizon, "the adaptive controller")
+    if a.kl.coef > 0 and a.kl.kind not in ("k1", "k1+"):
+        text = "is for losses: penalties of its value do not add up to the divergence's gradient; give k1"
+        yield _problem("algorithm.kl.kind", a.kl.kind, text)
+    if a.kl.coef > 0 and a.advantage == "gdpo":
+        text = "gdpo compares the reward's functions one by one, and would not see it; give actor.kl_coef in its place"
+        yield _problem("algorithm.kl.coef", a.kl.coef, text)
+    if s.actor.kl_coef > 0 and s.actor.kl_kind == "k1":
+        text = "its expected gradient is 0, which makes it no KL term; give k3, or k2, whose is the divergence's"
+        yield _problem("actor.kl_kind", s.actor.kl_kind, text)
     if a.kl.coef == 0:
         yield from _unread("algorithm.kl.kind", a.kl.kind, default.kl.kind, "algorithm.kl.coef > 0")
     if s.actor.kl_coef == 0:

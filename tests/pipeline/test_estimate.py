@@ -96,6 +96,15 @@ def test_every_estimator_sees_a_kl_in_the_rewards_or_refuses_it(name):
     assert not torch.allclose(run()[0].advantages, plain.advantages, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in losses.KL_KINDS if kind not in losses.REWARD_KINDS])
+def test_a_kl_in_the_rewards_is_k1(kind):
+    """Of the others' values the penalties do not add up to the gradient of any divergence."""
+    rows = rows_of([1.0, 0.0], n=2)
+    with pytest.raises(ValueError, match=r"kl_in_reward=True with kl_kind='.*give 'k1'"):
+        estimated(rows, kl=KLState(coef=0.1), kl_in_reward=True, kl_kind=kind)
+    estimated(rows, kl_kind=kind)  # as a metric any will do
+
+
 def test_gpg_counts_the_rows_that_scored_and_not_their_kl():
     """alpha is rows / rows with a score: 4 of one right row in four, with a KL in all rewards as without."""
     rows = rows_of([1.0, 0.0, 0.0, 0.0], n=4)
