@@ -51,10 +51,21 @@ def rloo(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
     return spread(factor * stats.deviation, scores, mask)
 
 
-def opo(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
-    """S minus the group's mean weighted by response length (tokens of the mask); arXiv:2505.23585."""
-    stats = _centre(scores, mask, groups, mask.sum(1))
-    return spread(stats.deviation, scores, mask)
+def opo(scores: Rows, mask: Mask, groups: RowIds, *, leave_one_out: bool = False) -> Advantages:
+    """S minus the group's mean weighted by response length (tokens of the mask); arXiv:2505.23585.
+
+    A row's own score is in that mean, as the paper and verl have it, which biases the gradient: beside a smaller factor
+    the expected one is turned, by 7 % of its size with groups of 2 and 4 % with 4 where responses have 1 to 3 tokens.
+    With `leave_one_out` the mean is that of the other rows, and the gradient's noise 1 % more; there is no bias. A row
+    with the higher score may then have the lower advantage, if it is the longer one.
+    """
+    lengths = mask.sum(1)
+    stats = _centre(scores, mask, groups, lengths)
+    if not leave_one_out:
+        return spread(stats.deviation, scores, mask)
+    every = group_rows(groups).reduce(lengths.double(), "sum")
+    others = every - lengths  # S - mean of the others = (S - mean) * every / others
+    return spread(stats.deviation * (every / others.clamp(min=1)).where(others > 0, 1.0), scores, mask)
 
 
 def gpg(scores: Rows, mask: Mask, groups: RowIds, *, outcomes: Rows | None = None) -> Advantages:

@@ -106,9 +106,8 @@ def advantage_of(settings: TrainSettings, kernels: Kernels) -> Callable[[Mapping
         return lambda weights: own
     along = along_of(algorithm)
     correct = partial(losses.rollout_correction, **(files.correction_keywords(algorithm.correction) or {}))
-    return lambda weights: estimator(
-        algorithm.advantage, along=along, scale=algorithm.scale, gae=kernels.gae, weights=weights, correct=correct
-    )
+    bound = {"along": along, "scale": algorithm.scale, "leave_one_out": algorithm.leave_one_out, "gae": kernels.gae}
+    return lambda weights: estimator(algorithm.advantage, **bound, weights=weights, correct=correct)
 
 
 def along_of(algorithm: AlgorithmSettings) -> Along:

@@ -22,10 +22,10 @@ from fppo.losses.weights import MODES, Totals, count_totals, loss_weights, posit
 
 __all__ = [
     "KL_KINDS",
-    "REWARD_KINDS",
     "LEVELS",
     "MODES",
     "REJECTIONS",
+    "REWARD_KINDS",
     "VALUE_LOSSES",
     "Correction",
     "KLState",

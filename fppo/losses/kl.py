@@ -81,7 +81,7 @@ def kl_term(
     """
     if kind == "k1":
         raise ValueError(
-            "kl kind 'k1' as a loss has an expected gradient of 0, so that it would be no KL term at all: give 'k3', or "
+            "kl kind 'k1' as a loss has an expected gradient of 0, which makes it no KL term: give 'k3', or "
             "'k2' or 'k1+', whose gradient is that of the divergence (PolicyTerms.kl_kind, in settings actor.kl_kind)"
         )
     estimate = kl_estimate(log_probs, ref_log_probs, kind, mask=mask)

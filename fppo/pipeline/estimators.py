@@ -61,6 +61,7 @@ def estimator(
     *,
     along: Along = PLAIN,
     scale: str = "std",
+    leave_one_out: bool = False,
     gae: Callable[..., tuple[Tensor, Tensor]] = scan,
     weights: Mapping[str, float] | None = None,
     correct: Callable[[Tensor, Tensor, Tensor], Correction] = by_token,
@@ -68,7 +69,8 @@ def estimator(
     """The estimator of that name with its scalars bound: (annotated rows, token rewards [B, T]) -> Advantages.
 
     Group estimators compare the sums of the token rewards, so a KL penalty in the rewards reaches them too; "gdpo",
-    which compares the reward's functions one by one, refuses rewards with anything else in them. `gae` is the kernel
+    which compares the reward's functions one by one, refuses rewards with anything else in them. `leave_one_out` is for
+    "opo" and "optimal_token_baseline". `gae` is the kernel
     that "gae" calls, `weights` are those of "gdpo", and `correct` gives those of "vtrace" from the old log-probs, the
     engine's and the mask; it should be the correction of the stage, whose weights multiply the policy loss. A row that
     is alone in its group because the others have no score has an advantage of 0. Raises ValueError for a name that
@@ -79,7 +81,8 @@ def estimator(
         raise ValueError(f"unknown advantage estimator {name!r}; there are {list(NAMES)}")
     if name in CRITIC:
         return partial(_with_critic, name=name, along=along, gae=gae, correct=correct)
-    return partial(_estimate, name=name, gamma=along.gamma, scale=scale, weights=weights)
+    bound = {"gamma": along.gamma, "scale": scale, "leave_one_out": leave_one_out, "weights": weights}
+    return partial(_estimate, name=name, **bound)
 
 
 def of_values(
@@ -133,6 +136,7 @@ def _estimate(
     name: str,
     gamma: float,
     scale: str,
+    leave_one_out: bool,
     weights: Mapping[str, float] | None,
 ) -> Advantages:
     mask, groups, totals = rows.response_mask, rows.groups, rewards.sum(1)
@@ -148,7 +152,7 @@ def _estimate(
         case "rloo":
             return advantages.rloo(totals, mask, groups)
         case "opo":
-            return advantages.opo(totals, mask, groups)
+            return advantages.opo(totals, mask, groups, leave_one_out=leave_one_out)
         case "gpg":
             return advantages.gpg(totals, mask, groups, outcomes=rows.outcome)
         case "remax":
@@ -160,7 +164,12 @@ def _estimate(
         case "optimal_token_baseline":
             squared = _required(rows.sum_squared_probs, name, "sum_squared_probs")
             return advantages.optimal_token_baseline(
-                rewards, mask, groups, log_probs=rows.old_log_probs, sum_squared_probs=squared
+                rewards,
+                mask,
+                groups,
+                log_probs=rows.old_log_probs,
+                sum_squared_probs=squared,
+                leave_one_out=leave_one_out,
             )
         case _:
             _check_alone(name, rows, rewards)

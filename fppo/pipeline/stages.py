@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fppo import advantages, losses, metrics
+from fppo._errors import RunFailed
+from fppo.advantages import Advantages
 from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored, extend
 from fppo.key import Key
 from fppo.losses import Correction, KLState
@@ -267,15 +269,11 @@ def estimate(
     token does not take its row's reward with it. The divergence that the controller sees is that of all rows.
 
     Raises ValueError for an estimator whose results are not [B, T], and for a KL in the rewards without reference
-    log-probs or of another kind than "k1": the gradient of E[R - coef * KL] is that of rewards less coef *
-    log(policy / reference), as the expected gradient of that logarithm itself is 0, and of no other kind's.
+    log-probs or of another kind than "k1", the only one whose own expected gradient is 0, so that the penalty in the
+    rewards is all of it; RunFailed, which is one too, where no row of the first policy has a score.
     """
-    if kl_in_reward and kl.coef > 0 and annotated.ref_log_probs is None:
-        text = "needs ref_log_probs in the batch: give the run a reference policy (RunState.ref)"
-        raise ValueError(f"kl_in_reward=True with the coefficient {float(kl.coef):g} {text}")
-    if kl_in_reward and kl_kind not in losses.REWARD_KINDS:
-        text = "is a loss and no reward: penalties of its value do not add up to the divergence's gradient; give 'k1'"
-        raise ValueError(f"kl_in_reward=True with kl_kind={kl_kind!r}: it {text}")
+    if kl_in_reward:
+        _check_penalty(annotated, kl, kl_kind)
     mask, report = annotated.response_mask, {}
     penalty, coef = None, 0.0
     if annotated.ref_log_probs is not None:
@@ -286,12 +284,10 @@ def estimate(
             coef = kl.coef
         if update_kl is not None:
             kl = update_kl(kl, current.total / current.count.clamp(min=1), current.count)
-    mask = mask & annotated.has_score[:, None]
+    mask = mask & _scored(annotated)[:, None]
     rewards = advantages.token_rewards(annotated.scores, mask, kl=penalty, kl_coef=coef)
     result = of_rows(advantage_fn)(replace(annotated, response_mask=mask), rewards)
-    for name, x in (("advantages", result.advantages), ("returns", result.returns)):
-        if x.shape != mask.shape:
-            raise ValueError(f"the estimator gave {name} {list(x.shape)}, expected [B, T] = {list(mask.shape)}")
+    _check_shapes(result, mask)
     if drop:
         dropped = torch.stack([fn(annotated) for fn in drop]).any(0)[:, None].expand(mask.shape)
         report["rollout/dropped"] = metrics.masked_mean(dropped, mask)
@@ -312,3 +308,31 @@ def estimate(
         correction_weights=weights,
     )
     return experience, kl, report | batch_metrics(experience, max_tokens=max_tokens)
+
+
+def _check_shapes(result: Advantages, mask: Tensor) -> None:
+    for name, x in result._asdict().items():
+        if x.shape != mask.shape:
+            raise ValueError(f"the estimator gave {name} {list(x.shape)}, expected [B, T] = {list(mask.shape)}")
+
+
+def _scored(annotated: Annotated) -> Tensor:
+    """The rows with a score. Raises RunFailed where the first policy, which has had no update, has none."""
+    there = annotated.has_score
+    if not there.any() and not annotated.versions.any():
+        lacking = [name for name, x in annotated.named_scores.items() if x.isnan().any()]
+        raise RunFailed(
+            f"none of the first {len(there)} responses has a score, so there is nothing to learn from: {lacking} gave "
+            "none, as the counts of what failed say; mend that, or name the score of a failure (reward.failure_score)"
+        )
+    return there
+
+
+def _check_penalty(annotated: Annotated, kl: KLState, kind: str) -> None:
+    """Raises ValueError for a KL in the rewards that has no reference, or another gradient than the divergence's."""
+    if kl.coef > 0 and annotated.ref_log_probs is None:
+        text = "needs ref_log_probs in the batch: give the run a reference policy (RunState.ref)"
+        raise ValueError(f"kl_in_reward=True with the coefficient {float(kl.coef):g} {text}")
+    if kind not in losses.REWARD_KINDS:
+        text = "is a loss and no reward: penalties of its value do not add up to the divergence's gradient; give 'k1'"
+        raise ValueError(f"kl_in_reward=True with kl_kind={kind!r}: it {text}")

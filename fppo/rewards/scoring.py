@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fppo._errors import RunFailed
 from fppo.rewards.functions import Term
 from fppo.rewards.runner import Runner, check_failures
 from fppo.workers.sample import Sample
@@ -34,7 +33,7 @@ def score(
     The metrics count samples that failed as reward/errors and reward/timeouts, and rows without a score as
     reward/unscored; all other means leave them out. Raises ValueError for results that are no scores, and RunFailed,
     which is one too, for a function that fails on every row of a policy that has had no update (whose `versions` are
-    0), or where no such row has a score: the fault is not the responses'.
+    0): the fault is not the responses'.
     """
     import torch
 
@@ -67,25 +66,25 @@ def score(
         extras = batch.Column({**extra, EXTRACTED: answer} for extra, answer in pairs)
     columns = {"scores": total.float(), "named_scores": named, "outcomes": outcomes}
     scored = batch.extend(batch.Scored, rollout, **columns, extras=extras)
-    there = scored.has_score
-    if not rollout.versions.any() and not there.any():
-        lacking = [name for name in results.scores | scores if named[name].isnan().any()]
-        raise RunFailed(
-            f"none of the first {len(there)} responses has a score, so there is nothing to learn from: {lacking} gave "
-            "none, as the counts of what failed say; mend that, or name the score of a failure (reward.failure_score)"
-        )
-    report: Metrics = {
-        "critic/score/mean": metrics.masked_mean(scored.scores, there),
-        "critic/score/max": metrics.masked_max(scored.scores, there),
-        "critic/score/min": metrics.masked_min(scored.scores, there),
-        **{f"reward/{name}": metrics.masked_mean(x, ~x.isnan()) for name, x in named.items()},
-        "reward/unscored": metrics.total((~there).sum()),
-        **noted,
-    }
+    report = _means(scored) | noted
     for kind in ("error", "timeout"):
         failed = {failure.number for failure in results.failures if failure.kind == kind}
         report[f"reward/{kind}s"] = metrics.total(len(failed))
     return scored, report
+
+
+def _means(scored: Scored) -> Metrics:
+    """The means of the scores of the rows that have one, and how many have none."""
+    from fppo import metrics
+
+    there = scored.has_score
+    return {
+        "critic/score/mean": metrics.masked_mean(scored.scores, there),
+        "critic/score/max": metrics.masked_max(scored.scores, there),
+        "critic/score/min": metrics.masked_min(scored.scores, there),
+        **{f"reward/{name}": metrics.masked_mean(x, ~x.isnan()) for name, x in scored.named_scores.items()},
+        "reward/unscored": metrics.total((~there).sum()),
+    }
 
 
 def _total(terms: Sequence[Term], scores: Mapping[str, Tensor], device: torch.device) -> Tensor:

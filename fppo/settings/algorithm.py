@@ -73,6 +73,8 @@ class AlgorithmSettings:
     """Give the advantages of estimators with a critic mean 0 and variance 1 over the whole batch."""
     scale: Literal["std", "none"] = setting("std")
     """Divide by the group's standard deviation or not (grpo, grpo_passk, gdpo)."""
+    leave_one_out: bool = setting(False)
+    """Keep a row's own return out of its baseline, which takes a bias away (opo, optimal_token_baseline)."""
     kl: KlRewardSettings = setting(KlRewardSettings)
     """A penalty in the token rewards for leaving the reference."""
     old_log_probs: OldLogProbs | None = setting(None)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fppo import advantages, losses, metrics
 from fppo import batch as batches
+from fppo._errors import RunFailed
 from fppo.batch import Annotated, Column, Prompts, Rollout, Scored, extend, narrow
 from fppo.losses import KLState
 from fppo.pipeline import stages
@@ -224,6 +225,15 @@ def test_a_greedy_baseline_is_that_of_the_rows_own_prompt(count, n):
     zeros = torch.zeros(rollout.response_mask.shape)
     found, _, _ = estimated(extend(Annotated, scored, old_log_probs=zeros), "remax")
     assert not found.advantages.any()
+
+
+def test_first_responses_without_any_score_end_the_run():
+    """As of a judge that gives no number; a later policy has shown that it can be scored."""
+    rows = rows_of([NAN, NAN], n=2)
+    with pytest.raises(RunFailed, match=r"none of the first 2 responses has a score.*\['a', 'b'\] gave none"):
+        estimated(rows)
+    later = attrs.evolve(rows, versions=torch.tensor([0, 1]))
+    assert not estimated(later)[0].response_mask.any()
 
 
 # outcomes

@@ -124,18 +124,6 @@ def test_outcomes_are_the_scores_without_what_shapes_them():
         assert scored.outcome is scored.scores
 
 
-def test_first_responses_without_any_score_end_the_run():
-    """A judge that never gives a number has no function that raised."""
-
-    @rewards.tensor_reward
-    def mute(rows):
-        return torch.zeros(2), {}, torch.zeros(2, dtype=torch.bool)
-
-    rows = rollout(["q"] * 2, ["a", "b"], [None] * 2)
-    with pytest.raises(ValueError, match=r"none of the first 2 responses has a score.*\['m'\] gave none"):
-        score(rows, rewards.weighted_sum({"m": mute, "v": vowels}))
-
-
 @rewards.tensor_reward
 def row_numbers(rows) -> torch.Tensor:
     return rows.row_ids.double()

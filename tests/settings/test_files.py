@@ -159,6 +159,7 @@ CONFLICTS = [
     ({"algorithm.kl.coef": 0.1, "algorithm.kl.kind": "k3"}, "algorithm.kl.kind"),
     ({"algorithm.kl.coef": 0.1, "algorithm.kl.kind": "k3+"}, "algorithm.kl.kind"),
     ({"algorithm.kl.coef": 0.1, "algorithm.advantage": "gdpo", "rollout.n": 4}, "algorithm.kl.coef"),
+    ({"algorithm.advantage": "grpo", "rollout.n": 4, "algorithm.leave_one_out": True}, "algorithm.leave_one_out"),
     ({"model.ref_path": "x"}, "model.ref_path"),
     ({"algorithm.kl.controller": "adaptive"}, "algorithm.kl.controller"),
     ({"algorithm.kl.coef": 0.1, "algorithm.kl.target": 0.2}, "algorithm.kl.target"),
