@@ -261,8 +261,7 @@ def estimate(
 ) -> tuple[Experience, KLState, Metrics]:
     """Token rewards, advantages and returns; the KL controller's next state; the off-policy correction.
 
-    `advantage_fn` is one that `estimator` makes, `fn(rows, token_rewards)`, or one of groups, as
-    `laws.check_advantages` takes it: `fn(scores, mask, groups)`.
+    `advantage_fn` is one that `estimator` makes, `fn(rows, token_rewards)`, or one of groups, `fn(scores, mask, groups)`.
     Rows without a score (or, with baselines, without one of these) leave the mask first, and with it their group.
     Advantages are estimated on all response tokens of the others; then the rows that a function of `drop` names
     (bool [B]) and what the correction rejects leave the mask, the whitening and all denominators, so a rejected last
@@ -289,9 +288,8 @@ def estimate(
     result = of_rows(advantage_fn)(replace(annotated, response_mask=mask), rewards)
     _check_shapes(result, mask)
     if drop:
-        dropped = torch.stack([fn(annotated) for fn in drop]).any(0)[:, None].expand(mask.shape)
-        report["rollout/dropped"] = metrics.masked_mean(dropped, mask)
-        mask = mask & ~dropped
+        gone = torch.stack([fn(annotated) for fn in drop]).any(0)[:, None].expand(mask.shape)
+        report["rollout/dropped"], mask = metrics.masked_mean(gone, mask), mask & ~gone
     weights = None
     if correct is not None:
         correction = correct(annotated.old_log_probs, annotated.rollout_log_probs, mask)
@@ -311,7 +309,7 @@ def estimate(
 
 
 def _check_shapes(result: Advantages, mask: Tensor) -> None:
-    for name, x in result._asdict().items():
+    for name, x in (("advantages", result.advantages), ("returns", result.returns)):
         if x.shape != mask.shape:
             raise ValueError(f"the estimator gave {name} {list(x.shape)}, expected [B, T] = {list(mask.shape)}")
 
