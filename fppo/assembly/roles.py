@@ -128,11 +128,12 @@ def make_reference(
 ) -> Reference:
     """The reference on a rank. `model` and `params` are the policy's before its first update, if they are there too.
 
-    Of an adapted policy it is the base, which costs nothing, unless the settings name another.
+    Of an adapted policy it is the policy as it starts: the base, which costs nothing, with a copy of the adapter where
+    that is no fresh one, unless the settings name another.
     """
     tools = tools or _tools(here, settings)
     if model is None and uses_lora(settings) and settings.model.ref_path is None:
-        model, params = policy_model(settings, here.mesh, here.device), {}
+        model, params = load_policy(settings, here.mesh, here.device)
     policy = None if model is None or params is None else (model, params)
     model, params = load_reference(settings, here.mesh, policy)
     params = on_device(params, here.device)
