@@ -50,6 +50,7 @@ from fppo.runtime.offload import Lane, OnHost, to_host
 from fppo.settings import checks
 from fppo.settings.lora import critic_uses_lora, uses_lora
 from fppo.settings.train import TrainSettings
+from fppo.steps.clock import Clock
 from fppo.steps.confidence import confidence_values
 from fppo.steps.forward import Forward, TokenOutputs
 from fppo.steps.hidden import hidden_values
@@ -317,8 +318,8 @@ def _scaled(optimizer: Optimizer, model: Model | None) -> Optimizer:
 
 
 def _state(params: Params, optimizer: Optimizer, offload: Offload) -> TrainState:
-    """The state before the first update, on the host as far as that is asked for."""
-    state = init_state(params, optimizer)
+    """The state before the first update, with a clock for its schedule, on the host as far as that is asked for."""
+    state = tree.replace(init_state(params, optimizer), clock=Clock())
     match offload:
         case "all":
             return to_host(state)

@@ -25,7 +25,7 @@ from fppo.pipeline import replay
 from fppo.pipeline.measure import gauges
 from fppo.pipeline.program import RunState
 from fppo.pipeline.train import Observe, StepRecord, train
-from fppo.runs import bases, evaluations, jsonl, loggers, starts
+from fppo.runs import bases, clocks, evaluations, jsonl, loggers, starts
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.profiles import Profiles
 from fppo.runs.starts import SETTINGS
@@ -126,6 +126,7 @@ def load(assembly: Assembly, directory: Path, step: int, *, donate: bool = False
     """The state of a checkpoint, as it lies on the run's mesh; with `donate` in the memory of the assembly's."""
     run, mesh, shapes, device = assembly.run, assembly.mesh, assembly.shapes, assembly.device
     bases.check(run.bases, checkpoint.path_of(directory, step))
+    run = clocks.as_saved(run, directory, step)
     if assembly.placed is not None:
         return assembly.placed.load(run, directory, step, device=device)
     return checkpoint.load(run, directory, step, mesh=mesh, shapes=shapes, free=AHEAD, device=device, donate=donate)
