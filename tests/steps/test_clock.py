@@ -2,13 +2,22 @@
 
 import itertools
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fppo import metrics
+from fppo import losses, metrics
+from fppo.steps.actor import update_actor
 from fppo.steps.clock import Clock, Timeline, Turn, at_step, tick, tock
+from fppo.steps.forward import Forward
+from fppo.steps.loop import Loop
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizers import sgd
 from fppo.steps.schedules import KINDS, schedule
+from fppo.steps.train_state import init_state
+from fppo.tree import replace
+from tests import tiny
 
 each_kind = st.sampled_from(KINDS)
 
@@ -78,3 +87,34 @@ def test_skipped_updates_do_not_use_up_the_warm_up(warmup, skipped, kind):
         ended = next(n for n in itertools.count() if n - len([s for s in skipped if s < n]) == warmup)
         left = 40 - ended
         assert found[ended:] == pytest.approx([1 - 0.99 * n / left for n in range(left)])
+
+
+def test_an_update_loop_keeps_the_clock():
+    """The first updates have no finite gradient, as in float16's search for a scale; a schedule is asked once more for
+    each, for the metric."""
+    model, params = tiny.model_and_params()
+    asked, calls = [], []
+    rate = schedule("linear", 0.1, total_steps=8, warmup_steps=2)
+
+    def recorded(place):
+        asked.append(rate(place))
+        return asked[-1]
+
+    def loss_fn(log_probs, old_log_probs, advantages, mask):
+        calls.append(len(calls))
+        per_token, report = losses.ppo_clip(log_probs, old_log_probs, advantages, mask)
+        return per_token * (float("inf") if len(calls) <= 3 else 1.0), report
+
+    optimizer = sgd(recorded)
+    loop = Loop(mini_batch_size=1, micro_batching=MicroBatching(size=1), timeline=Timeline(2, 8))
+    state = replace(init_state(params, optimizer), clock=Clock())
+    batch = tiny.experience(0, 4)
+    batch = attrs.evolve(batch, response_mask=batch.attention_mask[:, 5:])
+    for step in range(2):
+        state = replace(state, clock=at_step(state.clock, step, 2))
+        state, _ = update_actor(
+            state, batch, forward=Forward(model), loss_fn=loss_fn, loop=loop, optimizer=optimizer, donate=False
+        )
+    first, second = 0.1 / 3, 0.1 * 2 / 3
+    assert asked[::2] == pytest.approx([first] * 4 + [second] + [0.1, 0.1 * 2 / 3, 0.1 / 3])
+    assert (state.step, state.clock.made, state.clock.ended) == (8, 2, 5)
