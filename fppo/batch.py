@@ -163,11 +163,26 @@ class Rollout(Prompts):
 
 @state
 class Scored(Rollout):
-    """A rollout with one score per row, and the scores of the reward's terms by name."""
+    """A rollout with one score per row, and the scores of the reward's terms by name; nan is no score.
+
+    `outcomes` are the scores without the terms that only shape them, as a penalty for length, where there are any.
+    """
 
     scores: Tensor  # [B] float32
     named_scores: dict[str, Tensor] = attrs.field(metadata={_COLUMNS: True})  # each [B] float32
     baselines: Tensor | None = None  # [B] float32: the score of the greedy response (ReMax)
+    outcomes: Tensor | None = None  # [B] float32
+
+    @property
+    def outcome(self) -> Tensor:
+        """What came of each row, by which a right response is told from a wrong one, [B] float32."""
+        return self.scores if self.outcomes is None else self.outcomes
+
+    @property
+    def has_score(self) -> Tensor:
+        """The rows that have a score, and where rows have baselines one of those too, bool [B]."""
+        both = self.scores if self.baselines is None else self.scores + self.baselines
+        return ~both.isnan()
 
 
 @state
@@ -227,11 +242,11 @@ def rows(record: R, index: Tensor | Sequence[int]) -> R:
 
 
 def same_scores(records: Sequence[Scored]) -> list[Scored]:
-    """The records, each with the named scores of all; one that it lacks is 0, for the reward failed on all its rows."""
+    """The records, each with the named scores of all; one that it lacks is nan: the reward failed on all its rows."""
     names = list(dict.fromkeys(name for record in records for name in record.named_scores))
 
     def filled(record: Scored) -> Scored:
-        none = torch.zeros_like(record.scores)
+        none = torch.full_like(record.scores, torch.nan)
         return tree.replace(record, named_scores={name: record.named_scores.get(name, none) for name in names})
 
     return [filled(record) for record in records]

@@ -1,6 +1,6 @@
 """Advantages as pure functions of rewards, values, masks and groups; no gradient passes through them."""
 
-from fppo.advantages._common import Advantages
+from fppo.advantages._common import Advantages, equal_scores
 from fppo.advantages.ensemble import decisive, disagreement, undisputed
 from fppo.advantages.exact import GameTree, GameValues, exact_values, game_values
 from fppo.advantages.grouped import SCALES, gdpo, gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo
@@ -17,6 +17,7 @@ __all__ = [
     "decisive",
     "disagreement",
     "discounted_returns",
+    "equal_scores",
     "exact_values",
     "gae",
     "game_values",

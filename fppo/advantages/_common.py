@@ -11,6 +11,8 @@ from fppo.losses._common import check_mask
 from fppo.shapes import Mask, RowIds, Rows, Tokens
 from fppo_kernels.shapes import Bool
 
+_NOISE = 8.0  # a difference of this many rounding errors of the largest number is rounding, not signal
+
 
 class Advantages(NamedTuple):
     """What an estimator returns: both [B, T], 0 where the mask is False, no gradient.
@@ -70,6 +72,42 @@ def group_rows(groups: RowIds) -> Groups:
     return Groups(order, lengths=unique[2], group_of=unique[1])
 
 
+def rounding(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The difference up to which numbers of `dtype` are equal, if the largest of them has the size `largest`."""
+    return _NOISE * torch.finfo(dtype).eps * largest
+
+
+class Span(NamedTuple):
+    """The scores of each row's group, float64 [B]: the lowest and the highest, and `rounding` between them."""
+
+    lowest: Rows
+    highest: Rows
+    rounding: Rows
+
+    @property
+    def equal(self) -> Bool[Tensor, " b"]:
+        """Where all scores of the group are equal, up to rounding; also where there are none."""
+        return self.highest - self.lowest <= self.rounding
+
+
+def span(scores: Rows, present: Bool[Tensor, " b"], groups: Groups) -> Span:
+    """The span of each group's scores over the rows that are `present`; 0 to 0 in a group without any."""
+    full = scores.detach().double()
+    some = groups.reduce(present.double(), "max") > 0
+    lowest = groups.reduce(full.where(present, torch.inf), "min").where(some, 0.0)
+    highest = groups.reduce(full.where(present, -torch.inf), "max").where(some, 0.0)
+    return Span(lowest, highest, rounding(torch.maximum(lowest.abs(), highest.abs()), scores.dtype))
+
+
+def equal_scores(scores: Rows, present: Bool[Tensor, " b"], groups: RowIds) -> Bool[Tensor, " b"]:
+    """Where the scores [B] of all `present` rows of a row's group are equal, up to rounding; also where there are none.
+
+    `groups` int64 [B], any ids in any order. Numbers are equal that differ by no more than 8 rounding errors of the
+    group's largest.
+    """
+    return span(scores, present, group_rows(groups)).equal
+
+
 class Centred(NamedTuple):
     """Scores against their group, each float64 [B]: deviation from the mean, unbiased std, rows in the group."""
 
@@ -81,12 +119,12 @@ class Centred(NamedTuple):
 def centre(scores: Rows, present: Bool[Tensor, " b"], groups: Groups, weights: Tensor | None = None) -> Centred:
     """Deviations from the (weighted) mean of the group over the rows that are `present`; 0 for the others.
 
-    Counted from the lowest score of the group, so that equal scores give exactly 0. The only row of a group has
-    nothing to be compared with: its deviation is its score, its std 1.
+    Counted from the lowest score of the group, so that equal scores give exactly 0, also those that differ by a
+    rounding alone. The only row of a group has nothing to be compared with: its deviation is its score, its std 1.
     """
+    within = span(scores, present, groups)
     scores = scores.detach().double()
-    lowest = groups.reduce(scores.where(present, torch.inf), "min")
-    above = (scores - lowest).where(present, 0.0)
+    above = (scores - within.lowest).where(present & ~within.equal, 0.0)
     weights = present.double() if weights is None else weights.double().where(present, 0.0)
     total = groups.reduce(weights, "sum")
     deviation = above - groups.reduce(above * weights, "sum") / total.where(total > 0, 1.0)

@@ -3,7 +3,8 @@
 `scores` floating [B], `mask` bool [B, T], `groups` int64 [B] (rows of one prompt share an id, in any order), else
 ValueError. All are constants to the gradient; results have the dtype of the scores. A row without tokens counts
 nowhere, whatever its score. The only row of a group has no baseline: it is treated as if the mean were 0 and the std 1,
-so its advantage is its score. Equal scores within a group of two or more give exactly 0 (before any whitening).
+so its advantage is its score. Equal scores within a group of two or more give exactly 0 (before any whitening); scores
+are equal if they differ by no more than 8 rounding errors of the group's largest.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fppo.advantages._common import Advantages, Centred, centre, check_rows, group_rows, spread
+from fppo.advantages._common import Advantages, Centred, centre, check_rows, group_rows, span, spread
 from fppo.advantages.whitening import whiten
 from fppo.losses._common import check_mask, unknown
 from fppo.shapes import Mask, RowIds, Rows
@@ -50,32 +51,49 @@ def rloo(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
     return spread(factor * stats.deviation, scores, mask)
 
 
-def opo(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
-    """S minus the group's mean weighted by response length (tokens of the mask); arXiv:2505.23585."""
-    stats = _centre(scores, mask, groups, mask.sum(1))
-    return spread(stats.deviation, scores, mask)
+def opo(scores: Rows, mask: Mask, groups: RowIds, *, leave_one_out: bool = False) -> Advantages:
+    """S minus the group's mean weighted by response length (tokens of the mask); arXiv:2505.23585.
+
+    A row's own score is in that mean, as the paper and verl have it, which biases the gradient: beside a smaller factor
+    the expected one is turned, by 7 % of its size with groups of 2 and 4 % with 4 where responses have 1 to 3 tokens.
+    With `leave_one_out` the mean is that of the other rows, and the gradient's noise 1 % more; there is no bias. A row
+    with the higher score may then have the lower advantage, if it is the longer one.
+    """
+    lengths = mask.sum(1)
+    stats = _centre(scores, mask, groups, lengths)
+    if not leave_one_out:
+        return spread(stats.deviation, scores, mask)
+    every = group_rows(groups).reduce(lengths.double(), "sum")
+    others = every - lengths  # S - mean of the others = (S - mean) * every / others
+    return spread(stats.deviation * (every / others.clamp(min=1)).where(others > 0, 1.0), scores, mask)
 
 
-def gpg(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
-    """alpha (S - mean), alpha = rows / rows whose score is not 0, over the whole batch; arXiv:2504.02546."""
+def gpg(scores: Rows, mask: Mask, groups: RowIds, *, outcomes: Rows | None = None) -> Advantages:
+    """alpha (S - mean), alpha = rows / rows whose outcome is not 0, over the whole batch; arXiv:2504.02546.
+
+    `outcomes` [B] are the scores without what was added to them, as a KL penalty, after which none is 0; None: they are
+    the scores.
+    """
     stats = _centre(scores, mask, groups)
+    outcomes = scores if outcomes is None else outcomes
+    check_rows(mask, outcomes=outcomes)
     present = mask.any(1)
-    alpha = present.sum().double() / ((scores != 0) & present).sum().clamp(min=1)
+    alpha = present.sum().double() / ((outcomes != 0) & present).sum().clamp(min=1)
     return spread(alpha * stats.deviation, scores, mask)
 
 
 def grpo_passk(scores: Rows, mask: Mask, groups: RowIds, *, scale: str = "std") -> Advantages:
     """The group's best row gets (best - second) / (std + 1e-6), all others 0; arXiv:2503.19595.
 
-    Rows that share the best score get 0. ValueError for a group of one row: it has no second.
+    Rows that share the best score, up to rounding, get 0. ValueError for a group of one row: it has no second.
     """
     stats = _centre(scores, mask, groups)
     present, members = mask.any(1), group_rows(groups)
     if (stats.rows[present] == 1).any():
         alone = groups[present & (stats.rows == 1)][0].item()
         raise ValueError(f"grpo_passk needs two rows or more in each group, group {alone} has one; raise n")
-    full = scores.detach().double().where(present, -torch.inf)
-    best = full == members.reduce(full, "max")
+    full, within = scores.detach().double().where(present, -torch.inf), span(scores, present, members)
+    best = full >= within.highest - within.rounding
     second = members.reduce(full.where(~best, -torch.inf), "max")
     only = best & present & (members.reduce(best.double(), "sum") == 1)
     gap = (full - second).where(only, 0.0)

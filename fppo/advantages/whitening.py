@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from fppo.advantages._common import rounding
 from fppo.losses._common import check_tokens
 from fppo.shapes import Mask, Tokens
-
-_NOISE = 8.0  # a spread of this many rounding errors of the largest number is rounding, not signal
 
 
 def whiten(x: Tokens, mask: Mask, *, shift_mean: bool = True) -> Tokens:
@@ -31,7 +30,7 @@ def whiten(x: Tokens, mask: Mask, *, shift_mean: bool = True) -> Tokens:
     mean = unit.sum() / count.clamp(min=1)
     deviation = (unit - mean).where(mask, 0.0)
     std = (deviation.square().sum() / (count - 1).clamp(min=1)).sqrt()
-    varied = (peak > _NOISE * torch.finfo(x.dtype).eps * largest) & (count > 1)
+    varied = (peak > rounding(largest, x.dtype)) & (count > 1)
     result = (deviation / std.where(varied, 1.0)).where(varied, 0.0)
     if not shift_mean:
         result = result + lowest + mean * peak

@@ -10,6 +10,7 @@ from fppo.runtime.offload import Lane, offloaded_adamw
 from fppo.settings import checks, files
 from fppo.settings.optimizer import OptimizerSettings
 from fppo.settings.train import TrainSettings
+from fppo.steps.clock import Timeline
 from fppo.steps.muon import muon
 from fppo.steps.optimizers import Optimizer, adamw, kept_on_host, sgd
 from fppo.steps.schedules import schedule
@@ -19,8 +20,8 @@ from fppo_kernels.record import Kernels
 
 
 def optimizers_of(settings: TrainSettings, kernels: Kernels, lane: Lane | None) -> dict[str, Optimizer]:
-    """The optimizers of actor and critic, for all updates of each: the actor has none while the critic warms up. What
-    the settings keep on the host goes by the lane; without one it stays on the device."""
+    """The optimizers of actor and critic. What the settings keep on the host goes by the lane; without one it stays on
+    the device."""
     return {role: optimizer_for(settings, role, kernels, lane) for role in ("actor", "critic")}
 
 
@@ -28,12 +29,26 @@ def optimizer_for(
     settings: TrainSettings, role: Literal["actor", "critic"], kernels: Kernels, lane: Lane | None
 ) -> Optimizer:
     """The optimizer of one of them."""
-    batch_size, section = settings.rollout.batch_size, settings.actor if role == "actor" else settings.critic
+    section = settings.actor if role == "actor" else settings.critic
     on_host = None if offload_of(settings, role) == "none" else lane
+    return optimizer_of(section.optimizer, updates_of(settings, role), kernel=kernels.adamw, on_host=on_host)
+
+
+def updates_of(settings: TrainSettings, role: Literal["actor", "critic"]) -> int:
+    """The updates of one of them in the whole run, as far as settings know: the actor has none while the critic warms
+    up. What a run knows better its clock says (`steps.clock`)."""
+    batch_size, section = settings.rollout.batch_size, settings.actor if role == "actor" else settings.critic
     first = settings.critic.warmup_steps + settings.critic.pretrain if checks.uses_critic(settings) else 0
     steps = settings.steps - (first if role == "actor" else 0)
-    updates = steps * section.epochs * batch_size // files.mini_batch_size(section, batch_size)
-    return optimizer_of(section.optimizer, updates, kernel=kernels.adamw, on_host=on_host)
+    return steps * section.epochs * batch_size // files.mini_batch_size(section, batch_size)
+
+
+def timeline_of(settings: TrainSettings, role: Literal["actor", "critic"]) -> Timeline | None:
+    """The schedule of one of them, for its clock; None if its rate stays the same."""
+    section = (settings.actor if role == "actor" else settings.critic).optimizer
+    if section.schedule == "constant" and not section.warmup_steps:
+        return None
+    return Timeline(section.warmup_steps, updates_of(settings, role))
 
 
 def optimizer_of(

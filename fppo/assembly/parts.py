@@ -27,7 +27,7 @@ from fppo.runtime.mesh import Mesh, Sharding
 from fppo.settings import checks, files
 from fppo.settings.checks_data import has_held_out
 from fppo.settings.critic import CriticSettings
-from fppo.settings.lora import shares_base, uses_lora
+from fppo.settings.lora import reference_is_base, shares_base, uses_lora
 from fppo.settings.modules import INNER, kernels_named
 from fppo.settings.placement import places_of, pools_of, ranks_without_gpus
 from fppo.settings.train import ActorSettings, TrainSettings
@@ -130,13 +130,16 @@ def load_critic(settings: TrainSettings, key: Key, mesh: Mesh) -> tuple[Model, P
 def load_reference(
     settings: TrainSettings, mesh: Mesh, policy: tuple[Model, Params] | None = None
 ) -> tuple[Model, Params]:
-    """The reference: a model of its own, or the `policy` before its first update, copied if it is at hand."""
+    """The reference: a model of its own, or the `policy` before its first update, copied if it is at hand; of an
+    adapted one the base alone, where that is the same or the settings say so."""
     section = settings.model
     dtype, setting = getattr(torch, section.ref_dtype), "path" if section.ref_path is None else "ref_path"
     if policy is not None and section.ref_path is None:
         model, params = policy
-        if model.frozen is not None:
+        if model.frozen is not None and reference_is_base(settings):
             return lora.base_of(model), {}
+        if model.frozen is not None:
+            return model, {name: x.clone() for name, x in params.items()}
         return model, {name: x.to(state_dtype(model, name, dtype), copy=True) for name, x in params.items()}
     path = section.path if section.ref_path is None else section.ref_path
     model, params = _loader(settings, mesh)(directory_of(path, f"model.{setting}"), dtype=dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fppo import advantages, losses
-from fppo.assembly.optimizers import optimizers_of
+from fppo.assembly.optimizers import optimizers_of, timeline_of
 from fppo.assembly.parts import Role, micro_batching_of, offload_of, value_head_of
 from fppo.batch import Annotated
 from fppo.pipeline import stages
@@ -106,9 +106,8 @@ def advantage_of(settings: TrainSettings, kernels: Kernels) -> Callable[[Mapping
         return lambda weights: own
     along = along_of(algorithm)
     correct = partial(losses.rollout_correction, **(files.correction_keywords(algorithm.correction) or {}))
-    return lambda weights: estimator(
-        algorithm.advantage, along=along, scale=algorithm.scale, gae=kernels.gae, weights=weights, correct=correct
-    )
+    bound = {"along": along, "scale": algorithm.scale, "leave_one_out": algorithm.leave_one_out, "gae": kernels.gae}
+    return lambda weights: estimator(algorithm.advantage, **bound, weights=weights, correct=correct)
 
 
 def along_of(algorithm: AlgorithmSettings) -> Along:
@@ -154,6 +153,7 @@ def program_of(settings: TrainSettings, resources: Resources) -> Program:
         sample=sample_of(settings, resources),
         critic_warmup=settings.critic.warmup_steps if checks.uses_critic(settings) else 0,
         pretrain=pretrain_of(settings),
+        steps=settings.steps,
         freeze_critic=settings.critic.freeze,
         together=resources.together,
         hold=resources.hold,
@@ -307,7 +307,7 @@ def loop_of(section: ActorSettings | CriticSettings, batch_size: int) -> Loop:
 def actor_update(settings: TrainSettings, forward: Forward, optimizer: Optimizer, lane: Lane) -> UpdateStage:
     """The policy's update. Raises ValueError for a loss of the user's that does not import."""
     actor, loop = settings.actor, loop_of(settings.actor, settings.rollout.batch_size)
-    loop = attrs.evolve(loop, balance_rate=actor.experts.bias_rate)
+    loop = attrs.evolve(loop, balance_rate=actor.experts.bias_rate, timeline=timeline_of(settings, "actor"))
     source = old_log_probs.source(settings)
     if source == "engine" and _needs_squares(settings):
         source = "pass"  # there is one, which measures the gap to the engine
@@ -342,6 +342,7 @@ def critic_update(
     """The update of the critic's model, which sees the `view` of a batch, or without a model of what it makes of the
     policy's confidence or of its hidden states."""
     loop, loss_fn = loop_of(settings.critic, settings.rollout.batch_size), value_head_of(settings).loss_fn
+    loop = attrs.evolve(loop, timeline=timeline_of(settings, "critic"))
     if forward is None:
         update = update_hidden if settings.critic.reads == "hidden" else update_confidence
         return partial(update, loop=loop, optimizer=optimizer, loss_fn=loss_fn)

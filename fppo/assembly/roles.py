@@ -51,6 +51,7 @@ from fppo.runtime.offload import Lane, OnHost, to_host
 from fppo.settings import checks
 from fppo.settings.lora import critic_uses_lora, uses_lora
 from fppo.settings.train import TrainSettings
+from fppo.steps.clock import Clock
 from fppo.steps.confidence import confidence_values
 from fppo.steps.forward import Forward, TokenOutputs
 from fppo.steps.hidden import hidden_values
@@ -129,11 +130,12 @@ def make_reference(
 ) -> Reference:
     """The reference on a rank. `model` and `params` are the policy's before its first update, if they are there too.
 
-    Of an adapted policy it is the base, which costs nothing, unless the settings name another.
+    Of an adapted policy it is the policy as it starts: the base, which costs nothing, with a copy of the adapter where
+    that is no fresh one, unless the settings name another.
     """
     tools = tools or _tools(here, settings)
     if model is None and uses_lora(settings) and settings.model.ref_path is None:
-        model, params = policy_model(settings, here.mesh, here.device), {}
+        model, params = load_policy(settings, here.mesh, here.device)
     policy = None if model is None or params is None else (model, params)
     model, params = load_reference(settings, here.mesh, policy)
     params = on_device(params, here.device)
@@ -321,8 +323,8 @@ def _scaled(optimizer: Optimizer, model: Model | None) -> Optimizer:
 
 
 def _state(params: Params, optimizer: Optimizer, offload: Offload) -> TrainState:
-    """The state before the first update, on the host as far as that is asked for."""
-    state = init_state(params, optimizer)
+    """The state before the first update, with a clock for its schedule, on the host as far as that is asked for."""
+    state = tree.replace(init_state(params, optimizer), clock=Clock())
     match offload:
         case "all":
             return to_host(state)

@@ -276,7 +276,8 @@ def _answering(
         in_turns(settings, alone, tokenizer, pad, mesh) as with_turns,
     ):
         reward = SpreadRewardRunner(runner, mesh, device)
-        score = partial(rewards.score, reward=reward, tokenizer=tokenizer)
+        failure = settings.reward.failure_score
+        score = partial(rewards.score, reward=reward, tokenizer=tokenizer, failure_score=failure)
         bring = alone.bring if isinstance(alone, EnginePool) else _nothing
         every = settings.rollout.interrupt
         engines = InterruptibleEngine(engine=with_turns, every=every, pad_token_id=pad) if every else with_turns

@@ -1,7 +1,7 @@
 """Losses as pure functions: per-token values [B, T] and metrics; `loss_weights` turns them into one sum."""
 
 from fppo.losses.correction import LEVELS, REJECTIONS, Correction, geometric_mean, rollout_correction
-from fppo.losses.kl import KL_KINDS, KLState, kl_estimate, sequence_kl, update_kl
+from fppo.losses.kl import KL_KINDS, REWARD_KINDS, KLState, kl_estimate, kl_term, sequence_kl, update_kl
 from fppo.losses.mismatch import off_policy_metrics
 from fppo.losses.policy import cispo, dppo_kl, dppo_tv, dro, gmpo, gpg, gspo, ppo_clip, sapo
 from fppo.losses.selection import clip_cov, kl_cov, select_clip_cov, select_kl_cov
@@ -25,6 +25,7 @@ __all__ = [
     "LEVELS",
     "MODES",
     "REJECTIONS",
+    "REWARD_KINDS",
     "VALUE_LOSSES",
     "Correction",
     "KLState",
@@ -45,6 +46,7 @@ __all__ = [
     "huber_value_loss",
     "kl_cov",
     "kl_estimate",
+    "kl_term",
     "loss_weights",
     "mean_of_quantiles",
     "off_policy_metrics",

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fppo.losses._common import LOG_RATIO_BOUND, check_like, check_tokens, clean, positive, row_mean, unknown
+from fppo.losses._common import LOG_RATIO_BOUND, check_like, check_tokens, clean, log_ratio, positive, row_mean, unknown
 from fppo.metrics import Mean, masked_mean
 from fppo.shapes import Mask, Scalar, Tokens
 from fppo.tree import state
@@ -24,6 +24,7 @@ def _k3(d: Tensor) -> Tensor:
 _ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"k1": lambda d: d, "abs": torch.abs, "k2": lambda d: 0.5 * d.square(), "k3": _k3}
 )
+REWARD_KINDS = ("k1", "k1+")  # those of one value, whose penalty in rewards has the divergence's gradient
 KL_KINDS = (*_ESTIMATORS, *(f"{kind}+" for kind in _ESTIMATORS))
 _OTHER_NAMES = MappingProxyType({"kl": "k1", "mse": "k2", "low_var_kl": "k3"})
 
@@ -31,7 +32,7 @@ _OTHER_NAMES = MappingProxyType({"kl": "k1", "mse": "k2", "low_var_kl": "k3"})
 def kl_estimate(log_probs: Tokens, ref_log_probs: Tokens, kind: str, *, mask: Mask | None = None) -> Tokens:
     """KL(policy || reference) at each sampled token, [B, T], from d = log_probs - ref_log_probs.
 
-    - "k1": d. As a loss its expected gradient is zero; it is for rewards.
+    - "k1": d. The only one that is right in rewards; as a loss its expected gradient is zero (`kl_term`)
     - "abs": |d|
     - "k2": d^2 / 2, whose gradient is that of the divergence
     - "k3": exp(-d) - 1 + d, never negative; exponent clamped to +-20, value to 10
@@ -57,6 +58,39 @@ def kl_estimate(log_probs: Tokens, ref_log_probs: Tokens, kind: str, *, mask: Ma
         slope = _ESTIMATORS["k2"](d)
         value = slope - slope.detach() + value.detach()
     return value if mask is None else value.where(mask, 0.0)
+
+
+def kl_term(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    ref_log_probs: Tokens,
+    kind: str,
+    *,
+    mask: Mask,
+    correction: Tokens | None = None,
+) -> Tokens:
+    """The KL term of a policy's loss at each token, [B, T]: `kl_estimate` times pi / pi_old of the token, a constant.
+
+    Tokens were sampled by the policy as it was, `old_log_probs`, and after the first update the policy is another one:
+    the weight makes the expected gradient that of tokens of its own. It is 1 on policy; its logarithm is clamped to
+    +-20. `correction` [B, T] weighs the old policy against the one that sampled (`rollout_correction`). In expectation
+    over tokens of the policy the gradient is that of KL(policy || reference) for "k2" and every kind with "+", of
+    KL(reference || policy) for "k3", and of twice the total variation for "abs".
+
+    Raises ValueError for "k1", whose expected gradient is 0, and otherwise as `kl_estimate`.
+    """
+    if kind == "k1":
+        raise ValueError(
+            "kl kind 'k1' as a loss has an expected gradient of 0, which makes it no KL term: give 'k3', or "
+            "'k2' or 'k1+', whose gradient is that of the divergence (PolicyTerms.kl_kind, in settings actor.kl_kind)"
+        )
+    estimate = kl_estimate(log_probs, ref_log_probs, kind, mask=mask)
+    check_tokens(mask, old_log_probs=old_log_probs)
+    weight = log_ratio(*clean(mask, log_probs.detach(), old_log_probs)).exp()
+    if correction is not None:
+        check_tokens(mask, correction=correction)
+        weight = weight * correction.detach().where(mask, 0.0)
+    return weight * estimate
 
 
 def sequence_kl(kl: Tokens, mask: Mask) -> Mean:

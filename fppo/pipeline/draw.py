@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fppo import advantages, metrics
 from fppo import batch as batches
-from fppo import metrics
 from fppo.batch import Annotated, Scored
 from fppo.data.cursor import DataCursor
 from fppo.metrics import Metrics
@@ -31,12 +31,12 @@ def sample_groups(
     max_draws: int = 10,
     by: str = SCORE,
 ) -> tuple[Scored, DataCursor, Metrics]:
-    """As many prompts as one draw has, none of whose responses all have equal scores (DAPO, arXiv:2503.14476, 3.2).
+    """As many prompts as one draw has, none of whose responses all came to the same (DAPO, arXiv:2503.14476, 3.2).
 
-    Such groups have zero advantage; they are dropped, and prompts are drawn again, up to `max_draws` times in all.
-    What is missing then is filled up with dropped groups, for `equal_groups` to leave out of the loss. Groups stand in
-    the order of their draws; those too many are dropped as well, the last first. `by` names the score that is compared,
-    a part of the reward or "score".
+    Such groups (`equal_groups`) have nothing to compare; they are dropped, and prompts are drawn again, up to
+    `max_draws` times in all. What is missing then is filled up with dropped groups, for `equal_groups` to leave out of
+    the loss. Groups stand in the order of their draws; those too many are dropped as well, the last first. `by` names
+    the score that is compared, a part of the reward or "score".
     """
     key, cursor = run.key.fold("step", run.step), run.cursor
     kept: list[Scored] = []
@@ -104,20 +104,17 @@ def saving(sample: SampleStage, directory: Path) -> SampleStage:
 
 
 def equal_groups(rows: Scored | Annotated, *, by: str = SCORE) -> Tensor:
-    """bool [B]: True where all responses to a row's prompt have the same score, or the same part `by` of it.
+    """bool [B]: True where all responses to a row's prompt have the same outcome, or the same part `by` of the score.
 
-    Raises ValueError for a part that the reward does not have.
+    The outcome is the score without the terms that shape it (`rewards.shaping_reward`), as a penalty for length: a
+    group of wrong answers of different lengths is one of equals. Numbers that differ by a rounding are the same, and
+    responses without a score are not compared. Raises ValueError for a part that the reward does not have.
     """
     if by != SCORE and by not in rows.named_scores:
         names = [SCORE, *rows.named_scores]
         raise ValueError(f"rollout.filter.by: the reward has no part {by!r} to compare groups by; there are {names}")
-    scores = rows.scores if by == SCORE else rows.named_scores[by]
-    groups, place = rows.groups.unique(return_inverse=True)
-    low, high = (
-        scores.new_empty(len(groups)).scatter_reduce(0, place, scores, kind, include_self=False)
-        for kind in ("amin", "amax")
-    )
-    return (low == high)[place]
+    scores = rows.outcome if by == SCORE else rows.named_scores[by]
+    return advantages.equal_scores(scores, ~scores.isnan(), rows.groups)
 
 
 def truncated(rows: Scored | Annotated) -> Tensor:

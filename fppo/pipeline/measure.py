@@ -52,15 +52,19 @@ def with_mfu(role: str, update: UpdateStage, *, forward: Forward, epochs: int) -
 
 
 def batch_metrics(batch: Experience, *, max_tokens: int) -> Metrics:
-    """Rewards, advantages, returns, values and lengths of a batch. `max_tokens` is the response limit."""
+    """Rewards, advantages, returns, values and lengths of a batch. `max_tokens` is the response limit.
+
+    critic/... are of what the losses learn from: of the tokens in the loss mask, and of the whole rewards of the rows
+    that have one there. Lengths are of all rows.
+    """
     mask = batch.response_mask
     width = mask.shape[1]
     prompt = batch.attention_mask[:, :-width].sum(1)
     response = batch.attention_mask[:, -width:].sum(1)
-    rewards = batch.token_rewards.where(mask, 0.0).sum(1)
+    rewards, learned = batch.token_rewards.sum(1), mask.any(1)
     cut = torch.tensor([reason == "length" for reason in batch.finish], device=mask.device)
     report = {
-        **_spread("critic/rewards", rewards),
+        **_spread("critic/rewards", rewards, learned),
         **_spread("critic/advantages", batch.advantages, mask),
         **_spread("critic/returns", batch.returns, mask),
         **_spread("response_length", response),

@@ -141,6 +141,7 @@ class Program:
     sample: SampleStage = sample_batch
     critic_warmup: int = 0  # steps at the start that train the critic alone
     pretrain: Pretrain | None = None  # in their place, steps at the start as long as they help
+    steps: int | None = None  # of the run in all, for states with a clock (`steps.clock`)
     freeze_critic: bool = False  # once the policy is updated
     together: Together = in_turn  # how the updates of actor and critic run
     hold: Callable[[Params], Params] = copy  # keeps a policy to sample from, while its own memory is given up

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fppo import advantages, losses, metrics
+from fppo._errors import RunFailed
+from fppo.advantages import Advantages
 from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored, extend
 from fppo.key import Key
 from fppo.losses import Correction, KLState
@@ -80,7 +82,7 @@ def score_with_greedy(
 ) -> tuple[Scored, Metrics]:
     """`score_stage`, with the score of each prompt's greedy response as the baseline (ReMax, arXiv:2310.10505).
 
-    Raises ValueError without prompts.
+    Rows lie as engines make them, all responses to a prompt together. Raises ValueError without prompts.
     """
     if prompts is None:
         raise ValueError("remax samples a greedy response to each prompt: a rollout from a file has no prompts")
@@ -88,7 +90,7 @@ def score_with_greedy(
     greedy = engine.generate(params, Ask(prompts, sampling, Key(0), version=int(rollout.versions[0])))
     baselines, _ = score(greedy)
     per_row = baselines.scores.repeat_interleave(len(rollout.tokens) // len(prompts.tokens))
-    report["critic/baseline/mean"] = metrics.masked_mean(per_row, torch.ones_like(per_row, dtype=torch.bool))
+    report["critic/baseline/mean"] = metrics.masked_mean(per_row, ~per_row.isnan())
     return extend(Scored, scored, baselines=per_row), report
 
 
@@ -259,16 +261,18 @@ def estimate(
 ) -> tuple[Experience, KLState, Metrics]:
     """Token rewards, advantages and returns; the KL controller's next state; the off-policy correction.
 
-    `advantage_fn` is one that `estimator` makes, `fn(rows, token_rewards)`, or one of groups, as
-    `laws.check_advantages` takes it: `fn(scores, mask, groups)`.
-    Advantages are estimated on all response tokens; then the rows that a function of `drop` names (bool [B]) and what
-    the correction rejects leave the mask, the whitening and all denominators, so a rejected last token does not take
-    its row's reward with it. Raises ValueError for an estimator whose results are not [B, T], and for a KL in the
-    rewards without reference log-probs.
+    `advantage_fn` is `fn(rows, token_rewards)`, as `estimator` makes it, or one of groups, `fn(scores, mask, groups)`.
+    Rows without a score (or, with baselines, without one of these) leave the mask first, and with it their group.
+    Advantages are estimated on all response tokens of the others; then the rows that a function of `drop` names
+    (bool [B]) and what the correction rejects leave the mask, the whitening and all denominators, so a rejected last
+    token does not take its row's reward with it. The divergence that the controller sees is that of all rows.
+
+    Raises ValueError for an estimator whose results are not [B, T], and for a KL in the rewards without reference
+    log-probs or of another kind than "k1", the only one whose own expected gradient is 0, so that the penalty in the
+    rewards is all of it; RunFailed, which is one too, where no row of the first policy has a score.
     """
-    if kl_in_reward and kl.coef > 0 and annotated.ref_log_probs is None:
-        text = "needs ref_log_probs in the batch: give the run a reference policy (RunState.ref)"
-        raise ValueError(f"kl_in_reward=True with the coefficient {float(kl.coef):g} {text}")
+    if kl_in_reward:
+        _check_penalty(annotated, kl, kl_kind)
     mask, report = annotated.response_mask, {}
     penalty, coef = None, 0.0
     if annotated.ref_log_probs is not None:
@@ -279,15 +283,13 @@ def estimate(
             coef = kl.coef
         if update_kl is not None:
             kl = update_kl(kl, current.total / current.count.clamp(min=1), current.count)
+    mask = mask & _scored(annotated)[:, None]
     rewards = advantages.token_rewards(annotated.scores, mask, kl=penalty, kl_coef=coef)
-    result = of_rows(advantage_fn)(annotated, rewards)
-    for name, x in (("advantages", result.advantages), ("returns", result.returns)):
-        if x.shape != mask.shape:
-            raise ValueError(f"the estimator gave {name} {list(x.shape)}, expected [B, T] = {list(mask.shape)}")
-    for fn in drop:
-        mask = mask & ~fn(annotated)[:, None]
+    result = of_rows(advantage_fn)(replace(annotated, response_mask=mask), rewards)
+    _check_shapes(result, mask)
     if drop:
-        report["rollout/dropped"] = metrics.masked_mean(~mask, annotated.response_mask)
+        gone = torch.stack([fn(annotated) for fn in drop]).any(0)[:, None].expand(mask.shape)
+        report["rollout/dropped"], mask = metrics.masked_mean(gone, mask), mask & ~gone
     weights = None
     if correct is not None:
         correction = correct(annotated.old_log_probs, annotated.rollout_log_probs, mask)
@@ -304,3 +306,31 @@ def estimate(
         correction_weights=weights,
     )
     return experience, kl, report | batch_metrics(experience, max_tokens=max_tokens)
+
+
+def _check_shapes(result: Advantages, mask: Tensor) -> None:
+    for name, x in (("advantages", result.advantages), ("returns", result.returns)):
+        if x.shape != mask.shape:
+            raise ValueError(f"the estimator gave {name} {list(x.shape)}, expected [B, T] = {list(mask.shape)}")
+
+
+def _scored(annotated: Annotated) -> Tensor:
+    """The rows with a score. Raises RunFailed where the first policy, which has had no update, has none."""
+    there = annotated.has_score
+    if not there.any() and not annotated.versions.any():
+        lacking = [name for name, x in annotated.named_scores.items() if x.isnan().any()]
+        raise RunFailed(
+            f"none of the first {len(there)} responses has a score, so there is nothing to learn from: {lacking} gave "
+            "none, as the counts of what failed say; mend that, or name the score of a failure (reward.failure_score)"
+        )
+    return there
+
+
+def _check_penalty(annotated: Annotated, kl: KLState, kind: str) -> None:
+    """Raises ValueError for a KL in the rewards that has no reference, or another gradient than the divergence's."""
+    if kl.coef > 0 and annotated.ref_log_probs is None:
+        text = "needs ref_log_probs in the batch: give the run a reference policy (RunState.ref)"
+        raise ValueError(f"kl_in_reward=True with the coefficient {float(kl.coef):g} {text}")
+    if kind not in losses.REWARD_KINDS:
+        text = "is a loss and no reward: penalties of its value do not add up to the divergence's gradient; give 'k1'"
+        raise ValueError(f"kl_in_reward=True with kl_kind={kind!r}: it {text}")

@@ -17,8 +17,9 @@ from fppo.pipeline.agreement import problems
 from fppo.pipeline.pretrain import pretrain
 from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.timing import timed
+from fppo.steps.clock import at_step, between
 from fppo.steps.loss_scale import LEAST
-from fppo.steps.train_state import Params
+from fppo.steps.train_state import Params, TrainState
 from fppo.tree import replace
 
 
@@ -57,7 +58,10 @@ def ppo_step(
         progress, experience, pretrained = pretrain(progress, experience, rule=program.pretrain)
     critic_alone = run.step < program.critic_warmup or (progress is not None and not progress.over)
     skipped = {"critic": program.freeze_critic and not critic_alone, "actor": critic_alone}
-    updates = {"critic": (run.critic, program.update_critic), "actor": (run.actor, program.update_actor)}
+    updates = {
+        "critic": (_timed(run.critic, run, program), program.update_critic),
+        "actor": (_timed(run.actor, run, program), program.update_actor),
+    }
     of_role = {"critic": experience, "actor": replace(experience, hidden=None, truth_signs=None)}  # it reads neither
     done = program.together(
         {
@@ -66,7 +70,8 @@ def ppo_step(
             if state is not None and update is not None and not skipped[role]
         }
     )
-    critic, actor = (done[role][0] if role in done else state for role, (state, _) in updates.items())
+    before = {"critic": run.critic, "actor": run.actor}
+    critic, actor = (_untimed(done[role][0]) if role in done else state for role, state in before.items())
     after = replace(run, actor=actor, critic=critic, kl=kl, pretraining=progress)
     after = replace(after, cursor=cursor, step=run.step + 1, ahead=run.ahead[1:])
     for role, (state, _) in updates.items():
@@ -74,6 +79,19 @@ def ppo_step(
             _check_updates(role, state.step, after, done[role][1])
     updated = [report for _, report in done.values()]
     return after, experience, metrics.merge(sampled, aged, noted, estimated, pretrained, *updated)
+
+
+def _timed(state: TrainState | None, run: RunState, program: Program) -> TrainState | None:
+    """The state with its clock, if it has one, at this step. Raises ValueError for a clock and no number of steps."""
+    if state is None or state.clock is None:
+        return state
+    if program.steps is None:
+        raise ValueError("TrainState.clock needs Program.steps, the steps of the run in all: give both or neither")
+    return replace(state, clock=at_step(state.clock, run.step, program.steps))
+
+
+def _untimed(state: TrainState) -> TrainState:
+    return state if state.clock is None else replace(state, clock=between(state.clock))
 
 
 def _ages(scored: Scored, version: int) -> Metrics:

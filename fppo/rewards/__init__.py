@@ -4,7 +4,15 @@ Worker processes import this package to load the functions, so nothing here impo
 """
 
 from fppo.rewards.builtin import exact_match, length_penalty, math_verify, regular_expression
-from fppo.rewards.functions import Reward, RewardFn, batch_reward, inline_reward, tensor_reward, weighted_sum
+from fppo.rewards.functions import (
+    Reward,
+    RewardFn,
+    batch_reward,
+    inline_reward,
+    shaping_reward,
+    tensor_reward,
+    weighted_sum,
+)
 from fppo.rewards.resolve import combine, resolve
 from fppo.rewards.runner import Failure, RewardResults, RewardRunner
 from fppo.rewards.scoring import samples_of, score
@@ -30,6 +38,7 @@ __all__ = [
     "resolve",
     "samples_of",
     "score",
+    "shaping_reward",
     "summarize",
     "tensor_reward",
     "weighted_sum",

@@ -88,6 +88,7 @@ class LengthPenalty:
     buffer: int
     factor: float
     reward_inline = True
+    reward_shaping = True
     reward_name = "length_penalty"
 
     def __call__(self, sample: Sample) -> float:

@@ -21,7 +21,7 @@ def batch_reward(fn: F) -> F:
 def tensor_reward(fn: F) -> F:
     """Marks a function of the whole rollout that returns scores [B], or them and metrics, as a reward model is.
 
-    It runs in this process.
+    A third result, bool [B], is False at the rows that it has no score for. It runs in this process.
     """
     fn.reward_kind = "tensor"  # type: ignore[attr-defined]
     return fn
@@ -30,6 +30,16 @@ def tensor_reward(fn: F) -> F:
 def inline_reward(fn: F) -> F:
     """Marks a function that runs in this process: exceptions stay isolated, but nothing can stop it if it hangs."""
     fn.reward_inline = True  # type: ignore[attr-defined]
+    return fn
+
+
+def shaping_reward(fn: F) -> F:
+    """Marks a function that shapes the score and says nothing of what came of a response, as a penalty for length.
+
+    Its score counts in the sum; it is left out of `Scored.outcome`, by which groups are filtered and right responses
+    told from wrong ones.
+    """
+    fn.reward_shaping = True  # type: ignore[attr-defined]
     return fn
 
 
@@ -47,6 +57,10 @@ class Term(NamedTuple):
     @property
     def inline(self) -> bool:
         return self.kind == "tensor" or getattr(self.fn, "reward_inline", False)
+
+    @property
+    def shaping(self) -> bool:
+        return getattr(self.fn, "reward_shaping", False)
 
     @property
     def asynchronous(self) -> bool:

@@ -41,9 +41,9 @@ class LanguageJudge:
     """A reward of the rollout: `engine` answers, with `params`, a question about each response.
 
     The question is `template` with {prompt}, {response} and {ground_truth} filled in, through the chat template of
-    `tokenizer` where `chat` says so; `rollout_tokenizer` is the rollout's own. A question of more
-    than `max_prompt_tokens` loses its middle. The score is the number in the group of the last match of `pattern` in
-    the answer; an answer without one scores 0. Answers depend on the key, the row's id and the question alone. On a
+    `tokenizer` where `chat` says so; `rollout_tokenizer` is the rollout's own. A question of more than
+    `max_prompt_tokens` loses its middle. The score is the number in the group of the last match of `pattern` in the
+    answer; without one the response has no score. Answers depend on the key, the row's id and the question alone. On a
     `mesh` all ranks hold all rows; each asks about some, ranks of the axes `together` about those of all of them, and
     all get all scores. Tokens of a question from `vocabulary` on, which the model has no embedding for, are left out.
     """
@@ -64,8 +64,9 @@ class LanguageJudge:
     reward_kind = "tensor"
     reward_name = "judge"
 
-    def __call__(self, rollout: Rollout) -> tuple[Tensor, Metrics]:
-        """Scores [B] float64, and how many answers had none and how many questions were cut."""
+    def __call__(self, rollout: Rollout) -> tuple[Tensor, Metrics, Tensor]:
+        """Scores [B] float64, how many answers had none and how many questions were cut, and which rows have a score,
+        bool [B]."""
         shares = deal(len(rollout.tokens), self.mesh)
         own = shares[place_on(self.mesh, AXES)]
         # ranks without a row ask a question whose answer nobody reads: engines gather parameters together
@@ -73,10 +74,11 @@ class LanguageJudge:
         verdicts = self._verdicts(batches.rows(rollout, asked))[[asked.index(row) for row in own]]
         every = collect(verdicts.to(rollout.tokens.device), shares, self.mesh, AXES)
         scores, unparsed, cut = every.unbind(1)
-        return scores, {
+        report: Metrics = {
             "reward/judge_unparsed": metrics.total(unparsed.sum()),
             "reward/judge_truncated": metrics.total(cut.sum()),
         }
+        return scores, report, unparsed == 0
 
     def _verdicts(self, rollout: Rollout) -> Tensor:
         """For each row [B, 3] its score, whether there was none in the answer, and whether the question was cut."""

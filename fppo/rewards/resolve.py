@@ -55,8 +55,9 @@ def combine(
 ) -> WeightedSum:
     """The weighted sum of rewards by name; no weights: 1 for each.
 
-    `pattern` is regular_expression's. An `overlong_buffer` above 0 adds length_penalty(max_tokens, overlong_buffer,
-    overlong_penalty). `extra` adds functions by name, as a reward model, each with its weight.
+    `pattern` is regular_expression's. An `overlong_buffer` above 0 adds length_penalty(max_tokens, overlong_buffer)
+    with the weight `overlong_penalty`, which estimators that look at each function by itself see as they see the
+    others'. `extra` adds functions by name, as a reward model, each with its weight.
     """
     if weights and len(weights) != len(names):
         raise ValueError(f"{len(weights)} weights for {len(names)} rewards; give one for each, or none")
@@ -76,7 +77,7 @@ def combine(
     if overlong_buffer > 0:
         if max_tokens is None:
             raise ValueError("overlong_buffer needs max_tokens, the longest response")
-        functions["length_penalty"] = length_penalty(max_tokens, overlong_buffer, overlong_penalty)
+        extra = {"length_penalty": (length_penalty(max_tokens, overlong_buffer), overlong_penalty), **(extra or {})}
     for name, (fn, factor) in (extra or {}).items():
         if name in functions:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -17,7 +18,7 @@ Outcomes = dict[str, list[Outcome]]  # by term, one entry per sample
 
 
 class Failure(NamedTuple):
-    """A sample that scored 0 because its function raised, ended its process, or took too long."""
+    """A sample that has no score because its function raised, ended its process, or took too long."""
 
     term: str
     number: int
@@ -28,8 +29,8 @@ class Failure(NamedTuple):
 class RewardResults(NamedTuple):
     """The results of a reward's functions for a list of samples; one entry per sample in every list."""
 
-    scores: dict[str, list[float]]  # by term; 0 where it failed
-    named: dict[str, list[float]]  # the terms' further numbers
+    scores: dict[str, list[float]]  # by term; nan where it failed
+    named: dict[str, list[float]]  # the terms' further numbers; nan where it failed
     answers: list[str | None]
     failures: tuple[Failure, ...]
 
@@ -76,8 +77,9 @@ class RewardRunner(FunctionRunner):
     def run(self, samples: Sequence[Sample], groups: Sequence[int] = ()) -> RewardResults:
         """Every function on every sample; functions of the whole rollout are not called here, and none asks for groups.
 
-        An exception, an ended process and a call that takes too long score 0, are counted and logged. Raises ValueError
-        for a result that is no score (None, nan, inf, text, a list of the wrong length), naming function and sample.
+        After an exception, an ended process and a call that takes too long a sample has no score: that is nan, counted
+        and logged. Raises ValueError for a result that is no score (None, nan, inf, text, a list of the wrong length),
+        naming function and sample.
         """
         del groups
         results = results_of(self.terms, self.outcomes(samples), samples)
@@ -105,7 +107,7 @@ def results_of(
             continue
         column = outcomes[term.name]
         _check(term.name, column, samples)
-        scores[term.name] = [outcome.score for outcome in column]
+        scores[term.name] = [outcome.score if outcome.kind == "value" else math.nan for outcome in column]
         prefix = "" if len(terms) == 1 else f"{term.name}/"
         named |= {prefix + name: numbers for name, numbers in _columns(term.name, column).items()}
         answers = [a if o.answer is None else o.answer for a, o in zip(answers, column, strict=True)]
@@ -139,7 +141,7 @@ def _columns(name: str, outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
                 f"the reward {name!r} returned the names {_some(names)} for sample {valued[0][0]}, but "
                 f"{_some(outcome.named)} for sample {number}: give every sample the same"
             )
-    return {key: [outcome.named.get(key, 0.0) for outcome in outcomes] for key in names}
+    return {key: [outcome.named.get(key, math.nan) for outcome in outcomes] for key in names}
 
 
 def _some(names: Iterable[str]) -> str:
@@ -152,7 +154,7 @@ def log_failures(failures: Sequence[Failure], count: int) -> None:
         mine = [failure for failure in failures if failure.term == term]
         first = mine[0]
         _log.warning(
-            "the reward %r failed on %d of %d samples, which score 0; sample %d: %s",
+            "the reward %r failed on %d of %d samples; sample %d: %s",
             term,
             len(mine),
             count,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fppo.rewards.functions import Term
@@ -10,6 +10,7 @@ from fppo.rewards.runner import Runner, check_failures
 from fppo.workers.sample import Sample
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from fppo.batch import Prompts, Rollout, Scored
@@ -18,14 +19,21 @@ if TYPE_CHECKING:
 EXTRACTED = "extracted_answer"  # the key under which extras hold what a reward took as the answer
 
 
-def score(rollout: Rollout, *, reward: Runner, tokenizer: Any) -> tuple[Scored, Metrics]:
+def score(
+    rollout: Rollout, *, reward: Runner, tokenizer: Any, failure_score: float | None = None
+) -> tuple[Scored, Metrics]:
     """The rollout with scores [B] float32, the weighted sum of the reward's terms, and with each term by name.
 
     `named_scores` holds every term, unweighted, and the further numbers that functions returned: by their own names if
     the reward is one function, else as "term/name". If functions name answers, `extras` hold them as
-    "extracted_answer". The metrics count samples that failed as reward/errors and reward/timeouts; they score 0 and are
-    logged. Raises ValueError for results that are no scores, and RunFailed, which is one too, for a function that fails
-    on every row of a policy that has had no update (whose `versions` are 0): the fault is not the responses'.
+    "extracted_answer". `outcomes` are the sums without the terms marked by `shaping_reward`, if there are any.
+
+    A row on which a function raised or was late, or that a judge gave no number, has no score there: nan in its column,
+    and in the row's score unless the function's weight is 0. With `failure_score` it has that score of the function.
+    The metrics count samples that failed as reward/errors and reward/timeouts, and rows without a score as
+    reward/unscored; all other means leave them out. Raises ValueError for results that are no scores, and RunFailed,
+    which is one too, for a function that fails on every row of a policy that has had no update (whose `versions` are
+    0): the fault is not the responses'.
     """
     import torch
 
@@ -42,7 +50,11 @@ def score(rollout: Rollout, *, reward: Runner, tokenizer: Any) -> tuple[Scored, 
             scores[term.name], more = _tensor_scores(term, rollout)
             noted |= more
     scores = {term.name: scores[term.name].to(device) for term in reward.terms}
-    total = sum((term.weight * scores[term.name] for term in reward.terms), torch.zeros(len(rollout.tokens)).to(device))
+    if failure_score is not None:
+        scores = {name: x.nan_to_num(nan=failure_score) for name, x in scores.items()}
+    total = _total(reward.terms, scores, device)
+    known = [term for term in reward.terms if not term.shaping]
+    outcomes = _total(known, scores, device).float() if 0 < len(known) < len(reward.terms) else None
     clash = sorted(set(scores) & set(results.named))
     if clash:
         raise ValueError(f"the reward returns {clash} beside its score, which are names of functions too; rename them")
@@ -52,19 +64,36 @@ def score(rollout: Rollout, *, reward: Runner, tokenizer: Any) -> tuple[Scored, 
     if any(answer is not None for answer in results.answers):
         pairs = zip(extras, results.answers, strict=True)
         extras = batch.Column({**extra, EXTRACTED: answer} for extra, answer in pairs)
-    scored = batch.extend(batch.Scored, rollout, scores=total.float(), named_scores=named, extras=extras)
-    every = torch.ones_like(scored.scores, dtype=torch.bool)
-    report: Metrics = {
-        "critic/score/mean": metrics.masked_mean(scored.scores, every),
-        "critic/score/max": metrics.masked_max(scored.scores, every),
-        "critic/score/min": metrics.masked_min(scored.scores, every),
-        **{f"reward/{name}": metrics.masked_mean(x, every) for name, x in named.items()},
-        **noted,
-    }
+    columns = {"scores": total.float(), "named_scores": named, "outcomes": outcomes}
+    scored = batch.extend(batch.Scored, rollout, **columns, extras=extras)
+    report = _means(scored) | noted
     for kind in ("error", "timeout"):
         failed = {failure.number for failure in results.failures if failure.kind == kind}
         report[f"reward/{kind}s"] = metrics.total(len(failed))
     return scored, report
+
+
+def _means(scored: Scored) -> Metrics:
+    """The means of the scores of the rows that have one, and how many have none."""
+    from fppo import metrics
+
+    there = scored.has_score
+    return {
+        "critic/score/mean": metrics.masked_mean(scored.scores, there),
+        "critic/score/max": metrics.masked_max(scored.scores, there),
+        "critic/score/min": metrics.masked_min(scored.scores, there),
+        **{f"reward/{name}": metrics.masked_mean(x, ~x.isnan()) for name, x in scored.named_scores.items()},
+        "reward/unscored": metrics.total((~there).sum()),
+    }
+
+
+def _total(terms: Sequence[Term], scores: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """The weighted sum [B] float64 of the terms; one of weight 0 adds nothing, nan neither."""
+    import torch
+
+    count = len(next(iter(scores.values())))
+    added = (term.weight * scores[term.name] for term in terms if term.weight)
+    return sum(added, torch.zeros(count, device=device))
 
 
 def samples_of(rollout: Rollout, tokenizer: Any) -> list[Sample]:
@@ -106,22 +135,25 @@ def _text(ids: Sequence[int], tokenizer: Any) -> str:
 
 
 def _tensor_scores(term: Term, rollout: Rollout) -> tuple[Tensor, Metrics]:
-    """The scores of a function of the whole rollout, and its metrics if it returns any.
+    """The scores of a function of the whole rollout, nan where it says that it has none, and its metrics if any.
 
     Raises ValueError unless the scores are finite and of shape [B].
     """
     import torch
 
     result = term.fn(rollout)
-    scores, more = result if isinstance(result, tuple) else (result, {})
+    scores, *others = result if isinstance(result, tuple) else (result,)
+    more: Metrics = others[0] if others else {}
+    known = others[1] if len(others) > 1 else None
     count = len(rollout.tokens)
     if not isinstance(scores, torch.Tensor) or scores.shape != (count,):
         shape = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
         raise ValueError(f"the reward {term.name!r} returned {shape}, not a tensor of shape ({count},)")
-    bad = (~scores.isfinite()).nonzero().flatten().tolist()
+    known = torch.ones_like(scores, dtype=torch.bool) if known is None else known.to(scores.device)
+    bad = (known & ~scores.isfinite()).nonzero().flatten().tolist()
     if bad:
         value = scores[bad[0]].item()
         raise ValueError(
             f"the reward {term.name!r} returned {value} for sample {bad[0]} ({len(bad)} of {count} are so)"
         )
-    return scores.detach().double().cpu(), more
+    return scores.detach().double().where(known, torch.nan).cpu(), more

@@ -20,11 +20,14 @@ def summarize(batches: Sequence[Scored], *, n: int) -> Metrics:
     By source: val-core/SOURCE/reward/mean@n, best@n/mean and, where rewards name the answers, maj@n/mean; for smaller
     k (powers of two) and for the named scores the same under val-aux. best@k and maj@k are the exact expectations over
     k of the n responses, drawn without replacement. Each prompt counts once, with the named scores of
-    `batch.same_scores`. Raises ValueError if a group does not have n rows.
+    `batch.same_scores`. Responses without a score are left out: the numbers of a prompt are those of the others, best@k
+    and maj@k where there are k of them, and a prompt without any counts nowhere; val-aux/unscored counts these
+    responses, if there are any. Raises ValueError if a group does not have n rows.
     """
     from fppo import batch, metrics
 
     values: dict[str, list[float]] = defaultdict(list)
+    unscored = 0
     for scored in batch.same_scores(batches):
         columns = {"reward": scored.scores.tolist(), **{k: v.tolist() for k, v in scored.named_scores.items()}}
         members: dict[int, list[int]] = defaultdict(list)
@@ -36,20 +39,25 @@ def summarize(batches: Sequence[Scored], *, n: int) -> Metrics:
             answers = [scored.extras[row].get(EXTRACTED) for row in rows]
             voted = any(EXTRACTED in scored.extras[row] for row in rows)
             for name, column in columns.items():
-                scores = [column[row] for row in rows]
-                for metric, value in _of_prompt(scores, answers if voted else None).items():
+                there = [place for place, row in enumerate(rows) if not math.isnan(column[row])]
+                unscored += (n - len(there)) * (name == "reward")
+                given = [answers[place] for place in there] if voted else None
+                for metric, value in _of_prompt([column[rows[place]] for place in there], given, n).items():
                     level = "core" if name == "reward" and f"@{n}" in metric else "aux"
-                    values[f"val-{level}/{scored.source[rows[0]]}/{name}/{metric}"].append(value)
-    return {name: metrics.mean(math.fsum(column), len(column)) for name, column in values.items()}
+                    found = values[f"val-{level}/{scored.source[rows[0]]}/{name}/{metric}"]
+                    found += [] if value is None else [value]
+    means: Metrics = {name: metrics.mean(math.fsum(column), len(column)) for name, column in values.items()}
+    return means | ({"val-aux/unscored": metrics.total(unscored)} if unscored else {})
 
 
-def _of_prompt(scores: Sequence[float], answers: Sequence[str | None] | None) -> dict[str, float]:
-    n = len(scores)
-    result = {f"mean@{n}": math.fsum(scores) / n}
+def _of_prompt(scores: Sequence[float], answers: Sequence[str | None] | None, n: int) -> dict[str, float | None]:
+    """The numbers of a prompt with n responses, of which these have scores; None where they are too few."""
+    result: dict[str, float | None] = {f"mean@{n}": math.fsum(scores) / len(scores) if scores else None}
     for k in sizes(n):
-        result[f"best@{k}/mean"] = best_at_k(scores, k)
+        enough = k <= len(scores)
+        result[f"best@{k}/mean"] = best_at_k(scores, k) if enough else None
         if answers is not None:
-            result[f"maj@{k}/mean"] = majority_at_k(scores, answers, k)
+            result[f"maj@{k}/mean"] = majority_at_k(scores, answers, k) if enough else None
     return result
 
 

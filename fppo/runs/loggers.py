@@ -109,7 +109,7 @@ LINES: tuple[Line, ...] = (
 
 # what went wrong in a step, shown where it is not 0: responses that got no score, a part of the updates
 FAILURES: tuple[Line, ...] = (
-    ("no score", ("reward/errors", "reward/timeouts"), lambda x: f"{x:.0f}"),
+    ("no score", ("reward/errors", "reward/timeouts", "reward/judge_unparsed"), lambda x: f"{x:.0f}"),
     ("actor skipped", ("actor/skipped",), lambda x: f"{x:.0%}"),
     ("critic skipped", ("critic/skipped",), lambda x: f"{x:.0%}"),
     ("logs failed", (FAILED,), lambda x: f"{x:.0f}"),

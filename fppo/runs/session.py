@@ -22,7 +22,7 @@ from fppo.models import lora_files
 from fppo.pipeline import replay
 from fppo.pipeline.program import RunState
 from fppo.pipeline.train import Observe, StepRecord, train
-from fppo.runs import bases, drawn, evaluations, jsonl, loggers, starts
+from fppo.runs import bases, clocks, drawn, evaluations, jsonl, loggers, starts
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.profiles import Profiles
 from fppo.runs.starts import SETTINGS
@@ -136,6 +136,7 @@ def load(assembly: Assembly, directory: Path, step: int, *, donate: bool = False
     run, mesh, shapes, device = assembly.run, assembly.mesh, assembly.shapes, assembly.device
     bases.check(run.bases, checkpoint.place_of(directory, step))
     drawn.check(assembly.drawn, checkpoint.place_of(directory, step), speaks=is_first(mesh))
+    run = clocks.as_saved(run, directory, step)
     if assembly.placed is not None:
         return assembly.placed.load(run, directory, step, device=device)
     return checkpoint.load(run, directory, step, mesh=mesh, shapes=shapes, free=AHEAD, device=device, donate=donate)

@@ -20,7 +20,7 @@ class KlRewardSettings:
     coef: float = setting(0.0, at_least(0))
     """The factor of the KL estimate taken off the token rewards; 0: none, and no reference model for it."""
     kind: KlKind = setting("k1")
-    """The estimator of the KL divergence."""
+    """The estimator of the KL divergence; k1, or k1+, which is the same in a reward: the others are for losses."""
     controller: Literal["fixed", "adaptive"] = setting("fixed")
     """Keep coef, or steer it to the target."""
     target: float = setting(0.1, above(0))
@@ -73,6 +73,8 @@ class AlgorithmSettings:
     """Give the advantages of estimators with a critic mean 0 and variance 1 over the whole batch."""
     scale: Literal["std", "none"] = setting("std")
     """Divide by the group's standard deviation or not (grpo, grpo_passk, gdpo)."""
+    leave_one_out: bool = setting(False)
+    """Keep a row's own return out of its baseline, which takes a bias away (opo, optimal_token_baseline)."""
     kl: KlRewardSettings = setting(KlRewardSettings)
     """A penalty in the token rewards for leaving the reference."""
     old_log_probs: OldLogProbs | None = setting(None)

@@ -12,6 +12,7 @@ from fppo.settings.algorithm import CRITIC_ADVANTAGES, AlgorithmSettings
 from fppo.settings.checks_critic import critic_problems
 from fppo.settings.checks_data import data_problems, has_held_out
 from fppo.settings.checks_eval import eval_problems
+from fppo.settings.checks_kl import kl_problems
 from fppo.settings.checks_mesh import (
     context_axis_problems,
     expert_axis_problems,
@@ -240,16 +241,10 @@ def _algorithm(s: TrainSettings) -> Problems:
     yield from _along(a, default)
     if a.advantage not in ("grpo", "grpo_passk", "gdpo"):
         yield from _unread("algorithm.scale", a.scale, default.scale, "grpo, grpo_passk and gdpo")
-    if a.kl.controller == "adaptive" and a.kl.coef == 0:
-        text = "the adaptive controller multiplies coef, which is 0; give a first algorithm.kl.coef"
-        yield _problem("algorithm.kl.controller", a.kl.controller, text)
-    if a.kl.controller == "fixed":
-        yield from _unread("algorithm.kl.target", a.kl.target, default.kl.target, "the adaptive controller")
-        yield from _unread("algorithm.kl.horizon", a.kl.horizon, default.kl.horizon, "the adaptive controller")
-    if a.kl.coef == 0:
-        yield from _unread("algorithm.kl.kind", a.kl.kind, default.kl.kind, "algorithm.kl.coef > 0")
-    if s.actor.kl_coef == 0:
-        yield from _unread("actor.kl_kind", s.actor.kl_kind, ActorSettings().kl_kind, "actor.kl_coef > 0")
+    if a.advantage not in ("opo", "optimal_token_baseline"):
+        readers = "opo and optimal_token_baseline: no other baseline has the row's own return in it"
+        yield from _unread("algorithm.leave_one_out", a.leave_one_out, False, readers)
+    yield from kl_problems(s)
 
 
 def _along(a: AlgorithmSettings, default: AlgorithmSettings) -> Problems:

@@ -27,6 +27,8 @@ class LoraSettings:
     """The weights that have adapters: all-linear, ends of names, as q_proj, or patterns of whole names."""
     path: str | None = setting(None)
     """A directory with PEFT's files, whose adapter the policy starts from; rank, alpha, scaling and targets are its."""
+    reference: Literal["start", "base"] = setting("start")
+    """What the policy is compared with, if it starts from path: the policy as it starts, or its base."""
     send: Literal["merged", "alone"] = setting("merged")
     """How the policy's adapter goes to vLLM: in merged weights, or alone, beside a base that is sent once."""
     base: Literal["float", "int8", "nf4"] = setting("float")
@@ -50,17 +52,25 @@ def shares_base(s: TrainSettings) -> bool:
     return critic_uses_lora(s) and s.model.critic_path in (None, s.model.path)
 
 
+def reference_is_base(s: TrainSettings) -> bool:
+    """Whether the reference of an adapted policy without one of its own is the base, which a fresh adapter is too."""
+    return s.model.lora.path is None or s.model.lora.reference == "base"
+
+
 def lora_problems(s: TrainSettings, *, critic: bool) -> Problems:
     """What does not go together with adapters, in a run whose critic is a model or that has none."""
     lora, default = s.model.lora, LoraSettings()
     if not uses_lora(s):
-        for name in ("alpha", "scaling", "targets", "send", "base", "critic_rank"):
+        for name in ("alpha", "scaling", "targets", "reference", "send", "base", "critic_rank"):
             yield from unread(f"model.lora.{name}", getattr(lora, name), getattr(default, name), "model.lora.rank > 0")
         return
     if lora.path is not None:
         for name in ("rank", "alpha", "scaling", "targets"):
             if (value := getattr(lora, name)) != getattr(default, name):
                 yield problem(f"model.lora.{name}", value, f"the adapter in model.lora.path = {lora.path!r} says it")
+    reader = "no model.ref_path" if lora.path is not None else "model.lora.path: a fresh adapter starts as the base"
+    if lora.path is None or s.model.ref_path is not None:
+        yield from unread("model.lora.reference", lora.reference, default.reference, reader)
     if not critic:
         yield from unread("model.lora.critic_rank", lora.critic_rank, None, "a critic that is a model")
     if s.rollout.engine != "vllm":
@@ -77,7 +87,7 @@ def lora_problems(s: TrainSettings, *, critic: bool) -> Problems:
         text = "the base of adapters stays on the device; give moments, or leave it out"
         yield problem("critic.offload", s.critic.offload, text)
     if s.model.ref_path is None:
-        reader = "a reference of its own (model.ref_path): with adapters it is their base, which is there anyway"
+        reader = "a reference of its own (model.ref_path): with adapters it stands on their base"
         yield from unread("model.ref_dtype", s.model.ref_dtype, "float32", reader)
         yield from unread("model.ref_offload", s.model.ref_offload, None, reader)
     if s.actor.experts.bias_rate > 0:

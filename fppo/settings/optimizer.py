@@ -32,8 +32,8 @@ class OptimizerSettings:
     max_grad_norm: float = setting(1.0, at_least(0))
     """The global norm that gradients are clipped to; 0: no clipping."""
     schedule: Literal["constant", "linear", "cosine", "exponential", "wsd"] = setting("constant")
-    """How the rate falls after the warm-up; exponential: by one factor each update; wsd: warm-up, stable, decay."""
+    """How the rate falls to the run's end; exponential: by one factor each update; wsd: in the last fifth alone."""
     warmup_steps: int = setting(0, at_least(0))
-    """Updates over which the rate rises; the first is not 0."""
+    """Updates over which the rate rises, skipped ones not counted; the first is not 0."""
     min_lr_ratio: float = setting(0.0, at_least(0), at_most(1))
     """Where the rate ends, as a part of lr; exponential needs one above 0."""

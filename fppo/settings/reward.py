@@ -70,7 +70,7 @@ class JudgeSettings:
     chat: bool = setting(True)
     """Put the question through the judge's chat template."""
     pattern: str = setting(r"Score:\s*(-?\d+(?:\.\d+)?)", nonempty("give a regular expression with one group"))
-    """The regular expression that finds the score: the last match's group. No number: 0, and counted."""
+    """The regular expression that finds the score: the last match's group. No number: no score."""
     temperature: float = setting(0.0, at_least(0), temperature)
     """The sampling temperature; 0: the likeliest token always."""
     max_tokens: int = setting(256, at_least(1), at_most(MOST_TOKENS))
@@ -96,9 +96,11 @@ class RewardSettings:
     weights: tuple[float, ...] = setting(())
     """A factor for each function; none: 1 for each."""
     time_limit: float = setting(10.0, above(0), at_most(MOST_SECONDS))
-    """Seconds that scoring one response may take; then it scores 0 and is counted."""
+    """Seconds that one function may take for one response; after that it has not scored it."""
     batch_time_limit: float | None = setting(None, above(0), at_most(MOST_SECONDS))
     """Seconds a process may lose to late calls of a batch; then these get a tenth, then none; None: 60 or 6 limits."""
+    failure_score: float | None = setting(None)
+    """A function's score of a response on which it failed; None: the response has none, and nothing learns from it."""
     workers: int = setting(1, at_least(1), at_most(MOST_WORKERS))
     """Processes that run the reward functions."""
     pattern: str | None = setting(None)

@@ -21,9 +21,9 @@ class FilterSettings:
     """Which responses are not trained on."""
 
     groups: bool = setting(False)
-    """Drop prompts whose responses all score the same, and sample others in their place (DAPO)."""
+    """Drop prompts whose responses all came to the same, and sample others in their place (DAPO)."""
     by: str = setting("score", nonempty("give score, or the name of a reward function"))
-    """What is compared: score, or one reward function's part of it."""
+    """What is compared: score (without what only shapes it, as the length penalty), or one function's part of it."""
     max_draws: int = setting(10, at_least(1), at_most(10_000))
     """How often prompts are drawn for one step at most; what is missing then is filled up, and not trained on."""
     truncated: bool = setting(False)

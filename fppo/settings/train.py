@@ -194,9 +194,9 @@ class ActorSettings:
     kl_coef: float = setting(0.0, at_least(0))
     """The factor of a KL term in the loss; 0: none, and no reference model for it."""
     kl_kind: KlKind = setting("k3")
-    """The estimator of that KL term."""
+    """The estimator of that KL term: k2 and those with + have its own gradient, k3 that of KL(reference || policy)."""
     positive_nll_coef: float = setting(0.0, at_least(0))
-    """The factor of the mean of -log-prob over the tokens of responses with a positive score, VAPO's."""
+    """The factor of the mean of -log-prob over the tokens of responses with a positive outcome, VAPO's."""
     weight_mode: WeightMode = setting("token-mean")
     """How per-token losses are weighted into one."""
     horizon: int | None = setting(None, at_least(1))

@@ -47,8 +47,8 @@ class SelectiveLoss:
 @attrs.frozen(kw_only=True)
 class PolicyTerms:
     """The scalars of the actor's objective: the temperature that log-probs are under, the factor of the entropy bonus,
-    the factor and kind (`losses.kl_estimate`) of the KL term to the reference, the factor of the negative
-    log-likelihood of responses with a positive score (`losses.positive_weights`), and the factors of the losses that
+    the factor and kind (`losses.kl_term`) of the KL term to the reference, the factor of the negative
+    log-likelihood of responses with a positive outcome (`losses.positive_weights`), and the factors of the losses that
     balance the loads of experts and keep their routers' logits small (`experts.RouterLosses`)."""
 
     temperature: float = 1.0
@@ -80,7 +80,7 @@ def update_actor(
 
     The objective of a mini-batch is sum(weights * (policy loss * correction - entropy_coef * entropy + kl_coef * KL
     to the reference)), with weights [B, T] from `losses.loss_weights` over the whole mini-batch, and nll_coef * the
-    mean of -log-prob over the tokens of responses with a positive score (VAPO, arXiv:2504.05118). Tokens outside the
+    mean of -log-prob over the tokens of responses with a positive outcome (VAPO, arXiv:2504.05118). Tokens outside the
     batch's `entropy_mask` have no entropy bonus, and those in it no greater one.
     `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss with its scalars bound.
 
@@ -152,7 +152,10 @@ def policy_objective(
     Of `marks` [B, T] a selective loss takes the tokens "selected"; "positive" weighs the negative log-likelihood. The
     losses of `routers` are added.
 
-    Raises ValueError for a KL term without reference log-probs in the rows, and for a policy loss of another shape.
+    The KL term has the importance weights of its tokens, those of the rows' correction too (`losses.kl_term`).
+
+    Raises ValueError for a KL term without reference log-probs in the rows or of the kind "k1", and for a policy loss
+    of another shape.
     """
     tells = outputs_of(forward.model, routers)
     out = forward_micro_batch(
@@ -175,7 +178,9 @@ def policy_objective(
     if terms.kl_coef:
         if rows.ref_log_probs is None:
             raise ValueError(f"kl_coef={terms.kl_coef} needs ref_log_probs in the batch: give a reference policy")
-        kl = losses.kl_estimate(out.log_probs, rows.ref_log_probs, terms.kl_kind, mask=mask)
+        kl = losses.kl_term(
+            out.log_probs, old, rows.ref_log_probs, terms.kl_kind, mask=mask, correction=rows.correction_weights
+        )
         summed["actor/kl_loss"] = terms.kl_coef * kl
     report = report | {"actor/entropy": metrics.masked_mean(out.entropy, mask)}
     if old_log_probs in ("engine", "update"):
@@ -201,7 +206,7 @@ def _mark_positive(params: Params, mini: MiniBatch, key: Key, *, forward: Forwar
     """The weights of the negative log-likelihood of this rank's rows."""
     del params, key
     rows = mini.rows
-    return {"positive": _own(losses.positive_weights(rows.scores, rows.response_mask), mini, forward)}
+    return {"positive": _own(losses.positive_weights(rows.outcome, rows.response_mask), mini, forward)}
 
 
 def _own(x: Tensor, mini: MiniBatch, forward: Forward) -> Tensor:

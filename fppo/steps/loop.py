@@ -20,6 +20,7 @@ from fppo.runtime import fsdp
 from fppo.runtime.mesh import DATA_AXES, data_metrics, gradient_sum, place_on, ranks_on
 from fppo.runtime.schedule import MakeSchedule, one_f_one_b
 from fppo.shapes import Tokens
+from fppo.steps.clock import Timeline, Turn
 from fppo.steps.experts import (
     RouterLosses,
     balanced,
@@ -54,8 +55,8 @@ class Loop:
     """How a batch becomes updates: an optimizer step per mini-batch of `mini_batch_size` rows, a gradient per
     micro-batch, `epochs` times over. `weight_mode` and `horizon` are those of `losses.loss_weights`. On a pipeline axis
     micro-batches run by what `stage_schedule` makes; see `laws.check_schedule`. By `balance_rate` the biases of routers
-    of experts move with every update (`experts.balanced`). Raises ValueError for a size or a
-    number of epochs below 1."""
+    of experts move with every update (`experts.balanced`). `timeline` is the optimizer's schedule, for a state with a
+    `clock.Clock`. Raises ValueError for a size or a number of epochs below 1."""
 
     mini_batch_size: int
     micro_batching: MicroBatching
@@ -64,11 +65,17 @@ class Loop:
     horizon: int | None = None
     stage_schedule: MakeSchedule = one_f_one_b
     balance_rate: float = 0.0
+    timeline: Timeline | None = None
 
     def __attrs_post_init__(self) -> None:
         for name, value in (("mini_batch_size", self.mini_batch_size), ("epochs", self.epochs)):
             if value < 1:
                 raise ValueError(f"{name}={value}: give 1 or more")
+
+    def turn(self, number: int, rows: int) -> Turn | None:
+        """Update `number` of those that a batch of so many rows becomes, by the timeline; None without one."""
+        each = self.epochs * -(-rows // self.mini_batch_size)
+        return None if self.timeline is None else Turn(self.timeline, number, each)
 
 
 class MiniBatch(NamedTuple):
@@ -186,8 +193,8 @@ def update(
             report, loads = split_loads(metrics.settled(data_metrics(report, mesh)), prefix, forward.model.routers)
             grads = gradient_sum(grads, mesh)
             state = state if donate or history else tree.copy(state)
-            fixed = forward.model.fixed
-            state, stepped = optimizer_step(state, grads, optimizer=optimizer, mesh=mesh, fixed=fixed, donate=True)
+            how = {"fixed": forward.model.fixed, "turn": loop.turn(len(history), count)}
+            state, stepped = optimizer_step(state, grads, optimizer=optimizer, mesh=mesh, **how, donate=True)
             if loop.balance_rate and loads is not None:
                 moved = balanced(state.params, loads, forward.model, mesh, rate=loop.balance_rate, unless=stepped)
                 state = tree.replace(state, params=moved)

@@ -50,7 +50,7 @@ def _update(
     params: Params,
     grads: Params,
     state: LossScaled,
-    step: int,
+    step: float,
     *,
     mesh: Mesh,
     donate: bool = False,

@@ -27,12 +27,13 @@ from fppo_kernels.adamw import adamw_
 class Update(Protocol):
     """New parameters, new optimizer state, and metrics, from gradients that are summed over all ranks already.
 
-    `step` is the number of updates tried before. On a mesh that cuts parameters all three trees are shards. With
+    `step` is the number of updates before, or where a run stands on its schedule otherwise (`steps.clock`), which may
+    have a fraction. On a mesh that cuts parameters all three trees are shards. With
     `donate` the memory of all three is taken over, and they are left empty.
     """
 
     def __call__(
-        self, params: Params, grads: Params, state: Any, step: int, *, mesh: Mesh, donate: bool
+        self, params: Params, grads: Params, state: Any, step: float, *, mesh: Mesh, donate: bool
     ) -> tuple[Params, Any, Metrics]: ...
 
 
@@ -52,7 +53,7 @@ class Optimizer(NamedTuple):
 class Call(NamedTuple):
     """What an update knows beside its trees."""
 
-    step: int
+    step: float
     mesh: Mesh
     scale: Tensor | None  # 0-d, what gradients are to be divided by; None: nothing
     skipped: Tensor  # 0-d float32; where it is 1 no bit of parameters and state may change
@@ -83,7 +84,7 @@ def _update(
     params: Params,
     grads: Params,
     state: Any,
-    step: int,
+    step: float,
     *,
     mesh: Mesh,
     donate: bool = False,
@@ -256,7 +257,7 @@ def _laid_out_as(param: Tensor, grad: Tensor) -> Tensor:
 
 def from_function(
     init: Callable[[Params], Any],
-    fn: Callable[[Params, Params, Any, int], tuple[Params, Any]],
+    fn: Callable[[Params, Params, Any, float], tuple[Params, Any]],
     *,
     max_grad_norm: float | None = 1.0,
 ) -> Optimizer:
@@ -285,7 +286,7 @@ def kept_on_host(optimizer: Optimizer, lane: Lane) -> Optimizer:
     """
 
     def update(
-        params: Params, grads: Params, state: Any, step: int, *, mesh: Mesh, donate: bool = False
+        params: Params, grads: Params, state: Any, step: float, *, mesh: Mesh, donate: bool = False
     ) -> tuple[Params, Any, Metrics]:
         home = tree.donate(state) if donate else copied(state)
         params, after, report = optimizer.update(params, grads, to_device(home, lane), step, mesh=mesh, donate=donate)

@@ -102,7 +102,8 @@ def update_perceptron(
             (_, report), grads = _gradient(
                 state.params, _Rows(*batches.rows(columns, numbers)), loop=loop, loss_fn=loss_fn
             )
-            state, stepped = optimizer_step(state, grads, optimizer=optimizer, donate=True)
+            turn = loop.turn(len(history), len(batch.row_ids))
+            state, stepped = optimizer_step(state, grads, optimizer=optimizer, turn=turn, donate=True)
             history.append(metrics.settled(report) | {f"critic/{name}": m for name, m in stepped.items()})
     return state, metrics.merge(*history)
 

@@ -1,11 +1,14 @@
-"""Learning rates as functions of the number of updates done. Warm-up starts at a non-zero rate."""
+"""Learning rates as functions of the number of updates done. Warm-up starts at a non-zero rate.
+
+In a run that knows better than a total (`steps.clock`) that number may have a fraction.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-Schedule = Callable[[int], float]
+Schedule = Callable[[float], float]
 KINDS = ("constant", "linear", "cosine", "exponential", "wsd")
 
 
@@ -21,9 +24,10 @@ def schedule(
     """The rate for update `step` (0 is the first): (step + 1) / (warmup_steps + 1) of the peak while warming up, then
 
     constant: the peak; linear: down to `min_ratio * peak` at `total_steps`; cosine: half a cosine to there;
-    exponential: to there by the same factor each step; wsd: the peak until the last `decay_ratio` of all steps, then
-    linear (warm-up, stable, decay: Hu et al., 2024, arXiv:2404.06395). Raises ValueError for an unknown kind, where a
-    decaying one has no `total_steps`, and for an exponential one without a `min_ratio` above 0.
+    exponential: to there by the same factor each step; wsd: the peak until the last `decay_ratio` of all steps, those
+    of the warm-up too, then linear (warm-up, stable, decay: Hu et al., 2024, arXiv:2404.06395). Raises ValueError for
+    an unknown kind, where a decaying one has no `total_steps`, and for an exponential one without a `min_ratio` above
+    0.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown schedule {kind!r}; there are {list(KINDS)}")
@@ -33,7 +37,9 @@ def schedule(
         raise ValueError(f"an exponential schedule needs a min_ratio above 0, got {min_ratio}")
     total = max(total_steps or 0, warmup_steps + 1)
 
-    def rate(step: int) -> float:
+    decays = min(decay_ratio, 1.0 - warmup_steps / total)  # the part of all updates in which wsd's rate falls
+
+    def rate(step: float) -> float:
         if step < warmup_steps:
             return peak * (step + 1) / (warmup_steps + 1)
         progress = min(max((step - warmup_steps) / max(total - warmup_steps, 1), 0.0), 1.0)
@@ -45,7 +51,7 @@ def schedule(
             case "exponential":
                 return peak * min_ratio**progress
             case "wsd":
-                ratio = min((1.0 - progress) / decay_ratio, 1.0)
+                ratio = min(max(1.0 - step / total, 0.0) / decays, 1.0)
             case _:
                 return peak
         return peak * (min_ratio + (1.0 - min_ratio) * ratio)

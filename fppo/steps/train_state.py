@@ -15,6 +15,7 @@ from fppo.metrics import Metrics
 from fppo.models.model import Params
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import LOCAL, Mesh
+from fppo.steps.clock import Clock, Turn, tick, tock
 from fppo.steps.optimizers import Optimizer
 from fppo.tree import state
 
@@ -38,12 +39,13 @@ class Scale:
 @state
 class TrainState:
     """Parameters, the optimizer's own state, and the number of updates tried, of which some may have been skipped; of a
-    critic with PopArt the scale of its returns."""
+    critic with PopArt the scale of its returns; with a `clock` the schedule of learning rates goes by that."""
 
     params: Params
     opt: Any
     step: int
     scale: Scale | None = None
+    clock: Clock | None = None
 
 
 def init_state(params: Params, optimizer: Optimizer) -> TrainState:
@@ -58,17 +60,21 @@ def optimizer_step(
     optimizer: Optimizer,
     mesh: Mesh = LOCAL,
     fixed: Collection[str] = (),
+    turn: Turn | None = None,
     donate: bool = False,
 ) -> tuple[TrainState, Metrics]:
     """The state after one update with `grads`, which are summed over all ranks already, and the optimizer's metrics.
 
     On a mesh that cuts parameters, gradients and state are shards. What is in `fixed` (`Model.fixed`) stays as it
-    is. With `donate` the memory of `state` and of `grads` is taken over, and they are left empty.
+    is. The schedule is asked for the rate of the state's clock at this `turn`, or without one of the two by the number
+    of updates tried. With `donate` the memory of `state` and of `grads` is taken over, and they are left empty.
     """
     # an optimizer decays also what has a gradient of zero
     kept = {name: state.params[name].clone() for name in fixed if name in state.params}
-    params, opt, report = optimizer.update(state.params, grads, state.opt, state.step, mesh=mesh, donate=donate)
-    return tree.replace(state, params=params | kept, opt=opt, step=state.step + 1), report
+    clock, place = (state.clock, state.step) if state.clock is None or turn is None else tick(state.clock, turn)
+    params, opt, report = optimizer.update(state.params, grads, state.opt, place, mesh=mesh, donate=donate)
+    clock = clock if clock is None or turn is None else tock(clock, turn, report)
+    return tree.replace(state, params=params | kept, opt=opt, step=state.step + 1, clock=clock), report
 
 
 def whole_shapes(state: TrainState, shapes: Mapping[str, torch.Size | Extent]) -> dict[str, torch.Size | Extent]:

@@ -31,7 +31,7 @@ class Sample(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of one sample: a value; an error or a timeout, which score 0; or a result that is no score."""
+    """What became of one sample: a value; an error or a timeout, without a score; or a result that is no score."""
 
     kind: Literal["value", "error", "timeout", "bad"]
     score: float = 0.0

@@ -3,6 +3,7 @@ from functools import partial
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from fppo.advantages import gdpo, gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo, whiten
 from tests.advantages._data import cases, close, spoil
@@ -188,3 +189,45 @@ def test_bad_arguments_are_named():
         gdpo({"accuracy": scores, "format": scores}, mask, groups, weights={"acuracy": 1.0})
     with pytest.raises(ValueError, match="at least one named score"):
         gdpo({}, mask, groups)
+
+
+SIZES = st.floats(1e-3, 1e4)
+
+
+def nudged(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The numbers, some of them an ulp higher, some an ulp lower."""
+    infinite = torch.randint(-1, 2, x.shape, generator=generator) * torch.inf
+    return torch.where(infinite == 0, x, torch.nextafter(x, infinite.nan_to_num(nan=0.0).to(x.dtype)))
+
+
+@each_estimator
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(case=cases(min_group=2), size=SIZES)
+def test_a_rounding_between_equal_scores_is_no_advantage(name, dtype, case, size):
+    """Scores that differ by an ulp are equal: no division by a standard deviation or a gap makes a signal of it."""
+    mask = torch.ones_like(case.mask)
+    equal = (size * (3.0 + (case.groups % 5).to(torch.float64))).to(dtype)
+    result = ESTIMATORS[name](nudged(equal, case.generator), mask, case.groups).advantages
+    assert not result.any()
+
+
+def test_a_rounding_between_the_best_scores_leaves_no_winner():
+    scores, mask = torch.tensor([100.0, 100.0, 3.0]), torch.ones(3, 2, dtype=torch.bool)
+    groups = torch.zeros(3, dtype=torch.int64)
+    scores[0] = torch.nextafter(scores[0], torch.tensor(torch.inf))
+    assert not grpo_passk(scores, mask, groups).advantages.any()
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "grpo_passk", "gdpo"])
+def test_scores_that_differ_by_more_than_roundings_are_compared(name):
+    """A part in ten thousand of the score is no rounding in float32."""
+    scores, mask = torch.tensor([100.0, 100.01]), torch.ones(2, 1, dtype=torch.bool)
+    assert ESTIMATORS[name](scores, mask, torch.zeros(2, dtype=torch.int64)).advantages.any()
+
+
+def test_gpg_counts_outcomes_and_compares_scores():
+    """A penalty in the scores makes none of them 0; alpha counts the rows by their outcomes."""
+    outcomes = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    mask, groups = torch.ones(4, 2, dtype=torch.bool), torch.zeros(4, dtype=torch.int64)
+    plain = gpg(outcomes - 1e-3, mask, groups, outcomes=outcomes).advantages
+    close(plain, torch.tensor([3.0, -1.0, -1.0, -1.0]).double()[:, None].expand(4, 2))

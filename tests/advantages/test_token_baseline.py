@@ -1,3 +1,4 @@
+import pytest
 import torch
 from hypothesis import given
 
@@ -82,3 +83,17 @@ def test_rows_weigh_the_same_where_the_policy_is_certain():
     certain = torch.zeros(2, 2, dtype=torch.float64)
     run = optimal_token_baseline(rewards, mask, groups, log_probs=certain, sum_squared_probs=certain + 1.0)
     assert run.advantages.tolist() == [[-1.0, -1.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(case=cases(min_group=2))
+def test_a_rounding_between_equal_rewards_is_no_advantage(dtype, case):
+    scores = (100.0 + case.groups % 5).to(dtype)
+    upwards = torch.rand(scores.shape, generator=case.generator) < 0.5
+    scores = torch.where(upwards, torch.nextafter(scores, torch.full_like(scores, torch.inf)), scores)
+    mask, (_, log_probs, squares) = torch.ones_like(case.mask), inputs(case)
+    rewards = token_rewards(scores, mask)
+    result = optimal_token_baseline(
+        rewards, mask, case.groups, log_probs=log_probs.to(dtype), sum_squared_probs=squares.to(dtype)
+    )
+    assert not result.advantages.any()

@@ -30,6 +30,7 @@ from fppo.steps import (
     update_confidence,
     update_critic,
 )
+from fppo.steps.clock import at_step, between
 from tests import tiny, tiny_run
 
 
@@ -69,8 +70,10 @@ def test_a_run_shows_it_to_the_critic_alone(tmp_path):
             shown = with_truth(batch, encode=run.tokenizer.encode, limit=3)
             key = run.run.key.fold("step", 0).fold("critic")
             names = ("forward", "loop", "optimizer", "loss_fn")
-            expected, _ = update_critic(run.run.critic, shown, key=key, **{name: bound[name] for name in names})
-            assert tree.digest(after.critic) == tree.digest(expected)
+            before = at_step(run.run.critic.clock, 0, settings.steps)
+            before = tree.replace(run.run.critic, clock=before)
+            expected, _ = update_critic(before, shown, key=key, **{name: bound[name] for name in names})
+            assert tree.digest(after.critic) == tree.digest(tree.replace(expected, clock=between(expected.clock)))
     assert told[0].tokens.equal(told[3].tokens)
     assert told[0].old_log_probs.equal(told[3].old_log_probs)
     assert not told[0].values.equal(told[3].values)

@@ -142,3 +142,42 @@ def test_shapes_that_would_broadcast_are_named():
         losses.kl_estimate(x, x, "k3", mask=x)
     with pytest.raises(ValueError, match=r"^kl must be floating"):
         losses.sequence_kl(x[:1], mask)
+
+
+DIVERGENCES = {
+    "k2": lambda p, q: (p * (p / q).log()).sum(),
+    "k1+": lambda p, q: (p * (p / q).log()).sum(),
+    "abs+": lambda p, q: (p * (p / q).log()).sum(),
+    "k3+": lambda p, q: (p * (p / q).log()).sum(),
+    "k3": lambda p, q: (q * (q / p).log()).sum(),
+    "abs": lambda p, q: (p - q).abs().sum(),
+}
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize("lag", [0.0, 0.7])
+@pytest.mark.parametrize("engine", [0.0, 0.5])
+@given(seed=st.integers(0, 99))
+def test_the_expected_gradient_of_the_term_is_a_divergences(kind, lag, engine, seed):
+    """On policy, after updates that moved it, and of tokens that another policy sampled: exactly, over all tokens."""
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda: torch.randn(5, generator=g, dtype=torch.float64)  # noqa: E731
+    logits = draw().requires_grad_()
+    log_q = (logits.detach() + 0.3 * draw()).log_softmax(0)[None]  # so near that k3 is not clamped
+    old = (logits.detach() + lag * draw()).log_softmax(0)[None]
+    sampler = (old[0] + engine * draw()).log_softmax(0)[None]
+    mask, log_p = torch.ones(1, 5, dtype=torch.bool), logits.log_softmax(0)[None]
+    correction = (old - sampler).exp() if engine else None
+    terms = losses.kl_term(log_p, old, log_q, kind, mask=mask, correction=correction)
+    found = torch.autograd.grad((sampler.exp() * terms).sum(), logits)[0]
+    p = logits.softmax(0)
+    expected = torch.autograd.grad(DIVERGENCES[kind](p, log_q[0].exp()), logits)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_what_is_masked_reaches_no_term():
+    nan = torch.full((1, 3), math.nan, dtype=torch.float64)
+    mask, leaf = torch.zeros(1, 3, dtype=torch.bool), nan.clone().requires_grad_()
+    terms = losses.kl_term(leaf, nan, nan, "k3", mask=mask, correction=nan)
+    assert not terms.any()
+    assert not torch.autograd.grad(terms.sum(), leaf)[0].any()

@@ -69,3 +69,19 @@ def test_settings_that_do_not_go_together_are_named(changes, text, tmp_path):
     with pytest.raises(files.SettingsError) as caught:
         tiny_run.settings(tmp_path, **{f"algorithm__{name}": value for name, value in changes.items()})
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["opo", "optimal_token_baseline"])
+def test_baselines_of_the_other_rows_alone_are_a_setting(name, tmp_path):
+    rows = narrow(Annotated, tiny.experience(3, 4))
+    rows = attrs.evolve(rows, groups=torch.zeros(4, dtype=torch.int64))
+    rows = attrs.evolve(rows, sum_squared_probs=torch.rand(rows.old_log_probs.shape).double())
+    rewards = advantages.token_rewards(rows.scores, rows.response_mask)
+    bound = {"algorithm__advantage": name, "rollout__n": 2}
+    found = [
+        advantage_of(tiny_run.settings(tmp_path, **bound, algorithm__leave_one_out=out), Kernels.named())({})
+        for out in (False, True)
+    ]
+    plain, others = (fn(rows, rewards).advantages for fn in found)
+    assert not torch.allclose(plain, others)
+    torch.testing.assert_close(others, estimator(name, leave_one_out=True)(rows, rewards).advantages)

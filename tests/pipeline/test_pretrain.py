@@ -1,10 +1,12 @@
 """A critic is fitted to a policy that stays as it is until that helps no more; then it may be left as it is."""
 
+import math
+
 import attrs
 import pytest
 import torch
 
-from fppo import advantages, tree
+from fppo import advantages, metrics, tree
 from fppo.assembly.run import assemble
 from fppo.pipeline.pretrain import Pretrain, Pretraining, pretrain
 from fppo.pipeline.train import iterate
@@ -136,3 +138,25 @@ def test_settings_that_do_not_go_together_are_named(task, changes, text):
     with pytest.raises(files.SettingsError) as caught:
         tiny_run.settings(task, **{f"critic__{name}": value for name, value in changes.items()})
     assert text in str(caught.value)
+
+
+def _rates(settings, steps):
+    """The actor's mean rate in each of so many steps, nan in those without an update, and the run's end."""
+    with assemble(settings) as assembly:
+        following = iterate(assembly.run, program=assembly.program, draw=assembly.draw)
+        each = [next(following) for _ in range(steps)]
+        numbers = [metrics.report(report).get("actor/lr", math.nan) for _, _, report in each]
+        return numbers, each[-1][0]
+
+
+def test_the_policys_schedule_counts_the_steps_that_it_is_updated_in(task):
+    """Pretraining of at most 7 steps ends after fewer: the rate falls over all that are left, to the last one."""
+    changes = {"steps": 9, "critic__pretrain": 7, "critic__pretrain_patience": 1, "critic__pretrain_rise": 10.0}
+    settings = tiny_run.settings(task, **changes, actor__epochs=1, actor__mini_batch_size=8)
+    rates, run = _rates(settings, 9)
+    assert run.pretraining is not None
+    alone = run.pretraining.steps
+    assert 0 < alone < 7
+    left = 9 - alone
+    assert all(math.isnan(x) for x in rates[:alone])
+    assert rates[alone:] == pytest.approx([1e-3 * (1 - n / left) for n in range(left)])

@@ -27,6 +27,7 @@ from fppo.steps.train_state import TrainState
 from tests import tiny, tiny_run
 
 PAD = 7
+NO_KL = {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
 
 
 def _draw(size):
@@ -153,7 +154,7 @@ def test_seconds_and_counts_of_several_draws_add_up():
     assert metrics.report(report)["reward/errors"] == 6
 
 
-def test_a_reward_that_failed_on_a_whole_draw_has_scored_0_by_every_name():
+def test_a_reward_that_failed_on_a_whole_draw_has_no_number_by_every_name():
     """It has named none of its further numbers then; the next draw has them."""
     table = {"0": [0, 0], "1": [0, 0], "2": [1, 2], "3": [1, 1]}
 
@@ -167,7 +168,7 @@ def test_a_reward_that_failed_on_a_whole_draw_has_scored_0_by_every_name():
     assert list(batch.ids) == ["2", "2", "0", "0"]
     assert {name: x.tolist() for name, x in batch.named_scores.items()} == {
         "half": [1.0, 1.0, 0.0, 0.0],
-        "format": [5.0, 6.0, 0.0, 0.0],
+        "format": [5.0, 6.0, *[pytest.approx(torch.nan, nan_ok=True)] * 2],
     }
 
 
@@ -254,7 +255,7 @@ def test_what_whitens_does_so_over_what_is_trained_on(task, name):
     rows = _annotated([1.0, 0.0, 3.0, 3.0, 0.0, 5.0], ["stop", "stop", "stop", "stop", "length", "stop"])
     rows = attrs.evolve(rows, named_scores={"exact_match": rows.scores})
     filters = {"rollout__filter__groups": True, "rollout__filter__truncated": True}
-    found = _estimated(task, rows, algorithm__advantage=name, **filters)
+    found = _estimated(task, rows, algorithm__advantage=name, **filters, **(NO_KL if name == "gdpo" else {}))
     kept = found.advantages[found.response_mask].double()
     assert len(kept) == 6
     plain = estimator(name)(rows, found.token_rewards).advantages
@@ -271,9 +272,8 @@ def test_gdpo_weighs_the_reward_functions_and_nothing_else(task):
     parts = {"exact_match": torch.tensor([1.0, 0.0, 0.0, 1.0]), "length": torch.tensor([2.0, 1.0, 5.0, 5.0])}
     rows = attrs.evolve(rows, named_scores={**parts, "length/more": torch.tensor([9.0, 0.0, 1.0, 7.0])})
     reward = {"functions": ["exact_match", "tests.rewards.functions:length"], "weights": [1.0, 3.0]}
-    found = _estimated(
-        task, rows, algorithm__advantage="gdpo", **{f"reward__{name}": value for name, value in reward.items()}
-    )
+    changes = {f"reward__{name}": value for name, value in reward.items()} | NO_KL
+    found = _estimated(task, rows, algorithm__advantage="gdpo", **changes)
     weights = {"exact_match": 1.0, "length": 3.0}
     expected = advantages.gdpo(parts, rows.response_mask, rows.groups, weights=weights)
     torch.testing.assert_close(found.advantages, expected.advantages)

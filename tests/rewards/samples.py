@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
 from fppo.batch import Column, Rollout
 from fppo.rewards import Sample
+
+NONE = pytest.approx(math.nan, nan_ok=True)  # no score
 
 
 def sample(response: str = "", truth=None, *, tokens: int = 0, **extras) -> Sample:

@@ -10,7 +10,7 @@ from fppo import rewards
 from fppo.rewards import RewardRunner
 from fppo.rewards import builtin as builtin_module
 from tests.rewards import functions
-from tests.rewards.samples import sample
+from tests.rewards.samples import NONE, sample
 
 
 def test_exact_match():
@@ -34,7 +34,7 @@ def test_regular_expression_without_and_with_a_group():
 def test_a_pattern_that_takes_for_ever_is_bounded():
     with RewardRunner(rewards.regular_expression("(a+)+b"), time_limit=3.0) as runner:
         results = runner.run([sample("a" * 60), sample("ab", "a")])
-    assert results.scores == {"regular_expression": [0.0, 1.0]}
+    assert results.scores == {"regular_expression": [NONE, 1.0]}
     assert results.failures[0].kind == "timeout"
 
 
@@ -61,7 +61,7 @@ def test_math_verify():
     ]
     with RewardRunner(rewards.math_verify, time_limit=120) as runner:
         results = runner.run(mathematics)
-    assert results.scores["math_verify"] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    assert results.scores["math_verify"] == [1.0, 1.0, 1.0, 0.0, 0.0, NONE]
     assert [(f.number, "cannot" in f.text or "not mathematics" in f.text) for f in results.failures] == [(5, True)]
     assert results.answers[3:5] == ["7", None]
 
@@ -124,10 +124,10 @@ def test_combining_by_name():
         "exact_match": 1.0,
         "regular_expression": 0.5,
         "length": 2.0,
-        "length_penalty": 1.0,
+        "length_penalty": 0.25,
         "model": 0.5,
     }
-    assert reward.terms[3].fn == rewards.length_penalty(8, 4, 0.25)
+    assert reward.terms[3].fn == rewards.length_penalty(8, 4)
     with pytest.raises(ValueError, match="2 weights for 1 rewards"):
         rewards.combine(["exact_match"], [1.0, 2.0])
     with pytest.raises(ValueError, match="given twice"):
@@ -136,3 +136,17 @@ def test_combining_by_name():
         rewards.combine(["exact_match"], overlong_buffer=4)
     with pytest.raises(ValueError, match="not among the functions"):
         rewards.weighted_sum({"a": functions.length}, {"b": 1.0})
+
+
+def test_the_penalty_for_length_is_a_function_with_a_weight_of_its_own():
+    """So that a sum has it, and so has an estimator that looks at each function by itself."""
+    given = {"max_tokens": 10, "overlong_buffer": 5}
+    exact, penalty = rewards.combine(["exact_match"], **given, overlong_penalty=0.25).terms
+    assert (exact.weight, penalty.name, penalty.weight, penalty.shaping) == (1.0, "length_penalty", 0.25, True)
+    assert penalty.fn(sample("x", tokens=10)) == -1.0
+    with pytest.raises(ValueError, match="the reward 'length_penalty' is given twice"):
+        rewards.combine(["tests.rewards.test_builtin:length_penalty"], **given)
+
+
+def length_penalty(sample):
+    return 0.0

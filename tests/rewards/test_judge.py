@@ -28,7 +28,7 @@ from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.simulate import simulate
 from fppo_kernels.record import Kernels
 from tests import tiny_run
-from tests.rewards.samples import Letters, rollout, sample
+from tests.rewards.samples import NONE, Letters, rollout, sample
 
 CPU = torch.device("cpu")
 BYTES = bpe_tokenizer(["Score: 1"], size=300)
@@ -72,24 +72,26 @@ def test_it_is_asked_what_the_template_says_and_scored_by_its_answer():
     engine = Answering(lambda text: {"b": "7 of 10. Score: 7 ", "d": "Score: 1, no: Score: -2", "f": "good"}[text[2]])
     rewarded = judge(engine)
     rows = rollout(["a", "c", "e"], ["b", "d", "f"], ["x{y}", 3, "z"])
-    scores, report = rewarded(rows)
+    scores, report, known = rewarded(rows)
     assert engine.asked == ["a|b|x{y}", "c|d|3", "e|f|z"]
-    assert scores.tolist() == [7.0, -2.0, 0.0]
+    assert scores[:2].tolist() == [7.0, -2.0]
+    assert known.tolist() == [True, True, False]
     scores_by_mesh = metrics.report(report)
     assert scores_by_mesh == {"reward/judge_unparsed": 1.0, "reward/judge_truncated": 0.0}
     total = rewards.weighted_sum({"judge": rewarded, "exact": rewards.exact_match}, {"judge": 0.5})
     with rewards.RewardRunner(total) as runner:
         scored, noted = rewards.score(rows, reward=runner, tokenizer=Letters())
-    assert scored.scores.tolist() == [3.5, -1.0, 0.0]
+    assert scored.scores.tolist() == [3.5, -1.0, NONE]
     noted = metrics.report(noted)
     assert noted["reward/judge_unparsed"] == 1.0
-    assert noted["reward/judge"] == pytest.approx(5 / 3)
+    assert noted["reward/judge"] == pytest.approx(5 / 2)
+    assert noted["reward/unscored"] == 1.0
 
 
 def test_a_question_without_words_is_an_empty_text():
     """As a template of the response alone makes it of an empty response: the end token is what texts begin after."""
     engine = Answering(lambda text: "Score: 1")
-    scores, _ = judge(engine, template="{response}")(rollout(["a", "a"], ["", "b"], [0, 0]))
+    scores, _, _ = judge(engine, template="{response}")(rollout(["a", "a"], ["", "b"], [0, 0]))
     assert engine.asked == [BYTES.eos_token, "b"]
     assert scores.tolist() == [1.0, 1.0]
 
@@ -111,11 +113,11 @@ def test_chats_are_asked_about_with_their_own_words():
 def test_long_questions_lose_their_middle_and_are_counted():
     engine = Answering(lambda text: "Score: 1")
     rewarded = judge(engine, template="abcdefgh{response}", max_prompt_tokens=5)
-    _, report = rewarded(rollout(["a", "a"], ["xyz", "xyz"], [0, 0]))
+    _, report, _ = rewarded(rollout(["a", "a"], ["xyz", "xyz"], [0, 0]))
     assert engine.lengths == [5, 5]
     assert engine.asked[0] == "abxyz"
     assert metrics.report(report)["reward/judge_truncated"] == 2.0
-    _, report = judge(engine, template="ab{response}", max_prompt_tokens=5)(rollout(["a"], ["xyz"], [0]))
+    _, report, _ = judge(engine, template="ab{response}", max_prompt_tokens=5)(rollout(["a"], ["xyz"], [0]))
     assert engine.asked[-1] == "abxyz"
     assert metrics.report(report)["reward/judge_truncated"] == 0.0
 
@@ -170,7 +172,7 @@ TEN = rollout(list("abcdefghij"), ["k", "lm", "n", "opq", "r", "s", "tu", "v", "
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_a_row_is_judged_alone_as_among_others_and_on_any_rank(temperature):
     rewarded = embedded(temperature=temperature)
-    want, report = rewarded(TEN)
+    want, report, _ = rewarded(TEN)
     assert 0 < metrics.report(report)["reward/judge_unparsed"] < 10
     assert len(set(want.tolist())) > 2
 
@@ -187,11 +189,11 @@ def test_a_row_is_judged_alone_as_among_others_and_on_any_rank(temperature):
         return embedded(mesh, temperature=temperature)(TEN)
 
     for axes in ({"shard": 2}, {"shard": 3}, {"replicate": 2, "tensor": 2}):
-        for scores, noted in simulate(axes, on_rank):
+        for scores, noted, _ in simulate(axes, on_rank):
             assert torch.equal(scores, want)
             assert metrics.report(noted) == metrics.report(report)
     few = batches.rows(TEN, [4])
-    for scores, _ in simulate({"shard": 2}, lambda m: embedded(m, temperature=temperature)(few)):
+    for scores, _, _ in simulate({"shard": 2}, lambda m: embedded(m, temperature=temperature)(few)):
         assert torch.equal(scores, want[4:5])
 
 

@@ -36,6 +36,7 @@ def test_a_step_scored_by_models_is_the_same_on_two_ranks(tmp_path, offload):
         reward__judge__pattern=r"(\d)",
         reward__judge__chat=False,
         reward__judge__max_tokens=3,
+        reward__failure_score=0.0,
         model__offload=offload,
     )
     ((_, experience, report, _),), held_out = steps(settings, LOCAL, 1)

@@ -21,7 +21,7 @@ from fppo.runtime import clock
 from fppo.workers.calls import Patience
 from fppo.workers.runner import FunctionRunner
 from tests.rewards import functions
-from tests.rewards.samples import sample, samples
+from tests.rewards.samples import NONE, sample, samples
 
 
 def run(reward, item, **limits):
@@ -67,10 +67,10 @@ def test_workers_are_other_processes_without_torch_and_stay():
     assert gone(int(pid))
 
 
-def test_exceptions_are_counted_zeros(caplog):
+def test_samples_on_which_functions_raise_have_no_score(caplog):
     with caplog.at_level(logging.WARNING, logger="fppo.rewards"):
         results = run(functions.by_response, samples("", "raise", "exit", ""))
-    assert results.scores["by_response"] == [1.0, 0.0, 0.0, 1.0]
+    assert results.scores["by_response"] == [1.0, NONE, NONE, 1.0]
     assert [(f.number, f.kind) for f in results.failures] == [(1, "error"), (2, "error")]
     assert "KeyError: 'no such thing' at " in results.failures[0].text
     assert "SystemExit: 3" in results.failures[1].text
@@ -86,7 +86,7 @@ def test_hangs_are_bounded_in_python_and_in_c(hang):
         start = time.monotonic()
         results = runner.run(samples("", hang, *[""] * 10))
         assert time.monotonic() - start >= 3.0
-        assert results.scores["by_response"] == [1.0, 0.0, *[1.0] * 10]
+        assert results.scores["by_response"] == [1.0, NONE, *[1.0] * 10]
         ((term, number, kind, text),) = results.failures
         assert (term, number, kind, text) == ("by_response", 1, "timeout", "no result within 3 s")
         assert runner.run(samples("")).scores["by_response"] == [1.0]
@@ -135,7 +135,7 @@ def test_coroutines_of_a_batch_are_given_up_too():
 
 def test_a_worker_that_dies_is_started_again():
     results = run(functions.by_response, samples("", "die", "", "die", *[""] * 20), workers=2)
-    assert results.scores["by_response"] == [1.0, 0.0, 1.0, 0.0, *[1.0] * 20]
+    assert results.scores["by_response"] == [1.0, NONE, 1.0, NONE, *[1.0] * 20]
     assert [(f.number, f.kind, f.text) for f in results.failures] == [
         (number, "error", "its process ended with code 7") for number in (1, 3)
     ]
@@ -211,10 +211,10 @@ def test_functions_of_the_batch_see_all_and_isolate_by_halves():
     results = run(functions.batch_lengths, samples(*words))
     assert results.scores["batch_lengths"] == [401.0, 402.0, 403.0, 404.0]
     results = run(functions.batch_lengths, samples("a", "bb", "raise", "dddd"))
-    assert results.scores["batch_lengths"] == [201.0, 202.0, 0.0, 104.0]
+    assert results.scores["batch_lengths"] == [201.0, 202.0, NONE, 104.0]
     assert [(f.number, f.kind) for f in results.failures] == [(2, "error")]
     results = run(functions.batch_lengths, samples("a", "loop", "ccc", "dddd"), time_limit=2.5)
-    assert results.scores["batch_lengths"] == [101.0, 0.0, 203.0, 204.0]
+    assert results.scores["batch_lengths"] == [101.0, NONE, 203.0, 204.0]
     assert [(f.number, f.kind) for f in results.failures] == [(1, "timeout")]
 
 
@@ -225,15 +225,15 @@ def test_coroutines_run_together_and_are_bounded():
         start = time.monotonic()
         results = runner.run(samples(*["x"] * 20, "raise", "wait"))
         assert time.monotonic() - start < 20  # one after the other they take more
-        assert results.scores["coroutine"] == [1.0] * 20 + [0.0, 0.0]
-        assert results.named["length"] == [1.0] * 20 + [0.0, 0.0]
+        assert results.scores["coroutine"] == [1.0] * 20 + [NONE, NONE]
+        assert results.named["length"] == [1.0] * 20 + [NONE, NONE]
         assert [(f.number, f.kind) for f in results.failures] == [(20, "error"), (21, "timeout")]
 
 
 @pytest.mark.slow
 def test_a_coroutine_that_blocks_its_loop_is_found():
     results = run(functions.coroutine, samples("x", "loop", "x"), time_limit=2.5)
-    assert results.scores["coroutine"] == [1.0, 0.0, 1.0]
+    assert results.scores["coroutine"] == [1.0, NONE, 1.0]
     assert [(f.number, f.kind) for f in results.failures] == [(1, "timeout")]
 
 
@@ -243,13 +243,13 @@ def test_async_functions_of_the_batch():
 
 def test_inline_functions_run_here():
     results = run(functions.inline, samples("", "raise"))
-    assert results.scores["inline"] == [1.0 + os.getpid(), 0.0]
+    assert results.scores["inline"] == [1.0 + os.getpid(), NONE]
     assert results.failures[0].kind == "error"
 
 
 def test_sums_keep_their_parts_apart():
     results = run(weighted_sum({"outer": functions.summed, "process": functions.process}), samples("aa", "raise"))
-    assert results.scores == {"outer/length": [2.0, 5.0], "outer/one": [1.0, 0.0], "process": [1.0, 1.0]}
+    assert results.scores == {"outer/length": [2.0, 5.0], "outer/one": [1.0, NONE], "process": [1.0, 1.0]}
     assert set(results.named) == {"process/pid", "process/torch"}
     assert [(f.term, f.number) for f in results.failures] == [("outer/one", 1)]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fppo import batch, metrics, rewards
 from fppo.rewards import RewardRunner, Sample
 from tests.rewards import functions
-from tests.rewards.samples import Letters, rollout
+from tests.rewards.samples import NONE, Letters, rollout
 
 
 @rewards.inline_reward
@@ -38,22 +38,24 @@ def test_samples_hold_texts_and_ids():
 def test_scores_and_metrics():
     rows = rollout(["q"] * 3, ["aeb", "b", "az"], [None] * 3)
     scored, report = score(rows, vowels)
-    assert scored.scores.tolist() == [2.0, 0.0, 0.0]
+    assert scored.scores.tolist() == [2.0, 0.0, NONE]
+    assert scored.has_score.tolist() == [True, True, False]
     assert scored.scores.dtype == torch.float32
     assert {k: v.tolist() for k, v in scored.named_scores.items()} == {
-        "vowels": [2.0, 0.0, 0.0],
-        "length": [4.0, 2.0, 0.0],
+        "vowels": [2.0, 0.0, NONE],
+        "length": [4.0, 2.0, NONE],
     }
     assert scored.named_scores["length"].dtype == torch.float32
     assert torch.equal(scored.tokens, rows.tokens)
     assert scored.extras == rows.extras
     assert metrics.report(report) == pytest.approx(
         {
-            "critic/score/mean": 2 / 3,
+            "critic/score/mean": 1.0,
             "critic/score/max": 2.0,
             "critic/score/min": 0.0,
-            "reward/vowels": 2 / 3,
-            "reward/length": 2.0,
+            "reward/vowels": 1.0,
+            "reward/length": 3.0,
+            "reward/unscored": 1.0,
             "reward/errors": 1.0,
             "reward/timeouts": 0.0,
         }
@@ -71,8 +73,55 @@ def test_a_function_that_fails_on_all_rows_of_the_first_policy_is_an_error():
         score(rows, both)
     later = batch.extend(type(rows), rows, versions=torch.tensor([0, 0, 1]))
     scored, report = score(later, both)
-    assert scored.scores.tolist() == [2.0, 0.0, 1.0]
-    assert metrics.report(report)["reward/errors"] == 3
+    assert scored.scores.tolist() == [NONE] * 3
+    assert scored.named_scores["v"].tolist() == [2.0, 0.0, 1.0]
+    assert (metrics.report(report)["reward/errors"], metrics.report(report)["reward/unscored"]) == (3, 3)
+
+
+@rewards.inline_reward
+def cost(sample: Sample) -> dict[str, float]:
+    """The best is 0, which a failure must not score."""
+    if "z" in sample.response:
+        raise RuntimeError("no z")
+    return {"score": -float(len(sample.response)), "seen": 1.0}
+
+
+def test_a_failure_has_no_score_or_the_one_that_is_named():
+    rows = rollout(["q"] * 3, ["aeb", "z", "bz"], [None] * 3)
+    scored, _ = score(rows, cost)
+    assert scored.scores.tolist() == [-3.0, NONE, NONE]
+    with RewardRunner(rewards.weighted_sum({"c": cost, "e": rewards.exact_match}, {"c": 2.0})) as runner:
+        scored, report = rewards.score(rows, reward=runner, tokenizer=Letters(), failure_score=-9.0)
+    assert scored.scores.tolist() == [-6.0, -18.0, -18.0]
+    assert scored.named_scores["c"].tolist() == [-3.0, -9.0, -9.0]
+    numbers = metrics.report(report)
+    assert (numbers["reward/unscored"], numbers["reward/errors"], numbers["reward/c/seen"]) == (0.0, 2.0, 1.0)
+
+
+def test_a_function_of_weight_0_takes_no_score_away():
+    rows = rollout(["q"] * 2, ["z", "aa"], [None] * 2)
+    scored, _ = score(rows, rewards.weighted_sum({"v": vowels, "e": rewards.exact_match}, {"v": 0.0}))
+    assert scored.scores.tolist() == [0.0, 0.0]
+    assert scored.named_scores["v"].tolist() == [NONE, 2.0]
+
+
+def test_outcomes_are_the_scores_without_what_shapes_them():
+    """A penalty for length is none of what came of a response, nor is a function of the user's that is marked so."""
+
+    @rewards.shaping_reward
+    @rewards.inline_reward
+    def shorter(sample: Sample) -> float:
+        return -float(len(sample.response)) / 10
+
+    rows = rollout(["q"] * 2, ["aaaa", "b"], ["aaaa", "x"])
+    penalty = rewards.length_penalty(5, 5)
+    shaped = {"exact": rewards.exact_match, "penalty": penalty, "shorter": shorter}
+    scored, _ = score(rows, rewards.weighted_sum(shaped, {"exact": 2.0}))
+    assert scored.outcome.tolist() == [2.0, 0.0]
+    assert scored.scores.tolist() == pytest.approx([2.0 - 1.0 - 0.4, -0.4 - 0.1])
+    for alone in (rewards.exact_match, shorter):  # nothing is left of a reward of shaping alone
+        scored, _ = score(rows, alone)
+        assert scored.outcome is scored.scores
 
 
 @rewards.tensor_reward
@@ -197,8 +246,8 @@ def test_summary_of_single_responses():
     assert actual == {"val-core/letters/reward/mean@1": 0.5, "val-aux/letters/exact_match/mean@1": 0.5}
 
 
-def test_a_batch_on_which_a_reward_failed_has_scored_0_by_every_name():
-    """As single samples on which it failed have."""
+def test_a_batch_on_which_a_reward_failed_counts_nowhere():
+    """As single samples on which it failed."""
 
     @rewards.inline_reward
     def picky(sample: Sample) -> dict[str, float]:
@@ -211,5 +260,18 @@ def test_a_batch_on_which_a_reward_failed_has_scored_0_by_every_name():
     records = [score(each, picky)[0] for each in later]
     for order in (records, records[::-1]):
         actual = metrics.report(rewards.summarize(order, n=1))
-        assert actual["val-core/letters/reward/mean@1"] == 0.5
-        assert actual["val-aux/letters/format/mean@1"] == 1.0
+        assert actual["val-core/letters/reward/mean@1"] == 1.0
+        assert actual["val-aux/letters/format/mean@1"] == 2.0
+        assert actual["val-aux/unscored"] == 2.0
+    actual = metrics.report(rewards.summarize(records[:1], n=1))
+    assert actual["val-core/letters/reward/mean@1"] == NONE
+
+
+def test_a_prompt_counts_by_those_of_its_responses_that_have_a_score():
+    """The rest is left out: the best of two where two of three have one, and the best of three nowhere."""
+    scored, _ = score(rollout(["q"] * 3, ["a", "z", "bc"], ["a"] * 3, n=3), vowels)
+    actual = metrics.report(rewards.summarize([scored], n=3))
+    assert actual["val-core/letters/reward/mean@3"] == 0.5
+    assert actual["val-aux/letters/reward/best@2/mean"] == 1.0
+    assert actual["val-core/letters/reward/best@3/mean"] == NONE
+    assert actual["val-aux/unscored"] == 1.0

@@ -10,14 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fppo import tree
+from fppo import metrics, tree
 from fppo.assembly.inputs import read_inputs
 from fppo.assembly.run import assemble
 from fppo.commands import actions
 from fppo.models import bases, lora, lora_files
+from fppo.pipeline.train import iterate
 from fppo.runs import jsonl, session
 from fppo.runtime.checkpoint import CheckpointError
 from fppo.runtime.mesh import LOCAL, Mesh
+from fppo.runtime.simulate import simulate
 from fppo.settings import files
 from fppo_kernels.collectives import Axis
 from tests import tiny_run
@@ -109,6 +111,45 @@ def test_another_base_and_another_adapter_are_refused_by_name(task, whole, tmp_p
         assert session.restore(settings, assembly).step == 4
 
 
+@pytest.fixture(scope="module")
+def kept(whole, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("kept") / "adapter"
+    assert actions.export(whole, directory, None) == 0
+    return str(directory)
+
+
+def _first_step(settings, mesh=LOCAL):
+    with assemble(settings, mesh=mesh) as assembly:
+        run, _, report = next(iterate(assembly.run, program=assembly.program, draw=assembly.draw))
+        return assembly.run.ref, run.ref, metrics.report(report)["actor/reward_kl_penalty"]
+
+
+@pytest.mark.parametrize("base", ["float", "nf4"])
+def test_the_reference_is_the_policy_as_it_starts(task, kept, tmp_path, base):
+    """Also where it starts from an adapter, which is no step away from itself, whatever the update does to it."""
+    changes = {"output_dir": str(tmp_path), "model__lora__path": kept, "model__lora__base": base}
+    before, after, kl = _first_step(tiny_run.settings(task, **changes))
+    assert kl == pytest.approx(0, abs=1e-6)
+    assert before
+    assert tree.digest(before) == tree.digest(after)
+    none, _, kl = _first_step(tiny_run.settings(task, **changes, model__lora__reference="base"))
+    assert none == {}
+    assert abs(kl) > 1e-4
+    both = simulate({"shard": 2}, lambda mesh: _first_step(tiny_run.settings(task, **changes), mesh)[2])
+    assert both == pytest.approx([0, 0], abs=1e-6)
+
+
+def test_a_reference_that_is_the_start_goes_on_in_a_resumed_run(task, kept, tmp_path):
+    """It is a part of the state: what a run that goes on compares with is not the policy as it goes on."""
+    settings = partial(tiny_run.settings, task, output_dir=str(tmp_path / "run"), model__lora__path=kept)
+    assert actions.train(settings(steps=2)) == 0
+    with assemble(settings(steps=4)) as assembly:
+        start, actor = tree.digest(assembly.run.ref), tree.digest(assembly.run.actor.params)
+        restored = session.restore(settings(steps=4), assembly)
+        assert tree.digest(restored.ref) == start
+        assert tree.digest(restored.actor.params) != actor
+
+
 def test_an_adapter_is_exported_for_peft_or_merged_and_starts_another_run(task, whole, tmp_path):
     assert actions.evaluate(tiny_run.settings(task, output_dir=str(whole), **LORA)) == 0
     assert actions.export(whole, tmp_path / "adapter", None) == 0
@@ -192,6 +233,11 @@ def test_what_does_not_go_with_adapters_is_named_at_once(task):
                 "rollout__vllm__send": "changed",
             },
             "rollout.vllm.send = 'changed': nothing reads it here",
+        ),
+        ({"model__lora__rank": 2, "model__lora__reference": "base"}, "model.lora.reference = 'base': nothing reads it"),
+        (
+            {"model__lora__path": "x", "model__ref_path": "y", "model__lora__reference": "base"},
+            "model.lora.reference = 'base': nothing reads it here: it is for no model.ref_path",
         ),
         ({"model__lora__path": "x", "model__lora__rank": 4}, "model.lora.rank = 4: the adapter in model.lora.path"),
     ):

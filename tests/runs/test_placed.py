@@ -183,6 +183,19 @@ def test_adapters_in_pools_write_what_one_process_writes(task, tmp_path, base):
 
 
 @pytest.mark.slow
+def test_a_reference_that_is_the_start_of_an_adapter_may_be_elsewhere(task, tmp_path):
+    """It is read there, as the policy is here, and none of it moves when the policy does."""
+    train(task, tmp_path / "first", model__lora__rank=2, steps=2)
+    asked = {"model__lora__path": str(tmp_path / "first" / session.MODEL), "steps": 2}
+    one, apart = tmp_path / "one", tmp_path / "apart"
+    pools = {"placement__roles__reference": "c"} | engines(1, beside=APART["placement__pools"], rows=8)
+    for directory, more in ((one, {}), (apart, APART | pools)):
+        train(task, directory, **asked, **more)
+    assert lines(apart) == lines(one)
+    assert jsonl.read(apart / "metrics.jsonl")[-2]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.slow
 def test_engines_sample_ahead_and_when_all_are_lost_the_run_goes_back(task, tmp_path, monkeypatch, capsys):
     asked = {"rollout__ahead": 1, "rollout__n": 2, "algorithm__advantage": "remax"}
     one = train(task, tmp_path / "one", **engines(1), **asked)

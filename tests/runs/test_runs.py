@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from concurrent.futures import Future
@@ -13,14 +14,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fppo import batch as batches
-from fppo import losses, models, tree
+from fppo import losses, metrics, models, tree
 from fppo.assembly.run import assemble
 from fppo.commands import actions
+from fppo.pipeline.train import iterate
 from fppo.runs import jsonl, session
 from fppo.runs.writer import Checkpoints
 from fppo.runtime import checkpoint
 from fppo.runtime.checkpoint import Pending
 from fppo.runtime.digests import digest
+from fppo.tree import replace
 from tests import tiny_run
 from tests.distributed.processes import server
 
@@ -252,6 +255,40 @@ def test_an_exported_policy_is_the_runs_policy_in_transformers(task, tmp_path):
         actions.export(directory, tmp_path / "out", 99)
 
 
+def _learning_rates(directory):
+    return [line["actor/lr"] for line in jsonl.read(directory / "metrics.jsonl")[-4:]]
+
+
+def test_a_run_that_goes_on_with_other_epochs_keeps_its_schedule(task, tmp_path):
+    """The rate of each step is that of its place in the run, whatever updates there were before."""
+    _, directory = _run(task, tmp_path, "run", steps=4, actor__epochs=1)
+    plain = _learning_rates(directory)
+    _, other = _run(task, tmp_path, "other", steps=4, actor__epochs=4)
+    newest = directory / "checkpoints"
+    shutil.rmtree(sorted(newest.iterdir())[-1])
+    status, _ = _run(task, tmp_path, "run", steps=4, actor__epochs=4)
+    assert status == 0
+    assert _learning_rates(directory)[:3] == plain[:3]
+    assert _learning_rates(directory)[3] == pytest.approx(_learning_rates(other)[3])
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_a_checkpoint_without_a_clock_goes_on_by_the_number_of_updates(task, tmp_path, warmup):
+    """As those of earlier versions."""
+    settings = tiny_run.settings(task, output_dir=str(tmp_path), actor__optimizer__warmup_steps=warmup)
+    with assemble(settings) as assembly:
+        run = replace(assembly.run, actor=replace(assembly.run.actor, clock=None))
+        checkpoint.save(run, tmp_path / "checkpoints", 0)
+        loaded = session.load(assembly, tmp_path / "checkpoints", 0)
+        assert loaded.actor.clock is None
+        assert loaded.critic.clock is not None
+        reports = [
+            metrics.report(next(iterate(each, program=assembly.program, draw=assembly.draw))[2])["actor/lr"]
+            for each in (loaded, assembly.run)
+        ]
+    assert reports[0] == reports[1] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("advantage", "n"),
@@ -269,6 +306,7 @@ def test_an_exported_policy_is_the_runs_policy_in_transformers(task, tmp_path):
     ],
 )
 def test_every_estimator_runs_as_a_setting(task, tmp_path, advantage, n):
+    no_kl = {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
     status, directory = _run(
         task,
         tmp_path,
@@ -277,6 +315,7 @@ def test_every_estimator_runs_as_a_setting(task, tmp_path, advantage, n):
         algorithm__whiten=True,
         rollout__n=n,
         steps=2,
+        **(no_kl if advantage == "gdpo" else {}),  # which takes none in the rewards
     )
     assert status == 0
     assert all("critic/vf_loss" not in line for line in jsonl.read(directory / "metrics.jsonl"))

@@ -64,7 +64,7 @@ def _places(batch):
         yield row, column, int(attended[: prompt + column].sum()), batch.tokens[row][attended]
 
 
-KL = {"k1": lambda d: d, "k2": lambda d: d**2 / 2, "k3": lambda d: (-d).exp() - 1 + d}
+KL = {"abs": lambda d: d.abs(), "k2": lambda d: d**2 / 2, "k3": lambda d: (-d).exp() - 1 + d}
 
 
 def _policy_gradient(batch, mode, terms, *, on_policy=False):
@@ -82,13 +82,15 @@ def _policy_gradient(batch, mode, terms, *, on_policy=False):
         policy = -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
         if advantage < 0:
             policy = torch.minimum(policy, -DUAL_CLIP * advantage)
-        if batch.correction_weights is not None:
-            policy = policy * batch.correction_weights[row, column]
+        correction = 1.0 if batch.correction_weights is None else batch.correction_weights[row, column]
+        policy = policy * correction
         weight = _weight(batch.response_mask, row, mode)
         parts["pg"] += weight * policy
         if batch.entropy_mask is None or batch.entropy_mask[row, column]:
             parts["entropy"] -= weight * terms.entropy_coef * -(every.exp() * every).sum()
-        parts["kl"] += weight * terms.kl_coef * KL[terms.kl_kind](new - batch.ref_log_probs[row, column])
+        from_sampled = ratio.detach() * correction  # how much likelier the policy says the token than what sampled it
+        divergence = KL[terms.kl_kind](new - batch.ref_log_probs[row, column])
+        parts["kl"] += weight * terms.kl_coef * from_sampled * divergence
         if terms.nll_coef and positive[row]:
             parts["nll"] = parts["nll"] - terms.nll_coef * new / sum(positive)
     names, leaves = zip(*module.named_parameters(), strict=True)
@@ -157,6 +159,11 @@ def test_the_actors_gradient_is_that_of_its_definition(mode, kind):
         assert numbers[f"actor/{name}_loss"] == pytest.approx(part, rel=1e-9), name
     assert 0 < numbers["actor/pg_clipfrac"] < 1
     assert numbers["actor/pg_clipfrac_lower"] > 0
+
+
+def test_a_kl_term_without_a_gradient_is_refused():
+    with pytest.raises(ValueError, match=r"kl kind 'k1' as a loss has an expected gradient of 0.*actor\.kl_kind"):
+        _updated(_batch(0), "token-mean", attrs.evolve(TERMS, kl_kind="k1"))
 
 
 def test_positive_responses_pull_by_the_mean_of_their_own_tokens():

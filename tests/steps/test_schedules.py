@@ -26,6 +26,15 @@ def test_wsd_is_flat_until_the_decay():
     assert rate(90) == pytest.approx(0.5)
 
 
+@given(st.integers(0, 99), st.integers(0, 100), st.sampled_from([0.1, 0.2, 0.5, 1.0]))
+def test_wsd_decays_over_the_last_part_of_all_steps_with_a_warm_up_too(warmup, step, part):
+    """Of 100 updates with a decay of 0.2 it begins at 80, or where the warm-up ends if that is later."""
+    rate = schedule("wsd", 1.0, total_steps=100, warmup_steps=warmup, decay_ratio=part)
+    start = max(100 * (1 - part), warmup)
+    expected = (step + 1) / (warmup + 1) if step < warmup else min((100 - step) / (100 - start), 1.0)
+    assert rate(step) == pytest.approx(expected)
+
+
 def test_exponential_loses_the_same_part_with_every_update():
     rate = schedule("exponential", 1.0, total_steps=60, warmup_steps=10, min_ratio=2**-5)
     assert [rate(10 + 10 * n) for n in range(6)] == pytest.approx([2.0**-n for n in range(6)])
