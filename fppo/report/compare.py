@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 from fppo.report.charts import Points, points, short
 from fppo.report.spread import Spread, spread
-from fppo.runs import jsonl
-from fppo.runs.loggers import METRICS, held_out
+from fppo.runs import held_out, jsonl
+from fppo.runs.loggers import METRICS
 
 TRUTH = "critic/true/r2"
 _COLORS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2", "#4d7c0f", "#be185d")
@@ -82,8 +82,8 @@ def _mean(curve: Points) -> float:
 
 
 def collect(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str] = ()) -> Comparison:
-    """What the runs of each variant, by seed, have logged of the metrics; of none given, the held-out score and
-    critic/true/r2.
+    """What the runs of each variant, by seed, have logged of the metrics; of none given, the held-out
+    reward of each source, and critic/true/r2.
 
     Raises ValueError for a metric that no run has logged, with those that are there.
     """
@@ -91,8 +91,10 @@ def collect(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str] = ())
         name: {seed: jsonl.read(path / METRICS, on_damage=lambda _: None) for seed, path in seeds.items()}
         for name, seeds in runs.items()
     }
-    there = {name for seeds in logged.values() for records in seeds.values() for record in records for name in record}
-    chosen = list(metrics) or [*held_out(dict.fromkeys(there))[:1], *([TRUTH] if TRUTH in there else [])]
+    records = [record for seeds in logged.values() for lines in seeds.values() for record in lines]
+    there = dict.fromkeys(name for record in records for name in record)
+    first = [each.metric for each in held_out.rewards(there)]
+    chosen = list(metrics) or [*first, *([TRUTH] if TRUTH in there else [])]
     wrong = [name for name in chosen if name not in there]
     if wrong or not chosen:
         raise ValueError(f"--metrics: no run has logged {wrong or 'a held-out score'}; there are {sorted(there)}")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from fppo.runs import held_out
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.samples import samples_of
 
@@ -126,15 +127,10 @@ def summary(metrics: Mapping[str, float]) -> Shown:
 
 
 def held_out_summary(metrics: Mapping[str, float]) -> Shown:
-    """(label, number) of an evaluation: each reward's mean over held-out prompts, and over their sources."""
-    by_name: dict[str, list[float]] = {}
-    for name in held_out(metrics):
-        parts = name.split("/")
-        by_name.setdefault(parts[-2] if len(parts) > 3 else parts[-1], []).append(metrics[name])
-    first = sorted(by_name, key=lambda name: name != "reward")
-    shown = [(name, f"{sum(by_name[name]) / len(by_name[name]):.3f}") for name in first]
-    sources = max(map(len, by_name.values()), default=0)
-    return [*shown, ("sources", str(sources))] if sources > 1 else shown
+    """(label, number) of an evaluation, as `held_out.shown` has them, and how many sources they are means over."""
+    shown = [(name, f"{value:.3f}") for name, value in held_out.shown(metrics)]
+    count = len(held_out.sources(metrics))
+    return [*shown, ("sources", str(count))] if count > 1 else shown
 
 
 def fitting(shown: Shown, room: int, *, least: int = 0) -> Shown:
@@ -145,12 +141,6 @@ def fitting(shown: Shown, room: int, *, least: int = 0) -> Shown:
         worst = max(range(len(kept)), key=lambda i: (ranks.get(kept[i][0], len(ranks)), i))
         del kept[worst]
     return kept
-
-
-def held_out(metrics: Mapping[str, Any]) -> list[str]:
-    """The names of the means over held-out prompts among the metrics: `val/...` ending in mean or mean@n."""
-    ends = ("/mean", "/accuracy")
-    return sorted(n for n in metrics if n.startswith("val") and (n.endswith(ends) or "/mean@" in n))
 
 
 class TimeLeft:
