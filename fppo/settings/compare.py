@@ -78,7 +78,9 @@ class Variant:
     @property
     def directory(self) -> str:
         """The name of its directory, of characters that need no quotes; of a long or an unusual name with a digest."""
-        plain = re.sub(r"[^\w.+-]+", "_", self.name.replace(", ", "_").replace("=", "-"), flags=re.ASCII).replace("-_", "-")
+        plain = re.sub(r"[^\w.+-]+", "_", self.name.replace(", ", "_").replace("=", "-"), flags=re.ASCII).replace(
+            "-_", "-"
+        )
         if _PLAIN.fullmatch(self.name) and len(self.name) <= _LONGEST:
             return plain
         return f"{plain[:_LONGEST].rstrip('_.')}_{hashlib.sha256(self.name.encode()).hexdigest()[:8]}"

@@ -13,7 +13,7 @@ from fppo.assembly.run import assemble
 from fppo.commands import actions, cli
 from fppo.commands.compare import plan
 from fppo.pipeline.train import iterate
-from fppo.report.compare import Comparison, collect
+from fppo.report.compare import Comparison, collect, picture
 from fppo.report.spread import spread
 from fppo.runs.jsonl import JsonLines
 from fppo.settings import files, logged
@@ -186,12 +186,21 @@ def test_all_that_is_wrong_with_any_variant_is_named_before_any_run(task, monkey
         (["--vary", "critic.loss=mse,mae"], "critic.loss = 'mae': must be one of"),
         (["--vary", "critic.loss=mse+critic.bins=3"], "critic.loss=mse+critic.bins=3: critic.bins = 3: nothing reads"),
         (["--vary", "critic.loss=[mse"], "'critic.loss=[mse' is not of that form"),
-        ([*vary, "--metrics", "actor/entropi"], "--metrics actor/entropi: there is no such metric; did you mean actor/ent"),
-        ([*vary, "--metrics", "actor/entropy", "loss"], "--metrics loss: there is no such metric; names begin with actor/"),
+        (
+            [*vary, "--metrics", "actor/entropi"],
+            "actor/entropi: there is no such metric; did you mean actor/entropy",
+        ),
+        (
+            [*vary, "--metrics", "actor/entropy", "loss"],
+            "--metrics loss: there is no such metric; names begin with",
+        ),
         ([*vary, "--metrics", "val-core/a/reward/mean@4"], "with eval.n = 1 there are mean@1"),
         ([*vary, "--metrics", "val-aux/a/reward/mean@1"], "it is called val-core/a/reward/mean@1"),
         ([*vary, "--eval.no-exact-values", "--metrics", "critic/true/r2"], "give eval.exact_values = true"),
-        ([*vary, "--data.eval-path", "--eval.no-exact-values"], "--metrics is not set, and there are no held-out prompts"),
+        (
+            [*vary, "--data.eval-path", "--eval.no-exact-values"],
+            "--metrics is not set, and there are no held-out prompts",
+        ),
     ):
         assert cli.main(["compare", str(task / "run.toml"), *arguments]) == 2
         assert text in capsys.readouterr().err
@@ -226,6 +235,14 @@ def test_what_runs_log_is_never_refused(task):
     without = files.replace(settings, {"algorithm.advantage": "grpo"})
     assert logged.missing(without, "critic/score/mean") is None
     assert "no critic is trained" in str(logged.missing(without, "critic/vf_loss"))
+
+
+def test_every_metric_of_a_picture_has_a_panel_and_no_other(tmp_path):
+    curves = {metric: {"x": {0: [(1, 1e-7), (2, 2e-7)]}} for metric in ("actor/ppo_kl", "b", "c", "d", "e")}
+    figure = picture(Comparison(curves=curves))
+    assert [ax.get_title("left") for ax in figure.axes if ax.axison] == list(curves)
+    low, high = figure.axes[0].get_ylim()
+    assert high - low >= 1e-3
 
 
 def test_a_metric_that_no_run_has_is_named(tmp_path):

@@ -70,5 +70,7 @@ def test_sources_may_have_slashes(sources, measure):
 def test_metrics_of_ones_own_evaluation_are_held_out_too():
     own = {"val/sums/accuracy/mean@1": 0.5, "val/accuracy": 0.25, "value/x": 1.0, "val/sums/length": 3.0}
     found = held_out.held_out(own)
-    assert [(each.source, each.measure, each.kind) for each in found] == [("sums", "accuracy", "mean@1"), ("", "accuracy", "mean")]
-
+    assert [(each.source, each.measure, each.kind) for each in found] == [
+        ("sums", "accuracy", "mean@1"),
+        ("", "accuracy", "mean"),
+    ]
