@@ -70,7 +70,7 @@ def _trained(settings: TrainSettings, here: Here) -> int:
         if run.step != settings.steps:
             return 130 if run.step < settings.steps else 0
         session.export(assembly, run, directory / session.MODEL)
-    if is_first(here.mesh) and "jsonl" in settings.log.loggers:
+    if is_first(here.mesh):
         page = report.write_report(directory)
         print(f"model: {directory / session.MODEL}\nreport: {page}")
     return 0
