@@ -246,6 +246,7 @@ def _functions(
     tried(lambda: advantage_of(settings, some))
     tried(lambda: optimizers_of(settings, some, None))
     tried(lambda: _check_rewards(settings))
+    tried(lambda: [imported(name, "log.loggers") for name in settings.log.loggers if ":" in name])
     if settings.rollout.from_ is not None:
         start, rows = Path(settings.rollout.from_), settings.rollout.batch_size
         routed = settings.algorithm.router_replay == "rollout"

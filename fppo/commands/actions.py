@@ -69,7 +69,7 @@ def _trained(settings: TrainSettings, here: Here) -> int:
 
     def at_end(run: RunState) -> None:
         session.export(assembly, run, directory / session.MODEL)
-        if is_first(here.mesh) and "jsonl" in settings.log.loggers:
+        if is_first(here.mesh):
             page = report.write_report(directory)
             print(f"model: {directory / session.MODEL}\nreport: {page}")
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from fppo._errors import RunFailed, printable
 from fppo.report import compare as comparing
 from fppo.runs import jsonl, saved
-from fppo.settings import files, places
+from fppo.settings import files, logged, places
+from fppo.settings.checks_data import has_held_out
 from fppo.settings.compare import CompareSettings, changed, variants
 from fppo.settings.train import TrainSettings
 
@@ -18,7 +19,8 @@ PICTURE, TABLE, MARKDOWN, NUMBERS = "compare.png", "compare.txt", "compare.md", 
 
 
 def plan(settings: TrainSettings, asked: CompareSettings) -> dict[str, dict[int, TrainSettings]]:
-    """The settings of every run, by variant and seed. Raises SettingsError with all that is wrong with any of them."""
+    """The settings of every run, by variant and seed. Raises SettingsError with all that is wrong with any of them, and
+    with metrics that none of them can log."""
     out = Path(asked.out or f"{settings.output_dir}-compare")
     runs: dict[str, dict[int, TrainSettings]] = {}
     problems: list[str] = []
@@ -32,9 +34,18 @@ def plan(settings: TrainSettings, asked: CompareSettings) -> dict[str, dict[int,
         except files.SettingsError as error:
             problems += [f"{variant.name}: {problem}" for problem in error.problems]
         runs[variant.name] = of_seed
+    problems += _metric_problems([next(iter(seeds.values())) for seeds in runs.values()], asked.metrics)
     if problems:
         raise files.SettingsError(problems, where="the variants")
     return runs
+
+
+def _metric_problems(settings: Sequence[TrainSettings], metrics: Sequence[str]) -> list[str]:
+    """What is to be compared and no variant will log, before anything is trained."""
+    if not metrics and not any(map(has_held_out, settings)):
+        return ["--metrics is not set, and there are no held-out prompts; give data.eval_path, or names of metrics"]
+    refused = {name: [logged.missing(own, name) for own in settings] for name in metrics}
+    return [f"--metrics {name}: {texts[0]}" for name, texts in refused.items() if texts[0] and all(texts)]
 
 
 def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[TrainSettings, Path], int]) -> int:
@@ -52,8 +63,11 @@ def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[Tr
     left = [run for run in every if not _done(run[2])]
     if len(left) < len(every):
         print(f"{len(every) - len(left)} of {len(every)} runs are done")
+    where = {name: {seed: Path(own.output_dir) for seed, own in seeds.items()} for name, seeds in runs.items()}
     failed: list[str] = []
     for number, (name, seed, own) in enumerate(left, start=1):
+        if number > 1 and seed != left[number - 2][1] and not failed:  # every variant has a run
+            comparing.collect(where, asked.metrics)  # what none has logged is named before the next seed is trained
         print(f"\nrun {number} of {len(left)}: {name}, seed {seed}", flush=True)
         directory = Path(own.output_dir)
         directory.mkdir(parents=True, exist_ok=True)
@@ -67,7 +81,6 @@ def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[Tr
             print(f"stopped in {name}, seed {seed}; the same command goes on from there")
             return status
         failed += [f"{name}, seed {seed}"] if status else []
-    where = {name: {seed: Path(own.output_dir) for seed, own in seeds.items()} for name, seeds in runs.items()}
     write(where, asked.metrics, out)
     if failed:
         print(f"failed, and tried again by the same command: {'; '.join(failed)}")

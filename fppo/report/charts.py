@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -16,54 +16,67 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fppo._errors import printable
-from fppo.runs.loggers import held_out
+from fppo.runs import held_out
 
 Points = list[tuple[float, float]]  # (step, value)
-COLORS = ("#2563eb", "#d97706", "#059669", "#9333ea")
+COLORS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#be185d", "#0891b2", "#4d7c0f", "#dc2626")
 SMOOTH_FROM = 40  # points from which on a smoothed line is drawn over the raw one
 
 
 @attrs.frozen
 class Panel:
-    """One chart: what it shows, in one line, its lines by label, and what is counted to the right."""
+    """A chart of one quantity: what it shows, in one line, its lines by label, and what is counted to the right."""
 
     title: str
     note: str
     lines: dict[str, Points]
     unit: str = "step"
+    least: float = 0.0
+    """The least that its axis spans, in the quantity's own units: smaller changes are noise and look small."""
 
 
-PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
-    ("Reward", "mean score of the sampled responses", (("score", "critic/score/mean"),)),
-    ("KL to the reference", "how far the policy has left the reference", (("kl", "actor/reward_kl_penalty"),)),
-    ("KL to the old policy", "how far one step moves the policy", (("kl", "actor/ppo_kl"),)),
-    ("Entropy", "how undecided the policy is, per token, in nats", (("entropy", "actor/entropy"),)),
+PANELS: tuple[tuple[str, str, float, tuple[tuple[str, str], ...]], ...] = (
+    ("Reward", "mean score of the sampled responses", 0.01, (("score", "critic/score/mean"),)),
+    ("KL to the reference", "how far the policy has left the reference", 1e-3, (("kl", "actor/reward_kl_penalty"),)),
+    ("KL to the old policy", "how far one step moves the policy", 1e-3, (("kl", "actor/ppo_kl"),)),
+    ("Entropy", "how undecided the policy is, per token, in nats", 0.01, (("entropy", "actor/entropy"),)),
     (
-        "Clip fraction",
-        "tokens whose ratio, or value, was clipped",
+        *("Clip fraction", "tokens whose ratio, or value, was clipped", 0.01),
         (("policy", "actor/pg_clipfrac"), ("value", "critic/vf_clipfrac")),
     ),
     (
-        "Off-policy ratio",
-        "largest probability now over that when it was sampled",
+        *("Off-policy ratio", "largest probability now over that when it was sampled", 0.01),
         (("largest", "training/rollout_ratio_max"),),
     ),
-    ("Value loss", "squared error of the critic, halved", (("value loss", "critic/vf_loss"),)),
-    ("Explained variance", "share of the returns that the critic foresees", (("", "critic/vf_explained_var"),)),
+    ("Value loss", "squared error of the critic, halved", 1e-3, (("value loss", "critic/vf_loss"),)),
     (
-        "Critic beside the truth",
-        "share of the exact values' variance that the critic knows",
+        *("Explained variance", "share of the returns that the critic foresees", 0.05),
+        (("", "critic/vf_explained_var"),),
+    ),
+    (
+        *("Critic beside the truth", "share of the exact values' variance that the critic knows", 0.05),
         (("", "critic/true/r2"),),
     ),
     (
-        "Advantages beside the exact ones",
-        "cosine of their angle, and share of tokens with the same sign",
-        (("cosine", "critic/true/cosine"), ("sign", "critic/true/sign")),
+        *("Angle to the exact advantages", "cosine between the estimated and the exact ones", 0.05),
+        (("", "critic/true/cosine"),),
     ),
-    ("Response length", "tokens per response", (("mean", "response_length/mean"),)),
-    ("Gradient norm", "before clipping", (("actor", "actor/grad_norm"), ("critic", "critic/grad_norm"))),
-    ("Throughput", "tokens per second", (("", "perf/throughput"),)),
+    (
+        *("Signs of advantages", "share of tokens on which the exact ones agree", 0.05),
+        (("", "critic/true/sign"),),
+    ),
+    ("Response length", "tokens per response", 1.0, (("mean", "response_length/mean"),)),
+    ("Gradient norm of the policy", "before clipping", 0.0, (("", "actor/grad_norm"),)),
+    ("Gradient norm of the critic", "before clipping", 0.0, (("", "critic/grad_norm"),)),
+    ("Throughput", "tokens per second", 1.0, (("", "perf/throughput"),)),
 )
+NAMED = 4  # lines of a panel that the picture's legend has room for; the page names all
+SHOWN_MEASURES = 6  # of held-out prompts that have a chart; all others are in the table
+
+
+def least_of(name: str) -> float:
+    """The least that the axis of a metric spans; 0 if nothing is known of it."""
+    return next((least for _, _, least, lines in PANELS if name in [metric for _, metric in lines]), 0.0)
 
 
 def points(records: Sequence[Mapping[str, Any]], name: str) -> Points:
@@ -74,15 +87,38 @@ def points(records: Sequence[Mapping[str, Any]], name: str) -> Points:
 
 def panels(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
     """The charts for which there are numbers, held-out results first."""
-    names = held_out({name: None for record in records for name in record})
-    drawn = [("Held-out prompts", "never trained on", tuple((label(name), name) for name in names)), *PANELS]
-    panels = [Panel(title, note, {n: p for n, m in lines if (p := points(records, m))}) for title, note, lines in drawn]
-    return [panel for panel in panels if panel.lines]
+    drawn = [
+        Panel(title, note, {n: p for n, m in lines if (p := points(records, m))}, least=least)
+        for title, note, least, lines in PANELS
+    ]
+    return [*held_out_panels(records), *(panel for panel in drawn if panel.lines)]
 
 
-def label(name: str) -> str:
-    """A held-out metric's name without what all of them share."""
-    return "/".join(part for part in name.split("/")[1:] if part != "mean") or name
+def held_out_panels(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    """A chart for each number that was measured on held-out prompts, the reward first.
+
+    Its lines are the means by source; of a single source also best@n and maj@n. A term that equals the reward in all
+    points has none.
+    """
+    found = held_out.held_out(dict.fromkeys(name for record in records for name in record))
+    several = len({each.source for each in found}) > 1
+    most = max((each.responses for each in found), default=1)
+    measures: dict[str, dict[str, Points]] = {}
+    for each in found:
+        line = points(records, each.metric)
+        if line and (each.is_mean or (each.responses == most and not several)):
+            label = each.source or each.measure if several else each.kind
+            measures.setdefault(each.measure, {})[label] = line
+    for name in held_out.repeated(measures):
+        del measures[name]
+    note = "prompts never trained on" + (", by source" if several else "")
+    chosen = list(measures.items())[:SHOWN_MEASURES]
+    return [Panel(f"Held-out {name}", note, lines, least=_least(lines.values())) for name, lines in chosen]
+
+
+def _least(lines: Iterable[Points]) -> float:
+    """The least span for a score: a hundredth of 1, or of what it may be where it is larger."""
+    return 0.01 * max([1.0, *(abs(value) for line in lines for _, value in line)])
 
 
 def smooth(line: Points) -> Points:
@@ -130,13 +166,24 @@ def short(value: float, digits: int = 3) -> str:
     return f"{number.rstrip('0').removesuffix('.')}e{int(exponent)}"
 
 
+def columns_of(count: int, most: Sequence[int] = (3, 4, 2, 5)) -> int:
+    """How many charts stand in a row, so that no row has one alone."""
+    fitting = [columns for columns in most if columns <= count and count % columns != 1]
+    return next(iter(fitting), max(min(most[0], count), 1))
+
+
+def shortened(text: str, width: int) -> str:
+    """The text in so many characters at most, without its middle."""
+    return text if len(text) <= width else f"{text[: width // 2 - 1]}...{text[-(width - width // 2 - 2) :]}"
+
+
 # PNG
 
 
-def worded(text: str) -> str:
-    """A name of somebody else's, as matplotlib draws it letter by letter: without control characters, and not read as
-    mathematics."""
-    return printable(text, 120).replace("$", r"\$")
+def worded(text: str, width: int = 120) -> str:
+    """A name of somebody else's in at most `width` characters, as matplotlib draws it letter by letter: without control
+    characters, and not read as mathematics."""
+    return shortened(printable(text), width).replace("$", r"\$")
 
 
 def write_png(drawn: Sequence[Panel], path: Path, *, title: str) -> None:
@@ -146,7 +193,7 @@ def write_png(drawn: Sequence[Panel], path: Path, *, title: str) -> None:
 
 def picture(drawn: Sequence[Panel], *, title: str) -> Figure:
     """All panels, each with room for its numbers."""
-    columns = min(3, max(len(drawn), 1))
+    columns = columns_of(len(drawn))
     rows = max(-(-len(drawn) // columns), 1)
     width, height = 4.4 * columns, 2.9 * rows + 0.4
     figure = Figure(figsize=(width, height))
@@ -163,14 +210,16 @@ def picture(drawn: Sequence[Panel], *, title: str) -> Figure:
 
 def _draw(panel: Panel, ax: Axes) -> int:
     """Draws the panel; the length of the longest number beside it."""
-    for color, (name, line) in zip(_colors(), panel.lines.items(), strict=False):
+    for number, (color, (name, line)) in enumerate(zip(_colors(), panel.lines.items(), strict=False)):
         steps, values = zip(*line, strict=True)
         marker = "o" if len(line) < 12 else None
         if len(line) >= SMOOTH_FROM:
             ax.plot(steps, values, color=color, alpha=0.25, linewidth=1)
             values = [v for _, v in smooth(line)]
-        ax.plot(steps, values, color=color, linewidth=1.8, marker=marker, markersize=4, label=worded(name) or None)
-    ax.set_title(worded(panel.title), fontsize=10, loc="left")
+        shown = worded(name, 20) if name and number < NAMED else None
+        ax.plot(steps, values, color=color, linewidth=1.8, marker=marker, markersize=4, label=shown)
+    ax.set_ylim(*axis_range([v for line in panel.lines.values() for _, v in line], panel.least))
+    ax.set_title(worded(panel.title, 46), fontsize=10, loc="left")
     ax.grid(True, color="#e5e7eb", linewidth=0.8)
     ax.tick_params(labelsize=8, length=0)
     ax.spines[["top", "right", "left"]].set_visible(False)
@@ -199,7 +248,7 @@ def svg(panel: Panel) -> str:
     """The panel as an inline SVG figure, coloured by the page's style; points name their numbers on hovering."""
     steps = [s for line in panel.lines.values() for s, _ in line]
     values = [v for line in panel.lines.values() for _, v in line]
-    low, high = _range(values)
+    low, high = axis_range(values, panel.least)
     first, last = min(steps), max(steps)
     marks = _labelled(ticks(low, high))
     left = max(LEFT, 10 + 6 * max(len(label) for _, label in marks))
@@ -238,13 +287,20 @@ def _labelled(values: Sequence[float]) -> list[tuple[float, str]]:
     return list(zip(values, tick_labels(values), strict=True))
 
 
-def _range(values: Sequence[float]) -> tuple[float, float]:
+def axis_range(values: Sequence[float], least: float = 0.0) -> tuple[float, float]:
+    """The ends of an axis for the values: `least` wide, and 2 % of the largest, so that noise looks as small as it is.
+
+    What is never negative has an axis that is not; of nothing but zeros it goes to 1, or to `least`.
+    """
     low, high = min(values), max(values)
-    if high - low <= 1e-12 * max(abs(high), abs(low)):
-        margin = abs(high) * 0.1 or 1.0
-        return low - margin, high + margin
+    narrow = max(least, 0.02 * max(abs(low), abs(high))) or 1.0
+    if high - low < narrow:
+        middle = (low + high) / 2
+        start = max(middle - narrow / 2, 0.0) if low >= 0 else middle - narrow / 2
+        return start, max(start + narrow, high)
     margin = (high - low) * 0.06
-    return (low if low == 0 else low - margin), high + margin
+    start = max(low - margin, 0.0) if low >= 0 else low - margin
+    return start, high + margin
 
 
 def _path(placed: Points, css: str) -> str:

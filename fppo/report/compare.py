@@ -13,13 +13,12 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fppo.report.charts import Points, points, short, worded
+from fppo.report.charts import COLORS, Points, axis_range, columns_of, least_of, points, short, worded
 from fppo.report.spread import Spread, spread
-from fppo.runs import jsonl
-from fppo.runs.loggers import METRICS, held_out
+from fppo.runs import held_out, jsonl
+from fppo.runs.loggers import METRICS
 
 TRUTH = "critic/true/r2"
-_COLORS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2", "#4d7c0f", "#be185d")
 
 
 @attrs.frozen(kw_only=True)
@@ -82,8 +81,8 @@ def _mean(curve: Points) -> float:
 
 
 def collect(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str] = ()) -> Comparison:
-    """What the runs of each variant, by seed, have logged of the metrics; of none given, the held-out score and
-    critic/true/r2.
+    """What the runs of each variant, by seed, have logged of the metrics; of none given, the held-out
+    reward of each source, and critic/true/r2.
 
     Raises ValueError for a metric that no run has logged, with those that are there.
     """
@@ -91,8 +90,10 @@ def collect(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str] = ())
         name: {seed: jsonl.read(path / METRICS, on_damage=lambda _: None) for seed, path in seeds.items()}
         for name, seeds in runs.items()
     }
-    there = {name for seeds in logged.values() for records in seeds.values() for record in records for name in record}
-    chosen = list(metrics) or [*held_out(dict.fromkeys(there))[:1], *([TRUTH] if TRUTH in there else [])]
+    records = [record for seeds in logged.values() for lines in seeds.values() for record in lines]
+    there = dict.fromkeys(name for record in records for name in record)
+    first = [each.metric for each in held_out.rewards(there)]
+    chosen = list(metrics) or [*first, *([TRUTH] if TRUTH in there else [])]
     wrong = [name for name in chosen if name not in there]
     if wrong or not chosen:
         raise ValueError(f"--metrics: no run has logged {wrong or 'a held-out score'}; there are {sorted(there)}")
@@ -109,21 +110,33 @@ def collect(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str] = ())
 
 def write_png(comparison: Comparison, path: Path, *, x: str = "step") -> None:
     """A panel for each metric: the mean of each variant over its seeds, in its 95 % confidence, over `x`."""
+    picture(comparison, x=x).savefig(path, dpi=130, metadata={"Software": None})
+
+
+def picture(comparison: Comparison, *, x: str = "step") -> Figure:
+    """A panel for each metric, with its legend below."""
     count = len(comparison.curves)
-    figure = Figure(figsize=(6.4 * count, 4.2), layout="constrained")
+    columns = columns_of(count)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(6.4 * columns, 4.6 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    for ax, (metric, variants) in zip(
-        figure.subplots(1, count, squeeze=False)[0], comparison.curves.items(), strict=True
-    ):
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for (metric, variants), ax in zip(comparison.curves.items(), axes, strict=False):
         for number, (name, curves) in enumerate(variants.items()):
-            _draw(ax, name, curves, _COLORS[number % len(_COLORS)])
-        ax.set_title(worded(metric), fontsize=10, loc="left")
+            _draw(ax, name, curves, COLORS[number % len(COLORS)])
+        values = [v for curves in variants.values() for curve in curves.values() for _, v in curve]
+        if values:
+            (low, high), (lowest, highest) = axis_range(values, least_of(metric)), ax.get_ylim()
+            ax.set_ylim(min(low, lowest), max(high, highest))  # with the bands around the means
+        ax.set_title(worded(metric, 70), fontsize=10, loc="left")
         ax.set_xlabel(x, fontsize=8)
         ax.grid(True, color="#e5e7eb", linewidth=0.8)
         ax.tick_params(labelsize=8, length=0)
         ax.spines[["top", "right"]].set_visible(False)
-        ax.legend(fontsize=8, frameon=False)
-    figure.savefig(path, dpi=130, metadata={"Software": None})
+        ax.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.12), borderaxespad=0)
+    for ax in axes:  # those that are left
+        ax.set_axis_off()
+    return figure
 
 
 def _draw(ax: Axes, name: str, curves: Mapping[int, Points], color: str) -> None:
@@ -134,7 +147,7 @@ def _draw(ax: Axes, name: str, curves: Mapping[int, Points], color: str) -> None
     steps = sorted(step for step, values in by_step.items() if len(values) == len(curves))  # all seeds are there
     spreads = [spread(by_step[step]) for step in steps]
     last = f" {short(spreads[-1].mean)}" if spreads else ""
-    ax.plot(steps, [x.mean for x in spreads], color=color, linewidth=1.8, label=f"{worded(name)}{last}")
+    ax.plot(steps, [x.mean for x in spreads], color=color, linewidth=1.8, label=f"{worded(name, 80)}{last}")
     if spreads and not math.isnan(spreads[0].half):
         low, high = ([x.mean + sign * x.half for x in spreads] for sign in (-1, 1))
         ax.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)

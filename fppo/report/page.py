@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from fppo.report import timeline
-from fppo.report.charts import Panel, short, svg
+from fppo.report.charts import COLORS, Panel, columns_of, short, svg
 from fppo.report.timeline import Bar
 
 MAX_TOKENS = 1500  # of a sample that are shown
@@ -66,19 +66,24 @@ def _tiles(page: Page) -> str:
         f"<div class=note>{escape(t.note)}</div></div>"
         for t in page.tiles
     )
-    return f"<section class=tiles>{markup}</section>"
+    return f"<section class='tiles n{columns_of(len(page.tiles), (4, 5, 3, 2))}'>{markup}</section>"
 
 
 def _curves(page: Page) -> str:
     markup = "".join(_figure(panel) for panel in page.panels)
-    return f"<section><h2>Curves</h2><div class=charts>{markup}</div></section>" if markup else ""
+    return f"<section><h2>Curves</h2>{_grid(markup, len(page.panels))}</section>" if markup else ""
+
+
+def _grid(markup: str, count: int) -> str:
+    """Charts in rows of which none has one alone, where the window is wide."""
+    return f"<div class='charts n{columns_of(count)}'>{markup}</div>"
 
 
 def _figure(panel: Panel) -> str:
     last = next(iter(panel.lines.values()))[-1][1] if len(panel.lines) == 1 else None
     shown = "" if last is None else f"<b>{short(last)}</b>"
     keys = "".join(
-        f"<span class='key c{i % 4}'>{escape(name)} <b>{short(line[-1][1])}</b></span>"
+        f"<span class='key c{i % len(COLORS)}'>{escape(name)} <b>{short(line[-1][1])}</b></span>"
         for i, (name, line) in enumerate(panel.lines.items())
         if len(panel.lines) > 1
     )
@@ -93,7 +98,7 @@ def _truth(page: Page) -> str:
     note = "Held-out responses of the last evaluation: what the critic says before each token, and what is exact."
     markup = "".join(_figure(panel) for pair in page.truth for panel in pair)
     head = f"<h2>The critic beside the truth, token by token</h2><p class=note>{note}</p>"
-    return f"<section>{head}<div class=charts>{markup}</div></section>"
+    return f"<section>{head}{_grid(markup, 2 * len(page.truth))}</section>"
 
 
 # samples

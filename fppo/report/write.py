@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import tomllib
@@ -10,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from fppo.report import charts, timeline
-from fppo.report.charts import Panel, label, points
+from fppo.report.charts import Panel, points
 from fppo.report.page import Page, Tile, render
 from fppo.report.remains import remains
-from fppo.runs import jsonl, starts
+from fppo.runs import held_out, jsonl, starts
 from fppo.runs.evaluations import TRUTH
-from fppo.runs.loggers import METRICS, SAMPLES, held_out
+from fppo.runs.loggers import METRICS, SAMPLES
 from fppo.settings import files, texts
 
 SETTINGS, CURVES, REPORT = "settings.toml", "curves.png", "report.html"
@@ -75,24 +76,43 @@ def beside_truth(directory: Path) -> list[tuple[Panel, Panel]]:
     """Of the last evaluation's responses, values and advantages by token, the critic's and the exact ones."""
     files_there = sorted(directory.glob("*.jsonl"))
     drawn = []
-    for line in jsonl.read(files_there[-1], on_damage=lambda _: None)[:SHOWN_TRUTHS] if files_there else []:
-        title = f"{line['prompt']}{''.join(line['tokens'])}".strip()
-        title = title if len(title) <= 60 else f"...{title[-57:]}"
+    for line in unlike(jsonl.read(files_there[-1], on_damage=lambda _: None) if files_there else []):
+        title = charts.shortened(f"{line['prompt']}{''.join(line['tokens'])}".strip(), 60)
 
         def panel(what: str, names: Mapping[str, str], line: Mapping[str, Any] = line, title: str = title) -> Panel:
             lines = {label: [(float(t), x) for t, x in enumerate(line[name], 1)] for label, name in names.items()}
-            return Panel(title, what, lines, "token")
+            return Panel(title, what, lines, "token", 0.1)
 
         values = panel("value before each token", {"exact": "exact_values", "critic": "values"})
         drawn.append((values, panel("advantage", {"exact": "exact_advantages", "estimate": "advantages"})))
     return drawn
 
 
+def unlike(lines: Sequence[Mapping[str, Any]], count: int = SHOWN_TRUTHS) -> list[Mapping[str, Any]]:
+    """Up to `count` responses that differ most: first the one in which the exact values change most, then, one by one,
+    the one least like those that are chosen, by how its exact values begin, end and change and how wrong the critic is.
+    """
+    features = {}
+    for place, line in enumerate(lines):
+        if exact := line["exact_values"]:
+            off = sum(abs(a - b) for a, b in zip(line["values"], exact, strict=True)) / len(exact)
+            features[place] = (max(exact) - min(exact), exact[0], exact[-1], off)
+
+    def distance(place: int) -> float:
+        return min(math.dist(features[place], features[other]) for other in chosen)
+
+    chosen: list[int] = sorted(features, key=lambda place: -features[place][0])[:1]
+    while 0 < len(chosen) < min(count, len(features)):
+        chosen.append(max((place for place in features if place not in chosen), key=distance))
+    return [lines[place] for place in chosen]
+
+
 def held_out_change(run_dir: str | os.PathLike[str]) -> tuple[float, float]:
-    """The first and the last mean over held-out prompts. Raises ValueError if the run has none."""
+    """The first and the last mean of the reward of held-out prompts, of the first source. Raises ValueError if the run
+    has none."""
     records = merged(jsonl.read(Path(run_dir) / METRICS, on_damage=lambda _: None))
-    names = held_out({name: None for record in records for name in record})
-    line = points(records, names[0]) if names else []
+    found = held_out.rewards(dict.fromkeys(name for record in records for name in record))
+    line = points(records, found[0].metric) if found else []
     if not line:
         raise ValueError(f"{run_dir} has no held-out metrics")
     return line[0][1], line[-1][1]
@@ -109,12 +129,12 @@ def merged(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def tiles(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[Tile]:
     """The few numbers that say how the run went."""
-    names = held_out({name: None for record in records for name in record})
+    found = held_out.rewards(dict.fromkeys(name for record in records for name in record))
     tiles = []
-    for name in names[:3]:
-        line = points(records, name)
+    for each in found[:3]:
+        line = points(records, each.metric)
         if line:
-            caption = f"Held-out {label(name)}"
+            caption = f"Held-out {each.measure}" + (f", {each.source}" if len(found) > 1 else "")
             since = f"after step {line[0][0]:.0f}" if line[0][0] else "before"
             tiles.append(_change(caption, line[0][1], line[-1][1], f"{since}, and after step {line[-1][0]:.0f}"))
     scores = [value for _, value in points(records, "critic/score/mean")]

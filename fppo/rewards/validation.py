@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from fppo.batch import Scored
     from fppo.metrics import Metrics
 
+REWARD, NAMED_REWARD = "reward", "reward_function"  # the weighted sum; a function of that name
+
 
 def summarize(batches: Sequence[Scored], *, n: int) -> Metrics:
     """Metrics of evaluation batches in which `n` consecutive or scattered rows share a number in `groups`.
@@ -20,16 +22,18 @@ def summarize(batches: Sequence[Scored], *, n: int) -> Metrics:
     By source: val-core/SOURCE/reward/mean@n, best@n/mean and, where rewards name the answers, maj@n/mean; for smaller
     k (powers of two) and for the named scores the same under val-aux. best@k and maj@k are the exact expectations over
     k of the n responses, drawn without replacement. Each prompt counts once, with the named scores of
-    `batch.same_scores`. Responses without a score are left out: the numbers of a prompt are those of the others, best@k
-    and maj@k where there are k of them, and a prompt without any counts nowhere; val-aux/unscored counts these
-    responses, if there are any. Raises ValueError if a group does not have n rows.
+    `batch.same_scores`; one that is called "reward" itself is "reward_function" here. Responses without a score are
+    left out: the numbers of a prompt are those of the others, best@k and maj@k where there are k of them, and a prompt
+    without any counts nowhere; val-aux/unscored counts these responses, if there are any. Raises ValueError if a group
+    does not have n rows.
     """
     from fppo import batch, metrics
 
     values: dict[str, list[float]] = defaultdict(list)
     unscored = 0
     for scored in batch.same_scores(batches):
-        columns = {"reward": scored.scores.tolist(), **{k: v.tolist() for k, v in scored.named_scores.items()}}
+        named = {NAMED_REWARD if k == REWARD else k: v.tolist() for k, v in scored.named_scores.items()}
+        columns = {REWARD: scored.scores.tolist(), **named}
         members: dict[int, list[int]] = defaultdict(list)
         for row, group in enumerate(scored.groups.tolist()):
             members[group].append(row)
@@ -40,10 +44,10 @@ def summarize(batches: Sequence[Scored], *, n: int) -> Metrics:
             voted = any(EXTRACTED in scored.extras[row] for row in rows)
             for name, column in columns.items():
                 there = [place for place, row in enumerate(rows) if not math.isnan(column[row])]
-                unscored += (n - len(there)) * (name == "reward")
+                unscored += (n - len(there)) * (name == REWARD)
                 given = [answers[place] for place in there] if voted else None
                 for metric, value in _of_prompt([column[rows[place]] for place in there], given, n).items():
-                    level = "core" if name == "reward" and f"@{n}" in metric else "aux"
+                    level = "core" if name == REWARD and f"@{n}" in metric else "aux"
                     found = values[f"val-{level}/{scored.source[rows[0]]}/{name}/{metric}"]
                     found += [] if value is None else [value]
     means: Metrics = {name: metrics.mean(math.fsum(column), len(column)) for name, column in values.items()}

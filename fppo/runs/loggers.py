@@ -8,16 +8,20 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from fppo._errors import printable, words_of
+from fppo.runs import held_out
 from fppo.runs.guarded import FAILED, Guarded
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.samples import samples_of
 from fppo.runtime.exports import write_whole
+from fppo.workers.imports import imported
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+ALWAYS = ("console", "jsonl")  # loggers of every run
 
 
 class Logger(Protocol):
@@ -43,11 +47,12 @@ def open_loggers(
     group: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> list[Logger]:
-    """The loggers called `names` for a run of `steps` steps.
+    """The console and metrics.jsonl, and behind them the loggers called `names`, for a run of `steps` steps.
 
     `first_step` is the first step that will be logged: what an earlier process logged from there on is dropped.
-    `settings` go to W&B. Raises ValueError for an unknown name, or for a logger whose package is not installed, or that
-    does not start. Later on those of other packages, and the console, fail alone: see `Guarded`.
+    `settings` go to W&B and to loggers of the user's own, "module:function". Raises ValueError for an unknown name, or
+    for a logger whose package is not installed, or that does not start. Later on those of other packages, and the
+    console, fail alone: see `Guarded`.
     """
     run_dir = Path(run_dir)
     makers: dict[str, Callable[[], Logger]] = {
@@ -56,18 +61,34 @@ def open_loggers(
         "tensorboard": lambda: TensorBoard(run_dir / "tensorboard", first_step=first_step),
         "wandb": lambda: WandB(run_dir, project=project, entity=entity, group=group, settings=settings or {}),
     }
+    own = [name for name in names if ":" in name]
+    makers |= {name: partial(own_logger, name, run_dir, first_step, settings or {}) for name in own}
     unknown = [name for name in names if name not in makers]
     if unknown:
         raise ValueError(f"log.loggers = {list(names)}: there is no logger {unknown[0]!r}; there are {list(makers)}")
     opened: list[Logger] = []
     try:
-        for name in names:
+        for name in dict.fromkeys([*ALWAYS, *names]):
             logger = makers[name]()
             opened.append(logger if isinstance(logger, JsonLines) else Guarded(name, logger))
     except Exception:
         close(opened)
         raise
     return opened
+
+
+def own_logger(name: str, run_dir: Path, first_step: int, settings: Mapping[str, Any]) -> Logger:
+    """What the user's function `name`, "module:function", returns for a run.
+
+    It is called as function(run_dir, first_step=..., settings=...), with the run's directory, the first step that will
+    be logged, and the settings as nested tables. Raises ValueError for what has no `log` and no `close`.
+    """
+    logger = imported(name, "log.loggers")(run_dir, first_step=first_step, settings=dict(settings))
+    lacks = [method for method in ("log", "close") if not callable(getattr(logger, method, None))]
+    if lacks:
+        text = f"{name} returned a {type(logger).__name__} without {' and '.join(lacks)}"
+        raise ValueError(f"log.loggers: {text}; return an object with log(step, metrics) and close()")
+    return logger
 
 
 def close(loggers: Sequence[Logger]) -> None:
@@ -103,6 +124,7 @@ LINES: tuple[Line, ...] = (
     ("clip", ("actor/pg_clipfrac",), lambda x: f"{x:.1%}"),
     ("vf loss", ("critic/vf_loss",), lambda x: f"{x:.4f}"),
     ("length", ("response_length/mean",), lambda x: f"{x:.1f}"),
+    ("turns", ("rollout/turns/mean",), lambda x: f"{x:.1f}"),
     ("tok/s", ("perf/throughput",), lambda x: f"{x:,.0f}"),
 )
 
@@ -110,14 +132,15 @@ LINES: tuple[Line, ...] = (
 # what went wrong in a step, shown where it is not 0: responses that got no score, a part of the updates
 FAILURES: tuple[Line, ...] = (
     ("no score", ("reward/errors", "reward/timeouts", "reward/judge_unparsed"), lambda x: f"{x:.0f}"),
+    ("tool failed", ("rollout/tool_failures",), lambda x: f"{x:.0f}"),
     ("actor skipped", ("actor/skipped",), lambda x: f"{x:.0%}"),
     ("critic skipped", ("critic/skipped",), lambda x: f"{x:.0%}"),
     ("logs failed", (FAILED,), lambda x: f"{x:.0f}"),
 )
 WIDTH = 80  # columns of a line for pipes and files
 IMPORTANT = (  # the last leave a full line first
-    *("reward", "no score", "actor skipped", "critic skipped", "logs failed"),
-    *("kl", "length", "clip", "tok/s", "entropy", "vf loss"),
+    *("reward", "no score", "tool failed", "actor skipped", "critic skipped", "logs failed"),
+    *("kl", "turns", "length", "clip", "tok/s", "entropy", "vf loss"),
 )
 Shown = list[tuple[str, str]]
 
@@ -136,15 +159,10 @@ def summary(metrics: Mapping[str, float]) -> Shown:
 
 
 def held_out_summary(metrics: Mapping[str, float]) -> Shown:
-    """(label, number) of an evaluation: each reward's mean over held-out prompts, and over their sources."""
-    by_name: dict[str, list[float]] = {}
-    for name in held_out(metrics):
-        parts = name.split("/")
-        by_name.setdefault(parts[-2] if len(parts) > 3 else parts[-1], []).append(metrics[name])
-    first = sorted(by_name, key=lambda name: name != "reward")
-    shown = [(printable(name, 40), f"{sum(by_name[name]) / len(by_name[name]):.3f}") for name in first]
-    sources = max(map(len, by_name.values()), default=0)
-    return [*shown, ("sources", str(sources))] if sources > 1 else shown
+    """(label, number) of an evaluation, as `held_out.shown` has them, and how many sources they are means over."""
+    shown = [(printable(name, 40), f"{value:.3f}") for name, value in held_out.shown(metrics)]
+    count = len(held_out.sources(metrics))
+    return [*shown, ("sources", str(count))] if count > 1 else shown
 
 
 def fitting(shown: Shown, room: int, *, least: int = 0) -> Shown:
@@ -155,12 +173,6 @@ def fitting(shown: Shown, room: int, *, least: int = 0) -> Shown:
         worst = max(range(len(kept)), key=lambda i: (ranks.get(kept[i][0], len(ranks)), i))
         del kept[worst]
     return kept
-
-
-def held_out(metrics: Mapping[str, Any]) -> list[str]:
-    """The names of the means over held-out prompts among the metrics: `val/...` ending in mean or mean@n."""
-    ends = ("/mean", "/accuracy")
-    return sorted(n for n in metrics if n.startswith("val") and (n.endswith(ends) or "/mean@" in n))
 
 
 class TimeLeft:

@@ -371,8 +371,7 @@ def _record_start(settings: TrainSettings, assembly: Assembly, step: int, digest
     if digest_every != 1:
         which = f"every {digest_every} steps and at" if digest_every else "only at"
         print(f"digests of the state: {which} checkpoints (digest.every = {settings.digest.every!r})", file=sys.stderr)
-    logged = {loggers.METRICS: 1} if "jsonl" in settings.log.loggers else {}
-    for name, every in (logged | {replay.DIGESTS: digest_every or settings.checkpoint.every}).items():
+    for name, every in {loggers.METRICS: 1, replay.DIGESTS: digest_every or settings.checkpoint.every}.items():
         for text in jsonl.gone(directory / name, starts.first(directory) + 1, step, every=every):
             print(text, file=sys.stderr)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 import tomllib
@@ -15,14 +16,42 @@ from fppo.settings import files
 from fppo.settings.fields import at_least, nonempty, setting, wrong_values
 from fppo.settings.train import TrainSettings
 
-_VALUE = r"(?:\[[^\]]*\]|\"[^\"]*\"|[^,\[\"])+"  # what holds no comma outside of a list or a text
-_MORE = re.compile(r"\+(?=[a-z_.]+=)")
-FORM = "write section.setting=VALUE,VALUE, as critic.loss=mse,hl_gauss"
+FORM = "write section.setting=VALUE,VALUE, as critic.loss=mse,hl_gauss, and a list as reward.weights=[1, 0.5],[1, 0]"
+_PATH = r"[a-z_0-9]+(?:\.[a-z_0-9]+)*"
+_MORE = re.compile(rf"\+(?={_PATH}=)")
+_COMMA = re.compile(",")
+_PLAIN, _LONGEST = re.compile(r"[\w.+=, -]+", re.ASCII), 100  # of names that directories have nearly unchanged
 
 
 def _form(values: tuple[str, ...]) -> str | None:
-    wrong = next((text for text in values if not re.fullmatch(rf"[a-z_.]+={_VALUE}(,{_VALUE})*", text)), None)
+    wrong = next((text for text in values if not _is_of_form(text)), None)
     return None if wrong is None else f"{wrong!r} is not of that form: {FORM}"
+
+
+def _is_of_form(text: str) -> bool:
+    path, equals, values = text.partition("=")
+    parts = _split(values, _COMMA)
+    return bool(re.fullmatch(_PATH, path) and equals and parts and all(part.strip() for part in parts))
+
+
+def _split(text: str, separator: re.Pattern[str]) -> list[str] | None:
+    """The parts of a text between separators that stand outside of lists, tables and quotes; None if one has no end."""
+    parts, start, place, depth, quote = [], 0, 0, 0, ""
+    while place < len(text):
+        char = text[place]
+        if quote:
+            place += char == "\\" and quote == '"'  # the next one is no end of the text
+            quote = "" if char == quote else quote
+        elif char in "\"'" and text[:place].rstrip()[-1:] in ("", *",[{=+"):  # else an apostrophe
+            quote = char
+        elif depth == 0 and (match := separator.match(text, place)):
+            parts.append(text[start:place])
+            start = match.end()
+            place = start - 1
+        else:
+            depth += (char in "[{") - (char in "]}")
+        place += 1
+    return None if quote or depth else [*parts, text[start:]]
 
 
 @attrs.frozen(kw_only=True)
@@ -34,7 +63,7 @@ class CompareSettings:
     seeds: int = setting(5, at_least(1))
     """Seeds of each variant, from that of the file on."""
     metrics: tuple[str, ...] = setting(())
-    """The metrics to compare; none: the held-out score, and critic/true/r2 where it is logged."""
+    """The metrics to compare; none: the held-out reward, and critic/true/r2 where it is logged."""
     out: str | None = setting(None)
     """The directory for all runs, the table and the picture; None: output_dir of the file, and -compare."""
 
@@ -48,8 +77,13 @@ class Variant:
 
     @property
     def directory(self) -> str:
-        """The name of its directory."""
-        return self.name.replace("/", "_").replace(" ", "_")
+        """The name of its directory, of characters that need no quotes; of a long or an unusual name with a digest."""
+        plain = re.sub(r"[^\w.+-]+", "_", self.name.replace(", ", "_").replace("=", "-"), flags=re.ASCII).replace(
+            "-_", "-"
+        )
+        if _PLAIN.fullmatch(self.name) and len(self.name) <= _LONGEST:
+            return plain
+        return f"{plain[:_LONGEST].rstrip('_.')}_{hashlib.sha256(self.name.encode()).hexdigest()[:8]}"
 
 
 def problems(settings: CompareSettings) -> list[str]:
@@ -68,19 +102,21 @@ def variants(vary: Sequence[str]) -> list[Variant]:
 
 def _values(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each value of a setting, with what else it changes, and its name."""
+    kinds = files.paths()
     path, _, values = text.partition("=")
-    for value in re.findall(_VALUE, values):
-        first, *more = _MORE.split(value)
+    for value in _split(values, _COMMA) or []:
+        first, *more = _split(value, _MORE) or [value]
         parts = [(path, first), *(part.partition("=")[::2] for part in more)]
-        yield f"{path}={value}", {name: _read(word) for name, word in parts}
+        yield f"{path}={value}", {name: _read(word, files.is_list(kinds.get(name))) for name, word in parts}
 
 
-def _read(word: str) -> Any:
-    """A value as TOML has it; else a text."""
+def _read(word: str, is_list: bool) -> Any:
+    """A value as TOML has it; else a text, or of a list the words between blanks, as flags have them."""
     try:
         return tomllib.loads(f"value = {word}")["value"]
     except (tomllib.TOMLDecodeError, RecursionError):
-        return word
+        words = word.split()
+        return [_read(each, False) for each in words] if is_list and len(words) > 1 else word
 
 
 def changed(settings: TrainSettings, variant: Variant, seed: int, directory: str) -> TrainSettings:

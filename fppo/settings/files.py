@@ -235,6 +235,12 @@ def paths(cls: type = TrainSettings, prefix: str = "") -> dict[str, Any]:
     return kinds
 
 
+def is_list(kind: Any) -> bool:
+    """Whether a setting of this type holds a list."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return any(get_origin(each) is tuple for each in kinds)
+
+
 def loss_scalars(loss: LossSettings) -> dict[str, float | None]:
     """The keywords that were given for the policy loss; the rest have the loss's own defaults."""
     return _keywords(loss, checks.LOSS_KEYWORDS.get(loss.name, {}))
@@ -323,9 +329,7 @@ def _structure(cls: type, values: Mapping[str, Any], prefix: str) -> tuple[Any, 
 
 def _listed(value: Any, kind: Any) -> Any:
     """One value stands for a list of it."""
-    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    listed = any(get_origin(each) is tuple for each in kinds) and value is not None
-    return [value] if listed and not isinstance(value, list | tuple) else value
+    return [value] if is_list(kind) and value is not None and not isinstance(value, list | tuple) else value
 
 
 def _unknown(name: str, value: Any, siblings: Sequence[str], prefix: str) -> str:

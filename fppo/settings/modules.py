@@ -49,6 +49,7 @@ def own_functions(settings: TrainSettings) -> list[tuple[str, str]]:
         ("actor.optimizer.name", settings.actor.optimizer.name),
         ("critic.optimizer.name", settings.critic.optimizer.name),
         *(("reward.functions", name) for name in settings.reward.functions),
+        *(("log.loggers", name) for name in settings.log.loggers),
         ("rollout.turns.respond", turns.respond),
         *((f"data.{name}", getattr(data, name)) for name in ("rows", "eval_rows", "sampler")),
     ]

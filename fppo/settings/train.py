@@ -11,6 +11,7 @@ from typing import Literal
 
 import attrs
 
+from fppo._errors import did_you_mean
 from fppo.settings.algorithm import AlgorithmSettings, KlKind
 from fppo.settings.critic import CriticSettings
 from fppo.settings.experts import ExpertSettings
@@ -31,6 +32,8 @@ from fppo.settings.optimizer import OptimizerSettings, WeightMode
 from fppo.settings.placement import PlacementSettings
 from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import RolloutSettings
+
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb")  # the first two are those of every run
 
 
 @attrs.frozen(kw_only=True)
@@ -259,12 +262,17 @@ class DigestSettings:
     """Steps between digests; 0: of steps with a checkpoint only, which always have one; auto: about 1 % of the time."""
 
 
+def _loggers(names: tuple[str, ...]) -> str | None:
+    unknown = next((name for name in names if ":" not in name and name not in LOGGERS), None)
+    return None if unknown is None else f"no logger {unknown!r}; {did_you_mean(unknown, LOGGERS)} and module:function"
+
+
 @attrs.frozen(kw_only=True)
 class LogSettings:
     """Where numbers and samples go."""
 
-    loggers: tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...] = setting(("console", "jsonl"))
-    """What metrics are written to; the report needs jsonl."""
+    loggers: tuple[str, ...] = setting((), _loggers)
+    """Where metrics go beside the console and metrics.jsonl: tensorboard, wandb, or module:function for your own."""
     samples_per_step: int = setting(4, at_least(0))
     """Responses per step that are written to samples.jsonl."""
     profile_steps: tuple[int, ...] = setting((), lambda x: None if all(step > 0 for step in x) else "count from 1")

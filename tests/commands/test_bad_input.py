@@ -383,6 +383,11 @@ def test_a_model_without_a_tokenizer(task, capsys):
         ("--actor.mini-batch-size 16", "actor.mini_batch_size = 16: must divide rollout.batch_size = 8"),
         ("--nproc 16", "some ranks would have nothing to do"),
         ("--log.loggers jsonl jsonl", "names a logger twice"),
+        (
+            "--log.loggers mine.log",
+            "no logger 'mine.log'; there are console, jsonl, tensorboard, wandb and module:function",
+        ),
+        ("--log.loggers nowhere:log", "the module 'nowhere' does not import"),
         ("--data.eval-path {task}/train.jsonl", "are trained on too (data.path)"),
         ("--data.sampler mine", "data.sampler = 'mine': must be module:function"),
         ("--rollout.turns.respond calculater", "must be one of ['calculator'], or module:function"),

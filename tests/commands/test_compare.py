@@ -2,17 +2,22 @@
 
 import json
 import math
+import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fppo._errors import RunFailed
+from fppo.assembly.run import assemble
 from fppo.commands import actions, cli
 from fppo.commands.compare import plan
-from fppo.report.compare import Comparison, collect
+from fppo.pipeline.train import iterate
+from fppo.report.compare import Comparison, collect, picture
 from fppo.report.spread import spread
 from fppo.runs.jsonl import JsonLines
-from fppo.settings import files
-from fppo.settings.compare import CompareSettings, variants
+from fppo.settings import files, logged
+from fppo.settings.compare import CompareSettings, Variant, variants
 from tests import tiny_run
 
 
@@ -26,6 +31,45 @@ def test_values_are_crossed_and_may_bring_others_along():
     ]
     assert found[0].name == "critic.loss=mse, algorithm.lam=0.9"
     assert len({variant.directory for variant in found}) == 4
+
+
+@pytest.mark.parametrize(
+    ("vary", "lists"),
+    [
+        ("reward.weights=[1, 0.5],[1,0]", [[1, 0.5], [1, 0]]),
+        ("reward.weights=1 0.5,1 0,2", [[1, 0.5], [1, 0], 2]),
+        ("rollout.stop=['a,]'],[\"+b=\", \"it's\"],don't", [["a,]"], ["+b=", "it's"], "don't"]),
+        ("actor.loss.name=ppo_clip+reward.weights=1 2,gspo+reward.weights=[3, 4]", [[1, 2], [3, 4]]),
+    ],
+)
+def test_lists_are_values(vary, lists):
+    found = variants([vary])
+    assert [list(variant.changes.values())[-1] for variant in found] == lists
+    assert len({variant.directory for variant in found}) == len(found)
+
+
+@given(st.lists(st.text(min_size=1), min_size=1, max_size=3), st.booleans())
+def test_directories_of_variants_are_plain_names(values, many):
+    """They stand in commands without quotes, on any file system, and tell variants apart."""
+    texts = [json.dumps(value, ensure_ascii=False) for value in values]
+    named = [Variant(", ".join([f"a.b={text}"] * (40 if many else 1)), {}) for text in dict.fromkeys(texts)]
+    names = [variant.directory for variant in named]
+    assert all(re.fullmatch(r"[A-Za-z0-9_.+-]{1,120}", name) and name not in (".", "..") for name in names)
+    assert len(set(names)) == len(named)
+
+
+def test_the_directory_of_an_ordinary_variant_reads_as_it_is_called():
+    (found,) = variants(["critic.loss=mse+critic.bins=3", "actor.optimizer.lr=1e-6"])
+    assert found.directory == "critic.loss-mse+critic.bins-3_actor.optimizer.lr-1e-6"
+
+
+def test_the_held_out_reward_is_compared_first_of_each_source(tmp_path):
+    """Whatever else was measured, and whatever the alphabet says."""
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    other = {"val-aux/a/exact_match/mean@4": 0.0, "val-aux/a/chars/mean@4": 12.0, "val-core/a/reward/best@4/mean": 1.0}
+    log.log(0, {**other, "val-core/a/reward/mean@4": 0.5, "val-core/b/reward/mean@4": 0.25})
+    log.close()
+    assert list(collect({"x": {0: tmp_path}}).curves) == ["val-core/a/reward/mean@4", "val-core/b/reward/mean@4"]
 
 
 def test_a_spread_is_students_interval():
@@ -100,7 +144,7 @@ def test_what_is_done_is_not_run_again(task, monkeypatch, capsys):
     out = task / "run-compare"
     assert "critic/true/r2" in (out / "compare.txt").read_text()
     head, rule, *rows = (out / "compare.md").read_text().splitlines()
-    assert head.startswith("| variant | `val-aux/")
+    assert head.startswith("| variant | `val-core/")
     assert head.endswith("| `critic/true/r2` |")
     assert rule == "| --- | --- | --- |"
     assert [row.split(" | ")[0] for row in rows] == ["| `critic.loss=mse`", "| `critic.loss=quantile+critic.bins=3`"]
@@ -133,6 +177,7 @@ def test_a_run_that_fails_does_not_take_the_others_along(task, monkeypatch, caps
 
 def test_all_that_is_wrong_with_any_variant_is_named_before_any_run(task, monkeypatch, capsys):
     monkeypatch.setattr(actions, "train", None)
+    vary = ["--vary", "steps=1,2"]
     for arguments, text in (
         (["--vary", "critic.loss"], "'critic.loss' is not of that form: write section.setting=VALUE,VALUE"),
         (["--seeds", "2"], "--vary (): is not set; write section.setting=VALUE,VALUE"),
@@ -140,9 +185,64 @@ def test_all_that_is_wrong_with_any_variant_is_named_before_any_run(task, monkey
         (["--vary", "critic.los=mse"], "critic.los = 'mse': there is no such setting; did you mean critic.loss?"),
         (["--vary", "critic.loss=mse,mae"], "critic.loss = 'mae': must be one of"),
         (["--vary", "critic.loss=mse+critic.bins=3"], "critic.loss=mse+critic.bins=3: critic.bins = 3: nothing reads"),
+        (["--vary", "critic.loss=[mse"], "'critic.loss=[mse' is not of that form"),
+        (
+            [*vary, "--metrics", "actor/entropi"],
+            "actor/entropi: there is no such metric; did you mean actor/entropy",
+        ),
+        (
+            [*vary, "--metrics", "actor/entropy", "loss"],
+            "--metrics loss: there is no such metric; names begin with",
+        ),
+        ([*vary, "--metrics", "val-core/a/reward/mean@4"], "with eval.n = 1 there are mean@1"),
+        ([*vary, "--metrics", "val-aux/a/reward/mean@1"], "it is called val-core/a/reward/mean@1"),
+        ([*vary, "--eval.no-exact-values", "--metrics", "critic/true/r2"], "give eval.exact_values = true"),
+        (
+            [*vary, "--data.eval-path", "--eval.no-exact-values"],
+            "--metrics is not set, and there are no held-out prompts",
+        ),
     ):
         assert cli.main(["compare", str(task / "run.toml"), *arguments]) == 2
         assert text in capsys.readouterr().err
+
+
+def test_a_metric_that_the_first_runs_lack_is_named_before_the_next_seed(task, monkeypatch, capsys):
+    trained = []
+
+    def train(settings, here):
+        trained.append((settings.seed, settings.critic.loss))
+        log = JsonLines(f"{settings.output_dir}/metrics.jsonl")
+        log.log(1, {"actor/entropy": 0.5})
+        log.close()
+        return 0
+
+    monkeypatch.setattr(actions, "train", train)
+    arguments = ["--vary", "critic.loss=mse,huber", "--seeds", "2", "--metrics"]
+    assert cli.main(["compare", str(task / "run.toml"), *arguments, "actor/of_a_loss"]) == 2
+    assert "no run has logged ['actor/of_a_loss']; there are ['actor/entropy', 'step']" in capsys.readouterr().err
+    assert trained == [(0, "mse"), (0, "huber")]
+    assert cli.main(["compare", str(task / "run.toml"), *arguments, "actor/entropy"]) == 0
+
+
+def test_what_runs_log_is_never_refused(task):
+    """By a run with a critic, held-out prompts and exact values, and by its settings."""
+    settings = files.load(task / "run.toml")
+    with assemble(settings) as assembly:
+        _, _, report = next(iterate(assembly.run, program=assembly.program, draw=assembly.draw))
+        names = [*report, *assembly.evaluate(assembly.run), "perf/cpu_memory_used_gb", "training/global_step"]
+    assert [name for name in names if logged.missing(settings, name)] == []
+    assert logged.missing(settings, "val-aux/errors") is None
+    without = files.replace(settings, {"algorithm.advantage": "grpo"})
+    assert logged.missing(without, "critic/score/mean") is None
+    assert "no critic is trained" in str(logged.missing(without, "critic/vf_loss"))
+
+
+def test_every_metric_of_a_picture_has_a_panel_and_no_other(tmp_path):
+    curves = {metric: {"x": {0: [(1, 1e-7), (2, 2e-7)]}} for metric in ("actor/ppo_kl", "b", "c", "d", "e")}
+    figure = picture(Comparison(curves=curves))
+    assert [ax.get_title("left") for ax in figure.axes if ax.axison] == list(curves)
+    low, high = figure.axes[0].get_ylim()
+    assert high - low >= 1e-3
 
 
 def test_a_metric_that_no_run_has_is_named(tmp_path):

@@ -113,6 +113,26 @@ def test_experts_run_adapted_by_each_of_transformers_kernels(name, kind):
         adapted.skeleton.config._experts_implementation = "eager"
 
 
+def test_every_adapted_weight_has_a_draw_of_its_own():
+    """Also where shapes are equal, in a layer and over layers; the same by another order of parameters."""
+    model, params = tiny.model_and_params("lm")
+    _, adapter = lora.adapt(model, params, SPEC, key=Key(3), dtype=torch.float64)
+    drawn = {name: x for name, x in adapter.items() if name.endswith("lora_A")}
+    shapes = {x.shape for x in drawn.values()}
+    assert len(shapes) < len(drawn) == 14
+    names = list(drawn)
+    for i, one in enumerate(names):
+        for other in names[:i]:
+            if drawn[one].shape == drawn[other].shape:
+                both = torch.stack([drawn[one].flatten(), drawn[other].flatten()])
+                assert torch.corrcoef(both)[0, 1].abs() < 0.6, (one, other)
+    reverse = dict(reversed(params.items()))
+    _, again = lora.adapt(model, reverse, SPEC, key=Key(3), dtype=torch.float64)
+    assert all(torch.equal(again[name], x) for name, x in adapter.items())
+    _, other = lora.adapt(model, params, SPEC, key=Key(4), dtype=torch.float64)
+    assert not any(torch.equal(other[name], x) for name, x in drawn.items())
+
+
 def test_a_value_head_is_trained_whole_beside_the_factors():
     model, params = tiny.model_and_params("value")
     adapted, adapter = lora.adapt(model, params, SPEC, key=Key(0))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fppo.report import charts, page
 from fppo.report import write as report
 from fppo.report.write import write_report
-from fppo.runs.jsonl import JsonLines
+from fppo.runs.jsonl import JsonLines, read
 from fppo.settings import files
 
 EVIL = "<script>alert('x')</script>\"&<img src=http://example.com/x.png>\u0000\ud800"
@@ -291,6 +291,103 @@ def test_numbers_beside_a_panel_stand_inside_of_the_picture():
         box = ax.yaxis.get_tightbbox().transformed(figure.dpi_scale_trans.inverted())  # in inches
         assert 4.4 * number <= box.x0 < box.x1 <= 4.4 * number + 2
         assert not ax.yaxis.get_offset_text().get_text()
+
+
+def held_out_records(sources=("sums",), n=4):
+    """An evaluation before and one after: a reward of two functions, and the lengths that one of them returns."""
+    means = {"reward": (0.2, 0.6), "exact_match": (0.0, 0.0), "mine": (0.4, 1.2), "mine/chars": (300.0, 250.0)}
+    records = []
+    for step in (0, 1):
+        numbers = {}
+        for source in sources:
+            for name, values in means.items():
+                level = "core" if name == "reward" else "aux"
+                numbers[f"val-{level}/{source}/{name}/mean@{n}"] = values[step]
+                numbers[f"val-{level}/{source}/{name}/best@{n}/mean"] = 2 * values[step]
+        records.append({"step": step, **dict(sorted(numbers.items()))})
+    return records
+
+
+def test_the_first_tile_is_the_held_out_reward():
+    tiles = report.tiles(held_out_records(), {})
+    assert (tiles[0].caption, tiles[0].value) == ("Held-out reward", "20.0% → 60.0%")
+    assert [tile.caption for tile in tiles] == ["Held-out reward", "Steps"]
+    two = report.tiles(held_out_records(("a", "b")), {})
+    assert [tile.caption for tile in two[:2]] == ["Held-out reward, a", "Held-out reward, b"]
+
+
+def test_a_chart_shows_one_quantity():
+    """Lengths and scores are not alike; nor are the norms of two models' gradients."""
+    drawn = charts.panels(held_out_records())
+    assert [panel.title for panel in drawn] == [
+        *("Held-out reward", "Held-out exact_match", "Held-out mine", "Held-out mine/chars")
+    ]
+    assert all(set(panel.lines) == {"mean@4", "best@4"} for panel in drawn)
+    assert [set(panel.lines) for panel in charts.panels(held_out_records(("a", "b")))] == [{"a", "b"}] * 4
+    norms = charts.panels([{"step": 1, "actor/grad_norm": 0.1, "critic/grad_norm": 50.0}])
+    assert [len(panel.lines) for panel in norms] == [1, 1]
+
+
+def test_a_term_that_is_the_reward_has_no_chart_of_its_own(tmp_path):
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    for step in (0, 1):
+        log.log(step, {"val-core/a/reward/mean@1": 0.25 * step, "val-aux/a/exact_match/mean@1": 0.25 * step})
+    log.close()
+    assert [panel.title for panel in charts.panels(read(tmp_path / "metrics.jsonl"))] == ["Held-out reward"]
+    assert report.held_out_change(tmp_path) == (0.0, 0.25)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20), st.floats(0, 10))
+def test_an_axis_does_not_magnify_noise(values, least):
+    low, high = charts.axis_range(values, least)
+    assert low <= min(values) <= max(values) <= high
+    assert high - low >= 0.999 * max(least, 0.02 * max(map(abs, values))) > 0 or not any(values)
+    assert min(values) < 0 or low >= 0
+
+
+def test_what_is_always_0_lies_at_the_foot_and_noise_is_flat():
+    assert charts.axis_range([0.0, 0.0]) == (0.0, 1.0)
+    assert charts.axis_range([0.0, 0.0], 1e-3) == (0.0, 1e-3)
+    (panel,) = charts.panels([{"step": step, "training/rollout_ratio_max": 1 + 1e-6 * step} for step in (1, 2)])
+    figure = charts.picture([panel], title="")
+    low, high = figure.axes[0].get_ylim()
+    assert high - low >= 0.01
+    ys = [float(part.split('"')[0]) for part in charts.svg(panel).split('cy="')[1:]]
+    assert max(ys) - min(ys) < 1
+
+
+@pytest.mark.parametrize("count", range(1, 41))
+def test_no_row_has_one_chart_or_tile_alone(count):
+    for most in ((3, 4, 2, 5), (4, 5, 3, 2)):
+        columns = charts.columns_of(count, most)
+        assert 2 <= columns <= min(5, count) or columns == count == 1
+        assert count == 1 or count % columns != 1
+
+
+def test_long_names_stay_inside_of_their_chart():
+    name = "a_reward_of_ones_own_with_a_name_that_goes_on_and_on/" * 4
+    panels = [charts.Panel(f"Held-out {name}", "", {f"{i}{name}": [(0.0, 0.0), (1.0, 1.0)] for i in range(7)})] * 2
+    figure = charts.picture(panels, title="")
+    for number, ax in enumerate(figure.axes):
+        legend = ax.get_legend()
+        assert legend is not None
+        for item in (ax.title, ax._left_title, legend):  # pyright: ignore[reportAttributeAccessIssue]
+            box = item.get_window_extent(figure.canvas.get_renderer()).transformed(figure.dpi_scale_trans.inverted())
+            assert 4.4 * number <= box.x0 <= box.x1 <= 4.4 * (number + 1)
+            assert box.y0 >= -0.01
+    style = Path(page.__file__).with_name("report.css").read_text()
+    assert "overflow-wrap: anywhere" in style.partition(".tile, h3, .note {")[2].partition("}")[0]
+
+
+def test_the_critic_is_shown_on_responses_that_differ():
+    def line(number: int, exact: list[float], values: list[float]) -> dict[str, Any]:
+        return {"id": number, "exact_values": exact, "values": values}
+
+    solved = [line(number, [1.0, 1.0], [1.0, 1.0]) for number in range(9)]
+    others = [line(9, [0.5, 0.0], [0.5, 0.0]), line(10, [1.0, 1.0], [0.0, 0.0]), line(11, [0.0, 0.0], [0.0, 0.0])]
+    assert {each["id"] for each in report.unlike([*solved, *others])} == {0, 9, 10, 11}
+    assert report.unlike([]) == report.unlike([line(0, [], [])]) == []
+    assert len(report.unlike(solved)) == 4
 
 
 def test_ticks_close_together_have_the_digits_they_need():

@@ -246,6 +246,20 @@ def test_summary_of_single_responses():
     assert actual == {"val-core/letters/reward/mean@1": 0.5, "val-aux/letters/exact_match/mean@1": 0.5}
 
 
+def test_a_function_called_reward_does_not_stand_in_the_place_of_the_sum():
+    @rewards.inline_reward
+    def reward(sample: Sample) -> float:
+        return 3.0
+
+    both = rewards.weighted_sum({"exact_match": rewards.exact_match, "reward": reward}, {"reward": 0.5})
+    scored, _ = score(rollout(["q"] * 2, ["a", "b"], list("ax")), both)
+    assert metrics.report(rewards.summarize([scored], n=1)) == {
+        "val-core/letters/reward/mean@1": 2.0,
+        "val-aux/letters/exact_match/mean@1": 0.5,
+        "val-aux/letters/reward_function/mean@1": 3.0,
+    }
+
+
 def test_a_batch_on_which_a_reward_failed_counts_nowhere():
     """As single samples on which it failed."""
 

@@ -146,7 +146,7 @@ def test_tensorboard_gets_every_metric(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for log in loggers.open_loggers(["tensorboard"], tmp_path, steps=3):
+    for log in loggers.open_loggers(["tensorboard"], tmp_path, steps=3)[2:]:
         log.log(1, STEP)
         log.log(2, STEP)
         log.close()
@@ -169,7 +169,7 @@ def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     for _ in range(2):
-        (log,) = loggers.open_loggers(
+        *_, log = loggers.open_loggers(
             ["wandb"], tmp_path / "run", steps=3, project="p", entity="e", group="g", settings={"seed": 1}
         )
         log.log(1, STEP)
@@ -180,6 +180,48 @@ def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
     assert (second["id"], second["resume"]) == ("abc", "allow")
     assert ("log", (STEP, 1)) in calls
     assert calls[-1] == ("finish", None)
+
+
+@pytest.mark.parametrize("names", [[], ["jsonl"], ["console"], ["jsonl", "console"], ["tensorboard"]])
+def test_console_and_metrics_do_not_depend_on_loggers(tmp_path, monkeypatch, capsys, names):
+    """Others come in addition; those named twice are there once."""
+    monkeypatch.setattr(loggers, "TensorBoard", lambda *args, **settings: JsonLines(tmp_path / "board"))
+    opened = loggers.open_loggers(names, tmp_path, steps=3)
+    for log in opened:
+        log.log(1, STEP)
+    loggers.close(opened)
+    assert capsys.readouterr().out.count("step 1/3") == 1
+    assert [line["step"] for line in jsonl.read(tmp_path / "metrics.jsonl")] == [1]
+    assert (tmp_path / "board").exists() == ("tensorboard" in names)
+
+
+def test_a_logger_may_be_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "own_logger.py").write_text(
+        "class Log:\n    def __init__(self, path):\n        self.path = path\n"
+        "    def log(self, step, metrics):\n        print(step, sorted(metrics), file=self.path.open('a'))\n"
+        "    def close(self):\n        print('closed', file=self.path.open('a'))\n"
+        "def make(run_dir, *, first_step, settings):\n    return Log(run_dir / f\"{settings['seed']}_{first_step}\")\n"
+        "def nothing(run_dir, *, first_step, settings):\n    return None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    opened = loggers.open_loggers(["own_logger:make"], tmp_path, steps=3, first_step=2, settings={"seed": 7})
+    for log in opened:
+        log.log(2, {"a": 1.0})
+    loggers.close(opened)
+    assert (tmp_path / "7_2").read_text() == "2 ['a']\nclosed\n"
+    with pytest.raises(ValueError, match="returned a NoneType without log and close; return an object with log"):
+        loggers.open_loggers(["own_logger:nothing"], tmp_path, steps=3)
+
+
+def test_the_line_of_a_step_says_turns_and_what_failed_in_them():
+    out = io.StringIO()
+    log = loggers.PlainConsole(9, file=out)
+    log.log(1, STEP | {"response_length/mean": 4.0, "rollout/turns/mean": 2.25, "rollout/tool_failures": 3.0})
+    assert "  turns 2.2  " in out.getvalue()
+    assert "  tool failed 3  " in out.getvalue()
+    assert len(out.getvalue().rstrip()) <= 80
+    log.log(2, STEP | {"rollout/turns/mean": 2.25, "rollout/tool_failures": 0.0})
+    assert "tool failed" not in out.getvalue().splitlines()[-1]
 
 
 @pytest.mark.parametrize(("name", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])

@@ -100,6 +100,30 @@ def test_a_loss_without_gradients_gives_zeros():
     assert all((grad == 0).all() for (_, grads), _ in found for grad in grads.values())
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_of_bfloat16_add_up_in_the_dtype_that_is_asked_for(ranks):
+    """In bfloat16 256 + 1 is 256: the gradients of 300 micro-batches would stop there."""
+    micros, one = 300, torch.ones(1, dtype=torch.bfloat16)
+
+    def stage(params, number, received, micro):
+        if number < ranks - 1:
+            return params["w"] * 1.0
+        return ((params["w"] if received is None else received + params["w"]).sum().float(), {})
+
+    def run(mesh):
+        wire = Wire((1,), torch.bfloat16, torch.device("cpu"))
+        schedule = one_f_one_b(ranks, micros, 1)
+        own = {"axis": mesh["pipeline"], "wires": lambda micro: wire}
+        return [
+            pipeline_value_and_grad(stage, {"w": one}, schedule, **own, dtypes=kind)[1]["w"]
+            for kind in ([torch.float32], None)
+        ]
+
+    for wide, narrow in simulate({"pipeline": ranks}, run) if ranks > 1 else simulate({}, run):
+        assert (wide.dtype, wide.item()) == (torch.float32, micros)
+        assert (narrow.dtype, narrow.item()) == (torch.bfloat16, 256.0)
+
+
 def test_what_the_next_stage_does_not_expect_is_refused():
     def wide(params, stage, received, micro, *, stages, rows):
         out = stage_of(params, stage, received, micro, stages=stages, rows=rows)

@@ -194,6 +194,30 @@ def test_the_losses_are_their_definitions():
         torch.testing.assert_close(found[name], grad, rtol=1e-9, atol=1e-11)
 
 
+def test_rows_without_a_response_count_for_no_router():
+    """Counted by hand, choice by choice: loads, what the losses are made of, and the mini-batch's totals."""
+    model, params = make("qwen3_moe")
+    mask = BATCH.response_mask.clone()
+    mask[1], mask[4] = False, False
+    mini = tree.replace(BATCH, routed=replayed(model, params).routed, response_mask=mask)
+    answered = [row for row in range(6) if mask[row].any()]
+    assert 0 < len(answered) < 6
+    real = [(row, place) for row in answered for place in BATCH.attention_mask[row].nonzero().flatten().tolist()]
+    out = forward_micro_batch(
+        params, mini, forward=Forward(model, replay=True), outputs=("log_probs", "router_sums", "loads")
+    )
+    totals = experts.router_totals(mini, model)
+    assert totals.tokens == len(real)
+    for number in range(len(model.routers)):
+        loads = [0.0] * 4
+        for row, place in real:
+            for expert in mini.routed[row, place, number].tolist():
+                loads[expert] += 1
+        assert out.loads[number].tolist() == loads
+        assert totals.fractions[number].tolist() == pytest.approx([load / sum(loads) for load in loads])
+    assert out.router_sums.probs.sum(1).tolist() == pytest.approx([len(real)] * len(model.routers))
+
+
 def test_a_bias_moves_by_the_sign_of_what_its_expert_lacks():
     model, params = make("glm4_moe")
     (router,) = routed(model, params)

@@ -140,7 +140,6 @@ def test_a_schedule_of_ones_own_runs():
 WIDE = "without bfloat16 products the sums of torch's own depend on where in memory the weights lie"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason=WIDE)
 @pytest.mark.parametrize(("stage", "again"), [(1, True), (2, False), (3, False), (3, True)])
 def test_bfloat16_stages_on_shards_have_the_bits_of_whole_parameters(stage, again):
